@@ -1,0 +1,145 @@
+"""Make small real checkpoints of every format, by running the libraries that write them.
+
+    python samples/make.py [--out DIR] [--list] [--readme] [NAME ...]
+
+Each sample is built in a scratch directory, read back with the upstream library, compared with what was saved, and
+only then put in place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import dcp
+import hf
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torchsave
+from same import assert_same
+from sample import SAMPLES, Sample
+
+HERE = Path(__file__).resolve().parent
+FAMILIES = {"torch.save": torchsave, "DCP": dcp, "Hugging Face": hf}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the answer is the exit code."""
+    parser = argparse.ArgumentParser(description="Make small real checkpoints of every format.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="samples to make (all of them)")
+    parser.add_argument("--out", type=Path, default=HERE / "checkpoints", help="where to put them (%(default)s)")
+    parser.add_argument("--list", action="store_true", help="list the samples and stop")
+    parser.add_argument("--readme", action="store_true", help="print the table of README.md and stop")
+    options = parser.parse_args(arguments)
+    unknown = [name for name in options.names if name not in SAMPLES]
+    if unknown:
+        parser.error(f"no such sample: {', '.join(unknown)}")
+    wanted = [SAMPLES[name] for name in options.names or SAMPLES]
+    if options.list:
+        for one in wanted:
+            print(f"{one.name:24} {one.what}")
+    elif options.readme:
+        print(table(wanted))
+    else:
+        make(wanted, options.out.resolve())
+    return 0
+
+
+def make(samples: Sequence[Sample], out: Path) -> None:
+    """Build, check and put in place the given samples: one set of processes for each world size."""
+    out.mkdir(parents=True, exist_ok=True)
+    home = Path.cwd()
+    scratch = Path(tempfile.mkdtemp(prefix="samples-"))
+    os.chdir(scratch)  # the writers record the path they are given: let it be a short relative one
+    try:
+        for world in sorted({one.world for one in samples}):
+            names = [one.name for one in samples if one.world == world]
+            if world == 1:
+                build(names)
+            else:
+                mp.spawn(build_on_rank, args=(world, scratch, names), nprocs=world)
+        for one in samples:
+            check(one, Path(one.name))
+            refuse_leaks(Path(one.name), (str(HERE), str(Path.home()), str(scratch), sys.prefix))
+            target = out / one.name
+            if target.exists():
+                shutil.rmtree(target)
+            shutil.copytree(one.name, target, copy_function=shutil.copyfile)
+            print(f"{one.name:24} {size_of(target):8,} bytes")
+    finally:
+        os.chdir(home)
+        shutil.rmtree(scratch)
+
+
+def build_on_rank(rank: int, world: int, scratch: Path, names: Sequence[str]) -> None:
+    """Build the given samples as one rank of a gloo process group."""
+    os.chdir(scratch)
+    store = dist.FileStore(str(scratch / f"store-{world}"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    try:
+        build(names)
+    finally:
+        dist.destroy_process_group()
+
+
+def build(names: Sequence[str]) -> None:
+    """Build the given samples below the current directory; rank 0 writes the references."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    for name in names:
+        folder = Path(name)
+        folder.mkdir(exist_ok=True)
+        expected = SAMPLES[name].build(folder)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            torch.save(expected, folder / "reference.pt")
+
+
+def check(one: Sample, folder: Path) -> None:
+    """Read the sample back with the upstream library and compare it with what was saved."""
+    warnings.simplefilter("ignore")
+    reference = folder / "reference.pt"
+    if one.load is not None:
+        expected: Any = torch.load(reference, weights_only=False)
+        try:
+            assert_same(one.load(folder), expected, strides=one.strides)
+        except AssertionError as error:
+            raise AssertionError(f"{one.name}: {error}") from error
+    if not one.reference:
+        reference.unlink()
+
+
+def refuse_leaks(folder: Path, private: Sequence[str]) -> None:
+    """Fail when a file holds a path of the machine that made it."""
+    for path in folder.rglob("*"):
+        data = path.read_bytes() if path.is_file() else b""
+        for text in private:
+            if text.encode() in data:
+                raise AssertionError(f"{path} holds the path {text}")
+
+
+def table(samples: Sequence[Sample]) -> str:
+    """The tables of README.md, one for each family."""
+    lines: list[str] = []
+    for title, module in FAMILIES.items():
+        lines += ["", f"## {title}", "", "| sample | what it is | what it is for | written by |", "|---|---|---|---|"]
+        for one in samples:
+            if one.build.__module__ in (module.__name__, *getattr(module, "PARTS", ())):
+                lines.append(f"| `{one.name}` | {one.what} | {one.trap} | {one.writer} |")
+    return "\n".join(lines).strip()
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files below a directory."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
