@@ -1,0 +1,1 @@
+"""ckpttool: inspect and convert PyTorch training checkpoints."""

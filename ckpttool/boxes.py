@@ -1,0 +1,157 @@
+"""Boxes: rectangular pieces of a tensor, as `(offsets, sizes)` in elements. Integers only; pure.
+
+`((4, 0), (4, 13))` is rows 4..7 of a tensor with 13 columns. A 0-d tensor has the one box `((), ())`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+Ints = tuple[int, ...]
+Box = tuple[Ints, Ints]
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """The box that covers a tensor of `shape`. Pure."""
+    return (0,) * len(shape), tuple(shape)
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """What two boxes share, or None. Pure."""
+    offsets, sizes = [], []
+    for ao, asz, bo, bsz in zip(a[0], a[1], b[0], b[1], strict=True):
+        low, high = max(ao, bo), min(ao + asz, bo + bsz)
+        if low >= high:
+            return None
+        offsets.append(low)
+        sizes.append(high - low)
+    return tuple(offsets), tuple(sizes)
+
+
+def split_even(shape: Sequence[int], ranks: int, dim: int = 0) -> list[Box | None]:
+    """`ranks` boxes along `dim` as `torch.chunk` and FSDP2 make them: `ceil(n / ranks)` rows each, the last shorter;
+    None for a rank that is left without. Pure. Source: `torch.distributed.tensor.Shard.local_shard_size_and_offset`."""
+    rows = shape[dim]
+    step = -(-rows // ranks) if rows else 0
+    boxes: list[Box | None] = []
+    for rank in range(ranks):
+        low = min(rank * step, rows)
+        high = min(low + step, rows)
+        if low == high:
+            boxes.append(None)
+            continue
+        offsets, sizes = [0] * len(shape), list(shape)
+        offsets[dim], sizes[dim] = low, high - low
+        boxes.append((tuple(offsets), tuple(sizes)))
+    return boxes
+
+
+def row_major(shape: Sequence[int]) -> Ints:
+    """Strides of a contiguous tensor, in elements. Pure."""
+    strides = [1] * len(shape)
+    for i in range(len(shape) - 2, -1, -1):
+        strides[i] = strides[i + 1] * max(shape[i + 1], 1)
+    return tuple(strides)
+
+
+def is_row_major(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether these strides lay the elements out without gaps in row-major order; dimensions of size 1 do not count.
+    Pure."""
+    expected = 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size == 0:
+            return True
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def span(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements between the first and the last one, both counted: what `as_strided` needs of its storage. Pure."""
+    if 0 in sizes:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+
+
+def run_length(box_sizes: Sequence[int], within: Sequence[int]) -> int:
+    """How many elements of a box lie next to each other when a box of sizes `within` is stored row-major. Pure."""
+    run = 1
+    for size, full in zip(reversed(box_sizes), reversed(within), strict=True):
+        run *= size
+        if size != full:
+            break
+    return run
+
+
+def runs(box: Box, within: Box, run: int) -> Iterator[int]:
+    """Where each run of `run` elements of `box` starts in `within`, stored row-major, in elements. Pure.
+
+    `run` is `run_length(box[1], within[1])` or a divisor of it that is a product of trailing sizes.
+    """
+    strides = row_major(within[1])
+    sizes = box[1]
+    # Trailing dimensions that lie inside a run are not walked.
+    left, depth = run, len(sizes)
+    while depth and left > 1:
+        depth -= 1
+        left //= sizes[depth]
+    start = sum((o - w) * s for o, w, s in zip(box[0], within[0], strides, strict=True))
+    yield from _walk(start, sizes[:depth], strides[:depth])
+
+
+def _walk(start: int, sizes: Ints, strides: Ints) -> Iterator[int]:
+    if not sizes:
+        yield start
+        return
+    if len(sizes) == 1:
+        yield from range(start, start + sizes[0] * strides[0], strides[0]) if strides[0] else [start] * sizes[0]
+        return
+    for i in range(sizes[0]):
+        yield from _walk(start + i * strides[0], sizes[1:], strides[1:])
+
+
+def tiling_fault(shape: Sequence[int], offsets: Sequence[Ints], sizes: Sequence[Ints]) -> str | None:
+    """Why these boxes do not cover a tensor of `shape` exactly once, or None when they do. Pure.
+
+    Boxes without elements cover nothing and are fine anywhere inside. The walk is linear for boxes that are slabs
+    along one dimension (what FSDP writes) and near linear for grids.
+    """
+    total = prod(shape)
+    live: list[Box] = []
+    covered = 0
+    for o, s in zip(offsets, sizes, strict=True):
+        if len(o) != len(shape) or len(s) != len(shape):
+            return f"a chunk has {len(s)} dimensions where the tensor has {len(shape)}"
+        for at, size, full in zip(o, s, shape, strict=True):
+            if at < 0 or size < 0 or at + size > full:
+                return f"chunk {list(s)} at {list(o)} reaches outside {list(shape)}"
+        volume = prod(s)
+        if volume:
+            covered += volume
+            live.append((o, s))
+    clash = _first_overlap(live)
+    if clash is not None:
+        return f"chunks at {list(clash[0][0])} and {list(clash[1][0])} overlap"
+    if covered != total:
+        return f"{total - covered} of {total} elements are in no chunk"
+    return None
+
+
+def _first_overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
+    """The first two boxes found that share an element; sweeps along the dimension with the most distinct starts."""
+    if len(boxes) < 2 or not boxes[0][0]:
+        return (boxes[0], boxes[1]) if len(boxes) > 1 else None
+    dims = range(len(boxes[0][0]))
+    dim = max(dims, key=lambda d: len({b[0][d] for b in boxes}))
+    boxes.sort(key=lambda b: b[0][dim])
+    active: list[Box] = []
+    for box in boxes:
+        low = box[0][dim]
+        active = [b for b in active if b[0][dim] + b[1][dim] > low]
+        for other in active:
+            if overlap(other, box) is not None:
+                return other, box
+        active.append(box)
+    return None

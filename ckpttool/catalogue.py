@@ -1,0 +1,358 @@
+"""The catalogue: what a checkpoint holds, as named tensors, each a tiling of boxes, each box a run of bytes in a file.
+
+This is the one data structure of the library. A format opens a path and returns one; a layout makes another one out
+of it; a plan compares the two. Nothing here does I/O.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+from ckpttool import boxes
+from ckpttool.boxes import Ints
+from ckpttool.dtypes import Dtype
+from ckpttool.errors import CorruptError
+
+Path = tuple[Hashable, ...]
+
+
+def dotted(path: Path) -> str:
+    """The name of a path for people: `("optim", "state", 0, "exp_avg")` is `optim.state.0.exp_avg`. Pure."""
+    return ".".join(map(str, path))
+
+
+class Record(NamedTuple):
+    """A run of bytes with a checksum, e.g. a storage in a torch.save archive: `Record(0, 704, 4096, 0x1c291ca3)`.
+
+    `crc` is CRC-32, or None when the writer left none (or it is not known yet: a sink that is still empty).
+    """
+
+    file: int
+    offset: int
+    nbytes: int
+    crc: int | None = None
+
+
+class Extent(NamedTuple):
+    """Where the bytes of a chunk lie: `Extent(file=0, offset=704, nbytes=4096)`.
+
+    `strides` (elements) is None for row-major; otherwise `nbytes` spans from the first to the last element.
+    `codec` names what has to be done to the elements after reading: `swap` (big endian), `conj`, `neg`.
+    `record` is the checksummed run that the extent lies in. An extent with `item` set is a whole DCP item whose
+    payload is found only when it is opened: `Source.resolve` turns it into one without.
+    """
+
+    file: int
+    offset: int
+    nbytes: int
+    strides: Ints | None = None
+    codec: tuple[str, ...] = ()
+    record: Record | None = None
+    item: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether the bytes are the row-major, native elements themselves."""
+        return self.strides is None and not self.codec and not self.item
+
+
+class Chunk(NamedTuple):
+    """A box of a tensor and where it lies: `Chunk((0, 0), (4, 13), Extent(...))`."""
+
+    offsets: Ints
+    sizes: Ints
+    extent: Extent
+
+
+class Chunks(Sequence[Chunk]):
+    """The chunks of one tensor, held as columns: a checkpoint of 256 ranks has 768,000 of them.
+
+    In a catalogue that is laid out but not created yet, `file` is the rank that is to hold the chunk and `offset`
+    and `nbytes` mean nothing.
+    """
+
+    __slots__ = ("codecs", "file", "item", "nbytes", "offset", "offsets", "records", "sizes", "strides")
+
+    def __init__(self, *, item: bool = False) -> None:
+        self.offsets: list[Ints] = []
+        self.sizes: list[Ints] = []
+        self.file: array[int] = array("l")
+        self.offset: array[int] = array("q")
+        self.nbytes: array[int] = array("q")
+        self.strides: dict[int, Ints] = {}
+        self.codecs: dict[int, tuple[str, ...]] = {}
+        self.records: dict[int, Record] = {}
+        self.item = item
+
+    @classmethod
+    def of(cls, chunks: Iterable[Chunk]) -> Chunks:
+        made = cls()
+        for chunk in chunks:
+            made.add(chunk.offsets, chunk.sizes, chunk.extent)
+        return made
+
+    @classmethod
+    def single(cls, shape: Ints, extent: Extent) -> Chunks:
+        """One chunk that is the whole tensor."""
+        return cls.of([Chunk((0,) * len(shape), shape, extent)])
+
+    @classmethod
+    def placed(cls, placed: Iterable[tuple[boxes.Box, int]]) -> Chunks:
+        """Boxes with the rank that is to hold each, for a catalogue that is only laid out."""
+        return cls.of(Chunk(offsets, sizes, Extent(rank, 0, 0)) for (offsets, sizes), rank in placed)
+
+    def add(self, offsets: Ints, sizes: Ints, extent: Extent) -> None:
+        n = len(self.offsets)
+        self.offsets.append(offsets)
+        self.sizes.append(sizes)
+        self.file.append(extent.file)
+        self.offset.append(extent.offset)
+        self.nbytes.append(extent.nbytes)
+        if extent.strides is not None:
+            self.strides[n] = extent.strides
+        if extent.codec:
+            self.codecs[n] = extent.codec
+        if extent.record is not None:
+            self.records[n] = extent.record
+        if extent.item:
+            self.item = True
+
+    def extent(self, i: int) -> Extent:
+        return Extent(
+            self.file[i], self.offset[i], self.nbytes[i],
+            self.strides.get(i), self.codecs.get(i, ()), self.records.get(i), self.item,
+        )  # fmt: skip
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return [self[k] for k in range(*i.indices(len(self)))]
+        if not -len(self) <= i < len(self):
+            raise IndexError(i)
+        i %= len(self)
+        return Chunk(self.offsets[i], self.sizes[i], self.extent(i))
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for i in range(len(self)):
+            yield Chunk(self.offsets[i], self.sizes[i], self.extent(i))
+
+
+class Part(NamedTuple):
+    """What a piece of the checkpoint is for, and under which key it hangs: `Part("model", ("app", "model"))`."""
+
+    kind: str
+    root: Path = ()
+
+    def __str__(self) -> str:
+        return self.kind if not self.root or self.root == (self.kind,) else f"{self.kind} ({dotted(self.root)})"
+
+
+OTHER = Part("other")
+KINDS = ("model", "optimizer", "scheduler", "rng", "dataloader", "scaler", "progress", "other")
+
+
+@dataclass(slots=True, eq=False)
+class Tensor:
+    """A tensor: its key path, element type, shape and chunks.
+
+    `embedded` tensors do not stand at their path themselves: an object's value refers to them with a `Link`.
+    `origin` is, after a layout, the tensor of the source that the elements come from; `alias`, the path of the
+    tensor of the same catalogue that has the same extents (tied weights).
+    """
+
+    path: Path
+    dtype: Dtype
+    shape: Ints
+    chunks: Chunks
+    part: Part = OTHER
+    embedded: bool = False
+    origin: Tensor | None = None
+    alias: Path | None = None
+
+    @property
+    def name(self) -> str:
+        return dotted(self.path)
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class Link(NamedTuple):
+    """Stands in an object's value for a tensor of the catalogue; `storage`: for its bare storage."""
+
+    path: Path
+    storage: bool = False
+
+
+_UNREAD = object()
+
+
+class Object:
+    """A value that is not a tensor: a number, a string, a list, an inert stub. Read when it is first asked for."""
+
+    __slots__ = ("_read", "_value", "nbytes", "part", "path")
+
+    def __init__(
+        self,
+        path: Path,
+        value: Any = _UNREAD,
+        *,
+        read: Callable[[], Any] | None = None,
+        part: Part = OTHER,
+        nbytes: int = 0,
+    ) -> None:
+        self.path = path
+        self._value = value
+        self._read = read
+        self.part = part
+        self.nbytes = nbytes
+
+    @property
+    def name(self) -> str:
+        return dotted(self.path)
+
+    @property
+    def value(self) -> Any:
+        if self._value is _UNREAD:
+            assert self._read is not None
+            self._value = self._read()
+        return self._value
+
+    def at(self, path: Path) -> Object:
+        """The same value under another path."""
+        return Object(path, read=lambda: self.value, part=self.part, nbytes=self.nbytes)
+
+
+Entry = Tensor | Object
+
+
+class Container(NamedTuple):
+    """A list or an ordered dict on the way to a leaf; a path not listed is a plain dict.
+
+    `kind` is `list`, `dict` or `OrderedDict`; `attrs` are Python attributes set on it (`_metadata` of a state dict).
+    """
+
+    kind: str
+    attrs: Any = None
+
+
+@dataclass(slots=True)
+class File:
+    """A file of the checkpoint: `File("/data/run/__0_0.distcp", "__0_0.distcp", 4096, rank=0)`."""
+
+    location: str
+    name: str
+    size: int
+    rank: int | None = None
+
+
+@dataclass(slots=True)
+class Catalogue:
+    """Everything a checkpoint holds, in the order in which it was saved.
+
+    `facts` is what else the format can tell, for the header of `inspect`: `writer`, `torch`, `layout`, ...
+    `containers[()]` is the root itself.
+    """
+
+    format: str
+    files: list[File] = field(default_factory=list)
+    entries: dict[Path, Entry] = field(default_factory=dict)
+    containers: dict[Path, Container] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        return (e for e in self.entries.values() if isinstance(e, Tensor))
+
+    @property
+    def objects(self) -> Iterator[Object]:
+        return (e for e in self.entries.values() if isinstance(e, Object))
+
+    def add(self, entry: Entry) -> None:
+        if entry.path in self.entries:
+            raise CorruptError(f"two entries are called `{dotted(entry.path)}`", tensor=dotted(entry.path))
+        self.entries[entry.path] = entry
+
+    def tensor(self, path: Path) -> Tensor:
+        entry = self.entries[path]
+        assert isinstance(entry, Tensor)
+        return entry
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks wrote the files; 1 when nothing says otherwise."""
+        return max((f.rank for f in self.files if f.rank is not None), default=0) + 1
+
+    def nbytes(self) -> int:
+        """Bytes of all files on disk."""
+        return sum(f.size for f in self.files)
+
+
+def find_aliases(tensors: Iterable[Tensor]) -> dict[Path, Path]:
+    """Tensors that have the same extents as an earlier one, and which one. Pure.
+
+    Tensors without elements have no bytes to share. An alias has the same dtype and shape too: a transposed view of
+    the same storage is another tensor.
+    """
+    first: dict[tuple[object, ...], Path] = {}
+    aliases: dict[Path, Path] = {}
+    for tensor in tensors:
+        if not tensor.numel:
+            continue
+        c = tensor.chunks
+        key = (
+            tensor.dtype.name, tensor.shape, c.file.tobytes(), c.offset.tobytes(), c.nbytes.tobytes(),
+            tuple(c.strides.items()), tuple(c.codecs.items()),
+        )  # fmt: skip
+        kept = first.setdefault(key, tensor.path)
+        if kept != tensor.path:
+            aliases[tensor.path] = kept
+    return aliases
+
+
+def validate(catalogue: Catalogue) -> None:
+    """Prove what everything after relies on: each tensor's chunks tile it exactly, and each extent lies inside its
+    file and is as large as its box. Raises CorruptError with the file and the tensor."""
+    files = catalogue.files
+    for tensor in catalogue.tensors:
+        chunks = tensor.chunks
+        if len(chunks) != 1 or chunks.sizes[0] != tensor.shape:
+            fault = boxes.tiling_fault(tensor.shape, chunks.offsets, chunks.sizes)
+            if fault is not None:
+                raise CorruptError(
+                    f"tensor `{tensor.name}` {list(tensor.shape)} is not covered exactly: {fault}",
+                    hint="a rank's file is missing, or the index belongs to another save",
+                    tensor=tensor.name, shape=list(tensor.shape),
+                )  # fmt: skip
+        itemsize = tensor.dtype.itemsize
+        for i in range(len(chunks)):
+            file, offset, nbytes = files[chunks.file[i]], chunks.offset[i], chunks.nbytes[i]
+            if offset < 0 or nbytes < 0 or offset + nbytes > file.size:
+                raise CorruptError(
+                    f"`{file.name}`: tensor `{tensor.name}`: bytes {offset}..{offset + nbytes} are outside the file, "
+                    f"which has {file.size}",
+                    hint="the file is truncated, or not the one that the index was written for",
+                    file=file.name, tensor=tensor.name, found=file.size, expected=offset + nbytes,
+                )  # fmt: skip
+            if chunks.item:
+                continue
+            strides = chunks.strides.get(i)
+            elements = prod(chunks.sizes[i]) if strides is None else boxes.span(chunks.sizes[i], strides)
+            if nbytes != elements * itemsize:
+                raise CorruptError(
+                    f"`{file.name}`: tensor `{tensor.name}`: {nbytes} bytes at {offset}..{offset + nbytes}, "
+                    f"but {tensor.dtype} {list(chunks.sizes[i])} needs {elements * itemsize}",
+                    file=file.name, tensor=tensor.name, found=nbytes, expected=elements * itemsize,
+                )  # fmt: skip

@@ -1,0 +1,75 @@
+"""What a format promises: how it is recognised, opened (a `Source`) and laid down empty (a `Sink`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from ckpttool.catalogue import Catalogue, Chunk, Extent, Tensor
+
+Crcs = Mapping[tuple[int, int], int]
+"""CRC-32 of each record that was filled, by `(file, offset)` of the destination."""
+
+
+class Source(Protocol):
+    """An open checkpoint. Everything that its index says is in `catalogue`; payloads are read by the transfer."""
+
+    catalogue: Catalogue
+
+    def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
+        """Where the elements of `chunk` lie; the chunk's own extent unless that is an unopened item. Thread-safe.
+
+        Raises CorruptError when what is there does not fit the tensor.
+        """
+
+    def close(self) -> None:
+        """Let go of files and scratch space."""
+
+
+class Sink(Protocol):
+    """A checkpoint of full size whose payloads are still empty, lying at the staging path given to `create`.
+
+    Every chunk of `catalogue` has its final extent; an extent with a `record` wants that record's CRC at `finish`.
+    """
+
+    catalogue: Catalogue
+
+    def finish(self, crcs: Crcs) -> None:
+        """Write what could only be known after the payloads: checksums, and the format's commit mark."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """One thing that a format cannot hold: `Loss("lr_scheduler.last_epoch", "not a tensor")`."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class SinkOptions:
+    """How a sink may be laid down. `max_shard_size` is bytes of payload per file, for formats that split by size."""
+
+    max_shard_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A row of the table of formats, e.g. `Format("dcp", "torch.distributed.checkpoint directory", ...)`.
+
+    `create(path, laid, options)` gets a path that does not exist yet: a file if `is_file(path as the user typed it)`,
+    else a directory, and a catalogue whose chunks say which rank holds them (all 0 unless `chunked`).
+    `losses` says what of a catalogue it could not hold. Formats that are only read have no `create`.
+    """
+
+    name: str
+    title: str
+    recognise: Callable[[str], bool]
+    open: Callable[[str], Source]
+    create: Callable[[str, Catalogue, SinkOptions], Sink] | None = None
+    losses: Callable[[Catalogue, str], list[Loss]] | None = None
+    is_file: Callable[[str], bool] = lambda path: False
+    chunked: bool = False
+    splits: bool = False  # by `max_shard_size`
+    suffixes: tuple[str, ...] = ()

@@ -1,0 +1,88 @@
+"""The error family: each child is one way in which a file, a flag or the machine can be wrong, with its exit code.
+
+An error names its subject (file, tensor, found, expected) in lower case without a final period; what to type next
+goes into `hint`, which is printed on a line of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+DONE = 0
+DIFFERS = 1
+BUG = 70
+INTERRUPTED = 130
+TERMINATED = 143
+
+
+class CkptError(Exception):
+    """Something is wrong that the person who called us can put right.
+
+    `facts` holds what the message says in a form for machines (`--json`): `file`, `tensor`, `found`, `expected`, ...
+    """
+
+    exit_code: ClassVar[int] = BUG
+    kind: ClassVar[str] = "error"
+
+    def __init__(self, message: str, *, hint: str | None = None, **facts: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.facts = facts
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Errors travel between processes; the default would drop the keywords.
+        return (_remake, (type(self), self.message, self.hint, self.facts))
+
+
+def _remake(kind: type[CkptError], message: str, hint: str | None, facts: dict[str, Any]) -> CkptError:
+    return kind(message, hint=hint, **facts)
+
+
+class UsageError(CkptError):
+    """The flags or arguments do not fit together, or name something that is not there."""
+
+    exit_code = 2
+    kind = "usage"
+
+
+class ReadError(CkptError):
+    """The source cannot be read: no such path, no permission, a format that we do not know."""
+
+    exit_code = 3
+    kind = "cannot read"
+
+
+class CorruptError(CkptError):
+    """The source contradicts itself: a hole, an overlap, a range outside its file, a wrong checksum."""
+
+    exit_code = 4
+    kind = "corrupt"
+
+
+class LossError(CkptError):
+    """The destination cannot hold something that the source has, and nobody said to leave it out."""
+
+    exit_code = 5
+    kind = "would lose"
+
+
+class OverwriteError(CkptError):
+    """The destination exists."""
+
+    exit_code = 6
+    kind = "would overwrite"
+
+
+class StorageError(CkptError):
+    """The machine refused: no space, no permission to write, an I/O error."""
+
+    exit_code = 7
+    kind = "storage"
+
+
+class RemoteError(CkptError):
+    """A remote store refused or cannot be reached."""
+
+    exit_code = 8
+    kind = "remote"

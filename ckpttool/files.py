@@ -1,0 +1,282 @@
+"""Local files: ranged reads and writes, staging (write beside, fsync, rename), and paths kept inside a root."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ckpttool.errors import CkptError, CorruptError, OverwriteError, ReadError, StorageError, UsageError
+
+_OPEN_FILES = 64
+
+
+def failed(error: OSError, path: str, doing: str) -> CkptError:
+    """What the operating system refused, as one of our errors. `doing` is `read` or `write`."""
+    reason = (error.strerror or str(error)).lower()
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StorageError(f"`{path}`: {reason}", hint="free some space, or write somewhere else", file=path)
+    if doing == "write" or error.errno == errno.EIO:
+        return StorageError(f"`{path}`: cannot {doing}: {reason}", file=path)
+    return ReadError(f"`{path}`: cannot read: {reason}", file=path)
+
+
+class Pool:
+    """Open file descriptors, the least recently used closed first; shared by threads.
+
+    A descriptor in use is never closed: `get` hands it out under a count that `_release` lowers.
+    """
+
+    def __init__(self, *, writing: bool = False) -> None:
+        self._flags = os.O_RDWR if writing else os.O_RDONLY
+        self._doing = "write" if writing else "read"
+        self._open: OrderedDict[str, list[int]] = OrderedDict()  # path -> [descriptor, users]
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def use(self, path: str) -> Iterator[int]:
+        """The descriptor of `path` for the length of a block; what the system refuses becomes one of our errors."""
+        try:
+            with self._lock:
+                entry = self._open.get(path)
+                if entry is None:
+                    entry = self._open[path] = [os.open(path, self._flags | os.O_CLOEXEC), 0]
+                self._open.move_to_end(path)
+                entry[1] += 1
+                self._close_idle()
+            try:
+                yield entry[0]
+            finally:
+                with self._lock:
+                    entry[1] -= 1
+        except OSError as error:
+            raise failed(error, path, self._doing) from None
+
+    def _close_idle(self) -> None:
+        for path in list(self._open)[: max(0, len(self._open) - _OPEN_FILES)]:
+            if not self._open[path][1]:
+                os.close(self._open.pop(path)[0])
+
+    def read(self, path: str, offset: int, nbytes: int) -> bytes:
+        """Exactly `nbytes` at `offset`. Raises CorruptError when the file ends before."""
+        with self.use(path) as fd:
+            data = os.pread(fd, nbytes, offset)
+            while len(data) < nbytes:
+                more = os.pread(fd, nbytes - len(data), offset + len(data))
+                if not more:
+                    raise _ends(path, offset + len(data), offset + nbytes)
+                data += more
+            return data
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset`. Raises CorruptError when the file ends before."""
+        with self.use(path) as fd:
+            done = 0
+            while done < len(buffer):
+                n = os.preadv(fd, [buffer[done:]], offset + done)
+                if not n:
+                    raise _ends(path, offset + done, offset + len(buffer))
+                done += n
+
+    def write(self, path: str, offset: int, data: bytes | memoryview) -> None:
+        with self.use(path) as fd:
+            view = memoryview(data)
+            done = 0
+            while done < len(view):
+                done += os.pwrite(fd, view[done:], offset + done)
+
+    def close(self) -> None:
+        with self._lock:
+            for fd, _ in self._open.values():
+                os.close(fd)
+            self._open.clear()
+
+
+def _ends(path: str, found: int, expected: int) -> CorruptError:
+    return CorruptError(
+        f"`{path}`: ends at byte {found}, but bytes up to {expected} are needed",
+        hint="the file is truncated or still being written",
+        file=path, found=found, expected=expected,
+    )  # fmt: skip
+
+
+def size_of(path: str) -> int:
+    """Bytes of a regular file. Raises ReadError for anything else: a FIFO would block, a device never end."""
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise failed(error, path, "read") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise ReadError(f"`{path}`: not a regular file", file=path)
+    return status.st_size
+
+
+def inside(root: str, name: str) -> str:
+    """`root/name` for a name that an index gives. Raises CorruptError when it would leave the root."""
+    parts = name.replace("\\", "/").split("/")
+    if not name or "\0" in name or name.startswith(("/", "\\")) or ".." in parts or (len(name) > 1 and name[1] == ":"):
+        raise CorruptError(
+            f"`{root}`: the index names the file `{name}`, which is outside the checkpoint", file=root, found=name
+        )
+    path = Path(root, name)
+    real, top = os.path.realpath(path), os.path.realpath(root)
+    # The Hub's cache is made of links from snapshots/ to blobs/, both under one repository folder.
+    allowed = top.partition("/snapshots/")[0] if "/snapshots/" in top else top
+    if real != top and not real.startswith(allowed.rstrip("/") + "/"):
+        raise CorruptError(f"`{path}`: a link that leaves the checkpoint", file=str(path), found=real)
+    return str(path)
+
+
+Fingerprint = dict[str, tuple[int, int, int]]
+
+
+def fingerprint(paths: Iterable[str]) -> Fingerprint:
+    """What tells a file from a later version of it: size, modification time, inode."""
+    found: Fingerprint = {}
+    for path in paths:
+        with suppress(OSError):
+            status = os.stat(path)
+            found[path] = (status.st_size, status.st_mtime_ns, status.st_ino)
+    return found
+
+
+def check_unchanged(before: Fingerprint) -> None:
+    """Raises ReadError when a file is not the one that was opened any more."""
+    now = fingerprint(before)
+    for path, mark in before.items():
+        if now.get(path) != mark:
+            raise ReadError(
+                f"`{path}`: changed while it was being read",
+                hint="a checkpoint that is still being written cannot be converted; run this again when it is complete",
+                file=path,
+            )
+
+
+def create(path: str, size: int) -> None:
+    """A new file of `size` bytes, not yet on disk. Raises StorageError when it cannot be."""
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            os.ftruncate(fd, size)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise failed(error, path, "write") from None
+
+
+def write_file(path: str, data: bytes) -> None:
+    """A whole small file."""
+    try:
+        with open(path, "xb") as stream:
+            stream.write(data)
+    except OSError as error:
+        raise failed(error, path, "write") from None
+
+
+def sync(path: str) -> None:
+    """Bytes of a file, or entries of a directory, to disk."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise failed(error, path, "write") from None
+
+
+def sync_tree(path: str) -> None:
+    """Everything below `path`, and `path` itself, to disk."""
+    for folder, _, names in os.walk(path):
+        for name in names:
+            sync(os.path.join(folder, name))
+        sync(folder)
+    if not Path(path).is_dir():
+        sync(path)
+
+
+def free_space(path: str) -> int:
+    """Bytes free where `path` would be made."""
+    folder = Path(path).absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError as error:
+        raise failed(error, str(folder), "write") from None
+
+
+def partial_name(dst: str, mark: str = "partial") -> str:
+    """Where a destination is made before it is renamed: `.out.partial-4242` beside `out`."""
+    path = Path(dst)
+    return str(path.with_name(f".{path.name}.{mark}-{os.getpid()}"))
+
+
+def remove(path: str) -> None:
+    """A file or a whole directory, if it is there."""
+    if Path(path).is_dir() and not Path(path).is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            Path(path).unlink()
+
+
+def check_free(dst: str, *, overwrite: bool, is_file: bool) -> None:
+    """Raises UsageError or OverwriteError when `dst` cannot be made."""
+    path = Path(dst)
+    if is_file and (dst.endswith("/") or path.is_dir()):
+        raise UsageError(
+            f"`{dst}` is a directory, but this format writes one file",
+            hint=f"name the file: `{dst.rstrip('/')}/model.pt`",
+        )
+    if path.is_dir() and not is_file and not any(path.iterdir()):
+        return
+    if os.path.lexists(path) and not overwrite:
+        raise OverwriteError(f"`{dst}` exists", hint="pass `--overwrite` to replace it", file=dst)
+
+
+@contextmanager
+def staged(dst: str, *, overwrite: bool, is_file: bool) -> Iterator[str]:
+    """A path beside `dst` to make the destination at. It becomes `dst` when the block ends well, in one rename; else
+    it is removed. With `overwrite`, what was there is moved aside first and removed last."""
+    dst = dst.rstrip("/") or dst if not is_file else dst
+    check_free(dst, overwrite=overwrite, is_file=is_file)
+    partial, old = partial_name(dst), partial_name(dst, "old")
+    try:
+        Path(dst).absolute().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise failed(error, dst, "write") from None
+    remove(partial)
+    try:
+        yield partial
+        sync_tree(partial)
+        try:
+            _swap_in(partial, dst, old)
+            sync(str(Path(dst).absolute().parent))
+        except OSError as error:
+            raise failed(error, dst, "write") from None
+    finally:
+        remove(partial)
+    remove(old)
+
+
+def _swap_in(partial: str, dst: str, old: str) -> None:
+    moved = False
+    if Path(dst).is_dir() and not any(Path(dst).iterdir()):
+        Path(dst).rmdir()
+    elif os.path.lexists(dst):
+        os.rename(dst, old)
+        moved = True
+    try:
+        os.rename(partial, dst)
+    except OSError:
+        if moved:
+            os.rename(old, dst)
+        raise

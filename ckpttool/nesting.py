@@ -1,0 +1,199 @@
+"""Nested state <-> flat entries: a tree of dicts and lists with tensors in it becomes key paths, and back.
+
+A dict is always walked. A list is walked when there is a tensor or a dict in it, as DCP does; anything else (a tuple,
+a set, a stub) is one object, even with tensors inside: those become `embedded` tensors and the object holds a `Link`
+to each. An empty dict or list is an object whose value is that.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+from ckpttool.catalogue import Catalogue, Container, Link, Object, Path, Tensor, dotted
+from ckpttool.errors import CorruptError, LossError
+from ckpttool.pickles import Stub, TorchSize, children
+
+MAX_DEPTH = 256
+MAX_ENTRIES = 20_000_000
+
+MakeTensor = Callable[[Any, Path, bool], Tensor]
+
+
+def flatten(state: Any, catalogue: Catalogue, leaf: type | tuple[type, ...], make: MakeTensor, root: Path = ()) -> None:
+    """Add everything in `state` to the catalogue.
+
+    Values of the classes `leaf` are tensors: `make(value, path, embedded)` turns one into a `Tensor`.
+    Raises CorruptError for a tree that is too deep or too large.
+    """
+    _Flattening(catalogue, leaf, make).visit(state, root)
+
+
+class _Flattening:
+    def __init__(self, catalogue: Catalogue, leaf: type | tuple[type, ...], make: MakeTensor) -> None:
+        self._catalogue = catalogue
+        self._leaf = leaf
+        self._make = make
+
+    def visit(self, value: Any, path: Path) -> None:
+        if len(path) > MAX_DEPTH:
+            raise CorruptError(f"`{dotted(path[:4])}...` is nested more than {MAX_DEPTH} deep")
+        if len(self._catalogue.entries) > MAX_ENTRIES:
+            raise CorruptError(f"more than {MAX_ENTRIES} entries")
+        if isinstance(value, self._leaf):
+            self._catalogue.add(self._make(value, path, False))
+        elif isinstance(value, dict) and value and all(map(_is_key, value)):
+            if isinstance(value, OrderedDict):
+                self._catalogue.containers[path] = Container("OrderedDict", dict(vars(value)) or None)
+            for key, child in value.items():
+                self.visit(child, (*path, key))
+        elif isinstance(value, list) and _has_structure(value, self._leaf):
+            self._catalogue.containers[path] = Container("list")
+            for i, child in enumerate(value):
+                self.visit(child, (*path, i))
+        else:
+            linked = _Linking(self, path).replace(value, path) if self._has_leaf(value) else value
+            self._catalogue.add(Object(path, linked))
+
+    def _has_leaf(self, value: Any) -> bool:
+        return any(True for _ in _find(value, self._leaf))
+
+    def embed(self, value: Any, path: Path) -> Link:
+        tensor = self._make(value, path, True)
+        self._catalogue.add(tensor)
+        return Link(path)
+
+
+class _Linking:
+    """Copies an object's value with a `Link` in place of each tensor; what was shared stays shared."""
+
+    def __init__(self, flattening: _Flattening, path: Path) -> None:
+        self._flattening = flattening
+        self._root = path
+        self._done: dict[int, Any] = {}
+
+    def replace(self, value: Any, path: Path) -> Any:
+        if id(value) in self._done:
+            return self._done[id(value)]
+        if len(path) > len(self._root) + MAX_DEPTH:
+            raise CorruptError(f"`{dotted(self._root)}` is nested more than {MAX_DEPTH} deep")
+        if isinstance(value, self._flattening._leaf):
+            # Inside the object the place, not only the key, tells two tensors apart.
+            made: Any = self._flattening.embed(value, self._free(path))
+            self._done[id(value)] = made
+            return made
+        if isinstance(value, (dict, list, Stub)):
+            return self._replace_mutable(value, path)
+        if isinstance(value, (tuple, set, frozenset)):
+            items = [self.replace(v, (*path, i)) for i, v in enumerate(value)]
+            made = type(value)(items) if type(value) in (tuple, set, frozenset, TorchSize) else tuple(items)
+            self._done[id(value)] = made
+            return made
+        return value
+
+    def _replace_mutable(self, value: Any, path: Path) -> Any:
+        made: Any
+        if isinstance(value, Stub):
+            made = object.__new__(type(value))
+            self._done[id(value)] = made
+            made.how, made.kwargs = value.how, self.replace(value.kwargs, (*path, "kwargs"))
+            made.args = self.replace(value.args, (*path, "args"))
+            made.state = [self.replace(s, (*path, "state")) for s in value.state]
+            made.values = [self.replace(v, (*path, i)) for i, v in enumerate(value.values)]
+            made.pairs = [(k, self.replace(v, (*path, _as_key(k)))) for k, v in value.pairs]
+            return made
+        if isinstance(value, list):
+            made = []
+            self._done[id(value)] = made
+            made.extend(self.replace(v, (*path, i)) for i, v in enumerate(value))
+            return made
+        made = type(value)()
+        self._done[id(value)] = made
+        for key, child in value.items():
+            made[key] = self.replace(child, (*path, _as_key(key)))
+        if getattr(value, "__dict__", None):
+            vars(made).update(vars(value))
+        return made
+
+    def _free(self, path: Path) -> Path:
+        taken = self._flattening._catalogue.entries
+        free, n = path, 1
+        while free in taken or free == self._root:
+            free, n = (*path, f"#{n}"), n + 1
+        return free
+
+
+def _is_key(key: Any) -> bool:
+    return key is None or isinstance(key, (str, int, float, bytes)) or (
+        isinstance(key, tuple) and not isinstance(key, TorchSize) and all(map(_is_key, key))
+    )  # fmt: skip
+
+
+def _as_key(key: Any) -> Hashable:
+    return key if _is_key(key) else str(key)
+
+
+def _has_structure(value: list[Any], leaf: type | tuple[type, ...]) -> bool:
+    return any(isinstance(v, (dict, leaf)) or (isinstance(v, list) and _has_structure(v, leaf)) for v in value)
+
+
+def _find(value: Any, kinds: type | tuple[type, ...]) -> Iterator[Any]:
+    seen: set[int] = set()
+    todo = [value]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, kinds):
+            yield node
+        elif isinstance(node, (dict, list, tuple, set, frozenset, Stub)) and id(node) not in seen:
+            seen.add(id(node))
+            todo.extend(child for _, child in children(node))
+
+
+def links(value: Any) -> Iterator[Link]:
+    """The links to tensors in an object's value."""
+    return _find(value, Link)
+
+
+def unflatten(catalogue: Catalogue, value_of: Callable[[Tensor | Object], Any]) -> Any:
+    """The nested state: `value_of(entry)` at each path, in dicts, OrderedDicts and lists as they were.
+
+    Embedded tensors are left out: they are reached through the `Link` in their object.
+    Raises LossError when one path runs through another's value.
+    """
+    if () in catalogue.entries:
+        return value_of(catalogue.entries[()])
+    made: dict[Path, Any] = {(): _new(catalogue, ())}
+    for path, entry in catalogue.entries.items():
+        if isinstance(entry, Tensor) and entry.embedded:
+            continue
+        for depth in range(1, len(path)):
+            if path[:depth] not in made:
+                made[path[:depth]] = _new(catalogue, path[:depth])
+                _insert(made, path[:depth], made[path[:depth]])
+        if path in made:
+            raise LossError(f"`{dotted(path)}` is both a value and a container")
+        _insert(made, path, value_of(entry))
+    return made[()]
+
+
+def _new(catalogue: Catalogue, path: Path) -> Any:
+    container = catalogue.containers.get(path)
+    if container is None or container.kind == "dict":
+        return {}
+    if container.kind == "list":
+        return []
+    ordered: OrderedDict[Any, Any] = OrderedDict()
+    vars(ordered).update(container.attrs or {})
+    return ordered
+
+
+def _insert(made: dict[Path, Any], path: Path, value: Any) -> None:
+    parent = made[path[:-1]]
+    if isinstance(parent, list):
+        # Selecting may have left gaps; what stays keeps its order.
+        parent.append(value)
+    elif isinstance(parent, dict):
+        parent[path[-1]] = value
+    else:
+        raise LossError(f"`{dotted(path[:-1])}` is both a value and a container")

@@ -1,0 +1,529 @@
+"""Pickles without execution: an unpickler that imports nothing and builds inert stubs, and the writer for its values.
+
+A pickle is a program for a stack machine. Ours runs on CPython's own machine, but every name that the program asks
+for (`find_class`) is answered with a class made on the spot that remembers how it was called and does nothing. The
+few names that are answered with something real are listed in `REAL` and checked there.
+
+Grammar of what comes back: Python's plain values (None, bool, int, float, complex, str, bytes, bytearray, tuple, list,
+dict, OrderedDict, set, frozenset), `TorchSize`, subclasses of `Stub` (a name that was only mentioned: a class, an enum
+member's class, `torch.float32`), instances of them (a name that was called), and what the caller's `known` names
+return.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import pickle
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ckpttool.errors import CkptError, CorruptError, LossError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class TorchSize(tuple[int, ...]):
+    """A `torch.Size`, so that it is written back as one."""
+
+    __slots__ = ()
+
+
+class _StubType(type):
+    """Calling a stub class remembers the call (pickle's REDUCE); `cls.__new__` is what NEWOBJ does."""
+
+    module: str
+    name: str
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        made: Any = cls.__new__(cls, *args, **kwargs)  # type: ignore[arg-type]
+        made.how = "call"
+        return made
+
+    @property
+    def full_name(cls) -> str:
+        """`module.name` of what the stub stands for."""
+        return f"{cls.module}.{cls.name}"
+
+
+class Stub(metaclass=_StubType):
+    """An object of a class that was not imported: which one, how it was made, and what was put into it after."""
+
+    __slots__ = ("args", "how", "kwargs", "pairs", "state", "values")
+    module: ClassVar[str] = ""
+    name: ClassVar[str] = ""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    how: str  # "call" or "new"
+    state: list[Any]  # of BUILD, none or one
+    values: list[Any]  # of APPEND and ADDITEMS
+    pairs: list[tuple[Any, Any]]  # of SETITEM
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        self = object.__new__(cls)
+        self.args, self.kwargs, self.how = args, kwargs, "new"
+        self.state, self.values, self.pairs = [], [], []
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = [state]
+
+    def append(self, value: Any) -> None:
+        self.values.append(value)
+
+    add = append
+
+    def extend(self, values: Any) -> None:
+        self.values.extend(values)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.pairs.append((key, value))
+
+    def __repr__(self) -> str:
+        return f"<{stub_name(self)}>"
+
+
+def stub_type(module: str, name: str) -> type[Stub]:
+    """A new inert class that stands for `module.name`."""
+    attributes = {"module": module, "name": name, "__slots__": ()}
+    made: type[Stub] = _StubType(name.rpartition(".")[2] or "Stub", (Stub,), attributes)  # type: ignore[assignment]
+    return made
+
+
+def is_stub_type(value: Any) -> bool:
+    """Whether this is a name that a pickle mentioned without calling it."""
+    return isinstance(value, _StubType)
+
+
+def stub_name(value: Any) -> str | None:
+    """`torch.float32` for the stub class that stands for it or an instance of that; None for anything else."""
+    kind = type(value) if isinstance(value, Stub) else value
+    return kind.full_name if isinstance(kind, _StubType) else None
+
+
+def _encode(text: Any = "", encoding: Any = "latin1") -> bytes:
+    # How protocol 2 spells bytes. Any other codec could be made to do work (or to import).
+    if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
+        raise CorruptError("a pickle calls `_codecs.encode` in a way that pickle itself never does")
+    return text.encode("latin1")
+
+
+def _bytearray(*args: Any) -> bytearray:
+    # `bytearray(10**12)` would allocate a terabyte.
+    match args:
+        case ():
+            return bytearray()
+        case (bytes() as data,) | (bytearray() as data,):
+            return bytearray(data)
+        case (str() as text, str() as encoding) if encoding in ("latin1", "latin-1"):
+            return bytearray(text.encode("latin1"))
+    raise CorruptError("a pickle calls `bytearray` in a way that pickle itself never does")
+
+
+def _complex(*args: Any) -> complex:
+    if len(args) == 2 and all(isinstance(a, (int, float)) for a in args):
+        return complex(*args)
+    raise CorruptError("a pickle calls `complex` in a way that pickle itself never does")
+
+
+def _attribute(owner: Any, name: Any) -> Any:
+    # A nested class in protocol 2: `getattr(ShardedTensor, "ProcessGroupState")`.
+    if isinstance(owner, _StubType) and isinstance(name, str):
+        return stub_type(owner.module, f"{owner.name}.{name}")
+    raise CorruptError("a pickle calls `getattr` on something that is not a class")
+
+
+def _list_of(kind: Callable[[Any], Any]) -> Callable[..., Any]:
+    def make(*args: Any) -> Any:
+        if not args:
+            return kind(())
+        if len(args) == 1 and isinstance(args[0], (list, tuple)):
+            return kind(args[0])
+        raise CorruptError(f"a pickle calls `{kind.__name__}` in a way that pickle itself never does")
+
+    return make
+
+
+def _ordered(*args: Any) -> OrderedDict[Any, Any]:
+    if not args:
+        return OrderedDict()
+    if len(args) == 1 and isinstance(args[0], (list, tuple)) and all(
+        isinstance(p, (list, tuple)) and len(p) == 2 for p in args[0]
+    ):  # fmt: skip
+        return OrderedDict(args[0])
+    raise CorruptError("a pickle calls `OrderedDict` in a way that pickle itself never does")
+
+
+REAL: dict[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): _ordered,
+    ("_codecs", "encode"): _encode,
+    ("torch", "Size"): _list_of(TorchSize),
+}
+_BUILTINS: dict[str, Callable[..., Any]] = {
+    "set": _list_of(set),
+    "frozenset": _list_of(frozenset),
+    "bytearray": _bytearray,
+    "complex": _complex,
+    "getattr": _attribute,
+}
+for _module in ("__builtin__", "builtins"):
+    REAL |= {(_module, _name): _made for _name, _made in _BUILTINS.items()}
+_REAL_NAMES = {id(v): k for k, v in REAL.items()}
+
+# Names that run commands or code when called. They are never called here, but neither do we pass them on.
+_HARMFUL_MODULES = frozenset({
+    "os", "posix", "nt", "subprocess", "sys", "shutil", "socket", "runpy", "importlib", "pty", "ctypes", "code",
+    "commands", "webbrowser", "pip", "pdb", "bdb", "timeit", "cProfile", "profile", "asyncio", "multiprocessing",
+    "signal", "tempfile", "urllib", "http", "requests", "pickle", "_pickle", "marshal", "types", "operator", "imp",
+    "concurrent", "threading", "_thread", "builtins", "__builtin__",
+})  # fmt: skip
+_HARMLESS = frozenset({
+    *((m, n) for m in ("builtins", "__builtin__") for n in (
+        "int", "float", "bool", "str", "bytes", "list", "dict", "tuple", "set", "frozenset", "bytearray", "complex",
+        "object", "slice", "range", "type", "NoneType", "Ellipsis", "NotImplemented", "print", "len", "abs", "sum",
+        "min", "max", "sorted", "reversed", "enumerate", "zip", "map", "filter", "getattr",
+        "Exception", "ValueError", "KeyError", "RuntimeError", "TypeError",
+    )),
+    ("types", "SimpleNamespace"), ("types", "MappingProxyType"), ("operator", "itemgetter"),
+    ("operator", "attrgetter"), ("tempfile", "SpooledTemporaryFile"),
+})  # fmt: skip
+
+
+def is_harmful(module: str, name: str) -> bool:
+    """Whether loading a pickle that names this elsewhere could run a command. A courtesy, not a scanner: any name
+    of an unknown class can do that too."""
+    return module.partition(".")[0] in _HARMFUL_MODULES and (module, name) not in _HARMLESS
+
+
+def harmful_names(value: Any) -> set[str]:
+    """The names in this tree that `is_harmful` knows."""
+    found: set[str] = set()
+    for node in walk(value):
+        kind = node if isinstance(node, _StubType) else type(node) if isinstance(node, Stub) else None
+        if kind is not None and is_harmful(kind.module, kind.name):
+            found.add(kind.full_name)
+    return found
+
+
+def children(value: Any) -> Iterator[tuple[Any, Any]]:
+    """The keys and values directly inside a value; an attribute of a stub has a string key."""
+    if isinstance(value, dict):
+        yield from value.items()
+        if getattr(value, "__dict__", None):
+            yield "__dict__", vars(value)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from enumerate(value)
+    elif isinstance(value, Stub):
+        yield from (("args", v) for v in [value.args] if v)
+        yield from (("kwargs", v) for v in [value.kwargs] if v)
+        yield from (("state", v) for v in value.state)
+        yield from enumerate(value.values)
+        yield from value.pairs
+
+
+def walk(value: Any) -> Iterator[Any]:
+    """Every value in a tree, each shared one once."""
+    seen: set[int] = set()
+    todo = [value]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, (dict, list, tuple, set, frozenset, Stub)):
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
+            todo.extend(child for _, child in children(node))
+        yield node
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    # Millions of young objects that all stay: the collector would look through them again and again (9.3 s -> 1.6 s).
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(
+        self, stream: Any, known: Mapping[tuple[str, str], Any], persistent: Callable[[Any], Any] | None
+    ) -> None:
+        super().__init__(stream, encoding="latin1")
+        self._known = known
+        self._persistent = persistent
+        self._stubs: dict[tuple[str, str], type[Stub]] = {}
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        key = (module, name)
+        if key in self._known:
+            return self._known[key]
+        if key in REAL:
+            return REAL[key]
+        if key not in self._stubs:
+            self._stubs[key] = stub_type(module, name)
+        return self._stubs[key]
+
+    def persistent_load(self, pid: Any, /) -> Any:
+        if self._persistent is None:
+            raise CorruptError("the pickle refers to something outside itself")
+        return self._persistent(pid)
+
+
+def load(
+    stream: io.BufferedIOBase | io.BytesIO | bytes,
+    *,
+    what: str,
+    known: Mapping[tuple[str, str], Any] | None = None,
+    persistent: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Read one pickle from `stream` without running anything in it.
+
+    `what` names it for errors. `known` answers some names with something better than a stub; `persistent` answers
+    persistent ids. Raises CorruptError for anything that is not a whole pickle.
+    """
+    if isinstance(stream, bytes):
+        stream = io.BytesIO(stream)
+    try:
+        with _no_garbage_collection():
+            return _Unpickler(stream, known or {}, persistent).load()
+    except CkptError as error:
+        if what in error.message:
+            raise
+        raise type(error)(f"{what}: {error.message}", hint=error.hint, **error.facts) from None
+    except RecursionError:
+        raise CorruptError(f"{what}: the pickle is nested too deeply") from None
+    except MemoryError:
+        raise CorruptError(f"{what}: the pickle asks for more memory than there is") from None
+    # The machine raises whatever the operation at hand raises when a pickle is cut or made up.
+    except Exception as error:
+        raise CorruptError(f"{what}: not a whole pickle: {error}".rstrip(".")) from None
+
+
+class Writer:
+    """Writes a tree as a pickle of protocol 2, as `torch.save` does, or 4.
+
+    `leaf` is asked first for every value that is not a number, a string or None: it may write the value with the
+    writer's own methods (a tensor, as a call with a persistent id) and return True.
+    """
+
+    def __init__(
+        self,
+        protocol: int = 2,
+        leaf: Callable[[Writer, Any], bool] | None = None,
+    ) -> None:
+        self.out = bytearray(b"\x80" + bytes([protocol]))
+        self.protocol = protocol
+        self._leaf = leaf
+        self._memo: dict[Any, int] = {}
+        self._keep: list[Any] = []  # so that ids in the memo stay taken
+        self._count = 0
+
+    def done(self) -> bytes:
+        self.out += b"."
+        return bytes(self.out)
+
+    # The memo ------------------------------------------------------------------------------------------------
+
+    def _put(self, key: Any) -> None:
+        n = self._count
+        self._count += 1
+        self._memo[key] = n
+        if n < 256:
+            self.out += b"q" + bytes((n,))
+        else:
+            self.out += b"r" + struct.pack("<I", n)
+
+    def _get(self, key: Any) -> bool:
+        n = self._memo.get(key)
+        if n is None:
+            return False
+        self.out += b"h" + bytes((n,)) if n < 256 else b"j" + struct.pack("<I", n)
+        return True
+
+    # Values --------------------------------------------------------------------------------------------------
+
+    def named(self, module: str, name: str) -> None:
+        """A class or function by name."""
+        key = ("global", module, name)
+        if self._get(key):
+            return
+        if "." in name and self.protocol < 4:
+            # Protocol 2 has no dotted names.
+            owner, _, last = name.rpartition(".")
+            self.named("builtins", "getattr")
+            self.write_tuple((stub_type(module, owner), last))
+            self.out += b"R"
+        else:
+            self.out += b"c" + module.encode() + b"\n" + name.encode() + b"\n"
+        self._put(key)
+
+    def call(self, module: str, name: str, args: tuple[Any, ...]) -> None:
+        """`module.name(*args)`, to be called when the pickle is loaded."""
+        self.named(module, name)
+        self.write_tuple(args)
+        self.out += b"R"
+
+    def persistent(self, pid: Any) -> None:
+        self.write(pid)
+        self.out += b"Q"
+
+    def text(self, value: str) -> None:
+        key = ("str", value)
+        if self._get(key):
+            return
+        data = value.encode("utf-8", "surrogatepass")
+        self.out += b"X" + struct.pack("<I", len(data)) + data
+        self._put(key)
+
+    def integer(self, value: int) -> None:
+        if 0 <= value < 256:
+            self.out += b"K" + bytes((value,))
+        elif 0 <= value < 65536:
+            self.out += b"M" + struct.pack("<H", value)
+        elif -(2**31) <= value < 2**31:
+            self.out += b"J" + struct.pack("<i", value)
+        else:
+            data = value.to_bytes((value.bit_length() >> 3) + 1, "little", signed=True)
+            if len(data) < 256:
+                self.out += b"\x8a" + bytes((len(data),)) + data
+            else:
+                self.out += b"\x8b" + struct.pack("<i", len(data)) + data
+
+    def write_tuple(self, values: tuple[Any, ...]) -> None:
+        if len(values) <= 3:
+            for value in values:
+                self.write(value)
+            self.out += (b")", b"\x85", b"\x86", b"\x87")[len(values)]
+        else:
+            self.out += b"("
+            for value in values:
+                self.write(value)
+            self.out += b"t"
+
+    def write(self, value: Any) -> None:
+        """Any value of the grammar at the top of this module. Raises LossError for another one."""
+        kind = type(value)
+        if value is None:
+            self.out += b"N"
+        elif kind is bool:
+            self.out += b"\x88" if value else b"\x89"
+        elif kind is int:
+            self.integer(value)
+        elif kind is float:
+            self.out += b"G" + struct.pack(">d", value)
+        elif kind is str:
+            self.text(value)
+        elif not self._get(id(value)):
+            self._write_new(value)
+
+    def _remember(self, value: Any) -> None:
+        self._keep.append(value)
+        self._put(id(value))
+
+    def _write_new(self, value: Any) -> None:  # noqa: C901 - one flat table of kinds
+        if self._leaf is not None and self._leaf(self, value):
+            return
+        match value:
+            case TorchSize():
+                self.call("torch", "Size", (tuple(value),))
+                self._remember(value)
+            case tuple():
+                self.write_tuple(value)
+                if value:
+                    self._remember(value)
+            case list():
+                self.out += b"]"
+                self._remember(value)
+                self._appends(value)
+            case OrderedDict():
+                self.call("collections", "OrderedDict", ())
+                self._remember(value)
+                self._set_items(list(value.items()))
+                if vars(value):
+                    self.write(dict(vars(value)))
+                    self.out += b"b"
+            case dict():
+                self.out += b"}"
+                self._remember(value)
+                self._set_items(list(value.items()))
+            case bytes():
+                self._bytes(value)
+                self._remember(value)
+            case bytearray():
+                self.call("builtins", "bytearray", (bytes(value),))
+                self._remember(value)
+            case set() | frozenset():
+                # Sorted where that can be done, so that equal sets make equal files.
+                self.call("builtins", type(value).__name__, (sorted(value, key=repr),))
+                self._remember(value)
+            case complex():
+                self.call("builtins", "complex", (value.real, value.imag))
+            case Stub():
+                self._stub(value)
+            case _StubType():
+                self.named(value.module, value.name)
+            case _ if id(value) in _REAL_NAMES:
+                self.named(*_REAL_NAMES[id(value)])
+            case _:
+                raise LossError(f"a value of class `{type(value).__module__}.{type(value).__name__}` cannot be pickled")
+
+    def _bytes(self, value: bytes) -> None:
+        if self.protocol >= 4:
+            self.out += (
+                b"B" + struct.pack("<I", len(value)) if len(value) < 2**32 else b"\x8e" + struct.pack("<Q", len(value))
+            )
+            self.out += value
+        elif value:
+            self.call("_codecs", "encode", (value.decode("latin1"), "latin1"))
+        else:
+            self.call("builtins", "bytes", ())
+
+    def _appends(self, values: list[Any]) -> None:
+        if not values:
+            return
+        self.out += b"("
+        for value in values:
+            self.write(value)
+        self.out += b"e"
+
+    def _set_items(self, pairs: list[tuple[Any, Any]]) -> None:
+        if not pairs:
+            return
+        self.out += b"("
+        for key, value in pairs:
+            self.write(key)
+            self.write(value)
+        self.out += b"u"
+
+    def _stub(self, value: Stub) -> None:
+        self.named(type(value).module, type(value).name)
+        self.write_tuple(value.args)
+        if value.kwargs:
+            self.write(value.kwargs)
+            self.out += b"\x92"
+        else:
+            self.out += b"\x81" if value.how == "new" else b"R"
+        self._remember(value)
+        self._appends(value.values)
+        self._set_items(value.pairs)
+        for state in value.state:
+            self.write(state)
+            self.out += b"b"
+
+
+def dump(value: Any, *, protocol: int = 2, leaf: Callable[[Writer, Any], bool] | None = None) -> bytes:
+    """`value` as a pickle; see `Writer`. Raises LossError for what cannot be pickled or is nested too deeply."""
+    writer = Writer(protocol, leaf)
+    try:
+        writer.write(value)
+    except RecursionError:
+        raise LossError("a value is nested too deeply to be written") from None
+    return writer.done()
