@@ -9,7 +9,7 @@ import huggingface_hub
 import safetensors.torch
 import torch
 from sample import sample
-from torchsave import raw
+from tensors import raw
 from training import detached, train
 
 

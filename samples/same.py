@@ -6,6 +6,7 @@ import argparse
 import math
 from collections.abc import Mapping
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,12 @@ def assert_same(found: Any, expected: Any, *, strides: bool = False, at: str = "
             assert_same(one, other, strides=strides, at=f"{at}[{index}]")
     elif isinstance(expected, np.ndarray):
         _require(found.dtype == expected.dtype and found.shape == expected.shape, f"{at}: other kind of array")
-        _require(found.tobytes() == expected.tobytes(), f"{at}: other values")
+        equal = found.tolist() == expected.tolist() if found.dtype.hasobject else found.tobytes() == expected.tobytes()
+        _require(equal, f"{at}: other values")
     elif isinstance(expected, partial):
         assert_same([found.func, found.args, found.keywords], [expected.func, expected.args, expected.keywords], at=at)
+    elif isinstance(expected, (BaseException, attrgetter)):
+        assert_same(found.__reduce__(), expected.__reduce__(), at=at)
     elif isinstance(expected, float) and math.isnan(expected):
         _require(math.isnan(found), f"{at}: {found!r} is not NaN")
     elif isinstance(expected, (argparse.Namespace, torch.nn.Module)):
@@ -54,7 +58,7 @@ def _same_tensor(found: torch.Tensor, expected: torch.Tensor, strides: bool, at:
     for attribute in ("dtype", "layout", "device", "is_nested", "is_quantized", "requires_grad"):
         one, other = getattr(found, attribute), getattr(expected, attribute)
         _require(one == other, f"{at}.{attribute}: {one} is not {other}")
-    if hasattr(expected, "__dict__"):
+    if type(expected) in (torch.Tensor, torch.nn.Parameter):
         assert_same(vars(found), vars(expected), at=f"{at}.__dict__")
     if expected.is_nested:
         assert_same(list(found.unbind()), list(expected.unbind()), at=at)

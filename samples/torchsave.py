@@ -1,13 +1,15 @@
-"""Samples of the torch.save family, written by torch itself."""
+"""Samples of torch.save files: the training state in every variant of the container."""
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 import torch
 from sample import sample
-from training import full_state, train
+from torch.utils.serialization import config
+from training import detached, extra, full_state, train
 
 TORCH = "torch 2.13 `torch.save`"
 
@@ -15,14 +17,6 @@ TORCH = "torch 2.13 `torch.save`"
 def load(folder: Path) -> Any:
     """Read `ckpt.pt` with torch, which may run code of ours: the file was just written by us."""
     return torch.load(folder / "ckpt.pt", weights_only=False)
-
-
-def raw(dtype: torch.dtype, count: int, first: int = 1) -> torch.Tensor:
-    """A tensor of any dtype, its bytes counting up from `first`."""
-    tensor = torch.empty(count, dtype=dtype)
-    storage = tensor.untyped_storage()
-    storage.copy_(torch.arange(first, first + storage.nbytes(), dtype=torch.uint8).untyped_storage())
-    return tensor
 
 
 @sample(
@@ -57,100 +51,137 @@ def torch_model(folder: Path) -> Any:
     return state
 
 
-# torch 2.13 writes and reads all of these; it writes no `bit` and no sub-byte `int1`..`uint7` tensors.
-DTYPES = [
-    "float64",
-    "float32",
-    "float16",
-    "bfloat16",
-    "float8_e4m3fn",
-    "float8_e4m3fnuz",
-    "float8_e5m2",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-    "float4_e2m1fn_x2",
-    "int64",
-    "int32",
-    "int16",
-    "int8",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "complex32",
-    "complex64",
-    "complex128",
-    "bits8",
-    "bits16",
-    "bits1x8",
-    "bits2x4",
-    "bits4x2",
-]
+def brief_state() -> dict[str, Any]:
+    """The training state without the optimizer and the generators: for variants of the container."""
+    run = train()
+    return {"model": run.model.state_dict(), "scheduler": run.scheduler.state_dict(), "step": 3, "extra": extra()}
 
 
 @sample(
-    "torch_dtypes",
-    what="one tensor of every dtype",
-    trap="new dtypes arrive by `_rebuild_tensor_v3` over an untyped storage counted in bytes",
+    "torch_proto4",
+    what="`pickle_protocol=4`",
+    trap="short strings, sets, `STACK_GLOBAL`, frames, memo by `MEMOIZE`; `weights_only=True` refuses it",
     writer=TORCH,
     load=load,
     reference=False,
     strides=True,
 )
-def torch_dtypes(folder: Path) -> Any:
-    """Six elements of each dtype; the bytes count up, so a swapped or shifted read shows."""
-    state = {name: raw(getattr(torch, name), 6, first=index) for index, name in enumerate(DTYPES)}
-    state["bool"] = torch.tensor([True, False, False, True, True, False])
-    torch.save(state, folder / "ckpt.pt")
+@sample(
+    "torch_proto5",
+    what="`pickle_protocol=5`",
+    trap="as `torch_proto4`, and `BYTEARRAY8`",
+    writer=TORCH,
+    load=load,
+    reference=False,
+    strides=True,
+)
+def torch_protocols(folder: Path) -> Any:
+    """The pickle with opcodes that torch itself never writes by default."""
+    values = {
+        "set": {1, 2},
+        "frozen": frozenset({3}),
+        "bytes": b"\xff" * 300,
+        "array": bytearray(b"x"),
+        "long": "é" * 300,
+    }
+    state = {**brief_state(), "values": values}
+    torch.save(state, folder / "ckpt.pt", pickle_protocol=int(folder.name[-1]))
     return state
 
 
 @sample(
-    "torch_layouts",
-    what="views, orders and shapes of strided tensors",
-    trap="storage shared, larger than its tensor, walked in another order, or conjugated and negated on the way",
+    "torch_buffer",
+    what="saved to a `BytesIO`",
+    trap="records lie under `archive/` instead of the name of the file",
     writer=TORCH,
     load=load,
     reference=False,
     strides=True,
 )
-def torch_layouts(folder: Path) -> Any:
-    """Every way in which a tensor is not simply the row-major content of its storage."""
-    matrix = torch.arange(35, dtype=torch.float32).reshape(5, 7)
-    image = torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).reshape(2, 3, 4, 5)
-    volume = torch.arange(2 * 3 * 2 * 2 * 2, dtype=torch.float32).reshape(2, 3, 2, 2, 2)
-    line = torch.arange(20, dtype=torch.int64)
-    wide = torch.arange(13).to(torch.complex64) * (1 + 2j)
-    state = {
-        "matrix": matrix,
-        "transposed": matrix.t(),
-        "permuted": image.permute(2, 0, 3, 1),
-        "channels_last": image.clone(memory_format=torch.channels_last),
-        "channels_last_3d": volume.clone(memory_format=torch.channels_last_3d),
-        "rows": matrix[1:4],
-        "columns": matrix[:, 2:5],
-        "every_other": matrix[::2, ::3],
-        "one_element": matrix[3, 4],
-        "overlap_left": line[:12],
-        "overlap_right": line[8:],
-        "windows": line.unfold(0, 5, 2),
-        "tie_a": line,
-        "tie_b": line,
-        "same_storage_other_shape": line.view(4, 5),
-        "expanded": torch.tensor([[1.5], [2.5]]).expand(2, 6),
-        "expanded_scalar": torch.tensor(7.5).expand(3, 4),
-        "conjugated": wide.conj(),
-        "conjugated_columns": wide[:12].view(3, 4).t().conj(),
-        "negated": torch._neg_view(matrix.clone()),
-        "negated_imaginary_part": (torch.arange(3).to(torch.complex128) * (1 + 1j)).conj().imag,
-        "empty": torch.empty(0),
-        "empty_3_0_2": torch.empty(3, 0, 2, dtype=torch.int16),
-        "empty_of_a_storage": matrix[5:],
-        "scalar": torch.tensor(3.25, dtype=torch.float64),
-        "scalar_of_a_storage": matrix[2, 2],
-        "in_a_larger_storage": torch.arange(1000, dtype=torch.uint8)[500:507],
-        "requires_grad": torch.ones(3, requires_grad=True),
-        "ones_of_size_one": torch.arange(4.0).reshape(1, 4, 1).transpose(0, 2),
-    }
-    torch.save(state, folder / "ckpt.pt")
+def torch_buffer(folder: Path) -> Any:
+    """As uploads and object stores get it; the file name says nothing about the records."""
+    state, buffer = brief_state(), io.BytesIO()
+    torch.save(state, buffer)
+    (folder / "ckpt.pt").write_bytes(buffer.getvalue())
+    return state
+
+
+@sample(
+    "torch_nocrc",
+    what="`set_crc32_options(False)`",
+    trap="the CRC of every record is 0, or is not one; Python's `zipfile` refuses the file",
+    writer=TORCH,
+    load=load,
+    reference=False,
+    strides=True,
+)
+def torch_nocrc(folder: Path) -> Any:
+    """Saved without checksums."""
+    state = brief_state()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(state, folder / "ckpt.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    return state
+
+
+@sample(
+    "torch_align4096",
+    what="`torch.utils.serialization.config.save.storage_alignment = 4096`",
+    trap="payloads on page boundaries, padded by extra fields of the local headers",
+    writer=TORCH,
+    load=load,
+    reference=False,
+    strides=True,
+)
+def torch_align4096(folder: Path) -> Any:
+    """Few tensors: each takes a page."""
+    state = {"weight": torch.arange(35.0).reshape(5, 7), "bias": torch.arange(5.0), "step": torch.tensor(3)}
+    with config.patch("save.storage_alignment", 4096):
+        torch.save(state, folder / "ckpt.pt")
+    return state
+
+
+@sample(
+    "torch_skip_data",
+    what="saved under `torch.serialization.skip_data()`",
+    trap="every record is there with its size, and is a hole: no weights were written",
+    writer=TORCH,
+    load=load,
+    strides=True,
+)
+def torch_skip_data(folder: Path) -> Any:
+    """The reference holds zeros, which is what the holes read as."""
+    state = {"weight": torch.arange(35.0).reshape(5, 7), "bias": torch.arange(5, dtype=torch.bfloat16), "step": 3}
+    with torch.serialization.skip_data():
+        torch.save(state, folder / "ckpt.pt")
+    return {key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+
+WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+def unwrapped(folder: Path) -> Any:
+    """Read `ckpt.pt` and take the wrappers' prefixes off the names."""
+    state = load(folder)
+    return {".".join(part for part in key.split(".") if part not in WRAPPERS): state[key] for key in state}
+
+
+@sample(
+    "torch_ddp",
+    what="a state dict with the prefixes of wrappers at several depths",
+    trap="`module.`, `_orig_mod.`, `_fsdp_wrapped_module.`, `_checkpoint_wrapped_module.`; the reference has none",
+    writer="torch 2.13 `torch.save`; the names are put in by hand",
+    load=unwrapped,
+)
+def torch_ddp(folder: Path) -> Any:
+    """DistributedDataParallel over torch.compile over FSDP over activation checkpointing."""
+    state = detached(train().model.state_dict())
+    wrapped = {}
+    for key, value in state.items():
+        inner = key.replace("layers.0.", "layers.0._fsdp_wrapped_module._checkpoint_wrapped_module.")
+        inner = inner.replace("layers.1.", "layers.1._checkpoint_wrapped_module._orig_mod.")
+        wrapped[f"module._orig_mod.{inner}"] = value
+    torch.save(wrapped, folder / "ckpt.pt")
     return state
