@@ -1,0 +1,286 @@
+"""Headers of safetensors files: every way in which one can lie, and writing them as safetensors does."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpttool import stheader
+from ckpttool.dtypes import BY_SAFETENSORS, dtype
+from ckpttool.errors import CorruptError, LossError
+from ckpttool.stheader import Entry, Spec, build_header, looks_like, read_header
+
+NAME = "`Model.safetensors`"
+
+
+def blob(header: Any, payload: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + payload
+
+
+def read(data: bytes, base: int = 0, length: int | None = None, **options: Any) -> stheader.Header:
+    length = len(data) - base if length is None else length
+
+    def at(offset: int, nbytes: int) -> bytes:
+        assert base <= offset and offset + nbytes <= base + length, "reads outside what it was given"
+        return data[offset : offset + nbytes]
+
+    return read_header(at, base, length, name=NAME, **options)
+
+
+def refuse(data: bytes, *words: str, **options: Any) -> CorruptError:
+    with pytest.raises(CorruptError) as caught:
+        read(data, **options)
+    message = str(caught.value)
+    assert message.startswith(f"{NAME}: ") and not message.endswith(".")
+    for word in words:
+        assert word in message, message
+    return caught.value
+
+
+def tensor(begin: int, end: int, dtype: str = "F32", shape: Any = None) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": [(end - begin) // 4] if shape is None else shape, "data_offsets": [begin, end]}
+
+
+# Each way to lie ------------------------------------------------------------------------------------------------------
+
+
+def test_too_short_for_a_length() -> None:
+    refuse(b"\x08\0\0", "8 bytes of header length", "this has 3")
+
+
+def test_header_longer_than_the_limit() -> None:
+    refuse(struct.pack("<Q", stheader.MAX_HEADER + 1) + b"{}", "100000001 bytes is more than the 100000000")
+
+
+def test_header_longer_than_the_file() -> None:
+    refuse(struct.pack("<Q", 100) + b"{}", "ends at 108", "the file ends at 10")
+
+
+def test_header_not_an_object() -> None:
+    refuse(blob([]), "begins with b'['")
+    refuse(blob(b" {}"), "begins with b' '")
+    refuse(blob(b""), "begins with b''")
+
+
+def test_header_not_utf8() -> None:
+    refuse(blob(b'{"\xff": 1}'), "not UTF-8 at its byte 2")
+
+
+@pytest.mark.parametrize(
+    "text", [b"{", b'{"a": NaN}', b"{}}", b'{"a":}', b'{"a":' + b"[" * 100_000, b'{"a":1' + b"0" * 5000 + b"}"]
+)
+def test_header_not_json(text: bytes) -> None:
+    refuse(blob(text), "not JSON")
+
+
+def test_name_twice() -> None:
+    one = json.dumps(tensor(0, 4))
+    error = refuse(blob(f'{{"w": {one}, "v": {one}, "w": {one}}}'.encode(), bytes(4)), "names `w` twice")
+    assert error.facts["tensor"] == "w"
+
+
+def test_key_of_an_entry_twice() -> None:
+    refuse(
+        blob(b'{"w": {"dtype": "U8", "shape": [4], "shape": [1], "data_offsets": [0, 1]}}', b"a"), "names `shape` twice"
+    )
+
+
+@pytest.mark.parametrize("metadata", [[], 0, "pt", {"step": 3}, {"a": None}])
+def test_metadata_not_strings(metadata: Any) -> None:
+    refuse(blob({"__metadata__": metadata}), "`__metadata__`", "not an object of strings")
+
+
+def test_entry_not_an_object() -> None:
+    refuse(blob({"w": ["F32", [1], [0, 4]]}, bytes(4)), "tensor `w`", "not an object")
+
+
+@pytest.mark.parametrize("key", ["dtype", "shape", "data_offsets"])
+def test_entry_incomplete(key: str) -> None:
+    entry = tensor(0, 4)
+    del entry[key]
+    refuse(blob({"w": entry}, bytes(4)), "tensor `w`", f"no `{key}`")
+
+
+@pytest.mark.parametrize("spelt", ["F32x", "F6_E2M3", "float32", 3, None, ["F32"]])
+def test_unknown_dtype(spelt: Any) -> None:
+    refuse(blob({"w": tensor(0, 4) | {"dtype": spelt}}, bytes(4)), "tensor `w`", f"unknown dtype `{spelt}`")
+
+
+@pytest.mark.parametrize("shape", [[-1], [1.0], [True], "1", None, 1, [[1]], ["1"]])
+def test_shape_not_sizes(shape: Any) -> None:
+    entry = tensor(0, 4) | {"shape": shape}
+    refuse(blob({"w": entry}, bytes(4)), "tensor `w`", "not a list of sizes")
+
+
+@pytest.mark.parametrize("offsets", [[4, 0], [-4, 0], [0], [0, 2, 4], [0.0, 4.0], {"0": 4}, None])
+def test_offsets_not_a_range(offsets: Any) -> None:
+    refuse(blob({"w": tensor(0, 4) | {"data_offsets": offsets}}, bytes(4)), "tensor `w`", "not a begin and an end")
+
+
+def test_size_is_not_dtype_times_shape() -> None:
+    data = blob({"w": tensor(0, 8, shape=[3])}, bytes(8))
+    start = len(data) - 8
+    error = refuse(data, f"8 bytes at {start}..{start + 8}, but float32 [3] needs 12")
+    assert (error.facts["found"], error.facts["expected"]) == (8, 12)
+
+
+def test_shape_whose_product_overflows() -> None:
+    # 2**64 elements would be none in a 64-bit counter.
+    refuse(blob({"w": tensor(0, 0, shape=[2**32, 2**32])}), "needs 73786976294838206464")
+
+
+def test_hole_at_the_start() -> None:
+    refuse(blob({"w": tensor(4, 8)}, bytes(8)), "tensor `w`", "leaves a hole of 4 bytes after the header")
+
+
+def test_hole_between() -> None:
+    refuse(blob({"a": tensor(0, 4), "b": tensor(8, 12)}, bytes(12)), "tensor `b`", "a hole of 4 bytes after `a`")
+
+
+def test_overlap() -> None:
+    refuse(blob({"a": tensor(0, 8), "b": tensor(4, 12)}, bytes(12)), "tensor `b`", "overlaps `a`")
+
+
+def test_same_bytes_twice() -> None:
+    refuse(blob({"a": tensor(0, 4), "b": tensor(0, 4)}, bytes(4)), "tensor `b`", "overlaps `a`")
+
+
+def test_file_ends_before_the_tensors() -> None:
+    data = blob({"a": tensor(0, 4), "b": tensor(4, 12)}, bytes(11))
+    error = refuse(data, "tensor `b`", f"ends at byte {len(data) + 1}, but the file ends at {len(data)}")
+    assert "truncated" in str(error.hint)
+
+
+def test_bytes_after_the_tensors() -> None:
+    data = blob({"a": tensor(0, 4)}, bytes(5))
+    refuse(data, f"has {len(data)} bytes", f"end at {len(data) - 1}")
+    assert read(data, exact=False).end == len(data) - 1
+
+
+@pytest.mark.parametrize("shape", [[], [3], [2, 3]])
+def test_half_a_byte(shape: list[int]) -> None:
+    refuse(blob({"w": tensor(0, 2, "F4", shape)}, bytes(2)), "tensor `w`", "odd number of 4-bit values")
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+def test_reads_at_an_offset_inside_a_file() -> None:
+    w = torch.arange(6.0).reshape(2, 3)
+    data = safetensors.torch.save({"w": w}, {"format": "pt"})
+    found = read(b"x" * 13 + data + b"yy", 13, len(data))
+    assert found.metadata == {"format": "pt"}
+    assert found.tensors == {"w": Entry(dtype("float32"), (2, 3), found.payload, found.payload + 24)}
+    assert found.end == 13 + len(data)
+
+
+def test_reads_tensors_in_the_order_of_their_bytes() -> None:
+    data = blob({"b": tensor(4, 8), "e": tensor(4, 4), "a": tensor(0, 4), "m": tensor(8, 8)}, bytes(8))
+    assert list(read(data).tensors) == ["a", "e", "b", "m"]
+
+
+def test_no_tensors_and_null_metadata() -> None:
+    assert read(blob({})).tensors == {}
+    assert read(blob({"__metadata__": None})).metadata == {}
+
+
+def test_looks_like() -> None:
+    assert looks_like(safetensors.torch.save({}))
+    assert looks_like(blob({"a": 1}))
+    assert not looks_like(b"")
+    assert not looks_like(b"PK\3\4" + b"{" * 20)
+    assert not looks_like(struct.pack("<Q", 16) + b"[" * 20)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=120), st.booleans())
+def test_any_bytes_are_read_or_refused(data: bytes, framed: bool) -> None:
+    data = blob(data) if framed else data
+    try:
+        read(data)
+    except CorruptError:
+        return
+    # What we accept, upstream does.
+    safetensors.torch.load(data)
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+UPSTREAM = [d for d in BY_SAFETENSORS.values() if hasattr(torch, d.name)]
+
+
+def zeros(spec: Spec) -> torch.Tensor:
+    nbytes = math.prod(spec.shape) * spec.dtype.itemsize
+    return torch.zeros(nbytes, dtype=torch.uint8).view(getattr(torch, spec.dtype.name)).reshape(spec.shape)
+
+
+def written(specs: list[Spec], metadata: dict[str, str] | None) -> bytes:
+    head = build_header(specs, metadata)
+    return head + bytes(sum(zeros(s).nbytes for s in specs))
+
+
+def test_every_dtype_sorted_as_upstream() -> None:
+    assert len(UPSTREAM) >= 20
+    specs = [Spec(f"{p}.{d.name}", d, s) for p, s in (("b", (2, 3)), ("a", (4,)), ("c", (3, 0))) for d in UPSTREAM]
+    specs += [Spec(f"scalar.{d.name}", d, ()) for d in UPSTREAM if d.safetensors != "F4"]
+    expected = safetensors.torch.save({s.name: zeros(s) for s in specs}, {"format": "pt"})
+    assert written(specs, {"format": "pt"}) == expected
+    found = read(expected).tensors
+    assert {(n, e.dtype, e.shape) for n, e in found.items()} == set(specs)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.dictionaries(
+        st.text(max_size=8).filter(lambda n: n != "__metadata__"),
+        st.tuples(st.sampled_from(UPSTREAM), st.lists(st.integers(0, 3), min_size=1, max_size=3).map(tuple)),
+        max_size=6,
+    ),
+    st.one_of(st.none(), st.just({}), st.dictionaries(st.text(max_size=6), st.text(max_size=9), max_size=1)),
+)
+def test_same_bytes_as_upstream(table: dict[str, Any], metadata: dict[str, str] | None) -> None:
+    specs = [Spec(name, d, shape) for name, (d, shape) in table.items()]
+    # Upstream makes `{},"__metadata__":{}}` of nothing at all.
+    if specs or metadata:
+        assert written(specs, metadata) == safetensors.torch.save({s.name: zeros(s) for s in specs}, metadata)
+
+
+def test_nothing_at_all_is_still_json() -> None:
+    assert read(build_header([], {})).tensors == {}
+    assert build_header([]) == safetensors.torch.save({})
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        (Spec("w", dtype("complex128"), (2,)), "no dtype complex128"),
+        (Spec("w", dtype("qint8"), (2,)), "no dtype qint8"),
+        (Spec("__metadata__", dtype("float32"), (2,)), "for itself"),
+        (Spec("\ud800", dtype("float32"), (2,)), "not UTF-8"),
+        (Spec("w", dtype("float4_e2m1fn_x2"), ()), "no 0-d"),
+    ],
+)
+def test_what_no_header_can_say(spec: Spec, why: str) -> None:
+    with pytest.raises(LossError, match=why):
+        build_header([spec])
+
+
+def test_two_tensors_of_one_name() -> None:
+    with pytest.raises(LossError, match="two tensors would be called `w`"):
+        build_header([Spec("w", dtype("float32"), (2,)), Spec("w", dtype("int8"), (2,))])
+
+
+def test_header_that_upstream_could_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stheader, "MAX_HEADER", 100)
+    with pytest.raises(LossError, match="more than the 100") as caught:
+        build_header([Spec("w" * 100, dtype("float32"), (2,))])
+    assert "--max-shard-size" in str(caught.value.hint)
