@@ -1,0 +1,56 @@
+"""Is the output right? `python check.py REFERENCE OUTPUT PART` compares it, tensor by tensor and bit for bit.
+
+Runs once per contender, outside the timed region, so that nobody is fast by writing the wrong thing. The output is read
+by its format's own library, never by ours. PART is `all` or `model`, whose names may have lost their `model.`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from peers import dcp_loader
+from safetensors import safe_open
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+
+def tensors_of(output: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in a checkpoint of any of the three formats, by dotted name."""
+    if (output / ".metadata").exists():
+        yield from flat(dcp_loader(str(output))())
+    elif output.is_dir() or output.suffix == ".safetensors":
+        for file in sorted(output.glob("*.safetensors")) if output.is_dir() else [output]:
+            with safe_open(file, "pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - not a dict: it cannot be iterated
+                    yield name, opened.get_tensor(name)
+    else:
+        yield from flat(torch.load(output, mmap=True, weights_only=True))
+
+
+def flat(state: dict[str, object]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a nested state dict."""
+    for name, value in flatten_state_dict(state)[0].items():
+        if isinstance(value, torch.Tensor):
+            yield name, value
+
+
+def main(reference: str, output: str, part: str) -> str | None:
+    """None if equal, else what is wrong."""
+    with safe_open(reference, "pt") as opened:
+        names: list[str] = opened.keys()
+        missing = {name for name in names if part == "all" or name.startswith("model.")}
+        for name, tensor in tensors_of(Path(output)):
+            expected = name if name in missing else f"model.{name}"
+            if expected not in missing:
+                return f"a tensor that should not be there, or twice: {name}"
+            missing.remove(expected)
+            truth = opened.get_tensor(expected)
+            if tensor.dtype != truth.dtype or not torch.equal(tensor, truth):
+                return f"wrong value: {name}"
+    return f"{len(missing)} tensors missing, such as {min(missing)}" if missing else None
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

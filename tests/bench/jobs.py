@@ -1,0 +1,86 @@
+"""The jobs, and who does them: a table of contenders.
+
+A job is one conversion of one source; a peer is compared with ours only on the same job. `cat` copies the bytes of a
+source to one file and is the limit: `cat all` for jobs that move the whole state, `cat model` for its model part.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpoint import Checkpoint
+
+OURS = "ckpttool"
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One tool on one job: a command, what it reads, and what its result is compared with."""
+
+    job: str
+    tool: str
+    command: tuple[str, ...]
+    inputs: tuple[Path, ...]
+    result: Path | None
+    part: str  # `all` or `model`: which bytes it moves, so which `cat` is its limit; `none` if it moves none
+    check: bool = True
+    stdout: Path | None = None
+
+    @property
+    def moves(self) -> bool:
+        """Whether it is a conversion, and so has bytes per second."""
+        return self.part != "none"
+
+
+def ckpttool(*arguments: str | Path) -> tuple[str, ...]:
+    """Our command line."""
+    return (sys.executable, "-m", "ckpttool", *map(str, arguments))
+
+
+def ours(job: str, source: Path, target: Path, to: str, *flags: str, part: str = "all") -> Contender:
+    """`ckpttool convert`."""
+    command = ckpttool("convert", source, target, "--to", to, *flags)
+    return Contender(job, OURS, command, (source,), target, part)
+
+
+def peer(job: str, name: str, source: Path, target: Path, part: str = "all", result: Path | None = None) -> Contender:
+    """One function of `peers`."""
+    command = (sys.executable, str(HERE / "peers.py"), name, str(source), str(target))
+    return Contender(job, name, command, (source,), result or target, part)
+
+
+def cat(part: str, source: Path, out: Path) -> Contender:
+    """`cat *.distcp > out`, which the harness then syncs like every other output."""
+    files = tuple(sorted(source.glob("*.distcp")))
+    target = out / "cat"
+    return Contender(f"cat {part}", "cat", ("cat", *map(str, files)), files, target, part, check=False, stdout=target)
+
+
+def contenders(state: Checkpoint, out: Path) -> list[Contender]:
+    """All of them, in the order in which every round runs them: peers next to ours."""
+    file, model, pt, dcp = out / "all.safetensors", out / "model.safetensors", out / "all.pt", out / "dcp"
+    return [
+        cat("all", state.train, out),
+        ours("dcp -> safetensors", state.tensors, file, "safetensors"),
+        peer("dcp -> safetensors", "dcp_load_save_file", state.tensors, file),
+        ours("dcp -> torch", state.train, pt, "torch"),
+        peer("dcp -> torch", "dcp_to_torch_save", state.train, pt),
+        ours("torch -> dcp", state.train_pt, dcp, "dcp", "--to-world", "4"),
+        peer("torch -> dcp", "torch_save_to_dcp", state.train_pt, dcp),
+        ours("torch -> safetensors", state.tensors_pt, file, "safetensors"),
+        peer("torch -> safetensors", "torch_load_save_file", state.tensors_pt, file),
+        ours("safetensors -> dcp", state.tensors_safetensors, dcp, "dcp"),
+        ours("safetensors -> torch", state.tensors_safetensors, pt, "torch"),
+        ours("dcp -> dcp, 2 ranks", state.train, dcp, "dcp", "--to-world", "2"),
+        cat("model", state.accelerate, out),
+        ours("dcp -> model", state.train, model, "safetensors", "--only", "model", part="model"),
+        peer("dcp -> model", "dcp_load_save_model", state.train, model, "model"),
+        ours("accelerate -> model", state.accelerate, model, "safetensors", "--only", "model", part="model"),
+        peer("accelerate -> model", "accelerate_merge", state.accelerate, out / "merged", "model"),
+        ours("hf shards -> model", state.hf, model, "safetensors", part="model"),
+        peer("hf shards -> model", "hf_consolidate", state.hf, out / "merged", "model"),
+        Contender("inspect dcp", OURS, ckpttool("inspect", state.train), (state.train,), None, "none", check=False),
+    ]

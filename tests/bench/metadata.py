@@ -1,0 +1,131 @@
+"""Times `inspect` on a `.metadata` as large as a large run writes: 750,000 chunks, 256 ranks x 2,930 tensors.
+
+The index is made of torch's own classes and pickled as DCP pickles it. As in a gathered plan, every rank's items bring
+their own copies of the names, so nothing is shared that a real file would not share. The data files are sparse: of the
+right length, without content, because an index is all that `inspect` should need. The time is wall time from spawn to
+exit of a fresh process with a warm page cache, the memory its peak RSS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import measure
+from checkpoint import default_dir, output_dir
+from jobs import ckpttool
+from measure import MIB, remove
+
+SECONDS = 3.0
+PARAMETERS = ("wq", "wk", "wv", "wo", "w1", "w2", "w3", "attn_norm", "ffn_norm")
+ITEM_OVERHEAD = 1_400  # what torch.save adds to a small tensor: zip headers and a pickle
+
+
+def names(count: int) -> list[str]:
+    """`count` names of a model's parameters and their moments."""
+    found: list[str] = []
+    layer = 0
+    while len(found) < count:
+        for parameter in PARAMETERS:
+            name = f"layers.{layer}.{parameter}.weight"
+            found += [f"model.{name}", *(f"optim.state.{name}.{moment}" for moment in ("exp_avg", "exp_avg_sq"))]
+        layer += 1
+    return found[:count]
+
+
+def path_of(name: str) -> tuple[str, ...]:
+    """Where the name is in the nested state dict."""
+    if name.startswith("model."):
+        return ("model", name.removeprefix("model."))
+    fqn, moment = name.removeprefix("optim.state.").rsplit(".", 1)
+    return ("optim", "state", fqn, moment)
+
+
+def make(root: Path, chunks: int, world: int) -> None:
+    """Write the index and the sparse files of a checkpoint with at least `chunks` chunks."""
+    import pickle
+
+    import torch
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    rows, columns = 16, 4096
+    nbytes = rows * columns * 4
+    all_names = names(-(-chunks // world))
+    tensors = {
+        name: TensorStorageMetadata(
+            TensorProperties(torch.float32),
+            torch.Size([rows * world, columns]),
+            [ChunkStorageMetadata(torch.Size([rows * r, 0]), torch.Size([rows, columns])) for r in range(world)],
+        )
+        for name in all_names
+    }
+    storage = {}
+    for rank in range(world):
+        file = f"__{rank}_0.distcp"
+        for at, name in enumerate(all_names):
+            own_name = name.encode().decode()  # a new object, as unpickled from another rank
+            index = MetadataIndex(own_name, torch.Size([rows * rank, 0]), rank)
+            storage[index] = _StorageInfo(file, at * (nbytes + ITEM_OVERHEAD), nbytes + ITEM_OVERHEAD)
+    paths = {name: path_of(name) for name in all_names}
+    metadata = Metadata(tensors, paths, storage, StorageMeta(checkpoint_id=str(root)), version="1.0.0")
+    root.mkdir(parents=True)
+    for rank in range(world):
+        with open(root / f"__{rank}_0.distcp", "wb") as stream:
+            stream.truncate(len(all_names) * (nbytes + ITEM_OVERHEAD))
+    with open(root / "partial", "wb") as stream:
+        pickle.dump(metadata, stream)
+    (root / "partial").rename(root / ".metadata")
+
+
+def main() -> int:
+    """Make it once (in a process of its own, to keep torch out of the measurements), then time `inspect`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chunks", type=int, default=750_000)
+    parser.add_argument("--world", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dir", type=Path, default=default_dir(), help="work directory (default %(default)s)")
+    parser.add_argument("--make", type=Path, help="only write the checkpoint to this new directory, and exit")
+    parser.add_argument("--clean", action="store_true", help="remove the checkpoint afterwards")
+    options = parser.parse_args()
+    if options.make:
+        make(options.make, options.chunks, options.world)
+        return 0
+    root = options.dir / f"metadata-{options.chunks}-{options.world}ranks"
+    index = root / ".metadata"
+    if not index.exists():
+        remove(root)
+        again = [sys.executable, __file__, "--make", root]
+        subprocess.run([*again, f"--chunks={options.chunks}", f"--world={options.world}"], check=True)
+    out = output_dir(options.dir)
+    runs = []
+    for _ in range(options.rounds):
+        runs.append(measure.run(ckpttool("inspect", root), [index], out))
+        if runs[-1].error:
+            break
+    measure.remove_output(out)
+    print(f"inspect of {options.chunks} chunks, .metadata of {index.stat().st_size / MIB:.0f} MiB")
+    if options.clean:
+        remove(root)
+    if runs[-1].error:
+        print(f"failed: {runs[-1].error}")
+        return 1
+    seconds = statistics.median(run.process_seconds for run in runs)
+    print(f"median {seconds:.2f} s, min {min(run.process_seconds for run in runs):.2f} s")
+    print(f"peak RSS {max(run.peak_rss for run in runs) / MIB:.0f} MiB")
+    print(f"{'pass' if seconds < SECONDS else 'FAIL'}     inspect: under {SECONDS:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""What people run today: `python peers.py NAME SRC DST` does one job with one library and nothing else.
+
+Each function imports what it needs before its clock starts and returns the seconds of the job itself, which are
+printed; the harness times the whole process from outside as it does for every other tool.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Job = Callable[[], object]
+
+
+def dcp_to_torch_save(source: str, target: str) -> Job:
+    """torch's converter from a DCP directory to one file."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save as convert
+
+    return lambda: convert(source, target)
+
+
+def torch_save_to_dcp(source: str, target: str) -> Job:
+    """torch's converter from one file to a DCP directory (of one rank)."""
+    from torch.distributed.checkpoint.format_utils import torch_save_to_dcp as convert
+
+    return lambda: convert(source, target)
+
+
+def accelerate_merge(source: str, target: str) -> Job:
+    """accelerate's `merge-weights`: a DCP directory of the model to one safetensors file."""
+    import torch.distributed.checkpoint.format_utils  # noqa: F401 - or it would be imported inside the clock
+    from accelerate.utils import merge_fsdp_weights  # type: ignore[import-untyped]
+
+    return lambda: merge_fsdp_weights(source, target)
+
+
+def dcp_load_save_file(source: str, target: str) -> Job:
+    """Load everything with DCP, save everything with safetensors."""
+    from safetensors.torch import save_file
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+    load = dcp_loader(source)
+    return lambda: save_file(flatten_state_dict(load())[0], target)
+
+
+def dcp_load_save_model(source: str, target: str) -> Job:
+    """Load everything with DCP, save the model part with safetensors."""
+    from safetensors.torch import save_file
+
+    load = dcp_loader(source)
+    return lambda: save_file(load()["model"], target)
+
+
+def dcp_loader(source: str) -> Callable[[], dict[str, Any]]:
+    """A function that loads a DCP directory whole, in one process and without a model, as torch's converters do."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    def load() -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        _load_state_dict(
+            state, storage_reader=FileSystemReader(source), planner=_EmptyStateDictLoadPlanner(), no_dist=True
+        )
+        return state
+
+    return load
+
+
+def torch_load_save_file(source: str, target: str) -> Job:
+    """torch.load with mmap, then save everything with safetensors."""
+    import torch
+    from safetensors.torch import save_file
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+    return lambda: save_file(flatten_state_dict(torch.load(source, mmap=True, weights_only=True))[0], target)
+
+
+def hf_consolidate(source: str, target: str) -> Job:
+    """torch's consolidation of HuggingFaceStorageWriter's files into one."""
+    from safetensors import safe_open
+    from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+
+    names: set[str] = set()
+    for file in Path(source).glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            names.update(opened.keys())
+    Path(target).mkdir()
+    return lambda: consolidate_safetensors_files(source, target, dict.fromkeys(sorted(names), 1))
+
+
+PEERS: dict[str, Callable[[str, str], Job]] = {
+    function.__name__: function
+    for function in (
+        dcp_to_torch_save,
+        torch_save_to_dcp,
+        accelerate_merge,
+        dcp_load_save_file,
+        dcp_load_save_model,
+        torch_load_save_file,
+        hf_consolidate,
+    )
+}
+
+if __name__ == "__main__":
+    name, source, target = sys.argv[1:]
+    job = PEERS[name](source, target)
+    start = time.perf_counter()
+    job()
+    print(time.perf_counter() - start)

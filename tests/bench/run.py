@@ -1,0 +1,233 @@
+"""The benchmark behind `make bench`: our tool, the tools people use today and `cat`, in one run on one machine.
+
+Every contender runs in its own process and is timed from spawn to output on disk; the rounds are interleaved (A B C,
+A B C, ...), so that whatever else the machine does falls on all of them. How one run is measured: `measure`. What is
+converted: `make_checkpoint`. Who takes part: `jobs`. A result that is not right (`check`) counts as a failure.
+
+Ratios are of medians over the rounds. MB/s counts the tensors' bytes, 10^6 to the MB. "in-process" is the peer's own
+job without its imports and without the sync; it is shown, never compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import measure
+from checkpoint import Checkpoint, clean, default_dir, ensure, output_dir, parse_size
+from jobs import OURS, Contender, contenders
+from measure import MIB, Run
+
+Key = tuple[str, str]
+WRITES_CRC = ("dcp -> torch", "safetensors -> torch", "torch -> dcp", "safetensors -> dcp", "dcp -> dcp, 2 ranks")
+THREE_TIMES = ("dcp -> torch", "torch -> dcp", "accelerate -> model")
+
+
+class Results:
+    """The rounds of every contender, and the figures made of them."""
+
+    def __init__(self, members: Sequence[Contender], facts: dict[str, int]) -> None:
+        self.members = members
+        self.nbytes = {"all": facts["bytes"], "model": facts["model_bytes"], "none": 0}
+        self.runs: dict[Key, list[Run]] = {(member.job, member.tool): [] for member in members}
+        self.errors: dict[Key, str] = {}
+
+    def median(self, job: str, tool: str) -> float | None:
+        """Median seconds, or None for who failed or did not run."""
+        runs = self.runs.get((job, tool))
+        return statistics.median(run.seconds for run in runs) if runs and (job, tool) not in self.errors else None
+
+    def over_cat(self, member: Contender) -> float | None:
+        """How many times as long as `cat` of the same bytes."""
+        return ratio(self.median(member.job, member.tool), self.median(f"cat {member.part}", "cat"))
+
+    def over_peer(self, job: str) -> float | None:
+        """How many times as fast as the peer on this job we are."""
+        peers = [member.tool for member in self.members if member.job == job and member.tool != OURS]
+        return ratio(self.median(job, peers[0]), self.median(job, OURS)) if peers else None
+
+
+def ratio(above: float | None, below: float | None) -> float | None:
+    """above / below, if there are both."""
+    return above / below if above is not None and below is not None else None
+
+
+def run_rounds(state: Checkpoint, out: Path, rounds: int, only: str, checked: bool) -> Results:
+    """All rounds. Who fails, or is wrong in the first round, is not run again."""
+    members = [member for member in contenders(state, out) if only in member.job or member.tool == "cat"]
+    results = Results(members, state.facts)
+    for number in range(1, rounds + 1):
+        for member in members:
+            key = (member.job, member.tool)
+            if key in results.errors:
+                continue
+            run = measure.run(member.command, member.inputs, out, member.stdout)
+            results.runs[key].append(run)
+            error = run.error
+            if error is None and checked and member.check and number == 1:
+                error = check(state, member)
+            if error is not None:
+                results.errors[key] = error
+            note = f"failed: {error}" if error else f"{run.seconds:.2f} s"
+            print(f"round {number}/{rounds}  {member.job:21} {member.tool:21} {note}", file=sys.stderr, flush=True)
+    measure.remove_output(out)
+    return results
+
+
+def check(state: Checkpoint, member: Contender) -> str | None:
+    """What is wrong with the result that lies there now."""
+    script = Path(__file__).with_name("check.py")
+    command = [sys.executable, str(script), str(state.tensors_safetensors), str(member.result), member.part]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return f"wrong result: {done.stderr.strip().splitlines()[-1]}" if done.returncode else None
+
+
+def table(results: Results) -> str:
+    """One row per contender."""
+    head = ("job", "tool", "median s", "min s", "in-process s", "MB/s", "x cat", "peer/ours", "RSS MiB", "anon MiB")
+    rows: list[tuple[str, ...]] = [head]
+    failures = []
+    for member in results.members:
+        key = (member.job, member.tool)
+        median = results.median(*key)
+        if median is None:
+            rows.append((*key, "failed", *[""] * (len(head) - 3)))
+            failures.append(f"failed: {member.job}, {member.tool}: {results.errors.get(key, 'not run')}")
+            continue
+        runs = results.runs[key]
+        inside = [float(run.stdout) for run in runs] if member.command[1].endswith("peers.py") else []
+        cells = (
+            f"{median:.2f}",
+            f"{min(run.seconds for run in runs):.2f}",
+            number(statistics.median(inside) if inside else None, ".2f"),
+            number(results.nbytes[member.part] / median / 1e6 if member.moves else None, ".0f"),
+            number(results.over_cat(member), ".2f"),
+            number(results.over_peer(member.job) if member.tool == OURS else None, ".1f"),
+            f"{max(run.peak_rss for run in runs) / MIB:.0f}",
+            number(max((run.peak_anon or 0) / MIB for run in runs) or None, ".0f"),
+        )
+        rows.append((*key, *cells))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    lines = [
+        "  ".join([*map(str.ljust, row[:2], widths[:2]), *map(str.rjust, row[2:], widths[2:])]).rstrip() for row in rows
+    ]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *failures])
+
+
+def number(value: float | None, form: str) -> str:
+    """A cell."""
+    return "-" if value is None else format(value, form)
+
+
+def targets(results: Results) -> list[str]:
+    """What we promise, each with pass, FAIL or `not run`."""
+    mine = [member for member in results.members if member.tool == OURS]
+    by_job = {member.job: member for member in mine}
+    lines = []
+
+    def judge(promise: str, value: float | None, unit: str, least: float = 0, most: float = math.inf) -> None:
+        verdict = "not run" if value is None else "pass" if least <= value <= most else "FAIL"
+        lines.append(f"{verdict:8} {promise}" + (f": {value:.2f}{unit}" if value is not None else ""))
+
+    for job in THREE_TIMES:
+        judge(f"{job}: at least 3x as fast as the peer", results.over_peer(job), "x", least=3)
+    for job, limit in [("dcp -> safetensors", 1.3), *((job, 1.6) for job in WRITES_CRC)]:
+        value = results.over_cat(by_job[job]) if job in by_job else None
+        judge(f"{job}: at most {limit}x of cat and sync", value, "x", most=limit)
+    for member in mine:
+        ran = results.median(member.job, OURS) is not None
+        rss = max(run.peak_rss for run in results.runs[member.job, OURS]) / MIB if ran else None
+        judge(f"{member.job}: peak RSS under 150 MiB", rss, " MiB", most=150)
+    judge("inspect dcp: under 0.3 s", results.median("inspect dcp", OURS), " s", most=0.3)
+    return lines
+
+
+def machine(directory: Path) -> dict[str, object]:
+    """The facts without which a figure means nothing."""
+    packages: dict[str, str | None] = {}
+    for name in ("torch", "safetensors", "accelerate", "numpy"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            packages[name] = None
+    meminfo = Path("/proc/meminfo")
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_kib": int(meminfo.read_text().split()[1]) if meminfo.exists() else None,
+        "load_before": os.getloadavg(),
+        "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "filesystem": filesystem(directory),
+        "python": platform.python_version(),
+        **packages,
+    }
+
+
+def filesystem(directory: Path) -> str | None:
+    """The type of the file system that holds `directory`."""
+    mounts = Path("/proc/mounts")
+    if not mounts.exists():
+        return None
+    entries = [line.split()[1:3] for line in mounts.read_text().splitlines()]
+    holding = [(len(point), kind) for point, kind in entries if directory.resolve().is_relative_to(point)]
+    return max(holding)[1] if holding else None
+
+
+def main() -> int:
+    """Parse, make, run, print. An empty option counts as absent, so that make can pass what it does not have."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="", help="bytes of the training state: 512MiB, 10GiB (default 1GiB)")
+    parser.add_argument("--rounds", default="", help="how often everything runs (default 5)")
+    parser.add_argument("--world", type=int, default=4, help="ranks that write the checkpoint (default 4)")
+    parser.add_argument("--dir", type=Path, default=default_dir(), help="work directory (default %(default)s)")
+    parser.add_argument("--json", type=Path, help="also write every round and the machine's facts to this file")
+    parser.add_argument("--only", default="", help="only the jobs whose name contains this")
+    parser.add_argument("--no-check", action="store_true", help="do not compare the first round's results")
+    parser.add_argument("--strict", action="store_true", help="exit 1 unless every target is met")
+    parser.add_argument("--clean", action="store_true", help="remove what was made in the work directory, and exit")
+    options = parser.parse_args()
+    if options.clean:
+        clean(options.dir)
+        return 0
+    try:
+        size, rounds = parse_size(options.size or "1GiB"), int(options.rounds or 5)
+    except ValueError as error:
+        parser.error(str(error))
+    state = ensure(options.dir, size, options.world)
+    facts = machine(options.dir)
+    results = run_rounds(state, output_dir(options.dir), rounds, options.only, not options.no_check)
+    print(" ".join(f"{name}={value}" for name, value in (facts | state.facts).items() if value is not None))
+    print(f"rounds={rounds}, warm cache; seconds from spawn to exit plus fsync of the output by the harness\n")
+    print(table(results))
+    lines = targets(results)
+    print("\n" + "\n".join(lines))
+    if options.json:
+        rows = [
+            {
+                "job": member.job,
+                "tool": member.tool,
+                "command": member.command,
+                "bytes": results.nbytes[member.part],
+                "error": results.errors.get((member.job, member.tool)),
+                "rounds": [asdict(run) for run in results.runs[member.job, member.tool]],
+            }
+            for member in results.members
+        ]
+        report = {"machine": facts, "checkpoint": state.facts, "contenders": rows, "targets": lines}
+        options.json.write_text(json.dumps(report, indent=1))
+    return int(options.strict and any(not line.startswith("pass") for line in lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
