@@ -18,23 +18,39 @@ from ckpttool.pickles import Stub, TorchSize, children
 MAX_DEPTH = 256
 MAX_ENTRIES = 20_000_000
 
+MAX_REPEATED = 1_000_000
+
+Kinds = type | tuple[type, ...]
 MakeTensor = Callable[[Any, Path, bool], Tensor]
 
 
-def flatten(state: Any, catalogue: Catalogue, leaf: type | tuple[type, ...], make: MakeTensor, root: Path = ()) -> None:
+def flatten(
+    state: Any,
+    catalogue: Catalogue,
+    leaf: Kinds,
+    make: MakeTensor,
+    root: Path = (),
+    *,
+    bare: Kinds = (),
+) -> None:
     """Add everything in `state` to the catalogue.
 
-    Values of the classes `leaf` are tensors: `make(value, path, embedded)` turns one into a `Tensor`.
+    Values of the classes `leaf` are tensors: `make(value, path, embedded)` turns one into a `Tensor`. Values of the
+    classes `bare` are storages: `make` turns them into embedded tensors too, and their `Link` says `storage`.
     Raises CorruptError for a tree that is too deep or too large.
     """
-    _Flattening(catalogue, leaf, make).visit(state, root)
+    _Flattening(catalogue, leaf, make, bare).visit(state, root)
 
 
 class _Flattening:
-    def __init__(self, catalogue: Catalogue, leaf: type | tuple[type, ...], make: MakeTensor) -> None:
+    def __init__(self, catalogue: Catalogue, leaf: Kinds, make: MakeTensor, bare: Kinds) -> None:
         self._catalogue = catalogue
         self._leaf = leaf
+        self._bare = bare
+        self.linked = (*_kinds(leaf), *_kinds(bare))
         self._make = make
+        self._walked: set[int] = set()
+        self._repeated = 0
 
     def visit(self, value: Any, path: Path) -> None:
         if len(path) > MAX_DEPTH:
@@ -43,12 +59,14 @@ class _Flattening:
             raise CorruptError(f"more than {MAX_ENTRIES} entries")
         if isinstance(value, self._leaf):
             self._catalogue.add(self._make(value, path, False))
-        elif isinstance(value, dict) and value and all(map(_is_key, value)):
+        elif isinstance(value, dict) and value and all(map(_is_key, value)) and not self._has_leaf(_attributes(value)):
+            self._walk(value, path)
             if isinstance(value, OrderedDict):
                 self._catalogue.containers[path] = Container("OrderedDict", dict(vars(value)) or None)
             for key, child in value.items():
                 self.visit(child, (*path, key))
-        elif isinstance(value, list) and _has_structure(value, self._leaf):
+        elif isinstance(value, list) and _has_structure(value, self.linked):
+            self._walk(value, path)
             self._catalogue.containers[path] = Container("list")
             for i, child in enumerate(value):
                 self.visit(child, (*path, i))
@@ -56,13 +74,21 @@ class _Flattening:
             linked = _Linking(self, path).replace(value, path) if self._has_leaf(value) else value
             self._catalogue.add(Object(path, linked))
 
+    def _walk(self, value: Any, path: Path) -> None:
+        # A dict that holds another twice, that one a third twice, and so on: 30 dicts, a billion entries.
+        if id(value) in self._walked:
+            self._repeated += len(value)
+            if self._repeated > MAX_REPEATED:
+                raise CorruptError(f"`{dotted(path[:4])}`: containers that are shared stand for millions of entries")
+        self._walked.add(id(value))
+
     def _has_leaf(self, value: Any) -> bool:
-        return any(True for _ in _find(value, self._leaf))
+        return any(True for _ in _find(value, self.linked))
 
     def embed(self, value: Any, path: Path) -> Link:
         tensor = self._make(value, path, True)
         self._catalogue.add(tensor)
-        return Link(path)
+        return Link(path, storage=isinstance(value, self._bare))
 
 
 class _Linking:
@@ -78,7 +104,7 @@ class _Linking:
             return self._done[id(value)]
         if len(path) > len(self._root) + MAX_DEPTH:
             raise CorruptError(f"`{dotted(self._root)}` is nested more than {MAX_DEPTH} deep")
-        if isinstance(value, self._flattening._leaf):
+        if isinstance(value, self._flattening.linked):
             # Inside the object the place, not only the key, tells two tensors apart.
             made: Any = self._flattening.embed(value, self._free(path))
             self._done[id(value)] = made
@@ -98,6 +124,7 @@ class _Linking:
             made = object.__new__(type(value))
             self._done[id(value)] = made
             made.how, made.kwargs = value.how, self.replace(value.kwargs, (*path, "kwargs"))
+            made.target = self.replace(value.target, (*path, "target"))
             made.args = self.replace(value.args, (*path, "args"))
             made.state = [self.replace(s, (*path, "state")) for s in value.state]
             made.values = [self.replace(v, (*path, i)) for i, v in enumerate(value.values)]
@@ -112,8 +139,8 @@ class _Linking:
         self._done[id(value)] = made
         for key, child in value.items():
             made[key] = self.replace(child, (*path, _as_key(key)))
-        if getattr(value, "__dict__", None):
-            vars(made).update(vars(value))
+        if _attributes(value):
+            vars(made).update(self.replace(_attributes(value), (*path, "__dict__")))
         return made
 
     def _free(self, path: Path) -> Path:
@@ -122,6 +149,14 @@ class _Linking:
         while free in taken or free == self._root:
             free, n = (*path, f"#{n}"), n + 1
         return free
+
+
+def _kinds(kinds: Kinds) -> tuple[type, ...]:
+    return kinds if isinstance(kinds, tuple) else (kinds,)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    return getattr(value, "__dict__", {})
 
 
 def _is_key(key: Any) -> bool:
@@ -134,11 +169,11 @@ def _as_key(key: Any) -> Hashable:
     return key if _is_key(key) else str(key)
 
 
-def _has_structure(value: list[Any], leaf: type | tuple[type, ...]) -> bool:
+def _has_structure(value: list[Any], leaf: tuple[type, ...]) -> bool:
     return any(isinstance(v, (dict, leaf)) or (isinstance(v, list) and _has_structure(v, leaf)) for v in value)
 
 
-def _find(value: Any, kinds: type | tuple[type, ...]) -> Iterator[Any]:
+def _find(value: Any, kinds: Kinds) -> Iterator[Any]:
     seen: set[int] = set()
     todo = [value]
     while todo:

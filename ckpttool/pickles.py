@@ -53,22 +53,31 @@ class _StubType(type):
 class Stub(metaclass=_StubType):
     """An object of a class that was not imported: which one, how it was made, and what was put into it after."""
 
-    __slots__ = ("args", "how", "kwargs", "pairs", "state", "values")
+    __slots__ = ("args", "how", "kwargs", "pairs", "state", "target", "values")
     module: ClassVar[str] = ""
     name: ClassVar[str] = ""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     how: str  # "call" or "new"
+    target: Any  # what was called, when that was no name but an instance: a `functools.partial`
     state: list[Any]  # of BUILD, none or one
     values: list[Any]  # of APPEND and ADDITEMS
     pairs: list[tuple[Any, Any]]  # of SETITEM
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = object.__new__(cls)
-        self.args, self.kwargs, self.how = args, kwargs, "new"
+        self.args, self.kwargs, self.how, self.target = args, kwargs, "new", None
         self.state, self.values, self.pairs = [], [], []
         return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Stub:
+        # Protocol 2 spells `cls.__new__(cls, *args, **kwargs)` as a call of `partial(cls.__new__, cls, ...)`.
+        kind = type(self)
+        owner = self.args[1] if kind.full_name == "functools.partial" and len(self.args) > 1 else None
+        made: Stub = (owner if isinstance(owner, _StubType) else kind)(*args, **kwargs)
+        made.target = self
+        return made
 
     def __setstate__(self, state: Any) -> None:
         self.state = [state]
@@ -104,6 +113,25 @@ def stub_name(value: Any) -> str | None:
     """`torch.float32` for the stub class that stands for it or an instance of that; None for anything else."""
     kind = type(value) if isinstance(value, Stub) else value
     return kind.full_name if isinstance(kind, _StubType) else None
+
+
+class Known:
+    """A name that is answered with something real. A pickle may mention it and call it, but not change it."""
+
+    __slots__ = ("answer", "module", "name")
+
+    def __init__(self, module: str, name: str, answer: Callable[..., Any]) -> None:
+        self.module, self.name, self.answer = module, name, answer
+
+    def __call__(self, *args: Any) -> Any:
+        try:
+            return self.answer(*args)
+        except TypeError:
+            raise CorruptError(f"a pickle calls `{self.module}.{self.name}` with the wrong arguments") from None
+
+    def __setstate__(self, state: Any) -> None:
+        # BUILD would set attributes, here and for every file read after.
+        raise CorruptError(f"a pickle changes `{self.module}.{self.name}`")
 
 
 def _encode(text: Any = "", encoding: Any = "latin1") -> bytes:
@@ -149,31 +177,39 @@ def _list_of(kind: Callable[[Any], Any]) -> Callable[..., Any]:
     return make
 
 
+class _Ordered(OrderedDict[Any, Any]):
+    """An OrderedDict whose attributes a pickle can set, but not so that they hide its methods."""
+
+    def __setstate__(self, state: Any) -> None:
+        if not isinstance(state, dict) or not all(isinstance(k, str) and not hasattr(OrderedDict, k) for k in state):
+            raise CorruptError("a pickle gives an `OrderedDict` attributes that it cannot have")
+        vars(self).update(state)
+
+
 def _ordered(*args: Any) -> OrderedDict[Any, Any]:
     if not args:
-        return OrderedDict()
+        return _Ordered()
     if len(args) == 1 and isinstance(args[0], (list, tuple)) and all(
         isinstance(p, (list, tuple)) and len(p) == 2 for p in args[0]
     ):  # fmt: skip
-        return OrderedDict(args[0])
+        return _Ordered(args[0])
     raise CorruptError("a pickle calls `OrderedDict` in a way that pickle itself never does")
 
 
-REAL: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): _ordered,
-    ("_codecs", "encode"): _encode,
-    ("torch", "Size"): _list_of(TorchSize),
+REAL: dict[tuple[str, str], Known] = {
+    (module, name): Known(module, name, answer)
+    for module, name, answer in (
+        ("collections", "OrderedDict", _ordered),
+        ("_codecs", "encode", _encode),
+        ("torch", "Size", _list_of(TorchSize)),
+        ("builtins", "set", _list_of(set)),
+        ("builtins", "frozenset", _list_of(frozenset)),
+        ("builtins", "bytearray", _bytearray),
+        ("builtins", "complex", _complex),
+        ("builtins", "getattr", _attribute),
+    )
 }
-_BUILTINS: dict[str, Callable[..., Any]] = {
-    "set": _list_of(set),
-    "frozenset": _list_of(frozenset),
-    "bytearray": _bytearray,
-    "complex": _complex,
-    "getattr": _attribute,
-}
-for _module in ("__builtin__", "builtins"):
-    REAL |= {(_module, _name): _made for _name, _made in _BUILTINS.items()}
-_REAL_NAMES = {id(v): k for k, v in REAL.items()}
+REAL |= {("__builtin__", known.name): known for (module, _), known in REAL.items() if module == "builtins"}
 
 # Names that run commands or code when called. They are never called here, but neither do we pass them on.
 _HARMFUL_MODULES = frozenset({
@@ -184,8 +220,9 @@ _HARMFUL_MODULES = frozenset({
 })  # fmt: skip
 _HARMLESS = frozenset({
     *((m, n) for m in ("builtins", "__builtin__") for n in (
-        "int", "float", "bool", "str", "bytes", "list", "dict", "tuple", "set", "frozenset", "bytearray", "complex",
-        "object", "slice", "range", "type", "NoneType", "Ellipsis", "NotImplemented", "print", "len", "abs", "sum",
+        "int", "long", "float", "bool", "str", "unicode", "bytes", "list", "dict", "tuple", "set", "frozenset",
+        "bytearray", "complex", "object", "slice", "range", "xrange", "type", "NoneType", "Ellipsis", "NotImplemented",
+        "print", "len", "abs", "sum",
         "min", "max", "sorted", "reversed", "enumerate", "zip", "map", "filter", "getattr",
         "Exception", "ValueError", "KeyError", "RuntimeError", "TypeError",
     )),
@@ -219,6 +256,7 @@ def children(value: Any) -> Iterator[tuple[Any, Any]]:
     elif isinstance(value, (list, tuple, set, frozenset)):
         yield from enumerate(value)
     elif isinstance(value, Stub):
+        yield from (("target", v) for v in [value.target] if v is not None)
         yield from (("args", v) for v in [value.args] if v)
         yield from (("kwargs", v) for v in [value.kwargs] if v)
         yield from (("state", v) for v in value.state)
@@ -470,8 +508,8 @@ class Writer:
                 self._stub(value)
             case _StubType():
                 self.named(value.module, value.name)
-            case _ if id(value) in _REAL_NAMES:
-                self.named(*_REAL_NAMES[id(value)])
+            case Known():
+                self.named(value.module, value.name)
             case _:
                 raise LossError(f"a value of class `{type(value).__module__}.{type(value).__name__}` cannot be pickled")
 
@@ -504,7 +542,10 @@ class Writer:
         self.out += b"u"
 
     def _stub(self, value: Stub) -> None:
-        self.named(type(value).module, type(value).name)
+        if value.target is not None:
+            self.write(value.target)
+        else:
+            self.named(type(value).module, type(value).name)
         self.write_tuple(value.args)
         if value.kwargs:
             self.write(value.kwargs)

@@ -16,7 +16,7 @@ from ckpttool import boxes, pickles
 from ckpttool.boxes import Ints
 from ckpttool.dtypes import BY_STORAGE, Dtype, dtype
 from ckpttool.errors import CorruptError
-from ckpttool.pickles import Writer, stub_name, stub_type
+from ckpttool.pickles import Known, Writer, stub_name, stub_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,10 @@ class StorageRef:
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorRef:
     """A tensor as a pickle describes it; offset and strides in elements. `wrapper` is the class it had beyond
-    Tensor, Parameter and Buffer; `attributes` are names of Python attributes that were set on it."""
+    Tensor, Parameter and Buffer; `attributes` are names of Python attributes that were set on it. A tensor on the
+    meta device is none of these: it stays a stub of the call that makes it."""
 
-    storage: StorageRef | None  # None: on the meta device
+    storage: StorageRef
     dtype: Dtype
     offset: int
     shape: Ints
@@ -94,12 +95,15 @@ def _parameter_with_state(data: Any, requires_grad: Any, hooks: Any, state: Any,
     return _with_attributes(data, state)
 
 
+# FSDP1 sets the first on every tensor of a full state dict, `nn.Buffer` the others on itself.
+_UNTOLD = {"_has_been_cloned", "persistent", "_is_buffer"}
+
+
 def _with_attributes(data: Any, state: Any) -> Any:
     if not isinstance(data, TensorRef):
         return data
     parts = state if isinstance(state, tuple) else (state,)
-    # FSDP1 sets this on every tensor of a full state dict.
-    names = [str(k) for part in parts if isinstance(part, dict) for k in part if k != "_has_been_cloned"]
+    names = [str(k) for part in parts if isinstance(part, dict) for k in part if k not in _UNTOLD]
     return replace(data, attributes=(*data.attributes, *names)) if names else data
 
 
@@ -122,25 +126,6 @@ def _from_type(function: Any, kind: Any, args: Any, attributes: Any) -> Any:
     return _from_type_v2(function, kind, args, attributes)
 
 
-def _meta_tensor(kind: Any, size: Any, stride: Any, *rest: Any) -> Any:
-    if (name := stub_name(kind)) is None:
-        raise CorruptError("a meta tensor has no dtype")
-    return TensorRef(None, dtype(name), 0, _ints(size), _ints(stride))
-
-
-class Known:
-    """A function of torch that we know how to answer without calling it."""
-
-    def __init__(self, module: str, name: str, answer: Callable[..., Any]) -> None:
-        self.module, self.name, self.answer = module, name, answer
-
-    def __call__(self, *args: Any) -> Any:
-        try:
-            return self.answer(*args)
-        except TypeError:
-            raise CorruptError(f"a pickle calls `{self.module}.{self.name}` with the wrong arguments") from None
-
-
 KNOWN = {
     (module, name): Known(module, name, answer)
     for module, name, answer in (
@@ -149,7 +134,6 @@ KNOWN = {
         ("torch._utils", "_rebuild_tensor_v3", _tensor_v3),
         ("torch._utils", "_rebuild_parameter", _parameter),
         ("torch._utils", "_rebuild_parameter_with_state", _parameter_with_state),
-        ("torch._utils", "_rebuild_meta_tensor_no_storage", _meta_tensor),
         ("torch._tensor", "_rebuild_from_type", _from_type),
         ("torch._tensor", "_rebuild_from_type_v2", _from_type_v2),
     )
@@ -236,9 +220,6 @@ def dump(tree: Any, slot_of: Callable[[Any], Slot | None]) -> bytes:
     """
 
     def leaf(writer: Writer, value: Any) -> bool:
-        if isinstance(value, Known):
-            writer.named(value.module, value.name)
-            return True
         slot = slot_of(value)
         if slot is None:
             return False

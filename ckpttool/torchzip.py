@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -61,20 +61,28 @@ class Archive:
             found = self._payloads[record] = _locate(self, record, listed)
         return found
 
+    @property
+    def located(self) -> Collection[str]:
+        """The records that somebody has asked for."""
+        return self._payloads.keys()
+
     def content(self, record: str) -> bytes:
         at = self.payload(record)
         return self.read(at.offset, at.nbytes)
 
-    def extent(self, ref: TensorRef | StorageRef) -> Extent:
-        """Where the elements of a tensor (or of a bare storage) lie. Raises CorruptError when the storage is short."""
+    def extent(self, ref: TensorRef | StorageRef, folder: str = "data") -> Extent:
+        """Where the elements of a tensor (or of a bare storage) lie. Raises CorruptError when the storage is short.
+
+        The storages of a TorchScript file's constants are in a `folder` of their own.
+        """
         if isinstance(ref, StorageRef):
-            record = self.payload(f"data/{ref.key}")
+            record = self.payload(f"{folder}/{ref.key}")
             self._check_size(ref, record)
             swap = ("swap",) if self.swapped and ref.dtype and ref.dtype.word > 1 else ()
             return Extent(self.file, record.offset, ref.nbytes, None, swap, record)
-        if ref.storage is None or 0 in ref.shape:
+        if 0 in ref.shape:
             return Extent(self.file, self.base, 0)
-        record = self.payload(f"data/{ref.storage.key}")
+        record = self.payload(f"{folder}/{ref.storage.key}")
         self._check_size(ref.storage, record)
         plain = boxes.is_row_major(ref.shape, ref.strides)
         elements = boxes.span(ref.shape, ref.strides)
@@ -127,7 +135,6 @@ def open_archive(read: Read, base: int, length: int, *, name: str, file: int = 0
     directory = tail[at - tail_at : at - tail_at + size] if at >= tail_at else read(base + at, size)
     records, root = _read_directory(directory, count, name, base, file, at)
     archive = Archive(name, file, base, root, records, read)
-    # An archive of many empty storages apart, writers that were told not to compute CRCs leave zeros everywhere.
     archive.has_crcs = any(r.crc for r in records.values())
     return archive
 
@@ -192,7 +199,9 @@ def _locate(archive: Archive, record: str, listed: Record) -> Record:
     if signature != b"PK\3\4" or method != 0:
         raise CorruptError(f"{archive.name}: record `{record}` has no local header at {listed.offset}")
     offset = listed.offset + _LOCAL.size + name_len + extra_len
-    return Record(listed.file, offset, listed.nbytes, listed.crc if archive.has_crcs else None)
+    # Writers leave 0 when they were told not to compute CRCs, or not to write data (`skip_data`). A record whose CRC
+    # is really 0 goes unchecked.
+    return Record(listed.file, offset, listed.nbytes, listed.crc if listed.crc or not listed.nbytes else None)
 
 
 def load_tree(archive: Archive) -> Any:
