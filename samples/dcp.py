@@ -1,23 +1,31 @@
-"""Samples of torch.distributed.checkpoint directories."""
+"""Samples of torch.distributed.checkpoint directories: a training run in every variant of the writer."""
 
 from __future__ import annotations
 
+import pickle
 import uuid
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
+from same import assert_same
 from sample import sample
 from torch import nn
 from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from training import Run, detached, surroundings, train
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullyShardedDataParallel, StateDictType, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from training import STEPS, Run, Sizes, detached, full_state, surroundings, train
 
 DCP = "torch 2.13 `dcp.save`"
 
@@ -30,10 +38,24 @@ def load(folder: Path) -> Any:
     return state
 
 
-def save(state: dict[str, Any], folder: Path, no_dist: bool = False, **options: Any) -> None:
-    """Save with `dcp.save` under a save id that is the same each time."""
+def name_save(folder: Path) -> None:
+    """Make torch's random save id the same each time."""
     filesystem._generate_uuid = lambda: str(uuid.uuid5(uuid.NAMESPACE_URL, folder.name))
-    torch_dcp.save(state, storage_writer=torch_dcp.FileSystemWriter(folder / "ckpt", **options), no_dist=no_dist)
+
+
+def save(
+    state: dict[str, Any],
+    folder: Path,
+    *,
+    planner: torch_dcp.SavePlanner | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+    **options: Any,
+) -> None:
+    """Save with `dcp.save`; `options` are those of `FileSystemWriter`."""
+    name_save(folder)
+    writer = torch_dcp.FileSystemWriter(folder / "ckpt", **options)
+    torch_dcp.save(state, storage_writer=writer, planner=planner, no_dist=no_dist, use_collectives=use_collectives)
 
 
 def spelled(tree: Any) -> Any:
@@ -52,11 +74,28 @@ def gathered(run: Run, **rest: Any) -> dict[str, Any]:
     return spelled(detached({"model": model, "optim": optim, **rest}))
 
 
-def shard(model: nn.Module, mesh: Any) -> nn.Module:
+def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """FSDP2: every block is a unit, the rest is the root's."""
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
+
+
+@cache
+def fsdp2_run() -> tuple[Run, dict[str, Any]]:
+    """A run on all ranks, and what is saved beside model and optimizer."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    run = train(wrap=lambda model: shard(model, mesh))
+    return run, surroundings(run)
+
+
+def brief_state() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The model and little else, as it is saved and as it is without shards: for variants of the container."""
+    run, _ = fsdp2_run()
+    model = run.model.state_dict()
+    whole = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in model.items()}
+    rest = {"step": STEPS, "history": [{"epoch": 0, "loss": 3.5}], "seen": torch.arange(5), "tags": ["a", "b"]}
+    return {"model": model, **rest}, detached({"model": whole, **rest})
 
 
 @sample(
@@ -77,9 +116,272 @@ def shard(model: nn.Module, mesh: Any) -> nn.Module:
 )
 def dcp_fsdp2(folder: Path) -> Any:
     """`fully_shard` and `get_state_dict`: the way of the torch tutorials."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
-    run = train(wrap=lambda model: shard(model, mesh))
-    rest = surroundings(run)
+    run, rest = fsdp2_run()
     model, optim = get_state_dict(run.model, run.optimizer)
     save({"model": model, "optim": optim, **rest}, folder)
     return gathered(run, **rest)
+
+
+@sample(
+    "dcp_hsdp_w4",
+    what="model and optimizer of 4 ranks, 2 replicas of 2 shards",
+    trap="each chunk is on two ranks and written by one of them",
+    writer=DCP,
+    load=load,
+    world=4,
+)
+def dcp_hsdp(folder: Path) -> Any:
+    """FSDP2 on a mesh of two dimensions, the outer one replicated."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    run = train(wrap=lambda model: shard(model, mesh))
+    model, optim = get_state_dict(run.model, run.optimizer)
+    save({"model": model, "optim": optim, "step": STEPS}, folder)
+    return gathered(run, step=STEPS)
+
+
+@sample(
+    "dcp_fsdp2_tp_w4",
+    what="model and optimizer of 4 ranks, FSDP2 by 2 over tensor parallel by 2",
+    trap="`_StridedShard`: 30 rows in pieces of 8, 7, 8, 7, not in the order of the ranks; other weights on a submesh",
+    writer=DCP,
+    load=load,
+    world=4,
+)
+def dcp_fsdp2_tp(folder: Path) -> Any:
+    """Both dimensions shard dim 0 of the column-parallel weight."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def wrap(model: nn.Module) -> nn.Module:
+        for layer in model.layers:
+            parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        return shard(model, mesh["dp"])
+
+    run = train(Sizes(vocab=29, width=8, hidden=30), wrap)
+    model, optim = get_state_dict(run.model, run.optimizer)
+    save({"model": model, "optim": optim, "step": STEPS}, folder)
+    return gathered(run, step=STEPS)
+
+
+@sample(
+    "dcp_single",
+    what="whole training state of one process",
+    trap="`__0_0.distcp` only; one chunk for each tensor",
+    writer=f"{DCP}, `no_dist=True`",
+    load=load,
+)
+def dcp_single(folder: Path) -> Any:
+    """No process group."""
+    run = train()
+    model, optim = get_state_dict(run.model, run.optimizer)
+    state = {"model": model, "optim": optim, **surroundings(run)}
+    save(state, folder, no_dist=True)
+    return spelled(detached(state))
+
+
+@sample(
+    "dcp_int_keys",
+    what="`optimizer.state_dict()` saved as it is",
+    trap="integer parameter ids became strings; the reference has integers under `optim.state`",
+    writer=f"{DCP}, `no_dist=True`",
+    load=lambda folder: with_integer_ids(load(folder)),
+)
+def dcp_int_keys(folder: Path) -> Any:
+    """What hand-written loops do."""
+    run = train()
+    state = full_state(run)
+    state = {key: state[key] for key in ("model", "optim", "step")}
+    save(state, folder, no_dist=True)
+    return with_integer_ids(spelled(detached(state)))
+
+
+def with_integer_ids(state: dict[str, Any]) -> dict[str, Any]:
+    """Turn the keys of the optimizer's state back to integers."""
+    state["optim"]["state"] = {int(key): value for key, value in state["optim"]["state"].items()}
+    return state
+
+
+@sample(
+    "dcp_flat_optim_w2",
+    what="2 FSDP2 ranks, flattened optimizer, in the layout of torchtitan",
+    trap="model keys at the root; `optimizer.param_groups.<name>.lr` for each parameter; bytes by rank",
+    writer=f"{DCP}; the layout is that of torchtitan",
+    load=load,
+    world=2,
+)
+def dcp_flat_optim(folder: Path) -> Any:
+    """`flatten_optimizer_state_dict=True`; one layer, as there is an item for each parameter and hyperparameter."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    run = train(Sizes(layers=1), lambda model: shard(model, mesh))
+
+    def state(full: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        options = StateDictOptions(full_state_dict=full, flatten_optimizer_state_dict=True)
+        return get_state_dict(run.model, run.optimizer, options=options)
+
+    def around(ranks: range) -> dict[str, Any]:
+        loaders = {f"dp_rank_{rank}": pickle.dumps({"position": 10 * rank}) for rank in ranks}
+        return {
+            "lr_scheduler": run.scheduler.state_dict(),
+            "dataloader": {**loaders, "world_size": dist.get_world_size()},
+            "train_state": {"step": torch.tensor(STEPS, dtype=torch.int32), "ntokens_seen": torch.tensor(30)},
+        }
+
+    model, optim = state(full=False)
+    rank = dist.get_rank()
+    save({**model, "optimizer": optim, **around(range(rank, rank + 1))}, folder)
+    model, optim = state(full=True)
+    return spelled(detached({**model, "optimizer": optim, **around(range(dist.get_world_size()))}))
+
+
+@sample(
+    "dcp_async_w2",
+    what="model of 2 FSDP2 ranks, saved in the background",
+    trap="none: the layout is that of a plain save",
+    writer="torch 2.13 `dcp.async_save`",
+    load=load,
+    world=2,
+)
+def dcp_async(folder: Path) -> Any:
+    """A thread of each rank writes."""
+    state, whole = brief_state()
+    name_save(folder)
+    torch_dcp.async_save(state, storage_writer=torch_dcp.FileSystemWriter(folder / "ckpt")).result()
+    return whole
+
+
+@sample(
+    "dcp_threads_w2",
+    what="model of 2 FSDP2 ranks, three files a rank",
+    trap="`__R_F.distcp`; tensors sorted by size over the files",
+    writer=f"{DCP}, `thread_count=3`",
+    load=load,
+    world=2,
+)
+def dcp_threads(folder: Path) -> Any:
+    """Several writer threads."""
+    state, whole = brief_state()
+    save(state, folder, thread_count=3)
+    return whole
+
+
+@sample(
+    "dcp_file_per_item_w2",
+    what="model of 2 FSDP2 ranks, a file for each item",
+    trap="many files, each of one item at offset 0",
+    writer=f"{DCP}, `single_file_per_rank=False`",
+    load=load,
+    world=2,
+)
+def dcp_file_per_item(folder: Path) -> Any:
+    """One file for each tensor piece and each object."""
+    state, whole = brief_state()
+    save(state, folder, single_file_per_rank=False)
+    return whole
+
+
+@sample(
+    "dcp_zstd_w2",
+    what="model of 2 FSDP2 ranks, compressed",
+    trap="items are zstd frames, `transform_descriptors` is `['stream.zstd/1']`; lengths are of the frames",
+    writer=f"{DCP} with the `ZStandard` stream extension",
+    load=load,
+    world=2,
+)
+def dcp_zstd(folder: Path) -> Any:
+    """Each item is compressed by itself."""
+    state, whole = brief_state()
+    save(state, folder, _extensions=[ZStandard()])
+    return whole
+
+
+@sample(
+    "dcp_safetensors_w2",
+    what="model of 2 FSDP2 ranks, safetensors inside `.distcp`",
+    trap="objects first, then one safetensors blob; the offset of each tensor is that of the blob; no upstream reader",
+    writer=f"{DCP}, `SerializationFormat.SAFETENSORS`",
+    load=None,
+    world=2,
+)
+def dcp_safetensors(folder: Path) -> Any:
+    """Without the tied name, which makes the writer fail."""
+    state, whole = brief_state()
+    for tree in (state, whole):
+        del tree["model"]["lm_head.weight"]
+    save(state, folder, serialization_format=SerializationFormat.SAFETENSORS)
+    return whole
+
+
+@sample(
+    "dcp_nocollectives_w2",
+    what="model of 2 FSDP2 ranks that did not talk to each other",
+    trap="`__R.metadata` for each rank, with its own chunks only; replicated items on every rank; torch reads rank 0's",
+    writer=f"{DCP}, `use_collectives=False`",
+    load=None,
+    world=2,
+)
+def dcp_nocollectives(folder: Path) -> Any:
+    """Read back on each rank by itself, as torch can; nothing upstream reads the whole."""
+    state, whole = brief_state()
+    rank = dist.get_rank()
+    state["dataloader"] = {f"dp_rank_{rank}": rank}
+    save(state, folder, use_collectives=False)
+    found = {key: torch.zeros_like(value) for key, value in state["model"].items()}
+    target = {"model": dict(found)}
+    torch_dcp.load(target, storage_reader=torch_dcp.FileSystemReader(folder / "ckpt"), no_dist=False)
+    for key, value in found.items():
+        if isinstance(value, DTensor):
+            assert_same(value.to_local(), state["model"][key].to_local(), at=key)
+    whole["dataloader"] = {f"dp_rank_{other}": other for other in range(dist.get_world_size())}
+    return whole
+
+
+@sample(
+    "dcp_unflattened_w2",
+    what="2 FSDP2 ranks, `flatten_state_dict=False`",
+    trap="no planner data; the nested optimizer is one opaque object of one rank, with that rank's shards as DTensors: "
+    "the rest is lost, and the reference leaves the optimizer out",
+    writer=f"{DCP}, `DefaultSavePlanner(flatten_state_dict=False)`",
+    load=lambda folder: {key: value for key, value in load(folder).items() if key != "optim"},
+    world=2,
+)
+def dcp_unflattened(folder: Path) -> Any:
+    """Model keys at the root, as the planner takes tensors there only."""
+    run, _ = fsdp2_run()
+    model, optim = get_state_dict(run.model, run.optimizer)
+    planner = torch_dcp.DefaultSavePlanner(flatten_state_dict=False)
+    save({**model, "optim": optim, "step": STEPS}, folder, planner=planner)
+    return {**gathered(run)["model"], "step": STEPS}
+
+
+@sample(
+    "dcp_fsdp1_w2",
+    what="model and optimizer of 2 FSDP1 ranks, sharded",
+    trap="`ShardedTensor`: empty shards are absent; optimizer keyed by name, sorted",
+    writer=f"{DCP} of `SHARDED_STATE_DICT`",
+    load=load,
+    world=2,
+)
+def dcp_fsdp1(folder: Path) -> Any:
+    """The reference is `FULL_STATE_DICT`."""
+    run = train(wrap=wrap_fsdp1)
+    model, optim = fsdp1_state(run, StateDictType.SHARDED_STATE_DICT)
+    save({"model": model, "optim": optim, "step": STEPS}, folder)
+    model, optim = fsdp1_state(run, StateDictType.FULL_STATE_DICT)
+    return spelled(detached({"model": model, "optim": optim, "step": STEPS}))
+
+
+def wrap_fsdp1(model: nn.Module) -> nn.Module:
+    """FSDP1 on the CPU: every block is a unit."""
+    cpu = torch.device("cpu")
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = FullyShardedDataParallel(layer, device_id=cpu, use_orig_params=True)
+    return FullyShardedDataParallel(model, device_id=cpu, use_orig_params=True)
+
+
+def fsdp1_state(run: Run, kind: StateDictType) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The state dicts of model and optimizer of the given kind."""
+    full = kind == StateDictType.FULL_STATE_DICT
+    # Offloading a full optimizer state that is on the CPU already gives wrong moments in torch 2.13.
+    config = FullOptimStateDictConfig(offload_to_cpu=False) if full else None
+    with FullyShardedDataParallel.state_dict_type(run.model, kind, optim_state_dict_config=config):
+        optim = FullyShardedDataParallel.optim_state_dict(run.model, run.optimizer)
+        return run.model.state_dict(), optim

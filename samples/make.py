@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import dcp
+import dcpitems
+import dcpmeta
 import hf
 import legacy
 import objects
@@ -34,7 +36,7 @@ from sample import SAMPLES, Sample
 HERE = Path(__file__).resolve().parent
 FAMILIES = {
     "torch.save": (torchsave, tensors, objects, legacy),
-    "torch.distributed.checkpoint": (dcp,),
+    "torch.distributed.checkpoint": (dcp, dcpitems, dcpmeta),
     "safetensors and Hugging Face": (hf,),
 }
 
