@@ -1,0 +1,391 @@
+"""Catalogue -> catalogue: select, rename, cast, and which rank is to hold which box. Pure; nothing is read.
+
+Each step returns a new catalogue whose tensors know their `origin` in the source. Names in the optimizer follow the
+model's: renaming a parameter renames its optimizer state and its mention in `param_groups`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ckpttool import boxes
+from ckpttool.catalogue import (
+    Catalogue,
+    Chunks,
+    Container,
+    Entry,
+    Link,
+    Object,
+    Part,
+    Path,
+    Tensor,
+    dotted,
+    find_aliases,
+)
+from ckpttool.dtypes import ALIASES, DTYPES, Dtype
+from ckpttool.errors import UsageError
+from ckpttool.patterns import any_of, compile_pattern, rule
+from ckpttool.pickles import Stub
+
+WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+
+
+def start(source: Catalogue) -> Catalogue:
+    """A catalogue with everything of the source, to be changed by the steps below. Pure."""
+    made = Catalogue(source.format, [], {}, dict(source.containers), dict(source.facts), [])
+    aliases = find_aliases(source.tensors)
+    for entry in source.entries.values():
+        made.add(_again(entry, alias=aliases.get(entry.path)) if isinstance(entry, Tensor) else entry)
+    return made
+
+
+def _again(tensor: Tensor, **changes: Any) -> Tensor:
+    return replace(tensor, origin=tensor.origin or tensor, **changes)
+
+
+def _rebuilt(catalogue: Catalogue, entries: Iterable[Entry], containers: dict[Path, Container]) -> Catalogue:
+    made = Catalogue(catalogue.format, [], {}, containers, catalogue.facts, catalogue.warnings)
+    for entry in entries:
+        made.entries[entry.path] = entry
+    return made
+
+
+def select(catalogue: Catalogue, keep: Callable[[Entry], bool]) -> Catalogue:
+    """What `keep` says, and the tensors embedded in the objects that are kept. Pure.
+
+    A tied tensor whose first name goes keeps its bytes under the next one.
+    """
+    owners = _owners(catalogue)
+    kept = [
+        e for e in catalogue.entries.values()
+        if keep(catalogue.entries[owners[e.path]] if e.path in owners else e)
+    ]  # fmt: skip
+    names = {e.path for e in kept}
+    heirs: dict[Path, Path] = {}
+    entries: list[Entry] = []
+    for entry in kept:
+        if isinstance(entry, Tensor) and entry.alias is not None and entry.alias not in names:
+            heir = heirs.setdefault(entry.alias, entry.path)
+            entry = _again(entry, alias=None if heir == entry.path else heir)
+        entries.append(entry)
+    containers = {p: c for p, c in catalogue.containers.items() if not p or any(n[: len(p)] == p for n in names)}
+    return _rebuilt(catalogue, entries, containers)
+
+
+def _owners(catalogue: Catalogue) -> dict[Path, Path]:
+    """Of each embedded tensor, the object that links to it: the entry that its path begins with."""
+    owners: dict[Path, Path] = {}
+    for tensor in catalogue.tensors:
+        if tensor.embedded:
+            prefixes = (tensor.path[:depth] for depth in range(len(tensor.path)))
+            owners[tensor.path] = next(p for p in prefixes if isinstance(catalogue.entries.get(p), Object))
+    return owners
+
+
+def matching(tensors: Sequence[str], exclude: Sequence[str]) -> Callable[[Entry], bool]:
+    """For `select`: tensors that match one of `tensors` (all, when there is none; objects stay) and nothing that
+    matches one of `exclude`."""
+    wanted, unwanted = any_of(tensors), any_of(exclude)
+
+    def keep(entry: Entry) -> bool:
+        if unwanted(entry.name):
+            return False
+        return not tensors or not isinstance(entry, Tensor) or wanted(entry.name)
+
+    return keep
+
+
+# Names ----------------------------------------------------------------------------------------------------------------
+
+
+def rename(catalogue: Catalogue, new_name: Callable[[str], str], *, within_parts: bool = False) -> Catalogue:
+    """Every entry under its new name. Raises UsageError when two would have the same.
+
+    `new_name` is asked for the dotted full name; or, with `within_parts`, for the name below the part's root (of
+    models only). What the model's parameters are called is then changed wherever the optimizer mentions them. Pure.
+    """
+    moved: dict[Path, Path] = {}
+    parameters: dict[str, str] = {}
+    for path, entry in catalogue.entries.items():
+        if isinstance(entry, Tensor) and entry.embedded:
+            continue
+        depth = len(entry.part.root) if entry.part.kind == "model" else 0
+        if within_parts and entry.part.kind != "model":
+            continue
+        prefix, tail = (path[:depth], path[depth:]) if within_parts else ((), path)
+        new = (*prefix, *_repath(tail, new_name(dotted(tail))))
+        moved[path] = new
+        if entry.part.kind == "model" and new != path:
+            parameters[dotted(path[depth:])] = dotted(new[depth:])
+    return _move(_follow_in_optimizer(catalogue, parameters, moved), moved)
+
+
+def _repath(path: Path, name: str) -> Path:
+    """The path of a new dotted name that keeps the keys of `path` at both ends where they are still the same."""
+    if dotted(path) == name:
+        return path
+    head = 0
+    while head < len(path) - 1 and name.startswith(dotted(path[: head + 1]) + "."):
+        head += 1
+    rest = name[len(dotted(path[:head])) + 1 :] if head else name
+    tail = len(path)
+    while tail > head + 1 and rest.endswith("." + dotted(path[tail - 1 :])):
+        tail -= 1
+    middle = rest[: len(rest) - len(dotted(path[tail:])) - 1] if tail < len(path) else rest
+    return (*path[:head], middle, *path[tail:])
+
+
+def _follow_in_optimizer(catalogue: Catalogue, parameters: dict[str, str], moved: dict[Path, Path]) -> Catalogue:
+    if not parameters:
+        return catalogue
+    entries = dict(catalogue.entries)
+    for path, entry in catalogue.entries.items():
+        if entry.part.kind != "optimizer" or (isinstance(entry, Tensor) and entry.embedded):
+            continue
+        new = tuple(parameters.get(k, k) if isinstance(k, str) else k for k in moved.get(path, path))
+        if new != path:
+            moved[path] = new
+        if isinstance(entry, Object) and path[-1:] == ("params",):
+            entries[path] = _with_params(entry, parameters)
+    return _rebuilt(catalogue, entries.values(), catalogue.containers)
+
+
+def _with_params(entry: Object, parameters: dict[str, str]) -> Object:
+    def read() -> Any:
+        value = entry.value
+        return [parameters.get(v, v) if isinstance(v, str) else v for v in value] if isinstance(value, list) else value
+
+    return Object(entry.path, read=read, part=entry.part, nbytes=entry.nbytes)
+
+
+def _move(catalogue: Catalogue, moved: dict[Path, Path]) -> Catalogue:
+    """Entries, containers, aliases, links and part roots under their new paths."""
+    owners = _owners(catalogue)
+    for path, owner in owners.items():
+        moved[path] = moved.get(owner, owner) + path[len(owner) :]
+    made = Catalogue(catalogue.format, [], {}, {}, catalogue.facts, catalogue.warnings)
+    taken: dict[Path, Path] = {}
+    names: dict[str, Path] = {}
+    roots: dict[Path, Path] = {}
+    linking = set(owners.values())
+    for path, entry in catalogue.entries.items():
+        new = moved.get(path, path)
+        clash = taken.get(new) or (names.get(dotted(new)) if new != path else None)
+        if clash is not None:
+            raise UsageError(
+                f"`{dotted(clash)}` and `{dotted(path)}` would both be called `{dotted(new)}`",
+                hint="leave one of them out with `--exclude`, or give it another name with `--rename`",
+            )
+        taken[new] = path
+        names[dotted(new)] = path
+        root = entry.part.root
+        if root not in roots:
+            roots[root] = moved_root(root, moved)
+        made.entries[new] = _moved_entry(entry, new, Part(entry.part.kind, roots[root]), moved, linking)
+    for path, container in catalogue.containers.items():
+        made.containers[moved_root(path, moved)] = container
+    return made
+
+
+def _moved_entry(entry: Entry, new: Path, part: Part, moved: dict[Path, Path], linking: set[Path]) -> Entry:
+    if isinstance(entry, Tensor):
+        alias = moved.get(entry.alias, entry.alias) if entry.alias is not None else None
+        return _again(entry, path=new, part=part, alias=alias)
+    if entry.path in linking:
+        return Object(new, read=lambda: _relinked(entry.value, moved), part=part, nbytes=entry.nbytes)
+    made = entry.at(new)
+    made.part = part
+    return made
+
+
+def moved_root(root: Path, moved: dict[Path, Path]) -> Path:
+    """Where a dict went, seen from what went with it: the prefix that everything below `root` got. Pure."""
+    if not root:
+        return root
+    for path, new in moved.items():
+        if path[: len(root)] == root and len(path) > len(root):
+            tail = path[len(root) :]
+            if new[-len(tail) :] == tail:
+                return new[: len(new) - len(tail)]
+            return new[: len(root)] if len(new) > len(root) else new[:-1]
+    return root
+
+
+def _relinked(value: Any, moved: dict[Path, Path]) -> Any:
+    if isinstance(value, Link):
+        return Link(moved.get(value.path, value.path), value.storage)
+    if isinstance(value, dict):
+        made = type(value)((k, _relinked(v, moved)) for k, v in value.items())
+        if getattr(value, "__dict__", None):
+            vars(made).update(vars(value))
+        return made
+    if isinstance(value, (list, set, frozenset)):
+        return type(value)(_relinked(v, moved) for v in value)
+    if type(value) is tuple:
+        return tuple(_relinked(v, moved) for v in value)
+    if isinstance(value, Stub):
+        again = object.__new__(type(value))
+        again.how, again.kwargs = value.how, _relinked(value.kwargs, moved)
+        again.args, again.state = _relinked(value.args, moved), _relinked(value.state, moved)
+        again.values = _relinked(value.values, moved)
+        again.pairs = [(k, _relinked(v, moved)) for k, v in value.pairs]
+        return again
+    return value
+
+
+def strip_wrappers(name: str) -> str:
+    """`module._orig_mod.layers.0._checkpoint_wrapped_module.w` -> `layers.0.w`. Pure."""
+    return WRAPPERS.sub("", name)
+
+
+def without_root(catalogue: Catalogue, part: Part) -> Catalogue:
+    """One part alone, its root key off every name: `model.w` -> `w`. Pure."""
+    if not part.root:
+        return catalogue
+    depth = len(part.root)
+    moved = {path: path[depth:] for path in catalogue.entries if path[:depth] == part.root}
+    made = _move(catalogue, moved)
+    made.containers = {p[depth:]: c for p, c in catalogue.containers.items() if p[:depth] == part.root}
+    for entry in made.entries.values():
+        entry.part = Part(part.kind, ())
+    return made
+
+
+# Dtypes ---------------------------------------------------------------------------------------------------------------
+
+
+def caster(rules: Sequence[str]) -> Callable[[Tensor], Dtype | None]:
+    """The dtype that `--dtype` rules give a tensor, the first that matches; None to leave it.
+
+    A rule is `PATTERN=DTYPE` over full names, or a bare `DTYPE` for the floating-point tensors of models (8-bit floats
+    stay). Integers and bools are never cast. Raises UsageError for a dtype that is none. Pure.
+    """
+    compiled: list[tuple[re.Pattern[str] | None, Dtype]] = []
+    for text in rules:
+        pattern, name = rule(text, "--dtype") if "=" in text else (None, text)
+        short = name.removeprefix("torch.")
+        kind = DTYPES.get(ALIASES.get(short, short))
+        if kind is None or kind.kind != "float" or kind.name.startswith("float4"):
+            raise UsageError(
+                f"`--dtype {text}`: `{name}` is not a floating-point dtype",
+                hint="one of float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2",
+            )
+        compiled.append((compile_pattern(pattern) if pattern else None, kind))
+
+    def cast_to(tensor: Tensor) -> Dtype | None:
+        if tensor.dtype.kind != "float" or tensor.embedded:
+            return None
+        for pattern, kind in compiled:
+            if pattern is None:
+                if tensor.part.kind == "model" and tensor.dtype.itemsize > 1:
+                    return kind
+            elif pattern.fullmatch(tensor.name):
+                return kind
+        return None
+
+    return cast_to
+
+
+def cast(catalogue: Catalogue, cast_to: Callable[[Tensor], Dtype | None]) -> Catalogue:
+    """Tensors with their new dtype. Pure."""
+    entries: list[Entry] = []
+    for entry in catalogue.entries.values():
+        kind = cast_to(entry) if isinstance(entry, Tensor) else None
+        entries.append(_again(entry, dtype=kind) if kind is not None and isinstance(entry, Tensor) else entry)
+    return _rebuilt(catalogue, entries, catalogue.containers)
+
+
+# Chunks ---------------------------------------------------------------------------------------------------------------
+
+
+def whole(catalogue: Catalogue) -> Catalogue:
+    """Every tensor in one chunk on rank 0, for formats that know no others. Pure."""
+    return _placed(catalogue, lambda tensor: Chunks.placed([(boxes.whole(tensor.shape), 0)]))
+
+
+def as_stored(catalogue: Catalogue, files: Sequence[int | None]) -> Catalogue:
+    """The source's own chunks on the ranks that wrote them; `files[i]` is the rank of file i. Pure."""
+
+    def place(tensor: Tensor) -> Chunks:
+        chunks = (tensor.origin or tensor).chunks
+        placed = [((o, s), files[f] or 0) for o, s, f in zip(chunks.offsets, chunks.sizes, chunks.file, strict=True)]
+        return Chunks.placed(_without_empty(placed, tensor))
+
+    return _placed(catalogue, place)
+
+
+def _without_empty(placed: list[tuple[boxes.Box, int]], tensor: Tensor) -> list[tuple[boxes.Box, int]]:
+    # A rank without elements needs no chunk; a tensor without elements needs one.
+    full = [p for p in placed if 0 not in p[0][1]]
+    return full or [(boxes.whole(tensor.shape), placed[0][1] if placed else 0)]
+
+
+def over_world(catalogue: Catalogue, ranks: int) -> Catalogue:
+    """Parameters and what is shaped like them in even slabs along dimension 0, as FSDP2 does; the rest whole, each on
+    the rank that holds the least so far. Pure."""
+    sharded = _sharded(catalogue)
+    load = [0] * ranks
+
+    def place(tensor: Tensor) -> Chunks:
+        if tensor.path in sharded:
+            slabs = enumerate(boxes.split_even(tensor.shape, ranks))
+            placed = [(box, rank) for rank, box in slabs if box is not None]
+        else:
+            placed = [(boxes.whole(tensor.shape), load.index(min(load)))]
+        for box, rank in placed:
+            if tensor.alias is None:
+                load[rank] += tensor.nbytes // max(tensor.shape[0], 1) * box[1][0] if tensor.shape else tensor.nbytes
+        return Chunks.placed(placed)
+
+    return _placed(catalogue, place)
+
+
+def _sharded(catalogue: Catalogue) -> set[Path]:
+    """What FSDP2 would have sharded. Whether a tensor is a parameter or a buffer is not always written down: it is a
+    parameter when the optimizer has state of its shape (and, if it names parameters, of its name) or when the source
+    shards it; state is sharded when it is shaped like a parameter. With no optimizer and nothing sharded, every
+    floating-point tensor of a model is taken for a parameter."""
+    tensors = [t for t in catalogue.tensors if t.shape and t.numel and not t.embedded]
+    models = [t for t in tensors if t.part.kind == "model"]
+    states = [t for t in tensors if t.part.kind == "optimizer"]
+    named: dict[Path, set[boxes.Ints]] = defaultdict(set)
+    for state in states:
+        for key in state.path[len(state.part.root) :]:
+            named[(key,)].add(state.shape)
+    by_name = any((dotted(t.path[len(t.part.root) :]),) in named for t in models)
+    shapes = {t.shape for t in states}
+
+    def is_parameter(tensor: Tensor) -> bool:
+        if len((tensor.origin or tensor).chunks) > 1:
+            return True
+        if by_name:
+            return tensor.shape in named.get((dotted(tensor.path[len(tensor.part.root) :]),), ())
+        return tensor.shape in shapes
+
+    parameters = [t for t in models if is_parameter(t)]
+    if not parameters and not states:
+        parameters = [t for t in models if t.dtype.kind == "float"]
+    like = {t.shape for t in parameters}
+    moments = [t for t in states if t.shape in like or len((t.origin or t).chunks) > 1]
+    return {t.path for t in (*parameters, *moments)}
+
+
+def _placed(catalogue: Catalogue, place: Callable[[Tensor], Chunks]) -> Catalogue:
+    made: dict[Path, Chunks] = {}
+    entries: list[Entry] = []
+    for entry in catalogue.entries.values():
+        if isinstance(entry, Tensor):
+            if entry.alias in made and entry.alias is not None:
+                chunks = made[entry.alias]
+            elif entry.embedded:
+                chunks = Chunks.placed([(boxes.whole(entry.shape), 0)])
+            else:
+                chunks = place(entry)
+            made[entry.path] = chunks
+            entry = _again(entry, chunks=chunks)
+        entries.append(entry)
+    return _rebuilt(catalogue, entries, catalogue.containers)

@@ -1,0 +1,92 @@
+"""The one grammar of patterns: a glob over the dotted full name in which `*` crosses dots, or `re:` and a regular
+expression that must match the whole name. Pure."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Sequence
+
+from ckpttool.errors import UsageError
+
+
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """Raises UsageError for a regular expression that is none."""
+    if pattern.startswith("re:"):
+        try:
+            return re.compile(pattern[3:])
+        except re.error as error:
+            raise UsageError(f"`{pattern}` is not a regular expression: {error}") from None
+    return re.compile(fnmatch.translate(pattern))
+
+
+def any_of(patterns: Sequence[str]) -> Callable[[str], bool]:
+    """Whether a name matches one of these."""
+    compiled = [compile_pattern(p) for p in patterns]
+    return lambda name: any(c.fullmatch(name) for c in compiled)
+
+
+def rule(text: str, flag: str) -> tuple[str, str]:
+    """`PATTERN=VALUE` as its two sides. Raises UsageError without `=`."""
+    left, equals, right = text.rpartition("=") if text.startswith("re:") else text.partition("=")
+    if not equals or not left:
+        raise UsageError(f"`{flag} {text}` is not of the form PATTERN=VALUE")
+    return left, right
+
+
+def renamer(rules: Sequence[str]) -> Callable[[str], str]:
+    """The new name of a name under `OLD=NEW` rules, the first that matches.
+
+    In a glob, each `*` of NEW stands for what the same `*` of OLD matched; after `re:`, NEW is a replacement in
+    Python's syntax (`\\1`). A rule without `*` renames that one name, or everything below it:
+    `model.blk=model.layers` also renames `model.blk.0.weight`.
+    """
+    compiled = [_rename_rule(*rule(text, "--rename")) for text in rules]
+
+    def rename(name: str) -> str:
+        for step in compiled:
+            new = step(name)
+            if new is not None:
+                return new
+        return name
+
+    return rename
+
+
+def _rename_rule(old: str, new: str) -> Callable[[str], str | None]:
+    if old.startswith("re:"):
+        pattern = compile_pattern(old)
+
+        def by_expression(name: str) -> str | None:
+            match = pattern.fullmatch(name)
+            try:
+                return match.expand(new) if match else None
+            except re.error as error:
+                raise UsageError(f"`--rename {old}={new}`: {error}") from None
+
+        return by_expression
+    if "*" not in old:
+        if "*" in new:
+            raise UsageError(f"`--rename {old}={new}`: a `*` on the right stands for one on the left")
+
+        def by_prefix(name: str) -> str | None:
+            if name == old:
+                return new
+            return (new + name[len(old) :]).lstrip(".") if name.startswith(old + ".") else None
+
+        return by_prefix
+    if new.count("*") > old.count("*"):
+        raise UsageError(f"`--rename {old}={new}`: the right side has more `*` than the left")
+    pattern = re.compile("(.*)".join(map(re.escape, old.split("*"))), re.DOTALL)
+    pieces = new.split("*")
+
+    def by_glob(name: str) -> str | None:
+        match = pattern.fullmatch(name)
+        if match is None:
+            return None
+        made = pieces[0]
+        for group, piece in zip(match.groups(), pieces[1:], strict=False):
+            made += group + piece
+        return made
+
+    return by_glob

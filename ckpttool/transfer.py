@@ -1,0 +1,324 @@
+"""Carries out a plan: bytes from the source's extents to the destination's, on threads, within a memory budget.
+
+A piece whose elements lie in the same order on both sides is a run of bytes and is streamed through a buffer; others
+(another dimension split, strides, big endian, a cast) are gathered tile by tile in numpy. CRCs are computed on the way:
+those that the source has are checked, those that the destination wants are returned. The same walk compares instead
+of writing when it is told to (`--check`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+from ckpttool import boxes, checksums, gather
+from ckpttool.boxes import Box
+from ckpttool.catalogue import Catalogue, Chunk, Extent, Record
+from ckpttool.contract import Source
+from ckpttool.dtypes import Dtype
+from ckpttool.errors import CorruptError
+from ckpttool.files import Pool
+from ckpttool.plan import Job, tiles
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+BUFFER = 1 << 20  # stays in the processor's cache between read, checksum and write
+TASK = 64 << 20  # a tensor larger than this is shared by the threads
+MEMORY = 64 << 20
+SHORT_RUN = 16 << 10  # below this, gathering a tile beats a read and a write per run
+DEFAULT_THREADS = min(8, os.cpu_count() or 1)
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(slots=True)
+class Transferred:
+    """What a transfer did: bytes moved, bytes whose CRC was checked, bytes of records that have none or were read only
+    in part; and `crcs`, for `Sink.finish`."""
+
+    moved: int = 0
+    checked: int = 0
+    unchecked: int = 0
+    crcs: dict[tuple[int, int], int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    job: Job
+    box: Box  # of the job's chunk; contiguous there
+    start: int  # byte in the destination file
+    nbytes: int
+
+
+class _Stopped(Exception):
+    """Another thread failed."""
+
+
+def transfer(
+    jobs: Iterable[Job],
+    source: Source,
+    destination: Catalogue,
+    *,
+    total: int,
+    threads: int | None = None,
+    memory: int | None = None,
+    progress: Progress | None = None,
+    compare: bool = False,
+) -> Transferred:
+    """Do the jobs. `total` is the bytes that they move, for `progress(done, total)`, which is called from this thread.
+    `memory` bounds the bytes held in buffers; fewer threads are used when they would not fit.
+
+    With `compare` nothing is written: the destination is read and a difference is a CorruptError.
+    Raises CorruptError for a CRC that does not match, and whatever the files raise.
+    """
+    threads, tile = budget(threads, memory)
+    return _Transfer(source, destination, compare, tile).run(jobs, total, threads, progress)
+
+
+def budget(threads: int | None, memory: int | None) -> tuple[int, int]:
+    """How many threads, and how large a tile each, fit `memory`: a gathered tile is held as source, as destination,
+    and once more while it is cast. Pure."""
+    threads = max(1, threads or DEFAULT_THREADS)
+    memory = memory or MEMORY
+    while threads > 1 and memory // threads < 4 * BUFFER:
+        threads -= 1
+    return threads, min(gather.TILE, max(BUFFER, memory // threads // 4))
+
+
+class _Transfer:
+    def __init__(self, source: Source, destination: Catalogue, compare: bool, tile: int) -> None:
+        self._source = source
+        self._in = Pool()
+        self._out = Pool(writing=not compare)
+        self._from = source.catalogue.files
+        self._to = destination.files
+        self._compare = compare
+        self._tile = tile
+        self._local = threading.local()
+        self._read = checksums.Pieces()
+        self._written = checksums.Pieces()
+        self._unrecorded = 0
+        self._moved = 0
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._failure: BaseException | None = None
+
+    # Threads ---------------------------------------------------------------------------------------------------------
+
+    def run(self, jobs: Iterable[Job], total: int, threads: int, progress: Progress | None) -> Transferred:
+        try:
+            self._on_threads(self._tasks(jobs), self._do, threads, total, progress)
+            if not self._compare:
+                self._on_threads(iter(self._read.records()), self._check_record, threads, total, progress)
+        finally:
+            self._in.close()
+            self._out.close()
+        done = Transferred(self._moved, unchecked=self._unrecorded)
+        for record in self._read.records():
+            if self._worth_checking(record):
+                done.checked += self._read.used(record)
+            else:
+                done.unchecked += self._read.used(record)
+        for record in self._written.records():
+            done.crcs[(record.file, record.offset)] = self._written.crc(record)
+        return done
+
+    def _on_threads(
+        self, work: Iterator[Any], do: Callable[[Any], None], threads: int, total: int, progress: Progress | None
+    ) -> None:
+        workers = [threading.Thread(target=self._work, args=(work, do), daemon=True) for _ in range(threads)]
+        for worker in workers:
+            worker.start()
+        try:
+            for worker in workers:
+                while worker.is_alive():
+                    worker.join(0.1)
+                    if progress is not None:
+                        progress(self._moved, total)
+        except BaseException:
+            # Ctrl-C arrives here: nobody may write to files that are about to be removed.
+            self._stop.set()
+            for worker in workers:
+                worker.join()
+            raise
+        if self._failure is not None:
+            raise self._failure
+
+    def _work(self, work: Iterator[Any], do: Callable[[Any], None]) -> None:
+        try:
+            while not self._stop.is_set():
+                with self._lock:
+                    item = next(work, None)
+                if item is None:
+                    return
+                do(item)
+        except _Stopped:
+            return
+        # Whatever it is, the main thread raises it.
+        except BaseException as error:
+            with self._lock:
+                self._failure = self._failure or error
+            self._stop.set()
+
+    def _tasks(self, jobs: Iterable[Job]) -> Iterator[_Task]:
+        for job in jobs:
+            chunk = job.chunk
+            itemsize = job.tensor.dtype.itemsize
+            whole = (chunk.offsets, chunk.sizes)
+            at = chunk.extent.offset
+            for box in tiles(whole, max(1, TASK // itemsize)):
+                nbytes = prod(box[1]) * itemsize
+                yield _Task(job, box, at, nbytes)
+                at += nbytes
+
+    # One task --------------------------------------------------------------------------------------------------------
+
+    def _do(self, task: _Task) -> None:
+        job = task.job
+        pieces: list[tuple[Extent, Chunk, Box]] = []
+        for chunk, box in job.pieces:
+            shared = boxes.overlap(box, task.box)
+            if shared is not None:
+                pieces.append((self._source.resolve(job.source, chunk), chunk, shared))
+        if job.tensor.dtype == job.source.dtype and all(self._is_run(task, *piece) for piece in pieces):
+            for extent, chunk, box in pieces:
+                self._stream(task, extent, chunk, box)
+        else:
+            self._gather(task, pieces)
+
+    def _is_run(self, task: _Task, extent: Extent, chunk: Chunk, box: Box) -> bool:
+        """Whether a piece is one run of bytes on both sides, or a few long ones."""
+        if not extent.plain:
+            return False
+        run = min(boxes.run_length(box[1], chunk.sizes), boxes.run_length(box[1], task.box[1]))
+        return run == prod(box[1]) or run * task.job.tensor.dtype.itemsize >= SHORT_RUN
+
+    def _stream(self, task: _Task, extent: Extent, chunk: Chunk, box: Box) -> None:
+        itemsize = task.job.tensor.dtype.itemsize
+        run = min(boxes.run_length(box[1], chunk.sizes), boxes.run_length(box[1], task.box[1]))
+        starts = zip(boxes.runs(box, (chunk.offsets, chunk.sizes), run), boxes.runs(box, task.box, run), strict=True)
+        for there, here in starts:
+            self._copy(task, extent, extent.offset + there * itemsize, task.start + here * itemsize, run * itemsize)
+
+    def _copy(self, task: _Task, extent: Extent, start: int, to: int, nbytes: int) -> None:
+        wanted = task.job.chunk.extent.record
+        source, buffer = self._from[extent.file].location, self._buffer()
+        has_crc = extent.record is not None and extent.record.crc is not None
+        crc = 0
+        for at in range(0, nbytes, BUFFER):
+            part = buffer[: min(BUFFER, nbytes - at)]
+            self._in.read_into(source, start + at, part)
+            if has_crc or wanted is not None:
+                crc = crc32(part, crc)
+            self._put(task, to + at, part)
+        self._note_read(extent, start, nbytes, crc)
+        if wanted is not None:
+            self._written.add(wanted, to, nbytes, crc)
+
+    def _buffer(self) -> memoryview:
+        """A buffer of this thread's own."""
+        found: memoryview | None = getattr(self._local, "buffer", None)
+        if found is None:
+            found = self._local.buffer = memoryview(bytearray(BUFFER))
+        return found
+
+    def _put(self, task: _Task, to: int, data: memoryview) -> None:
+        if self._stop.is_set():
+            raise _Stopped
+        location = self._to[task.job.chunk.extent.file].location
+        if not self._compare:
+            self._out.write(location, to, data)
+        elif self._out.read(location, to, len(data)) != data:
+            raise CorruptError(
+                f"`{location}`: tensor `{task.job.tensor.name}` was not written as it was read",
+                hint="the disk or the memory of this machine is at fault; nothing was left behind",
+                file=location, tensor=task.job.tensor.name,
+            )  # fmt: skip
+        with self._lock:
+            self._moved += len(data)
+
+    def _note_read(self, extent: Extent, start: int, nbytes: int, crc: int | None) -> None:
+        record = extent.record
+        if record is None or record.crc is None:
+            with self._lock:
+                self._unrecorded += nbytes
+        elif crc is None:
+            self._read.touch(record, nbytes)
+        else:
+            self._read.add(record, start, nbytes, crc)
+
+    # Gathering -------------------------------------------------------------------------------------------------------
+
+    def _gather(self, task: _Task, pieces: Sequence[tuple[Extent, Chunk, Box]]) -> None:
+        import numpy as np
+
+        job = task.job
+        wanted, here = job.chunk.extent.record, task.start
+        most = max(1, self._tile // max(job.source.dtype.itemsize, job.tensor.dtype.itemsize))
+        for tile in tiles(task.box, most):
+            made = np.empty(tile[1], gather.unsigned(job.source.dtype))
+            for extent, chunk, box in pieces:
+                shared = boxes.overlap(box, tile)
+                if shared is None:
+                    continue
+                # The ellipsis keeps this a view when there are no dimensions.
+                target = made[(..., *gather.slices(shared, tile))]
+                gather.fill(target, self._in, self._from, extent, chunk, shared, job.source.dtype)
+                self._note_read(extent, 0, prod(shared[1]) * job.source.dtype.itemsize, None)
+            data = _cast(made, job.source.dtype, job.tensor.dtype)
+            self._put(task, here, data)
+            if wanted is not None:
+                self._written.add(wanted, here, len(data), crc32(data))
+            here += len(data)
+
+    # Checksums -------------------------------------------------------------------------------------------------------
+
+    def _worth_checking(self, record: Record) -> bool:
+        """A record that is mostly not wanted (one tensor of a flat storage of all) is not read for its checksum."""
+        return record.nbytes <= 4 * self._read.used(record) + (1 << 20)
+
+    def _check_record(self, record: Record) -> None:
+        if not self._worth_checking(record):
+            return
+        location = self._from[record.file].location
+        found = self._read.crc(record, lambda offset, nbytes: self._crc_of(location, offset, nbytes))
+        if found != record.crc:
+            raise CorruptError(
+                f"`{location}`: bytes {record.offset}..{record.offset + record.nbytes} have CRC {found:08x}, "
+                f"but the writer left {record.crc:08x}",
+                hint="these bytes changed after they were written; take another copy of the checkpoint",
+                file=location, found=f"{found:08x}", expected=f"{record.crc:08x}",
+            )  # fmt: skip
+
+    def _crc_of(self, location: str, offset: int, nbytes: int) -> int:
+        crc, buffer = 0, self._buffer()
+        for at in range(0, nbytes, BUFFER):
+            part = buffer[: min(BUFFER, nbytes - at)]
+            self._in.read_into(location, offset + at, part)
+            crc = crc32(part, crc)
+            if self._stop.is_set():
+                raise _Stopped
+        return crc
+
+
+def _cast(array: Array, old: Dtype, new: Dtype) -> memoryview:
+    """The bytes of a contiguous tile's elements as `new`, rounded as torch rounds."""
+    import numpy as np
+
+    raw = array.reshape(-1).view(np.uint8) if array.size else np.empty(0, np.uint8)
+    if old != new:
+        import torch
+
+        tensor = torch.frombuffer(raw, dtype=getattr(torch, old.name))
+        raw = tensor.to(getattr(torch, new.name)).view(torch.uint8).numpy()
+    return raw.data

@@ -1,0 +1,324 @@
+"""What ckpttool does, as functions: each command of the CLI is one call of one of these."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path as FilePath
+
+from ckpttool import files, formats, layout, parts, plan
+from ckpttool.catalogue import Catalogue, Object, Tensor, dotted, validate
+from ckpttool.contract import Format, Sink, SinkOptions, Source
+from ckpttool.errors import CorruptError, LossError, StorageError, UsageError
+from ckpttool.mounting import Mounted
+from ckpttool.patterns import renamer
+from ckpttool.transfer import BUFFER, Progress, Transferred, budget, transfer
+
+# What Python, the catalogue and the buffers of the standard library need on top of our own.
+_BASE_MEMORY = 48 << 20
+_TORCH_MEMORY = 230 << 20
+_NUMPY_MEMORY = 24 << 20
+
+
+@contextmanager
+def opened(path: str) -> Iterator[Source]:
+    """An open source with its parts told apart. Raises ReadError or CorruptError."""
+    source = formats.open_source(path)
+    try:
+        parts.assign(source.catalogue)
+        yield source
+    finally:
+        source.close()
+
+
+def inspect(path: str) -> Catalogue:
+    """Everything that the index of the checkpoint at `path` says, without reading a weight or running anything."""
+    with opened(path) as source:
+        return source.catalogue
+
+
+@dataclass(slots=True)
+class Conversion:
+    """What a conversion does (`dry_run`) or did. Sizes are bytes, `memory` is the expected peak of the process."""
+
+    source: str
+    source_format: str
+    destination: str
+    format: str
+    files: list[tuple[str, int]] = field(default_factory=list)
+    tensors: int = 0
+    objects: int = 0
+    bytes: int = 0
+    disk: int = 0
+    free: int = 0
+    memory: int = 0
+    renamed: list[tuple[str, str]] = field(default_factory=list)
+    cast: list[tuple[str, str, str]] = field(default_factory=list)
+    ties: list[tuple[str, str]] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    checked: int = 0
+    unchecked: int = 0
+    seconds: float = 0.0
+    dry_run: bool = False
+
+
+def convert(
+    src: str,
+    dst: str,
+    *,
+    to: str | None = None,
+    only: Sequence[str] = (),
+    drop: Sequence[str] = (),
+    tensors: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    rename: Sequence[str] = (),
+    strip_wrappers: bool = False,
+    strip_prefix: str | None = None,
+    dtype: Sequence[str] = (),
+    max_shard_size: int | None = None,
+    to_world: int | None = None,
+    model_from: str | None = None,
+    optim_from: str | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    threads: int | None = None,
+    max_memory: int | None = None,
+    check: bool = False,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Convert the checkpoint at `src` to the format `to` at `dst`, bit for bit. See `docs/reference/convert.md`.
+
+    `progress(done, total)` is called with bytes from this thread. Nothing appears at `dst` unless all of it does.
+    Raises the errors of `ckpttool.errors`, each with its exit code.
+    """
+    began = time.monotonic()
+    target = formats.writable(to, dst)
+    _check_arguments(src, dst, target, to_world, max_shard_size, max_memory)
+    if not dry_run:
+        files.check_free(dst, overwrite=overwrite, is_file=target.is_file(dst))
+    with ExitStack() as stack:
+        source = _open_all(stack, src, model_from, optim_from)
+        before = files.fingerprint(_watched(source.catalogue, src))
+        validate(source.catalogue)
+        laid = _lay_out(source.catalogue, only, drop, tensors, exclude, rename, strip_wrappers, strip_prefix)
+        laid = layout.cast(laid, layout.caster(dtype))
+        laid = _rechunked(laid, source.catalogue, target, to_world)
+        _check_losses(laid, target, src, dst)
+        made = _summary(source.catalogue, laid, src, dst, target, dry_run)
+        options = SinkOptions(max_shard_size)
+        if dry_run:
+            _plan_only(made, target, laid, options, threads, max_memory)
+            return made
+        with files.staged(dst, overwrite=overwrite, is_file=target.is_file(dst)) as partial:
+            sink = _create(target, partial, laid, options)
+            _note_files(made, sink, partial, dst)
+            if made.disk > made.free:
+                raise StorageError(
+                    f"`{dst}`: needs {made.disk} bytes, but {made.free} are free",
+                    hint="free some space, or write somewhere else",
+                    file=dst, found=made.free, expected=made.disk,
+                )  # fmt: skip
+            moved = transfer(
+                plan.plan(sink.catalogue), source, sink.catalogue,
+                total=made.bytes, threads=threads, memory=max_memory, progress=progress,
+            )  # fmt: skip
+            files.check_unchanged(before)
+            sink.finish(moved.crcs)
+            if check:
+                _check_written(target, partial, sink.catalogue, source, made, threads, max_memory)
+        made.checked, made.unchecked = moved.checked, moved.unchecked
+    made.seconds = time.monotonic() - began
+    return made
+
+
+def _check_arguments(
+    src: str, dst: str, target: Format, to_world: int | None, max_shard_size: int | None, max_memory: int | None
+) -> None:
+    if to_world is not None:
+        if to_world < 1:
+            raise UsageError(f"`--to-world {to_world}`: a world has at least one rank")
+        if not target.chunked:
+            raise UsageError(
+                f"`--to-world` makes no sense for {target.name}, which has whole tensors",
+                hint="use it with `--to dcp`",
+            )
+    if max_shard_size is not None:
+        if not target.splits:
+            raise UsageError(
+                f"`--max-shard-size` makes no sense for {target.name}", hint="use it with `--to safetensors`"
+            )
+        if target.is_file(dst):
+            raise UsageError(
+                f"`{dst}` is one file, which `--max-shard-size` cannot split", hint="name a directory instead"
+            )
+    if max_memory is not None and max_memory < _BASE_MEMORY:
+        raise UsageError(f"`--max-memory`: at least {_BASE_MEMORY >> 20} MiB are needed")
+    there, here = os.path.realpath(dst), os.path.realpath(src)
+    if there == here or there.startswith(here.rstrip("/") + "/"):
+        raise UsageError(f"`{dst}` is the source, or lies inside it", hint="write somewhere else; SRC is never touched")
+
+
+def _open_all(stack: ExitStack, src: str, model_from: str | None, optim_from: str | None) -> Source:
+    source: Source = stack.enter_context(opened(src))
+    if model_from is None and optim_from is None:
+        return source
+    mounted = Mounted(source)
+    for kind, path in (("model", model_from), ("optimizer", optim_from)):
+        if path is not None:
+            mounted.replace_part(kind, stack.enter_context(opened(path)), path)
+    return mounted
+
+
+def _watched(catalogue: Catalogue, src: str) -> list[str]:
+    """Files that must not change while we read: those with tensors, and the index."""
+    index = [str(FilePath(src) / name) for name in (".metadata", "model.safetensors.index.json", "ckpttool.json")]
+    return [*(f.location for f in catalogue.files), *(p for p in index if FilePath(p).is_file())]
+
+
+def _lay_out(
+    source: Catalogue,
+    only: Sequence[str],
+    drop: Sequence[str],
+    tensors: Sequence[str],
+    exclude: Sequence[str],
+    rename: Sequence[str],
+    strip_wrappers: bool,
+    strip_prefix: str | None,
+) -> Catalogue:
+    laid = layout.start(source)
+    if only:
+        wanted = parts.matcher(only, source)
+        laid = layout.select(laid, lambda e: wanted(e.part))
+    if drop:
+        unwanted = parts.matcher(drop, source)
+        laid = layout.select(laid, lambda e: not unwanted(e.part))
+    if tensors or exclude:
+        laid = layout.select(laid, layout.matching(tensors, exclude))
+    if not laid.entries:
+        raise UsageError("nothing is left to write", hint="look at what is there with `ckpttool inspect`")
+    if strip_wrappers:
+        laid = layout.rename(laid, layout.strip_wrappers, within_parts=True)
+    if strip_prefix:
+        prefix = strip_prefix.rstrip(".") + "."
+        if not any(dotted(t.path[len(t.part.root) :]).startswith(prefix) for t in laid.tensors):
+            raise UsageError(f"`--strip-prefix {strip_prefix}`: no tensor of the model has this prefix")
+        laid = layout.rename(laid, lambda name: name.removeprefix(prefix), within_parts=True)
+    if rename:
+        laid = layout.rename(laid, renamer(rename))
+    left = parts.parts(laid)
+    if only and len(left) == 1:
+        laid = layout.without_root(laid, left[0])
+    return laid
+
+
+def _rechunked(laid: Catalogue, source: Catalogue, target: Format, to_world: int | None) -> Catalogue:
+    if not target.chunked:
+        return layout.whole(laid)
+    if to_world is not None:
+        return layout.over_world(laid, to_world)
+    return layout.as_stored(laid, [f.rank for f in source.files])
+
+
+def _check_losses(laid: Catalogue, target: Format, src: str, dst: str) -> None:
+    lost = target.losses(laid, dst) if target.losses is not None else []
+    if not lost:
+        return
+    names = ", ".join(f"`{loss.name}`" for loss in lost[:5]) + (", ..." if len(lost) > 5 else "")
+    whys = sorted({loss.why for loss in lost})
+    hint = "pass `--only model` to write the model alone, `--drop` or `--exclude` to leave them out, or `--to dcp`"
+    raise LossError(
+        f"`{src}` cannot be written as {target.name} at `{dst}`: {len(lost)} would be lost ({names}): {'; '.join(whys)}",
+        hint=f"{hint} to keep them",
+        lost=[loss.name for loss in lost],
+    )
+
+
+def _summary(source: Catalogue, laid: Catalogue, src: str, dst: str, target: Format, dry_run: bool) -> Conversion:
+    made = Conversion(src, source.format, dst, target.name, dry_run=dry_run)
+    kept = set()
+    for tensor in laid.tensors:
+        made.tensors += 1
+        origin = tensor.origin
+        assert origin is not None
+        kept.add(origin.path)
+        if origin.name != tensor.name:
+            made.renamed.append((origin.name, tensor.name))
+        if origin.dtype != tensor.dtype:
+            made.cast.append((tensor.name, origin.dtype.name, tensor.dtype.name))
+        if tensor.alias is not None:
+            made.ties.append((tensor.name, dotted(tensor.alias)))
+        else:
+            made.bytes += tensor.nbytes
+    made.objects = sum(1 for _ in laid.objects)
+    if len(laid.entries) < len(source.entries):
+        values = {id(e) for e in laid.entries.values()}
+        made.dropped = [
+            e.name for e in source.entries.values()
+            if (isinstance(e, Tensor) and e.path not in kept)
+            or (isinstance(e, Object) and id(e) not in values and e.path not in laid.entries)
+        ]  # fmt: skip
+    made.notes = list(source.warnings)
+    made.free = files.free_space(dst)
+    return made
+
+
+def _create(target: Format, path: str, laid: Catalogue, options: SinkOptions) -> Sink:
+    assert target.create is not None
+    return target.create(path, laid, options)
+
+
+def _note_files(made: Conversion, sink: Sink, partial: str, dst: str) -> None:
+    # The staging path stands for the destination in everything that a person sees.
+    made.files = [(FilePath(dst).name if f.location == partial else f.name, f.size) for f in sink.catalogue.files]
+    made.disk = sum(size for _, size in made.files)
+
+
+def _plan_only(
+    made: Conversion, target: Format, laid: Catalogue, options: SinkOptions, threads: int | None, memory: int | None
+) -> None:
+    """Lay the sink down for real, but sparse and in a scratch directory: the sizes are then exact."""
+    with tempfile.TemporaryDirectory(prefix="ckpttool-plan-") as scratch:
+        name = FilePath(made.destination.rstrip("/")).name
+        partial = str(FilePath(scratch, name or "out"))
+        sink = _create(target, partial, laid, options)
+        _note_files(made, sink, partial, made.destination)
+    count, tile = budget(threads, memory)
+    made.memory = _BASE_MEMORY + count * BUFFER
+    if made.cast:
+        made.memory += _TORCH_MEMORY + 4 * count * tile
+
+
+def _check_written(
+    target: Format, partial: str, laid: Catalogue, source: Source, made: Conversion,
+    threads: int | None, memory: int | None,
+) -> Transferred:  # fmt: skip
+    """Read the destination back through its own reader and compare everything with the source."""
+    written = target.open(partial)
+    try:
+        validate(written.catalogue)
+        again = Catalogue(laid.format, written.catalogue.files)
+        for tensor in laid.tensors:
+            there = written.catalogue.entries.get(tensor.path)
+            if not isinstance(there, Tensor) or (there.dtype, there.shape) != (tensor.dtype, tensor.shape):
+                raise CorruptError(f"tensor `{tensor.name}` was not written as it was read", tensor=tensor.name)
+            again.entries[tensor.path] = _resolved(there, tensor, written)
+        return transfer(plan.plan(again), source, again, total=made.bytes, threads=threads, memory=memory, compare=True)
+    finally:
+        written.close()
+
+
+def _resolved(there: Tensor, tensor: Tensor, source: Source) -> Tensor:
+    from dataclasses import replace
+
+    from ckpttool.catalogue import Chunks
+
+    chunks = Chunks.of(chunk._replace(extent=source.resolve(there, chunk)) for chunk in there.chunks)
+    return replace(there, chunks=chunks, origin=tensor.origin, alias=tensor.alias)
+
+
+Show = Callable[[str], str]
