@@ -199,9 +199,12 @@ _UNREAD = object()
 
 
 class Object:
-    """A value that is not a tensor: a number, a string, a list, an inert stub. Read when it is first asked for."""
+    """A value that is not a tensor: a number, a string, a list, an inert stub. Read when it is first asked for.
 
-    __slots__ = ("_read", "_value", "nbytes", "part", "path")
+    `Object(("optim", "param_groups", 0, "lr"), 0.001)`. `origin` is, after a layout, its path in the source.
+    """
+
+    __slots__ = ("_read", "_value", "nbytes", "origin", "part", "path")
 
     def __init__(
         self,
@@ -217,6 +220,7 @@ class Object:
         self._read = read
         self.part = part
         self.nbytes = nbytes
+        self.origin: Path = path
 
     @property
     def name(self) -> str:
@@ -229,9 +233,16 @@ class Object:
             self._value = self._read()
         return self._value
 
-    def at(self, path: Path) -> Object:
-        """The same value under another path."""
-        return Object(path, read=lambda: self.value, part=self.part, nbytes=self.nbytes)
+    def at(self, path: Path, *, part: Part | None = None, change: Callable[[Any], Any] | None = None) -> Object:
+        """The same value under another path, `change(value)` of it if given. `origin` stays the path in the source."""
+        made = Object(
+            path,
+            read=(lambda: change(self.value)) if change is not None else (lambda: self.value),
+            part=part or self.part,
+            nbytes=self.nbytes,
+        )
+        made.origin = self.origin
+        return made
 
 
 Entry = Tensor | Object

@@ -25,9 +25,12 @@ def unsigned(kind: Dtype) -> str:
     return f"V{kind.itemsize}" if kind.itemsize > 8 else f"u{kind.itemsize}"
 
 
-def slices(box: Box, within: Box) -> tuple[slice, ...]:
-    """Where a box lies in an array that holds another one. Pure."""
-    return tuple(slice(o - w, o - w + s) for o, w, s in zip(box[0], within[0], box[1], strict=True))
+def part(array: Array, box: Box, within: Box) -> Array:
+    """The view of `array`, which holds the box `within`, that holds `box`."""
+    index: Any = tuple(slice(o - w, o - w + s) for o, w, s in zip(box[0], within[0], box[1], strict=True))
+    # The ellipsis keeps this a view when there are no dimensions.
+    view: Array = array[(..., *index)]
+    return view
 
 
 def fill(target: Array, pool: Pool, files: Sequence[File], extent: Extent, chunk: Chunk, box: Box, kind: Dtype) -> None:

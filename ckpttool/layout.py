@@ -155,11 +155,10 @@ def _follow_in_optimizer(catalogue: Catalogue, parameters: dict[str, str], moved
 
 
 def _with_params(entry: Object, parameters: dict[str, str]) -> Object:
-    def read() -> Any:
-        value = entry.value
+    def renamed(value: Any) -> Any:
         return [parameters.get(v, v) if isinstance(v, str) else v for v in value] if isinstance(value, list) else value
 
-    return Object(entry.path, read=read, part=entry.part, nbytes=entry.nbytes)
+    return entry.at(entry.path, change=renamed)
 
 
 def _move(catalogue: Catalogue, moved: dict[Path, Path]) -> Catalogue:
@@ -195,11 +194,8 @@ def _moved_entry(entry: Entry, new: Path, part: Part, moved: dict[Path, Path], l
     if isinstance(entry, Tensor):
         alias = moved.get(entry.alias, entry.alias) if entry.alias is not None else None
         return _again(entry, path=new, part=part, alias=alias)
-    if entry.path in linking:
-        return Object(new, read=lambda: _relinked(entry.value, moved), part=part, nbytes=entry.nbytes)
-    made = entry.at(new)
-    made.part = part
-    return made
+    linked = entry.path in linking
+    return entry.at(new, part=part, change=(lambda value: _relinked(value, moved)) if linked else None)
 
 
 def moved_root(root: Path, moved: dict[Path, Path]) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ckpttool import layout, parts
-from ckpttool.catalogue import Catalogue, Chunk, Chunks, Extent, Object, Part, Path, Tensor
+from ckpttool.catalogue import Catalogue, Chunk, Chunks, Extent, Part, Path, Tensor
 from ckpttool.contract import Source
 from ckpttool.errors import UsageError
 
@@ -64,9 +64,7 @@ class Mounted:
                 self._originals[new] = entry
                 self.catalogue.add(moved)
             else:
-                made: Object = entry.at(new)
-                made.part = Part(part.kind, root)
-                self.catalogue.add(made)
+                self.catalogue.add(entry.at(new, part=Part(part.kind, root)))
         for path, container in theirs.containers.items():
             if path[:depth] == part.root and len(path) >= depth:
                 self.catalogue.containers[(*root, *path[depth:])] = container

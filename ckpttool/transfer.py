@@ -271,9 +271,9 @@ class _Transfer:
                 shared = boxes.overlap(box, tile)
                 if shared is None:
                     continue
-                # The ellipsis keeps this a view when there are no dimensions.
-                target = made[(..., *gather.slices(shared, tile))]
-                gather.fill(target, self._in, self._from, extent, chunk, shared, job.source.dtype)
+                gather.fill(
+                    gather.part(made, shared, tile), self._in, self._from, extent, chunk, shared, job.source.dtype
+                )
                 self._note_read(extent, 0, prod(shared[1]) * job.source.dtype.itemsize, None)
             data = _cast(made, job.source.dtype, job.tensor.dtype)
             self._put(task, here, data)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 
 from ckpttool import files, formats, layout, parts, plan
-from ckpttool.catalogue import Catalogue, Object, Tensor, dotted, validate
+from ckpttool.catalogue import Catalogue, Chunks, Tensor, dotted, validate
 from ckpttool.contract import Format, Sink, SinkOptions, Source
 from ckpttool.errors import CorruptError, LossError, StorageError, UsageError
 from ckpttool.mounting import Mounted
@@ -232,7 +232,8 @@ def _check_losses(laid: Catalogue, target: Format, src: str, dst: str) -> None:
     whys = sorted({loss.why for loss in lost})
     hint = "pass `--only model` to write the model alone, `--drop` or `--exclude` to leave them out, or `--to dcp`"
     raise LossError(
-        f"`{src}` cannot be written as {target.name} at `{dst}`: {len(lost)} would be lost ({names}): {'; '.join(whys)}",
+        f"`{src}` cannot be written as {target.name} at `{dst}`: {len(lost)} would be lost ({names}): "
+        f"{'; '.join(whys)}",
         hint=f"{hint} to keep them",
         lost=[loss.name for loss in lost],
     )
@@ -240,7 +241,8 @@ def _check_losses(laid: Catalogue, target: Format, src: str, dst: str) -> None:
 
 def _summary(source: Catalogue, laid: Catalogue, src: str, dst: str, target: Format, dry_run: bool) -> Conversion:
     made = Conversion(src, source.format, dst, target.name, dry_run=dry_run)
-    kept = set()
+    kept = {o.origin for o in laid.objects}
+    made.renamed = [(dotted(o.origin), o.name) for o in laid.objects if o.origin != o.path]
     for tensor in laid.tensors:
         made.tensors += 1
         origin = tensor.origin
@@ -255,13 +257,7 @@ def _summary(source: Catalogue, laid: Catalogue, src: str, dst: str, target: For
         else:
             made.bytes += tensor.nbytes
     made.objects = sum(1 for _ in laid.objects)
-    if len(laid.entries) < len(source.entries):
-        values = {id(e) for e in laid.entries.values()}
-        made.dropped = [
-            e.name for e in source.entries.values()
-            if (isinstance(e, Tensor) and e.path not in kept)
-            or (isinstance(e, Object) and id(e) not in values and e.path not in laid.entries)
-        ]  # fmt: skip
+    made.dropped = [e.name for e in source.entries.values() if e.path not in kept]
     made.notes = list(source.warnings)
     made.free = files.free_space(dst)
     return made
@@ -313,12 +309,5 @@ def _check_written(
 
 
 def _resolved(there: Tensor, tensor: Tensor, source: Source) -> Tensor:
-    from dataclasses import replace
-
-    from ckpttool.catalogue import Chunks
-
     chunks = Chunks.of(chunk._replace(extent=source.resolve(there, chunk)) for chunk in there.chunks)
     return replace(there, chunks=chunks, origin=tensor.origin, alias=tensor.alias)
-
-
-Show = Callable[[str], str]
