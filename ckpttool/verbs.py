@@ -14,6 +14,7 @@ from ckpttool import files, formats, layout, parts, plan
 from ckpttool.catalogue import Catalogue, Chunks, Tensor, dotted, validate
 from ckpttool.contract import Format, Sink, SinkOptions, Source
 from ckpttool.errors import CorruptError, LossError, StorageError, UsageError
+from ckpttool.figures import Shown, look, near_names
 from ckpttool.mounting import Mounted
 from ckpttool.patterns import renamer
 from ckpttool.transfer import BUFFER, Progress, Transferred, budget, transfer
@@ -39,6 +40,19 @@ def inspect(path: str) -> Catalogue:
     """Everything that the index of the checkpoint at `path` says, without reading a weight or running anything."""
     with opened(path) as source:
         return source.catalogue
+
+
+def show(path: str, tensor: str) -> Shown:
+    """One tensor of the checkpoint at `path`: where it lies, a few values, and figures over all of them. Reads only
+    its bytes. Raises UsageError, with the nearest names, when there is no such tensor."""
+    with opened(path) as source:
+        found = [t for t in source.catalogue.tensors if t.name == tensor]
+        if not found:
+            near = near_names(tensor, [t.name for t in source.catalogue.tensors])
+            hint = f"did you mean {', '.join(f'`{n}`' for n in near)}?" if near else "list them with `--tensors '*'`"
+            raise UsageError(f"`{path}`: there is no tensor `{tensor}`", hint=hint)
+        validate(replace(source.catalogue, entries={found[0].path: found[0]}))
+        return look(found[0], source)
 
 
 @dataclass(slots=True)

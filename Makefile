@@ -1,0 +1,54 @@
+# Everything a fresh machine needs is set up in .venv by the first target that runs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SIZE ?= 1GiB
+ROUNDS ?= 5
+JSON ?= bench.json
+# Tests that start torch processes take a gigabyte each.
+WORKERS ?= 2
+
+.PHONY: help demo test test-all check format lint types bench samples docs clean
+
+help:  ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(BIN)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	# Wheels of another Python's time may be newer than torch's CPU build: torch first, then the rest around it.
+	$(BIN)/pip install --quiet -c constraints.txt torch
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(BIN)/.ready  ## Train with FSDP2 on 2 ranks, inspect, convert, and read everything back with the upstream libraries
+	$(BIN)/python samples/demo.py
+
+test: $(BIN)/.ready check  ## Format, lint, types and tests
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not long"
+
+test-all: $(BIN)/.ready check  ## The same, with the tests that take minutes
+	$(BIN)/python -m pytest -n $(WORKERS)
+
+check: format lint types
+
+format: $(BIN)/.ready  ## Check the formatting (`make format-write` to change it)
+	$(BIN)/ruff format --check .
+
+format-write: $(BIN)/.ready
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: $(BIN)/.ready
+	$(BIN)/ruff check .
+
+types: $(BIN)/.ready
+	$(BIN)/mypy
+
+bench: $(BIN)/.ready  ## Measure against torch, accelerate, safetensors and cat (SIZE=1GiB ROUNDS=5)
+	$(BIN)/python tests/bench/run.py --size "$(SIZE)" --rounds "$(ROUNDS)" --json "$(JSON)"
+
+samples: $(BIN)/.ready  ## Make the sample checkpoints anew
+	$(BIN)/python samples/make.py
+
+clean:  ## Remove what the targets made
+	rm -rf $(VENV) demo bench.json .pytest_cache .mypy_cache .ruff_cache build dist ckpttool.egg-info

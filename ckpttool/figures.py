@@ -1,0 +1,117 @@
+"""Figures about one tensor, read tile by tile: what `ckpttool show` prints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ckpttool import boxes, gather
+from ckpttool.boxes import Ints
+from ckpttool.catalogue import Tensor
+from ckpttool.contract import Source
+from ckpttool.dtypes import Dtype
+from ckpttool.files import Pool
+from ckpttool.plan import tiles
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+FIRST = 8
+
+
+@dataclass(slots=True)
+class Shown:
+    """One tensor: `chunks` are `(rank, file, offsets, sizes)`; figures are None where the dtype has none."""
+
+    name: str
+    part: str
+    dtype: str
+    shape: Ints
+    nbytes: int
+    chunks: list[tuple[int | None, str, Ints, Ints]] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+    min: float | None = None
+    max: float | None = None
+    mean: float | None = None
+    norm: float | None = None
+    nans: int | None = None
+    infs: int | None = None
+
+
+def look(tensor: Tensor, source: Source) -> Shown:
+    """Read a tensor once, in tiles, and sum it up. Figures leave NaN and infinite elements out."""
+    shown = Shown(tensor.name, str(tensor.part), tensor.dtype.name, tensor.shape, tensor.nbytes)
+    catalogue = source.catalogue
+    for chunk in tensor.chunks:
+        file = catalogue.files[chunk.extent.file]
+        shown.chunks.append((file.rank, file.name, chunk.offsets, chunk.sizes))
+    if not tensor.numel or tensor.dtype.kind in ("quantized", "bits") or tensor.dtype.name.startswith("float4"):
+        return shown
+    pool = Pool()
+    try:
+        _sum_up(shown, tensor, source, pool)
+    finally:
+        pool.close()
+    return shown
+
+
+def _sum_up(shown: Shown, tensor: Tensor, source: Source, pool: Pool) -> None:
+    import numpy as np
+
+    total, squares, count = 0.0, 0.0, 0
+    low, high, nans, infs = math.inf, -math.inf, 0, 0
+    for box in tiles(boxes.whole(tensor.shape), gather.TILE // tensor.dtype.itemsize):
+        bits: Array = np.empty(box[1], gather.unsigned(tensor.dtype))
+        for chunk in tensor.chunks:
+            shared = boxes.overlap((chunk.offsets, chunk.sizes), box)
+            if shared is not None:
+                extent = source.resolve(tensor, chunk)
+                into = gather.part(bits, shared, box)
+                gather.fill(into, pool, source.catalogue.files, extent, chunk, shared, tensor.dtype)
+        values = decoded(bits.reshape(-1), tensor.dtype)
+        if not shown.values:
+            shown.values = values[:FIRST].tolist()
+        if tensor.dtype.kind == "complex":
+            values = np.abs(values)
+        finite = values[np.isfinite(values)] if tensor.dtype.kind in ("float", "complex") else values
+        nans += int(np.isnan(values).sum()) if finite.size != values.size else 0
+        infs += int(values.size - finite.size)
+        if finite.size:
+            wide = finite.astype(np.float64)
+            total += float(wide.sum())
+            squares += float(np.square(wide).sum())
+            count += wide.size
+            low, high = min(low, float(wide.min())), max(high, float(wide.max()))
+    shown.nans, shown.infs = nans, infs - nans
+    if count:
+        shown.mean, shown.norm = total / count, math.sqrt(squares)
+        shown.min, shown.max = low, high
+
+
+def decoded(bits: Array, kind: Dtype) -> Array:
+    """Elements given as bits, as numbers that numpy can add up: bfloat16 and 8-bit floats widened. `bits` is flat."""
+    import numpy as np
+
+    if kind.name == "bfloat16":
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    if kind.name == "complex32":
+        return bits.view(np.float16).astype(np.float32).view(np.complex64)
+    if kind.kind == "float" and kind.itemsize == 1:
+        import torch
+
+        small: Array = torch.frombuffer(bits, dtype=torch.uint8).view(getattr(torch, kind.name)).float().numpy()
+        return small
+    return bits.view(np.dtype(kind.name))
+
+
+def near_names(name: str, names: Sequence[str], most: int = 3) -> list[str]:
+    """The names most like `name`: those that end in it or hold it first, then by spelling."""
+    import difflib
+
+    ends = [n for n in names if n.endswith("." + name)]
+    holds = [n for n in names if name in n and n not in ends]
+    return (ends + holds or difflib.get_close_matches(name, names, most))[:most]
