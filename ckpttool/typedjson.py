@@ -16,7 +16,8 @@ The rest is an object with a key that begins with `$`, which says what it is:
     {"$OrderedDict": [[key, value], ..], "attributes": {..}}
     {"$name": [module, name]}          a class or an enum that a pickle only mentioned: `["torch", "float32"]`
     {"$call": [module, name], "args": [..], "kwargs": {..}, "values": [..], "pairs": [[key, value], ..], "state": [..]}
-    {"$new": ..}                       an object of a class that was not imported, made by a call or by `__new__`
+    {"$new": ..}                       an object of a class that was not imported, made by a call or by `__new__`;
+                                       "target" is the object that was called when that was not a name
     {"$function": [module, name]}      a function that the unpickler answers itself: `["builtins", "set"]`
     {"$tensor": [key, ..]}  {"$storage": [key, ..]}   the tensor at this path of the checkpoint
 
@@ -36,13 +37,12 @@ from typing import Any, NoReturn
 from ckpttool import pickles, torchpickle
 from ckpttool.catalogue import Link
 from ckpttool.errors import CorruptError, LossError
-from ckpttool.pickles import Stub, TorchSize, is_stub_type, stub_type
+from ckpttool.pickles import Known, Stub, TorchSize, is_stub_type, stub_type
 
 MAX_DEPTH = 100
 MAX_VALUES = 10_000_000  # lists that hold one list twice, forty deep, would be 2**40 values once unshared
 
-_FUNCTIONS: dict[tuple[str, str], Any] = {**pickles.REAL, **torchpickle.KNOWN}
-_FUNCTION_NAMES = {id(function): key for key, function in _FUNCTIONS.items()}
+_FUNCTIONS: dict[tuple[str, str], Known] = {**pickles.REAL, **torchpickle.KNOWN}
 _NAN = struct.pack(">d", float("nan"))
 
 
@@ -94,8 +94,8 @@ class _Encoder:
                 return {"$bytearray": _base64(value)}
         if is_stub_type(value):
             return {"$name": [value.module, value.name]}
-        if id(value) in _FUNCTION_NAMES:
-            return {"$function": list(_FUNCTION_NAMES[id(value)])}
+        if isinstance(value, Known):
+            return {"$function": [value.module, value.name]}
         raise LossError(f"`{self._name}` cannot be written as JSON: it holds a {_kind(value)}", name=self._name)
 
     def _container(self, value: Any, depth: int) -> Any:
@@ -112,7 +112,7 @@ class _Encoder:
                 # Equal sets make equal files.
                 return {f"${type(value).__name__}": sorted(self._all(value, depth), key=repr)}
             case OrderedDict():
-                made = {"$OrderedDict": self._pairs(list(value.items()), depth)}
+                made: dict[str, Any] = {"$OrderedDict": self._pairs(list(value.items()), depth)}
                 return made | {"attributes": self.encode(dict(vars(value)), depth)} if vars(value) else made
             case dict() if all(type(k) is str and not k.startswith("$") and _is_text(k) for k in value):
                 return {k: self.encode(v, depth) for k, v in value.items()}
@@ -122,6 +122,8 @@ class _Encoder:
 
     def _stub(self, stub: Stub, depth: int) -> Any:
         made: dict[str, Any] = {f"${stub.how}": [type(stub).module, type(stub).name]}
+        if stub.target is not None:
+            made["target"] = self.encode(stub.target, depth)
         if stub.args:
             made["args"] = self._all(stub.args, depth)
         if stub.kwargs:
@@ -205,7 +207,7 @@ class _Decoder:
     def pairs(self, made: Any) -> list[tuple[Any, Any]]:
         return [(self.decode(k), self.decode(v)) for k, v in made]
 
-    def function(self, made: Any) -> Any:
+    def function(self, made: Any) -> Known:
         found = _FUNCTIONS.get(_two_names(made))
         if found is None:
             raise TypeError
@@ -221,6 +223,7 @@ class _Decoder:
         kind = self.type(made)
         stub = kind.__new__(kind, *self.all(fields.get("args", [])))
         stub.how = how
+        stub.target = self.decode(fields.get("target"))
         kwargs = self.decode(fields.get("kwargs", {}))
         if not isinstance(kwargs, dict):
             raise TypeError
@@ -281,5 +284,5 @@ _READERS: dict[str, Callable[[_Decoder, Any, dict[str, Any]], Any]] = {
     "$tensor": lambda d, made, _: Link(tuple(d.all(made))),
     "$storage": lambda d, made, _: Link(tuple(d.all(made)), storage=True),
 }
-_OBJECT_FIELDS = {"args", "kwargs", "values", "pairs", "state"}
+_OBJECT_FIELDS = {"target", "args", "kwargs", "values", "pairs", "state"}
 _FIELDS = {"$call": _OBJECT_FIELDS, "$new": _OBJECT_FIELDS, "$OrderedDict": {"attributes"}}
