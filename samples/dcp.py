@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import uuid
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
@@ -17,8 +19,10 @@ from sample import sample
 from torch import nn
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint._extension import ZStandard
+from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -293,12 +297,32 @@ def dcp_zstd(folder: Path) -> Any:
     return whole
 
 
+def load_blobs(folder: Path) -> Any:
+    """Read a directory of safetensors blobs by hand, as torch's own reader cannot."""
+    metadata = torch_dcp.FileSystemReader(folder / "ckpt").read_metadata()
+    state: dict[str, Any] = {}
+    for index, info in metadata.storage_data.items():
+        data = (folder / "ckpt" / info.relative_path).read_bytes()[info.offset :]
+        entry = metadata.state_dict_metadata[index.fqn]
+        if isinstance(entry, BytesStorageMetadata):
+            value = torch.load(io.BytesIO(data[: info.length]), weights_only=False)
+            set_element(state, metadata.planner_data[index.fqn], value)
+            continue
+        piece = safetensors.torch.load(data)[index.fqn]
+        whole = state.setdefault("model", {}) if index.fqn.startswith("model.") else state
+        name = index.fqn.removeprefix("model.")
+        whole.setdefault(name, torch.empty(entry.size, dtype=entry.properties.dtype))
+        place = tuple(slice(start, start + size) for start, size in zip(index.offset, piece.shape, strict=True))
+        whole[name][place] = piece
+    return state
+
+
 @sample(
     "dcp_safetensors_w2",
     what="model of 2 FSDP2 ranks, safetensors inside `.distcp`",
     trap="objects first, then one safetensors blob; the offset of each tensor is that of the blob; no upstream reader",
     writer=f"{DCP}, `SerializationFormat.SAFETENSORS`",
-    load=None,
+    load=load_blobs,
     world=2,
 )
 def dcp_safetensors(folder: Path) -> Any:
@@ -369,12 +393,12 @@ def dcp_fsdp1(folder: Path) -> Any:
     return spelled(detached({"model": model, "optim": optim, "step": STEPS}))
 
 
-def wrap_fsdp1(model: nn.Module) -> nn.Module:
+def wrap_fsdp1(model: nn.Module, use_orig_params: bool = True) -> nn.Module:
     """FSDP1 on the CPU: every block is a unit."""
-    cpu = torch.device("cpu")
+    options: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params}
     for index, layer in enumerate(model.layers):
-        model.layers[index] = FullyShardedDataParallel(layer, device_id=cpu, use_orig_params=True)
-    return FullyShardedDataParallel(model, device_id=cpu, use_orig_params=True)
+        model.layers[index] = FullyShardedDataParallel(layer, **options)
+    return FullyShardedDataParallel(model, **options)
 
 
 def fsdp1_state(run: Run, kind: StateDictType) -> tuple[dict[str, Any], dict[str, Any]]:

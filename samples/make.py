@@ -25,6 +25,7 @@ import dcpmeta
 import hf
 import legacy
 import objects
+import ranks
 import tensors
 import torch
 import torch.distributed as dist
@@ -34,9 +35,11 @@ from same import assert_same
 from sample import SAMPLES, Sample
 
 HERE = Path(__file__).resolve().parent
+TABLES = "<!-- The tables below are written by `make.py --readme`. -->"
 FAMILIES = {
     "torch.save": (torchsave, tensors, objects, legacy),
     "torch.distributed.checkpoint": (dcp, dcpitems, dcpmeta),
+    "one torch.save file for each rank": (ranks,),
     "safetensors and Hugging Face": (hf,),
 }
 
@@ -47,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="samples to make (all of them)")
     parser.add_argument("--out", type=Path, default=HERE / "checkpoints", help="where to put them (%(default)s)")
     parser.add_argument("--list", action="store_true", help="list the samples and stop")
-    parser.add_argument("--readme", action="store_true", help="print the table of README.md and stop")
+    parser.add_argument("--readme", action="store_true", help="write the tables of README.md and stop")
     options = parser.parse_args(arguments)
     unknown = [name for name in options.names if name not in SAMPLES]
     if unknown:
@@ -57,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for one in wanted:
             print(f"{one.name:24} {one.what}")
     elif options.readme:
-        print(table(wanted))
+        readme = HERE / "README.md"
+        head, _, _ = readme.read_text(encoding="utf-8").partition(TABLES)
+        readme.write_text(head + TABLES + "\n\n" + table() + "\n", encoding="utf-8")
     else:
         make(wanted, options.out.resolve())
     return 0
@@ -142,15 +147,15 @@ def refuse_leaks(folder: Path, private: Sequence[str]) -> None:
                 raise AssertionError(f"{path} holds the path {text}")
 
 
-def table(samples: Sequence[Sample]) -> str:
+def table() -> str:
     """The tables of README.md, one for each family."""
     lines: list[str] = []
     for title, modules in FAMILIES.items():
-        members = {module.__name__ for module in modules}
         lines += ["", f"## {title}", "", "| sample | what it is | what it is for | written by |", "|---|---|---|---|"]
-        for one in samples:
-            if one.build.__module__ in members:
-                lines.append(f"| `{one.name}` | {one.what} | {one.trap} | {one.writer} |")
+        names = [module.__name__ for module in modules]
+        members = [one for one in SAMPLES.values() if one.build.__module__ in names]
+        for one in sorted(members, key=lambda one: names.index(one.build.__module__)):
+            lines.append(f"| `{one.name}` | {one.what} | {one.trap} | {one.writer} |")
     return "\n".join(lines).strip()
 
 
