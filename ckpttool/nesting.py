@@ -170,7 +170,16 @@ def _as_key(key: Any) -> Hashable:
 
 
 def _has_structure(value: list[Any], leaf: tuple[type, ...]) -> bool:
-    return any(isinstance(v, (dict, leaf)) or (isinstance(v, list) and _has_structure(v, leaf)) for v in value)
+    """Whether a dict or a tensor stands in this list, or in a list in it."""
+    seen: set[int] = set()
+    todo = [value]
+    while todo:
+        node = todo.pop()
+        seen.add(id(node))
+        if any(isinstance(v, (dict, *leaf)) for v in node):
+            return True
+        todo.extend(v for v in node if isinstance(v, list) and id(v) not in seen)
+    return False
 
 
 def _find(value: Any, kinds: Kinds) -> Iterator[Any]:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ckpttool import opcodes
 from ckpttool.errors import CkptError, CorruptError, LossError
 
 if TYPE_CHECKING:
@@ -322,16 +323,21 @@ def load(
     known: Mapping[tuple[str, str], Any] | None = None,
     persistent: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Read one pickle from `stream` without running anything in it.
+    """Read one pickle from `stream` without running anything in it; what follows it is left in the stream.
 
     `what` names it for errors. `known` answers some names with something better than a stub; `persistent` answers
     persistent ids. Raises CorruptError for anything that is not a whole pickle.
     """
-    if isinstance(stream, bytes):
-        stream = io.BytesIO(stream)
+    start = 0 if isinstance(stream, bytes) else stream.tell()
+    data = stream if isinstance(stream, bytes) else stream.read()
     try:
+        end = opcodes.end_of(data)
+        if end is None:
+            raise CorruptError(f"{what}: not a whole pickle: it ends too early")
+        if not isinstance(stream, bytes):
+            stream.seek(start + end)
         with _no_garbage_collection():
-            return _Unpickler(stream, known or {}, persistent).load()
+            return _Unpickler(io.BytesIO(data), known or {}, persistent).load()
     except CkptError as error:
         if what in error.message:
             raise

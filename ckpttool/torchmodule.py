@@ -37,9 +37,11 @@ class Dropped:
         said = [f"holds {_some(self.modules)} as a whole object; its parameters and buffers are shown as a state dict"]
         if self.buffers:
             said.append(f"non-persistent buffers left out: {_some(self.buffers)}")
-        if self.attributes:
-            said.append(f"attributes of modules left out: {_some(sorted(self.attributes))}")
-        return said
+        return said + self.attribute_warnings()
+
+    def attribute_warnings(self) -> list[str]:
+        """About what is no tensor."""
+        return [f"attributes of modules left out: {_some(sorted(self.attributes))}"] if self.attributes else []
 
 
 def _some(names: list[str]) -> str:
@@ -141,7 +143,7 @@ def _collect_script(value: Any, prefix: str, made: OrderedDict[str, Any], droppe
         items = value.items()
     elif isinstance(value, (list, tuple)):
         items = enumerate(value)
-    elif value is not None:
-        dropped.attributes.add(prefix.rpartition(".")[2])
-    for name, child in items:
-        _collect_script(child, f"{prefix}.{name}" if prefix else str(name), made, dropped, depth + 1)
+    elif value is not None and (name := prefix.rpartition(".")[2]) not in _USUAL:
+        dropped.attributes.add(name)
+    for key, child in items:
+        _collect_script(child, f"{prefix}.{key}" if prefix else str(key), made, dropped, depth + 1)

@@ -87,6 +87,12 @@ def _tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) ->
     return _rebuild(storage, dtype(name), offset, size, stride, rest[3] if len(rest) > 3 else None)
 
 
+def rebuild(storage: StorageRef, offset: int, shape: Ints, strides: Ints) -> TensorRef:
+    """A tensor over a typed storage. Raises CorruptError when the storage is too small for it."""
+    made: TensorRef = _tensor_v2(storage, offset, shape, strides)
+    return made
+
+
 def _parameter(data: Any, *rest: Any) -> Any:
     return data
 

@@ -12,24 +12,21 @@ tensor, tied tensors sharing one.
 
 from __future__ import annotations
 
+import bisect
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from ckpttool import files, nesting, pickles, torchmodule, torchzip
-from ckpttool.catalogue import Catalogue, Chunk, Chunks, Entry, Extent, File, Link, Object, Path, Tensor, dotted
+from ckpttool import files, nesting, pickles, torchexport, torchlegacy, torchmodule, torchpickle, torchtree, torchzip
+from ckpttool.catalogue import Catalogue, Chunk, Chunks, Entry, Extent, File, Link, Path, Tensor, dotted
 from ckpttool.contract import Crcs, Format, Loss, Sink, SinkOptions, Source
-from ckpttool.dtypes import DTYPES
 from ckpttool.errors import CkptError, CorruptError, LossError
-from ckpttool.pickles import stub_name
-from ckpttool.torchpickle import Slot, StorageRef, TensorRef
+from ckpttool.torchpickle import Slot
 from ckpttool.torchzip import Archive
 
 _PK = b"PK\3\4"
 _ROOT = "archive"  # what torch calls it when it saves to a buffer; the name of the file is not known here
-
-Place = Callable[[TensorRef | StorageRef], Extent]
 
 
 class _TorchSource:
@@ -52,7 +49,9 @@ def recognise(path: str) -> bool:
     try:
         size = files.size_of(path)
         head = pool.read(path, 0, min(size, 512))
-        return head.startswith(_PK) and _is_torch_zip(pool, path, size, head)
+        if head.startswith(_PK):
+            return _is_torch_zip(pool, path, size, head)
+        return torchlegacy.is_stream(head) or torchlegacy.is_tar(head, path)
     except CkptError:
         return False
     finally:
@@ -68,8 +67,12 @@ def _is_torch_zip(pool: files.Pool, path: str, size: int, head: bytes) -> bool:
     return "data.pkl" in records or "archive_format" in records
 
 
+def _reader(pool: files.Pool, path: str) -> torchzip.Read:
+    return lambda offset, nbytes: pool.read(path, offset, nbytes)
+
+
 def _archive(pool: files.Pool, path: str, size: int) -> Archive:
-    return torchzip.open_archive(lambda offset, n: pool.read(path, offset, n), 0, size, name=f"`{path}`")
+    return torchzip.open_archive(_reader(pool, path), 0, size, name=f"`{path}`")
 
 
 def open(path: str) -> Source:
@@ -78,24 +81,66 @@ def open(path: str) -> Source:
     catalogue = Catalogue("torch", [File(path, os.path.basename(path), size)])
     pool = files.Pool()
     try:
-        _read_zip(catalogue, _archive(pool, path, size))
+        head = pool.read(path, 0, min(size, 512))
+        if torchlegacy.is_stream(head):
+            _read_stream(catalogue, torchlegacy.open_stream(_reader(pool, path), size, name=f"`{path}`"))
+        elif head.startswith(_PK) or not torchlegacy.is_tar(head, path):
+            _read_zip(catalogue, _archive(pool, path, size))
+        else:
+            _read_stream(catalogue, torchlegacy.open_tar(_reader(pool, path), path, name=f"`{path}`"))
     except BaseException:
         pool.close()
         raise
     return _TorchSource(catalogue, pool)
 
 
-def _read_zip(catalogue: Catalogue, archive: Archive) -> None:
-    tree = torchzip.load_tree(archive)
-    data = archive.payload("data.pkl")
-    start = archive.read(data.offset, min(2, data.nbytes))
+def _read_stream(catalogue: Catalogue, stream: torchlegacy.Stream) -> None:
     catalogue.facts |= {
-        "layout": "zip", "torch": _torch_versions(archive), "protocol": start[1] if start[:1] == b"\x80" else 0,
+        "layout": stream.layout, "writer": "torch.save", "torch": "0.1" if stream.layout == "tar" else "before 1.6",
     }  # fmt: skip
-    if "constants.pkl" in archive.records:
-        catalogue.facts["layout"] = "TorchScript"
-    fill(catalogue, tree, archive.extent)
-    catalogue.warnings += _archive_warnings(catalogue, archive)
+    torchtree.fill(catalogue, stream.tree, stream.extent)
+    used: dict[int, list[tuple[int, int]]] = {}
+    starts = sorted((offset, nbytes, key) for key, (offset, nbytes) in stream.storages.items())
+    for tensor in catalogue.tensors:
+        for extent in (chunk.extent for chunk in tensor.chunks if chunk.extent.nbytes):
+            i = bisect.bisect_right(starts, extent.offset, key=lambda s: s[0]) - 1
+            used.setdefault(starts[i][0], []).append((extent.offset, extent.nbytes))
+    catalogue.warnings += torchtree.slack_warnings([(f"storage {key}", o, n) for o, n, key in starts], used)
+    catalogue.warnings.append(f"a {stream.layout} file has no checksums: what it holds cannot be checked")
+
+
+def _read_zip(catalogue: Catalogue, archive: Archive) -> None:
+    catalogue.facts |= {"layout": "zip", "writer": "torch.save", "torch": _torch_versions(archive)}
+    nested: Collection[str] = ()
+    if torchexport.is_export(archive):
+        catalogue.facts |= {"layout": "pt2", "writer": "torch.export", "torch": "2.7 or later"}
+        exported = torchexport.Exported(archive)
+        torchtree.fill(catalogue, exported.tree, exported.extent)
+        nested = exported.nested
+        if exported.left_out:
+            catalogue.warnings.append(f"entries that are no tensors are left out: {torchtree.some(exported.left_out)}")
+    elif "constants.pkl" in archive.records:
+        catalogue.facts |= {"layout": "TorchScript", "writer": "torch.jit"}
+        del catalogue.facts["torch"]
+        _read_script(catalogue, archive)
+    else:
+        tree = torchzip.load_tree(archive)
+        data = archive.payload("data.pkl")
+        start = archive.read(data.offset, min(2, data.nbytes))
+        catalogue.facts["protocol"] = start[1] if start[:1] == b"\x80" else 0
+        torchtree.fill(catalogue, tree, archive.extent)
+    catalogue.warnings += _archive_warnings(catalogue, archive, nested)
+
+
+def _read_script(catalogue: Catalogue, archive: Archive) -> None:
+    dropped = torchmodule.Dropped()
+    torchtree.fill(catalogue, torchmodule.script_tensors(torchzip.load_tree(archive), dropped), archive.extent)
+    constants = torchpickle.load(archive.content("constants.pkl"), f"{archive.name}: constants.pkl")
+    tensors = torchmodule.script_tensors(constants, dropped)
+    if tensors and not any(path[0] == "constants" for path in catalogue.entries):
+        torchtree.fill(catalogue, tensors, lambda ref: archive.extent(ref, "constants"), ("constants",))
+    catalogue.warnings.append("a TorchScript program: its code is left out, only its tensors are shown")
+    catalogue.warnings += dropped.attribute_warnings()
 
 
 def _torch_versions(archive: Archive) -> str:
@@ -104,103 +149,26 @@ def _torch_versions(archive: Archive) -> str:
     return "2.1 to 2.6" if "byteorder" in archive.records else "1.6 to 2.0"
 
 
-# A tree and where its storages lie -> entries -------------------------------------------------------------------------
-
-
-def fill(catalogue: Catalogue, tree: Any, place: Place) -> None:
-    """Add a tree to the catalogue; `place` says where the bytes of a tensor are. Adds warnings on what it holds."""
-    dropped = torchmodule.Dropped()
-    if torchmodule.is_module(tree):
-        catalogue.facts["layout"] = f"{catalogue.facts.get('layout', '')} nn.Module".strip()
-    tree = torchmodule.replace_modules(tree, dropped)
-    wrapped: dict[str, list[str]] = {}
-    tagged: list[str] = []
-
-    def make(ref: Any, path: Path, embedded: bool) -> Tensor:
-        if isinstance(ref, StorageRef):
-            kind, shape = (ref.dtype or DTYPES["uint8"]), (ref.view[1] if ref.view else ref.numel,)
-        else:
-            kind, shape = ref.dtype, ref.shape
-            if ref.wrapper:
-                wrapped.setdefault(ref.wrapper, []).append(dotted(path))
-            if ref.attributes:
-                tagged.append(f"{dotted(path)} ({', '.join(ref.attributes)})")
-        try:
-            extent = place(ref)
-        except CorruptError as error:
-            raise type(error)(
-                f"{error.message} (tensor `{dotted(path)}`)", hint=error.hint, **{**error.facts, "tensor": dotted(path)}
-            ) from None
-        return Tensor(path, kind, shape, Chunks.single(shape, extent), embedded=embedded)
-
-    nesting.flatten(tree, catalogue, TensorRef, make, bare=StorageRef)
-    catalogue.warnings += dropped.warnings()
-    for kind, names in wrapped.items():
-        catalogue.warnings.append(f"{len(names)} tensors of class `{kind}` are taken as plain tensors: {_some(names)}")
-    if tagged:
-        catalogue.warnings.append(f"Python attributes of {len(tagged)} tensors are left out: {_some(tagged)}")
-    catalogue.warnings += _object_warnings(catalogue.objects)
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(f"`{n}`" for n in names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
-
-
-def _object_warnings(objects: Iterable[Object]) -> list[str]:
-    sharded: list[str] = []
-    meta: list[str] = []
-    harmful: set[str] = set()
-    for entry in objects:
-        names = {name for node in pickles.walk(entry.value) if (name := stub_name(node))}
-        if any(n.startswith("torch.distributed.") and n.endswith((".DTensor", ".ShardedTensor")) for n in names):
-            sharded.append(entry.name)
-        if "torch._utils._rebuild_meta_tensor_no_storage" in names:
-            meta.append(entry.name)
-        harmful |= {n for n in names if pickles.is_harmful(n.rpartition(".")[0], n.rpartition(".")[2])}
-    said = []
-    if sharded:
-        said.append(
-            f"this file is one rank's part of a sharded checkpoint: {len(sharded)} entries are DTensor or "
-            f"ShardedTensor objects, kept as they are: {_some(sharded)}"
-        )
-    if meta:
-        said.append(f"{len(meta)} tensors are on the meta device and have no values: {_some(meta)}")
-    if harmful:
-        said.append(f"names {_some(sorted(harmful))}: loading it with `weights_only=False` could run a command")
-    return said
-
-
 # What a person should know about the container ------------------------------------------------------------------------
 
 
-def _archive_warnings(catalogue: Catalogue, archive: Archive) -> list[str]:
+def _archive_warnings(catalogue: Catalogue, archive: Archive, nested: Collection[str]) -> list[str]:
     used: dict[int, list[tuple[int, int]]] = {}
-    unchecked = 0
     for tensor in catalogue.tensors:
         for chunk in tensor.chunks:
             record = chunk.extent.record
             if record is not None:
                 used.setdefault(record.offset, []).append((chunk.extent.offset, chunk.extent.nbytes))
-    storages = {name: r for name, r in archive.records.items() if name.startswith("data/") and r.nbytes > 0}
-    slack, slack_names, unused, unused_names = 0, [], 0, []
-    for name, listed in storages.items():
-        spans = used.get(archive.payload(name).offset) if name in archive.located else None
-        unchecked += not listed.crc
-        if spans is None:
-            unused += listed.nbytes
-            unused_names.append(name)
-        elif (left := listed.nbytes - covered(spans)) > 0:
-            slack += left
-            slack_names.append(name)
-    said = []
-    if slack_names:
-        said.append(
-            f"{len(slack_names)} storages are larger than the tensors that use them, by {slack} bytes in all: "
-            f"{_some(slack_names)}"
-        )
-    if unused_names:
-        said.append(f"{len(unused_names)} storages of {unused} bytes belong to no tensor: {_some(unused_names)}")
+    storages = {
+        name: r for name, r in archive.records.items() if _is_storage(name) and r.nbytes > 0 and name not in nested
+    }
+    # A record that nobody asked for is not looked up now either: what is wrong with it does not matter.
+    spans = [
+        (name, archive.payload(name).offset if name in archive.located else -1, r.nbytes)
+        for name, r in storages.items()
+    ]
+    said = torchtree.slack_warnings(spans, used)
+    unchecked = sum(not r.crc for r in storages.values())
     if unchecked:
         said.append(f"{unchecked} of {len(storages)} storages have no checksum: what they hold cannot be checked")
     if archive.swapped:
@@ -208,13 +176,11 @@ def _archive_warnings(catalogue: Catalogue, archive: Archive) -> list[str]:
     return said
 
 
-def covered(spans: list[tuple[int, int]]) -> int:
-    """Bytes that are in at least one of these `(offset, nbytes)`. Pure."""
-    total, end = 0, 0
-    for offset, nbytes in sorted(spans):
-        total += max(0, offset + nbytes - max(offset, end))
-        end = max(end, offset + nbytes)
-    return total
+def _is_storage(record: str) -> bool:
+    folder, _, name = record.rpartition("/")
+    return folder in ("data", "constants") or (
+        folder + "/" in torchexport.FOLDERS.values() and not name.endswith((".json", ".pt"))
+    )
 
 
 # Writing --------------------------------------------------------------------------------------------------------------

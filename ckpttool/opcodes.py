@@ -1,0 +1,96 @@
+"""Looks through a pickle before the machine runs it: where it ends, and whether it asks for too much.
+
+CPython's machine makes room for the highest memo index that a pickle names: nine bytes, `80 02 4e 72 ff ff ff 7f 2e`,
+take 32 GiB. And an extension code can stand for a class that this process has loaded, past `find_class`.
+Source: `pickletools` and `Modules/_pickle.c` of Python 3.10 to 3.14.
+"""
+
+from __future__ import annotations
+
+import pickletools
+import re
+import struct
+from functools import lru_cache
+
+from ckpttool.errors import CorruptError
+
+_STOP, _BINPUT, _PUT, _PAIR = ord("."), ord("r"), ord("p"), frozenset(b"ci")
+_REFUSED = frozenset(b"\x82\x83\x84\x97\x98")  # EXT1, EXT2, EXT4; NEXT_BUFFER, READONLY_BUFFER
+
+# Bytes of argument behind each opcode, or of the length before it (negative: see `_LENGTHS`), or None: up to a newline.
+_ARGUMENT: list[int | None] = [0] * 256
+_LENGTHS = {
+    pickletools.TAKEN_FROM_ARGUMENT1: "<B", pickletools.TAKEN_FROM_ARGUMENT4: "<i",
+    pickletools.TAKEN_FROM_ARGUMENT4U: "<I", pickletools.TAKEN_FROM_ARGUMENT8U: "<Q",
+}  # fmt: skip
+for _op in pickletools.opcodes:
+    _n = 0 if _op.arg is None else _op.arg.n
+    _ARGUMENT[ord(_op.code)] = None if _n == pickletools.UP_TO_NEWLINE else _n
+_CODES = frozenset(ord(op.code) for op in pickletools.opcodes)
+
+
+@lru_cache
+def _run(top: int) -> re.Pattern[bytes]:
+    """Matches many opcodes in a row whose arguments have a fixed length; memo indexes below `(top + 1) << 16`."""
+    by_length: dict[int, bytes] = {}
+    for code in sorted(_CODES - _REFUSED - {_STOP, _BINPUT}):
+        n = _ARGUMENT[code]
+        if n is not None and n >= 0:
+            by_length[n] = by_length.get(n, b"") + re.escape(bytes((code,)))
+    fixed = [b"[" + codes + b"]" + b"." * n for n, codes in by_length.items()]
+    return re.compile(
+        b"(?:" + b"|".join([*fixed, b"r..[\\x00-" + re.escape(bytes((top,))) + b"]\\x00"]) + b"){0,500}", re.S
+    )
+
+
+def end_of(data: bytes, start: int = 0, *, limit: int | None = None) -> int | None:
+    """Where the pickle at `start` ends; None when `data` ends first.
+
+    Raises CorruptError for what no pickle of its size needs: a memo index past `limit` (the length of `data`), an
+    extension code, an opcode that there is not.
+    """
+    limit = len(data) if limit is None else limit
+    run = _run(min(limit >> 16, 255)).match
+    at = start
+    try:
+        while True:
+            matched = run(data, at)
+            assert matched is not None
+            at = matched.end()
+            code = data[at]
+            if code == _STOP:
+                return at + 1
+            at = _after(data, at, code, limit)
+    except (IndexError, struct.error, ValueError):
+        return None
+
+
+def _after(data: bytes, at: int, code: int, limit: int) -> int:
+    """Where the opcode after this one is. Raises IndexError, struct.error or ValueError when `data` ends before."""
+    if code not in _CODES or code in _REFUSED:
+        raise CorruptError(f"opcode {code:#04x} at byte {at} is not one that a checkpoint needs")
+    n = _ARGUMENT[code]
+    if n is None:
+        end = data.index(b"\n", at)
+        if code in _PAIR:
+            end = data.index(b"\n", end + 1)
+        if code == _PUT:
+            _check_memo(data[at + 1 : end], limit)
+        return end + 1
+    if n >= 0:
+        if code == _BINPUT:
+            _check_memo(struct.unpack_from("<I", data, at + 1)[0], limit)
+        return at + 1 + n
+    spelt = _LENGTHS[n]
+    length = struct.unpack_from(spelt, data, at + 1)[0]
+    if length < 0:
+        raise CorruptError(f"a length of {length} at byte {at}")
+    return at + 1 + struct.calcsize(spelt) + int(length)
+
+
+def _check_memo(index: int | bytes, limit: int) -> None:
+    if isinstance(index, bytes):
+        digits = index.strip()
+        index = int(digits) if digits.isdigit() and len(digits) < 20 else limit + 1
+    if index > limit:
+        raise CorruptError(f"memo index {index} in a pickle of {limit} bytes")

@@ -1,0 +1,116 @@
+"""What a torch file holds, as entries of a catalogue: the same for every container that torch has had.
+
+A tree of plain values, stubs, `TensorRef`s and `StorageRef`s becomes key paths by `nesting`; a module that was saved
+whole becomes its state dict by `torchmodule`; what is lost from view, or could do harm elsewhere, becomes a warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ckpttool import nesting, pickles, torchmodule
+from ckpttool.catalogue import Catalogue, Chunks, Extent, Object, Path, Tensor, dotted
+from ckpttool.dtypes import DTYPES
+from ckpttool.errors import CorruptError
+from ckpttool.pickles import stub_name
+from ckpttool.torchpickle import StorageRef, TensorRef
+
+Place = Callable[[TensorRef | StorageRef], Extent]
+
+
+def fill(catalogue: Catalogue, tree: Any, place: Place, root: Path = ()) -> None:
+    """Add a tree to the catalogue at `root`; `place` says where the bytes of a tensor are. Adds warnings on it too."""
+    dropped = torchmodule.Dropped()
+    if torchmodule.is_module(tree):
+        catalogue.facts["layout"] = f"{catalogue.facts.get('layout', '')} nn.Module".strip()
+    tree = torchmodule.replace_modules(tree, dropped)
+    wrapped: dict[str, list[str]] = {}
+    tagged: list[str] = []
+
+    def make(ref: Any, path: Path, embedded: bool) -> Tensor:
+        if isinstance(ref, StorageRef):
+            kind, shape = (ref.dtype or DTYPES["uint8"]), (ref.view[1] if ref.view else ref.numel,)
+        else:
+            kind, shape = ref.dtype, ref.shape
+            if ref.wrapper:
+                wrapped.setdefault(ref.wrapper, []).append(dotted(path))
+            if ref.attributes:
+                tagged.append(f"{dotted(path)} ({', '.join(ref.attributes)})")
+        try:
+            extent = place(ref)
+        except CorruptError as error:
+            raise type(error)(
+                f"{error.message} (tensor `{dotted(path)}`)", hint=error.hint, **{**error.facts, "tensor": dotted(path)}
+            ) from None
+        return Tensor(path, kind, shape, Chunks.single(shape, extent), embedded=embedded)
+
+    nesting.flatten(tree, catalogue, TensorRef, make, root, bare=StorageRef)
+    catalogue.warnings += dropped.warnings()
+    for kind, names in wrapped.items():
+        catalogue.warnings.append(f"{len(names)} tensors of class `{kind}` are taken as plain tensors: {some(names)}")
+    if tagged:
+        catalogue.warnings.append(f"Python attributes of {len(tagged)} tensors are left out: {some(tagged)}")
+    catalogue.warnings += _object_warnings(catalogue.objects)
+
+
+def some(names: list[str]) -> str:
+    """The first few of many names, for a warning. Pure."""
+    shown = ", ".join(f"`{n}`" for n in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def _object_warnings(objects: Iterable[Object]) -> list[str]:
+    sharded: list[str] = []
+    meta: list[str] = []
+    harmful: set[str] = set()
+    for entry in objects:
+        names = {name for node in pickles.walk(entry.value) if (name := stub_name(node))}
+        if any(n.startswith("torch.distributed.") and n.endswith((".DTensor", ".ShardedTensor")) for n in names):
+            sharded.append(entry.name)
+        if "torch._utils._rebuild_meta_tensor_no_storage" in names:
+            meta.append(entry.name)
+        harmful |= {n for n in names if pickles.is_harmful(n.rpartition(".")[0], n.rpartition(".")[2])}
+    said = []
+    if sharded:
+        said.append(
+            f"this file is one rank's part of a sharded checkpoint: {len(sharded)} entries are DTensor or "
+            f"ShardedTensor objects, kept as they are: {some(sharded)}"
+        )
+    if meta:
+        said.append(f"{len(meta)} tensors are on the meta device and have no values: {some(meta)}")
+    if harmful:
+        said.append(f"names {some(sorted(harmful))}: loading it with `weights_only=False` could run a command")
+    return said
+
+
+def slack_warnings(storages: list[tuple[str, int, int]], used: dict[int, list[tuple[int, int]]]) -> list[str]:
+    """About storages, each `(name, offset, nbytes)`, that hold more than the spans used of them by offset."""
+    larger: list[str] = []
+    unused: list[str] = []
+    slack = waste = 0
+    for name, offset, nbytes in storages:
+        spans = used.get(offset)
+        if spans is None:
+            unused.append(name)
+            waste += nbytes
+        elif (left := nbytes - covered(spans)) > 0:
+            larger.append(name)
+            slack += left
+    said = []
+    if larger:
+        said.append(
+            f"{len(larger)} storages are larger than the tensors that use them, by {slack} bytes in all: {some(larger)}"
+        )
+    if unused:
+        said.append(f"{len(unused)} storages of {waste} bytes belong to no tensor: {some(unused)}")
+    return said
+
+
+def covered(spans: list[tuple[int, int]]) -> int:
+    """Bytes that are in at least one of these `(offset, nbytes)`. Pure."""
+    total, end = 0, 0
+    for offset, nbytes in sorted(spans):
+        total += max(0, offset + nbytes - max(offset, end))
+        end = max(end, offset + nbytes)
+    return total
