@@ -1,0 +1,1 @@
+"""The command line: parse, one call of the library, print. The only importer of typer and tabulate."""

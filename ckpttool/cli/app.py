@@ -1,0 +1,50 @@
+"""The command line's entry point: which commands there are, and `--version`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ckpttool.cli.convert import convert
+from ckpttool.cli.failures import Commands, catch_signals
+from ckpttool.cli.formats import formats
+from ckpttool.cli.inspect import inspect
+from ckpttool.cli.show import show
+from ckpttool.cli.terminal import out
+from ckpttool.version import __version__
+
+app = typer.Typer(
+    name="ckpttool",
+    cls=Commands,
+    help="Inspect and convert PyTorch training checkpoints: torch.save, DCP and safetensors, bit for bit.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        out().line(f"ckpttool {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+for command in (inspect, show, convert, formats):
+    app.command()(command)
+
+
+def main() -> None:
+    """`ckpttool`, as the shell calls it."""
+    catch_signals()
+    app(prog_name="ckpttool")

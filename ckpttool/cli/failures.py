@@ -1,0 +1,175 @@
+"""What went wrong -> words on stderr -> exit code. The one place where a command ends otherwise than by returning.
+
+CkptError             error: ... / hint: ...            its own code
+typer's usage errors  error: ... / hint: ...            2
+Ctrl-C, SIGTERM       interrupted, nothing was written  130, 143
+stdout was closed     nothing                           0, as `| head` has what it wanted
+anything else         bug: ... / hint: ...              70, with the traceback under -v or CKPTTOOL_DEBUG=1
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Iterable, Sequence
+from types import FrameType
+from typing import Any
+
+from typer.core import TyperGroup
+
+from ckpttool.cli.terminal import Painted, ReaderGone, err, out
+from ckpttool.errors import BUG, DONE, INTERRUPTED, TERMINATED, CkptError, StorageError, UsageError
+
+SCHEMA = "ckpttool/error/1"
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, raised where Ctrl-C would be."""
+
+
+class _Stopped(Exception):
+    """An interrupt on its way out; typer would turn a KeyboardInterrupt into an exit without a word."""
+
+    def __init__(self, exit_code: int, said: str) -> None:
+        super().__init__(said)
+        self.exit_code = exit_code
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    # A second one must not interrupt the cleaning up that the first one started.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise Terminated
+
+
+def catch_signals() -> None:
+    """Treat SIGTERM like Ctrl-C: raise in the main thread."""
+    signal.signal(signal.SIGTERM, _terminate)
+
+
+class Commands(TyperGroup):
+    """The group of all commands, ending in an exit code whatever happens."""
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        for stream in (sys.stdout, sys.stderr):
+            # A name in a script that the locale cannot spell is shown escaped.
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+        # typer takes care of completion requests before it looks at standalone_mode.
+        sys.exit(self._run(words, _Report(words), {**extra, "standalone_mode": False, "prog_name": "ckpttool"}))
+
+    def _run(self, words: list[str], report: _Report, extra: dict[str, Any]) -> int:
+        try:
+            code = super().main(words, **extra)
+            out().flush()
+        except _Stopped as stopped:
+            return report.stopped(stopped)
+        except ReaderGone:
+            return _let_go_of_stdout()
+        except CkptError as error:
+            return report.failed(error)
+        except MemoryError:
+            return report.failed(StorageError("out of memory", hint="give the process more, or pass `--max-memory`"))
+        except OSError as error:
+            said = f"`{error.filename}`: {error.strerror}" if error.filename else str(error)
+            return report.failed(StorageError(said))
+        except Exception as error:
+            if type(error).__name__ == "NoArgsIsHelpError":
+                return _show_help(error)
+            usage = _as_usage_error(error)
+            return report.failed(usage) if usage is not None else report.bug(error)
+        return code if isinstance(code, int) else DONE
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Terminated:
+            raise _Stopped(TERMINATED, "terminated") from None
+        except KeyboardInterrupt:
+            raise _Stopped(INTERRUPTED, "interrupted") from None
+
+
+class _Report:
+    """Says what went wrong: on stderr for people, on stdout for `--json`."""
+
+    def __init__(self, words: list[str]) -> None:
+        # Looked for here, because the command line may be what is wrong.
+        flags = words[: words.index("--")] if "--" in words else words
+        self._json = "--json" in flags
+        self._verbose = any(re.fullmatch(r"--verbose|-[a-zA-Z]*v[a-zA-Z]*", flag) for flag in flags)
+
+    def failed(self, error: CkptError) -> int:
+        return self._say("error: ", error.kind, error.message, error.hint, error.exit_code, error.facts)
+
+    def stopped(self, stopped: _Stopped) -> int:
+        return self._say("", str(stopped), f"{stopped}, nothing was written", None, stopped.exit_code, {})
+
+    def bug(self, error: Exception) -> int:
+        if self._verbose or os.environ.get("CKPTTOOL_DEBUG") == "1":
+            for line in "".join(traceback.format_exception(error)).splitlines():
+                err().line(line)
+        said = f"{type(error).__name__}: {error}".partition("\n")[0]
+        hint = "this is our mistake, not yours: run it again with `-v` and report what it prints"
+        return self._say("bug: ", "bug", said, hint, BUG, {})
+
+    def _say(self, title: str, kind: str, message: str, hint: str | None, exit_code: int, facts: dict[str, Any]) -> int:
+        try:
+            if self._json:
+                said = {**facts, "kind": kind, "message": message, "hint": hint, "exit_code": exit_code}
+                terminal = out()
+                terminal.write(json.dumps({"schema": SCHEMA, "error": said}, default=str) + "\n")
+            else:
+                terminal = err()
+                terminal.line(Painted(title, "red"), message)
+                if hint:
+                    terminal.line(Painted("hint: ", "dim"), hint)
+            terminal.flush()
+        except ReaderGone:
+            _let_go_of_stdout()
+        return exit_code
+
+
+def _let_go_of_stdout() -> int:
+    # Python flushes stdout once more at exit and would complain. In a test stdout may be no file at all.
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return DONE
+
+
+def _show_help(error: Any) -> int:
+    terminal = out()
+    terminal.write(f"{error.ctx.get_help()}\n")
+    terminal.flush()
+    return DONE
+
+
+def _as_usage_error(error: Any) -> UsageError | None:
+    """typer's complaint in our words: lower case, backticks, and a hint. None for anything else."""
+    # typer has kept its classes in different places; what they have in common is how they are asked.
+    if not hasattr(error, "format_message") or not hasattr(error, "exit_code"):
+        return None
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "ckpttool"
+    message = _backticks(error.format_message()).strip()
+    hint = f"`{command} --help` shows what it takes"
+    if type(error).__name__ == "NoSuchOption":
+        message = f"`{command}` has no option `{error.option_name}`"
+        if error.possibilities:
+            hint = _did_you_mean(f"`{name}`" for name in sorted(error.possibilities))
+    elif unknown := re.match(r"No such command (`[^`]*`)", message):
+        near = re.findall(r"`[^`]*`", message[unknown.end() :])
+        message = f"there is no command {unknown[1]}"
+        hint = _did_you_mean(near) if near else f"`{command} --help` lists the commands"
+    return UsageError((message[:1].lower() + message[1:]).rstrip("."), hint=hint)
+
+
+def _did_you_mean(names: Iterable[str]) -> str:
+    return f"did you mean {' or '.join(names)}?"
+
+
+def _backticks(text: str) -> str:
+    return re.sub(r"'([^']*)'", r"`\1`", text)

@@ -1,0 +1,29 @@
+"""`ckpttool formats`: the table of formats."""
+
+from __future__ import annotations
+
+import json
+
+from ckpttool.cli.options import AsJson, Quiet
+from ckpttool.cli.terminal import bold, out
+
+
+def formats(as_json: AsJson = False, quiet: Quiet = False) -> None:
+    """List the formats that can be read and written."""
+    from ckpttool.formats import FORMATS
+
+    terminal = out()
+    if as_json:
+        rows = [
+            {"name": f.name, "title": f.title, "reads": True, "writes": f.create is not None, "suffixes": f.suffixes}
+            for f in FORMATS
+        ]
+        terminal.write(json.dumps({"schema": "ckpttool/formats/1", "formats": rows}) + "\n")
+    elif quiet:
+        for row in FORMATS:
+            terminal.line(row.name)
+    else:
+        terminal.table(
+            [(bold(f.name), "read, write" if f.create else "read", f.title) for f in FORMATS],
+            ("format", "", "what it is"), cut=(2,), indent=0,
+        )  # fmt: skip

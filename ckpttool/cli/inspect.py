@@ -1,0 +1,188 @@
+"""`ckpttool inspect`: what a checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckpttool.cli.options import AsJson, Checkpoint, Quiet, Tensors, Verbose
+from ckpttool.cli.places import box
+from ckpttool.cli.terminal import Painted, Piece, Terminal, bold, dim, out
+from ckpttool.cli.wording import count, plural, size
+
+if TYPE_CHECKING:
+    from ckpttool.catalogue import Catalogue, Chunks, Part, Tensor
+    from ckpttool.summary import ObjectLine, PartLine, Summary
+    from ckpttool.summary.hyperparameters import Table
+    from ckpttool.summary.tree import Line
+
+_OBJECTS = 40  # lines, unless -v
+_COLUMNS = 6
+_TITLES = {"writer": "written by", "torch": "torch", "layout": "layout"}
+
+
+def inspect(
+    path: Checkpoint,
+    depth: Annotated[int, typer.Option("--depth", metavar="N", min=1, help="Levels of the module tree.")] = 3,
+    tensors: Tensors = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Show what a checkpoint holds, without reading a weight or running anything in it.
+
+    With --tensors, one line for each tensor that matches and where its chunks lie.
+    """
+    from ckpttool import verbs
+    from ckpttool.patterns import any_of
+
+    catalogue = verbs.inspect(path)
+    wanted = any_of(tensors) if tensors else None
+    terminal = out()
+    if as_json:
+        _print_json(terminal, catalogue, path, wanted)
+    elif quiet:
+        for tensor in catalogue.tensors:
+            if wanted is None or wanted(tensor.name):
+                terminal.line(tensor.name)
+    else:
+        _print(terminal, catalogue, path, depth, wanted, verbose)
+
+
+def _print_json(terminal: Terminal, catalogue: Catalogue, path: str, wanted: Callable[[str], bool] | None) -> None:
+    from ckpttool.summary import step
+    from ckpttool.summary.document import document
+
+    for piece in document(catalogue, path, step(catalogue), wanted or (lambda name: True)):
+        terminal.write(piece)
+
+
+def _print(
+    terminal: Terminal, catalogue: Catalogue, path: str, depth: int, wanted: Callable[[str], bool] | None, verbose: bool
+) -> None:
+    from ckpttool.summary import summarise
+
+    summary = summarise(catalogue, depth=depth, limit=1000 if verbose else 72)
+    _header(terminal, catalogue, path, summary)
+    if wanted is not None:
+        _tensors(terminal, [t for t in catalogue.tensors if wanted(t.name)], catalogue)
+    else:
+        _parts(terminal, summary.parts)
+        for part, lines in summary.trees:
+            _tree(terminal, part, lines)
+        for table in summary.hyperparameters:
+            _hyperparameters(terminal, table, verbose)
+        _objects(terminal, summary.objects, verbose)
+        _ties(terminal, summary.ties, verbose)
+    _warnings(terminal, summary.warnings)
+
+
+def _header(terminal: Terminal, catalogue: Catalogue, path: str, summary: Summary) -> None:
+    terminal.line(bold(path))
+    terminal.write("\n")
+    facts = dict(catalogue.facts)
+    rows = [("format", f"{catalogue.format}, {facts.pop('layout')}" if facts.get("layout") else catalogue.format)]
+    rows += [(title, str(facts.pop(key))) for key, title in _TITLES.items() if facts.get(key)]
+    if catalogue.world_size > 1:
+        rows.append(("world size", str(catalogue.world_size)))
+    if summary.step is not None:
+        rows.append(("step", f"{summary.step:,}"))
+    rows.append(("on disk", f"{size(catalogue.nbytes())} in {plural(len(catalogue.files), 'file')}"))
+    rows += [(str(key).replace("_", " "), _fact(value)) for key, value in facts.items() if value not in (None, "", ())]
+    terminal.table([(dim(title), text) for title, text in rows], cut=(1,))
+
+
+def _fact(value: Any) -> str:
+    from ckpttool.summary.values import describe
+
+    return value if isinstance(value, str) else describe(value)
+
+
+def _parts(terminal: Terminal, parts: list[PartLine]) -> None:
+    terminal.write("\n")
+    rows: list[list[Piece]] = []
+    for part in parts:
+        numbers = (f"{part.tensors:,}", count(part.parameters), size(part.nbytes), f"{part.objects:,}")
+        rows.append([bold(str(part.part)), *numbers, ", ".join(part.dtypes)])
+    if len(parts) > 1:
+        rows.append([
+            dim("total"), f"{sum(p.tensors for p in parts):,}", count(sum(p.parameters for p in parts)),
+            size(sum(p.nbytes for p in parts)), f"{sum(p.objects for p in parts):,}", "",
+        ])  # fmt: skip
+    headers = ("part", "tensors", "parameters", "bytes", "objects", "dtypes")
+    terminal.table(rows, headers, right=(1, 2, 3, 4), cut=(5, 0))
+
+
+def _tree(terminal: Terminal, part: Part, lines: list[Line]) -> None:
+    terminal.heading(str(part))
+    rows = []
+    for line in lines:
+        times = f"  x{line.times}" if line.times > 1 and line.shape is None else ""
+        if line.shape is None:
+            what = plural(line.tensors, "tensor")
+        else:
+            what = f"{f'{line.times} x ' if line.times > 1 else ''}{list(line.shape)}"
+        numbers = ("tied", "") if line.tied else (count(line.parameters), size(line.nbytes))
+        rows.append(("  " * line.depth + line.name + times, what, ", ".join(line.dtypes), *numbers))
+    terminal.table(rows, ("", "shape", "dtype", "parameters", "bytes"), right=(1, 3, 4), cut=(0, 2))
+
+
+def _tensors(terminal: Terminal, tensors: list[Tensor], catalogue: Catalogue) -> None:
+    terminal.heading("tensors", f"{len(tensors):,} of {sum(1 for _ in catalogue.tensors):,}")
+    rows: list[tuple[Piece, ...]] = []
+    for tensor in tensors:
+        places = _places(tensor.chunks, tensor, catalogue)
+        only = places[0] if len(places) == 1 else ""
+        rows.append((bold(tensor.name), tensor.dtype.name, str(list(tensor.shape)), size(tensor.nbytes), only))
+        if len(places) > 1:
+            rows += [(f"  {place}", "", "", "", "") for place in places]
+    terminal.table(rows, ("", "dtype", "shape", "bytes", ""), right=(3,), cut=(4, 0))
+
+
+def _places(chunks: Chunks, tensor: Tensor, catalogue: Catalogue) -> list[str]:
+    files = [catalogue.files[i] for i in chunks.file]
+    return [
+        f"{f'rank {file.rank}: ' if file.rank is not None else ''}{box(offsets, sizes, tensor.shape)}  {file.name}"
+        for offsets, sizes, file in zip(chunks.offsets, chunks.sizes, files, strict=True)
+    ]
+
+
+def _hyperparameters(terminal: Terminal, table: Table, verbose: bool) -> None:
+    terminal.heading("hyper-parameters", ".".join(map(str, table.root)))
+    columns = table.columns if verbose else table.columns[:_COLUMNS]
+    rows: list[list[Piece]] = []
+    if any(c.params is not None for c in columns):
+        rows.append([dim("parameters"), *("" if c.params is None else f"{c.params:,}" for c in columns)])
+    rows += [[name, *(c.values.get(name, "") for c in columns)] for name in table.names]
+    terminal.table(rows, ("", *(c.title for c in columns)), cut=tuple(range(len(columns), -1, -1)))
+    if len(columns) < len(table.columns):
+        terminal.line(dim(f"  {len(table.columns) - len(columns)} more, shown by -v"))
+
+
+def _objects(terminal: Terminal, objects: list[ObjectLine], verbose: bool) -> None:
+    if not objects:
+        return
+    terminal.heading("objects")
+    shown = objects if verbose else objects[:_OBJECTS]
+    terminal.table([(f"{o.name}{f'  x{o.times}' if o.times > 1 else ''}", o.text) for o in shown], cut=(1, 0))
+    if len(shown) < len(objects):
+        terminal.line(dim(f"  {len(objects) - len(shown):,} more, shown by -v"))
+
+
+def _ties(terminal: Terminal, ties: list[tuple[str, str]], verbose: bool) -> None:
+    if not ties:
+        return
+    terminal.heading("tied", "one run of bytes under several names")
+    shown = ties if verbose else ties[:_OBJECTS]
+    terminal.table([(name, f"is {kept}") for name, kept in shown], cut=(1, 0))
+    if len(shown) < len(ties):
+        terminal.line(dim(f"  {len(ties) - len(shown):,} more, shown by -v"))
+
+
+def _warnings(terminal: Terminal, warnings: list[str]) -> None:
+    if warnings:
+        terminal.heading("warnings")
+    for warning in warnings:
+        terminal.paragraph(warning, mark=Painted("! ", "yellow"))

@@ -1,0 +1,36 @@
+"""Options that several commands share, each defined once: the same flag means the same thing everywhere."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def complete_format(incomplete: str) -> list[str]:
+    """Names of formats that can be written, for the shell's completion."""
+    from ckpttool.formats import FORMATS
+
+    return [row.name for row in FORMATS if row.create and row.name.startswith(incomplete)]
+
+
+def complete_part(incomplete: str) -> list[str]:
+    """Kinds of parts, for the shell's completion."""
+    from ckpttool.catalogue import KINDS
+
+    return [kind for kind in KINDS if kind.startswith(incomplete)]
+
+
+Checkpoint = Annotated[
+    str, typer.Argument(metavar="PATH", help="A checkpoint: a file or a directory of any of the formats.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, errors too.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print bare values only, and no progress.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Leave nothing out; show where a bug of ours is.")]
+Tensors = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tensors", metavar="GLOB",
+        help="Only tensors whose dotted name matches; `*` crosses dots, `re:` begins a regular expression. Repeatable.",
+    ),
+]  # fmt: skip

@@ -1,0 +1,75 @@
+"""`ckpttool show`: one tensor, reading only its bytes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckpttool.cli.options import AsJson, Checkpoint, Quiet
+from ckpttool.cli.places import box
+from ckpttool.cli.terminal import Terminal, bold, dim, out
+from ckpttool.cli.wording import size
+
+if TYPE_CHECKING:
+    from ckpttool.figures import Shown
+
+
+def show(
+    path: Checkpoint,
+    tensor: Annotated[str, typer.Argument(metavar="TENSOR", help="Its dotted name, as `inspect --tensors` shows it.")],
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show one tensor: where it lies, a few values, and what they are like."""
+    from ckpttool import verbs
+    from ckpttool.summary.values import jsonable
+
+    shown = verbs.show(path, tensor)
+    terminal = out()
+    if as_json:
+        terminal.write(json.dumps({"schema": "ckpttool/show/1", **jsonable(asdict(shown))}) + "\n")
+    elif quiet:
+        for value in shown.values:
+            terminal.line(_number(value))
+    else:
+        _print(terminal, shown)
+
+
+def _print(terminal: Terminal, shown: Shown) -> None:
+    terminal.line(bold(shown.name))
+    terminal.write("\n")
+    facts: list[tuple[str, str]] = [
+        ("part", shown.part),
+        ("dtype", shown.dtype),
+        ("shape", str(list(shown.shape))),
+        ("bytes", size(shown.nbytes)),
+    ]
+    for name in ("min", "max", "mean", "norm"):
+        if getattr(shown, name) is not None:
+            facts.append((name, _number(getattr(shown, name))))
+    for name, title in (("nans", "NaN"), ("infs", "inf")):
+        if getattr(shown, name):
+            facts.append((title, f"{getattr(shown, name):,}"))
+    terminal.table([(dim(title), text) for title, text in facts], cut=(1,))
+    terminal.heading("values", _how_many(shown))
+    terminal.paragraph("  ".join(map(_number, shown.values)) or "none")
+    terminal.heading("chunks")
+    terminal.table(
+        [("" if rank is None else f"rank {rank}", box(offsets, sizes, shown.shape), file)
+         for rank, file, offsets, sizes in shown.chunks],
+        cut=(2,),
+    )  # fmt: skip
+
+
+def _how_many(shown: Shown) -> str:
+    total = 1
+    for length in shown.shape:
+        total *= length
+    return "" if len(shown.values) == total else f"the first {len(shown.values)} of {total:,}"
+
+
+def _number(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,70 @@
+"""Numbers as people read and type them. Pure."""
+
+from __future__ import annotations
+
+import re
+
+from ckpttool.errors import UsageError
+
+_DECIMAL = ("kB", "MB", "GB", "TB", "PB")
+_THOUSANDS = ("k", "M", "B", "T")
+_UNITS = {"": 1, **{f"{p}{b}": 1000 ** (i + 1) for i, p in enumerate("KMGTP") for b in ("", "B")}, "B": 1} | {
+    f"{p}I{b}": 1024 ** (i + 1) for i, p in enumerate("KMGTP") for b in ("", "B")
+}
+_SIZE = re.compile(r"\s*(\d{1,20}(?:\.\d{1,9})?)\s*([A-Za-z]{0,3})\s*", re.ASCII)
+
+
+def size(nbytes: float) -> str:
+    """`812 B`, `4.94 kB`, `12.9 GB`: thousands, as disks and `--max-shard-size` count."""
+    return _scaled(nbytes, 1000, "B", _DECIMAL, " ")
+
+
+def count(n: int) -> str:
+    """`9,999`, `12.3k`, `6.74B`: how many parameters."""
+    return f"{n:,}" if n < 10_000 else _scaled(n, 1000, "", _THOUSANDS, "")
+
+
+def _scaled(value: float, step: int, unit: str, larger: tuple[str, ...], space: str) -> str:
+    if value < step:
+        return f"{value:,.0f}{space}{unit}".rstrip()
+    for name in larger:
+        value /= step
+        # What would round to 1000 belongs to the next unit.
+        if value < step - 0.5 or name == larger[-1]:
+            digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+            return f"{value:,.{digits}f}{space}{name}"
+    raise AssertionError("unreachable")
+
+
+def duration(seconds: float) -> str:
+    """`0.04 s`, `12 s`, `3 min 4 s`, `1 h 2 min`."""
+    if seconds < 10:
+        return f"{seconds:.2f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def plural(n: int, word: str) -> str:
+    """`1 tensor`, `2 tensors`, `1,250 tensors`."""
+    return f"{n:,} {word}{'' if n == 1 else 's'}"
+
+
+def parse_size(text: str, flag: str) -> int:
+    """`5GB` is 5,000,000,000, `512MiB` 536,870,912, `4096` itself. Raises UsageError naming `flag`."""
+    match = _SIZE.fullmatch(text)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None:
+        raise UsageError(
+            f"`{flag} {text}` is not a size",
+            hint="write a number of bytes, or one with a unit: 5GB, 1.5GB, 512MiB",
+            found=text,
+        )
+    nbytes = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+    if nbytes < 1:
+        raise UsageError(f"`{flag} {text}` is less than one byte", found=text)
+    return nbytes
