@@ -227,6 +227,11 @@ class Object:
         return dotted(self.path)
 
     @property
+    def is_read(self) -> bool:
+        """Whether `value` is there without reading anything."""
+        return self._value is not _UNREAD
+
+    @property
     def value(self) -> Any:
         if self._value is _UNREAD:
             assert self._read is not None

@@ -114,6 +114,9 @@ def _parts_below(node: _Node, path: Path, depth: int) -> Iterator[tuple[Path, Pa
         yield path, Part(shape, path)
         return
     telling = {key for key, kind in kinds.items() if kind and _tells(kind, node.children[key])}
+    if all(isinstance(node.children[key].entry, Tensor) for key in telling):
+        # A state dict whose buffer is called `tokens_seen` is a state dict.
+        telling = set()
     deeper = {
         key for key, child in node.children.items()
         if key not in telling and depth < _DEPTH and child.children and _has_parts(child, depth + 1)

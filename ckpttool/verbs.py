@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 
-from ckpttool import files, formats, layout, parts, plan
-from ckpttool.catalogue import Catalogue, Chunks, Tensor, dotted, validate
+from ckpttool import files, formats, layout, parts, pickles, plan
+from ckpttool.catalogue import Catalogue, Chunks, Object, Tensor, dotted, validate
 from ckpttool.contract import Format, Sink, SinkOptions, Source
 from ckpttool.errors import CorruptError, LossError, StorageError, UsageError
 from ckpttool.figures import Shown, look, near_names
@@ -31,9 +31,17 @@ def opened(path: str) -> Iterator[Source]:
     source = formats.open_source(path)
     try:
         parts.assign(source.catalogue)
+        for name, called in _harmful(o for o in source.catalogue.objects if o.is_read):
+            source.catalogue.warnings.append(f"`{name}` names `{called}`, which runs code where it is loaded; not here")
         yield source
     finally:
         source.close()
+
+
+def _harmful(objects: Iterable[Object]) -> Iterator[tuple[str, str]]:
+    for entry in objects:
+        for called in sorted(pickles.harmful_names(entry.value)):
+            yield entry.name, called
 
 
 def inspect(path: str) -> Catalogue:
@@ -123,6 +131,7 @@ def convert(
         laid = layout.cast(laid, layout.caster(dtype))
         laid = _rechunked(laid, source.catalogue, target, to_world)
         _check_losses(laid, target, src, dst)
+        _check_harmless(laid, src)
         made = _summary(source.catalogue, laid, src, dst, target, dry_run)
         options = SinkOptions(max_shard_size)
         if dry_run:
@@ -236,6 +245,15 @@ def _rechunked(laid: Catalogue, source: Catalogue, target: Format, to_world: int
     if to_world is not None:
         return layout.over_world(laid, to_world)
     return layout.as_stored(laid, [f.rank for f in source.files])
+
+
+def _check_harmless(laid: Catalogue, src: str) -> None:
+    for name, called in _harmful(laid.objects):
+        raise CorruptError(
+            f"`{src}`: `{name}` names `{called}`, which runs code where it is loaded, and is not passed on",
+            hint=f"look where this file came from; `--exclude '{name}'` leaves the entry out",
+            file=src, found=called,
+        )  # fmt: skip
 
 
 def _check_losses(laid: Catalogue, target: Format, src: str, dst: str) -> None:
