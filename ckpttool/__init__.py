@@ -2,15 +2,37 @@
 
 A checkpoint is a catalogue of named tensors, each a tiling of boxes, each box a run of bytes in a file. Opening one
 reads its index and runs nothing; converting one lays out an empty checkpoint of the other format and moves each byte
-once. `open` reads lazily, `inspect`, `show` and `convert` are the commands of the same names.
+once. `open` reads lazily; `inspect`, `show` and `convert` are the commands of the same names.
 """
 
 from __future__ import annotations
 
-from ckpttool.checkpoint import Checkpoint, LazyTensor
-from ckpttool.errors import CkptError
-from ckpttool.verbs import Conversion, convert, inspect, show
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from ckpttool.version import __version__
+
+if TYPE_CHECKING:
+    from ckpttool.checkpoint import Checkpoint, LazyTensor
+    from ckpttool.errors import CkptError
+    from ckpttool.verbs import Conversion, convert, inspect, show
+
+# Looked up when first used, so that `ckpttool --help` does not import what it does not need.
+_HOMES = {
+    "Checkpoint": "checkpoint",
+    "LazyTensor": "checkpoint",
+    "CkptError": "errors",
+    "Conversion": "verbs",
+    "convert": "verbs",
+    "inspect": "verbs",
+    "show": "verbs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module `ckpttool` has no attribute `{name}`")
+    return getattr(import_module(f"ckpttool.{_HOMES[name]}"), name)
 
 
 def open(path: str) -> Checkpoint:  # the library is used as `ckpttool.open`
@@ -18,6 +40,8 @@ def open(path: str) -> Checkpoint:  # the library is used as `ckpttool.open`
 
     Raises `CkptError` with what is wrong and what to do.
     """
+    from ckpttool.checkpoint import Checkpoint
+
     return Checkpoint(path)
 
 
