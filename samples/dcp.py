@@ -103,20 +103,20 @@ def brief_state() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @sample(
+    "dcp_fsdp2_w4",
+    what="whole training state of 4 FSDP2 ranks",
+    trap="as `dcp_fsdp2_w2`; empty chunks of several ranks share an offset and are stored once",
+    writer=DCP,
+    load=load,
+    world=4,
+)
+@sample(
     "dcp_fsdp2_w2",
     what="whole training state of 2 FSDP2 ranks",
     trap="uneven and empty chunks, replicated items on one rank only, tied head stored twice",
     writer=DCP,
     load=load,
     world=2,
-)
-@sample(
-    "dcp_fsdp2_w4",
-    what="whole training state of 4 FSDP2 ranks",
-    trap="as `dcp_fsdp2_w2`, with more than one empty chunk at the same offset",
-    writer=DCP,
-    load=load,
-    world=4,
 )
 def dcp_fsdp2(folder: Path) -> Any:
     """`fully_shard` and `get_state_dict`: the way of the torch tutorials."""

@@ -95,17 +95,17 @@ def fsdp1_whole(run: Run) -> dict[str, Any]:
 
 
 @sample(
-    "rank_fsdp1_local_w2",
-    what="2 FSDP1 ranks, local flat shards, `use_orig_params=True`",
-    trap="flat parameters padded to 16 bytes, and beside them pieces of one dimension under the names; no shapes",
+    "rank_fsdp1_flat_w2",
+    what="2 FSDP1 ranks, local flat shards, `use_orig_params=False`",
+    trap="flat parameters only: neither names nor shapes; optimizer state for each unit, by integer ids",
     writer="torch 2.13 `torch.save` of `LOCAL_STATE_DICT`",
     load=None,
     world=2,
 )
 @sample(
-    "rank_fsdp1_flat_w2",
-    what="2 FSDP1 ranks, local flat shards, `use_orig_params=False`",
-    trap="flat parameters only: neither names nor shapes; optimizer state for each unit, by integer ids",
+    "rank_fsdp1_local_w2",
+    what="2 FSDP1 ranks, local flat shards, `use_orig_params=True`",
+    trap="flat parameters padded to 16 bytes, and beside them pieces of one dimension under the names; no shapes",
     writer="torch 2.13 `torch.save` of `LOCAL_STATE_DICT`",
     load=None,
     world=2,

@@ -58,18 +58,18 @@ def brief_state() -> dict[str, Any]:
 
 
 @sample(
-    "torch_proto4",
-    what="`pickle_protocol=4`",
-    trap="short strings, sets, `STACK_GLOBAL`, frames, memo by `MEMOIZE`; `weights_only=True` refuses it",
+    "torch_proto5",
+    what="`pickle_protocol=5`",
+    trap="as `torch_proto4`, and `BYTEARRAY8`",
     writer=TORCH,
     load=load,
     reference=False,
     strides=True,
 )
 @sample(
-    "torch_proto5",
-    what="`pickle_protocol=5`",
-    trap="as `torch_proto4`, and `BYTEARRAY8`",
+    "torch_proto4",
+    what="`pickle_protocol=4`",
+    trap="short strings, sets, `STACK_GLOBAL`, frames, memo by `MEMOIZE`; `weights_only=True` refuses it",
     writer=TORCH,
     load=load,
     reference=False,

@@ -1,0 +1,114 @@
+"""Train with FSDP2, save with DCP, inspect, convert, and read everything back with the upstream libraries.
+
+    python samples/demo.py [--dir DIR] [--check]
+
+    torchrun demo_train.py     2 ranks    -> run/dcp, reference.pt
+    ckpttool inspect, convert             -> run/safetensors, run/model.safetensors, run/full.pt, ...
+    torchrun demo_readback.py  2 ranks    -> readings.json, shown as a table
+
+The exit code is 0 only when every tensor and every object of every reading is equal to the reference, which torch made
+in the training processes before anything of ours ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+HERE = Path(__file__).resolve().parent
+MARK = ".made-by-demo"
+RANKS = 2
+COMMANDS = (
+    "inspect run/dcp",
+    "convert run/dcp run/safetensors --to safetensors",
+    "convert run/dcp run/model.safetensors --only model",
+    "convert run/dcp run/full.pt --to torch",
+    f"convert run/full.pt run/dcp-again --to dcp --to-world {RANKS}",
+    "convert run/safetensors run/full-again.pt --to torch",
+)
+READINGS = 7
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the answer is the exit code."""
+    parser = argparse.ArgumentParser(description="Train, save, inspect, convert, read back, compare.")
+    parser.add_argument("--dir", type=Path, default=Path("demo"), help="where everything goes (%(default)s)")
+    parser.add_argument("--check", action="store_true", help="only read back what an earlier run left in DIR")
+    options = parser.parse_args(arguments)
+    folder: Path = options.dir
+    began = time.monotonic()
+    try:
+        if options.check:
+            require_ours(folder)
+        else:
+            make(folder)
+        say(f"\nReading everything back with the upstream libraries, on {RANKS} ranks ...\n")
+        (folder / "readings.json").unlink(missing_ok=True)
+        torchrun("demo_readback.py", folder)
+        last, equal = report(json.loads((folder / "readings.json").read_text()))
+    except subprocess.CalledProcessError as error:
+        say(f"\nerror: `{shlex.join(map(str, error.cmd))}` ended with exit code {error.returncode}")
+        return 1
+    say(f"\n{time.monotonic() - began:.0f} s, everything is in {folder}/\n{last}")
+    return 0 if equal else 1
+
+
+def make(folder: Path) -> None:
+    """Train and save, then inspect and convert, each command as a person would type it."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        require_ours(folder)
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MARK).touch()
+    say(f"Training a tiny transformer with FSDP2 on {RANKS} gloo ranks, and saving it with DCP ...\n")
+    torchrun("demo_train.py", folder)
+    program = Path(sysconfig.get_path("scripts")) / "ckpttool"
+    for command in COMMANDS:
+        say(f"\n$ ckpttool {command}")
+        subprocess.run([program, *shlex.split(command)], cwd=folder, check=True)
+
+
+def require_ours(folder: Path) -> None:
+    """End the program unless an earlier run made this directory: what is in it is about to go."""
+    if not (folder / MARK).is_file():
+        raise SystemExit(f"error: `{folder}` was not made by this demo, and is left alone\nhint: pass another `--dir`")
+
+
+def torchrun(script: str, folder: Path) -> None:
+    """Run a script of this directory on `RANKS` ranks, `folder` being its working directory."""
+    launch = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={RANKS}"]
+    command = [sys.executable, "-m", "torch.distributed.run", *launch, str(HERE / script)]
+    subprocess.run(command, cwd=folder, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def report(result: dict[str, Any]) -> tuple[str, bool]:
+    """Print the table. The last line, and whether all is equal."""
+    readings = result["readings"]
+    rows = [[r["what"], r["reader"], r["tensors"], r["objects"], r["verdict"]] for r in readings]
+    headers = ["what", "read back with", "tensors", "objects", "verdict"]
+    say(tabulate(rows, headers, maxcolwidths=[None, None, None, None, 60], disable_numparse=True))
+    wrong = sum(r["verdict"] != "equal" for r in readings) + abs(READINGS - len(readings))
+    if wrong:
+        return f"not equal: {wrong} of {READINGS} readings", False
+    return f"all equal: {result['tensors']} tensors, {result['objects']} objects, in {len(readings)} readings", True
+
+
+def say(text: str) -> None:
+    """Print before the next process does."""
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
