@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from math import prod
+from operator import add
 
 Ints = tuple[int, ...]
 Box = tuple[Ints, Ints]
@@ -56,12 +58,12 @@ def row_major(shape: Sequence[int]) -> Ints:
 
 
 def is_row_major(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether these strides lay the elements out without gaps in row-major order; dimensions of size 1 do not count.
-    Pure."""
+    """Whether these strides lay the elements out without gaps in row-major order; dimensions of size 1 do not count,
+    and no elements are in any order. Pure."""
+    if 0 in sizes:
+        return True
     expected = 1
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
-        if size == 0:
-            return True
         if size != 1 and stride != expected:
             return False
         expected *= size
@@ -118,6 +120,8 @@ def tiling_fault(shape: Sequence[int], offsets: Sequence[Ints], sizes: Sequence[
     Boxes without elements cover nothing and are fine anywhere inside. The walk is linear for boxes that are slabs
     along one dimension (what FSDP writes) and near linear for grids.
     """
+    if _are_slabs(shape, offsets, sizes):
+        return None
     total = prod(shape)
     live: list[Box] = []
     covered = 0
@@ -137,6 +141,29 @@ def tiling_fault(shape: Sequence[int], offsets: Sequence[Ints], sizes: Sequence[
     if covered != total:
         return f"{total - covered} of {total} elements are in no chunk"
     return None
+
+
+def _are_slabs(shape: Sequence[int], offsets: Sequence[Ints], sizes: Sequence[Ints]) -> bool:
+    """Whether these boxes are whole in all dimensions but one, and follow each other there from end to end: nearly
+    every sharded tensor, at a tenth of the time. False proves nothing."""
+    if not shape or set(map(len, offsets)) | set(map(len, sizes)) != {len(shape)}:
+        return False
+    cut = None
+    for full, starts, lengths in zip(shape, zip(*offsets, strict=True), zip(*sizes, strict=True), strict=True):
+        if set(lengths) != {full} or set(starts) != {0}:
+            if cut is not None:
+                return False
+            cut = (full, starts, lengths)
+    if cut is None:
+        return len(offsets) == 1
+    full, starts, lengths = cut
+    if min(lengths) < 0 or min(starts) < 0 or max(map(add, starts, lengths)) > full:
+        return False
+    slabs = sorted(zip(starts, lengths, strict=True))
+    ends = [0, *accumulate(length for _, length in slabs)]
+    return ends[-1] == full and all(
+        start == end for (start, length), end in zip(slabs, ends, strict=False) if length
+    )  # fmt: skip
 
 
 def _first_overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
