@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from operator import add, le
 from typing import Any, NamedTuple
 
 from ckpttool import boxes
@@ -104,6 +105,16 @@ class Chunks(Sequence[Chunk]):
     def placed(cls, placed: Iterable[tuple[boxes.Box, int]]) -> Chunks:
         """Boxes with the rank that is to hold each, for a catalogue that is only laid out."""
         return cls.of(Chunk(offsets, sizes, Extent(rank, 0, 0)) for (offsets, sizes), rank in placed)
+
+    @classmethod
+    def items(
+        cls, offsets: list[Ints], sizes: list[Ints], file: array[int], offset: array[int], nbytes: array[int]
+    ) -> Chunks:
+        """Unopened DCP items, from columns that are kept as they are."""
+        made = cls(item=True)
+        made.offsets, made.sizes = offsets, sizes
+        made.file, made.offset, made.nbytes = file, offset, nbytes
+        return made
 
     def add(self, offsets: Ints, sizes: Ints, extent: Extent) -> None:
         n = len(self.offsets)
@@ -265,12 +276,16 @@ class Container(NamedTuple):
 
 @dataclass(slots=True)
 class File:
-    """A file of the checkpoint: `File("/data/run/__0_0.distcp", "__0_0.distcp", 4096, rank=0)`."""
+    """A file of the checkpoint: `File("/data/run/__0_0.distcp", "__0_0.distcp", 4096, rank=0)`.
+
+    One that an index names but that is not there is `missing`, of size 0.
+    """
 
     location: str
     name: str
     size: int
     rank: int | None = None
+    missing: bool = False
 
 
 @dataclass(slots=True)
@@ -342,6 +357,7 @@ def validate(catalogue: Catalogue) -> None:
     """Prove what everything after relies on: each tensor's chunks tile it exactly, and each extent lies inside its
     file and is as large as its box. Raises CorruptError with the file and the tensor."""
     files = catalogue.files
+    sizes = [f.size for f in files]
     for tensor in catalogue.tensors:
         chunks = tensor.chunks
         if len(chunks) != 1 or chunks.sizes[0] != tensor.shape:
@@ -352,9 +368,17 @@ def validate(catalogue: Catalogue) -> None:
                     hint="a rank's file is missing, or the index belongs to another save",
                     tensor=tensor.name, shape=list(tensor.shape),
                 )  # fmt: skip
+        if chunks.item and _inside(chunks, sizes):
+            continue
         itemsize = tensor.dtype.itemsize
         for i in range(len(chunks)):
             file, offset, nbytes = files[chunks.file[i]], chunks.offset[i], chunks.nbytes[i]
+            if file.missing and nbytes:
+                raise CorruptError(
+                    f"`{file.name}` is missing, and with it a part of tensor `{tensor.name}`",
+                    hint="copy the file from where the checkpoint was saved",
+                    file=file.name, tensor=tensor.name,
+                )  # fmt: skip
             if offset < 0 or nbytes < 0 or offset + nbytes > file.size:
                 raise CorruptError(
                     f"`{file.name}`: tensor `{tensor.name}`: bytes {offset}..{offset + nbytes} are outside the file, "
@@ -372,3 +396,11 @@ def validate(catalogue: Catalogue) -> None:
                     f"but {tensor.dtype} {list(chunks.sizes[i])} needs {elements * itemsize}",
                     file=file.name, tensor=tensor.name, found=nbytes, expected=elements * itemsize,
                 )  # fmt: skip
+
+
+def _inside(chunks: Chunks, sizes: list[int]) -> bool:
+    """Whether every item lies inside its file; a large checkpoint has too many to look at one by one."""
+    if not chunks:
+        return True
+    ends = map(add, chunks.offset, chunks.nbytes)
+    return min(chunks.offset) >= 0 <= min(chunks.nbytes) and all(map(le, ends, map(sizes.__getitem__, chunks.file)))

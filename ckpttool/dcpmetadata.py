@@ -1,0 +1,433 @@
+"""The `.metadata` of a DCP directory: one pickle that says which tensors there are and where each item lies.
+
+    Metadata            state_dict_metadata   fqn -> TensorStorageMetadata | BytesStorageMetadata
+                        planner_data          fqn -> key path, or None                          (flattened or not)
+                        storage_data          MetadataIndex -> _StorageInfo
+                        storage_meta          StorageMeta                                       torch 2.4
+                        version               "1.0.0"                                           torch 2.9
+    TensorStorageMetadata(properties: TensorProperties, size, chunks: [ChunkStorageMetadata(offsets, sizes)])
+    TensorProperties    state (dtype, layout, requires_grad, memory format, pin_memory[, strides])  6th: torch 2.15
+    MetadataIndex(fqn, offset, index)           no `offset` for bytes, `index` is a hint or None
+    _StorageInfo(relative_path, offset, length[, transform_descriptors])                        4th: torch 2.7
+
+Upstream: `torch/distributed/checkpoint/metadata.py` and `filesystem.py` of torch 2.0 to 2.15, pickled with the default
+protocol (4; 5 from Python 3.14 on). Up to torch 2.2 TensorProperties lived in `torch.distributed._shard`; frameworks
+bring clones of `_StorageInfo` and subclasses of Metadata, so classes are told by their name. Everything else that a
+pickle names (paths, Megatron's plans) is an inert stub.
+
+The objects of a large run are many (256 ranks x 2,930 tensors: 750,000 chunks), so they give up their state dicts as
+soon as they have them, and end as columns.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, NamedTuple, cast
+
+from ckpttool import pickles
+from ckpttool.boxes import Ints
+from ckpttool.dtypes import Dtype, dtype
+from ckpttool.errors import CkptError, CorruptError
+from ckpttool.pickles import stub_name
+
+KeyPath = tuple["str | int", ...]
+_DTYPE = re.compile(r"torch\.\w+")
+
+
+class Item(NamedTuple):
+    """Where an item lies and what has to be done to its bytes first: `Item(0, 1398, 1462, ("stream.zstd/1",))`."""
+
+    file: int
+    offset: int
+    length: int
+    transforms: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class StoredTensor:
+    """A tensor of the index: `StoredTensor(float32, (8, 4), [(0, 0), (4, 0)], [(4, 4), (4, 4)], ...)`.
+
+    The columns `files`, `starts` and `lengths` say where the item of each chunk lies; a chunk without elements may
+    have none (`lengths` 0). `transforms` is only for the chunks that have any.
+    """
+
+    dtype: Dtype
+    shape: Ints
+    offsets: list[Ints]
+    sizes: list[Ints]
+    files: array[int]
+    starts: array[int]
+    lengths: array[int]
+    transforms: dict[int, tuple[str, ...]] = field(default_factory=dict)
+
+    def item(self, i: int) -> Item:
+        return Item(self.files[i], self.starts[i], self.lengths[i], self.transforms.get(i, ()))
+
+
+@dataclass(slots=True, eq=False)
+class Metadata:
+    """What a `.metadata` says, checked. `files` are the relative paths that items are in; `entries` are in the order of
+    the index, `paths` (planner_data) in that of the state dict. `extra` is the attribute `ckpttool` of our own sink.
+
+    `strays` are items of names or chunks that the index does not list.
+    """
+
+    name: str
+    files: list[str]
+    entries: dict[str, StoredTensor | Item]
+    paths: dict[str, KeyPath] | None = None
+    extra: dict[str, Any] | None = None
+    strays: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+# The classes that the pickle asks for ---------------------------------------------------------------------------------
+
+
+def _fields(state: Any, kind: str) -> dict[str, Any]:
+    if type(state) is not dict:
+        raise CorruptError(f"a `{kind}` has a {type(state).__name__} for its fields")
+    return state
+
+
+class _Chunk:
+    __slots__ = ("offsets", "sizes")
+
+    def __setstate__(self, state: Any) -> None:
+        get = _fields(state, "ChunkStorageMetadata").get
+        self.offsets, self.sizes = get("offsets"), get("sizes")
+        # The unpickler's memo holds on to the dict: 200 bytes each, two million of them.
+        state.clear()
+
+
+class _Index:
+    __slots__ = ("fqn", "index", "offset")
+
+    def __setstate__(self, state: Any) -> None:
+        get = _fields(state, "MetadataIndex").get
+        self.fqn, self.offset, self.index = get("fqn"), get("offset"), get("index")
+        state.clear()
+
+
+class _Info:
+    __slots__ = ("length", "offset", "path", "transforms")
+
+    def __setstate__(self, state: Any) -> None:
+        get = _fields(state, "_StorageInfo").get
+        self.path, self.offset, self.length = get("relative_path"), get("offset"), get("length")
+        self.transforms = get("transform_descriptors")
+        state.clear()
+
+
+class _Properties:
+    __slots__ = ("count", "dtype", "layout")
+
+    def __setstate__(self, state: Any) -> None:
+        # 5 or 6 in what is known; only the first two are of use.
+        if type(state) is not tuple or len(state) < 2:
+            raise CorruptError("a `TensorProperties` is not a tuple of a dtype, a layout, ...")
+        self.dtype, self.count = state[0], len(state)
+        args = state[1].args if isinstance(state[1], pickles.Stub) else ()
+        self.layout = args[0] if args and isinstance(args[0], str) else "torch.strided"
+
+
+class _Fields:
+    __slots__ = ("fields",)
+
+    def __setstate__(self, state: Any) -> None:
+        self.fields = _fields(state, type(self).__name__)
+
+
+class _TensorMeta(_Fields):
+    __slots__ = ()
+
+
+class _BytesMeta(_Fields):
+    __slots__ = ()
+
+
+class _StorageMeta(_Fields):
+    __slots__ = ()
+
+
+class _Metadata(_Fields):
+    __slots__ = ()
+
+
+_CLASSES: dict[str, type] = {
+    "Metadata": _Metadata,
+    "MCoreMetadata": _Metadata,
+    "TensorStorageMetadata": _TensorMeta,
+    "BytesStorageMetadata": _BytesMeta,
+    "ChunkStorageMetadata": _Chunk,
+    "TensorProperties": _Properties,
+    "MetadataIndex": _Index,
+    "_StorageInfo": _Info,
+    "StorageMeta": _StorageMeta,
+}
+
+
+class _Names(Mapping[tuple[str, str], Any]):
+    """Our classes by the name of theirs. Made anew for each pickle: one that sets an attribute on a class spoils
+    nothing but itself. `seen` remembers the module of each."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {
+            name: type(name, (kind,), {"__slots__": ()}) for name, kind in _CLASSES.items()
+        }  # fmt: skip
+        self.seen: dict[str, str] = {}
+
+    def __contains__(self, key: object) -> bool:
+        return key == ("torch", "Size") or (type(key) is tuple and key[1] in self._made)
+
+    def __getitem__(self, key: tuple[str, str]) -> Any:
+        if key == ("torch", "Size"):
+            return tuple  # given a tuple, it returns the same one
+        self.seen[key[1]] = key[0]
+        return self._made[key[1]]
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+def looks_like(head: bytes) -> bool:
+    """Whether the first kilobyte of a file is that of a DCP index."""
+    return head[:1] == b"\x80" and re.search(rb"Metadata.{0,400}state_dict_metadata", head, re.DOTALL) is not None
+
+
+def read(stream: Any, name: str) -> Metadata:
+    """What the pickle in `stream` says; `name` is that of the file. Runs nothing.
+
+    Raises CorruptError for whatever it should not hold, naming the file and the key.
+    """
+    names = _Names()
+    root = pickles.load(stream, what=f"`{name}`", known=names)
+    reader = _Reader(name)
+    try:
+        return reader.metadata(root, names.seen)
+    except CkptError as error:
+        raise type(error)(
+            f"`{name}`{reader.at()}: {error.message}", hint=error.hint, file=name, **error.facts
+        ) from None
+    except AttributeError:
+        # A slot that no BUILD has set.
+        raise CorruptError(f"`{name}`{reader.at()}: an object of the index has no fields", file=name) from None
+
+
+class _Reader:
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._key: Any = None
+        self._properties = 5
+        self._numbers: dict[str, int] = {}
+        self._strays: list[str] = []
+
+    def at(self) -> str:
+        return f": `{self._key}`" if isinstance(self._key, str) else ""
+
+    def metadata(self, root: Any, seen: Mapping[str, str]) -> Metadata:
+        if not isinstance(root, _Metadata):
+            raise CorruptError(
+                f"a pickle of {stub_name(root) or type(root).__name__}, not of a DCP `Metadata`",
+                hint="this is not the index of a torch.distributed.checkpoint directory",
+            )
+        described = root.fields.get("state_dict_metadata")
+        if type(described) is not dict:
+            raise CorruptError("it has no `state_dict_metadata`")
+        entries: dict[str, StoredTensor | Item | None] = {}
+        for key, value in described.items():
+            self._key = key
+            entries[key] = self._described(key, value)
+        self._place(entries, root.fields.get("storage_data"))
+        for key, entry in entries.items():
+            self._key = key
+            self._check_placed(entry)
+        self._key = None
+        whole = cast("dict[str, StoredTensor | Item]", entries)
+        made = Metadata(self._name, list(self._numbers), whole, self._paths(root.fields.get("planner_data")))
+        extra = root.fields.get("ckpttool")
+        made.extra = extra if type(extra) is dict else None
+        made.strays = self._strays
+        made.facts = self._facts(root.fields, seen)
+        return made
+
+    def _described(self, key: Any, value: Any) -> StoredTensor | None:
+        if type(key) is not str:
+            raise CorruptError(f"a name is {type(key).__name__}, not a string")
+        if isinstance(value, _BytesMeta):
+            return None
+        if not isinstance(value, _TensorMeta):
+            raise CorruptError(f"described by a {stub_name(value) or type(value).__name__}, not as a tensor or bytes")
+        properties, chunks = value.fields.get("properties"), value.fields.get("chunks")
+        shape = _checked([value.fields.get("size")], "size", None)[0]
+        if not isinstance(properties, _Properties) or type(chunks) is not list:
+            raise CorruptError("a tensor without properties or chunks")
+        if not all(map(_is_chunk, chunks)):
+            raise CorruptError("a chunk that is not a `ChunkStorageMetadata`")
+        self._properties = max(self._properties, properties.count)
+        n = len(chunks)
+        return StoredTensor(
+            self._dtype(properties), shape,
+            _checked([c.offsets for c in chunks], "offsets", len(shape)),
+            _checked([c.sizes for c in chunks], "sizes", len(shape)),
+            array("l", [-1]) * n, array("q", [0]) * n, array("q", [0]) * n,
+        )  # fmt: skip
+
+    def _dtype(self, properties: _Properties) -> Dtype:
+        name = stub_name(properties.dtype)
+        if name is None or not _DTYPE.fullmatch(name):
+            raise CorruptError("its dtype is not one of torch's")
+        if properties.layout not in ("torch.strided", "torch.jagged"):
+            raise CorruptError(f"layout `{properties.layout}` cannot be read", found=properties.layout)
+        return dtype(name)
+
+    def _place(self, entries: dict[str, StoredTensor | Item | None], storage: Any) -> None:
+        """Give each chunk and each bytes entry its item. This loop runs once per item and is kept flat for that."""
+        if type(storage) is not dict:
+            raise CorruptError("it has no `storage_data`", hint="the writer of this checkpoint is not a file system's")
+        by_offsets: dict[str, dict[Ints, int]] = {}
+        numbers = self._numbers
+        for index, info in storage.items():
+            if not isinstance(index, _Index) or not isinstance(info, _Info):
+                raise CorruptError("`storage_data` holds something else than `MetadataIndex` and `_StorageInfo`")
+            self._key = key = index.fqn
+            try:
+                number = numbers.get(info.path)
+                entry = entries.get(key, _ABSENT)
+            except TypeError:
+                raise CorruptError("a name or a path that is not a string") from None
+            if number is None:
+                number = self._number(info.path)
+            if isinstance(entry, StoredTensor):
+                at, hint = index.offset, index.index
+                offsets = entry.offsets
+                if type(hint) is not int or not 0 <= hint < len(offsets) or offsets[hint] != at:
+                    if key not in by_offsets:
+                        by_offsets[key] = _positions(entry)
+                    if type(at) is not tuple:
+                        raise CorruptError("an item of a tensor without offsets")
+                    hint = by_offsets[key].get(at)
+                    if hint is None:
+                        self._strays.append(key)
+                        continue
+                try:
+                    entry.starts[hint], entry.lengths[hint] = info.offset, info.length
+                except (TypeError, OverflowError):
+                    raise CorruptError("an item whose offset or length is no integer") from None
+                entry.files[hint] = number
+                if info.transforms is not None:
+                    entry.transforms[hint] = _transforms(info.transforms)
+            elif entry is _ABSENT:
+                self._strays.append(str(key))
+            elif type(info.offset) is not int or type(info.length) is not int:
+                raise CorruptError("an item whose offset or length is no integer")
+            else:
+                entries[key] = Item(number, info.offset, info.length, _transforms(info.transforms))
+        self._key = None
+
+    def _number(self, path: Any) -> int:
+        if type(path) is not str:
+            raise CorruptError(f"its file is {type(path).__name__}, not a path")
+        self._numbers[path] = len(self._numbers)
+        return self._numbers[path]
+
+    def _check_placed(self, entry: StoredTensor | Item | None) -> None:
+        if entry is None:
+            raise CorruptError("its bytes are in no file", hint=_HOLE)
+        if isinstance(entry, Item) or -1 not in entry.files:
+            return
+        placed = {o: i for i, o in enumerate(entry.offsets) if entry.files[i] >= 0}
+        for i, file in enumerate(entry.files):
+            if file >= 0:
+                continue
+            # Chunks at the same offsets have one key in `storage_data`: the last empty one takes it from the others.
+            twin = placed.get(entry.offsets[i])
+            if twin is not None:
+                entry.files[i], entry.starts[i] = entry.files[twin], entry.starts[twin]
+                entry.lengths[i] = entry.lengths[twin]
+            elif 0 in entry.sizes[i]:
+                entry.files[i] = 0
+            else:
+                raise CorruptError(
+                    f"the chunk at {list(entry.offsets[i])} is in no file", hint=_HOLE, tensor=self._key
+                )  # fmt: skip
+
+    def _paths(self, planned: Any) -> dict[str, KeyPath] | None:
+        if type(planned) is not dict:
+            return None
+        for key, path in planned.items():
+            self._key = key
+            if type(key) is not str or type(path) is not tuple or not path:
+                raise CorruptError("its path in `planner_data` is not a tuple of keys")
+            if not all(type(k) is str or (type(k) is int and k >= 0) for k in path):
+                raise CorruptError("its path in `planner_data` holds something else than strings and indexes")
+        self._key = None
+        return planned
+
+    def _facts(self, fields: Mapping[str, Any], seen: Mapping[str, str]) -> dict[str, Any]:
+        """What tells the torch that wrote it; see the table at the top."""
+        meta = fields.get("storage_meta")
+        facts: dict[str, Any] = {}
+        if seen.get("TensorProperties", "").startswith("torch.distributed._shard"):
+            facts["torch"] = "2.0 to 2.2"
+        elif self._properties > 5:
+            facts["torch"] = "2.15 or later"
+        elif "version" in fields:
+            facts["torch"] = "2.9 to 2.14"
+        elif isinstance(meta, _StorageMeta):
+            facts["torch"] = "2.7 to 2.8" if "modules" in meta.fields else "2.4 to 2.6"
+        elif "TensorProperties" in seen:
+            facts["torch"] = "2.3"
+        if "MCoreMetadata" in seen or "mcore_data" in fields:
+            facts["writer"] = "Megatron Core"
+        elif not seen.get("_StorageInfo", "torch.").startswith("torch."):
+            facts["writer"] = seen["_StorageInfo"].partition(".")[0]
+        return facts
+
+
+_ABSENT: Any = object()
+_HOLE = "a rank's part of the index is missing; the save did not end well"
+
+
+def _is_chunk(value: Any) -> bool:
+    return isinstance(value, _Chunk)
+
+
+def _checked(values: list[Any], what: str, dims: int | None) -> list[Ints]:
+    """The same list, when every value is a tuple of integers. Looks at types in bulk."""
+    if (
+        set(map(type, values)) - {tuple}
+        or set(map(type, chain.from_iterable(values))) - {int}
+        or (dims is not None and set(map(len, values)) - {dims})
+    ):
+        raise CorruptError(
+            f"`{what}` of a tensor or chunk is not a tuple of {'' if dims is None else f'{dims} '}integers"
+        )
+    return values
+
+
+def _positions(entry: StoredTensor) -> dict[Ints, int]:
+    """Which chunk is at which offsets; one with elements before one without."""
+    found: dict[Ints, int] = {}
+    for i, (offsets, sizes) in enumerate(zip(entry.offsets, entry.sizes, strict=True)):
+        if offsets not in found or 0 not in sizes:
+            found[offsets] = i
+    return found
+
+
+def _transforms(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if type(value) not in (list, tuple) or not all(type(v) is str for v in value):
+        raise CorruptError("`transform_descriptors` is not a list of names")
+    return tuple(value)
