@@ -47,10 +47,18 @@ def renamer(rules: Sequence[str]) -> Callable[[str], str]:
         for step in compiled:
             new = step(name)
             if new is not None:
-                return new
+                return _not_empty(new, name)
         return name
 
     return rename
+
+
+def _not_empty(new: str, name: str) -> str:
+    if name and not new:
+        raise UsageError(
+            f"`--rename` leaves `{name}` no name", hint="to leave a tensor out, use `--exclude`", tensor=name
+        )
+    return new
 
 
 def _rename_rule(old: str, new: str) -> Callable[[str], str | None]:
@@ -61,11 +69,11 @@ def _rename_rule(old: str, new: str) -> Callable[[str], str | None]:
             match = pattern.fullmatch(name)
             try:
                 return match.expand(new) if match else None
-            except re.error as error:
+            except (re.error, IndexError) as error:
                 raise UsageError(f"`--rename {old}={new}`: {error}") from None
 
         return by_expression
-    if "*" not in old:
+    if not any(sign in old for sign in "*?["):
         if "*" in new:
             raise UsageError(f"`--rename {old}={new}`: a `*` on the right stands for one on the left")
 
@@ -77,7 +85,8 @@ def _rename_rule(old: str, new: str) -> Callable[[str], str | None]:
         return by_prefix
     if new.count("*") > old.count("*"):
         raise UsageError(f"`--rename {old}={new}`: the right side has more `*` than the left")
-    pattern = re.compile("(.*)".join(map(re.escape, old.split("*"))), re.DOTALL)
+    # fnmatch has no groups; what it makes of the text between stars is `(?s:...)\Z`.
+    pattern = re.compile("(.*)".join(fnmatch.translate(text)[4:-3] for text in old.split("*")), re.DOTALL)
     pieces = new.split("*")
 
     def by_glob(name: str) -> str | None:
