@@ -45,7 +45,7 @@ def within(box: Box) -> tuple[slice, ...]:
 
 
 def grid(shape: Sequence[int], cuts: Sequence[int]) -> list[Box]:
-    """`cuts[d]` pieces along each dimension, as `torch.chunk` makes them (uneven, and fewer when there is too little)."""
+    """`cuts[d]` pieces along each dimension, as `torch.chunk` makes them (uneven, fewer when there is too little)."""
     axes = []
     for size, pieces in zip(shape, cuts, strict=True):
         spans, at = [], 0
