@@ -1,6 +1,6 @@
 """The training run of the demo: a few steps of FSDP2 on each rank, a DCP checkpoint, and torch's own whole state.
 
-    torchrun --nproc-per-node 2 demo_train.py      -> run/dcp/ and reference.pt in the working directory
+torchrun --nproc-per-node 2 demo_train.py      -> run/dcp/ and reference.pt in the working directory
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
@@ -29,6 +30,7 @@ def build(first_seed: int) -> Run:
     """Model, optimizer and scheduler before the first step; every block is a unit of FSDP2, the rest is the root's."""
     seed(first_seed)
     model = Transformer(SIZES)
+    nn.init.normal_(model.embed.weight, std=0.02)
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)
@@ -38,7 +40,7 @@ def build(first_seed: int) -> Run:
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
         ],
-        lr=1e-2,
+        lr=5e-3,
         betas=(0.9, 0.95),
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, cosine)

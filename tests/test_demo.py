@@ -1,0 +1,127 @@
+"""`make demo`: that it ends well, and that its comparison can fail."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+DEMO = Path(__file__).resolve().parent.parent / "samples" / "demo.py"
+
+
+def demo(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(DEMO), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    folder = tmp_path_factory.mktemp("demo") / "out"
+    return folder, demo("--dir", folder)
+
+
+def readings(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    rows = json.loads((folder / "readings.json").read_text())["readings"]
+    return {(row["what"], row["reader"]): row for row in rows}
+
+
+def test_everything_is_equal(done: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    folder, run = done
+    assert run.returncode == 0, run.stdout + run.stderr
+    reference = torch.load(folder / "reference.pt", weights_only=False)
+    tensors = len(reference["model"]) + sum(len(s) for s in reference["optim"]["state"].values()) + 2  # one RNG a rank
+    groups = sum(len(group) for group in reference["optim"]["param_groups"])
+    objects = groups + len(reference["scheduler"]) + 2 * 2 + 1  # python and numpy of each rank, and the step
+    assert run.stdout.splitlines()[-1] == f"all equal: {tensors} tensors, {objects} objects, in 7 readings"
+    rows = readings(folder)
+    assert {row["verdict"] for row in rows.values()} == {"equal"}
+    full = [row for row in rows.values() if row["objects"] != "-"]
+    assert {(row["tensors"], row["objects"]) for row in full} == {(str(tensors), str(objects))}
+    assert rows["run/safetensors", "safe_open"]["tensors"] == str(tensors)
+    assert rows["run/model.safetensors", "safe_open"]["tensors"] == str(len(reference["model"]))
+
+
+def test_the_commands_are_shown_with_what_they_print(done: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    lines = done[1].stdout.splitlines()
+    commands = [line for line in lines if line.startswith("$ ckpttool ")]
+    assert [command.split()[2] for command in commands] == ["inspect"] + ["convert"] * 5
+    for command in commands:
+        assert lines[lines.index(command) + 1 :], command
+    assert any("scheduler" in line for line in lines)
+
+
+def test_a_difference_fails(done: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    shutil.copytree(done[0], folder)
+    run = folder / "run"
+    flip(run / "model.safetensors", (run / "model.safetensors").stat().st_size - 1)
+    drop_a_tensor(run / "safetensors")
+    state = torch.load(run / "full.pt", weights_only=False)
+    state["optim"]["param_groups"][1]["betas"] = [0.9, 0.95]
+    state["rng"]["rank_1"]["extra"] = 1
+    del state["scheduler"]["last_epoch"]
+    torch.save(state, run / "full.pt")
+    (run / "full-again.pt").unlink()
+    piece = bytes(state["optim"]["state"]["layers.0.qkv.weight"]["exp_avg"][0].numpy())
+    for file in (run / "dcp-again").glob("*.distcp"):
+        if (offset := file.read_bytes().find(piece)) >= 0:
+            flip(file, offset)
+
+    checked = demo("--dir", folder, "--check")
+
+    assert checked.returncode == 1, checked.stdout + checked.stderr
+    assert checked.stdout.splitlines()[-1] == "not equal: 7 of 7 readings"
+    verdicts = {key: row["verdict"] for key, row in readings(folder).items()}
+    moment = "1 differ: optim.state.layers.0.qkv.weight.exp_avg"
+    assert verdicts["run/dcp-again", "dcp.load, 2 ranks"] == moment
+    assert verdicts["run/dcp-again", "dcp_to_torch_save"] == moment
+    assert verdicts["run/model.safetensors", "safe_open"].startswith("1 differ: ")
+    assert verdicts["run/safetensors", "safe_open"].startswith("1 missing: ")
+    three = (
+        "1 missing: scheduler.last_epoch; 1 not in the reference: rng.rank_1.extra; "
+        "1 differ: optim.param_groups.1.betas"
+    )
+    assert verdicts["run/full.pt", "torch.load"] == three
+    assert verdicts["run/full.pt", "torch.load, mmap=True"] == three
+    assert verdicts["run/full-again.pt", "torch.load"].startswith("cannot be read: ")
+
+
+def test_a_checkpoint_that_is_incomplete_fails(
+    done: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "out"
+    shutil.copytree(done[0], folder)
+    (folder / "run" / "dcp-again" / "__1_0.distcp").unlink()
+    checked = demo("--dir", folder, "--check")
+    assert checked.returncode == 1, checked.stdout + checked.stderr
+    verdicts = {key: row["verdict"] for key, row in readings(folder).items() if row["verdict"] != "equal"}
+    assert set(verdicts) == {("run/dcp-again", "dcp.load, 2 ranks"), ("run/dcp-again", "dcp_to_torch_save")}
+
+
+def test_a_directory_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    refused = demo("--dir", tmp_path)
+    assert refused.returncode == 1
+    assert "was not made by this demo" in refused.stderr
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def flip(file: Path, offset: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[offset] ^= 1
+    file.write_bytes(data)
+
+
+def drop_a_tensor(folder: Path) -> None:
+    file = sorted(folder.glob("*.safetensors"))[0]
+    with safe_open(file, framework="pt") as opened:
+        kept = {name: opened.get_tensor(name) for name in list(opened.keys())[1:]}
+    save_file(kept, file)
