@@ -132,7 +132,10 @@ def convert(
             _plan(terminal, made)
         else:
             _result(terminal, made, check)
-        _changes(terminal, made, verbose)
+        if dry_run or verbose:
+            for title, rows in _changes(made):
+                terminal.heading(title, f"{len(rows):,}")
+                _some(terminal, rows, verbose)
         for note in made.notes:
             err().line(Painted("warning: ", "yellow"), note)
 
@@ -153,8 +156,9 @@ def _result(terminal: Terminal, made: Conversion, check: bool) -> None:
         ("files", f"{plural(len(made.files), 'file')}, {size(made.disk)}"),
         ("time", f"{duration(made.seconds)}{rate}"),
         ("checked", _checked(made, check)),
+        *((title, f"{len(changes):,}") for title, changes in _changes(made)),
     ]
-    terminal.table([(dim(title), text) for title, text in rows], cut=(1,))
+    terminal.table([(dim(title), text) for title, text in rows], cut=(1,), prose=(1,))
 
 
 def _checked(made: Conversion, check: bool) -> str:
@@ -184,25 +188,20 @@ def _files(terminal: Terminal, made: Conversion, verbose: bool) -> None:
     terminal.write("\n")
 
 
-def _changes(terminal: Terminal, made: Conversion, verbose: bool) -> None:
-    for title, rows in (
+Rows = list[tuple[str, ...]]
+
+
+def _changes(made: Conversion) -> list[tuple[str, Rows]]:
+    found: list[tuple[str, Rows]] = [
         ("renamed", [(old, f"-> {new}") for old, new in made.renamed]),
         ("cast", [(name, f"{old} -> {new}") for name, old, new in made.cast]),
         ("tied", [(name, f"is {kept}") for name, kept in made.ties]),
         ("left out", [(name,) for name in made.dropped]),
-    ):
-        if not rows:
-            continue
-        if made.dry_run or verbose:
-            terminal.heading(title, f"{len(rows):,}")
-            _some(terminal, rows, verbose)
-        else:
-            terminal.table([(dim(title), f"{len(rows):,}")])
+    ]
+    return [(title, rows) for title, rows in found if rows]
 
 
-def _some(
-    terminal: Terminal, rows: list[tuple[str, str]] | list[tuple[str]], verbose: bool, right: tuple[int, ...] = ()
-) -> None:
+def _some(terminal: Terminal, rows: Rows, verbose: bool, right: tuple[int, ...] = ()) -> None:
     shown = rows if verbose else rows[:_SHOWN]
     terminal.table(shown, right=right, cut=(0, 1) if len(rows[0]) > 1 else (0,))
     if len(shown) < len(rows):

@@ -16,7 +16,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -51,14 +51,20 @@ def catch_signals() -> None:
     signal.signal(signal.SIGTERM, _terminate)
 
 
+def _make_writable() -> None:
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell: `>&-`
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        # A name in a script that the locale cannot spell is shown escaped.
+        getattr(sys, name).reconfigure(errors="backslashreplace")
+
+
 class Commands(TyperGroup):
     """The group of all commands, ending in an exit code whatever happens."""
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
         words = list(sys.argv[1:] if args is None else args)
-        for stream in (sys.stdout, sys.stderr):
-            # A name in a script that the locale cannot spell is shown escaped.
-            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+        _make_writable()
         # typer takes care of completion requests before it looks at standalone_mode.
         sys.exit(self._run(words, _Report(words), {**extra, "standalone_mode": False, "prog_name": "ckpttool"}))
 
@@ -75,7 +81,8 @@ class Commands(TyperGroup):
         except MemoryError:
             return report.failed(StorageError("out of memory", hint="give the process more, or pass `--max-memory`"))
         except OSError as error:
-            said = f"`{error.filename}`: {error.strerror}" if error.filename else str(error)
+            why = (error.strerror or str(error)).lower()
+            said = f"`{error.filename}`: {why}" if error.filename else why
             return report.failed(StorageError(said))
         except Exception as error:
             if type(error).__name__ == "NoArgsIsHelpError":
@@ -141,10 +148,9 @@ def _let_go_of_stdout() -> int:
 
 
 def _show_help(error: Any) -> int:
-    terminal = out()
+    terminal = err()
     terminal.write(f"{error.ctx.get_help()}\n")
-    terminal.flush()
-    return DONE
+    return UsageError.exit_code
 
 
 def _as_usage_error(error: Any) -> UsageError | None:
@@ -159,16 +165,13 @@ def _as_usage_error(error: Any) -> UsageError | None:
     if type(error).__name__ == "NoSuchOption":
         message = f"`{command}` has no option `{error.option_name}`"
         if error.possibilities:
-            hint = _did_you_mean(f"`{name}`" for name in sorted(error.possibilities))
+            hint = f"did you mean `{error.possibilities[0]}`?"
     elif unknown := re.match(r"No such command (`[^`]*`)", message):
         near = re.findall(r"`[^`]*`", message[unknown.end() :])
         message = f"there is no command {unknown[1]}"
-        hint = _did_you_mean(near) if near else f"`{command} --help` lists the commands"
-    return UsageError((message[:1].lower() + message[1:]).rstrip("."), hint=hint)
-
-
-def _did_you_mean(names: Iterable[str]) -> str:
-    return f"did you mean {' or '.join(names)}?"
+        hint = f"did you mean {near[0]}?" if near else f"`{command} --help` lists the commands"
+    message = re.sub(r"(?:^|(?<=: ))[A-Z](?=[a-z])", lambda first: first[0].lower(), message)
+    return UsageError(message.rstrip("."), hint=hint)
 
 
 def _backticks(text: str) -> str:

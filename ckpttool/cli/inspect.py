@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _OBJECTS = 40  # lines, unless -v
 _COLUMNS = 6
+_VALUE = 80  # characters of an object's value, unless -v
 _TITLES = {"writer": "written by", "torch": "torch", "layout": "layout"}
 
 
@@ -64,7 +65,7 @@ def _print(
 ) -> None:
     from ckpttool.summary import summarise
 
-    summary = summarise(catalogue, depth=depth, limit=1000 if verbose else 72)
+    summary = summarise(catalogue, depth=depth, limit=1000 if verbose else max(terminal.width or 0, _VALUE))
     _header(terminal, catalogue, path, summary)
     if wanted is not None:
         _tensors(terminal, [t for t in catalogue.tensors if wanted(t.name)], catalogue)
@@ -91,7 +92,7 @@ def _header(terminal: Terminal, catalogue: Catalogue, path: str, summary: Summar
         rows.append(("step", f"{summary.step:,}"))
     rows.append(("on disk", f"{size(catalogue.nbytes())} in {plural(len(catalogue.files), 'file')}"))
     rows += [(str(key).replace("_", " "), _fact(value)) for key, value in facts.items() if value not in (None, "", ())]
-    terminal.table([(dim(title), text) for title, text in rows], cut=(1,))
+    terminal.table([(dim(title), text) for title, text in rows], cut=(1,), prose=(1,))
 
 
 def _fact(value: Any) -> str:
@@ -166,7 +167,9 @@ def _objects(terminal: Terminal, objects: list[ObjectLine], verbose: bool) -> No
         return
     terminal.heading("objects")
     shown = objects if verbose else objects[:_OBJECTS]
-    terminal.table([(f"{o.name}{f'  x{o.times}' if o.times > 1 else ''}", o.text) for o in shown], cut=(1, 0))
+    terminal.table(
+        [(f"{o.name}{f'  x{o.times}' if o.times > 1 else ''}", o.text) for o in shown], cut=(1, 0), prose=(1,)
+    )
     if len(shown) < len(objects):
         terminal.line(dim(f"  {len(objects) - len(shown):,} more, shown by -v"))
 

@@ -6,10 +6,10 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TextIO
 
-from ckpttool.summary.values import safe
+from ckpttool.summary.values import cut, safe
 
 _CODES = {"bold": "1", "dim": "2", "red": "1;31", "yellow": "33"}
 _GAP = 2
@@ -99,9 +99,11 @@ class Terminal:
         *,
         right: Iterable[int] = (),
         cut: Sequence[int] = (),
+        prose: Sequence[int] = (),
         indent: int = 2,
     ) -> None:
-        """Columns `right` are set to the right; columns `cut` are shortened, in this order, to fit a terminal."""
+        """Columns `right` are set to the right; columns `cut` are shortened, in this order, to fit a terminal: in the
+        middle, as both ends of a name tell something, or if they are in `prose` at the end."""
         from tabulate import tabulate
 
         kept = [[_as_painted(cell) for cell in row] for row in rows]
@@ -109,7 +111,8 @@ class Terminal:
             return
         head = [[Painted(title, "dim") for title in headers]] if headers else []
         columns = max(map(len, kept))
-        fitted = _fit([*head, *kept], columns, cut, self.width - indent if self.width else None)
+        room = self.width - indent if self.width else None
+        fitted = _fit([*head, *kept], columns, cut, prose, room)
         align = ["right" if i in set(right) else "left" for i in range(columns)]
         cells = [[_hold(self.render(cell)) for cell in row] for row in fitted]
         text = tabulate(cells, tablefmt="plain", colalign=align, disable_numparse=True)
@@ -127,7 +130,9 @@ def _as_painted(piece: Piece) -> Painted:
     return piece if isinstance(piece, Painted) else Painted(piece, "")
 
 
-def _fit(rows: list[list[Painted]], columns: int, order: Sequence[int], room: int | None) -> list[list[Piece]]:
+def _fit(
+    rows: list[list[Painted]], columns: int, order: Sequence[int], prose: Sequence[int], room: int | None
+) -> list[list[Piece]]:
     safed = [[cell._replace(text=safe(cell.text)) for cell in row] for row in rows]
     widths = [max((len(row[i].text) for row in safed if i < len(row)), default=0) for i in range(columns)]
     over = sum(widths) + _GAP * (columns - 1) - room if room else 0
@@ -136,11 +141,11 @@ def _fit(rows: list[list[Painted]], columns: int, order: Sequence[int], room: in
             taken = min(over, max(widths[i] - _LEAST, 0))
             widths[i] -= taken
             over -= taken
-    return [[_cell(cell, widths[i]) for i, cell in enumerate(row)] for row in safed]
+    return [[_cell(cell, widths[i], shorten if i not in prose else cut) for i, cell in enumerate(row)] for row in safed]
 
 
-def _cell(cell: Painted, width: int) -> Piece:
-    cell = cell._replace(text=shorten(cell.text, width))
+def _cell(cell: Painted, width: int, shorter: Callable[[str, int], str]) -> Piece:
+    cell = cell._replace(text=shorter(cell.text, width))
     return cell if cell.style else cell.text
 
 

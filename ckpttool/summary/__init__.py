@@ -9,16 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from ckpttool.catalogue import KINDS, Catalogue, Entry, Object, Part, Path, Tensor, dotted, find_aliases
-from ckpttool.errors import CkptError
 from ckpttool.summary import hyperparameters, tree
 from ckpttool.summary.findings import findings
-from ckpttool.summary.values import LIMIT, describe
+from ckpttool.summary.values import LIMIT, describe, peek
 
 DEPTH = 3
-_LARGE = 1 << 20  # an object of more bytes is shown as its size, not read
 _PROGRESS = ("global_step", "step", "steps", "num_steps", "iteration", "iter", "current_step", "total_step")
 
 
@@ -107,26 +104,15 @@ def step(catalogue: Catalogue) -> float | None:
     for kind in ("progress", "optimizer"):
         for name in _PROGRESS:
             found = said.get((kind, name))
-            value = _read(found)[0] if found is not None else catalogue.facts.get("step")
+            value = peek(found)[0] if found is not None else catalogue.facts.get("step")
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 return value
     return None
 
 
-def _read(entry: Object) -> tuple[Any, str | None]:
-    """The value, or None and why there is none."""
-    if entry.nbytes > _LARGE:
-        return None, f"<{entry.nbytes:,} bytes>"
-    try:
-        return entry.value, None
-    except CkptError as error:
-        # The rest can still be shown; convert will stop here.
-        return None, f"<unreadable: {error.message}>"
-
-
 def value_text(entry: Object, catalogue: Catalogue, limit: int = LIMIT) -> str:
     """One line for an object's value; its size where it is large, the reason where it cannot be read."""
-    value, instead = _read(entry)
+    value, instead = peek(entry)
     return describe(value, catalogue.entries, limit) if instead is None else instead
 
 

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ckpttool.catalogue import Catalogue, Object, Path, Tensor, find_aliases
-from ckpttool.errors import CkptError
 from ckpttool.summary.findings import findings
-from ckpttool.summary.values import describe, jsonable, type_name
+from ckpttool.summary.values import describe, jsonable, peek, type_name
 
 SCHEMA = "ckpttool/inspect/1"
+_OURS = ("tensors", "objects", "warnings")
 
 
 def document(
@@ -26,9 +26,7 @@ def document(
 ) -> Iterator[str]:
     """The document as JSON text in pieces, a tensor or an object a line: a large checkpoint has hundreds of megabytes
     of it. `wanted` chooses tensors by name."""
-    facts = {str(k): jsonable(v, catalogue.entries) for k, v in catalogue.facts.items()}
-    head = {
-        **facts,
+    head: dict[str, Any] = {
         "schema": SCHEMA,
         "format": catalogue.format,
         "world_size": catalogue.world_size,
@@ -37,8 +35,10 @@ def document(
         "bytes": catalogue.nbytes(),
         "files": [{"name": f.name, "bytes": f.size, "rank": f.rank} for f in catalogue.files],
     }
-    order = ("schema", "format", "world_size", "path", "step", "bytes", "files")
-    yield "{" + ",\n ".join(f"{json.dumps(key)}: {json.dumps(head[key])}" for key in dict.fromkeys((*order, *head)))
+    for key, value in catalogue.facts.items():
+        if key not in _OURS:
+            head.setdefault(str(key), jsonable(value, catalogue.entries))
+    yield "{" + ",\n ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items())
     yield ',\n "tensors": ['
     yield from _lines(_tensor(t, catalogue) for t in catalogue.tensors if wanted(t.name))
     yield '],\n "objects": ['
@@ -75,8 +75,7 @@ def _tensor(tensor: Tensor, catalogue: Catalogue) -> dict[str, Any]:
 
 def _object(entry: Object, catalogue: Catalogue) -> dict[str, Any]:
     said = {"name": entry.name, "path": path_json(entry.path), "part": entry.part.kind}
-    try:
-        value = entry.value
-    except CkptError as error:
-        return {**said, "type": "unreadable", "value": error.message}
+    value, instead = peek(entry)
+    if instead is not None:
+        return {**said, "type": "unread", "value": instead}
     return {**said, "type": type_name(value), "value": jsonable(value, catalogue.entries)}

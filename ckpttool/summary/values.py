@@ -12,11 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from ckpttool.catalogue import Link, Path, Tensor
+from ckpttool.catalogue import Link, Object, Path, Tensor
+from ckpttool.errors import CkptError
 from ckpttool.pickles import Stub, TorchSize, is_stub_type, stub_name
 
 LIMIT = 72
 _DEPTH = 6
+_LARGE = 1 << 20  # an object of more bytes is not read to be shown
 _SHORT_BYTES = 16
 _BLOB_ITEMS = 32  # a list of more numbers than this is a state, not something to read
 _JSON_DEPTH = 64
@@ -117,7 +119,9 @@ def _brackets(value: Any) -> tuple[str, str]:
         return "(", ",)" if len(value) == 1 else ")"
     if isinstance(value, list):
         return "[", "]"
-    return ("{", "}") if value and isinstance(value, set) else (f"{type(value).__name__}(", ")")
+    if isinstance(value, set) and value:
+        return "{", "}"
+    return (f"{type(value).__name__}({{", "})") if value else (f"{type(value).__name__}(", ")")
 
 
 def _stub(value: Stub, tensors: Tensors, depth: int, limit: int) -> Iterator[str]:
@@ -174,6 +178,17 @@ def _numpy_dtype(value: Any) -> str:
     if isinstance(value, Stub) and value.args and isinstance(value.args[0], str):
         return safe(value.args[0][:32])
     return "?"
+
+
+def peek(entry: Object) -> tuple[Any, str | None]:
+    """An object's value, or None and what to show instead: the size of a large one, why one cannot be read."""
+    if entry.nbytes > _LARGE:
+        return None, f"<{entry.nbytes} bytes>"
+    try:
+        return entry.value, None
+    except CkptError as error:
+        # The rest can still be shown; convert will stop here.
+        return None, f"<unreadable: {error.message}>"
 
 
 def type_name(value: Any) -> str:
