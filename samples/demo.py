@@ -57,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(f"\nReading everything back with the upstream libraries, on {RANKS} ranks ...\n")
         (folder / "readings.json").unlink(missing_ok=True)
         torchrun("demo_readback.py", folder)
+        say("")
         last, equal = report(json.loads((folder / "readings.json").read_text()))
     except subprocess.CalledProcessError as error:
         say(f"\nerror: `{shlex.join(map(str, error.cmd))}` ended with exit code {error.returncode}")
@@ -90,7 +91,10 @@ def torchrun(script: str, folder: Path) -> None:
     """Run a script of this directory on `RANKS` ranks, `folder` being its working directory."""
     launch = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={RANKS}"]
     command = [sys.executable, "-m", "torch.distributed.run", *launch, str(HERE / script)]
-    subprocess.run(command, cwd=folder, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    # torch warns when it has to choose the threads, and when a machine without a network has a name nobody knows.
+    quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    say(f"$ torchrun --nproc-per-node {RANKS} {script}")
+    subprocess.run(command, cwd=folder, check=True, env={**os.environ, **quiet})
 
 
 def report(result: dict[str, Any]) -> tuple[str, bool]:
