@@ -17,7 +17,7 @@ import io
 import pickle
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -142,6 +142,13 @@ def _encode(text: Any = "", encoding: Any = "latin1") -> bytes:
     return text.encode("latin1")
 
 
+def _bytes(*args: Any) -> bytes:
+    # How protocol 2 spells b"".
+    if args:
+        raise CorruptError("a pickle calls `bytes` in a way that pickle itself never does")
+    return b""
+
+
 def _bytearray(*args: Any) -> bytearray:
     # `bytearray(10**12)` would allocate a terabyte.
     match args:
@@ -205,6 +212,7 @@ REAL: dict[tuple[str, str], Known] = {
         ("torch", "Size", _list_of(TorchSize)),
         ("builtins", "set", _list_of(set)),
         ("builtins", "frozenset", _list_of(frozenset)),
+        ("builtins", "bytes", _bytes),
         ("builtins", "bytearray", _bytearray),
         ("builtins", "complex", _complex),
         ("builtins", "getattr", _attribute),
@@ -349,6 +357,9 @@ def load(
     # The machine raises whatever the operation at hand raises when a pickle is cut or made up.
     except Exception as error:
         raise CorruptError(f"{what}: not a whole pickle: {error}".rstrip(".")) from None
+
+
+_BATCH = 1000
 
 
 class Writer:
@@ -525,27 +536,26 @@ class Writer:
                 b"B" + struct.pack("<I", len(value)) if len(value) < 2**32 else b"\x8e" + struct.pack("<Q", len(value))
             )
             self.out += value
-        elif value:
-            self.call("_codecs", "encode", (value.decode("latin1"), "latin1"))
         else:
-            self.call("builtins", "bytes", ())
+            # pickle itself spells b"" `bytes()`, which `torch.load(weights_only=True)` refuses.
+            self.call("_codecs", "encode", (value.decode("latin1"), "latin1"))
 
     def _appends(self, values: list[Any]) -> None:
-        if not values:
-            return
-        self.out += b"("
-        for value in values:
-            self.write(value)
-        self.out += b"e"
+        self._fill([(value,) for value in values], b"a", b"e")
 
     def _set_items(self, pairs: list[tuple[Any, Any]]) -> None:
-        if not pairs:
-            return
-        self.out += b"("
-        for key, value in pairs:
-            self.write(key)
-            self.write(value)
-        self.out += b"u"
+        self._fill(pairs, b"s", b"u")
+
+    def _fill(self, items: Sequence[tuple[Any, ...]], one: bytes, many: bytes) -> None:
+        # In batches, as pickle does: a reader keeps no more than one on its stack.
+        for start in range(0, len(items), _BATCH):
+            batch = items[start : start + _BATCH]
+            if len(batch) > 1:
+                self.out += b"("
+            for item in batch:
+                for value in item:
+                    self.write(value)
+            self.out += many if len(batch) > 1 else one
 
     def _stub(self, value: Stub) -> None:
         if value.target is not None:

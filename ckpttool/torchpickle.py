@@ -101,8 +101,8 @@ def _parameter_with_state(data: Any, requires_grad: Any, hooks: Any, state: Any,
     return _with_attributes(data, state)
 
 
-# FSDP1 sets the first on every tensor of a full state dict, `nn.Buffer` the others on itself.
-_UNTOLD = {"_has_been_cloned", "persistent", "_is_buffer"}
+# FSDP1 sets the first on every tensor of a full state dict, `nn.Buffer` and `nn.Parameter` the others on themselves.
+_UNTOLD = {"_has_been_cloned", "persistent", "_is_buffer", "_is_param"}
 
 
 def _with_attributes(data: Any, state: Any) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ckpttool import nesting, pickles, torchmodule
+from ckpttool.boxes import Ints
 from ckpttool.catalogue import Catalogue, Chunks, Extent, Object, Path, Tensor, dotted
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import CorruptError
@@ -84,33 +85,52 @@ def _object_warnings(objects: Iterable[Object]) -> list[str]:
     return said
 
 
-def slack_warnings(storages: list[tuple[str, int, int]], used: dict[int, list[tuple[int, int]]]) -> list[str]:
-    """About storages, each `(name, offset, nbytes)`, that hold more than the spans used of them by offset."""
+Span = tuple[int, int, Ints | None]
+"""What a tensor uses of a storage: offset and number of bytes, and strides."""
+
+
+def span_of(extent: Extent) -> Span:
+    return extent.offset, extent.nbytes, extent.strides
+
+
+def storage_warnings(storages: list[tuple[str, int, int]], used: dict[int, set[Span]]) -> list[str]:
+    """About storages, each `(name, offset, nbytes)`, that do not match the spans used of them by offset. Pure."""
     larger: list[str] = []
     unused: list[str] = []
-    slack = waste = 0
+    shared: list[str] = []
+    slack = waste = twice = 0
     for name, offset, nbytes in storages:
         spans = used.get(offset)
         if spans is None:
             unused.append(name)
             waste += nbytes
-        elif (left := nbytes - covered(spans)) > 0:
+            continue
+        bytes_used = covered(spans)
+        if nbytes > bytes_used:
             larger.append(name)
-            slack += left
+            slack += nbytes - bytes_used
+        if len(spans) > 1 and (again := sum(size for _, size, _ in spans) - bytes_used) > 0:
+            shared.append(name)
+            twice += again
     said = []
     if larger:
         said.append(
-            f"{len(larger)} storages are larger than the tensors that use them, by {slack} bytes in all: {some(larger)}"
+            f"{len(larger)} storages are larger than the tensors that use them, by {slack} bytes: {some(larger)}"
+        )
+    if shared:
+        said.append(
+            f"tensors overlap in {len(shared)} storages without being the same; each is written by itself, "
+            f"{twice} bytes more than here: {some(shared)}"
         )
     if unused:
         said.append(f"{len(unused)} storages of {waste} bytes belong to no tensor: {some(unused)}")
     return said
 
 
-def covered(spans: list[tuple[int, int]]) -> int:
-    """Bytes that are in at least one of these `(offset, nbytes)`. Pure."""
+def covered(spans: Iterable[Span]) -> int:
+    """Bytes that are in at least one span. Pure."""
     total, end = 0, 0
-    for offset, nbytes in sorted(spans):
+    for offset, nbytes, _ in sorted(spans, key=lambda span: span[:2]):
         total += max(0, offset + nbytes - max(offset, end))
         end = max(end, offset + nbytes)
     return total

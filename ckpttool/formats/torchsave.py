@@ -99,13 +99,13 @@ def _read_stream(catalogue: Catalogue, stream: torchlegacy.Stream) -> None:
         "layout": stream.layout, "writer": "torch.save", "torch": "0.1" if stream.layout == "tar" else "before 1.6",
     }  # fmt: skip
     torchtree.fill(catalogue, stream.tree, stream.extent)
-    used: dict[int, list[tuple[int, int]]] = {}
+    used: dict[int, set[torchtree.Span]] = {}
     starts = sorted((offset, nbytes, key) for key, (offset, nbytes) in stream.storages.items())
     for tensor in catalogue.tensors:
         for extent in (chunk.extent for chunk in tensor.chunks if chunk.extent.nbytes):
             i = bisect.bisect_right(starts, extent.offset, key=lambda s: s[0]) - 1
-            used.setdefault(starts[i][0], []).append((extent.offset, extent.nbytes))
-    catalogue.warnings += torchtree.slack_warnings([(f"storage {key}", o, n) for o, n, key in starts], used)
+            used.setdefault(starts[i][0], set()).add(torchtree.span_of(extent))
+    catalogue.warnings += torchtree.storage_warnings([(f"storage {key}", o, n) for o, n, key in starts], used)
     catalogue.warnings.append(f"a {stream.layout} file has no checksums: what it holds cannot be checked")
 
 
@@ -117,6 +117,7 @@ def _read_zip(catalogue: Catalogue, archive: Archive) -> None:
         exported = torchexport.Exported(archive)
         torchtree.fill(catalogue, exported.tree, exported.extent)
         nested = exported.nested
+        catalogue.warnings.append("a torch.export program: its graph is left out, only its tensors are shown")
         if exported.left_out:
             catalogue.warnings.append(f"entries that are no tensors are left out: {torchtree.some(exported.left_out)}")
     elif "constants.pkl" in archive.records:
@@ -153,12 +154,12 @@ def _torch_versions(archive: Archive) -> str:
 
 
 def _archive_warnings(catalogue: Catalogue, archive: Archive, nested: Collection[str]) -> list[str]:
-    used: dict[int, list[tuple[int, int]]] = {}
+    used: dict[int, set[torchtree.Span]] = {}
     for tensor in catalogue.tensors:
         for chunk in tensor.chunks:
             record = chunk.extent.record
             if record is not None:
-                used.setdefault(record.offset, []).append((chunk.extent.offset, chunk.extent.nbytes))
+                used.setdefault(record.offset, set()).add(torchtree.span_of(chunk.extent))
     storages = {
         name: r for name, r in archive.records.items() if _is_storage(name) and r.nbytes > 0 and name not in nested
     }
@@ -167,7 +168,7 @@ def _archive_warnings(catalogue: Catalogue, archive: Archive, nested: Collection
         (name, archive.payload(name).offset if name in archive.located else -1, r.nbytes)
         for name, r in storages.items()
     ]
-    said = torchtree.slack_warnings(spans, used)
+    said = torchtree.storage_warnings(spans, used)
     unchecked = sum(not r.crc for r in storages.values())
     if unchecked:
         said.append(f"{unchecked} of {len(storages)} storages have no checksum: what they hold cannot be checked")

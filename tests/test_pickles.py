@@ -1,0 +1,577 @@
+"""Pickles without execution: payloads along every route an opcode opens, and the writer against Python's own reader."""
+
+from __future__ import annotations
+
+import argparse
+import copyreg
+import enum
+import functools
+import io
+import math
+import pickle
+import pickletools
+import struct
+import subprocess
+import sys
+import time
+from collections import Counter, OrderedDict, defaultdict, deque
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpttool import opcodes, pickles, torchpickle
+from ckpttool.errors import CorruptError, LossError
+from ckpttool.pickles import Known, Stub, TorchSize, stub_name, stub_type
+from ckpttool.torchpickle import KNOWN, Slot, StorageRef, TensorRef
+
+
+def load(data: bytes) -> Any:
+    return torchpickle.load(data, "the pickle")
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+
+# Payloads -------------------------------------------------------------------------------------------------------------
+
+TRIPPED: list[str] = []
+
+
+def trip(*args: Any, **kwargs: Any) -> Any:
+    TRIPPED.append("called")
+    return trip
+
+
+class Tripwire:
+    """Every way in which making, filling or naming an object could run something."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        trip()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        trip()
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        trip()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        trip()
+
+    def append(self, value: Any) -> None:
+        trip()
+
+    extend = __setitem__ = add = update = __call__ = append
+
+
+HERE = Tripwire.__module__.encode()
+CLASS = b"c" + HERE + b"\nTripwire\n"
+FUNCTION = b"c" + HERE + b"\ntrip\n"
+ITEM = text("a") + b"K\1"
+
+ROUTES = {
+    "REDUCE": b"\x80\x02" + FUNCTION + text("x") + b"\x85R.",
+    "REDUCE without arguments": b"\x80\x02" + FUNCTION + b")R.",
+    "REDUCE of what REDUCE gave": b"\x80\x02" + FUNCTION + b")R)R)R.",
+    "NEWOBJ": b"\x80\x02" + CLASS + b")\x81.",
+    "NEWOBJ_EX": b"\x80\x04" + CLASS + b")}" + ITEM + b"s\x92.",
+    "OBJ": b"\x80\x02(" + CLASS + text("x") + b"o.",
+    "OBJ without arguments": b"\x80\x02(" + CLASS + b"o.",
+    "INST": b"(i" + HERE + b"\nTripwire\n.",
+    "INST with arguments": b"(S'x'\ni" + HERE + b"\nTripwire\n.",
+    "STACK_GLOBAL": b"\x80\x04\x8c" + bytes([len(HERE)]) + HERE + b"\x8c\x04trip\x93)R.",
+    "BUILD": b"\x80\x02" + CLASS + b")\x81}" + ITEM + b"sb.",
+    "BUILD with slots": b"\x80\x02" + CLASS + b")\x81N}" + ITEM + b"s\x86b.",
+    "APPEND": b"\x80\x02" + CLASS + b")\x81K\1a.",
+    "APPENDS": b"\x80\x02" + CLASS + b")\x81(K\1K\2e.",
+    "SETITEM": b"\x80\x02" + CLASS + b")\x81" + ITEM + b"s.",
+    "SETITEMS": b"\x80\x02" + CLASS + b")\x81(" + ITEM + b"u.",
+    "ADDITEMS": b"\x80\x04" + CLASS + b")\x81(K\1\x90.",
+    "getattr": b"\x80\x02cbuiltins\ngetattr\n" + CLASS + text("append") + b"\x86RK\1\x85R.",
+    "getattr of a module": b"\x80\x02c__builtin__\ngetattr\ncos\n__dict__\n" + text("system") + b"\x86R.",
+    "dotted name": b"\x80\x04\x8c" + bytes([len(HERE)]) + HERE + b"\x8c\x0fTripwire.append\x93K\1K\2\x86R.",
+    "memo": b"\x80\x02" + FUNCTION + b"q\0)Rq\1h\0h\1\x85R.",
+    "hooks of a tensor": b"\x80\x02ctorch._utils\n_rebuild_parameter\n" + FUNCTION + b")R\x88" + FUNCTION + b"\x87R.",
+    "function of a subclass": b"\x80\x02ctorch._tensor\n_rebuild_from_type_v2\n(" + FUNCTION + CLASS + b")NtR.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_nothing_runs_along(route: str) -> None:
+    TRIPPED.clear()
+    value = load(ROUTES[route])
+    assert not TRIPPED
+    list(pickles.walk(value))
+    repr(value)
+    stub_name(value)
+    assert not TRIPPED
+
+
+@pytest.mark.parametrize("route", [r for r in ROUTES if "getattr" not in r and " of a " not in r])
+def test_the_payloads_are_live(route: str) -> None:
+    """The same bytes trip the wire when Python's own unpickler runs them."""
+    TRIPPED.clear()
+    try:
+        pickle.loads(ROUTES[route])
+    except Exception:
+        assert TRIPPED, "the payload never got as far as the wire"
+    assert TRIPPED or route == "memo"
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("os", "system"), ("builtins", "eval"), ("builtins", "exec"), ("posix", "system")]
+)
+def test_commands_do_not_run(module: str, name: str, tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    command = f"touch {mark}" if name == "system" else f"open({str(mark)!r}, 'w')"
+    data = b"\x80\x02c" + module.encode() + b"\n" + name.encode() + b"\n" + text(command) + b"\x85R."
+    value = load(data)
+    assert stub_name(value) == f"{module}.{name}" and value.args == (command,)
+    assert not mark.exists()
+    pickle.loads(data)
+    assert mark.exists(), "the payload is not one"
+    assert pickles.harmful_names({"a": [value]}) == {f"{module}.{name}"}
+
+
+@pytest.mark.parametrize("opcode", [b"\x82\x7b", b"\x83\x7b\x00", b"\x84\x7b\x00\x00\x00"])
+def test_extension_codes_are_refused(opcode: bytes) -> None:
+    """They stand for a class that the process has registered, and CPython keeps it where `find_class` is not asked."""
+    data = b"\x80\x02" + opcode + text("x") + b"\x85R."
+    copyreg.add_extension(HERE.decode(), "trip", 0x7B)
+    try:
+        TRIPPED.clear()
+        pickle.loads(data)
+        assert TRIPPED
+        TRIPPED.clear()
+        with pytest.raises(CorruptError, match="opcode"):
+            load(data)
+        assert not TRIPPED
+    finally:
+        copyreg.remove_extension(HERE.decode(), "trip", 0x7B)
+        copyreg.clear_extension_cache()
+
+
+def test_persistent_ids_are_answered_by_us_only() -> None:
+    command = b"cos\nsystem\n" + text("true") + b"\x85R"
+    with pytest.raises(CorruptError, match="persistent id"):
+        load(b"\x80\x02" + command + b"Q.")
+    with pytest.raises(CorruptError, match="persistent id"):
+        load(b"\x80\x02(" + text("storage") + command + b"tQ.")
+    with pytest.raises(CorruptError, match="outside itself"):
+        pickles.load(b"\x80\x02K\1Q.", what="p")
+    with pytest.raises(CorruptError, match="persistent id"):
+        load(b"Psomething\n.")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        ("collections", "OrderedDict"),
+        ("builtins", "getattr"),
+        ("torch", "Size"),
+        ("torch._utils", "_rebuild_tensor_v2"),
+    ],
+)
+@pytest.mark.parametrize("state", [b"}" + text("answer") + b"K\1s", b"N}" + text("answer") + b"K\1s\x86"])
+def test_what_we_answer_with_cannot_be_changed(name: tuple[str, str], state: bytes) -> None:
+    """BUILD sets attributes of whatever is on the stack: of our own functions, for all files after this one."""
+    known = (KNOWN | pickles.REAL)[name]
+    before = known.answer
+    with pytest.raises(CorruptError, match="changes"):
+        load(b"\x80\x02c" + "\n".join(name).encode() + b"\n" + state + b"b.")
+    assert known.answer is before
+
+
+@pytest.mark.parametrize("attribute", ["items", "keys", "__class__", "update"])
+def test_ordered_dicts_keep_their_methods(attribute: str) -> None:
+    data = b"\x80\x02ccollections\nOrderedDict\n)R}" + text(attribute) + b"K\1sb."
+    with pytest.raises(CorruptError, match="OrderedDict"):
+        load(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80\x02cbuiltins\nbytearray\n\x8a\x06\x00\x00\x00\x00\x00\x01\x85R.",
+        b"\x80\x02c_codecs\nencode\n" + text("a") + text("zip") + b"\x86R.",
+        b"\x80\x02c_codecs\nencode\nK\1K\2\x86R.",
+        b"\x80\x02cbuiltins\ncomplex\n" + text("1") + b"\x85R.",
+        b"\x80\x02ctorch\nSize\nK\5\x85R.",
+        b"\x80\x02ccollections\nOrderedDict\nK\5\x85R.",
+        b"\x80\x02cbuiltins\ngetattr\n]" + text("__class__") + b"\x86R.",
+        b"\x80\x02cbuiltins\ngetattr\n(ctorch\nSize\n" + text("__call__") + b"tR.",
+        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n)R.",
+        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(K\1K\0))\x89NtR.",
+    ],
+)
+def test_real_functions_do_nothing_unusual(data: bytes) -> None:
+    with pytest.raises(CorruptError):
+        load(data)
+
+
+# Memo and limits ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80\x02Nr\xff\xff\xff\x7f.",
+        b"\x80\x02N(Nr\xff\xff\xff\x0f1.",
+        b"Np2147483647\n.",
+        b"Np99999999999999999999999\n.",
+        b"\x80\x02]" + b"r\x00\x00\x01\x10" + b".",
+    ],
+)
+def test_memo_indexes_cost_no_memory(data: bytes) -> None:
+    with pytest.raises(CorruptError, match="memo index"):
+        load(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b".", b"\x80", b"\x80\x02", b"\x80\x02N", b"\x80\x09N.", b"\x80\x02h\5.", b"\x80\x02j\5\0\0\0.", b"g5\n.",
+        b"\x80\x02X\xff\xff\xff\xffabc.", b"\x80\x04\x8e" + b"\xff" * 8 + b".", b"\x80\x05\x96" + b"\x7f" * 8 + b".",
+        b"\x80\x04\x95" + b"\xff" * 8 + b"N.", b"\x80\x02\x8b\xff\xff\xff\xff.", b"\x80\x02)a.", b"\x80\x02K\1K\2R.",
+        b"\x80\x02t.", b"\x80\x02e.", b"\xff.", b"\x80\x05\x97.", b"not a pickle", b"PK\3\4", b"\x80\x02K\1b.",
+        b"\x80\x02]K\1K\2s.", b"\x80\x02}]K\1s.", b"I99999999999999999999x\n.", b"\x80\x02Vabc", b"c\n\n.",
+        b"\x80\x02}\x94(K\1u.",
+        b"L" + b"9" * 5000 + b"L\n.", b"\x80\x02X\x02\x00\x00\x00\xff\xfe.",
+    ],
+)  # fmt: skip
+def test_what_is_not_a_pickle(data: bytes) -> None:
+    with pytest.raises(CorruptError, match="the pickle"):
+        load(data)
+
+
+def test_cut_pickles() -> None:
+    data = pickle.dumps({"a": [1, 2.5, "text", b"bytes", (1, 2, 3), {4}], "b": OrderedDict(c=None)}, protocol=2)
+    for n in range(len(data)):
+        with pytest.raises(CorruptError):
+            load(data[:n])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=60))
+def test_random_bytes(data: bytes) -> None:
+    for begin in (b"", b"\x80\x02", b"\x80\x04"):
+        try:
+            value = load(begin + data + b".")
+        except CorruptError:
+            continue
+        list(pickles.walk(value))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 2000), st.integers(0, 255))
+def test_flipped_bytes(at: int, value: int) -> None:
+    data = bytearray(RICH)
+    data[at % len(data)] = value
+    try:
+        tree = load(bytes(data))
+    except CorruptError:
+        return
+    list(pickles.walk(tree))
+
+
+def _rich() -> bytes:
+    stream = io.BytesIO()
+    torch.save({"w": torch.ones(2, 3), "o": OrderedDict(a=argparse.Namespace(x=1)), "s": {1}, "c": 1j}, stream)
+    return bytes(torch._C.PyTorchFileReader(io.BytesIO(stream.getvalue())).get_record("data.pkl"))
+
+
+RICH = _rich()
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_ends_are_found(protocol: int) -> None:
+    values = {
+        "a": [1, -5, 2**40, 2**900, 1.5, None, True, "x" * 300, b"y" * 300, bytearray(b"z")],
+        "s": {1},
+        2: (1,) * 9,
+    }
+    data = pickle.dumps(values, protocol=protocol)
+    assert opcodes.end_of(data) == len(data)
+    assert opcodes.end_of(b"??" + data + b"more.", 2) == 2 + len(data)
+    assert opcodes.end_of(data[:-1]) is None
+
+
+def test_a_stream_stays_behind_its_pickle() -> None:
+    stream = io.BytesIO(b"skip" + pickle.dumps(1) + pickle.dumps([2]) + b"rest")
+    stream.seek(4)
+    assert pickles.load(stream, what="p") == 1
+    assert pickles.load(stream, what="p") == [2]
+    assert stream.read() == b"rest"
+
+
+def test_a_hundred_thousand_tensors_take_seconds() -> None:
+    state = {f"layers.{i}.weight": None for i in range(100_000)}
+    slots = {name: Slot(str(i), torchpickle.dtype("float32"), (2, 2)) for i, name in enumerate(state)}
+    start = time.perf_counter()
+    data = torchpickle.dump(slots, lambda v: v if isinstance(v, Slot) else None)
+    loaded = load(data)
+    assert time.perf_counter() - start < 10
+    assert len(loaded) == 100_000 and loaded["layers.7.weight"].storage.key == "7"
+
+
+# Stubs ----------------------------------------------------------------------------------------------------------------
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+class Filled:
+    """Made by REDUCE, then filled by every opcode that fills."""
+
+    def __init__(self, *args: Any) -> None:
+        self.made = args
+        self.items: list[Any] = []
+        self.pairs: dict[Any, Any] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Filled, self.made, {"state": 1}, iter([10, 11]), iter([("k", "v")])
+
+    def append(self, item: Any) -> None:
+        self.items.append(item)
+
+    def extend(self, items: Any) -> None:
+        self.items.extend(items)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.pairs[key] = value
+
+
+class WithKeywords:
+    def __new__(cls, one: Any, *, two: Any) -> Any:
+        made = super().__new__(cls)
+        made.both = (one, two)
+        return made
+
+    def __getnewargs_ex__(self) -> tuple[tuple[Any], dict[str, Any]]:
+        return (self.both[0],), {"two": self.both[1]}
+
+
+class Outer:
+    class Inner:
+        x = 1
+
+
+def test_what_a_stub_knows() -> None:
+    made = load(pickle.dumps(Filled(1, "two"), protocol=2))
+    assert isinstance(made, Stub) and stub_name(made) == f"{__name__}.Filled"
+    assert (made.args, made.how, made.state) == ((1, "two"), "call", [{"state": 1}])
+    assert (made.values, made.pairs) == ([10, 11], [("k", "v")])
+    assert f"{__name__}.Filled" in repr(made)
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize(
+    "value",
+    [
+        Filled(1, "two"), Colour.RED, argparse.Namespace(lr=0.1, names=["a"]), WithKeywords(1, two=2),
+        defaultdict(list, a=[1]), Counter("hello"), deque([1, 2], maxlen=3), functools.partial(int, base=2),
+        datetime(2024, 2, 29, tzinfo=timezone.utc), torch.device("cuda", 3), torch.bfloat16, slice(1, None, 2),
+        range(3), len, dict, Outer.Inner(), Outer.Inner, KeyError("gone"), 1 + 2j, ..., frozenset({"a"}),
+        {3, 1}, Path("a/b"),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_objects_come_back_as_they_were(value: Any, protocol: int) -> None:
+    """Read by us, written by us, read by Python: the same object."""
+    tree = {"a": value, "again": value}
+    copy = pickle.loads(pickles.dump(load(pickle.dumps(tree, protocol=protocol)), protocol=protocol))
+    assert copy["a"] is copy["again"] or value == copy["again"]
+    assert type(copy["a"]) is type(value)
+    if type(value).__eq__ is not object.__eq__ and not isinstance(value, (BaseException, functools.partial)):
+        assert copy["a"] == value
+    else:
+        assert vars_of(copy["a"]) == vars_of(pickle.loads(pickle.dumps(value)))
+
+
+def vars_of(value: Any) -> Any:
+    if isinstance(value, functools.partial):
+        return value.func, value.args, value.keywords
+    return vars(value) if hasattr(value, "__dict__") and not isinstance(value, type) else repr(value)
+
+
+# The writer -----------------------------------------------------------------------------------------------------------
+
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.integers(-(2**80), 2**80), st.floats(allow_nan=False),
+    st.text(st.characters(exclude_categories=())), st.binary(max_size=20), st.complex_numbers(allow_nan=False),
+)  # fmt: skip
+hashable = st.recursive(scalars, lambda inner: st.tuples(inner) | st.tuples(inner, inner, inner, inner), max_leaves=4)
+trees = st.recursive(
+    st.one_of(scalars, st.binary(max_size=5).map(bytearray), st.sets(st.integers()), st.frozensets(st.text())),
+    lambda inner: st.one_of(
+        st.lists(inner),
+        st.dictionaries(hashable, inner),
+        st.tuples(inner, inner),
+        st.lists(inner).map(tuple),
+        st.dictionaries(st.text(), inner).map(OrderedDict),
+    ),
+    max_leaves=20,
+)
+
+
+def same(found: Any, expected: Any) -> bool:
+    if type(found) is not type(expected) and not isinstance(found, OrderedDict):
+        return False
+    if isinstance(expected, dict):
+        return list(found) == list(expected) and all(same(found[k], expected[k]) for k in expected)
+    if isinstance(expected, (list, tuple)):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    if isinstance(expected, (float, complex)):
+        return repr(found) == repr(expected)
+    return bool(found == expected)
+
+
+@settings(max_examples=200, deadline=None)
+@given(trees, st.sampled_from([2, 4]))
+def test_round_trip(tree: Any, protocol: int) -> None:
+    assert same(pickle.loads(pickles.dump(tree, protocol=protocol)), tree)
+    for theirs in range(2, 6):
+        assert same(load(pickle.dumps(tree, protocol=theirs)), tree)
+
+
+@pytest.mark.parametrize(
+    "number", [0, 255, 256, 65535, 65536, 2**31 - 1, 2**31, -1, -(2**31), -(2**31) - 1, 2**2040, -(2**2047)]
+)
+def test_integers_at_the_edges(number: int) -> None:
+    assert pickle.loads(pickles.dump(number)) == number
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, -0.0, 5e-324])
+def test_floats(number: float) -> None:
+    assert struct.pack("<d", pickle.loads(pickles.dump(number))) == struct.pack("<d", number)
+
+
+def test_what_is_shared_stays_shared() -> None:
+    inner: list[Any] = [1]
+    tree = {"a": inner, "b": inner, "c": (inner,)}
+    tree["self"] = tree
+    for copy in (pickle.loads(pickles.dump(tree)), load(pickles.dump(load(pickle.dumps(tree))))):
+        assert copy["a"] is copy["b"] is copy["c"][0]
+        assert copy["self"] is copy
+
+
+def test_a_state_dict_keeps_its_metadata() -> None:
+    state = torch.nn.Linear(2, 3).state_dict()
+    copy = pickle.loads(pickles.dump(OrderedDict({"a": 1})))
+    assert type(copy) is OrderedDict
+    made = OrderedDict(a=1)
+    made._metadata = state._metadata
+    copy = pickle.loads(pickles.dump(made))
+    assert copy._metadata == state._metadata and type(copy._metadata) is OrderedDict
+    assert vars(load(pickle.dumps(made)))["_metadata"] == state._metadata
+
+
+@pytest.mark.parametrize("value", [object(), memoryview(b""), torch.ones(1), [lambda: 1], argparse.Namespace()])
+def test_what_cannot_be_written(value: Any) -> None:
+    with pytest.raises(LossError):
+        pickles.dump(value)
+
+
+def test_too_deep_to_write() -> None:
+    value: list[Any] = []
+    for _ in range(100_000):
+        value = [value]
+    with pytest.raises(LossError, match="deep"):
+        pickles.dump(value)
+
+
+def test_sets_are_written_in_one_order() -> None:
+    names = [f"n{i}" for i in range(50)]
+    backwards = names[::-1]
+    assert pickles.dump(set(names)) == pickles.dump(set(backwards))
+
+
+# torch's words --------------------------------------------------------------------------------------------------------
+
+
+def pickled(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return bytes(torch._C.PyTorchFileReader(io.BytesIO(stream.getvalue())).get_record("data.pkl"))
+
+
+def test_a_tensor() -> None:
+    ref = load(pickled(torch.arange(12.0).reshape(3, 4).t()[1:]))
+    assert isinstance(ref, TensorRef)
+    assert (ref.dtype.name, ref.offset, ref.shape, ref.strides) == ("float32", 1, (3, 3), (1, 4))
+    assert ref.storage == StorageRef("0", torchpickle.dtype("float32"), 12, "cpu")
+
+
+def test_sizes_and_dtypes() -> None:
+    size = load(pickled(torch.Size([2, 3])))
+    assert type(size) is TorchSize and size == (2, 3)
+    assert stub_name(load(pickled(torch.float16))) == "torch.float16"
+
+
+def test_parameters_and_subclasses() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    assert load(pickled(parameter)).attributes == ()
+    parameter.sequence_parallel = True
+    assert load(pickled(parameter)).attributes == ("sequence_parallel",)
+    cloned = torch.ones(2)
+    cloned._has_been_cloned = True
+    assert load(pickled(cloned)).attributes == () and load(pickled(cloned)).wrapper is None
+
+
+def test_meta_tensors_are_objects() -> None:
+    made = load(pickled(torch.empty(2, 3, device="meta", dtype=torch.bfloat16)))
+    assert stub_name(made) == "torch._utils._rebuild_meta_tensor_no_storage"
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        (-1, (2,), (1,)), (0, (-2,), (1,)), (0, (2,), (-1,)), (0, (2,), (1, 1)), (0, 2, 1), (11, (2,), (1,)),
+        (0, (13,), (1,)), (0, (2, 2), (1, 12)), (True, (2,), (1,)), (0, (2.0,), (1,)),
+    ],
+)  # fmt: skip
+def test_tensors_outside_their_storage(bad: Any) -> None:
+    offset, size, stride = bad
+    pid = ("storage", stub_type("torch", "FloatStorage"), "0", "cpu", 12)
+
+    def leaf(writer: pickles.Writer, value: Any) -> bool:
+        if value == "HERE":
+            return False
+        if isinstance(value, list) and value == ["storage"]:
+            writer.persistent(pid)
+            return True
+        return False
+
+    known = Known("torch._utils", "_rebuild_tensor_v2", lambda: None)
+    writer = pickles.Writer(2, leaf)
+    writer.named(known.module, known.name)
+    writer.write_tuple((["storage"], offset, size, stride, False, OrderedDict()))
+    writer.out += b"R"
+    with pytest.raises(CorruptError):
+        load(writer.done())
+
+
+@pytest.mark.parametrize("dtype", [d for d in torchpickle.BY_STORAGE.values() if d.kind != "quantized"], ids=str)
+def test_a_tensor_is_spelt_as_torch_spells_it(dtype: Any) -> None:
+    """The pickle of one tensor: byte for byte torch's own, but for the memo."""
+    value = torch.zeros(2, 3, dtype=getattr(torch, dtype.name))
+    ours = torchpickle.dump({"w": Slot("0", dtype, (2, 3))}, lambda v: v if isinstance(v, Slot) else None)
+    assert words(ours) == words(pickled({"w": value}))
+
+
+def words(data: bytes) -> list[Any]:
+    puts = ("BINPUT", "LONG_BINPUT", "MEMOIZE")
+    return [(op.name, arg) for op, arg, _ in pickletools.genops(data) if op.name not in puts and "GET" not in op.name]
+
+
+def test_torch_is_not_imported() -> None:
+    modules = "pickles, torchpickle, torchzip, torchlegacy, torchexport, torchmodule, torchtree"
+    code = f"import sys; from ckpttool import {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
