@@ -22,7 +22,7 @@ _NAMES = (
     ("scaler", r"(grad_|loss_)?scaler(_state(_dict)?)?"),
     (
         "progress",
-        r"(global_|current_|train_|total_)?(step|steps|epoch|epochs|iteration|iter|num_steps)"
+        r"(global_|current_|train_|total_)?(step|steps|epoch|epochs|iteration|iter|iter_num|num_steps)"
         r"|progress|train_state|trainer_state|(num_)?tokens(_seen)?|consumed_\w+|best_\w+|loops",
     ),
     ("model", r"(.*_)?(model|models|network|net|module|ema|state_dict|model_state(_dict)?|params|weights)(_\d+)?"),
