@@ -1,0 +1,48 @@
+"""The samples, opened by us and as the upstream library gave them back when they were made."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from contextlib import closing
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpttool import formats
+from ckpttool.contract import Source
+from ckpttool.errors import ReadError
+
+HERE = Path(__file__).resolve().parent.parent / "samples" / "checkpoints"
+NAMES = sorted(folder.name for folder in HERE.iterdir() if any(folder.glob("ckpt*")))
+
+
+def path_of(name: str) -> str:
+    """The file or directory of a sample."""
+    return str(next((HERE / name).glob("ckpt*")))
+
+
+@lru_cache(maxsize=8)
+def original(name: str) -> Any:
+    """What was saved. Some samples hold objects of a module beside the samples' scripts."""
+    sys.path.insert(0, str(HERE.parent))
+    reference = HERE / name / "reference.pt"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.load(reference if reference.is_file() else path_of(name), weights_only=False)
+    finally:
+        sys.path.remove(str(HERE.parent))
+
+
+def opened(name: str) -> closing[Source]:
+    """A sample as a source; the test is skipped where no format reads it yet."""
+    path = path_of(name)
+    try:
+        row = formats.detect(path)
+    except ReadError:
+        pytest.skip(f"no format reads {name} yet")
+    return closing(row.open(path))
