@@ -10,13 +10,14 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from ckpttool import boxes, pickles
 from ckpttool.boxes import Ints
 from ckpttool.dtypes import BY_STORAGE, Dtype, dtype
 from ckpttool.errors import CorruptError
-from ckpttool.pickles import Known, Writer, stub_name, stub_type
+from ckpttool.pickles import Known, Stub, Writer, stub_name, stub_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,14 +195,18 @@ class Slot:
         return n
 
 
+@cache
+def _storage_class(name: str | None) -> type[Stub]:
+    return stub_type("torch", name) if name else stub_type("torch.storage", "UntypedStorage")
+
+
 def write_slot(writer: Writer, slot: Slot) -> None:
     """The call that rebuilds a plain CPU tensor, spelt as torch spells it."""
     name = slot.dtype.storage
-    nbytes = slot.numel * slot.dtype.itemsize
-    if name is not None:
-        pid = ("storage", stub_type("torch", name), slot.key, "cpu", slot.numel)
-    else:
-        pid = ("storage", stub_type("torch.storage", "UntypedStorage"), slot.key, "cpu", nbytes)
+    numel = slot.numel
+    if name is None:
+        numel *= slot.dtype.itemsize
+    pid = ("storage", _storage_class(name), slot.key, "cpu", numel)
     if slot.bare:
         writer.persistent(pid)
         return

@@ -47,6 +47,7 @@ class Archive:
     root: str
     records: dict[str, Record]
     read: Read
+    end: int  # of the payloads, absolute: where the directory begins
     swapped: bool = False
     has_crcs: bool = True
     _payloads: dict[str, Record] = field(default_factory=dict)
@@ -134,7 +135,7 @@ def open_archive(read: Read, base: int, length: int, *, name: str, file: int = 0
         raise _not_an_archive(name, "its directory is outside")
     directory = tail[at - tail_at : at - tail_at + size] if at >= tail_at else read(base + at, size)
     records, root = _read_directory(directory, count, name, base, file, at)
-    archive = Archive(name, file, base, root, records, read)
+    archive = Archive(name, file, base, root, records, read, base + at)
     archive.has_crcs = any(r.crc for r in records.values())
     return archive
 
@@ -194,11 +195,14 @@ def _zip64(extra: bytes, packed: int, nbytes: int, offset: int, name: str) -> tu
 def _locate(archive: Archive, record: str, listed: Record) -> Record:
     if listed.nbytes < 0:
         raise CorruptError(f"{archive.name}: record `{record}` is compressed")
-    head = archive.read(listed.offset, _LOCAL.size)
-    signature, _, _, method, _, _, _, _, _, name_len, extra_len = _LOCAL.unpack(head)
-    if signature != b"PK\3\4" or method != 0:
+    full = f"{archive.root}/{record}".encode()
+    head = archive.read(listed.offset, min(_LOCAL.size + len(full), archive.end - listed.offset))
+    signature, _, _, method, _, _, _, _, _, name_len, extra_len = _LOCAL.unpack_from(head)
+    if signature != b"PK\3\4" or method != 0 or name_len != len(full) or head[_LOCAL.size :] != full:
         raise CorruptError(f"{archive.name}: record `{record}` has no local header at {listed.offset}")
     offset = listed.offset + _LOCAL.size + name_len + extra_len
+    if offset + listed.nbytes > archive.end:
+        raise _not_an_archive(archive.name, f"record `{record}` is outside")
     # Writers leave 0 when they were told not to compute CRCs, or not to write data (`skip_data`). A record whose CRC
     # is really 0 goes unchecked.
     return Record(listed.file, offset, listed.nbytes, listed.crc if listed.crc or not listed.nbytes else None)

@@ -81,17 +81,23 @@ def open(path: str) -> Source:
     catalogue = Catalogue("torch", [File(path, os.path.basename(path), size)])
     pool = files.Pool()
     try:
-        head = pool.read(path, 0, min(size, 512))
-        if torchlegacy.is_stream(head):
-            _read_stream(catalogue, torchlegacy.open_stream(_reader(pool, path), size, name=f"`{path}`"))
-        elif head.startswith(_PK) or not torchlegacy.is_tar(head, path):
-            _read_zip(catalogue, _archive(pool, path, size))
-        else:
-            _read_stream(catalogue, torchlegacy.open_tar(_reader(pool, path), path, name=f"`{path}`"))
+        with pickles.no_garbage_collection():
+            _read(catalogue, pool, path, size)
     except BaseException:
         pool.close()
         raise
     return _TorchSource(catalogue, pool)
+
+
+def _read(catalogue: Catalogue, pool: files.Pool, path: str, size: int) -> None:
+    head = pool.read(path, 0, min(size, 512))
+    read, name = _reader(pool, path), f"`{path}`"
+    if torchlegacy.is_stream(head):
+        _read_stream(catalogue, torchlegacy.open_stream(read, size, name=name))
+    elif not head.startswith(_PK) and torchlegacy.is_tar(head, path):
+        _read_stream(catalogue, torchlegacy.open_tar(read, path, name=name))
+    else:
+        _read_zip(catalogue, torchzip.open_archive(read, 0, size, name=name))
 
 
 def _read_stream(catalogue: Catalogue, stream: torchlegacy.Stream) -> None:
