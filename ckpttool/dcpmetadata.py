@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple, cast
@@ -32,7 +32,7 @@ from ckpttool import pickles
 from ckpttool.boxes import Ints
 from ckpttool.dtypes import Dtype, dtype
 from ckpttool.errors import CkptError, CorruptError
-from ckpttool.pickles import stub_name
+from ckpttool.pickles import Writer, stub_name
 
 KeyPath = tuple["str | int", ...]
 _DTYPE = re.compile(r"torch\.\w+")
@@ -88,17 +88,19 @@ class Metadata:
 # The classes that the pickle asks for ---------------------------------------------------------------------------------
 
 
-def _fields(state: Any, kind: str) -> dict[str, Any]:
-    if type(state) is not dict:
-        raise CorruptError(f"a `{kind}` has a {type(state).__name__} for its fields")
-    return state
+def _no_fields(state: Any, kind: str) -> CorruptError:
+    return CorruptError(f"a `{kind}` has a {type(state).__name__} for its fields")
 
 
 class _Chunk:
     __slots__ = ("offsets", "sizes")
+    offsets: Any
+    sizes: Any
 
     def __setstate__(self, state: Any) -> None:
-        get = _fields(state, "ChunkStorageMetadata").get
+        if type(state) is not dict:
+            raise _no_fields(state, "ChunkStorageMetadata")
+        get = state.get
         self.offsets, self.sizes = get("offsets"), get("sizes")
         # The unpickler's memo holds on to the dict: 200 bytes each, two million of them.
         state.clear()
@@ -106,18 +108,29 @@ class _Chunk:
 
 class _Index:
     __slots__ = ("fqn", "index", "offset")
+    fqn: Any
+    index: Any
+    offset: Any
 
     def __setstate__(self, state: Any) -> None:
-        get = _fields(state, "MetadataIndex").get
+        if type(state) is not dict:
+            raise _no_fields(state, "MetadataIndex")
+        get = state.get
         self.fqn, self.offset, self.index = get("fqn"), get("offset"), get("index")
         state.clear()
 
 
 class _Info:
     __slots__ = ("length", "offset", "path", "transforms")
+    length: Any
+    offset: Any
+    path: Any
+    transforms: Any
 
     def __setstate__(self, state: Any) -> None:
-        get = _fields(state, "_StorageInfo").get
+        if type(state) is not dict:
+            raise _no_fields(state, "_StorageInfo")
+        get = state.get
         self.path, self.offset, self.length = get("relative_path"), get("offset"), get("length")
         self.transforms = get("transform_descriptors")
         state.clear()
@@ -139,7 +152,9 @@ class _Fields:
     __slots__ = ("fields",)
 
     def __setstate__(self, state: Any) -> None:
-        self.fields = _fields(state, type(self).__name__)
+        if type(state) is not dict:
+            raise _no_fields(state, type(self).__name__)
+        self.fields: dict[str, Any] = state
 
 
 class _TensorMeta(_Fields):
@@ -211,14 +226,16 @@ def read(stream: Any, name: str) -> Metadata:
     Raises CorruptError for whatever it should not hold, naming the file and the key.
     """
     names = _Names()
-    root = pickles.load(stream, what=f"`{name}`", known=names)
     reader = _Reader(name)
     try:
-        return reader.metadata(root, names.seen)
+        with pickles.no_garbage_collection():
+            root = pickles.load(stream, what=f"`{name}`", known=names)
+            return reader.metadata(root, names.seen)
     except CkptError as error:
-        raise type(error)(
-            f"`{name}`{reader.at()}: {error.message}", hint=error.hint, file=name, **error.facts
-        ) from None
+        if error.message.startswith(f"`{name}`"):
+            raise
+        facts = {"file": name, **error.facts}
+        raise type(error)(f"`{name}`{reader.at()}: {error.message}", hint=error.hint, **facts) from None
     except AttributeError:
         # A slot that no BUILD has set.
         raise CorruptError(f"`{name}`{reader.at()}: an object of the index has no fields", file=name) from None
@@ -231,6 +248,7 @@ class _Reader:
         self._properties = 5
         self._numbers: dict[str, int] = {}
         self._strays: list[str] = []
+        self._by_offsets: dict[str, dict[Ints, int]] = {}
 
     def at(self) -> str:
         return f": `{self._key}`" if isinstance(self._key, str) else ""
@@ -292,14 +310,14 @@ class _Reader:
         return dtype(name)
 
     def _place(self, entries: dict[str, StoredTensor | Item | None], storage: Any) -> None:
-        """Give each chunk and each bytes entry its item. This loop runs once per item and is kept flat for that."""
+        """Give each chunk and each bytes entry its item."""
         if type(storage) is not dict:
             raise CorruptError("it has no `storage_data`", hint="the writer of this checkpoint is not a file system's")
-        by_offsets: dict[str, dict[Ints, int]] = {}
+        if not all(map(_is_index, storage)) or not all(map(_is_info, storage.values())):
+            raise CorruptError("`storage_data` holds something else than `MetadataIndex` and `_StorageInfo`")
         numbers = self._numbers
+        # Once per item, and there may be a million.
         for index, info in storage.items():
-            if not isinstance(index, _Index) or not isinstance(info, _Info):
-                raise CorruptError("`storage_data` holds something else than `MetadataIndex` and `_StorageInfo`")
             self._key = key = index.fqn
             try:
                 number = numbers.get(info.path)
@@ -309,31 +327,37 @@ class _Reader:
             if number is None:
                 number = self._number(info.path)
             if isinstance(entry, StoredTensor):
-                at, hint = index.offset, index.index
-                offsets = entry.offsets
-                if type(hint) is not int or not 0 <= hint < len(offsets) or offsets[hint] != at:
-                    if key not in by_offsets:
-                        by_offsets[key] = _positions(entry)
-                    if type(at) is not tuple:
-                        raise CorruptError("an item of a tensor without offsets")
-                    hint = by_offsets[key].get(at)
-                    if hint is None:
+                at, i = index.offset, index.index
+                if type(i) is not int or not 0 <= i < len(entry.offsets) or entry.offsets[i] != at:
+                    i = self._position(key, entry, at)
+                    if i is None:
                         self._strays.append(key)
                         continue
                 try:
-                    entry.starts[hint], entry.lengths[hint] = info.offset, info.length
+                    entry.starts[i], entry.lengths[i] = info.offset, info.length
                 except (TypeError, OverflowError):
                     raise CorruptError("an item whose offset or length is no integer") from None
-                entry.files[hint] = number
+                entry.files[i] = number
                 if info.transforms is not None:
-                    entry.transforms[hint] = _transforms(info.transforms)
+                    entry.transforms[i] = _transforms(info.transforms)
             elif entry is _ABSENT:
                 self._strays.append(str(key))
-            elif type(info.offset) is not int or type(info.length) is not int:
-                raise CorruptError("an item whose offset or length is no integer")
             else:
-                entries[key] = Item(number, info.offset, info.length, _transforms(info.transforms))
+                entries[key] = self._blob(number, info)
         self._key = None
+
+    def _position(self, key: str, entry: StoredTensor, at: Any) -> int | None:
+        """Which chunk is at these offsets, when the hint did not say."""
+        if type(at) is not tuple:
+            raise CorruptError("an item of a tensor without offsets")
+        if key not in self._by_offsets:
+            self._by_offsets[key] = _positions(entry)
+        return self._by_offsets[key].get(at)
+
+    def _blob(self, number: int, info: _Info) -> Item:
+        if type(info.offset) is not int or type(info.length) is not int:
+            raise CorruptError("an item whose offset or length is no integer")
+        return Item(number, info.offset, info.length, _transforms(info.transforms))
 
     def _number(self, path: Any) -> int:
         if type(path) is not str:
@@ -403,6 +427,14 @@ def _is_chunk(value: Any) -> bool:
     return isinstance(value, _Chunk)
 
 
+def _is_index(value: Any) -> bool:
+    return isinstance(value, _Index)
+
+
+def _is_info(value: Any) -> bool:
+    return isinstance(value, _Info)
+
+
 def _checked(values: list[Any], what: str, dims: int | None) -> list[Ints]:
     """The same list, when every value is a tuple of integers. Looks at types in bulk."""
     if (
@@ -431,3 +463,157 @@ def _transforms(value: Any) -> tuple[str, ...]:
     if type(value) not in (list, tuple) or not all(type(v) is str for v in value):
         raise CorruptError("`transform_descriptors` is not a list of names")
     return tuple(value)
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+_MODULE = "torch.distributed.checkpoint.metadata"
+_BATCH = 1000  # as pickle does: the reader's stack stays small
+
+
+class _Spelling:
+    """Opcodes of the classes and keys that come again and again, each a reference to the pickle's memo."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self.size = self._named("torch", "Size")
+        self.chunk = self._new(_MODULE, "ChunkStorageMetadata") + b"}("
+        self.tensor = self._new(_MODULE, "TensorStorageMetadata") + b"}("
+        self.bytes = self._new(_MODULE, "BytesStorageMetadata")
+        self.index = self._new(_MODULE, "MetadataIndex") + b"}("
+        self.info = self._new("torch.distributed.checkpoint.filesystem", "_StorageInfo") + b"}("
+        names = (
+            "offsets", "sizes", "properties", "size", "chunks", "fqn", "offset", "index", "relative_path", "length",
+        )  # fmt: skip
+        self.key = {name: self.text(name) for name in names}
+        self._sizes: dict[Ints, bytes] = {}
+
+    def text(self, value: str) -> bytes:
+        return self._reference(lambda: self._writer.text(value))
+
+    def _named(self, module: str, name: str) -> bytes:
+        return self._reference(lambda: self._writer.named(module, name))
+
+    def _new(self, module: str, name: str) -> bytes:
+        return self._named(module, name) + b")\x81"
+
+    def _reference(self, write: Callable[[], None]) -> bytes:
+        """What `write` writes the second time. The first time is taken off the reader's stack again."""
+        out = self._writer.out
+        write()
+        out += b"0"
+        mark = len(out)
+        write()
+        made = bytes(out[mark:])
+        del out[mark:]
+        return made
+
+    def ints(self, values: Ints) -> bytes:
+        """A `torch.Size`."""
+        found = self._sizes.get(values)
+        if found is None:
+            body = b"".join(map(_integer, values))
+            packed = body + (b")", b"\x85", b"\x86", b"\x87")[len(values)] if len(values) < 4 else b"(" + body + b"t"
+            found = self._sizes[values] = self.size + packed + b"\x85R"
+        return found
+
+
+def _integer(value: int) -> bytes:
+    if 0 <= value < 256:
+        return b"K" + value.to_bytes(1, "little")
+    if -(2**31) <= value < 2**31:
+        return b"J" + value.to_bytes(4, "little", signed=True)
+    return b"\x8a\x08" + value.to_bytes(8, "little", signed=True)
+
+
+def write(metadata: Metadata, flush: Callable[[bytes], object]) -> None:
+    """Write the pickle of a `Metadata` as torch 2.9 to 2.14 leave it, piece by piece.
+
+    `TensorProperties` has five elements, or torch up to 2.14 could not open it; torch 2.6 to 2.8 keep what they do not
+    know (`version`) as attributes, as all of them do with `ckpttool`.
+    """
+    writer = Writer(protocol=4)
+    spelling = _Spelling(writer)
+    out = writer.out
+
+    def drain() -> None:
+        if len(out) > 1 << 20:
+            flush(bytes(out))
+            out.clear()
+
+    writer.named(_MODULE, "Metadata")
+    out.extend(b")\x81}(")
+    writer.text("state_dict_metadata")
+    out.extend(b"}")
+    for key, entry in metadata.entries.items():
+        out.extend(b"(")
+        writer.text(key)
+        _describe(writer, spelling, entry)
+        out.extend(b"u")
+        drain()
+    writer.text("planner_data")
+    writer.write(metadata.paths)
+    writer.text("storage_data")
+    out.extend(b"}")
+    files = [spelling.text(name) for name in metadata.files]
+    for key, entry in metadata.entries.items():
+        for piece in _placed(spelling, spelling.text(key), entry, files):
+            out.extend(piece)
+            drain()
+    writer.text("storage_meta")
+    writer.named(_MODULE, "StorageMeta")
+    out.extend(b")\x81")
+    writer.write({"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []})
+    out.extend(b"b")
+    for name, value in (("version", "1.0.0"), ("ckpttool", metadata.extra)):
+        writer.text(name)
+        writer.write(value)
+    out.extend(b"ub")
+    flush(writer.done())
+
+
+def _describe(writer: Writer, spelling: _Spelling, entry: StoredTensor | Item) -> None:
+    if isinstance(entry, Item):
+        writer.out += spelling.bytes
+        return
+    key, ints = spelling.key, spelling.ints
+    writer.out += spelling.tensor + key["properties"]
+    writer.named(_MODULE, "TensorProperties")
+    writer.out += b")\x81("
+    writer.named("torch", entry.dtype.name)
+    writer.call("torch.serialization", "_get_layout", ("torch.strided",))
+    writer.write(False)
+    writer.call(_MODULE, "_MEM_FORMAT_ENCODING", (0,))
+    writer.write(False)
+    writer.out += b"tb" + key["size"] + ints(entry.shape) + key["chunks"] + b"]"
+    first, second = spelling.chunk + key["offsets"], key["sizes"]
+    for at in range(0, len(entry.offsets), _BATCH):
+        batch = zip(entry.offsets[at : at + _BATCH], entry.sizes[at : at + _BATCH], strict=True)
+        writer.out += b"("
+        writer.out += b"".join([b"%b%b%b%bub" % (first, ints(o), second, ints(s)) for o, s in batch])
+        writer.out += b"e"
+    writer.out += b"ub"
+
+
+def _placed(spelling: _Spelling, name: bytes, entry: StoredTensor | Item, files: list[bytes]) -> Iterator[bytes]:
+    """Items of `storage_data`, many at a time."""
+    key = spelling.key
+    index, info = spelling.index + key["fqn"] + name, spelling.info + key["relative_path"]
+    offset, length = key["offset"], key["length"]
+    if isinstance(entry, Item):
+        yield b"(%b%bNub%b%b%b%b%b%bubu" % (
+            index, key["index"], info, files[entry.file],
+            offset, _integer(entry.offset), length, _integer(entry.length),
+        )  # fmt: skip
+        return
+    ints, hint = spelling.ints, key["index"]
+    rows = zip(entry.offsets, entry.files, entry.starts, entry.lengths, strict=True)
+    made = [
+        b"%b%b%b%b%bub%b%b%b%b%b%bub" % (
+            index, offset, ints(at), hint, _integer(i),
+            info, files[file], offset, _integer(start), length, _integer(size),
+        )
+        for i, (at, file, start, size) in enumerate(rows)
+    ]  # fmt: skip
+    for at in range(0, len(made), _BATCH):
+        yield b"(" + b"".join(made[at : at + _BATCH]) + b"u"

@@ -1,0 +1,374 @@
+"""The items of a `.distcp` file, both ways.
+
+    [bytes item][bytes item] ... [tensor item][tensor item] ...      back to back, at any byte
+    item = a whole torch.save archive (root `archive`) of one tensor or of one object; see `torchzip`
+         | zstd frames of that                                        `transform_descriptors`, torch 2.7
+    SerializationFormat.SAFETENSORS (torch 2.8): bytes items, then one safetensors file for all tensors of this one
+
+Upstream: `torch/distributed/checkpoint/filesystem.py` (`_write_item`, `read_data`) and `_extension.py`.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import tempfile
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import IO, Any, NamedTuple
+
+from ckpttool import torchpickle, torchzip
+from ckpttool.boxes import Ints
+from ckpttool.catalogue import Extent, File, Record
+from ckpttool.dcpmetadata import Item
+from ckpttool.dtypes import Dtype
+from ckpttool.errors import CkptError, CorruptError, ReadError
+from ckpttool.files import Pool
+from ckpttool.torchpickle import Slot
+from ckpttool.torchzip import Archive, Read
+
+ROOT = "archive"  # what torch.save calls it when it writes to a stream
+_WINDOW = 4096  # an archive of one tensor has some 700 bytes before its payload and 900 after
+_BLOCK = 1 << 20  # bytes items lie next to each other
+_SMALL = 1 << 16
+_LARGEST_OBJECT = 1 << 31
+_SEGMENT = 1 << 30
+_SEGMENTS = 4
+
+
+class Placed(NamedTuple):
+    """Where the bytes of an item are, decoded: `Placed(3, 0, 1462)`."""
+
+    file: int
+    offset: int
+    length: int
+
+
+# Compressed items -----------------------------------------------------------------------------------------------------
+
+
+def _unpacked(stream: IO[bytes], transforms: tuple[str, ...], name: str) -> IO[bytes]:
+    """The stream through its transforms, in the order listed: writers list them ready for reading."""
+    for descriptor in transforms:
+        kind, _, version = descriptor.partition("/")
+        if kind.partition("@")[0] != "stream.zstd" or version.partition(".")[0] not in ("1", ""):
+            raise ReadError(
+                f"{name}: written through `{descriptor}`, which is not known here",
+                hint="save the checkpoint again without that extension",
+                found=descriptor,
+            )
+        stream = _zstd(stream, name)
+    return stream
+
+
+def _zstd(stream: IO[bytes], name: str) -> IO[bytes]:
+    with suppress(ImportError):
+        import zstandard
+
+        reader: IO[bytes] = zstandard.ZstdDecompressor().stream_reader(stream, read_across_frames=True)
+        return reader
+    with suppress(ImportError):
+        from compression import zstd
+
+        decompressor: IO[bytes] = zstd.ZstdFile(stream)
+        return decompressor
+    raise ReadError(f"{name}: compressed with zstd, which this Python cannot read", hint="pip install ckpttool[zstd]")
+
+
+class _Range(io.RawIOBase):
+    """A part of a file as a stream."""
+
+    def __init__(self, pool: Pool, location: str, offset: int, length: int) -> None:
+        self._pool, self._location, self._at, self._end = pool, location, offset, offset + length
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        n = min(len(buffer), self._end - self._at)
+        buffer[:n] = self._pool.read(self._location, self._at, n)
+        self._at += n
+        return n
+
+
+class _Segment:
+    """A temporary file without a name, written by one thread. Others read it at `/dev/fd`."""
+
+    def __init__(self, files: list[File], lock: threading.Lock) -> None:
+        self.stream = tempfile.TemporaryFile()  # noqa: SIM115 - as long-lived as the source
+        self.items: list[Item] = []
+        self.size = 0
+        self._entry = File(f"/dev/fd/{self.stream.fileno()}", "(decompressed)", 0)
+        with lock:
+            self.file = len(files)
+            files.append(self._entry)
+
+    def add(self, data: bytes) -> None:
+        self.stream.write(data)
+        self.size += len(data)
+
+    def note(self, item: Item) -> None:
+        self.stream.flush()
+        self._entry.size = self.size
+        self.items.append(item)
+
+
+class Scratch:
+    """Decoded items. Each thread fills segments of its own; of those that are full, the last few are kept, so that
+    what is resolved just before it is copied is still there, and a compressed checkpoint of any size needs little."""
+
+    def __init__(self, files: list[File], pool: Pool) -> None:
+        self._files, self._pool = files, pool
+        self._done: dict[Item, Placed] = {}
+        self._busy: dict[Item, threading.Lock] = {}
+        self._full: OrderedDict[int, _Segment] = OrderedDict()
+        self._open: list[_Segment] = []
+        self._own = threading.local()
+        self._lock = threading.Lock()
+
+    def decode(self, item: Item, most: int, name: str, *, keep: bool = False) -> Placed:
+        """Decode an item once; `most` bounds what it may become. With `keep` it stays until the end."""
+        with self._lock:
+            if item in self._done:
+                return self._done[item]
+            busy = self._busy.setdefault(item, threading.Lock())
+        with busy:
+            if item not in self._done:
+                segment = _Segment(self._files, self._lock) if keep else self._segment()
+                start = segment.size
+                self._unpack(item, segment, most, name)
+                segment.note(item)
+                with self._lock:
+                    self._done[item] = Placed(segment.file, start, segment.size - start)
+                    if keep:
+                        self._open.append(segment)
+            with self._lock:
+                self._busy.pop(item, None)
+                return self._done[item]
+
+    def _segment(self) -> _Segment:
+        mine: _Segment | None = getattr(self._own, "segment", None)
+        if mine is None or mine.size >= _SEGMENT:
+            if mine is not None:
+                self._retire(mine)
+            mine = self._own.segment = _Segment(self._files, self._lock)
+            with self._lock:
+                self._open.append(mine)
+        return mine
+
+    def _retire(self, segment: _Segment) -> None:
+        with self._lock:
+            self._full[segment.file] = segment
+            if len(self._full) > _SEGMENTS:
+                _, oldest = self._full.popitem(last=False)
+                for item in oldest.items:
+                    del self._done[item]
+                # The number stays taken: a late reader finds the file too short, and never another's bytes.
+                oldest.stream.truncate(0)
+
+    def _unpack(self, item: Item, segment: _Segment, most: int, name: str) -> None:
+        source = io.BufferedReader(_Range(self._pool, self._files[item.file].location, item.offset, item.length))
+        stream = _unpacked(source, item.transforms, name)
+        start = segment.size
+        try:
+            while data := stream.read(_BLOCK):
+                segment.add(data)
+                if segment.size - start > most:
+                    raise CorruptError(f"{name}: decompresses to more than {most} bytes", expected=most)
+        except (CkptError, OSError):
+            raise
+        # zstandard.ZstdError, or what the other library has for it.
+        except Exception as error:
+            raise CorruptError(f"{name}: cannot be decompressed: {str(error).lower()}") from None
+
+    def close(self) -> None:
+        for segment in self._open:
+            segment.stream.close()
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+class Items:
+    """Opens items of the files of a catalogue. Thread-safe, but for `tree`."""
+
+    def __init__(self, files: list[File]) -> None:
+        self._files = files
+        self._pool = Pool()
+        self._scratch = Scratch(files, self._pool)
+        self._block: tuple[int, int, bytes] = (-1, 0, b"")
+        # A large tensor is copied in many pieces, each resolved anew.
+        self._resolved = lru_cache(1024)(self._resolve)
+
+    def close(self) -> None:
+        self._scratch.close()
+        self._pool.close()
+
+    def tensor(self, item: Item, dtype: Dtype, sizes: Ints, name: str) -> Extent:
+        """The extent of the tensor in an item. Raises CorruptError when it is not one of that dtype and size."""
+        if 0 in sizes:
+            return Extent(item.file, item.offset, 0)
+        if not item.transforms:
+            return self._resolved(item, dtype, sizes, name)
+        # What torch.save adds grows with Python attributes only.
+        most = 2 * prod(sizes) * dtype.itemsize + (1 << 20)
+        placed = self._scratch.decode(item, most, self._named(item, name))
+        return self._resolved(Item(*placed), dtype, sizes, name)
+
+    def _resolve(self, item: Item, dtype: Dtype, sizes: Ints, name: str) -> Extent:
+        read = self._window(item)
+        return torchzip.resolve_item(
+            read, item.offset, item.length, name=self._named(item, name), file=item.file, dtype=dtype, sizes=sizes
+        )
+
+    def tree(self, item: Item, name: str) -> tuple[Any, Archive | None]:
+        """The value of a bytes item as a tree, and its archive if there are tensors in it."""
+        if item.length <= _SMALL and not item.transforms:
+            tree = _plain_tree(self._next_to(item, name), self._named(item, name))
+            if tree is not _NOT_PLAIN:
+                return tree, None
+        archive = self.archive(item, name, keep=False)
+        tree = torchzip.load_tree(archive)
+        if not any(r.startswith("data/") for r in archive.records):
+            return tree, None
+        # Its tensors are found by their extents for as long as the source is open.
+        return tree, self.archive(item, name, keep=True) if item.transforms else archive
+
+    def archive(self, item: Item, name: str, *, keep: bool = False) -> Archive:
+        where = self._named(item, name)
+        if item.transforms:
+            item = Item(*self._scratch.decode(item, _LARGEST_OBJECT, where, keep=keep))
+        return torchzip.open_archive(self._window(item), item.offset, item.length, name=where, file=item.file)
+
+    def head(self, item: Item, nbytes: int) -> bytes:
+        return self._pool.read(self._files[item.file].location, item.offset, min(nbytes, item.length))
+
+    def bytes_of(self, item: Item, name: str) -> bytes:
+        """The bytes as they lie in the file."""
+        self._check_inside(item, name)
+        return self._pool.read(self._files[item.file].location, item.offset, item.length)
+
+    def reader(self, file: int) -> Read:
+        location = self._files[file].location
+        return lambda offset, nbytes: self._pool.read(location, offset, nbytes)
+
+    def _named(self, item: Item, name: str) -> str:
+        return f"`{self._files[item.file].name}`: `{name}`"
+
+    def _check_inside(self, item: Item, name: str) -> None:
+        file = self._files[item.file]
+        if file.missing:
+            raise ReadError(f"`{file.name}` is missing, and with it `{name}`", hint=MISSING, file=file.location)
+        if item.offset < 0 or item.length < 0 or item.offset + item.length > file.size:
+            raise CorruptError(
+                f"`{file.name}`: `{name}`: bytes {item.offset}..{item.offset + item.length} are outside the file, "
+                f"which has {file.size}",
+                hint="the file is truncated, or not the one that the index was written for",
+                file=file.name, found=file.size, expected=item.offset + item.length,
+            )  # fmt: skip
+
+    def _next_to(self, item: Item, name: str) -> bytes:
+        """The bytes of a small item, from a larger read that its neighbours share."""
+        self._check_inside(item, name)
+        number, start, block = self._block
+        at = item.offset - start
+        if number != item.file or at < 0 or at + item.length > len(block):
+            file = self._files[item.file]
+            block = self._pool.read(file.location, item.offset, min(_BLOCK, file.size - item.offset))
+            self._block, at = (item.file, item.offset, block), 0
+        return block[at : at + item.length]
+
+    def _window(self, item: Item) -> Read:
+        """Reads of an archive from its two ends, which are read once."""
+        location, base, length = self._files[item.file].location, item.offset, item.length
+        pool = self._pool
+        if length <= 4 * _WINDOW:
+            parts = [(base, pool.read(location, base, length))]
+        else:
+            tail = base + length - _WINDOW
+            parts = [(base, pool.read(location, base, _WINDOW)), (tail, pool.read(location, tail, _WINDOW))]
+
+        def read(offset: int, nbytes: int) -> bytes:
+            for start, data in parts:
+                at = offset - start
+                if at >= 0 and at + nbytes <= len(data):
+                    return data[at : at + nbytes]
+            return pool.read(location, offset, nbytes)
+
+        return read
+
+
+MISSING = "copy the file from where the checkpoint was saved"
+_NOT_PLAIN: Any = object()
+
+
+def _plain_tree(data: bytes, name: str) -> Any:
+    """The value of a small archive without storages, read from its first record alone; `_NOT_PLAIN` for any other.
+
+    An ordinary flattened optimizer has thousands of these.
+    """
+    if data[:4] != b"PK\3\4" or data[8:10] != b"\0\0" or data[-22:-18] != b"PK\5\6" or b"storage" in data:
+        return _NOT_PLAIN
+    name_len, extra_len = struct.unpack_from("<HH", data, 26)
+    if not data[30 : 30 + name_len].endswith(b"/data.pkl"):
+        return _NOT_PLAIN
+    return torchpickle.load(data[30 + name_len + extra_len :], name)
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """The item of any tensor of one dtype and size: what comes before its payload and after, and where the CRC of the
+    payload goes in the latter. `Template(b"PK...", 262144, b"PK...", (4, 283))`."""
+
+    head: bytes
+    nbytes: int
+    tail: bytes
+    marks: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.head) + self.nbytes + len(self.tail)
+
+    def tail_with(self, crc: int) -> bytes:
+        made = bytearray(self.tail)
+        for at in self.marks:
+            struct.pack_into("<L", made, at, crc)
+        return bytes(made)
+
+
+@lru_cache(4096)
+def template(dtype: Dtype, sizes: Ints) -> Template:
+    slot = Slot("0", dtype, sizes)
+    layout = torchzip.lay_out(slot, lambda value: slot if value is slot else None, root=ROOT)
+    record = layout.storages["0"]
+    start, end = record.offset, record.offset + record.nbytes
+    zeros, ones = (_drawn(layout, crc, start, end) for crc in (0, 0xFFFFFFFF))
+    marks: list[int] = []
+    for at, (a, b) in enumerate(zip(zeros[1], ones[1], strict=True)):
+        if a != b and (not marks or at >= marks[-1] + 4):
+            marks.append(at)
+    return Template(zeros[0], record.nbytes, zeros[1], tuple(marks))
+
+
+def _drawn(layout: torchzip.Layout, crc: int, start: int, end: int) -> tuple[bytes, bytes]:
+    """An archive of one storage, without its payload: the bytes before and after."""
+    head, tail = bytearray(start), bytearray(layout.size - end)
+    for offset, data in [*layout.pieces, *layout.patches(lambda record: crc)]:
+        if offset < start:
+            head[offset : offset + len(data)] = data
+        else:
+            tail[offset - end : offset - end + len(data)] = data
+    return bytes(head), bytes(tail)
+
+
+def filled(layout: torchzip.Layout, crc_of: Callable[[Record], int]) -> list[tuple[int, bytes]]:
+    """Everything but the payloads of an archive, in the order of the file."""
+    return sorted([*layout.pieces, *layout.patches(crc_of)], key=lambda piece: piece[0])
