@@ -257,9 +257,17 @@ def test_cut() -> None:
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [((1, 2.5, "x"), [1, 2.5, "x"]), (float("nan"), "nan"), (-float("inf"), "-inf"),
-     ({0: {"a": (1,)}}, {"0": {"a": [1]}}), (OrderedDict(b=1, a=None), {"b": 1, "a": None}), (b"abc" * 9, "<27 bytes>"), (2**70, 2**70), ({1}, "{1}")],
-)  # fmt: skip
+    [
+        ((1, 2.5, "x"), [1, 2.5, "x"]),
+        (float("nan"), "nan"),
+        (-float("inf"), "-inf"),
+        ({0: {"a": (1,)}}, {"0": {"a": [1]}}),
+        (OrderedDict(b=1, a=None), {"b": 1, "a": None}),
+        (b"abc" * 9, "<27 bytes>"),
+        (2**70, 2**70),
+        ({1}, "{1}"),
+    ],
+)
 def test_json_values(value: Any, expected: Any) -> None:
     assert jsonable(value) == expected
     assert json.loads(json.dumps(jsonable(value), allow_nan=False)) == expected

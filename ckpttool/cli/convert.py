@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
@@ -133,8 +135,8 @@ def convert(
         else:
             _result(terminal, made, check)
         if dry_run or verbose:
-            for title, rows in _changes(made):
-                terminal.heading(title, f"{len(rows):,}")
+            for title, rows in _changes(made) if verbose else _summed(made):
+                terminal.heading(title)
                 _some(terminal, rows, verbose)
         for note in made.notes:
             err().line(Painted("warning: ", "yellow"), note)
@@ -201,8 +203,33 @@ def _changes(made: Conversion) -> list[tuple[str, Rows]]:
     return [(title, rows) for title, rows in found if rows]
 
 
+def _summed(made: Conversion) -> list[tuple[str, Rows]]:
+    """The same, with one line for what is changed in the same way."""
+    found: list[tuple[str, Rows]] = [
+        ("renamed", _counted(_rule(old, new) for old, new in made.renamed)),
+        ("cast", _counted((f"{old} -> {new}",) for _, old, new in made.cast)),
+        ("tied", [(name, f"is {kept}") for name, kept in made.ties]),
+        ("left out", _counted((name.partition(".")[0],) for name in made.dropped)),
+    ]
+    return [(title, rows) for title, rows in found if rows]
+
+
+def _counted(rows: Iterable[tuple[str, ...]]) -> Rows:
+    return [(*row, f"{n:,}") for row, n in Counter(rows).items()]
+
+
+def _rule(old: str, new: str) -> tuple[str, str]:
+    """`("model.*", "-> *")` for `model.norm.weight` that becomes `norm.weight`: what the two names do not share."""
+    before, after = old.split("."), new.split(".")
+    shared = 0
+    while shared < min(len(before), len(after)) and before[-1 - shared] == after[-1 - shared]:
+        shared += 1
+    rest = ["*"] if shared else []
+    return ".".join(before[: len(before) - shared] + rest), "-> " + ".".join(after[: len(after) - shared] + rest)
+
+
 def _some(terminal: Terminal, rows: Rows, verbose: bool, right: tuple[int, ...] = ()) -> None:
     shown = rows if verbose else rows[:_SHOWN]
-    terminal.table(shown, right=right, cut=(0, 1) if len(rows[0]) > 1 else (0,))
+    terminal.table(shown, right=right, cut=(0, 1))
     if len(shown) < len(rows):
         terminal.line(dim(f"  {len(rows) - len(shown):,} more, shown by -v"))

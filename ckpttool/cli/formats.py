@@ -25,5 +25,5 @@ def formats(as_json: AsJson = False, quiet: Quiet = False) -> None:
     else:
         terminal.table(
             [(bold(f.name), "read, write" if f.create else "read", f.title) for f in FORMATS],
-            ("format", "", "what it is"), cut=(2,), indent=0,
+            ("format", "can", "what it is"), cut=(2,), indent=0,
         )  # fmt: skip

@@ -12,6 +12,7 @@ from ckpttool.cli.options import AsJson, Checkpoint, Quiet
 from ckpttool.cli.places import box
 from ckpttool.cli.terminal import Terminal, bold, dim, out
 from ckpttool.cli.wording import size
+from ckpttool.summary.values import jsonable
 
 if TYPE_CHECKING:
     from ckpttool.figures import Shown
@@ -25,12 +26,11 @@ def show(
 ) -> None:
     """Show one tensor: where it lies, a few values, and what they are like."""
     from ckpttool import verbs
-    from ckpttool.summary.values import jsonable
 
     shown = verbs.show(path, tensor)
     terminal = out()
     if as_json:
-        terminal.write(json.dumps({"schema": "ckpttool/show/1", **jsonable(asdict(shown))}) + "\n")
+        terminal.write(json.dumps(_document(shown)) + "\n")
     elif quiet:
         for value in shown.values:
             terminal.line(_number(value))
@@ -57,11 +57,18 @@ def _print(terminal: Terminal, shown: Shown) -> None:
     terminal.heading("values", _how_many(shown))
     terminal.paragraph("  ".join(map(_number, shown.values)) or "none")
     terminal.heading("chunks")
-    terminal.table(
-        [("" if rank is None else f"rank {rank}", box(offsets, sizes, shown.shape), file)
-         for rank, file, offsets, sizes in shown.chunks],
-        cut=(2,),
-    )  # fmt: skip
+    rows = [
+        [*([] if rank is None else [f"rank {rank}"]), box(offsets, sizes, shown.shape), file]
+        for rank, file, offsets, sizes in shown.chunks
+    ]
+    terminal.table(rows, cut=(2, 1))
+
+
+def _document(shown: Shown) -> dict[str, Any]:
+    said: dict[str, Any] = jsonable(asdict(shown))
+    names = ("rank", "file", "offsets", "sizes")
+    chunks = [dict(zip(names, chunk, strict=True)) for chunk in said.pop("chunks")]
+    return {"schema": "ckpttool/show/1", **said, "chunks": chunks}
 
 
 def _how_many(shown: Shown) -> str:

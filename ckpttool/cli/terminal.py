@@ -14,7 +14,7 @@ from ckpttool.summary.values import cut, safe
 _CODES = {"bold": "1", "dim": "2", "red": "1;31", "yellow": "33"}
 _GAP = 2
 _HELD = "\0"  # never in the text itself: `safe` escapes it
-_LEAST = 12  # a column is not cut below this
+_LEAST = 8  # a column is not cut below this
 
 
 class ReaderGone(Exception):
@@ -137,7 +137,7 @@ def _fit(
     widths = [max((len(row[i].text) for row in safed if i < len(row)), default=0) for i in range(columns)]
     over = sum(widths) + _GAP * (columns - 1) - room if room else 0
     for i in order:
-        if over > 0:
+        if over > 0 and i < columns:
             taken = min(over, max(widths[i] - _LEAST, 0))
             widths[i] -= taken
             over -= taken

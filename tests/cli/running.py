@@ -1,0 +1,38 @@
+"""Running the command: in this process, and as a program of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner, Result
+
+ROOT = Path(__file__).resolve().parents[2]
+SAMPLES = ROOT / "samples" / "checkpoints"
+FULL = str(SAMPLES / "torch_full" / "ckpt.pt")
+
+
+def run(*words: str, env: Mapping[str, str] | None = None) -> Result:
+    """`ckpttool words...` in this process."""
+    from ckpttool.cli.app import app
+
+    return CliRunner().invoke(app, list(words), env=dict(env or {}))
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """This one, without what the person who runs the tests has set for their own terminal."""
+    own = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "CKPTTOOL_DEBUG")}
+    return {**own, **extra}
+
+
+def spawn(*words: str, code: str | None = None, **options: Any) -> subprocess.Popen[str]:
+    """`ckpttool words...` as a program. `code` is Python that is run before it, to put something in its way."""
+    program = [sys.executable, "-m", "ckpttool"]
+    if code is not None:
+        program = [sys.executable, "-c", f"{code}\nfrom ckpttool.cli.app import main\nmain()"]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment(), "cwd": ROOT} | options
+    return subprocess.Popen([*program, *words], text=True, **options)

@@ -1,0 +1,230 @@
+"""However a command ends: words on the right stream, the right exit code, and never a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from running import FULL, environment, run, spawn
+
+from ckpttool import errors, verbs
+
+KINDS = [
+    errors.UsageError, errors.ReadError, errors.CorruptError, errors.LossError, errors.OverwriteError,
+    errors.StorageError, errors.RemoteError,
+]  # fmt: skip
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def fail(*args: Any, **options: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(verbs, "inspect", fail)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_is_two_lines_on_stderr_and_its_exit_code(
+    kind: type[errors.CkptError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(monkeypatch, kind("`x`: wrong", hint="do this", file="x"))
+    result = run("inspect", "x")
+    assert (result.exit_code, result.stdout) == (kind.exit_code, "")
+    assert result.stderr == "error: `x`: wrong\nhint: do this\n"
+    result = run("inspect", "x", "--json")
+    assert (result.exit_code, result.stderr) == (kind.exit_code, "")
+    assert json.loads(result.stdout) == {
+        "schema": "ckpttool/error/1",
+        "error": {
+            "kind": kind.kind, "message": "`x`: wrong", "hint": "do this", "exit_code": kind.exit_code, "file": "x",
+        },
+    }  # fmt: skip
+
+
+def test_facts_that_json_does_not_know_do_not_break_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, errors.CorruptError("x", found=b"\xff", exit_code="theirs", hint2=Path("p")))
+    said = json.loads(run("inspect", "x", "--json").stdout)["error"]
+    assert (said["message"], said["exit_code"]) == ("x", 4)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (PermissionError(13, "Permission denied", "x"), 7, "error: `x`: permission denied\n"),
+        (MemoryError(), 7, "error: out of memory\n"),
+    ],
+)
+def test_errors_of_the_machine(error: Exception, code: int, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, error)
+    result = run("inspect", "x")
+    assert result.exit_code == code
+    assert result.stderr.startswith(says)
+
+
+def test_a_bug_is_one_line_and_how_to_report_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, ZeroDivisionError("oops\nmore"))
+    result = run("inspect", "x")
+    assert result.exit_code == 70
+    assert result.stderr.splitlines() == [
+        "bug: ZeroDivisionError: oops",
+        "hint: this is our mistake, not yours: run it again with `-v` and report what it prints",
+    ]
+    for words, env in ((["-v"], {}), ([], {"CKPTTOOL_DEBUG": "1"})):
+        assert "Traceback (most recent call last)" in run("inspect", "x", *words, env=env).stderr
+    assert json.loads(run("inspect", "x", "--json").stdout)["error"]["kind"] == "bug"
+
+
+def test_a_usage_error_in_json() -> None:
+    result = run("inspect", "--json", "--dept", "3")
+    assert (result.exit_code, result.stderr) == (2, "")
+    said = json.loads(result.stdout)["error"]
+    assert (said["kind"], said["exit_code"], said["hint"]) == ("usage", 2, "did you mean `--depth`?")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["inspect"], ["inspect", "x", "--depth", "0"], ["inspect", "x", "--depth", "x"], ["convert", "a", "b", "-j", "0"],
+     ["convert", "a", "b", "--to"], ["-x"], ["show", "x"], ["convert", "a", "b", "c"]],
+)  # fmt: skip
+def test_every_usage_error_has_a_hint(words: list[str]) -> None:
+    result = run(*words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    error, hint = result.stderr.splitlines()
+    assert re.match(r"error: [a-z`].*[^.]$", error)
+    assert re.match(r"hint: `ckpttool.* --help` shows", hint)
+
+
+def test_no_words_at_all_is_the_help() -> None:
+    result = run()
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "Usage: ckpttool" in result.stderr
+
+
+EVIL = "\x1b]0;owned\x07\x1b[2J\u202e\x9b\r"
+
+
+def raw(text: str) -> str:
+    """What of `text` a terminal would obey, beyond line feeds and our own colours."""
+    return "".join(c for c in re.sub(r"\x1b\[[0-9;]*m|\n", "", text) if not c.isprintable())
+
+
+def test_nothing_of_a_file_reaches_the_terminal_raw(tmp_path: Path) -> None:
+    path = tmp_path / f"evil{EVIL}.pt"
+    torch.save({EVIL: torch.ones(2), f"{EVIL}.x": torch.ones(1), "o": {EVIL: EVIL}, "step": 1}, path)
+    for words in (["inspect"], ["inspect", "-v"], ["inspect", "-q"], ["inspect", "--tensors", "*"]):
+        for env in ({}, {"FORCE_COLOR": "1"}):
+            result = run(*words, str(path), env=env)
+            assert result.exit_code == 0
+            assert r"\x1b]0;owned\x07" in result.stdout
+            assert not raw(result.stdout)
+    for words in (["show", str(path), EVIL], ["show", str(path), f"{EVIL}!"], ["convert", str(path), f"{path}2"],
+                  ["convert", str(path), str(tmp_path / "out.pt"), "-v", "--exclude", "*.x"], [EVIL], [f"--{EVIL}"],
+                  ["inspect", f"/{EVIL}"]):  # fmt: skip
+        result = run(*words, env={"FORCE_COLOR": "1"})
+        assert not raw(result.stdout + result.stderr)
+        assert "bug:" not in result.stderr
+
+
+# As programs ---------------------------------------------------------------------------------------------------------
+
+SLEEPY = """
+import sys, time
+from ckpttool import verbs
+def sleep(*args, **options):
+    print("started", file=sys.stderr, flush=True)
+    time.sleep(60)
+verbs.inspect = sleep
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "says"),
+    [(signal.SIGINT, 130, "interrupted, nothing was written\n"),
+     (signal.SIGTERM, 143, "terminated, nothing was written\n")],
+)  # fmt: skip
+@pytest.mark.parametrize("as_json", [False, True])
+def test_signals(number: signal.Signals, code: int, says: str, as_json: bool) -> None:
+    process = spawn("inspect", "x", *(["--json"] if as_json else []), code=SLEEPY)
+    assert process.stderr is not None
+    assert process.stderr.readline() == "started\n"
+    process.send_signal(number)
+    stdout, stderr = process.communicate(timeout=20)
+    assert process.returncode == code
+    if as_json:
+        assert json.loads(stdout)["error"]["exit_code"] == code
+    else:
+        assert (stdout, stderr) == ("", says)
+
+
+def test_a_reader_who_leaves_is_no_error() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    process = spawn("inspect", FULL, stdout=write)
+    os.close(write)
+    assert process.communicate(timeout=20)[1] == ""
+    assert process.returncode == 0
+
+
+def test_a_reader_who_leaves_early_is_no_error(tmp_path: Path) -> None:
+    """More than a pipe holds, so that it is the writing that fails and not the last flush."""
+    torch.save({f"tensor_number_{i}": torch.ones(1) for i in range(5000)}, tmp_path / "many.pt")
+    process = spawn("inspect", str(tmp_path / "many.pt"), "--tensors", "*")
+    assert process.stdout is not None
+    assert process.stdout.readline()
+    process.stdout.close()
+    process.stdout = None
+    assert process.communicate(timeout=20)[1] == ""
+    assert process.returncode == 0
+
+
+def test_a_closed_stdout_is_no_error() -> None:
+    command = f"{os.sys.executable} -m ckpttool inspect '{FULL}' >&-"  # type: ignore[attr-defined]
+    process = subprocess.run(command, shell=True, env=environment(), stderr=subprocess.PIPE, text=True, check=False)
+    assert (process.returncode, process.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is always full")
+def test_a_full_stdout_is_an_error() -> None:
+    with open("/dev/full", "w") as full:
+        process = spawn("inspect", FULL, stdout=full)
+        assert process.communicate(timeout=20)[1] == "error: no space left on device\n"
+    assert process.returncode == 7
+
+
+def test_names_that_the_locale_cannot_spell() -> None:
+    env = environment(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", PYTHONIOENCODING="ascii")
+    env.pop("PYTHONIOENCODING")
+    process = spawn("inspect", FULL, env=env)
+    stdout, stderr = process.communicate(timeout=20)
+    assert (process.returncode, stderr) == (0, "")
+    assert r"h\xe9llo" in stdout
+
+
+def test_a_second_sigterm_does_not_disturb_the_cleaning_up() -> None:
+    code = (
+        SLEEPY
+        + """
+def slow(*args):
+    try:
+        sleep()
+    finally:
+        time.sleep(1)
+        print("cleaned", file=sys.stderr, flush=True)
+verbs.inspect = slow
+"""
+    )
+    process = spawn("inspect", "x", code=code)
+    assert process.stderr is not None
+    process.stderr.readline()
+    for _ in range(3):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+    assert process.communicate(timeout=20)[1] == "cleaned\nterminated, nothing was written\n"
+    assert process.returncode == 143

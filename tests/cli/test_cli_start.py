@@ -1,0 +1,75 @@
+"""How the program starts: quickly, without torch, in each of the ways in which it can be called."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from running import FULL, ROOT, environment, run, spawn
+
+from ckpttool.version import __version__
+
+LOOK = "import sys, atexit; atexit.register(lambda: print(sorted({'torch', 'numpy', 'rich'} & set(sys.modules)), file=sys.stderr))"  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["--version"], ["inspect", FULL], ["inspect", FULL, "--json"], ["formats"], ["convert", "--help"]],
+)
+def test_torch_is_not_imported(words: list[str]) -> None:
+    process = spawn(*words, code=LOOK)
+    assert process.communicate(timeout=30)[1] == "[]\n"
+    assert process.returncode == 0
+
+
+def test_version() -> None:
+    assert run("--version").stdout == f"ckpttool {__version__}\n"
+
+
+def test_run_as_a_directory(tmp_path: Path) -> None:
+    """As `torchrun ckpttool` does it; `copy` must then be the standard library's whoever asks for it."""
+    process = subprocess.run(
+        [sys.executable, str(ROOT / "ckpttool"), "--version"],
+        cwd=tmp_path, env=environment(PYTHONPATH=""), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (process.returncode, process.stdout, process.stderr) == (0, f"ckpttool {__version__}\n", "")
+    show = (
+        "import runpy, sys; sys.argv = ['ckpttool', '--version']\n"
+        f"try: runpy.run_path({str(ROOT / 'ckpttool')!r}, run_name='__main__')\n"
+        "except SystemExit: print(sys.path[0])"
+    )
+    process = subprocess.run([sys.executable, "-c", show], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert process.stdout.splitlines()[-1] == str(ROOT)
+
+
+def test_no_module_of_ours_is_named_like_one_of_the_standard_library() -> None:
+    ours = {path.stem for path in (ROOT / "ckpttool").iterdir()}
+    assert not ours & sys.stdlib_module_names - {"__pycache__"}
+
+
+@pytest.mark.parametrize("words", [[], ["inspect"], ["show"], ["convert"], ["formats"]])
+def test_help_fits_80_columns(words: list[str]) -> None:
+    for flag in ("-h", "--help"):
+        result = run(*words, flag)
+        assert result.exit_code == 0
+        assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [("insp", "inspect"), ("convert a b --to saf", "safetensors"), ("convert a b --only sched", "scheduler"),
+     ("convert a b --strip-w", "--strip-wrappers")],
+)  # fmt: skip
+def test_completion(typed: str, expected: str) -> None:
+    words = typed.split()
+    env = environment(_CKPTTOOL_COMPLETE="complete_bash", COMP_WORDS=f"ckpttool {typed}", COMP_CWORD=str(len(words)))
+    process = spawn(env=env)
+    assert expected in process.communicate(timeout=30)[0].split()
+
+
+def test_the_completion_script() -> None:
+    # typer asks which shell it runs in; in a test that is none.
+    process = spawn("--show-completion", "bash", env=environment(_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1"))
+    assert "_CKPTTOOL_COMPLETE=complete_bash" in process.communicate(timeout=30)[0]

@@ -1,0 +1,196 @@
+"""Colours, widths and numbers as people meet them."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import pty
+import re
+import struct
+import termios
+
+import pytest
+from running import FULL, environment, run, spawn
+
+from ckpttool.cli.progress import Progress
+from ckpttool.cli.terminal import Terminal, bold, shorten, wants_colour
+from ckpttool.cli.wording import count, duration, parse_size, plural, size
+from ckpttool.errors import UsageError
+
+
+class Screen(io.StringIO):
+    """A terminal of so many columns, as far as we look."""
+
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+# Colours -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("env", "on_terminal", "in_pipe"),
+    [({}, True, False), ({"NO_COLOR": "1"}, False, False), ({"FORCE_COLOR": "1"}, True, True),
+     ({"NO_COLOR": "1", "FORCE_COLOR": "1"}, False, False), ({"NO_COLOR": ""}, True, False),
+     ({"TERM": "dumb"}, False, False)],
+)  # fmt: skip
+def test_who_gets_colours(
+    env: dict[str, str], on_terminal: bool, in_pipe: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert wants_colour(Screen()) is on_terminal
+    assert wants_colour(io.StringIO()) is in_pipe
+
+
+def on_terminal(columns: int, *words: str, **env: str) -> str:
+    """What a real terminal of this width gets."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    process = spawn(*words, stdin=theirs, stdout=theirs, stderr=theirs, env=environment(TERM="xterm", **env))
+    os.close(theirs)
+    got = b""
+    try:
+        while block := os.read(ours, 65536):
+            got += block
+    except OSError:  # Linux says EIO when the other side has gone
+        pass
+    os.close(ours)
+    assert process.wait(timeout=20) == 0
+    return got.decode().replace("\r\n", "\n")
+
+
+@pytest.mark.parametrize("columns", [60, 80, 160])
+def test_tables_fit_the_terminal(columns: int) -> None:
+    for words in (["inspect", FULL], ["inspect", FULL, "--tensors", "*"], ["show", FULL, "model.embed.weight"]):
+        text = on_terminal(columns, *words)
+        assert "\x1b[1m" in text
+        plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+        # Letters of two columns are counted as one: only the sample's Japanese text is let off.
+        assert [line for line in plain.splitlines() if len(line) > columns] == []
+    assert "\x1b" not in on_terminal(columns, "inspect", FULL, NO_COLOR="1")
+
+
+def test_a_pipe_gets_everything_and_no_colours() -> None:
+    text = run("inspect", FULL).stdout
+    assert "\x1b" not in text
+    assert "<argparse.Namespace lr=0.01 betas=(0.9, 0.95) name='tiny' resume=None>" in text
+
+
+# Tables --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_table() -> None:
+    stream = io.StringIO()
+    Terminal(stream).table([("  a", "1"), (bold("bbb"), "20\x07")], ("name", "n"), right=(1,), indent=1)
+    assert stream.getvalue() == " name       n\n   a        1\n bbb   20\\x07\n"
+
+
+def test_shorten_keeps_both_ends() -> None:
+    assert shorten("model.layers.0.weight", 21) == "model.layers.0.weight"
+    assert shorten("model.layers.0.weight", 15) == "model....weight"
+    assert shorten("    model.layers.0.weight", 15) == "    mode...ight"
+    for width in range(2, 12):
+        assert len(shorten("x" * 40, width)) <= max(width, 5)
+
+
+# Numbers -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (4936, "4.94 kB"), (99_960, "100 kB"), (999_499, "999 kB"),
+     (999_500, "1.00 MB"), (12_900_000_000, "12.9 GB"), (10**18, "1,000 PB")],
+)  # fmt: skip
+def test_size(nbytes: int, text: str) -> None:
+    assert size(nbytes) == text
+
+
+def test_counts_and_durations() -> None:
+    assert [count(n) for n in (9_999, 12_345, 6_738_415_616)] == ["9,999", "12.3k", "6.74B"]
+    assert [duration(s) for s in (0.041, 12.3, 184, 3725)] == ["0.04 s", "12 s", "3 min 4 s", "1 h 2 min"]
+    assert [plural(n, "file") for n in (0, 1, 1200)] == ["0 files", "1 file", "1,200 files"]
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("4096", 4096), ("5GB", 5 * 10**9), ("5G", 5 * 10**9), ("512MiB", 512 << 20), ("1.5 gb", 1_500_000_000),
+     ("2TiB", 2 << 40), ("7b", 7), ("1kB", 1000), ("1KiB", 1024), (" 3mb ", 3_000_000)],
+)  # fmt: skip
+def test_parse_size(text: str, nbytes: int) -> None:
+    assert parse_size(text, "--max-memory") == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "5XB", "-5", "5 5", "1e9", "0", "0.1", "5GBB", "٥GB", "9" * 30])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(UsageError, match="--max-memory"):
+        parse_size(text, "--max-memory")
+
+
+# Progress ------------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_bar_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    screen, clock = Screen(), Clock()
+    with Progress(Terminal(screen), clock) as progress:
+        progress(10**8, 10**9)
+        assert screen.getvalue() == ""
+        clock.now += 2
+        progress(5 * 10**8, 10**9)
+        assert screen.getvalue() == f"\r{'━' * 12}{'─' * 12}   50%  500 MB of 1.00 GB  250 MB/s  2 s left\x1b[K"
+        clock.now += 0.05
+        progress(6 * 10**8, 10**9)
+        assert screen.getvalue().count("\r") == 1
+        clock.now += 1
+        progress(10**9, 10**9)
+        assert "100%" in screen.getvalue()
+        assert "finishing" in screen.getvalue()
+    assert screen.getvalue().endswith("\r\x1b[K")
+
+
+def test_a_line_every_half_minute_in_a_log() -> None:
+    log, clock = io.StringIO(), Clock()
+    with Progress(Terminal(log), clock) as progress:
+        for second in range(95):
+            clock.now = 100.0 + second
+            progress(second * 10**7, 10**9)
+    assert log.getvalue().splitlines() == [
+        " 30%  300 MB of 1.00 GB  10.0 MB/s  1 min 10 s left",
+        " 60%  600 MB of 1.00 GB  10.0 MB/s  40 s left",
+        " 90%  900 MB of 1.00 GB  10.0 MB/s  10 s left",
+    ]
+
+
+def test_a_narrow_terminal_does_not_wrap_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    screen, clock = Screen(), Clock()
+    progress = Progress(Terminal(screen), clock)
+    clock.now += 2
+    progress(1, 10**9)
+    assert len(screen.getvalue()) <= len("\r") + 29 + len("\x1b[K")
+
+
+def test_nobody_looking_is_no_reason_to_stop() -> None:
+    class Gone(Screen):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    clock = Clock()
+    with Progress(Terminal(Gone()), clock) as progress:
+        for second in range(10):
+            clock.now = 100.0 + second
+            progress(second, 100)
