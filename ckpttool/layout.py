@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -109,7 +109,6 @@ def rename(catalogue: Catalogue, new_name: Callable[[str], str], *, within_parts
     models only). What the model's parameters are called is then changed wherever the optimizer mentions them. Pure.
     """
     moved: dict[Path, Path] = {}
-    parameters: dict[str, str] = {}
     for path, entry in catalogue.entries.items():
         if isinstance(entry, Tensor) and entry.embedded:
             continue
@@ -117,11 +116,25 @@ def rename(catalogue: Catalogue, new_name: Callable[[str], str], *, within_parts
         if within_parts and entry.part.kind != "model":
             continue
         prefix, tail = (path[:depth], path[depth:]) if within_parts else ((), path)
-        new = (*prefix, *_repath(tail, new_name(dotted(tail))))
-        moved[path] = new
-        if entry.part.kind == "model" and new != path:
-            parameters[dotted(path[depth:])] = dotted(new[depth:])
-    return _move(_follow_in_optimizer(catalogue, parameters, moved), moved)
+        moved[path] = (*prefix, *_repath(tail, new_name(dotted(tail))))
+    return _move(_follow_in_optimizer(catalogue, _new_parameters(catalogue, moved), moved), moved)
+
+
+def _new_parameters(catalogue: Catalogue, moved: dict[Path, Path]) -> dict[str, str]:
+    """What the model's parameters were called and are called now, each below the root of its part."""
+    roots: dict[Path, Path] = {}
+    parameters: dict[str, str] = {}
+    for path, new in moved.items():
+        part = catalogue.entries[path].part
+        if part.kind != "model" or new == path:
+            continue
+        if part.root not in roots:
+            roots[part.root] = moved_root(part.root, moved)
+        root = roots[part.root]
+        # A rule may take some of the part away from under its root: those go by their full names.
+        depth = len(root) if new[: len(root)] == root else 0
+        parameters[dotted(path[len(part.root) :])] = dotted(new[depth:])
+    return parameters
 
 
 def _repath(path: Path, name: str) -> Path:
@@ -146,12 +159,31 @@ def _follow_in_optimizer(catalogue: Catalogue, parameters: dict[str, str], moved
     for path, entry in catalogue.entries.items():
         if entry.part.kind != "optimizer" or (isinstance(entry, Tensor) and entry.embedded):
             continue
-        new = tuple(parameters.get(k, k) if isinstance(k, str) else k for k in moved.get(path, path))
+        new = tuple(_followed(k, parameters) for k in moved.get(path, path))
         if new != path:
             moved[path] = new
         if isinstance(entry, Object) and path[-1:] == ("params",):
             entries[path] = _with_params(entry, parameters)
     return _rebuilt(catalogue, entries.values(), catalogue.containers)
+
+
+def _followed(key: Hashable, parameters: dict[str, str]) -> Hashable:
+    if not isinstance(key, str):
+        return key
+    flat = _flattened(key)
+    if flat is not None and flat[1] in parameters:
+        return flat[0] + parameters[flat[1]] + flat[2]
+    return parameters.get(key, key)
+
+
+def _flattened(key: str) -> tuple[str, str, str] | None:
+    """`state.layers.0.w.exp_avg` as `("state.", "layers.0.w", ".exp_avg")`: how `flatten_optimizer_state_dict=True`
+    spells optimizer state. Pure."""
+    for head in ("state.", "param_groups."):
+        name, dot, last = key[len(head) :].rpartition(".")
+        if key.startswith(head) and name:
+            return head, name, dot + last
+    return None
 
 
 def _with_params(entry: Object, parameters: dict[str, str]) -> Object:
@@ -173,8 +205,9 @@ def _move(catalogue: Catalogue, moved: dict[Path, Path]) -> Catalogue:
     linking = set(owners.values())
     for path, entry in catalogue.entries.items():
         new = moved.get(path, path)
-        clash = taken.get(new) or (names.get(dotted(new)) if new != path else None)
-        if clash is not None:
+        clash = taken.get(new, names.get(dotted(new)))
+        # Two names that only look the same may stay: `("a.b",)` and `("a", "b")`.
+        if clash is not None and (new in taken or new != path or moved.get(clash, clash) != clash):
             raise UsageError(
                 f"`{dotted(clash)}` and `{dotted(path)}` would both be called `{dotted(new)}`",
                 hint="leave one of them out with `--exclude`, or give it another name with `--rename`",
@@ -226,6 +259,7 @@ def _relinked(value: Any, moved: dict[Path, Path]) -> Any:
     if isinstance(value, Stub):
         again = object.__new__(type(value))
         again.how, again.kwargs = value.how, _relinked(value.kwargs, moved)
+        again.target = _relinked(value.target, moved)
         again.args, again.state = _relinked(value.args, moved), _relinked(value.state, moved)
         again.values = _relinked(value.values, moved)
         again.pairs = [(k, _relinked(v, moved)) for k, v in value.pairs]
@@ -273,7 +307,8 @@ def caster(rules: Sequence[str]) -> Callable[[Tensor], Dtype | None]:
         compiled.append((compile_pattern(pattern) if pattern else None, kind))
 
     def cast_to(tensor: Tensor) -> Dtype | None:
-        if tensor.dtype.kind != "float" or tensor.embedded:
+        # Nothing converts the 4-bit floats, and torch has no other names for them.
+        if tensor.dtype.kind != "float" or tensor.embedded or tensor.dtype.name.startswith("float4"):
             return None
         for pattern, kind in compiled:
             if pattern is None:
@@ -287,11 +322,15 @@ def caster(rules: Sequence[str]) -> Callable[[Tensor], Dtype | None]:
 
 
 def cast(catalogue: Catalogue, cast_to: Callable[[Tensor], Dtype | None]) -> Catalogue:
-    """Tensors with their new dtype. Pure."""
+    """Tensors with their new dtype; tied ones that get different dtypes are tied no longer. Pure."""
     entries: list[Entry] = []
+    firsts: dict[tuple[Path, Dtype], Path] = {}
     for entry in catalogue.entries.values():
-        kind = cast_to(entry) if isinstance(entry, Tensor) else None
-        entries.append(_again(entry, dtype=kind) if kind is not None and isinstance(entry, Tensor) else entry)
+        if isinstance(entry, Tensor):
+            kind = cast_to(entry) or entry.dtype
+            first = firsts.setdefault((entry.alias or entry.path, kind), entry.path)
+            entry = _again(entry, dtype=kind, alias=None if first == entry.path else first)
+        entries.append(entry)
     return _rebuilt(catalogue, entries, catalogue.containers)
 
 
@@ -348,18 +387,19 @@ def _sharded(catalogue: Catalogue) -> set[Path]:
     tensors = [t for t in catalogue.tensors if t.shape and t.numel and not t.embedded]
     models = [t for t in tensors if t.part.kind == "model"]
     states = [t for t in tensors if t.part.kind == "optimizer"]
-    named: dict[Path, set[boxes.Ints]] = defaultdict(set)
+    named: dict[Hashable, set[boxes.Ints]] = defaultdict(set)
     for state in states:
         for key in state.path[len(state.part.root) :]:
-            named[(key,)].add(state.shape)
-    by_name = any((dotted(t.path[len(t.part.root) :]),) in named for t in models)
+            flat = _flattened(key) if isinstance(key, str) else None
+            named[flat[1] if flat is not None else key].add(state.shape)
+    by_name = any(dotted(t.path[len(t.part.root) :]) in named for t in models)
     shapes = {t.shape for t in states}
 
     def is_parameter(tensor: Tensor) -> bool:
         if len((tensor.origin or tensor).chunks) > 1:
             return True
         if by_name:
-            return tensor.shape in named.get((dotted(tensor.path[len(tensor.part.root) :]),), ())
+            return tensor.shape in named.get(dotted(tensor.path[len(tensor.part.root) :]), ())
         return tensor.shape in shapes
 
     parameters = [t for t in models if is_parameter(t)]
