@@ -1,0 +1,123 @@
+"""CRCs of pieces, put together, against zlib's CRC of the whole."""
+
+from __future__ import annotations
+
+import random
+import threading
+from itertools import pairwise
+from zlib import crc32
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpttool import checksums
+from ckpttool.catalogue import Record
+from ckpttool.checksums import Pieces, combine
+
+quick = settings(max_examples=100, deadline=None)
+
+
+@quick
+@given(st.binary(max_size=300), st.binary(max_size=300))
+def test_two_runs_are_the_run_of_both(first: bytes, second: bytes) -> None:
+    assert combine(crc32(first), crc32(second), len(second)) == crc32(first + second)
+
+
+@pytest.mark.parametrize("length", [1, 255, 1 << 16, (1 << 24) + 7])
+def test_long_runs(length: int) -> None:
+    assert combine(crc32(b"abc"), crc32(bytes(length)), length) == crc32(b"abc" + bytes(length))
+
+
+def test_runs_longer_than_memory() -> None:
+    # Zero bytes appended one after the other or all at once: 2**40 of them, a terabyte.
+    step, length = crc32(bytes(1 << 20)), 1 << 20
+    crc = crc32(b"abc")
+    doubled, n = step, length
+    for _ in range(20):
+        doubled, n = combine(doubled, doubled, n), n * 2
+    in_two = combine(combine(crc, doubled, n), step, length)
+    assert in_two == combine(crc, combine(doubled, step, length), n + length)
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> tuple[bytes, list[tuple[int, int]]]:
+    data = draw(st.binary(max_size=400))
+    cuts = sorted({0, len(data), *draw(st.lists(st.integers(0, len(data)), max_size=8))})
+    return data, draw(st.permutations([(a, b - a) for a, b in pairwise(cuts)]))
+
+
+@quick
+@given(splits(), st.integers(0, 1000))
+def test_pieces_in_any_order_are_the_record(split: tuple[bytes, list[tuple[int, int]]], start: int) -> None:
+    data, parts = split
+    record, pieces = Record(0, start, len(data), None), Pieces()
+    for at, n in parts:
+        pieces.add(record, start + at, n, crc32(data[at : at + n]))
+    assert pieces.crc(record) == crc32(data)
+    assert pieces.gaps(record) == []
+    assert pieces.used(record) == len(data)
+
+
+@quick
+@given(splits(), st.data())
+def test_gaps_are_asked_for_and_nothing_else(split: tuple[bytes, list[tuple[int, int]]], data: st.DataObject) -> None:
+    content, parts = split
+    record, pieces = Record(3, 50, len(content), None), Pieces()
+    missing = set()
+    for at, n in parts:
+        if data.draw(st.booleans()):
+            missing |= set(range(at, at + n))
+            pieces.touch(record, n)
+        else:
+            pieces.add(record, 50 + at, n, crc32(content[at : at + n]))
+    asked: list[int] = []
+
+    def read(offset: int, nbytes: int) -> int:
+        asked.extend(range(offset - 50, offset - 50 + nbytes))
+        return crc32(content[offset - 50 : offset - 50 + nbytes])
+
+    assert pieces.crc(record, read) == crc32(content)
+    assert asked == sorted(missing)
+    assert sum(n for _, n in pieces.gaps(record)) == len(missing)
+    assert pieces.used(record) == len(content)
+
+
+@quick
+@given(st.binary(min_size=1, max_size=100), st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), max_size=6))
+def test_pieces_that_overlap(data: bytes, spans: list[tuple[int, int]]) -> None:
+    # Two views of one storage: what one adds beyond the other is read once more.
+    record, pieces = Record(0, 0, len(data), None), Pieces()
+    for at, n in spans:
+        pieces.add(record, min(at, len(data)), len(data[at : at + n]), crc32(data[at : at + n]))
+    assert pieces.crc(record, lambda offset, n: crc32(data[offset : offset + n])) == crc32(data)
+
+
+def test_records_are_told_apart_by_file_and_offset() -> None:
+    pieces = Pieces()
+    records = [Record(0, 0, 4, 1), Record(0, 4, 4, 2), Record(1, 0, 4, 3)]
+    for i, record in enumerate(records):
+        pieces.add(record, record.offset, 4, crc32(bytes([i] * 4)))
+    assert pieces.records() == records
+    assert [pieces.crc(r) for r in records] == [crc32(bytes([i] * 4)) for i in range(3)]
+
+
+def test_threads_may_add_at_once() -> None:
+    data = random.Random(1).randbytes(4096)
+    record, pieces = Record(0, 0, len(data), None), Pieces()
+
+    def add(first: int) -> None:
+        for at in range(first, len(data), 8):
+            pieces.add(record, at, 1, crc32(data[at : at + 1]))
+
+    threads = [threading.Thread(target=add, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert pieces.crc(record) == crc32(data)
+
+
+def test_buffers_behind_each_other() -> None:
+    assert checksums.of([b"ab", memoryview(b"c"), b""]) == crc32(b"abc")
+    assert checksums.of([]) == 0
