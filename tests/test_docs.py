@@ -1,0 +1,86 @@
+"""Runs the examples of README.md and docs/: what a page shows is what is printed.
+
+A ```console block is a dialogue: each `$ ckpttool ...` line is run and the lines below it are its stdout and stderr. A
+```python block is executed. All blocks of a page share one directory, where the names below stand for samples. Blocks of
+other kinds (```sh, ```text) are not run. `pytest --accept` writes what is printed now into the pages.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SAMPLES = ROOT / "samples" / "checkpoints"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```(console|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+# What the pages call it -> the sample that it is.
+NAMES = {
+    "run7/step-1000": "dcp_fsdp2_w4/ckpt",
+    "full.pt": "torch_full/ckpt.pt",
+    "wrapped.pt": "torch_ddp/ckpt.pt",
+    "llama": "hf_llama/ckpt",
+    "model.safetensors": "safetensors_single/ckpt.safetensors",
+}
+# What differs from run to run and from machine to machine.
+MASKS = (
+    (re.compile(r"^(  time +)\S.*$", re.MULTILINE), r"\g<1>0.1 s"),
+    (re.compile(r"(needed, ).* free"), r"\g<1>80.4 GB free"),
+    (re.compile(r"^(  memory +)about .* at most$", re.MULTILINE), r"\g<1>about 52 MB at most"),
+)
+
+
+@pytest.fixture
+def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, sample in NAMES.items():
+        place = tmp_path / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        source = SAMPLES / sample
+        shutil.copytree(source, place) if source.is_dir() else shutil.copy(source, place)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("NO_COLOR", "1")
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_examples_of_a_page(page: Path, there: Path, request: pytest.FixtureRequest) -> None:
+    said = page.read_text()
+    scope: dict[str, object] = {}
+
+    def replay(block: re.Match[str]) -> str:
+        kind, text = block.groups()
+        if kind == "python":
+            exec(compile(text, str(page), "exec"), scope)
+            return block.group()
+        commands = [line for line in text.splitlines() if line.startswith("$ ")]
+        return "```console\n" + "".join(map(_dialogue, commands)) + "```"
+
+    now = BLOCK.sub(replay, said)
+    if request.config.getoption("--accept"):
+        page.write_text(now)
+    assert now == said
+
+
+def _dialogue(line: str) -> str:
+    words = shlex.split(line.removeprefix("$ "), comments=True)
+    assert words[0] == "ckpttool", f"`{line}`: only ckpttool is run here; use another kind of block"
+    done = subprocess.run(
+        [sys.executable, "-m", "ckpttool", *words[1:]], capture_output=True, text=True, check=False, timeout=120
+    )
+    printed = done.stdout + done.stderr
+    for pattern, instead in MASKS:
+        printed = pattern.sub(instead, printed)
+    return f"{line}\n{printed}"
+
+
+def test_there_are_examples() -> None:
+    blocks = [m for page in PAGES for m in BLOCK.finditer(page.read_text())]
+    assert len(blocks) >= 10
