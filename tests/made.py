@@ -24,7 +24,7 @@ GAP = b"\xa5\xa5\xa5"  # odd, so that nothing is aligned by luck
 
 def bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """The elements of a tensor as opaque units, in its shape."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    plain = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     raw = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
     return np.frombuffer(raw, f"V{tensor.element_size()}").reshape(tuple(tensor.shape))
 
@@ -125,7 +125,7 @@ def encoded(elements: np.ndarray[Any, Any], codec: tuple[str, ...], dtype: torch
     """Row-major bytes, as a writer of the other byte order leaves them when `codec` says `swap`."""
     raw = np.ascontiguousarray(elements).tobytes()
     word = dtype.itemsize // (2 if dtype.is_complex else 1)
-    return np.frombuffer(raw, f"V{word}").byteswap().tobytes() if "swap" in codec and word > 1 else raw
+    return np.frombuffer(raw, f"u{word}").byteswap().tobytes() if "swap" in codec and word > 1 else raw
 
 
 def laid_down(folder: FilePath, laid: Catalogue, *, crc: bool = False) -> Catalogue:
