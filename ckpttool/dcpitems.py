@@ -14,31 +14,33 @@ import io
 import struct
 import tempfile
 import threading
+import zlib
 from collections import OrderedDict
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import IO, Any, NamedTuple
 
-from ckpttool import torchpickle, torchzip
+from ckpttool import stheader, torchpickle, torchzip
 from ckpttool.boxes import Ints
-from ckpttool.catalogue import Extent, File, Record
+from ckpttool.catalogue import Extent, File
 from ckpttool.dcpmetadata import Item
 from ckpttool.dtypes import Dtype
 from ckpttool.errors import CkptError, CorruptError, ReadError
-from ckpttool.files import Pool
+from ckpttool.files import Pool, failed
+from ckpttool.stheader import Header
 from ckpttool.torchpickle import Slot
 from ckpttool.torchzip import Archive, Read
 
 ROOT = "archive"  # what torch.save calls it when it writes to a stream
 _WINDOW = 4096  # an archive of one tensor has some 700 bytes before its payload and 900 after
 _BLOCK = 1 << 20  # bytes items lie next to each other
-_SMALL = 1 << 16
+SMALL = 1 << 16
 _LARGEST_OBJECT = 1 << 31
 _SEGMENT = 1 << 30
 _SEGMENTS = 4
+_RESERVED = 32
 
 
 class Placed(NamedTuple):
@@ -99,14 +101,13 @@ class _Range(io.RawIOBase):
 class _Segment:
     """A temporary file without a name, written by one thread. Others read it at `/dev/fd`."""
 
-    def __init__(self, files: list[File], lock: threading.Lock) -> None:
+    def __init__(self, file: int, entry: File) -> None:
         self.stream = tempfile.TemporaryFile()  # noqa: SIM115 - as long-lived as the source
         self.items: list[Item] = []
         self.size = 0
-        self._entry = File(f"/dev/fd/{self.stream.fileno()}", "(decompressed)", 0)
-        with lock:
-            self.file = len(files)
-            files.append(self._entry)
+        self.file = file
+        self._entry = entry
+        entry.location, entry.size = f"/dev/fd/{self.stream.fileno()}", 0
 
     def add(self, data: bytes) -> None:
         self.stream.write(data)
@@ -124,12 +125,19 @@ class Scratch:
 
     def __init__(self, files: list[File], pool: Pool) -> None:
         self._files, self._pool = files, pool
+        self._free: list[int] = []
         self._done: dict[Item, Placed] = {}
         self._busy: dict[Item, threading.Lock] = {}
         self._full: OrderedDict[int, _Segment] = OrderedDict()
         self._open: list[_Segment] = []
         self._own = threading.local()
         self._lock = threading.Lock()
+
+    def reserve(self, segments: int) -> None:
+        """Enter files that are not there yet, so that they have numbers when catalogues are mounted together."""
+        for _ in range(segments):
+            self._free.append(len(self._files))
+            self._files.append(File("", "(decompressed)", 0))
 
     def decode(self, item: Item, most: int, name: str, *, keep: bool = False) -> Placed:
         """Decode an item once; `most` bounds what it may become. With `keep` it stays until the end."""
@@ -138,38 +146,46 @@ class Scratch:
                 return self._done[item]
             busy = self._busy.setdefault(item, threading.Lock())
         with busy:
-            if item not in self._done:
-                segment = _Segment(self._files, self._lock) if keep else self._segment()
+            found = self._done.get(item)
+            if found is None:
+                segment = self._new_segment() if keep else self._segment()
                 start = segment.size
                 self._unpack(item, segment, most, name)
                 segment.note(item)
-                with self._lock:
-                    self._done[item] = Placed(segment.file, start, segment.size - start)
-                    if keep:
-                        self._open.append(segment)
+                found = Placed(segment.file, start, segment.size - start)
             with self._lock:
+                self._done[item] = found
                 self._busy.pop(item, None)
-                return self._done[item]
+            return found
+
+    def _new_segment(self) -> _Segment:
+        with self._lock:
+            if not self._free:
+                self.reserve(1)
+            file = self._free.pop(0)
+            made = _Segment(file, self._files[file])
+            self._open.append(made)
+            return made
 
     def _segment(self) -> _Segment:
         mine: _Segment | None = getattr(self._own, "segment", None)
         if mine is None or mine.size >= _SEGMENT:
             if mine is not None:
                 self._retire(mine)
-            mine = self._own.segment = _Segment(self._files, self._lock)
-            with self._lock:
-                self._open.append(mine)
+            mine = self._own.segment = self._new_segment()
         return mine
 
     def _retire(self, segment: _Segment) -> None:
         with self._lock:
             self._full[segment.file] = segment
-            if len(self._full) > _SEGMENTS:
-                _, oldest = self._full.popitem(last=False)
-                for item in oldest.items:
-                    del self._done[item]
-                # The number stays taken: a late reader finds the file too short, and never another's bytes.
-                oldest.stream.truncate(0)
+            if len(self._full) <= _SEGMENTS:
+                return
+            _, oldest = self._full.popitem(last=False)
+            for item in oldest.items:
+                del self._done[item]
+            # The descriptor stays taken: who is late by all these gigabytes finds the file too short.
+            oldest.stream.truncate(0)
+            self._free.append(oldest.file)
 
     def _unpack(self, item: Item, segment: _Segment, most: int, name: str) -> None:
         source = io.BufferedReader(_Range(self._pool, self._files[item.file].location, item.offset, item.length))
@@ -180,7 +196,9 @@ class Scratch:
                 segment.add(data)
                 if segment.size - start > most:
                     raise CorruptError(f"{name}: decompresses to more than {most} bytes", expected=most)
-        except (CkptError, OSError):
+        except OSError as error:
+            raise failed(error, tempfile.gettempdir(), "write") from None
+        except CkptError:
             raise
         # zstandard.ZstdError, or what the other library has for it.
         except Exception as error:
@@ -202,6 +220,7 @@ class Items:
         self._pool = Pool()
         self._scratch = Scratch(files, self._pool)
         self._block: tuple[int, int, bytes] = (-1, 0, b"")
+        self._blobs: dict[tuple[int, int], Header] = {}
         # A large tensor is copied in many pieces, each resolved anew.
         self._resolved = lru_cache(1024)(self._resolve)
 
@@ -218,7 +237,11 @@ class Items:
         # What torch.save adds grows with Python attributes only.
         most = 2 * prod(sizes) * dtype.itemsize + (1 << 20)
         placed = self._scratch.decode(item, most, self._named(item, name))
-        return self._resolved(Item(*placed), dtype, sizes, name)
+        return self._resolve(Item(*placed), dtype, sizes, name)
+
+    def reserve_scratch(self) -> None:
+        """Called when the files of the catalogue are all entered and some items are compressed."""
+        self._scratch.reserve(_RESERVED)
 
     def _resolve(self, item: Item, dtype: Dtype, sizes: Ints, name: str) -> Extent:
         read = self._window(item)
@@ -228,7 +251,7 @@ class Items:
 
     def tree(self, item: Item, name: str) -> tuple[Any, Archive | None]:
         """The value of a bytes item as a tree, and its archive if there are tensors in it."""
-        if item.length <= _SMALL and not item.transforms:
+        if item.length <= SMALL and not item.transforms:
             tree = _plain_tree(self._next_to(item, name), self._named(item, name))
             if tree is not _NOT_PLAIN:
                 return tree, None
@@ -253,9 +276,25 @@ class Items:
         self._check_inside(item, name)
         return self._pool.read(self._files[item.file].location, item.offset, item.length)
 
-    def reader(self, file: int) -> Read:
-        location = self._files[file].location
-        return lambda offset, nbytes: self._pool.read(location, offset, nbytes)
+    def blob(self, item: Item) -> Header:
+        """The header of the safetensors file that a tensor's item stands for."""
+        found = self._blobs.get((item.file, item.offset))
+        if found is None:
+            file = self._files[item.file]
+            if not 0 <= item.offset <= file.size:
+                raise CorruptError(f"`{file.name}`: its tensors would begin at {item.offset}, outside", file=file.name)
+            found = self._blobs[item.file, item.offset] = stheader.read_header(
+                lambda offset, nbytes: self._pool.read(file.location, offset, nbytes),
+                item.offset, file.size - item.offset, name=f"`{file.name}`",
+            )  # fmt: skip
+        return found
+
+    def crc(self, file: int, begin: int, end: int) -> int:
+        """The CRC of some bytes that carry none."""
+        crc = 0
+        for at in range(begin, end, _BLOCK):
+            crc = zlib.crc32(self._pool.read(self._files[file].location, at, min(_BLOCK, end - at)), crc)
+        return crc
 
     def _named(self, item: Item, name: str) -> str:
         return f"`{self._files[item.file].name}`: `{name}`"
@@ -367,8 +406,3 @@ def _drawn(layout: torchzip.Layout, crc: int, start: int, end: int) -> tuple[byt
         else:
             tail[offset - end : offset - end + len(data)] = data
     return bytes(head), bytes(tail)
-
-
-def filled(layout: torchzip.Layout, crc_of: Callable[[Record], int]) -> list[tuple[int, bytes]]:
-    """Everything but the payloads of an archive, in the order of the file."""
-    return sorted([*layout.pieces, *layout.patches(crc_of)], key=lambda piece: piece[0])

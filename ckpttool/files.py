@@ -8,7 +8,7 @@ import shutil
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -176,6 +176,25 @@ def write_file(path: str, data: bytes) -> None:
     try:
         with open(path, "xb") as stream:
             stream.write(data)
+    except OSError as error:
+        raise failed(error, path, "write") from None
+
+
+def write_pieces(path: str, write: Callable[[Callable[[bytes], object]], None]) -> None:
+    """A whole file, on disk: `write` is given what appends to it."""
+    try:
+        with open(path, "xb") as stream:
+            write(stream.write)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:
+        raise failed(error, path, "write") from None
+
+
+def resize(path: str, size: int) -> None:
+    """Cut a file, or lengthen it with a hole."""
+    try:
+        os.truncate(path, size)
     except OSError as error:
         raise failed(error, path, "write") from None
 

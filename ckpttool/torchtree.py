@@ -1,7 +1,7 @@
 """What a torch file holds, as entries of a catalogue: the same for every container that torch has had.
 
 A tree of plain values, stubs, `TensorRef`s and `StorageRef`s becomes key paths by `nesting`; a module that was saved
-whole becomes its state dict by `torchmodule`; what is lost from view, or could do harm elsewhere, becomes a warning.
+whole becomes its state dict by `torchmodule`; what is lost from view becomes a warning.
 """
 
 from __future__ import annotations
@@ -64,14 +64,12 @@ def some(names: list[str]) -> str:
 def _object_warnings(objects: Iterable[Object]) -> list[str]:
     sharded: list[str] = []
     meta: list[str] = []
-    harmful: set[str] = set()
     for entry in objects:
         names = {name for node in pickles.walk(entry.value) if (name := stub_name(node))}
         if any(n.startswith("torch.distributed.") and n.endswith((".DTensor", ".ShardedTensor")) for n in names):
             sharded.append(entry.name)
         if "torch._utils._rebuild_meta_tensor_no_storage" in names:
             meta.append(entry.name)
-        harmful |= {n for n in names if pickles.is_harmful(n.rpartition(".")[0], n.rpartition(".")[2])}
     said = []
     if sharded:
         said.append(
@@ -80,8 +78,6 @@ def _object_warnings(objects: Iterable[Object]) -> list[str]:
         )
     if meta:
         said.append(f"{len(meta)} tensors are on the meta device and have no values: {some(meta)}")
-    if harmful:
-        said.append(f"names {some(sorted(harmful))}: loading it with `weights_only=False` could run a command")
     return said
 
 

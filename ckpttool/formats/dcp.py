@@ -1,16 +1,619 @@
-"""torch.distributed.checkpoint directories."""
+"""torch.distributed.checkpoint directories, of every torch from 2.0 to 2.15.
+
+    .metadata                      the index, written last; see `dcpmetadata`
+    __{rank}_{n}.distcp            items back to back; see `dcpitems`. n counts threads, or items
+    __{rank}.metadata              instead of `.metadata`: `use_collectives=False`, an index for each rank (torch 2.9)
+    *.metadata.tmp                 an index that was being written when the save stopped
+
+Upstream: `torch/distributed/checkpoint/filesystem.py`; keys are flattened by `_nested_dict.py` and `_traverse.py`.
+A tensor's chunks stay unopened items until `resolve`; objects are decoded at open, but for very many of them.
+What DCP has no words for (integer keys, `OrderedDict`, attributes) our sink keeps in an attribute `ckpttool` of the
+index, which torch carries along and ignores; tied names point at the same item.
+"""
 
 from __future__ import annotations
 
-from ckpttool.contract import Format, Source
+import os
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from ckpttool import dcpindex, dcpitems, dcpkeys, dcpmetadata, files, pickles, stheader, torchtree, torchzip
+from ckpttool.catalogue import Catalogue, Chunk, Chunks, Extent, File, Link, Object, Path, Record, Tensor, dotted
+from ckpttool.contract import Crcs, Format, Loss, Sink, SinkOptions, Source
+from ckpttool.dcpindex import Copy, Index
+from ckpttool.dcpitems import Items, template
+from ckpttool.dcpmetadata import Item, Metadata, StoredTensor
+from ckpttool.errors import CkptError, CorruptError, LossError, ReadError
+from ckpttool.pickles import stub_name
+from ckpttool.torchpickle import Slot, StorageRef, TensorRef
+from ckpttool.torchtree import some
+from ckpttool.torchzip import Archive
+
+_EAGER = 5_000  # bytes items that are decoded at open; 25 us each
+_UNEVEN = 1 << 20  # what is a few kilobytes on every rank need not be shared out
 
 
-def recognise(path: str) -> bool:
-    return False
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+class _DcpSource:
+    def __init__(self, catalogue: Catalogue, items: Items, transforms: dict[tuple[int, int], tuple[str, ...]]) -> None:
+        self.catalogue = catalogue
+        self._items = items
+        self._transforms = transforms
+
+    def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
+        extent = chunk.extent
+        if not extent.item:
+            return extent
+        if tensor.dtype.kind == "quantized":
+            raise ReadError(
+                f"tensor `{tensor.name}`: {tensor.dtype} in pieces, each quantised by itself, cannot be put together",
+                hint="leave it out with `--exclude`",
+                tensor=tensor.name,
+            )
+        transforms = self._transforms.get((extent.file, extent.offset), ()) if self._transforms else ()
+        item = Item(extent.file, extent.offset, extent.nbytes, transforms)
+        return self._items.tensor(item, tensor.dtype, chunk.sizes, tensor.name)
+
+    def close(self) -> None:
+        self._items.close()
 
 
 def open(path: str) -> Source:
-    raise NotImplementedError
+    """The catalogue of a directory, or of the directory that an index file lies in."""
+    with pickles.no_garbage_collection():
+        index = dcpindex.read(path)
+        items = Items(index.files)
+        try:
+            return _Opening(index, items).source()
+        except BaseException:
+            items.close()
+            raise
 
 
-FORMAT = Format("dcp", "torch.distributed.checkpoint directory", recognise, open, chunked=True)
+class _Opening:
+    """Turns an index into a catalogue; reads small things from the data files on the way."""
+
+    def __init__(self, index: Index, items: Items) -> None:
+        self._index = index
+        self._items = items
+        self._catalogue = Catalogue("dcp", index.files, facts=index.facts, warnings=index.warnings)
+        self._trees: dict[str, tuple[Any, Archive | None] | CkptError] = {}
+        self._transforms: dict[tuple[int, int], tuple[str, ...]] = {}
+        self._is_safetensors = False
+
+    def source(self) -> Source:
+        index, catalogue = self._index, self._catalogue
+        self._note_transforms()
+        if self._transforms:
+            self._items.reserve_scratch()
+        self._is_safetensors = self._probe()
+        self._settle_copies()
+        self._read_objects()
+        paths, containers = dcpkeys.restore(index.entries, index.paths, index.extra, self._value)
+        catalogue.containers = containers
+        for name, path in paths.items():
+            entry = index.entries[name]
+            if isinstance(entry, StoredTensor) and name not in self._trees:
+                catalogue.add(self._tensor(name, path, entry))
+            else:
+                self._add_object(name, path)
+        self._describe()
+        return _DcpSource(catalogue, self._items, self._transforms)
+
+    # Tensors ---------------------------------------------------------------------------------------------------------
+
+    def _note_transforms(self) -> None:
+        for entry in self._index.entries.values():
+            if isinstance(entry, Item):
+                if entry.transforms:
+                    self._transforms[entry.file, entry.offset] = entry.transforms
+            else:
+                for i, transforms in entry.transforms.items():
+                    self._transforms[entry.files[i], entry.starts[i]] = transforms
+
+    def _probe(self) -> bool:
+        """Whether tensors lie in safetensors blobs. It is the writer's choice for all of them, so one item tells."""
+        for entry in self._index.entries.values():
+            if isinstance(entry, Item):
+                continue
+            for i in range(len(entry.files)):
+                item = entry.item(i)
+                if item.transforms or not item.length or self._index.files[item.file].missing:
+                    continue
+                try:
+                    head = self._items.head(item._replace(length=16), 16)
+                except CkptError:
+                    continue
+                return not head.startswith(b"PK") and stheader.looks_like(head)
+        return False
+
+    def _tensor(self, name: str, path: Path, entry: StoredTensor) -> Tensor:
+        if self._is_safetensors:
+            chunks = self._in_blobs(name, entry)
+        else:
+            chunks = Chunks.items(entry.offsets, entry.sizes, entry.files, entry.starts, entry.lengths)
+        return Tensor(path, entry.dtype, entry.shape, chunks)
+
+    def _in_blobs(self, name: str, entry: StoredTensor) -> Chunks:
+        """Every item of a file has the offset of its blob: only the blob's own header tells them apart."""
+        chunks = Chunks()
+        seen: set[int] = set()
+        for i, (offsets, sizes) in enumerate(zip(entry.offsets, entry.sizes, strict=True)):
+            file = self._index.files[entry.files[i]]
+            if file.missing or 0 in sizes:
+                chunks.add(offsets, sizes, Extent(entry.files[i], 0, 0 if 0 in sizes else entry.lengths[i]))
+                continue
+            if entry.files[i] in seen:
+                raise CorruptError(
+                    f"`{file.name}`: tensor `{name}`: two of its chunks were written under one name, so one is lost",
+                    hint="torch has no other trace of it; save again without `SerializationFormat.SAFETENSORS`",
+                    file=file.name, tensor=name,
+                )  # fmt: skip
+            seen.add(entry.files[i])
+            found = self._items.blob(entry.item(i)).tensors.get(name)
+            if found is None or found.dtype != entry.dtype or found.shape != sizes:
+                holds = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
+                raise CorruptError(
+                    f"`{file.name}`: tensor `{name}`: the header has {holds}, but the index says {entry.dtype} "
+                    f"{list(sizes)}",
+                    file=file.name, tensor=name,
+                )  # fmt: skip
+            chunks.add(offsets, sizes, Extent(entry.files[i], found.begin, found.end - found.begin))
+        return chunks
+
+    # Copies of several ranks -----------------------------------------------------------------------------------------
+
+    def _settle_copies(self) -> None:
+        """What is replicated is read once. What is not the same on every rank is no replica: it is kept for each."""
+        by_name: dict[str, list[Copy]] = defaultdict(list)
+        for copy in self._index.copies:
+            by_name[copy.name].append(copy)
+        apart: list[str] = []
+        unlike: list[str] = []
+        unknown: list[str] = []
+        twice = 0
+        for name, copies in by_name.items():
+            same = [self._is_same(copy) for copy in copies]
+            if False in same:
+                entry = self._index.entries[name]
+                whole = isinstance(entry, Item) or entry.sizes == [entry.shape]
+                (apart if whole else unlike).append(name)
+            elif None in same:
+                unknown.append(name)
+            else:
+                twice += 1
+        for name in apart:
+            self._keep_apart(name, by_name[name])
+        said = self._catalogue.warnings
+        if twice:
+            said.append(f"{twice} entries are stored by several ranks, alike; one copy is read")
+        if apart:
+            said.append(f"{len(apart)} entries differ from rank to rank and are kept for each: {some(apart)}")
+        if unlike:
+            said.append(f"{len(unlike)} tensors have replicas that differ; the first is read: {some(unlike)}")
+        if unknown:
+            said.append(f"{len(unknown)} entries are stored by several ranks and were not compared: {some(unknown)}")
+
+    def _is_same(self, copy: Copy) -> bool | None:
+        try:
+            return self._is_same_tensor(copy) if copy.chunk is not None else self._is_same_object(copy)
+        except CkptError:
+            return None
+
+    def _is_same_tensor(self, copy: Copy) -> bool | None:
+        found: list[object] = []
+        for item in (copy.first, copy.again):
+            if self._is_safetensors:
+                entry = self._items.blob(item).tensors[copy.name]
+                found.append(self._items.crc(item.file, entry.begin, entry.end))
+                continue
+            archive = self._items.archive(item, copy.name)
+            record = archive.records.get("data/0")
+            if record is None or not archive.has_crcs:
+                return None
+            found.append((record.nbytes, record.crc))
+        return found[0] == found[1]
+
+    def _is_same_object(self, copy: Copy) -> bool | None:
+        if copy.first.length == copy.again.length and copy.first.length <= dcpitems.SMALL:
+            one, other = (self._items.bytes_of(i, copy.name) for i in (copy.first, copy.again))
+            if one == other:
+                return True
+        trees = [self._items.tree(i, copy.name) for i in (copy.first, copy.again)]
+        if any(archive is not None for _, archive in trees):
+            return None if copy.first.length == copy.again.length else False
+        spelt = [pickles.dump(tree) for tree, _ in trees]
+        return spelt[0] == spelt[1]
+
+    def _keep_apart(self, name: str, copies: list[Copy]) -> None:
+        index = self._index
+        first = index.entries[name]
+        path = (index.paths or {}).get(name, (name,))
+        rank = index.files[copies[0].first.file].rank or 0
+        made: dict[str, StoredTensor | Item] = {f"{name}.rank_{rank}": first}
+        paths = {f"{name}.rank_{rank}": (*path, f"rank_{rank}")}
+        for copy in copies:
+            key = f"{name}.rank_{copy.rank}"
+            paths[key] = (*path, f"rank_{copy.rank}")
+            made[key] = copy.again if isinstance(first, Item) else _again(first, copy.again)
+        index.entries = _with_in_place(index.entries, name, made)
+        if index.paths is not None:
+            index.paths = _with_in_place(index.paths, name, paths)
+
+    # Objects ---------------------------------------------------------------------------------------------------------
+
+    def _read_objects(self) -> None:
+        blobs: list[tuple[Item, str]] = []
+        for name, entry in self._index.entries.items():
+            if isinstance(entry, Item):
+                blobs.append((entry, name))
+            elif entry.dtype.kind == "quantized" and len(entry.files) == 1 and not self._is_safetensors:
+                # Its scale and zero point are in the call that makes it: an object around its integers.
+                blobs.append((entry.item(0), name))
+        blobs.sort()
+        for item, name in blobs[:_EAGER]:
+            self._decode(item, name)
+
+    def _decode(self, item: Item, name: str) -> None:
+        try:
+            self._trees[name] = self._items.tree(item, name)
+        except CkptError as error:
+            self._trees[name] = error
+
+    def _value(self, name: str) -> Any:
+        entry = self._index.entries[name]
+        if name not in self._trees and isinstance(entry, Item):
+            self._decode(entry, name)
+        found = self._trees.get(name)
+        return found[0] if isinstance(found, tuple) else None
+
+    def _add_object(self, name: str, path: Path) -> None:
+        catalogue, entry = self._catalogue, self._index.entries[name]
+        item = entry if isinstance(entry, Item) else entry.item(0)
+        found = self._trees.get(name)
+        if found is None:
+            catalogue.add(Object(path, read=lambda: self._late(item, name), nbytes=item.length))
+        elif isinstance(found, CkptError):
+            catalogue.warnings.append(f"`{dotted(path)}` cannot be read: {found.message}")
+            catalogue.add(Object(path, read=lambda: _raise(found), nbytes=item.length))
+        elif found[1] is None and (self._index.extra is not None or not isinstance(found[0], (dict, list))):
+            # Ours: a dict that was one object goes on being one.
+            catalogue.add(Object(path, found[0], nbytes=item.length))
+        else:
+            self._fill(path, item, *found)
+
+    def _fill(self, path: Path, item: Item, tree: Any, archive: Archive | None) -> None:
+        part = Catalogue("dcp")
+        place: torchtree.Place = archive.extent if archive is not None else _no_storage
+        torchtree.fill(part, tree, place, path)
+        for entry in part.entries.values():
+            if isinstance(entry, Object):
+                entry.nbytes = item.length
+            self._catalogue.add(entry)
+        self._catalogue.containers |= part.containers
+        if any(_is_sharded(entry.value) for entry in part.objects):
+            rank = self._index.files[item.file].rank
+            self._catalogue.warnings.append(
+                f"`{dotted(path)}` is one object with DTensor or ShardedTensor inside: only the shards of "
+                f"{'the rank that wrote it' if rank is None else f'rank {rank}'} are there "
+                "(`flatten_state_dict=False` loses the others)"
+            )
+        self._catalogue.warnings += [w for w in part.warnings if not w.startswith("this file is one rank's")]
+
+    def _late(self, item: Item, name: str) -> Any:
+        tree, archive = self._items.tree(item, name)
+        if archive is not None:
+            raise ReadError(
+                f"`{name}`: an object with tensors inside, one of more than {_EAGER} objects, cannot be taken apart",
+                hint="leave it out with `--exclude`",
+            )
+        return tree
+
+    # What a person should know ---------------------------------------------------------------------------------------
+
+    def _describe(self) -> None:
+        catalogue, index = self._catalogue, self._index
+        ours = index.extra.get("by") if index.extra is not None else None
+        if isinstance(ours, str):
+            catalogue.facts["writer"] = ours
+            catalogue.facts.pop("torch", None)
+        per_rank: dict[int, list[File]] = defaultdict(list)
+        for file in index.files:
+            if file.rank is not None:
+                per_rank[file.rank].append(file)
+        most = max(map(len, per_rank.values()), default=1)
+        items = sum(1 if isinstance(e, Item) else len(e.files) for e in index.entries.values())
+        layout = [catalogue.facts["layout"]] if "layout" in catalogue.facts else []
+        if most > 1:
+            layout.append("a file for each item" if items == len(index.files) else f"up to {most} files per rank")
+        elif not layout:
+            layout.append("one file per rank")
+        layout += sorted({t for transforms in self._transforms.values() for t in transforms})
+        if self._is_safetensors:
+            layout.append("tensors as safetensors")
+        catalogue.facts["layout"] = ", ".join(layout)
+        catalogue.warnings += _uneven({r: sum(f.size for f in found) for r, found in per_rank.items()})
+
+
+def _with_in_place(table: dict[str, Any], name: str, made: dict[str, Any]) -> dict[str, Any]:
+    changed: dict[str, Any] = {}
+    for key, value in table.items():
+        changed.update(made if key == name else {key: value})
+    return changed
+
+
+def _again(tensor: StoredTensor, item: Item) -> StoredTensor:
+    """The same tensor, whole, in another item."""
+    transforms = {0: item.transforms} if item.transforms else {}
+    return replace(
+        tensor, files=array("l", [item.file]), starts=array("q", [item.offset]), lengths=array("q", [item.length]),
+        transforms=transforms,
+    )  # fmt: skip
+
+
+def _raise(error: CkptError) -> NoReturn:
+    raise error
+
+
+def _no_storage(ref: TensorRef | StorageRef) -> NoReturn:
+    raise CorruptError("a tensor in an archive without storages")
+
+
+def _is_sharded(value: Any) -> bool:
+    names = (stub_name(node) or "" for node in pickles.walk(value))
+    return any(n.startswith("torch.distributed.") and n.endswith((".DTensor", ".ShardedTensor")) for n in names)
+
+
+def _uneven(loads: dict[int, int]) -> list[str]:
+    if len(loads) < 2:
+        return []
+    low, high = min(loads, key=lambda r: loads[r]), max(loads, key=lambda r: loads[r])
+    if loads[high] - loads[low] < _UNEVEN or loads[high] <= 2 * loads[low]:
+        return []
+    return [f"ranks are unevenly loaded: rank {high} wrote {loads[high]} bytes, rank {low} {loads[low]}"]
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+
+def losses(catalogue: Catalogue, path: str) -> list[Loss]:
+    """What DCP has no room for."""
+    lost = [
+        Loss(entry.name, "DCP has no words for a quantised tensor outside an object")
+        for entry in catalogue.tensors
+        if entry.dtype.kind == "quantized" and not entry.embedded
+    ]
+    if () in catalogue.entries:
+        lost.append(Loss("the whole state", "a DCP state is a dict"))
+        return lost
+    return lost + [Loss(dotted(one), dcpkeys.clash(one, other)) for one, other in dcpkeys.spell(catalogue).clashes]
+
+
+class _DcpSink:
+    def __init__(self, path: str, catalogue: Catalogue, metadata: Metadata, late: list[torchzip.Layout]) -> None:
+        self.catalogue = catalogue
+        self._path = path
+        self._metadata = metadata
+        self._late = late
+
+    def finish(self, crcs: Crcs) -> None:
+        """What stands around each payload, then, when all of that is on disk, the index."""
+        pool = files.Pool(writing=True)
+        try:
+            for layout in self._late:
+                for offset, data in layout.patches(lambda record: crcs[record.file, record.offset]):
+                    pool.write(self.catalogue.files[0].location, offset, data)
+            for number, offset, data in self._frames(crcs):
+                pool.write(self.catalogue.files[number].location, offset, data)
+        finally:
+            pool.close()
+        for file in self.catalogue.files:
+            files.sync(file.location)
+        self._write_index()
+
+    def _frames(self, crcs: Crcs) -> Iterator[tuple[int, int, bytes]]:
+        """Heads and tails of the items: the tail of one and the head of the next are one write."""
+        pending: dict[int, tuple[int, bytes]] = {}
+        for tensor in _stored(self.catalogue):
+            chunks = tensor.chunks
+            for sizes, number, payload in zip(chunks.sizes, chunks.file, chunks.offset, strict=True):
+                frame = template(tensor.dtype, sizes)
+                start, before = pending.pop(number, (payload - len(frame.head), b""))
+                if start + len(before) != payload - len(frame.head):
+                    yield number, start, before
+                    start, before = payload - len(frame.head), b""
+                yield number, start, before + frame.head
+                crc = crcs[number, payload] if frame.nbytes else 0
+                pending[number] = (payload + frame.nbytes, frame.tail_with(crc))
+        for number, (start, data) in pending.items():
+            yield number, start, data
+
+    def _write_index(self) -> None:
+        draft, final = (os.path.join(self._path, dcpindex.NAME + end) for end in (".tmp", ""))
+        files.write_pieces(draft, lambda flush: dcpmetadata.write(self._metadata, flush))
+        try:
+            os.rename(draft, final)
+        except OSError as error:
+            raise files.failed(error, final, "write") from None
+        files.sync(self._path)
+
+
+def _stored(catalogue: Catalogue) -> Iterator[Tensor]:
+    """Tensors that have items of their own."""
+    return (t for t in catalogue.tensors if t.alias is None and not t.embedded)
+
+
+def create(path: str, laid: Catalogue, options: SinkOptions) -> Sink:
+    """A file for each rank that holds anything, and room in it for every item; objects are written at once."""
+    spelt = dcpkeys.spell(laid)
+    if spelt.clashes:
+        raise LossError(dcpkeys.clash(*spelt.clashes[0]), hint="rename one of them with `--rename`")
+    return _Creating(path, laid, spelt).sink()
+
+
+class _Creating:
+    def __init__(self, path: str, laid: Catalogue, spelt: dcpkeys.Spelt) -> None:
+        self._path, self._laid, self._spelt = path, laid, spelt
+        made = replace(laid, format="dcp", files=[], entries={}, facts={"layout": "one file per rank"}, warnings=[])
+        self._made = made
+        self._numbers: dict[int, int] = {}
+        self._ends: list[int] = []
+        self._late: list[torchzip.Layout] = []
+        self._entries: dict[str, StoredTensor | Item] = {}
+        self._own: dict[Path, Path] = {}
+
+    def sink(self) -> Sink:
+        self._make_files()
+        # Bytes items come first, but entries stay in the order of the state.
+        made = self._write_objects()
+        for path, entry in self._laid.entries.items():
+            if path in made:
+                self._made.add(made[path])
+            elif isinstance(entry, Tensor) and not entry.embedded:
+                self._made.add(self._lay_tensor(entry))
+        for number, size in enumerate(self._ends):
+            file = self._made.files[number]
+            file.size = size
+            files.resize(file.location, size)
+        names = [f.name for f in self._made.files]
+        entries = {name: self._entry(path, name) for path, name in self._spelt.names.items()}
+        metadata = Metadata(dcpindex.NAME, names, entries, self._spelt.planned, self._spelt.extra)
+        return _DcpSink(self._path, self._made, metadata, self._late)
+
+    def _make_files(self) -> None:
+        ranks = {rank for t in self._laid.tensors if not t.embedded for rank in set(t.chunks.file)}
+        if any(True for _ in self._laid.objects):
+            ranks.add(0)
+        for rank in sorted(ranks):
+            name = f"__{rank}_0{dcpindex.SUFFIX}"
+            location = os.path.join(self._path, name)
+            files.create(location, 0)
+            self._numbers[rank] = len(self._made.files)
+            self._made.files.append(File(location, name, 0, rank))
+            self._ends.append(0)
+
+    # Objects ---------------------------------------------------------------------------------------------------------
+
+    def _write_objects(self) -> dict[Path, Tensor | Object]:
+        made: dict[Path, Tensor | Object] = {}
+        objects = list(self._laid.objects)
+        if not objects:
+            return made
+        pool, location = files.Pool(writing=True), self._made.files[0].location
+        waiting, start = bytearray(), 0
+        try:
+            for entry in objects:
+                slots = _Slots(self._laid, entry)
+                base = self._ends[0]
+                layout = torchzip.lay_out(entry.value, slots.of, base=base, file=0, root=dcpitems.ROOT)
+                self._ends[0] += layout.size
+                self._entries[self._spelt.names[entry.path]] = Item(0, base, layout.size)
+                made[entry.path] = entry
+                made |= slots.tensors(layout.storages)
+                pieces = layout.pieces if layout.storages else [*layout.pieces, *layout.patches(lambda record: 0)]
+                if layout.storages:
+                    self._late.append(layout)
+                    for offset, data in pieces:
+                        pool.write(location, offset, data)
+                    continue
+                if base != start + len(waiting) or len(waiting) > 1 << 20:
+                    pool.write(location, start, bytes(waiting))
+                    waiting, start = bytearray(), base
+                room = bytearray(layout.size)
+                for offset, data in pieces:
+                    room[offset - base : offset - base + len(data)] = data
+                waiting += room
+            pool.write(location, start, bytes(waiting))
+        finally:
+            pool.close()
+        return made
+
+    # Tensors ---------------------------------------------------------------------------------------------------------
+
+    def _lay_tensor(self, tensor: Tensor) -> Tensor:
+        first = tensor
+        while first.alias is not None:
+            first = self._laid.tensor(first.alias)
+        keeper = self._own.setdefault(first.path, tensor.path)
+        if keeper != tensor.path:
+            shared = self._made.tensor(keeper)
+            return replace(tensor, chunks=shared.chunks, alias=keeper)
+        chunks = Chunks()
+        for offsets, sizes, rank in zip(tensor.chunks.offsets, tensor.chunks.sizes, tensor.chunks.file, strict=True):
+            if 0 in sizes and tensor.numel:
+                # It may begin where another one does, and DCP tells items by where they begin.
+                continue
+            number = self._numbers[rank]
+            frame = template(tensor.dtype, sizes)
+            payload = self._ends[number] + len(frame.head)
+            record = Record(number, payload, frame.nbytes, None) if frame.nbytes else None
+            chunks.add(offsets, sizes, Extent(number, payload, frame.nbytes, record=record))
+            self._ends[number] += frame.size
+        return replace(tensor, chunks=chunks, alias=None)
+
+    def _entry(self, path: Path, name: str) -> StoredTensor | Item:
+        if name in self._entries:
+            return self._entries[name]
+        tensor = self._made.tensor(path)
+        chunks = tensor.chunks
+        frames = [template(tensor.dtype, sizes) for sizes in chunks.sizes]
+        return StoredTensor(
+            tensor.dtype, tensor.shape, chunks.offsets, chunks.sizes, chunks.file,
+            array("q", [at - len(f.head) for at, f in zip(chunks.offset, frames, strict=True)]),
+            array("q", [f.size for f in frames]),
+        )  # fmt: skip
+
+
+class _Slots:
+    """The storages of one object's archive: its tensors are its own, whoever else has the same values."""
+
+    def __init__(self, laid: Catalogue, owner: Object) -> None:
+        self._laid = laid
+        self._owner = owner
+        self._keys: dict[Path, str] = {}
+        self._users: dict[Path, str] = {}
+
+    def of(self, value: Any) -> Slot | None:
+        if not isinstance(value, Link):
+            return None
+        tensor = self._laid.entries.get(value.path)
+        if not isinstance(tensor, Tensor):
+            raise LossError(
+                f"the object `{self._owner.name}` needs the tensor `{dotted(value.path)}`, which is left out",
+                hint="keep both or leave both out", tensor=dotted(value.path),
+            )  # fmt: skip
+        first = tensor
+        while first.alias is not None:
+            first = self._laid.tensor(first.alias)
+        key = self._keys.setdefault(first.path, str(len(self._keys)))
+        self._users[tensor.path] = key
+        return Slot(key, tensor.dtype, tensor.shape, value.storage)
+
+    def tensors(self, storages: dict[str, Record]) -> dict[Path, Tensor]:
+        """The tensors of the object, each where its storage is."""
+        made: dict[Path, Tensor] = {}
+        keepers: dict[str, Path] = {}
+        for path, key in self._users.items():
+            tensor, record = self._laid.tensor(path), storages[key]
+            keeper = keepers.setdefault(key, path)
+            extent = Extent(0, record.offset, record.nbytes, record=record if record.nbytes else None)
+            made[path] = replace(
+                tensor, chunks=Chunks.single(tensor.shape, extent), alias=None if keeper == path else keeper
+            )
+        return made
+
+
+FORMAT = Format(
+    name="dcp",
+    title="torch.distributed.checkpoint directory",
+    recognise=dcpindex.looks_like,
+    open=open,
+    create=create,
+    losses=losses,
+    chunked=True,
+)

@@ -1,0 +1,250 @@
+"""The index of a DCP directory: its `.metadata`, or the `__R.metadata` of all ranks merged; and its files.
+
+    ckpt/  .metadata  __0_0.distcp  __1_0.distcp ...                                    what nearly everyone writes
+    ckpt/  __0.metadata  __0_0.distcp  __1.metadata  __1_0.distcp ...                   use_collectives=False, torch 2.9
+
+Each rank's own index has global sizes, the chunks of that rank, and its copy of everything that is replicated.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpttool import dcpmetadata, files
+from ckpttool.boxes import Ints
+from ckpttool.catalogue import File
+from ckpttool.dcpmetadata import Item, KeyPath, Metadata, StoredTensor
+from ckpttool.errors import CorruptError, ReadError
+from ckpttool.torchtree import some
+
+NAME = ".metadata"
+SUFFIX = ".distcp"
+_OF_RANK = re.compile(r"__(\d+)\.metadata")
+_DATA = re.compile(r"__(\d+)_(\d+)\.distcp$")
+
+
+@dataclass(slots=True)
+class Copy:
+    """A second copy of what another rank has stored: `Copy("step", 1, Item(...), Item(...))`. `chunk` is which of the
+    tensor's chunks it repeats; None for bytes."""
+
+    name: str
+    rank: int
+    first: Item
+    again: Item
+    chunk: int | None = None
+
+
+@dataclass(slots=True)
+class Index:
+    """A whole checkpoint's index. File numbers of `entries` are places in `files`."""
+
+    folder: str
+    name: str
+    files: list[File]
+    entries: dict[str, StoredTensor | Item]
+    paths: dict[str, KeyPath] | None
+    extra: dict[str, Any] | None
+    copies: list[Copy] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
+def index_files(path: str) -> tuple[str, list[str]]:
+    """The directory and the names of the index files in it, for a path to either. Empty when there are none."""
+    if not os.path.isdir(path):
+        folder, name = os.path.split(path)
+        return folder or ".", [name] if _is_index(path) else []
+    if os.path.isfile(os.path.join(path, NAME)):
+        return path, [NAME] if _is_index(os.path.join(path, NAME)) else []
+    ranked = sorted((int(m[1]), m[0]) for name in os.listdir(path) if (m := _OF_RANK.fullmatch(name)))
+    return path, [name for _, name in ranked if _is_index(os.path.join(path, name))]
+
+
+def _is_index(path: str) -> bool:
+    try:
+        with open(path, "rb") as stream:
+            return dcpmetadata.looks_like(stream.read(2048))
+    except OSError:
+        return False
+
+
+def looks_like(path: str) -> bool:
+    """Whether a path is a DCP directory, complete or not, or the index of one."""
+    try:
+        if os.path.isdir(path):
+            names = os.listdir(path)
+            return NAME in names or any(_OF_RANK.fullmatch(n) or n.endswith(SUFFIX) for n in names)
+        return os.path.isfile(path) and _is_index(path)
+    except OSError:
+        return False
+
+
+def read(path: str) -> Index:
+    """Read and merge the index. Raises ReadError when there is none."""
+    folder, names = index_files(path)
+    if not names:
+        raise _no_index(path, folder)
+    sizes = _listing(folder)
+    merged = _Merged(folder, sizes)
+    for name in names:
+        location = os.path.join(folder, name)
+        files.size_of(location)
+        try:
+            with open(location, "rb") as stream:
+                metadata = dcpmetadata.read(stream, name)
+        except OSError as error:
+            raise files.failed(error, location, "read") from None
+        ranked = _OF_RANK.fullmatch(name)
+        merged.add(metadata, int(ranked[1]) if ranked else 0)
+    index = merged.index
+    index.name = names[0]
+    if len(names) > 1 or _OF_RANK.fullmatch(names[0]):
+        index.facts["layout"] = "an index for each rank"
+        _check_ranks(index, names)
+    index.warnings += _about_others(sizes, {f.name for f in index.files}, set(names))
+    return index
+
+
+def _no_index(path: str, folder: str) -> ReadError:
+    location = os.path.join(folder, NAME)
+    if os.path.isfile(location) and os.path.isdir(path):
+        empty = not os.path.getsize(location)
+        return ReadError(
+            f"`{location}`: {'is empty' if empty else 'not the index of a DCP checkpoint'}",
+            hint="the save did not end well; take an older step",
+            file=location,
+        )  # fmt: skip
+    return ReadError(
+        f"`{path}`: a DCP checkpoint without `{NAME}`",
+        hint="`.metadata` is written last: the save did not end, or the file (its name begins with a dot) was not "
+        "copied along",
+        file=path,
+    )  # fmt: skip
+
+
+def _listing(folder: str) -> dict[str, int]:
+    """Regular files of a directory and their sizes. Links are left to `files.inside`."""
+    try:
+        with os.scandir(folder) as entries:
+            return {e.name: e.stat().st_size for e in entries if e.is_file(follow_symlinks=False)}
+    except OSError as error:
+        raise files.failed(error, folder, "read") from None
+
+
+class _Merged:
+    def __init__(self, folder: str, sizes: Mapping[str, int]) -> None:
+        self._sizes = sizes
+        self._numbers: dict[str, int] = {}
+        self._missing: list[str] = []
+        self.index = Index(folder, NAME, [], {}, None, None)
+
+    def add(self, metadata: Metadata, rank: int) -> None:
+        numbers = [self._file(name) for name in metadata.files]
+        index = self.index
+        for name, entry in metadata.entries.items():
+            moved = _renumbered(entry, numbers)
+            have = index.entries.get(name)
+            if have is None:
+                index.entries[name] = moved
+            elif isinstance(have, Item) or isinstance(moved, Item):
+                if not (isinstance(have, Item) and isinstance(moved, Item)):
+                    raise CorruptError(f"`{metadata.name}`: `{name}` is bytes on one rank and a tensor on another")
+                index.copies.append(Copy(name, rank, have, moved))
+            else:
+                self._join(name, have, moved, metadata.name, rank)
+        if metadata.paths is not None:
+            index.paths = {**(index.paths or {}), **metadata.paths}
+        index.extra = index.extra or metadata.extra
+        index.facts = {**metadata.facts, **index.facts}
+        if metadata.strays:
+            index.warnings.append(
+                f"`{metadata.name}` places {len(metadata.strays)} items that belong to no tensor, or to one twice: "
+                f"{some(sorted(set(metadata.strays)))}"
+            )
+
+    def _file(self, name: str) -> int:
+        number = self._numbers.get(name)
+        if number is not None:
+            return number
+        size = self._sizes.get(name)
+        location = os.path.join(self.index.folder, name)
+        if size is None:
+            location = files.inside(self.index.folder, name)
+            size = files.size_of(location) if os.path.exists(location) else None
+        missing = size is None
+        if missing:
+            self.index.warnings.append(f"file `{name}` is missing")
+        ranked = _DATA.search(name)
+        number = self._numbers[name] = len(self.index.files)
+        self.index.files.append(File(location, name, size or 0, int(ranked[1]) if ranked else None, missing))
+        return number
+
+    def _join(self, name: str, have: StoredTensor, more: StoredTensor, where: str, rank: int) -> None:
+        if have.dtype != more.dtype or have.shape != more.shape:
+            raise CorruptError(
+                f"`{where}`: tensor `{name}` is {more.dtype} {list(more.shape)} on rank {rank}, but "
+                f"{have.dtype} {list(have.shape)} before",
+                tensor=name,
+            )
+        known: dict[tuple[Ints, Ints], int] = {}
+        for i, box in enumerate(zip(have.offsets, have.sizes, strict=True)):
+            known.setdefault(box, i)
+        for i, box in enumerate(zip(more.offsets, more.sizes, strict=True)):
+            if box in known:
+                if 0 not in box[1]:
+                    self.index.copies.append(Copy(name, rank, have.item(known[box]), more.item(i), known[box]))
+                continue
+            if i in more.transforms:
+                have.transforms[len(have.offsets)] = more.transforms[i]
+            have.offsets.append(box[0])
+            have.sizes.append(box[1])
+            have.files.append(more.files[i])
+            have.starts.append(more.starts[i])
+            have.lengths.append(more.lengths[i])
+
+
+def _renumbered(entry: StoredTensor | Item, numbers: list[int]) -> StoredTensor | Item:
+    if isinstance(entry, Item):
+        return entry._replace(file=numbers[entry.file])
+    if numbers != list(range(len(numbers))):
+        entry.files = array("l", [numbers[n] for n in entry.files])
+    return entry
+
+
+def _check_ranks(index: Index, names: list[str]) -> None:
+    """An index of every rank must be there: what a missing one lists would be a hole, or not be noticed at all."""
+    ranks = [int(m[1]) for name in names if (m := _OF_RANK.fullmatch(name))]
+    absent = sorted(set(range(max(ranks, default=-1) + 1)) - set(ranks))
+    if absent:
+        index.warnings.append(f"no index of ranks {', '.join(map(str, absent))}: objects of theirs may be missing")
+
+
+def _about_others(sizes: Mapping[str, int], mentioned: set[str], indexes: set[str]) -> list[str]:
+    said = []
+    left = {name: size for name, size in sizes.items() if name not in mentioned | indexes}
+    stale = sorted(name for name in left if name.endswith(SUFFIX))
+    drafts = sorted(name for name in left if name.endswith((".metadata.tmp", ".metadata.bck")))
+    indices = sorted(name for name in left if name.endswith(NAME))
+    others = sorted(set(left) - {*stale, *drafts, *indices})
+    if stale:
+        total = sum(left[name] for name in stale)
+        said.append(
+            f"{len(stale)} data files of {total} bytes are not mentioned by the index, left over from another save: "
+            f"{some(stale)}"
+        )
+    if drafts or indices:
+        said.append(
+            f"other indexes lie beside it, from a save that stopped or from another one: {some(drafts + indices)}"
+        )
+    if others:
+        said.append(f"{len(others)} files are not mentioned by the index: {some(others)}")
+    empty = sorted(name for name, size in sizes.items() if not size and name.endswith(SUFFIX))
+    if empty:
+        said.append(f"{len(empty)} data files are empty, as a save leaves them that stopped: {some(empty)}")
+    return said
