@@ -114,18 +114,28 @@ def test_every_dtype_in_either_byte_order(tmp_path: Path, name: str, codec: tupl
     assert np.array_equal(gathered(source, tensor, ((1, 2), (3, 3))), bits(values)[1:4, 2:5])
 
 
-@pytest.mark.parametrize("name", [n for n in WHOLE if DTYPES[n].kind == "complex"])
+COMPLEX = [n for n in WHOLE if DTYPES[n].kind == "complex"]
+
+
+@pytest.mark.parametrize("name", COMPLEX)
 @pytest.mark.parametrize("codec", [("conj",), ("neg",), ("conj", "neg"), ("swap", "conj"), ("swap", "conj", "neg")])
 def test_conjugate_and_negative_views_of_complex_numbers(tmp_path: Path, name: str, codec: tuple[str, ...]) -> None:
-    base = made.random((7, 4), WHOLE[name], seed=5)
+    # No zeros and NaNs: torch negates complex numbers as `0 - x`, which gives them other bits than a sign has.
+    base = torch.randn((7, 4), dtype=torch.complex128, generator=torch.Generator().manual_seed(5)).to(WHOLE[name])
+    if name == "complex32" and "neg" in codec:
+        pytest.skip("torch cannot negate complex32")
     view = torch._conj(base) if "conj" in codec else base
     view = torch._neg_view(view) if "neg" in codec else view
     source = Made(tmp_path)
-    raw = Made(tmp_path / "raw").add("w", base, codec=codec)
-    source.catalogue.files = [source.catalogue.files[0]]
-    tensor = source.add("w", base, codec=codec)
-    assert raw.shape == tensor.shape
-    assert np.array_equal(gathered(source, tensor), carried_out(view))
+    assert np.array_equal(gathered(source, source.add("w", base, codec=codec)), carried_out(view))
+
+
+@pytest.mark.parametrize("name", ["complex64", "complex128"])
+def test_conjugating_touches_no_other_bit(tmp_path: Path, name: str) -> None:
+    base = made.random((70, 4), WHOLE[name], seed=5)
+    base[0, 0], base[0, 1] = complex(0.0, 0.0), complex(-0.0, -0.0)
+    source = Made(tmp_path)
+    assert np.array_equal(gathered(source, source.add("w", base, codec=("conj",))), carried_out(torch._conj(base)))
 
 
 @pytest.mark.parametrize(
