@@ -274,7 +274,7 @@ def children(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def walk(value: Any) -> Iterator[Any]:
-    """Every value in a tree, each shared one once."""
+    """Every value in a tree and every key that is more than a string or a number, each shared one once."""
     seen: set[int] = set()
     todo = [value]
     while todo:
@@ -283,7 +283,10 @@ def walk(value: Any) -> Iterator[Any]:
             if id(node) in seen:
                 continue
             seen.add(id(node))
-            todo.extend(child for _, child in children(node))
+            for key, child in children(node):
+                todo.append(child)
+                if not isinstance(key, (str, int)):
+                    todo.append(key)
         yield node
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 
 from ckpttool import files, formats, layout, parts, pickles, plan
-from ckpttool.catalogue import Catalogue, Chunks, Object, Tensor, dotted, validate
+from ckpttool.catalogue import Catalogue, Chunks, Object, Path, Tensor, dotted, validate
 from ckpttool.contract import Format, Sink, SinkOptions, Source
 from ckpttool.errors import CorruptError, LossError, StorageError, UsageError
 from ckpttool.figures import Shown, look, near_names
@@ -33,6 +33,11 @@ def opened(path: str) -> Iterator[Source]:
         parts.assign(source.catalogue)
         for name, called in _harmful(o for o in source.catalogue.objects if o.is_read):
             source.catalogue.warnings.append(f"`{name}` names `{called}`, which runs code where it is loaded; not here")
+        for path, called in _harmful_attributes(source.catalogue):
+            source.catalogue.warnings.append(
+                f"the attributes of `{dotted(path)}` name `{called}`, which runs code where it is loaded; not here, "
+                "and they are not passed on"
+            )
         yield source
     finally:
         source.close()
@@ -42,6 +47,13 @@ def _harmful(objects: Iterable[Object]) -> Iterator[tuple[str, str]]:
     for entry in objects:
         for called in sorted(pickles.harmful_names(entry.value)):
             yield entry.name, called
+
+
+def _harmful_attributes(catalogue: Catalogue) -> Iterator[tuple[Path, str]]:
+    for path, container in catalogue.containers.items():
+        if container.attrs:
+            for called in sorted(pickles.harmful_names(container.attrs)):
+                yield path, called
 
 
 def inspect(path: str) -> Catalogue:
@@ -130,8 +142,8 @@ def convert(
         laid = _lay_out(source.catalogue, only, drop, tensors, exclude, rename, strip_wrappers, strip_prefix)
         laid = layout.cast(laid, layout.caster(dtype))
         laid = _rechunked(laid, source.catalogue, target, to_world)
-        _check_losses(laid, target, src, dst)
         _check_harmless(laid, src)
+        _check_losses(laid, target, src, dst)
         made = _summary(source.catalogue, laid, src, dst, target, dry_run)
         options = SinkOptions(max_shard_size)
         if dry_run:
@@ -248,12 +260,16 @@ def _rechunked(laid: Catalogue, source: Catalogue, target: Format, to_world: int
 
 
 def _check_harmless(laid: Catalogue, src: str) -> None:
+    """Let nothing through that runs commands elsewhere. Attributes of a dict go without a word here, as there is no
+    flag to leave them out: opening the source has said so."""
     for name, called in _harmful(laid.objects):
         raise CorruptError(
             f"`{src}`: `{name}` names `{called}`, which runs code where it is loaded, and is not passed on",
             hint=f"look where this file came from; `--exclude '{name}'` leaves the entry out",
             file=src, found=called,
         )  # fmt: skip
+    for path in {path for path, _ in _harmful_attributes(laid)}:
+        laid.containers[path] = laid.containers[path]._replace(attrs=None)
 
 
 def _check_losses(laid: Catalogue, target: Format, src: str, dst: str) -> None:
