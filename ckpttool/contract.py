@@ -49,9 +49,11 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class SinkOptions:
-    """How a sink may be laid down. `max_shard_size` is bytes of payload per file, for formats that split by size."""
+    """How a sink may be laid down. `max_shard_size` is bytes of payload per file, for formats that split by size.
+    `one_file` is `is_file` of what the user typed: `create` gets a staging name, which does not tell."""
 
     max_shard_size: int | None = None
+    one_file: bool = False
 
 
 @dataclass(frozen=True, slots=True)

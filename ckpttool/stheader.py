@@ -63,6 +63,10 @@ class Spec(NamedTuple):
     dtype: Dtype
     shape: Ints
 
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
 
 # Reading --------------------------------------------------------------------------------------------------------------
 
@@ -253,13 +257,14 @@ def build_header(tensors: Iterable[Spec], metadata: Mapping[str, str] | None = N
     if metadata is not None:
         table[METADATA] = dict(metadata)
     at = 0
-    for name, dtype, shape in sorted(tensors, key=lambda t: (_RANK.get(t.dtype.safetensors or "", 0), t.name)):
+    for spec in sorted(tensors, key=lambda t: (_RANK.get(t.dtype.safetensors or "", 0), t.name)):
+        name, dtype, shape = spec
         why = why_not(name, dtype, shape)
         if why is not None:
             raise LossError(f"tensor `{name}` {dtype} {list(shape)} cannot be written: {why}", tensor=name)
         if name in table:
             raise LossError(f"two tensors would be called `{name}`", tensor=name)
-        end = at + prod(shape) * dtype.itemsize
+        end = at + spec.nbytes
         table[name] = {
             "dtype": dtype.safetensors, "shape": _to_safetensors(dtype, shape), "data_offsets": [at, end],
         }  # fmt: skip

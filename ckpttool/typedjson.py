@@ -235,8 +235,15 @@ class _Decoder:
 
     def ordered(self, made: Any, fields: dict[str, Any]) -> OrderedDict[Any, Any]:
         ordered: OrderedDict[Any, Any] = OrderedDict(self.pairs(made))
-        vars(ordered).update(self.decode(fields.get("attributes", {})))
+        vars(ordered).update(attributes_of(self.decode(fields.get("attributes", {}))))
         return ordered
+
+
+def attributes_of(made: Any) -> dict[str, Any]:
+    """Attributes that an OrderedDict can be given. Raises TypeError for others: one called `items` would hide it."""
+    if not isinstance(made, dict) or not all(isinstance(k, str) and not hasattr(OrderedDict, k) for k in made):
+        raise TypeError
+    return made
 
 
 def _two_names(made: Any) -> tuple[str, str]:

@@ -253,7 +253,8 @@ def test_stranger_is_a_loss() -> None:
         '{"$name": ["a"]}', '{"$name": [1, 2]}', '{"$name": 1}', '{"$call": ["a", "b"], "how": "x"}',
         '{"$call": ["a", "b"], "args": 1}', '{"$call": ["a", "b"], "kwargs": [1]}', '{"$call": ["a", "b"], "state": 2}',
         '{"$new": "ab", "args": {}}', '{"$function": ["os", "system"]}', '{"$OrderedDict": [[1]]}',
-        '{"$OrderedDict": [], "attributes": 3}', '{"$tensor": 1}', '{"$storage": {}}', '{"a": [{"$bytes": null}]}',
+        '{"$OrderedDict": [], "attributes": 3}', '{"$OrderedDict": [], "attributes": {"items": 3}}',
+        '{"$OrderedDict": [], "attributes": {"$dict": [[1, 2]]}}', '{"$tensor": 1}', '{"$storage": {}}', '{"a": [{"$bytes": null}]}',
         '{"$dict": [["ab"]]}', "[" * 4000,
     ],
 )  # fmt: skip
