@@ -51,8 +51,8 @@ def _run(top: int) -> re.Pattern[bytes]:
 def end_of(data: bytes, start: int = 0, *, limit: int | None = None) -> int | None:
     """Where the pickle at `start` ends; None when `data` ends first.
 
-    Raises CorruptError for what no pickle of its size needs: a memo index past `limit` (the length of `data`), an
-    extension code, an opcode that there is not.
+    Raises CorruptError for what no pickle of its size needs: a memo index or a length past `limit` (the length of
+    `data`), an extension code, an opcode that there is not.
     """
     limit = len(data) if limit is None else limit
     run = _run(min(limit >> 16, 255)).match
@@ -88,8 +88,8 @@ def _after(data: bytes, at: int, code: int, limit: int) -> int:
         return at + 1 + n
     spelt = _LENGTHS[n]
     length = struct.unpack_from(spelt, data, at + 1)[0]
-    if length < 0:
-        raise CorruptError(f"a length of {length} at byte {at}")
+    if not 0 <= length <= limit:
+        raise CorruptError(f"a value of {length} bytes at byte {at}, in a pickle of at most {limit}")
     return at + 1 + struct.calcsize(spelt) + int(length)
 
 

@@ -73,10 +73,12 @@ class Stub(metaclass=_StubType):
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Stub:
-        # Protocol 2 spells `cls.__new__(cls, *args, **kwargs)` as a call of `partial(cls.__new__, cls, ...)`.
+        # Protocol 2 spells `cls.__new__(cls, *args, **kwargs)` as a call of `partial(cls.__new__, ...)`.
         kind = type(self)
-        owner = self.args[1] if kind.full_name == "functools.partial" and len(self.args) > 1 else None
-        made: Stub = (owner if isinstance(owner, _StubType) else kind)(*args, **kwargs)
+        maker = self.args[0] if self.args else None
+        if isinstance(maker, _StubType) and maker.name.endswith(".__new__"):
+            kind = stub_type(maker.module, maker.name.removesuffix(".__new__"))
+        made: Stub = kind(*args, **kwargs)
         made.target = self
         return made
 
@@ -370,7 +372,7 @@ class Writer:
     """Writes a tree as a pickle of protocol 2, as `torch.save` does, or 4.
 
     `leaf` is asked first for every value that is not a number, a string or None: it may write the value with the
-    writer's own methods (a tensor, as a call with a persistent id) and return True.
+    writer's own methods (a tensor, as a call with a persistent id), `remember` it, and return True.
     """
 
     def __init__(
@@ -483,7 +485,8 @@ class Writer:
         elif not self._get(id(value)):
             self._write_new(value)
 
-    def _remember(self, value: Any) -> None:
+    def remember(self, value: Any) -> None:
+        """What was just written is `value`: the next time it is only referred to."""
         self._keep.append(value)
         self._put(id(value))
 
@@ -493,36 +496,36 @@ class Writer:
         match value:
             case TorchSize():
                 self.call("torch", "Size", (tuple(value),))
-                self._remember(value)
+                self.remember(value)
             case tuple():
                 self.write_tuple(value)
                 if value:
-                    self._remember(value)
+                    self.remember(value)
             case list():
                 self.out += b"]"
-                self._remember(value)
+                self.remember(value)
                 self._appends(value)
             case OrderedDict():
                 self.call("collections", "OrderedDict", ())
-                self._remember(value)
+                self.remember(value)
                 self._set_items(list(value.items()))
                 if vars(value):
                     self.write(dict(vars(value)))
                     self.out += b"b"
             case dict():
                 self.out += b"}"
-                self._remember(value)
+                self.remember(value)
                 self._set_items(list(value.items()))
             case bytes():
                 self._bytes(value)
-                self._remember(value)
+                self.remember(value)
             case bytearray():
                 self.call("builtins", "bytearray", (bytes(value),))
-                self._remember(value)
+                self.remember(value)
             case set() | frozenset():
                 # Sorted where that can be done, so that equal sets make equal files.
                 self.call("builtins", type(value).__name__, (sorted(value, key=repr),))
-                self._remember(value)
+                self.remember(value)
             case complex():
                 self.call("builtins", "complex", (value.real, value.imag))
             case Stub():
@@ -572,7 +575,7 @@ class Writer:
             self.out += b"\x92"
         else:
             self.out += b"\x81" if value.how == "new" else b"R"
-        self._remember(value)
+        self.remember(value)
         self._appends(value.values)
         self._set_items(value.pairs)
         for state in value.state:

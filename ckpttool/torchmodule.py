@@ -136,6 +136,9 @@ def _collect_script(value: Any, prefix: str, made: OrderedDict[str, Any], droppe
         made[prefix] = value
         return
     items: Any = ()
+    if isinstance(value, Stub) and (stub_name(value) or "").startswith("torch.jit._pickle.") and value.args:
+        # `restore_type_tag([...], "List[Tensor]")` and its like: a container with its type.
+        value = value.args[0]
     if isinstance(value, Stub):
         parts = value.state[-1] if value.state else value.args
         items = parts.items() if isinstance(parts, dict) else enumerate(parts if isinstance(parts, tuple) else (parts,))

@@ -235,6 +235,7 @@ def dump(tree: Any, slot_of: Callable[[Any], Slot | None]) -> bytes:
         if slot is None:
             return False
         write_slot(writer, slot)
+        writer.remember(value)
         return True
 
     return pickles.dump(tree, protocol=2, leaf=leaf)

@@ -141,11 +141,14 @@ def _read_zip(catalogue: Catalogue, archive: Archive) -> None:
 
 def _read_script(catalogue: Catalogue, archive: Archive) -> None:
     dropped = torchmodule.Dropped()
-    torchtree.fill(catalogue, torchmodule.script_tensors(torchzip.load_tree(archive), dropped), archive.extent)
-    constants = torchpickle.load(archive.content("constants.pkl"), f"{archive.name}: constants.pkl")
-    tensors = torchmodule.script_tensors(constants, dropped)
-    if tensors and not any(path[0] == "constants" for path in catalogue.entries):
-        torchtree.fill(catalogue, tensors, lambda ref: archive.extent(ref, "constants"), ("constants",))
+    tree = torchmodule.script_tensors(torchzip.load_tree(archive), dropped)
+    loaded = torchpickle.load(archive.content("constants.pkl"), f"{archive.name}: constants.pkl")
+    constants = torchmodule.script_tensors(loaded, dropped)
+    # Their storages are numbered apart, and lie in a folder of their own.
+    apart = {id(ref) for ref in constants.values()}
+    if constants:
+        tree.setdefault("constants", constants)
+    torchtree.fill(catalogue, tree, lambda ref: archive.extent(ref, "constants" if id(ref) in apart else "data"))
     catalogue.warnings.append("a TorchScript program: its code is left out, only its tensors are shown")
     catalogue.warnings += dropped.attribute_warnings()
 

@@ -1,0 +1,661 @@
+"""torch.save files, read and written: every sample against torch.load, and what we write against what torch writes."""
+
+from __future__ import annotations
+
+import io
+import struct
+import subprocess
+import sys
+import warnings
+import zipfile
+import zlib
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ckpttool import catalogue as catalogues
+from ckpttool import nesting
+from ckpttool.catalogue import Catalogue, Chunks, Link, Object, Tensor, find_aliases
+from ckpttool.contract import SinkOptions
+from ckpttool.dtypes import DTYPES
+from ckpttool.errors import CkptError, CorruptError, LossError, ReadError
+from ckpttool.formats.torchsave import FORMAT
+from ckpttool.pickles import Stub, stub_name
+
+SAMPLES = Path(__file__).resolve().parents[2] / "samples"
+NAMES = sorted(f.name for f in (SAMPLES / "checkpoints").glob("torch_*"))
+sys.path.insert(0, str(SAMPLES))
+
+import lost  # noqa: E402
+from same import assert_same  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def sample(name: str) -> Path:
+    return next((SAMPLES / "checkpoints" / name).glob("ckpt.*"))
+
+
+def original(name: str) -> Any:
+    """What was saved, as torch gives it back."""
+    lost.package()
+    reference = SAMPLES / "checkpoints" / name / "reference.pt"
+    return torch.load(reference if reference.is_file() else sample(name), weights_only=False)
+
+
+def save(state: Any, path: Path, **options: Any) -> Path:
+    torch.save(state, path, **options)
+    return path
+
+
+def read(path: Path) -> Catalogue:
+    source = FORMAT.open(str(path))
+    source.close()
+    catalogues.validate(source.catalogue)
+    return source.catalogue
+
+
+# Payloads, moved without any of our own code --------------------------------------------------------------------------
+
+
+def elements(data: bytes, tensor: Tensor) -> bytes:
+    """The row-major elements of a tensor, by numpy."""
+    ((_, sizes, extent),) = tensor.chunks
+    found = np.frombuffer(data[extent.offset : extent.offset + extent.nbytes], np.uint8)
+    assert len(found) == extent.nbytes
+    n = tensor.dtype.itemsize
+    if extent.strides is not None:
+        found = np.lib.stride_tricks.as_strided(found, (*sizes, n), (*(s * n for s in extent.strides), 1))
+    found = np.ascontiguousarray(found).reshape(-1)
+    for step in extent.codec:
+        if step == "swap":
+            found = found.reshape(-1, tensor.dtype.word)[:, ::-1].reshape(-1)
+            continue
+        kind = {"complex64": np.complex64, "complex128": np.complex128, "float64": np.float64, "float32": np.float32}
+        typed = np.ascontiguousarray(found).view(kind[tensor.dtype.name])
+        found = (typed.conj() if step == "conj" else -typed).view(np.uint8)
+    return found.tobytes()
+
+
+def lay_out(source: Catalogue) -> Catalogue:
+    """The same entries, each tensor one whole chunk, ties noted."""
+    laid = Catalogue("torch", containers=dict(source.containers))
+    ties = find_aliases(source.tensors)
+    for entry in source.entries.values():
+        if isinstance(entry, Tensor):
+            chunks = Chunks.placed([(((0,) * len(entry.shape), entry.shape), 0)])
+            laid.add(replace(entry, chunks=chunks, origin=entry, alias=ties.get(entry.path)))
+        else:
+            laid.add(entry)
+    return laid
+
+
+def write(laid: Catalogue, data: bytes, path: Path) -> Catalogue:
+    """Create, fill, finish; what the sink says it holds."""
+    assert FORMAT.create is not None and FORMAT.losses is not None
+    assert FORMAT.losses(laid, str(path)) == []
+    sink = FORMAT.create(str(path), laid, SinkOptions())
+    crcs: dict[tuple[int, int], int] = {}
+    with open(path, "r+b") as stream:
+        for tensor in sink.catalogue.tensors:
+            if tensor.numel and tensor.alias is None:
+                assert tensor.origin is not None
+                payload = elements(data, tensor.origin)
+                ((_, _, extent),) = tensor.chunks
+                assert len(payload) == extent.nbytes == tensor.nbytes and extent.record is not None
+                assert extent.record.crc is None and extent.record[:3] == extent[:3]
+                stream.seek(extent.offset)
+                stream.write(payload)
+                crcs[extent.record.file, extent.record.offset] = zlib.crc32(payload)
+    sink.finish(crcs)
+    return sink.catalogue
+
+
+def convert(src: Path, dst: Path) -> Catalogue:
+    return write(lay_out(read(src)), src.read_bytes(), dst)
+
+
+# Every sample, read and written back ----------------------------------------------------------------------------------
+
+
+def expected_of(name: str) -> Any:
+    """What our copy of a sample is to load as: the view that we promise where it is not the file's own objects."""
+    state = original(name)
+    if name == "torch_ddp":
+        return torch.load(sample(name))
+    if name in ("torch_module", "torch_legacy_module"):
+        return OrderedDict(state)
+    if name == "torch_script":
+        return OrderedDict(state)
+    if name == "torch_pt2":
+        return {**state, "constants": {"scratch": torch.ones(3)}}
+    if name == "torch_layouts":
+        state["requires_grad"].requires_grad_(False)
+    if name == "torch_wrappers":
+        items = state["list"]
+        state["list"] = OrderedDict({str(i): items[i] for i in range(len(items))})
+        state["uninitialized"] = nn.UninitializedBuffer
+    return state
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_samples_survive(name: str, tmp_path: Path) -> None:
+    assert FORMAT.recognise(str(sample(name)))
+    out = tmp_path / "out.pt"
+    made = convert(sample(name), out)
+    back = torch.load(out, weights_only=False)
+    assert_same(lost.shown(back) if name == "torch_unknown_classes" else back, expected_of(name))
+    with zipfile.ZipFile(out) as archive:
+        assert archive.testzip() is None
+    again = read(out)
+    assert [(e.path, type(e)) for e in again.entries.values()] == [(e.path, type(e)) for e in made.entries.values()]
+    assert again.containers == made.containers
+    for ours, theirs in zip(made.tensors, again.tensors, strict=True):
+        ((_, _, one),), ((_, _, two),) = ours.chunks, theirs.chunks
+        assert (ours.dtype, ours.shape, ours.embedded) == (theirs.dtype, theirs.shape, theirs.embedded)
+        assert one.nbytes == two.nbytes and (not one.nbytes or one.offset == two.offset)
+    if not (SAMPLES / "checkpoints" / name / "reference.pt").is_file() and name not in OVERLAPPING:
+        assert ties(back) == ties(expected_of(name))
+    assert again.warnings == [w for w in read(sample(name)).warnings if w in again.warnings]
+
+
+# Storages that are shared in part are written apart; `ties` cannot tell those from ties.
+OVERLAPPING = ("torch_layouts", "torch_storages")
+
+
+def tensors_in(value: Any, at: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield at, value
+    elif isinstance(value, dict):
+        for key, child in value.items():
+            yield from tensors_in(child, f"{at}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for i, child in enumerate(value):
+            yield from tensors_in(child, f"{at}[{i}]")
+
+
+def ties(value: Any) -> set[frozenset[str]]:
+    groups: dict[Any, set[str]] = {}
+    for name, tensor in tensors_in(value):
+        if tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_nested and tensor.numel():
+            groups.setdefault((tensor.data_ptr(), tensor.shape), set()).add(name)
+    return {frozenset(g) for g in groups.values() if len(g) > 1}
+
+
+PLAIN = ["torch_full", "torch_model", "torch_dtypes", "torch_legacy", "torch_old20", "torch_bigendian", "torch_script"]
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize("name", PLAIN)
+def test_what_we_write_loads_safely(name: str, mmap: bool, tmp_path: Path) -> None:
+    convert(sample(name), tmp_path / "out.pt")
+    if name in ("torch_full", "torch_legacy", "torch_old20"):
+        allowed = [Namespace, np.ndarray, np.dtype, np._core.multiarray._reconstruct, type(np.dtype(np.uint32))]
+        context: Any = torch.serialization.safe_globals(allowed)
+    else:
+        context = torch.serialization.safe_globals([])
+    with context:
+        assert_same(torch.load(tmp_path / "out.pt", weights_only=True, mmap=mmap), expected_of(name))
+
+
+@pytest.mark.parametrize("name", ["torch_full", "torch_model", "torch_dtypes", "torch_buffer", "torch_ddp"])
+def test_what_we_write_is_what_torch_writes(name: str, tmp_path: Path) -> None:
+    """The same records in the same order at the same alignment, with the same flags and the same bytes, for the state
+    as torch loads it from our file."""
+    convert(sample(name), tmp_path / "ours.pt")
+    stream = io.BytesIO()
+    torch.save(torch.load(tmp_path / "ours.pt", weights_only=False), stream)
+    (tmp_path / "theirs.pt").write_bytes(stream.getvalue())
+    ours, theirs = records(tmp_path / "ours.pt"), records(tmp_path / "theirs.pt")
+    own = ("archive/data.pkl", "archive/.data/serialization_id")
+    assert [r for r in ours if r[0] not in own] == [r for r in theirs if r[0] not in own]
+    assert [r[:3] for r in ours if r[0] == own[1]] == [r[:3] for r in theirs if r[0] == own[1]]
+
+
+def records(path: Path) -> list[Any]:
+    data = path.read_bytes()
+    found = []
+    with zipfile.ZipFile(path) as archive:
+        for info in archive.infolist():
+            head = info.header_offset
+            name_len, extra_len = struct.unpack_from("<HH", data, head + 26)
+            start = head + 30 + name_len + extra_len
+            local = data[head + 4 : head + 26]
+            descriptor = data[start + info.file_size :][: 16 if info.file_size else 0]
+            found.append((info.filename, info.file_size, start % 64, info.CRC, local, info.flag_bits, descriptor))
+    return found
+
+
+def test_deterministic(tmp_path: Path) -> None:
+    convert(sample("torch_full"), tmp_path / "a.pt")
+    convert(sample("torch_full"), tmp_path / "b.pt")
+    assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
+
+
+# What a catalogue says ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "facts"),
+    [
+        ("torch_full", {"layout": "zip", "torch": "2.7 or later", "protocol": 2, "writer": "torch.save"}),
+        ("torch_proto5", {"layout": "zip", "protocol": 5}),
+        ("torch_old20", {"layout": "zip", "torch": "1.6 to 2.0"}),
+        ("torch_legacy", {"layout": "legacy", "torch": "before 1.6"}),
+        ("torch_tar", {"layout": "tar"}),
+        ("torch_script", {"layout": "TorchScript", "writer": "torch.jit"}),
+        ("torch_pt2", {"layout": "pt2", "writer": "torch.export"}),
+        ("torch_module", {"layout": "zip nn.Module"}),
+    ],
+)
+def test_facts(name: str, facts: dict[str, Any]) -> None:
+    found = read(sample(name))
+    assert facts.items() <= found.facts.items()
+    assert found.format == "torch" and found.world_size == 1 and found.files[0].rank is None
+    assert found.files[0].size == sample(name).stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("torch_nocrc", "18 of 18 storages have no checksum"),
+        ("torch_skip_data", "no checksum"),
+        ("torch_bigendian", "big-endian"),
+        ("torch_legacy", "no checksums"),
+        ("torch_layouts", "2 storages are larger than the tensors that use them, by 1001 bytes"),
+        ("torch_layouts", "overlap in 3 storages"),
+        ("torch_module", "`lost_package.models.TinyNet` as a whole object"),
+        ("torch_module", "non-persistent buffers left out: `scratch`"),
+        ("torch_module", "storages of 12 bytes belong to no tensor: `data/1`"),
+        ("torch_meta", "2 tensors are on the meta device"),
+        ("torch_wrappers", "2 tensors of class `lost_package.models.Scaled` are taken as plain tensors"),
+        ("torch_wrappers", "`parameter_with_attributes (sequence_parallel, names_of)`"),
+        ("torch_script", "its code is left out"),
+        ("torch_pt2", "its graph is left out"),
+    ],
+)
+def test_warnings(name: str, words: str) -> None:
+    found = read(sample(name)).warnings
+    assert any(words in w for w in found), found
+
+
+@pytest.mark.parametrize("name", ["torch_full", "torch_model", "torch_dtypes", "torch_buffer", "torch_proto4"])
+def test_ordinary_files_have_no_warnings(name: str) -> None:
+    assert read(sample(name)).warnings == []
+
+
+def test_paths_keep_their_types(tmp_path: Path) -> None:
+    state = {"optim": {"state": {0: {"exp_avg": torch.ones(2)}, (1, "x"): {}}}, "dotted.name": torch.ones(1), "l": [{}]}
+    found = read(save(state, tmp_path / "a.pt"))
+    assert set(found.entries) == {
+        ("optim", "state", 0, "exp_avg"), ("optim", "state", (1, "x")), ("dotted.name",), ("l", 0)
+    }  # fmt: skip
+    assert found.containers == {("l",): catalogues.Container("list")}
+
+
+def test_a_bare_tensor(tmp_path: Path) -> None:
+    save(torch.arange(3), tmp_path / "a.pt")
+    assert list(read(tmp_path / "a.pt").entries) == [()]
+    convert(tmp_path / "a.pt", tmp_path / "b.pt")
+    assert torch.equal(torch.load(tmp_path / "b.pt"), torch.arange(3))
+
+
+@pytest.mark.parametrize("state", [[torch.ones(1), {"a": torch.zeros(2)}], (torch.ones(1), 2), {}, [], 7, None, "text"])
+def test_roots_of_every_kind(state: Any, tmp_path: Path) -> None:
+    convert(save(state, tmp_path / "a.pt"), tmp_path / "b.pt")
+    assert_same(torch.load(tmp_path / "b.pt"), state)
+
+
+def test_storages_are_links() -> None:
+    found = read(sample("torch_storages"))
+    entry = found.entries[("untyped",)]
+    assert isinstance(entry, Object) and isinstance(entry.value, Link) and entry.value.storage
+    tensor = found.tensor(entry.value.path)
+    assert tensor.embedded and (tensor.dtype.name, tensor.shape) == ("uint8", (16,))
+    typed = found.entries[("typed",)]
+    assert isinstance(typed, Object) and found.tensor(typed.value.path).dtype.name == "int16"
+
+
+def test_meta_tensors_are_never_zeros() -> None:
+    entry = read(sample("torch_meta")).entries[("meta",)]
+    assert isinstance(entry, Object) and isinstance(entry.value, Stub)
+    assert stub_name(entry.value) == "torch._utils._rebuild_meta_tensor_no_storage"
+
+
+def test_tensors_inside_objects_are_embedded(tmp_path: Path) -> None:
+    inner = torch.arange(4.0)
+    state = {"pair": (inner, "x"), "same": inner, "args": Namespace(t=inner, n=1)}
+    found = read(save(state, tmp_path / "a.pt"))
+    assert {p for p in found.entries if found.entries[p] in list(found.tensors)} == {
+        ("pair", 0), ("same",), ("args", "state", "t")
+    }  # fmt: skip
+    convert(tmp_path / "a.pt", tmp_path / "b.pt")
+    back = torch.load(tmp_path / "b.pt", weights_only=False)
+    assert back["pair"][0].data_ptr() == back["same"].data_ptr() == back["args"].t.data_ptr()
+    assert torch.equal(back["same"], inner)
+
+
+def test_what_is_one_object_stays_one(tmp_path: Path) -> None:
+    inner = torch.arange(4.0)
+    convert(save({"pair": (inner, [inner])}, tmp_path / "a.pt"), tmp_path / "b.pt")
+    one, (two,) = torch.load(tmp_path / "b.pt")["pair"]
+    assert one is two
+
+
+# Whole modules --------------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ModuleList([nn.Linear(4, 3)]))
+        self.tied = nn.Linear(3, 4)
+        self.tied.weight = self.fc[0].weight
+        self.table = nn.ParameterDict({"a": nn.Parameter(torch.ones(2)), "b": nn.Parameter(torch.zeros(1))})
+        self.register_parameter("absent", None)
+        self.register_buffer("kept", torch.arange(3))
+        self.register_buffer("passing", torch.ones(5), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize(
+    "wrap", [lambda m: m, lambda m: {"model": m, "epoch": 3, "ema": [m]}], ids=["bare", "in a dict"]
+)
+def test_modules_become_state_dicts(wrap: Any, zipped: bool, tmp_path: Path) -> None:
+    module = Net()
+    save(wrap(module), tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
+    convert(tmp_path / "a.pt", tmp_path / "b.pt")
+    state = OrderedDict({k: v.clone() for k, v in module.state_dict().items()})
+    back = torch.load(tmp_path / "b.pt")
+    assert_same(back, wrap(state))
+    first = back if isinstance(back, OrderedDict) else back["model"]
+    assert list(first) == list(state) and first["tied.weight"].data_ptr() == first["fc.0.weight"].data_ptr()
+    assert any("`passing`" in w for w in read(tmp_path / "a.pt").warnings)
+
+
+def test_a_module_inside_itself(tmp_path: Path) -> None:
+    module = nn.Linear(2, 2)
+    module._modules["again"] = module
+    with pytest.raises(CorruptError, match="nested"):
+        read(save(module, tmp_path / "a.pt"))
+
+
+# TorchScript and torch.export -----------------------------------------------------------------------------------------
+
+
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 4)
+        self.rows = [torch.ones(2), torch.zeros(3)]
+        self.names = {"a": torch.arange(2)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x) + torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+
+def test_script_names_are_those_of_its_state_dict(tmp_path: Path) -> None:
+    script = torch.jit.script(Scripted())
+    torch.jit.save(script, tmp_path / "a.pt")
+    names = set(script.state_dict())
+    assert {t.name for t in read(tmp_path / "a.pt").tensors} == names | {"rows.0", "rows.1", "names.a"}
+    convert(tmp_path / "a.pt", tmp_path / "b.pt")
+    back = torch.load(tmp_path / "b.pt")
+    assert all(torch.equal(back[k], v) for k, v in script.state_dict().items())
+
+
+def test_constants_of_a_script(tmp_path: Path) -> None:
+    frozen = torch.jit.freeze(torch.jit.script(Scripted()).eval())
+    torch.jit.save(frozen, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "b.pt")
+    found = sorted(torch.load(tmp_path / "b.pt")["constants"].values(), key=lambda t: t.dim())
+    assert {tuple(t.shape) for t in found} >= {(4, 3), (4,)}
+    with zipfile.ZipFile(tmp_path / "a.pt") as archive:
+        raw = {archive.read(n) for n in archive.namelist() if "/constants/" in n}
+    assert {bytes(t.clone().untyped_storage()) for t in found} == raw
+
+
+class Exported(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 4)
+        self.tied = nn.Linear(3, 4)
+        self.tied.weight = self.fc.weight
+        whole = torch.arange(24.0)
+        self.register_buffer("part", whole[4:16].view(3, 4).t())
+        self.register_buffer("whole", whole)
+        self.register_buffer("brain", torch.ones(3, dtype=torch.bfloat16))
+        self.register_buffer("empty", torch.empty(0, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x) + self.tied(x) + self.part.sum() + self.whole.sum()
+
+
+def test_exported_programs(tmp_path: Path) -> None:
+    program = torch.export.export(Exported(), (torch.ones(2, 3),))
+    torch.export.save(program, tmp_path / "a.pt2")
+    expected = torch.export.load(tmp_path / "a.pt2").state_dict
+    convert(tmp_path / "a.pt2", tmp_path / "b.pt")
+    back = torch.load(tmp_path / "b.pt")
+    assert set(back) == set(expected)
+    assert all(torch.equal(back[k], v) and back[k].dtype == v.dtype for k, v in expected.items())
+    assert back["tied.weight"].data_ptr() == back["fc.weight"].data_ptr()
+
+
+def repacked(src: Path, dst: Path, change: Any) -> Path:
+    with zipfile.ZipFile(src) as old, zipfile.ZipFile(dst, "w") as new:
+        for name in old.namelist():
+            data = change(name.partition("/")[2], old.read(name))
+            if data is not None:
+                new.writestr(name, data)
+    return dst
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (b'"sizes": [{"as_int": 13}', b'"sizes": [{"as_int": 99}', "needs"),
+        (b'"sizes": [{"as_int": 13}', b'"sizes": [{"as_str": 13}', "not integers"),
+        (b'"path_name": "weight_0"', b'"path_name": "weight_9"', "weight_9"),
+        (b'"dtype": 7', b'"dtype": 77', "unknown dtype 77"),
+        (b'{"config"', b'{"konfig"', "not a table"),
+        (b'{"config"', b'["config"', "not a table"),
+    ],
+)
+def test_exports_that_contradict_themselves(old: bytes, new: bytes, words: str, tmp_path: Path) -> None:
+    path = repacked(sample("torch_pt2"), tmp_path / "a.pt2", lambda _, data: data.replace(old, new))
+    with pytest.raises(CorruptError, match=words):
+        read(path)
+
+
+def test_weights_that_are_archives_themselves(tmp_path: Path) -> None:
+    """`use_pickle`, and the one archive for all weights that torch up to 2.8 wrote."""
+    weight, stream = torch.arange(91.0).view(13, 7), io.BytesIO()
+    torch.save(weight, stream)
+
+    def pickled(name: str, data: bytes) -> bytes | None:
+        if name.endswith("weight_0"):
+            return stream.getvalue()
+        return (
+            data.replace(b'"use_pickle": false', b'"use_pickle": true', 1)
+            if name.endswith("weights_config.json")
+            else data
+        )
+
+    repacked(sample("torch_pt2"), tmp_path / "a.pt2", pickled)
+    convert(tmp_path / "a.pt2", tmp_path / "a.pt")
+    assert torch.equal(torch.load(tmp_path / "a.pt")["first.weight"], weight)
+
+    whole = io.BytesIO()
+    torch.save({"first.weight": weight, "tied": weight}, whole)
+
+    def legacy(name: str, data: bytes) -> bytes | None:
+        if name.endswith("weights_config.json"):
+            return None
+        return data
+
+    repacked(sample("torch_pt2"), tmp_path / "b.pt2", legacy)
+    with zipfile.ZipFile(tmp_path / "b.pt2", "a") as archive:
+        archive.writestr("ckpt/data/weights/model.pt", whole.getvalue())
+    convert(tmp_path / "b.pt2", tmp_path / "b.pt")
+    back = torch.load(tmp_path / "b.pt")
+    assert torch.equal(back["first.weight"], weight) and back["tied"].data_ptr() == back["first.weight"].data_ptr()
+
+
+def test_classes_made_with_keywords_are_named() -> None:
+    entry = read(sample("torch_unknown_classes")).entries[("lost", "with_arguments")]
+    assert isinstance(entry, Object) and stub_name(entry.value) == "lost_package.models.WithArguments"
+
+
+# Sharded tensors in one file ------------------------------------------------------------------------------------------
+
+
+def test_one_ranks_part_of_a_sharded_checkpoint(tmp_path: Path) -> None:
+    code = """
+import sys, torch, torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+torch.save({"w": distribute_tensor(torch.arange(6.0), mesh, [Shard(0)]), "p": torch.ones(2)}, sys.argv[1])
+"""
+    subprocess.run([sys.executable, "-c", code, tmp_path / "a.pt"], check=True, capture_output=True)
+    found = read(tmp_path / "a.pt")
+    assert any("one rank's part of a sharded checkpoint" in w and "`w`" in w for w in found.warnings)
+    assert isinstance(found.entries[("w",)], Object)
+    assert any(t.embedded and t.shape == (6,) for t in found.tensors)
+    convert(tmp_path / "a.pt", tmp_path / "b.pt")
+    import torch.distributed.tensor  # its classes must be there to load them
+
+    back = torch.load(tmp_path / "b.pt", weights_only=False)
+    assert torch.equal(back["w"]._local_tensor, torch.arange(6.0))
+
+
+# What must not happen -------------------------------------------------------------------------------------------------
+
+
+def test_no_code_runs(tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+
+    class Payload:
+        def __reduce__(self) -> Any:
+            return __import__("os").system, (f"touch {mark}",)
+
+    state = {"w": torch.ones(2), "o": Payload(), "deep": [{"x": (Payload(),)}]}
+    for zipped in (True, False):
+        save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
+        read(tmp_path / "a.pt")
+        assert not mark.exists()
+        convert(tmp_path / "a.pt", tmp_path / f"b{zipped}.pt")
+        assert not mark.exists()
+    torch.load(tmp_path / "a.pt", weights_only=False)
+    assert mark.exists(), "the payload is not one"
+
+
+@pytest.mark.parametrize("name", ["torch_full", "torch_legacy", "torch_tar", "torch_script", "torch_pt2"])
+def test_cut_files(name: str, tmp_path: Path) -> None:
+    data = sample(name).read_bytes()
+    path = tmp_path / "cut.pt"
+    last = len(data) - 1 if name != "torch_tar" else data.rindex(b"\x80\x02")  # a tar ends in zeros that nobody needs
+    for n in [*range(0, last, max(1, len(data) // 60)), last]:
+        path.write_bytes(data[:n])
+        with pytest.raises(CkptError) as caught:
+            read(path)
+        assert str(path) in caught.value.message
+        FORMAT.recognise(str(path))
+
+
+@pytest.mark.parametrize("name", ["torch_full", "torch_legacy", "torch_script"])
+def test_truncated_files_are_still_recognised(name: str, tmp_path: Path) -> None:
+    data = sample(name).read_bytes()
+    (tmp_path / "cut").write_bytes(data[: len(data) // 2])
+    assert FORMAT.recognise(str(tmp_path / "cut"))
+
+
+def test_other_files_are_not_ours(tmp_path: Path) -> None:
+    others = {
+        "empty": b"", "text": b"{}", "pickle": b"\x80\x02N.", "safetensors": struct.pack("<Q", 2) + b"{}",
+        "zeros": bytes(600),
+    }  # fmt: skip
+    for name, data in others.items():
+        (tmp_path / name).write_bytes(data)
+        assert not FORMAT.recognise(str(tmp_path / name))
+    np.savez(tmp_path / "numpy.npz", a=np.ones(2))
+    assert not FORMAT.recognise(str(tmp_path / "numpy.npz"))
+    assert not FORMAT.recognise(str(tmp_path)) and not FORMAT.recognise(str(tmp_path / "absent"))
+    with pytest.raises(ReadError):
+        FORMAT.open(str(tmp_path / "absent"))
+
+
+def test_a_storage_that_is_missing_names_its_tensor(tmp_path: Path) -> None:
+    save({"layers": {"w": torch.ones(3)}}, tmp_path / "a.pt")
+    repacked(tmp_path / "a.pt", tmp_path / "b.pt", lambda name, data: None if name == "data/0" else data)
+    with pytest.raises(CorruptError, match=r"data/0.*layers\.w"):
+        read(tmp_path / "b.pt")
+
+
+def test_containers_that_multiply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nesting, "MAX_REPEATED", 10_000)
+    state: Any = {"x": 1}
+    for _ in range(40):
+        state = {"a": state, "b": state}
+    with pytest.raises(CorruptError, match="shared"):
+        read(save(state, tmp_path / "a.pt"))
+
+
+@pytest.mark.parametrize("kind", ["dict", "list"])
+def test_containers_in_themselves(kind: str, tmp_path: Path) -> None:
+    state: Any = {"w": torch.ones(1)} if kind == "dict" else [torch.ones(1)]
+    state.update(me=state) if kind == "dict" else state.append(state)
+    with pytest.raises(CorruptError, match="deep"):
+        read(save(state, tmp_path / "a.pt"))
+
+
+def test_an_object_without_its_tensor_is_refused(tmp_path: Path) -> None:
+    save({"pair": (torch.ones(2), 1)}, tmp_path / "a.pt")
+    laid = lay_out(read(tmp_path / "a.pt"))
+    del laid.entries["pair", 0]
+    assert FORMAT.create is not None
+    with pytest.raises(LossError, match=r"pair\.0"):
+        FORMAT.create(str(tmp_path / "b.pt"), laid, SinkOptions())
+    assert not (tmp_path / "b.pt").exists()
+
+
+def test_losses_are_what_pickle_has_no_words_for() -> None:
+    laid = Catalogue("torch")
+    laid.add(Object(("fine",), {"a": [1, (2.5, None)], "link": Link(("x",))}))
+    laid.add(Object(("odd",), [object()]))
+    assert FORMAT.losses is not None
+    (loss,) = FORMAT.losses(laid, "out.pt")
+    assert loss.name == "odd" and "cannot be pickled" in loss.why
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "a.pt").write_bytes(b"mine")
+    assert FORMAT.create is not None
+    with pytest.raises(CkptError):
+        FORMAT.create(str(tmp_path / "a.pt"), Catalogue("torch"), SinkOptions())
+    assert (tmp_path / "a.pt").read_bytes() == b"mine"
+
+
+@pytest.mark.long
+def test_a_hundred_thousand_tensors(tmp_path: Path) -> None:
+    laid = Catalogue("torch")
+    for i in range(100_000):
+        laid.add(Tensor((f"layers.{i}", "weight"), DTYPES["uint8"], (), Chunks.placed([(((), ()), 0)])))
+    assert FORMAT.create is not None
+    sink = FORMAT.create(str(tmp_path / "a.pt"), laid, SinkOptions())
+    sink.finish({(0, t.chunks.offset[0]): 0xD202EF8D for t in sink.catalogue.tensors})
+    assert len(read(tmp_path / "a.pt").entries) == 100_000
+    with zipfile.ZipFile(tmp_path / "a.pt") as archive, warnings.catch_warnings():
+        assert archive.testzip() is None
