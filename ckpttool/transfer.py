@@ -137,9 +137,9 @@ class _Transfer:
         self, work: Iterator[Any], do: Callable[[Any], None], threads: int, total: int, progress: Progress | None
     ) -> None:
         workers = [threading.Thread(target=self._work, args=(work, do), daemon=True) for _ in range(threads)]
-        for worker in workers:
-            worker.start()
         try:
+            for worker in workers:
+                worker.start()
             for worker in workers:
                 while worker.is_alive():
                     worker.join(0.1)
@@ -149,7 +149,8 @@ class _Transfer:
             # Ctrl-C arrives here: nobody may write to files that are about to be removed.
             self._stop.set()
             for worker in workers:
-                worker.join()
+                if worker.ident is not None:
+                    worker.join()
             raise
         if self._failure is not None:
             raise self._failure
