@@ -28,6 +28,7 @@ _NAMES = (
     ("model", r"(.*_)?(model|models|network|net|module|ema|state_dict|model_state(_dict)?|params|weights)(_\d+)?"),
 )
 _PATTERNS = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _NAMES)
+_COUNTER = re.compile(r"(global_|current_|total_)?(step|epoch|iteration)s?", re.IGNORECASE)
 _DEPTH = 4
 
 
@@ -147,6 +148,9 @@ def _tells(kind: str, child: _Node) -> bool:
         return bool(child.children) and _has_tensor(child)
     if kind in ("optimizer", "scheduler", "scaler"):
         return bool(child.children) or isinstance(child.entry, Object)
+    if kind == "progress" and isinstance(child.entry, Tensor):
+        # Beside the parameters of torchtitan, a tensor `tokens_seen` is a buffer of the model like any other.
+        return bool(_COUNTER.fullmatch(str(child.entry.path[-1])))
     return True
 
 
