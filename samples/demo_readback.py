@@ -8,6 +8,7 @@ training processes.
 
 from __future__ import annotations
 
+import base64
 import datetime
 import json
 import os
@@ -32,6 +33,7 @@ Leaves = dict[tuple[Any, ...], Any]
 
 # What a pickled NumPy array is made of; torch's list of safe classes leaves it out.
 NUMPY = [np.ndarray, np.dtype, type(np.dtype(np.uint32)), np.empty(0).__reduce__()[0]]
+BY_NAME = {(known.__module__, known.__name__): known for known in NUMPY}
 
 
 def load(path: str | Path, **options: Any) -> Any:
@@ -40,14 +42,18 @@ def load(path: str | Path, **options: Any) -> Any:
         return torch.load(path, weights_only=True, **options)
 
 
-def leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Every tensor and every object of a nested state, with its key path; a list counts as DCP counts it."""
+def leaves_of(tree: Any) -> Leaves:
+    """Every tensor and every object of a nested state by its key path; a list counts as DCP counts it."""
+    return dict(_leaves(tree, ()))
+
+
+def _leaves(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
     if isinstance(tree, Mapping):
         for key, value in tree.items():
-            yield from leaves(value, (*path, key))
+            yield from _leaves(value, (*path, key))
     elif isinstance(tree, list) and any(isinstance(value, (Mapping, torch.Tensor)) for value in tree):
         for index, value in enumerate(tree):
-            yield from leaves(value, (*path, index))
+            yield from _leaves(value, (*path, index))
     else:
         yield path, tree
 
@@ -88,19 +94,21 @@ class Readings:
     """What has been read so far, on rank 0; elsewhere it compares nothing."""
 
     def __init__(self) -> None:
-        self.reference: Leaves = dict(leaves(load("reference.pt")))
+        self.reference: Leaves = leaves_of(load("reference.pt"))
         self.tensors = {path: value for path, value in self.reference.items() if isinstance(value, torch.Tensor)}
         self.rows: list[dict[str, Any]] = []
 
-    def add(self, what: str, reader: str, read: Callable[[], Any], expected: Leaves | None = None) -> None:
-        """Read a nested state and compare it with `expected`, which is the whole reference unless given."""
+    def add(self, what: str, reader: str, read: Callable[[], Leaves], expected: Leaves | None = None) -> None:
+        """Read a state and compare it with `expected`, which is the whole reference unless given."""
         expected = self.reference if expected is None else expected
         found: Leaves = {}
         try:
-            found = dict(leaves(read()))
+            found = read()
             verdict = compare(found, expected)
         except (Exception, CheckpointException) as error:
-            verdict = f"cannot be read: {error}"
+            # DCP's message is the tracebacks of all ranks; the last line of it says what happened.
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            verdict = f"cannot be read: {lines[-1]}"
         tensors = sum(isinstance(value, torch.Tensor) for value in found.values())
         asked = not all(isinstance(value, torch.Tensor) for value in expected.values())
         objects = str(len(found) - tensors) if asked else "-"
@@ -137,31 +145,58 @@ def through_torch_save(path: str) -> Any:
         return load(whole)
 
 
-def safetensors_of(*files: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of some safetensors files."""
-    found: dict[str, torch.Tensor] = {}
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - not a mapping
-                if name in found:
-                    raise ValueError(f"{name} is in two files")
-                found[name] = opened.get_tensor(name)
-    return found
+def tensors_of(file: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a safetensors file."""
+    with safe_open(file, framework="pt") as opened:
+        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
+
+
+def state_of(folder: Path) -> Leaves:
+    """A training state kept as safetensors files and JSON, which says where each tensor lies and what the rest is."""
+    state = json.loads((folder / "ckpttool.json").read_text(), object_hook=untagged)
+    tensors = {
+        (file.name, name): value for file in folder.glob("*.safetensors") for name, value in tensors_of(file).items()
+    }
+    found: Leaves = {}
+    used = set()
+    for entry in state["entries"]:
+        place = (entry.get("file"), entry.get("name"))
+        if place in tensors:
+            found[tuple(entry["path"])] = tensors[place]
+            used.add(place)
+        elif "value" in entry:
+            found[tuple(entry["path"])] = entry["value"]
+    return found | {place: value for place, value in tensors.items() if place not in used}
+
+
+def untagged(made: dict[str, Any]) -> Any:
+    """What the JSON objects stand for that JSON itself has no words for, as far as this training state has any."""
+    match made:
+        case {"$tuple": values}:
+            return tuple(values)
+        case {"$bytes": text}:
+            return base64.b64decode(text)
+        case {"$name": [module, name]}:
+            return BY_NAME[module, name]
+        case {"$call": [module, name], "args": args, "state": states}:
+            value = BY_NAME[module, name](*args)
+            for state in states:
+                value.__setstate__(state)
+            return value
+    return made
 
 
 def read_alone(readings: Readings) -> None:
     """The readings that take one process."""
-    # A safetensors file has names and no key paths.
-    every = {(".".join(map(str, path)),): value for path, value in readings.tensors.items()}
-    model = {(name.removeprefix("model."),): value for (name,), value in every.items() if name.startswith("model.")}
-    parts = sorted(Path("run/safetensors").glob("*.safetensors"))
+    # A model's file has names and no key paths.
+    model = {(".".join(path[1:]),): value for path, value in readings.reference.items() if path[0] == "model"}
     alone = Path("run/model.safetensors")
-    readings.add("run/safetensors", "safe_open", lambda: safetensors_of(*parts), every)
-    readings.add("run/model.safetensors", "safe_open", lambda: safetensors_of(alone), model)
-    readings.add("run/full.pt", "torch.load", lambda: load("run/full.pt"))
-    readings.add("run/full.pt", "torch.load, mmap=True", lambda: load("run/full.pt", mmap=True))
-    readings.add("run/full-again.pt", "torch.load", lambda: load("run/full-again.pt"))
-    readings.add("run/dcp-again", "dcp_to_torch_save", lambda: through_torch_save("run/dcp-again"))
+    readings.add("run/safetensors/", "safe_open, json", lambda: state_of(Path("run/safetensors")))
+    readings.add("run/model.safetensors", "safe_open", lambda: leaves_of(tensors_of(alone)), model)
+    readings.add("run/full.pt", "torch.load", lambda: leaves_of(load("run/full.pt")))
+    readings.add("run/full.pt", "torch.load, mmap=True", lambda: leaves_of(load("run/full.pt", mmap=True)))
+    readings.add("run/full-again.pt", "torch.load", lambda: leaves_of(load("run/full-again.pt")))
+    readings.add("run/dcp-again/", "dcp_to_torch_save", lambda: leaves_of(through_torch_save("run/dcp-again")))
 
 
 def main() -> None:
@@ -171,7 +206,7 @@ def main() -> None:
     try:
         readings = Readings()
         ranks = f"dcp.load, {dist.get_world_size()} ranks"
-        readings.add("run/dcp-again", ranks, lambda: load_into_training("run/dcp-again"))
+        readings.add("run/dcp-again/", ranks, lambda: leaves_of(load_into_training("run/dcp-again")))
         if dist.get_rank() == 0:
             read_alone(readings)
             readings.write()

@@ -45,7 +45,7 @@ def test_everything_is_equal(done: tuple[Path, subprocess.CompletedProcess[str]]
     assert {row["verdict"] for row in rows.values()} == {"equal"}
     full = [row for row in rows.values() if row["objects"] != "-"]
     assert {(row["tensors"], row["objects"]) for row in full} == {(str(tensors), str(objects))}
-    assert rows["run/safetensors", "safe_open"]["tensors"] == str(tensors)
+    assert rows["run/safetensors/", "safe_open, json"]["tensors"] == str(tensors)
     assert rows["run/model.safetensors", "safe_open"]["tensors"] == str(len(reference["model"]))
 
 
@@ -81,10 +81,10 @@ def test_a_difference_fails(done: tuple[Path, subprocess.CompletedProcess[str]],
     assert checked.stdout.splitlines()[-1] == "not equal: 7 of 7 readings"
     verdicts = {key: row["verdict"] for key, row in readings(folder).items()}
     moment = "1 differ: optim.state.layers.0.qkv.weight.exp_avg"
-    assert verdicts["run/dcp-again", "dcp.load, 2 ranks"] == moment
-    assert verdicts["run/dcp-again", "dcp_to_torch_save"] == moment
+    assert verdicts["run/dcp-again/", "dcp.load, 2 ranks"] == moment
+    assert verdicts["run/dcp-again/", "dcp_to_torch_save"] == moment
     assert verdicts["run/model.safetensors", "safe_open"].startswith("1 differ: ")
-    assert verdicts["run/safetensors", "safe_open"].startswith("1 missing: ")
+    assert verdicts["run/safetensors/", "safe_open, json"].startswith("1 missing: ")
     three = (
         "1 missing: scheduler.last_epoch; 1 not in the reference: rng.rank_1.extra; "
         "1 differ: optim.param_groups.1.betas"
@@ -103,7 +103,9 @@ def test_a_checkpoint_that_is_incomplete_fails(
     checked = demo("--dir", folder, "--check")
     assert checked.returncode == 1, checked.stdout + checked.stderr
     verdicts = {key: row["verdict"] for key, row in readings(folder).items() if row["verdict"] != "equal"}
-    assert set(verdicts) == {("run/dcp-again", "dcp.load, 2 ranks"), ("run/dcp-again", "dcp_to_torch_save")}
+    assert set(verdicts) == {("run/dcp-again/", "dcp.load, 2 ranks"), ("run/dcp-again/", "dcp_to_torch_save")}
+    why = "cannot be read: FileNotFoundError: [Errno 2] No such file or directory: 'run/dcp-again/__1_0.distcp'"
+    assert set(verdicts.values()) == {why}
 
 
 def test_a_directory_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
