@@ -16,11 +16,12 @@ from ckpttool import parts, pickles
 from ckpttool.catalogue import Catalogue, Chunks, Extent, File, Link, Object, Part, Record, Tensor
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import CorruptError
+from ckpttool.escapes import cut, safe
 from ckpttool.summary import summarise
 from ckpttool.summary.document import document
 from ckpttool.summary.hyperparameters import tables
 from ckpttool.summary.tree import Line, lines, ranges
-from ckpttool.summary.values import cut, describe, jsonable, safe, type_name
+from ckpttool.summary.values import describe, jsonable, type_name
 
 
 class Block(nn.Module):

@@ -10,10 +10,12 @@ from ckpttool.cli.convert import convert
 from ckpttool.cli.failures import Commands, catch_signals
 from ckpttool.cli.formats import formats
 from ckpttool.cli.inspect import inspect
+from ckpttool.cli.parsing import without_adapters
 from ckpttool.cli.show import show
 from ckpttool.cli.terminal import out
 from ckpttool.version import __version__
 
+without_adapters()
 app = typer.Typer(
     name="ckpttool",
     cls=Commands,

@@ -130,8 +130,8 @@ def convert(
     else:
         _header(terminal, made)
         if dry_run:
-            _files(terminal, made, verbose)
             _plan(terminal, made)
+            _files(terminal, made, verbose)
         else:
             _result(terminal, made, check)
         if dry_run or verbose:
@@ -143,8 +143,13 @@ def convert(
 
 
 def _header(terminal: Terminal, made: Conversion) -> None:
-    verb = "would write" if made.dry_run else "wrote"
-    terminal.line(f"{verb} ", bold(made.destination), f"  {made.format}, from {made.source} ({made.source_format})")
+    terminal.line("would write " if made.dry_run else "wrote ", bold(made.destination))
+    if made.dry_run:
+        terminal.write("\n")
+
+
+def _source(made: Conversion) -> str:
+    return f"{made.source}, {made.source_format} -> {made.format}"
 
 
 def _contents(made: Conversion) -> str:
@@ -154,6 +159,7 @@ def _contents(made: Conversion) -> str:
 def _result(terminal: Terminal, made: Conversion, check: bool) -> None:
     rate = f", {size(made.bytes / made.seconds)}/s" if made.seconds >= 0.1 else ""
     rows = [
+        ("from", _source(made)),
         ("contents", _contents(made)),
         ("files", f"{plural(len(made.files), 'file')}, {size(made.disk)}"),
         ("time", f"{duration(made.seconds)}{rate}"),
@@ -177,6 +183,7 @@ def _checked(made: Conversion, check: bool) -> str:
 def _plan(terminal: Terminal, made: Conversion) -> None:
     short = made.disk > made.free
     rows: list[tuple[Piece, Piece]] = [
+        (dim("from"), _source(made)),
         (dim("contents"), _contents(made)),
         (dim("disk"), Painted(f"{size(made.disk)} needed, {size(made.free)} free", "red" if short else "")),
         (dim("memory"), f"about {size(made.memory)} at most"),
@@ -187,7 +194,6 @@ def _plan(terminal: Terminal, made: Conversion) -> None:
 def _files(terminal: Terminal, made: Conversion, verbose: bool) -> None:
     terminal.heading("files", plural(len(made.files), "file"))
     _some(terminal, [(name, size(nbytes)) for name, nbytes in made.files], verbose, right=(1,))
-    terminal.write("\n")
 
 
 Rows = list[tuple[str, ...]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 
 _OBJECTS = 40  # lines, unless -v
 _COLUMNS = 6
+_DTYPES = 4
 _VALUE = 80  # characters of an object's value, unless -v
 _TITLES = {"writer": "written by", "torch": "torch", "layout": "layout"}
 
 
 def inspect(
     path: Checkpoint,
-    depth: Annotated[int, typer.Option("--depth", metavar="N", min=1, help="Levels of the module tree.")] = 3,
+    depth: Annotated[int, typer.Option("--depth", metavar="N", min=1, help="Levels of the module tree.")] = 4,
     tensors: Tensors = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -106,7 +107,7 @@ def _parts(terminal: Terminal, parts: list[PartLine]) -> None:
     rows: list[list[Piece]] = []
     for part in parts:
         numbers = (f"{part.tensors:,}", count(part.parameters), size(part.nbytes), f"{part.objects:,}")
-        rows.append([bold(str(part.part)), *numbers, ", ".join(part.dtypes)])
+        rows.append([bold(str(part.part)), *numbers, _dtypes(list(part.dtypes))])
     if len(parts) > 1:
         rows.append([
             dim("total"), f"{sum(p.tensors for p in parts):,}", count(sum(p.parameters for p in parts)),
@@ -116,17 +117,23 @@ def _parts(terminal: Terminal, parts: list[PartLine]) -> None:
     terminal.table(rows, headers, right=(1, 2, 3, 4), cut=(5, 0))
 
 
+def _dtypes(names: Sequence[str]) -> str:
+    if len(names) <= _DTYPES:
+        return ", ".join(names)
+    return f"{', '.join(names[: _DTYPES - 1])} and {len(names) - _DTYPES + 1} more"
+
+
 def _tree(terminal: Terminal, part: Part, lines: list[Line]) -> None:
     terminal.heading(str(part))
     rows = []
     for line in lines:
-        times = f"  x{line.times}" if line.times > 1 and line.shape is None else ""
+        times = f"  x{line.folded}" if line.folded > 1 and line.shape is None else ""
         if line.shape is None:
             what = plural(line.tensors, "tensor")
         else:
             what = f"{f'{line.times} x ' if line.times > 1 else ''}{list(line.shape)}"
         numbers = ("tied", "") if line.tied else (count(line.parameters), size(line.nbytes))
-        rows.append(("  " * line.depth + line.name + times, what, ", ".join(line.dtypes), *numbers))
+        rows.append(("  " * line.depth + line.name + times, what, _dtypes(line.dtypes), *numbers))
     terminal.table(rows, ("", "shape", "dtype", "parameters", "bytes"), right=(1, 3, 4), cut=(0, 2))
 
 

@@ -12,7 +12,6 @@ from ckpttool.cli.options import AsJson, Checkpoint, Quiet
 from ckpttool.cli.places import box
 from ckpttool.cli.terminal import Terminal, bold, dim, out
 from ckpttool.cli.wording import size
-from ckpttool.summary.values import jsonable
 
 if TYPE_CHECKING:
     from ckpttool.figures import Shown
@@ -65,6 +64,8 @@ def _print(terminal: Terminal, shown: Shown) -> None:
 
 
 def _document(shown: Shown) -> dict[str, Any]:
+    from ckpttool.summary.values import jsonable
+
     said: dict[str, Any] = jsonable(asdict(shown))
     names = ("rank", "file", "offsets", "sizes")
     chunks = [dict(zip(names, chunk, strict=True)) for chunk in said.pop("chunks")]

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TextIO
 
-from ckpttool.summary.values import cut, safe
+from ckpttool.escapes import cut, safe
 
 _CODES = {"bold": "1", "dim": "2", "red": "1;31", "yellow": "33"}
 _GAP = 2

@@ -15,7 +15,7 @@ from ckpttool.summary import hyperparameters, tree
 from ckpttool.summary.findings import findings
 from ckpttool.summary.values import LIMIT, describe, peek
 
-DEPTH = 3
+DEPTH = 4
 _PROGRESS = ("global_step", "step", "steps", "num_steps", "iteration", "iter", "current_step", "total_step")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 
 from ckpttool.catalogue import Catalogue, Path, Tensor
 
@@ -11,9 +11,18 @@ _UNEVEN = 1.5  # times the mean
 _SHOWN = 3
 
 
-def findings(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> list[str]:
+def findings(catalogue: Catalogue, aliases: Collection[Path]) -> list[str]:
     """Warnings that need no more than the catalogue."""
-    return [*_uneven_ranks(catalogue), *_stored_twice(catalogue, aliases), *_probably_tied(catalogue, aliases)]
+    twice = _stored_twice(catalogue, aliases)
+    known = {*aliases, *(tensor.path for tensors in twice for tensor in tensors)}
+    return [
+        *_uneven_ranks(catalogue),
+        *(
+            f"{_names([t.name for t in tensors])} hold the same bytes, stored {_places(tensors)} times"
+            for tensors in twice
+        ),
+        *_probably_tied(catalogue, known),
+    ]
 
 
 def _uneven_ranks(catalogue: Catalogue) -> Iterator[str]:
@@ -33,24 +42,26 @@ def _uneven_ranks(catalogue: Catalogue) -> Iterator[str]:
         )
 
 
-def _stored_twice(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> Iterator[str]:
+def _stored_twice(catalogue: Catalogue, aliases: Collection[Path]) -> list[list[Tensor]]:
     """Equal bytes in two places, as far as checksums tell. Vectors are left out: all ones or zeros are no news."""
     same: dict[tuple[object, ...], list[Tensor]] = defaultdict(list)
     for tensor in catalogue.tensors:
         chunks = tensor.chunks
         if tensor.part.kind != "model" or tensor.path in aliases or len(tensor.shape) < 2 or len(chunks) != 1:
             continue
-        record = chunks.records.get(0)
-        if record is not None and record.crc and record.nbytes == chunks.nbytes[0] == tensor.nbytes:
+        extent = chunks.extent(0)
+        record = extent.record
+        if extent.plain and record is not None and record.crc and record.nbytes == extent.nbytes == tensor.nbytes:
             same[tensor.dtype.name, tensor.shape, record.crc].append(tensor)
-    for tensors in same.values():
-        # The same storage under two names has one record.
-        places = {(t.chunks.file[0], t.chunks.offset[0]) for t in tensors}
-        if len(places) > 1:
-            yield f"{_names([t.name for t in tensors])} hold the same bytes, stored {len(places)} times"
+    return [tensors for tensors in same.values() if _places(tensors) > 1]
 
 
-def _probably_tied(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> Iterator[str]:
+def _places(tensors: list[Tensor]) -> int:
+    # The same storage under two names has one record.
+    return len({(t.chunks.file[0], t.chunks.offset[0]) for t in tensors})
+
+
+def _probably_tied(catalogue: Catalogue, told: Collection[Path]) -> Iterator[str]:
     """A matrix that the optimizer does not know, of the shape of exactly one that it knows: a tied weight that was
     stored twice, as DCP does."""
     known = _with_state(catalogue)
@@ -59,7 +70,7 @@ def _probably_tied(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> Iterat
     strangers: dict[tuple[object, ...], list[Tensor]] = defaultdict(list)
     partners: dict[tuple[object, ...], list[Tensor]] = defaultdict(list)
     for tensor in catalogue.tensors:
-        if tensor.part.kind == "model" and len(tensor.shape) >= 2 and tensor.path not in aliases:
+        if tensor.part.kind == "model" and len(tensor.shape) >= 2 and tensor.path not in told:
             here = partners if _fqn(tensor) in known else strangers
             here[tensor.part, tensor.dtype.name, tensor.shape].append(tensor)
     for key, tensors in strangers.items():

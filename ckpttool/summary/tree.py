@@ -20,14 +20,15 @@ _DIGITS = 9
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line: `Line(1, "qkv.weight", 2, 2, ("float32",), (21, 7), 294, 1176)`.
+    """One line: `Line(1, "qkv.weight", 1, 2, 2, ("float32",), (21, 7), 294, 1176)`.
 
-    `times` is how many equal ones the line stands for; `tensors`, `parameters` and `nbytes` count all of them, so that
-    a column adds up. `shape` is None for a module.
+    `folded` is how many equal ones this line folds, `times` how many it stands for with those of the lines above it;
+    `tensors`, `parameters` and `nbytes` count all of them, so that a column adds up. `shape` is None for a module.
     """
 
     depth: int
     name: str
+    folded: int
     times: int
     tensors: int
     dtypes: tuple[str, ...]
@@ -91,14 +92,15 @@ def _count(node: _Node, kinds: dict[object, int]) -> None:
 
 def _walk(node: _Node, level: int, times: int, depth: int) -> Iterator[Line]:
     for names, child in _folded(node):
-        name, count = _label(names), times * len(names)
+        name, folded = _label(names), len(names)
         # A module with one thing in it is one line with that thing.
         while child.tensor is None and len(inner := _folded(child)) == 1:
             more, child = inner[0]
-            name, count = f"{name}.{_label(more)}", count * len(more)
+            name, folded = f"{name}.{_label(more)}", folded * len(more)
+        count = times * folded
         here = child.tensor if not child.children else None
         yield Line(
-            level, name, count, child.tensors * count, child.dtypes, here.shape if here else None,
+            level, name, folded, count, child.tensors * count, child.dtypes, here.shape if here else None,
             child.parameters * count, child.nbytes * count, child.tied,
         )  # fmt: skip
         if level + 1 < depth:

@@ -14,6 +14,7 @@ from typing import Any
 
 from ckpttool.catalogue import Link, Object, Path, Tensor
 from ckpttool.errors import CkptError
+from ckpttool.escapes import cut, safe
 from ckpttool.pickles import Stub, TorchSize, is_stub_type, stub_name
 
 LIMIT = 72
@@ -30,21 +31,6 @@ _NUMPY_CODES = {
 }  # fmt: skip
 
 Tensors = Mapping[Path, Any]
-
-
-def safe(text: str) -> str:
-    """`text` with everything that a terminal would not print as itself written as an escape. Pure."""
-    if text.isprintable():
-        return text
-    # A lone surrogate has no escape in `unicode_escape`'s strict mode, hence the error handler.
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode("ascii") for c in text
-    )
-
-
-def cut(text: str, limit: int) -> str:
-    """`text`, or its beginning and `...` when it is longer than `limit`. Pure."""
-    return text if len(text) <= limit else text[: max(limit - 3, 0)] + "..."
 
 
 def describe(value: Any, tensors: Tensors | None = None, limit: int = LIMIT) -> str:
@@ -125,7 +111,7 @@ def _brackets(value: Any) -> tuple[str, str]:
 
 
 def _stub(value: Stub, tensors: Tensors, depth: int, limit: int) -> Iterator[str]:
-    plain = _numpy(value)
+    plain = _numpy(value) or _wrapper(value)
     if plain is not None:
         yield plain
         return
@@ -153,6 +139,17 @@ def _contents(value: Stub) -> Iterable[tuple[Any, Any]]:
             yield None, state
     yield from ((None, v) for v in value.values)
     yield from value.pairs
+
+
+def _wrapper(value: Stub) -> str | None:
+    """A tensor subclass that stayed an object: `<torch.distributed.tensor.DTensor float32 [29, 7]>`."""
+    if stub_name(value) != "torch._tensor._rebuild_from_type_v2":
+        return None
+    match value.args:
+        case (_, kind, (_, dtype, tuple() as shape, *_), *_) if is_stub_type(kind):
+            name = (stub_name(dtype) or "?").removeprefix("torch.")
+            return safe(f"<{stub_name(kind)} {name} {describe(list(shape))}>")
+    return None
 
 
 def _numpy(value: Stub) -> str | None:

@@ -11,7 +11,7 @@ from running import FULL, ROOT, environment, run, spawn
 
 from ckpttool.version import __version__
 
-LOOK = "import sys, atexit; atexit.register(lambda: print(sorted({'torch', 'numpy', 'rich'} & set(sys.modules)), file=sys.stderr))"  # noqa: E501
+LOOK = "import sys, atexit; atexit.register(lambda: print(sorted({'torch', 'numpy', 'rich', 'pydantic'} & set(sys.modules)), file=sys.stderr))"  # noqa: E501
 
 
 @pytest.mark.parametrize(
