@@ -37,15 +37,14 @@ def _run(top: int) -> re.Pattern[bytes]:
         n = _ARGUMENT[code]
         if n is not None and n >= 0:
             by_length[n] = by_length.get(n, b"") + re.escape(bytes((code,)))
-    runs = b"[" + by_length.pop(0) + b"]+"
+    bare = b"[" + by_length.pop(0) + b"]*"
     fixed = [b"[" + codes + b"]" + b"." * n for n, codes in by_length.items()]
-    text = []
+    fixed.append(b"r..[\\x00-" + re.escape(bytes((top,))) + b"]\\x00")
     if top > 15:
         # SHORT_BINUNICODE too, where compiling that pays: an index of a million names has little else of variable
-        # length (1.4 s -> 0.7 s).
-        text.append(b"\x8c(?:" + b"|".join(re.escape(bytes((n,))) + b".{%d}" % n for n in range(256)) + b")")
-    memo = b"r..[\\x00-" + re.escape(bytes((top,))) + b"]\\x00"
-    return re.compile(b"(?:" + b"|".join([runs, *fixed, *text, memo]) + b"){0,5000}", re.S)
+        # length (1.4 s -> 0.6 s).
+        fixed.append(b"\x8c(?:" + b"|".join(re.escape(bytes((n,))) + b".{%d}" % n for n in range(256)) + b")")
+    return re.compile(b"(?:" + bare + b"(?:" + b"|".join(fixed) + b")){0,5000}" + bare, re.S)
 
 
 def end_of(data: bytes, start: int = 0, *, limit: int | None = None) -> int | None:
