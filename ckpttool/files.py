@@ -283,19 +283,19 @@ def staged(dst: str, *, overwrite: bool, is_file: bool) -> Iterator[str]:
             raise failed(error, dst, "write") from None
     finally:
         remove(partial)
-    remove(old)
+        if os.path.lexists(dst):
+            remove(old)
 
 
 def _swap_in(partial: str, dst: str, old: str) -> None:
-    moved = False
     if Path(dst).is_dir() and not any(Path(dst).iterdir()):
         Path(dst).rmdir()
-    elif os.path.lexists(dst):
-        os.rename(dst, old)
-        moved = True
     try:
+        if os.path.lexists(dst):
+            os.rename(dst, old)
         os.rename(partial, dst)
-    except OSError:
-        if moved:
+    except BaseException:
+        # Ctrl-C too, which may come before a rename or after it.
+        if os.path.lexists(old) and not os.path.lexists(dst):
             os.rename(old, dst)
         raise
