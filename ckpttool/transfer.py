@@ -145,6 +145,9 @@ class _Transfer:
                     worker.join(0.1)
                     if progress is not None:
                         progress(self._moved, total)
+            # Threads that were done before anybody looked have moved something too.
+            if progress is not None:
+                progress(self._moved, total)
         except BaseException:
             # Ctrl-C arrives here: nobody may write to files that are about to be removed.
             self._stop.set()
