@@ -171,11 +171,7 @@ def patterns(kind: torch.dtype) -> torch.Tensor:
     if kind.itemsize == 1:
         return torch.arange(256, dtype=torch.int16).to(torch.uint8).view(kind)
     if kind.itemsize == 2:
-        found = torch.arange(1 << 16, dtype=torch.int32)
-        if kind == torch.float16:
-            # torch makes signalling NaNs quiet or not, as the length of the tensor happens to be.
-            found[(found & 0x7FFF > 0x7C00) & (found & 0x200 == 0)] = 0x7E00
-        return found.to(torch.uint16).view(kind)
+        return torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(kind)
     powers = torch.ldexp(torch.ones(300, dtype=kind), torch.arange(-150, 150))
     rounded = [torch.finfo(other).eps for other in (torch.float16, torch.bfloat16, torch.float8_e4m3fn)]
     near = [powers * (1 + eps * step / 4) for eps in rounded for step in range(-5, 6)]
@@ -193,7 +189,13 @@ def test_casts_round_as_torch_rounds(tmp_path: Path, old: str, new: str, monkeyp
     source.add("w", values, grid(values.shape, (3,)), crc=True)
     laid = layout.cast(layout.whole(layout.start(source.catalogue)), lambda tensor: dtype(new))
     done = moved(source, laid, tmp_path / "to", crc=True)
-    assert np.array_equal(stored(laid, laid.tensor(("w",))), bits(expected))
+    found = stored(laid, laid.tensor(("w",)))
+    same = found == bits(expected)
+    if old == "float16":
+        # Which NaN torch makes of a NaN depends on how many elements stand behind it.
+        there = torch.frombuffer(bytearray(found.tobytes()), dtype=WHOLE[new])
+        same |= (expected.double().isnan() & there.double().isnan()).numpy()
+    assert same.all()
     assert done.checked == values.nbytes
     run(source, laid, compare=True)
 
