@@ -49,9 +49,10 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
     plain = tensor.detach().resolve_conj().resolve_neg()
     if not plain.is_contiguous():
         plain = plain.contiguous()
-    storage = plain.untyped_storage()
+    # By way of uint8: a storage gives up its bytes one at a time, which takes minutes for a hundred megabytes.
+    storage = torch.empty(0, dtype=torch.uint8).set_(plain.untyped_storage())
     start = plain.storage_offset() * plain.element_size()
-    return bytes(storage[start : start + plain.numel() * plain.element_size()]) if plain.numel() else b""
+    return storage[start : start + plain.numel() * plain.element_size()].numpy().tobytes() if plain.numel() else b""
 
 
 def _same_tensor(found: torch.Tensor, expected: torch.Tensor, strides: bool, at: str) -> None:

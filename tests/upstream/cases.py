@@ -1,0 +1,103 @@
+"""What is converted and then loaded on several ranks: a table, and the routes it takes through ckpttool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from reading import path_of, reference_of
+
+from ckpttool import convert
+
+Step = tuple[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """`Case("dcp_fsdp2_w4, 3 ranks", "dcp_fsdp2_w4", (("dcp", {"to_world": 3}),))`.
+
+    `reader` says what it is loaded into, see `on_ranks.py`; `sizes` are those of the model, where they are not the
+    usual ones; `worlds`, on how many ranks.
+    """
+
+    name: str
+    sample: str
+    route: tuple[Step, ...]
+    reader: str = "training"
+    worlds: tuple[int, ...] = (2, 4)
+    sizes: dict[str, int] = field(default_factory=dict)
+
+
+SAME: Step = ("dcp", {})
+TORCH: Step = ("torch", {})
+SAFETENSORS: Step = ("safetensors", {})
+
+
+def over(ranks: int) -> Step:
+    """DCP for another number of ranks."""
+    return ("dcp", {"to_world": ranks})
+
+
+ROUTES: dict[str, tuple[Step, ...]] = {
+    "dcp": (SAME,),
+    "dcp over 3": (over(3),),
+    "torch, dcp": (TORCH, SAME),
+    "torch, dcp over 2": (TORCH, over(2)),
+    "safetensors, dcp over 4": (SAFETENSORS, over(4)),
+    "safetensors, torch, dcp over 3": (SAFETENSORS, TORCH, over(3)),
+}
+WORLDS: dict[str, tuple[Step, ...]] = {f"dcp over {n}": (over(n),) for n in (1, 2, 4, 8)}
+TP_SIZES = {"width": 8, "hidden": 30}
+
+
+def _cases() -> Iterator[Case]:
+    for sample, sizes in (
+        ("dcp_fsdp2_w2", {}), ("dcp_fsdp2_w4", {}), ("dcp_hsdp_w4", {}), ("dcp_fsdp2_tp_w4", TP_SIZES),
+        ("dcp_fsdp1_w2", {}), ("dcp_single", {}),
+    ):  # fmt: skip
+        routes = {**ROUTES, **WORLDS} if sample in ("dcp_fsdp2_w4", "dcp_fsdp2_tp_w4") else ROUTES
+        for name, route in routes.items():
+            reader = "late" if sample == "dcp_fsdp1_w2" else "training"
+            yield Case(f"{sample}: {name}", sample, route, reader, sizes=sizes)
+    for name, route in ROUTES.items():
+        yield Case(f"dcp_flat_optim_w2: {name}", "dcp_flat_optim_w2", route, "flat", sizes={"layers": 1})
+        yield Case(f"torch_full: {name}", "torch_full", route, "ids")
+        yield Case(f"dcp_int_keys: {name}", "dcp_int_keys", route, "ids")
+    for name in ("dcp", "dcp over 3", "safetensors, torch, dcp over 3"):
+        yield Case(f"dcp_hsdp_w4 into HSDP: {name}", "dcp_hsdp_w4", ROUTES[name], "hsdp", (4,))
+        yield Case(f"dcp_fsdp2_tp_w4 into TP: {name}", "dcp_fsdp2_tp_w4", ROUTES[name], "tp", (4,), TP_SIZES)
+    for sample in (
+        "safetensors_single", "safetensors_indexed", "hf_sharded_w2", "hf_consolidated_w2", "hf_llama", "hf_gpt2",
+        "dcp_dtypes", "dcp_shard1_w2", "dcp_grid_w4", "dcp_zstd_w2", "dcp_safetensors_w2", "torch_dtypes",
+        "torch_legacy",
+    ):  # fmt: skip
+        for name in ("dcp", "dcp over 3"):
+            yield Case(f"{sample}: {name}", sample, ROUTES[name], "tensors")
+    for name in ("dcp over 3", "safetensors, dcp over 4"):
+        yield Case(f"large: {name}", "large", ROUTES[name], "tensors")
+
+
+CASES = {case.name: case for case in _cases()}
+
+
+def converted(source: str, route: tuple[Step, ...], folder: Path) -> str:
+    """Take a checkpoint along a route; the answer is where the last step lies."""
+    folder.mkdir(parents=True)
+    for number, (to, options) in enumerate(route):
+        step = str(folder / (f"{number}.pt" if to == "torch" else f"{number}-{to}"))
+        convert(source, step, to=to, **options)
+        source = step
+    return source
+
+
+def description(case: Case, large: Path, folder: Path) -> dict[str, Any]:
+    """Convert, and say all that the ranks need to know; or why there is nothing to read."""
+    source, reference = (large, large) if case.sample == "large" else (path_of(case.sample), reference_of(case.sample))
+    told: dict[str, Any] = {"name": case.name, "reader": case.reader, "sizes": case.sizes, "reference": str(reference)}
+    try:
+        told["path"] = converted(str(source), case.route, folder)
+    except Exception as error:
+        told["verdict"] = f"not converted: {type(error).__name__}: {error}"
+    return told
