@@ -107,7 +107,7 @@ def test_the_byte_order_is_honoured() -> None:
         load_tree(opened(data))
 
 
-@pytest.mark.parametrize("count", [1, 500, 70_000])
+@pytest.mark.parametrize("count", [1, 500, pytest.param(70_000, marks=pytest.mark.long)])
 def test_many_records(count: int) -> None:
     """More than 65535 need the zip64 end record; the directory does not fit the first read."""
     data = saved([torch.tensor(i) for i in range(count)])
@@ -199,6 +199,16 @@ def test_missing_records(missing: str) -> None:
         everything(stream.getvalue())
 
 
+def test_a_directory_that_points_at_another_record() -> None:
+    """Garbage would become weights: the file is whole, and both records are."""
+    data = bytearray(saved({"a": torch.zeros(4), "b": torch.ones(4)}))
+    places = [data.rindex(name) - 46 + 42 for name in (b"archive/data/0", b"archive/data/1")]
+    data[places[0] : places[0] + 4] = data[places[1] : places[1] + 4]
+    with pytest.raises(CorruptError, match="no local header"):
+        everything(bytes(data))
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
 def test_two_records_of_one_name() -> None:
     stream = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(saved(STATE))) as old, zipfile.ZipFile(stream, "w") as new:
@@ -362,7 +372,7 @@ def test_deterministic() -> None:
     assert write(STATE) == write(STATE)
 
 
-@pytest.mark.parametrize("count", [0, 1, 70_000])
+@pytest.mark.parametrize("count", [0, 1, pytest.param(70_000, marks=pytest.mark.long)])
 def test_writing_many(count: int, tmp_path: Path) -> None:
     state = {str(i): torch.tensor(i) for i in range(count)}
     (tmp_path / "a.pt").write_bytes(write(state))
@@ -454,12 +464,12 @@ def test_past_4_gib_as_torch_writes_it(tmp_path: Path) -> None:
 
 
 def test_a_large_directory_takes_little_memory() -> None:
-    state = {str(i): Slot(str(i), DTYPES["float32"], (100, 100)) for i in range(20_000)}
+    state = {str(i): Slot(str(i), DTYPES["float32"], (100, 100)) for i in range(5_000)}
     tracemalloc.start()
     lay_out(state, lambda v: v if isinstance(v, Slot) else None, root="archive")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 60e6
+    assert peak < 15e6
 
 
 def test_records_that_are_known_are_not_asked_for() -> None:
