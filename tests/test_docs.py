@@ -23,7 +23,7 @@ BLOCK = re.compile(r"^```(console|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL
 
 # What the pages call it -> the sample that it is.
 NAMES = {
-    "run7/step-1000": "dcp_fsdp2_w4/ckpt",
+    "run7/step-1000": "dcp_hsdp_w4/ckpt",
     "full.pt": "torch_full/ckpt.pt",
     "wrapped.pt": "torch_ddp/ckpt.pt",
     "llama": "hf_llama/ckpt",
@@ -61,7 +61,7 @@ def test_examples_of_a_page(page: Path, there: Path, request: pytest.FixtureRequ
             exec(compile(text, str(page), "exec"), scope)
             return block.group()
         commands = [line for line in text.splitlines() if line.startswith("$ ")]
-        return "```console\n" + "".join(map(_dialogue, commands)) + "```"
+        return "```console\n" + "\n".join(map(_dialogue, commands)) + "```"
 
     now = BLOCK.sub(replay, said)
     if request.config.getoption("--accept"):
