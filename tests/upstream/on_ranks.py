@@ -21,7 +21,6 @@ import argparse
 import datetime
 import json
 import os
-import sys
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
@@ -33,7 +32,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 from reading import difference, hollow, spelled
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -230,4 +228,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

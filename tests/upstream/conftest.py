@@ -1,0 +1,92 @@
+"""What takes seconds to make is made once for all workers of pytest-xdist."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import large
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from cases import CASES, description
+
+Once = Callable[[str, Callable[[Path], None]], Path]
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
+    """`once(name, make)`: the folder that `make(folder)` filled, in whichever worker came first."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def get(name: str, make: Callable[[Path], None]) -> Path:
+        folder, done = shared / name, shared / f"{name}.done"
+        with open(shared / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                folder.mkdir()
+                make(folder)
+                done.touch()
+        return folder
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def large_folder(once: Once) -> Path:
+    """The state of `large.py` as torch writes it: `large.pt`, and the DCP directory `dcp`."""
+
+    def make(folder: Path) -> None:
+        torch.save(large.state(), folder / "large.pt")
+        torch_dcp.save(large.state(), checkpoint_id=folder / "dcp", no_dist=True)
+
+    return once("large", make)
+
+
+@pytest.fixture(scope="session")
+def verdicts(once: Once, large_folder: Path) -> Callable[[int], dict[str, str]]:
+    """`verdicts(world)`: what the ranks of a world say of each case. Converts everything first, then launches once."""
+
+    def convert_all(folder: Path) -> None:
+        told = [description(case, large_folder / "large.pt", folder / str(i)) for i, case in enumerate(CASES.values())]
+        (folder / "cases.json").write_text(json.dumps(told, indent=2))
+
+    def launch(world: int) -> Callable[[Path], None]:
+        def make(folder: Path) -> None:
+            told = json.loads((once("routes", convert_all) / "cases.json").read_text())
+            found = {one["name"]: one["verdict"] for one in told if "verdict" in one}
+            rest = [one for one in told if "verdict" not in one and world in CASES[one["name"]].worlds]
+            (folder / "cases.json").write_text(json.dumps(rest))
+            said = torchrun(world, folder / "cases.json", folder / "read.json")
+            if (folder / "read.json").exists():
+                found.update(json.loads((folder / "read.json").read_text()))
+            for one in rest:
+                found.setdefault(one["name"], f"the ranks ended before they came to this case:\n{said}")
+            (folder / "verdicts.json").write_text(json.dumps(found, indent=2))
+
+        return make
+
+    def get(world: int) -> dict[str, str]:
+        made: dict[str, str] = json.loads((once(f"ranks-{world}", launch(world)) / "verdicts.json").read_text())
+        return made
+
+    return get
+
+
+def torchrun(world: int, *arguments: Any) -> str:
+    """Run the reader on so many ranks; the answer is the end of what it printed."""
+    script = Path(__file__).with_name("on_ranks.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", script, *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240, check=False
+    )
+    return ran.stdout[-3000:]

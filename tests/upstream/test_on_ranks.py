@@ -1,0 +1,15 @@
+"""What we convert is loaded by `dcp.load` on 2 and on 4 gloo ranks, into models that were just built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from cases import CASES
+
+TABLE = [(world, case.name) for world in (2, 4) for case in CASES.values() if world in case.worlds]
+
+
+@pytest.mark.parametrize(("world", "name"), TABLE, ids=[f"{world} ranks-{name}" for world, name in TABLE])
+def test_loaded_on_ranks_bit_for_bit(world: int, name: str, verdicts: Callable[[int], dict[str, str]]) -> None:
+    assert verdicts(world)[name] == "equal"
