@@ -59,11 +59,14 @@ def index_files(path: str) -> tuple[str, list[str]]:
     """The directory and the names of the index files in it, for a path to either. Empty when there are none."""
     if not os.path.isdir(path):
         folder, name = os.path.split(path)
-        return folder or ".", [name] if _is_index(path) else []
-    if os.path.isfile(os.path.join(path, NAME)):
-        return path, [NAME] if _is_index(os.path.join(path, NAME)) else []
-    ranked = sorted((int(m[1]), m[0]) for name in os.listdir(path) if (m := _OF_RANK.fullmatch(name)))
-    return path, [name for _, name in ranked if _is_index(os.path.join(path, name))]
+        return folder or ".", [] if name.endswith(SUFFIX) else [name]
+    if os.path.lexists(os.path.join(path, NAME)):
+        return path, [NAME]
+    try:
+        ranked = sorted((int(m[1]), m[0]) for name in os.listdir(path) if (m := _OF_RANK.fullmatch(name)))
+    except OSError as error:
+        raise files.failed(error, path, "read") from None
+    return path, [name for _, name in ranked]
 
 
 def _is_index(path: str) -> bool:
@@ -80,7 +83,7 @@ def looks_like(path: str) -> bool:
         if os.path.isdir(path):
             names = os.listdir(path)
             return NAME in names or any(_OF_RANK.fullmatch(n) or n.endswith(SUFFIX) for n in names)
-        return os.path.isfile(path) and _is_index(path)
+        return path.endswith(SUFFIX) or (os.path.isfile(path) and _is_index(path))
     except OSError:
         return False
 
@@ -93,13 +96,7 @@ def read(path: str) -> Index:
     sizes = _listing(folder)
     merged = _Merged(folder, sizes)
     for name in names:
-        location = os.path.join(folder, name)
-        files.size_of(location)
-        try:
-            with open(location, "rb") as stream:
-                metadata = dcpmetadata.read(stream, name)
-        except OSError as error:
-            raise files.failed(error, location, "read") from None
+        metadata = _read_one(os.path.join(folder, name), name)
         ranked = _OF_RANK.fullmatch(name)
         merged.add(metadata, int(ranked[1]) if ranked else 0)
     index = merged.index
@@ -111,15 +108,23 @@ def read(path: str) -> Index:
     return index
 
 
+def _read_one(location: str, name: str) -> Metadata:
+    if not files.size_of(location):
+        raise CorruptError(f"`{location}`: is empty", hint="the save did not end; take an older step", file=location)
+    try:
+        with open(location, "rb") as stream:
+            return dcpmetadata.read(stream, name)
+    except OSError as error:
+        raise files.failed(error, location, "read") from None
+
+
 def _no_index(path: str, folder: str) -> ReadError:
-    location = os.path.join(folder, NAME)
-    if os.path.isfile(location) and os.path.isdir(path):
-        empty = not os.path.getsize(location)
+    if path.endswith(SUFFIX):
         return ReadError(
-            f"`{location}`: {'is empty' if empty else 'not the index of a DCP checkpoint'}",
-            hint="the save did not end well; take an older step",
-            file=location,
-        )  # fmt: skip
+            f"`{path}`: one data file of a DCP checkpoint, which is a directory",
+            hint=f"name the directory: `{folder}`",
+            file=path,
+        )
     return ReadError(
         f"`{path}`: a DCP checkpoint without `{NAME}`",
         hint="`.metadata` is written last: the save did not end, or the file (its name begins with a dot) was not "
@@ -162,6 +167,8 @@ class _Merged:
             index.paths = {**(index.paths or {}), **metadata.paths}
         index.extra = index.extra or metadata.extra
         index.facts = {**metadata.facts, **index.facts}
+        for called in metadata.harmful:
+            index.warnings.append(f"`{metadata.name}` names `{called}`, which runs code where torch opens it; not here")
         if metadata.strays:
             index.warnings.append(
                 f"`{metadata.name}` places {len(metadata.strays)} items that belong to no tensor, or to one twice: "

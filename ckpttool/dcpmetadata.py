@@ -73,7 +73,8 @@ class Metadata:
     """What a `.metadata` says, checked. `files` are the relative paths that items are in; `entries` are in the order of
     the index, `paths` (planner_data) in that of the state dict. `extra` is the attribute `ckpttool` of our own sink.
 
-    `strays` are items of names or chunks that the index does not list.
+    `strays` are items of names or chunks that the index does not list; `harmful` are names of functions in the pickle
+    that would run a command where it is loaded by torch.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Metadata:
     paths: dict[str, KeyPath] | None = None
     extra: dict[str, Any] | None = None
     strays: list[str] = field(default_factory=list)
+    harmful: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -195,9 +197,14 @@ class _Names(Mapping[tuple[str, str], Any]):
             name: type(name, (kind,), {"__slots__": ()}) for name, kind in _CLASSES.items()
         }  # fmt: skip
         self.seen: dict[str, str] = {}
+        self.harmful: list[str] = []
 
-    def __contains__(self, key: object) -> bool:
-        return key == ("torch", "Size") or (type(key) is tuple and key[1] in self._made)
+    def __contains__(self, key: Any) -> bool:
+        if key == ("torch", "Size") or key[1] in self._made:
+            return True
+        if pickles.is_harmful(*key):
+            self.harmful.append(".".join(key))
+        return False
 
     def __getitem__(self, key: tuple[str, str]) -> Any:
         if key == ("torch", "Size"):
@@ -230,7 +237,9 @@ def read(stream: Any, name: str) -> Metadata:
     try:
         with pickles.no_garbage_collection():
             root = pickles.load(stream, what=f"`{name}`", known=names)
-            return reader.metadata(root, names.seen)
+            made = reader.metadata(root, names.seen)
+            made.harmful = sorted(set(names.harmful))
+            return made
     except CkptError as error:
         if error.message.startswith(f"`{name}`"):
             raise

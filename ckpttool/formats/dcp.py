@@ -289,7 +289,9 @@ class _Opening:
 
     def _fill(self, path: Path, item: Item, tree: Any, archive: Archive | None) -> None:
         part = Catalogue("dcp")
-        place: torchtree.Place = archive.extent if archive is not None else _no_storage
+        place: torchtree.Place = _no_storage
+        if archive is not None:
+            place = archive.extent
         torchtree.fill(part, tree, place, path)
         for entry in part.entries.values():
             if isinstance(entry, Object):
