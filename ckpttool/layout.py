@@ -289,13 +289,17 @@ def without_root(catalogue: Catalogue, part: Part) -> Catalogue:
 
 
 def caster(rules: Sequence[str]) -> Callable[[Tensor], Dtype | None]:
-    """The dtype that `--dtype` rules give a tensor, the first that matches; None to leave it.
+    """The dtype that `--dtype` rules give a tensor; None to leave it.
 
-    A rule is `PATTERN=DTYPE` over full names, or a bare `DTYPE` for the floating-point tensors of models (8-bit floats
-    stay). Integers and bools are never cast. Raises UsageError for a dtype that is none. Pure.
+    A rule is `PATTERN=DTYPE` over full names, the first that matches, or a bare `DTYPE` for the floating-point tensors
+    of models that match none (8-bit floats stay). Integers and bools are never cast. Raises UsageError for a dtype
+    that is none. Pure.
     """
     compiled: list[tuple[re.Pattern[str] | None, Dtype]] = []
-    for text in rules:
+    if sum("=" not in text for text in rules) > 1:
+        raise UsageError("`--dtype` without a pattern is given more than once")
+    # The bare one is the general case, wherever it stands.
+    for text in sorted(rules, key=lambda text: "=" not in text):
         pattern, name = rule(text, "--dtype") if "=" in text else (None, text)
         short = name.removeprefix("torch.")
         kind = DTYPES.get(ALIASES.get(short, short))

@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 
-from ckpttool import files, formats, layout, parts, pickles, plan
-from ckpttool.catalogue import Catalogue, Chunks, Object, Path, Tensor, dotted, validate
+from ckpttool import files, formats, layout, opening, parts, plan
+from ckpttool.catalogue import Catalogue, Chunks, Tensor, dotted, validate
 from ckpttool.contract import Format, Sink, SinkOptions, Source
 from ckpttool.errors import CorruptError, LossError, StorageError, UsageError
 from ckpttool.figures import Shown, look, near_names
 from ckpttool.mounting import Mounted
-from ckpttool.patterns import renamer
+from ckpttool.patterns import any_of, renamer, rule
 from ckpttool.transfer import BUFFER, Progress, Transferred, budget, transfer
 
 # What Python, the catalogue and the buffers of the standard library need on top of our own.
@@ -28,32 +28,11 @@ _NUMPY_MEMORY = 24 << 20
 @contextmanager
 def opened(path: str) -> Iterator[Source]:
     """An open source with its parts told apart. Raises ReadError or CorruptError."""
-    source = formats.open_source(path)
+    source = opening.open_source(path)
     try:
-        parts.assign(source.catalogue)
-        for name, called in _harmful(o for o in source.catalogue.objects if o.is_read):
-            source.catalogue.warnings.append(f"`{name}` names `{called}`, which runs code where it is loaded; not here")
-        for path, called in _harmful_attributes(source.catalogue):
-            source.catalogue.warnings.append(
-                f"the attributes of `{dotted(path)}` name `{called}`, which runs code where it is loaded; not here, "
-                "and they are not passed on"
-            )
         yield source
     finally:
         source.close()
-
-
-def _harmful(objects: Iterable[Object]) -> Iterator[tuple[str, str]]:
-    for entry in objects:
-        for called in sorted(pickles.harmful_names(entry.value)):
-            yield entry.name, called
-
-
-def _harmful_attributes(catalogue: Catalogue) -> Iterator[tuple[Path, str]]:
-    for path, container in catalogue.containers.items():
-        if container.attrs:
-            for called in sorted(pickles.harmful_names(container.attrs)):
-                yield path, called
 
 
 def inspect(path: str) -> Catalogue:
@@ -140,12 +119,13 @@ def convert(
         before = files.fingerprint(_watched(source.catalogue, src))
         validate(source.catalogue)
         laid = _lay_out(source.catalogue, only, drop, tensors, exclude, rename, strip_wrappers, strip_prefix)
+        _check_matches("--dtype", [rule(text, "--dtype")[0] for text in dtype if "=" in text], laid)
         laid = layout.cast(laid, layout.caster(dtype))
         laid = _rechunked(laid, source.catalogue, target, to_world)
         _check_harmless(laid, src)
         _check_losses(laid, target, src, dst)
         made = _summary(source.catalogue, laid, src, dst, target, dry_run)
-        options = SinkOptions(max_shard_size)
+        options = SinkOptions(max_shard_size, target.is_file(dst))
         if dry_run:
             _plan_only(made, target, laid, options, threads, max_memory)
             return made
@@ -232,6 +212,8 @@ def _lay_out(
     if drop:
         unwanted = parts.matcher(drop, source)
         laid = layout.select(laid, lambda e: not unwanted(e.part))
+    _check_matches("--tensors", tensors, laid)
+    _check_matches("--exclude", exclude, laid)
     if tensors or exclude:
         laid = layout.select(laid, layout.matching(tensors, exclude))
     if not laid.entries:
@@ -243,12 +225,27 @@ def _lay_out(
         if not any(dotted(t.path[len(t.part.root) :]).startswith(prefix) for t in laid.tensors):
             raise UsageError(f"`--strip-prefix {strip_prefix}`: no tensor of the model has this prefix")
         laid = layout.rename(laid, lambda name: name.removeprefix(prefix), within_parts=True)
+    for text in rename:
+        step = renamer([text])
+        if all(step(entry.name) == entry.name for entry in laid.entries.values()):
+            raise UsageError(f"`--rename {text}` changes no name", hint=_LIST)
     if rename:
         laid = layout.rename(laid, renamer(rename))
     left = parts.parts(laid)
     if only and len(left) == 1:
         laid = layout.without_root(laid, left[0])
     return laid
+
+
+_LIST = "list the names with `ckpttool inspect PATH --tensors '*'`"
+
+
+def _check_matches(flag: str, patterns: Sequence[str], laid: Catalogue) -> None:
+    """Raises UsageError for a pattern that matches nothing: a misspelt one would leave something in, or out, unseen."""
+    for pattern in patterns:
+        matches = any_of([pattern])
+        if not any(matches(entry.name) for entry in laid.entries.values()):
+            raise UsageError(f"`{flag} {pattern}` matches nothing", hint=_LIST)
 
 
 def _rechunked(laid: Catalogue, source: Catalogue, target: Format, to_world: int | None) -> Catalogue:
@@ -262,13 +259,13 @@ def _rechunked(laid: Catalogue, source: Catalogue, target: Format, to_world: int
 def _check_harmless(laid: Catalogue, src: str) -> None:
     """Let nothing through that runs commands elsewhere. Attributes of a dict go without a word here, as there is no
     flag to leave them out: opening the source has said so."""
-    for name, called in _harmful(laid.objects):
+    for name, called in opening.harmful(laid.objects):
         raise CorruptError(
             f"`{src}`: `{name}` names `{called}`, which runs code where it is loaded, and is not passed on",
             hint=f"look where this file came from; `--exclude '{name}'` leaves the entry out",
             file=src, found=called,
         )  # fmt: skip
-    for path in {path for path, _ in _harmful_attributes(laid)}:
+    for path in {path for path, _ in opening.harmful_attributes(laid)}:
         laid.containers[path] = laid.containers[path]._replace(attrs=None)
 
 
