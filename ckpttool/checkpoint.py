@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckpttool import boxes, formats, gather, parts
+from ckpttool import boxes, gather, opening
 from ckpttool.boxes import Box, Ints
 from ckpttool.catalogue import Catalogue, Object, Path, Tensor, dotted
 from ckpttool.contract import Source
@@ -33,9 +33,8 @@ class Checkpoint(Mapping[str, Any]):
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._source: Source = formats.open_source(path)
+        self._source: Source = opening.open_source(path)
         self._pool = Pool()
-        parts.assign(self.catalogue)
         self._names: dict[str, Path] = {dotted(p): p for p in self.catalogue.entries}
 
     @property

@@ -19,6 +19,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ckpttool import opcodes
@@ -292,6 +293,20 @@ def walk(value: Any) -> Iterator[Any]:
         yield node
 
 
+_noted: ContextVar[set[str] | None] = ContextVar("_noted", default=None)
+
+
+@contextmanager
+def noting_harm() -> Iterator[set[str]]:
+    """The harmful names that any pickle asks for which is loaded in the block, also those that leave no value."""
+    asked: set[str] = set()
+    token = _noted.set(asked)
+    try:
+        yield asked
+    finally:
+        _noted.reset(token)
+
+
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
     """For the length of a block that makes millions of objects that all stay: the collector would look through them
@@ -322,6 +337,9 @@ class _Unpickler(pickle.Unpickler):
             return REAL[key]
         if key not in self._stubs:
             self._stubs[key] = stub_type(module, name)
+            asked = _noted.get()
+            if asked is not None and is_harmful(module, name):
+                asked.add(f"{module}.{name}")
         return self._stubs[key]
 
     def persistent_load(self, pid: Any, /) -> Any:

@@ -1,0 +1,57 @@
+"""Opening a checkpoint of any format: its parts told apart, and a word about names that would run commands elsewhere.
+
+Nothing in a checkpoint runs here. But whoever looks at one wants to know that it would, and nothing of that kind is
+passed on to a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ckpttool import formats, parts, pickles
+from ckpttool.catalogue import Catalogue, Object, Path, dotted
+from ckpttool.contract import Source
+
+
+def open_source(path: str) -> Source:
+    """The checkpoint at `path`. Raises ReadError or CorruptError."""
+    with pickles.noting_harm() as asked:
+        source = formats.open_source(path)
+    try:
+        parts.assign(source.catalogue)
+        source.catalogue.warnings += _warnings(source.catalogue, asked)
+    except BaseException:
+        source.close()
+        raise
+    return source
+
+
+def harmful(objects: Iterable[Object]) -> Iterator[tuple[str, str]]:
+    """Entries whose values name something that runs commands, and what."""
+    for entry in objects:
+        for called in sorted(pickles.harmful_names(entry.value)):
+            yield entry.name, called
+
+
+def harmful_attributes(catalogue: Catalogue) -> Iterator[tuple[Path, str]]:
+    """Dicts whose attributes name something that runs commands, and what."""
+    for path, container in catalogue.containers.items():
+        if container.attrs:
+            for called in sorted(pickles.harmful_names(container.attrs)):
+                yield path, called
+
+
+def _warnings(catalogue: Catalogue, asked: set[str]) -> Iterator[str]:
+    hidden = set(asked)
+    for name, called in harmful(o for o in catalogue.objects if o.is_read):
+        hidden.discard(called)
+        yield f"`{name}` names `{called}`, which runs code where it is loaded; not here"
+    for path, called in harmful_attributes(catalogue):
+        hidden.discard(called)
+        yield (
+            f"the attributes of `{dotted(path)}` name `{called}`, which runs code where it is loaded; not here, and "
+            "they are not passed on"
+        )
+    for called in sorted(hidden):
+        # A pickle can call a function and throw away what it returned.
+        yield f"a pickle names `{called}`, which runs code where it is loaded, outside of every entry; not here"
