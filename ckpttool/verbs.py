@@ -212,6 +212,10 @@ def _lay_out(
     if drop:
         unwanted = parts.matcher(drop, source)
         laid = layout.select(laid, lambda e: not unwanted(e.part))
+    left = parts.parts(laid)
+    if only and len(left) == 1:
+        # First of all, so that every pattern below sees the names that will be written.
+        laid = layout.without_root(laid, left[0])
     _check_matches("--tensors", tensors, laid)
     _check_matches("--exclude", exclude, laid)
     if tensors or exclude:
@@ -228,16 +232,10 @@ def _lay_out(
     for text in rename:
         step = renamer([text])
         if all(step(entry.name) == entry.name for entry in laid.entries.values()):
-            raise UsageError(f"`--rename {text}` changes no name", hint=_LIST)
+            raise UsageError(f"`--rename {text}` changes no name", hint=_names_hint(laid))
     if rename:
         laid = layout.rename(laid, renamer(rename))
-    left = parts.parts(laid)
-    if only and len(left) == 1:
-        laid = layout.without_root(laid, left[0])
     return laid
-
-
-_LIST = "list the names with `ckpttool inspect PATH --tensors '*'`"
 
 
 def _check_matches(flag: str, patterns: Sequence[str], laid: Catalogue) -> None:
@@ -245,7 +243,12 @@ def _check_matches(flag: str, patterns: Sequence[str], laid: Catalogue) -> None:
     for pattern in patterns:
         matches = any_of([pattern])
         if not any(matches(entry.name) for entry in laid.entries.values()):
-            raise UsageError(f"`{flag} {pattern}` matches nothing", hint=_LIST)
+            raise UsageError(f"`{flag} {pattern}` matches nothing", hint=_names_hint(laid))
+
+
+def _names_hint(laid: Catalogue) -> str:
+    names = [entry.name for entry in laid.entries.values()]
+    return f"names here are like `{names[len(names) // 2]}`; `ckpttool inspect SRC --tensors '*'` lists them"
 
 
 def _rechunked(laid: Catalogue, source: Catalogue, target: Format, to_world: int | None) -> Catalogue:
