@@ -52,6 +52,7 @@ def _warnings(catalogue: Catalogue, asked: set[str]) -> Iterator[str]:
             f"the attributes of `{dotted(path)}` name `{called}`, which runs code where it is loaded; not here, and "
             "they are not passed on"
         )
-    for called in sorted(hidden):
+    told = "\n".join(catalogue.warnings)
+    for called in sorted(name for name in hidden if f"`{name}`" not in told):
         # A pickle can call a function and throw away what it returned.
         yield f"a pickle names `{called}`, which runs code where it is loaded, outside of every entry; not here"

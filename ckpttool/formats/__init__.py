@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from pathlib import Path
+import stat
 
 from ckpttool.contract import Format, Source
 from ckpttool.errors import ReadError, UsageError
@@ -12,6 +12,7 @@ from ckpttool.files import failed
 from ckpttool.formats import dcp, safetensors, torchsave
 
 FORMATS: tuple[Format, ...] = (dcp.FORMAT, safetensors.FORMAT, torchsave.FORMAT)
+_SOME = 4
 
 
 def named(name: str) -> Format:
@@ -42,21 +43,56 @@ def writable(name: str | None, dst: str) -> Format:
 
 def detect(path: str) -> Format:
     """The format of what lies at `path`, by content. Raises ReadError."""
-    try:
-        os.stat(path)
-    except OSError as error:
-        raise failed(error, path, "read") from None
+    _check_readable(path)
     for row in FORMATS:
         if row.recognise(path):
             return row
-    if Path(path).is_dir():
-        names = sorted(os.listdir(path))
-        what = "is empty" if not names else f"holds no checkpoint that we know ({', '.join(names[:4])}, ...)"
-        hint = "a DCP directory has `.metadata`, a safetensors one `*.safetensors`; for one file, name the file itself"
-        raise ReadError(f"`{path}`: {what}", hint=hint, file=path)
+    if os.path.isdir(path):
+        raise _unknown_directory(path)
+    if not os.path.getsize(path):
+        raise ReadError(f"`{path}`: is empty", hint=_INCOMPLETE, file=path)
     raise ReadError(
         f"`{path}`: not a checkpoint that we know",
-        hint=f"it would begin as a file of {', '.join(row.title for row in FORMATS)}",
+        hint=f"it does not begin like one: we know {', '.join(row.title for row in FORMATS)}",
+        file=path,
+    )
+
+
+_INCOMPLETE = "the save or the copy did not end; take another copy, or an older step"
+
+
+def _check_readable(path: str) -> None:
+    """Say at once what stands in the way; `recognise` only answers no."""
+    try:
+        mode = os.stat(path).st_mode
+        if stat.S_ISDIR(mode):
+            os.scandir(path).close()
+        elif stat.S_ISREG(mode):
+            os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        else:
+            # Opening a pipe would wait, reading a device never end.
+            raise ReadError(f"`{path}`: a pipe or a device, neither a file nor a directory", file=path)
+    except OSError as error:
+        raise failed(error, path, "read") from None
+    except ValueError:
+        raise ReadError(f"{path!r}: no path has a zero byte in it", file=path) from None
+
+
+def _unknown_directory(path: str) -> ReadError:
+    names = sorted(os.listdir(path))
+    if not names:
+        return ReadError(f"`{path}`: an empty directory", hint=_INCOMPLETE, file=path)
+    inside = [name for name in names[:1000] if any(row.recognise(os.path.join(path, name)) for row in FORMATS)]
+    if inside:
+        return ReadError(
+            f"`{path}`: no checkpoint itself, but there are {len(inside)} in it",
+            hint=f"name one: `{os.path.join(path, inside[-1])}`",
+            file=path, found=inside,
+        )  # fmt: skip
+    more = ", ..." if len(names) > _SOME else ""
+    return ReadError(
+        f"`{path}`: holds no checkpoint that we know ({', '.join(names[:_SOME])}{more})",
+        hint="a DCP directory has `.metadata`, a safetensors one `*.safetensors`; for one file, name the file itself",
         file=path,
     )
 
