@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 import made
@@ -239,6 +240,16 @@ def test_no_value_is_long_or_takes_long() -> None:
     for value in (bomb, "x" * 10**7, ["y"] * 10**6, dict.fromkeys(range(10**5), "z"), 1 << 10**6):
         assert len(describe(value, limit=72)) <= 72
     assert len(json.dumps(jsonable(bomb))) < 20_000_000
+
+
+def test_no_more_of_a_value_is_looked_at_than_is_shown() -> None:
+    class Long(list[str]):
+        def __iter__(self) -> Iterator[str]:
+            for _ in range(100):
+                yield "word"
+            pytest.fail("looked at more")
+
+    assert describe(Long(["word"])).startswith("['word', 'word'")
 
 
 EVIL = "\x1b]0;owned\x07\x1b[31m\u202e\x9b2J\r\n\x00\ud800"

@@ -9,7 +9,6 @@ anything else         bug: ... / hint: ...              70, with the traceback u
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -66,7 +65,9 @@ class Commands(TyperGroup):
         words = list(sys.argv[1:] if args is None else args)
         _make_writable()
         # typer takes care of completion requests before it looks at standalone_mode.
-        sys.exit(self._run(words, _Report(words), {**extra, "standalone_mode": False, "prog_name": "ckpttool"}))
+        code = self._run(words, _Report(words), {**extra, "standalone_mode": False, "prog_name": "ckpttool"})
+        _settle_stdout()
+        sys.exit(code)
 
     def _run(self, words: list[str], report: _Report, extra: dict[str, Any]) -> int:
         try:
@@ -75,7 +76,7 @@ class Commands(TyperGroup):
         except _Stopped as stopped:
             return report.stopped(stopped)
         except ReaderGone:
-            return _let_go_of_stdout()
+            return DONE
         except CkptError as error:
             return report.failed(error)
         except MemoryError:
@@ -135,16 +136,17 @@ class _Report:
                 if hint:
                     terminal.line(Painted("hint: ", "dim"), hint)
             terminal.flush()
-        except ReaderGone:
-            _let_go_of_stdout()
+        except (ReaderGone, StorageError):
+            pass  # nobody is there to be told
         return exit_code
 
 
-def _let_go_of_stdout() -> int:
-    # Python flushes stdout once more at exit and would complain. In a test stdout may be no file at all.
-    with contextlib.suppress(OSError):
+def _settle_stdout() -> None:
+    """Throw away what stdout did not take: Python would try again at exit, and complain with a traceback."""
+    try:
+        sys.stdout.flush()
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return DONE
 
 
 def _show_help(error: Any) -> int:

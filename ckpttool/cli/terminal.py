@@ -6,9 +6,11 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, TextIO
 
+from ckpttool.errors import StorageError
 from ckpttool.escapes import cut, safe
 
 _CODES = {"bold": "1", "dim": "2", "red": "1;31", "yellow": "33"}
@@ -19,6 +21,16 @@ _LEAST = 8  # a column is not cut below this
 
 class ReaderGone(Exception):
     """Whoever read stdout has closed it: `ckpttool ... | head`."""
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise ReaderGone from None
+    except OSError as error:
+        raise StorageError(f"the output cannot be written: {(error.strerror or str(error)).lower()}") from None
 
 
 class Painted(NamedTuple):
@@ -59,16 +71,12 @@ class Terminal:
 
     def write(self, text: str) -> None:
         """As it is: for JSON and for lines that are already rendered."""
-        try:
+        with _writing():
             self.stream.write(text)
-        except BrokenPipeError:
-            raise ReaderGone from None
 
     def flush(self) -> None:
-        try:
+        with _writing():
             self.stream.flush()
-        except BrokenPipeError:
-            raise ReaderGone from None
 
     def render(self, piece: Piece) -> str:
         if isinstance(piece, str):

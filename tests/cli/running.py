@@ -25,8 +25,8 @@ def run(*words: str, env: Mapping[str, str] | None = None) -> Result:
 
 def environment(**extra: str) -> dict[str, str]:
     """This one, without what the person who runs the tests has set for their own terminal."""
-    own = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "CKPTTOOL_DEBUG")}
-    return {**own, **extra}
+    theirs = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "CKPTTOOL_DEBUG", "PYTHONUNBUFFERED")
+    return {**{k: v for k, v in os.environ.items() if k not in theirs}, **extra}
 
 
 def spawn(*words: str, code: str | None = None, **options: Any) -> subprocess.Popen[str]:

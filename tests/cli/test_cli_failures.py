@@ -194,7 +194,7 @@ def test_a_closed_stdout_is_no_error() -> None:
 def test_a_full_stdout_is_an_error() -> None:
     with open("/dev/full", "w") as full:
         process = spawn("inspect", FULL, stdout=full)
-        assert process.communicate(timeout=20)[1] == "error: no space left on device\n"
+        assert process.communicate(timeout=20)[1] == "error: the output cannot be written: no space left on device\n"
     assert process.returncode == 7
 
 
