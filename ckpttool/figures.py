@@ -62,7 +62,7 @@ def look(tensor: Tensor, source: Source) -> Shown:
 def _sum_up(shown: Shown, tensor: Tensor, source: Source, pool: Pool) -> None:
     import numpy as np
 
-    total, squares, count = 0.0, 0.0, 0
+    total, norm, count = 0.0, 0.0, 0
     low, high, nans, infs = math.inf, -math.inf, 0, 0
     for box in tiles(boxes.whole(tensor.shape), gather.TILE // tensor.dtype.itemsize):
         bits: Array = np.empty(box[1], gather.unsigned(tensor.dtype))
@@ -82,13 +82,16 @@ def _sum_up(shown: Shown, tensor: Tensor, source: Source, pool: Pool) -> None:
         infs += int(values.size - finite.size)
         if finite.size:
             wide = finite.astype(np.float64)
-            total += float(wide.sum())
-            squares += float(np.square(wide).sum())
+            largest = float(np.abs(wide).max()) or 1.0
+            # The squares of a float64 may be larger than any, and so may a sum.
+            norm = math.hypot(norm, largest * math.sqrt(float(np.square(wide / largest).sum())))
+            with np.errstate(over="ignore"):
+                total += float(wide.sum())
             count += wide.size
             low, high = min(low, float(wide.min())), max(high, float(wide.max()))
     shown.nans, shown.infs = nans, infs - nans
     if count:
-        shown.mean, shown.norm = total / count, math.sqrt(squares)
+        shown.mean, shown.norm = total / count, norm
         shown.min, shown.max = low, high
 
 
