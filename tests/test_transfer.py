@@ -236,7 +236,7 @@ def test_one_flipped_bit_is_found_by_the_writers_checksum(tmp_path: Path, add: A
     moved(source, laid, tmp_path / "right")
     flip(source.catalogue.files[0].location, 3 + at)
     laid.files.clear()
-    with pytest.raises(CorruptError, match=r"0\.bin`: bytes \d+\.\.\d+ have CRC") as caught:
+    with pytest.raises(CorruptError, match=r"0\.bin`: .*bytes \d+\.\.\d+ have CRC") as caught:
         moved(source, laid, tmp_path / "wrong")
     assert "take another copy" in str(caught.value.hint)
 
