@@ -104,14 +104,15 @@ def convert(
     check: bool = False,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Convert the checkpoint at `src` to the format `to` at `dst`, bit for bit. See `docs/reference/convert.md`.
+    """Convert the checkpoint at `src` to the format `to` at `dst`, bit for bit. See `docs/reference/cli.md`.
 
     `progress(done, total)` is called with bytes from this thread. Nothing appears at `dst` unless all of it does.
     Raises the errors of `ckpttool.errors`, each with its exit code.
     """
     began = time.monotonic()
     target = formats.writable(to, dst)
-    _check_arguments(src, dst, target, to_world, max_shard_size, max_memory)
+    _check_arguments(dst, target, to_world, max_shard_size, max_memory)
+    _check_apart(dst, src, model_from, optim_from)
     if not dry_run:
         files.check_free(dst, overwrite=overwrite, is_file=target.is_file(dst))
     with ExitStack() as stack:
@@ -152,7 +153,7 @@ def convert(
 
 
 def _check_arguments(
-    src: str, dst: str, target: Format, to_world: int | None, max_shard_size: int | None, max_memory: int | None
+    dst: str, target: Format, to_world: int | None, max_shard_size: int | None, max_memory: int | None
 ) -> None:
     if to_world is not None:
         if to_world < 1:
@@ -173,9 +174,17 @@ def _check_arguments(
             )
     if max_memory is not None and max_memory < _BASE_MEMORY:
         raise UsageError(f"`--max-memory`: at least {_BASE_MEMORY >> 20} MiB are needed")
-    there, here = os.path.realpath(dst), os.path.realpath(src)
-    if there == here or there.startswith(here.rstrip("/") + "/"):
-        raise UsageError(f"`{dst}` is the source, or lies inside it", hint="write somewhere else; SRC is never touched")
+
+
+def _check_apart(dst: str, *sources: str | None) -> None:
+    """Raises UsageError when `dst` would touch a source: `--overwrite` replaces a directory with all that it holds."""
+    for path in filter(None, sources):
+        there, here = os.path.realpath(dst), os.path.realpath(path)
+        hint = "write somewhere else; SRC is never touched"
+        if there == here or there.startswith(here.rstrip("/") + "/"):
+            raise UsageError(f"`{dst}` is the source, or lies inside it", hint=hint)
+        if here.startswith(there.rstrip("/") + "/"):
+            raise UsageError(f"the source `{path}` lies inside `{dst}`", hint=hint)
 
 
 def _open_all(stack: ExitStack, src: str, model_from: str | None, optim_from: str | None) -> Source:
