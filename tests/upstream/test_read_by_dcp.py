@@ -1,0 +1,132 @@
+"""What we write as a DCP directory is read by `torch.distributed.checkpoint` in one process, bit for bit.
+
+On several ranks: `test_on_ranks.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import large
+import pytest
+import torch.distributed.checkpoint as torch_dcp
+from reading import (
+    SAMPLES,
+    dcp_into,
+    dcp_whole,
+    detached,
+    difference,
+    expected_of,
+    hollow,
+    load,
+    named,
+    path_of,
+    spelled,
+    trusted,
+)
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from ckpttool import convert
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+ALL = sorted(folder.name for folder in (SAMPLES / "checkpoints").iterdir() if any(folder.glob("ckpt*")))
+# Its objects hold tensors that are pieces of DTensors, which nothing can put together.
+LOST = {"dcp_unflattened_w2"}
+SOURCES = [
+    *(name for name in ALL if name.startswith(("dcp_", "safetensors_", "hf_")) and name not in LOST),
+    "torch_full", "torch_model", "torch_dtypes", "torch_layouts", "torch_legacy", "torch_tar", "torch_bigendian",
+    "torch_proto4", "fsdp1_full_w2",
+]  # fmt: skip
+
+
+def written(source: str, folder: Path, **options: Any) -> str:
+    """`source` as a DCP directory."""
+    convert(source, str(folder / "out"), to="dcp", **options)
+    return str(folder / "out")
+
+
+def expected(sample: str) -> Any:
+    """What DCP can spell of what was saved."""
+    return spelled(detached(expected_of(sample)))
+
+
+@pytest.mark.parametrize("world", [None, 3])
+@pytest.mark.parametrize("sample", SOURCES)
+def test_read_whole_and_into_a_state(sample: str, world: int | None, tmp_path: Path) -> None:
+    out = written(path_of(sample), tmp_path, to_world=world)
+    wanted = expected(sample)
+    found = dcp_whole(out)
+    for name in set(found) - set(wanted):
+        # A tied weight that safetensors holds once, and mentions in its metadata.
+        assert sample.startswith(("safetensors_", "hf_"))
+        assert any(found[name].equal(value) for value in wanted.values() if value.shape == found[name].shape)
+        del found[name]
+    assert difference(found, wanted) == "equal"
+    assert difference(dcp_into(out, hollow(wanted)), wanted) == "equal"
+
+
+@pytest.mark.parametrize("sample", ["dcp_fsdp2_w4", "dcp_fsdp2_tp_w4", "torch_full", "hf_sharded_w2", "torch_dtypes"])
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_pieces_of_every_world(sample: str, world: int, tmp_path: Path) -> None:
+    out = written(path_of(sample), tmp_path, to_world=world)
+    wanted = expected(sample)
+    assert difference(dcp_into(out, hollow(wanted)), wanted) == "equal"
+    ranks = {int(file.name[2:].split("_")[0]) for file in Path(out).glob("*.distcp")}
+    assert ranks <= set(range(world))
+    described = torch_dcp.FileSystemReader(out).read_metadata()
+    for name, entry in described.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            assert sum(chunk.sizes.numel() for chunk in entry.chunks) == entry.size.numel(), name
+            assert len(entry.chunks) <= world
+
+
+@pytest.mark.parametrize("sample", ["dcp_fsdp2_w4", "torch_full", "safetensors_single", "dcp_flat_optim_w2"])
+def test_to_one_torch_file_by_torch(sample: str, tmp_path: Path) -> None:
+    dcp_to_torch_save(written(path_of(sample), tmp_path), tmp_path / "whole.pt")
+    assert difference(load(tmp_path / "whole.pt"), expected(sample)) == "equal"
+
+
+@pytest.mark.parametrize("sample", ["torch_full", "torch_model", "dcp_fsdp2_w2"])
+def test_named_as_torch_names_it(sample: str, tmp_path: Path) -> None:
+    """The keys, key paths, dtypes, sizes and kinds of an index that torch writes of the same state."""
+    state = trusted(path_of(sample)) if sample.startswith("torch_") else expected_of(sample)
+    torch_dcp.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    theirs = torch_dcp.FileSystemReader(tmp_path / "theirs").read_metadata()
+    ours = torch_dcp.FileSystemReader(written(path_of(sample), tmp_path)).read_metadata()
+    empty = {"extra.empty_dict": ("extra", "empty_dict")} if sample == "torch_full" else {}  # see `spelled`
+    assert ours.planner_data == {**theirs.planner_data, **empty}
+    assert set(ours.state_dict_metadata) == {*theirs.state_dict_metadata, *empty}
+    for name, entry in theirs.state_dict_metadata.items():
+        mine = ours.state_dict_metadata[name]
+        assert type(mine) is type(entry), name
+        if isinstance(entry, TensorStorageMetadata):
+            assert (mine.size, mine.properties.dtype) == (entry.size, entry.properties.dtype), name
+    assert {index.fqn for index in ours.storage_data} == set(ours.state_dict_metadata)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_one_part_alone(world: int, tmp_path: Path) -> None:
+    out = written(path_of("dcp_fsdp2_w4"), tmp_path, only=["model"], to_world=world)
+    assert difference(dcp_whole(out), expected("dcp_fsdp2_w4")["model"]) == "equal"
+
+
+@pytest.mark.parametrize("world", [None, 1, 3])
+@pytest.mark.parametrize("source", ["large.pt", "dcp"])
+def test_large_state(source: str, world: int | None, large_folder: Path, tmp_path: Path) -> None:
+    out = written(str(large_folder / source), tmp_path, to_world=world)
+    wanted = spelled(detached(large.state()))
+    assert difference(dcp_whole(out), wanted) == "equal"
+    if source == "large.pt":  # two names, one item
+        total = sum(file.stat().st_size for file in Path(out).glob("*.distcp"))
+        once = {value.data_ptr(): value.nbytes for value in named(large.state()).values()}
+        assert total < sum(once.values()) * 1.01
+
+
+def test_strict_reader_misses_nothing(tmp_path: Path) -> None:
+    # Else `dcp_into` would be content with keys that are not there.
+    out = written(path_of("dcp_fsdp2_w2"), tmp_path, exclude=["model.norm.weight"])
+    with pytest.raises(BaseException, match=r"norm\.weight"):
+        dcp_into(out, hollow(expected("dcp_fsdp2_w2")))
