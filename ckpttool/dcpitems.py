@@ -385,6 +385,7 @@ class Template:
 
 @lru_cache(4096)
 def template(dtype: Dtype, sizes: Ints) -> Template:
+    """What all items that hold a tensor of this dtype and these sizes have in common."""
     slot = Slot("0", dtype, sizes)
     layout = torchzip.lay_out(slot, lambda value: slot if value is slot else None, root=ROOT)
     record = layout.storages["0"]

@@ -86,6 +86,7 @@ Span = tuple[int, int, Ints | None]
 
 
 def span_of(extent: Extent) -> Span:
+    """What tells two views of one storage apart. Pure."""
     return extent.offset, extent.nbytes, extent.strides
 
 

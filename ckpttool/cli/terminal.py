@@ -44,10 +44,12 @@ Piece = str | Painted
 
 
 def bold(text: str) -> Painted:
+    """Text that is bold where the terminal shows colours."""
     return Painted(text, "bold")
 
 
 def dim(text: str) -> Painted:
+    """Text that is dim where the terminal shows colours."""
     return Painted(text, "dim")
 
 
