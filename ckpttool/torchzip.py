@@ -11,7 +11,6 @@ CRCs and sizes in local headers are zero; the central directory has them.
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -314,9 +313,7 @@ def lay_out(tree: Any, slot_of: Callable[[Any], Slot | None], *, base: int = 0, 
         ".storage_alignment": str(ALIGNMENT).encode(),
         "byteorder": b"little",
     }
-    # torch makes this of the names and CRCs; it tells one save from another and nothing reads it back.
-    digest = int.from_bytes(hashlib.sha256(data).digest()[:17], "big")
-    after = {"version": b"3\n", ".data/serialization_id": f"{digest:040d}"[-40:].encode()}
+    after = {"version": b"3\n", ".data/serialization_id": _serialization_id(data)}
 
     pieces: list[tuple[int, bytes]] = []
     entries: list[tuple[bytes, int, Record]] = []
@@ -339,6 +336,14 @@ def lay_out(tree: Any, slot_of: Callable[[Any], Slot | None], *, base: int = 0, 
         at = payload + nbytes + (len(_descriptor(0, nbytes, at)) if nbytes else 0)
     directory = _Directory(base, at, entries, descriptors)
     return Layout(base, at + directory.size(), pieces, storages, directory)
+
+
+def _serialization_id(data: bytes) -> bytes:
+    # torch makes this of the names and CRCs; it tells one save from another and nothing reads it back.
+    from hashlib import sha256
+
+    digest = int.from_bytes(sha256(data).digest()[:17], "big")
+    return f"{digest:040d}"[-40:].encode()
 
 
 def _flags(nbytes: int) -> int:

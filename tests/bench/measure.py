@@ -25,6 +25,8 @@ from pathlib import Path
 
 SAMPLE_SECONDS = 0.004
 MIB = 1 << 20
+# Installed tools have their bytecode; a checkout must be allowed to write its own, once.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -149,7 +151,9 @@ def run(command: Sequence[str], inputs: Sequence[Path], output: Path, stdout: Pa
     os.sync()
     with open(stdout or logs / "stdout", "wb") as out, open(logs / "stderr", "wb") as err:
         start = time.perf_counter()
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=REPOSITORY)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=REPOSITORY, env=ENVIRONMENT
+        )
         sampler = Sampler(process.pid)
         sampler.start()
         _, status, usage = os.wait4(process.pid, 0)
