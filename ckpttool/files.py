@@ -113,7 +113,8 @@ def size_of(path: str) -> int:
     except OSError as error:
         raise failed(error, path, "read") from None
     if not stat.S_ISREG(status.st_mode):
-        raise ReadError(f"`{path}`: not a regular file", file=path)
+        what = "a directory" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
+        raise ReadError(f"`{path}`: {what}, not a regular file", file=path)
     return status.st_size
 
 

@@ -6,6 +6,7 @@ import difflib
 import os
 import stat
 
+from ckpttool import strangers
 from ckpttool.contract import Format, Source
 from ckpttool.errors import ReadError, UsageError
 from ckpttool.files import failed
@@ -49,13 +50,7 @@ def detect(path: str) -> Format:
             return row
     if os.path.isdir(path):
         raise _unknown_directory(path)
-    if not os.path.getsize(path):
-        raise ReadError(f"`{path}`: is empty", hint=_INCOMPLETE, file=path)
-    raise ReadError(
-        f"`{path}`: not a checkpoint that we know",
-        hint=f"it does not begin like one: we know {', '.join(row.title for row in FORMATS)}",
-        file=path,
-    )
+    raise _unknown_file(path)
 
 
 _INCOMPLETE = "the save or the copy did not end; take another copy, or an older step"
@@ -76,6 +71,24 @@ def _check_readable(path: str) -> None:
         raise failed(error, path, "read") from None
     except ValueError:
         raise ReadError(f"{path!r}: no path has a zero byte in it", file=path) from None
+
+
+def _unknown_file(path: str) -> ReadError:
+    try:
+        with open(path, "rb") as stream:
+            head = stream.read(64)
+    except OSError as error:
+        return ReadError(f"`{path}`: cannot read: {error.strerror}", file=path)
+    if not head:
+        return ReadError(f"`{path}`: is empty", hint=_INCOMPLETE, file=path)
+    stranger = strangers.recognise(head)
+    if stranger is not None:
+        return ReadError(f"`{path}`: {stranger.what}", hint=stranger.hint, file=path, found=stranger.what)
+    return ReadError(
+        f"`{path}`: not a checkpoint that we know",
+        hint="we know files of torch.save and safetensors by how they begin, and DCP directories by their `.metadata`",
+        file=path,
+    )
 
 
 def _unknown_directory(path: str) -> ReadError:

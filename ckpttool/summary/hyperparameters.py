@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from ckpttool.catalogue import Entry, Object, Path, Tensor
 from ckpttool.summary.tree import ranges
-from ckpttool.summary.values import Tensors, describe
+from ckpttool.summary.values import Tensors, describe, peek
 
 GROUPS = "param_groups"
 _VALUE = 24
@@ -66,12 +66,13 @@ def tables(entries: Iterable[Entry], tensors: Tensors) -> list[Table]:
         table.paths.add(entry.path)
         here = groups.setdefault(group, _Group(flat))
         if name == "params":
-            value = entry.value if isinstance(entry, Object) else None
+            value = peek(entry)[0] if isinstance(entry, Object) else None
             here.params = len(value) if isinstance(value, (list, tuple)) else None
         elif isinstance(entry, Tensor):
             here.values[name] = f"<tensor {entry.dtype} {list(entry.shape)}>"
         else:
-            here.values[name] = describe(entry.value, tensors, _VALUE)
+            value, instead = peek(entry)
+            here.values[name] = instead or describe(value, tensors, _VALUE)
     for table, groups in found.values():
         table.columns = _folded(groups)
     return [table for table, _ in found.values()]
