@@ -27,6 +27,7 @@ SAMPLES = ROOT / "samples" / "checkpoints"
 FORMATS = ("torch", "dcp", "safetensors")
 PROGRAM = (sys.executable, "-m", "ckpttool")
 
+_LARGE = 1 << 30  # too much to hash
 READ, CORRUPT, LOSS, EXISTS, STORAGE, USAGE = 3, 4, 5, 6, 7, 2
 
 
@@ -88,6 +89,8 @@ def _kind(path: Path) -> str:
         return f"-> {path.readlink()}"
     if stat.S_ISREG(mode):
         try:
+            if path.stat().st_size > _LARGE:
+                return f"{path.stat().st_mtime_ns} {path.stat().st_size}"
             return f"{path.stat().st_mtime_ns} {hashlib.sha256(path.read_bytes()).hexdigest()}"
         except PermissionError:
             return "unreadable"

@@ -68,12 +68,20 @@ OTHERS: dict[str, bytes] = {
 }
 
 
+NAMED = {
+    "a picture": "picture", "an error page": "web page", "a gzip": "gzip", "a pointer of git LFS": "git lfs pull",
+    "zeros": "zeros", "JSON": "JSON", "a bare pickle": "pickle",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("suffix", [".pt", ".bin", ".safetensors", ".distcp", ""])
 @pytest.mark.parametrize("what", OTHERS)
 def test_another_kind_of_file(what: str, suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"model{suffix}"
     path.write_bytes(OTHERS[what])
-    refused(path, [READ, CORRUPT], path)
+    said = refused(path, [READ, CORRUPT], path)
+    if suffix == ".pt" and what in NAMED:
+        assert NAMED[what] in said
 
 
 @pytest.mark.parametrize("name", ["model.pt", "model.safetensors", "model.bin", "__0_0.distcp"])
