@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from ckpttool import dcpitems, nesting, typedjson
+from ckpttool import dcpscratch, nesting, typedjson
 from ckpttool.catalogue import Catalogue, Chunks, Object, Tensor, find_aliases, validate
 from ckpttool.catalogue import Path as Key
 from ckpttool.contract import SinkOptions, Source
@@ -209,8 +209,8 @@ def test_resolving_on_many_threads(tmp_path: Path) -> None:
 
 def test_decoded_items_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments of two kilobytes: most items are decoded again when they are asked for again."""
-    monkeypatch.setattr(dcpitems, "_SEGMENT", 2048)
-    monkeypatch.setattr(dcpitems, "_SEGMENTS", 1)
+    monkeypatch.setattr(dcpscratch, "_SEGMENT", 2048)
+    monkeypatch.setattr(dcpscratch, "_SEGMENTS", 1)
     source = opened(sample("dcp_zstd_w2"))
     files = len(source.catalogue.files)
     for _ in range(3):
@@ -286,6 +286,54 @@ def test_a_rank_whose_index_is_missing(tmp_path: Path) -> None:
     (tmp_path / "ckpt" / "__0.metadata").rename(tmp_path / "ckpt" / "__1.metadata")
     source = FORMAT.open(str(tmp_path / "ckpt"))
     assert any("no index of ranks 0" in w for w in source.catalogue.warnings)
+
+
+# Indexes as others write them -----------------------------------------------------------------------------------------
+
+
+def with_empty_twin(metadata: Metadata, hint: int | None, last: bool) -> None:
+    """An empty chunk that begins where the first one does, as old writers placed the empty shards."""
+    name, value = first_sharded(metadata)
+    chunk = value.chunks[0]
+    twin = ChunkStorageMetadata(chunk.offsets, torch.Size([0, *chunk.sizes[1:]]))
+    value.chunks.insert(len(value.chunks) if last else 0, twin)
+    info = metadata.storage_data.pop(MetadataIndex(name, chunk.offsets))
+    metadata.storage_data[MetadataIndex(name, chunk.offsets, hint)] = info
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("hint", [None, 0, 2, -1, 99])
+def test_an_empty_chunk_at_the_same_place(hint: int | None, last: bool, tmp_path: Path) -> None:
+    path = change(tmp_path / "ckpt", "dcp_fsdp2_w2", lambda m: with_empty_twin(m, hint, last))
+    source = opened(path)
+    assert_alike(tree_of(source), original("dcp_fsdp2_w2"))
+    source.close()
+
+
+def test_a_plan_in_any_order(tmp_path: Path) -> None:
+    """Several ranks' plans are joined: what only one of them has comes late."""
+
+    def backwards(metadata: Metadata) -> None:
+        metadata.planner_data = dict(reversed(metadata.planner_data.items()))
+
+    source = opened(change(tmp_path / "ckpt", "dcp_fsdp2_w2", backwards))
+    found = tree_of(source)
+    assert_alike(found, original("dcp_fsdp2_w2"))
+    keys = [path for path in source.catalogue.entries if path[:2] == ("optim", "param_groups")]
+    assert [path[2] for path in keys] == sorted(path[2] for path in keys)
+    source.close()
+
+
+def test_items_that_nothing_asks_for(tmp_path: Path) -> None:
+    def forget(metadata: Metadata) -> None:
+        del metadata.state_dict_metadata["step"]
+        name, value = first_sharded(metadata)
+        info = metadata.storage_data[MetadataIndex(name, value.chunks[0].offsets)]
+        metadata.storage_data[MetadataIndex(name, [99, 99])] = info
+
+    source = opened(change(tmp_path / "ckpt", "dcp_fsdp2_w2", forget))
+    assert any("2 items that belong to no tensor" in w and "`step`" in w for w in source.catalogue.warnings)
+    source.close()
 
 
 # Damage ---------------------------------------------------------------------------------------------------------------
@@ -682,7 +730,10 @@ def test_ties_share_one_item(tmp_path: Path) -> None:
     torch.manual_seed(0)
     convert(state_in(tmp_path, full_state()), tmp_path / "out", 3)
     storage = torch_dcp.FileSystemReader(tmp_path / "out").read_metadata().storage_data
+    chunks = torch_dcp.FileSystemReader(tmp_path / "out").read_metadata().state_dict_metadata
     for index, info in storage.items():
+        if index.offset is not None:
+            assert chunks[index.fqn].chunks[index.index].offsets == index.offset
         if index.fqn == "model.tied":
             assert storage[MetadataIndex("model.w", index.offset)] == info
 
@@ -723,7 +774,7 @@ def test_a_list_with_gaps_moves_up(tmp_path: Path) -> None:
 def test_empty_pieces_are_left_out(tmp_path: Path) -> None:
     """DCP tells items by where they begin: an empty chunk may begin where another one does."""
     laid = Catalogue("x")
-    boxes = [(((0, 0), (0, 3)), 0), (((0, 0), (2, 3)), 1), (((2, 0), (0, 3)), 2)]
+    boxes = [(((0, 0), (2, 3)), 1), (((0, 0), (0, 3)), 0), (((2, 0), (0, 3)), 2)]
     laid.add(Tensor(("w",), DTYPES["float32"], (2, 3), Chunks.placed(boxes)))
     value = torch.randn(2, 3)
     write(laid, {("w",): by_hand.bits(value)}, tmp_path / "out")
