@@ -21,8 +21,8 @@ sys.path.append(str(SAMPLES))
 
 from same import assert_same, raw_bytes  # noqa: E402
 
-# What `weights_only=True` leaves out of the pickles of a training state: NumPy's generator (NumPy 1 called it otherwise),
-# parsed arguments, frozen sets.
+# What `weights_only=True` leaves out of the pickles of a training state: parsed arguments, frozen sets, generators and
+# scalars of NumPy (of NumPy 1 under the names that their functions had then).
 RECONSTRUCT: Any = np.empty(0).__reduce__()[0]
 SCALAR: Any = np.float32(0).__reduce__()[0]
 PLAIN = [

@@ -1,0 +1,187 @@
+"""What we write as safetensors is read by the safetensors library, and is what that library itself writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import large
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from reading import detached, difference, expected_of, named, path_of, safetensors_in
+from same import raw_bytes
+from training import Sizes, Transformer
+
+from ckpttool import convert
+from ckpttool.errors import LossError
+
+# They have dtypes that safetensors does not have.
+UNSAFE = ["dcp_dtypes", "torch_dtypes"]
+STATES = [
+    "dcp_fsdp2_w2", "dcp_fsdp2_w4", "dcp_hsdp_w4", "dcp_fsdp2_tp_w4", "dcp_fsdp1_w2", "dcp_flat_optim_w2", "dcp_single",
+    "dcp_int_keys", "dcp_zstd_w2", "dcp_safetensors_w2", "dcp_nocollectives_w2", "dcp_meta_torch20_w2",
+    "dcp_meta_torch215_w2", "dcp_shard1_w2", "dcp_grid_w4", "dcp_strided_w2", "dcp_foreign_storage_info_w2",
+    "torch_full", "torch_legacy", "torch_tar", "torch_bigendian", "torch_layouts",
+    "safetensors_single", "safetensors_indexed", "hf_sharded_w2", "hf_consolidated_w2", "hf_llama", "hf_gpt2",
+]  # fmt: skip
+MODELS = ["dcp_fsdp2_w2", "dcp_fsdp2_w4", "dcp_fsdp1_w2", "dcp_hsdp_w4", "torch_full", "torch_model", "torch_legacy"]
+
+
+def written(source: str, out: Path, **options: Any) -> Path:
+    """`source` as safetensors."""
+    convert(source, str(out), to="safetensors", **options)
+    return out
+
+
+def by_path(out: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a directory by its name in the state: the files as `safe_open` reads them, put in place by
+    `ckpttool.json` where there is one, and by the metadata that tell the other names of a tied tensor."""
+    files = {file.name: safetensors_in(file) for file in out.glob("*.safetensors")}
+    if not (out / "ckpttool.json").exists():
+        found = {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
+        index = out / "model.safetensors.index.json"
+        tied = (
+            json.loads(index.read_text())["metadata"] if index.exists() else header(next(out.iterdir()))["__metadata__"]
+        )
+        return {**found, **{name: found[other] for name, other in tied.items() if other in found}}
+    found = {}
+    for entry in json.loads((out / "ckpttool.json").read_text())["entries"]:
+        if "file" in entry:
+            tensor = files[entry["file"]][entry["name"]]
+            if "dtype" in entry:
+                tensor = tensor.view(getattr(torch, entry["dtype"])).reshape(entry["shape"])
+            found[".".join(map(str, entry["path"]))] = tensor
+    return found
+
+
+def same_values(found: dict[str, torch.Tensor], state: Any) -> None:
+    """The same names, and bit for bit the same tensors."""
+    wanted = {name: detached(tensor) for name, tensor in named(state).items()}
+    assert set(found) == set(wanted)
+    assert difference(found, wanted) == "equal"
+
+
+def model_of(sample: str) -> Any:
+    """The state dict of the model in a sample."""
+    state = expected_of(sample)
+    return state.get("model", state)
+
+
+@pytest.mark.parametrize("sample", STATES)
+def test_every_tensor_of_a_whole_state(sample: str, tmp_path: Path) -> None:
+    out = written(path_of(sample), tmp_path / "out")
+    found = by_path(out)
+    if sample == "safetensors_indexed":
+        del found["lm_head.weight"]  # tied, and left out of the reference
+    same_values(found, expected_of(sample))
+    for file in out.glob("*.safetensors"):
+        assert difference(safetensors.torch.load_file(file), safetensors_in(file)) == "equal"
+
+
+@pytest.mark.parametrize("sample", STATES)
+def test_numpy_reads_the_same(sample: str, tmp_path: Path) -> None:
+    out = written(path_of(sample), tmp_path / "out")
+    theirs = {name: tensor for name, tensor in safetensors_in(out).items() if has_numpy(tensor)}
+    files = list(out.glob("*.safetensors"))
+    for file in files:
+        with safetensors.safe_open(file, framework="numpy") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a mapping
+                if name in theirs:
+                    array = opened.get_tensor(name)
+                    assert array.shape == tuple(theirs[name].shape)
+                    assert np.ascontiguousarray(array).tobytes() == raw_bytes(theirs.pop(name)), name
+    assert files
+    assert not theirs
+
+
+def has_numpy(tensor: torch.Tensor) -> bool:
+    """Whether NumPy has the dtype."""
+    try:
+        tensor[..., :0].numpy() if tensor.ndim else tensor.numpy()
+    except TypeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("sample", MODELS)
+def test_one_file_loads_into_a_model(sample: str, tmp_path: Path) -> None:
+    # DCP holds a tied weight twice and nothing of its being one; `load_model` wants one of the names.
+    twice = sample.startswith("dcp_")
+    exclude = ["lm_head.weight"] if twice else []
+    out = written(path_of(sample), tmp_path / "model.safetensors", only=["model"], exclude=exclude)
+    wanted = dict(detached(model_of(sample)))
+    model = Transformer(Sizes())
+    assert safetensors.torch.load_model(model, out, strict=True) == (set(), [])
+    assert difference(dict(detached(model.state_dict())), wanted) == "equal"
+    assert model.lm_head.weight is model.embed.weight
+    del wanted["lm_head.weight"]
+    assert difference(safetensors.torch.load_file(out), wanted) == "equal"
+    if not twice:
+        assert header(out)["__metadata__"] == {"format": "pt", "lm_head.weight": "embed.weight"}
+
+
+@pytest.mark.parametrize("sample", ["dcp_fsdp2_w4", "dcp_hsdp_w4", "hf_sharded_w2", "hf_gpt2", "dcp_shard1_w2"])
+def test_same_bytes_as_save_file(sample: str, tmp_path: Path) -> None:
+    only = ["model"] if "model" in expected_of(sample) else []
+    out = written(path_of(sample), tmp_path / "ours.safetensors", only=only)
+    safetensors.torch.save_file(model_of(sample), tmp_path / "theirs.safetensors", metadata={"format": "pt"})
+    assert out.read_bytes() == (tmp_path / "theirs.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("sample", MODELS)
+@pytest.mark.parametrize("most", [900, 1500, 4000, 100_000])
+def test_same_files_as_huggingface_hub(sample: str, most: int, tmp_path: Path) -> None:
+    out = written(path_of(sample), tmp_path / "ours", only=["model"], max_shard_size=most)
+    (tmp_path / "theirs").mkdir()
+    huggingface_hub.save_torch_state_dict(
+        model_of(sample), tmp_path / "theirs", max_shard_size=most, shared_tensors_to_discard=["lm_head.weight"]
+    )
+    theirs = sorted((tmp_path / "theirs").iterdir())
+    assert sorted(file.name for file in out.iterdir()) == [file.name for file in theirs]
+    for file in theirs:
+        if file.suffix == ".json":
+            assert json.loads((out / file.name).read_text()) == json.loads(file.read_text())
+        elif header(file)["__metadata__"] == {"format": "pt"}:  # else the library writes it in random order
+            assert (out / file.name).read_bytes() == file.read_bytes()
+        else:
+            assert header(out / file.name) == header(file)
+            assert difference(safetensors_in(out / file.name), safetensors_in(file)) == "equal"
+
+
+def header(file: Path) -> dict[str, Any]:
+    """The JSON at the head of a safetensors file."""
+    data = file.read_bytes()
+    found: dict[str, Any] = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return found
+
+
+@pytest.mark.parametrize("source", ["large.pt", "dcp"])
+@pytest.mark.parametrize("most", [None, 10_000_000])
+def test_large_state(source: str, most: int | None, large_folder: Path, tmp_path: Path) -> None:
+    out = written(str(large_folder / source), tmp_path / "out", max_shard_size=most, threads=3)
+    same_values(by_path(out), large.state())
+    assert (len(list(out.glob("*.safetensors"))) > 3) is (most is not None)
+    held = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    names = named(large.state()["model"])
+    del names["head"]
+    tied = source == "large.pt"
+    assert held < 1.01 * (sum(tensor.nbytes for tensor in names.values()) + (0 if tied else names["embed"].nbytes))
+
+
+@pytest.mark.parametrize("name", ["out", "out.safetensors"])
+@pytest.mark.parametrize("sample", UNSAFE)
+def test_a_model_of_other_dtypes_is_refused(sample: str, name: str, tmp_path: Path) -> None:
+    with pytest.raises(LossError, match="complex128"):
+        written(path_of(sample), tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_state_may_have_other_dtypes(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.ones(3)}, "step": 3, "wave": torch.tensor([1 + 2j, -0.0], dtype=torch.complex128)}
+    torch.save(state, tmp_path / "state.pt")
+    out = written(str(tmp_path / "state.pt"), tmp_path / "out")
+    same_values(by_path(out), state)
