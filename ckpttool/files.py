@@ -258,6 +258,9 @@ def check_free(dst: str, *, overwrite: bool, is_file: bool) -> None:
         )
     if path.is_dir() and not is_file and not any(path.iterdir()):
         return
+    if os.path.lexists(path) and stat.S_IFMT(path.lstat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK):
+        # Root could replace /dev/null by a checkpoint.
+        raise OverwriteError(f"`{dst}` is a pipe or a device", hint="name a file or a directory", file=dst)
     if os.path.lexists(path) and not overwrite:
         raise OverwriteError(f"`{dst}` exists", hint="pass `--overwrite` to replace it", file=dst)
 
@@ -282,6 +285,10 @@ def staged(dst: str, *, overwrite: bool, is_file: bool) -> Iterator[str]:
             sync(str(Path(dst).absolute().parent))
         except OSError as error:
             raise failed(error, dst, "write") from None
+    except CkptError as error:
+        # A file that is gone when the message is read is no help: it would have been this one.
+        facts = {k: v.replace(partial, dst) if isinstance(v, str) else v for k, v in error.facts.items()}
+        raise type(error)(error.message.replace(partial, dst), hint=error.hint, **facts) from None
     finally:
         remove(partial)
         if os.path.lexists(dst):
