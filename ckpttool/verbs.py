@@ -13,7 +13,7 @@ from pathlib import Path as FilePath
 from ckpttool import files, formats, layout, opening, parts, plan
 from ckpttool.catalogue import Catalogue, Chunks, Tensor, dotted, validate
 from ckpttool.contract import Format, Sink, SinkOptions, Source
-from ckpttool.errors import CorruptError, LossError, StorageError, UsageError
+from ckpttool.errors import CorruptError, LossError, OverwriteError, StorageError, UsageError
 from ckpttool.figures import Shown, look, near_names
 from ckpttool.mounting import Mounted
 from ckpttool.patterns import any_of, renamer, rule
@@ -113,8 +113,7 @@ def convert(
     target = formats.writable(to, dst)
     _check_arguments(dst, target, to_world, max_shard_size, max_memory)
     _check_apart(dst, src, model_from, optim_from)
-    if not dry_run:
-        files.check_free(dst, overwrite=overwrite, is_file=target.is_file(dst))
+    in_the_way = _check_free(dst, target, overwrite, dry_run)
     with ExitStack() as stack:
         source = _open_all(stack, src, model_from, optim_from)
         before = files.fingerprint(_watched(source.catalogue, src))
@@ -128,6 +127,7 @@ def convert(
         made = _summary(source.catalogue, laid, src, dst, target, dry_run)
         options = SinkOptions(max_shard_size, target.is_file(dst))
         if dry_run:
+            made.notes += in_the_way
             _plan_only(made, target, laid, options, threads, max_memory)
             return made
         with files.staged(dst, overwrite=overwrite, is_file=target.is_file(dst)) as partial:
@@ -150,6 +150,17 @@ def convert(
         made.checked, made.unchecked = moved.checked, moved.unchecked
     made.seconds = time.monotonic() - began
     return made
+
+
+def _check_free(dst: str, target: Format, overwrite: bool, dry_run: bool) -> list[str]:
+    """A plan may be made for a destination that exists, but it says what would then stop it."""
+    try:
+        files.check_free(dst, overwrite=overwrite, is_file=target.is_file(dst))
+    except OverwriteError as error:
+        if overwrite or not dry_run:
+            raise
+        return [f"{error.message}: {error.hint}"]
+    return []
 
 
 def _check_arguments(
