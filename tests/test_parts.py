@@ -75,6 +75,14 @@ STATES: dict[str, tuple[dict[Any, Any], Expected]] = {
             ("train_state", "step"): ("progress", ("train_state",)),
         },
     ),
+    "a model's name beside its parameters": (
+        {**MODEL, "model": "llama", "params": {"layers": 2}, "optimizer": ADAM},
+        {
+            **{(key,): ("model", ()) for key in MODEL},
+            ("model",): ("other", ()),
+            ("params", "layers"): ("other", ()),
+        },
+    ),
     "accelerate, the model's directory": ({"model": MODEL}, {("model", "embed.weight"): ("model", ("model",))}),
     "accelerate, the optimizer's directory": (
         {"optimizer": ADAM},

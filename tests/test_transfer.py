@@ -142,6 +142,16 @@ def test_every_dtype(tmp_path: Path, name: str) -> None:
     assert all(np.array_equal(found[key], bits(value)) for key, value in expected.items())
 
 
+def test_many_short_runs_are_read_in_few_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+    read_into = Pool.read_into
+    monkeypatch.setattr(Pool, "read_into", lambda *args: (reads.append(1), read_into(*args))[1])
+    source = Made(tmp_path / "from")
+    source.add("w", made.random((5000, 4)), grid((5000, 4), (1, 2)))
+    moved(source, relaid(source, {"w": grid((5000, 4), (2, 1))}), tmp_path / "to")
+    assert len(reads) < 20
+
+
 @pytest.mark.usefixtures("sizes")
 def test_views_as_torch_carries_them_out(tmp_path: Path) -> None:
     values = made.random((12, 10), torch.complex64)
@@ -338,11 +348,16 @@ def no_thread_stays() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_thread_stays")
+@pytest.mark.parametrize("one_task", [False, True])
 def test_an_interrupt_stops_all_threads_and_nothing_is_written_after(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_task: bool
 ) -> None:
     small(monkeypatch)
     source = many(tmp_path / "from")
+    if one_task:
+        monkeypatch.setattr(transfer, "TASK", 1 << 20)
+        source = Made(tmp_path / "large")
+        source.add("w", torch.zeros(200 * 64, dtype=torch.uint8))
     writes: list[float] = []
     write = Pool.write
 
