@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 import time
@@ -10,8 +11,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 
-from ckpttool import files, formats, layout, opening, parts, plan
-from ckpttool.catalogue import Catalogue, Chunks, Tensor, dotted, validate
+from ckpttool import files, formats, layout, opening, parts, plan, typedjson
+from ckpttool.catalogue import Catalogue, Chunks, Object, Tensor, dotted, validate
 from ckpttool.contract import Format, Sink, SinkOptions, Source
 from ckpttool.errors import CorruptError, LossError, OverwriteError, StorageError, UsageError
 from ckpttool.figures import Shown, look, near_names
@@ -371,9 +372,17 @@ def _check_written(
             if not isinstance(there, Tensor) or (there.dtype, there.shape) != (tensor.dtype, tensor.shape):
                 raise CorruptError(f"tensor `{tensor.name}` was not written as it was read", tensor=tensor.name)
             again.entries[tensor.path] = _resolved(there, tensor, written)
+        for entry in laid.objects:
+            found = written.catalogue.entries.get(entry.path)
+            if not isinstance(found, Object) or _spelt(found) != _spelt(entry):
+                raise CorruptError(f"object `{entry.name}` was not written as it was read", found=entry.name)
         return transfer(plan.plan(again), source, again, total=made.bytes, threads=threads, memory=memory, compare=True)
     finally:
         written.close()
+
+
+def _spelt(entry: Object) -> str:
+    return json.dumps(typedjson.encode(entry.value, name=entry.name))
 
 
 def _resolved(there: Tensor, tensor: Tensor, source: Source) -> Tensor:
