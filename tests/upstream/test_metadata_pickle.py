@@ -69,9 +69,9 @@ CALLED = {
     ("torch.serialization", "_get_layout"),
     (METADATA, "_MEM_FORMAT_ENCODING"),
 }
-# What may be there and 2.6 does not know. `ckpttool` is ours, and torch carries it along. `modules` has its default from
-# a factory, so that the class has none: without it, torch 2.7 and later could not so much as print what they read.
-# `version` is None where it is missing, and who is to refuse an old one some day may refuse None.
+# What may be there and 2.6 does not know. `ckpttool` is ours, and torch carries it along. `modules` has a default from
+# a factory, so the class has none: without it, torch 2.7 and later could not so much as print what they read. `version`
+# is None where it is missing, and who is to refuse an old one some day may refuse None.
 BEYOND = {(METADATA, "Metadata"): {"ckpttool", "version"}, (METADATA, "StorageMeta"): {"modules"}}
 # Fields without a default in the class of some version: who asks for one that is not in the pickle fails.
 NEEDED = {
