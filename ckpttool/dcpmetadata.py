@@ -334,9 +334,13 @@ class _Reader:
                 raise CorruptError("a name or a path that is not a string") from None
             if number is None:
                 number = self._number(info.path)
-            if isinstance(entry, StoredTensor):
+            if type(entry) is StoredTensor:
                 at, i = index.offset, index.index
-                if type(i) is not int or not 0 <= i < len(entry.offsets) or entry.offsets[i] != at:
+                try:
+                    fits = entry.offsets[i] == at
+                except (TypeError, IndexError):
+                    fits = False
+                if not fits:
                     i = self._position(key, entry, at)
                     if i is None:
                         self._strays.append(key)

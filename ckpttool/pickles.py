@@ -317,6 +317,10 @@ def no_garbage_collection() -> Iterator[None]:
         yield
     finally:
         if was:
+            if not gc.get_freeze_count():
+                # Moves them to the oldest generation; as young ones they would be looked through twice yet.
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 
