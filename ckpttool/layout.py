@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -228,7 +228,7 @@ def _moved_entry(entry: Entry, new: Path, part: Part, moved: dict[Path, Path], l
         alias = moved.get(entry.alias, entry.alias) if entry.alias is not None else None
         return _again(entry, path=new, part=part, alias=alias)
     linked = entry.path in linking
-    return entry.at(new, part=part, change=(lambda value: _relinked(value, moved)) if linked else None)
+    return entry.at(new, part=part, change=(lambda value: relinked(value, moved)) if linked else None)
 
 
 def moved_root(root: Path, moved: dict[Path, Path]) -> Path:
@@ -244,25 +244,26 @@ def moved_root(root: Path, moved: dict[Path, Path]) -> Path:
     return root
 
 
-def _relinked(value: Any, moved: dict[Path, Path]) -> Any:
+def relinked(value: Any, moved: Mapping[Path, Path]) -> Any:
+    """An object's value with its links following what was moved. Pure."""
     if isinstance(value, Link):
         return Link(moved.get(value.path, value.path), value.storage)
     if isinstance(value, dict):
-        made = type(value)((k, _relinked(v, moved)) for k, v in value.items())
+        made = type(value)((k, relinked(v, moved)) for k, v in value.items())
         if getattr(value, "__dict__", None):
             vars(made).update(vars(value))
         return made
     if isinstance(value, (list, set, frozenset)):
-        return type(value)(_relinked(v, moved) for v in value)
+        return type(value)(relinked(v, moved) for v in value)
     if type(value) is tuple:
-        return tuple(_relinked(v, moved) for v in value)
+        return tuple(relinked(v, moved) for v in value)
     if isinstance(value, Stub):
         again = object.__new__(type(value))
-        again.how, again.kwargs = value.how, _relinked(value.kwargs, moved)
-        again.target = _relinked(value.target, moved)
-        again.args, again.state = _relinked(value.args, moved), _relinked(value.state, moved)
-        again.values = _relinked(value.values, moved)
-        again.pairs = [(k, _relinked(v, moved)) for k, v in value.pairs]
+        again.how, again.kwargs = value.how, relinked(value.kwargs, moved)
+        again.target = relinked(value.target, moved)
+        again.args, again.state = relinked(value.args, moved), relinked(value.state, moved)
+        again.values = relinked(value.values, moved)
+        again.pairs = [(k, relinked(v, moved)) for k, v in value.pairs]
         return again
     return value
 

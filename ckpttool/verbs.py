@@ -6,13 +6,13 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 
 from ckpttool import files, formats, layout, opening, parts, plan, typedjson
-from ckpttool.catalogue import Catalogue, Chunks, Object, Tensor, dotted, validate
+from ckpttool.catalogue import Catalogue, Chunks, Object, Path, Tensor, dotted, find_aliases, validate
 from ckpttool.contract import Format, Sink, SinkOptions, Source
 from ckpttool.errors import CorruptError, LossError, OverwriteError, StorageError, UsageError
 from ckpttool.figures import Shown, look, near_names
@@ -372,17 +372,28 @@ def _check_written(
             if not isinstance(there, Tensor) or (there.dtype, there.shape) != (tensor.dtype, tensor.shape):
                 raise CorruptError(f"tensor `{tensor.name}` was not written as it was read", tensor=tensor.name)
             again.entries[tensor.path] = _resolved(there, tensor, written)
+        ties = _same_tensors(written.catalogue, find_aliases(written.catalogue.tensors))
+        same = _same_tensors(laid, {t.path: t.alias for t in laid.tensors if t.alias is not None})
         for entry in laid.objects:
             found = written.catalogue.entries.get(entry.path)
-            if not isinstance(found, Object) or _spelt(found) != _spelt(entry):
+            if not isinstance(found, Object) or _spelt(found, ties) != _spelt(entry, same):
                 raise CorruptError(f"object `{entry.name}` was not written as it was read", found=entry.name)
         return transfer(plan.plan(again), source, again, total=made.bytes, threads=threads, memory=memory, compare=True)
     finally:
         written.close()
 
 
-def _spelt(entry: Object) -> str:
-    return json.dumps(typedjson.encode(entry.value, name=entry.name))
+def _same_tensors(catalogue: Catalogue, ties: dict[Path, Path]) -> dict[Path, Path]:
+    """One path for what cannot be told apart inside an object: a tensor that it refers to twice may come back as two,
+    tied, or without elements."""
+    empty: dict[Path, Path] = {
+        t.path: (t.dtype.name, *t.shape) for t in catalogue.tensors if t.embedded and not t.numel
+    }
+    return ties | empty
+
+
+def _spelt(entry: Object, ties: Mapping[Path, Path]) -> str:
+    return json.dumps(typedjson.encode(layout.relinked(entry.value, ties), name=entry.name))
 
 
 def _resolved(there: Tensor, tensor: Tensor, source: Source) -> Tensor:
