@@ -1,8 +1,8 @@
 """Runs the examples of README.md and docs/: what a page shows is what is printed.
 
 A ```console block is a dialogue: each `$ ckpttool ...` line is run and the lines below it are its stdout and stderr. A
-```python block is executed. All blocks of a page share one directory, where the names below stand for samples. Blocks of
-other kinds (```sh, ```text) are not run. `pytest --accept` writes what is printed now into the pages.
+```python block is executed. All blocks of a page share one directory, where the names below stand for samples. Other
+kinds of blocks (```sh, ```text) are not run. `pytest --accept` writes what is printed now into the pages.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from ckpttool import convert
+from ckpttool.errors import BUG
+
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLES = ROOT / "samples" / "checkpoints"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -23,6 +26,7 @@ BLOCK = re.compile(r"^```(console|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL
 
 # What the pages call it -> the sample that it is.
 NAMES = {
+    "run7/step-500": "dcp_fsdp2_w4/ckpt",
     "run7/step-1000": "dcp_hsdp_w4/ckpt",
     "full.pt": "torch_full/ckpt.pt",
     "wrapped.pt": "torch_ddp/ckpt.pt",
@@ -34,6 +38,8 @@ MASKS = (
     (re.compile(r"^(  time +)\S.*$", re.MULTILINE), r"\g<1>0.1 s"),
     (re.compile(r"(needed, ).* free"), r"\g<1>80.4 GB free"),
     (re.compile(r"^(  memory +)about .* at most$", re.MULTILINE), r"\g<1>about 52 MB at most"),
+    (re.compile(r'("free": )\d+'), r"\g<1>80412345678"),
+    (re.compile(r'("seconds": )[\d.e-]+'), r"\g<1>0.1"),
 )
 
 
@@ -75,10 +81,48 @@ def _dialogue(line: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "ckpttool", *words[1:]], capture_output=True, text=True, check=False, timeout=120
     )
+    assert done.returncode != BUG, done.stderr  # not something to accept
     printed = done.stdout + done.stderr
     for pattern, instead in MASKS:
         printed = pattern.sub(instead, printed)
     return f"{line}\n{printed}"
+
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+MARKDOWN = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "samples" / "README.md"]
+
+
+@pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in LINK.findall(FENCED.sub("", page.read_text())):
+        if not re.match(r"[a-z]+:", target):
+            name, _, heading = target.partition("#")
+            there = page.parent / name if name else page
+            assert there.exists(), f"`{target}` is not there"
+            assert not heading or heading in _headings(there), f"`{target}`: no such heading"
+
+
+def _headings(page: Path) -> set[str]:
+    """As GitHub makes anchors of them."""
+    titles = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_every_page_is_linked_from_the_list_of_pages() -> None:
+    start = ROOT / "docs" / "README.md"
+    linked = {(start.parent / target).resolve() for target in LINK.findall(start.read_text())}
+    assert set(PAGES[1:]) - linked - {start} == set()
+
+
+def test_the_state_file_on_its_page(there: Path) -> None:
+    """The lines that docs/reference/training-state.md shows of a `ckpttool.json` are lines of one."""
+    page = (ROOT / "docs" / "reference" / "training-state.md").read_text()
+    shown = page.partition("```json\n")[2].partition("```")[0].splitlines()
+    convert("full.pt", "state", to="safetensors")
+    written = {line.rstrip(",") for line in Path("state/ckpttool.json").read_text().splitlines()}
+    assert shown
+    assert [line for line in shown if line.rstrip(",") not in written] == []
 
 
 def test_there_are_examples() -> None:

@@ -1,0 +1,71 @@
+"""The generated half of docs/reference/cli.md: what each command takes, as the program itself describes it.
+
+<!-- ckpttool convert -->      begins what is generated
+<!-- end -->                   ends it; what stands outside is written by hand and is left alone
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from typer.main import get_command
+
+GENERATED = re.compile(r"^<!-- (ckpttool(?: \w+)?) -->\n(.*?)^<!-- end -->\n", re.MULTILINE | re.DOTALL)
+
+
+def commands() -> dict[str, Any]:
+    """`{"ckpttool": ..., "ckpttool inspect": ..., ...}`, as typer has them."""
+    from ckpttool.cli.app import app
+
+    group: Any = get_command(app)
+    return {"ckpttool": group, **{f"ckpttool {name}": command for name, command in group.commands.items()}}
+
+
+def options(command: Any) -> list[Any]:
+    return [p for p in command.params if p.param_type_name == "option" and not p.hidden]
+
+
+def generated(page: str) -> str:
+    """`page` with what the commands say now between its marks."""
+    every = commands()
+    return GENERATED.sub(lambda m: f"<!-- {m[1]} -->\n{_section(m[1], every[m[1]])}<!-- end -->\n", page)
+
+
+def by_hand(page: str) -> str:
+    """`page` without what is generated."""
+    return GENERATED.sub("", page)
+
+
+def _section(name: str, command: Any) -> str:
+    arguments = [p for p in command.params if p.param_type_name == "argument"]
+    words = [name, *(p.metavar for p in arguments), "[OPTIONS]", *(["COMMAND"] if name == "ckpttool" else [])]
+    lines = ["", f"    {' '.join(filter(None, words))}", "", _prose(command.help), ""]
+    lines += ["| | |", "|---|---|"]
+    lines += [f"| `{p.metavar}` | {_help(p)} |" for p in arguments]
+    lines += [f"| {_spelt(p)} | {_help(p)} |" for p in options(command)]
+    return "\n".join([*lines, "", ""])
+
+
+def _spelt(option: Any) -> str:
+    value = "" if option.is_flag else f" {option.metavar}"
+    return ", ".join(f"`{spelling}{value}`" for spelling in option.opts)
+
+
+def _help(param: Any) -> str:
+    return " ".join([_prose(param.help or ""), *(f"{note}." for note in _notes(param))])
+
+
+def _notes(param: Any) -> Iterator[str]:
+    if param.default is not None and param.default is not False and not param.required:
+        yield f"Default: {param.default}"
+    if getattr(param, "min", None) is not None:
+        yield f"At least {param.min}"
+
+
+def _prose(text: str) -> str:
+    """Help as Markdown: outside of backticks its signs stand for themselves."""
+    pieces = text.strip().split("`")
+    pieces[::2] = [re.sub(r"([*_|<>\[\]])", r"\\\1", piece) for piece in pieces[::2]]
+    return "`".join(piece.replace("|", r"\|") if i % 2 else piece for i, piece in enumerate(pieces))
