@@ -278,7 +278,8 @@ class Container(NamedTuple):
 class File:
     """A file of the checkpoint: `File("/data/run/__0_0.distcp", "__0_0.distcp", 4096, rank=0)`.
 
-    One that an index names but that is not there is `missing`, of size 0.
+    One that an index names but that is not there is `missing`, of size 0. A `scratch` file is room for what has to be
+    decoded first: no part of the checkpoint, and perhaps not there yet.
     """
 
     location: str
@@ -286,6 +287,7 @@ class File:
     size: int
     rank: int | None = None
     missing: bool = False
+    scratch: bool = False
 
 
 @dataclass(slots=True)
@@ -326,9 +328,14 @@ class Catalogue:
         """How many ranks wrote the files; 1 when nothing says otherwise."""
         return max((f.rank for f in self.files if f.rank is not None), default=0) + 1
 
+    @property
+    def own_files(self) -> list[File]:
+        """The files of the checkpoint itself."""
+        return [f for f in self.files if not f.scratch]
+
     def nbytes(self) -> int:
         """Bytes of all files on disk."""
-        return sum(f.size for f in self.files)
+        return sum(f.size for f in self.own_files)
 
 
 def find_aliases(tensors: Iterable[Tensor]) -> dict[Path, Path]:

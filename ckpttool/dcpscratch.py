@@ -120,7 +120,7 @@ class Scratch:
         """Enter files that are not there yet, so that they have numbers when catalogues are mounted together."""
         for _ in range(segments):
             self._free.append(len(self._files))
-            self._files.append(File("", "(decompressed)", 0))
+            self._files.append(File("", "(decompressed)", 0, scratch=True))
 
     def decode(self, item: Item, most: int, name: str, *, keep: bool = False) -> Placed:
         """Decode an item once; `most` bounds what it may become. With `keep` it stays until the end."""

@@ -91,7 +91,7 @@ def _header(terminal: Terminal, catalogue: Catalogue, path: str, summary: Summar
         rows.append(("world size", str(catalogue.world_size)))
     if summary.step is not None:
         rows.append(("step", f"{summary.step:,}"))
-    rows.append(("on disk", f"{size(catalogue.nbytes())} in {plural(len(catalogue.files), 'file')}"))
+    rows.append(("on disk", f"{size(catalogue.nbytes())} in {plural(len(catalogue.own_files), 'file')}"))
     rows += [(str(key).replace("_", " "), _fact(value)) for key, value in facts.items() if value not in (None, "", ())]
     terminal.table([(dim(title), text) for title, text in rows], cut=(1,), prose=(1,))
 

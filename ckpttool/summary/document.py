@@ -33,7 +33,7 @@ def document(
         "path": path,
         "step": step,
         "bytes": catalogue.nbytes(),
-        "files": [{"name": f.name, "bytes": f.size, "rank": f.rank} for f in catalogue.files],
+        "files": [{"name": f.name, "bytes": f.size, "rank": f.rank} for f in catalogue.own_files],
     }
     for key, value in catalogue.facts.items():
         if key not in _OURS:

@@ -129,8 +129,8 @@ def test_a_sample_is_read_as_it_was_saved(name: str) -> None:
         assert any("DTensor" in w and "rank 1" in w for w in source.catalogue.warnings)
         found = {key: value for key, value in found.items() if key != "optim"}
     assert_alike(found, expected)
-    for file in source.catalogue.files:
-        assert file.missing or file.rank is not None or file.name == "(decompressed)"
+    assert {file.name for file in source.catalogue.own_files} == {f.name for f in sample(name).glob("*.distcp")}
+    assert all(file.rank is not None for file in source.catalogue.own_files)
     source.close()
 
 
