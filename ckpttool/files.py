@@ -251,6 +251,8 @@ def remove(path: str) -> None:
 def check_free(dst: str, *, overwrite: bool, is_file: bool) -> None:
     """Raises UsageError or OverwriteError when `dst` cannot be made."""
     path = Path(dst)
+    if not dst or os.path.basename(os.path.normpath(dst)) in ("", ".", ".."):
+        raise UsageError(f"`{dst}` cannot be replaced", hint="name a file or a directory that is to be made")
     if is_file and (dst.endswith("/") or path.is_dir()):
         raise UsageError(
             f"`{dst}` is a directory, but this format writes one file",
@@ -271,6 +273,9 @@ def staged(dst: str, *, overwrite: bool, is_file: bool) -> Iterator[str]:
     it is removed. With `overwrite`, what was there is moved aside first and removed last."""
     dst = dst.rstrip("/") or dst if not is_file else dst
     check_free(dst, overwrite=overwrite, is_file=is_file)
+    if os.path.islink(dst) and os.path.isdir(dst):
+        # A link to another disk: made there, and the link stays.
+        dst = os.path.realpath(dst)
     partial, old = partial_name(dst), partial_name(dst, "old")
     try:
         Path(dst).absolute().parent.mkdir(parents=True, exist_ok=True)

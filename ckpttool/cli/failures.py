@@ -39,15 +39,19 @@ class _Stopped(Exception):
         self.exit_code = exit_code
 
 
-def _terminate(signum: int, frame: FrameType | None) -> None:
+def _stop(signum: int, frame: FrameType | None) -> None:
     # A second one must not interrupt the cleaning up that the first one started.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise Terminated
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise Terminated if signum == signal.SIGTERM else KeyboardInterrupt
 
 
 def catch_signals() -> None:
-    """Treat SIGTERM like Ctrl-C: raise in the main thread."""
-    signal.signal(signal.SIGTERM, _terminate)
+    """Treat SIGTERM like Ctrl-C: raise in the main thread. What a shell has told us to ignore (`&`, `nohup`) stays
+    ignored."""
+    signal.signal(signal.SIGTERM, _stop)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _stop)
 
 
 def _make_writable() -> None:

@@ -8,7 +8,7 @@ import stat
 
 from ckpttool import strangers
 from ckpttool.contract import Format, Source
-from ckpttool.errors import ReadError, UsageError
+from ckpttool.errors import CkptError, ReadError, UsageError
 from ckpttool.files import failed
 from ckpttool.formats import dcp, safetensors, torchsave
 
@@ -73,12 +73,12 @@ def _check_readable(path: str) -> None:
         raise ReadError(f"{path!r}: no path has a zero byte in it", file=path) from None
 
 
-def _unknown_file(path: str) -> ReadError:
+def _unknown_file(path: str) -> CkptError:
     try:
         with open(path, "rb") as stream:
             head = stream.read(64)
     except OSError as error:
-        return ReadError(f"`{path}`: cannot read: {error.strerror}", file=path)
+        return failed(error, path, "read")
     if not head:
         return ReadError(f"`{path}`: is empty", hint=_INCOMPLETE, file=path)
     stranger = strangers.recognise(head)

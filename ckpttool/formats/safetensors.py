@@ -23,7 +23,7 @@ from typing import Any
 from ckpttool import files, statefile, stfiles, stheader, stindex, typedjson
 from ckpttool.catalogue import Catalogue, Chunk, Chunks, Extent, File, Path, Tensor
 from ckpttool.contract import Crcs, Format, Loss, Sink, SinkOptions, Source
-from ckpttool.errors import CkptError, CorruptError, LossError
+from ckpttool.errors import CkptError, CorruptError, LossError, ReadError
 from ckpttool.statefile import Place, Wanted
 from ckpttool.stfiles import FilePlan
 from ckpttool.stheader import Header
@@ -65,7 +65,7 @@ def recognise(path: str) -> bool:
             or any(name.endswith((SUFFIX, stindex.INDEX)) for name in names)
             or (SHARDED in names and bool(rank_files(os.path.join(path, SHARDED))))
         )
-    except (OSError, CkptError):
+    except (OSError, CorruptError, ReadError):
         return False
 
 

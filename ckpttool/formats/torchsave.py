@@ -21,7 +21,7 @@ from typing import Any
 from ckpttool import files, nesting, pickles, torchexport, torchlegacy, torchmodule, torchpickle, torchtree, torchzip
 from ckpttool.catalogue import Catalogue, Chunk, Chunks, Entry, Extent, File, Link, Path, Tensor, dotted
 from ckpttool.contract import Crcs, Format, Loss, Sink, SinkOptions, Source
-from ckpttool.errors import CkptError, CorruptError, LossError
+from ckpttool.errors import CorruptError, LossError, ReadError
 from ckpttool.torchpickle import Slot
 from ckpttool.torchzip import Archive
 
@@ -52,7 +52,7 @@ def recognise(path: str) -> bool:
         if head.startswith(_PK):
             return _is_torch_zip(pool, path, size, head)
         return torchlegacy.is_stream(head) or torchlegacy.is_tar(head, path)
-    except CkptError:
+    except (CorruptError, ReadError):
         return False
     finally:
         pool.close()
