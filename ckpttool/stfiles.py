@@ -47,9 +47,7 @@ def is_model(catalogue: Catalogue) -> bool:
     entries = catalogue.entries.values()
     parts = {entry.part for entry in entries}
     return (
-        len(parts) == 1
-        and next(iter(parts)).kind in ("model", "other")
-        and all(isinstance(e, Tensor) and not e.embedded for e in entries)
+        len(parts) == 1 and next(iter(parts)).kind in ("model", "other") and all(isinstance(e, Tensor) for e in entries)
     )
 
 

@@ -174,6 +174,8 @@ def test_sample_with_an_index() -> None:
     assert list(find_aliases(catalogue.tensors)) == [("lm_head.weight",)]
     assert len(catalogue.files) == 4
     assert catalogue.facts["layout"] == "indexed"
+    index = json.loads((sample("safetensors_indexed") / "model.safetensors.index.json").read_text())
+    assert [t.name for t in catalogue.tensors] == [*index["weight_map"], "lm_head.weight"]
 
 
 def test_one_file(tmp_path: Path) -> None:
@@ -261,6 +263,27 @@ def test_consolidated_files_before_pieces(tmp_path: Path) -> None:
     catalogue = read(tmp_path)
     check(catalogue, reference("hf_consolidated_w2"))
     assert any(len(t.chunks) == 2 for t in catalogue.tensors)
+
+
+def test_whole_tensors_beside_pieces(tmp_path: Path) -> None:
+    pieces(tmp_path)
+    safetensors.torch.save_file(some_state(), tmp_path / "model.safetensors")
+    catalogue = read(tmp_path)
+    check(catalogue, some_state())
+    assert any("2 safetensors files are left aside" in w for w in catalogue.warnings)
+
+
+def test_state_whose_state_file_is_gone(tmp_path: Path) -> None:
+    """The model is still the model."""
+    write(training_state(), tmp_path / "out", tmp_path / "from")
+    (tmp_path / "out" / "ckpttool.json").unlink()
+    catalogue = read(tmp_path / "out")
+    check(catalogue, {k: v for k, v in read_back(tmp_path / "from").items() if isinstance(v, torch.Tensor)})
+    assert any("files are left aside: `model-ema.safetensors`" in w for w in catalogue.warnings)
+
+
+def read_back(folder: Path) -> Any:
+    return torch.load(folder / "state.pt", weights_only=False)["model"]
 
 
 def test_zeros_of_the_consolidation(tmp_path: Path) -> None:
@@ -484,7 +507,7 @@ def test_two_checkpoints_in_one_directory(tmp_path: Path) -> None:
 
 
 def test_remark_that_is_no_tie(tmp_path: Path) -> None:
-    metadata = {"format": "pt", "a": "b", "note": "zzz"}
+    metadata = {"format": "pt", "a": "b", "note": "zzz", "total_size": "b"}
     safetensors.torch.save_file({"a": torch.zeros(1), "b": torch.ones(1)}, tmp_path / "x.safetensors", metadata)
     catalogue = read(tmp_path)
     check(catalogue, {"a": torch.zeros(1), "b": torch.ones(1)})
@@ -655,6 +678,16 @@ def test_metadata_of_the_source_is_kept(tmp_path: Path) -> None:
         assert file.metadata() == {"format": "pt", "step": "3"}
     verbs.convert(str(tmp_path / "a.safetensors"), str(tmp_path / "d"), to="safetensors", max_shard_size=40)
     assert json.loads((tmp_path / "d/model.safetensors.index.json").read_text())["metadata"]["step"] == "3"
+    with safetensors.safe_open(next((tmp_path / "d").glob("*.safetensors")), "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_remark_that_would_become_a_tie(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors", {"best": "v", "step": "3"})
+    verbs.convert(str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors"), rename=["w=v"])
+    check(read(tmp_path / "b.safetensors"), {"v": torch.ones(2)})
+    with safetensors.safe_open(tmp_path / "b.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "step": "3"}
 
 
 # What cannot be written -----------------------------------------------------------------------------------------------
@@ -686,12 +719,12 @@ def test_dtypes_that_safetensors_does_not_have(tmp_path: Path) -> None:
 
 def test_state_into_one_file(tmp_path: Path) -> None:
     state: dict[str, Any] = {
-        "model": {"w": torch.zeros(2), "e": {"_extra_state": 3}},
+        "model": {"w": torch.zeros(2), "z": torch.zeros(1, dtype=torch.complex128), "e": {"_extra_state": 3}},
         "optimizer": {"state": {0: torch.ones(1)}, "param_groups": []},
         "n": 1,
     }
     lost = lost_of(state, "x.safetensors", tmp_path)
-    assert set(lost) == {"model.e._extra_state", "optimizer.state.0", "optimizer.param_groups", "n"}
+    assert set(lost) == {"model.z", "model.e._extra_state", "optimizer.state.0", "optimizer.param_groups", "n"}
     with pytest.raises(LossError, match="one safetensors file holds the tensors of one model"):
         FORMAT.create(str(tmp_path / "x.safetensors"), lay(state, tmp_path), SinkOptions())  # type: ignore[misc]
     assert lost_of(state, "folder", tmp_path) == {}
@@ -737,6 +770,7 @@ def training_state() -> dict[str, Any]:
         "empty": {"dict": {}, "list": [], "ordered": OrderedDict(), "tensor": torch.empty(0, 3)},
         "pair": (torch.ones(2), torch.tensor(3, dtype=torch.int16)),
         "shared": {"z": torch.randn(3, dtype=torch.complex128), "h": random((2,), torch.complex32)},
+        "\ud800": {"w": torch.ones(1), "f4": random((1,), torch.float4_e2m1fn_x2).reshape(())},
         "a.b": torch.zeros(1),
         "a": {"b": torch.ones(1)},
         "__metadata__": torch.ones(1),
@@ -780,7 +814,7 @@ def test_files_of_a_state(tmp_path: Path) -> None:
     z = stored["other"]["shared.z"]
     assert (z.dtype, z.shape) == (torch.uint8, (48,))
     assert raw_bytes(z) == raw_bytes(state["shared"]["z"])
-    assert {"a.b", "a.b#2", "__metadata__#2"} <= stored["other"].keys()
+    assert {"a.b", "a.b#2", "__metadata__#2", r"\ud800.w"} <= stored["other"].keys()
     with safetensors.safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
 
@@ -802,10 +836,24 @@ def test_state_of_values_alone(tmp_path: Path) -> None:
     assert back_to_torch(tmp_path / "out", tmp_path / "back.pt") == {"step": 3, "lr": 0.1}
 
 
+def test_model_after_another_model(tmp_path: Path) -> None:
+    state = {"ema": {"w": torch.zeros(2)}, "model": {"w": torch.ones(2)}, "step": 1}
+    write(state, tmp_path / "out", tmp_path / "from")
+    assert_same(safetensors.torch.load_file(tmp_path / "out/model.safetensors"), {"w": torch.ones(2)})
+    assert_same(safetensors.torch.load_file(tmp_path / "out/model-ema.safetensors"), {"w": torch.zeros(2)})
+
+
 def test_model_with_extra_state_is_a_state(tmp_path: Path) -> None:
     state = {"w": torch.ones(2), "_extra_state": {"a": (1,)}}
     write(state, tmp_path / "out", tmp_path / "from")
     assert_same(safetensors.torch.load_file(tmp_path / "out/model.safetensors"), {"w": torch.ones(2)})
+    assert_same(back_to_torch(tmp_path / "out", tmp_path / "back.pt"), state)
+
+
+def test_tensors_that_are_no_model(tmp_path: Path) -> None:
+    state = {"rng": {"torch": torch.get_rng_state()}}
+    write(state, tmp_path / "out", tmp_path / "from")
+    assert set(files_of(tmp_path / "out")) == {"ckpttool.json", "rng.safetensors"}
     assert_same(back_to_torch(tmp_path / "out", tmp_path / "back.pt"), state)
 
 
@@ -882,6 +930,7 @@ def lies() -> Iterator[tuple[str, Any, str]]:
     yield "other shape", lambda s, e: e[z].update(shape=[3]), r"not the 48 bytes of a complex128 \[3\]"
     yield "dtype", lambda s, e: e[z].update(dtype="float99"), "unknown dtype `float99`"
     yield "not raw", lambda s, e: e[w].update(dtype="complex128", shape=[1]), "is float32"
+    yield "not bytes", lambda s, e: e[w].update(dtype="int8", shape=[2]), r"float32 \[2\], not the 2 bytes of a int8"
     yield "twice", lambda s, e: s["entries"].append(e[w]), "two entries are called `model.w`"
     yield "path", lambda s, e: e[w].update(path="model"), "is not a path"
     yield "unhashable", lambda s, e: e[w].update(path=[["model"]]), "is not a path"
