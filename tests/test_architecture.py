@@ -21,27 +21,28 @@ CONTAINERS = {
     "opcodes", "pickles", "nesting", "typedjson",
     "torchpickle", "torchmodule", "torchtree", "torchzip", "torchlegacy", "torchexport",
     "stheader", "stindex", "stfiles", "streader", "statefile",
-    "dcpmetadata", "dcpindex", "dcpitems", "dcpkeys",
+    "dcpmetadata", "dcpspelling", "dcpindex", "dcpitems", "dcpkeys", "dcpscratch", "dcpsink",
 }  # fmt: skip
+CONCRETE = {"formats.dcp", "formats.safetensors", "formats.torchsave"}
 MOVING = {"gather", "checksums", "transfer"}
 
 # What the modules of each group may import of ours.
 LAYERS: list[tuple[set[str], set[str]]] = [
-    ({"errors", "version", "escapes", "boxes"}, set()),
+    ({"errors", "version", "escapes", "boxes", "strangers"}, set()),
     ({"dtypes"}, {"errors"}),
     ({"catalogue"}, GEOMETRY),
     ({"contract"}, {"catalogue"}),
     (PURE, DATA | PURE | {"pickles"}),
     ({"files"}, {"errors"}),
     (CONTAINERS, DATA | CONTAINERS | {"files"}),
-    ({"formats.dcp", "formats.safetensors", "formats.torchsave"}, DATA | CONTAINERS | {"files"}),
-    ({"formats"}, {"contract", "errors", "files", "formats.dcp", "formats.safetensors", "formats.torchsave"}),
+    (CONCRETE, DATA | CONTAINERS | {"files"}),
+    ({"formats"}, {"contract", "errors", "files", "strangers"} | CONCRETE),
     (MOVING, DATA | MOVING | {"plan", "files"}),
     ({"opening"}, DATA | {"formats", "parts", "pickles"}),
     ({"mounting"}, DATA | {"layout", "parts"}),
     ({"figures"}, DATA | MOVING | {"plan", "files"}),
     ({"checkpoint"}, DATA | MOVING | {"opening", "files"}),
-    ({"verbs"}, DATA | PURE | MOVING | {"files", "formats", "opening", "mounting", "figures"}),
+    ({"verbs"}, DATA | PURE | MOVING | {"files", "formats", "opening", "mounting", "figures", "typedjson"}),
     ({"summary"}, DATA | {"summary", "pickles"}),
     ({"cli"}, DATA | {"cli", "summary", "verbs", "formats", "patterns", "figures"}),
     ({""}, {"verbs", "checkpoint", "errors", "version"}),
