@@ -70,7 +70,7 @@ def convert(
         typer.Option(
             "--dtype",
             metavar="[PATTERN=]DTYPE",
-            help="Cast floating point tensors: bfloat16, or 'norm*=float32' for some. Repeatable, the first one wins.",
+            help="Cast floating point tensors: bfloat16, or 'norm*=float32' for some. Repeatable, the first match wins.",
         ),
     ] = None,
     max_shard_size: Annotated[
@@ -94,7 +94,7 @@ def convert(
         int | None, typer.Option("--threads", "-j", metavar="N", min=1, help="How many threads move bytes.")
     ] = None,
     max_memory: Annotated[
-        str | None, typer.Option("--max-memory", metavar="SIZE", help="What the process may take: 2GB, 512MiB, ...")
+        str | None, typer.Option("--max-memory", metavar="SIZE", help="Bound the buffers: 2GB, 512MiB, ...")
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Read DST back and compare it with SRC before it gets its name.")
