@@ -97,7 +97,9 @@ def payloads(marker: Path) -> dict[str, bytes]:
         "a class that is only named": trap,
         "a function of an unknown package": call(named(TRAP, "spring"), text("x")),
         "copyreg._reconstructor": call(named("copyreg", "_reconstructor"), trap, named("builtins", "object"), b"N"),
-        "copy_reg._reconstructor": call(named("copy_reg", "_reconstructor"), trap, named("__builtin__", "object"), b"N"),
+        "copy_reg._reconstructor": call(
+            named("copy_reg", "_reconstructor"), trap, named("__builtin__", "object"), b"N"
+        ),
         "copyreg.__newobj__": call(named("copyreg", "__newobj__"), trap),
         "copyreg.__newobj_ex__": call(named("copyreg", "__newobj_ex__"), trap, b")", b"}"),
         "functools.partial": call(call(named("functools", "partial"), named("posix", "system"), text(touch))),
@@ -106,7 +108,9 @@ def payloads(marker: Path) -> dict[str, bytes]:
             call(named("importlib", "import_module"), text("os")),
         ),
         "operator.attrgetter": call(
-            call(call(named("operator", "attrgetter"), text("system")), call(named("builtins", "__import__"), text("os"))),
+            call(
+                call(named("operator", "attrgetter"), text("system")), call(named("builtins", "__import__"), text("os"))
+            ),
             text(touch),
         ),
         "types.FunctionType": call(
@@ -122,7 +126,9 @@ def payloads(marker: Path) -> dict[str, bytes]:
         "importlib": call(named("importlib", "import_module"), text(TRAP)),
         "pty": call(named("pty", "spawn"), b"(" + text("touch") + text(str(marker)) + b"l"),
         "numpy": call(named("numpy.testing._private.utils", "runstring"), text(write), b"}"),
-        "distutils": call(named("setuptools._distutils.spawn", "spawn"), b"(" + text("touch") + text(str(marker)) + b"l"),
+        "distutils": call(
+            named("setuptools._distutils.spawn", "spawn"), b"(" + text("touch") + text(str(marker)) + b"l"
+        ),
         "hidden by POP": call(named("posix", "system"), text(touch)) + b"0K\1",
         "hidden by POP_MARK": b"(" + call(named("posix", "system"), text(touch)) + b"1K\1",
     }  # fmt: skip

@@ -21,7 +21,20 @@ from typing import Any
 import payloads
 import pytest
 import torch
-from faulty import CORRUPT, FORMATS, READ, SAMPLES, check_words, model, out_folder, run, save_dcp, untouched
+from faulty import (
+    CORRUPT,
+    FORMATS,
+    LOSS,
+    READ,
+    SAMPLES,
+    USAGE,
+    check_words,
+    model,
+    out_folder,
+    run,
+    save_dcp,
+    untouched,
+)
 from payloads import PICKLE, Planted, call, named, text
 
 import ckpttool
@@ -72,9 +85,8 @@ def look_at_all(path: Path, marker: Path) -> dict[str, Any]:
         assert not [p.name for p in folder.iterdir() if p.name.startswith(".")]
         read_everything(path)
     for name, done in said.items():
-        if not name.endswith(" made") and done.code:
-            if name != "json":
-                check_words(done, [READ, CORRUPT, 5, 2])
+        if not name.endswith(" made") and name != "json" and done.code:
+            check_words(done, [READ, CORRUPT, LOSS, USAGE])
     assert not marker.exists(), f"something was run: {path}"
     assert payloads.TRAP not in sys.modules
     return said
