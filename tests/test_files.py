@@ -336,14 +336,26 @@ def test_a_dangling_link_is_something(tmp_path: Path) -> None:
         files.check_free(str(tmp_path / "out"), overwrite=False, is_file=True)
 
 
-def test_overwriting_a_link_leaves_what_it_points_to(tmp_path: Path) -> None:
-    real = tmp_path / "real"
+def test_a_link_to_a_directory_stays_and_is_followed(tmp_path: Path) -> None:
+    real = tmp_path / "disk" / "real"
     fill(str(real), is_file=False, content="old")
     os.symlink(real, tmp_path / "out")
     with staged(str(tmp_path / "out"), overwrite=True, is_file=False) as partial:
         fill(partial, is_file=False)
-    assert content(real) == "old"
-    assert content(tmp_path / "out") == "new"
+        assert Path(partial).parent == real.parent
+    assert (tmp_path / "out").is_symlink()
+    assert content(real) == "new"
+    assert os.listdir(real.parent) == ["real"]
+
+
+def test_a_link_to_a_file_is_replaced_and_the_file_stays(tmp_path: Path) -> None:
+    (tmp_path / "real").write_text("old")
+    os.symlink(tmp_path / "real", tmp_path / "out")
+    with staged(str(tmp_path / "out"), overwrite=True, is_file=True) as partial:
+        fill(partial, is_file=True)
+    assert (tmp_path / "real").read_text() == "old"
+    assert (tmp_path / "out").read_text() == "new"
+    assert not (tmp_path / "out").is_symlink()
 
 
 @contextmanager
