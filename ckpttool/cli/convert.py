@@ -70,7 +70,7 @@ def convert(
         typer.Option(
             "--dtype",
             metavar="[PATTERN=]DTYPE",
-            help="Cast floating point tensors: bfloat16, or 'norm*=float32' for some. Repeatable, the first match wins.",
+            help="Cast floating point tensors: bfloat16, or 'norm*=float32' for some. Repeatable; first match wins.",
         ),
     ] = None,
     max_shard_size: Annotated[
