@@ -31,7 +31,6 @@ from ckpttool.torchtree import some
 from ckpttool.torchzip import Archive
 
 _EAGER = 5_000  # bytes items that are decoded at open; 25 us each
-_UNEVEN = 1 << 20  # what is a few kilobytes on every rank need not be shared out
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
@@ -337,7 +336,6 @@ class _Opening:
         if self._is_safetensors:
             layout.append("tensors as safetensors")
         catalogue.facts["layout"] = ", ".join(layout)
-        catalogue.warnings += _uneven({r: sum(f.size for f in found) for r, found in per_rank.items()})
 
 
 def _with_in_place(table: dict[str, Any], name: str, made: dict[str, Any]) -> dict[str, Any]:
@@ -367,15 +365,6 @@ def _no_storage(ref: TensorRef | StorageRef) -> NoReturn:
 def _is_sharded(value: Any) -> bool:
     names = (stub_name(node) or "" for node in pickles.walk(value))
     return any(n.startswith("torch.distributed.") and n.endswith((".DTensor", ".ShardedTensor")) for n in names)
-
-
-def _uneven(loads: dict[int, int]) -> list[str]:
-    if len(loads) < 2:
-        return []
-    low, high = min(loads, key=lambda r: loads[r]), max(loads, key=lambda r: loads[r])
-    if loads[high] - loads[low] < _UNEVEN or loads[high] <= 2 * loads[low]:
-        return []
-    return [f"ranks are unevenly loaded: rank {high} wrote {loads[high]} bytes, rank {low} {loads[low]}"]
 
 
 FORMAT = Format(

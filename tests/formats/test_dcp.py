@@ -520,12 +520,6 @@ def test_what_lies_beside_is_said(tmp_path: Path) -> None:
     assert any("1 data files are empty" in w and "`__8_0.distcp`" in w for w in said)
 
 
-def test_uneven_ranks_are_said(tmp_path: Path) -> None:
-    states = [{"a": torch.zeros(1000)}, {"b": torch.zeros(1_000_000)}]
-    said = opened(save_apart(tmp_path, states)).catalogue.warnings
-    assert any("rank 1 wrote 4" in w and "unevenly" in w for w in said)
-
-
 # SAFETENSORS ----------------------------------------------------------------------------------------------------------
 
 
