@@ -42,7 +42,7 @@ def _section(name: str, command: Any) -> str:
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     words = [name, *(p.metavar for p in arguments), "[OPTIONS]", *(["COMMAND"] if name == "ckpttool" else [])]
     lines = ["", f"    {' '.join(filter(None, words))}", "", _prose(command.help), ""]
-    lines += ["| | |", "|---|---|"]
+    lines += [f"| {'argument or option' if arguments else 'option'} | what it does |", "|---|---|"]
     lines += [f"| `{p.metavar}` | {_help(p)} |" for p in arguments]
     lines += [f"| {_spelt(p)} | {_help(p)} |" for p in options(command)]
     return "\n".join([*lines, "", ""])
