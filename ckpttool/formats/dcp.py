@@ -30,7 +30,7 @@ from ckpttool.torchpickle import StorageRef, TensorRef
 from ckpttool.torchtree import some
 from ckpttool.torchzip import Archive
 
-_EAGER = 5_000  # bytes items that are decoded at open; 25 us each
+_EAGER = 5_000  # bytes items that are decoded at open; 35 us each
 
 
 # Reading --------------------------------------------------------------------------------------------------------------

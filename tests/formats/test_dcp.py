@@ -34,6 +34,7 @@ from ckpttool.catalogue import Path as Key
 from ckpttool.contract import SinkOptions, Source
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import CkptError, CorruptError, LossError, ReadError
+from ckpttool.formats import dcp
 from ckpttool.formats.dcp import FORMAT
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -229,6 +230,15 @@ def test_zstd_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.hint == "pip install ckpttool[zstd]"
     assert any("cannot be read" in w for w in source.catalogue.warnings)
     source.close()
+
+
+def test_very_many_objects_are_read_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dcp, "_EAGER", 3)
+    for name in ("dcp_fsdp2_w2", "dcp_int_keys"):
+        source = opened(sample(name))
+        assert any(not o.is_read for o in source.catalogue.objects)
+        assert_alike(tree_of(source), original(name))
+        source.close()
 
 
 # Ranks that did not talk to each other --------------------------------------------------------------------------------
