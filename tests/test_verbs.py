@@ -384,7 +384,7 @@ def test_the_source_is_never_the_destination(tmp_path: Path) -> None:
             ckpttool.convert(str(src), str(dst), overwrite=True)
     with pytest.raises(UsageError, match="lies inside it"):
         ckpttool.convert(SHARDED, f"{SHARDED}/out", to="torch")
-    with pytest.raises(UsageError, match="the source .* lies inside"):
+    with pytest.raises(UsageError, match=r"the source .* lies inside"):
         ckpttool.convert(str(src), str(tmp_path), to="dcp", overwrite=True)
     with pytest.raises(UsageError, match="is the source"):
         ckpttool.convert(SHARDED, str(src), to="torch", optim_from=str(src), overwrite=True)
