@@ -11,13 +11,13 @@ Upstream: `torch/distributed/checkpoint/filesystem.py` (`_write_item`, `read_dat
 from __future__ import annotations
 
 import struct
-import zlib
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import Any
+from zlib import crc32
 
-from ckpttool import dcpscratch, stheader, torchpickle, torchzip
+from ckpttool import dcpscratch, opcodes, stheader, torchpickle, torchzip
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import Extent, File
 from ckpttool.dcpmetadata import Item
@@ -119,7 +119,7 @@ class Items:
         """The CRC of some bytes that carry none."""
         crc = 0
         for at in range(begin, end, _BLOCK):
-            crc = zlib.crc32(self._pool.read(self._files[file].location, at, min(_BLOCK, end - at)), crc)
+            crc = crc32(self._pool.read(self._files[file].location, at, min(_BLOCK, end - at)), crc)
         return crc
 
     def _named(self, item: Item, name: str) -> str:
@@ -182,7 +182,16 @@ def _plain_tree(data: bytes, name: str) -> Any:
     name_len, extra_len = struct.unpack_from("<HH", data, 26)
     if not data[30 : 30 + name_len].endswith(b"/data.pkl"):
         return _NOT_PLAIN
-    return torchpickle.load(data[30 + name_len + extra_len :], name)
+    data = data[30 + name_len + extra_len :]
+    end = opcodes.end_of(data)
+    # Behind the record stands its descriptor, with the CRC (or none, or none that was computed).
+    if (
+        end is None
+        or data[end : end + 4] != b"PK\7\10"
+        or int.from_bytes(data[end + 4 : end + 8], "little") != crc32(data[:end])
+    ):
+        return _NOT_PLAIN
+    return torchpickle.load(data[:end], name)
 
 
 # Writing --------------------------------------------------------------------------------------------------------------

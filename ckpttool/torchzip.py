@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
+from zlib import crc32
 
 from ckpttool import boxes, torchpickle
 from ckpttool.boxes import Ints
@@ -67,8 +68,16 @@ class Archive:
         return self._payloads.keys()
 
     def content(self, record: str) -> bytes:
+        """The bytes of a small record. Raises CorruptError when they are not those that the writer made the CRC of."""
         at = self.payload(record)
-        return self.read(at.offset, at.nbytes)
+        data = self.read(at.offset, at.nbytes)
+        if at.crc and (found := crc32(data)) != at.crc:
+            raise CorruptError(
+                f"{self.name}: record `{record}` has CRC {found:08x}, but the writer left {at.crc:08x}",
+                hint="its bytes changed after they were written; take another copy of the checkpoint",
+                found=f"{found:08x}", expected=f"{at.crc:08x}",
+            )  # fmt: skip
+        return data
 
     def extent(self, ref: TensorRef | StorageRef, folder: str = "data") -> Extent:
         """Where the elements of a tensor (or of a bare storage) lie. Raises CorruptError when the storage is short.
@@ -285,11 +294,7 @@ def _descriptor(crc: int, nbytes: int, header: int) -> bytes:
     return struct.pack("<4sLQQ" if large else "<4sLLL", b"PK\7\10", crc, nbytes, nbytes)
 
 
-@lru_cache(maxsize=4096)
-def _crc(data: bytes) -> int:
-    import zlib
-
-    return zlib.crc32(data)
+_crc = lru_cache(maxsize=4096)(crc32)
 
 
 def lay_out(tree: Any, slot_of: Callable[[Any], Slot | None], *, base: int = 0, file: int = 0, root: str) -> Layout:
