@@ -5,11 +5,14 @@ On several ranks: `test_on_ranks.py`.
 
 from __future__ import annotations
 
+import io
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import large
 import pytest
+import torch
 import torch.distributed.checkpoint as torch_dcp
 from reading import (
     SAMPLES,
@@ -81,6 +84,29 @@ def test_pieces_of_every_world(sample: str, world: int, tmp_path: Path) -> None:
         if isinstance(entry, TensorStorageMetadata):
             assert sum(chunk.sizes.numel() for chunk in entry.chunks) == entry.size.numel(), name
             assert len(entry.chunks) <= world
+    for index, info in described.storage_data.items():
+        entry = described.state_dict_metadata[index.fqn]
+        if isinstance(entry, TensorStorageMetadata) and len(entry.chunks) > 1:
+            # The piece that FSDP2 would give to the rank whose file it is in.
+            rank = int(info.relative_path[2:].split("_")[0])
+            rows = torch.arange(entry.size[0]).chunk(world)[rank]
+            assert tuple(index.offset) == (int(rows[0]), *(0,) * (len(entry.size) - 1)), index.fqn
+
+
+@pytest.mark.parametrize("sample", ["dcp_fsdp2_w4", "torch_full", "torch_layouts", "safetensors_single", "dcp_dtypes"])
+def test_items_are_sound_archives(sample: str, tmp_path: Path) -> None:
+    """Each item is a zip file whose CRCs are right, and what is between items is nothing."""
+    out = written(path_of(sample), tmp_path, to_world=2)
+    ends: dict[str, list[tuple[int, int]]] = {}
+    for info in torch_dcp.FileSystemReader(out).read_metadata().storage_data.values():
+        ends.setdefault(info.relative_path, []).append((info.offset, info.offset + info.length))
+        data = (Path(out) / info.relative_path).read_bytes()[info.offset :][: info.length]
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            assert archive.testzip() is None
+    for name, spans in ends.items():
+        whole = sorted(set(spans))  # tied names have one item
+        assert [start for start, _ in whole] == [0, *(end for _, end in whole[:-1])]
+        assert whole[-1][1] == (Path(out) / name).stat().st_size
 
 
 @pytest.mark.parametrize("sample", ["dcp_fsdp2_w4", "torch_full", "safetensors_single", "dcp_flat_optim_w2"])
