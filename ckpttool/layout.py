@@ -26,10 +26,10 @@ from ckpttool.catalogue import (
     dotted,
     find_aliases,
 )
+from ckpttool.containers.pickles import Stub
 from ckpttool.dtypes import ALIASES, DTYPES, Dtype
 from ckpttool.errors import UsageError
 from ckpttool.patterns import any_of, compile_pattern, rule
-from ckpttool.pickles import Stub
 
 WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from ckpttool.catalogue import Catalogue, Container, Link, Object, Path, Tensor, dotted
+from ckpttool.containers.pickles import Stub, TorchSize, children
 from ckpttool.errors import CorruptError, LossError
-from ckpttool.pickles import Stub, TorchSize, children
 
 MAX_DEPTH = 256
 MAX_ENTRIES = 20_000_000

@@ -7,9 +7,11 @@ passed on to a new one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
-from ckpttool import formats, parts, pickles
+from ckpttool import formats, parts
 from ckpttool.catalogue import Catalogue, Object, Path, dotted
+from ckpttool.containers import pickles
 from ckpttool.contract import Source
 
 
@@ -24,6 +26,16 @@ def open_source(path: str) -> Source:
         source.close()
         raise
     return source
+
+
+@contextmanager
+def opened(path: str) -> Iterator[Source]:
+    """An open source with its parts told apart. Raises ReadError or CorruptError."""
+    source = open_source(path)
+    try:
+        yield source
+    finally:
+        source.close()
 
 
 def harmful(objects: Iterable[Object]) -> Iterator[tuple[str, str]]:

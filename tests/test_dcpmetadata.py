@@ -26,10 +26,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckpttool import dcpmetadata, dcpspelling
-from ckpttool.dcpmetadata import Item, StoredTensor
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import CkptError, CorruptError
+from ckpttool.formats.dcp import metadata as dcpmetadata
+from ckpttool.formats.dcp import spelling as dcpspelling
+from ckpttool.formats.dcp.metadata import Item, StoredTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "faults"))
 from payloads import payloads, set_trap

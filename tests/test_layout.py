@@ -15,10 +15,10 @@ from originals import HERE, original
 from ckpttool import layout, parts
 from ckpttool.boxes import Box
 from ckpttool.catalogue import Catalogue, Object, Part, Tensor, dotted
+from ckpttool.containers.pickles import stub_type
 from ckpttool.errors import UsageError
 from ckpttool.nesting import links, unflatten
 from ckpttool.patterns import renamer
-from ckpttool.pickles import stub_type
 
 
 def started(state: dict[Any, Any], cuts: dict[str, Sequence[Box]] | None = None) -> Catalogue:

@@ -24,10 +24,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool import opcodes, pickles, torchpickle
+from ckpttool.containers import opcodes, pickles, torchpickle
+from ckpttool.containers.pickles import Known, Stub, TorchSize, stub_name, stub_type
+from ckpttool.containers.torchpickle import KNOWN, Slot, StorageRef, TensorRef
 from ckpttool.errors import CorruptError, LossError
-from ckpttool.pickles import Known, Stub, TorchSize, stub_name, stub_type
-from ckpttool.torchpickle import KNOWN, Slot, StorageRef, TensorRef
 
 
 def load(data: bytes) -> Any:

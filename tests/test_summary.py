@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool import parts, pickles
+from ckpttool import parts
 from ckpttool.catalogue import Catalogue, Chunks, Extent, File, Link, Object, Part, Record, Tensor
+from ckpttool.containers import pickles
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import CorruptError
 from ckpttool.escapes import cut, safe

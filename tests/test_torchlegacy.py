@@ -15,10 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool import torchlegacy
+from ckpttool.containers import torchlegacy
+from ckpttool.containers.pickles import Stub, stub_name
+from ckpttool.containers.torchpickle import StorageRef, TensorRef
 from ckpttool.errors import CkptError, CorruptError
-from ckpttool.pickles import Stub, stub_name
-from ckpttool.torchpickle import StorageRef, TensorRef
 
 MAGIC = 0x1950A86A20F9469CFC6C
 

@@ -19,11 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.serialization import config
 
-from ckpttool import torchzip
+from ckpttool.containers import torchzip
+from ckpttool.containers.torchpickle import Slot, TensorRef
+from ckpttool.containers.torchzip import Archive, lay_out, load_tree, open_archive, resolve_item
 from ckpttool.dtypes import DTYPES, dtype
 from ckpttool.errors import CkptError, CorruptError
-from ckpttool.torchpickle import Slot, TensorRef
-from ckpttool.torchzip import Archive, lay_out, load_tree, open_archive, resolve_item
 
 
 def saved(state: Any, **options: Any) -> bytes:

@@ -17,11 +17,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool import pickles, torchpickle
 from ckpttool.catalogue import Link
+from ckpttool.containers import pickles, torchpickle
+from ckpttool.containers.pickles import Stub, TorchSize, is_stub_type, stub_type
+from ckpttool.containers.typedjson import MAX_DEPTH, decode, encode
 from ckpttool.errors import CorruptError, LossError
-from ckpttool.pickles import Stub, TorchSize, is_stub_type, stub_type
-from ckpttool.typedjson import MAX_DEPTH, decode, encode
 
 
 def there_and_back(value: Any) -> Any:
@@ -220,7 +220,7 @@ def test_shared_is_no_cycle() -> None:
 
 
 def test_shared_without_end_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpttool.typedjson.MAX_VALUES", 1000)
+    monkeypatch.setattr("ckpttool.containers.typedjson.MAX_VALUES", 1000)
     value: Any = [1]
     for _ in range(40):
         value = [value, value]
@@ -254,7 +254,8 @@ def test_stranger_is_a_loss() -> None:
         '{"$call": ["a", "b"], "args": 1}', '{"$call": ["a", "b"], "kwargs": [1]}', '{"$call": ["a", "b"], "state": 2}',
         '{"$new": "ab", "args": {}}', '{"$function": ["os", "system"]}', '{"$OrderedDict": [[1]]}',
         '{"$OrderedDict": [], "attributes": 3}', '{"$OrderedDict": [], "attributes": {"items": 3}}',
-        '{"$OrderedDict": [], "attributes": {"$dict": [[1, 2]]}}', '{"$tensor": 1}', '{"$storage": {}}', '{"a": [{"$bytes": null}]}',
+        '{"$OrderedDict": [], "attributes": {"$dict": [[1, 2]]}}', '{"$tensor": 1}', '{"$storage": {}}',
+        '{"a": [{"$bytes": null}]}',
         '{"$dict": [["ab"]]}', "[" * 4000,
     ],
 )  # fmt: skip

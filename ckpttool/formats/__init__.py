@@ -6,11 +6,10 @@ import difflib
 import os
 import stat
 
-from ckpttool import strangers
 from ckpttool.contract import Format, Source
 from ckpttool.errors import CkptError, ReadError, UsageError
 from ckpttool.files import failed
-from ckpttool.formats import dcp, safetensors, torchsave
+from ckpttool.formats import dcp, safetensors, strangers, torchsave
 
 FORMATS: tuple[Format, ...] = (dcp.FORMAT, safetensors.FORMAT, torchsave.FORMAT)
 _SOME = 4

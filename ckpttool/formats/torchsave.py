@@ -18,12 +18,13 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from ckpttool import files, nesting, pickles, torchexport, torchlegacy, torchmodule, torchpickle, torchtree, torchzip
+from ckpttool import files, nesting
 from ckpttool.catalogue import Catalogue, Chunk, Chunks, Entry, Extent, File, Link, Path, Tensor, dotted
+from ckpttool.containers import pickles, torchexport, torchlegacy, torchmodule, torchpickle, torchtree, torchzip
+from ckpttool.containers.torchpickle import Slot
+from ckpttool.containers.torchzip import Archive
 from ckpttool.contract import Crcs, Format, Loss, Sink, SinkOptions, Source
 from ckpttool.errors import CorruptError, LossError, ReadError
-from ckpttool.torchpickle import Slot
-from ckpttool.torchzip import Archive
 
 _PK = b"PK\3\4"
 _ROOT = "archive"  # what torch calls it when it saves to a buffer; the name of the file is not known here

@@ -353,7 +353,7 @@ def test_the_space_goes_while_we_write(to: str, tmp_path: Path, small_disk: Path
     """Somebody else fills the disk: what was counted at the start is not there any more."""
     src = save_torch(tmp_path / "big.pt", {"w": torch.ones(300_000)})
     (small_disk / "other").write_bytes(bytes(1 << 20))
-    monkeypatch.setattr(verbs.files, "free_space", lambda path: 1 << 40)
+    monkeypatch.setattr("ckpttool.files.free_space", lambda path: 1 << 40)
     said = check_words(run("convert", src, small_disk / "dst", "--to", to), STORAGE, "no space left")
     assert names(small_disk) == ["other"]
     assert ".partial-" not in said and str(small_disk / "dst") in said

@@ -28,14 +28,16 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from ckpttool import dcpscratch, nesting, typedjson
+from ckpttool import nesting
 from ckpttool.catalogue import Catalogue, Chunks, Object, Tensor, find_aliases, validate
 from ckpttool.catalogue import Path as Key
+from ckpttool.containers import typedjson
 from ckpttool.contract import SinkOptions, Source
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import CkptError, CorruptError, LossError, ReadError
 from ckpttool.formats import dcp
 from ckpttool.formats.dcp import FORMAT
+from ckpttool.formats.dcp import scratch as dcpscratch
 
 TESTS = Path(__file__).resolve().parents[1]
 SAMPLES = TESTS.parent / "samples"

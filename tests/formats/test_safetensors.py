@@ -25,13 +25,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckpttool import catalogue as catalogues
-from ckpttool import layout, parts, stindex, verbs
+from ckpttool import layout, parts, verbs
 from ckpttool.catalogue import Catalogue, Part, Tensor, find_aliases
 from ckpttool.contract import Sink, SinkOptions
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import CkptError, CorruptError, LossError, ReadError
 from ckpttool.formats import torchsave
 from ckpttool.formats.safetensors import FORMAT
+from ckpttool.formats.safetensors import index as stindex
 
 SAMPLES = Path(__file__).resolve().parents[2] / "samples"
 sys.path.insert(0, str(SAMPLES))

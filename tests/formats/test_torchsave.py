@@ -24,11 +24,11 @@ from torch import nn
 from ckpttool import catalogue as catalogues
 from ckpttool import nesting
 from ckpttool.catalogue import Catalogue, Chunks, Link, Object, Tensor, find_aliases
+from ckpttool.containers.pickles import Stub, stub_name
 from ckpttool.contract import SinkOptions
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import CkptError, CorruptError, LossError, ReadError
 from ckpttool.formats.torchsave import FORMAT
-from ckpttool.pickles import Stub, stub_name
 
 SAMPLES = Path(__file__).resolve().parents[2] / "samples"
 NAMES = sorted(f.name for f in (SAMPLES / "checkpoints").glob("torch_*"))

@@ -34,10 +34,10 @@ from collections.abc import Callable
 from math import isfinite, isnan
 from typing import Any, NoReturn
 
-from ckpttool import pickles, torchpickle
 from ckpttool.catalogue import Link
+from ckpttool.containers import pickles, torchpickle
+from ckpttool.containers.pickles import Known, Stub, TorchSize, is_stub_type, stub_type
 from ckpttool.errors import CorruptError, LossError
-from ckpttool.pickles import Known, Stub, TorchSize, is_stub_type, stub_type
 
 MAX_DEPTH = 100
 MAX_VALUES = 10_000_000  # lists that hold one list twice, forty deep, would be 2**40 values once unshared

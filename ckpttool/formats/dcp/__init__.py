@@ -18,17 +18,21 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from ckpttool import dcpindex, dcpitems, dcpkeys, dcpsink, pickles, stheader, torchtree
 from ckpttool.catalogue import Catalogue, Chunk, Chunks, Extent, File, Object, Path, Tensor, dotted
+from ckpttool.containers import pickles, stheader, torchtree
+from ckpttool.containers.pickles import stub_name
+from ckpttool.containers.torchpickle import StorageRef, TensorRef
+from ckpttool.containers.torchtree import some
+from ckpttool.containers.torchzip import Archive
 from ckpttool.contract import Format, Source
-from ckpttool.dcpindex import Copy, Index
-from ckpttool.dcpitems import Items
-from ckpttool.dcpmetadata import Item, StoredTensor
 from ckpttool.errors import CkptError, CorruptError, ReadError
-from ckpttool.pickles import stub_name
-from ckpttool.torchpickle import StorageRef, TensorRef
-from ckpttool.torchtree import some
-from ckpttool.torchzip import Archive
+from ckpttool.formats.dcp import index as dcpindex
+from ckpttool.formats.dcp import items as dcpitems
+from ckpttool.formats.dcp import keys as dcpkeys
+from ckpttool.formats.dcp import sink as dcpsink
+from ckpttool.formats.dcp.index import Copy, Index
+from ckpttool.formats.dcp.items import Items
+from ckpttool.formats.dcp.metadata import Item, StoredTensor
 
 _EAGER = 5_000  # bytes items that are decoded at open; 35 us each
 

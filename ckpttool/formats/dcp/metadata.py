@@ -28,11 +28,11 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple, cast
 
-from ckpttool import pickles
 from ckpttool.boxes import Ints
+from ckpttool.containers import pickles
+from ckpttool.containers.pickles import stub_name
 from ckpttool.dtypes import Dtype, dtype
 from ckpttool.errors import CkptError, CorruptError
-from ckpttool.pickles import stub_name
 
 KeyPath = tuple["str | int", ...]
 _DTYPE = re.compile(r"torch\.\w+")

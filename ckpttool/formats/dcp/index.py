@@ -15,12 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpttool import dcpmetadata, files
+from ckpttool import files
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import File
-from ckpttool.dcpmetadata import Item, KeyPath, Metadata, StoredTensor
+from ckpttool.containers.torchtree import some
 from ckpttool.errors import CorruptError, ReadError
-from ckpttool.torchtree import some
+from ckpttool.formats.dcp import metadata as dcpmetadata
+from ckpttool.formats.dcp.metadata import Item, KeyPath, Metadata, StoredTensor
 
 NAME = ".metadata"
 SUFFIX = ".distcp"

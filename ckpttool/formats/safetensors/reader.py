@@ -14,11 +14,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ckpttool import files, stfiles, stheader, stindex
+from ckpttool import files
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import Catalogue, Chunks, Extent, File, Part, Tensor
+from ckpttool.containers import stheader
+from ckpttool.containers.stheader import Entry, Header
 from ckpttool.errors import CorruptError, ReadError
-from ckpttool.stheader import Entry, Header
+from ckpttool.formats.safetensors import index as stindex
+from ckpttool.formats.safetensors import placing as stfiles
 
 SUFFIX = ".safetensors"
 SHARDED = "sharded"

@@ -22,12 +22,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpttool import boxes, opcodes, pickles, torchpickle
+from ckpttool import boxes
 from ckpttool.catalogue import Extent
+from ckpttool.containers import opcodes, pickles, torchpickle
+from ckpttool.containers.pickles import stub_name
+from ckpttool.containers.torchpickle import StorageRef, TensorRef
 from ckpttool.dtypes import BY_STORAGE
 from ckpttool.errors import CorruptError
-from ckpttool.pickles import stub_name
-from ckpttool.torchpickle import StorageRef, TensorRef
 
 Read = Callable[[int, int], bytes]
 

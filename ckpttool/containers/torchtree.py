@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ckpttool import nesting, pickles, torchmodule
+from ckpttool import nesting
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import Catalogue, Chunks, Extent, Object, Path, Tensor, dotted
+from ckpttool.containers import pickles, torchmodule
+from ckpttool.containers.pickles import stub_name
+from ckpttool.containers.torchpickle import StorageRef, TensorRef
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import CorruptError
-from ckpttool.pickles import stub_name
-from ckpttool.torchpickle import StorageRef, TensorRef
 
 Place = Callable[[TensorRef | StorageRef], Extent]
 

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ckpttool import opcodes
+from ckpttool.containers import opcodes
 from ckpttool.errors import CkptError, CorruptError, LossError
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ckpttool.boxes import Ints
-from ckpttool.dcpmetadata import Item, Metadata, StoredTensor
-from ckpttool.pickles import Writer
+from ckpttool.containers.pickles import Writer
+from ckpttool.formats.dcp.metadata import Item, Metadata, StoredTensor
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 _BATCH = 1000  # as pickle does: the reader's stack stays small

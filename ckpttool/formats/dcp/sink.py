@@ -15,13 +15,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ckpttool import dcpindex, dcpitems, dcpkeys, dcpspelling, files, torchzip
+from ckpttool import files
 from ckpttool.catalogue import Catalogue, Chunks, Extent, File, Link, Object, Path, Record, Tensor, dotted
+from ckpttool.containers import torchzip
+from ckpttool.containers.torchpickle import Slot
 from ckpttool.contract import Crcs, Loss, Sink, SinkOptions
-from ckpttool.dcpitems import template
-from ckpttool.dcpmetadata import Item, Metadata, StoredTensor
 from ckpttool.errors import LossError
-from ckpttool.torchpickle import Slot
+from ckpttool.formats.dcp import index as dcpindex
+from ckpttool.formats.dcp import items as dcpitems
+from ckpttool.formats.dcp import keys as dcpkeys
+from ckpttool.formats.dcp import spelling as dcpspelling
+from ckpttool.formats.dcp.items import template
+from ckpttool.formats.dcp.metadata import Item, Metadata, StoredTensor
 
 
 def losses(catalogue: Catalogue, path: str) -> list[Loss]:

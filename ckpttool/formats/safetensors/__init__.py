@@ -20,14 +20,17 @@ from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import Any
 
-from ckpttool import files, statefile, stfiles, stheader, stindex, typedjson
+from ckpttool import files
 from ckpttool.catalogue import Catalogue, Chunk, Chunks, Extent, File, Path, Tensor
+from ckpttool.containers import stheader, typedjson
+from ckpttool.containers.stheader import Header
 from ckpttool.contract import Crcs, Format, Loss, Sink, SinkOptions, Source
 from ckpttool.errors import CkptError, CorruptError, LossError, ReadError
-from ckpttool.statefile import Place, Wanted
-from ckpttool.stfiles import FilePlan
-from ckpttool.stheader import Header
-from ckpttool.streader import (
+from ckpttool.formats.safetensors import index as stindex
+from ckpttool.formats.safetensors import placing as stfiles
+from ckpttool.formats.safetensors import statefile
+from ckpttool.formats.safetensors.placing import FilePlan
+from ckpttool.formats.safetensors.reader import (
     MODEL,
     SHARDED,
     SUFFIX,
@@ -40,6 +43,7 @@ from ckpttool.streader import (
     read_range,
     some,
 )
+from ckpttool.formats.safetensors.statefile import Place, Wanted
 from ckpttool.version import __version__
 
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpttool import pickles
 from ckpttool.catalogue import Catalogue, Container, Path, Tensor, dotted
-from ckpttool.dcpmetadata import KeyPath
+from ckpttool.containers import pickles
 from ckpttool.errors import CorruptError
+from ckpttool.formats.dcp.metadata import KeyPath
 from ckpttool.version import __version__
 
 # Reading --------------------------------------------------------------------------------------------------------------

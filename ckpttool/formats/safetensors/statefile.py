@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool import dtypes, nesting, typedjson
+from ckpttool import dtypes, nesting
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import Catalogue, Container, Object, Path, Tensor, dotted
+from ckpttool.containers import typedjson
 from ckpttool.dtypes import Dtype
 from ckpttool.errors import CorruptError, ReadError
 

@@ -16,13 +16,14 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from ckpttool import boxes, torchzip
+from ckpttool import boxes
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import Extent
+from ckpttool.containers import torchzip
+from ckpttool.containers.torchpickle import StorageRef, TensorRef
+from ckpttool.containers.torchzip import Archive
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import CorruptError
-from ckpttool.torchpickle import StorageRef, TensorRef
-from ckpttool.torchzip import Archive
 
 FOLDERS = {"weights": "data/weights/", "constants": "data/constants/"}
 

@@ -11,12 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
 
-from ckpttool import stheader, stindex
 from ckpttool.catalogue import Catalogue, Part, Path, Tensor, dotted
+from ckpttool.containers import stheader
+from ckpttool.containers.stheader import Spec
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import LossError
-from ckpttool.statefile import Place
-from ckpttool.stheader import Spec
+from ckpttool.formats.safetensors import index as stindex
+from ckpttool.formats.safetensors.statefile import Place
 
 FORMAT_PT = {"format": "pt"}
 # Keys that the metadata of a header or of an index has already: no tensor's other name can be kept under them.

@@ -14,9 +14,9 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckpttool.containers.pickles import Stub, stub_name
+from ckpttool.containers.torchpickle import StorageRef, TensorRef
 from ckpttool.errors import CorruptError
-from ckpttool.pickles import Stub, stub_name
-from ckpttool.torchpickle import StorageRef, TensorRef
 
 _MAX_DEPTH = 64
 _OWN = ("_parameters", "_buffers", "_modules")

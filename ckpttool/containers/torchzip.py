@@ -18,12 +18,13 @@ from functools import lru_cache
 from typing import Any
 from zlib import crc32
 
-from ckpttool import boxes, torchpickle
+from ckpttool import boxes
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import Extent, Record
+from ckpttool.containers import torchpickle
+from ckpttool.containers.torchpickle import Slot, StorageRef, TensorRef
 from ckpttool.dtypes import Dtype
 from ckpttool.errors import CorruptError
-from ckpttool.torchpickle import Slot, StorageRef, TensorRef
 
 Read = Callable[[int, int], bytes]
 """`read(offset, nbytes)` of the file that the archive lies in, absolute offsets."""

@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from ckpttool import boxes, pickles
+from ckpttool import boxes
 from ckpttool.boxes import Ints
+from ckpttool.containers import pickles
+from ckpttool.containers.pickles import Known, Stub, Writer, stub_name, stub_type
 from ckpttool.dtypes import BY_STORAGE, Dtype, dtype
 from ckpttool.errors import CorruptError
-from ckpttool.pickles import Known, Stub, Writer, stub_name, stub_type
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,16 +17,17 @@ from math import prod
 from typing import Any
 from zlib import crc32
 
-from ckpttool import dcpscratch, opcodes, stheader, torchpickle, torchzip
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import Extent, File
-from ckpttool.dcpmetadata import Item
+from ckpttool.containers import opcodes, stheader, torchpickle, torchzip
+from ckpttool.containers.stheader import Header
+from ckpttool.containers.torchpickle import Slot
+from ckpttool.containers.torchzip import Archive, Read
 from ckpttool.dtypes import Dtype
 from ckpttool.errors import CorruptError, ReadError
 from ckpttool.files import Pool
-from ckpttool.stheader import Header
-from ckpttool.torchpickle import Slot
-from ckpttool.torchzip import Archive, Read
+from ckpttool.formats.dcp import scratch as dcpscratch
+from ckpttool.formats.dcp.metadata import Item
 
 ROOT = "archive"  # what torch.save calls it when it writes to a stream
 _WINDOW = 4096  # an archive of one tensor has some 700 bytes before its payload and 900 after

@@ -16,9 +16,9 @@ from contextlib import suppress
 from typing import IO, Any, NamedTuple
 
 from ckpttool.catalogue import File
-from ckpttool.dcpmetadata import Item
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.files import Pool, failed
+from ckpttool.formats.dcp.metadata import Item
 
 _BLOCK = 1 << 20
 _SEGMENT = 1 << 30

@@ -1,0 +1,380 @@
+"""A conversion, step by step: open, lay out, refuse what would be lost, create, fill, check, commit."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path as FilePath
+
+from ckpttool import files, formats, layout, opening, parts, plan
+from ckpttool.catalogue import Catalogue, Chunks, Object, Path, Tensor, dotted, find_aliases, validate
+from ckpttool.containers import typedjson
+from ckpttool.contract import Format, Sink, SinkOptions, Source
+from ckpttool.errors import CorruptError, LossError, OverwriteError, StorageError, UsageError
+from ckpttool.mounting import Mounted
+from ckpttool.patterns import any_of, renamer, rule
+from ckpttool.transfer import BUFFER, Progress, Transferred, budget, transfer
+
+# What Python, the catalogue and the buffers of the standard library need on top of our own.
+_BASE_MEMORY = 48 << 20
+_TORCH_MEMORY = 230 << 20
+_NUMPY_MEMORY = 24 << 20
+
+
+@dataclass(slots=True)
+class Conversion:
+    """What a conversion does (`dry_run`) or did. Sizes are bytes, `memory` is the expected peak of the process."""
+
+    source: str
+    source_format: str
+    destination: str
+    format: str
+    files: list[tuple[str, int]] = field(default_factory=list)
+    tensors: int = 0
+    objects: int = 0
+    bytes: int = 0
+    disk: int = 0
+    free: int = 0
+    memory: int = 0
+    renamed: list[tuple[str, str]] = field(default_factory=list)
+    cast: list[tuple[str, str, str]] = field(default_factory=list)
+    ties: list[tuple[str, str]] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    checked: int = 0
+    unchecked: int = 0
+    seconds: float = 0.0
+    dry_run: bool = False
+
+
+def convert(
+    src: str,
+    dst: str,
+    *,
+    to: str | None = None,
+    only: Sequence[str] = (),
+    drop: Sequence[str] = (),
+    tensors: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    rename: Sequence[str] = (),
+    strip_wrappers: bool = False,
+    strip_prefix: str | None = None,
+    dtype: Sequence[str] = (),
+    max_shard_size: int | None = None,
+    to_world: int | None = None,
+    model_from: str | None = None,
+    optim_from: str | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    threads: int | None = None,
+    max_memory: int | None = None,
+    check: bool = False,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Convert the checkpoint at `src` to the format `to` at `dst`, bit for bit. See `docs/reference/cli.md`.
+
+    `progress(done, total)` is called with bytes from this thread. Nothing appears at `dst` unless all of it does.
+    Raises the errors of `ckpttool.errors`, each with its exit code.
+    """
+    began = time.monotonic()
+    target = formats.writable(to, dst)
+    _check_arguments(dst, target, to_world, max_shard_size, max_memory)
+    _check_apart(dst, src, model_from, optim_from)
+    in_the_way = _check_free(dst, target, overwrite, dry_run)
+    with ExitStack() as stack:
+        source = _open_all(stack, src, model_from, optim_from)
+        before = files.fingerprint(_watched(source.catalogue, src))
+        validate(source.catalogue)
+        laid = _lay_out(source.catalogue, only, drop, tensors, exclude, rename, strip_wrappers, strip_prefix)
+        _check_matches("--dtype", [rule(text, "--dtype")[0] for text in dtype if "=" in text], laid)
+        laid = layout.cast(laid, layout.caster(dtype))
+        laid = _rechunked(laid, source.catalogue, target, to_world)
+        _check_harmless(laid, src)
+        _check_losses(laid, target, src, dst)
+        made = _summary(source.catalogue, laid, src, dst, target, dry_run)
+        options = SinkOptions(max_shard_size, target.is_file(dst))
+        if dry_run:
+            made.notes += in_the_way
+            _plan_only(made, target, laid, options, threads, max_memory)
+            return made
+        with files.staged(dst, overwrite=overwrite, is_file=target.is_file(dst)) as partial:
+            sink = _create(target, partial, laid, options)
+            _note_files(made, sink, partial, dst)
+            if made.disk > made.free:
+                raise StorageError(
+                    f"`{dst}`: needs {made.disk} bytes, but {made.free} are free",
+                    hint="free some space, or write somewhere else",
+                    file=dst, found=made.free, expected=made.disk,
+                )  # fmt: skip
+            moved = transfer(
+                plan.plan(sink.catalogue), source, sink.catalogue,
+                total=made.bytes, threads=threads, memory=max_memory, progress=progress,
+            )  # fmt: skip
+            files.check_unchanged(before)
+            sink.finish(moved.crcs)
+            if check:
+                _check_written(target, partial, sink.catalogue, source, made, threads, max_memory)
+        made.checked, made.unchecked = moved.checked, moved.unchecked
+    made.seconds = time.monotonic() - began
+    return made
+
+
+def _check_free(dst: str, target: Format, overwrite: bool, dry_run: bool) -> list[str]:
+    """A plan may be made for a destination that exists, but it says what would then stop it."""
+    try:
+        files.check_free(dst, overwrite=overwrite, is_file=target.is_file(dst))
+    except OverwriteError as error:
+        if overwrite or not dry_run:
+            raise
+        return [f"{error.message}: {error.hint}"]
+    return []
+
+
+def _check_arguments(
+    dst: str, target: Format, to_world: int | None, max_shard_size: int | None, max_memory: int | None
+) -> None:
+    if to_world is not None:
+        if to_world < 1:
+            raise UsageError(f"`--to-world {to_world}`: a world has at least one rank")
+        if not target.chunked:
+            raise UsageError(
+                f"`--to-world` makes no sense for {target.name}, which has whole tensors",
+                hint="use it with `--to dcp`",
+            )
+    if max_shard_size is not None:
+        if not target.splits:
+            raise UsageError(
+                f"`--max-shard-size` makes no sense for {target.name}", hint="use it with `--to safetensors`"
+            )
+        if target.is_file(dst):
+            raise UsageError(
+                f"`{dst}` is one file, which `--max-shard-size` cannot split", hint="name a directory instead"
+            )
+    if max_memory is not None and max_memory < _BASE_MEMORY:
+        raise UsageError(f"`--max-memory`: at least {_BASE_MEMORY >> 20} MiB are needed")
+
+
+def _check_apart(dst: str, *sources: str | None) -> None:
+    """Raises UsageError when `dst` would touch a source: `--overwrite` replaces a directory with all that it holds."""
+    for path in filter(None, sources):
+        there, here = os.path.realpath(dst), os.path.realpath(path)
+        hint = "write somewhere else; SRC is never touched"
+        if there == here or there.startswith(here.rstrip("/") + "/"):
+            raise UsageError(f"`{dst}` is the source, or lies inside it", hint=hint)
+        if here.startswith(there.rstrip("/") + "/"):
+            raise UsageError(f"the source `{path}` lies inside `{dst}`", hint=hint)
+
+
+def _open_all(stack: ExitStack, src: str, model_from: str | None, optim_from: str | None) -> Source:
+    source: Source = stack.enter_context(opening.opened(src))
+    if model_from is None and optim_from is None:
+        return source
+    mounted = Mounted(source)
+    for kind, path in (("model", model_from), ("optimizer", optim_from)):
+        if path is not None:
+            mounted.replace_part(kind, stack.enter_context(opening.opened(path)), path)
+    return mounted
+
+
+def _watched(catalogue: Catalogue, src: str) -> list[str]:
+    """Files that must not change while we read: those with tensors, and the index."""
+    index = [str(FilePath(src) / name) for name in (".metadata", "model.safetensors.index.json", "ckpttool.json")]
+    return [*(f.location for f in catalogue.files), *(p for p in index if FilePath(p).is_file())]
+
+
+def _lay_out(
+    source: Catalogue,
+    only: Sequence[str],
+    drop: Sequence[str],
+    tensors: Sequence[str],
+    exclude: Sequence[str],
+    rename: Sequence[str],
+    strip_wrappers: bool,
+    strip_prefix: str | None,
+) -> Catalogue:
+    laid = layout.start(source)
+    if only:
+        wanted = parts.matcher(only, source)
+        laid = layout.select(laid, lambda e: wanted(e.part))
+    if drop:
+        unwanted = parts.matcher(drop, source)
+        laid = layout.select(laid, lambda e: not unwanted(e.part))
+    left = parts.parts(laid)
+    if only and len(left) == 1:
+        # First of all, so that every pattern below sees the names that will be written.
+        laid = layout.without_root(laid, left[0])
+    _check_matches("--tensors", tensors, laid)
+    _check_matches("--exclude", exclude, laid)
+    if tensors or exclude:
+        laid = layout.select(laid, layout.matching(tensors, exclude))
+    if not laid.entries:
+        raise UsageError("nothing is left to write", hint="look at what is there with `ckpttool inspect`")
+    if strip_wrappers:
+        laid = layout.rename(laid, layout.strip_wrappers, within_parts=True)
+    if strip_prefix:
+        prefix = strip_prefix.rstrip(".") + "."
+        if not any(dotted(t.path[len(t.part.root) :]).startswith(prefix) for t in laid.tensors):
+            raise UsageError(f"`--strip-prefix {strip_prefix}`: no tensor of the model has this prefix")
+        laid = layout.rename(laid, lambda name: name.removeprefix(prefix), within_parts=True)
+    for text in rename:
+        step = renamer([text])
+        if all(step(entry.name) == entry.name for entry in laid.entries.values()):
+            raise UsageError(f"`--rename {text}` changes no name", hint=_names_hint(laid))
+    if rename:
+        laid = layout.rename(laid, renamer(rename))
+    return laid
+
+
+def _check_matches(flag: str, patterns: Sequence[str], laid: Catalogue) -> None:
+    """Raises UsageError for a pattern that matches nothing: a misspelt one would leave something in, or out, unseen."""
+    for pattern in patterns:
+        matches = any_of([pattern])
+        if not any(matches(entry.name) for entry in laid.entries.values()):
+            raise UsageError(f"`{flag} {pattern}` matches nothing", hint=_names_hint(laid))
+
+
+def _names_hint(laid: Catalogue) -> str:
+    names = [entry.name for entry in laid.entries.values()]
+    return f"names here are like `{names[len(names) // 2]}`; `ckpttool inspect SRC --tensors '*'` lists them"
+
+
+def _rechunked(laid: Catalogue, source: Catalogue, target: Format, to_world: int | None) -> Catalogue:
+    if not target.chunked:
+        return layout.whole(laid)
+    if to_world is not None:
+        return layout.over_world(laid, to_world)
+    return layout.as_stored(laid, [f.rank for f in source.files])
+
+
+def _check_harmless(laid: Catalogue, src: str) -> None:
+    """Let nothing through that runs commands elsewhere. Attributes of a dict go without a word here, as there is no
+    flag to leave them out: opening the source has said so."""
+    for name, called in opening.harmful(laid.objects):
+        raise CorruptError(
+            f"`{src}`: `{name}` names `{called}`, which runs code where it is loaded, and is not passed on",
+            hint=f"look where this file came from; `--exclude '{name}'` leaves the entry out",
+            file=src, found=called,
+        )  # fmt: skip
+    for path in {path for path, _ in opening.harmful_attributes(laid)}:
+        laid.containers[path] = laid.containers[path]._replace(attrs=None)
+
+
+def _check_losses(laid: Catalogue, target: Format, src: str, dst: str) -> None:
+    lost = target.losses(laid, dst) if target.losses is not None else []
+    if not lost:
+        return
+    names = ", ".join(f"`{loss.name}`" for loss in lost[:5]) + (", ..." if len(lost) > 5 else "")
+    whys = sorted({loss.why for loss in lost})
+    keep = "a directory as DST keeps them" if target.is_file(dst) else "`--to dcp` or `--to torch` keeps them"
+    raise LossError(
+        f"`{src}` cannot be written as {target.name} at `{dst}`: {len(lost)} would be lost ({names}): "
+        f"{'; '.join(whys)}",
+        hint=f"{keep}; `--only model` writes the model alone, `--drop` and `--exclude` leave something out",
+        lost=[loss.name for loss in lost],
+    )
+
+
+def _summary(source: Catalogue, laid: Catalogue, src: str, dst: str, target: Format, dry_run: bool) -> Conversion:
+    made = Conversion(src, source.format, dst, target.name, dry_run=dry_run)
+    kept = {o.origin for o in laid.objects}
+    made.renamed = [(dotted(o.origin), o.name) for o in laid.objects if o.origin != o.path]
+    for tensor in laid.tensors:
+        made.tensors += 1
+        origin = tensor.origin
+        assert origin is not None
+        kept.add(origin.path)
+        if origin.name != tensor.name:
+            made.renamed.append((origin.name, tensor.name))
+        if origin.dtype != tensor.dtype:
+            made.cast.append((tensor.name, origin.dtype.name, tensor.dtype.name))
+        if tensor.alias is not None:
+            made.ties.append((tensor.name, dotted(tensor.alias)))
+        else:
+            made.bytes += tensor.nbytes
+    made.objects = sum(1 for _ in laid.objects)
+    made.dropped = [e.name for e in source.entries.values() if e.path not in kept]
+    made.notes = list(source.warnings)
+    made.free = files.free_space(dst)
+    return made
+
+
+def _create(target: Format, path: str, laid: Catalogue, options: SinkOptions) -> Sink:
+    assert target.create is not None
+    return target.create(path, laid, options)
+
+
+def _note_files(made: Conversion, sink: Sink, partial: str, dst: str) -> None:
+    # The staging path stands for the destination in everything that a person sees.
+    made.files = [(FilePath(dst).name if f.location == partial else f.name, f.size) for f in sink.catalogue.files]
+    made.disk = sum(size for _, size in made.files)
+
+
+def _plan_only(
+    made: Conversion, target: Format, laid: Catalogue, options: SinkOptions, threads: int | None, memory: int | None
+) -> None:
+    """Lay the sink down for real, but sparse and in a scratch directory: the sizes are then exact."""
+    with tempfile.TemporaryDirectory(prefix="ckpttool-plan-") as scratch:
+        name = FilePath(made.destination.rstrip("/")).name
+        partial = str(FilePath(scratch, name or "out"))
+        sink = _create(target, partial, laid, options)
+        _note_files(made, sink, partial, made.destination)
+    count, tile = budget(threads, memory)
+    made.memory = _BASE_MEMORY + count * BUFFER
+    if made.cast:
+        made.memory += _TORCH_MEMORY + 4 * count * tile
+    elif any(_may_be_gathered(tensor) for tensor in laid.tensors):
+        made.memory += _NUMPY_MEMORY + 2 * count * tile
+
+
+def _may_be_gathered(tensor: Tensor) -> bool:
+    """Whether elements of this tensor may lie in another order than they are written in; an unopened item may."""
+    chunks = (tensor.origin or tensor).chunks
+    return bool(chunks.item or chunks.strides or chunks.codecs) or len({len(o) and o[1:] for o in chunks.offsets}) > 1
+
+
+def _check_written(
+    target: Format, partial: str, laid: Catalogue, source: Source, made: Conversion,
+    threads: int | None, memory: int | None,
+) -> Transferred:  # fmt: skip
+    """Read the destination back through its own reader and compare everything with the source."""
+    written = target.open(partial)
+    try:
+        validate(written.catalogue)
+        again = Catalogue(laid.format, written.catalogue.files)
+        for tensor in laid.tensors:
+            there = written.catalogue.entries.get(tensor.path)
+            if not isinstance(there, Tensor) or (there.dtype, there.shape) != (tensor.dtype, tensor.shape):
+                raise CorruptError(f"tensor `{tensor.name}` was not written as it was read", tensor=tensor.name)
+            again.entries[tensor.path] = _resolved(there, tensor, written)
+        ties = _same_tensors(written.catalogue, find_aliases(written.catalogue.tensors))
+        same = _same_tensors(laid, {t.path: t.alias for t in laid.tensors if t.alias is not None})
+        for entry in laid.objects:
+            found = written.catalogue.entries.get(entry.path)
+            if not isinstance(found, Object) or _spelt(found, ties) != _spelt(entry, same):
+                raise CorruptError(f"object `{entry.name}` was not written as it was read", found=entry.name)
+        return transfer(plan.plan(again), source, again, total=made.bytes, threads=threads, memory=memory, compare=True)
+    finally:
+        written.close()
+
+
+def _same_tensors(catalogue: Catalogue, ties: dict[Path, Path]) -> dict[Path, Path]:
+    """One path for what cannot be told apart inside an object: a tensor that it refers to twice may come back as two,
+    tied, or without elements."""
+    empty: dict[Path, Path] = {
+        t.path: (t.dtype.name, *t.shape) for t in catalogue.tensors if t.embedded and not t.numel
+    }
+    return ties | empty
+
+
+def _spelt(entry: Object, ties: Mapping[Path, Path]) -> str:
+    return json.dumps(typedjson.encode(layout.relinked(entry.value, ties), name=entry.name))
+
+
+def _resolved(there: Tensor, tensor: Tensor, source: Source) -> Tensor:
+    chunks = Chunks.of(chunk._replace(extent=source.resolve(there, chunk)) for chunk in there.chunks)
+    return replace(there, chunks=chunks, origin=tensor.origin, alias=tensor.alias)
