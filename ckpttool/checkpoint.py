@@ -175,10 +175,14 @@ class LazyTensor:
         return bits.view(kind) if bits.ndim else bits.reshape(1).view(kind).reshape(())
 
     def torch(self) -> torch.Tensor:
-        """As a torch tensor on the CPU, with memory of its own."""
+        """As a torch tensor on the CPU, with memory of its own. Raises UsageError for the integers of a quantised
+        tensor, which mean nothing without their scale."""
         import numpy as np
         import torch
 
+        if self.dtype.kind == "quantized":
+            hint = "`.bits()` has the integers; the scale is in the object that the tensor belongs to"
+            raise UsageError(f"tensor `{self.name}`: {self.dtype} is not read alone", hint=hint)
         kind = getattr(torch, self.dtype.name)
         if 0 in self.shape:
             return torch.empty(self.shape, dtype=kind)

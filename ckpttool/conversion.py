@@ -89,7 +89,10 @@ def convert(
     with ExitStack() as stack:
         source = _open_all(stack, src, model_from, optim_from)
         before = files.fingerprint(_watched(source.catalogue, src))
-        validate(source.catalogue)
+        # Of several sources, the one at fault is known by its file only.
+        known = src if model_from is None and optim_from is None else None
+        with opening.naming(known):
+            validate(source.catalogue)
         laid = _lay_out(source.catalogue, only, drop, tensors, exclude, rename, strip_wrappers, strip_prefix)
         _check_matches("--dtype", [rule(text, "--dtype")[0] for text in dtype if "=" in text], laid)
         laid = layout.cast(laid, layout.caster(dtype))
@@ -111,10 +114,11 @@ def convert(
                     hint="free some space, or write somewhere else",
                     file=dst, found=made.free, expected=made.disk,
                 )  # fmt: skip
-            moved = transfer(
-                plan.plan(sink.catalogue), source, sink.catalogue,
-                total=made.bytes, threads=threads, memory=max_memory, progress=progress,
-            )  # fmt: skip
+            with opening.naming(known):
+                moved = transfer(
+                    plan.plan(sink.catalogue), source, sink.catalogue,
+                    total=made.bytes, threads=threads, memory=max_memory, progress=progress,
+                )  # fmt: skip
             files.check_unchanged(before)
             sink.finish(moved.crcs)
             if check:

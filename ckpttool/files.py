@@ -252,7 +252,8 @@ def check_free(dst: str, *, overwrite: bool, is_file: bool) -> None:
     """Raises UsageError or OverwriteError when `dst` cannot be made."""
     path = Path(dst)
     if not dst or os.path.basename(os.path.normpath(dst)) in ("", ".", ".."):
-        raise UsageError(f"`{dst}` cannot be replaced", hint="name a file or a directory that is to be made")
+        said = f"`{dst}` cannot be replaced" if dst else "the destination has no name"
+        raise UsageError(said, hint="name a file or a directory that is to be made")
     if is_file and (dst.endswith("/") or path.is_dir()):
         raise UsageError(
             f"`{dst}` is a directory, but this format writes one file",

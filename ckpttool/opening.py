@@ -13,11 +13,12 @@ from ckpttool import formats, parts
 from ckpttool.catalogue import Catalogue, Object, Path, dotted
 from ckpttool.containers import pickles
 from ckpttool.contract import Source
+from ckpttool.errors import CorruptError, ReadError
 
 
 def open_source(path: str) -> Source:
     """The checkpoint at `path`. Raises ReadError or CorruptError."""
-    with pickles.noting_harm() as asked:
+    with naming(path), pickles.noting_harm() as asked:
         source = formats.open_source(path)
     try:
         parts.assign(source.catalogue)
@@ -26,6 +27,17 @@ def open_source(path: str) -> Source:
         source.close()
         raise
     return source
+
+
+@contextmanager
+def naming(path: str | None) -> Iterator[None]:
+    """Errors of a directory's reader name the file in it; put the directory before, so that it is known which."""
+    try:
+        yield
+    except (CorruptError, ReadError) as error:
+        if path is None or path.rstrip("/") in error.message:
+            raise
+        raise type(error)(f"`{path}`: {error.message}", hint=error.hint, **{"file": path, **error.facts}) from None
 
 
 @contextmanager

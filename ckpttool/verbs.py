@@ -8,7 +8,7 @@ from ckpttool.catalogue import Catalogue, validate
 from ckpttool.conversion import Conversion, convert
 from ckpttool.errors import UsageError
 from ckpttool.figures import Shown, look, near_names
-from ckpttool.opening import opened
+from ckpttool.opening import naming, opened
 
 __all__ = ["Conversion", "Shown", "convert", "inspect", "show"]
 
@@ -28,5 +28,6 @@ def show(path: str, tensor: str) -> Shown:
             near = near_names(tensor, [t.name for t in source.catalogue.tensors])
             hint = f"did you mean {', '.join(f'`{n}`' for n in near)}?" if near else "list them with `--tensors '*'`"
             raise UsageError(f"`{path}`: there is no tensor `{tensor}`", hint=hint)
-        validate(replace(source.catalogue, entries={found[0].path: found[0]}))
-        return look(found[0], source)
+        with naming(path):
+            validate(replace(source.catalogue, entries={found[0].path: found[0]}))
+            return look(found[0], source)

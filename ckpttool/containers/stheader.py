@@ -17,6 +17,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpttool.boxes import Ints
+from ckpttool.containers import strictjson
 from ckpttool.dtypes import BY_SAFETENSORS, Dtype
 from ckpttool.errors import CorruptError, LossError
 
@@ -133,35 +134,12 @@ def _read_text(read: Read, base: int, length: int, name: str) -> tuple[bytes, in
     return read(base + _LENGTH.size, size), payload
 
 
-class _Repeated(ValueError):
-    pass
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        seen: set[str] = set()
-        raise _Repeated(next(k for k, _ in pairs if k in seen or seen.add(k)))  # type: ignore[func-returns-value]
-    return made
-
-
-def _no_constant(text: str) -> Any:
-    raise ValueError(f"`{text}` is not JSON")
-
-
 def _parse(text: bytes, name: str) -> dict[str, Any]:
     if text[:1] != b"{":
         raise CorruptError(
             f"{name}: the header begins with {text[:1]!r}, not with `{{`", hint="this may not be a safetensors file"
         )
-    try:
-        table = json.loads(text.decode("utf-8"), object_pairs_hook=_once, parse_constant=_no_constant)
-    except UnicodeDecodeError as error:
-        raise CorruptError(f"{name}: the header is not UTF-8 at its byte {error.start}") from None
-    except _Repeated as error:
-        raise CorruptError(f"{name}: the header names `{error}` twice", tensor=str(error)) from None
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{name}: the header is not JSON: {str(error).lower()}") from None
+    table = strictjson.parse(text, f"{name}: the header")
     assert isinstance(table, dict)
     return table
 

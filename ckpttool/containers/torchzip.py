@@ -203,7 +203,10 @@ def _zip64(extra: bytes, packed: int, nbytes: int, offset: int, name: str) -> tu
 
 def _locate(archive: Archive, record: str, listed: Record) -> Record:
     if listed.nbytes < 0:
-        raise CorruptError(f"{archive.name}: record `{record}` is compressed")
+        raise CorruptError(
+            f"{archive.name}: record `{record}` is compressed, which torch never does",
+            hint="somebody packed it again: unpack it, and pack it with `zip -0`",
+        )
     full = f"{archive.root}/{record}".encode()
     head = archive.read(listed.offset, min(_LOCAL.size + len(full), archive.end - listed.offset))
     signature, _, _, method, _, _, _, _, _, name_len, extra_len = _LOCAL.unpack_from(head)

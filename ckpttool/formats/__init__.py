@@ -97,7 +97,7 @@ def _unknown_directory(path: str) -> ReadError:
     inside = [name for name in names[:1000] if any(row.recognise(os.path.join(path, name)) for row in FORMATS)]
     if inside:
         return ReadError(
-            f"`{path}`: no checkpoint itself, but there are {len(inside)} in it",
+            f"`{path}`: is no checkpoint, but has {'one' if len(inside) == 1 else len(inside)} in it",
             hint=f"name one: `{os.path.join(path, inside[-1])}`",
             file=path, found=inside,
         )  # fmt: skip

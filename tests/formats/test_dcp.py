@@ -456,7 +456,7 @@ def test_a_missing_file_is_a_warning_and_then_an_error(tmp_path: Path) -> None:
         validate(source.catalogue)
     lost = [o for o in source.catalogue.objects if not o.is_read]
     assert lost
-    with pytest.raises(ReadError, match=r"`__1_0.distcp` is missing"):
+    with pytest.raises(CorruptError, match=r"`__1_0.distcp` is missing"):
         _ = lost[0].value
 
 

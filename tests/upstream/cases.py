@@ -19,7 +19,7 @@ class Case:
     """`Case("dcp_fsdp2_w4, 3 ranks", "dcp_fsdp2_w4", (("dcp", {"to_world": 3}),))`.
 
     `reader` says what it is loaded into, see `on_ranks.py`; `sizes` are those of the model, where they are not the
-    usual ones; `worlds`, on how many ranks.
+    usual ones; `worlds`, on how many ranks. `long` is left to `make test-all`.
     """
 
     name: str
@@ -28,6 +28,7 @@ class Case:
     reader: str = "training"
     worlds: tuple[int, ...] = (2, 4)
     sizes: dict[str, int] = field(default_factory=dict)
+    long: bool = False
 
 
 SAME: Step = ("dcp", {})
@@ -49,22 +50,28 @@ ROUTES: dict[str, tuple[Step, ...]] = {
     "safetensors, torch, dcp over 3": (SAFETENSORS, TORCH, over(3)),
 }
 WORLDS: dict[str, tuple[Step, ...]] = {f"dcp over {n}": (over(n),) for n in (1, 2, 4, 8)}
+# What is enough of the routes where another sample takes them all.
+BRIEF = {"dcp over 3", "torch, dcp", "safetensors, torch, dcp over 3"}
+ALL_ROUTES = {"dcp_fsdp2_w4", "dcp_fsdp2_tp_w4"}
 TP_SIZES = {"width": 8, "hidden": 30}
+TRAINED: dict[str, tuple[str, dict[str, int]]] = {
+    "dcp_fsdp2_w2": ("training", {}),
+    "dcp_fsdp2_w4": ("training", {}),
+    "dcp_hsdp_w4": ("training", {}),
+    "dcp_fsdp2_tp_w4": ("training", TP_SIZES),
+    "dcp_fsdp1_w2": ("late", {}),
+    "dcp_single": ("training", {}),
+    "dcp_flat_optim_w2": ("flat", {"layers": 1}),
+    "dcp_int_keys": ("ids", {}),
+    "torch_full": ("ids", {}),
+}
 
 
 def _cases() -> Iterator[Case]:
-    for sample, sizes in (
-        ("dcp_fsdp2_w2", {}), ("dcp_fsdp2_w4", {}), ("dcp_hsdp_w4", {}), ("dcp_fsdp2_tp_w4", TP_SIZES),
-        ("dcp_fsdp1_w2", {}), ("dcp_single", {}),
-    ):  # fmt: skip
-        routes = {**ROUTES, **WORLDS} if sample in ("dcp_fsdp2_w4", "dcp_fsdp2_tp_w4") else ROUTES
-        for name, route in routes.items():
-            reader = "late" if sample == "dcp_fsdp1_w2" else "training"
-            yield Case(f"{sample}: {name}", sample, route, reader, sizes=sizes)
-    for name, route in ROUTES.items():
-        yield Case(f"dcp_flat_optim_w2: {name}", "dcp_flat_optim_w2", route, "flat", sizes={"layers": 1})
-        yield Case(f"torch_full: {name}", "torch_full", route, "ids")
-        yield Case(f"dcp_int_keys: {name}", "dcp_int_keys", route, "ids")
+    for sample, (reader, sizes) in TRAINED.items():
+        for name, route in {**ROUTES, **WORLDS}.items():
+            long = sample not in ALL_ROUTES and name not in BRIEF
+            yield Case(f"{sample}: {name}", sample, route, reader, sizes=sizes, long=long)
     for name in ("dcp", "dcp over 3", "safetensors, torch, dcp over 3"):
         yield Case(f"dcp_hsdp_w4 into HSDP: {name}", "dcp_hsdp_w4", ROUTES[name], "hsdp", (4,))
         yield Case(f"dcp_fsdp2_tp_w4 into TP: {name}", "dcp_fsdp2_tp_w4", ROUTES[name], "tp", (4,), TP_SIZES)

@@ -7,9 +7,14 @@ from collections.abc import Callable
 import pytest
 from cases import CASES
 
-TABLE = [(world, case.name) for world in (2, 4) for case in CASES.values() if world in case.worlds]
+TABLE = [
+    pytest.param(world, case.name, id=f"{world} ranks-{case.name}", marks=[pytest.mark.long] if case.long else [])
+    for world in (2, 4)
+    for case in CASES.values()
+    if world in case.worlds
+]
 
 
-@pytest.mark.parametrize(("world", "name"), TABLE, ids=[f"{world} ranks-{name}" for world, name in TABLE])
+@pytest.mark.parametrize(("world", "name"), TABLE)
 def test_loaded_on_ranks_bit_for_bit(world: int, name: str, verdicts: Callable[[int], dict[str, str]]) -> None:
     assert verdicts(world)[name] == "equal"

@@ -24,7 +24,7 @@ from ckpttool.containers.stheader import Header
 from ckpttool.containers.torchpickle import Slot
 from ckpttool.containers.torchzip import Archive, Read
 from ckpttool.dtypes import Dtype
-from ckpttool.errors import CorruptError, ReadError
+from ckpttool.errors import CorruptError
 from ckpttool.files import Pool
 from ckpttool.formats.dcp import scratch as dcpscratch
 from ckpttool.formats.dcp.metadata import Item
@@ -129,7 +129,7 @@ class Items:
     def _check_inside(self, item: Item, name: str) -> None:
         file = self._files[item.file]
         if file.missing:
-            raise ReadError(f"`{file.name}` is missing, and with it `{name}`", hint=MISSING, file=file.location)
+            raise CorruptError(f"`{file.name}` is missing, and with it `{name}`", hint=MISSING, file=file.location)
         if item.offset < 0 or item.length < 0 or item.offset + item.length > file.size:
             raise CorruptError(
                 f"`{file.name}`: `{name}`: bytes {item.offset}..{item.offset + item.length} are outside the file, "

@@ -274,6 +274,7 @@ class _Reader:
         for key, value in described.items():
             self._key = key
             entries[key] = self._described(key, value)
+        self._key = None
         self._place(entries, root.fields.get("storage_data"))
         for key, entry in entries.items():
             self._key = key

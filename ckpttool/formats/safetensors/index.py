@@ -9,10 +9,10 @@ Upstream: huggingface_hub 2.4 `serialization/_base.py` and `_torch.py`, which tr
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ckpttool.containers import strictjson
 from ckpttool.errors import CorruptError
 
 INDEX = ".safetensors.index.json"
@@ -53,22 +53,9 @@ def build(weight_map: Mapping[str, str], total_size: int, metadata: Mapping[str,
     return json.dumps(index, indent=2).encode()
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-        raise CorruptError(f"`{name}` is in it twice")
-    return made
-
-
 def parse(text: bytes, name: str) -> tuple[dict[str, str], dict[str, Any]]:
     """The weight map and the metadata of an index. Raises CorruptError; `name` goes before its message."""
-    try:
-        index = json.loads(text, object_pairs_hook=_once)
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{name}: not JSON: {str(error).lower()}") from None
-    except CorruptError as error:
-        raise CorruptError(f"{name}: {error.message}") from None
+    index = strictjson.parse(text, name)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise CorruptError(

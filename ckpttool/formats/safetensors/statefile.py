@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from ckpttool import dtypes, nesting
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import Catalogue, Container, Object, Path, Tensor, dotted
-from ckpttool.containers import typedjson
+from ckpttool.containers import strictjson, typedjson
 from ckpttool.dtypes import Dtype
 from ckpttool.errors import CorruptError, ReadError
 
@@ -110,10 +110,7 @@ def parse(text: bytes, catalogue: Catalogue, make: Callable[[Wanted], Tensor], n
 
     Raises CorruptError for one that we did not write like this, ReadError for one of a later version.
     """
-    try:
-        state = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{name}: not JSON: {str(error).lower()}") from None
+    state = strictjson.parse(text, name)
     schema = state.get("schema") if isinstance(state, dict) else None
     if schema != SCHEMA:
         raise ReadError(
