@@ -93,12 +93,12 @@ def convert(
         known = src if model_from is None and optim_from is None else None
         with opening.naming(known):
             validate(source.catalogue)
-        laid = _lay_out(source.catalogue, only, drop, tensors, exclude, rename, strip_wrappers, strip_prefix)
-        _check_matches("--dtype", [rule(text, "--dtype")[0] for text in dtype if "=" in text], laid)
-        laid = layout.cast(laid, layout.caster(dtype))
-        laid = _rechunked(laid, source.catalogue, target, to_world)
-        _check_harmless(laid, src)
-        _check_losses(laid, target, src, dst)
+            laid = _lay_out(source.catalogue, only, drop, tensors, exclude, rename, strip_wrappers, strip_prefix)
+            _check_matches("--dtype", [rule(text, "--dtype")[0] for text in dtype if "=" in text], laid)
+            laid = layout.cast(laid, layout.caster(dtype))
+            laid = _rechunked(laid, source.catalogue, target, to_world)
+            _check_harmless(laid, src)
+            _check_losses(laid, target, src, dst)
         made = _summary(source.catalogue, laid, src, dst, target, dry_run)
         options = SinkOptions(max_shard_size, target.is_file(dst))
         if dry_run:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
 
 from ckpttool.cli.convert import convert
-from ckpttool.cli.failures import Commands, catch_signals
+from ckpttool.cli.failures import Commands, catch_signals, stopped_early
 from ckpttool.cli.formats import formats
 from ckpttool.cli.inspect import inspect
 from ckpttool.cli.parsing import without_adapters
@@ -49,4 +50,8 @@ for command in (inspect, show, convert, formats):
 def main() -> None:
     """`ckpttool`, as the shell calls it."""
     catch_signals()
-    app(prog_name="ckpttool")
+    try:
+        app(prog_name="ckpttool")
+    except KeyboardInterrupt as stop:
+        # No command has begun yet.
+        sys.exit(stopped_early(stop))

@@ -54,6 +54,16 @@ def catch_signals() -> None:
         signal.signal(signal.SIGINT, _stop)
 
 
+def stopped_early(stop: KeyboardInterrupt) -> int:
+    """The last word and the exit code for a signal that came before there was a command line to be read."""
+    stopped = _as_stopped(stop)
+    return _Report([]).stopped(stopped)
+
+
+def _as_stopped(stop: KeyboardInterrupt) -> _Stopped:
+    return _Stopped(TERMINATED, "terminated") if isinstance(stop, Terminated) else _Stopped(INTERRUPTED, "interrupted")
+
+
 def _make_writable() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell: `>&-`
@@ -99,10 +109,8 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except Terminated:
-            raise _Stopped(TERMINATED, "terminated") from None
-        except KeyboardInterrupt:
-            raise _Stopped(INTERRUPTED, "interrupted") from None
+        except KeyboardInterrupt as stop:
+            raise _as_stopped(stop) from None
 
 
 class _Report:
