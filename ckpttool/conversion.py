@@ -185,10 +185,15 @@ def _open_all(stack: ExitStack, src: str, model_from: str | None, optim_from: st
     return mounted
 
 
+_INDEXES = (".metadata", "__*.metadata", "*.index.json", "ckpttool.json")
+
+
 def _watched(catalogue: Catalogue, src: str) -> list[str]:
     """Files that must not change while we read: those with tensors, and the index."""
-    index = [str(FilePath(src) / name) for name in (".metadata", "model.safetensors.index.json", "ckpttool.json")]
-    return [*(f.location for f in catalogue.files), *(p for p in index if FilePath(p).is_file())]
+    index = (
+        [str(path) for pattern in _INDEXES for path in FilePath(src).glob(pattern)] if FilePath(src).is_dir() else []
+    )
+    return [*(f.location for f in catalogue.files), *index]
 
 
 def _lay_out(

@@ -583,5 +583,5 @@ def words(data: bytes) -> list[Any]:
 
 def test_torch_is_not_imported() -> None:
     modules = "pickles, torchpickle, torchzip, torchlegacy, torchexport, torchmodule, torchtree"
-    code = f"import sys; from ckpttool import {modules}; sys.exit('torch' in sys.modules)"
+    code = f"import sys; from ckpttool.containers import {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -102,9 +102,13 @@ def test_views_and_codecs() -> None:
 
 
 def test_the_byte_order_is_honoured() -> None:
-    data = saved(STATE).replace(b"little", b"bigger")
-    with pytest.raises(CorruptError, match="byte order"):
-        load_tree(opened(data))
+    data = saved(STATE)
+    for crc in (zlib.crc32(b"little"), 0):
+        # The second time as a writer without checksums leaves it.
+        changed = data.replace(b"little", b"bigger")
+        changed = changed.replace(struct.pack("<I", zlib.crc32(b"little")), struct.pack("<I", crc and 0x12345678))
+        with pytest.raises(CorruptError, match="CRC" if crc else "byte order"):
+            load_tree(opened(changed))
 
 
 @pytest.mark.parametrize("count", [1, 500, pytest.param(70_000, marks=pytest.mark.long)])
