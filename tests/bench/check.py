@@ -6,9 +6,11 @@ by its format's own library, never by ours. PART is `all` or `model`, whose name
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from peers import dcp_loader
@@ -20,6 +22,8 @@ def tensors_of(output: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor in a checkpoint of any of the three formats, by dotted name."""
     if (output / ".metadata").exists():
         yield from flat(dcp_loader(str(output))())
+    elif (output / "ckpttool.json").exists():
+        yield from whole_state(output)
     elif output.is_dir() or output.suffix == ".safetensors":
         for file in sorted(output.glob("*.safetensors")) if output.is_dir() else [output]:
             with safe_open(file, "pt") as opened:
@@ -27,6 +31,16 @@ def tensors_of(output: Path) -> Iterator[tuple[str, torch.Tensor]]:
                     yield name, opened.get_tensor(name)
     else:
         yield from flat(torch.load(output, mmap=True, weights_only=True))
+
+
+def whole_state(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a training-state directory, whose index says which file has which; see its page in docs/."""
+    files: dict[str, Any] = {}
+    for entry in json.loads((folder / "ckpttool.json").read_text())["entries"]:
+        if "file" in entry:
+            if entry["file"] not in files:
+                files[entry["file"]] = safe_open(folder / entry["file"], "pt")
+            yield ".".join(map(str, entry["path"])), files[entry["file"]].get_tensor(entry["name"])
 
 
 def flat(state: dict[str, object]) -> Iterator[tuple[str, torch.Tensor]]:

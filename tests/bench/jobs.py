@@ -62,15 +62,16 @@ def cat(part: str, source: Path, out: Path) -> Contender:
 def contenders(state: Checkpoint, out: Path) -> list[Contender]:
     """All of them, in the order in which every round runs them: peers next to ours."""
     file, model, pt, dcp = out / "all.safetensors", out / "model.safetensors", out / "all.pt", out / "dcp"
+    folder = out / "state"
     return [
         cat("all", state.train, out),
-        ours("dcp -> safetensors", state.tensors, file, "safetensors"),
+        ours("dcp -> safetensors", state.train, folder, "safetensors"),
         peer("dcp -> safetensors", "dcp_load_save_file", state.tensors, file),
         ours("dcp -> torch", state.train, pt, "torch"),
         peer("dcp -> torch", "dcp_to_torch_save", state.train, pt),
         ours("torch -> dcp", state.train_pt, dcp, "dcp", "--to-world", "4"),
         peer("torch -> dcp", "torch_save_to_dcp", state.train_pt, dcp),
-        ours("torch -> safetensors", state.tensors_pt, file, "safetensors"),
+        ours("torch -> safetensors", state.train_pt, folder, "safetensors"),
         peer("torch -> safetensors", "torch_load_save_file", state.tensors_pt, file),
         ours("safetensors -> dcp", state.tensors_safetensors, dcp, "dcp"),
         ours("safetensors -> torch", state.tensors_safetensors, pt, "torch"),
