@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import threading
 import time
 import zlib
@@ -20,6 +22,7 @@ from hypothesis import strategies as st
 from made import Made, bits, grid, laid_down, stored, within
 from test_gather import WHOLE
 
+import ckpttool
 from ckpttool import gather, layout, transfer
 from ckpttool.boxes import Box
 from ckpttool.catalogue import Catalogue, Chunks, Tensor
@@ -425,3 +428,27 @@ def test_a_source_that_is_cut_short(tmp_path: Path) -> None:
 def test_boxes_of_the_test_are_those_of_torch() -> None:
     values = torch.arange(24).reshape(4, 6)
     assert [values[within(b)].tolist() for b in grid((4, 6), (2, 1))] == [c.tolist() for c in values.chunk(2)]
+
+
+def test_a_write_that_fails_on_its_way_to_the_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system tells of it once, to whoever syncs first; here that is the thread that syncs while others copy."""
+    read_into, fsync, calls = Pool.read_into, os.fsync, []
+
+    def slowly(pool: Pool, path: str, offset: int, buffer: memoryview) -> None:
+        time.sleep(0.05)
+        read_into(pool, path, offset, buffer)
+
+    def failing(fd: int) -> None:
+        calls.append(fd)
+        if len(calls) == 1:
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(fd)
+
+    monkeypatch.setattr("ckpttool.transfer.FLUSH", 1)
+    monkeypatch.setattr(Pool, "read_into", slowly)
+    monkeypatch.setattr(os, "fsync", failing)
+    torch.save({str(i): torch.ones(1000) for i in range(8)}, tmp_path / "a.pt")
+    with pytest.raises(StorageError, match="input/output error"):
+        ckpttool.convert(str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), threads=1)
+    assert calls
+    assert [p.name for p in tmp_path.iterdir()] == ["a.pt"]
