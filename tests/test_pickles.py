@@ -585,3 +585,42 @@ def test_torch_is_not_imported() -> None:
     modules = "pickles, torchpickle, torchzip, torchlegacy, torchexport, torchmodule, torchtree"
     code = f"import sys; from ckpttool.containers import {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# Names ---------------------------------------------------------------------------------------------------------------
+
+SMUGGLED = "deque\n0cposix\nsystem\n(U\x04truetR0cdecimal\nDecimal"
+NOT_NAMES = [
+    ("collections", SMUGGLED), (SMUGGLED, "deque"), ("m\ud800", "C"), ("m", "C\ud800"), ("m", "C\0"), ("m", "C\r"),
+    ("m", "C D"), ("m", "C\u2028"), ("m", "C\x85"), ("m\t", "C"),
+]  # fmt: skip
+
+
+def stack_global(module: str, name: str) -> bytes:
+    parts = (part.encode("utf-8", "surrogatepass") for part in (module, name))
+    return b"\x80\x04" + b"".join(b"X" + struct.pack("<I", len(part)) + part for part in parts) + b"\x93."
+
+
+@pytest.mark.parametrize(("module", "name"), NOT_NAMES)
+def test_names_that_hold_more_than_a_name(module: str, name: str) -> None:
+    for refused in (
+        lambda: load(stack_global(module, name)),
+        lambda: stub_type(module, name),
+        lambda: pickles.Writer(2).named(module, name),
+        lambda: pickles.Writer(4).named(module, name),
+    ):
+        with pytest.raises(CorruptError, match="is not what a module, class or function can be called") as caught:
+            refused()
+        caught.value.message.encode("ascii")
+
+
+def test_an_attribute_is_no_longer_name_either() -> None:
+    nested = b"\x80\x02cbuiltins\ngetattr\ncm\nC\n" + text(SMUGGLED) + b"\x86R."
+    with pytest.raises(CorruptError, match="is not what a module, class or function can be called"):
+        load(nested)
+
+
+@pytest.mark.parametrize("name", ["outer.<locals>.C", "<lambda>", "Größe", "模型", "_a1"])
+def test_names_of_all_languages_are_kept(name: str) -> None:
+    found = load(stack_global("my.módulo", name))
+    assert stub_name(load(pickles.dump(found, protocol=4))) == f"my.módulo.{name}"

@@ -257,6 +257,9 @@ def test_stranger_is_a_loss() -> None:
         '{"$OrderedDict": [], "attributes": {"$dict": [[1, 2]]}}', '{"$tensor": 1}', '{"$storage": {}}',
         '{"a": [{"$bytes": null}]}',
         '{"$dict": [["ab"]]}', "[" * 4000,
+        # Written as a pickle, these would be opcodes.
+        '{"$name": ["collections", "deque\\n0cposix\\nsystem"]}', '{"$call": ["a\\n.", "b"]}',
+        '{"$new": ["m\\ud800", "C"]}',
     ],
 )  # fmt: skip
 def test_json_that_we_do_not_write_is_refused(text: str) -> None:

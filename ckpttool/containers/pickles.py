@@ -101,8 +101,18 @@ class Stub(metaclass=_StubType):
         return f"<{stub_name(self)}>"
 
 
+def _check_spelling(module: str, name: str) -> None:
+    # Opcode GLOBAL ends a name at a newline and takes what follows for opcodes: written out, such a name would run.
+    for part in (module, name):
+        if " " in part or not part.isprintable():
+            said = ascii(part)
+            said = said if len(said) <= 80 else said[:77] + "..."
+            raise CorruptError(f"{said} is not what a module, class or function can be called", found=said)
+
+
 def stub_type(module: str, name: str) -> type[Stub]:
-    """A new inert class that stands for `module.name`."""
+    """A new inert class that stands for `module.name`. Raises CorruptError for what nothing can be called."""
+    _check_spelling(module, name)
     attributes = {"module": module, "name": name, "__slots__": ()}
     made: type[Stub] = _StubType(name.rpartition(".")[2] or "Stub", (Stub,), attributes)  # type: ignore[assignment]
     return made
@@ -445,6 +455,7 @@ class Writer:
             self.write_tuple((stub_type(module, owner), last))
             self.out += b"R"
         else:
+            _check_spelling(module, name)
             self.out += b"c" + module.encode() + b"\n" + name.encode() + b"\n"
         self._put(key)
 

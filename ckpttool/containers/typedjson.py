@@ -216,7 +216,10 @@ class _Decoder:
     def type(self, made: Any) -> type[Stub]:
         module, name = _two_names(made)
         if (module, name) not in self._types:
-            self._types[module, name] = stub_type(module, name)
+            try:
+                self._types[module, name] = stub_type(module, name)
+            except CorruptError as error:
+                self._refuse(error.message)
         return self._types[module, name]
 
     def object(self, how: str, made: Any, fields: dict[str, Any]) -> Stub:

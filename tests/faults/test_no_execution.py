@@ -582,3 +582,28 @@ def test_a_name_in_a_safetensors_directory(tmp_path: Path, marker: Path) -> None
     assert said_all["inspect"].code == 0 and "posix.system" in said_all["inspect"].out
     for to in FORMATS:
         check_words(said_all[to], CORRUPT, "args", "posix.system")
+
+
+# Names that hold opcodes ---------------------------------------------------------------------------------------------
+
+
+def test_a_name_is_not_written_out_as_opcodes(tmp_path: Path, marker: Path) -> None:
+    """STACK_GLOBAL takes a name with newlines; GLOBAL, which we write, would run what is behind the first."""
+    command = f"touch {marker}"
+    name = f"deque\n0cposix\nsystem\n(U{chr(len(command))}{command}tR0cdecimal\nDecimal"
+    pickle.loads(b"\x80\x02ccollections\n" + name.encode() + b"\n.")
+    assert marker.exists(), "the payload is not live"
+    marker.unlink()
+    path = tmp_path / "smuggler.pt"
+    torch.save({"w": torch.ones(2)}, tmp_path / "plain.pt")
+    with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(path, "w") as made:
+        for item in plain.namelist():
+            data = plain.read(item)
+            if item.endswith("/data.pkl"):
+                data = b"\x80\x04}" + text("x") + text("collections") + text(name) + b"\x93s."
+            made.writestr(item, data)
+    for kind in FORMATS:
+        done = run("convert", path, tmp_path / f"out-{kind}", "--to", kind)
+        check_words(done, [CORRUPT])
+        assert not (tmp_path / f"out-{kind}").exists()
+    look_at_all(path, marker)
