@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import stat
 import threading
@@ -118,6 +119,10 @@ def size_of(path: str) -> int:
     return status.st_size
 
 
+# The Hub's cache is made of links from `models--org--name/snapshots/<revision>/` to `models--org--name/blobs/`.
+_SNAPSHOT = re.compile(r"(.*/(?:models|datasets)--[^/]+)/snapshots/[^/]+(?:/|$)", re.S)
+
+
 def inside(root: str, name: str) -> str:
     """`root/name` for a name that an index gives. Raises CorruptError when it would leave the root."""
     parts = name.replace("\\", "/").split("/")
@@ -127,9 +132,10 @@ def inside(root: str, name: str) -> str:
         )
     path = Path(root, name)
     real, top = os.path.realpath(path), os.path.realpath(root)
-    # The Hub's cache is made of links from snapshots/ to blobs/, both under one repository folder.
-    allowed = top.partition("/snapshots/")[0] if "/snapshots/" in top else top
-    if real != top and not real.startswith(allowed.rstrip("/") + "/"):
+    allowed = [top]
+    if hub := _SNAPSHOT.match(top):
+        allowed.append(f"{hub[1]}/blobs")
+    if real != top and not any(real.startswith(folder.rstrip("/") + "/") for folder in allowed):
         raise CorruptError(f"`{path}`: a link that leaves the checkpoint", file=str(path), found=real)
     return str(path)
 
@@ -286,6 +292,8 @@ def staged(dst: str, *, overwrite: bool, is_file: bool) -> Iterator[str]:
     try:
         yield partial
         sync_tree(partial)
+        # Somebody else may have made it meanwhile.
+        check_free(dst, overwrite=overwrite, is_file=is_file)
         try:
             _swap_in(partial, dst, old)
             sync(str(Path(dst).absolute().parent))

@@ -177,8 +177,32 @@ def test_links_may_not_leave_but_the_hubs_cache_may(tmp_path: Path) -> None:
     os.symlink("../../blobs/1f", snapshot / "model.safetensors")
     os.symlink(tmp_path / "secret", snapshot / "far")
     assert inside(str(snapshot), "model.safetensors")
-    with pytest.raises(CorruptError, match="a link that leaves the checkpoint"):
-        inside(str(snapshot), "far")
+    (snapshot / "unet").mkdir()
+    os.symlink("../../../blobs/1f", snapshot / "unet" / "model.safetensors")
+    assert inside(str(snapshot / "unet"), "model.safetensors")
+    (hub / "refs").mkdir()
+    (hub / "refs" / "main").write_bytes(b"x")
+    os.symlink("../../refs/main", snapshot / "ref")
+    os.symlink(tmp_path / "secret", hub / "blobs" / "2f")
+    os.symlink("../../blobs/2f", snapshot / "through")
+    for name in ("far", "ref", "through"):
+        with pytest.raises(CorruptError, match="a link that leaves the checkpoint"):
+            inside(str(snapshot), name)
+
+
+@pytest.mark.parametrize("folder", ["snapshots/ck", "home/snapshots/ck", "models/snapshots/ck", "models--a--b/ck"])
+def test_a_folder_of_snapshots_is_not_the_hubs_cache(folder: str, tmp_path: Path) -> None:
+    root = tmp_path / folder
+    root.mkdir(parents=True)
+    for place in (tmp_path, root.parent, root.parent.parent):
+        (place / "blobs").mkdir(exist_ok=True)
+        (place / "blobs" / "secret").write_bytes(b"x")
+        (place / "secret").write_bytes(b"x")
+        for name in ("blobs/secret", "secret"):
+            os.symlink(place / name, root / "link")
+            with pytest.raises(CorruptError, match="a link that leaves the checkpoint"):
+                inside(str(root), "link")
+            (root / "link").unlink()
 
 
 def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:
