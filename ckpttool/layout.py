@@ -117,7 +117,7 @@ def rename(catalogue: Catalogue, new_name: Callable[[str], str], *, within_parts
             continue
         prefix, tail = (path[:depth], path[depth:]) if within_parts else ((), path)
         moved[path] = (*prefix, *_repath(tail, new_name(dotted(tail))))
-    return _move(_follow_in_optimizer(catalogue, _new_parameters(catalogue, moved), moved), moved)
+    return move(_follow_in_optimizer(catalogue, _new_parameters(catalogue, moved), moved), moved)
 
 
 def _new_parameters(catalogue: Catalogue, moved: dict[Path, Path]) -> dict[str, str]:
@@ -193,11 +193,13 @@ def _with_params(entry: Object, parameters: dict[str, str]) -> Object:
     return entry.at(entry.path, change=renamed)
 
 
-def _move(catalogue: Catalogue, moved: dict[Path, Path]) -> Catalogue:
-    """Entries, containers, aliases, links and part roots under their new paths."""
+def move(catalogue: Catalogue, moved: dict[Path, Path]) -> Catalogue:
+    """Entries, containers, aliases, links and part roots under their new paths; what `moved` does not have stays.
+
+    Raises UsageError when two entries would have the same name, or one would stand where another needs a dict. Pure.
+    """
     owners = _owners(catalogue)
-    for path, owner in owners.items():
-        moved[path] = moved.get(owner, owner) + path[len(owner) :]
+    moved = moved | {path: moved.get(owner, owner) + path[len(owner) :] for path, owner in owners.items()}
     made = Catalogue(catalogue.format, [], {}, {}, catalogue.facts, catalogue.warnings)
     taken: dict[Path, Path] = {}
     names: dict[str, Path] = {}
@@ -218,9 +220,23 @@ def _move(catalogue: Catalogue, moved: dict[Path, Path]) -> Catalogue:
         if root not in roots:
             roots[root] = moved_root(root, moved)
         made.entries[new] = _moved_entry(entry, new, Part(entry.part.kind, roots[root]), moved, linking)
+    _check_leaves(made, taken)
     for path, container in catalogue.containers.items():
         made.containers[moved_root(path, moved)] = container
     return made
+
+
+def _check_leaves(made: Catalogue, taken: dict[Path, Path]) -> None:
+    for path, entry in made.entries.items():
+        if isinstance(entry, Tensor) and entry.embedded:
+            continue
+        above = next((path[:depth] for depth in range(len(path)) if path[:depth] in made.entries), None)
+        if above is not None:
+            raise UsageError(
+                f"`{dotted(taken[above])}` would be called `{dotted(above)}`, but `{dotted(taken[path])}` needs a dict "
+                "of that name",
+                hint="give it another name with `--rename`, or leave one of them out with `--exclude`",
+            )
 
 
 def _moved_entry(entry: Entry, new: Path, part: Part, moved: dict[Path, Path], linking: set[Path]) -> Entry:
@@ -274,12 +290,13 @@ def strip_wrappers(name: str) -> str:
 
 
 def without_root(catalogue: Catalogue, part: Part) -> Catalogue:
-    """One part alone, its root key off every name: `model.w` -> `w`. Pure."""
-    if not part.root:
+    """One part alone, its root key off every name: `model.w` -> `w`. A part that is one value, such as `step`, keeps
+    its key: without it nothing would be left of the name. Pure."""
+    if not part.root or part.root in catalogue.entries:
         return catalogue
     depth = len(part.root)
     moved = {path: path[depth:] for path in catalogue.entries if path[:depth] == part.root}
-    made = _move(catalogue, moved)
+    made = move(catalogue, moved)
     made.containers = {p[depth:]: c for p, c in catalogue.containers.items() if p[:depth] == part.root}
     for entry in made.entries.values():
         entry.part = Part(part.kind, ())

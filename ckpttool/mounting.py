@@ -17,6 +17,7 @@ class Mounted:
 
     def __init__(self, first: Source) -> None:
         self.catalogue: Catalogue = first.catalogue
+        self.main: Catalogue = first.catalogue
         self._sources = [first]
         self._starts = [0]
         self._originals: dict[Path, Tensor] = {}
@@ -30,8 +31,9 @@ class Mounted:
         made = self._named()
         root = next((p.root for p in parts.parts(made) if p.kind == kind), _ROOTS[kind])
         kept = layout.select(made, lambda entry: entry.part.kind != kind)
-        shift = len(kept.files) or len(self.catalogue.files)
+        shift = len(self.catalogue.files)
         kept.files = [*self.catalogue.files, *other.catalogue.files]
+        kept.warnings = [*kept.warnings, *other.catalogue.warnings, f"{kind} taken from `{name}`"]
         self._sources.append(other)
         self._starts.append(shift)
         self.catalogue = kept
@@ -41,31 +43,32 @@ class Mounted:
         """Ours, with a bare model (or optimizer) moved under a key, so that another part has room beside it."""
         made = self.catalogue
         for part in parts.parts(made):
-            if not part.root and part.kind in _ROOTS:
-                moved = {path: (*_ROOTS[part.kind], *path) for path in made.entries}
-                containers = {(*_ROOTS[part.kind], *p): c for p, c in made.containers.items()}
-                entries = [
-                    replace(e, path=moved[path], alias=moved.get(e.alias) if e.alias else None)
-                    if isinstance(e, Tensor) else e.at(moved[path]) for path, e in made.entries.items()
-                ]  # fmt: skip
-                made = replace(made, entries={e.path: e for e in entries}, containers=containers)
-                for entry in made.entries.values():
-                    entry.part = Part(part.kind, _ROOTS[part.kind])
+            if part.root or part.kind not in _ROOTS:
+                continue
+            root = _ROOTS[part.kind]
+            alone = all(entry.part == part for entry in made.entries.values())
+            moved = {path: (*root, *path) for path, entry in made.entries.items() if entry.part == part}
+            made = layout.move(made, moved)
+            for path in moved.values():
+                made.entries[path].part = Part(part.kind, root)
+            # The dict at the root was the model's own only when nothing else is in it.
+            if alone and () in made.containers:
+                made.containers[root] = made.containers.pop(())
         return made
 
     def _mount(self, theirs: Catalogue, part: Part, root: Path, shift: int) -> None:
         depth = len(part.root)
-        for path, entry in theirs.entries.items():
-            if entry.part != part:
-                continue
-            new = (*root, *path[depth:])
+        alone = layout.select(theirs, lambda entry: entry.part == part)
+        for entry in layout.move(alone, {path: (*root, *path[depth:]) for path in alone.entries}).entries.values():
+            entry.part = Part(part.kind, root)
             if isinstance(entry, Tensor):
-                moved = replace(entry, path=new, part=Part(part.kind, root), chunks=_shifted(entry.chunks, shift))
-                self._originals[new] = entry
-                self.catalogue.add(moved)
+                assert entry.origin is not None
+                self._originals[entry.path] = entry.origin
+                entry = replace(entry, origin=None, chunks=_shifted(entry.chunks, shift))
             else:
-                self.catalogue.add(entry.at(new, part=Part(part.kind, root)))
-        for path, container in theirs.containers.items():
+                entry.origin = entry.path
+            self.catalogue.add(entry)
+        for path, container in alone.containers.items():
             if path[:depth] == part.root and len(path) >= depth:
                 self.catalogue.containers[(*root, *path[depth:])] = container
 

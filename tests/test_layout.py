@@ -186,6 +186,13 @@ def test_collisions_are_refused_by_name() -> None:
     assert tree(swapped) == {"b": {"w": "<a.w>"}, "a": {"w": "<b.w>"}, "c.w": 1}
 
 
+@pytest.mark.parametrize("rules", [["step=model"], ["model=step"]])
+def test_a_value_where_another_needs_a_dict_is_refused(rules: list[str]) -> None:
+    laid = started({"model": {"w": {"a": torch.zeros(1)}}, "step": 3})
+    with pytest.raises(UsageError, match="needs a dict of that name"):
+        layout.rename(laid, renamer(rules))
+
+
 @pytest.mark.parametrize(
     ("rules", "new"),
     [
@@ -269,6 +276,14 @@ def test_without_root() -> None:
     assert aliases(bare) == {"head": "embed", "again": "embed"}
     assert {t.part for t in bare.tensors} == {Part("model", ())}
     assert {t.part for t in alone.tensors} == {Part("model", ("app", "model"))}
+
+
+@pytest.mark.parametrize("value", [3, (torch.zeros(2), 1), torch.tensor(3)])
+def test_a_part_that_is_one_value_keeps_its_key(value: Any) -> None:
+    laid = layout.select(started({"model": tied(), "step": value}), lambda e: e.part.kind == "progress")
+    (part,) = parts.parts(laid)
+    assert set(layout.without_root(laid, part).entries) == set(laid.entries)
+    assert ("step",) in laid.entries
 
 
 # Dtypes ---------------------------------------------------------------------------------------------------------------
