@@ -8,6 +8,7 @@ once. `open` reads lazily; `inspect`, `show` and `convert` are the commands of t
 from __future__ import annotations
 
 from importlib import import_module
+from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.version import __version__
@@ -35,14 +36,14 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f"ckpttool.{_HOMES[name]}"), name)
 
 
-def open(path: str) -> Checkpoint:  # the library is used as `ckpttool.open`
+def open(path: str | PathLike[str]) -> Checkpoint:  # the library is used as `ckpttool.open`
     """Open the checkpoint at `path`, a file or directory of any format; see `Checkpoint`.
 
     Raises `CkptError` with what is wrong and what to do.
     """
     from ckpttool.checkpoint import Checkpoint
 
-    return Checkpoint(path)
+    return Checkpoint(fspath(path))
 
 
 __all__ = ["Checkpoint", "CkptError", "Conversion", "LazyTensor", "__version__", "convert", "inspect", "open", "show"]

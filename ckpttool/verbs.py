@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 from ckpttool.catalogue import Catalogue, validate
 from ckpttool.conversion import Conversion, convert
-from ckpttool.errors import UsageError
+from ckpttool.errors import CkptError, UsageError
 from ckpttool.figures import Shown, look, near_names
 from ckpttool.opening import naming, opened
 
 __all__ = ["Conversion", "Shown", "convert", "inspect", "show"]
 
 
-def inspect(path: str) -> Catalogue:
+def inspect(path: str | os.PathLike[str]) -> Catalogue:
     """Everything that the index of the checkpoint at `path` says, without reading a weight or running anything."""
-    with opened(path) as source:
-        return source.catalogue
+    with opened(os.fspath(path)) as source:
+        catalogue = source.catalogue
+        try:
+            validate(catalogue)
+        except CkptError as error:
+            # What is wrong stops a conversion; whoever looks wants to see the rest all the same.
+            catalogue.warnings.insert(0, f"damaged: {error.message}")
+        return catalogue
 
 
-def show(path: str, tensor: str) -> Shown:
+def show(path: str | os.PathLike[str], tensor: str) -> Shown:
     """One tensor of the checkpoint at `path`: where it lies, a few values, and figures over all of them. Reads only
     its bytes. Raises UsageError, with the nearest names, when there is no such tensor."""
+    path = os.fspath(path)
     with opened(path) as source:
         found = [t for t in source.catalogue.tensors if t.name == tensor]
         if not found:

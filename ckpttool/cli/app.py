@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -14,6 +15,7 @@ from ckpttool.cli.inspect import inspect
 from ckpttool.cli.parsing import without_adapters
 from ckpttool.cli.show import show
 from ckpttool.cli.terminal import out
+from ckpttool.errors import INTERRUPTED, TERMINATED
 from ckpttool.version import __version__
 
 without_adapters()
@@ -55,3 +57,10 @@ def main() -> None:
     except KeyboardInterrupt as stop:
         # No command has begun yet.
         sys.exit(stopped_early(stop))
+    except SystemExit as stop:
+        if stop.code in (INTERRUPTED, TERMINATED):
+            # All is said and cleaned up. A thread may be in the middle of importing torch, whose own threads abort an
+            # ordinary exit.
+            sys.stderr.flush()
+            os._exit(stop.code)
+        raise

@@ -31,7 +31,7 @@ def _uneven_ranks(catalogue: Catalogue) -> Iterator[str]:
         if file.rank is not None:
             loads[file.rank] += file.size
     world = catalogue.world_size
-    if world < 2 or not any(loads.values()):
+    if world < 2 or not any(loads.values()) or any(file.missing for file in catalogue.files):
         return
     mean = sum(loads.values()) / world
     heaviest = max(loads, key=lambda rank: loads[rank])

@@ -86,6 +86,7 @@ class _Opening:
         self._trees: dict[str, tuple[Any, Archive | None] | CkptError] = {}
         self._transforms: dict[tuple[int, int], tuple[str, ...]] = {}
         self._is_safetensors = False
+        self._unread: list[tuple[str, str]] = []
 
     def source(self) -> Source:
         index, catalogue = self._index, self._catalogue
@@ -103,6 +104,10 @@ class _Opening:
                 catalogue.add(self._tensor(name, path, entry))
             else:
                 self._add_object(name, path)
+        if self._unread:
+            name, why = self._unread[0]
+            more = f", nor {len(self._unread) - 1} objects more" if len(self._unread) > 1 else ""
+            catalogue.warnings.append(f"`{name}` cannot be read{more}: {why}")
         self._describe()
         return _DcpSource(catalogue, self._items, self._transforms)
 
@@ -280,7 +285,7 @@ class _Opening:
         if found is None:
             catalogue.add(Object(path, read=lambda: self._late(item, name), nbytes=item.length))
         elif isinstance(found, CkptError):
-            catalogue.warnings.append(f"`{dotted(path)}` cannot be read: {found.message}")
+            self._unread.append((dotted(path), found.message))
             catalogue.add(Object(path, read=lambda: _raise(found), nbytes=item.length))
         elif found[1] is None and (self._index.extra is not None or not isinstance(found[0], (dict, list))):
             # Ours: a dict that was one object goes on being one.
