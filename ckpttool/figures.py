@@ -49,7 +49,7 @@ def look(tensor: Tensor, source: Source) -> Shown:
     for chunk in tensor.chunks:
         file = catalogue.files[chunk.extent.file]
         shown.chunks.append((file.rank, file.name, chunk.offsets, chunk.sizes))
-    if not tensor.numel or tensor.dtype.kind in ("quantized", "bits") or tensor.dtype.name.startswith("float4"):
+    if not tensor.numel or not _is_counted(tensor.dtype):
         return shown
     pool = Pool()
     try:
@@ -57,6 +57,13 @@ def look(tensor: Tensor, source: Source) -> Shown:
     finally:
         pool.close()
     return shown
+
+
+def _is_counted(kind: Dtype) -> bool:
+    # What an element of the others is, no torch says: their bytes are for kernels to read.
+    if kind.kind == "int":
+        return kind.name.lstrip("uint") in ("8", "16", "32", "64")
+    return kind.kind not in ("quantized", "bits") and not kind.name.startswith("float4")
 
 
 def _sum_up(shown: Shown, tensor: Tensor, source: Source, pool: Pool) -> None:

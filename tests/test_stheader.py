@@ -274,6 +274,13 @@ def test_what_no_header_can_say(spec: Spec, why: str) -> None:
         build_header([spec])
 
 
+@pytest.mark.parametrize("metadata", [{"a": "\ud800"}, {"\udfff" * 50: "a"}])
+def test_metadata_that_is_not_utf8(metadata: dict[str, str]) -> None:
+    with pytest.raises(LossError, match=r"`__metadata__` has .* not UTF-8") as caught:
+        build_header([Spec("w", dtype("float32"), (2,))], metadata)
+    caught.value.message.encode("ascii")
+
+
 def test_two_tensors_of_one_name() -> None:
     with pytest.raises(LossError, match="two tensors would be called `w`"):
         build_header([Spec("w", dtype("float32"), (2,)), Spec("w", dtype("int8"), (2,))])

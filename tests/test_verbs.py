@@ -9,6 +9,7 @@ import os
 import pickle
 import sys
 import threading
+import zipfile
 from collections import OrderedDict
 from functools import lru_cache
 from pathlib import Path
@@ -157,6 +158,9 @@ def test_only_and_drop(tmp_path: Path) -> None:
         converted(tmp_path, only=["dataloader"])
     with pytest.raises(UsageError, match="nothing is left to write"):
         converted(tmp_path, only=["model"], drop=["model"])
+    for pattern in ({"tensors": ["w"]}, {"exclude": ["w"]}):
+        with pytest.raises(UsageError, match="nothing is left to write"):
+            converted(tmp_path, only=["model"], drop=["model"], **pattern)
 
 
 def test_tensors_and_exclude(tmp_path: Path) -> None:
@@ -445,6 +449,19 @@ def test_show_of_numbers_whose_squares_are_too_large(tmp_path: Path) -> None:
     shown = ckpttool.show(str(tmp_path / "a.pt"), "m")
     assert shown.norm == pytest.approx(1e300 * math.sqrt(2))
     assert shown.mean == pytest.approx(values.mean().item())
+
+
+@pytest.mark.parametrize("name", ["uint4", "int4", "uint1", "int7"])
+def test_show_has_no_figures_of_parts_of_a_byte(tmp_path: Path, name: str) -> None:
+    # torch reads these, but its `save` knows no storage class for them.
+    torch.save({"m": torch.ones(6, dtype=torch.uint16)}, tmp_path / "wide.pt")
+    with zipfile.ZipFile(tmp_path / "wide.pt") as wide, zipfile.ZipFile(tmp_path / "a.pt", "w") as made:
+        for item in wide.namelist():
+            made.writestr(item, wide.read(item).replace(b"torch\nuint16\n", f"torch\n{name}\n".encode()))
+    assert torch.load(tmp_path / "a.pt")["m"].dtype == getattr(torch, name)
+    shown = ckpttool.show(str(tmp_path / "a.pt"), "m")
+    assert (shown.dtype, shown.shape, shown.nbytes) == (name, (6,), 6)
+    assert (shown.values, shown.min, shown.mean, shown.nans) == ([], None, None, None)
 
 
 def test_show_says_where_a_tensor_lies() -> None:

@@ -247,7 +247,15 @@ def build_header(tensors: Iterable[Spec], metadata: Mapping[str, str] | None = N
             "dtype": dtype.safetensors, "shape": _to_safetensors(dtype, shape), "data_offsets": [at, end],
         }  # fmt: skip
         at = end
-    text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
+    try:
+        text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError as error:
+        # Names are UTF-8, or `why_not` says so. JSON can spell half a character, and safetensors does not read it back.
+        said = ascii(error.object[max(error.start - 20, 0) : error.end + 20])
+        raise LossError(
+            f"`{METADATA}` has {said}, which is not UTF-8",
+            hint="torch and DCP keep no such metadata: convert to one of them",
+        ) from None
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER:
         raise LossError(
