@@ -44,7 +44,8 @@ class Extent(NamedTuple):
     `strides` (elements) is None for row-major; otherwise `nbytes` spans from the first to the last element.
     `codec` names what has to be done to the elements after reading: `swap` (big endian), `conj`, `neg`.
     `record` is the checksummed run that the extent lies in. An extent with `item` set is a whole DCP item whose
-    payload is found only when it is opened: `Source.resolve` turns it into one without.
+    payload is found only when it is opened: `Source.resolve` turns it into one without. Bytes that had to be decoded
+    stay where they are while their `lease` is held; they are `checked` if their CRC was compared then.
     """
 
     file: int
@@ -54,6 +55,8 @@ class Extent(NamedTuple):
     codec: tuple[str, ...] = ()
     record: Record | None = None
     item: bool = False
+    checked: bool = False
+    lease: object = None
 
     @property
     def plain(self) -> bool:
@@ -341,8 +344,8 @@ class Catalogue:
 def find_aliases(tensors: Iterable[Tensor]) -> dict[Path, Path]:
     """Tensors that have the same extents as an earlier one, and which one. Pure.
 
-    Tensors without elements have no bytes to share. An alias has the same dtype and shape too: a transposed view of
-    the same storage is another tensor.
+    Tensors without elements have no bytes to share. An alias has the same dtype, shape and boxes too: a transposed
+    view of the same storage is another tensor, and so are the same bytes in another order.
     """
     first: dict[tuple[object, ...], Path] = {}
     aliases: dict[Path, Path] = {}
@@ -351,8 +354,8 @@ def find_aliases(tensors: Iterable[Tensor]) -> dict[Path, Path]:
             continue
         c = tensor.chunks
         key = (
-            tensor.dtype.name, tensor.shape, c.file.tobytes(), c.offset.tobytes(), c.nbytes.tobytes(),
-            tuple(c.strides.items()), tuple(c.codecs.items()),
+            tensor.dtype.name, tensor.shape, tuple(c.offsets), tuple(c.sizes),
+            c.file.tobytes(), c.offset.tobytes(), c.nbytes.tobytes(), tuple(c.strides.items()), tuple(c.codecs.items()),
         )  # fmt: skip
         kept = first.setdefault(key, tensor.path)
         if kept != tensor.path:

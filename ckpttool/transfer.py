@@ -109,6 +109,7 @@ class _Transfer:
         self._read = checksums.Pieces()
         self._written = checksums.Pieces()
         self._unrecorded = 0
+        self._checked = 0
         self._moved = 0
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -132,7 +133,7 @@ class _Transfer:
             self._out.close()
         if self._failure is not None:
             raise self._failure
-        done = Transferred(self._moved, unchecked=self._unrecorded)
+        done = Transferred(self._moved, self._checked, self._unrecorded)
         for record in self._read.records():
             if self._worth_checking(record):
                 done.checked += self._read.used(record)
@@ -282,7 +283,10 @@ class _Transfer:
 
     def _note_read(self, extent: Extent, start: int, nbytes: int, crc: int | None) -> None:
         record = extent.record
-        if record is None or record.crc is None:
+        if extent.checked:
+            with self._lock:
+                self._checked += nbytes
+        elif record is None or record.crc is None:
             with self._lock:
                 self._unrecorded += nbytes
         elif crc is None:

@@ -65,8 +65,27 @@ class Items:
             return self._resolved(item, dtype, sizes, name)
         # What torch.save adds grows with Python attributes only.
         most = 2 * prod(sizes) * dtype.itemsize + (1 << 20)
-        placed = self._scratch.decode(item, most, self._named(item, name))
-        return self._resolve(Item(*placed), dtype, sizes, name)
+        def check(placed: dcpscratch.Placed) -> None:
+            self._check_decoded(item, self._resolve(Item(*placed), dtype, sizes, name), name)
+
+        placed, lease = self._scratch.decode(item, most, self._named(item, name), check=check)
+        extent = self._resolve(Item(*placed), dtype, sizes, name)
+        checked = extent.record is not None and extent.record.crc is not None
+        return extent._replace(record=None, checked=checked, lease=lease)
+
+    def _check_decoded(self, item: Item, extent: Extent, name: str) -> None:
+        """Checked here and not by the transfer, at whose end other bytes may lie in this place."""
+        record = extent.record
+        if record is None or record.crc is None:
+            return
+        found = self.crc(record.file, record.offset, record.offset + record.nbytes)
+        if found != record.crc:
+            raise CorruptError(
+                f"{self._named(item, name)}: decompresses to bytes whose CRC is {found:08x}, but the writer left "
+                f"{record.crc:08x}",
+                hint="these bytes changed after they were written; take another copy of the checkpoint",
+                file=self._files[item.file].name, tensor=name, found=f"{found:08x}", expected=f"{record.crc:08x}",
+            )  # fmt: skip
 
     def reserve_scratch(self) -> None:
         """Called when the files of the catalogue are all entered and some items are compressed."""
@@ -108,9 +127,11 @@ class Items:
 
     def archive(self, item: Item, name: str, *, keep: bool = False) -> Archive:
         where = self._named(item, name)
+        lease = None
         if item.transforms:
-            item = Item(*self._scratch.decode(item, _LARGEST_OBJECT, where, keep=keep))
-        return torchzip.open_archive(self._window(item), item.offset, item.length, name=where, file=item.file)
+            placed, lease = self._scratch.decode(item, _LARGEST_OBJECT, where, keep=keep)
+            item = Item(*placed)
+        return torchzip.open_archive(self._window(item, lease), item.offset, item.length, name=where, file=item.file)
 
     def head(self, item: Item, nbytes: int) -> bytes:
         return self._pool.read(self._files[item.file].location, item.offset, min(nbytes, item.length))
@@ -166,8 +187,8 @@ class Items:
             self._block, at = (item.file, item.offset, block), 0
         return block[at : at + item.length]
 
-    def _window(self, item: Item) -> Read:
-        """Reads of an archive from its two ends, which are read once."""
+    def _window(self, item: Item, lease: dcpscratch.Lease | None = None) -> Read:
+        """Reads of an archive from its two ends, which are read once. The lease is held for as long as they can be."""
         location, base, length = self._files[item.file].location, item.offset, item.length
         pool = self._pool
         if length <= 4 * _WINDOW:
@@ -176,7 +197,7 @@ class Items:
             tail = base + length - _WINDOW
             parts = [(base, pool.read(location, base, _WINDOW)), (tail, pool.read(location, tail, _WINDOW))]
 
-        def read(offset: int, nbytes: int) -> bytes:
+        def read(offset: int, nbytes: int, held: dcpscratch.Lease | None = lease) -> bytes:
             for start, data in parts:
                 at = offset - start
                 if at >= 0 and at + nbytes <= len(data):

@@ -9,9 +9,11 @@ Upstream: `torch/distributed/checkpoint/_extension.py`.
 from __future__ import annotations
 
 import io
+import os
 import tempfile
 import threading
-from collections import OrderedDict
+import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from typing import IO, Any, NamedTuple
 
@@ -81,96 +83,161 @@ class _Range(io.RawIOBase):
         return n
 
 
+class Lease:
+    """Held by whoever may still read what was decoded: its segment is not emptied before."""
+
+    __slots__ = ("__weakref__",)
+
+
 class _Segment:
-    """A temporary file without a name, written by one thread. Others read it at `/dev/fd`."""
+    """A temporary file without a name, written by one thread at a time. Others read it at `/dev/fd`."""
 
     def __init__(self, file: int, entry: File) -> None:
-        self.stream = tempfile.TemporaryFile()  # noqa: SIM115 - as long-lived as the source
+        try:
+            # As long-lived as the source. Unbuffered: nothing is left to fail when it is closed.
+            self.stream = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise _refused(error) from None
         self.items: list[Item] = []
         self.size = 0
         self.file = file
         self._entry = entry
+        self._lease: weakref.ref[Lease] | None = None
         entry.location, entry.size = f"/dev/fd/{self.stream.fileno()}", 0
 
     def add(self, data: bytes) -> None:
-        self.stream.write(data)
-        self.size += len(data)
+        view = memoryview(data)
+        while view:
+            written = os.pwrite(self.stream.fileno(), view, self.size)
+            self.size += written
+            view = view[written:]
 
-    def note(self, item: Item) -> None:
-        self.stream.flush()
+    def note(self) -> None:
+        """What was added is whole, and may be read."""
         self._entry.size = self.size
-        self.items.append(item)
+
+    def lease(self) -> Lease:
+        lease = self._lease() if self._lease is not None else None
+        if lease is None:
+            lease = Lease()
+            self._lease = weakref.ref(lease)
+        return lease
+
+    @property
+    def is_read(self) -> bool:
+        return self._lease is not None and self._lease() is not None
+
+    def empty(self) -> None:
+        # The same file under the same number: a descriptor that somebody keeps open reads what comes next.
+        try:
+            self.stream.truncate(0)
+        except OSError as error:
+            raise _refused(error) from None
+        self.items.clear()
+        self.size = self._entry.size = 0
+
+
+def _refused(error: OSError) -> CkptError:
+    # `gettempdir` itself fails where no directory can be written to.
+    return failed(error, tempfile.tempdir or os.environ.get("TMPDIR", "/tmp"), "write")
 
 
 class Scratch:
-    """Decoded items. Each thread fills segments of its own; of those that are full, the last few are kept, so that
-    what is resolved just before it is copied is still there, and a compressed checkpoint of any size needs little."""
+    """Decoded items. A thread has a segment to itself while it decodes; of those that are full, the last few are kept,
+    and those that somebody holds a lease of, so that a compressed checkpoint of any size needs little.
+
+    A file number means the same segment for as long as the source is open, and all numbers are taken when it is
+    opened: one that came later would, in a catalogue of several sources, be a file of the next one.
+    """
 
     def __init__(self, files: list[File], pool: Pool) -> None:
         self._files, self._pool = files, pool
         self._free: list[int] = []
-        self._done: dict[Item, Placed] = {}
+        self._done: dict[Item, tuple[Placed, _Segment]] = {}
         self._busy: dict[Item, threading.Lock] = {}
-        self._full: OrderedDict[int, _Segment] = OrderedDict()
-        self._open: list[_Segment] = []
-        self._own = threading.local()
-        self._lock = threading.Lock()
+        self._idle: list[_Segment] = []
+        self._full: list[_Segment] = []
+        self._made: list[_Segment] = []
+        self._changed = threading.Condition()
 
     def reserve(self, segments: int) -> None:
         """Enter files that are not there yet, so that they have numbers when catalogues are mounted together."""
         for _ in range(segments):
-            self._free.append(len(self._files))
-            self._files.append(File("", "(decompressed)", 0, scratch=True))
+            self._free.append(self._enter())
 
-    def decode(self, item: Item, most: int, name: str, *, keep: bool = False) -> Placed:
-        """Decode an item once; `most` bounds what it may become. With `keep` it stays until the end."""
-        with self._lock:
+    def _enter(self) -> int:
+        self._files.append(File("", "(decompressed)", 0, scratch=True))
+        return len(self._files) - 1
+
+    def decode(
+        self, item: Item, most: int, name: str, *, keep: bool = False, check: Callable[[Placed], None] | None = None
+    ) -> tuple[Placed, Lease]:
+        """Decode an item; it stays where it is while the lease is held, with `keep` until the end. `most` bounds what
+        it may become. `check` is called each time that it was decoded, and raises when the bytes are not right."""
+        with self._changed:
             if item in self._done:
-                return self._done[item]
+                return self._leased(item)
             busy = self._busy.setdefault(item, threading.Lock())
         with busy:
-            found = self._done.get(item)
-            if found is None:
-                segment = self._new_segment() if keep else self._segment()
-                start = segment.size
-                self._unpack(item, segment, most, name)
-                segment.note(item)
-                found = Placed(segment.file, start, segment.size - start)
-            with self._lock:
-                self._done[item] = found
-                self._busy.pop(item, None)
-            return found
+            with self._changed:
+                if item in self._done:
+                    return self._leased(item)
+                segment = self._kept() if keep else self._take()
+            placed = None
+            try:
+                placed = self._unpack(item, segment, most, name, check)
+            finally:
+                with self._changed:
+                    if placed is not None:
+                        self._done[item] = placed, segment
+                        segment.items.append(item)
+                        self._busy.pop(item, None)
+                    # Before anybody can empty it.
+                    lease = segment.lease()
+                    if not keep:
+                        (self._full if segment.size >= _SEGMENT else self._idle).append(segment)
+                        self._changed.notify()
+            return placed, lease
 
-    def _new_segment(self) -> _Segment:
-        with self._lock:
-            if not self._free:
-                self.reserve(1)
-            file = self._free.pop(0)
-            made = _Segment(file, self._files[file])
-            self._open.append(made)
-            return made
+    def _leased(self, item: Item) -> tuple[Placed, Lease]:
+        placed, segment = self._done[item]
+        return placed, segment.lease()
 
-    def _segment(self) -> _Segment:
-        mine: _Segment | None = getattr(self._own, "segment", None)
-        if mine is None or mine.size >= _SEGMENT:
-            if mine is not None:
-                self._retire(mine)
-            mine = self._own.segment = self._new_segment()
-        return mine
+    def _kept(self) -> _Segment:
+        """One that is never emptied. These are made while the source is being opened, so their number is their own."""
+        number = self._enter()
+        segment = _Segment(number, self._files[number])
+        self._made.append(segment)
+        return segment
 
-    def _retire(self, segment: _Segment) -> None:
-        with self._lock:
-            self._full[segment.file] = segment
-            if len(self._full) <= _SEGMENTS:
-                return
-            _, oldest = self._full.popitem(last=False)
-            for item in oldest.items:
-                del self._done[item]
-            # The descriptor stays taken: who is late by all these gigabytes finds the file too short.
-            oldest.stream.truncate(0)
-            self._free.append(oldest.file)
+    def _take(self) -> _Segment:
+        """A segment with room, for one thread; the lock is held."""
+        while True:
+            if self._idle:
+                return self._idle.pop()
+            unread = next((segment for segment in self._full if not segment.is_read), None)
+            if unread is not None and (len(self._full) > _SEGMENTS or not self._free):
+                self._full.remove(unread)
+                for item in unread.items:
+                    del self._done[item]
+                unread.empty()
+                return unread
+            if self._free:
+                made = _Segment(self._free[0], self._files[self._free[0]])
+                self._made.append(made)
+                del self._free[0]
+                return made
+            if self._full:
+                # All are being read: one grows instead.
+                smallest = min(self._full, key=lambda segment: segment.size)
+                self._full.remove(smallest)
+                return smallest
+            # Each is another thread's, which is decoding.
+            self._changed.wait()
 
-    def _unpack(self, item: Item, segment: _Segment, most: int, name: str) -> None:
+    def _unpack(
+        self, item: Item, segment: _Segment, most: int, name: str, check: Callable[[Placed], None] | None
+    ) -> Placed:
         source = io.BufferedReader(_Range(self._pool, self._files[item.file].location, item.offset, item.length))
         stream = _unpacked(source, item.transforms, name)
         start = segment.size
@@ -179,14 +246,21 @@ class Scratch:
                 segment.add(data)
                 if segment.size - start > most:
                     raise CorruptError(f"{name}: decompresses to more than {most} bytes", expected=most)
-        except OSError as error:
-            raise failed(error, tempfile.gettempdir(), "write") from None
-        except CkptError:
-            raise
-        # zstandard.ZstdError, or what the other library has for it.
-        except Exception as error:
+            placed = Placed(segment.file, start, segment.size - start)
+            segment.note()
+            if check is not None:
+                check(placed)
+            return placed
+        # What there is of it is written over.
+        except BaseException as error:
+            segment.size = start
+            if isinstance(error, OSError):
+                raise _refused(error) from None
+            if isinstance(error, CkptError) or not isinstance(error, Exception):
+                raise
+            # zstandard.ZstdError, or what the other library has for it.
             raise CorruptError(f"{name}: cannot be decompressed: {str(error).lower()}") from None
 
     def close(self) -> None:
-        for segment in self._open:
+        for segment in self._made:
             segment.stream.close()
