@@ -15,7 +15,7 @@ from ckpttool import files, formats, layout, opening, parts, plan
 from ckpttool.catalogue import Catalogue, Chunks, Object, Path, Tensor, dotted, find_aliases, validate
 from ckpttool.containers import typedjson
 from ckpttool.contract import Format, Sink, SinkOptions, Source
-from ckpttool.errors import CorruptError, LossError, OverwriteError, StorageError, UsageError
+from ckpttool.errors import CkptError, CorruptError, LossError, OverwriteError, StorageError, UsageError
 from ckpttool.mounting import Mounted
 from ckpttool.patterns import any_of, renamer, rule
 from ckpttool.transfer import BUFFER, Progress, Transferred, budget, transfer
@@ -53,8 +53,8 @@ class Conversion:
 
 
 def convert(
-    src: str,
-    dst: str,
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
     *,
     to: str | None = None,
     only: Sequence[str] = (),
@@ -82,13 +82,15 @@ def convert(
     Raises the errors of `ckpttool.errors`, each with its exit code.
     """
     began = time.monotonic()
+    src, dst = os.fspath(src), os.fspath(dst)
     target = formats.writable(to, dst)
     _check_arguments(dst, target, to_world, max_shard_size, max_memory)
     _check_apart(dst, src, model_from, optim_from)
     in_the_way = _check_free(dst, target, overwrite, dry_run)
+    seen = _before(src, model_from, optim_from)
     with ExitStack() as stack:
         source = _open_all(stack, src, model_from, optim_from)
-        before = files.fingerprint(_watched(source.catalogue, src))
+        before = _watched(source.catalogue, seen)
         # Of several sources, the one at fault is known by its file only.
         known = src if model_from is None and optim_from is None else None
         with opening.naming(known):
@@ -136,7 +138,21 @@ def _check_free(dst: str, target: Format, overwrite: bool, dry_run: bool) -> lis
         if overwrite or not dry_run:
             raise
         return [f"{error.message}: {error.hint}"]
+    if overwrite and FilePath(dst).is_dir() and any(FilePath(dst).iterdir()):
+        _check_is_checkpoint(dst)
     return []
+
+
+def _check_is_checkpoint(dst: str) -> None:
+    """Raises OverwriteError for a directory of something else: `--overwrite` removes all that is in it."""
+    try:
+        formats.detect(dst)
+    except CkptError:
+        raise OverwriteError(
+            f"`{dst}` is a directory that holds no checkpoint, and `--overwrite` would remove all that is in it",
+            hint="name another destination, or remove it yourself",
+            file=dst,
+        ) from None
 
 
 def _check_arguments(
@@ -188,12 +204,27 @@ def _open_all(stack: ExitStack, src: str, model_from: str | None, optim_from: st
 _INDEXES = (".metadata", "__*.metadata", "*.index.json", "ckpttool.json")
 
 
-def _watched(catalogue: Catalogue, src: str) -> list[str]:
-    """Files that must not change while we read: those with tensors, and the index."""
-    index = (
-        [str(path) for pattern in _INDEXES for path in FilePath(src).glob(pattern)] if FilePath(src).is_dir() else []
-    )
-    return [*(f.location for f in catalogue.files), *index]
+def _before(*sources: str | None) -> files.Fingerprint:
+    """The files of the sources as they are before they are opened: reading a large index takes seconds, in which a
+    file can be replaced."""
+    found: list[str] = []
+    for path in filter(None, sources):
+        if os.path.isdir(path):
+            found += [str(p) for pattern in ("*", "*/*") for p in FilePath(path).glob(pattern)]
+        else:
+            found += [path, *(str(p) for pattern in _INDEXES for p in FilePath(path).parent.glob(pattern))]
+    return files.fingerprint(path for path in found if os.path.isfile(path))
+
+
+def _watched(catalogue: Catalogue, before: files.Fingerprint) -> files.Fingerprint:
+    """Those of them that must not change while we read: the ones with tensors, and the indexes."""
+    data = {f.location for f in catalogue.files if not f.scratch and not f.missing}
+    marks = {path: mark for path, mark in before.items() if path in data or _is_index(path)}
+    return marks | files.fingerprint(data - marks.keys())
+
+
+def _is_index(path: str) -> bool:
+    return any(FilePath(path).match(pattern) for pattern in _INDEXES)
 
 
 def _lay_out(
@@ -284,7 +315,9 @@ def _check_losses(laid: Catalogue, target: Format, src: str, dst: str) -> None:
         return
     names = ", ".join(f"`{loss.name}`" for loss in lost[:5]) + (", ..." if len(lost) > 5 else "")
     whys = sorted({loss.why for loss in lost})
-    keep = "a directory as DST keeps them" if target.is_file(dst) else "`--to dcp` or `--to torch` keeps them"
+    keep = "`--to dcp` or `--to torch` keeps them"
+    if target.is_file(dst) and target.splits:
+        keep = "a directory as DST keeps them"
     raise LossError(
         f"`{src}` cannot be written as {target.name} at `{dst}`: {len(lost)} would be lost ({names}): "
         f"{'; '.join(whys)}",
@@ -337,6 +370,8 @@ def _plan_only(
         partial = str(FilePath(scratch, name or "out"))
         sink = _create(target, partial, laid, options)
         _note_files(made, sink, partial, made.destination)
+    if made.disk > made.free:
+        made.notes.insert(0, f"needs {made.disk} bytes, but {made.free} are free")
     count, tile = budget(threads, memory)
     made.memory = _BASE_MEMORY + count * BUFFER
     if made.cast:
