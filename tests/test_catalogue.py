@@ -136,6 +136,14 @@ def test_sharded_tensors_are_tied_when_all_their_chunks_are() -> None:
     assert find_aliases([sharded("a", 0), sharded("b", 0), sharded("c", 8)]) == {("b",): ("a",)}
 
 
+def test_the_same_bytes_at_other_places_of_the_tensor_are_no_tie() -> None:
+    upper, lower = Extent(0, 0, 8), Extent(0, 8, 8)
+    one = Chunks.of([Chunk((0,), (2,), upper), Chunk((2,), (2,), lower)])
+    swapped = Chunks.of([Chunk((2,), (2,), upper), Chunk((0,), (2,), lower)])
+    tensors = [Tensor((name,), dtype("float32"), (4,), c) for name, c in (("a", one), ("b", swapped), ("c", one))]
+    assert find_aliases(tensors) == {("c",): ("a",)}
+
+
 # Validation -----------------------------------------------------------------------------------------------------------
 
 
