@@ -121,20 +121,33 @@ def rename(catalogue: Catalogue, new_name: Callable[[str], str], *, within_parts
 
 
 def _new_parameters(catalogue: Catalogue, moved: dict[Path, Path]) -> dict[str, str]:
-    """What the model's parameters were called and are called now, each below the root of its part."""
-    roots: dict[Path, Path] = {}
+    """What the model's parameters were called and are called now, each below the root of its part.
+
+    Where several models have a name, the optimizer follows the first in `_models`, even if that one keeps it.
+    """
     parameters: dict[str, str] = {}
-    for path, new in moved.items():
-        part = catalogue.entries[path].part
-        if part.kind != "model" or new == path:
-            continue
-        if part.root not in roots:
-            roots[part.root] = moved_root(part.root, moved)
-        root = roots[part.root]
-        # A rule may take some of the part away from under its root: those go by their full names.
-        depth = len(root) if new[: len(root)] == root else 0
-        parameters[dotted(path[len(part.root) :])] = dotted(new[depth:])
-    return parameters
+    for root, paths in _models(catalogue):
+        there = moved_root(root, moved)
+        for path in paths:
+            new = moved.get(path, path)
+            # A rule may take some of the part away from under its root: those go by their full names.
+            depth = len(root) if new == path else len(there) if new[: len(there)] == there else 0
+            parameters.setdefault(dotted(path[len(root) :]), dotted(new[depth:]))
+    return {name: new for name, new in parameters.items() if name != new}
+
+
+def _models(catalogue: Catalogue) -> list[tuple[Path, list[Path]]]:
+    """The root of each model with its entries: the one that is called `model` first, averaged weights (EMA) last."""
+    found: dict[Path, list[Path]] = defaultdict(list)
+    for path, entry in catalogue.entries.items():
+        if entry.part.kind == "model" and not (isinstance(entry, Tensor) and entry.embedded):
+            found[entry.part.root].append(path)
+
+    def order(root: Path) -> int:
+        key = str(root[-1]).lower() if root else "model"
+        return 0 if key == "model" else 2 if re.search(r"(^|_)ema(_|$)", key) else 1
+
+    return [(root, found[root]) for root in sorted(found, key=order)]
 
 
 def _repath(path: Path, name: str) -> Path:
@@ -159,7 +172,9 @@ def _follow_in_optimizer(catalogue: Catalogue, parameters: dict[str, str], moved
     for path, entry in catalogue.entries.items():
         if entry.part.kind != "optimizer" or (isinstance(entry, Tensor) and entry.embedded):
             continue
-        new = tuple(_followed(k, parameters) for k in moved.get(path, path))
+        new = moved.get(path, path)
+        below = max(len(entry.part.root) + len(new) - len(path), 0)
+        new = (*new[:below], *_followed(new[below:], parameters))
         if new != path:
             moved[path] = new
         if isinstance(entry, Object) and path[-1:] == ("params",):
@@ -167,13 +182,20 @@ def _follow_in_optimizer(catalogue: Catalogue, parameters: dict[str, str], moved
     return _rebuilt(catalogue, entries.values(), catalogue.containers)
 
 
-def _followed(key: Hashable, parameters: dict[str, str]) -> Hashable:
-    if not isinstance(key, str):
-        return key
-    flat = _flattened(key)
-    if flat is not None and flat[1] in parameters:
-        return flat[0] + parameters[flat[1]] + flat[2]
-    return parameters.get(key, key)
+def _followed(path: Path, parameters: dict[str, str]) -> Path:
+    """A path below the root of the optimizer, with the parameter that it is about under its new name. Any other key
+    may be spelt like a parameter: a model can have one called `eps`."""
+    for i, key in enumerate(path):
+        if key == "state" and i + 1 < len(path):
+            name = path[i + 1]
+            new = parameters.get(name, name) if isinstance(name, str) else name
+            return (*path[: i + 1], new, *path[i + 2 :])
+        flat = _flattened(key) if isinstance(key, str) else None
+        if flat is not None:
+            return (*path[:i], flat[0] + parameters.get(flat[1], flat[1]) + flat[2], *path[i + 1 :])
+        if key == "param_groups":
+            break
+    return path
 
 
 def _flattened(key: str) -> tuple[str, str, str] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import made
@@ -210,6 +210,37 @@ def test_the_optimizer_follows_the_models_names(rules: list[str], new: list[str]
     assert optim["param_groups"] == [{"lr": 0.1, "params": new}]
     laid = layout.rename(started(flattened()), renamer(rules))
     assert list(tree(laid)["optim"]) == [f"state.{n}.exp_avg" for n in new] + [f"param_groups.{n}.lr" for n in new]
+
+
+@pytest.mark.parametrize("last", ["ema", "model_ema", "net"])
+@pytest.mark.parametrize("spelt", [by_name, flattened])
+def test_the_optimizer_follows_the_first_of_several_models(spelt: Callable[[], dict[str, Any]], last: str) -> None:
+    state = {last: {name: torch.ones(4, 2) for name in by_name()["model"]}, **spelt()}
+    before = tree(started(state))["optim"]
+    assert tree(layout.rename(started(state), renamer([f"{last}.layers.0.w={last}.shadow"])))["optim"] == before
+    both = layout.rename(started(state), renamer([f"{last}.layers.0.w={last}.shadow", "model.layers.0.w=model.first"]))
+    names = {dotted(e.path[1:]) for e in both.entries.values() if e.path[0] == "optim"}
+    assert not any("shadow" in name for name in names)
+    assert any(name.startswith("state.first.") for name in names)
+
+
+@pytest.mark.parametrize("name", ["eps", "exp_avg", "state", "param_groups", "lr", "params"])
+def test_a_parameter_that_is_called_like_a_key_of_the_optimizer(name: str) -> None:
+    group = {"lr": 0.1, "eps": 1e-8, "params": [name, "other"]}
+    moments = {"eps": 1, "exp_avg": torch.zeros(2), "state": torch.zeros(2)}
+    state: dict[str, Any] = {
+        "model": {name: torch.zeros(2), "other": torch.zeros(2)},
+        "optim": {"state": {name: moments, "other": dict(moments)}, "param_groups": [group]},
+    }
+    found = tree(layout.rename(started(state), renamer([f"model.{name}=model.new"])))["optim"]
+    assert list(found) == ["state", "param_groups"]
+    assert {key: list(value) for key, value in found["state"].items()} == {
+        key: list(moments) for key in ("new", "other")
+    }
+    assert found["param_groups"] == [group | {"params": ["new", "other"]}]
+    flat = {f"state.{name}.eps": torch.zeros(2), f"param_groups.{name}.eps": 1, "eps": 1}
+    laid = layout.rename(started({"model": state["model"], "optim": flat}), renamer([f"model.{name}=model.new"]))
+    assert list(tree(laid)["optim"]) == ["state.new.eps", "param_groups.new.eps", "eps"]
 
 
 def test_an_optimizer_that_counts_its_parameters_stays() -> None:
