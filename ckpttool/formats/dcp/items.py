@@ -65,6 +65,7 @@ class Items:
             return self._resolved(item, dtype, sizes, name)
         # What torch.save adds grows with Python attributes only.
         most = 2 * prod(sizes) * dtype.itemsize + (1 << 20)
+
         def check(placed: dcpscratch.Placed) -> None:
             self._check_decoded(item, self._resolve(Item(*placed), dtype, sizes, name), name)
 

@@ -139,7 +139,7 @@ class _Segment:
 
 def _refused(error: OSError) -> CkptError:
     # `gettempdir` itself fails where no directory can be written to.
-    return failed(error, tempfile.tempdir or os.environ.get("TMPDIR", "/tmp"), "write")
+    return failed(error, tempfile.tempdir or os.environ.get("TMPDIR", "the temporary directory"), "write")
 
 
 class Scratch:
