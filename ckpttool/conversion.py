@@ -101,7 +101,7 @@ def convert(
             laid = _rechunked(laid, source.catalogue, target, to_world)
             _check_harmless(laid, src)
             _check_losses(laid, target, src, dst)
-        made = _summary(source.catalogue, laid, src, dst, target, dry_run)
+        made = _summary(source, laid, src, dst, target, dry_run)
         options = SinkOptions(max_shard_size, target.is_file(dst))
         if dry_run:
             made.notes += in_the_way
@@ -326,8 +326,8 @@ def _check_losses(laid: Catalogue, target: Format, src: str, dst: str) -> None:
     )
 
 
-def _summary(source: Catalogue, laid: Catalogue, src: str, dst: str, target: Format, dry_run: bool) -> Conversion:
-    made = Conversion(src, source.format, dst, target.name, dry_run=dry_run)
+def _summary(source: Source, laid: Catalogue, src: str, dst: str, target: Format, dry_run: bool) -> Conversion:
+    made = Conversion(src, source.catalogue.format, dst, target.name, dry_run=dry_run)
     kept = {o.origin for o in laid.objects}
     made.renamed = [(dotted(o.origin), o.name) for o in laid.objects if o.origin != o.path]
     for tensor in laid.tensors:
@@ -344,8 +344,13 @@ def _summary(source: Catalogue, laid: Catalogue, src: str, dst: str, target: For
         else:
             made.bytes += tensor.nbytes
     made.objects = sum(1 for _ in laid.objects)
-    made.dropped = [e.name for e in source.entries.values() if e.path not in kept]
-    made.notes = list(source.warnings)
+    # What gave way to a part from elsewhere is left out too.
+    there = dict.fromkeys(source.main.entries) if isinstance(source, Mounted) else {}
+    there |= dict.fromkeys(
+        e.origin if isinstance(e, Object) else (e.origin or e).path for e in source.catalogue.entries.values()
+    )
+    made.dropped = [dotted(path) for path in there if path not in kept]
+    made.notes = list(source.catalogue.warnings)
     made.free = files.free_space(dst)
     return made
 

@@ -57,7 +57,7 @@ def _rebuilt(catalogue: Catalogue, entries: Iterable[Entry], containers: dict[Pa
 def select(catalogue: Catalogue, keep: Callable[[Entry], bool]) -> Catalogue:
     """What `keep` says, and the tensors embedded in the objects that are kept. Pure.
 
-    A tied tensor whose first name goes keeps its bytes under the next one.
+    A tied tensor whose first name goes keeps its bytes under the next one; what follows in a list moves up.
     """
     owners = _owners(catalogue)
     kept = [
@@ -73,7 +73,22 @@ def select(catalogue: Catalogue, keep: Callable[[Entry], bool]) -> Catalogue:
             entry = _again(entry, alias=None if heir == entry.path else heir)
         entries.append(entry)
     containers = {p: c for p, c in catalogue.containers.items() if not p or any(n[: len(p)] == p for n in names)}
-    return _rebuilt(catalogue, entries, containers)
+    return _closed_up(_rebuilt(catalogue, entries, containers))
+
+
+def _closed_up(catalogue: Catalogue) -> Catalogue:
+    """What is left of each list under the indexes that it has in a list without gaps, as it will be written."""
+    places: dict[Path, dict[Hashable, int]] = {p: {} for p, c in catalogue.containers.items() if c.kind == "list"}
+    moved: dict[Path, Path] = {}
+    for path, entry in catalogue.entries.items() if places else ():
+        if isinstance(entry, Tensor) and entry.embedded:
+            continue
+        above = [places.get(path[:depth]) for depth in range(len(path))]
+        moved[path] = tuple(
+            key if there is None else there.setdefault(key, len(there))
+            for key, there in zip(path, above, strict=True)
+        )  # fmt: skip
+    return move(catalogue, moved) if any(new != path for path, new in moved.items()) else catalogue
 
 
 def _owners(catalogue: Catalogue) -> dict[Path, Path]:
@@ -117,7 +132,7 @@ def rename(catalogue: Catalogue, new_name: Callable[[str], str], *, within_parts
             continue
         prefix, tail = (path[:depth], path[depth:]) if within_parts else ((), path)
         moved[path] = (*prefix, *_repath(tail, new_name(dotted(tail))))
-    return move(_follow_in_optimizer(catalogue, _new_parameters(catalogue, moved), moved), moved)
+    return _closed_up(move(_follow_in_optimizer(catalogue, _new_parameters(catalogue, moved), moved), moved))
 
 
 def _new_parameters(catalogue: Catalogue, moved: dict[Path, Path]) -> dict[str, str]:

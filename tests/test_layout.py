@@ -101,6 +101,22 @@ def test_select_keeps_the_containers_on_the_way_to_what_is_kept() -> None:
     assert ("a",) not in laid.containers
 
 
+def test_what_follows_in_a_list_moves_up() -> None:
+    stub = stub_type("some.module", "Class")(torch.zeros(2))
+    deep: list[Any] = [{"w": torch.zeros(1)}, {"w": torch.ones(1), "sub": [torch.zeros(1), stub, torch.ones(1)]}]
+    laid = started({"model": {"layers": [torch.zeros(1), *deep]}, "step": 3})
+    left = layout.select(laid, lambda e: e.name not in ("model.layers.0", "model.layers.2.sub.0"))
+    assert [e.path for e in left.entries.values() if not (isinstance(e, Tensor) and e.embedded)] == [
+        ("model", "layers", 0, "w"), ("model", "layers", 1, "w"),
+        ("model", "layers", 1, "sub", 0), ("model", "layers", 1, "sub", 1), ("step",),
+    ]  # fmt: skip
+    assert left.containers.keys() == {("model", "layers"), ("model", "layers", 1, "sub")}
+    held = left.entries[("model", "layers", 1, "sub", 0)]
+    assert isinstance(held, Object) and [left.tensor(link.path).embedded for link in links(held.value)] == [True]
+    away = layout.rename(laid, renamer(["model.layers.1=model.first"]))
+    assert ("model", "layers", 1, "sub", 2) in away.entries
+
+
 def test_tensors_inside_an_object_go_and_stay_with_it() -> None:
     state = {"rng": (torch.zeros(2), torch.ones(2)), "w": torch.zeros(1)}
     laid = started(state)

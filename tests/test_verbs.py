@@ -276,6 +276,45 @@ def test_parts_from_elsewhere(tmp_path: Path) -> None:
         converted(tmp_path, optim_from=MODEL)
 
 
+@pytest.mark.parametrize("kind", ["model", "optim"])
+def test_a_part_from_elsewhere_beside_parameters_at_the_root(tmp_path: Path, kind: str) -> None:
+    def optimizer(value: float) -> dict[str, Any]:
+        state = {name: {"exp_avg": torch.full((2,), value)} for name in "wb"}
+        return {"state": state, "param_groups": [{"params": ["w", "b"]}]}
+
+    mine: dict[str, Any] = {"w": torch.zeros(2), "b": torch.zeros(2), "optimizer": optimizer(0), "step": 3}
+    other = {"net": {"w": torch.ones(2)}, "opt": optimizer(1)}
+    torch.save(mine, tmp_path / "mine.pt")
+    torch.save(other, tmp_path / "other.pt")
+    from_other = {f"{kind}_from": str(tmp_path / "other.pt")}
+    found = converted(tmp_path, str(tmp_path / "mine.pt"), check=True, **from_other)
+    model = other["net"] if kind == "model" else {"w": mine["w"], "b": mine["b"]}
+    optim = other["opt"] if kind == "optim" else mine["optimizer"]
+    assert_same(found, {"model": model, "optimizer": optim, "step": 3}, ordered=False)
+    made = ckpttool.convert(str(tmp_path / "mine.pt"), str(tmp_path / "again.pt"), **from_other)
+    assert made.dropped == (["w", "b"] if kind == "model" else [])
+    assert f"{'model' if kind == 'model' else 'optimizer'} taken from `{tmp_path / 'other.pt'}`" in made.notes
+
+
+def test_links_follow_a_part_from_elsewhere(tmp_path: Path) -> None:
+    extra = (torch.ones(2), {"deep": torch.zeros(3)})
+    torch.save({"model": {"w": torch.zeros(1)}, "step": 3}, tmp_path / "mine.pt")
+    torch.save({"net": {"w": torch.ones(1), "extra": extra}, "step": 4}, tmp_path / "other.pt")
+    found = converted(tmp_path, str(tmp_path / "mine.pt"), model_from=str(tmp_path / "other.pt"), check=True)
+    assert_same(found, {"model": {"w": torch.ones(1), "extra": extra}, "step": 3})
+
+
+def test_a_list_with_something_left_out(tmp_path: Path) -> None:
+    layers = [torch.full((2,), float(i)) for i in range(3)]
+    torch.save({"layers": layers}, tmp_path / "in.pt")
+    found = converted(tmp_path, str(tmp_path / "in.pt"), exclude=["layers.1"], check=True)
+    assert_same(found, {"layers": [layers[0], layers[2]]})
+
+
+def test_a_part_that_is_one_value(tmp_path: Path) -> None:
+    assert_same(converted(tmp_path, only=["progress"]), {"step": original("torch_full")["step"]})
+
+
 def test_the_format_is_told_by_the_suffix(tmp_path: Path) -> None:
     for name, told in (("a.pt", "torch"), ("a.pth", "torch"), ("a.safetensors", "safetensors")):
         assert ckpttool.convert(MODEL, str(tmp_path / name)).format == told
