@@ -33,8 +33,12 @@ def show(path: str | os.PathLike[str], tensor: str) -> Shown:
     with opened(path) as source:
         found = [t for t in source.catalogue.tensors if t.name == tensor]
         if not found:
+            if any(o.name == tensor for o in source.catalogue.objects):
+                hint = "it is an object; `ckpttool inspect` shows its value"
+                raise UsageError(f"`{path}`: `{tensor}` is not a tensor", hint=hint)
             near = near_names(tensor, [t.name for t in source.catalogue.tensors])
-            hint = f"did you mean {', '.join(f'`{n}`' for n in near)}?" if near else "list them with `--tensors '*'`"
+            hint = f"did you mean {', '.join(f'`{n}`' for n in near)}?"
+            hint = hint if near else f"`ckpttool inspect {path} --tensors '*'` lists them"
             raise UsageError(f"`{path}`: there is no tensor `{tensor}`", hint=hint)
         with naming(path):
             validate(replace(source.catalogue, entries={found[0].path: found[0]}))

@@ -38,10 +38,16 @@ def inspect(
     With --tensors, one line for each tensor that matches and where its chunks lie.
     """
     from ckpttool import verbs
+    from ckpttool.errors import UsageError
+    from ckpttool.figures import near_names
     from ckpttool.patterns import any_of
 
     catalogue = verbs.inspect(path)
     wanted = any_of(tensors) if tensors else None
+    if tensors and not any(map(wanted or bool, (t.name for t in catalogue.tensors))):
+        near = near_names(tensors[0], [t.name for t in catalogue.tensors])
+        hint = f"did you mean {', '.join(f'`{n}`' for n in near)}?" if near else "`--tensors '*'` lists all"
+        raise UsageError(f"`{path}`: no tensor matches `{tensors[0]}`", hint=hint)
     terminal = out()
     if as_json:
         _print_json(terminal, catalogue, path, wanted)
