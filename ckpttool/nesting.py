@@ -159,10 +159,12 @@ def _attributes(value: Any) -> dict[str, Any]:
     return getattr(value, "__dict__", {})
 
 
-def _is_key(key: Any) -> bool:
-    return key is None or isinstance(key, (str, int, float, bytes)) or (
-        isinstance(key, tuple) and not isinstance(key, TorchSize) and all(map(_is_key, key))
-    )  # fmt: skip
+def _is_key(key: Any, depth: int = 0) -> bool:
+    if not isinstance(key, tuple) or isinstance(key, TorchSize):
+        return key is None or isinstance(key, (str, int, float, bytes))
+    if depth > MAX_DEPTH:
+        raise CorruptError(f"a key of tuples nested more than {MAX_DEPTH} deep")
+    return all(_is_key(part, depth + 1) for part in key)
 
 
 def _as_key(key: Any) -> Hashable:

@@ -25,6 +25,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpttool import nesting
+from ckpttool.catalogue import Catalogue
 from ckpttool.containers import opcodes, pickles, torchpickle
 from ckpttool.containers.pickles import Known, Stub, TorchSize, stub_name, stub_type
 from ckpttool.containers.torchpickle import KNOWN, Slot, StorageRef, TensorRef
@@ -624,3 +626,33 @@ def test_an_attribute_is_no_longer_name_either() -> None:
 def test_names_of_all_languages_are_kept(name: str) -> None:
     found = load(stack_global("my.módulo", name))
     assert stub_name(load(pickles.dump(found, protocol=4))) == f"my.módulo.{name}"
+
+
+# Tuples in tuples ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", [b"\x85", b"\x85\x94", b"\x85q\x00", b"\x85r\x01\0\0\0", b"\x85p3\n"])
+@pytest.mark.parametrize("where", [b"\x80\x04}%bK\x01s.", b"\x80\x04\x8f(%b\x90.", b"\x80\x04}(K\x01%bu."])
+def test_tuples_without_end_do_not_fill_the_stack(where: bytes, level: bytes) -> None:
+    """In another process, which a hash of them would end with a SIGSEGV."""
+    program = (
+        "from ckpttool.containers import torchpickle\n"
+        "from ckpttool.errors import CorruptError\n"
+        f"data = {where!r}.replace(b'%b', b')' + {level!r} * 1_000_000)\n"
+        "try:\n    torchpickle.load(data, 'it')\n"
+        "except CorruptError as error:\n    print(error.message)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"nested more than {opcodes.MAX_NESTED} deep" in done.stdout
+
+
+@pytest.mark.parametrize("value", ["t" * 10_000, b"\x85" * 10_000, [("t" * 5000, (1,))] * 3])
+def test_what_only_looks_like_tuples_is_read(value: Any) -> None:
+    assert load(pickle.dumps(value, protocol=4)) == value
+
+
+def test_a_key_of_many_tuples_is_refused() -> None:
+    data = b"\x80\x04}" + b")" + b"\x85" * 1500 + b"K\x01s."
+    with pytest.raises(CorruptError, match="a key of tuples nested more than"):
+        nesting.flatten(load(data), Catalogue("torch"), TensorRef, lambda *_: None)  # type: ignore[arg-type,return-value]

@@ -47,11 +47,36 @@ def _run(top: int) -> re.Pattern[bytes]:
     return re.compile(b"(?:" + bare + b"(?:" + b"|".join(fixed) + b")){0,5000}" + bare, re.S)
 
 
+# Tuples in tuples: Python's hash of a tuple calls itself for each, in C, until the stack is full (a SIGSEGV at 100,000
+# or so). Each of these opcodes takes what the one before it made; those between them only number it.
+MAX_NESTED = 2000
+_TUPLES, _MEMOS = frozenset(b"\x85\x86\x87t"), frozenset(b"\x94qrp")
+_NESTED = re.compile(b"(?:[\x85\x86\x87t](?:\x94|q.|r.{4}|p[0-9]+\n)*){%d}" % MAX_NESTED, re.S)
+
+
+def _check_nested(data: bytes, start: int, end: int) -> None:
+    if sum(data.count(bytes((code,)), start, end) for code in _TUPLES) < MAX_NESTED or not _NESTED.search(
+        data, start, end
+    ):
+        return
+    # Which may be the bytes of a text: now opcode by opcode.
+    at, nested = start, 0
+    while at < end:
+        code = data[at]
+        if code in _TUPLES:
+            nested += 1
+            if nested >= MAX_NESTED:
+                raise CorruptError(f"tuples nested more than {MAX_NESTED} deep at byte {at}")
+        elif code not in _MEMOS:
+            nested = 0
+        at = _after(data, at, code, end)
+
+
 def end_of(data: bytes, start: int = 0, *, limit: int | None = None) -> int | None:
     """Where the pickle at `start` ends; None when `data` ends first.
 
     Raises CorruptError for what no pickle of its size needs: a memo index or a length past `limit` (the length of
-    `data`), an extension code, an opcode that there is not.
+    `data`), an extension code, an opcode that there is not, tuples nested without end.
     """
     limit = len(data) if limit is None else limit
     run = _run(min(limit >> 16, 255)).match
@@ -63,6 +88,7 @@ def end_of(data: bytes, start: int = 0, *, limit: int | None = None) -> int | No
             at = matched.end()
             code = data[at]
             if code == _STOP:
+                _check_nested(data, start, at + 1)
                 return at + 1
             at = _after(data, at, code, limit)
     except (IndexError, struct.error, ValueError):
