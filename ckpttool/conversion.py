@@ -238,12 +238,11 @@ def _lay_out(
     strip_prefix: str | None,
 ) -> Catalogue:
     laid = layout.start(source)
-    if only:
-        wanted = parts.matcher(only, source)
-        laid = layout.select(laid, lambda e: wanted(e.part))
-    if drop:
+    if only or drop:
+        # In one step: selecting can move a part, and both speak of the parts of the source.
+        wanted = parts.matcher(only, source) if only else lambda part: True
         unwanted = parts.matcher(drop, source)
-        laid = layout.select(laid, lambda e: not unwanted(e.part))
+        laid = layout.select(laid, lambda e: wanted(e.part) and not unwanted(e.part))
     left = parts.parts(laid)
     if only and len(left) == 1:
         # First of all, so that every pattern below sees the names that will be written.
