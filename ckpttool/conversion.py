@@ -350,6 +350,11 @@ def _summary(source: Source, laid: Catalogue, src: str, dst: str, target: Format
     )
     made.dropped = [dotted(path) for path in there if path not in kept]
     made.notes = list(source.catalogue.warnings)
+    # `format` says which library wrote the file, and is said anew.
+    remarks = {str(name) for name in source.catalogue.facts.get("metadata", ())} - {"format"}
+    if remarks and target.name != source.catalogue.format:
+        names = ", ".join(f"`{name}`" for name in sorted(remarks)[:5])
+        made.notes.append(f"`__metadata__` of the source is left out, {target.name} has no place for it: {names}")
     made.free = files.free_space(dst)
     return made
 

@@ -240,9 +240,13 @@ def free_space(path: str) -> int:
 
 
 def partial_name(dst: str, mark: str = "partial") -> str:
-    """Where a destination is made before it is renamed: `.out.partial-4242` beside `out`."""
+    """Where a destination is made before it is renamed: `.out.partial-4242` beside `out`.
+
+    The number is the thread's, which for a program of one thread is that of the process on Linux: two threads may
+    convert into one DST, as two processes may.
+    """
     path = Path(dst)
-    return str(path.with_name(f".{path.name}.{mark}-{os.getpid()}"))
+    return str(path.with_name(f".{path.name}.{mark}-{threading.get_native_id()}"))
 
 
 def remove(path: str) -> None:

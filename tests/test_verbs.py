@@ -22,6 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from made import bits, within
 from originals import HERE, NAMES, loaded, original, path_of, reference
+from safetensors.torch import save_file
 
 import ckpttool
 from ckpttool import formats
@@ -544,3 +545,10 @@ def test_errors_travel_between_processes() -> None:
     again = pickle.loads(pickle.dumps(error))
     assert isinstance(again, CkptError)
     assert (type(again), again.message, again.hint, again.facts) == (CorruptError, "`a`: wrong", "try b", error.facts)
+
+
+def test_remarks_that_have_no_place_are_told(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors", metadata={"format": "pt", "title": "x"})
+    for to, told in (("torch", True), ("dcp", True), ("safetensors", False)):
+        notes = ckpttool.convert(tmp_path / "a.safetensors", tmp_path / f"to-{to}", to=to).notes
+        assert [("`title`" in note, "`format`" in note) for note in notes] == [(True, False)] * told

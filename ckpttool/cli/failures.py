@@ -28,7 +28,7 @@ SCHEMA = "ckpttool/error/1"
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, raised where Ctrl-C would be."""
+    """SIGTERM or SIGHUP, raised where Ctrl-C would be."""
 
 
 class _Stopped(Exception):
@@ -41,15 +41,17 @@ class _Stopped(Exception):
 
 def _stop(signum: int, frame: FrameType | None) -> None:
     # A second one must not interrupt the cleaning up that the first one started.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    raise Terminated if signum == signal.SIGTERM else KeyboardInterrupt
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt if signum == signal.SIGINT else Terminated
 
 
 def catch_signals() -> None:
-    """Treat SIGTERM like Ctrl-C: raise in the main thread. What a shell has told us to ignore (`&`, `nohup`) stays
-    ignored."""
+    """Treat SIGTERM and SIGHUP (a connection that drops) like Ctrl-C: raise in the main thread. What a shell has told
+    us to ignore (`&`, `nohup`) stays ignored."""
     signal.signal(signal.SIGTERM, _stop)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, _stop)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _stop)
 

@@ -397,8 +397,11 @@ def begun(process: subprocess.Popen[str], folder: Path) -> str:
 
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize(
-    ("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
-)
+    ("number", "code", "word"),
+    [
+        (signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated"), (signal.SIGHUP, 143, "terminated"),
+    ],
+)  # fmt: skip
 def test_a_signal(number: signal.Signals, code: int, word: str, to: str, large: Path, out: Path) -> None:
     with untouched(large):
         process = spawn("convert", large, out / "dst", "--to", to)
@@ -452,7 +455,7 @@ def test_killed(to: str, large: Path, out: Path) -> None:
 @pytest.mark.parametrize("to", FORMATS)
 def test_what_a_killed_run_of_the_same_number_left(to: str, src: Path, out: Path) -> None:
     """Process ids come round again, in containers at once."""
-    for stale in (out / f".dst.partial-{os.getpid()}", out / f".dst.old-{os.getpid()}"):
+    for stale in (out / f".dst.partial-{threading.get_native_id()}", out / f".dst.old-{threading.get_native_id()}"):
         stale.mkdir()
         (stale / "x").touch()
     done = run("convert", src, out / "dst", "--to", to)
