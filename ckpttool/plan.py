@@ -9,10 +9,11 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 from ckpttool import boxes
-from ckpttool.boxes import Box, Ints
+from ckpttool.boxes import Box
 from ckpttool.catalogue import Catalogue, Chunk, Chunks, Tensor
 from ckpttool.errors import CorruptError
 
@@ -96,28 +97,21 @@ def _job(tensor: Tensor, source: Tensor, chunk: Chunk, finders: dict[int, _Finde
     if finder is None:
         finder = finders[id(source)] = _Finder(have)
     pieces = tuple(Piece(have[i], shared) for i, shared in finder.touching(box))
-    if sum(_volume(p.box[1]) for p in pieces) != _volume(chunk.sizes):
+    if sum(prod(p.box[1]) for p in pieces) != prod(chunk.sizes):
         raise CorruptError(
             f"tensor `{tensor.name}`: {list(chunk.sizes)} at {list(chunk.offsets)} is not covered exactly"
         )
     return Job(tensor, source, chunk, pieces)
 
 
-def _volume(sizes: Ints) -> int:
-    n = 1
-    for size in sizes:
-        n *= size
-    return n
-
-
 def tiles(box: Box, most: int) -> Iterator[Box]:
     """Cut a box into boxes of at most `most` elements that follow each other in row-major order. Pure."""
     offsets, sizes = box
-    if _volume(sizes) <= most or not sizes:
+    if prod(sizes) <= most or not sizes:
         yield box
         return
     dim = next(i for i, size in enumerate(sizes) if size > 1)
-    row = _volume(sizes[dim + 1 :])
+    row = prod(sizes[dim + 1 :])
     step = max(1, most // row) if row else sizes[dim]
     for low in range(0, sizes[dim], step):
         part = (

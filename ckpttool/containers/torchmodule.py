@@ -16,7 +16,7 @@ from typing import Any
 
 from ckpttool.containers.pickles import Stub, stub_name
 from ckpttool.containers.torchpickle import StorageRef, TensorRef
-from ckpttool.errors import CorruptError
+from ckpttool.errors import CorruptError, some
 
 _MAX_DEPTH = 64
 _OWN = ("_parameters", "_buffers", "_modules")
@@ -34,19 +34,16 @@ class Dropped:
         """What a person should know about the view that they get."""
         if not self.modules:
             return []
-        said = [f"holds {_some(self.modules)} as a whole object; its parameters and buffers are shown as a state dict"]
+        said = [
+            f"holds {some(self.modules, 5)} as a whole object; its parameters and buffers are shown as a state dict"
+        ]
         if self.buffers:
-            said.append(f"non-persistent buffers left out: {_some(self.buffers)}")
+            said.append(f"non-persistent buffers left out: {some(self.buffers, 5)}")
         return said + self.attribute_warnings()
 
     def attribute_warnings(self) -> list[str]:
         """About what is no tensor."""
-        return [f"attributes of modules left out: {_some(sorted(self.attributes))}"] if self.attributes else []
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(f"`{n}`" for n in names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+        return [f"attributes of modules left out: {some(sorted(self.attributes), 5)}"] if self.attributes else []
 
 
 def is_module(value: Any) -> bool:

@@ -16,7 +16,7 @@ from ckpttool.containers import pickles, torchmodule
 from ckpttool.containers.pickles import stub_name
 from ckpttool.containers.torchpickle import StorageRef, TensorRef
 from ckpttool.dtypes import DTYPES
-from ckpttool.errors import CorruptError
+from ckpttool.errors import CorruptError, some
 
 Place = Callable[[TensorRef | StorageRef], Extent]
 
@@ -54,12 +54,6 @@ def fill(catalogue: Catalogue, tree: Any, place: Place, root: Path = ()) -> None
     if tagged:
         catalogue.warnings.append(f"Python attributes of {len(tagged)} tensors are left out: {some(tagged)}")
     catalogue.warnings += _object_warnings(catalogue.objects)
-
-
-def some(names: list[str]) -> str:
-    """The first few of many names, for a warning. Pure."""
-    shown = ", ".join(f"`{n}`" for n in names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 def _object_warnings(objects: Iterable[Object]) -> list[str]:

@@ -24,7 +24,7 @@ from ckpttool.containers import pickles, torchexport, torchlegacy, torchmodule, 
 from ckpttool.containers.torchpickle import Slot
 from ckpttool.containers.torchzip import Archive
 from ckpttool.contract import Crcs, Format, Loss, Sink, SinkOptions, Source
-from ckpttool.errors import CorruptError, LossError, ReadError
+from ckpttool.errors import CorruptError, LossError, ReadError, some
 
 _PK = b"PK\3\4"
 _ROOT = "archive"  # what torch calls it when it saves to a buffer; the name of the file is not known here
@@ -126,7 +126,7 @@ def _read_zip(catalogue: Catalogue, archive: Archive) -> None:
         nested = exported.nested
         catalogue.warnings.append("a torch.export program: its graph is left out, only its tensors are shown")
         if exported.left_out:
-            catalogue.warnings.append(f"entries that are no tensors are left out: {torchtree.some(exported.left_out)}")
+            catalogue.warnings.append(f"entries that are no tensors are left out: {some(exported.left_out)}")
     elif "constants.pkl" in archive.records:
         catalogue.facts |= {"layout": "TorchScript", "writer": "torch.jit"}
         del catalogue.facts["torch"]

@@ -22,10 +22,9 @@ from ckpttool.catalogue import Catalogue, Chunk, Chunks, Extent, File, Object, P
 from ckpttool.containers import pickles, stheader, torchtree
 from ckpttool.containers.pickles import stub_name
 from ckpttool.containers.torchpickle import StorageRef, TensorRef
-from ckpttool.containers.torchtree import some
 from ckpttool.containers.torchzip import Archive
 from ckpttool.contract import Format, Source
-from ckpttool.errors import CkptError, CorruptError, ReadError
+from ckpttool.errors import CkptError, CorruptError, ReadError, some
 from ckpttool.formats.dcp import index as dcpindex
 from ckpttool.formats.dcp import items as dcpitems
 from ckpttool.formats.dcp import keys as dcpkeys

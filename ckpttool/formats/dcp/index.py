@@ -18,8 +18,7 @@ from typing import Any
 from ckpttool import files
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import File
-from ckpttool.containers.torchtree import some
-from ckpttool.errors import CorruptError, ReadError
+from ckpttool.errors import CorruptError, ReadError, some
 from ckpttool.formats.dcp import metadata as dcpmetadata
 from ckpttool.formats.dcp.metadata import Item, KeyPath, Metadata, StoredTensor
 

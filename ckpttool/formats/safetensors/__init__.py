@@ -25,7 +25,7 @@ from ckpttool.catalogue import Catalogue, Chunk, Chunks, Extent, File, Path, Ten
 from ckpttool.containers import stheader, typedjson
 from ckpttool.containers.stheader import Header
 from ckpttool.contract import Crcs, Format, Loss, Sink, SinkOptions, Source
-from ckpttool.errors import CkptError, CorruptError, LossError, ReadError
+from ckpttool.errors import CkptError, CorruptError, LossError, ReadError, some
 from ckpttool.formats.safetensors import index as stindex
 from ckpttool.formats.safetensors import placing as stfiles
 from ckpttool.formats.safetensors import statefile
@@ -41,7 +41,6 @@ from ckpttool.formats.safetensors.reader import (
     rank_files,
     read_json,
     read_range,
-    some,
 )
 from ckpttool.formats.safetensors.statefile import Place, Wanted
 from ckpttool.version import __version__

@@ -19,7 +19,7 @@ from ckpttool.boxes import Ints
 from ckpttool.catalogue import Catalogue, Chunks, Extent, File, Part, Tensor
 from ckpttool.containers import stheader
 from ckpttool.containers.stheader import Entry, Header
-from ckpttool.errors import CorruptError, ReadError
+from ckpttool.errors import CorruptError, ReadError, some
 from ckpttool.formats.safetensors import index as stindex
 from ckpttool.formats.safetensors import placing as stfiles
 
@@ -204,12 +204,6 @@ def open_directory(root: str, names: Sequence[str]) -> Catalogue:
             f"torch's consolidation writes 0-d tensors as zeros: `{SHARDED}/` has them as they were saved"
         )
     return catalogue
-
-
-def some(names: Sequence[str]) -> str:
-    """The first names of many, for a message. Pure."""
-    shown = ", ".join(f"`{n}`" for n in names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 def _open_whole(root: str, whole: Sequence[str], indexes: Sequence[str]) -> Catalogue:
