@@ -36,14 +36,16 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f"ckpttool.{_HOMES[name]}"), name)
 
 
-def open(path: str | PathLike[str]) -> Checkpoint:  # the library is used as `ckpttool.open`
-    """Open the checkpoint at `path`, a file or directory of any format; see `Checkpoint`.
+def open(
+    path: str | PathLike[str], *, shapes: str | None = None
+) -> Checkpoint:  # the library is used as `ckpttool.open`
+    """Open the checkpoint at `path`, a file or directory of any format; see `Checkpoint`. `shapes` is `--shapes`.
 
     Raises `CkptError` with what is wrong and what to do.
     """
     from ckpttool.checkpoint import Checkpoint
 
-    return Checkpoint(fspath(path))
+    return Checkpoint(fspath(path), shapes)
 
 
 __all__ = ["Checkpoint", "CkptError", "Conversion", "LazyTensor", "__version__", "convert", "inspect", "open", "show"]

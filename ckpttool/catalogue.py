@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ckpttool import boxes
 from ckpttool.boxes import Ints
 from ckpttool.dtypes import Dtype
-from ckpttool.errors import CorruptError
+from ckpttool.errors import CkptError, CorruptError
 
 Path = tuple[Hashable, ...]
 
@@ -62,6 +62,13 @@ class Extent(NamedTuple):
     def plain(self) -> bool:
         """Whether the bytes are the row-major, native elements themselves."""
         return self.strides is None and not self.codec and not self.item
+
+    def shifted(self, by: int) -> Extent:
+        """The same place when `by` other files come before its own. Pure."""
+        record = self.record
+        return self._replace(
+            file=self.file + by, record=record._replace(file=record.file + by) if record is not None else None
+        )
 
 
 class Chunk(NamedTuple):
@@ -134,6 +141,15 @@ class Chunks(Sequence[Chunk]):
             self.records[n] = extent.record
         if extent.item:
             self.item = True
+
+    def shifted(self, by: int) -> Chunks:
+        """The same chunks when `by` other files come before theirs. Pure."""
+        made = Chunks(item=self.item)
+        made.offsets, made.sizes, made.offset, made.nbytes = self.offsets, self.sizes, self.offset, self.nbytes
+        made.file = array("l", [file + by for file in self.file])
+        made.strides, made.codecs = self.strides, self.codecs
+        made.records = {i: record._replace(file=record.file + by) for i, record in self.records.items()}
+        return made
 
     def extent(self, i: int) -> Extent:
         return Extent(
@@ -298,7 +314,9 @@ class Catalogue:
     """Everything a checkpoint holds, in the order in which it was saved.
 
     `facts` is what else the format can tell, for the header of `inspect`: `writer`, `torch`, `layout`, ...
-    `containers[()]` is the root itself.
+    `containers[()]` is the root itself. `faults` are what is wrong with the checkpoint as a whole, found when it was
+    opened: `inspect` shows them, everything else stops at the first. `replicas` are further copies of tensors, each in
+    a file of its own: a sink of one file per rank has one in every file, and the transfer fills them too.
     """
 
     format: str
@@ -307,6 +325,8 @@ class Catalogue:
     containers: dict[Path, Container] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    faults: list[CkptError] = field(default_factory=list)
+    replicas: list[Tensor] = field(default_factory=list)
 
     @property
     def tensors(self) -> Iterator[Tensor]:
@@ -365,7 +385,9 @@ def find_aliases(tensors: Iterable[Tensor]) -> dict[Path, Path]:
 
 def validate(catalogue: Catalogue) -> None:
     """Prove what everything after relies on: each tensor's chunks tile it exactly, and each extent lies inside its
-    file and is as large as its box. Raises CorruptError with the file and the tensor."""
+    file and is as large as its box. Raises the first of its faults, or CorruptError with the file and the tensor."""
+    if catalogue.faults:
+        raise catalogue.faults[0]
     files = catalogue.files
     sizes = [f.size for f in files]
     for tensor in catalogue.tensors:

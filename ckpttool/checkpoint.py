@@ -31,9 +31,9 @@ class Checkpoint(Mapping[str, Any]):
     `ckpt[("optim", "state", 0, "exp_avg")]`. Objects of unknown classes are inert stubs.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, shapes: str | None = None) -> None:
         self.path = path
-        self._source: Source = opening.open_source(path)
+        self._source: Source = opening.open_source(path, shapes)
         self._pool = Pool()
         self._names: dict[str, Path] = {dotted(p): p for p in self.catalogue.entries}
 

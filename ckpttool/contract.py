@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from ckpttool.boxes import Ints
 from ckpttool.catalogue import Catalogue, Chunk, Extent, Tensor
 
 Crcs = Mapping[tuple[int, int], int]
@@ -48,12 +49,38 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenOptions:
+    """What a checkpoint does not say about itself: `OpenOptions({"embed.weight": (29, 7)})`.
+
+    `shapes` are those of the model's parameters, for files of flat parameters; `ordered` says whether they come in the
+    order in which the model registers them (a safetensors file is sorted).
+    """
+
+    shapes: Mapping[str, Ints] | None = None
+    ordered: bool = True
+
+
+NO_HINTS = OpenOptions()
+TENSOR_CLASSES = ("sharded_tensor", "dtensor")
+
+
+@dataclass(frozen=True, slots=True)
 class SinkOptions:
     """How a sink may be laid down. `max_shard_size` is bytes of payload per file, for formats that split by size.
-    `one_file` is `is_file` of what the user typed: `create` gets a staging name, which does not tell."""
+    `one_file` is `is_file` of what the user typed: `create` gets a staging name, which does not tell. `world` is the
+    number of ranks, also of those that hold no chunk; `tensor_class` what a sharded tensor is written as in files of
+    one rank: `sharded_tensor` or `dtensor`."""
 
     max_shard_size: int | None = None
     one_file: bool = False
+    world: int = 1
+    tensor_class: str = "sharded_tensor"
+
+
+class Opener(Protocol):
+    """How a format is opened. Raises ReadError or CorruptError."""
+
+    def __call__(self, path: str, options: OpenOptions = ...) -> Source: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +89,24 @@ class Format:
 
     `create(path, laid, options)` gets a path that does not exist yet: a file if `is_file(path as the user typed it)`,
     else a directory, and a catalogue whose chunks say which rank holds them (all 0 unless `chunked`).
-    `losses` says what of a catalogue it could not hold. Formats that are only read have no `create`.
+    `losses` says what of a catalogue it could not hold. Formats that are only read have no `create`. `to` is what
+    `--to` calls the format when that is not its name; `even` says that its chunks are always those that FSDP makes.
     """
 
     name: str
     title: str
     recognise: Callable[[str], bool]
-    open: Callable[[str], Source]
+    open: Opener
     create: Callable[[str, Catalogue, SinkOptions], Sink] | None = None
     losses: Callable[[Catalogue, str], list[Loss]] | None = None
     is_file: Callable[[str], bool] = lambda path: False
     chunked: bool = False
     splits: bool = False  # by `max_shard_size`
     suffixes: tuple[str, ...] = ()
+    to: str | None = None
+    even: bool = False
+
+    @property
+    def target(self) -> str:
+        """What `--to` calls it."""
+        return self.to or self.name

@@ -11,10 +11,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 
-from ckpttool import files, formats, layout, opening, parts, plan
+from ckpttool import files, formats, layout, opening, optimkeys, parts, plan
 from ckpttool.catalogue import Catalogue, Chunks, Object, Path, Tensor, dotted, find_aliases, validate
 from ckpttool.containers import typedjson
-from ckpttool.contract import Format, Sink, SinkOptions, Source
+from ckpttool.contract import TENSOR_CLASSES, Format, Sink, SinkOptions, Source
 from ckpttool.errors import CkptError, CorruptError, LossError, OverwriteError, StorageError, UsageError
 from ckpttool.mounting import Mounted
 from ckpttool.patterns import any_of, renamer, rule
@@ -67,6 +67,9 @@ def convert(
     dtype: Sequence[str] = (),
     max_shard_size: int | None = None,
     to_world: int | None = None,
+    tensor_class: str | None = None,
+    optim_keys: str | None = None,
+    shapes: str | None = None,
     model_from: str | None = None,
     optim_from: str | None = None,
     overwrite: bool = False,
@@ -84,12 +87,12 @@ def convert(
     began = time.monotonic()
     src, dst = os.fspath(src), os.fspath(dst)
     target = formats.writable(to, dst)
-    _check_arguments(dst, target, to_world, max_shard_size, max_memory)
+    _check_arguments(dst, target, to_world, max_shard_size, max_memory, tensor_class)
     _check_apart(dst, src, model_from, optim_from)
     in_the_way = _check_free(dst, target, overwrite, dry_run)
     seen = _before(src, model_from, optim_from)
     with ExitStack() as stack:
-        source = _open_all(stack, src, model_from, optim_from)
+        source = _open_all(stack, src, shapes, model_from, optim_from)
         before = _watched(source.catalogue, seen)
         # Of several sources, the one at fault is known by its file only.
         known = src if model_from is None and optim_from is None else None
@@ -98,17 +101,23 @@ def convert(
             laid = _lay_out(source.catalogue, only, drop, tensors, exclude, rename, strip_wrappers, strip_prefix)
             _check_matches("--dtype", [rule(text, "--dtype")[0] for text in dtype if "=" in text], laid)
             laid = layout.cast(laid, layout.caster(dtype))
+            if optim_keys is not None:
+                laid = optimkeys.respell(laid, optim_keys)
+            elif target.even:
+                laid = optimkeys.respell(laid, "fqn")
             laid = _rechunked(laid, source.catalogue, target, to_world)
             _check_harmless(laid, src)
             _check_losses(laid, target, src, dst)
         made = _summary(source, laid, src, dst, target, dry_run)
-        options = SinkOptions(max_shard_size, target.is_file(dst))
+        world = to_world or source.catalogue.world_size
+        options = SinkOptions(max_shard_size, target.is_file(dst), world, tensor_class or "sharded_tensor")
         if dry_run:
             made.notes += in_the_way
             _plan_only(made, target, laid, options, threads, max_memory)
             return made
         with files.staged(dst, overwrite=overwrite, is_file=target.is_file(dst)) as partial:
             sink = _create(target, partial, laid, options)
+            made.bytes += sum(tensor.nbytes for tensor in sink.catalogue.replicas)
             _note_files(made, sink, partial, dst)
             if made.disk > made.free:
                 raise StorageError(
@@ -156,15 +165,26 @@ def _check_is_checkpoint(dst: str) -> None:
 
 
 def _check_arguments(
-    dst: str, target: Format, to_world: int | None, max_shard_size: int | None, max_memory: int | None
+    dst: str,
+    target: Format,
+    to_world: int | None,
+    max_shard_size: int | None,
+    max_memory: int | None,
+    tensor_class: str | None,
 ) -> None:
+    if tensor_class is not None:
+        if not target.even:
+            raise UsageError(f"`--tensor-class` makes no sense for {target.target}", hint="use it with `--to fsdp1`")
+        if tensor_class not in TENSOR_CLASSES:
+            names = ", ".join(f"`{name}`" for name in TENSOR_CLASSES)
+            raise UsageError(f"there is no tensor class `{tensor_class}`", hint=f"one of {names}")
     if to_world is not None:
         if to_world < 1:
             raise UsageError(f"`--to-world {to_world}`: a world has at least one rank")
         if not target.chunked:
             raise UsageError(
                 f"`--to-world` makes no sense for {target.name}, which has whole tensors",
-                hint="use it with `--to dcp`",
+                hint="use it with `--to dcp` or `--to fsdp1`",
             )
     if max_shard_size is not None:
         if not target.splits:
@@ -190,14 +210,15 @@ def _check_apart(dst: str, *sources: str | None) -> None:
             raise UsageError(f"the source `{path}` lies inside `{dst}`", hint=hint)
 
 
-def _open_all(stack: ExitStack, src: str, model_from: str | None, optim_from: str | None) -> Source:
-    source: Source = stack.enter_context(opening.opened(src))
+def _open_all(stack: ExitStack, src: str, shapes: str | None, model_from: str | None, optim_from: str | None) -> Source:
     if model_from is None and optim_from is None:
-        return source
-    mounted = Mounted(source)
+        return stack.enter_context(opening.opened(src, shapes))
+    source = opening.open_source(src, shapes)
+    mounted = Mounted.over(source)
+    stack.callback(mounted.close)
     for kind, path in (("model", model_from), ("optimizer", optim_from)):
         if path is not None:
-            mounted.replace_part(kind, stack.enter_context(opening.opened(path)), path)
+            mounted.replace_part(kind, opening.open_source(path), path)
     return mounted
 
 
@@ -290,8 +311,8 @@ def _names_hint(laid: Catalogue) -> str:
 def _rechunked(laid: Catalogue, source: Catalogue, target: Format, to_world: int | None) -> Catalogue:
     if not target.chunked:
         return layout.whole(laid)
-    if to_world is not None:
-        return layout.over_world(laid, to_world)
+    if to_world is not None or target.even:
+        return layout.over_world(laid, to_world or source.world_size)
     return layout.as_stored(laid, [f.rank for f in source.files])
 
 
@@ -344,7 +365,7 @@ def _summary(source: Source, laid: Catalogue, src: str, dst: str, target: Format
             made.bytes += tensor.nbytes
     made.objects = sum(1 for _ in laid.objects)
     # What gave way to a part from elsewhere is left out too.
-    there = dict.fromkeys(source.main.entries) if isinstance(source, Mounted) else {}
+    there = dict.fromkeys(source.given_way) if isinstance(source, Mounted) else {}
     there |= dict.fromkeys(
         e.origin if isinstance(e, Object) else (e.origin or e).path for e in source.catalogue.entries.values()
     )

@@ -1,11 +1,16 @@
-"""Several sources under one catalogue: a part taken from another checkpoint (`--model-from`, `--optim-from`)."""
+"""Several sources under one catalogue: the parts of a run directory, or a part taken from another checkpoint
+(`--model-from`, `--optim-from`)."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any, NoReturn
 
-from ckpttool import layout, parts
-from ckpttool.catalogue import Catalogue, Chunk, Chunks, Extent, Part, Path, Tensor
+from ckpttool import layout, nesting, parts
+from ckpttool.catalogue import Catalogue, Chunk, Extent, Part, Path, Tensor
 from ckpttool.contract import Source
 from ckpttool.errors import UsageError
 
@@ -13,14 +18,59 @@ _ROOTS = {"model": ("model",), "optimizer": ("optim",)}
 
 
 class Mounted:
-    """Sources whose files stand behind each other in one catalogue. Itself a `Source`."""
+    """Sources whose files stand behind each other in one catalogue. Itself a `Source`, and closes what is mounted.
 
-    def __init__(self, first: Source) -> None:
-        self.catalogue: Catalogue = first.catalogue
-        self.main: Catalogue = first.catalogue
-        self._sources = [first]
-        self._starts = [0]
-        self._originals: dict[Path, Tensor] = {}
+    `given_way` are entries that another source's took the place of.
+    """
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self.catalogue = catalogue
+        self.given_way: list[Path] = []
+        self._sources: list[Source] = []
+        self._starts: list[int] = []
+        self._closing = ExitStack()
+
+    @classmethod
+    def over(cls, source: Source) -> Mounted:
+        """One source as it stands, for others to be mounted beside it."""
+        made = cls(source.catalogue)
+        made._hold(source, 0)
+        return made
+
+    def _hold(self, source: Source, start: int) -> None:
+        self._sources.append(source)
+        self._starts.append(start)
+        self._closing.callback(source.close)
+
+    def mount(self, other: Source, root: Path = (), part: Part | None = None) -> None:
+        """Add what another source holds, or one part of it without its root key, under `root`.
+
+        Raises CorruptError when something is there already.
+        """
+        shift = len(self.catalogue.files)
+        self._hold(other, shift)
+        theirs = other.catalogue
+        depth = len(part.root) if part is not None else 0
+        alone = theirs if part is None else layout.select(theirs, lambda entry: entry.part == part)
+        moved = layout.move(alone, {path: (*root, *path[depth:]) for path in alone.entries})
+        for entry in moved.entries.values():
+            if isinstance(entry, Tensor):
+                entry = replace(entry, origin=None, chunks=entry.chunks.shifted(shift))
+            else:
+                entry.origin = entry.path
+            if part is not None:
+                entry.part = Part(part.kind, root)
+            self.catalogue.add(entry)
+        for path, container in alone.containers.items():
+            if len(path) >= depth:
+                self.catalogue.containers[(*root, *path[depth:])] = container
+        self.catalogue.files += theirs.files
+        self.catalogue.warnings += theirs.warnings
+        self.catalogue.faults += theirs.faults
+
+    def add_values(self, values: Mapping[str, Any], root: Path = ()) -> None:
+        """Add plain values, such as those of a JSON file, under `root`."""
+        nesting.flatten(dict(values), self.catalogue, (), _no_tensor, root)
 
     def replace_part(self, kind: str, other: Source, name: str) -> None:
         """Take the part `kind` of `other` in place of ours. Raises UsageError when it has none, or several."""
@@ -28,16 +78,16 @@ class Mounted:
         ours = [p for p in parts.parts(self.catalogue) if p.kind == kind]
         if len(ours) > 1:
             raise UsageError(f"the source has {len(ours)} parts of kind {kind}, so it is not clear which to replace")
+        before = self.catalogue
+        self.given_way += [path for path, entry in before.entries.items() if entry.part.kind == kind]
         made = self._named()
         root = next((p.root for p in parts.parts(made) if p.kind == kind), _ROOTS[kind])
-        kept = layout.select(made, lambda entry: entry.part.kind != kind)
-        shift = len(self.catalogue.files)
-        kept.files = [*self.catalogue.files, *other.catalogue.files]
-        kept.warnings = [*kept.warnings, *other.catalogue.warnings, f"{kind} taken from `{name}`"]
-        self._sources.append(other)
-        self._starts.append(shift)
-        self.catalogue = kept
-        self._mount(other.catalogue, theirs, root, shift)
+        self.catalogue = layout.select(made, lambda entry: entry.part.kind != kind)
+        self.catalogue.files = list(before.files)
+        self.catalogue.warnings = [*before.warnings]
+        self.catalogue.faults = list(before.faults)
+        self.mount(other, root, theirs)
+        self.catalogue.warnings.append(f"{kind} taken from `{name}`")
 
     def _named(self) -> Catalogue:
         """Ours, with a bare model (or optimizer) moved under a key, so that another part has room beside it."""
@@ -56,35 +106,15 @@ class Mounted:
                 made.containers[root] = made.containers.pop(())
         return made
 
-    def _mount(self, theirs: Catalogue, part: Part, root: Path, shift: int) -> None:
-        depth = len(part.root)
-        alone = layout.select(theirs, lambda entry: entry.part == part)
-        for entry in layout.move(alone, {path: (*root, *path[depth:]) for path in alone.entries}).entries.values():
-            entry.part = Part(part.kind, root)
-            if isinstance(entry, Tensor):
-                assert entry.origin is not None
-                self._originals[entry.path] = entry.origin
-                entry = replace(entry, origin=None, chunks=_shifted(entry.chunks, shift))
-            else:
-                entry.origin = entry.path
-            self.catalogue.add(entry)
-        for path, container in alone.containers.items():
-            if path[:depth] == part.root and len(path) >= depth:
-                self.catalogue.containers[(*root, *path[depth:])] = container
-
     def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
-        i = max(n for n, start in enumerate(self._starts) if start <= chunk.extent.file)
-        shift = self._starts[i]
-        if not shift:
-            return self._sources[0].resolve(tensor, chunk)
-        found = self._sources[i].resolve(
-            self._originals[tensor.path], chunk._replace(extent=_shift(chunk.extent, -shift))
-        )
-        return _shift(found, shift)
+        i = bisect_right(self._starts, chunk.extent.file) - 1
+        start = self._starts[i]
+        if not start:
+            return self._sources[i].resolve(tensor, chunk)
+        return self._sources[i].resolve(tensor, chunk._replace(extent=chunk.extent.shifted(-start))).shifted(start)
 
     def close(self) -> None:
-        for source in self._sources:
-            source.close()
+        self._closing.close()
 
 
 def _only_part(catalogue: Catalogue, kind: str, name: str) -> Part:
@@ -94,12 +124,5 @@ def _only_part(catalogue: Catalogue, kind: str, name: str) -> Part:
     return found[0]
 
 
-def _shift(extent: Extent, by: int) -> Extent:
-    record = extent.record
-    return extent._replace(
-        file=extent.file + by, record=record._replace(file=record.file + by) if record is not None else None
-    )
-
-
-def _shifted(chunks: Chunks, by: int) -> Chunks:
-    return Chunks.of(chunk._replace(extent=_shift(chunk.extent, by)) for chunk in chunks)
+def _no_tensor(value: Any, path: Path, embedded: bool) -> NoReturn:
+    raise AssertionError("plain values hold no tensors")

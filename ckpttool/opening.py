@@ -9,17 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from ckpttool import formats, parts
+from ckpttool import parts, producers
 from ckpttool.catalogue import Catalogue, Object, Path, dotted
-from ckpttool.containers import pickles
-from ckpttool.contract import Source
-from ckpttool.errors import CorruptError, ReadError
+from ckpttool.containers import pickles, strictjson
+from ckpttool.contract import NO_HINTS, OpenOptions, Source
+from ckpttool.errors import CorruptError, ReadError, UsageError
+from ckpttool.files import failed
+
+_LARGEST_SHAPES = 64 << 20
 
 
-def open_source(path: str) -> Source:
-    """The checkpoint at `path`. Raises ReadError or CorruptError."""
+def open_source(path: str, shapes: str | None = None) -> Source:
+    """The checkpoint at `path`, or what a framework left in a directory. `shapes` is a checkpoint or a JSON file that
+    knows the parameters' shapes. Raises ReadError or CorruptError."""
+    options = NO_HINTS if shapes is None else shapes_from(shapes)
     with naming(path), pickles.noting_harm() as asked:
-        source = formats.open_source(path)
+        source = producers.open_source(path, options)
     try:
         parts.assign(source.catalogue)
         source.catalogue.warnings += _warnings(source.catalogue, asked)
@@ -40,10 +45,46 @@ def naming(path: str | None) -> Iterator[None]:
         raise type(error)(f"`{path}`: {error.message}", hint=error.hint, **{"file": path, **error.facts}) from None
 
 
+def shapes_from(path: str) -> OpenOptions:
+    """The shapes of a model's parameters, from a checkpoint of the model or from JSON: `[["embed.weight", [29, 7]],
+    ...]` or `{"embed.weight": [29, 7], ...}` in the order of the model. Raises ReadError, CorruptError or UsageError.
+    """
+    if path.endswith(".json") and not path.endswith(".index.json"):
+        return OpenOptions(_shapes_in(path))
+    with opened(path) as source:
+        models = [p for p in parts.parts(source.catalogue) if p.kind == "model"]
+        if len(models) != 1:
+            raise UsageError(f"`--shapes {path}`: has {len(models) or 'no'} models, and one is needed")
+        depth = len(models[0].root)
+        found = {dotted(t.path[depth:]): t.shape for t in source.catalogue.tensors if t.part == models[0]}
+        return OpenOptions(found, ordered=source.catalogue.format != "safetensors")
+
+
+def _shapes_in(path: str) -> dict[str, tuple[int, ...]]:
+    try:
+        with open(path, "rb") as stream:
+            listed = strictjson.parse(stream.read(_LARGEST_SHAPES + 1)[:_LARGEST_SHAPES], f"`{path}`")
+    except OSError as error:
+        raise failed(error, path, "read") from None
+    pairs = list(listed.items()) if isinstance(listed, dict) else listed
+    found: dict[str, tuple[int, ...]] = {}
+    for pair in pairs if isinstance(pairs, list) else [None]:
+        match pair:
+            case (str() as name, [*sizes]) if all(type(n) is int and n >= 0 for n in sizes) and name not in found:
+                found[name] = tuple(sizes)
+            case _:
+                raise CorruptError(
+                    f"`{path}`: {pair!r:.80} is not a name and a shape, or the second of that name",
+                    hint='write `[["embed.weight", [29, 7]], ...]` in the order of the model',
+                    file=path,
+                )
+    return found
+
+
 @contextmanager
-def opened(path: str) -> Iterator[Source]:
+def opened(path: str, shapes: str | None = None) -> Iterator[Source]:
     """An open source with its parts told apart. Raises ReadError or CorruptError."""
-    source = open_source(path)
+    source = open_source(path, shapes)
     try:
         yield source
     finally:

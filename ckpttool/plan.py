@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import NamedTuple
 
@@ -75,7 +76,7 @@ def plan(destination: Catalogue) -> Iterator[Job]:
     Raises CorruptError when the pieces do not fill a chunk exactly (the source was not validated).
     """
     order: list[tuple[int, int, Tensor, int]] = []
-    for tensor in destination.tensors:
+    for tensor in chain(destination.tensors, destination.replicas):
         if tensor.alias is not None or not tensor.numel:
             continue
         chunks = tensor.chunks

@@ -14,9 +14,9 @@ from ckpttool.opening import naming, opened
 __all__ = ["Conversion", "Shown", "convert", "inspect", "show"]
 
 
-def inspect(path: str | os.PathLike[str]) -> Catalogue:
+def inspect(path: str | os.PathLike[str], *, shapes: str | None = None) -> Catalogue:
     """Everything that the index of the checkpoint at `path` says, without reading a weight or running anything."""
-    with opened(os.fspath(path)) as source:
+    with opened(os.fspath(path), shapes) as source:
         catalogue = source.catalogue
         try:
             validate(catalogue)
@@ -26,11 +26,11 @@ def inspect(path: str | os.PathLike[str]) -> Catalogue:
         return catalogue
 
 
-def show(path: str | os.PathLike[str], tensor: str) -> Shown:
+def show(path: str | os.PathLike[str], tensor: str, *, shapes: str | None = None) -> Shown:
     """One tensor of the checkpoint at `path`: where it lies, a few values, and figures over all of them. Reads only
     its bytes. Raises UsageError, with the nearest names, when there is no such tensor."""
     path = os.fspath(path)
-    with opened(path) as source:
+    with opened(path, shapes) as source:
         found = [t for t in source.catalogue.tensors if t.name == tensor]
         if not found:
             if any(o.name == tensor for o in source.catalogue.objects):

@@ -16,8 +16,8 @@ PACKAGE = ROOT / "ckpttool"
 
 GEOMETRY = {"errors", "dtypes", "boxes", "version", "escapes"}
 DATA = GEOMETRY | {"catalogue", "contract"}
-PURE = {"patterns", "parts", "layout", "plan"}
-CONCRETE = {"formats.dcp", "formats.safetensors", "formats.torchsave"}
+PURE = {"patterns", "parts", "ranks", "layout", "optimkeys", "plan"}
+CONCRETE = {"formats.dcp", "formats.safetensors", "formats.torchsave", "formats.rankfiles"}
 MOVING = {"gather", "checksums", "transfer"}
 
 # What the modules of each group may import of ours.
@@ -25,16 +25,17 @@ LAYERS: list[tuple[set[str], set[str]]] = [
     ({"errors", "version", "escapes", "boxes", "formats.strangers"}, set()),
     ({"dtypes"}, {"errors"}),
     ({"catalogue"}, GEOMETRY),
-    ({"contract"}, {"catalogue"}),
+    ({"contract"}, {"catalogue", "boxes"}),
     (PURE, DATA | PURE | {"containers"}),
     ({"files"}, {"errors"}),
     ({"nesting"}, DATA | {"containers"}),
     ({"containers"}, DATA | {"containers", "nesting", "files"}),
-    (CONCRETE, DATA | {"containers", "nesting", "files"}),
+    (CONCRETE, DATA | {"containers", "nesting", "files", "parts", "ranks"}),
     ({"formats"}, {"contract", "errors", "files", "formats.strangers"} | CONCRETE),
     (MOVING, DATA | MOVING | {"plan", "files"}),
-    ({"opening"}, DATA | {"formats", "parts", "containers"}),
-    ({"mounting"}, DATA | {"layout", "parts"}),
+    ({"mounting"}, DATA | PURE | {"nesting"}),
+    ({"producers"}, DATA | PURE | {"producers", "formats", "mounting", "nesting", "files", "containers"}),
+    ({"opening"}, DATA | {"producers", "files", "parts", "containers"}),
     ({"figures"}, DATA | MOVING | {"plan", "files"}),
     ({"checkpoint"}, DATA | MOVING | {"opening", "files"}),
     ({"verbs"}, {"catalogue", "conversion", "errors", "figures", "opening"}),
@@ -64,7 +65,7 @@ def layer_of(name: str) -> str:
     first, _, rest = name.partition(".")
     if first == "formats" and rest:
         return f"formats.{rest.partition('.')[0]}"
-    return first if first in ("cli", "summary", "containers") else name
+    return first if first in ("cli", "summary", "containers", "producers") else name
 
 
 def imported(tree: ast.AST) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpttool.cli.options import AsJson, Quiet, Tensors, Verbose, complete_format, complete_part
+from ckpttool.cli.options import AsJson, Quiet, Shapes, Tensors, Verbose, complete_format, complete_part
 from ckpttool.cli.progress import Progress
 from ckpttool.cli.terminal import Painted, Piece, Terminal, bold, dim, err, out
 from ckpttool.cli.wording import duration, parse_size, plural, size
@@ -31,7 +31,7 @@ def convert(
             "--to",
             metavar="FORMAT",
             autocompletion=complete_format,
-            help="torch, dcp or safetensors; by default what the suffix of DST says.",
+            help="torch, dcp, safetensors or fsdp1; by default what the suffix of DST says.",
         ),
     ] = None,
     only: Annotated[
@@ -78,8 +78,17 @@ def convert(
         typer.Option("--max-shard-size", metavar="SIZE", help="Split into files of at most 5GB, 512MiB, ..."),
     ] = None,
     to_world: Annotated[
-        int | None, typer.Option("--to-world", metavar="N", help="Chunk the tensors for N ranks (dcp).")
+        int | None, typer.Option("--to-world", metavar="N", help="Chunk the tensors for N ranks (dcp, fsdp1).")
     ] = None,
+    tensor_class: Annotated[
+        str | None,
+        typer.Option("--tensor-class", metavar="CLASS", help="Sharded tensors as sharded_tensor or dtensor (fsdp1)."),
+    ] = None,
+    optim_keys: Annotated[
+        str | None,
+        typer.Option("--optim-keys", metavar="KEYS", help="Spell the optimizer's parameters as fqn, id or flat."),
+    ] = None,
+    shapes: Shapes = None,
     model_from: Annotated[
         str | None, typer.Option("--model-from", metavar="PATH", help="Take the model from another checkpoint.")
     ] = None,
@@ -117,8 +126,9 @@ def convert(
         made = verbs.convert(
             src, dst, to=to, only=only or (), drop=drop or (), tensors=tensors or (), exclude=exclude or (),
             rename=rename or (), strip_wrappers=strip_wrappers, strip_prefix=strip_prefix, dtype=dtype or (),
-            max_shard_size=shard_bytes, to_world=to_world, model_from=model_from, optim_from=optim_from,
-            overwrite=overwrite, dry_run=dry_run, threads=threads, max_memory=memory_bytes, check=check,
+            max_shard_size=shard_bytes, to_world=to_world, tensor_class=tensor_class, optim_keys=optim_keys,
+            shapes=shapes, model_from=model_from, optim_from=optim_from, overwrite=overwrite, dry_run=dry_run,
+            threads=threads, max_memory=memory_bytes, check=check,
             progress=progress,
         )  # fmt: skip
     terminal = out()

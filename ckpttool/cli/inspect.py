@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpttool.cli.options import AsJson, Checkpoint, Quiet, Tensors, Verbose
+from ckpttool.cli.options import AsJson, Checkpoint, Quiet, Shapes, Tensors, Verbose
 from ckpttool.cli.places import box
 from ckpttool.cli.terminal import Painted, Piece, Terminal, bold, dim, out
 from ckpttool.cli.wording import count, plural, size
@@ -29,6 +29,7 @@ def inspect(
     path: Checkpoint,
     depth: Annotated[int, typer.Option("--depth", metavar="N", min=1, help="Levels of the module tree.")] = 4,
     tensors: Tensors = None,
+    shapes: Shapes = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -42,7 +43,7 @@ def inspect(
     from ckpttool.figures import near_names
     from ckpttool.patterns import any_of
 
-    catalogue = verbs.inspect(path)
+    catalogue = verbs.inspect(path, shapes=shapes)
     wanted = any_of(tensors) if tensors else None
     if tensors and not any(map(wanted or bool, (t.name for t in catalogue.tensors))):
         near = near_names(tensors[0], [t.name for t in catalogue.tensors])

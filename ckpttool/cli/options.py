@@ -11,7 +11,7 @@ def complete_format(incomplete: str) -> list[str]:
     """Names of formats that can be written, for the shell's completion."""
     from ckpttool.formats import FORMATS
 
-    return [row.name for row in FORMATS if row.create and row.name.startswith(incomplete)]
+    return [row.target for row in FORMATS if row.create and row.target.startswith(incomplete)]
 
 
 def complete_part(incomplete: str) -> list[str]:
@@ -27,6 +27,13 @@ Checkpoint = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, errors too.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print bare values only, and no progress.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Leave nothing out; show where a bug of ours is.")]
+Shapes = Annotated[
+    str | None,
+    typer.Option(
+        "--shapes", metavar="FROM",
+        help="For files of flat parameters: a checkpoint of the model, or JSON of names and shapes in its order.",
+    ),
+]  # fmt: skip
 Tensors = Annotated[
     list[str] | None,
     typer.Option(

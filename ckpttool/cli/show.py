@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpttool.cli.options import AsJson, Checkpoint, Quiet
+from ckpttool.cli.options import AsJson, Checkpoint, Quiet, Shapes
 from ckpttool.cli.places import box
 from ckpttool.cli.terminal import Terminal, bold, dim, out
 from ckpttool.cli.wording import size
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 def show(
     path: Checkpoint,
     tensor: Annotated[str, typer.Argument(metavar="TENSOR", help="Its dotted name, as `inspect --tensors` shows it.")],
+    shapes: Shapes = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Show one tensor: where it lies, a few values, and what they are like."""
     from ckpttool import verbs
 
-    shown = verbs.show(path, tensor)
+    shown = verbs.show(path, tensor, shapes=shapes)
     terminal = out()
     if as_json:
         terminal.write(json.dumps(_document(shown)) + "\n")

@@ -6,7 +6,7 @@ import difflib
 import os
 import stat
 
-from ckpttool.contract import Format, Source
+from ckpttool.contract import NO_HINTS, Format, OpenOptions, Source
 from ckpttool.errors import CkptError, ReadError, UsageError
 from ckpttool.files import failed
 from ckpttool.formats import dcp, safetensors, strangers, torchsave
@@ -18,9 +18,9 @@ _SOME = 4
 def named(name: str) -> Format:
     """The format called `name`. Raises UsageError with the nearest one."""
     for row in FORMATS:
-        if row.name == name:
+        if name in (row.name, row.target):
             return row
-    names = [row.name for row in FORMATS]
+    names = [row.target for row in FORMATS]
     near = difflib.get_close_matches(name, names, 1)
     hint = f"did you mean `{near[0]}`?" if near else f"the formats are {', '.join(f'`{n}`' for n in names)}"
     raise UsageError(f"there is no format `{name}`", hint=hint)
@@ -33,7 +33,7 @@ def writable(name: str | None, dst: str) -> Format:
     else:
         found = [r for r in FORMATS if dst.endswith(r.suffixes) and r.suffixes]
         if len(found) != 1:
-            names = ", ".join(f"`--to {r.name}`" for r in FORMATS if r.create)
+            names = ", ".join(f"`--to {r.target}`" for r in FORMATS if r.create)
             raise UsageError(f"`{dst}` does not say which format it is to have", hint=f"pass {names}")
         row = found[0]
     if row.create is None:
@@ -109,6 +109,6 @@ def _unknown_directory(path: str) -> ReadError:
     )
 
 
-def open_source(path: str) -> Source:
+def open_source(path: str, options: OpenOptions = NO_HINTS) -> Source:
     """Open the checkpoint at `path`, whatever its format. Raises ReadError or CorruptError."""
-    return detect(path).open(path)
+    return detect(path).open(path, options)

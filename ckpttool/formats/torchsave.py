@@ -23,7 +23,7 @@ from ckpttool.catalogue import Catalogue, Chunk, Chunks, Entry, Extent, File, Li
 from ckpttool.containers import pickles, torchexport, torchlegacy, torchmodule, torchpickle, torchtree, torchzip
 from ckpttool.containers.torchpickle import Slot
 from ckpttool.containers.torchzip import Archive
-from ckpttool.contract import Crcs, Format, Loss, Sink, SinkOptions, Source
+from ckpttool.contract import NO_HINTS, Crcs, Format, Loss, OpenOptions, Sink, SinkOptions, Source
 from ckpttool.errors import CorruptError, LossError, ReadError, some
 
 _PK = b"PK\3\4"
@@ -76,7 +76,7 @@ def _archive(pool: files.Pool, path: str, size: int) -> Archive:
     return torchzip.open_archive(_reader(pool, path), 0, size, name=f"`{path}`")
 
 
-def open(path: str) -> Source:
+def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
     """The catalogue of one file. Raises CorruptError when it is cut or contradicts itself."""
     size = files.size_of(path)
     catalogue = Catalogue("torch", [File(path, os.path.basename(path), size)])

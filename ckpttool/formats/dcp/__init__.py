@@ -23,7 +23,7 @@ from ckpttool.containers import pickles, stheader, torchtree
 from ckpttool.containers.pickles import stub_name
 from ckpttool.containers.torchpickle import StorageRef, TensorRef
 from ckpttool.containers.torchzip import Archive
-from ckpttool.contract import Format, Source
+from ckpttool.contract import NO_HINTS, Format, OpenOptions, Source
 from ckpttool.errors import CkptError, CorruptError, ReadError, some
 from ckpttool.formats.dcp import index as dcpindex
 from ckpttool.formats.dcp import items as dcpitems
@@ -63,7 +63,7 @@ class _DcpSource:
         self._items.close()
 
 
-def open(path: str) -> Source:
+def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
     """The catalogue of a directory, or of the directory that an index file lies in."""
     with pickles.no_garbage_collection():
         index = dcpindex.read(path)

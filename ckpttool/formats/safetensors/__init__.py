@@ -24,7 +24,7 @@ from ckpttool import files
 from ckpttool.catalogue import Catalogue, Chunk, Chunks, Extent, File, Path, Tensor
 from ckpttool.containers import stheader, typedjson
 from ckpttool.containers.stheader import Header
-from ckpttool.contract import Crcs, Format, Loss, Sink, SinkOptions, Source
+from ckpttool.contract import NO_HINTS, Crcs, Format, Loss, OpenOptions, Sink, SinkOptions, Source
 from ckpttool.errors import CkptError, CorruptError, LossError, ReadError, some
 from ckpttool.formats.safetensors import index as stindex
 from ckpttool.formats.safetensors import placing as stfiles
@@ -87,7 +87,7 @@ def _is_state(root: str, names: Sequence[str]) -> bool:
     return statefile.NAME in names and statefile.looks_like(_head(os.path.join(root, statefile.NAME), 4096))
 
 
-def open(path: str) -> Source:
+def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
     """The catalogue of a file, an index or a directory.
 
     Raises CorruptError for files that contradict themselves or each other.
