@@ -57,6 +57,44 @@ def row_major(shape: Sequence[int]) -> Ints:
     return tuple(strides)
 
 
+def flat_range(shape: Sequence[int], start: int, stop: int) -> list[tuple[Box, int]]:
+    """Elements `start..stop` of a row-major tensor as boxes in the order of their elements, at most `2 * ndim - 1`,
+    each with where in the range it begins: what a piece of a flattened parameter is of the parameter. Pure.
+
+    `flat_range((4, 13), 10, 30)` is `[(((0, 10), (1, 3)), 0), (((1, 0), (1, 13)), 3), (((2, 0), (1, 4)), 16)]`.
+    """
+    found: list[tuple[Box, int]] = []
+
+    def walk(row: Ints, low: int, high: int) -> None:
+        """Elements `low..high` of the part of the tensor that `row`, its first indexes, leaves."""
+        depth = len(row)
+        if depth == len(shape):
+            found.append(((row, (1,) * depth), done()))
+            return
+        inner = prod(shape[depth + 1 :])
+        first, skipped = divmod(low, inner)
+        last, over = divmod(high, inner)
+        if first == last:
+            walk((*row, first), skipped, over)
+            return
+        if skipped:
+            walk((*row, first), skipped, inner)
+            first += 1
+        if first < last:
+            rest = len(shape) - depth - 1
+            box = (*row, first, *(0,) * rest), (*(1,) * depth, last - first, *shape[depth + 1 :])
+            found.append((box, done()))
+        if over:
+            walk((*row, last), 0, over)
+
+    def done() -> int:
+        return found[-1][1] + prod(found[-1][0][1]) if found else 0
+
+    if start < stop:
+        walk((), start, stop)
+    return found
+
+
 def is_row_major(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether these strides lay the elements out without gaps in row-major order; dimensions of size 1 do not count,
     and no elements are in any order. Pure."""

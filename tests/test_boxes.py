@@ -114,6 +114,20 @@ def test_runs_walk_a_box_in_the_order_of_its_elements(data: st.DataObject) -> No
         assert len(starts) == 1 and run == whole_rows * (box[1][0] if shape else 1)
 
 
+@quick
+@given(st.data())
+def test_a_flat_range_is_the_elements_that_ravel_has_there(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(0, 6), max_size=4).map(tuple))
+    flat = np.arange(int(np.prod(shape)))
+    start = data.draw(st.integers(0, flat.size))
+    stop = data.draw(st.integers(start, flat.size))
+    found = boxes.flat_range(shape, start, stop)
+    parts = [flat.reshape(shape)[(..., *within(box))].reshape(-1) for box, _ in found]
+    assert np.array_equal(np.concatenate([*parts, flat[:0]]), flat[start:stop])
+    assert [at for _, at in found] == [part[0] - start for part in parts]
+    assert len(found) <= max(2 * len(shape) - 1, 1)
+
+
 @st.composite
 def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
     """A box cut again and again, anywhere, as no grid is."""
