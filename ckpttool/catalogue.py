@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ckpttool import boxes
 from ckpttool.boxes import Ints
 from ckpttool.dtypes import Dtype
-from ckpttool.errors import CkptError, CorruptError
+from ckpttool.errors import CkptError, CorruptError, some
 
 Path = tuple[Hashable, ...]
 
@@ -406,9 +406,13 @@ def validate(catalogue: Catalogue) -> None:
         for i in range(len(chunks)):
             file, offset, nbytes = files[chunks.file[i]], chunks.offset[i], chunks.nbytes[i]
             if file.missing and nbytes:
+                missing = [f.name for f in files if f.missing]
                 raise CorruptError(
-                    f"`{file.name}` is missing, and with it a part of tensor `{tensor.name}`",
-                    hint="copy the file from where the checkpoint was saved",
+                    f"`{file.name}` is missing, and with it a part of tensor `{tensor.name}`"
+                    if len(missing) == 1
+                    else f"{len(missing)} files are missing ({some(missing)}), and with them a part of tensor "
+                    f"`{tensor.name}`",
+                    hint="copy what is missing from where the checkpoint was saved",
                     file=file.name, tensor=tensor.name,
                 )  # fmt: skip
             if offset < 0 or nbytes < 0 or offset + nbytes > file.size:

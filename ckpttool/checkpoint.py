@@ -17,6 +17,7 @@ from ckpttool.contract import Source
 from ckpttool.dtypes import Dtype
 from ckpttool.errors import UsageError
 from ckpttool.files import Pool
+from ckpttool.wording import near_names
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,7 +58,8 @@ class Checkpoint(Mapping[str, Any]):
         path = self._names.get(name) if isinstance(name, str) else name
         entry = self.catalogue.entries.get(path) if path is not None else None
         if entry is None:
-            raise KeyError(name)
+            near = near_names(str(name), list(self._names))
+            raise KeyError(f"{name}; did you mean {', '.join(near)}?" if near else name)
         return entry.value if isinstance(entry, Object) else LazyTensor(entry, self._source, self._pool)
 
     def __iter__(self) -> Iterator[str]:
@@ -65,6 +67,10 @@ class Checkpoint(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+    def __repr__(self) -> str:
+        tensors = sum(1 for _ in self.catalogue.tensors)
+        return f"<{self.path}: {self.format}, {tensors} tensors, {len(self) - tensors} objects>"
 
     def tensors(self) -> Iterator[LazyTensor]:
         """Every tensor, in the order in which they were saved."""

@@ -10,15 +10,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
+from typing import Any
 
 from ckpttool import files, formats, layout, opening, optimkeys, parts, plan
-from ckpttool.catalogue import Catalogue, Chunks, Object, Path, Tensor, dotted, find_aliases, validate
+from ckpttool.catalogue import Catalogue, Chunks, Container, Object, Path, Tensor, dotted, find_aliases, validate
 from ckpttool.containers import typedjson
 from ckpttool.contract import TENSOR_CLASSES, Format, Sink, SinkOptions, Source
-from ckpttool.errors import CkptError, CorruptError, LossError, OverwriteError, StorageError, UsageError
+from ckpttool.errors import CkptError, CorruptError, LossError, OverwriteError, StorageError, UsageError, some
 from ckpttool.mounting import Mounted
 from ckpttool.patterns import any_of, renamer, rule
 from ckpttool.transfer import BUFFER, Progress, Transferred, budget, transfer
+from ckpttool.wording import parse_size
 
 # What Python, the catalogue and the buffers of the standard library need on top of our own.
 _BASE_MEMORY = 48 << 20
@@ -57,15 +59,15 @@ def convert(
     dst: str | os.PathLike[str],
     *,
     to: str | None = None,
-    only: Sequence[str] = (),
-    drop: Sequence[str] = (),
-    tensors: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    rename: Sequence[str] = (),
+    only: str | Sequence[str] = (),
+    drop: str | Sequence[str] = (),
+    tensors: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
+    rename: str | Sequence[str] = (),
     strip_wrappers: bool = False,
     strip_prefix: str | None = None,
-    dtype: Sequence[str] = (),
-    max_shard_size: int | None = None,
+    dtype: str | Sequence[str] = (),
+    max_shard_size: int | str | None = None,
     to_world: int | None = None,
     tensor_class: str | None = None,
     optim_keys: str | None = None,
@@ -75,17 +77,21 @@ def convert(
     overwrite: bool = False,
     dry_run: bool = False,
     threads: int | None = None,
-    max_memory: int | None = None,
+    max_memory: int | str | None = None,
     check: bool = False,
     progress: Progress | None = None,
 ) -> Conversion:
     """Convert the checkpoint at `src` to the format `to` at `dst`, bit for bit. See `docs/reference/cli.md`.
 
-    `progress(done, total)` is called with bytes from this thread. Nothing appears at `dst` unless all of it does.
+    Sizes are bytes, or text such as `5GB`. `progress(done, total)` is called with bytes from this thread. Nothing
+    appears at `dst` unless all of it does.
     Raises the errors of `ckpttool.errors`, each with its exit code.
     """
     began = time.monotonic()
     src, dst = os.fspath(src), os.fspath(dst)
+    only, drop, tensors, exclude, rename, dtype = map(_listed, (only, drop, tensors, exclude, rename, dtype))
+    max_shard_size = _in_bytes(max_shard_size, "--max-shard-size")
+    max_memory = _in_bytes(max_memory, "--max-memory")
     target = formats.writable(to, dst)
     _check_arguments(dst, target, to_world, max_shard_size, max_memory, tensor_class)
     _check_apart(dst, src, model_from, optim_from)
@@ -118,6 +124,7 @@ def convert(
         with files.staged(dst, overwrite=overwrite, is_file=target.is_file(dst)) as partial:
             sink = _create(target, partial, laid, options)
             made.bytes += sum(tensor.nbytes for tensor in sink.catalogue.replicas)
+            made.notes += _unsaid(laid, sink.catalogue)
             _note_files(made, sink, partial, dst)
             if made.disk > made.free:
                 raise StorageError(
@@ -135,8 +142,22 @@ def convert(
             if check:
                 _check_written(target, partial, sink.catalogue, source, made, threads, max_memory)
         made.checked, made.unchecked = moved.checked, moved.unchecked
+        if moved.overflowed:
+            made.notes.append(
+                f"{sum(moved.overflowed.values())} values of {len(moved.overflowed)} tensors are too large for their "
+                f"new dtype and are no numbers now: {some(sorted(moved.overflowed))}"
+            )
     made.seconds = time.monotonic() - began
     return made
+
+
+def _listed(value: str | Sequence[str]) -> Sequence[str]:
+    # To Python, a string is a sequence of strings too.
+    return (value,) if isinstance(value, str) else value
+
+
+def _in_bytes(value: int | str | None, flag: str) -> int | None:
+    return parse_size(value, flag) if isinstance(value, str) else value
 
 
 def _check_free(dst: str, target: Format, overwrite: bool, dry_run: bool) -> list[str]:
@@ -376,6 +397,9 @@ def _summary(source: Source, laid: Catalogue, src: str, dst: str, target: Format
     if remarks and target.name != source.catalogue.format:
         names = ", ".join(f"`{name}`" for name in sorted(remarks)[:5])
         made.notes.append(f"`__metadata__` of the source is left out, {target.name} has no place for it: {names}")
+    other = formats.by_suffix(dst)
+    if other is not None and other != target:
+        made.notes.append(f"`{dst}` is called like {other.title}, but is written as {target.target}")
     made.free = files.free_space(dst)
     return made
 
@@ -383,6 +407,23 @@ def _summary(source: Source, laid: Catalogue, src: str, dst: str, target: Format
 def _create(target: Format, path: str, laid: Catalogue, options: SinkOptions) -> Sink:
     assert target.create is not None
     return target.create(path, laid, options)
+
+
+def _unsaid(laid: Catalogue, written: Catalogue) -> list[str]:
+    """About attributes of dicts (`_metadata` of a state dict) that the destination has no place for."""
+    lost = {
+        f"{dotted(path)}.{name}".lstrip(".")
+        for path, container in laid.containers.items()
+        for name, value in (container.attrs or {}).items()
+        if name not in ((written.containers.get(path) or Container("dict")).attrs or {})
+        and not (name == "_metadata" and _says_nothing(value))
+    }
+    return [f"Python attributes of dicts are left out: {some(sorted(lost))}"] if lost else []
+
+
+def _says_nothing(metadata: Any) -> bool:
+    """Whether every module of a state dict's `_metadata` is of version 1, as it is without it."""
+    return isinstance(metadata, dict) and all(module == {"version": 1} for module in metadata.values())
 
 
 def _note_files(made: Conversion, sink: Sink, partial: str, dst: str) -> None:
@@ -436,9 +477,18 @@ def _check_written(
             found = written.catalogue.entries.get(entry.path)
             if not isinstance(found, Object) or _spelt(found, ties) != _spelt(entry, same):
                 raise CorruptError(f"object `{entry.name}` was not written as it was read", found=entry.name)
+        _check_containers(laid, written.catalogue)
         return transfer(plan.plan(again), source, again, total=made.bytes, threads=threads, memory=memory, compare=True)
     finally:
         written.close()
+
+
+def _check_containers(laid: Catalogue, written: Catalogue) -> None:
+    """Lists and ordered dicts must come back as what they were, where the format tells them apart."""
+    for path, container in laid.containers.items():
+        found = written.containers.get(path)
+        if found is not None and found.kind != container.kind:
+            raise CorruptError(f"the {container.kind} `{dotted(path)}` was written as a {found.kind}")
 
 
 def _same_tensors(catalogue: Catalogue, ties: dict[Path, Path]) -> dict[Path, Path]:

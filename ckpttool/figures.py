@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -116,12 +115,3 @@ def decoded(bits: Array, kind: Dtype) -> Array:
         small: Array = torch.frombuffer(bits, dtype=torch.uint8).view(getattr(torch, kind.name)).float().numpy()
         return small
     return bits.view(np.dtype(kind.name))
-
-
-def near_names(name: str, names: Sequence[str], most: int = 3) -> list[str]:
-    """The names most like `name`: those that end in it or hold it first, then by spelling."""
-    import difflib
-
-    ends = [n for n in names if n.endswith("." + name)]
-    holds = [n for n in names if name in n and n not in ends]
-    return (ends + holds or difflib.get_close_matches(name, names, most))[:most]

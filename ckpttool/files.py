@@ -288,8 +288,10 @@ def staged(dst: str, *, overwrite: bool, is_file: bool) -> Iterator[str]:
         # A link to another disk: made there, and the link stays.
         dst = os.path.realpath(dst)
     partial, old = partial_name(dst), partial_name(dst, "old")
+    above = Path(dst).absolute().parent
+    made = [folder for folder in (above, *above.parents) if not folder.exists()]
     try:
-        Path(dst).absolute().parent.mkdir(parents=True, exist_ok=True)
+        above.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise failed(error, dst, "write") from None
     remove(partial)
@@ -311,6 +313,10 @@ def staged(dst: str, *, overwrite: bool, is_file: bool) -> Iterator[str]:
         remove(partial)
         if os.path.lexists(dst):
             remove(old)
+        for folder in made:
+            # Not those in which somebody else has put something meanwhile.
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def _swap_in(partial: str, dst: str, old: str) -> None:

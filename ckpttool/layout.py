@@ -30,6 +30,7 @@ from ckpttool.containers.pickles import Stub
 from ckpttool.dtypes import ALIASES, DTYPES, Dtype
 from ckpttool.errors import UsageError
 from ckpttool.patterns import any_of, compile_pattern, rule
+from ckpttool.wording import meant
 
 WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
@@ -192,7 +193,7 @@ def _follow_in_optimizer(catalogue: Catalogue, parameters: dict[str, str], moved
         new = (*new[:below], *_followed(new[below:], parameters))
         if new != path:
             moved[path] = new
-        if isinstance(entry, Object) and path[-1:] == ("params",):
+        if isinstance(entry, Object) and path[-1:] in (("params",), ("param_names",)):
             entries[path] = _with_params(entry, parameters)
     return _rebuilt(catalogue, entries.values(), catalogue.containers)
 
@@ -205,7 +206,7 @@ def _followed(path: Path, parameters: dict[str, str]) -> Path:
             name = path[i + 1]
             new = parameters.get(name, name) if isinstance(name, str) else name
             return (*path[: i + 1], new, *path[i + 2 :])
-        flat = _flattened(key) if isinstance(key, str) else None
+        flat = flattened(key) if isinstance(key, str) else None
         if flat is not None:
             return (*path[:i], flat[0] + parameters.get(flat[1], flat[1]) + flat[2], *path[i + 1 :])
         if key == "param_groups":
@@ -213,7 +214,7 @@ def _followed(path: Path, parameters: dict[str, str]) -> Path:
     return path
 
 
-def _flattened(key: str) -> tuple[str, str, str] | None:
+def flattened(key: str) -> tuple[str, str, str] | None:
     """`state.layers.0.w.exp_avg` as `("state.", "layers.0.w", ".exp_avg")`: how `flatten_optimizer_state_dict=True`
     spells optimizer state. Pure."""
     for head in ("state.", "param_groups."):
@@ -340,6 +341,9 @@ def without_root(catalogue: Catalogue, part: Part) -> Catalogue:
     return made
 
 
+_FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+
+
 # Dtypes ---------------------------------------------------------------------------------------------------------------
 
 
@@ -361,7 +365,7 @@ def caster(rules: Sequence[str]) -> Callable[[Tensor], Dtype | None]:
         if kind is None or kind.kind != "float" or kind.name.startswith("float4"):
             raise UsageError(
                 f"`--dtype {text}`: `{name}` is not a floating-point dtype",
-                hint="one of float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2",
+                hint=meant(short, _FLOATS, f"one of {', '.join(_FLOATS)}"),
             )
         compiled.append((compile_pattern(pattern) if pattern else None, kind))
 
@@ -449,7 +453,7 @@ def _sharded(catalogue: Catalogue) -> set[Path]:
     named: dict[Hashable, set[boxes.Ints]] = defaultdict(set)
     for state in states:
         for key in state.path[len(state.part.root) :]:
-            flat = _flattened(key) if isinstance(key, str) else None
+            flat = flattened(key) if isinstance(key, str) else None
             named[flat[1] if flat is not None else key].add(state.shape)
     by_name = any(dotted(t.path[len(t.part.root) :]) in named for t in models)
     shapes = {t.shape for t in states}

@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from ckpttool import layout, nesting, parts
-from ckpttool.catalogue import Catalogue, Chunk, Extent, Part, Path, Tensor
+from ckpttool.catalogue import Catalogue, Chunk, Extent, Part, Path, Tensor, dotted
 from ckpttool.contract import Source
-from ckpttool.errors import UsageError
+from ckpttool.errors import UsageError, some
 
 _ROOTS = {"model": ("model",), "optimizer": ("optim",)}
 
@@ -88,6 +88,12 @@ class Mounted:
         self.catalogue.faults = list(before.faults)
         self.mount(other, root, theirs)
         self.catalogue.warnings.append(f"{kind} taken from `{name}`")
+        strangers = _strangers(self.catalogue)
+        if strangers:
+            self.catalogue.warnings.append(
+                f"the optimizer has state of {len(strangers)} parameters that the model does not have: "
+                f"{some(strangers)}"
+            )
 
     def _named(self) -> Catalogue:
         """Ours, with a bare model (or optimizer) moved under a key, so that another part has room beside it."""
@@ -122,6 +128,21 @@ def _only_part(catalogue: Catalogue, kind: str, name: str) -> Part:
     if len(found) != 1:
         raise UsageError(f"`{name}` has {len(found) or 'no'} parts of kind {kind}, and one is needed")
     return found[0]
+
+
+def _strangers(catalogue: Catalogue) -> list[str]:
+    """Parameters that the optimizer names and no model has."""
+    models = {dotted(path[len(e.part.root) :]) for path, e in catalogue.entries.items() if e.part.kind == "model"}
+    named: dict[str, None] = {}
+    for path, entry in catalogue.entries.items():
+        if entry.part.kind == "optimizer":
+            below = path[len(entry.part.root) :]
+            flat = layout.flattened(below[0]) if below and isinstance(below[0], str) else None
+            if flat is not None:
+                named[flat[1]] = None
+            elif len(below) > 1 and below[0] == "state" and isinstance(below[1], str):
+                named[below[1]] = None
+    return [name for name in named if name not in models]
 
 
 def _no_tensor(value: Any, path: Path, embedded: bool) -> NoReturn:

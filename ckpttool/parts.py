@@ -13,6 +13,7 @@ from typing import Any
 
 from ckpttool.catalogue import KINDS, OTHER, Catalogue, Object, Part, Path, Tensor, dotted
 from ckpttool.errors import UsageError
+from ckpttool.wording import meant
 
 _NAMES = (
     ("optimizer", r"(.*_)?(optim|optimizer|optimizers|opt)(_state(s|_dict)?)?(_\d+)?|optimizer_\w+|optim_\w+"),
@@ -181,7 +182,9 @@ def matcher(names: Iterable[str], catalogue: Catalogue) -> Callable[[Part], bool
         # A root key is the more exact name: `--only model` with `model` and `ema` there means `model`.
         found = [p for p in have if dotted(p.root) == name] or [p for p in have if p.kind == name]
         if not found:
-            there = ", ".join(f"`{p.kind}`" if not p.root else f"`{dotted(p.root)}`" for p in have)
-            raise UsageError(f"there is no part `{name}`", hint=f"the parts are {there}")
+            there = [p.kind if not p.root else dotted(p.root) for p in have]
+            known = list(dict.fromkeys([*there, *(p.kind for p in have)]))
+            hint = f"the parts are {', '.join(f'`{n}`' for n in there)}"
+            raise UsageError(f"there is no part `{name}`", hint=meant(name, known, hint))
         wanted.update(found)
     return wanted.__contains__

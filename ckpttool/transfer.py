@@ -45,11 +45,13 @@ Progress = Callable[[int, int], None]
 @dataclass(slots=True)
 class Transferred:
     """What a transfer did: bytes moved, bytes whose CRC was checked, bytes of records that have none or were read only
-    in part; and `crcs`, for `Sink.finish`."""
+    in part; `overflowed`, how many values of a tensor were finite until they were cast; and `crcs`, for `Sink.finish`.
+    """
 
     moved: int = 0
     checked: int = 0
     unchecked: int = 0
+    overflowed: dict[str, int] = field(default_factory=dict)
     crcs: dict[tuple[int, int], int] = field(default_factory=dict)
 
 
@@ -111,6 +113,7 @@ class _Transfer:
         self._unrecorded = 0
         self._checked = 0
         self._moved = 0
+        self._overflowed: dict[str, int] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._failure: BaseException | None = None
@@ -133,7 +136,7 @@ class _Transfer:
             self._out.close()
         if self._failure is not None:
             raise self._failure
-        done = Transferred(self._moved, self._checked, self._unrecorded)
+        done = Transferred(self._moved, self._checked, self._unrecorded, self._overflowed)
         for record in self._read.records():
             if self._worth_checking(record):
                 done.checked += self._read.used(record)
@@ -312,7 +315,10 @@ class _Transfer:
                     gather.part(made, shared, tile), self._in, self._from, extent, chunk, shared, job.source.dtype
                 )
                 self._note_read(extent, 0, prod(shared[1]) * job.source.dtype.itemsize, None)
-            data = _cast(made, job.source.dtype, job.tensor.dtype)
+            data, overflowed = _cast(made, job.source.dtype, job.tensor.dtype)
+            if overflowed:
+                with self._lock:
+                    self._overflowed[job.tensor.name] = self._overflowed.get(job.tensor.name, 0) + overflowed
             self._put(task, here, data)
             if wanted is not None:
                 self._written.add(wanted, here, len(data), crc32(data))
@@ -360,14 +366,20 @@ class _Transfer:
         return crc
 
 
-def _cast(array: Array, old: Dtype, new: Dtype) -> memoryview:
-    """The bytes of a contiguous tile's elements as `new`, rounded as torch rounds."""
+def _cast(array: Array, old: Dtype, new: Dtype) -> tuple[memoryview, int]:
+    """The bytes of a contiguous tile's elements as `new`, rounded as torch rounds, and how many are finite no more."""
     import numpy as np
 
     raw = array.reshape(-1).view(np.uint8) if array.size else np.empty(0, np.uint8)
-    if old != new:
-        import torch
+    if old == new:
+        return raw.data, 0
+    import torch
 
-        tensor = torch.frombuffer(raw, dtype=getattr(torch, old.name))
-        raw = tensor.to(getattr(torch, new.name)).view(torch.uint8).numpy()
-    return raw.data
+    before = torch.frombuffer(raw, dtype=getattr(torch, old.name))
+    after = before.to(getattr(torch, new.name))
+    overflowed = 0
+    # torch asks 8-bit floats nothing; those without an infinity overflow to NaN.
+    finite = (after.float() if new.itemsize == 1 else after).isfinite()
+    if not finite.all():
+        overflowed = int(((before.float() if old.itemsize == 1 else before).isfinite() & ~finite).sum())
+    return after.view(torch.uint8).numpy().data, overflowed

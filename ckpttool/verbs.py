@@ -8,8 +8,9 @@ from dataclasses import replace
 from ckpttool.catalogue import Catalogue, validate
 from ckpttool.conversion import Conversion, convert
 from ckpttool.errors import CkptError, UsageError
-from ckpttool.figures import Shown, look, near_names
+from ckpttool.figures import Shown, look
 from ckpttool.opening import naming, opened
+from ckpttool.wording import meant
 
 __all__ = ["Conversion", "Shown", "convert", "inspect", "show"]
 
@@ -36,9 +37,8 @@ def show(path: str | os.PathLike[str], tensor: str, *, shapes: str | None = None
             if any(o.name == tensor for o in source.catalogue.objects):
                 hint = "it is an object; `ckpttool inspect` shows its value"
                 raise UsageError(f"`{path}`: `{tensor}` is not a tensor", hint=hint)
-            near = near_names(tensor, [t.name for t in source.catalogue.tensors])
-            hint = f"did you mean {', '.join(f'`{n}`' for n in near)}?"
-            hint = hint if near else f"`ckpttool inspect {path} --tensors '*'` lists them"
+            names = [t.name for t in source.catalogue.tensors]
+            hint = meant(tensor, names, f"`ckpttool inspect {path} --tensors '*'` lists them")
             raise UsageError(f"`{path}`: there is no tensor `{tensor}`", hint=hint)
         with naming(path):
             validate(replace(source.catalogue, entries={found[0].path: found[0]}))

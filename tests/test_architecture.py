@@ -14,7 +14,7 @@ from originals import path_of
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "ckpttool"
 
-GEOMETRY = {"errors", "dtypes", "boxes", "version", "escapes"}
+GEOMETRY = {"errors", "dtypes", "boxes", "version", "escapes", "wording"}
 DATA = GEOMETRY | {"catalogue", "contract"}
 PURE = {"patterns", "parts", "ranks", "layout", "optimkeys", "plan"}
 CONCRETE = {"formats.dcp", "formats.safetensors", "formats.torchsave", "formats.rankfiles"}
@@ -23,7 +23,7 @@ MOVING = {"gather", "checksums", "transfer"}
 # What the modules of each group may import of ours.
 LAYERS: list[tuple[set[str], set[str]]] = [
     ({"errors", "version", "escapes", "boxes", "formats.strangers"}, set()),
-    ({"dtypes"}, {"errors"}),
+    ({"dtypes", "wording"}, {"errors"}),
     ({"catalogue"}, GEOMETRY),
     ({"contract"}, {"catalogue", "boxes"}),
     (PURE, DATA | PURE | {"containers"}),
@@ -31,14 +31,14 @@ LAYERS: list[tuple[set[str], set[str]]] = [
     ({"nesting"}, DATA | {"containers"}),
     ({"containers"}, DATA | {"containers", "nesting", "files"}),
     (CONCRETE, DATA | {"containers", "nesting", "files", "parts", "ranks"}),
-    ({"formats"}, {"contract", "errors", "files", "formats.strangers"} | CONCRETE),
+    ({"formats"}, {"contract", "errors", "files", "formats.strangers", "wording"} | CONCRETE),
     (MOVING, DATA | MOVING | {"plan", "files"}),
     ({"mounting"}, DATA | PURE | {"nesting"}),
     ({"producers"}, DATA | PURE | {"producers", "formats", "mounting", "nesting", "files", "containers"}),
     ({"opening"}, DATA | {"producers", "files", "parts", "containers"}),
     ({"figures"}, DATA | MOVING | {"plan", "files"}),
     ({"checkpoint"}, DATA | MOVING | {"opening", "files"}),
-    ({"verbs"}, {"catalogue", "conversion", "errors", "figures", "opening"}),
+    ({"verbs"}, {"catalogue", "conversion", "errors", "figures", "opening", "wording"}),
     ({"conversion"}, DATA | PURE | MOVING | {"files", "formats", "opening", "mounting", "containers"}),
     ({"summary"}, DATA | {"summary", "containers"}),
     ({"cli"}, DATA | {"cli", "summary", "verbs", "formats", "patterns", "figures"}),

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pickle
+import shutil
 import sys
 import threading
 import zipfile
@@ -552,3 +553,82 @@ def test_remarks_that_have_no_place_are_told(tmp_path: Path) -> None:
     for to, told in (("torch", True), ("dcp", True), ("safetensors", False)):
         notes = ckpttool.convert(tmp_path / "a.safetensors", tmp_path / f"to-{to}", to=to).notes
         assert [("`title`" in note, "`format`" in note) for note in notes] == [(True, False)] * told
+
+
+def test_attributes_of_a_state_dict_that_say_something_are_told(tmp_path: Path) -> None:
+    for name, module in (("plain", torch.nn.Linear(2, 2)), ("norm", torch.nn.BatchNorm1d(2))):
+        torch.save(module.state_dict(), tmp_path / f"{name}.pt")
+    notes = {
+        name: ckpttool.convert(tmp_path / f"{name}.pt", tmp_path / f"{name}.safetensors").notes
+        for name in ("plain", "norm")
+    }
+    assert notes["plain"] == []  # every module is of version 1, which is what it is without them
+    assert "_metadata" in notes["norm"][0]
+    assert ckpttool.convert(tmp_path / "norm.pt", tmp_path / "again.pt").notes == []
+
+
+def test_values_too_large_for_their_new_dtype_are_counted(tmp_path: Path) -> None:
+    torch.save(
+        {"a": torch.tensor([1e5, 1.0, -7e4]), "b": torch.ones(3), "c": torch.tensor([math.inf])}, tmp_path / "s.pt"
+    )
+    for dtype in ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float64"):
+        made = ckpttool.convert(tmp_path / "s.pt", tmp_path / f"{dtype}.pt", dtype=f"*={dtype}")
+        expected = torch.load(tmp_path / "s.pt")["a"].to(getattr(torch, dtype)).float()
+        n = int((~expected.isfinite()).sum())  # none in float8_e4m3fn, where torch takes the largest
+        assert n == 2 or dtype != "float16"
+        assert [note.startswith(f"{n} values of 1 tensors") for note in made.notes] == [True] * bool(n)
+
+
+def test_arguments_as_people_pass_them_from_python(tmp_path: Path) -> None:
+    made = ckpttool.convert(FULL, tmp_path / "out", to="safetensors", only="model", max_shard_size="2kB")
+    assert len(made.files) > 2
+    with pytest.raises(UsageError, match="`--max-shard-size many` is not a size"):
+        ckpttool.convert(FULL, tmp_path / "other", to="safetensors", max_shard_size="many")
+
+
+def test_a_name_that_says_another_format_is_told(tmp_path: Path) -> None:
+    made = ckpttool.convert(MODEL, tmp_path / "out.safetensors", to="torch")
+    assert any("is called like" in note for note in made.notes)
+
+
+def test_directories_made_for_nothing_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise StorageError("no space")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Pool, "write", fail)
+        with pytest.raises(StorageError):
+            ckpttool.convert(FULL, tmp_path / "a" / "b" / "out", to="dcp")
+    assert list(tmp_path.iterdir()) == []
+    ckpttool.convert(FULL, tmp_path / "a" / "b" / "out", to="dcp")
+    assert (tmp_path / "a" / "b" / "out" / ".metadata").is_file()
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ({"only": ["modle"]}, "did you mean `model`"),
+        ({"to": "pth"}, "did you mean `torch`"),
+        ({"dtype": ["bfp16"]}, "did you mean `bfloat16`"),
+    ],
+)
+def test_what_was_meant(tmp_path: Path, given: dict[str, Any], hint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        ckpttool.convert(FULL, tmp_path / "out.pt", **given)
+    assert hint in str(caught.value.hint)
+
+
+def test_an_optimizer_of_another_model_is_told(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(2)}}, tmp_path / "model.pt")
+    state = {"state": {"w": {"m": torch.ones(2)}, "v": {"m": torch.ones(2)}}, "param_groups": [{"params": ["w", "v"]}]}
+    torch.save({"optim": state}, tmp_path / "optim.pt")
+    made = ckpttool.convert(tmp_path / "model.pt", tmp_path / "out.pt", optim_from=str(tmp_path / "optim.pt"))
+    assert any("1 parameters that the model does not have: `v`" in note for note in made.notes)
+
+
+def test_every_missing_file_is_named(tmp_path: Path) -> None:
+    shutil.copytree(SHARDED, tmp_path / "ckpt")
+    for rank in (1, 2):
+        (tmp_path / "ckpt" / f"__{rank}_0.distcp").unlink()
+    with pytest.raises(CorruptError, match=r"2 files are missing \(`__1_0.distcp`, `__2_0.distcp`\)"):
+        ckpttool.convert(tmp_path / "ckpt", tmp_path / "out.pt")

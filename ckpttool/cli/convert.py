@@ -14,7 +14,7 @@ import typer
 from ckpttool.cli.options import AsJson, Quiet, Shapes, Tensors, Verbose, complete_format, complete_part
 from ckpttool.cli.progress import Progress
 from ckpttool.cli.terminal import Painted, Piece, Terminal, bold, dim, err, out
-from ckpttool.cli.wording import duration, parse_size, plural, size
+from ckpttool.wording import duration, plural, size
 
 if TYPE_CHECKING:
     from ckpttool.verbs import Conversion
@@ -119,16 +119,14 @@ def convert(
     """
     from ckpttool import verbs
 
-    shard_bytes = parse_size(max_shard_size, "--max-shard-size") if max_shard_size is not None else None
-    memory_bytes = parse_size(max_memory, "--max-memory") if max_memory is not None else None
     with ExitStack() as stack:
         progress = None if quiet or as_json else stack.enter_context(Progress(err()))
         made = verbs.convert(
             src, dst, to=to, only=only or (), drop=drop or (), tensors=tensors or (), exclude=exclude or (),
             rename=rename or (), strip_wrappers=strip_wrappers, strip_prefix=strip_prefix, dtype=dtype or (),
-            max_shard_size=shard_bytes, to_world=to_world, tensor_class=tensor_class, optim_keys=optim_keys,
+            max_shard_size=max_shard_size, to_world=to_world, tensor_class=tensor_class, optim_keys=optim_keys,
             shapes=shapes, model_from=model_from, optim_from=optim_from, overwrite=overwrite, dry_run=dry_run,
-            threads=threads, max_memory=memory_bytes, check=check,
+            threads=threads, max_memory=max_memory, check=check,
             progress=progress,
         )  # fmt: skip
     terminal = out()

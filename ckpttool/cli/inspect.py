@@ -10,7 +10,7 @@ import typer
 from ckpttool.cli.options import AsJson, Checkpoint, Quiet, Shapes, Tensors, Verbose
 from ckpttool.cli.places import box
 from ckpttool.cli.terminal import Painted, Piece, Terminal, bold, dim, out
-from ckpttool.cli.wording import count, plural, size
+from ckpttool.wording import count, meant, plural, size
 
 if TYPE_CHECKING:
     from ckpttool.catalogue import Catalogue, Chunks, Part, Tensor
@@ -40,14 +40,12 @@ def inspect(
     """
     from ckpttool import verbs
     from ckpttool.errors import UsageError
-    from ckpttool.figures import near_names
     from ckpttool.patterns import any_of
 
     catalogue = verbs.inspect(path, shapes=shapes)
     wanted = any_of(tensors) if tensors else None
     if tensors and not any(map(wanted or bool, (t.name for t in catalogue.tensors))):
-        near = near_names(tensors[0], [t.name for t in catalogue.tensors])
-        hint = f"did you mean {', '.join(f'`{n}`' for n in near)}?" if near else "`--tensors '*'` lists all"
+        hint = meant(tensors[0], [t.name for t in catalogue.tensors], "`--tensors '*'` lists all")
         raise UsageError(f"`{path}`: no tensor matches `{tensors[0]}`", hint=hint)
     terminal = out()
     if as_json:

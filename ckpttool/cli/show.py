@@ -11,7 +11,7 @@ import typer
 from ckpttool.cli.options import AsJson, Checkpoint, Quiet, Shapes
 from ckpttool.cli.places import box
 from ckpttool.cli.terminal import Terminal, bold, dim, out
-from ckpttool.cli.wording import size
+from ckpttool.wording import size
 
 if TYPE_CHECKING:
     from ckpttool.figures import Shown

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import stat
 
@@ -10,6 +9,7 @@ from ckpttool.contract import NO_HINTS, Format, OpenOptions, Source
 from ckpttool.errors import CkptError, ReadError, UsageError
 from ckpttool.files import failed
 from ckpttool.formats import dcp, safetensors, strangers, torchsave
+from ckpttool.wording import meant
 
 FORMATS: tuple[Format, ...] = (dcp.FORMAT, safetensors.FORMAT, torchsave.FORMAT)
 _SOME = 4
@@ -21,9 +21,15 @@ def named(name: str) -> Format:
         if name in (row.name, row.target):
             return row
     names = [row.target for row in FORMATS]
-    near = difflib.get_close_matches(name, names, 1)
-    hint = f"did you mean `{near[0]}`?" if near else f"the formats are {', '.join(f'`{n}`' for n in names)}"
+    told = next((row.target for row in FORMATS if f".{name.lstrip('.')}" in row.suffixes), name)
+    hint = meant(told, names, f"the formats are {', '.join(f'`{n}`' for n in names)}")
     raise UsageError(f"there is no format `{name}`", hint=hint)
+
+
+def by_suffix(path: str) -> Format | None:
+    """The format that a name says unmistakably."""
+    found = [row for row in FORMATS if row.suffixes and path.endswith(row.suffixes)]
+    return found[0] if len(found) == 1 else None
 
 
 def writable(name: str | None, dst: str) -> Format:
@@ -31,11 +37,11 @@ def writable(name: str | None, dst: str) -> Format:
     if name is not None:
         row = named(name)
     else:
-        found = [r for r in FORMATS if dst.endswith(r.suffixes) and r.suffixes]
-        if len(found) != 1:
+        found = by_suffix(dst)
+        if found is None:
             names = ", ".join(f"`--to {r.target}`" for r in FORMATS if r.create)
             raise UsageError(f"`{dst}` does not say which format it is to have", hint=f"pass {names}")
-        row = found[0]
+        row = found
     if row.create is None:
         raise UsageError(f"{row.name} can be read but not written")
     return row

@@ -14,8 +14,8 @@ from ckpttool import verbs
 
 DEFAULTS = {
     "to": None, "only": (), "drop": (), "tensors": (), "exclude": (), "rename": (), "strip_wrappers": False,
-    "strip_prefix": None, "dtype": (), "max_shard_size": None, "to_world": None, "model_from": None, "optim_from": None,
-    "overwrite": False, "dry_run": False, "threads": None, "max_memory": None, "check": False,
+    "strip_prefix": None, "dtype": (), "max_shard_size": None, "to_world": None, "tensor_class": None, "optim_keys": None,
+    "shapes": None, "model_from": None, "optim_from": None, "overwrite": False, "dry_run": False, "threads": None, "max_memory": None, "check": False,
 }  # fmt: skip
 
 
@@ -43,8 +43,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         ("--strip-wrappers", "strip_wrappers", True),
         ("--strip-prefix model.", "strip_prefix", "model."),
         ("--dtype norm*=float32 --dtype bfloat16", "dtype", ["norm*=float32", "bfloat16"]),
-        ("--max-shard-size 5GB", "max_shard_size", 5 * 10**9),
+        ("--max-shard-size 5GB", "max_shard_size", "5GB"),
         ("--to-world 8", "to_world", 8),
+        ("--tensor-class dtensor", "tensor_class", "dtensor"),
+        ("--optim-keys id", "optim_keys", "id"),
+        ("--shapes model.safetensors", "shapes", "model.safetensors"),
         ("--model-from other", "model_from", "other"),
         ("--optim-from other", "optim_from", "other"),
         ("--overwrite", "overwrite", True),
@@ -53,7 +56,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         ("--threads 3", "threads", 3),
         ("-j 3", "threads", 3),
         ("-j3", "threads", 3),
-        ("--max-memory 512MiB", "max_memory", 512 << 20),
+        ("--max-memory 512MiB", "max_memory", "512MiB"),
         ("--check", "check", True),
     ],
 )

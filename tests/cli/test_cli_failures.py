@@ -211,7 +211,7 @@ def test_a_second_sigterm_does_not_disturb_the_cleaning_up() -> None:
     code = (
         SLEEPY
         + """
-def slow(*args):
+def slow(*args, **kwargs):
     try:
         sleep()
     finally:

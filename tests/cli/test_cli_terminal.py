@@ -15,8 +15,8 @@ from running import FULL, environment, run, spawn
 
 from ckpttool.cli.progress import Progress
 from ckpttool.cli.terminal import Terminal, bold, shorten, wants_colour
-from ckpttool.cli.wording import count, duration, parse_size, plural, size
 from ckpttool.errors import UsageError
+from ckpttool.wording import count, duration, parse_size, plural, size
 
 
 class Screen(io.StringIO):

@@ -1,8 +1,9 @@
-"""Numbers as people read and type them. Pure."""
+"""Numbers as people read and type them, and the names they meant. Pure."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from ckpttool.errors import UsageError
 
@@ -68,3 +69,18 @@ def parse_size(text: str, flag: str) -> int:
     if nbytes < 1:
         raise UsageError(f"`{flag} {text}` is less than one byte", found=text)
     return nbytes
+
+
+def near_names(name: str, names: Sequence[str], most: int = 3) -> list[str]:
+    """The names most like `name`: those that end in it or hold it first, then by spelling."""
+    import difflib
+
+    ends = [n for n in names if n.endswith("." + name)]
+    holds = [n for n in names if name in n and n not in ends]
+    return (ends + holds or difflib.get_close_matches(name, names, most))[:most]
+
+
+def meant(name: str, names: Sequence[str], otherwise: str) -> str:
+    """A hint for a name that is none: the nearest ones, or else what `otherwise` says."""
+    near = near_names(name, names)
+    return f"did you mean {', '.join(f'`{n}`' for n in near)}?" if near else otherwise
