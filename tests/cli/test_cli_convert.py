@@ -14,8 +14,9 @@ from ckpttool import verbs
 
 DEFAULTS = {
     "to": None, "only": (), "drop": (), "tensors": (), "exclude": (), "rename": (), "strip_wrappers": False,
-    "strip_prefix": None, "dtype": (), "max_shard_size": None, "to_world": None, "tensor_class": None, "optim_keys": None,
-    "shapes": None, "model_from": None, "optim_from": None, "overwrite": False, "dry_run": False, "threads": None, "max_memory": None, "check": False,
+    "strip_prefix": None, "dtype": (), "max_shard_size": None, "to_world": None, "tensor_class": None,
+    "optim_keys": None, "shapes": None, "model_from": None, "optim_from": None, "overwrite": False, "dry_run": False,
+    "threads": None, "max_memory": None, "check": False,
 }  # fmt: skip
 
 
