@@ -346,6 +346,12 @@ class Catalogue:
         assert isinstance(entry, Tensor)
         return entry
 
+    def first(self, tensor: Tensor) -> Tensor:
+        """The tensor whose bytes this one shares; itself when it has its own."""
+        while tensor.alias is not None:
+            tensor = self.tensor(tensor.alias)
+        return tensor
+
     @property
     def world_size(self) -> int:
         """How many ranks wrote the files; 1 when nothing says otherwise."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from zlib import crc32
 
 from ckpttool.catalogue import Record
+from ckpttool.errors import CorruptError, some
 
 _POLYNOMIAL = 0xEDB88320
 
@@ -45,6 +46,16 @@ def combine(first: int, second: int, nbytes: int) -> int:
     Method: zlib's `crc32_combine` (Mark Adler).
     """
     return _multiply(_shift(nbytes), first) ^ second
+
+
+def mismatch(location: str, names: Sequence[str], record: Record, found: int) -> CorruptError:
+    """What is wrong with a record whose bytes have another CRC than its writer left; `names` are the tensors in it."""
+    return CorruptError(
+        f"`{location}`: tensor {some(names)}: bytes {record.offset}..{record.offset + record.nbytes} have CRC "
+        f"{found:08x}, but the writer left {record.crc:08x}",
+        hint="these bytes changed after they were written; take another copy of the checkpoint",
+        file=location, tensor=names[0] if names else None, found=f"{found:08x}", expected=f"{record.crc:08x}",
+    )  # fmt: skip
 
 
 class Pieces:

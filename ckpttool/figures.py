@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
-from ckpttool import boxes, gather
+from ckpttool import boxes, checksums, gather
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import Tensor
 from ckpttool.contract import Source
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
 
 FIRST = 8
+_BLOCK = 1 << 20
 
 
 @dataclass(slots=True)
@@ -42,7 +44,10 @@ class Shown:
 
 
 def look(tensor: Tensor, source: Source) -> Shown:
-    """Read a tensor once, in tiles, and sum it up. Figures leave NaN and infinite elements out."""
+    """Read a tensor in tiles and sum it up. Figures leave NaN and infinite elements out.
+
+    Raises CorruptError when its bytes are not those that were written, as far as there are checksums of them alone.
+    """
     shown = Shown(tensor.name, str(tensor.part), tensor.dtype.name, tensor.shape, tensor.nbytes)
     catalogue = source.catalogue
     for chunk in tensor.chunks:
@@ -52,10 +57,25 @@ def look(tensor: Tensor, source: Source) -> Shown:
         return shown
     pool = Pool()
     try:
+        _check(tensor, source, pool)
         _sum_up(shown, tensor, source, pool)
     finally:
         pool.close()
     return shown
+
+
+def _check(tensor: Tensor, source: Source, pool: Pool) -> None:
+    for chunk in tensor.chunks:
+        extent = source.resolve(tensor, chunk)
+        record = extent.record
+        # What a storage holds of other tensors is not read for this one.
+        if record is None or record.crc is None or record.nbytes != extent.nbytes:
+            continue
+        location, crc = source.catalogue.files[record.file].location, 0
+        for at in range(0, record.nbytes, _BLOCK):
+            crc = crc32(pool.read(location, record.offset + at, min(_BLOCK, record.nbytes - at)), crc)
+        if crc != record.crc:
+            raise checksums.mismatch(location, [tensor.name], record, crc)
 
 
 def _is_counted(kind: Dtype) -> bool:

@@ -336,14 +336,7 @@ class _Transfer:
         location = self._from[record.file].location
         found = self._read.crc(record, lambda offset, nbytes: self._crc_of(location, offset, nbytes))
         if found != record.crc:
-            names = self._tensors_in(record)
-            shown = ", ".join(f"`{name}`" for name in names[:3]) + (", ..." if len(names) > 3 else "")
-            raise CorruptError(
-                f"`{location}`: tensor {shown}: bytes {record.offset}..{record.offset + record.nbytes} have CRC "
-                f"{found:08x}, but the writer left {record.crc:08x}",
-                hint="these bytes changed after they were written; take another copy of the checkpoint",
-                file=location, tensor=names[0] if names else None, found=f"{found:08x}", expected=f"{record.crc:08x}",
-            )  # fmt: skip
+            raise checksums.mismatch(location, self._tensors_in(record), record, found)
 
     def _tensors_in(self, record: Record) -> list[str]:
         """Which tensors have elements in a record; an item that was not opened has its record inside."""

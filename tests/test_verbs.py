@@ -524,6 +524,22 @@ def test_show_has_something_to_say_of_every_tensor(name: str) -> None:
         assert shown.mean is None or math.isfinite(shown.mean)
 
 
+@pytest.mark.parametrize("name", ["torch_full", "dcp_fsdp2_w4"])
+def test_show_finds_a_flipped_bit(tmp_path: Path, name: str) -> None:
+    copy = tmp_path / "ckpt"
+    shutil.copytree(path_of(name), copy) if Path(path_of(name)).is_dir() else shutil.copyfile(path_of(name), copy)
+    with ckpttool.open(copy) as source:
+        tensor = next(t for t in source.catalogue.tensors if t.name == "model.layers.0.up.weight")
+        extent = source._source.resolve(tensor, tensor.chunks[-1])
+        file = Path(source.catalogue.files[extent.file].location)
+    assert ckpttool.show(copy, tensor.name).nans == 0
+    data = bytearray(file.read_bytes())
+    data[extent.offset + 5] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CorruptError, match=r"tensor `model.layers.0.up.weight`: bytes .* have CRC"):
+        ckpttool.show(copy, tensor.name)
+
+
 def test_show_knows_the_nearest_names() -> None:
     with pytest.raises(UsageError, match=r"there is no tensor `embed\.weight`") as caught:
         ckpttool.show(FULL, "embed.weight")

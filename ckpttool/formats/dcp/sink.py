@@ -184,10 +184,7 @@ class _Creating:
     # Tensors ---------------------------------------------------------------------------------------------------------
 
     def _lay_tensor(self, tensor: Tensor) -> Tensor:
-        first = tensor
-        while first.alias is not None:
-            first = self._laid.tensor(first.alias)
-        keeper = self._own.setdefault(first.path, tensor.path)
+        keeper = self._own.setdefault(self._laid.first(tensor).path, tensor.path)
         if keeper != tensor.path:
             shared = self._made.tensor(keeper)
             return replace(tensor, chunks=shared.chunks, alias=keeper)
@@ -235,10 +232,7 @@ class _Slots:
                 f"the object `{self._owner.name}` needs the tensor `{dotted(value.path)}`, which is left out",
                 hint="keep both or leave both out", tensor=dotted(value.path),
             )  # fmt: skip
-        first = tensor
-        while first.alias is not None:
-            first = self._laid.tensor(first.alias)
-        key = self._keys.setdefault(first.path, str(len(self._keys)))
+        key = self._keys.setdefault(self._laid.first(tensor).path, str(len(self._keys)))
         self._users[tensor.path] = key
         return Slot(key, tensor.dtype, tensor.shape, value.storage)
 

@@ -52,13 +52,6 @@ def is_model(catalogue: Catalogue) -> bool:
     )
 
 
-def first_name(catalogue: Catalogue, tensor: Tensor) -> Tensor:
-    """The tensor whose bytes this one shares; itself when it has its own."""
-    while tensor.alias is not None:
-        tensor = catalogue.tensor(tensor.alias)
-    return tensor
-
-
 def name_below(tensor: Tensor) -> str:
     """The dotted name without the root of the part: `model.lm_head.weight` -> `lm_head.weight`."""
     return dotted(tensor.path[len(tensor.part.root) :])
@@ -84,7 +77,7 @@ def plan_model(catalogue: Catalogue, most: int | None, metadata: dict[str, str])
         )
     plan = Plan()
     # No metadata can say that a tensor called `format` is tied: it gets bytes of its own.
-    owners = {t.path: t if name_below(t) in RESERVED else first_name(catalogue, t) for t in tensors}
+    owners = {t.path: t if name_below(t) in RESERVED else catalogue.first(t) for t in tensors}
     _Group("model", tensors, owners, metadata, {t.path: name_below(t) for t in tensors}).add_to(plan, most)
     plan.places |= {path: plan.places[owner.path] for path, owner in owners.items()}
     return plan
@@ -169,7 +162,7 @@ def _owners(catalogue: Catalogue) -> dict[Path, Tensor]:
     """Under whose name the bytes of each tensor lie: its first name, but one in a model before any other."""
     ties: dict[Path, list[Tensor]] = {}
     for tensor in catalogue.tensors:
-        ties.setdefault(first_name(catalogue, tensor).path, []).append(tensor)
+        ties.setdefault(catalogue.first(tensor).path, []).append(tensor)
     owners: dict[Path, Tensor] = {}
     for path, tied in ties.items():
         first = catalogue.tensor(path)
