@@ -16,12 +16,15 @@ import torch
 from peers import dcp_loader
 from safetensors import safe_open
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.tensor import DTensor
 
 
 def tensors_of(output: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor in a checkpoint of any of the three formats, by dotted name."""
     if (output / ".metadata").exists():
         yield from flat(dcp_loader(str(output))())
+    elif (output / "rank0.pt").exists():
+        yield from of_ranks(output)
     elif (output / "ckpttool.json").exists():
         yield from whole_state(output)
     elif output.is_dir() or output.suffix == ".safetensors":
@@ -41,6 +44,19 @@ def whole_state(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
             if entry["file"] not in files:
                 files[entry["file"]] = safe_open(folder / entry["file"], "pt")
             yield ".".join(map(str, entry["path"])), files[entry["file"]].get_tensor(entry["name"])
+
+
+def of_ranks(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a torch.save file of DTensors for each rank, joined by their placements."""
+    ranks = [
+        dict(flat(torch.load(folder / f"rank{n}.pt", weights_only=False))) for n in range(len(list(folder.iterdir())))
+    ]
+    for name, tensor in ranks[0].items():
+        parts = [rank[name] for rank in ranks]
+        if not isinstance(tensor, DTensor):
+            yield name, tensor
+        else:
+            yield name, torch.cat([part.to_local() for part in parts], dim=tensor.placements[0].dim)
 
 
 def flat(state: dict[str, object]) -> Iterator[tuple[str, torch.Tensor]]:

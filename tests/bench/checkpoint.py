@@ -13,7 +13,7 @@ from pathlib import Path
 
 from measure import files_under, remove
 
-VERSION = 1  # raise it when `make_checkpoint` writes something else
+VERSION = 2  # raise it when `make_checkpoint` writes something else
 MARK = "bench.json"  # written last: a directory with this file in it is complete
 OURS = re.compile(r"bench-out|bench-out-logs|state-\d+-\d+ranks-v\d+|onetensor-\d+|metadata-\d+-\d+ranks")
 UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -64,6 +64,11 @@ class Checkpoint:
         return self.root / "hf_sharded"
 
     @property
+    def ranks(self) -> Path:
+        """`train` as one torch.save file of DTensors for each rank and part, named as verl names them."""
+        return self.root / "ranks"
+
+    @property
     def facts(self) -> dict[str, int]:
         """What was made: ranks, tensors, bytes."""
         facts: dict[str, int] = json.loads((self.root / MARK).read_text())
@@ -94,7 +99,7 @@ def ensure(directory: Path, size: int, world: int) -> Checkpoint:
     if not (checkpoint.root / MARK).exists():
         remove(checkpoint.root)
         checkpoint.root.mkdir(parents=True)
-        need = 7 * size  # train, two .pt, safetensors, a third each for accelerate and HF; an output; some air
+        need = 8 * size  # train, rank files, two .pt, safetensors, a third each for accelerate and HF; an output; air
         free = shutil.disk_usage(checkpoint.root).free
         if free < need:
             raise SystemExit(f"{directory}: {need >> 20} MiB needed, {free >> 20} MiB free; pass --dir")

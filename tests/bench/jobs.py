@@ -83,5 +83,9 @@ def contenders(state: Checkpoint, out: Path) -> list[Contender]:
         peer("accelerate -> model", "accelerate_merge", state.accelerate, out / "merged", "model"),
         ours("hf shards -> model", state.hf, model, "safetensors", part="model"),
         peer("hf shards -> model", "hf_consolidate", state.hf, out / "merged", "model"),
+        ours("rank files -> model", state.ranks, model, "safetensors", "--only", "model", part="model"),
+        peer("rank files -> model", "merge_ranks", state.ranks, model, "model"),
+        ours("rank files -> dcp", state.ranks, dcp, "dcp"),
+        ours("dcp -> rank files", state.train, out / "ranks", "fsdp1", "--tensor-class", "dtensor"),
         Contender("inspect dcp", OURS, ckpttool("inspect", state.train), (state.train,), None, "none", check=False),
     ]

@@ -111,7 +111,20 @@ def write_rank(rank: int, world: int, root: str, size: int, rendezvous: str) -> 
     dcp.save({"model": weights, "optim": optim}, checkpoint_id=checkpoint.train)
     dcp.save({"model": weights}, checkpoint_id=checkpoint.accelerate)
     dcp.save(weights, storage_writer=HuggingFaceStorageWriter(str(checkpoint.hf), save_distributed=True))
+    checkpoint.ranks.mkdir(exist_ok=True)
+    for part, tree in (("model", weights), ("optim", optim)):
+        torch.save(own(tree), checkpoint.ranks / f"{part}_world_size_{world}_rank_{rank}.pt")
     dist.destroy_process_group()
+
+
+def own(tree: Any) -> Any:
+    """The same tree with shards that have a storage of their own: torch.save writes storages, not windows."""
+    if isinstance(tree, DTensor):
+        return DTensor.from_local(
+            tree.to_local().clone(), tree.device_mesh, tree.placements, run_check=False,
+            shape=tree.shape, stride=tree.stride(),
+        )  # fmt: skip
+    return {key: own(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
 
 
 def link_tensors(checkpoint: Checkpoint) -> Metadata:

@@ -92,6 +92,35 @@ def hf_consolidate(source: str, target: str) -> Job:
     return lambda: consolidate_safetensors_files(source, target, dict.fromkeys(sorted(names), 1))
 
 
+def merge_ranks(source: str, target: str) -> Job:
+    """verl's way (`verl/model_merger/fsdp_model_merger.py`): load every rank, concatenate, save. Its cast to bfloat16
+    is left out, as nobody else casts here."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    import torch
+    from safetensors.torch import save_file
+    from torch.distributed.tensor import DTensor
+
+    def load(path: Path) -> Any:
+        return torch.load(path, map_location="cpu", weights_only=False)
+
+    def merge() -> None:
+        paths = sorted(Path(source).glob("model_*.pt"), key=lambda path: int(path.stem.rpartition("_")[2]))
+        with ThreadPoolExecutor() as pool:
+            ranks = list(pool.map(load, paths))
+        merged: dict[str, Any] = {}
+        for name in list(ranks[0]):
+            parts = [state.pop(name) for state in ranks]
+            first = parts[0]
+            if isinstance(first, DTensor):
+                merged[name] = torch.cat([part.to_local() for part in parts], dim=first.placements[0].dim).contiguous()
+            else:
+                merged[name] = first
+        save_file(merged, target)
+
+    return merge
+
+
 PEERS: dict[str, Callable[[str, str], Job]] = {
     function.__name__: function
     for function in (
@@ -102,6 +131,7 @@ PEERS: dict[str, Callable[[str, str], Job]] = {
         dcp_load_save_model,
         torch_load_save_file,
         hf_consolidate,
+        merge_ranks,
     )
 }
 

@@ -30,8 +30,11 @@ from jobs import OURS, Contender, contenders
 from measure import MIB, Run
 
 Key = tuple[str, str]
-WRITES_CRC = ("dcp -> torch", "safetensors -> torch", "torch -> dcp", "safetensors -> dcp", "dcp -> dcp, 2 ranks")
-THREE_TIMES = ("dcp -> torch", "torch -> dcp", "accelerate -> model")
+WRITES_CRC = (
+    "dcp -> torch", "safetensors -> torch", "torch -> dcp", "safetensors -> dcp", "dcp -> dcp, 2 ranks",
+    "rank files -> dcp", "dcp -> rank files",
+)  # fmt: skip
+THREE_TIMES = ("dcp -> torch", "torch -> dcp", "accelerate -> model", "rank files -> model")
 
 
 class Results:
