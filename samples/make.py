@@ -26,6 +26,7 @@ import hf
 import legacy
 import objects
 import ranks
+import runs_accelerate
 import tensors
 import torch
 import torch.distributed as dist
@@ -41,6 +42,7 @@ FAMILIES = {
     "torch.distributed.checkpoint": (dcp, dcpitems, dcpmeta),
     "one torch.save file for each rank": (ranks,),
     "safetensors and Hugging Face": (hf,),
+    "run directories of frameworks": (runs_accelerate,),
 }
 
 
