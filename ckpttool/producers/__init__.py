@@ -1,4 +1,8 @@
-"""Who wrote this directory, and what lies where in it: a table of producers. Adding one is a file here and a row below.
+"""Who wrote this directory, and what lies where in it: a table of producers. Adding one is a row in a family.
+
+    huggingface     accelerate, the Trainer of transformers, a model directory
+    torchnative     Lightning, Composer, torchtitan, OLMo, torch_checkpointing
+    rankfamilies    verl, DINOv2
 
 A run directory mixes formats: accelerate leaves two DCP directories, a torch.save file and a pickle for each rank. A
 producer knows the fingerprint of what it leaves, mounts every piece under the part that it is, and says whether the
@@ -7,10 +11,102 @@ checkpoint is complete. A directory of several checkpoints (`checkpoint-100`, `c
 
 from __future__ import annotations
 
+import os
+from dataclasses import asdict
+
 from ckpttool import formats
 from ckpttool.contract import OpenOptions, Source
+from ckpttool.errors import CkptError, some
+from ckpttool.producers import huggingface, mounts, rankfamilies, runs, torchnative
+from ckpttool.producers.listing import Listing
+from ckpttool.producers.pieces import Producer
+from ckpttool.producers.runs import Found
+
+PRODUCERS: tuple[Producer, ...] = (
+    *huggingface.PRODUCERS,
+    *rankfamilies.PRODUCERS,
+    *torchnative.PRODUCERS,
+    # Last: a `config.json` beside weights is in the directories of others too.
+    huggingface.PRETRAINED,
+)
+
+
+def recognise(listing: Listing) -> Producer | None:
+    """The first row of the table whose fingerprint this is."""
+    return next((row for row in PRODUCERS if row.recognise(listing)), None)
 
 
 def open_source(path: str, options: OpenOptions) -> Source:
-    """What a framework left at `path`, or the one checkpoint there. Raises ReadError or CorruptError."""
-    return formats.open_source(path, options)
+    """What a framework left at `path`, or the one checkpoint there; of a run, the newest that is complete.
+
+    Raises ReadError or CorruptError.
+    """
+    if not os.path.isdir(path):
+        return formats.open_source(path, options)
+    listing = Listing(path)
+    row = recognise(listing)
+    if row is not None:
+        return _with_run(mounts.open_source(row, listing, options), listing, row)
+    kind = next((f for f in formats.FORMATS if f.recognise(path)), None) if not _several(listing) else None
+    if kind is not None:
+        return kind.open(path, options)
+    within, found = _run(listing)
+    if not found:
+        # Its error knows what else may be meant.
+        return formats.open_source(path, options)
+    taken = runs.newest(path, found)
+    source = open_source(taken.path, options)
+    _describe(source, found, taken, within)
+    return source
+
+
+def checkpoints(path: str) -> list[Found]:
+    """The checkpoints of a run, oldest first; none when `path` is no run. Raises ReadError."""
+    return _run(Listing(path))[1] if os.path.isdir(path) else []
+
+
+def _run(listing: Listing) -> tuple[Listing, list[Found]]:
+    found = runs.checkpoints(listing, recognise)
+    for inner in () if found else runs.below(listing):
+        found = runs.checkpoints(inner, recognise)
+        if found:
+            return inner, found
+    return listing, found
+
+
+def _several(listing: Listing) -> bool:
+    """Whether rank files of several checkpoints lie in one directory."""
+    return len(rankfamilies.dino_names(listing)) > 1
+
+
+def _describe(source: Source, found: list[Found], taken: Found, listing: Listing) -> None:
+    catalogue = source.catalogue
+    catalogue.facts["run"] = _table(found, taken)
+    left = [f for f in found if not f.complete]
+    said = f"`{taken.name}` is taken" + (f", the newest of {len(found)} checkpoints" if len(found) > 1 else "")
+    if left:
+        said += f"; not complete: {some([f.name for f in left])}"
+    catalogue.warnings.insert(0, said)
+    pointer = runs.pointed(listing)
+    if pointer is not None and pointer[1] != taken.step:
+        catalogue.warnings.insert(1, f"`{pointer[0]}` names step {pointer[1]}, but step {taken.step} is the newest")
+
+
+def _with_run(source: Source, listing: Listing, row: Producer) -> Source:
+    """The Trainer leaves its last model beside the checkpoints of the run: that is what the directory itself holds."""
+    if row is not huggingface.PRETRAINED or not any(runs.step_of(name) is not None for name in listing.folders):
+        return source
+    try:
+        found = [f for f in runs.checkpoints(listing, recognise) if os.path.isdir(f.path)]
+    except CkptError:
+        return source
+    if found:
+        source.catalogue.facts["run"] = _table(found, None)
+        source.catalogue.warnings.insert(
+            0, f"the model in the directory itself is taken; {some([f.name for f in reversed(found)])} lie in it too"
+        )
+    return source
+
+
+def _table(found: list[Found], taken: Found | None) -> list[dict[str, object]]:
+    return [{**asdict(f), "complete": f.complete, "taken": f is taken} for f in found]

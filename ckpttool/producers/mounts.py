@@ -1,0 +1,181 @@
+"""Opening what a producer left: every mount by the format that it has, all of them in one catalogue."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ckpttool import formats
+from ckpttool.boxes import Ints
+from ckpttool.catalogue import Catalogue, Part, Tensor, dotted
+from ckpttool.contract import OpenOptions, Source
+from ckpttool.errors import CkptError, CorruptError, ReadError, some
+from ckpttool.mounting import Mounted
+from ckpttool.producers.listing import Listing
+from ckpttool.producers.pieces import EACH, VALUES, Layout, Mount, Producer
+
+
+def open_source(row: Producer, listing: Listing, options: OpenOptions) -> Source:
+    """The catalogue of a directory of this producer. What cannot be opened is a fault of it, unless it is all there is.
+    Raises ReadError or CorruptError."""
+    layout = row.mounts(listing)
+    opening = _Opening(listing, layout, options)
+    source = opening.source()
+    catalogue = source.catalogue
+    if row.confirms is not None and not row.confirms(catalogue):
+        # Somebody else's directory of that name.
+        return source
+    catalogue.facts["producer"] = row.name
+    if layout.assets:
+        catalogue.facts["assets"] = [name.rstrip("/") for name in layout.assets]
+    catalogue.warnings += layout.warnings
+    if layout.strangers:
+        catalogue.warnings.append(f"{some(layout.strangers)}: not known here, and left out")
+    catalogue.faults += [
+        CorruptError(text, hint="copy what is missing, or name another checkpoint", file=listing.path)
+        for text in layout.missing
+    ]
+    return source
+
+
+class _Opening:
+    """Opens the mounts of a layout one after the other."""
+
+    def __init__(self, listing: Listing, layout: Layout, options: OpenOptions) -> None:
+        self._listing = listing
+        self._mounts = layout.mounts
+        self._options = options
+        self._told: dict[str, list[str]] = {}
+
+    def source(self) -> Source:
+        if not self._mounts:
+            raise ReadError(f"`{self._listing.path}`: none of the files that it should have", file=self._listing.path)
+        first = self._mounts[0]
+        if len(self._mounts) == 1 and not (first.root or first.below) and first.how != VALUES:
+            return self._open(first)
+        made = Mounted(Catalogue(""))
+        try:
+            faults = [fault for mount in self._mounts if (fault := self._mount(made, mount)) is not None]
+        except BaseException:
+            made.close()
+            raise
+        if not made.catalogue.entries:
+            made.close()
+            raise faults[0] if faults else ReadError(f"`{self._listing.path}`: holds nothing", file=self._listing.path)
+        made.catalogue.faults += faults
+        made.catalogue.warnings += _folded(self._told)
+        return made
+
+    def _mount(self, made: Mounted, mount: Mount) -> CkptError | None:
+        """Put one mount into the catalogue; what is wrong with it otherwise."""
+        where = mount.name.rstrip("/")
+        try:
+            if mount.how == VALUES:
+                values = self._listing.json(mount.name)
+                made.add_values(values if isinstance(values, dict) else {"value": values}, mount.root)
+                return None
+            source = self._open(mount, made.catalogue)
+        except (CorruptError, ReadError) as error:
+            if self._listing.path in error.message:
+                return error
+            message = f"`{where}`: {error.message}" if where else error.message
+            return type(error)(message, hint=error.hint, **{"file": self._listing.at(where), **error.facts})
+        theirs = source.catalogue
+        _note(made.catalogue, theirs, mount)
+        for warning in theirs.warnings:
+            self._told.setdefault(warning, []).append(where)
+        theirs.warnings = []
+        made.mount(source, mount.root, _part(theirs, mount.below))
+        return None
+
+    def _open(self, mount: Mount, opened: Catalogue | None = None) -> Source:
+        options = self._options
+        if options.shapes is None and mount.shapes_from and opened is not None:
+            options = self._shapes(mount.shapes_from)
+        path = self._listing.at(mount.name) if mount.name else self._listing.path
+        if "*" in mount.name:
+            folder, _, name = mount.name.rpartition("/")
+            if len(mount.names) == 1:
+                name = mount.names[0].rpartition("/")[2]
+                path = os.path.join(self._listing.path, folder, name)
+            else:
+                begin, end = name.split("*")
+                within = glob.escape(os.path.join(self._listing.path, folder))
+                path = os.path.join(within, f"{glob.escape(begin)}*{glob.escape(end)}")
+        source = formats.open_source(path.rstrip("/") or path, options)
+        folder = mount.name.rpartition("/")[0]
+        for file in source.catalogue.files:
+            if folder and not file.scratch:
+                file.name = f"{folder}/{file.name}"
+            if mount.rank is not None:
+                file.rank = mount.rank
+        return source
+
+    def _shapes(self, name: str) -> OpenOptions:
+        """The shapes of parameters from their moments: an optimizer of DCP keeps both names and shapes."""
+        if name not in self._listing:
+            return self._options
+        source = formats.open_source(self._listing.at(name.rstrip("/")))
+        try:
+            return shapes_of_moments(source.catalogue)
+        finally:
+            source.close()
+
+
+def shapes_of_moments(catalogue: Catalogue) -> OpenOptions:
+    """`state.<name>.exp_avg` has the shape of its parameter; of several, `step` is the one that has not.
+
+    The order of the model is that of the names in `param_groups`, when there is only one of those. Pure.
+    """
+    found: dict[str, Tensor] = {}
+    for tensor in catalogue.tensors:
+        below = tensor.path[1:]
+        if len(below) == 3 and below[0] == "state" and isinstance(below[1], str):
+            first = found.setdefault(below[1], tensor)
+            if (tensor.numel, len(tensor.shape)) > (first.numel, len(first.shape)):
+                found[below[1]] = tensor
+    groups = [o for o in catalogue.objects if o.path[1:2] == ("param_groups",) and o.path[-1] == "params"]
+    order: list[str] = []
+    for group in groups:
+        value = group.value
+        order += [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
+    shapes: Mapping[str, Ints] = {name: found[name].shape for name in dict.fromkeys([*order, *found]) if name in found}
+    return OpenOptions(shapes, ordered=len(groups) == 1 and set(order) == set(found)) if shapes else OpenOptions()
+
+
+def _note(made: Catalogue, theirs: Catalogue, mount: Mount) -> None:
+    """The facts of the first are those of the whole; each mount is listed."""
+    if not made.format:
+        made.format = theirs.format
+        made.facts |= {k: v for k, v in theirs.facts.items() if k in ("torch", "writer")}
+    pieces: list[dict[str, Any]] = made.facts.setdefault("mounted", [])
+    if mount.how == EACH and pieces and pieces[-1].get("root") == dotted(mount.root[:-1]):
+        pieces[-1]["files"] += 1
+        return
+    root = mount.root[:-1] if mount.how == EACH else mount.root
+    layout = theirs.facts.get("layout")
+    pieces.append({
+        "path": mount.name, "root": dotted(root), "format": theirs.format, "layout": layout,
+        "files": len(theirs.own_files),
+    })  # fmt: skip
+
+
+def _part(theirs: Catalogue, below: str) -> Part | None:
+    """Everything as one part below the key that all of it hangs under; None when it does not."""
+    if not below or any(path[:1] != (below,) or len(path) < 2 for path in theirs.entries):
+        return None
+    inside = Part("other", (below,))
+    for entry in theirs.entries.values():
+        entry.part = inside
+    return inside
+
+
+def _folded(told: Mapping[str, list[str]]) -> list[str]:
+    """Warnings of the mounts with the name of where they come from; what all ranks say is said once."""
+    said = []
+    for warning, names in told.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        said.append(f"`{names[0]}`{more}: {warning}" if names[0] else warning)
+    return said

@@ -1,0 +1,230 @@
+"""The run of a training: a directory of checkpoints, which of them are complete, and which is the newest.
+
+    checkpoint-100/ checkpoint-200/ tmp-checkpoint-300/     step-10/  step1000/  step1000-unsharded/  ep1-ba20/
+    global_step_20/ latest_checkpointed_iteration.txt       epoch=0-step=100.ckpt   model_0009999.rank_3.pth
+
+Told from listings and small files only: a run of hundreds of steps is looked through in a moment.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ckpttool import formats
+from ckpttool.errors import CkptError, ReadError, some
+from ckpttool.producers import rankfamilies, torchnative
+from ckpttool.producers.listing import Listing
+from ckpttool.producers.pieces import Producer
+
+Recognise = Callable[[Listing], Producer | None]
+
+_STEPS = tuple(
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        r"(?:^|[^a-z])(?:global_?)?steps?[-_=]?(\d+)",
+        r"(?:^|[^a-z])ba(\d+)",
+        r"(?:^|[^a-z])(?:checkpoint|ckpt|iter|iteration)[-_=]?(\d+)",
+        r"^(\d+)$",
+        r"(?:^|[^a-z])(?:epoch|ep)[-_=]?(\d+)",
+    )
+)
+_UNFINISHED = re.compile(r"^(tmp[-_.]|\.)|([-_.])(tmp|partial|incomplete|unfinished)$|\.partial-\d+$", re.IGNORECASE)
+_FILE = re.compile(r".*\.(ckpt|pt|pth|bin|safetensors)")
+_DATA = re.compile(r".*\.(distcp|safetensors|pt|pth|bin|ckpt|pkl)")
+_POINTERS = re.compile(
+    r"latest|latest\.txt|last_checkpoint|latest_checkpointed_iteration\.txt|latest_checkpoint.*|.*\.symlink"
+    r"|last_checkpoint\.rank_0"
+)
+_BELOW = ("checkpoints", "checkpoint")
+_INDEX_READ = 4 << 20  # bytes of a `.metadata` that is looked through for names
+_NAMED = re.compile(rb"__\d+_\d+\.distcp")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A checkpoint of a run: `Found("checkpoint-200", "/run/checkpoint-200", 200, 4096, "accelerate", "dcp", None)`.
+
+    `why_not` says why it is not complete, None when nothing speaks against it. `path` has a `*` for the ranks when it
+    is no directory of its own. `producer` is None for a layout that only the contents tell.
+    """
+
+    name: str
+    path: str
+    step: int | None
+    nbytes: int
+    producer: str | None
+    format: str | None
+    why_not: str | None
+
+    @property
+    def complete(self) -> bool:
+        return self.why_not is None
+
+
+def step_of(name: str) -> int | None:
+    """The step that a name says: `epoch=0-step=100.ckpt` -> 100; None for one that says nothing. Pure."""
+    return next((int(found[1]) for pattern in _STEPS if (found := pattern.search(name))), None)
+
+
+def checkpoints(listing: Listing, recognise: Recognise) -> list[Found]:
+    """The checkpoints in a directory, by step; none when it is no run."""
+    found = [*_folders(listing, recognise), *_files(listing), *_sets(listing)]
+    if not any(f.producer or f.format for f in found):
+        found = []
+    return sorted(found, key=lambda f: (-1 if f.step is None else f.step, f.name))
+
+
+def below(listing: Listing) -> Iterator[Listing]:
+    """Where frameworks put the checkpoints of a run that is named by its outer directory."""
+    return (listing.folder(name) for name in _BELOW if f"{name}/" in listing)
+
+
+def newest(path: str, found: list[Found]) -> Found:
+    """The complete one of the highest step. Raises ReadError with the list when there is none."""
+    complete = [f for f in found if f.complete]
+    if complete:
+        return complete[-1]
+    said = "; ".join(f"`{f.name}`: {f.why_not}" for f in found[-5:])
+    more = f"; and {len(found) - 5} before them" if len(found) > 5 else ""
+    count = "the one checkpoint in it is not" if len(found) == 1 else f"none of its {len(found)} checkpoints is"
+    raise ReadError(
+        f"`{path}`: {count} complete: {said}{more}",
+        hint=f"name one to open it all the same: `{found[-1].path}`",
+        file=path, found=[f.name for f in found],
+    )  # fmt: skip
+
+
+def pointed(listing: Listing) -> tuple[str, int] | None:
+    """A file that names the newest checkpoint, and the step that it says."""
+    for name in listing.names:
+        if _POINTERS.fullmatch(name):
+            text = listing.text(name)
+            step = int(text) if text.isascii() and text.isdecimal() else step_of(text.rstrip("/").rpartition("/")[2])
+            if step is not None:
+                return name, step
+    return None
+
+
+# What a checkpoint is told by ----------------------------------------------------------------------------------------
+
+
+def _folders(listing: Listing, recognise: Recognise) -> Iterator[Found]:
+    for name in listing.folders:
+        try:
+            inner = listing.folder(name)
+        except CkptError:
+            continue
+        row = recognise(inner)
+        step = step_of(name)
+        kind = _format(inner, row)
+        if step is None and row is None and kind is None:
+            continue
+        if step is None:
+            said = inner.facts("trainer_state.json").get("global_step")
+            step = said if isinstance(said, int) else None
+        why_not = _why_not(inner, name, row, kind)
+        producer = row.name if row is not None and row.confirms is None else None
+        yield Found(name, listing.at(name), step, inner.nbytes(), producer, kind, why_not)
+
+
+def _files(listing: Listing) -> Iterator[Found]:
+    """Checkpoints of one file each: those of Lightning, or what a script called `model_step_100.pt`."""
+    for name in listing.names:
+        if _FILE.fullmatch(name) and not re.fullmatch(rankfamilies.DINO_FILE, name):
+            step = next((int(m[1]) for pattern in _STEPS[:2] if (m := pattern.search(name))), None)
+            if step is None:
+                continue
+            size = listing.size(name)
+            kind = "safetensors" if name.endswith(".safetensors") else "torch"
+            yield Found(name, listing.at(name), step, size, None, kind, None if size else "an empty file")
+
+
+def _sets(listing: Listing) -> Iterator[Found]:
+    """Checkpoints of DINOv2: files of all steps in one directory."""
+    for name, names in rankfamilies.dino_names(listing).items():
+        there = {int(m["rank"]) for n in names if (m := re.fullmatch(rankfamilies.DINO_FILE, n))}
+        absent = sorted(set(range(max(there) + 1)) - there)
+        why_not = f"the file of rank {absent[0]} is missing" if absent else _empty(listing, names)
+        size = sum(map(listing.size, names))
+        step = rankfamilies.step_of_dino(name)
+        yield Found(f"{name}.rank_*.pth", listing.at(f"{name}.rank_*.pth"), step, size, "DINOv2", "torch", why_not)
+
+
+def _format(listing: Listing, row: Producer | None) -> str | None:
+    """The format of the first thing that is mounted, by its name."""
+    if torchnative.is_dcp(listing):
+        return "dcp"
+    if listing.has(r".*\.safetensors(\.index\.json)?") or "sharded/" in listing:
+        return "safetensors"
+    if row is not None:
+        names = [m.name for m in row.mounts(listing).mounts]
+        if any(name.endswith("/") for name in names):
+            return "dcp"
+        return "rankfiles" if any("*" in name for name in names) else "torch"
+    if listing.has(_DATA.pattern):
+        return next((f.name for f in formats.FORMATS if f.recognise(listing.path)), None)
+    return None
+
+
+def _why_not(listing: Listing, name: str, row: Producer | None, kind: str | None) -> str | None:
+    if _UNFINISHED.search(name):
+        return "its name says that the save did not end"
+    if not listing.names:
+        return "an empty directory"
+    if row is None and kind is None:
+        return "no checkpoint that we know"
+    if row is not None:
+        layout = row.mounts(listing)
+        if layout.missing:
+            return layout.missing[0]
+        folders = [m.name for m in layout.mounts if m.name.endswith("/")]
+        for folder in folders:
+            why_not = _dcp_why_not(listing.folder(folder))
+            if why_not is not None:
+                return f"`{folder}`: {why_not}"
+        for mount in layout.mounts:
+            above, inner = listing, mount.names
+            if "/" in mount.name.rstrip("/"):
+                above = listing.folder(mount.name.partition("/")[0])
+                inner = tuple(n.partition("/")[2] for n in mount.names)
+            why_not = _empty(above, [n for n in inner if not n.endswith("/")])
+            if why_not is not None:
+                return why_not
+    if torchnative.is_dcp(listing):
+        return _dcp_why_not(listing)
+    return _empty(listing, [n for n in listing.names if _DATA.fullmatch(n)])
+
+
+def _empty(listing: Listing, names: list[str] | tuple[str, ...]) -> str | None:
+    empty = [name for name in names if not name.endswith("/") and not listing.size(name)]
+    return f"{some(empty)} {'is' if len(empty) == 1 else 'are'} empty" if empty else None
+
+
+def _dcp_why_not(listing: Listing) -> str | None:
+    """A directory of DCP is complete when its index is there, which is written last, and every file that it names."""
+    indexes = [m.string for m in listing.matching(r"\.metadata|__\d+\.metadata")]
+    if not indexes:
+        begun = [m.string for m in listing.matching(r".*\.metadata\.tmp")]
+        return f"no `.metadata`, only {some(begun)}" if begun else "no `.metadata`: the save did not end"
+    for index in indexes:
+        if not listing.size(index):
+            return f"`{index}` is empty"
+        if listing.size(index) <= _INDEX_READ:
+            named = sorted(set(_NAMED.findall(_read(listing, index))))
+            gone = [name for raw in named if (name := raw.decode()) not in listing]
+            if gone:
+                return f"{some(gone)} {'is' if len(gone) == 1 else 'are'} missing"
+            why_not = _empty(listing, [raw.decode() for raw in named])
+            if why_not is not None:
+                return why_not
+    return None
+
+
+def _read(listing: Listing, name: str) -> bytes:
+    try:
+        with open(listing.at(name), "rb") as stream:
+            return stream.read(_INDEX_READ)
+    except OSError:
+        return b""
