@@ -27,6 +27,7 @@ import legacy
 import objects
 import ranks
 import runs_accelerate
+import runs_trainer
 import tensors
 import torch
 import torch.distributed as dist
@@ -42,7 +43,7 @@ FAMILIES = {
     "torch.distributed.checkpoint": (dcp, dcpitems, dcpmeta),
     "one torch.save file for each rank": (ranks,),
     "safetensors and Hugging Face": (hf,),
-    "run directories of frameworks": (runs_accelerate,),
+    "run directories of frameworks": (runs_accelerate, runs_trainer),
 }
 
 
