@@ -1,7 +1,7 @@
 """What a torch file holds, as entries of a catalogue: the same for every container that torch has had.
 
 A tree of plain values, stubs, `TensorRef`s and `StorageRef`s becomes key paths by `nesting`; a module that was saved
-whole becomes its state dict by `torchmodule`; what is lost from view becomes a warning.
+whole becomes its state dict by `torchmodule`; what is lost from view becomes a warning. `Slots` is for the way back.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 
 from ckpttool import nesting
 from ckpttool.boxes import Ints
-from ckpttool.catalogue import Catalogue, Chunks, Extent, Object, Path, Tensor, dotted
+from ckpttool.catalogue import Catalogue, Chunks, Extent, Link, Object, Path, Tensor, dotted
 from ckpttool.containers import pickles, torchmodule
 from ckpttool.containers.pickles import stub_name
-from ckpttool.containers.torchpickle import StorageRef, TensorRef
+from ckpttool.containers.torchpickle import Slot, StorageRef, TensorRef
 from ckpttool.dtypes import DTYPES
-from ckpttool.errors import CorruptError, some
+from ckpttool.errors import CorruptError, LossError, some
 
 Place = Callable[[TensorRef | StorageRef], Extent]
 
@@ -126,3 +126,44 @@ def covered(spans: Iterable[Span]) -> int:
         total += max(0, offset + nbytes - max(offset, end))
         end = max(end, offset + nbytes)
     return total
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+
+class Slots:
+    """Gives each tensor of a catalogue its storage, numbered in the order in which the pickle mentions them; tied ones
+    share it. `shape_of` says how much of a tensor this file has, all of it when that is not given."""
+
+    def __init__(self, catalogue: Catalogue, shape_of: Callable[[Tensor], Ints] = lambda tensor: tensor.shape) -> None:
+        self._catalogue = catalogue
+        self._shape_of = shape_of
+        self._keys: dict[Path, str] = {}
+
+    def of(self, value: Any) -> Slot | None:
+        """For `torchzip.lay_out`: the slot of a tensor, or of what a link refers to."""
+        if isinstance(value, Tensor):
+            return self._slot(value, bare=False)
+        if isinstance(value, Link):
+            tensor = self._catalogue.entries.get(value.path)
+            if not isinstance(tensor, Tensor):
+                raise LossError(
+                    f"an object needs the tensor `{dotted(value.path)}`, which is left out",
+                    hint="keep both or leave both out", tensor=dotted(value.path),
+                )  # fmt: skip
+            return self._slot(tensor, bare=value.storage)
+        return None
+
+    def _slot(self, tensor: Tensor, *, bare: bool) -> Slot:
+        key = self._keys.setdefault(self._first(tensor).path, str(len(self._keys)))
+        return Slot(key, tensor.dtype, self._shape_of(tensor), bare)
+
+    def _first(self, tensor: Tensor) -> Tensor:
+        while tensor.alias is not None:
+            tensor = self._catalogue.tensor(tensor.alias)
+        return tensor
+
+    def key(self, tensor: Tensor) -> str | None:
+        """The storage of a tensor; None for one that this file does not mention, such as an embedded one that no object
+        refers to."""
+        return self._keys.get(self._first(tensor).path)

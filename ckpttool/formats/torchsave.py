@@ -19,9 +19,8 @@ from dataclasses import replace
 from typing import Any
 
 from ckpttool import files, nesting
-from ckpttool.catalogue import Catalogue, Chunk, Chunks, Entry, Extent, File, Link, Path, Tensor, dotted
+from ckpttool.catalogue import Catalogue, Chunk, Chunks, Entry, Extent, File, Link, Tensor
 from ckpttool.containers import pickles, torchexport, torchlegacy, torchmodule, torchpickle, torchtree, torchzip
-from ckpttool.containers.torchpickle import Slot
 from ckpttool.containers.torchzip import Archive
 from ckpttool.contract import NO_HINTS, Crcs, Format, Loss, OpenOptions, Sink, SinkOptions, Source
 from ckpttool.errors import CorruptError, LossError, ReadError, some
@@ -212,47 +211,13 @@ class _TorchSink:
             pool.close()
 
 
-class _Slots:
-    """Gives each tensor of a catalogue its storage, numbered in the order in which the pickle mentions them."""
-
-    def __init__(self, catalogue: Catalogue) -> None:
-        self._catalogue = catalogue
-        self._keys: dict[Path, str] = {}
-
-    def of(self, value: Any) -> Slot | None:
-        if isinstance(value, Tensor):
-            return self._slot(value, bare=False)
-        if isinstance(value, Link):
-            tensor = self._catalogue.entries.get(value.path)
-            if not isinstance(tensor, Tensor):
-                raise LossError(
-                    f"an object needs the tensor `{dotted(value.path)}`, which is left out",
-                    hint="keep both or leave both out", tensor=dotted(value.path),
-                )  # fmt: skip
-            return self._slot(tensor, bare=value.storage)
-        return None
-
-    def _slot(self, tensor: Tensor, *, bare: bool) -> Slot:
-        key = self._keys.setdefault(self._first(tensor).path, str(len(self._keys)))
-        return Slot(key, tensor.dtype, tensor.shape, bare)
-
-    def _first(self, tensor: Tensor) -> Tensor:
-        while tensor.alias is not None:
-            tensor = self._catalogue.tensor(tensor.alias)
-        return tensor
-
-    def key(self, tensor: Tensor) -> str | None:
-        """The storage of a tensor; None for an embedded one that no object refers to."""
-        return self._keys.get(self._first(tensor).path)
-
-
 def _value(entry: Entry) -> Any:
     return entry if isinstance(entry, Tensor) else entry.value
 
 
 def create(path: str, laid: Catalogue, options: SinkOptions) -> Sink:
     """One archive of full size with holes where the payloads go."""
-    slots = _Slots(laid)
+    slots = torchtree.Slots(laid)
     layout = torchzip.lay_out(nesting.unflatten(laid, _value), slots.of, root=_ROOT)
     files.create(path, layout.size)
     pool = files.Pool(writing=True)
