@@ -25,7 +25,10 @@ import dcpmeta
 import hf
 import legacy
 import objects
-import ranks
+import rank_fsdp1
+import rank_fsdp2
+import rank_local
+import rank_optim
 import runs_accelerate
 import runs_trainer
 import tensors
@@ -41,7 +44,7 @@ TABLES = "<!-- The tables below are written by `make.py --readme`. -->"
 FAMILIES = {
     "torch.save": (torchsave, tensors, objects, legacy),
     "torch.distributed.checkpoint": (dcp, dcpitems, dcpmeta),
-    "one torch.save file for each rank": (ranks,),
+    "one torch.save file for each rank": (rank_fsdp1, rank_optim, rank_local, rank_fsdp2),
     "safetensors and Hugging Face": (hf,),
     "run directories of frameworks": (runs_accelerate, runs_trainer),
 }

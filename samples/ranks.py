@@ -1,20 +1,24 @@
-"""Samples of checkpoints with one torch.save file for each rank."""
+"""What the samples of one torch.save file for each rank share: the runs, what is saved beside them, and the saving."""
 
 from __future__ import annotations
 
-import random
+import copy
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from dcp import fsdp1_state, fsdp2_run, gathered, shard, spelled, wrap_fsdp1
-from sample import sample
+from dcp import fsdp1_state, spelled
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
-from training import STEPS, Run, detached, train
+from torch.nn import functional
+from training import STEPS, Block, Run, Sizes, Transformer, detached, rng_state, seed
+
+Wrap = Callable[[nn.Module], nn.Module]
+SMALL = Sizes(vocab=17, width=6, hidden=10, layers=1)  # a file for each of four ranks must stay small
 
 
 def save_for_rank(state: Any, folder: Path, name: str = "rank{rank}.pt") -> None:
@@ -34,109 +38,82 @@ def whole(tree: Any) -> Any:
     return [whole(value) for value in tree] if isinstance(tree, list) else tree
 
 
-@sample(
-    "rank_fsdp2_w2",
-    what="2 FSDP2 ranks, `model`, `optim` and `extra_state` files for each, in the layout of verl",
-    trap="`DTensor`s: mesh, coordinate and placements are in the pickle, the mesh is a storage of its own; "
-    "padded and empty storages; integer parameter ids",
-    writer="torch 2.13 `torch.save`; the names are those of verl",
-    load=None,
-    world=2,
-)
-def rank_fsdp2(folder: Path) -> Any:
-    """The reference keeps the integer ids."""
-    run, _ = fsdp2_run()
-    name = f"{{part}}_world_size_{dist.get_world_size()}_rank_{{{{rank}}}}.pt"
-    model, optim = run.model.state_dict(), run.optimizer.state_dict()
-    extra = {"lr_scheduler": run.scheduler.state_dict(), "rng": {"random": random.Random(dist.get_rank()).getstate()}}
-    for part, state in {"model": model, "optim": optim, "extra_state": extra}.items():
-        save_for_rank(state, folder, name.format(part=part))
-    if dist.get_rank() == 0:
-        (folder / "ckpt" / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 2}\n')
-    return detached({"model": whole(model), "optim": whole(optim)})
+def trained(
+    wrap: Wrap,
+    sizes: Sizes = SMALL,
+    *,
+    prepare: Callable[[nn.Module], object] | None = None,
+    groups: int = 2,
+    named: bool = False,
+) -> Run:
+    """As `training.train`, which groups parameters by a shape that FSDP1 takes from them; here it is by name.
+
+    `prepare` changes the bare model. `named` hands the optimizer names too, which it then saves.
+    """
+    seed()
+    model: nn.Module = Transformer(sizes)
+    if prepare is not None:
+        prepare(model)
+    model = wrap(model)
+    optimizer = torch.optim.AdamW(_groups(model.named_parameters(), groups, named), lr=1e-2, betas=(0.9, 0.95))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    generator = torch.Generator().manual_seed(99)
+    for _ in range(STEPS):
+        tokens = torch.randint(sizes.vocab, (2, 5), generator=generator)
+        loss = functional.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.roll(-1, 1).flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+    return Run(model, optimizer, scheduler)
 
 
-@sample(
-    "rank_hsdp_w4",
-    what="4 ranks, 2 replicas of 2 FSDP2 shards, one file for each",
-    trap="a mesh of two dimensions; each shard is in two files",
-    writer="torch 2.13 `torch.save`",
-    load=None,
-    world=4,
-)
-def rank_hsdp(folder: Path) -> Any:
-    """Only the model and the step."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "fsdp"))
-    run = train(wrap=lambda model: shard(model, mesh))
-    save_for_rank({"model": run.model.state_dict(), "step": STEPS}, folder)
-    return {"model": gathered(run)["model"], "step": STEPS}
+def _groups(parameters: Iterable[tuple[str, nn.Parameter]], groups: int, named: bool) -> list[dict[str, Any]]:
+    found = list(parameters)
+    light = [groups > 1 and _is_light(name) for name, _ in found]
+    chosen = [
+        [one for one, is_light in zip(found, light, strict=True) if is_light == wanted] for wanted in (False, True)
+    ]
+    return [
+        {"params": one if named else [parameter for _, parameter in one], "weight_decay": decay}
+        for one, decay in zip(chosen[:groups], (0.1, 0.0), strict=False)
+    ]
 
 
-@sample(
-    "rank_fsdp1_w2",
-    what="2 FSDP1 ranks, sharded, one file for each",
-    trap="`ShardedTensor`: torch reads it in a process group of the same size only; rank and offsets are in the pickle",
-    writer="torch 2.13 `torch.save` of `SHARDED_STATE_DICT`",
-    load=None,
-    world=2,
-)
-def rank_fsdp1(folder: Path) -> Any:
-    """Model and optimizer by name."""
-    run = train(wrap=wrap_fsdp1)
+def _is_light(name: str) -> bool:
+    """Whether weight decay spares a parameter; of flat parameters, it spares that of the root."""
+    if name.endswith("_flat_param"):
+        return "layers." not in name
+    return name.endswith(("bias", "gate")) or "norm" in name
+
+
+def fsdp1(use_orig_params: bool = True, **options: Any) -> Wrap:
+    """FSDP1 on the CPU, as guides wrap a model: every block a unit by the policy, the rest the root's."""
+
+    def wrap(model: nn.Module) -> nn.Module:
+        chosen = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "device_id": torch.device("cpu"), **options}
+        return FullyShardedDataParallel(model, use_orig_params=use_orig_params, **chosen)
+
+    return wrap
+
+
+def fsdp1_sharded(run: Run) -> dict[str, Any]:
+    """Model and optimizer of an FSDP1 run as this rank saves them."""
     model, optim = fsdp1_state(run, StateDictType.SHARDED_STATE_DICT)
-    save_for_rank({"model": model, "optim": optim, "step": STEPS}, folder)
-    return fsdp1_whole(run)
+    return {"model": model, "optim": optim}
 
 
-def fsdp1_whole(run: Run) -> dict[str, Any]:
+def fsdp1_whole(run: Run, **rest: Any) -> dict[str, Any]:
     """The reference of an FSDP1 run: its full state dicts."""
     model, optim = fsdp1_state(run, StateDictType.FULL_STATE_DICT)
-    return spelled(detached({"model": model, "optim": optim, "step": STEPS}))
+    return spelled(detached({"model": model, "optim": optim, **rest}))
 
 
-@sample(
-    "rank_fsdp1_flat_w2",
-    what="2 FSDP1 ranks, local flat shards, `use_orig_params=False`",
-    trap="flat parameters only: neither names nor shapes; optimizer state for each unit, by integer ids",
-    writer="torch 2.13 `torch.save` of `LOCAL_STATE_DICT`",
-    load=None,
-    world=2,
-)
-@sample(
-    "rank_fsdp1_local_w2",
-    what="2 FSDP1 ranks, local flat shards, `use_orig_params=True`",
-    trap="flat parameters padded to 16 bytes, and beside them pieces of one dimension under the names; no shapes",
-    writer="torch 2.13 `torch.save` of `LOCAL_STATE_DICT`",
-    load=None,
-    world=2,
-)
-def rank_fsdp1_local(folder: Path) -> Any:
-    """The raw `optimizer.state_dict()` of each rank beside the model; the reference has the model only."""
-    by_name = folder.name == "rank_fsdp1_local_w2"
-    run = train(wrap=wrap_fsdp1 if by_name else _wrap_flat)
-    with FullyShardedDataParallel.state_dict_type(run.model, StateDictType.LOCAL_STATE_DICT):
-        model = run.model.state_dict()
-    save_for_rank({"model": model, "optim": run.optimizer.state_dict(), "step": STEPS}, folder)
-    with FullyShardedDataParallel.state_dict_type(run.model, StateDictType.FULL_STATE_DICT):
-        return {"model": dict(detached(run.model.state_dict())), "step": STEPS}
-
-
-def _wrap_flat(model: nn.Module) -> nn.Module:
-    return wrap_fsdp1(model, use_orig_params=False)
-
-
-@sample(
-    "fsdp1_full_w2",
-    what="2 FSDP1 ranks, `FULL_STATE_DICT` of rank 0 in one file",
-    trap="every tensor has the Python attribute `_has_been_cloned` and so arrives by `_rebuild_from_type_v2`",
-    writer="torch 2.13 `torch.save` of `FULL_STATE_DICT`",
-    load=lambda folder: spelled(detached(torch.load(folder / "ckpt.pt", weights_only=False))),
-    world=2,
-)
-def fsdp1_full(folder: Path) -> Any:
-    """The optimizer is keyed by name."""
-    run = train(wrap=wrap_fsdp1)
-    model, optim = fsdp1_state(run, StateDictType.FULL_STATE_DICT)
-    if dist.get_rank() == 0:
-        torch.save({"model": model, "optim": optim, "step": STEPS}, folder / "ckpt.pt")
-    return fsdp1_whole(run)
+def around(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Step, scheduler and this rank's own generators, as saved; and as the reference has them, all ranks' in a list."""
+    seed(1234 + dist.get_rank())
+    state = copy.deepcopy({"step": STEPS, "scheduler": run.scheduler.state_dict()})
+    rng = rng_state()
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, rng)
+    return {**state, "rng": rng}, {**state, "rng_by_rank": by_rank}
