@@ -19,90 +19,29 @@ Everything here is pure: `place` says where the bytes of a tensor of a rank's fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 from ckpttool import boxes
 from ckpttool.boxes import Ints
-from ckpttool.catalogue import Chunks, Extent
+from ckpttool.containers.sharded import Shard
 from ckpttool.containers.torchpickle import TensorRef
 from ckpttool.contract import OpenOptions
 from ckpttool.dtypes import Dtype
 from ckpttool.errors import CkptError, CorruptError, UsageError, some
+from ckpttool.formats.rankfiles.flatpieces import Parameter, Piece, Place, Rebuilt, Trees, Unit, is_line, part, rebuild
 
 FLAT_PARAM = "_flat_param"
-Trees = Sequence[Mapping[str, Any]]
-"""What each rank's file has at the place of the model or the optimizer, by rank."""
-
-Place = Callable[[int, TensorRef], Extent]
-"""Where the elements of a tensor in the file of a rank lie."""
-
-
-@runtime_checkable
-class Shard(Protocol):
-    """What a rank has of a sharded tensor; `pieces` are those in its own file."""
-
-    @property
-    def dtype(self) -> Dtype: ...
-    @property
-    def shape(self) -> Ints: ...
-    @property
-    def pieces(self) -> Sequence[Any]: ...
-
-
-class Rebuilt(NamedTuple):
-    """A tensor of the catalogue in the making: `Rebuilt(float32, (29, 7), Chunks)`. `copies` are where other ranks have
-    the same value once more, `(rank, extent)` each, when it is one that they should agree on."""
-
-    dtype: Dtype
-    shape: Ints
-    chunks: Chunks
-    copies: tuple[tuple[int, Extent], ...] = ()
-
-
-class Piece(NamedTuple):
-    """Elements `start..stop` of a flattened tensor: `Piece(0, 106, 0, TensorRef(...))`."""
-
-    start: int
-    stop: int
-    rank: int
-    ref: TensorRef
-
-
-class Parameter(NamedTuple):
-    """A parameter as an optimizer counts them: `Parameter("embed.weight", (29, 7), ((0, 106), (1, 97)))`. `pieces` are
-    the ranks that together hold it, in the order of the elements, with how many each has; None when nobody knows."""
-
-    name: str
-    shape: Ints
-    pieces: tuple[tuple[int, int], ...] | None = None
-
-
-class Unit(NamedTuple):
-    """A flat parameter and what it is made of, one after the other: `Unit("layers.0", parameters, 154, 77, (0, 1))`.
-
-    `numel` elements are cut into pieces of `step`, one for each of `ranks`; the last are padded to that length."""
-
-    name: str
-    parameters: tuple[Parameter, ...]
-    numel: int
-    step: int
-    ranks: Ints
 
 
 class Model(NamedTuple):
     """What became of a model's state dict. `tensors` are the parameters, under every name they have; `whole`, the names
-    that each rank has a whole tensor (or another value) under. The rest is for `flatoptim.optimizer`: `parameters` in
-    model order, shared ones once, and `units` when they were saved with `use_orig_params=False`; `spare`, what of
-    `whole` may be parameters that FSDP was told to ignore."""
+    that each rank has a whole tensor (or another value) under; `counted`, what the optimizer has ids for, in order."""
 
     tensors: dict[str, Rebuilt]
     whole: tuple[str, ...]
-    parameters: tuple[Parameter, ...]
-    units: tuple[Unit, ...]
-    spare: tuple[Parameter, ...]
+    counted: tuple[Unit | Parameter, ...]
 
 
 class _Flat(NamedTuple):
@@ -124,8 +63,8 @@ def no_shapes(files: Sequence[str]) -> CkptError:
     what = some(files, 2) if files else "these files"
     return CorruptError(
         f"{what}: a LOCAL_STATE_DICT set has flat parameters, and not the shapes of what is in them",
-        hint="pass `--shapes FROM`: a torch, DCP or safetensors checkpoint of the same model, or JSON of names and shapes "
-        'in model order, like `{"embed.weight": [29, 7]}`',
+        hint="pass `--shapes FROM`: a checkpoint of the same model saved by torch or DCP, a safetensors file, or JSON "
+        'of names and shapes in model order, like `{"embed.weight": [29, 7]}`',
         files=list(files),
     )
 
@@ -144,31 +83,6 @@ def model(trees: Trees, place: Place, options: OpenOptions, files: Sequence[str]
     if pieces:
         return _from_pieces(trees, place, flats, pieces, options.shapes)
     return _from_flats(trees, place, flats, options)
-
-
-def rebuild(kind: Dtype, shape: Ints, pieces: Iterable[Piece], place: Place) -> Rebuilt:
-    """A tensor of `shape` made of pieces of its elements. Pure."""
-    chunks = Chunks()
-    for piece in pieces:
-        for (offsets, sizes), at in boxes.flat_range(shape, piece.start, piece.stop):
-            start = piece.ref.offset + at
-            ref = replace(piece.ref, offset=start, shape=sizes, strides=boxes.row_major(sizes))
-            chunks.add(offsets, sizes, place(piece.rank, ref))
-    return Rebuilt(kind, shape, chunks)
-
-
-def part(pieces: Iterable[Piece], start: int, stop: int) -> Iterator[Piece]:
-    """What these pieces hold of elements `start..stop`, counted from `start`. Pure."""
-    for piece in pieces:
-        low, high = max(start, piece.start), min(stop, piece.stop)
-        if low < high:
-            ref = replace(piece.ref, offset=piece.ref.offset + low - piece.start, shape=(high - low,), strides=(1,))
-            yield Piece(low - start, high - start, piece.rank, ref)
-
-
-def is_line(value: Any) -> bool:
-    """Whether a value is a tensor of one dimension without gaps, as all pieces are. Pure."""
-    return isinstance(value, TensorRef) and len(value.shape) == 1 and boxes.is_row_major(value.shape, value.strides)
 
 
 # What the files hold --------------------------------------------------------------------------------------------------
@@ -195,7 +109,7 @@ def _flat_parameters(trees: Trees) -> Iterator[_Flat]:
         unit = _unit_of(name)
         if unit is None or not isinstance(first, Shard):
             continue
-        by_start: dict[int, Piece] = {}
+        pieces: list[Piece] = []
         for rank, tree in enumerate(trees):
             shard = tree[name]
             if not isinstance(shard, Shard) or (shard.dtype, shard.shape) != (first.dtype, first.shape):
@@ -210,11 +124,9 @@ def _flat_parameters(trees: Trees) -> Iterator[_Flat]:
                         tensor=name, rank=rank,
                     )  # fmt: skip
                 start = local.offsets[0]
-                # A second replica of HYBRID_SHARD says the same again.
-                by_start.setdefault(start, Piece(start, start + local.ref.shape[0], rank, local.ref))
-        pieces = tuple(by_start[start] for start in sorted(by_start) if by_start[start].stop > start)
+                pieces.append(Piece(start, start + local.ref.shape[0], rank, local.ref))
         _check_line(name, pieces, first.shape[0])
-        yield _Flat(unit, first.dtype, first.shape[0], pieces)
+        yield _Flat(unit, first.dtype, first.shape[0], tuple(sorted(pieces, key=lambda piece: piece.start)))
 
 
 def _check_line(name: str, pieces: Sequence[Piece], numel: int) -> None:
@@ -255,12 +167,11 @@ def _owner(name: str, units: Iterable[str]) -> str | None:
     return max(around, key=len, default=None)
 
 
-def _spare(trees: Trees, whole: Iterable[str]) -> Iterator[Parameter]:
-    """Tensors of which every rank has all: parameters that FSDP ignored, or buffers."""
-    for name in whole:
-        ref = trees[0][name]
-        if isinstance(ref, TensorRef) and ref.dtype.kind in ("float", "complex"):
-            yield Parameter(name, ref.shape, ((0, prod(ref.shape)),))
+def _spare(trees: Trees, name: str) -> Iterator[Parameter]:
+    """A tensor of which every rank has all: a parameter that FSDP was told to ignore, or a buffer."""
+    ref = trees[0][name]
+    if isinstance(ref, TensorRef) and ref.dtype.kind in ("float", "complex"):
+        yield Parameter(name, ref.shape, (prod(ref.shape),) * len(trees), certain=False)
 
 
 # use_orig_params=True -------------------------------------------------------------------------------------------------
@@ -273,17 +184,22 @@ def _from_pieces(
     first = _tied_pieces(pieces)
     known = {name: shapes[name] for name in pieces if name in shapes}
     # A shared parameter may be in the source of the shapes under one of its names only.
-    for name in pieces:
-        known.setdefault(first[name], known[name]) if name in known else None
+    known = {first[name]: shape for name, shape in known.items()} | known
     missing = [name for name in pieces if first[name] not in known]
     if missing:
         raise _missing_shapes(missing)
     tensors: dict[str, Rebuilt] = {}
-    parameters: list[Parameter] = []
-    totals = dict.fromkeys(flats, 0)
-    for name, refs in pieces.items():
+    counted: list[Unit | Parameter] = []
+    totals, counts = dict.fromkeys(flats, 0), dict.fromkeys(flats, 0)
+    whole = tuple(name for name in trees[0] if name not in pieces and _unit_of(name) not in flats)
+    for name in trees[0]:
+        if name in whole:
+            counted += _spare(trees, name)
+        if name not in pieces:
+            continue
+        refs = pieces[name]
         shape, unit = known.get(name, known[first[name]]), _owner(name, flats)
-        line = _line(name, refs, range(len(trees)) if unit is None else [p.rank for p in flats[unit].pieces])
+        line = _line(name, refs)
         if line.numel != prod(shape):
             raise CorruptError(
                 f"`{name}`: the pieces of all ranks have {line.numel} elements, but {list(shape)} needs {prod(shape)}",
@@ -292,14 +208,13 @@ def _from_pieces(
             )  # fmt: skip
         tensors[name] = rebuild(refs[0].dtype, shape, line.pieces, place)
         if first[name] == name:
-            held = tuple((p.rank, p.stop - p.start) for p in line.pieces)
-            parameters.append(Parameter(name, shape, held))
+            counted.append(Parameter(name, shape, tuple(ref.shape[0] for ref in refs)))
             if unit is not None:
                 totals[unit] += line.numel
+                counts[unit] += 1
     for unit, flat in flats.items():
-        _check_sizes_agree(flat, totals[unit], sum(_owner(p.name, flats) == unit for p in parameters), len(trees))
-    whole = tuple(n for n in trees[0] if n not in pieces and _unit_of(n) not in flats)
-    return Model(tensors, whole, tuple(parameters), (), tuple(_spare(trees, whole)))
+        _check_sizes_agree(flat, totals[unit], counts[unit], len(trees))
+    return Model(tensors, whole, tuple(counted))
 
 
 def _missing_shapes(missing: Sequence[str]) -> CkptError:
@@ -309,12 +224,11 @@ def _missing_shapes(missing: Sequence[str]) -> CkptError:
     )  # fmt: skip
 
 
-def _line(name: str, refs: Sequence[TensorRef], ranks: Iterable[int]) -> _Flat:
-    """The pieces of one parameter, end to end in the order of `ranks`."""
+def _line(name: str, refs: Sequence[TensorRef]) -> _Flat:
+    """The pieces of one parameter, end to end in the order of the ranks."""
     made: list[Piece] = []
     end = 0
-    for rank in ranks:
-        ref = refs[rank]
+    for rank, ref in enumerate(refs):
         if ref.dtype != refs[0].dtype:
             raise CorruptError(
                 f"`{name}`: rank {rank} has {ref.dtype}, but rank 0 {refs[0].dtype}",
@@ -360,47 +274,45 @@ def _from_flats(trees: Trees, place: Place, flats: Mapping[str, _Flat], options:
         if name not in trees[0] and unit is not None:
             members[unit].append(name)
     tensors: dict[str, Rebuilt] = {}
-    units: list[Unit] = []
-    for unit in _in_model_order(flats, shapes):
-        flat = flats[unit]
-        first = _ties(flat, {name: shapes[name] for name in members[unit]})
-        own = [name for name in members[unit] if first[name] == name]
-        if len(own) > 1 and not options.ordered:
-            raise UsageError(
-                f"{_titled(unit)} holds {len(own)} parameters one after the other, and the shapes that were given are "
-                f"in alphabetical order, not in that of the model",
-                hint="pass `--shapes` a checkpoint saved by torch or DCP, or JSON of names and shapes in model order",
-                unit=unit,
-            )  # fmt: skip
-        made: list[Parameter] = []
-        at = 0
-        for name in own:
-            numel = prod(shapes[name])
-            held = tuple(part(flat.pieces, at, at + numel))
-            tensors[name] = rebuild(flat.dtype, shapes[name], held, place)
-            made.append(Parameter(name, shapes[name], tuple((p.rank, p.stop - p.start) for p in held)))
-            at += numel
-        tensors |= {name: tensors[first[name]] for name in members[unit] if first[name] != name}
-        step = max((p.stop - p.start for p in flat.pieces), default=0)
-        units.append(Unit(unit, tuple(made), flat.numel, step, tuple(p.rank for p in flat.pieces)))
-    tensors = {name: tensors[name] for name in shapes if name in tensors}
-    order = {name: i for i, name in enumerate(shapes)}
-    parameters = sorted((p for unit in units for p in unit.parameters), key=lambda p: order[p.name])
-    return Model(tensors, whole, tuple(parameters), tuple(units), tuple(_spare(trees, whole)))
+    counted: list[Unit | Parameter] = []
+    # The files have everything in the order in which the model has its parameters, flat ones and others.
+    for entry in trees[0]:
+        if (unit := _unit_of(entry)) in flats:
+            assert unit is not None
+            made, unit_tensors = _cut(flats[unit], {name: shapes[name] for name in members[unit]}, place, options)
+            counted.append(made)
+            tensors |= unit_tensors
+        else:
+            counted += _spare(trees, entry)
+    return Model({name: tensors[name] for name in shapes if name in tensors}, whole, tuple(counted))
+
+
+def _cut(
+    flat: _Flat, shapes: Mapping[str, Ints], place: Place, options: OpenOptions
+) -> tuple[Unit, dict[str, Rebuilt]]:  # fmt: skip
+    """What a flat parameter is made of, by the shapes of the parameters that lie in its unit."""
+    first = _ties(flat, shapes)
+    own = [name for name in shapes if first[name] == name]
+    if len(own) > 1 and not options.ordered:
+        raise UsageError(
+            f"{_titled(flat.unit)} holds {len(own)} parameters one after the other, and the shapes that were given are "
+            f"in alphabetical order, not in that of the model",
+            hint="pass `--shapes` a checkpoint saved by torch or DCP, or JSON of names and shapes in model order",
+            unit=flat.unit,
+        )  # fmt: skip
+    tensors: dict[str, Rebuilt] = {}
+    at = 0
+    for name in own:
+        numel = prod(shapes[name])
+        tensors[name] = rebuild(flat.dtype, shapes[name], part(flat.pieces, at, at + numel), place)
+        at += numel
+    tensors |= {name: tensors[first[name]] for name in shapes if first[name] != name}
+    step = max((piece.stop - piece.start for piece in flat.pieces), default=0)
+    return Unit(flat.unit, tuple(Parameter(name, shapes[name]) for name in own), step), tensors
 
 
 def _titled(unit: str) -> str:
     return f"the flat parameter of `{unit}`" if unit else "the flat parameter of the root"
-
-
-def _in_model_order(units: Iterable[str], names: Iterable[str]) -> list[str]:
-    """Modules in the order in which a model walks them: by their first parameter, outer before inner."""
-    place = {unit: (1 << 62, len(unit)) for unit in units}
-    for i, name in enumerate(names):
-        for unit in place:
-            if not unit or name.startswith(f"{unit}."):
-                place[unit] = min(place[unit], (i, len(unit)))
-    return sorted(place, key=place.__getitem__)
 
 
 def _ties(flat: _Flat, shapes: Mapping[str, Ints]) -> dict[str, str]:
