@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from training import STEPS, Run, detached, rng_state, seed
 
@@ -132,12 +133,12 @@ def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, adamw(model)
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW in two groups, split by name: FSDP1 leaves no shapes to split by."""
-    plain = [p for name, p in model.named_parameters() if not name.endswith(("bias", "gate"))]
+def adamw(model: nn.Module, groups: int = 2) -> torch.optim.Optimizer:
+    """AdamW in one group or two, split by name: FSDP1 leaves no shapes to split by."""
+    decayed = [p for name, p in model.named_parameters() if not name.endswith(("bias", "gate"))]
     rest = [p for name, p in model.named_parameters() if name.endswith(("bias", "gate"))]
-    groups = [{"params": plain, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-2, betas=(0.9, 0.95))
+    split = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    return torch.optim.AdamW(split if groups == 2 else decayed + rest, lr=1e-2, betas=(0.9, 0.95))
 
 
 def steps(model: nn.Module, optimizer: Any, scheduler: Any, backward: Any = None) -> None:
@@ -173,3 +174,16 @@ def same_generators(before: dict[str, Any]) -> None:
     assert_same(now, before, at="rng")
     assert random.getstate() == before["python"]
     assert np.random.get_state()[2] == before["numpy"][2]
+
+
+def wrapped_fsdp1(mesh: DeviceMesh | None = None) -> Run:
+    """The tiny run under FSDP1 on the CPU: the block is a unit, the rest is the root's."""
+    seed()
+    options: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": True, "device_mesh": mesh}
+    model: nn.Module = Tiny()
+    model.layers[0] = FullyShardedDataParallel(model.layers[0], **options)
+    model = FullyShardedDataParallel(model, **options)
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    steps(model, optimizer, scheduler)
+    return Run(model, optimizer, scheduler)
