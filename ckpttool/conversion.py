@@ -71,6 +71,7 @@ def convert(
     to_world: int | None = None,
     tensor_class: str | None = None,
     optim_keys: str | None = None,
+    optim_root: str | None = None,
     shapes: str | None = None,
     model_from: str | None = None,
     optim_from: str | None = None,
@@ -104,17 +105,15 @@ def convert(
         known = src if model_from is None and optim_from is None else None
         with opening.naming(known):
             validate(source.catalogue)
-            laid = _lay_out(source.catalogue, only, drop, tensors, exclude, rename, strip_wrappers, strip_prefix)
+            keys = optim_keys or ("fqn" if target.even else None)
+            laid, folded = _start(source.catalogue, only, drop, keys, optim_root)
+            laid = _lay_out(laid, tensors, exclude, rename, strip_wrappers, strip_prefix)
             _check_matches("--dtype", [rule(text, "--dtype")[0] for text in dtype if "=" in text], laid)
             laid = layout.cast(laid, layout.caster(dtype))
-            if optim_keys is not None:
-                laid = optimkeys.respell(laid, optim_keys)
-            elif target.even:
-                laid = optimkeys.respell(laid, "fqn")
             laid = _rechunked(laid, source.catalogue, target, to_world)
             _check_harmless(laid, src)
             _check_losses(laid, target, src, dst)
-        made = _summary(source, laid, src, dst, target, dry_run)
+        made = _summary(source, laid, folded, src, dst, target, dry_run)
         world = to_world or source.catalogue.world_size
         options = SinkOptions(max_shard_size, target.is_file(dst), world, tensor_class or "sharded_tensor")
         if dry_run:
@@ -269,26 +268,37 @@ def _is_index(path: str) -> bool:
     return any(FilePath(path).match(pattern) for pattern in _INDEXES)
 
 
-def _lay_out(
-    source: Catalogue,
-    only: Sequence[str],
-    drop: Sequence[str],
-    tensors: Sequence[str],
-    exclude: Sequence[str],
-    rename: Sequence[str],
-    strip_wrappers: bool,
-    strip_prefix: str | None,
-) -> Catalogue:
+def _start(
+    source: Catalogue, only: Sequence[str], drop: Sequence[str], optim_keys: str | None, optim_root: str | None
+) -> tuple[Catalogue, set[Path]]:
+    """The parts that are wanted, the optimizer spelt as it is to be; and what stands in other values for that."""
     laid = layout.start(source)
     if only or drop:
         # In one step: selecting can move a part, and both speak of the parts of the source.
         wanted = parts.matcher(only, source) if only else lambda part: True
         unwanted = parts.matcher(drop, source)
         laid = layout.select(laid, lambda e: wanted(e.part) and not unwanted(e.part))
+    folded: set[Path] = set()
+    if optim_keys is not None:
+        # The model that says what ids mean is the source's, whether it is wanted or not, by its own names.
+        before = optimkeys.origins(laid)
+        laid = optimkeys.respell(laid, optim_keys, source)
+        folded = before - optimkeys.origins(laid)
     left = parts.parts(laid)
     if only and len(left) == 1:
         # First of all, so that every pattern below sees the names that will be written.
         laid = layout.without_root(laid, left[0])
+    return (optimkeys.respell_root(laid, optim_root) if optim_root is not None else laid), folded
+
+
+def _lay_out(
+    laid: Catalogue,
+    tensors: Sequence[str],
+    exclude: Sequence[str],
+    rename: Sequence[str],
+    strip_wrappers: bool,
+    strip_prefix: str | None,
+) -> Catalogue:
     _check_not_empty(laid)
     _check_matches("--tensors", tensors, laid)
     _check_matches("--exclude", exclude, laid)
@@ -367,9 +377,11 @@ def _check_losses(laid: Catalogue, target: Format, src: str, dst: str) -> None:
     )
 
 
-def _summary(source: Source, laid: Catalogue, src: str, dst: str, target: Format, dry_run: bool) -> Conversion:
+def _summary(
+    source: Source, laid: Catalogue, folded: set[Path], src: str, dst: str, target: Format, dry_run: bool
+) -> Conversion:
     made = Conversion(src, source.catalogue.format, dst, target.name, dry_run=dry_run)
-    kept = {o.origin for o in laid.objects}
+    kept = folded | {o.origin for o in laid.objects}
     made.renamed = [(dotted(o.origin), o.name) for o in laid.objects if o.origin != o.path]
     for tensor in laid.tensors:
         made.tensors += 1
@@ -391,7 +403,7 @@ def _summary(source: Source, laid: Catalogue, src: str, dst: str, target: Format
         e.origin if isinstance(e, Object) else (e.origin or e).path for e in source.catalogue.entries.values()
     )
     made.dropped = [dotted(path) for path in there if path not in kept]
-    made.notes = list(source.catalogue.warnings)
+    made.notes = [*source.catalogue.warnings, *laid.warnings]
     # `format` says which library wrote the file, and is said anew.
     remarks = {str(name) for name in source.catalogue.facts.get("metadata", ())} - {"format"}
     if remarks and target.name != source.catalogue.format:

@@ -18,6 +18,7 @@ from ckpttool.catalogue import (
     Chunks,
     Container,
     Entry,
+    File,
     Link,
     Object,
     Part,
@@ -40,15 +41,17 @@ def start(source: Catalogue) -> Catalogue:
     made = Catalogue(source.format, [], {}, dict(source.containers), dict(source.facts), [])
     aliases = find_aliases(source.tensors)
     for entry in source.entries.values():
-        made.add(_again(entry, alias=aliases.get(entry.path)) if isinstance(entry, Tensor) else entry)
+        made.add(again(entry, alias=aliases.get(entry.path)) if isinstance(entry, Tensor) else entry)
     return made
 
 
-def _again(tensor: Tensor, **changes: Any) -> Tensor:
+def again(tensor: Tensor, **changes: Any) -> Tensor:
+    """A tensor that is changed, and knows its origin. Pure."""
     return replace(tensor, origin=tensor.origin or tensor, **changes)
 
 
-def _rebuilt(catalogue: Catalogue, entries: Iterable[Entry], containers: dict[Path, Container]) -> Catalogue:
+def rebuilt(catalogue: Catalogue, entries: Iterable[Entry], containers: dict[Path, Container]) -> Catalogue:
+    """The same catalogue with other entries. Pure."""
     made = Catalogue(catalogue.format, [], {}, containers, catalogue.facts, catalogue.warnings)
     for entry in entries:
         made.entries[entry.path] = entry
@@ -71,10 +74,10 @@ def select(catalogue: Catalogue, keep: Callable[[Entry], bool]) -> Catalogue:
     for entry in kept:
         if isinstance(entry, Tensor) and entry.alias is not None and entry.alias not in names:
             heir = heirs.setdefault(entry.alias, entry.path)
-            entry = _again(entry, alias=None if heir == entry.path else heir)
+            entry = again(entry, alias=None if heir == entry.path else heir)
         entries.append(entry)
     containers = {p: c for p, c in catalogue.containers.items() if not p or any(n[: len(p)] == p for n in names)}
-    return _closed_up(_rebuilt(catalogue, entries, containers))
+    return _closed_up(rebuilt(catalogue, entries, containers))
 
 
 def _closed_up(catalogue: Catalogue) -> Catalogue:
@@ -139,10 +142,10 @@ def rename(catalogue: Catalogue, new_name: Callable[[str], str], *, within_parts
 def _new_parameters(catalogue: Catalogue, moved: dict[Path, Path]) -> dict[str, str]:
     """What the model's parameters were called and are called now, each below the root of its part.
 
-    Where several models have a name, the optimizer follows the first in `_models`, even if that one keeps it.
+    Where several models have a name, the optimizer follows the first in `models`, even if that one keeps it.
     """
     parameters: dict[str, str] = {}
-    for root, paths in _models(catalogue):
+    for root, paths in models(catalogue):
         there = moved_root(root, moved)
         for path in paths:
             new = moved.get(path, path)
@@ -152,18 +155,20 @@ def _new_parameters(catalogue: Catalogue, moved: dict[Path, Path]) -> dict[str, 
     return {name: new for name, new in parameters.items() if name != new}
 
 
-def _models(catalogue: Catalogue) -> list[tuple[Path, list[Path]]]:
+def models(catalogue: Catalogue) -> list[tuple[Path, list[Path]]]:
     """The root of each model with its entries: the one that is called `model` first, averaged weights (EMA) last."""
     found: dict[Path, list[Path]] = defaultdict(list)
     for path, entry in catalogue.entries.items():
         if entry.part.kind == "model" and not (isinstance(entry, Tensor) and entry.embedded):
             found[entry.part.root].append(path)
 
-    def order(root: Path) -> int:
-        key = str(root[-1]).lower() if root else "model"
-        return 0 if key == "model" else 2 if re.search(r"(^|_)ema(_|$)", key) else 1
+    return [(root, found[root]) for root in sorted(found, key=model_rank)]
 
-    return [(root, found[root]) for root in sorted(found, key=order)]
+
+def model_rank(root: Path) -> int:
+    """Which of several models the optimizer is about: 0 before 1 before 2. Pure."""
+    key = str(root[-1]).lower() if root else "model"
+    return 0 if key == "model" else 2 if re.search(r"(^|_)ema(_|$)", key) else 1
 
 
 def _repath(path: Path, name: str) -> Path:
@@ -195,7 +200,7 @@ def _follow_in_optimizer(catalogue: Catalogue, parameters: dict[str, str], moved
             moved[path] = new
         if isinstance(entry, Object) and path[-1:] in (("params",), ("param_names",)):
             entries[path] = _with_params(entry, parameters)
-    return _rebuilt(catalogue, entries.values(), catalogue.containers)
+    return rebuilt(catalogue, entries.values(), catalogue.containers)
 
 
 def _followed(path: Path, parameters: dict[str, str]) -> Path:
@@ -280,7 +285,7 @@ def _check_leaves(made: Catalogue, taken: dict[Path, Path]) -> None:
 def _moved_entry(entry: Entry, new: Path, part: Part, moved: dict[Path, Path], linking: set[Path]) -> Entry:
     if isinstance(entry, Tensor):
         alias = moved.get(entry.alias, entry.alias) if entry.alias is not None else None
-        return _again(entry, path=new, part=part, alias=alias)
+        return again(entry, path=new, part=part, alias=alias)
     linked = entry.path in linking
     return entry.at(new, part=part, change=(lambda value: relinked(value, moved)) if linked else None)
 
@@ -392,9 +397,9 @@ def cast(catalogue: Catalogue, cast_to: Callable[[Tensor], Dtype | None]) -> Cat
         if isinstance(entry, Tensor):
             kind = cast_to(entry) or entry.dtype
             first = firsts.setdefault((entry.alias or entry.path, kind), entry.path)
-            entry = _again(entry, dtype=kind, alias=None if first == entry.path else first)
+            entry = again(entry, dtype=kind, alias=None if first == entry.path else first)
         entries.append(entry)
-    return _rebuilt(catalogue, entries, catalogue.containers)
+    return rebuilt(catalogue, entries, catalogue.containers)
 
 
 # Chunks ---------------------------------------------------------------------------------------------------------------
@@ -422,9 +427,10 @@ def _without_empty(placed: list[tuple[boxes.Box, int]], tensor: Tensor) -> list[
     return full or [(boxes.whole(tensor.shape), placed[0][1] if placed else 0)]
 
 
-def over_world(catalogue: Catalogue, ranks: int) -> Catalogue:
+def over_world(catalogue: Catalogue, ranks: int, *, everywhere: bool = False) -> Catalogue:
     """Parameters and what is shaped like them in even slabs along dimension 0, as FSDP2 does; the rest whole, each on
-    the rank that holds the least so far. Pure."""
+    the rank that holds the least so far or, with `everywhere`, on each of the ranks, whose files are then listed. Pure.
+    """
     sharded = _sharded(catalogue)
     load = [0] * ranks
 
@@ -433,13 +439,16 @@ def over_world(catalogue: Catalogue, ranks: int) -> Catalogue:
             slabs = enumerate(boxes.split_even(tensor.shape, ranks))
             placed = [(box, rank) for rank, box in slabs if box is not None]
         else:
-            placed = [(boxes.whole(tensor.shape), load.index(min(load)))]
+            holders = range(ranks) if everywhere else [load.index(min(load))]
+            placed = [(boxes.whole(tensor.shape), rank) for rank in holders]
         for box, rank in placed:
             if tensor.alias is None:
                 load[rank] += tensor.nbytes // max(tensor.shape[0], 1) * box[1][0] if tensor.shape else tensor.nbytes
         return Chunks.placed(placed)
 
-    return _placed(catalogue, place)
+    made = _placed(catalogue, place)
+    made.files = [File("", f"rank {rank}", 0, rank) for rank in range(ranks)] if everywhere else []
+    return made
 
 
 def _sharded(catalogue: Catalogue) -> set[Path]:
@@ -485,6 +494,6 @@ def _placed(catalogue: Catalogue, place: Callable[[Tensor], Chunks]) -> Catalogu
             else:
                 chunks = place(entry)
             made[entry.path] = chunks
-            entry = _again(entry, chunks=chunks)
+            entry = again(entry, chunks=chunks)
         entries.append(entry)
-    return _rebuilt(catalogue, entries, catalogue.containers)
+    return rebuilt(catalogue, entries, catalogue.containers)

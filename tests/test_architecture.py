@@ -65,7 +65,7 @@ def layer_of(name: str) -> str:
     first, _, rest = name.partition(".")
     if first == "formats" and rest:
         return f"formats.{rest.partition('.')[0]}"
-    return first if first in ("cli", "summary", "containers", "producers") else name
+    return first if first in ("cli", "summary", "containers", "producers", "optimkeys") else name
 
 
 def imported(tree: ast.AST) -> Iterator[str]:

@@ -88,6 +88,9 @@ def convert(
         str | None,
         typer.Option("--optim-keys", metavar="KEYS", help="Spell the optimizer's parameters as fqn, id or flat."),
     ] = None,
+    optim_root: Annotated[
+        str | None, typer.Option("--optim-root", metavar="KEY", help="Keep the optimizer under this key.")
+    ] = None,
     shapes: Shapes = None,
     model_from: Annotated[
         str | None, typer.Option("--model-from", metavar="PATH", help="Take the model from another checkpoint.")
@@ -125,9 +128,8 @@ def convert(
             src, dst, to=to, only=only or (), drop=drop or (), tensors=tensors or (), exclude=exclude or (),
             rename=rename or (), strip_wrappers=strip_wrappers, strip_prefix=strip_prefix, dtype=dtype or (),
             max_shard_size=max_shard_size, to_world=to_world, tensor_class=tensor_class, optim_keys=optim_keys,
-            shapes=shapes, model_from=model_from, optim_from=optim_from, overwrite=overwrite, dry_run=dry_run,
-            threads=threads, max_memory=max_memory, check=check,
-            progress=progress,
+            optim_root=optim_root, shapes=shapes, model_from=model_from, optim_from=optim_from, overwrite=overwrite,
+            dry_run=dry_run, threads=threads, max_memory=max_memory, check=check, progress=progress,
         )  # fmt: skip
     terminal = out()
     if as_json:

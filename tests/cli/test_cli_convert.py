@@ -15,8 +15,8 @@ from ckpttool import verbs
 DEFAULTS = {
     "to": None, "only": (), "drop": (), "tensors": (), "exclude": (), "rename": (), "strip_wrappers": False,
     "strip_prefix": None, "dtype": (), "max_shard_size": None, "to_world": None, "tensor_class": None,
-    "optim_keys": None, "shapes": None, "model_from": None, "optim_from": None, "overwrite": False, "dry_run": False,
-    "threads": None, "max_memory": None, "check": False,
+    "optim_keys": None, "optim_root": None, "shapes": None, "model_from": None, "optim_from": None,
+    "overwrite": False, "dry_run": False, "threads": None, "max_memory": None, "check": False,
 }  # fmt: skip
 
 
@@ -48,6 +48,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         ("--to-world 8", "to_world", 8),
         ("--tensor-class dtensor", "tensor_class", "dtensor"),
         ("--optim-keys id", "optim_keys", "id"),
+        ("--optim-root optimizer", "optim_root", "optimizer"),
         ("--shapes model.safetensors", "shapes", "model.safetensors"),
         ("--model-from other", "model_from", "other"),
         ("--optim-from other", "optim_from", "other"),
