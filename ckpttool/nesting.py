@@ -1,8 +1,8 @@
 """Nested state <-> flat entries: a tree of dicts and lists with tensors in it becomes key paths, and back.
 
-A dict is always walked. A list is walked when there is a tensor or a dict in it, as DCP does; anything else (a tuple,
-a set, a stub) is one object, even with tensors inside: those become `embedded` tensors and the object holds a `Link`
-to each. An empty dict or list is an object whose value is that.
+A dict is always walked. A list is walked when there is a tensor or a dict that is not empty in it, as DCP does;
+anything else (a tuple, a set, a stub) is one object, even with tensors inside: those become `embedded` tensors and the
+object holds a `Link` to each. An empty dict or list is an object whose value is that.
 """
 
 from __future__ import annotations
@@ -172,13 +172,14 @@ def _as_key(key: Any) -> Hashable:
 
 
 def _has_structure(value: list[Any], leaf: tuple[type, ...]) -> bool:
-    """Whether a dict or a tensor stands in this list, or in a list in it."""
+    """Whether a dict or a tensor stands in this list, or in a list in it. An empty dict is no structure: torch does not
+    read a DCP directory whose list has nothing else in it, such as `lr_lambdas: [{}]`."""
     seen: set[int] = set()
     todo = [value]
     while todo:
         node = todo.pop()
         seen.add(id(node))
-        if any(isinstance(v, (dict, *leaf)) for v in node):
+        if any(isinstance(v, leaf) or (isinstance(v, dict) and v) for v in node):
             return True
         todo.extend(v for v in node if isinstance(v, list) and id(v) not in seen)
     return False

@@ -293,10 +293,14 @@ def test_ordinary_files_have_no_warnings(name: str) -> None:
 
 
 def test_paths_keep_their_types(tmp_path: Path) -> None:
-    state = {"optim": {"state": {0: {"exp_avg": torch.ones(2)}, (1, "x"): {}}}, "dotted.name": torch.ones(1), "l": [{}]}
+    state = {
+        "optim": {"state": {0: {"exp_avg": torch.ones(2)}, (1, "x"): {}}},
+        "dotted.name": torch.ones(1),
+        "l": [{"k": 1}],
+    }
     found = read(save(state, tmp_path / "a.pt"))
     assert set(found.entries) == {
-        ("optim", "state", 0, "exp_avg"), ("optim", "state", (1, "x")), ("dotted.name",), ("l", 0)
+        ("optim", "state", 0, "exp_avg"), ("optim", "state", (1, "x")), ("dotted.name",), ("l", 0, "k")
     }  # fmt: skip
     assert found.containers == {("l",): catalogues.Container("list")}
 
