@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -61,7 +62,7 @@ class OpenOptions:
 
 
 NO_HINTS = OpenOptions()
-TENSOR_CLASSES = ("sharded_tensor", "dtensor")
+TENSOR_CLASS = re.compile(r"sharded_tensor|dtensor(:\w+){0,2}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,8 @@ class SinkOptions:
     """How a sink may be laid down. `max_shard_size` is bytes of payload per file, for formats that split by size.
     `one_file` is `is_file` of what the user typed: `create` gets a staging name, which does not tell. `world` is the
     number of ranks, also of those that hold no chunk; `tensor_class` what a sharded tensor is written as in files of
-    one rank: `sharded_tensor` or `dtensor`."""
+    one rank: `sharded_tensor`, or `dtensor:cuda:fsdp` with the device and the dimension of its mesh, `cpu` and none
+    when left out."""
 
     max_shard_size: int | None = None
     one_file: bool = False

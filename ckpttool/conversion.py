@@ -15,7 +15,7 @@ from typing import Any
 from ckpttool import files, formats, layout, opening, optimkeys, parts, plan
 from ckpttool.catalogue import Catalogue, Chunks, Container, Object, Path, Tensor, dotted, find_aliases, validate
 from ckpttool.containers import typedjson
-from ckpttool.contract import TENSOR_CLASSES, Format, Sink, SinkOptions, Source
+from ckpttool.contract import TENSOR_CLASS, Format, Sink, SinkOptions, Source
 from ckpttool.errors import CkptError, CorruptError, LossError, OverwriteError, StorageError, UsageError, some
 from ckpttool.mounting import Mounted
 from ckpttool.patterns import any_of, renamer, rule
@@ -123,6 +123,7 @@ def convert(
         with files.staged(dst, overwrite=overwrite, is_file=target.is_file(dst)) as partial:
             sink = _create(target, partial, laid, options)
             made.bytes += sum(tensor.nbytes for tensor in sink.catalogue.replicas)
+            made.notes += sink.catalogue.warnings
             made.notes += _unsaid(laid, sink.catalogue)
             _note_files(made, sink, partial, dst)
             if made.disk > made.free:
@@ -195,9 +196,11 @@ def _check_arguments(
     if tensor_class is not None:
         if not target.even:
             raise UsageError(f"`--tensor-class` makes no sense for {target.target}", hint="use it with `--to fsdp1`")
-        if tensor_class not in TENSOR_CLASSES:
-            names = ", ".join(f"`{name}`" for name in TENSOR_CLASSES)
-            raise UsageError(f"there is no tensor class `{tensor_class}`", hint=f"one of {names}")
+        if not TENSOR_CLASS.fullmatch(tensor_class):
+            raise UsageError(
+                f"there is no tensor class `{tensor_class}`",
+                hint="one of `sharded_tensor`, `dtensor`, `dtensor:DEVICE`, `dtensor:DEVICE:NAME`",
+            )
     if to_world is not None:
         if to_world < 1:
             raise UsageError(f"`--to-world {to_world}`: a world has at least one rank")
@@ -343,7 +346,7 @@ def _rechunked(laid: Catalogue, source: Catalogue, target: Format, to_world: int
     if not target.chunked:
         return layout.whole(laid)
     if to_world is not None or target.even:
-        return layout.over_world(laid, to_world or source.world_size)
+        return layout.over_world(laid, to_world or source.world_size, everywhere=target.even)
     return layout.as_stored(laid, [f.rank for f in source.files])
 
 
@@ -370,7 +373,7 @@ def _check_losses(laid: Catalogue, target: Format, src: str, dst: str) -> None:
     if target.is_file(dst) and target.splits:
         keep = "a directory as DST keeps them"
     raise LossError(
-        f"`{src}` cannot be written as {target.name} at `{dst}`: {len(lost)} would be lost ({names}): "
+        f"`{src}` cannot be written as {target.target} at `{dst}`: {len(lost)} would be lost ({names}): "
         f"{'; '.join(whys)}",
         hint=f"{keep}; `--only model` writes the model alone, `--drop` and `--exclude` leave something out",
         lost=[loss.name for loss in lost],
@@ -452,6 +455,7 @@ def _plan_only(
         name = FilePath(made.destination.rstrip("/")).name
         partial = str(FilePath(scratch, name or "out"))
         sink = _create(target, partial, laid, options)
+        made.notes += sink.catalogue.warnings
         _note_files(made, sink, partial, made.destination)
     if made.disk > made.free:
         made.notes.insert(0, f"needs {made.disk} bytes, but {made.free} are free")

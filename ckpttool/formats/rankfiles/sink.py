@@ -1,0 +1,204 @@
+"""Writing one torch.save file for each rank, as FSDP1 does with `StateDictType.SHARDED_STATE_DICT`.
+
+    DST/rank0.pt rank1.pt ...   one archive for each rank, and the whole tree in each:
+      tensor cut by rows        this rank's ShardedTensor or DTensor, see `spelling`; a world of one has plain tensors
+      any other tensor          the same plain tensor in every file
+      object                    the same in every file
+      rng.rank3.torch           `rng.torch`, in the file of rank 3 and in no other
+
+Upstream: `torch/distributed/fsdp/_state_dict_utils.py` and `_optim_utils.py` of torch 2.6 to 2.15. A file is loaded by
+`torch.load` in the process of its rank, in a world of as many. The chunks are those of `layout.over_world` with
+`everywhere`: a tensor that is not cut has a whole chunk on every rank. Tied tensors share a storage in each file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from ckpttool import files, nesting, ranks
+from ckpttool.boxes import Ints
+from ckpttool.catalogue import Catalogue, Chunks, Entry, Extent, File, Link, Path, Tensor, dotted
+from ckpttool.containers import pickles, torchtree, torchzip
+from ckpttool.contract import Crcs, Loss, Sink, SinkOptions
+from ckpttool.errors import LossError
+from ckpttool.formats.rankfiles import spelling
+
+_ROOT = "archive"  # what torch calls it when it saves to a buffer
+
+
+class _RankSink:
+    def __init__(self, catalogue: Catalogue, layouts: list[torchzip.Layout]) -> None:
+        self.catalogue = catalogue
+        self._layouts = layouts
+
+    def finish(self, crcs: Crcs) -> None:
+        pool = files.Pool(writing=True)
+        try:
+            for file, layout in zip(self.catalogue.files, self._layouts, strict=True):
+                for offset, data in layout.patches(lambda record: crcs[record.file, record.offset]):
+                    pool.write(file.location, offset, data)
+        finally:
+            pool.close()
+
+
+def create(path: str, laid: Catalogue, options: SinkOptions) -> Sink:
+    """An archive of full size for each rank, with holes where the payloads go."""
+    os.mkdir(path)
+    made = Catalogue("rankfiles", facts={"layout": "rank files"}, containers=dict(laid.containers))
+    made.warnings += _left_without(laid, options.world)
+    slots: list[torchtree.Slots] = []
+    layouts: list[torchzip.Layout] = []
+    for rank in range(options.world):
+        name = f"rank{rank}.pt"
+        file = File(os.path.join(path, name), name, 0, rank)
+        slots.append(torchtree.Slots(laid, _shapes(rank, options.world)))
+        layouts.append(_write(file, laid, slots[rank], options))
+        made.files.append(file)
+    for entry in laid.entries.values():
+        if isinstance(entry, Tensor):
+            _place(made, entry, slots, layouts)
+        else:
+            made.add(entry)
+    return _RankSink(made, layouts)
+
+
+def _write(file: File, laid: Catalogue, slots: torchtree.Slots, options: SinkOptions) -> torchzip.Layout:
+    assert file.rank is not None
+    spelt = spelling.speller(options.tensor_class, file.rank, options.world)
+
+    def value(entry: Entry) -> Any:
+        if not isinstance(entry, Tensor):
+            return entry.value
+        return spelt.spelled(entry) if _is_cut(entry, options.world) else entry
+
+    tree = nesting.unflatten(_seen_by(laid, file.rank), value)
+    layout = torchzip.lay_out(tree, slots.of, file=file.rank, root=_ROOT)
+    file.size = layout.size
+    files.create(file.location, file.size)
+    pool = files.Pool(writing=True)
+    try:
+        for offset, data in layout.pieces:
+            pool.write(file.location, offset, data)
+    finally:
+        pool.close()
+    # What is written needs no room: for many ranks the pickles together are large.
+    layout.pieces = []
+    return layout
+
+
+def _is_cut(tensor: Tensor, world: int) -> bool:
+    """Whether the ranks share a tensor. One that each has as a whole has as many whole chunks as there are ranks."""
+    whole = len(tensor.chunks) > 1 and tensor.chunks.sizes[0] == tensor.shape
+    return world > 1 and not whole and not tensor.embedded
+
+
+def _shapes(rank: int, world: int) -> Any:
+    def shape_of(tensor: Tensor) -> Ints:
+        if not _is_cut(tensor, world):
+            return tensor.shape
+        box = spelling.local_box(tensor, rank)
+        return box[1] if box is not None else (0, *tensor.shape[1:])
+
+    return shape_of
+
+
+def _place(made: Catalogue, tensor: Tensor, slots: list[torchtree.Slots], layouts: list[torchzip.Layout]) -> None:
+    """Say where a tensor lies. Of one that every file has, the first is the tensor and the others are replicas."""
+    world = len(layouts)
+    cut = Chunks()
+    first = True
+    for rank in range(world):
+        key = slots[rank].key(tensor)
+        if key is None:
+            continue
+        record = layouts[rank].storages[key]
+        extent = Extent(rank, record.offset, record.nbytes, record=record if record.nbytes else None)
+        if _is_cut(tensor, world):
+            box = spelling.local_box(tensor, rank)
+            if box is not None:
+                cut.add(*box, extent)
+            continue
+        whole = replace(tensor, chunks=Chunks.single(tensor.shape, extent))
+        if first:
+            made.add(whole)
+        elif tensor.alias is None:
+            made.replicas.append(whole)
+        first = False
+    if cut:
+        made.add(replace(tensor, chunks=cut))
+
+
+# Values of one rank ---------------------------------------------------------------------------------------------------
+
+
+def _owner(entry: Entry) -> int | None:
+    """The rank whose value this is: `rng.rank3.torch`. A module or a parameter may be called `rank3` too."""
+    found = ranks.of(entry.path)
+    if found is None or entry.part.kind in ("model", "optimizer") or entry.path[found[0]] != ranks.key(found[1]):
+        return None
+    return found[1]
+
+
+def _seen_by(laid: Catalogue, rank: int) -> Catalogue:
+    """What stands in the file of a rank, by the path that it has there."""
+    seen = Catalogue(laid.format)
+    for path, entry in laid.entries.items():
+        owner = _owner(entry)
+        if owner is not None and owner != rank:
+            continue
+        here = path if owner is None else ranks.without(path)
+        if here in seen.entries:
+            raise LossError(
+                f"`{dotted(path)}` cannot have the place of `{dotted(here)}` in the file of rank {rank}: it is taken",
+                hint="give one of them another name with `--rename`, or leave it out with `--exclude`",
+            )
+        seen.entries[here] = entry
+        for depth in range(len(path)):
+            container = laid.containers.get(path[:depth])
+            if container is not None:
+                seen.containers[path[:depth] if owner is None else ranks.without(path[:depth])] = container
+    return seen
+
+
+def _owned(laid: Catalogue) -> Iterator[tuple[Path, int, Entry]]:
+    """The values of single ranks: what each belongs to, and its rank."""
+    for entry in laid.entries.values():
+        owner = _owner(entry)
+        found = ranks.of(entry.path)
+        if owner is not None and found is not None:
+            yield entry.path[: found[0]], owner, entry
+
+
+def _left_without(laid: Catalogue, world: int) -> list[str]:
+    have: dict[Path, set[int]] = {}
+    for root, rank, _ in _owned(laid):
+        have.setdefault(root, set()).add(rank)
+    said = []
+    for root, holders in have.items():
+        without = [str(rank) for rank in range(world) if rank not in holders]
+        if without:
+            shown = ", ".join(without[:8]) + (", ..." if len(without) > 8 else "")
+            said.append(f"the files of {len(without)} ranks have no `{dotted(root)}`, as these saved none: {shown}")
+    return said
+
+
+def losses(catalogue: Catalogue, path: str) -> list[Loss]:
+    """Values of ranks that have no file, and values that pickle has no words for."""
+    world = catalogue.world_size
+    found = []
+    for root, rank, entry in _owned(catalogue):
+        if rank >= world:
+            found.append(Loss(
+                entry.name,
+                f"it belongs to rank {rank}, and {world} ranks have no file for it "
+                f"(`--drop {entry.part.kind}` leaves `{dotted(root)}` out)",
+            ))  # fmt: skip
+    for item in catalogue.objects:
+        try:
+            pickles.dump(item.value, leaf=lambda writer, value: isinstance(value, Link))
+        except LossError as error:
+            found.append(Loss(item.name, error.message))
+    return found
