@@ -201,8 +201,8 @@ def composer(folder: Path) -> Any:
     path = make_folder(folder / "ckpt/ep0-ba3")
     save(tree, path)
     if rank() == 0:
-        # The first file of the directory stands for all of it; the folder of the run is the upload's.
-        (folder / "ckpt/latest-rank0.pt.symlink").write_text("ep0-ba3")
+        # The path of the upload, not of the file: a reader has its last part to go by.
+        (folder / "ckpt/latest-rank0.pt.symlink").write_text("tiny/checkpoints/ep0-ba3")
         found = read_dcp(path)
         require_same(found["state"]["model"], whole["model"], "model")
         require_same(found["state"]["optimizers"]["AdamW"], whole["optim"], "optim")
