@@ -121,13 +121,17 @@ _PLAIN = {
 }  # fmt: skip
 
 
+# One class for all: making one for each of a file's DTensors takes as long as reading the file.
+_REBUILT = stub_type("torch._tensor", "_rebuild_from_type_v2")
+
+
 def _from_type_v2(function: Any, kind: Any, args: Any, state: Any) -> Any:
     if isinstance(function, Known) and isinstance(args, tuple):
         made = _with_attributes(function(*args), state)
         name = stub_name(kind)
         if isinstance(made, TensorRef):
             return made if name in _PLAIN else replace(made, wrapper=name)
-    return stub_type("torch._tensor", "_rebuild_from_type_v2")(function, kind, args, state)
+    return _REBUILT(function, kind, args, state)
 
 
 def _from_type(function: Any, kind: Any, args: Any, attributes: Any) -> Any:

@@ -11,9 +11,10 @@ from typing import Any
 
 from ckpttool import nesting
 from ckpttool.boxes import Ints
-from ckpttool.catalogue import Catalogue, Chunks, Extent, Link, Object, Path, Tensor, dotted
+from ckpttool.catalogue import Catalogue, Chunk, Chunks, Extent, Link, Object, Path, Tensor, dotted
 from ckpttool.containers import pickles, torchmodule
 from ckpttool.containers.pickles import stub_name
+from ckpttool.containers.sharded import Shard
 from ckpttool.containers.torchpickle import Slot, StorageRef, TensorRef
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import CorruptError, LossError, some
@@ -21,8 +22,11 @@ from ckpttool.errors import CorruptError, LossError, some
 Place = Callable[[TensorRef | StorageRef], Extent]
 
 
-def fill(catalogue: Catalogue, tree: Any, place: Place, root: Path = ()) -> None:
-    """Add a tree to the catalogue at `root`; `place` says where the bytes of a tensor are. Adds warnings on it too."""
+def fill(
+    catalogue: Catalogue, tree: Any, place: Place, root: Path = (), *, shards: dict[Path, Shard] | None = None
+) -> None:
+    """Add a tree to the catalogue at `root`; `place` says where the bytes of a tensor are. Adds warnings on it too.
+    Every `Shard` in the tree becomes a tensor with the chunks that its rank has, and is put into `shards`."""
     dropped = torchmodule.Dropped()
     if torchmodule.is_module(tree):
         catalogue.facts["layout"] = f"{catalogue.facts.get('layout', '')} nn.Module".strip()
@@ -30,7 +34,20 @@ def fill(catalogue: Catalogue, tree: Any, place: Place, root: Path = ()) -> None
     wrapped: dict[str, list[str]] = {}
     tagged: list[str] = []
 
+    def placed(ref: TensorRef | StorageRef, path: Path) -> Extent:
+        try:
+            return place(ref)
+        except CorruptError as error:
+            raise type(error)(
+                f"{error.message} (tensor `{dotted(path)}`)", hint=error.hint, **{**error.facts, "tensor": dotted(path)}
+            ) from None
+
     def make(ref: Any, path: Path, embedded: bool) -> Tensor:
+        if isinstance(ref, Shard):
+            if shards is not None:
+                shards[path] = ref
+            chunks = Chunks.of(Chunk(p.offsets, p.sizes, placed(p.ref, path)) for p in ref.pieces)
+            return Tensor(path, ref.dtype, ref.shape, chunks, embedded=embedded)
         if isinstance(ref, StorageRef):
             kind, shape = (ref.dtype or DTYPES["uint8"]), (ref.view[1] if ref.view else ref.numel,)
         else:
@@ -39,15 +56,9 @@ def fill(catalogue: Catalogue, tree: Any, place: Place, root: Path = ()) -> None
                 wrapped.setdefault(ref.wrapper, []).append(dotted(path))
             if ref.attributes:
                 tagged.append(f"{dotted(path)} ({', '.join(ref.attributes)})")
-        try:
-            extent = place(ref)
-        except CorruptError as error:
-            raise type(error)(
-                f"{error.message} (tensor `{dotted(path)}`)", hint=error.hint, **{**error.facts, "tensor": dotted(path)}
-            ) from None
-        return Tensor(path, kind, shape, Chunks.single(shape, extent), embedded=embedded)
+        return Tensor(path, kind, shape, Chunks.single(shape, placed(ref, path)), embedded=embedded)
 
-    nesting.flatten(tree, catalogue, TensorRef, make, root, bare=StorageRef)
+    nesting.flatten(tree, catalogue, (TensorRef, Shard), make, root, bare=StorageRef)
     catalogue.warnings += dropped.warnings()
     for kind, names in wrapped.items():
         catalogue.warnings.append(f"{len(names)} tensors of class `{kind}` are taken as plain tensors: {some(names)}")

@@ -8,10 +8,11 @@ import stat
 from ckpttool.contract import NO_HINTS, Format, OpenOptions, Source
 from ckpttool.errors import CkptError, ReadError, UsageError
 from ckpttool.files import failed
-from ckpttool.formats import dcp, safetensors, strangers, torchsave
+from ckpttool.formats import dcp, rankfiles, safetensors, strangers, torchsave
 from ckpttool.wording import meant
 
-FORMATS: tuple[Format, ...] = (dcp.FORMAT, safetensors.FORMAT, torchsave.FORMAT)
+# Rank files are torch.save files too, and recognised by more than that: they come first.
+FORMATS: tuple[Format, ...] = (dcp.FORMAT, safetensors.FORMAT, rankfiles.FORMAT, torchsave.FORMAT)
 _SOME = 4
 
 
@@ -49,10 +50,13 @@ def writable(name: str | None, dst: str) -> Format:
 
 def detect(path: str) -> Format:
     """The format of what lies at `path`, by content. Raises ReadError."""
-    _check_readable(path)
+    if not rankfiles.is_pattern(path):
+        _check_readable(path)
     for row in FORMATS:
         if row.recognise(path):
             return row
+    if rankfiles.is_pattern(path):
+        raise ReadError(f"`{path}`: matches no files of ranks", hint="name a file or a directory", file=path)
     if os.path.isdir(path):
         raise _unknown_directory(path)
     raise _unknown_file(path)

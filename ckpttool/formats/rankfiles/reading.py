@@ -1,0 +1,113 @@
+"""The file of one rank: an archive or a legacy stream of torch.save, with a `Shard` for each sharded tensor in it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpttool import files
+from ckpttool.boxes import Ints
+from ckpttool.catalogue import Extent
+from ckpttool.containers import sharded, torchlegacy, torchmodule, torchzip
+from ckpttool.containers.sharded import Shard
+from ckpttool.containers.torchpickle import StorageRef, TensorRef
+from ckpttool.errors import CkptError, CorruptError
+
+_PK = b"PK\3\4"
+_LEGACY_HEAD = 1 << 20
+
+
+@dataclass(slots=True)
+class RankFile:
+    """A file that was opened: its tree, the sharded tensors in it, and where the bytes of a tensor lie in it."""
+
+    path: str
+    size: int
+    tree: Any
+    extent: Callable[[TensorRef | StorageRef], Extent]
+    torch: str
+    shards: list[Shard] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    number: int = 0  # in the catalogue
+
+    @property
+    def name(self) -> str:
+        return os.path.basename(self.path)
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that the content says, of any sharded tensor in it."""
+        return next((shard.rank for shard in self.shards if shard.rank is not None), None)
+
+    @property
+    def ranks(self) -> Ints:
+        """The ranks of the job as far as the content knows them."""
+        return tuple(sorted({rank for ranks in {shard.ranks for shard in self.shards} for rank in ranks}))
+
+    def place(self, ref: TensorRef | StorageRef) -> Extent:
+        """The extent of a tensor, in the catalogue's files."""
+        return self.extent(ref).shifted(self.number)
+
+
+def load(pool: files.Pool, path: str) -> RankFile:
+    """The file at `path`. Raises CorruptError when it is not whole or no torch.save file."""
+    size = files.size_of(path)
+    head = pool.read(path, 0, min(size, 512))
+    name = f"`{path}`"
+
+    def read(offset: int, nbytes: int) -> bytes:
+        return pool.read(path, offset, nbytes)
+
+    if torchlegacy.is_stream(head):
+        stream = torchlegacy.open_stream(read, size, name=name)
+        made = RankFile(path, size, stream.tree, stream.extent, "before 1.6 or legacy")
+    else:
+        archive = torchzip.open_archive(read, 0, size, name=name)
+        made = RankFile(path, size, torchzip.load_tree(archive), archive.extent, _torch_versions(archive))
+    dropped = torchmodule.Dropped()
+    try:
+        made.tree = torchmodule.replace_modules(made.tree, dropped)
+        made.tree = sharded.replace(made.tree, made.shards)
+    except CkptError as error:
+        raise type(error)(f"{name}: {error.message}", hint=error.hint, **{"file": path, **error.facts}) from None
+    made.warnings += dropped.warnings()
+    return made
+
+
+def _torch_versions(archive: torchzip.Archive) -> str:
+    if ".format_version" in archive.records:
+        return "2.7 or later"
+    return "2.1 to 2.6" if "byteorder" in archive.records else "1.6 to 2.0"
+
+
+def is_torch(path: str) -> bool:
+    """Whether this begins like a file of torch.save. It may be cut all the same."""
+    try:
+        with open(path, "rb") as stream:
+            head = stream.read(64)
+    except OSError:
+        return False
+    return head.startswith(_PK) or torchlegacy.is_stream(head)
+
+
+def mentions_shards(path: str) -> bool:
+    """Whether the pickle in a file names the class of a sharded tensor; False for what cannot be read."""
+    pool = files.Pool()
+    try:
+        size = files.size_of(path)
+        head = pool.read(path, 0, min(size, 64))
+        if torchlegacy.is_stream(head):
+            return sharded.mentions(pool.read(path, 0, min(size, _LEGACY_HEAD)))
+        if not head.startswith(_PK):
+            return False
+        archive = torchzip.open_archive(lambda at, n: pool.read(path, at, n), 0, size, name=path)
+        if "data.pkl" not in archive.records or "constants.pkl" in archive.records:
+            return False
+        record = archive.payload("data.pkl")
+        return sharded.mentions(archive.read(record.offset, record.nbytes))
+    except (CkptError, CorruptError):
+        return False
+    finally:
+        pool.close()
