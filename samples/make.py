@@ -30,6 +30,7 @@ import rank_fsdp2
 import rank_local
 import rank_optim
 import runs_accelerate
+import runs_backend
 import runs_dcp
 import runs_ranks
 import runs_trainer
@@ -48,7 +49,7 @@ FAMILIES = {
     "torch.distributed.checkpoint": (dcp, dcpitems, dcpmeta),
     "one torch.save file for each rank": (rank_fsdp1, rank_optim, rank_local, rank_fsdp2),
     "safetensors and Hugging Face": (hf,),
-    "run directories of frameworks": (runs_accelerate, runs_dcp, runs_ranks, runs_trainer),
+    "run directories of frameworks": (runs_accelerate, runs_backend, runs_dcp, runs_ranks, runs_trainer),
 }
 
 
