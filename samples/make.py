@@ -28,6 +28,7 @@ import objects
 import rank_fsdp1
 import rank_fsdp2
 import rank_local
+import rank_old
 import rank_optim
 import runs_accelerate
 import runs_backend
@@ -47,7 +48,7 @@ TABLES = "<!-- The tables below are written by `make.py --readme`. -->"
 FAMILIES = {
     "torch.save": (torchsave, tensors, objects, legacy),
     "torch.distributed.checkpoint": (dcp, dcpitems, dcpmeta),
-    "one torch.save file for each rank": (rank_fsdp1, rank_optim, rank_local, rank_fsdp2),
+    "one torch.save file for each rank": (rank_fsdp1, rank_optim, rank_local, rank_fsdp2, rank_old),
     "safetensors and Hugging Face": (hf,),
     "run directories of frameworks": (runs_accelerate, runs_backend, runs_dcp, runs_ranks, runs_trainer),
 }
