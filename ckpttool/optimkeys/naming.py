@@ -15,6 +15,7 @@ import re
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from ckpttool import layout
@@ -161,7 +162,8 @@ def shape_told(items: Sequence[Item]) -> Ints | None:
     for row, column, kept in _FACTORED:
         if not like and row in shapes and column in shapes and shapes[column]:
             return (*shapes[row][: len(shapes[row]) - kept], shapes[column][-1])
-    rest = {shape for shape in shapes.values() if shape}
+    # What has one element may be a count.
+    rest = {shape for shape in shapes.values() if prod(shape) > 1}
     return rest.pop() if len(rest) == 1 and not like else None
 
 

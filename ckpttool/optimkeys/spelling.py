@@ -50,15 +50,20 @@ def _nested_containers(optimizer: Optimizer, keys: Mapping[Any, Any]) -> dict[Pa
     root = optimizer.root
     made: dict[Path, Container] = {}
     names = {f"state.{name}": name for name in keys} if optimizer.spelling == "flat" else {}
+    # The values of a group are those of its first parameter.
+    firsts = {f"param_groups.{group.params[0]}": i for i, group in enumerate(optimizer.groups) if group.params}
     for path, container in optimizer.containers.items():
         if path[0] == "param_groups":
             made[(*root, *path)] = container
         elif path[0] == "state":
             made[(*root, "state", *(keys.get(key, key) for key in path[1:2]), *path[2:])] = container
         else:
+            head, _, last = str(path[0]).rpartition(".")
             name, rest = _split(str(path[0]), names)
             if name is not None:
                 made[(*root, "state", keys[name], *rest, *path[1:])] = container
+            elif head in firsts:
+                made[(*root, "param_groups", firsts[head], last, *path[1:])] = container
     if optimizer.groups:
         made[(*root, "param_groups")] = Container("list")
     return made
