@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 _OBJECTS = 40  # lines, unless -v
 _COLUMNS = 6
 _DTYPES = 4
+_APART = ("run", "mounted", "assets", "step")  # facts that have a place of their own
 _VALUE = 80  # characters of an object's value, unless -v
-_TITLES = {"writer": "written by", "torch": "torch", "layout": "layout"}
+_RUN = 20  # checkpoints of a run, unless -v
+_TITLES = {"producer": "producer", "writer": "written by", "torch": "torch", "layout": "layout"}
 
 
 def inspect(
@@ -71,8 +73,11 @@ def _print(
 ) -> None:
     from ckpttool.summary import summarise
 
+    _run(terminal, catalogue, path, verbose)
     summary = summarise(catalogue, depth=depth, limit=1000 if verbose else max(terminal.width or 0, _VALUE))
-    _header(terminal, catalogue, path, summary)
+    taken = (found["path"] for found in catalogue.facts.get("run", ()) if found["taken"])
+    _header(terminal, catalogue, next(taken, path), summary)
+    _pieces(terminal, catalogue)
     if wanted is not None:
         _tensors(terminal, [t for t in catalogue.tensors if wanted(t.name)], catalogue)
     else:
@@ -86,10 +91,42 @@ def _print(
     _warnings(terminal, summary.warnings)
 
 
+def _run(terminal: Terminal, catalogue: Catalogue, path: str, verbose: bool) -> None:
+    """The checkpoints of a run, the one that is shown below marked."""
+    run = catalogue.facts.get("run", ())
+    if not run:
+        return
+    terminal.line(bold(path), f"  {plural(len(run), 'checkpoint')}")
+    terminal.write("\n")
+    shown = run if verbose else run[-_RUN:]
+    if len(shown) < len(run):
+        terminal.line(dim(f"  {len(run) - len(shown):,} before them, shown by -v"))
+    rows: list[list[Piece]] = []
+    for found in shown:
+        state: Piece = "shown below" if found["taken"] else ""
+        if not found["complete"]:
+            state = Painted(f"not complete: {found['why_not']}", "yellow")
+        step = "" if found["step"] is None else f"{found['step']:,}"
+        name = bold(found["name"]) if found["taken"] else found["name"]
+        rows.append([name, step, size(found["bytes"]), found["producer"] or found["format"] or "", state])
+    terminal.table(rows, ("checkpoint", "step", "bytes", "producer", ""), right=(1, 2), cut=(4, 3, 0), prose=(4,))
+    terminal.write("\n")
+
+
+def _pieces(terminal: Terminal, catalogue: Catalogue) -> None:
+    """What lies where in a run directory."""
+    mounted = catalogue.facts.get("mounted", ())
+    if not mounted:
+        return
+    terminal.heading("pieces")
+    rows = [(m["root"] or "-", m["path"] or ".", m["format"], plural(m["files"], "file")) for m in mounted]
+    terminal.table(rows, cut=(1, 0))
+
+
 def _header(terminal: Terminal, catalogue: Catalogue, path: str, summary: Summary) -> None:
     terminal.line(bold(path))
     terminal.write("\n")
-    facts = dict(catalogue.facts)
+    facts = {key: value for key, value in catalogue.facts.items() if key not in _APART}
     rows = [("format", f"{catalogue.format}, {facts.pop('layout')}" if facts.get("layout") else catalogue.format)]
     rows += [(title, str(facts.pop(key))) for key, title in _TITLES.items() if facts.get(key)]
     if catalogue.world_size > 1:
@@ -97,6 +134,8 @@ def _header(terminal: Terminal, catalogue: Catalogue, path: str, summary: Summar
     if summary.step is not None:
         rows.append(("step", f"{summary.step:,}"))
     rows.append(("on disk", f"{size(catalogue.nbytes())} in {plural(len(catalogue.own_files), 'file')}"))
+    if catalogue.facts.get("assets"):
+        rows.append(("assets", ", ".join(catalogue.facts["assets"])))
     rows += [(str(key).replace("_", " "), _fact(value)) for key, value in facts.items() if value not in (None, "", ())]
     terminal.table([(dim(title), text) for title, text in rows], cut=(1,), prose=(1,))
 

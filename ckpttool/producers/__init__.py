@@ -12,13 +12,14 @@ checkpoint is complete. A directory of several checkpoints (`checkpoint-100`, `c
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
+from dataclasses import replace
 
 from ckpttool import formats
 from ckpttool.contract import OpenOptions, Source
 from ckpttool.errors import CkptError, some
 from ckpttool.producers import huggingface, mounts, rankfamilies, runs, torchnative
 from ckpttool.producers.listing import Listing
+from ckpttool.producers.names import step_in
 from ckpttool.producers.pieces import Producer
 from ckpttool.producers.runs import Found
 
@@ -81,7 +82,9 @@ def _several(listing: Listing) -> bool:
 
 def _describe(source: Source, found: list[Found], taken: Found, listing: Listing) -> None:
     catalogue = source.catalogue
-    catalogue.facts["run"] = _table(found, taken)
+    # Of some only the contents tell who wrote them, and those of this one are known now.
+    known = replace(taken, producer=catalogue.facts.get("producer", taken.producer))
+    catalogue.facts["run"] = _table([known if f is taken else f for f in found], known)
     left = [f for f in found if not f.complete]
     said = f"`{taken.name}` is taken" + (f", the newest of {len(found)} checkpoints" if len(found) > 1 else "")
     if left:
@@ -94,7 +97,7 @@ def _describe(source: Source, found: list[Found], taken: Found, listing: Listing
 
 def _with_run(source: Source, listing: Listing, row: Producer) -> Source:
     """The Trainer leaves its last model beside the checkpoints of the run: that is what the directory itself holds."""
-    if row is not huggingface.PRETRAINED or not any(runs.step_of(name) is not None for name in listing.folders):
+    if row is not huggingface.PRETRAINED or not any(step_in(name) is not None for name in listing.folders):
         return source
     try:
         found = [f for f in runs.checkpoints(listing, recognise) if os.path.isdir(f.path)]
@@ -109,4 +112,10 @@ def _with_run(source: Source, listing: Listing, row: Producer) -> Source:
 
 
 def _table(found: list[Found], taken: Found | None) -> list[dict[str, object]]:
-    return [{**asdict(f), "complete": f.complete, "taken": f is taken} for f in found]
+    return [
+        {
+            "name": f.name, "path": f.path, "step": f.step, "bytes": f.nbytes, "producer": f.producer,
+            "format": f.format, "complete": f.complete, "why_not": f.why_not, "taken": f is taken,
+        }
+        for f in found
+    ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,11 @@ from ckpttool.contract import OpenOptions, Source
 from ckpttool.errors import CkptError, CorruptError, ReadError, some
 from ckpttool.mounting import Mounted
 from ckpttool.producers.listing import Listing
+from ckpttool.producers.names import STEPS, step_in
 from ckpttool.producers.pieces import EACH, VALUES, Layout, Mount, Producer
+
+# What the format of DCP says of files that are pieces here, or are named below.
+_ABOUT_OTHERS = re.compile(r"\d+ files are not mentioned by the index: ")
 
 
 def open_source(row: Producer, listing: Listing, options: OpenOptions) -> Source:
@@ -28,6 +33,9 @@ def open_source(row: Producer, listing: Listing, options: OpenOptions) -> Source
         # Somebody else's directory of that name.
         return source
     catalogue.facts["producer"] = row.name
+    if (step := step_in(listing.name, STEPS)) is not None:
+        catalogue.facts["step"] = step
+    catalogue.warnings[:] = [w for w in catalogue.warnings if not _ABOUT_OTHERS.search(w)]
     if layout.assets:
         catalogue.facts["assets"] = [name.rstrip("/") for name in layout.assets]
     catalogue.warnings += layout.warnings
@@ -149,15 +157,18 @@ def _note(made: Catalogue, theirs: Catalogue, mount: Mount) -> None:
     """The facts of the first are those of the whole; each mount is listed."""
     if not made.format:
         made.format = theirs.format
-        made.facts |= {k: v for k, v in theirs.facts.items() if k in ("torch", "writer")}
+        made.facts |= {k: v for k, v in theirs.facts.items() if k == "torch"}
     pieces: list[dict[str, Any]] = made.facts.setdefault("mounted", [])
     if mount.how == EACH and pieces and pieces[-1].get("root") == dotted(mount.root[:-1]):
         pieces[-1]["files"] += 1
         return
-    root = mount.root[:-1] if mount.how == EACH else mount.root
+    root, path = mount.root, mount.name
+    if mount.how == EACH:
+        before, _, after = path.rpartition(str(mount.rank))
+        root, path = root[:-1], f"{before}*{after}"
     layout = theirs.facts.get("layout")
     pieces.append({
-        "path": mount.name, "root": dotted(root), "format": theirs.format, "layout": layout,
+        "path": path, "root": dotted(root), "format": theirs.format, "layout": layout,
         "files": len(theirs.own_files),
     })  # fmt: skip
 

@@ -16,21 +16,11 @@ from ckpttool import formats
 from ckpttool.errors import CkptError, ReadError, some
 from ckpttool.producers import rankfamilies, torchnative
 from ckpttool.producers.listing import Listing
+from ckpttool.producers.names import STEPS, is_unfinished, step_in
 from ckpttool.producers.pieces import Producer
 
 Recognise = Callable[[Listing], Producer | None]
 
-_STEPS = tuple(
-    re.compile(pattern, re.IGNORECASE)
-    for pattern in (
-        r"(?:^|[^a-z])(?:global_?)?steps?[-_=]?(\d+)",
-        r"(?:^|[^a-z])ba(\d+)",
-        r"(?:^|[^a-z])(?:checkpoint|ckpt|iter|iteration)[-_=]?(\d+)",
-        r"^(\d+)$",
-        r"(?:^|[^a-z])(?:epoch|ep)[-_=]?(\d+)",
-    )
-)
-_UNFINISHED = re.compile(r"^(tmp[-_.]|\.)|([-_.])(tmp|partial|incomplete|unfinished)$|\.partial-\d+$", re.IGNORECASE)
 _FILE = re.compile(r".*\.(ckpt|pt|pth|bin|safetensors)")
 _DATA = re.compile(r".*\.(distcp|safetensors|pt|pth|bin|ckpt|pkl)")
 _POINTERS = re.compile(
@@ -61,11 +51,6 @@ class Found:
     @property
     def complete(self) -> bool:
         return self.why_not is None
-
-
-def step_of(name: str) -> int | None:
-    """The step that a name says: `epoch=0-step=100.ckpt` -> 100; None for one that says nothing. Pure."""
-    return next((int(found[1]) for pattern in _STEPS if (found := pattern.search(name))), None)
 
 
 def checkpoints(listing: Listing, recognise: Recognise) -> list[Found]:
@@ -101,7 +86,7 @@ def pointed(listing: Listing) -> tuple[str, int] | None:
     for name in listing.names:
         if _POINTERS.fullmatch(name):
             text = listing.text(name)
-            step = int(text) if text.isascii() and text.isdecimal() else step_of(text.rstrip("/").rpartition("/")[2])
+            step = int(text) if text.isascii() and text.isdecimal() else step_in(text.rstrip("/").rpartition("/")[2])
             if step is not None:
                 return name, step
     return None
@@ -117,7 +102,7 @@ def _folders(listing: Listing, recognise: Recognise) -> Iterator[Found]:
         except CkptError:
             continue
         row = recognise(inner)
-        step = step_of(name)
+        step = step_in(name)
         kind = _format(inner, row)
         if step is None and row is None and kind is None:
             continue
@@ -133,7 +118,7 @@ def _files(listing: Listing) -> Iterator[Found]:
     """Checkpoints of one file each: those of Lightning, or what a script called `model_step_100.pt`."""
     for name in listing.names:
         if _FILE.fullmatch(name) and not re.fullmatch(rankfamilies.DINO_FILE, name):
-            step = next((int(m[1]) for pattern in _STEPS[:2] if (m := pattern.search(name))), None)
+            step = step_in(name, STEPS)
             if step is None:
                 continue
             size = listing.size(name)
@@ -169,7 +154,7 @@ def _format(listing: Listing, row: Producer | None) -> str | None:
 
 
 def _why_not(listing: Listing, name: str, row: Producer | None, kind: str | None) -> str | None:
-    if _UNFINISHED.search(name):
+    if is_unfinished(name):
         return "its name says that the save did not end"
     if not listing.names:
         return "an empty directory"
