@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.data_loader import IterableDatasetShard, SeedableRandomSampler
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType, fsdp_utils
+from accelerate.utils import DistributedType, ProjectConfiguration, fsdp_utils
 from runs import (
     adamw,
     apart,
@@ -78,13 +78,18 @@ def accelerator(version: int, kind: str) -> Iterator[Accelerator]:
         plugin = _plugin(version, kind) if version else None
         one = Accelerator(cpu=True, fsdp_plugin=plugin)
         if plugin is not None:
-            AcceleratorState._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
-            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-            one.state.device = torch.device("cpu")
+            force_fsdp(one, plugin)
         try:
             yield one
         finally:
             _forget()
+
+
+def force_fsdp(one: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
+    """Shard on the CPU, where accelerate takes DDP whatever the plugin says."""
+    AcceleratorState._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    one.state.device = torch.device("cpu")
 
 
 def _forget() -> None:
@@ -157,7 +162,7 @@ NOTES = {
     "rng_by_rank": "random_states_R.pkl: python is random_state, numpy is numpy_random_seed, torch is "
     "torch_manual_seed; step there counts gradient accumulation",
     "scheduler": "scheduler.bin",
-    "step": "not saved; three steps were taken",
+    "step": "not saved",
 }
 
 
@@ -333,3 +338,33 @@ def small(one: Accelerator) -> Run:
         optimizer.step()
         scheduler.step()
     return Run(model, optimizer.optimizer, scheduler.scheduler)
+
+
+@sample(
+    "run_accelerate_named",
+    what="project directory of one process, `checkpoints/checkpoint_0` and `checkpoint_1`",
+    trap="the number counts saves, not steps; `pytorch_model.bin` in place of safetensors; names as they are",
+    writer="accelerate 1.15 `save_state(safe_serialization=False)` with `automatic_checkpoint_naming`",
+    load=None,
+)
+def accelerate_named(folder: Path) -> Any:
+    """The reference is of the newest; `earlier` has the first."""
+    notes = {
+        "model": "checkpoints/checkpoint_N/pytorch_model.bin, same names",
+        "optim": "checkpoints/checkpoint_N/optimizer.bin, integer ids in the order of the parameter groups",
+        "earlier": "checkpoint_0, by its number",
+    }
+    _forget()
+    project = ProjectConfiguration(project_dir=str(folder / "ckpt"), automatic_checkpoint_naming=True)
+    one = Accelerator(cpu=True, project_config=project)
+    run = prepared(one, 0)
+    first = reference(run, {})
+    one.save_state(safe_serialization=False)
+    steps(run.model, run.optimizer, run.scheduler)
+    whole = reference(run, notes | NOTES, scheduler=run.scheduler.state_dict())
+    whole |= {"step": 2 * STEPS, "rng_by_rank": rng_by_rank()}
+    one.save_state(safe_serialization=False)
+    _forget()
+    found = torch.load(folder / "ckpt/checkpoints/checkpoint_1/pytorch_model.bin")
+    require_same(found, whole["model"], "model")
+    return {**whole, "earlier": {0: {"model": first["model"], "optim": first["optim"]}}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import safetensors.torch
@@ -12,8 +13,10 @@ import tokenizers
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from runs import launched, rank, require_same, rng_by_rank, settle
+from runs import launched, rank, read_dcp, require_same, rng_by_rank, settle
+from runs_accelerate import force_fsdp
 from sample import sample
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from training import detached, seed
@@ -72,6 +75,42 @@ class Capture(transformers.TrainerCallback):
         )
 
 
+def train(folder: Path, save_steps: int = 2, **options: Any) -> Capture:
+    """Four steps of the tiny Llama in `folder`, saved after two and after four."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    model, capture = tiny_llama(), Capture()
+    rows = torch.randint(VOCAB, (16, 6), generator=torch.Generator().manual_seed(5))
+    with launched():
+        arguments = transformers.TrainingArguments(
+            output_dir=str(folder / "ckpt"),
+            use_cpu=True,
+            ddp_backend="gloo" if dist.is_initialized() else None,
+            per_device_train_batch_size=2,
+            max_steps=4,
+            save_steps=save_steps,
+            logging_steps=2,
+            learning_rate=1e-2,
+            weight_decay=0.1,
+            warmup_steps=1,
+            report_to="none",
+            disable_tqdm=True,
+            seed=7,
+            **options,
+        )
+        trainer = transformers.Trainer(
+            model=model,
+            args=arguments,
+            train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+            processing_class=tiny_tokenizer(),
+            data_collator=transformers.default_data_collator,
+            callbacks=[capture],
+        )
+        trainer.train()
+        settle()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return capture
+
+
 @sample(
     "run_trainer_w2",
     what="output directory of 2 DDP ranks, `checkpoint-2` and `checkpoint-4`",
@@ -90,36 +129,7 @@ class Capture(transformers.TrainerCallback):
 )
 def trainer_run(folder: Path) -> Any:
     """Two saves; what is at the root of the reference is the newest, `earlier` has the other by its step."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    model, capture = tiny_llama(), Capture()
-    rows = torch.randint(VOCAB, (16, 6), generator=torch.Generator().manual_seed(5))
-    with launched():
-        arguments = transformers.TrainingArguments(
-            output_dir=str(folder / "ckpt"),
-            use_cpu=True,
-            ddp_backend="gloo" if dist.is_initialized() else None,
-            per_device_train_batch_size=2,
-            max_steps=4,
-            save_steps=2,
-            logging_steps=2,
-            learning_rate=1e-2,
-            weight_decay=0.1,
-            warmup_steps=1,
-            report_to="none",
-            disable_tqdm=True,
-            seed=7,
-        )
-        trainer = transformers.Trainer(
-            model=model,
-            args=arguments,
-            train_dataset=[{"input_ids": row, "labels": row} for row in rows],
-            processing_class=tiny_tokenizer(),
-            data_collator=transformers.default_data_collator,
-            callbacks=[capture],
-        )
-        trainer.train()
-        settle()
-    AcceleratorState._reset_state(reset_partial_state=True)
+    capture = train(folder)
     whole = capture.by_step.pop(4)
     if rank() == 0:
         for step, one in {4: whole, **capture.by_step}.items():
@@ -130,15 +140,57 @@ def trainer_run(folder: Path) -> Any:
         require_same(found, whole["rng_by_rank"][0], "rng")
     for one in capture.by_step.values():
         del one["rng_by_rank"]
-    notes = {
+    notes = NOTES | {
         "model": "checkpoint-N/model.safetensors, same names; lm_head.weight is tied and left out",
         "optim": "checkpoint-N/optimizer.pt, integer ids in the order of the parameter groups",
-        "scheduler": "checkpoint-N/scheduler.pt",
-        "rng_by_rank": "checkpoint-N/rng_state.pth of one process, rng_state_R.pth of several",
-        "step": "global_step of checkpoint-N/trainer_state.json",
         "earlier": "the other checkpoint, by its step",
     }
     return {**whole, "earlier": capture.by_step, "notes": notes}
+
+
+NOTES = {
+    "scheduler": "checkpoint-N/scheduler.pt",
+    "rng_by_rank": "checkpoint-N/rng_state.pth of one process, rng_state_R.pth of several",
+    "step": "global_step of checkpoint-N/trainer_state.json",
+}
+
+
+@sample(
+    "run_trainer_fsdp2_w2",
+    what="output directory of 2 FSDP2 ranks, `SHARDED_STATE_DICT`, one `checkpoint-4`",
+    trap="accelerate's DCP directories inside a `checkpoint-N`; no safetensors, no `config.json`; SGD with momentum",
+    writer=TRAINER,
+    load=None,
+    world=2,
+)
+def trainer_fsdp2(folder: Path) -> Any:
+    """FSDP put in place of the DDP that accelerate falls back to on the CPU."""
+    config = {
+        "version": 2,
+        "state_dict_type": "SHARDED_STATE_DICT",
+        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+        "cpu_ram_efficient_loading": False,
+    }
+    with mock.patch("transformers.trainer.Accelerator", sharding_accelerator):
+        options = {"optim": "sgd", "optim_args": "momentum=0.9"}  # one moment for each parameter: fewer DCP items
+        capture = train(folder, save_steps=4, fsdp="full_shard auto_wrap", fsdp_config=config, **options)
+    whole = capture.by_step.pop(4)
+    newest = folder / "ckpt/checkpoint-4"
+    if rank() == 0:
+        require_same(read_dcp(newest / "pytorch_model_fsdp_0")["model"], whole["model"], "model")
+        require_same(read_dcp(newest / "optimizer_0")["optimizer"], whole["optim"], "optim")
+    notes = NOTES | {
+        "model": "checkpoint-4/pytorch_model_fsdp_0/, DCP, as model.<name>",
+        "optim": "checkpoint-4/optimizer_0/, DCP, as optimizer.state.<name>.*, optimizer.param_groups",
+    }
+    return {**whole, "notes": notes}
+
+
+def sharding_accelerator(**options: Any) -> Accelerator:
+    """An `Accelerator` that shards on the CPU."""
+    one = Accelerator(**options)
+    force_fsdp(one, options["fsdp_plugin"])
+    return one
 
 
 CUSTOM_CODE = """\
