@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import glob
+import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
-from ckpttool import formats
+from ckpttool import formats, parts, ranks
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import Catalogue, Part, Tensor, dotted
+from ckpttool.containers import typedjson
 from ckpttool.contract import OpenOptions, Source
 from ckpttool.errors import CkptError, CorruptError, ReadError, some
 from ckpttool.mounting import Mounted
 from ckpttool.producers.listing import Listing
 from ckpttool.producers.names import STEPS, step_in
-from ckpttool.producers.pieces import EACH, VALUES, Layout, Mount, Producer
+from ckpttool.producers.pieces import EACH, ONE, SET, VALUES, Layout, Mount, Producer
 
 # What the format of DCP says of files that are pieces here, or are named below.
 _ABOUT_OTHERS = re.compile(r"\d+ files are not mentioned by the index: ")
@@ -84,6 +88,8 @@ class _Opening:
                 values = self._listing.json(mount.name)
                 made.add_values(values if isinstance(values, dict) else {"value": values}, mount.root)
                 return None
+            if mount.how == SET and len(mount.names) > 1 and not _is_set(self._pattern(mount)):
+                return self._mount_plain(made, mount)
             source = self._open(mount, made.catalogue)
         except (CorruptError, ReadError) as error:
             if self._listing.path in error.message:
@@ -98,20 +104,28 @@ class _Opening:
         made.mount(source, mount.root, _part(theirs, mount.below))
         return None
 
+    def _mount_plain(self, made: Mounted, mount: Mount) -> CkptError | None:
+        """Files by rank with nothing in them that says so: once what is the same in all, else for each rank."""
+        spelt = set()
+        for name in mount.names if parts.kind_of_key(mount.root[-1] if mount.root else None) not in ranks.KINDS else ():
+            with closing(self._open(Mount(name))) as source:
+                spelt.add(_spelt(source.catalogue))
+        if len(spelt) == 1:
+            return self._mount(made, replace(mount, name=mount.names[0], names=mount.names[:1], how=ONE))
+        for rank, name in _by_rank(mount):
+            root = (*mount.root, ranks.key(rank))
+            fault = self._mount(made, replace(mount, name=name, names=(name,), root=root, rank=rank, how=EACH))
+            if fault is not None:
+                return fault
+        return None
+
     def _open(self, mount: Mount, opened: Catalogue | None = None) -> Source:
         options = self._options
         if options.shapes is None and mount.shapes_from and opened is not None:
             options = self._shapes(mount.shapes_from)
         path = self._listing.at(mount.name) if mount.name else self._listing.path
         if "*" in mount.name:
-            folder, _, name = mount.name.rpartition("/")
-            if len(mount.names) == 1:
-                name = mount.names[0].rpartition("/")[2]
-                path = os.path.join(self._listing.path, folder, name)
-            else:
-                begin, end = name.split("*")
-                within = glob.escape(os.path.join(self._listing.path, folder))
-                path = os.path.join(within, f"{glob.escape(begin)}*{glob.escape(end)}")
+            path = self._listing.at(mount.names[0]) if len(mount.names) == 1 else self._pattern(mount)
         source = formats.open_source(path.rstrip("/") or path, options)
         folder = mount.name.rpartition("/")[0]
         for file in source.catalogue.files:
@@ -120,6 +134,9 @@ class _Opening:
             if mount.rank is not None:
                 file.rank = mount.rank
         return source
+
+    def _pattern(self, mount: Mount) -> str:
+        return os.path.join(glob.escape(self._listing.path), mount.pattern)
 
     def _shapes(self, name: str) -> OpenOptions:
         """The shapes of parameters from their moments: an optimizer of DCP keeps both names and shapes."""
@@ -151,6 +168,29 @@ def shapes_of_moments(catalogue: Catalogue) -> OpenOptions:
         order += [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
     shapes: Mapping[str, Ints] = {name: found[name].shape for name in dict.fromkeys([*order, *found]) if name in found}
     return OpenOptions(shapes, ordered=len(groups) == 1 and set(order) == set(found)) if shapes else OpenOptions()
+
+
+def _is_set(pattern: str) -> bool:
+    return any(row.recognise(pattern) for row in formats.FORMATS)
+
+
+def _by_rank(mount: Mount) -> list[tuple[int, str]]:
+    begin, _, end = mount.name.partition("*")
+    return [(int(name[len(begin) : len(name) - len(end)]), name) for name in mount.names]
+
+
+def _spelt(catalogue: Catalogue) -> str:
+    """Everything that a small file says, tensors by their checksums."""
+    said: list[object] = []
+    for entry in catalogue.entries.values():
+        if isinstance(entry, Tensor):
+            records = [entry.chunks.extent(i).record for i in range(len(entry.chunks))]
+            # A tensor without a checksum is like no other.
+            sums = [r.crc if r is not None and r.crc else id(entry) for r in records]
+            said.append((entry.name, entry.dtype.name, entry.shape, sums))
+        else:
+            said.append((entry.name, json.dumps(typedjson.encode(entry.value, name=entry.name))))
+    return repr(said)
 
 
 def _note(made: Catalogue, theirs: Catalogue, mount: Mount) -> None:

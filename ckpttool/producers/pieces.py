@@ -7,9 +7,10 @@ Piece(r"model_world_size_(?P<world>\\d+)_rank_(?P<rank>\\d+)\\.pt", "model", SET
 
 from __future__ import annotations
 
+import glob
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckpttool import ranks
 from ckpttool.catalogue import Catalogue, Path
@@ -41,7 +42,8 @@ class Mount:
     """What is opened, and where it goes: `Mount("optimizer_0/", ("optimizer",), "optimizer", ("optimizer_0/",))`.
 
     `name` may have a `*` for the ranks; `names` are the files that are meant. `rank` is that of a file of one rank.
-    `shapes_from` is another mount, an optimizer whose moments have the shapes of the parameters.
+    `shapes_from` is another mount, an optimizer whose moments have the shapes of the parameters. `glob` is the pattern
+    for rank files of several parts.
     """
 
     name: str
@@ -51,6 +53,13 @@ class Mount:
     rank: int | None = None
     shapes_from: str = ""
     how: str = ONE
+    glob: str = ""
+
+    @property
+    def pattern(self) -> str:
+        """What the files of a set are named by, below the directory."""
+        before, star, after = self.name.partition("*")
+        return self.glob or f"{glob.escape(before)}{star}{glob.escape(after)}"
 
 
 @dataclass(slots=True)
@@ -66,12 +75,15 @@ class Layout:
     def merge(self, other: Layout, folder: str) -> None:
         """Take in what was found in a folder of the directory."""
         self.mounts += [
-            Mount(
-                f"{folder}/{m.name}", m.root, m.below, tuple(f"{folder}/{n}" for n in m.names), m.rank,
-                f"{folder}/{m.shapes_from}" if m.shapes_from else "", m.how,
+            replace(
+                m,
+                name=f"{folder}/{m.name}",
+                names=tuple(f"{folder}/{n}" for n in m.names),
+                shapes_from=f"{folder}/{m.shapes_from}" if m.shapes_from else "",
+                glob=f"{folder}/{m.glob}" if m.glob else "",
             )
             for m in other.mounts
-        ]  # fmt: skip
+        ]
         self.assets += [f"{folder}/{name}" for name in other.assets]
         self.strangers += [f"{folder}/{name}" for name in other.strangers]
         self.warnings += other.warnings

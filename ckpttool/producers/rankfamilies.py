@@ -11,6 +11,7 @@ Upstream: verl `utils/checkpoint/fsdp_checkpoint_manager.py` and `trainer/ppo/ra
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from ckpttool.catalogue import Path
 from ckpttool.producers.listing import Listing
@@ -48,8 +49,7 @@ def _verl(listing: Listing) -> Layout:
     roles = _roles(listing)
     made = lay_out(listing, (*(Piece(f"{role}/", how=KNOWN) for role in roles), *_VERL))
     if not roles:
-        _check_config(listing, made)
-        return made
+        return _joint(listing, made)
     outer = made.mounts
     made.mounts = []
     for role in roles:
@@ -57,9 +57,23 @@ def _verl(listing: Listing) -> Layout:
         # One model needs no name of its own; the keys are then those of any other checkpoint.
         root: Path = (role,) if len(roles) > 1 else ()
         laid = lay_out(inner, _VERL, ("model", "optimizer"), root)
-        _check_config(inner, laid)
-        made.merge(laid, role)
+        made.merge(_joint(inner, laid), role)
     made.mounts += outer
+    return made
+
+
+def _joint(listing: Listing, made: Layout) -> Layout:
+    """Model and optimizer as one set: FSDP1's optimizer is flat, and only the model says what its pieces are."""
+    _check_config(listing, made)
+    sets = [m for m in made.mounts if m.how == SET and m.root[-1:] in (("model",), ("optimizer",))]
+    if len(sets) == 2 and sets[0].name.removeprefix("model") == sets[1].name.removeprefix("optim"):
+        model, optim = sets
+        end = model.name.removeprefix("model")
+        joint = replace(
+            model, name=f"{{model,optim}}{end}", root=model.root[:-1], names=(*model.names, *optim.names),
+            glob=f"[mo][op][dt]*{end}",
+        )  # fmt: skip
+        made.mounts = [joint, *(m for m in made.mounts if m not in sets)]
     return made
 
 

@@ -103,7 +103,12 @@ def _olmo_old(listing: Listing) -> Layout:
     return lay_out(listing, _OLMO_OLD)
 
 
-_TORCH_CHECKPOINTING = (Piece(r"(?P<item>\w+?)_(?P<rank>\d+)\.pt", how=SET), Piece(r"metadata\.pkl", how=KNOWN))
+_TORCH_CHECKPOINTING = (
+    Piece(r"(checkpoint|other)_(?P<rank>\d+)\.pt", how=SET),
+    Piece(r"(?P<item>model)_(?P<rank>\d+)\.pt", "{item}", SET),
+    Piece(r"(?P<item>\w+?)_(?P<rank>\d+)\.pt", "{item}", SET),
+    Piece(r"metadata\.pkl", how=KNOWN),
+)
 
 
 def _is_torch_checkpointing(listing: Listing) -> bool:
