@@ -124,6 +124,10 @@ class _Replacing:
             raise type(error)(
                 f"tensor `{name}`: {error.message}", hint=error.hint, **{**error.facts, "tensor": name}
             ) from None
+        except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+            # Anything may stand anywhere in a pickle that was made up; each of these would need a question of its own.
+            name = dotted(path)
+            raise CorruptError(f"tensor `{name}`: not a {call.kind} as torch writes it: {error}", tensor=name) from None
 
 
 class _Call(NamedTuple):
@@ -272,11 +276,12 @@ def _mesh_state(value: Any) -> dict[str, Any]:
 
 
 def _mesh(state: dict[str, Any]) -> _Mesh:
+    ranks = _ints(state.get("_flatten_rank_map") or state.get("_flatten_mesh_list") or (), "mesh's ranks")
     layout = state.get("_layout")
     if layout is not None:
         shape, strides = _layout(layout)
     elif "mesh" not in state:
-        shape, strides = (len(state.get("_flatten_rank_map", ())),), ()
+        shape, strides = (len(ranks),), ()
     else:
         shape, strides = (tensor.shape if isinstance(tensor := state.get("mesh"), TensorRef) else ()), ()
     coordinate = state.get("_coordinate_on_dim")
@@ -285,7 +290,6 @@ def _mesh(state: dict[str, Any]) -> _Mesh:
         if len(coordinate) != len(shape) or any(c >= n for c, n in zip(coordinate, shape, strict=True)):
             raise CorruptError(f"coordinate {list(coordinate)} on a mesh {list(shape)}")
     names = tuple(map(str, state.get("_mesh_dim_names") or state.get("mesh_dim_names") or ()))
-    ranks = _ints(state.get("_flatten_rank_map") or state.get("_flatten_mesh_list") or (), "mesh's ranks")
     within, rank = ranks, state.get("_rank")
     if coordinate is not None and len(ranks) == prod(shape) and not strides:
         rank = ranks[sum(c * s for c, s in zip(coordinate, row_major(shape), strict=True))]
