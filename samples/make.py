@@ -9,6 +9,7 @@ only then put in place.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import shutil
 import sys
@@ -74,6 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         head, _, _ = readme.read_text(encoding="utf-8").partition(TABLES)
         readme.write_text(head + TABLES + "\n\n" + table() + "\n", encoding="utf-8")
     else:
+        absent = [one for one in wanted if one.needs and importlib.util.find_spec(one.needs) is None]
+        for one in absent if not options.names else []:
+            print(f"{one.name:24} left out: needs {one.needs}")
+            wanted.remove(one)
         make(wanted, options.out.resolve())
     return 0
 

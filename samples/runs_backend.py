@@ -1,6 +1,6 @@
 """Samples of the package torch_checkpointing, the other backend of torchtitan's checkpoints.
 
-It is not among the requirements of these scripts: `pip install torch_checkpointing==0.1.1`.
+It is not among the requirements of these scripts: `pip install --no-deps torch_checkpointing==0.1.1`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def gather(self: Any, data: Any, process_group: Any = None) -> dict[int, Any]:
     writer="torch_checkpointing 0.1.1 `CheckpointManager.save`; the metadata are gathered on the CPU",
     load=None,
     world=2,
+    needs="torch_checkpointing",
 )
 def torch_checkpointing(folder: Path) -> Any:
     """The items are those of torchtitan/components/checkpointer/torch_checkpointing.py `_item_specs`."""

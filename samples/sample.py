@@ -18,7 +18,7 @@ class Sample:
     `build(folder)` writes `folder/ckpt*` and returns what a reader must give back. The process that runs it is rank 0
     of a world of `world` processes; `build` runs on all of them and only rank 0's answer counts. `load(folder)` reads
     the checkpoint with the upstream library, to check the sample against that answer; `None` says that upstream has no
-    reader for it.
+    reader for it. `needs` is a package without which `make.py` leaves the sample out unless it is asked for by name.
     """
 
     name: str
@@ -30,6 +30,7 @@ class Sample:
     world: int
     reference: bool
     strides: bool
+    needs: str
 
 
 SAMPLES: dict[str, Sample] = {}
@@ -45,6 +46,7 @@ def sample(
     world: int = 1,
     reference: bool = True,
     strides: bool = False,
+    needs: str = "",
 ) -> Callable[[Build], Build]:
     """Register a builder under `name`; may be stacked to give one builder several names.
 
@@ -55,7 +57,7 @@ def sample(
     def register(build: Build) -> Build:
         if name in SAMPLES:
             raise ValueError(f"two samples are called {name}")
-        SAMPLES[name] = Sample(name, build, load, what, trap, writer, world, reference, strides)
+        SAMPLES[name] = Sample(name, build, load, what, trap, writer, world, reference, strides, needs)
         return build
 
     return register
