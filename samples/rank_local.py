@@ -65,7 +65,7 @@ def _wrap_flat(model: nn.Module) -> nn.Module:
 @sample(
     "rank_fsdp1_local_w3",
     what="3 FSDP1 ranks, local flat shards, `use_orig_params=True`, a frozen parameter",
-    trap="as `rank_fsdp1_local_w4`; every unit is padded to a multiple of 3, so that pieces are not of whole 16 bytes",
+    trap="as `rank_fsdp1_local_w4`; units divide unevenly by 3, so that pieces begin and end anywhere",
     writer=LOCAL,
     load=None,
     world=3,
@@ -80,8 +80,8 @@ def rank_fsdp1_local_frozen(folder: Path) -> Any:
 @sample(
     "rank_fsdp1_flat_w4",
     what="4 FSDP1 ranks, local flat shards, `use_orig_params=False`, a frozen unit inside another",
-    trap="`layers.0.norm` is a unit below the unit `layers.0`; padding at the end of units; no state for the frozen "
-    "one; ids by two groups",
+    trap="`layers.0.norm` is a unit below the unit `layers.0`; the moments are padded at the end of a unit, "
+    "the parameters are not; no state for the frozen one; ids by two groups",
     writer=LOCAL,
     load=None,
     world=4,
@@ -89,7 +89,7 @@ def rank_fsdp1_local_frozen(folder: Path) -> Any:
 @sample(
     "rank_fsdp1_flat_w3",
     what="3 FSDP1 ranks, local flat shards, `use_orig_params=False`, a frozen unit inside another",
-    trap="as `rank_fsdp1_flat_w4`, padded to multiples of 3",
+    trap="as `rank_fsdp1_flat_w4`: 200 elements as 67, 67, 66, moments as 67, 67, 67",
     writer=LOCAL,
     load=None,
     world=3,
