@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import made
@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from optimizers import OPTIMIZERS, Tree, spelt, trained
 
 from ckpttool import layout, optimkeys, parts
 from ckpttool.catalogue import Catalogue, File, Object, Part, Tensor, dotted
@@ -19,96 +19,7 @@ from ckpttool.errors import CkptError, CorruptError, LossError, UsageError
 from ckpttool.nesting import unflatten
 from ckpttool.optimkeys.naming import ways
 
-Tree = dict[str, Any]
-
-
-class Block(torch.nn.Module):  # type: ignore[misc]
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = torch.nn.Parameter(torch.ones(()))
-        self.norm = torch.nn.BatchNorm1d(6)
-        self.up = torch.nn.Linear(6, 5)
-        self.down = torch.nn.Linear(5, 6, bias=False)
-        self.register_buffer("scale", torch.ones(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.gate * self.down(self.up(self.norm(x))) * self.scale
-
-
-class Net(torch.nn.Module):  # type: ignore[misc]
-    """A tied head, a frozen table, counters, float buffers shaped like nothing else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("rope", torch.ones(3))
-        self.embed = torch.nn.Embedding(11, 6)
-        self.frozen = torch.nn.Parameter(torch.ones(7, 6), requires_grad=False)
-        self.layers = torch.nn.ModuleList([Block(), Block()])
-        self.head = torch.nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids) + self.frozen[0]
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-def trained(make: Callable[[Net], torch.optim.Optimizer], *, unbuffered: bool = True) -> tuple[Net, Any]:
-    torch.manual_seed(0)
-    net = Net()
-    if unbuffered:
-        for layer in net.layers:
-            del layer.scale
-            layer.scale = 1.0  # a buffer as large as the norm leaves it open which is which
-    optimizer = make(net)
-    for _ in range(2):
-        net(torch.arange(8)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return net, optimizer
-
-
-def by_size(net: Net, **second: Any) -> list[dict[str, Any]]:
-    """Weights, and what has at most one dimension: the usual two groups."""
-    params = [p for p in net.parameters() if p.requires_grad]
-    return [{"params": [p for p in params if p.ndim > 1]}, {"params": [p for p in params if p.ndim < 2], **second}]
-
-
-def learned(net: Net) -> list[Any]:
-    return [p for p in net.parameters() if p.requires_grad]
-
-
-def all_of(net: Net) -> torch.optim.Optimizer:
-    del net.rope  # the frozen table has no state that tells it from a buffer
-    return torch.optim.AdamW(net.parameters(), lr=0.01)
-
-
-OPTIMIZERS: dict[str, Callable[[Net], torch.optim.Optimizer]] = {
-    "AdamW": lambda net: torch.optim.AdamW(learned(net), lr=0.01),
-    "AdamW, the frozen too": all_of,
-    "AdamW in two groups": lambda net: torch.optim.AdamW(by_size(net, weight_decay=0.0), lr=0.01),
-    "AdamW, named": lambda net: torch.optim.AdamW([(n, p) for n, p in net.named_parameters() if p.requires_grad]),
-    "amsgrad": lambda net: torch.optim.Adam(by_size(net, lr=0.1), amsgrad=True),
-    "SGD with momentum": lambda net: torch.optim.SGD(by_size(net, lr=0.1), lr=0.01, momentum=0.9),
-    "Adafactor": lambda net: torch.optim.Adafactor(by_size(net, lr=0.1), lr=0.01),
-    "Adagrad": lambda net: torch.optim.Adagrad(learned(net), lr=0.01),
-    "RMSprop": lambda net: torch.optim.RMSprop(by_size(net, lr=0.1), centered=True, momentum=0.5),
-    "NAdam": lambda net: torch.optim.NAdam(learned(net)),
-    "Adamax": lambda net: torch.optim.Adamax(learned(net)),
-    "ASGD": lambda net: torch.optim.ASGD(learned(net)),
-    "Rprop": lambda net: torch.optim.Rprop(learned(net), lr=0.01),
-    "Adadelta": lambda net: torch.optim.Adadelta(learned(net)),
-}
 WAYS = [(a, b) for a in optimkeys.SPELLINGS for b in optimkeys.SPELLINGS]
-
-
-def spelt(net: Net, optimizer: torch.optim.Optimizer, spelling: str) -> Tree:
-    """What torch makes of it."""
-    if spelling == "id":
-        return dict(optimizer.state_dict())
-    options = StateDictOptions(flatten_optimizer_state_dict=spelling == "flat")
-    return dict(get_optimizer_state_dict(net, optimizer, options=options))
 
 
 def started(state: Tree) -> Catalogue:
