@@ -30,6 +30,7 @@ LAYERS: list[tuple[set[str], set[str]]] = [
     ({"files"}, {"errors"}),
     ({"nesting"}, DATA | {"containers"}),
     ({"containers"}, DATA | {"containers", "nesting", "files"}),
+    ({"formats.rankfiles"}, DATA | {"containers", "nesting", "files", "parts", "ranks", "optimkeys"}),
     (CONCRETE, DATA | {"containers", "nesting", "files", "parts", "ranks"}),
     ({"formats"}, {"contract", "errors", "files", "formats.strangers", "wording"} | CONCRETE),
     (MOVING, DATA | MOVING | {"plan", "files"}),

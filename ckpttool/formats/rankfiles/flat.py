@@ -30,9 +30,19 @@ from ckpttool.containers.torchpickle import TensorRef
 from ckpttool.contract import OpenOptions
 from ckpttool.dtypes import Dtype
 from ckpttool.errors import CkptError, CorruptError, UsageError, some
-from ckpttool.formats.rankfiles.flatpieces import Parameter, Piece, Place, Rebuilt, Trees, Unit, is_line, part, rebuild
-
-FLAT_PARAM = "_flat_param"
+from ckpttool.formats.rankfiles.flatpieces import (
+    FLAT_PARAM,
+    Counted,
+    Parameter,
+    Piece,
+    Place,
+    Rebuilt,
+    Trees,
+    Unit,
+    is_line,
+    part,
+    rebuild,
+)
 
 
 class Model(NamedTuple):
@@ -41,7 +51,7 @@ class Model(NamedTuple):
 
     tensors: dict[str, Rebuilt]
     whole: tuple[str, ...]
-    counted: tuple[Unit | Parameter, ...]
+    counted: tuple[Counted, ...]
 
 
 class _Flat(NamedTuple):
@@ -189,7 +199,7 @@ def _from_pieces(
     if missing:
         raise _missing_shapes(missing)
     tensors: dict[str, Rebuilt] = {}
-    counted: list[Unit | Parameter] = []
+    counted: list[Counted] = []
     totals, counts = dict.fromkeys(flats, 0), dict.fromkeys(flats, 0)
     whole = tuple(name for name in trees[0] if name not in pieces and _unit_of(name) not in flats)
     for name in trees[0]:
@@ -274,7 +284,7 @@ def _from_flats(trees: Trees, place: Place, flats: Mapping[str, _Flat], options:
         if name not in trees[0] and unit is not None:
             members[unit].append(name)
     tensors: dict[str, Rebuilt] = {}
-    counted: list[Unit | Parameter] = []
+    counted: list[Counted] = []
     # The files have everything in the order in which the model has its parameters, flat ones and others.
     for entry in trees[0]:
         if (unit := _unit_of(entry)) in flats:

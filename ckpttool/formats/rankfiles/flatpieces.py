@@ -18,6 +18,8 @@ from ckpttool.catalogue import Chunks, Extent
 from ckpttool.containers.torchpickle import TensorRef
 from ckpttool.dtypes import Dtype
 
+FLAT_PARAM = "_flat_param"
+
 Trees = Sequence[Mapping[str, Any]]
 """What each rank's file has at the place of the model or the optimizer, by rank."""
 
@@ -62,6 +64,10 @@ class Unit(NamedTuple):
     name: str
     parameters: tuple[Parameter, ...]
     step: int
+
+
+Counted = Unit | Parameter
+"""What an optimizer has an id for."""
 
 
 def rebuild(kind: Dtype, shape: Ints, pieces: Iterable[Piece], place: Place) -> Rebuilt:
