@@ -16,6 +16,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.data_loader import IterableDatasetShard, SeedableRandomSampler
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, ProjectConfiguration, fsdp_utils
+from dcp import name_save
 from runs import (
     adamw,
     apart,
@@ -139,6 +140,7 @@ def prepared(one: Accelerator, version: int) -> Run:
 
 def saved(folder: Path, version: int, kind: str, notes: dict[str, str], *, rich: bool = False) -> dict[str, Any]:
     """Save with accelerate, and gather the reference at the same moment."""
+    name_save(folder)
     with not_offloaded(), accelerator(version, kind) as one:
         run = prepared(one, version)
         rest: dict[str, Any] = {}

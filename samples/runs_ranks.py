@@ -1,4 +1,4 @@
-"""Samples of run directories with torch.save files: verl, DINOv2, OLMo.
+"""Samples of run directories with torch.save files: verl, DINOv2, OLMo, Lightning.
 
 The frameworks are not run: torch writes what their sources hand to it, under the names and keys of those sources.
 """
@@ -14,15 +14,18 @@ import numpy as np
 import torch
 from runs import (
     apart,
+    fresh,
     make_folder,
     rank,
     reference,
     require_same,
     rng_by_rank,
     settle,
+    steps,
     world,
     wrapped_fsdp1,
 )
+from runs_dcp import lightning_meta, prefixed
 from runs_trainer import VOCAB, tiny_llama, tiny_tokenizer
 from sample import sample
 from torch import nn
@@ -210,3 +213,30 @@ def olmo_train_state() -> dict[str, Any]:
         "ephemeral_checkpoints": [],
         "rng": rng_state(),
     }
+
+
+@sample(
+    "run_lightning_log",
+    what="default root of one process: `lightning_logs/version_0/checkpoints/epoch=0-step=3.ckpt`",
+    trap="the checkpoint is a file three levels below the root; `state_dict` under `model.`, `optimizer_states` a list",
+    writer="torch 2.13 `torch.save`; emulation of Lightning 2.6",
+    load=None,
+)
+def lightning_log(folder: Path) -> Any:
+    """lightning/pytorch/trainer/connectors/checkpoint_connector.py `dump_checkpoint`, loggers/csv_logs.py."""
+    model, optimizer = fresh()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    steps(model, optimizer, scheduler)
+    run = Run(model, optimizer, scheduler)
+    notes = {
+        "model": "state_dict of the .ckpt file, as model.<name>",
+        "optim": "optimizer_states[0], integer ids in the order of the parameter groups",
+        "scheduler": "lr_schedulers[0]",
+        "step": "global_step",
+    }
+    state = {"state_dict": prefixed(model.state_dict()), "optimizer_states": [optimizer.state_dict()]}
+    path = make_folder(folder / "ckpt/lightning_logs/version_0/checkpoints")
+    torch.save({**lightning_meta(run), **state}, path / "epoch=0-step=3.ckpt")
+    (path.parent / "hparams.yaml").write_text("hidden: 13\nlr: 0.01\n")
+    (path.parent / "metrics.csv").write_text("epoch,step,loss\n0,2,2.5\n")
+    return reference(run, notes, scheduler=scheduler.state_dict())

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from dcp import name_save
 from runs import launched, rank, read_dcp, require_same, rng_by_rank, settle
 from runs_accelerate import force_fsdp
 from sample import sample
@@ -77,6 +78,7 @@ class Capture(transformers.TrainerCallback):
 
 def train(folder: Path, save_steps: int = 2, **options: Any) -> Capture:
     """Four steps of the tiny Llama in `folder`, saved after two and after four."""
+    name_save(folder)
     AcceleratorState._reset_state(reset_partial_state=True)
     model, capture = tiny_llama(), Capture()
     rows = torch.randint(VOCAB, (16, 6), generator=torch.Generator().manual_seed(5))
