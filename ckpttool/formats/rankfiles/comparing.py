@@ -9,6 +9,7 @@ from ckpttool import boxes, files
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import Extent, File, Object
 from ckpttool.containers import typedjson
+from ckpttool.containers.pickles import Stub
 from ckpttool.errors import LossError
 
 _TILE = 1 << 20
@@ -63,7 +64,8 @@ class Comparing:
 def same_value(a: Object, b: Object) -> bool:
     """Whether two objects are written alike."""
     x, y = a.value, b.value
-    if type(x) is not type(y):
+    # Each file's pickle makes stubs of its own for the same class.
+    if type(x) is not type(y) and not (isinstance(x, Stub) and isinstance(y, Stub)):
         return False
     if x is None or isinstance(x, (bool, int, str, bytes)):
         return bool(x == y)
