@@ -23,7 +23,7 @@ def inspect(path: str | os.PathLike[str], *, shapes: str | None = None) -> Catal
             validate(catalogue)
         except CkptError as error:
             # What is wrong stops a conversion; whoever looks wants to see the rest all the same.
-            catalogue.warnings.insert(0, f"damaged: {error.message}")
+            catalogue.warnings[:0] = [f"damaged: {fault.message}" for fault in catalogue.faults or [error]]
         return catalogue
 
 

@@ -1,10 +1,12 @@
-"""Run directories: every producer's layout is found, converted and read back by upstream; runs list their checkpoints."""
+"""Run directories: each producer's layout is found, converted and read back by upstream; runs list checkpoints."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -20,12 +22,13 @@ from torch import nn
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from ckpttool import convert, inspect, opening, producers
-from ckpttool.catalogue import Catalogue, Object
+from ckpttool import convert, inspect, producers
 from ckpttool.contract import NO_HINTS
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.producers import PRODUCERS, recognise, runs
 from ckpttool.producers.listing import Listing
+from ckpttool.producers.mounts import shapes_of_moments
+from ckpttool.producers.names import step_in
 
 SAMPLES = sorted(folder.name for folder in HERE.glob("run_*"))
 TARGETS = ("torch", "dcp", "safetensors")
@@ -48,10 +51,10 @@ def flat(value: Any, name: str = "") -> dict[str, Any]:
     return made
 
 
-def converted(path: str, to: str, folder: Path) -> dict[str, Any]:
+def converted(path: str, to: str, folder: Path, shapes: str | None = None) -> dict[str, Any]:
     """`path` in another format, by dotted name, as upstream reads it; the tensors only for safetensors."""
     out = folder / ("out.pt" if to == "torch" else "out")
-    convert(path, out, to=to, check=True)
+    convert(path, out, to=to, check=True, shapes=shapes)
     if to == "torch":
         return flat(torch.load(out, weights_only=False))
     if to == "dcp":
@@ -99,21 +102,20 @@ def _moments(optim: dict[str, Any], found: dict[str, Any], suffix: str) -> Itera
     """State by name, or by the place of the parameter in the parameter groups."""
     names = [name for group in optim["param_groups"] for name in group["params"]]
     moment = next(iter(optim["state"][names[0]]))
-    by_name = below(found, f"state.{names[0]}.{moment}", suffix)
-    root = by_name if by_name is not None else below(found, f"state.0.{moment}", suffix)
+    by_name = below(found, f"{names[0]}.{moment}", f"optimizer{suffix}" if suffix else "")
+    root = by_name if by_name is not None else below(found, f"0.{moment}", f"optimizer{suffix}" if suffix else "")
     assert root is not None
     for i, name in enumerate(names):
         for moment, value in optim["state"][name].items():
             if isinstance(value, torch.Tensor):
-                yield f"{root}state.{name if by_name is not None else i}.{moment}", value
+                yield f"{root}{name if by_name is not None else i}.{moment}", value
 
 
 @pytest.mark.parametrize("to", TARGETS)
 @pytest.mark.parametrize("name", SAMPLES)
 def test_a_sample_converts_to_what_torch_gathered(name: str, to: str, tmp_path: Path) -> None:
     ref = reference(name)
-    _skip_unread(name)
-    found = converted(path_of(name), to, tmp_path)
+    found = converted(path_of(name), to, tmp_path, _shapes(name, ref, tmp_path))
     count = 0
     for key, tensor in expected(ref, found):
         if key not in found and key.endswith("lm_head.weight"):
@@ -141,7 +143,346 @@ def _check_objects(ref: dict[str, Any], found: dict[str, Any]) -> None:
             assert any(v.dtype == state.dtype and torch.equal(v, state) for v in held), rank
 
 
-def _skip_unread(name: str) -> None:
-    faults = inspect(path_of(name)).warnings
-    if any("rank" in w and "no such file" in w for w in faults):
-        pytest.skip("rank files are not read yet")
+def _shapes(name: str, ref: dict[str, Any], folder: Path) -> str | None:
+    """Flat parameters of DINOv2 have no shapes, and nothing beside them that has."""
+    if "dinov2" not in name:
+        return None
+    path = folder / "shapes.json"
+    path.write_text(json.dumps([[n, list(t.shape)] for n, t in ref["model"].items()]))
+    return str(path)
+
+
+# The table -----------------------------------------------------------------------------------------------------------
+
+PRODUCER_OF = {
+    "run_accelerate": "accelerate",
+    "run_trainer": "transformers Trainer",
+    "run_hf_assets": "transformers",
+    "run_lightning": "Lightning",
+    "run_fabric": "Lightning",
+    "run_composer": "Composer",
+    "run_torchtitan": "torchtitan",
+    "run_olmo_core": "OLMo-core",
+    "run_olmo_unsharded": "OLMo",
+    "run_verl": "verl",
+    "run_torch_checkpointing": "torch_checkpointing",
+    "run_dinov2": "DINOv2",
+}
+every_row = pytest.mark.parametrize("row", PRODUCERS, ids=lambda row: row.name)
+
+
+def producer_of(name: str) -> str:
+    return next(producer for begin, producer in PRODUCER_OF.items() if name.startswith(begin))
+
+
+def shelled(path: str, folder: Path) -> Path:
+    """The same names and the same JSON, and nothing in the other files."""
+
+    def copy(source: str, target: str) -> None:
+        Path(target).write_bytes(Path(source).read_bytes() if source.endswith((".json", ".yaml", ".txt")) else b"?")
+
+    return Path(shutil.copytree(path, folder / Path(path).name, copy_function=copy))
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_every_sample_is_known_by_its_producer(name: str) -> None:
+    assert inspect(path_of(name)).facts["producer"] == producer_of(name)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_names_and_small_json_are_all_that_is_looked_at(name: str, tmp_path: Path) -> None:
+    there, shell = Listing(path_of(name)), Listing(str(shelled(path_of(name), tmp_path)))
+    assert [recognise(x) for x in (there,)] == [recognise(x) for x in (shell,)]
+    row = recognise(there)
+    if row is not None:
+        assert row.mounts(there) == row.mounts(shell)
+    found, again = (runs.checkpoints(x, recognise) for x in (there, shell))
+    assert [(f.name, f.step, f.producer) for f in found] == [(f.name, f.step, f.producer) for f in again]
+
+
+@every_row
+def test_a_row_is_whole(row: producers.Producer) -> None:
+    assert row.name
+    assert row.title
+    assert [r.name for r in PRODUCERS].count(row.name) == 1
+    page = (HERE.parents[1] / "docs" / "reference" / "producers.md").read_text()
+    assert f"| {row.name} |" in page
+
+
+@every_row
+def test_a_row_knows_no_empty_directory(row: producers.Producer, tmp_path: Path) -> None:
+    assert not row.recognise(Listing(str(tmp_path)))
+
+
+FILES = sorted(
+    (name, str(file.relative_to(path_of(name))))
+    for name in SAMPLES for file in Path(path_of(name)).rglob("*") if file.is_file()
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "file"), FILES)
+def test_a_file_that_is_gone_is_noticed_or_was_none_of_the_state(name: str, file: str, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(path_of(name), tmp_path / "ckpt"))
+    (copy / file).unlink()
+    before = inspect(path_of(name))
+    try:
+        after = inspect(copy)
+    except CkptError:
+        return
+    if after.warnings == before.warnings and after.facts.get("assets") == before.facts.get("assets"):
+        assert _optional(file)
+
+
+def _optional(file: str) -> bool:
+    """What is left only when there is one, or only tells the framework where to look, so nobody can miss it."""
+    names = r"scheduler|sampler|dl_state|scaler|custom_|training_args|_1\.|data\.pt|meta\.pt|huggingface/|_config\.json"
+    return bool(
+        re.search(
+            rf"{names}|last_checkpoint|latest_|metadata\.pkl|symlink|(checkpoint-2|checkpoint_0|step-4)/|\.yaml", file
+        )
+    )
+
+
+# Runs ----------------------------------------------------------------------------------------------------------------
+
+
+def saved(folder: Path, value: float = 1.0, world: int = 1) -> Path:
+    """What accelerate leaves of a tiny model, made by torch and safetensors."""
+    folder.mkdir(parents=True)
+    model = nn.Linear(3, 2)
+    nn.init.constant_(model.weight, value)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    save_file(model.state_dict(), folder / "model.safetensors")
+    torch.save(optimizer.state_dict(), folder / "optimizer.bin")
+    for rank in range(world):
+        torch.save({"step": 1, "torch_manual_seed": torch.get_rng_state()}, folder / f"random_states_{rank}.pkl")
+    return folder
+
+
+def saved_dcp(folder: Path, value: float = 1.0) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": {"w": torch.full((3,), value)}, "step": 1}, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def test_the_highest_step_is_taken_not_the_last_written(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in (10, 9, 100, 20):
+        saved(run / f"checkpoint_{step}", float(step))
+    found = producers.checkpoints(str(run))
+    assert [(f.step, f.complete, f.producer) for f in found] == [(s, True, "accelerate") for s in (9, 10, 20, 100)]
+    assert [f.nbytes for f in found] == [
+        sum(f.stat().st_size for f in (run / f"checkpoint_{s}").iterdir()) for s in (9, 10, 20, 100)
+    ]
+    made = convert(run, tmp_path / "out.pt")
+    assert torch.load(tmp_path / "out.pt")["model"]["weight"][0, 0] > 99
+    assert any("`checkpoint_100` is taken" in note for note in made.notes)
+    table = inspect(run).facts["run"]
+    assert [row["name"] for row in table if row["taken"]] == ["checkpoint_100"]
+
+
+def truncate(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(b"")
+
+
+def remove(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).unlink()
+
+
+@pytest.mark.parametrize(
+    ("make", "spoil", "why"),
+    [
+        (saved_dcp, remove(".metadata"), "no `.metadata`: the save did not end"),
+        (saved_dcp, lambda f: (f / ".metadata").rename(f / ".metadata.tmp"), "only `.metadata.tmp`"),
+        (saved_dcp, truncate(".metadata"), "`.metadata` is empty"),
+        (saved_dcp, truncate("__0_0.distcp"), "`__0_0.distcp` is empty"),
+        (saved_dcp, remove("__0_0.distcp"), "`__0_0.distcp` is missing"),
+        (saved, truncate("optimizer.bin"), "`optimizer.bin` is empty"),
+        (lambda f: saved(f, world=3), remove("random_states_1.pkl"), "the file of rank 1 of 3 is missing"),
+        (saved, lambda f: shutil.rmtree(f) or f.mkdir(), "an empty directory"),
+        (saved, lambda f: [file.rename(f / f"{file.name}.part") for file in f.iterdir()], "no checkpoint that we know"),
+    ],
+)
+def test_what_is_not_complete_is_passed_over(
+    make: Callable[[Path], Path], spoil: Callable[[Path], object], why: str, tmp_path: Path
+) -> None:
+    make(tmp_path / "run" / "step-1")
+    spoil(make(tmp_path / "run" / "step-2"))
+    first, second = producers.checkpoints(str(tmp_path / "run"))
+    assert first.complete
+    assert second.why_not is not None
+    assert why in second.why_not
+    made = convert(tmp_path / "run", tmp_path / "out.pt")
+    assert made.notes[0] == "`step-1` is taken, the newest of 2 checkpoints; not complete: `step-2`"
+
+
+@pytest.mark.parametrize("name", ["tmp_step-2", ".step-2", "step-2.tmp", "step-2-incomplete", "tmp-checkpoint-2"])
+def test_a_name_that_says_so_is_not_complete(name: str, tmp_path: Path) -> None:
+    saved_dcp(tmp_path / "step-1")
+    saved_dcp(tmp_path / name)
+    assert [f.complete for f in producers.checkpoints(str(tmp_path))] == [True, False]
+
+
+def test_nothing_complete_is_an_error_with_the_list(tmp_path: Path) -> None:
+    for step in (1, 2):
+        (saved_dcp(tmp_path / f"step-{step}") / ".metadata").unlink()
+    with pytest.raises(ReadError) as caught:
+        inspect(tmp_path)
+    assert "none of its 2 checkpoints is complete: `step-1`: no `.metadata`" in caught.value.message
+    assert caught.value.hint == f"name one to open it all the same: `{tmp_path / 'step-2'}`"
+
+
+def test_an_incomplete_one_that_is_named_is_opened_all_the_same(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "checkpoint_1", world=3)
+    (folder / "random_states_1.pkl").unlink()
+    assert any("the file of rank 1 of 3 is missing" in w for w in inspect(folder).warnings)
+    with pytest.raises(CorruptError, match="the file of rank 1 of 3 is missing"):
+        convert(folder, tmp_path / "out.pt")
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("checkpoint-500", 500),
+        ("checkpoint_7", 7),
+        ("step-10", 10),
+        ("step1000-unsharded", 1000),
+        ("global_step_20", 20),
+        ("ep3-ba40", 40),
+        ("epoch=2-step=100.ckpt", 100),
+        ("epoch_3", 3),
+        ("iter_0000100", 100),
+        ("250", 250),
+        ("best", None),
+        ("model-00001-of-00002.safetensors", None),
+        ("pretrain2", None),
+    ],
+)
+def test_the_step_in_a_name(name: str, step: int | None) -> None:
+    assert step_in(name) == step
+
+
+def test_a_pointer_to_another_step_is_told(tmp_path: Path) -> None:
+    for step in (1, 2):
+        saved_dcp(tmp_path / f"step-{step}")
+    (tmp_path / "latest").write_text("step-1\n")
+    assert any("`latest` names step 1, but step 2 is the newest" in w for w in inspect(tmp_path).warnings)
+    (tmp_path / "latest").write_text("step-2")
+    assert not any("latest" in w for w in inspect(tmp_path).warnings)
+
+
+def test_a_model_beside_the_checkpoints_of_its_run_is_what_is_opened(tmp_path: Path) -> None:
+    saved(tmp_path / "checkpoint-1")
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"final": torch.ones(2)}, tmp_path / "model.safetensors")
+    catalogue = inspect(tmp_path)
+    assert set(catalogue.entries) == {("final",)}
+    assert [f["name"] for f in catalogue.facts["run"]] == ["checkpoint-1"]
+    assert not any(f["taken"] for f in catalogue.facts["run"])
+    assert catalogue.warnings[0] == "the model in the directory itself is taken; `checkpoint-1` lies in it too"
+
+
+def test_checkpoints_of_one_file_each(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    for step in (5, 10):
+        torch.save({"state_dict": {"w": torch.full((2,), float(step))}}, run / f"epoch=1-step={step}.ckpt")
+    (run / "epoch=2-step=15.ckpt").touch()
+    found = [(f.step, f.why_not) for f in producers.checkpoints(str(run))]
+    assert found == [(5, None), (10, None), (15, "an empty file")]
+    convert(run, tmp_path / "out.pt")
+    assert torch.load(tmp_path / "out.pt")["state_dict"]["w"][0] == 10
+
+
+def test_a_directory_of_other_things_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "logs").mkdir()
+    assert producers.checkpoints(str(tmp_path)) == []
+    with pytest.raises(ReadError, match="holds no checkpoint that we know"):
+        inspect(tmp_path)
+
+
+def test_a_long_run_is_listed_without_reading_its_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = saved(tmp_path / "run" / "checkpoint_0", world=8)
+    for step in range(1, 300):
+        shutil.copytree(first, tmp_path / "run" / f"checkpoint_{step}", copy_function=os.link)
+    monkeypatch.setattr("ckpttool.formats.open_source", None)
+    monkeypatch.setattr("builtins.open", None)
+    began = time.monotonic()
+    found = producers.checkpoints(str(tmp_path / "run"))
+    assert time.monotonic() - began < 2
+    assert len(found) == 300
+    assert all(f.complete for f in found)
+
+
+def test_an_ordinary_checkpoint_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved_dcp(tmp_path / "ckpt")
+    listed: list[str] = []
+    made = Listing.__init__
+    monkeypatch.setattr(Listing, "__init__", lambda self, path: [listed.append(path), made(self, path)][1])
+    with closing(producers.open_source(str(folder), NO_HINTS)):
+        assert listed == [str(folder)]
+
+
+# Almost a producer's -------------------------------------------------------------------------------------------------
+
+
+def test_without_an_optimizer_it_opens_with_a_warning(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "checkpoint_0")
+    (folder / "optimizer.bin").unlink()
+    catalogue = inspect(folder)
+    assert catalogue.facts["producer"] == "accelerate"
+    assert catalogue.warnings == ["there is no optimizer in it"]
+
+
+def test_what_is_not_known_is_named(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "checkpoint_0")
+    (folder / "notes.xyz").touch()
+    assert inspect(folder).warnings == ["`notes.xyz`: not known here, and left out"]
+
+
+def test_a_piece_that_cannot_be_read_leaves_the_others_to_be_seen(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "checkpoint_0")
+    whole = (folder / "optimizer.bin").read_bytes()
+    (folder / "optimizer.bin").write_bytes(whole[: len(whole) // 2])
+    catalogue = inspect(folder)
+    assert ("model", "weight") in catalogue.entries
+    assert any(w.startswith("damaged: ") and "optimizer.bin" in w for w in catalogue.warnings)
+    with pytest.raises(CorruptError, match=re.escape("optimizer.bin")):
+        convert(folder, tmp_path / "out.pt")
+
+
+def test_a_step_directory_of_somebody_else_is_not_called_torchtitan(tmp_path: Path) -> None:
+    assert "producer" not in inspect(saved_dcp(tmp_path / "step-10")).facts
+
+
+def test_two_models_of_verl_hang_under_their_names(tmp_path: Path) -> None:
+    actor = Path(path_of("run_verl_fsdp2_w2")) / "global_step_3" / "actor"
+    for role in ("actor", "critic"):
+        shutil.copytree(actor, tmp_path / "global_step_3" / role)
+    catalogue = inspect(tmp_path / "global_step_3")
+    roots = {e.part.root for e in catalogue.entries.values() if e.part.kind in ("model", "optimizer")}
+    assert roots == {(role, part) for role in ("actor", "critic") for part in ("model", "optim")}
+
+
+def test_random_states_that_end_too_early_are_missed(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(path_of("run_accelerate_fsdp2_rankfiles_w4"), tmp_path / "ckpt"))
+    (folder / "random_states_3.pkl").unlink()
+    assert any("`random_states_2.pkl` is of 3 ranks, but 4 have written" in w for w in inspect(folder).warnings)
+
+
+def test_the_shapes_of_local_files_come_from_the_moments(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = {
+            "a.w": {"step": torch.tensor(1.0), "exp_avg": torch.ones(2, 3)},
+            "b": {"exp_avg": torch.ones(1), "step": torch.tensor(1.0)},
+        }
+        groups = [{"lr": 0.1, "params": ["b", "a.w"]}]
+        dcp.save({"optimizer": {"state": state, "param_groups": groups}}, checkpoint_id=tmp_path / "o", no_dist=True)
+    options = shapes_of_moments(inspect(tmp_path / "o"))
+    assert list((options.shapes or {}).items()) == [("b", (1,)), ("a.w", (2, 3))]
+    assert options.ordered

@@ -105,8 +105,9 @@ def _with_run(source: Source, listing: Listing, row: Producer) -> Source:
         return source
     if found:
         source.catalogue.facts["run"] = _table(found, None)
+        lies = "lies" if len(found) == 1 else "lie"
         source.catalogue.warnings.insert(
-            0, f"the model in the directory itself is taken; {some([f.name for f in reversed(found)])} lie in it too"
+            0, f"the model in the directory itself is taken; {some([f.name for f in reversed(found)])} {lies} in it too"
         )
     return source
 

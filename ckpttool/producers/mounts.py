@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpttool import formats, parts, ranks
 from ckpttool.boxes import Ints
-from ckpttool.catalogue import Catalogue, Part, Tensor, dotted
+from ckpttool.catalogue import Catalogue, Part, Path, Tensor, dotted
 from ckpttool.containers import typedjson
 from ckpttool.contract import OpenOptions, Source
 from ckpttool.errors import CkptError, CorruptError, ReadError, some
@@ -47,9 +47,22 @@ def open_source(row: Producer, listing: Listing, options: OpenOptions) -> Source
         catalogue.warnings.append(f"{some(layout.strangers)}: not known here, and left out")
     catalogue.faults += [
         CorruptError(text, hint="copy what is missing, or name another checkpoint", file=listing.path)
-        for text in layout.missing
+        for text in [*layout.missing, *_too_few(layout, catalogue)]
     ]
     return source
+
+
+def _too_few(layout: Layout, catalogue: Catalogue) -> list[str]:
+    """Sets of one file per rank that end before the last rank which has written anything."""
+    last: dict[Path, str] = {m.root[:-1]: m.name for m in layout.mounts if m.how == EACH}
+    sets = {m.name: m.names for m in layout.mounts if m.how == SET and "*" in m.name and not m.glob}
+    ranks_of = {name: 1 + max(rank for rank, _ in _by_rank(m)) for m in layout.mounts if (name := m.name) in sets}
+    ranks_of |= {name: 1 + (m.rank or 0) for m in layout.mounts if (name := m.name) in last.values()}
+    world = catalogue.world_size
+    return [
+        f"`{name}` is of {count} rank{'s' if count > 1 else ''}, but {world} have written: the rest is missing"
+        for name, count in ranks_of.items() if count < world
+    ]  # fmt: skip
 
 
 class _Opening:

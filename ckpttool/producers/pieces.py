@@ -125,7 +125,7 @@ def lay_out(listing: Listing, pieces: Iterable[Piece], wants: Sequence[str] = ()
                 _check_ranks(made, [m.string for m in found], [int(m["rank"]) for m in found], None)
     made.strangers += left
     _set_aside(made, root)
-    have = {str(m.root[len(root)]).rstrip("0123456789").rstrip("_") for m in made.mounts if len(m.root) > len(root)}
+    have = {m.root[len(root)] for m in made.mounts if len(m.root) > len(root)}
     lacking = [want for want in wants if want not in have]
     if lacking:
         made.warnings.append(f"there is no {' and no '.join(lacking)} in it")

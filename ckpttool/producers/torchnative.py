@@ -92,7 +92,10 @@ def _is_olmo_whole(listing: Listing) -> bool:
 
 
 def _olmo_whole(listing: Listing) -> Layout:
-    return lay_out(listing, _OLMO_WHOLE, ("model", "optim"))
+    made = lay_out(listing, _OLMO_WHOLE, ("model", "optim"))
+    if "train.pt" not in listing:
+        made.warnings.append("there is no `train.pt` in it: no progress, no random states")
+    return made
 
 
 def _is_olmo_old(listing: Listing) -> bool:
