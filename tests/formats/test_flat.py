@@ -19,7 +19,7 @@ from ckpttool.containers import sharded, torchzip
 from ckpttool.containers.torchpickle import TensorRef
 from ckpttool.contract import OpenOptions
 from ckpttool.formats.rankfiles import flat, flatoptim
-from ckpttool.formats.rankfiles.flatpieces import Counted, Parameter, Rebuilt
+from ckpttool.formats.rankfiles.flatpieces import Parameter, Rebuilt
 
 HERE = Path(__file__).resolve().parent
 SAMPLES = HERE.parents[1] / "samples"
@@ -158,7 +158,7 @@ def test_raw_optimizer_beside_a_model_by_name(ran: Callable[[int], Path], case: 
     folder = ran(world) / case
     ranks, whole = opened(folder), reference(folder)
     assert not flat.is_flat(ranks.part("model"))
-    found = ranks.filled(flatoptim.optimizer(ranks.part("optim"), ranks.place, counted_of(whole)))
+    found = ranks.filled(flatoptim.optimizer(ranks.part("optim"), ranks.place, named_of(ranks)))
     assert_same(found, clean(whole["optim"]))
 
 
@@ -167,15 +167,18 @@ def test_raw_optimizer_beside_a_model_by_name(ran: Callable[[int], Path], case: 
 def test_each_replica_is_enough(ran: Callable[[int], Path], case: str, replica: tuple[int, int]) -> None:
     folder = ran(4) / case
     ranks, whole = opened(folder), reference(folder)
-    found = flatoptim.optimizer(ranks.part("optim"), ranks.place, counted_of(whole), replica)
+    found = flatoptim.optimizer(ranks.part("optim"), ranks.place, named_of(ranks), replica)
     assert_same(ranks.filled(found), clean(whole["optim"]))
     files_used = {chunk.extent.file for state in found["state"].values() for chunk in state["exp_avg"].chunks}
     assert files_used == set(replica)
 
 
-def counted_of(whole: Mapping[str, Any]) -> list[Counted]:
-    left_out = {"seen", "rates", "head.weight"}
-    return [Parameter(n, tuple(t.shape)) for n, t in whole["model"].items() if n not in left_out]
+def named_of(ranks: Opened) -> list[Parameter]:
+    named = flatoptim.named(ranks.part("model"), ranks.place)
+    # Copies were saved of the shared parameter; it is the bytes that tell.
+    assert [p.name for p in named if p.again] == ["head.weight"]
+    assert [p.name for p in named if not p.certain] == ["rates"]
+    return named
 
 
 @pytest.mark.parametrize("name", ["rank_fsdp1_local_w2", "rank_fsdp1_flat_w2", "rank_fsdp1_local_w3",
@@ -188,3 +191,12 @@ def test_samples(name: str) -> None:
     if "optim" in whole:
         found = ranks.filled(flatoptim.optimizer(ranks.part("optim"), ranks.place, model.counted))
         assert_same(found, clean(whole["optim"]))
+
+
+@pytest.mark.parametrize("name", ["rank_verl_fsdp1_w1", "rank_verl_fsdp1_w2", "rank_verl_fsdp1_orig_w2"])
+def test_samples_of_verl(name: str) -> None:
+    folder = SAMPLES / "checkpoints" / name
+    whole = torch.load(folder / "reference.pt", weights_only=False)
+    model, optim = (Opened(sorted((folder / "ckpt").glob(f"{part}_world*"))) for part in ("model", "optim"))
+    counted = flatoptim.named(model.trees, model.place)
+    assert_same(optim.filled(flatoptim.optimizer(optim.trees, optim.place, counted)), clean(whole["optim"]))

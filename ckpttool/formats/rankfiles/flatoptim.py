@@ -19,7 +19,8 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpttool.boxes import Ints
-from ckpttool.catalogue import Chunks
+from ckpttool.catalogue import Chunks, Extent
+from ckpttool.containers.sharded import Shard
 from ckpttool.containers.torchpickle import TensorRef
 from ckpttool.errors import CorruptError, UsageError, some
 from ckpttool.formats.rankfiles import flatunits
@@ -68,9 +69,9 @@ def optimizer(
 ) -> dict[str, Any]:
     """The optimizer's state by name, with a `Rebuilt` for each tensor. Pure.
 
-    `counted` is what the model has for it to count, in order: what `flat.model` says, or the parameters that another
-    state dict of the model names, shared ones once, without `held`. `ranks` are those that make up one replica, all
-    of them unless told. Raises CorruptError when state and model do not fit, UsageError when they fit in several ways.
+    `counted` is what the model has for it to count, in order: what `flat.model` says, or what `named` makes of a state
+    dict of another kind. `ranks` are those that make up one replica, all of them unless told. Raises CorruptError when
+    state and model do not fit, UsageError when they fit in several ways.
     """
     ranks = range(len(trees)) if ranks is None else ranks
     groups = [[_slot(key, trees, ranks) for key in group["params"]] for group in _groups(trees[ranks[0]])]
@@ -86,6 +87,39 @@ def optimizer(
         said.append({key: _value(value, place, ranks[0]) for key, value in group.items()} | {"params": keys})
     rest = {key: _value(value, place, ranks[0]) for key, value in trees[ranks[0]].items()}
     return rest | {"state": made, "param_groups": said}
+
+
+def named(trees: Trees, place: Place) -> list[Parameter]:
+    """The parameters of a model that was saved by name, `DTensor`s or plain tensors, as `optimizer` wants them. Pure.
+
+    FSDP1 copies what it shards, so that a shared parameter is there twice; only the checksums are the same."""
+    sharded = any(isinstance(value, Shard) for value in trees[0].values())
+    seen: set[tuple[object, ...]] = set()
+    found: list[Parameter] = []
+    for name, value in trees[0].items():
+        if not isinstance(value, (Shard, TensorRef)) or value.dtype.kind not in ("float", "complex"):
+            continue
+        refs = [(rank, ref) for rank, tree in enumerate(trees) for ref in _refs(tree.get(name))]
+        places = [(rank, ref.shape, place(rank, ref)) for rank, ref in refs]
+        bytes_of = (value.shape, *((r, shape, *_content(extent)) for r, shape, extent in places if prod(shape)))
+        certain = isinstance(value, Shard) or not sharded
+        found.append(Parameter(name, value.shape, None, certain, bytes_of in seen))
+        seen.add(bytes_of)
+    return found
+
+
+def _refs(value: Any) -> list[TensorRef]:
+    if isinstance(value, Shard):
+        return [piece.ref for piece in value.pieces]
+    return [value] if isinstance(value, TensorRef) else []
+
+
+def _content(extent: Extent) -> tuple[object, ...]:
+    """What is the same for the same bytes; without a checksum, only for the same place."""
+    record = extent.record
+    if record is None or record.crc is None:
+        return extent.file, extent.offset, extent.nbytes
+    return record.crc, record.nbytes, extent.offset - record.offset
 
 
 def _names(owner: Counted) -> list[str]:
@@ -166,10 +200,13 @@ def _owners(
     if told is not None:
         return told
     known = any(isinstance(c, Unit) or c.held is not None for c in counted)
-    found = [_matched(slots, counted, world)]
-    if not known:
-        # Whether the ids are of parameters or of units, and of which, is to be found out.
-        found.append(_derived(slots, [c for c in counted if isinstance(c, Parameter) and c.certain], world))
+    once = [c for c in counted if isinstance(c, Unit) or not c.again]
+    found: list[list[list[Counted]]] = []
+    for some_of in (once, counted) if len(once) < len(counted) else (counted,):
+        found.append(_matched(slots, some_of, world))
+        if not known:
+            # Whether the ids are of parameters or of units, and of which, is to be found out.
+            found.append(_derived(slots, [c for c in some_of if isinstance(c, Parameter) and c.certain], world))
     answers = [answer for answer in found if answer]
     if not answers:
         raise CorruptError(

@@ -49,12 +49,13 @@ class Piece(NamedTuple):
 class Parameter(NamedTuple):
     """A parameter as an optimizer counts it: `Parameter("embed.weight", (29, 7), (106, 97))`. `held` is how many of its
     elements each rank has, in the order of the ranks; None when nobody knows. One that is not `certain` may as well be
-    a buffer: every rank has all of it."""
+    a buffer: every rank has all of it. One that has the bytes of an earlier one may be the same parameter `again`."""
 
     name: str
     shape: Ints
     held: Ints | None = None
     certain: bool = True
+    again: bool = False
 
 
 class Unit(NamedTuple):
