@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
@@ -18,7 +19,9 @@ from ckpttool.catalogue import Extent
 from ckpttool.containers import sharded, torchzip
 from ckpttool.containers.torchpickle import TensorRef
 from ckpttool.contract import OpenOptions
-from ckpttool.formats.rankfiles import flat, flatoptim
+from ckpttool.dtypes import DTYPES
+from ckpttool.errors import CkptError, CorruptError, UsageError
+from ckpttool.formats.rankfiles import flat, flatoptim, flatunits
 from ckpttool.formats.rankfiles.flatpieces import Parameter, Rebuilt
 
 HERE = Path(__file__).resolve().parent
@@ -200,3 +203,221 @@ def test_samples_of_verl(name: str) -> None:
     model, optim = (Opened(sorted((folder / "ckpt").glob(f"{part}_world*"))) for part in ("model", "optim"))
     counted = flatoptim.named(model.trees, model.place)
     assert_same(optim.filled(flatoptim.optimizer(optim.trees, optim.place, counted)), clean(whole["optim"]))
+
+
+# What cannot be, or cannot be known -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["rank_fsdp1_local_w2", "rank_fsdp1_flat_w2"])
+def test_without_shapes_the_files_are_named(name: str) -> None:
+    ranks = sampled(name)
+    with pytest.raises(CorruptError, match=r"rank0.pt.*rank1.pt.*LOCAL_STATE_DICT.*not the shapes") as caught:
+        flat.model(ranks.part("model"), ranks.place, OpenOptions(), [path.name for path in ranks.paths])
+    assert caught.value.hint is not None and "--shapes FROM" in caught.value.hint
+
+
+def sampled(name: str) -> Opened:
+    return Opened(sorted((SAMPLES / "checkpoints" / name / "ckpt").glob("rank*.pt")))
+
+
+def shapes(name: str, **changes: tuple[int, ...] | None) -> OpenOptions:
+    """The shapes of a sample's model, some of them changed or left out; `__` stands for a dot."""
+    whole = torch.load(SAMPLES / "checkpoints" / name / "reference.pt", weights_only=False)["model"]
+    made = {key: tuple(tensor.shape) for key, tensor in whole.items()}
+    for key, shape in changes.items():
+        if shape is None:
+            del made[key.replace("__", ".")]
+        else:
+            made[key.replace("__", ".")] = shape
+    return OpenOptions(made)
+
+
+def refused(name: str, options: OpenOptions, error: type[CkptError] = CorruptError) -> CkptError:
+    ranks = sampled(name)
+    with pytest.raises(error) as caught:
+        flat.model(ranks.part("model"), ranks.place, options)
+    assert caught.value.hint
+    return caught.value
+
+
+def test_a_parameter_without_a_shape_is_named() -> None:
+    error = refused("rank_fsdp1_local_w2", shapes("rank_fsdp1_local_w2", norm__weight=None))
+    assert "no shape for 1 parameters" in error.message and "`norm.weight`" in error.message
+
+
+def test_one_shape_is_enough_for_a_shared_parameter() -> None:
+    ranks = sampled("rank_fsdp1_local_w2")
+    options = shapes("rank_fsdp1_local_w2", embed__weight=None)
+    tensors = flat.model(ranks.part("model"), ranks.place, options).tensors
+    assert list(tensors["embed.weight"].chunks) == list(tensors["lm_head.weight"].chunks)
+
+
+def test_a_shape_of_another_size_is_refused() -> None:
+    error = refused("rank_fsdp1_local_w2", shapes("rank_fsdp1_local_w2", layers__0__qkv__weight=(20, 7)))
+    assert "`layers.0.qkv.weight`" in error.message and "147" in error.message and "140" in error.message
+
+
+@pytest.mark.parametrize("wrong", [(20, 7), (22, 7)])
+def test_a_unit_of_another_size_is_refused(wrong: tuple[int, ...]) -> None:
+    error = refused("rank_fsdp1_flat_w2", shapes("rank_fsdp1_flat_w2", layers__1__qkv__weight=wrong))
+    assert "`layers.1`" in error.message and error.facts["expected"] - error.facts["found"] == (wrong[0] - 21) * 7
+
+
+def test_names_of_another_model_are_refused() -> None:
+    options = shapes("rank_fsdp1_flat_w2")
+    assert options.shapes is not None
+    prefixed = OpenOptions({f"model.{name}": shape for name, shape in options.shapes.items()})
+    error = refused("rank_fsdp1_flat_w2", prefixed)
+    assert "of the root" in error.message and "`model.embed.weight`" in error.message
+    error = refused("rank_fsdp1_flat_w2", OpenOptions({"embed.weight": (29, 7), "norm.weight": (7,)}))
+    assert error.message == "the shapes name no parameter of `layers.0`, whose flat parameter has 399 elements"
+
+
+def test_a_flat_parameter_needs_the_order_of_the_model() -> None:
+    options = shapes("rank_fsdp1_flat_w2")
+    assert options.shapes is not None
+    error = refused("rank_fsdp1_flat_w2", OpenOptions(dict(sorted(options.shapes.items())), ordered=False), UsageError)
+    assert "alphabetical" in error.message and "JSON" in str(error.hint)
+    ranks = sampled("rank_fsdp1_local_w2")
+    by_name = flat.model(ranks.part("model"), ranks.place, OpenOptions(options.shapes, ordered=False))
+    assert len(by_name.tensors) == 17
+
+
+def test_a_missing_rank_is_a_hole() -> None:
+    for name in ("rank_fsdp1_local_w2", "rank_fsdp1_flat_w2"):
+        ranks = sampled(name)
+        with pytest.raises(CorruptError, match="are in no chunk") as caught:
+            flat.model(ranks.part("model")[:1], ranks.place, shapes(name))
+        assert "rank's file is missing" in str(caught.value.hint)
+
+
+def test_ranks_that_disagree_are_named() -> None:
+    ranks = sampled("rank_fsdp1_local_w2")
+    first, second = ranks.part("model")
+    del second["norm.weight"]
+    with pytest.raises(CorruptError, match=r"rank 0 and rank 1 do not have the same entries: `norm.weight`"):
+        flat.model([first, second], ranks.place, shapes("rank_fsdp1_local_w2"))
+    optim = ranks.part("optim")
+    optim[1]["param_groups"][0]["lr"] = 7.0
+    counted = rebuilt_sample("rank_fsdp1_local_w2").counted
+    with pytest.raises(CorruptError, match="`param_groups` are others on rank 1 than on rank 0: `lr`"):
+        flatoptim.optimizer(optim, ranks.place, counted)
+
+
+def rebuilt_sample(name: str) -> flat.Model:
+    ranks = sampled(name)
+    return flat.model(ranks.part("model"), ranks.place, shapes(name))
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    ranks = sampled("rank_fsdp1_local_w2")
+    optim = ranks.part("optim")
+    counted = [c for c in rebuilt_sample("rank_fsdp1_local_w2").counted if c.name != "layers.0.up.bias"]
+    with pytest.raises(CorruptError, match=r"16 parameters or units, does not follow.* 15 of the model"):
+        flatoptim.optimizer(optim, ranks.place, counted)
+
+
+def test_state_that_is_not_elementwise_is_refused() -> None:
+    ranks = sampled("rank_fsdp1_local_w2")
+    optim = ranks.part("optim")
+    optim[0]["state"][4]["row_var"] = optim[0]["state"][2]["exp_avg"]
+    with pytest.raises(CorruptError, match=r"state 4 of rank 0 .*`exp_avg` \[46\].*`row_var` \[7\]"):
+        flatoptim.optimizer(optim, ranks.place, rebuilt_sample("rank_fsdp1_local_w2").counted)
+
+
+def test_state_that_one_rank_lacks_is_refused() -> None:
+    ranks = sampled("rank_fsdp1_local_w2")
+    optim = ranks.part("optim")
+    del optim[1]["state"][0]["exp_avg"]
+    with pytest.raises(CorruptError, match="`exp_avg` of 0 is there on rank 0, but not on rank 1"):
+        flatoptim.optimizer(optim, ranks.place, rebuilt_sample("rank_fsdp1_local_w2").counted)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_which_of_two_like_units_was_frozen_is_not_guessed(ran: Callable[[int], Path], world: int) -> None:
+    ranks, model = rebuilt(ran(world) / "flat_frozen")
+    with pytest.raises(UsageError, match=r"fit in more ways than one: .*`layers.1") as caught:
+        flatoptim.optimizer(ranks.part("optim"), ranks.place, model.counted)
+    assert "FSDP.optim_state_dict" in str(caught.value.hint)
+
+
+# Shared parameters of flat units, by sizes alone ----------------------------------------------------------------------
+
+
+def shared(numel: int, given: dict[str, tuple[int, ...]]) -> dict[str, str]:
+    unit = flat._Flat("", DTYPES["float32"], numel, ())
+    return {name: first for name, first in flat._ties(unit, given).items() if name != first}
+
+
+def test_shared_parameters_are_told_by_what_is_missing() -> None:
+    assert shared(210, {"embed": (29, 7), "norm": (7,), "head": (29, 7)}) == {"head": "embed"}
+    assert shared(413, {"embed": (29, 7), "norm": (7,), "head": (29, 7)}) == {}
+    # Two layers that are one: everything that comes again is missing.
+    layers = {"0.w": (3, 5), "0.b": (5,), "1.w": (3, 5), "1.b": (5,)}
+    assert shared(20, layers) == {"1.w": "0.w", "1.b": "0.b"}
+
+
+@pytest.mark.parametrize(
+    ("numel", "given"),
+    [
+        (20, {"q": (2, 5), "k": (2, 5), "v": (2, 5)}),  # k or v, of q
+        (209, {"embed": (29, 7), "norm": (7,), "head": (29, 7)}),
+        (203, {"embed": (29, 7), "head": (7, 29)}),  # the same size, another shape
+        (30, {"a": (10,), "b": (10,), "c": (5, 2), "d": (5, 2)}),  # b or d
+    ],
+)
+def test_shared_parameters_are_not_guessed(numel: int, given: dict[str, tuple[int, ...]]) -> None:
+    with pytest.raises(CorruptError) as caught:
+        shared(numel, given)
+    assert "leave all but one of the names" in str(caught.value.hint)
+
+
+# Units by sizes alone -------------------------------------------------------------------------------------------------
+
+
+def llm(layers: int) -> list[Parameter]:
+    """Names and shapes as transformers has them."""
+    found = [("model.embed_tokens.weight", (97, 8))]
+    for i in range(layers):
+        base = f"model.layers.{i}"
+        found += [(f"{base}.self_attn.{x}_proj.weight", (8, 8)) for x in "qkvo"]
+        found += [(f"{base}.mlp.{x}_proj.weight", (24, 8)) for x in ("gate", "up")]
+        found += [(f"{base}.mlp.down_proj.weight", (8, 24)), (f"{base}.input_layernorm.weight", (8,))]
+        found += [(f"{base}.post_attention_layernorm.weight", (8,))]
+    return [Parameter(*one) for one in [*found, ("model.norm.weight", (8,)), ("lm_head.weight", (97, 8))]]
+
+
+def steps(parameters: list[Parameter], units: list[str], world: int) -> list[int]:
+    """What FSDP1 would have on each rank for these units, the first of which is the root."""
+    owned = dict.fromkeys(units, 0)
+    for parameter in parameters:
+        owner = max((u for u in units if not u or parameter.name.startswith(f"{u}.")), key=len)
+        owned[owner] += prod(parameter.shape)
+    return [-(-numel // world) for numel in owned.values() if numel]
+
+
+@pytest.mark.parametrize("world", [2, 8])
+def test_the_layers_of_a_large_model_are_found(world: int) -> None:
+    parameters = llm(80)
+    layers = [f"model.layers.{i}" for i in range(80)]
+    began = time.process_time()
+    found = flatunits.derive(parameters, steps(parameters, ["", *layers], world), world)
+    assert time.process_time() - began < 5
+    assert [[unit.name for unit in units] for units in found] == [["", *layers]]
+    assert {p.name for p in found[0][0].parameters} == {p.name for p in parameters if "layers" not in p.name}
+
+
+def test_embeddings_and_layers_within_layers_are_found() -> None:
+    parameters = llm(3)
+    units = ["", "model.embed_tokens"]
+    for i in range(3):
+        units += [f"model.layers.{i}", f"model.layers.{i}.mlp"]
+    found = flatunits.derive(parameters, steps(parameters, [*units, "lm_head"], 4), 4)
+    assert [[unit.name for unit in answer] for answer in found] == [[*units, "lm_head"]]
+
+
+def test_units_that_fit_in_two_ways_are_both_said() -> None:
+    parameters = [Parameter("a.w", (4, 2)), Parameter("b.w", (2, 4)), Parameter("c.w", (8, 1))]
+    found = flatunits.derive(parameters, [8, 4], 2)
+    assert len(found) == 2
+    assert flatunits.derive(parameters, [8, 5], 2) == []

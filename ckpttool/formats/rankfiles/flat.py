@@ -265,7 +265,7 @@ def _check_sizes_agree(flat: _Flat, total: int, count: int, world: int) -> None:
     most = total + 15 * count + world - 1
     if not total <= flat.numel <= most:
         raise CorruptError(
-            f"`{flat.unit}`: the pieces under the names of its parameters have {total} elements, the flat parameter "
+            f"{_module(flat.unit)}: the pieces under the names of its parameters have {total} elements, the flat parameter "
             f"{flat.numel}",
             hint="the files are of different saves", tensor=flat.unit, found=flat.numel, expected=total,
         )  # fmt: skip
@@ -322,7 +322,11 @@ def _cut(
 
 
 def _titled(unit: str) -> str:
-    return f"the flat parameter of `{unit}`" if unit else "the flat parameter of the root"
+    return f"the flat parameter of {_module(unit)}"
+
+
+def _module(unit: str) -> str:
+    return f"`{unit}`" if unit else "the root"
 
 
 def _ties(flat: _Flat, shapes: Mapping[str, Ints]) -> dict[str, str]:
@@ -330,6 +334,11 @@ def _ties(flat: _Flat, shapes: Mapping[str, Ints]) -> dict[str, str]:
 
     Nothing says which names are shared; but they are of the same shape, and their elements are not there twice."""
     total = sum(map(prod, shapes.values()))
+    if not shapes:
+        raise CorruptError(
+            f"the shapes name no parameter of {_module(flat.unit)}, whose flat parameter has {flat.numel} elements",
+            hint="the shapes are those of another model", unit=flat.unit, found=flat.numel, expected=0,
+        )  # fmt: skip
     if total == flat.numel:
         return {name: name for name in shapes}
     first: dict[Ints, str] = {}
