@@ -77,8 +77,10 @@ class _Opening:
             state = self._load(rank)
             if state is not None:
                 self._merging.add(state)
+        misplaced = self._catalogue.faults[:]
         self._merging.finish()
-        self._catalogue.faults[:0] = self._missing()
+        # A file that is in the wrong place is why another is missing, and that is why tensors do not fit.
+        self._catalogue.faults[len(misplaced) : len(misplaced)] = self._missing()
         self._describe()
 
     def _load(self, named: int) -> RankState | None:

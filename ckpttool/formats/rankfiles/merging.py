@@ -75,6 +75,7 @@ class Merging:
         self._seen: list[int] = []
         self._kinds: dict[Path, str] = {}
         self._units: dict[Path, Path] = {}
+        self._inner: set[Path] = set()  # what other entries lie below
         self._boxes: dict[Path, dict[tuple[Ints, Ints], int]] = {}
         self._shards: dict[Path, Shard] = {}
         self._names: dict[int, str] = {}
@@ -121,6 +122,7 @@ class Merging:
 
     def _take(self, path: Path, entry: Entry, state: RankState) -> None:
         self._catalogue.add(entry)
+        self._inner.update(path[:depth] for depth in range(len(path)))
         shard = state.shards.get(path)
         if shard is not None:
             assert isinstance(entry, Tensor)
@@ -138,13 +140,16 @@ class Merging:
         for path, entry in entries.items():
             if path not in ours:
                 unit = self._unit(path, state.owner(path))
-                if unit in self._own or any(other[: len(unit)] == unit for other in self._group(unit)):
+                if _is_empty(entry) and path in self._inner:
+                    # `full_optim_state_dict` of all ranks but one.
+                    continue
+                if unit in self._own or unit in self._inner:
                     own[unit] = None
                 else:
                     self._introduce(path, entry, state)
             elif not self._same(path, ours[path], entry, state):
                 own[self._unit(path, state.owner(path))] = None
-        if len(entries) != len(ours):
+        if entries.keys() != ours.keys():
             for path in ours.keys() - entries.keys():
                 unit = self._unit(path, path)
                 if unit != path and any(other in entries for other in self._group(unit)):
@@ -156,6 +161,9 @@ class Merging:
             self._own.setdefault(unit, {})[state.rank] = made
 
     def _introduce(self, path: Path, entry: Entry, state: RankState) -> None:
+        for depth in range(len(path)):
+            if path[:depth] in self._catalogue.entries and _is_empty(self._catalogue.entries[path[:depth]]):
+                del self._catalogue.entries[path[:depth]]
         self._take(path, entry, state)
         self._absent[path] = set(self._seen)
         self._holders[path] = state
@@ -362,6 +370,10 @@ class Merging:
             if rank in own:
                 found.append(own[rank])
         return found
+
+
+def _is_empty(entry: Entry) -> bool:
+    return isinstance(entry, Object) and isinstance(entry.value, (dict, list)) and not entry.value
 
 
 def _said(entry: Entry) -> str:

@@ -92,6 +92,27 @@ def is_torch(path: str) -> bool:
     return head.startswith(_PK) or torchlegacy.is_stream(head)
 
 
+def alike(path: str, other: str) -> bool:
+    """Whether two archives hold mostly the same storages: what every rank of DDP saves, but not another epoch."""
+    pool = files.Pool()
+    try:
+        a, b = (
+            {
+                name: (record.nbytes, record.crc)
+                for name, record in torchzip.open_archive(
+                    lambda at, n, of=one: pool.read(of, at, n), 0, files.size_of(one), name=one
+                ).records.items()
+                if name.startswith("data/") and record.nbytes
+            }
+            for one in (path, other)
+        )
+    except CkptError:
+        return False
+    finally:
+        pool.close()
+    return a.keys() == b.keys() and 2 * sum(a[name] == b[name] and bool(a[name][1]) for name in a) > len(a)
+
+
 def mentions_shards(path: str) -> bool:
     """Whether the pickle in a file names the class of a sharded tensor; False for what cannot be read."""
     pool = files.Pool()

@@ -2,7 +2,7 @@
 
     model_world_size_4_rank_2.pt                                    verl: part, world size and rank
     rank0.pt   sharded_rank0.pt   optimizer_0_rank1.bin   last.rank_0.pth   rank0_model.pt      part and rank
-    checkpoint_0.pt   0.pt                 a number: a rank only if a sharded tensor inside says so, else an epoch
+    checkpoint_0.pt   0.pt                 a number: a rank if there are sharded tensors or copies inside, else an epoch
     pytorch_model-00001-of-00002.bin   mp_rank_00_model_states.pt                              none of ours
 
 What stands before the rank is the part that the set is: files of several parts in a directory are one checkpoint,
@@ -82,7 +82,7 @@ def is_pattern(path: str) -> bool:
 def recognise(path: str) -> bool:
     """Whether these are rank files, or this is one."""
     if is_pattern(path):
-        return bool(_ours(_matches(path)))
+        return bool(_ours(_matches(path), told=True))
     if os.path.isdir(path):
         return bool(_ours(_files_in(path)))
     if not os.path.isfile(path) or not reading.is_torch(path):
@@ -100,7 +100,7 @@ def find(path: str) -> RankSet:
     if not is_pattern(path) and not os.path.isdir(path):
         return _around(path)
     names = _matches(path) if is_pattern(path) else _files_in(path)
-    ours = _ours(names)
+    ours = _ours(names, told=is_pattern(path))
     if not ours:
         raise ReadError(
             f"`{path}`: no file there is that of a rank", hint="name the files: `'run/*rank*.pt'`", file=path
@@ -183,17 +183,28 @@ def _matches(pattern: str) -> list[str]:
     return [path for path in sorted(glob.glob(pattern))[:_MOST] if os.path.isfile(path)]
 
 
-def _ours(paths: Iterable[str]) -> list[Member]:
-    """The rank files among these. Names that say so are believed, numbers only of files with sharded tensors."""
+def _ours(paths: Iterable[str], *, told: bool = False) -> list[Member]:
+    """The rank files among these. Names that say so are believed, numbers of files that look like it inside, or when
+    a person has `told` us with a pattern."""
     found = [m for path in paths if (m := member(path)) is not None]
     named = [m for m in found if not m.numbered]
     if any(reading.is_torch(m.path) for m in named):
         return named
-    stems: dict[str, bool] = {}
+    stems: dict[str, list[Member]] = {}
     for m in found:
-        if m.numbered and m.stem not in stems:
-            stems[m.stem] = reading.mentions_shards(m.path)
-    return [m for m in found if m.numbered and stems[m.stem]]
+        if m.numbered:
+            stems.setdefault(m.stem, []).append(m)
+    return [m for members in stems.values() if _are_ranks(members, told) for m in members]
+
+
+def _are_ranks(members: list[Member], told: bool) -> bool:
+    """Whether the numbers of these are ranks: there are sharded tensors inside, or (DDP) copies of one model."""
+    first, *rest = sorted(members, key=lambda m: m.rank)
+    if reading.mentions_shards(first.path):
+        return True
+    if not rest or [m.rank for m in (first, *rest)] != list(range(len(members))):
+        return False
+    return all(reading.is_torch(m.path) for m in members) if told else reading.alike(first.path, rest[0].path)
 
 
 def _keys(stems: list[str]) -> dict[str, str]:

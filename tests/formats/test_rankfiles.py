@@ -1,0 +1,580 @@
+"""Rank files: every sample against torch's own reference, sets found by any of their names, sets that are broken."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import warnings
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fakeranks import chunked, cut, mesh, save
+from originals import HERE, path_of, reference
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from ckpttool import convert, formats, nesting
+from ckpttool.catalogue import Catalogue, Tensor, find_aliases, validate
+from ckpttool.contract import Source
+from ckpttool.errors import CkptError, CorruptError, ReadError
+from ckpttool.formats.rankfiles import FORMAT, sets
+
+SAMPLES = HERE.parent
+sys.path.insert(0, str(SAMPLES))
+
+from same import assert_same, raw_bytes  # noqa: E402
+
+FLAT = ("_local_", "_flat_", "_dinov2_", "_verl_fsdp1_")  # `test_flat.py` and the producers have these
+NAMES = [
+    folder.name
+    for folder in sorted(HERE.glob("rank_*"))
+    if (folder / "ckpt").is_dir() and not any(mark in folder.name for mark in FLAT)
+]
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def source_of(path: str | Path) -> Source:
+    row = formats.detect(str(path))
+    assert row is FORMAT
+    return row.open(str(path))
+
+
+def read(path: str | Path, *, sound: bool = True) -> Catalogue:
+    source = source_of(path)
+    source.close()
+    if sound:
+        validate(source.catalogue)
+    return source.catalogue
+
+
+def elements(catalogue: Catalogue, tensor: Tensor) -> torch.Tensor:
+    """The elements of a tensor, read without any of our own code; records are checked against their CRC."""
+    size = tensor.dtype.itemsize
+    made = np.zeros(tensor.shape, f"V{size}")
+    for chunk in tensor.chunks:
+        extent = chunk.extent
+        data = Path(catalogue.files[extent.file].location).read_bytes()
+        if extent.record is not None and extent.record.crc is not None:
+            at = extent.record.offset
+            assert zlib.crc32(data[at : at + extent.record.nbytes]) == extent.record.crc
+        found = np.frombuffer(data[extent.offset : extent.offset + extent.nbytes], np.uint8)
+        if extent.strides is not None:
+            shape, steps = (*chunk.sizes, size), (*(s * size for s in extent.strides), 1)
+            found = np.lib.stride_tricks.as_strided(found, shape, steps)
+        assert not extent.codec
+        place = (..., *(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True)))
+        made[place] = np.ascontiguousarray(found).reshape(-1).view(f"V{size}").reshape(chunk.sizes)
+    kind, raw = getattr(torch, tensor.dtype.name), made.tobytes()
+    return torch.frombuffer(bytearray(raw), dtype=kind).reshape(tensor.shape) if raw else torch.empty(tensor.shape)
+
+
+def tree_of(catalogue: Catalogue) -> Any:
+    return nesting.unflatten(catalogue, lambda e: elements(catalogue, e) if isinstance(e, Tensor) else e.value)
+
+
+def plain(value: Any, *, text: bool = False) -> Any:
+    """A tree of dicts, lists and detached tensors; with `text`, keys as DCP has them."""
+    if isinstance(value, Mapping):
+        return {str(key) if text else key: plain(v, text=text) for key, v in value.items()}
+    if isinstance(value, list):
+        return [plain(v, text=text) for v in value]
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def expected_of(name: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    """What torch made of the same run; `optim_by_name` and `rng_by_rank` are other views of what is saved."""
+    whole = reference(name)
+    kept = {key: value for key, value in whole.items() if not key.endswith(("_by_name", "_by_rank"))}
+    if "model" in kept and "model" not in found:
+        kept |= kept.pop("model")  # the state dict itself was saved
+    return {("optimizer" if key == "optim" and "optim" not in found else key): v for key, v in kept.items()}
+
+
+def unwrapped(tree: Any) -> Any:
+    """DDP's names are those of the module inside."""
+    model = tree.get("model")
+    if isinstance(model, dict) and all(key.startswith("module.") for key in model):
+        return tree | {"model": {key.removeprefix("module."): value for key, value in model.items()}}
+    return tree
+
+
+# Samples --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sample_is_what_torch_gathers(name: str) -> None:
+    found = read(path_of(name))
+    tree = unwrapped(plain(tree_of(found)))
+    expected = plain(expected_of(name, tree))
+    assert {"model"} <= expected.keys() or "embed.weight" in expected
+    for key, value in expected.items():
+        assert_same(tree[key], value, at=key)
+    if "rng_by_rank" in reference(name):
+        assert all(f"rank{rank}" in tree["rng"] for rank in range(found.world_size))
+    assert not found.faults and not [w for w in found.warnings if "not compared" in w]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sample_becomes_a_file(name: str, tmp_path: Path) -> None:
+    convert(path_of(name), tmp_path / "out.pt", to="torch", check=True)
+    tree = unwrapped(plain(torch.load(tmp_path / "out.pt", weights_only=False)))
+    for key, value in plain(expected_of(name, tree)).items():
+        assert_same(tree[key], value, at=key)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sample_becomes_dcp(name: str, tmp_path: Path) -> None:
+    convert(path_of(name), tmp_path / "out", to="dcp", check=True)
+    dcp_to_torch_save(tmp_path / "out", tmp_path / "out.pt")
+    tree = unwrapped(plain(torch.load(tmp_path / "out.pt", weights_only=False), text=True))
+    for key, value in plain(expected_of(name, tree), text=True).items():
+        assert_same(tree[key], value, at=key)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_samples_model_becomes_safetensors(name: str, tmp_path: Path) -> None:
+    convert(path_of(name), tmp_path / "out", to="safetensors", only=["model"], strip_wrappers=True, check=True)
+    found = {k: v for file in (tmp_path / "out").glob("*.safetensors") for k, v in load_file(file).items()}
+    model = reference(name)["model"]
+    assert found.keys() <= model.keys()
+    for key, value in model.items():
+        if key in found:
+            assert_same(found[key], value.detach(), at=key)
+        else:  # tied, and written once
+            assert any(raw_bytes(value) == raw_bytes(other) for other in found.values()), key
+
+
+@pytest.mark.parametrize("name", ["rank_fsdp1_w2", "rank_hsdp_w4", "rank_fsdp2_tp_w4"])
+def test_torch_is_not_needed(name: str, tmp_path: Path) -> None:
+    code = (
+        "import sys, ckpttool; ckpttool.convert(sys.argv[1], sys.argv[2], to='dcp', check=True); "
+        "assert not {'torch'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, path_of(name), tmp_path / "out"], check=True)
+
+
+def test_what_is_said_of_a_set() -> None:
+    found = read(path_of("rank_hsdp_w4"))
+    assert found.facts["layout"] == "DTensor, mesh 2x2 (ddp, fsdp)"
+    assert [(f.name, f.rank) for f in found.files] == [(f"rank{r}.pt", r) for r in range(4)]
+    assert found.world_size == 4
+    # Each box is on two ranks and kept once.
+    assert {len(t.chunks) for t in found.tensors} <= {1, 2}
+
+
+# Names ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "stem", "rank", "world", "numbered"),
+    [
+        ("model_world_size_4_rank_2.pt", "model", 2, 4, False),
+        ("extra_state_world_size_16_rank_11.pt", "extra_state", 11, 16, False),
+        ("rank0.pt", "", 0, None, False),
+        ("rank_12.pth", "", 12, None, False),
+        ("sharded_rank0.pt", "sharded", 0, None, False),
+        ("pytorch_model_fsdp_rank3.bin", "pytorch_model_fsdp", 3, None, False),
+        ("optimizer_0_rank1.bin", "optimizer_0", 1, None, False),
+        ("model_0000002.rank_1.pth", "model_0000002", 1, None, False),
+        ("ep0-ba100-rank0.pt", "ep0-ba100", 0, None, False),
+        ("model-rank=3.pt", "model", 3, None, False),
+        ("rank0_model.pt", "model", 0, None, False),
+        ("model_rank_1_of_4.pt", "model", 1, 4, False),
+        ("checkpoint_0.pt", "checkpoint", 0, None, True),
+        ("0.pt", "", 0, None, True),
+    ],
+)  # fmt: skip
+def test_names(name: str, stem: str, rank: int, world: int | None, numbered: bool) -> None:
+    found = sets.member(f"/run/{name}")
+    assert found is not None
+    assert found[1:4] + found[5:] == (stem, rank, world, numbered)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pytorch_model-00001-of-00002.bin", "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        "mp_rank_00.pt", "model.pt", "rank0.safetensors", "crank3x.pt", "rng_state_0.txt",
+    ],
+)  # fmt: skip
+def test_other_peoples_names(name: str) -> None:
+    assert sets.member(f"/run/{name}") is None
+
+
+def test_any_name_of_a_set_will_do(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(path_of("rank_fsdp1_w4"), tmp_path / "run"))
+    whole = described(read(folder))
+    assert described(read(folder / "rank3.pt")) == whole
+    assert described(read(f"{folder}/*.pt")) == whole
+    assert described(read(f"{folder}/rank[0-3].pt")) == whole
+
+
+def described(catalogue: Catalogue) -> list[Any]:
+    return [
+        (e.path, e.shape, [tuple(c) for c in e.chunks]) if isinstance(e, Tensor) else (e.path, repr(e.value))
+        for e in catalogue.entries.values()
+    ]
+
+
+def test_a_quoted_pattern_on_the_command_line(tmp_path: Path) -> None:
+    pattern = f"{path_of('rank_fsdp2_w4')}/rank*.pt"
+    ours = [sys.executable, "-m", "ckpttool"]
+    shown = subprocess.run([*ours, "inspect", "--json", pattern], capture_output=True, text=True, check=True)
+    assert json.loads(shown.stdout)["format"] == "rankfiles"
+    subprocess.run([*ours, "convert", pattern, tmp_path / "out.pt"], capture_output=True, check=True)
+    model = torch.load(tmp_path / "out.pt")["model"]
+    assert_same(plain(model), plain(reference("rank_fsdp2_w4")["model"]))
+
+
+def test_a_pattern_that_matches_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ReadError, match="matches no files of ranks"):
+        formats.detect(f"{tmp_path}/*.pt")
+
+
+def test_other_files_of_a_pattern_are_left_out_and_said(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(path_of("rank_fsdp1_w2"), tmp_path / "run"))
+    torch.save({"a": 1}, folder / "config.pt")
+    assert any("config.pt" in w for w in read(f"{folder}/*.pt").warnings)
+    assert len(read(folder).files) == 2
+
+
+def test_parts_are_mounted_under_their_names() -> None:
+    row = formats.detect(path_of("rank_fsdp2_w2"))
+    source = row.open(path_of("rank_fsdp2_w2"))
+    source.close()
+    assert {path[0] for path in source.catalogue.entries} == {"model", "optim", "extra_state"}
+    one = read(f"{path_of('rank_fsdp2_w2')}/model_world_size_2_rank_1.pt")
+    assert ("embed.weight",) in one.entries and len(one.files) == 2
+
+
+def test_two_saves_in_one_directory(tmp_path: Path) -> None:
+    for world in (2, 4):
+        save(tmp_path / "run", world, sharded(world), f"model_world_size_{world}_rank_{{rank}}.pt")
+    with pytest.raises(ReadError, match="by 2 and by 4 ranks") as caught:
+        read(tmp_path / "run")
+    assert "world_size_4_rank_*" in str(caught.value.hint)
+    assert read(tmp_path / "run" / "model_world_size_2_rank_1.pt").world_size == 2
+    assert read(f"{tmp_path}/run/*_size_4_*").world_size == 4
+    with pytest.raises(ReadError, match="by 2 and by 4 ranks"):
+        read(f"{tmp_path}/run/*.pt")
+
+
+def test_several_steps_in_one_directory(tmp_path: Path) -> None:
+    for step in (100, 200):
+        save(tmp_path / "run", 2, sharded(2), f"ep0-ba{step}-rank{{rank}}.pt")
+    with pytest.raises(ReadError, match="2 sets of rank files") as caught:
+        read(tmp_path / "run")
+    assert "ep0-ba200-rank*.pt" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("names", [["epoch_0.pt", "epoch_1.pt"], ["pytorch_model-00001-of-00002.bin"], ["a.pt"]])
+def test_ordinary_files_are_none_of_ours(names: list[str], tmp_path: Path) -> None:
+    for i, name in enumerate(names):
+        torch.save({"w": torch.full((4,), i), "b": torch.full((3,), i + 9)}, tmp_path / name)
+    assert formats.detect(str(tmp_path / names[0])).name == "torch"
+    with pytest.raises(ReadError):
+        formats.detect(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", sorted(f.name for f in HERE.glob("torch_*")))
+def test_samples_of_one_file_are_none_of_ours(name: str) -> None:
+    assert not FORMAT.recognise(path_of(name))
+
+
+def test_contents_are_believed_before_names(tmp_path: Path) -> None:
+    folder = save(tmp_path / "run", 2, sharded(2))
+    (folder / "rank0.pt").rename(folder / "x")
+    (folder / "rank1.pt").rename(folder / "rank0.pt")
+    (folder / "x").rename(folder / "rank1.pt")
+    found = read(folder)
+    assert {f.name: f.rank for f in found.files} == {"rank0.pt": 1, "rank1.pt": 0}
+    assert any("names say other ranks" in w for w in found.warnings)
+    assert_same(tree_of(found)["model"]["w"], WHOLE)
+
+
+def test_one_rank_alone(tmp_path: Path) -> None:
+    folder = save(tmp_path / "run", 1, lambda rank: {"w": cut(WHOLE, mesh(1), Shard(0))}, "model.pt")
+    assert_same(tree_of(read(folder / "model.pt"))["w"], WHOLE)
+
+
+def test_all_ranks_saved_to_one_name(tmp_path: Path) -> None:
+    folder = save(tmp_path / "run", 2, sharded(2), "model.pt")
+    with pytest.raises(CorruptError, match=r"`model\.pt` is the part of rank 1 of a checkpoint of 2 ranks") as caught:
+        read(folder / "model.pt")
+    assert "a name of its own" in str(caught.value.hint)
+
+
+def test_epochs_that_all_ranks_saved_to_one_name_are_no_ranks(tmp_path: Path) -> None:
+    folder = save(tmp_path / "run", 2, sharded(2), "epoch_0.pt")
+    save(folder, 2, sharded(2), "epoch_1.pt")
+    assert [f.rank for f in read(folder, sound=False).files] == [1, 1]
+    with pytest.raises(CorruptError, match=r"epoch_0\.pt.* is of rank 1: the number in its name is not that of a rank"):
+        read(folder)
+
+
+# Sets that are broken -------------------------------------------------------------------------------------------------
+
+WHOLE = torch.arange(26.0).reshape(13, 2)
+State = Callable[[int], Any]
+
+
+def sharded(world: int, kind: str = "dtensor", **other: Any) -> State:
+    """The state of a rank: a tensor in pieces, a buffer and a generator."""
+
+    def state(rank: int) -> Any:
+        w = cut(WHOLE, mesh(world), Shard(0)) if kind == "dtensor" else chunked(WHOLE, rank, world)
+        return {"model": {"w": w, "b": torch.arange(3)}, "rng": {"torch": torch.full((4,), rank)}, **other}
+
+    return state
+
+
+both = pytest.mark.parametrize("kind", ["dtensor", "sharded"])
+
+
+def fault(folder: Path | str) -> CkptError:
+    """What stops everything but `inspect`, which still opens it."""
+    catalogue = read(folder, sound=False)
+    with pytest.raises(CkptError) as caught:
+        validate(catalogue)
+    with pytest.raises(CkptError):
+        convert(folder, Path(str(folder)).parent / "never.pt", to="torch")
+    return caught.value
+
+
+@both
+@pytest.mark.parametrize("gone", [0, 1, 3])
+def test_a_missing_file(kind: str, gone: int, tmp_path: Path) -> None:
+    folder = save(tmp_path / "run", 4, sharded(4, kind))
+    (folder / f"rank{gone}.pt").unlink()
+    error = fault(folder)
+    assert f"no file of rank {gone} of 4" in error.message and "copy the missing files" in str(error.hint)
+
+
+def test_a_missing_file_of_plain_ones(tmp_path: Path) -> None:
+    folder = save(tmp_path / "run", 4, lambda rank: {"model": {"w": WHOLE}}, "model_world_size_4_rank_{rank}.pt")
+    assert_same(tree_of(read(folder))["model"]["w"], WHOLE)
+    (folder / "model_world_size_4_rank_3.pt").unlink()
+    assert "no file of rank 3 of 4" in fault(folder).message
+
+
+def test_a_missing_file_of_one_part(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(path_of("rank_fsdp2_w2"), tmp_path / "run"))
+    (folder / "extra_state_world_size_2_rank_1.pt").unlink()
+    catalogue = FORMAT.open(str(folder)).catalogue
+    assert "no file of `extra_state` of rank 1 of 2" in catalogue.faults[0].message
+
+
+@both
+def test_a_file_left_behind_by_more_ranks(kind: str, tmp_path: Path) -> None:
+    folder = save(tmp_path / "run", 3, sharded(3, kind))
+    save(folder, 2, sharded(2, kind))
+    error = fault(folder)
+    assert "`rank2.pt` is of a save by 3 ranks, `rank0.pt`, `rank1.pt` by 2" in error.message
+
+
+def test_a_plain_file_too_many(tmp_path: Path) -> None:
+    folder = save(tmp_path / "run", 2, sharded(2))
+    torch.save({"model": {"b": torch.arange(3)}}, folder / "rank2.pt")
+    assert "`rank2.pt` is of rank 2, but the checkpoint is of ranks 0-1" in fault(folder).message
+
+
+@both
+def test_the_same_rank_twice(kind: str, tmp_path: Path) -> None:
+    folder = save(tmp_path / "run", 2, sharded(2, kind))
+    shutil.copy(folder / "rank0.pt", folder / "rank1.pt")
+    messages = [error.message for error in read(folder, sound=False).faults]
+    assert "`rank0.pt` and `rank1.pt` are both of rank 0" in messages
+    assert any("no file of rank 1 of 2" in m for m in messages)
+
+
+@both
+def test_ranks_that_disagree_on_a_shape(kind: str, tmp_path: Path) -> None:
+    def state(rank: int) -> Any:
+        whole = WHOLE if rank == 0 else torch.ones(14, 2)
+        return {"w": cut(whole, mesh(2), Shard(0)) if kind == "dtensor" else chunked(whole, rank, 2)}
+
+    error = fault(save(tmp_path / "run", 2, state))
+    assert "ranks 0 and 1 disagree on `w`" in error.message
+    assert "[13, 2] in `rank0.pt`" in error.message and "[14, 2] in `rank1.pt`" in error.message
+
+
+def test_ranks_that_disagree_on_a_dtype(tmp_path: Path) -> None:
+    kinds = [torch.float32, torch.bfloat16]
+    error = fault(save(tmp_path / "run", 2, lambda r: {"w": cut(WHOLE.to(kinds[r]), mesh(2), Shard(0))}))
+    assert "float32 [13, 2] in `rank0.pt`" in error.message and "bfloat16 [13, 2] in `rank1.pt`" in error.message
+
+
+def test_a_tensor_in_pieces_here_and_whole_there(tmp_path: Path) -> None:
+    state = sharded(2)
+    folder = save(
+        tmp_path / "run", 2, lambda r: state(r) if r == 0 else {**state(r), "model": {"w": WHOLE, "b": WHOLE}}
+    )
+    messages = [error.message for error in read(folder, sound=False).faults]
+    assert any("disagree on `model.w`: a DTensor of float32 [13, 2]" in m for m in messages)
+    assert any("disagree on `model.b`: int64 [3]" in m for m in messages)
+
+
+@pytest.mark.parametrize("where", ["model", "optim"])
+def test_a_replicated_tensor_that_differs(where: str, tmp_path: Path) -> None:
+    def state(rank: int) -> Any:
+        odd = torch.tensor(float(rank == 2))
+        model = {"w": cut(WHOLE, mesh(3), Shard(0)), "b": odd if where == "model" else torch.ones(())}
+        optim = {"state": {"w": {"step": odd if where == "optim" else torch.ones(())}}, "param_groups": [{"lr": 1.0}]}
+        return {"model": model, "optim": optim}
+
+    error = fault(save(tmp_path / "run", 3, state))
+    name = "model.b" if where == "model" else "optim.state.w.step"
+    assert f"tensor `{name}` differs between ranks" in error.message
+    assert "rank 2 (`rank2.pt`) from rank 0 (`rank0.pt`)" in error.message
+
+
+@pytest.mark.parametrize("placements", [(Replicate(), Shard(0)), (Replicate(), Replicate())], ids=str)
+def test_a_replica_that_differs(placements: Any, tmp_path: Path) -> None:
+    def state(rank: int) -> Any:
+        whole = WHOLE.clone()
+        whole[12] += rank == 3
+        return {"w": cut(whole, mesh(2, 2), *placements)}
+
+    error = fault(save(tmp_path / "run", 4, state))
+    assert "tensor `w` differs between ranks" in error.message and "rank 3 (`rank3.pt`)" in error.message
+
+
+def test_equal_bytes_are_not_what_merges(tmp_path: Path) -> None:
+    # All pieces are alike; only their placements say that they are four and not one.
+    found = read(save(tmp_path / "run", 4, lambda r: {"w": cut(torch.ones(8, 2), mesh(4), Shard(0))}))
+    assert_same(tree_of(found)["w"], torch.ones(8, 2))
+    assert len(found.tensor(("w",)).chunks) == 4
+
+
+def test_a_file_of_another_model(tmp_path: Path) -> None:
+    states = [sharded(2), lambda rank: {"model": {"v": cut(WHOLE, mesh(2), Shard(0)), "b": torch.arange(3)}}]
+    messages = [e.message for e in read(save(tmp_path / "run", 2, lambda r: states[r](r)), sound=False).faults]
+    assert any("`rank1.pt`: rank 1 has no `model.w`" in m for m in messages)
+    assert any("`rank0.pt`: rank 0 has no `model.v`" in m for m in messages)
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "text"])
+def test_a_file_that_is_damaged(damage: str, tmp_path: Path) -> None:
+    folder = save(tmp_path / "run", 2, sharded(2))
+    data = (folder / "rank1.pt").read_bytes()
+    (folder / "rank1.pt").write_bytes({"cut": data[: len(data) // 2], "empty": b"", "text": b"x" * 900}[damage])
+    with pytest.raises((CorruptError, ReadError), match=r"rank1\.pt"):
+        read(folder)
+
+
+# What ranks have in common, and what they have not --------------------------------------------------------------------
+
+
+def test_what_is_each_ranks_own(tmp_path: Path) -> None:
+    def state(rank: int) -> Any:
+        rng = {"torch": torch.full((4,), rank), "cuda": [], "python": (3, (rank, 1), None)}
+        return {
+            "model": {"w": cut(WHOLE, mesh(3), Shard(0))},
+            "rng": rng,
+            "step": 7,
+            "note": "same",
+            "host": f"n{rank}",
+        }
+
+    tree = tree_of(read(save(tmp_path / "run", 3, state)))
+    assert list(tree) == ["model", "rng", "step", "note", "host"]
+    assert (tree["step"], tree["note"], tree["host"]) == (7, "same", {f"rank{r}": f"n{r}" for r in range(3)})
+    for rank in range(3):
+        own = tree["rng"][f"rank{rank}"]
+        assert torch.equal(own["torch"], torch.full((4,), rank))
+        assert own["python"] == (3, (rank, 1), None) and own["cuda"] == []
+
+
+def test_lists_and_tensors_in_tuples_are_kept_for_each_rank(tmp_path: Path) -> None:
+    def state(rank: int) -> Any:
+        return {"model": {"w": WHOLE}, "rng": [torch.full((4,), rank), 5], "odd": (torch.full((2,), rank), "x")}
+
+    found = read(save(tmp_path / "run", 2, state))
+    tree = tree_of(found)
+    assert [tree["rng"][f"rank{r}"][0].tolist() for r in range(2)] == [[0] * 4, [1] * 4]
+    assert tree["rng"]["rank1"][1] == 5
+    links = [tree["odd"][f"rank{r}"][0] for r in range(2)]
+    assert [elements(found, found.tensor(link.path)).tolist() for link in links] == [[0, 0], [1, 1]]
+
+
+def test_what_some_ranks_have(tmp_path: Path) -> None:
+    def state(rank: int) -> Any:
+        first = {"optim": {"state": {0: {"m": torch.ones(2)}}, "param_groups": [{"params": [0]}]}, "args": {"lr": 1}}
+        rest: dict[str, Any] = {"optim": {}}
+        return {"model": {"w": cut(WHOLE, mesh(3), Shard(0))}, **(first if rank == 1 else rest)}
+
+    found = read(save(tmp_path / "run", 3, state))
+    tree = tree_of(found)
+    assert tree["optim"]["state"][0]["m"].tolist() == [1, 1] and tree["args"] == {"lr": 1}
+    assert any("in the files of some ranks only" in w for w in found.warnings)
+
+
+def test_ties_stay(tmp_path: Path) -> None:
+    def state(rank: int) -> Any:
+        w, b = cut(WHOLE, mesh(2), Shard(0)), torch.arange(3)
+        return {"model": {"a": w, "b": b, "c": w, "d": b, "e": cut(WHOLE, mesh(2), Shard(0))}}
+
+    found = read(save(tmp_path / "run", 2, state))
+    assert find_aliases(found.tensors) == {("model", "c"): ("model", "a"), ("model", "d"): ("model", "b")}
+
+
+def test_orders_strides_and_views(tmp_path: Path) -> None:
+    big = torch.arange(40.0).reshape(4, 10)
+
+    def state(rank: int) -> Any:
+        local = big.chunk(2, dim=1)[rank].t()
+        turned = DTensor.from_local(local, mesh(2), [Shard(0)], shape=torch.Size((10, 4)), stride=(1, 10))
+        part = big[:, 2:5]
+        return {
+            "z": turned,
+            "a": part,
+            "k": cut(torch.ones(1), mesh(2), Shard(0)),
+            "none": cut(big[:0], mesh(2), Shard(0)),
+        }
+
+    found = read(save(tmp_path / "run", 2, state))
+    assert list(found.entries) == [("z",), ("a",), ("k",), ("none",)]
+    tree = tree_of(found)
+    assert torch.equal(tree["z"], big.t()) and torch.equal(tree["a"], big[:, 2:5]) and tree["k"].tolist() == [1]
+    assert tree["none"].shape == (0, 10)
+
+
+def test_values_without_checksums_are_compared_by_reading(tmp_path: Path) -> None:
+    def legacy(folder: str, values: list[float]) -> Path:
+        (tmp_path / folder).mkdir()
+        for rank, value in enumerate(values):
+            state = {"model": {"w": torch.full((5,), value), "v": torch.full((4, 4), value).t()}}
+            torch.save(state, tmp_path / folder / f"rank{rank}.pt", _use_new_zipfile_serialization=False)
+        return tmp_path / folder
+
+    assert_same(tree_of(read(legacy("same", [2.0, 2.0])))["model"]["v"], torch.full((4, 4), 2.0))
+    assert "`model.w` differs" in fault(legacy("other", [2.0, 3.0])).message
+
+
+def test_pipeline_stages_have_their_own_tensors(tmp_path: Path) -> None:
+    def state(rank: int) -> Any:
+        stage = mesh(2, 2)["b"]
+        return {"model": {f"layers.{rank // 2}.w": cut(WHOLE + rank // 2, stage, Shard(0))}}
+
+    tree = tree_of(read(save(tmp_path / "run", 4, state)))
+    assert torch.equal(tree["model"]["layers.0.w"], WHOLE) and torch.equal(tree["model"]["layers.1.w"], WHOLE + 1)
+
+
+def test_a_partial_tensor_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path / "run", 2, lambda r: {"w": DTensor.from_local(WHOLE, mesh(2), [Partial()])})
+    with pytest.raises(ReadError, match=r"rank0\.pt.*tensor `w`: a partial DTensor"):
+        read(folder)
+
+
+def test_no_warning_is_lost() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read(path_of("rank_fsdp1_w2"))
