@@ -412,6 +412,8 @@ def _summary(
     if remarks and target.name != source.catalogue.format:
         names = ", ".join(f"`{name}`" for name in sorted(remarks)[:5])
         made.notes.append(f"`__metadata__` of the source is left out, {target.name} has no place for it: {names}")
+    if assets := source.catalogue.facts.get("assets"):
+        made.notes.append(f"no part of the state, copy them yourself: {some(assets, 5)}")
     other = formats.by_suffix(dst)
     if other is not None and other != target:
         made.notes.append(f"`{dst}` is called like {other.title}, but is written as {target.target}")

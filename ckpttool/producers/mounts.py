@@ -101,7 +101,7 @@ class _Opening:
                 values = self._listing.json(mount.name)
                 made.add_values(values if isinstance(values, dict) else {"value": values}, mount.root)
                 return None
-            if mount.how == SET and len(mount.names) > 1 and not _is_set(self._pattern(mount)):
+            if mount.how == SET and len(mount.names) > 1 and not (mount.glob or _is_set(self._pattern(mount), mount)):
                 return self._mount_plain(made, mount)
             source = self._open(mount, made.catalogue)
         except (CorruptError, ReadError) as error:
@@ -120,7 +120,7 @@ class _Opening:
     def _mount_plain(self, made: Mounted, mount: Mount) -> CkptError | None:
         """Files by rank with nothing in them that says so: once what is the same in all, else for each rank."""
         spelt = set()
-        for name in mount.names if parts.kind_of_key(mount.root[-1] if mount.root else None) not in ranks.KINDS else ():
+        for name in mount.names if not _by_rank_only(mount) else ():
             with closing(self._open(Mount(name))) as source:
                 spelt.add(_spelt(source.catalogue))
         if len(spelt) == 1:
@@ -183,8 +183,13 @@ def shapes_of_moments(catalogue: Catalogue) -> OpenOptions:
     return OpenOptions(shapes, ordered=len(groups) == 1 and set(order) == set(found)) if shapes else OpenOptions()
 
 
-def _is_set(pattern: str) -> bool:
-    return any(row.recognise(pattern) for row in formats.FORMATS)
+def _is_set(pattern: str, mount: Mount) -> bool:
+    """Whether the files are put together by a format; one for each rank of what every rank has its own of is not."""
+    return not _by_rank_only(mount) and any(row.recognise(pattern) for row in formats.FORMATS)
+
+
+def _by_rank_only(mount: Mount) -> bool:
+    return bool(mount.root) and parts.kind_of_key(mount.root[-1]) in ranks.KINDS
 
 
 def _by_rank(mount: Mount) -> list[tuple[int, str]]:

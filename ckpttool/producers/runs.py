@@ -27,7 +27,8 @@ _POINTERS = re.compile(
     r"latest|latest\.txt|last_checkpoint|latest_checkpointed_iteration\.txt|latest_checkpoint.*|.*\.symlink"
     r"|last_checkpoint\.rank_0"
 )
-_BELOW = ("checkpoints", "checkpoint")
+_BELOW = re.compile(r"checkpoints?|lightning_logs|version_\d+")
+_DEEPEST = 3
 _INDEX_READ = 4 << 20  # bytes of a `.metadata` that is looked through for names
 _NAMED = re.compile(rb"__\d+_\d+\.distcp")
 
@@ -61,9 +62,14 @@ def checkpoints(listing: Listing, recognise: Recognise) -> list[Found]:
     return sorted(found, key=lambda f: (-1 if f.step is None else f.step, f.name))
 
 
-def below(listing: Listing) -> Iterator[Listing]:
-    """Where frameworks put the checkpoints of a run that is named by its outer directory."""
-    return (listing.folder(name) for name in _BELOW if f"{name}/" in listing)
+def below(listing: Listing, depth: int = 1) -> Iterator[Listing]:
+    """Where frameworks put the checkpoints of a run that is named by an outer directory; the last version first."""
+    names = [name for name in listing.folders if _BELOW.fullmatch(name)]
+    for name in sorted(names, key=lambda n: (len(n), n), reverse=True):
+        inner = listing.folder(name)
+        yield inner
+        if depth < _DEEPEST:
+            yield from below(inner, depth + 1)
 
 
 def newest(path: str, found: list[Found]) -> Found:
