@@ -197,6 +197,8 @@ def _are_slabs(shape: Sequence[int], offsets: Sequence[Ints], sizes: Sequence[In
     full, starts, lengths = cut
     if min(lengths) < 0 or min(starts) < 0 or max(map(add, starts, lengths)) > full:
         return False
+    if (*starts, full) == tuple(accumulate(lengths, initial=0)):
+        return True
     slabs = sorted(zip(starts, lengths, strict=True))
     ends = [0, *accumulate(length for _, length in slabs)]
     return ends[-1] == full and all(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import pickle
 import pickletools
+import random
 import sys
 import time
 from array import array
@@ -29,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.formats.dcp import metadata as dcpmetadata
+from ckpttool.formats.dcp import runs as dcpruns
 from ckpttool.formats.dcp import spelling as dcpspelling
 from ckpttool.formats.dcp.metadata import Item, StoredTensor
 
@@ -232,6 +234,110 @@ def test_large_indexes_take_seconds() -> None:
     found = dcpmetadata.read(io.BytesIO(data), ".metadata")
     assert time.process_time() - began < 3
     assert len(found.entries) == 293 and found.files == files
+
+
+# Runs -----------------------------------------------------------------------------------------------------------------
+
+SAMPLES = Path(__file__).resolve().parents[1] / "samples" / "checkpoints"
+INDEXES = sorted(p for p in SAMPLES.rglob("*.metadata") if p.is_file())
+
+
+def outcome(data: bytes) -> Any:
+    """Everything that the index says, to compare; None when it is refused."""
+    try:
+        found = dcpmetadata.read(io.BytesIO(data), "x")
+    except CorruptError:
+        return None
+    entries = {
+        name: e if isinstance(e, Item) else
+        (e.dtype, e.shape, e.offsets, e.sizes, e.files, e.starts, e.lengths, e.transforms)
+        for name, e in found.entries.items()
+    }  # fmt: skip
+    said = (found.files, list(found.paths.items()) if found.paths else None, found.extra, found.strays, found.harmful)
+    return list(entries.items()), said, found.facts
+
+
+def both_ways(data: bytes, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    with monkeypatch.context() as patch:
+        patch.setattr(dcpmetadata, "_LARGE", 0)
+        by_runs = outcome(data)
+    return by_runs, outcome(data)
+
+
+def runs_of(data: bytes) -> dcpruns.Runs | None:
+    return dcpruns.find(data, {**dcpmetadata._CLASSES, "Size": dcpmetadata._SIZE})
+
+
+@pytest.mark.parametrize("path", INDEXES, ids=lambda path: str(path.relative_to(SAMPLES)))
+def test_runs_change_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_runs, whole = both_ways(path.read_bytes(), monkeypatch)
+    assert by_runs == whole and whole is not None
+
+
+def test_torch_writes_runs() -> None:
+    """What FSDP2 saves is regular but for the first of each kind, or `inspect` would take twice as long."""
+    data = (SAMPLES / "dcp_fsdp2_w4" / "ckpt" / ".metadata").read_bytes()
+    found = runs_of(data)
+    assert found is not None
+    assert sum(len(run.columns[0]) for run in found._all if len(run.columns) > 2) >= 186
+    read = dcpmetadata._read(found.data, "x", found)
+    assert found.all_used() and len(read.entries) > 50
+
+
+def _odd(world: int = 4) -> Metadata:
+    """Names, files and numbers of all kinds, in runs and between them."""
+    value = by_torch(world, 9)
+    for n, size in enumerate(([3] * 4, [70_000, 2**33], [255], [256, 65_535])):
+        value.state_dict_metadata[f"größe.{n}" * n] = TensorStorageMetadata(
+            TensorProperties(torch.int8), torch.Size(size),
+            [ChunkStorageMetadata(torch.Size([0] * len(size)), torch.Size(size))],
+        )  # fmt: skip
+        for again in range(3):
+            index = MetadataIndex(f"größe.{n}" * n, torch.Size([0] * len(size)), again)
+            value.storage_data[index] = _StorageInfo("__0_0.distcp", 2 ** (12 * n + again), 5)
+    value.storage_data[MetadataIndex("stray", torch.Size([1, 2]), 0)] = _StorageInfo("__1_0.distcp", 0, 5)
+    value.storage_data[MetadataIndex("w0", torch.Size([1, 2]), 0)] = _StorageInfo("__9_0.distcp", 0, 5)
+    return value
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_runs_of_odd_entries(protocol: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = pickle.dumps(_odd(), protocol)
+    found = runs_of(data)
+    assert (found is not None and len(found._all) > 5) == (protocol >= 4)
+    by_runs, whole = both_ways(data, monkeypatch)
+    assert by_runs == whole and whole is not None
+    assert whole[1][3] == ["stray", "w0"] and "__9_0.distcp" in whole[1][0]
+
+
+@pytest.mark.parametrize("framed", [True, False])
+def test_runs_of_a_broken_index(framed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever byte is another: what the runs say is what the unpickler alone says."""
+    good = pickle.dumps(_odd(3), 4) if framed else unframed(_odd(3))
+    chance = random.Random(1)
+    differ = 0
+    for _ in range(1500):
+        bad = bytearray(good)
+        bad[chance.randrange(2 if not framed else 11, len(bad))] = chance.choice(
+            (0x94, 0x68, 0x4B, chance.randrange(256))
+        )
+        by_runs, whole = both_ways(bytes(bad), monkeypatch)
+        assert by_runs == whole
+        differ += whole is not None
+    assert 100 < differ < 1400
+
+
+def test_runs_elsewhere_than_in_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = unframed(by_torch(4, 9))
+    start = good.index(b"storage_data")
+    # The items in a dict within another; the whole index in a string; a name of our own in it.
+    for bad in (
+        good[: start + 14] + b"N0}(K\x01" + good[start + 14 : -2] + b"ub.",
+        b"\x80\x04B" + len(good).to_bytes(4, "little") + good + b".",
+        good.replace(b"__0_0.distcp", b"ckpttool in\n", 1).replace(b"w0", b"ckpttool index run", 1),
+    ):
+        by_runs, whole = both_ways(bad, monkeypatch)
+        assert by_runs == whole
 
 
 # Nothing is believed --------------------------------------------------------------------------------------------------

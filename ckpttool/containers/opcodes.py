@@ -75,6 +75,9 @@ def _check_nested(data: bytes, start: int, end: int) -> None:
         at = _after(data, at, code, end)
 
 
+_memoized = re.compile(b"\\x94*").match
+
+
 def end_of(data: bytes, start: int = 0, *, limit: int | None = None) -> int | None:
     """Where the pickle at `start` ends; None when `data` ends first.
 
@@ -93,7 +96,8 @@ def end_of(data: bytes, start: int = 0, *, limit: int | None = None) -> int | No
             if code == _STOP:
                 _check_nested(data, start, at + 1)
                 return at + 1
-            at = _after(data, at, code, limit)
+            # The reader of a large DCP index leaves thousands of MEMOIZE behind a name (0.2 s -> 0.0 s).
+            at = _memoized(data, _after(data, at, code, limit)).end()  # type: ignore[union-attr]
     except (IndexError, struct.error, ValueError):
         return None
 

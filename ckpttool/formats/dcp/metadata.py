@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple, cast
@@ -33,9 +34,12 @@ from ckpttool.containers import pickles
 from ckpttool.containers.pickles import stub_name
 from ckpttool.dtypes import Dtype, dtype
 from ckpttool.errors import CkptError, CorruptError
+from ckpttool.formats.dcp import runs
+from ckpttool.formats.dcp.runs import Row, Run, Runs
 
 KeyPath = tuple["str | int", ...]
 _DTYPE = re.compile(r"torch\.\w+")
+_LARGE = 1 << 20  # bytes of an index that is worth looking for what is regular in it
 
 
 class Item(NamedTuple):
@@ -188,18 +192,23 @@ _CLASSES: dict[str, type] = {
 }
 
 
+# Given a tuple, it returns the same one; anything else it refuses.
+_SIZE = ().__add__
+
+
 class _Names(Mapping[tuple[str, str], Any]):
     """Our classes by the name of theirs. `seen` remembers the module of each, `harmful` names that run commands.
 
     All of them have a `__setstate__`, so that a pickle cannot set attributes on them, nor on the classes themselves.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, runs: Runs | None) -> None:
         self.seen: dict[str, str] = {}
         self.harmful: list[str] = []
+        self._runs: Mapping[tuple[str, str], Any] = {} if runs is None else runs
 
     def __contains__(self, key: Any) -> bool:
-        if key == ("torch", "Size") or key[1] in _CLASSES:
+        if key == ("torch", "Size") or key[1] in _CLASSES or key in self._runs:
             return True
         if pickles.is_harmful(*key):
             self.harmful.append(".".join(key))
@@ -207,7 +216,9 @@ class _Names(Mapping[tuple[str, str], Any]):
 
     def __getitem__(self, key: tuple[str, str]) -> Any:
         if key == ("torch", "Size"):
-            return tuple  # given a tuple, it returns the same one
+            return _SIZE
+        if key in self._runs:
+            return self._runs[key]
         self.seen[key[1]] = key[0]
         return _CLASSES[key[1]]
 
@@ -231,14 +242,26 @@ def read(stream: Any, name: str) -> Metadata:
 
     Raises CorruptError for whatever it should not hold, naming the file and the key.
     """
-    names = _Names()
+    data = stream.read()
+    with pickles.no_garbage_collection():
+        if len(data) >= _LARGE:
+            found = runs.find(data, {**_CLASSES, "Size": _SIZE})
+            if found is not None:
+                with suppress(CkptError):
+                    return _read(found.data, name, found)
+        return _read(data, name)
+
+
+def _read(data: bytes, name: str, found: Runs | None = None) -> Metadata:
+    names = _Names(found)
     reader = _Reader(name)
     try:
-        with pickles.no_garbage_collection():
-            root = pickles.load(stream, what=f"`{name}`", known=names)
-            made = reader.metadata(root, names.seen)
-            made.harmful = sorted(set(names.harmful))
-            return made
+        root = pickles.load(data, what=f"`{name}`", known=names)
+        made = reader.metadata(root, names.seen)
+        if found is not None and (made.extra is not None or not found.all_used()):
+            raise CorruptError("a run of the index is not where it belongs")
+        made.harmful = sorted(set(names.harmful))
+        return made
     except CkptError as error:
         if error.message.startswith(f"`{name}`"):
             raise
@@ -299,14 +322,11 @@ class _Reader:
         shape = _checked([value.fields.get("size")], "size", None)[0]
         if not isinstance(properties, _Properties) or type(chunks) is not list:
             raise CorruptError("a tensor without properties or chunks")
-        if not all(map(_is_chunk, chunks)):
-            raise CorruptError("a chunk that is not a `ChunkStorageMetadata`")
+        offsets, sizes = _columns(chunks, len(shape))
         self._properties = max(self._properties, properties.count)
-        n = len(chunks)
+        n = len(offsets)
         return StoredTensor(
-            self._dtype(properties), shape,
-            _checked([c.offsets for c in chunks], "offsets", len(shape)),
-            _checked([c.sizes for c in chunks], "sizes", len(shape)),
+            self._dtype(properties), shape, offsets, sizes,
             array("l", [-1]) * n, array("q", [0]) * n, array("q", [0]) * n,
         )  # fmt: skip
 
@@ -322,21 +342,28 @@ class _Reader:
         """Give each chunk and each bytes entry its item."""
         if type(storage) is not dict:
             raise CorruptError("it has no `storage_data`", hint="the writer of this checkpoint is not a file system's")
-        if not all(map(_is_index, storage)) or not all(map(_is_info, storage.values())):
+        kinds, infos = set(map(type, storage)), set(map(type, storage.values()))
+        with_runs = Run in kinds
+        if kinds - {_Index, Run} or infos - ({_Info, type(None)} if with_runs else {_Info}):
             raise CorruptError("`storage_data` holds something else than `MetadataIndex` and `_StorageInfo`")
+        items = storage.items()
+        rows = chain.from_iterable(map(_rows, items)) if with_runs else _singles(items)
+        self._place_rows(entries, rows)
+        self._key = None
+
+    def _place_rows(self, entries: dict[str, StoredTensor | Item | None], rows: Iterable[Row]) -> None:
         numbers = self._numbers
         # Once per item, and there may be a million.
-        for index, info in storage.items():
-            self._key = key = index.fqn
+        for key, at, i, path, start, length, transforms in rows:
+            self._key = key
             try:
-                number = numbers.get(info.path)
+                number = numbers.get(path)
                 entry = entries.get(key, _ABSENT)
             except TypeError:
                 raise CorruptError("a name or a path that is not a string") from None
             if number is None:
-                number = self._number(info.path)
+                number = self._number(path)
             if type(entry) is StoredTensor:
-                at, i = index.offset, index.index
                 try:
                     fits = entry.offsets[i] == at
                 except (TypeError, IndexError):
@@ -347,17 +374,16 @@ class _Reader:
                         self._strays.append(key)
                         continue
                 try:
-                    entry.starts[i], entry.lengths[i] = info.offset, info.length
+                    entry.starts[i], entry.lengths[i] = start, length
                 except (TypeError, OverflowError):
                     raise CorruptError("an item whose offset or length is no integer") from None
                 entry.files[i] = number
-                if info.transforms is not None:
-                    entry.transforms[i] = _transforms(info.transforms)
+                if transforms is not None:
+                    entry.transforms[i] = _transforms(transforms)
             elif entry is _ABSENT:
                 self._strays.append(str(key))
             else:
-                entries[key] = self._blob(number, info)
-        self._key = None
+                entries[key] = self._blob(number, start, length, transforms)
 
     def _position(self, key: str, entry: StoredTensor, at: Any) -> int | None:
         """Which chunk is at these offsets, when the hint did not say."""
@@ -367,10 +393,10 @@ class _Reader:
             self._by_offsets[key] = {o: i for i, o in enumerate(entry.offsets)}
         return self._by_offsets[key].get(at)
 
-    def _blob(self, number: int, info: _Info) -> Item:
-        if type(info.offset) is not int or type(info.length) is not int:
+    def _blob(self, number: int, start: Any, length: Any, transforms: Any) -> Item:
+        if type(start) is not int or type(length) is not int:
             raise CorruptError("an item whose offset or length is no integer")
-        return Item(number, info.offset, info.length, _transforms(info.transforms))
+        return Item(number, start, length, _transforms(transforms))
 
     def _number(self, path: Any) -> int:
         if type(path) is not str:
@@ -436,16 +462,34 @@ _ABSENT: Any = object()
 _HOLE = "a rank's part of the index is missing; the save did not end well"
 
 
-def _is_chunk(value: Any) -> bool:
-    return isinstance(value, _Chunk)
+def _columns(chunks: list[Any], dims: int) -> tuple[list[Ints], list[Ints]]:
+    """Offsets and sizes of a tensor's chunks."""
+    kinds = set(map(type, chunks))
+    if kinds - {_Chunk, Run}:
+        raise CorruptError("a chunk that is not a `ChunkStorageMetadata`")
+    if Run not in kinds:
+        return _checked([c.offsets for c in chunks], "offsets", dims), _checked(
+            [c.sizes for c in chunks], "sizes", dims
+        )
+    offsets: list[Ints] = []
+    sizes: list[Ints] = []
+    for chunk in chunks:
+        more = chunk.chunks() if type(chunk) is Run else _columns([chunk], dims)
+        offsets += more[0]
+        sizes += more[1]
+    # Those of a run are tuples of integers: it has made them.
+    if set(map(len, offsets)) | set(map(len, sizes)) != {dims}:
+        raise CorruptError(f"a chunk has not the {dims} dimensions of its tensor")
+    return offsets, sizes
 
 
-def _is_index(value: Any) -> bool:
-    return isinstance(value, _Index)
+def _singles(items: Iterable[tuple[_Index, _Info]]) -> Iterator[Row]:
+    for index, info in items:
+        yield index.fqn, index.offset, index.index, info.path, info.offset, info.length, info.transforms
 
 
-def _is_info(value: Any) -> bool:
-    return isinstance(value, _Info)
+def _rows(item: tuple[Any, Any]) -> Iterator[Row]:
+    return item[0].rows() if type(item[0]) is Run else _singles((item,))
 
 
 def _checked(values: list[Any], what: str, dims: int | None) -> list[Ints]:
