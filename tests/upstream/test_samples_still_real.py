@@ -187,3 +187,31 @@ def test_olmo_core_is_read_once_its_class_is_known(monkeypatch: pytest.MonkeyPat
     for name, state in whole["optim"]["state"].items():
         for key, value in state.items():
             assert_same(found[f"optim.state.{name}.{key}"], value)
+
+
+def test_raw_optimizer_of_dinov2(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+    monkeypatch.setattr(ShardedTensor, "__setstate__", lambda self, state: None)
+    states = [one["optimizer"]["state"] for one in by_rank("run_dinov2_w2", "model_0000003.rank_*.pth")]
+    optim = expected_of("run_dinov2_w2")["optim"]
+    # Ids go by the groups of the run, which rank 0 and the reference have in the same order.
+    names = [name for group in optim["param_groups"] for name in group["params"]]
+    for number, name in enumerate(names):
+        for key in MOMENTS:
+            pieces = [state[number][key] for state in states if number in state]
+            require_flat(pieces, optim["state"][name][key])
+
+
+def test_sharded_tensors_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+    monkeypatch.setattr(ShardedTensor, "__setstate__", lambda self, state: setattr(self, "_local_shards", state[0]))
+    sample = "run_accelerate_fsdp1_rankfiles_w2"
+    whole = expected_of(sample)
+    models, optims = by_rank(sample, "pytorch_model_fsdp_0_rank*.bin"), by_rank(sample, "optimizer_0_rank*.bin")
+    for name, value in whole["optim"]["state"].items():
+        require_flat([shard.tensor for one in models for shard in one[name]._local_shards], whole["model"][name])
+        for key in MOMENTS:
+            shards = [shard.tensor for one in optims for shard in one["state"][name][key]._local_shards]
+            require_flat(shards, value[key])
