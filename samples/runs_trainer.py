@@ -220,7 +220,7 @@ def hf_assets(folder: Path) -> Any:
     model = tiny_llama().bfloat16()
     model.config.auto_map = {"AutoModelForCausalLM": "modeling_tiny.TinyForCausalLM"}
     model.generation_config.max_new_tokens = 5
-    model.save_pretrained(folder / "ckpt", max_shard_size=2000)
+    model.save_pretrained(folder / "ckpt", max_shard_size=1000)
     tiny_tokenizer().save_pretrained(folder / "ckpt")
     (folder / "ckpt/modeling_tiny.py").write_text(CUSTOM_CODE)
     (folder / "ckpt/chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}\n")
