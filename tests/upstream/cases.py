@@ -84,6 +84,28 @@ def _cases() -> Iterator[Case]:
             yield Case(f"{sample}: {name}", sample, ROUTES[name], "tensors")
     for name in ("dcp over 3", "safetensors, dcp over 4"):
         yield Case(f"large: {name}", "large", ROUTES[name], "tensors")
+    yield from _fsdp1_cases()
+
+
+FSDP1_WORLDS = (1, 2, 3, 4, 8)
+FSDP1_SAMPLES = ("rank_fsdp1_w2", "dcp_fsdp1_w2", "fsdp1_full_w2", "dcp_fsdp2_w2")
+# How FSDP1 is built, and what its sharded tensors are then.
+FSDP1_CLASSES = {"fsdp1": None, "fsdp1 flat": None, "fsdp1 mesh": "dtensor", "fsdp1 named": "dtensor:cpu:row"}
+
+
+def _fsdp1_cases() -> Iterator[Case]:
+    for world in FSDP1_WORLDS:
+        for sample in FSDP1_SAMPLES:
+            for reader, tensor_class in FSDP1_CLASSES.items():
+                if sample == "dcp_fsdp2_w2" and reader == "fsdp1 flat":
+                    continue  # a flat parameter is in one group, and this sample has two for those of a block
+                route = (("fsdp1", {"to_world": world, "tensor_class": tensor_class}),)
+                long = sample != "rank_fsdp1_w2"
+                yield Case(f"{sample}: {reader} over {world}", sample, route, reader, (world,), long=long)
+    for reader in ("fsdp1 dcp", "fsdp1 flat dcp"):
+        yield Case(f"rank_fsdp1_w2: {reader}", "rank_fsdp1_w2", ROUTES["dcp"], reader)
+    yield Case("dcp_fsdp2_w2: fsdp1 mesh api", "dcp_fsdp2_w2", (("fsdp1", {"to_world": 2}), SAME), "fsdp1 mesh api")
+    yield Case("rank_fsdp1_w2: fsdp1 and 2", "rank_fsdp1_w2", (), "fsdp1 and 2")
 
 
 CASES = {case.name: case for case in _cases()}
@@ -102,7 +124,10 @@ def converted(source: str, route: tuple[Step, ...], folder: Path) -> str:
 def description(case: Case, large: Path, folder: Path) -> dict[str, Any]:
     """Convert, and say all that the ranks need to know; or why there is nothing to read."""
     source, reference = (large, large) if case.sample == "large" else (path_of(case.sample), reference_of(case.sample))
-    told: dict[str, Any] = {"name": case.name, "reader": case.reader, "sizes": case.sizes, "reference": str(reference)}
+    told: dict[str, Any] = {
+        "name": case.name, "reader": case.reader, "sizes": case.sizes, "reference": str(reference),
+        "scratch": str(folder),
+    }  # fmt: skip
     try:
         told["path"] = converted(str(source), case.route, folder)
     except Exception as error:

@@ -13,6 +13,7 @@ imported here.
     flat        the same with `flatten_optimizer_state_dict=True` and the model at the root
     ids         `optimizer.state_dict()` with its integer ids, loaded as hand-written loops do
     tensors     a DTensor over all ranks for each tensor, whatever it is; each rank compares its own piece
+    fsdp1 ...   FSDP1, by its own rank files; see `fsdp1.py`
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import fsdp1
 import reading
 import torch
 import torch.distributed as dist
@@ -185,6 +187,7 @@ READERS: dict[str, Callable[[Told, Mapping[str, DeviceMesh]], str]] = {
     "flat": read_flat,
     "ids": read_ids,
     "tensors": read_tensors,
+    **fsdp1.READERS,
 }
 
 
@@ -214,8 +217,10 @@ def main() -> None:
         size = dist.get_world_size()
         meshes = {
             "row": init_device_mesh("cpu", (size,), mesh_dim_names=("row",)),
-            "grid": init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard")),
+            "plain": init_device_mesh("cpu", (size,)),
         }
+        if size % 2 == 0:
+            meshes["grid"] = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
         found: dict[str, str] = {}
         for told in json.loads(options.cases.read_text()):
             found[told["name"]] = verdict(told, meshes)

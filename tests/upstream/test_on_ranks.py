@@ -1,4 +1,4 @@
-"""What we convert is loaded by `dcp.load` on 2 and on 4 gloo ranks, into models that were just built."""
+"""What we convert is loaded by `dcp.load` on 2 and on 4 gloo ranks, into models that were just built; for FSDP1, on 1 to 8."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cases import CASES
 
 TABLE = [
     pytest.param(world, case.name, id=f"{world} ranks-{case.name}", marks=[pytest.mark.long] if case.long else [])
-    for world in (2, 4)
+    for world in (1, 2, 3, 4, 8)
     for case in CASES.values()
     if world in case.worlds
 ]
