@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ckpttool import files
@@ -100,7 +101,7 @@ def alike(path: str, other: str) -> bool:
             {
                 name: (record.nbytes, record.crc)
                 for name, record in torchzip.open_archive(
-                    lambda at, n, of=one: pool.read(of, at, n), 0, files.size_of(one), name=one
+                    partial(pool.read, one), 0, files.size_of(one), name=one
                 ).records.items()
                 if name.startswith("data/") and record.nbytes
             }
