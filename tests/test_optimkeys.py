@@ -252,10 +252,10 @@ REFUSED: dict[str, tuple[Tree, type[CkptError], str]] = {
     ),
     "another shape": (
         small(state=moments((2, 3), (4,)), param_groups=[{"params": [0, 1]}]),
-        CorruptError, r"1 parameters of shape \[4\], but the model has 0",
+        CorruptError, r"state for 1 parameter of shape \[4\], but the model has none",
     ),
     "more than the model has": (
-        small(state={}, param_groups=[{"params": [*range(5)]}]), CorruptError, "has 5 parameters, but the model 4",
+        small(state={}, param_groups=[{"params": [*range(5)]}]), CorruptError, "has 5 parameters, but the model has 4",
     ),
     "no model": (
         {"optim": {"state": moments((2, 3)), "param_groups": [{"params": [0]}]}}, UsageError, "there is no model here",

@@ -250,10 +250,10 @@ def _bytes_of(entry: Entry) -> Path | None:
 
 
 def _told(item: Item) -> Any:
-    """What tells two values apart, in which 1 is not True."""
+    """What tells two values apart. Of plain ones `repr` does: 1 is not 1.0, nor True."""
     if isinstance(item.entry, Tensor):
         return item.below, item.entry.dtype, item.entry.shape
     value = item.entry.value
     if value is None or isinstance(value, (bool, int, float, str)):
-        return item.below, type(value), repr(value)
+        return item.below, repr(value)
     return item.below, json.dumps(typedjson.encode(value, name=item.entry.name))

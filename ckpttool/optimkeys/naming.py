@@ -38,6 +38,10 @@ _MANUAL = (
     "say in the training script which is which: save the optimizer with names (torch 2.6: "
     "`AdamW(model.named_parameters())`), or by `get_state_dict`"
 )
+_OTHER_MODEL = (
+    "`--model-from` names the model that was trained with it; the flat pieces that FSDP1's `optimizer.state_dict()` has "
+    "on each rank have no names: `FSDP.optim_state_dict` saves them with names"
+)
 
 
 def name_ids(found: Sequence[Optimizer], source: Catalogue) -> list[dict[int, str]]:
@@ -179,7 +183,7 @@ def _places(left: list[tuple[int, Group]], found: Sequence[Optimizer], model: di
     if not fits:
         raise CorruptError(
             f"`{who}`: the shapes of its state do not follow the order of the model's parameters",
-            hint="name the model that was trained with it: `--model-from`",
+            hint=_OTHER_MODEL,
         )
     vague = [(left[g][1].params[k], places) for g, row in enumerate(fits) for k, places in enumerate(row) if places[1:]]
     if vague:
@@ -188,25 +192,26 @@ def _places(left: list[tuple[int, Group]], found: Sequence[Optimizer], model: di
         raise UsageError(
             f"`{who}`: {len(vague)} of its ids fit more than one parameter, such as {key}: "
             f"{some([names[place] for place in places])}",
-            hint=f"{_MANUAL}; what is no parameter `--exclude` leaves out first",
+            hint=f"leave what is no parameter out in a conversion before this one (`--exclude`); or {_MANUAL}",
             found=[names[place] for place in places],
         )
     return [[places[0] for places in row] for row in fits]
 
 
 def _check_counts(wanted: list[list[Ints | None]], have: list[Ints], who: str) -> None:
-    asked, there = sum(map(len, wanted)), len(have)
-    by_shape = Counter(shape for row in wanted for shape in row if shape is not None)
-    hint = "name the model that was trained with it: `--model-from`"
-    if asked > there:
-        raise CorruptError(f"`{who}` has {asked} parameters, but the model {there}", hint=hint)
-    for shape, count in by_shape.items():
-        if count > have.count(shape):
+    asked, there = sum(map(len, wanted)), Counter(have)
+    if asked > len(have):
+        raise CorruptError(f"`{who}` has {asked} parameters, but the model has {len(have)}", hint=_OTHER_MODEL)
+    for shape, count in Counter(shape for row in wanted for shape in row if shape is not None).items():
+        if count > there[shape]:
             raise CorruptError(
-                f"`{who}` has state for {count} parameters of shape {list(shape)}, but the model has "
-                f"{have.count(shape)} of them",
-                hint=hint,
-            )
+                f"`{who}` has state for {_parameters_of(count, shape)}, but the model has {there[shape] or 'none'}",
+                hint=_OTHER_MODEL, found=count, expected=there[shape],
+            )  # fmt: skip
+
+
+def _parameters_of(count: int, shape: Ints) -> str:
+    return f"{count} parameter{'s' * (count != 1)} of shape {list(shape)}"
 
 
 State = tuple[int, ...]
