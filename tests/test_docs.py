@@ -32,6 +32,8 @@ NAMES = {
     "wrapped.pt": "torch_ddp/ckpt.pt",
     "llama": "hf_llama/ckpt",
     "model.safetensors": "safetensors_single/ckpt.safetensors",
+    "finetune": "run_trainer/ckpt",
+    "saved": "run_accelerate_fsdp2_sharded_w2/ckpt",
 }
 # What differs from run to run and from machine to machine.
 MASKS = (
