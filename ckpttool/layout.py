@@ -431,7 +431,7 @@ def over_world(catalogue: Catalogue, ranks: int, *, everywhere: bool = False) ->
     """Parameters and what is shaped like them in even slabs along dimension 0, as FSDP2 does; the rest whole, each on
     the rank that holds the least so far or, with `everywhere`, on each of the ranks, whose files are then listed. Pure.
     """
-    sharded = _sharded(catalogue)
+    sharded = _sharded(catalogue, everywhere)
     load = [0] * ranks
 
     def place(tensor: Tensor) -> Chunks:
@@ -451,11 +451,12 @@ def over_world(catalogue: Catalogue, ranks: int, *, everywhere: bool = False) ->
     return made
 
 
-def _sharded(catalogue: Catalogue) -> set[Path]:
-    """What FSDP2 would have sharded. Whether a tensor is a parameter or a buffer is not always written down: it is a
+def _sharded(catalogue: Catalogue, untrained: bool) -> set[Path]:
+    """What FSDP would have sharded. Whether a tensor is a parameter or a buffer is not always written down: it is a
     parameter when the optimizer has state of its shape (and, if it names parameters, of its name) or when the source
     shards it; state is sharded when it is shaped like a parameter. With no optimizer and nothing sharded, every
-    floating-point tensor of a model is taken for a parameter."""
+    floating-point tensor of a model is taken for a parameter. With `untrained`, so are those that no optimizer has
+    state of, frozen ones and second names of tied ones, as far as that can be told."""
     tensors = [t for t in catalogue.tensors if t.shape and t.numel and not t.embedded]
     models = [t for t in tensors if t.part.kind == "model"]
     states = [t for t in tensors if t.part.kind == "optimizer"]
@@ -474,7 +475,14 @@ def _sharded(catalogue: Catalogue) -> set[Path]:
             return tensor.shape in named.get(dotted(tensor.path[len(tensor.part.root) :]), ())
         return tensor.shape in shapes
 
-    parameters = [t for t in models if is_parameter(t)]
+    cut = any(len((t.origin or t).chunks) > 1 for t in models)
+
+    def may_be_parameter(tensor: Tensor) -> bool:
+        if tensor.dtype.kind != "float" or (cut and tensor.shape[0] > 1):
+            return False  # where others are cut, what has rows to cut and is whole is a buffer
+        return not states or str(tensor.path[-1]).rpartition(".")[2] in ("weight", "bias")
+
+    parameters = [t for t in models if is_parameter(t) or (untrained and may_be_parameter(t))]
     if not parameters and not states:
         parameters = [t for t in models if t.dtype.kind == "float"]
     like = {t.shape for t in parameters}

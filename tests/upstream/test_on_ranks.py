@@ -1,4 +1,5 @@
-"""What we convert is loaded by `dcp.load` on 2 and on 4 gloo ranks, into models that were just built; for FSDP1, on 1 to 8."""
+"""What we convert is loaded by `dcp.load` on 2 and on 4 gloo ranks, into models that were just built; our rank files by
+FSDP1 on 1 to 8."""
 
 from __future__ import annotations
 
