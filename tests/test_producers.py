@@ -122,6 +122,10 @@ def test_a_sample_converts_to_what_torch_gathered(name: str, to: str, tmp_path: 
             embed = next(t for n, t in ref["model"].items() if "embed" in n)
             assert_alike(embed, tensor, "the tied one was left out")
             continue
+        if key not in found and to == "safetensors" and key.endswith(".step"):
+            # All parameters of a flat one share theirs: the file has it once.
+            assert any(k.endswith(".step") and torch.equal(v, tensor) for k, v in found.items())
+            continue
         assert key in found
         assert_alike(found[key], tensor, key)
         count += 1
@@ -239,7 +243,8 @@ def _optional(file: str) -> bool:
     names = r"scheduler|sampler|dl_state|scaler|custom_|training_args|_1\.|data\.pt|meta\.pt|huggingface/|_config\.json"
     return bool(
         re.search(
-            rf"{names}|last_checkpoint|latest_|metadata\.pkl|symlink|(checkpoint-2|checkpoint_0|step-4)/|\.(yaml|csv)", file
+            rf"{names}|last_checkpoint|latest_|metadata\.pkl|symlink|(checkpoint-2|checkpoint_0|step-4)/|\.(yaml|csv)",
+            file,
         )
     )
 
