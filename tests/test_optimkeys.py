@@ -128,6 +128,23 @@ def test_the_model_called_model_says_the_names() -> None:
     assert named({"ema": ema, **state}) == [["a", "b", "c", "d"]]
 
 
+def test_names_need_no_model() -> None:
+    optim = {"state": {"a": {"exp_avg": torch.zeros(2)}}, "param_groups": [{"lr": 1, "params": ["a"]}]}
+    models = {"generator_model": {"a": torch.zeros(2)}, "critic_model": {"a": torch.zeros(2)}}
+    for state in ({**models, "optim": optim}, {"optim": optim, "step": 1}):
+        assert set(tree(optimkeys.respell(started(state), "flat"), state)["optim"]) == {
+            "state.a.exp_avg", "param_groups.a.lr"
+        }  # fmt: skip
+        now = tree(optimkeys.respell(started(state), "id"), state)
+        assert now["optim"]["param_groups"] == [{"lr": 1, "params": [0]}]
+
+
+def test_the_order_of_hyper_parameters_does_not_matter() -> None:
+    flat = {"param_groups.a.lr": 1, "param_groups.a.eps": 2, "param_groups.b.eps": 2, "param_groups.b.lr": 1}
+    state = small(**flat, **{"param_groups.c.lr": 1.0, "param_groups.c.eps": 2})
+    assert named(state) == [["a", "b"], ["c"]]
+
+
 def test_names_in_the_groups_are_taken_at_their_word() -> None:
     groups = [{"params": [0], "param_names": ["c"]}, {"params": [1], "param_names": ["a"]}]
     assert named(small(state=moments((2, 3), (2, 3)), param_groups=groups)) == [["c"], ["a"]]
@@ -275,6 +292,9 @@ REFUSED: dict[str, tuple[Tree, type[CkptError], str]] = {
     "params that are no list": (small(state={}, param_groups=[{"params": 3}]), CorruptError, "not a list"),
     "a name twice": (
         small(state={}, param_groups=[{"params": [0, 1], "param_names": ["a", "a"]}]), CorruptError, "two parameters",
+    ),
+    "an id twice": (
+        small(state={}, param_groups=[{"params": [0, 1]}, {"params": [1]}]), CorruptError, "list `1` twice",
     ),
     "both spellings": (small(**{"state.a.n": 1, "param_groups": [{"params": []}]}), CorruptError, "both nested and"),
     "flat without groups": (

@@ -28,8 +28,8 @@ def respell(catalogue: Catalogue, wanted: str, source: Catalogue | None = None) 
     of several parameters; CorruptError when optimizer and model contradict each other.
     """
     if wanted not in SPELLINGS:
-        names = ", ".join(f"`{name}`" for name in SPELLINGS)
-        raise UsageError(f"there is no spelling `{wanted}` of an optimizer's keys", hint=f"one of {names}")
+        there = ", ".join(f"`{name}`" for name in SPELLINGS)
+        raise UsageError(f"there is no spelling `{wanted}` of an optimizer's keys", hint=f"one of {there}")
     changed = [optimizer for optimizer in found.optimizers(catalogue) if optimizer.spelling != wanted]
     if not changed:
         return catalogue

@@ -9,7 +9,7 @@ KEY is an id or a name. Up to torch 2.3, DCP keeps `param_groups` as one value.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -143,6 +143,9 @@ def _nested(root: Path, entries: list[Entry]) -> Optimizer:
         raise CorruptError(f"the `params` of `{made.name}` are neither names nor numbers", found=made.name)
     elif not kinds and any(type(key) is int for key in made.state):
         made.spelling = "id"
+    if len(set(made.params)) < len(made.params):
+        twice = next(key for key, count in Counter(made.params).items() if count > 1)
+        raise CorruptError(f"the groups of `{made.name}` list `{twice}` twice", found=twice)
     _part_loose(made)
     return made
 
@@ -175,7 +178,9 @@ def _listed(entry: Object) -> list[Any]:
 
 
 def _as_id(key: Any) -> Any:
-    return int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() and str(int(key)) == key else key
+    if isinstance(key, str) and len(key) < 10 and key.isascii() and key.isdecimal() and str(int(key)) == key:
+        return int(key)
+    return key
 
 
 def _part_loose(made: Optimizer) -> None:
@@ -233,10 +238,11 @@ def _regrouped(root: str, values: dict[str, list[Item]]) -> list[Group]:
     """Parameters with the same hyper-parameters in one group, in the order in which they come."""
     groups: dict[Any, Group] = {}
     for name, items in values.items():
-        group = groups.setdefault(tuple(_told(item) for item in items), Group(items=items, place=len(items)))
+        group = groups.setdefault(frozenset(map(_told, items)), Group(items=items, place=len(items)))
         group.params.append(name)
-        for ours, theirs in zip(group.items, items, strict=True):
-            if isinstance(ours.entry, Tensor) and _bytes_of(ours.entry) != _bytes_of(theirs.entry):
+        tensors = {item.below: _bytes_of(item.entry) for item in items if isinstance(item.entry, Tensor)}
+        for ours in group.items if tensors else ():
+            if _bytes_of(ours.entry) != tensors.get(ours.below):
                 raise UsageError(
                     f"`{root}` keeps the hyper-parameter `{dotted(ours.below)}` as a tensor for each parameter, so it "
                     f"is not known whether `{group.params[0]}` and `{name}` were in one group",

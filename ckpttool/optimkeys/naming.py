@@ -39,8 +39,8 @@ _MANUAL = (
     "`AdamW(model.named_parameters())`), or by `get_state_dict`"
 )
 _OTHER_MODEL = (
-    "`--model-from` names the model that was trained with it; the flat pieces that FSDP1's `optimizer.state_dict()` has "
-    "on each rank have no names: `FSDP.optim_state_dict` saves them with names"
+    "`--model-from` names the model that was trained with it; pieces that FSDP1's `optimizer.state_dict()` has on each "
+    "rank are nobody's by name: `FSDP.optim_state_dict` saves names"
 )
 
 
@@ -51,16 +51,19 @@ def name_ids(found: Sequence[Optimizer], source: Catalogue) -> list[dict[int, st
     """
     names: list[dict[int, str]] = [{} for _ in found]
     unnamed = [(i, group) for i, optimizer in enumerate(found) for group in optimizer.groups if group.params]
-    if all(_own_names(group) is not None for _, group in unnamed) and not _has_model(source):
+    if not unnamed:
+        return names
+    if all(_own_names(group) is not None for _, group in unnamed) and not layout.models(source):
         for i, group in unnamed:
             names[i] |= dict(zip(group.params, _own_names(group) or (), strict=True))
         return _distinct(found, names)
     model = _parameters(source)
+    known = _names(source)
     left: list[tuple[int, Group]] = []
     for i, group in unnamed:
         own = _own_names(group)
-        clean = own and [name if name in model else layout.strip_wrappers(name) for name in own]
-        if clean and all(name in model for name in clean):
+        clean = own and [name if name in known else layout.strip_wrappers(name) for name in own]
+        if clean and known.issuperset(clean):
             names[i] |= dict(zip(group.params, clean, strict=True))
         else:
             left.append((i, group))
@@ -92,14 +95,15 @@ def _distinct(found: Sequence[Optimizer], names: list[dict[int, str]]) -> list[d
 # The model ------------------------------------------------------------------------------------------------------------
 
 
-def _has_model(source: Catalogue) -> bool:
-    return any(entry.part.kind == "model" for entry in source.entries.values())
+def _names(source: Catalogue) -> set[str]:
+    root, tensors = _model(source)
+    return {dotted(tensor.path[len(root) :]) for tensor in tensors}
 
 
 def _parameters(source: Catalogue) -> dict[str, Ints]:
     """What may be a parameter of the model, with its shape, in the order of the state dict."""
     root, tensors = _model(source)
-    names = {dotted(t.path[len(root) :]) for t in tensors}
+    names = _names(source)
     aliases = find_aliases(t.origin or t for t in tensors)
     made: dict[str, Ints] = {}
     for tensor in tensors:
