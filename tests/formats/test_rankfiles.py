@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ckpttool import convert, formats, nesting
 from ckpttool.catalogue import Catalogue, Tensor, find_aliases, validate
-from ckpttool.contract import Source
+from ckpttool.contract import NO_HINTS, OpenOptions, Source
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.formats.rankfiles import FORMAT, sets
 
@@ -32,23 +32,31 @@ sys.path.insert(0, str(SAMPLES))
 
 from same import assert_same, raw_bytes  # noqa: E402
 
-FLAT = ("_local_", "_flat_", "_dinov2_", "_verl_fsdp1_")  # `test_flat.py` and the producers have these
-NAMES = [
-    folder.name
-    for folder in sorted(HERE.glob("rank_*"))
-    if (folder / "ckpt").is_dir() and not any(mark in folder.name for mark in FLAT)
-]
+NAMES = [folder.name for folder in sorted(HERE.glob("rank_*")) if (folder / "ckpt").is_dir()]
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def source_of(path: str | Path) -> Source:
+def source_of(path: str | Path, options: OpenOptions = NO_HINTS) -> Source:
     row = formats.detect(str(path))
     assert row is FORMAT
-    return row.open(str(path))
+    return row.open(str(path), options)
 
 
-def read(path: str | Path, *, sound: bool = True) -> Catalogue:
-    source = source_of(path)
+def is_flat(name: str) -> bool:
+    """Whether the files have flat parameters, whose shapes somebody has to tell."""
+    return any(mark in name for mark in ("_local_", "_flat_", "_dinov2_"))
+
+
+def shapes(name: str, folder: Path) -> str | None:
+    """For `--shapes`: the model as torch has it."""
+    if not is_flat(name):
+        return None
+    torch.save(reference(name)["model"], folder / "shapes.pt")
+    return str(folder / "shapes.pt")
+
+
+def read(path: str | Path, *, sound: bool = True, options: OpenOptions = NO_HINTS) -> Catalogue:
+    source = source_of(path, options)
     source.close()
     if sound:
         validate(source.catalogue)
@@ -95,7 +103,10 @@ def expected_of(name: str, found: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in whole.items() if not key.endswith(("_by_name", "_by_rank"))}
     if "model" in kept and "model" not in found:
         kept |= kept.pop("model")  # the state dict itself was saved
-    return {("optimizer" if key == "optim" and "optim" not in found else key): v for key, v in kept.items()}
+    others = {"optim": "optimizer", "scheduler": "lr_scheduler"}
+    kept = {key if key in found else others.get(key, key): value for key, value in kept.items()}
+    # Frameworks have their own names for the rest, and places.
+    return {key: value for key, value in kept.items() if key in found or key in ("model", "optim", "optimizer")}
 
 
 def unwrapped(tree: Any) -> Any:
@@ -111,20 +122,21 @@ def unwrapped(tree: Any) -> Any:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_sample_is_what_torch_gathers(name: str) -> None:
-    found = read(path_of(name))
+    known = {key: tuple(tensor.shape) for key, tensor in reference(name)["model"].items()} if is_flat(name) else None
+    found = read(path_of(name), options=OpenOptions(known))
     tree = unwrapped(plain(tree_of(found)))
     expected = plain(expected_of(name, tree))
     assert {"model"} <= expected.keys() or "embed.weight" in expected
     for key, value in expected.items():
         assert_same(tree[key], value, at=key)
-    if "rng_by_rank" in reference(name):
+    if "rng_by_rank" in reference(name) and "rng" in tree:
         assert all(f"rank{rank}" in tree["rng"] for rank in range(found.world_size))
     assert not found.faults and not [w for w in found.warnings if "not compared" in w]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_sample_becomes_a_file(name: str, tmp_path: Path) -> None:
-    convert(path_of(name), tmp_path / "out.pt", to="torch", check=True)
+    convert(path_of(name), tmp_path / "out.pt", to="torch", shapes=shapes(name, tmp_path), check=True)
     tree = unwrapped(plain(torch.load(tmp_path / "out.pt", weights_only=False)))
     for key, value in plain(expected_of(name, tree)).items():
         assert_same(tree[key], value, at=key)
@@ -132,7 +144,7 @@ def test_a_sample_becomes_a_file(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_sample_becomes_dcp(name: str, tmp_path: Path) -> None:
-    convert(path_of(name), tmp_path / "out", to="dcp", check=True)
+    convert(path_of(name), tmp_path / "out", to="dcp", shapes=shapes(name, tmp_path), check=True)
     dcp_to_torch_save(tmp_path / "out", tmp_path / "out.pt")
     tree = unwrapped(plain(torch.load(tmp_path / "out.pt", weights_only=False), text=True))
     for key, value in plain(expected_of(name, tree), text=True).items():
@@ -141,7 +153,10 @@ def test_a_sample_becomes_dcp(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_samples_model_becomes_safetensors(name: str, tmp_path: Path) -> None:
-    convert(path_of(name), tmp_path / "out", to="safetensors", only=["model"], strip_wrappers=True, check=True)
+    known = shapes(name, tmp_path)
+    convert(
+        path_of(name), tmp_path / "out", to="safetensors", only=["model"], strip_wrappers=True, shapes=known, check=True
+    )  # fmt: skip
     found = {k: v for file in (tmp_path / "out").glob("*.safetensors") for k, v in load_file(file).items()}
     model = reference(name)["model"]
     assert found.keys() <= model.keys()
@@ -150,6 +165,33 @@ def test_a_samples_model_becomes_safetensors(name: str, tmp_path: Path) -> None:
             assert_same(found[key], value.detach(), at=key)
         else:  # tied, and written once
             assert any(raw_bytes(value) == raw_bytes(other) for other in found.values()), key
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if is_flat(n)])
+def test_flat_parameters_need_shapes(name: str) -> None:
+    found = read(path_of(name), sound=False)
+    assert "flat parameters, and not the shapes" in found.faults[0].message
+    assert "--shapes FROM" in str(found.faults[0].hint)
+    assert len(found.faults) == 1
+    with pytest.raises(CorruptError):
+        validate(found)
+
+
+def test_a_flat_optimizer_alone_has_no_names() -> None:
+    folder = path_of("rank_verl_fsdp1_w2")
+    (error, *_) = read(f"{folder}/optim_*", sound=False).faults
+    assert "no model is beside it" in error.message
+    known = {key: tuple(tensor.shape) for key, tensor in reference("rank_verl_fsdp1_w2")["model"].items()}
+    del known["lm_head.weight"], known["tokens_seen"], known["frozen"]
+    alone = tree_of(read(f"{folder}/optim_*", options=OpenOptions(known)))
+    assert_same(plain(alone), plain(reference("rank_verl_fsdp1_w2")["optim"]))
+
+
+def test_an_optimizer_whose_state_has_one_dimension_is_not_flat(tmp_path: Path) -> None:
+    # Adafactor keeps a row and a column for each matrix.
+    optim = {"state": {0: {"row": torch.ones(13), "col": torch.ones(2)}}, "param_groups": [{"params": [0]}]}
+    tree = tree_of(read(save(tmp_path / "run", 2, lambda rank: {"model": {"w": WHOLE}, "optim": optim})))
+    assert_same(tree["optim"], optim)
 
 
 @pytest.mark.parametrize("name", ["rank_fsdp1_w2", "rank_hsdp_w4", "rank_fsdp2_tp_w4"])

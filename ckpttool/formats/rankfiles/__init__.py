@@ -15,14 +15,15 @@ save plain tensors. Names: see `sets`. Sharded tensors: see `containers/sharded`
 from __future__ import annotations
 
 from ckpttool import files
-from ckpttool.catalogue import Catalogue, Chunk, Extent, File, Path, Tensor, dotted
+from ckpttool.catalogue import Catalogue, Chunk, Extent, File, Path, Tensor
 from ckpttool.containers import pickles
 from ckpttool.containers.sharded import Shard
 from ckpttool.contract import NO_HINTS, Format, OpenOptions, Source
-from ckpttool.errors import CkptError, CorruptError, ReadError, some
+from ckpttool.errors import CkptError, CorruptError, some
 from ckpttool.formats.rankfiles import reading, sets, sink
 from ckpttool.formats.rankfiles.merging import Merging, RankState
 from ckpttool.formats.rankfiles.reading import RankFile
+from ckpttool.formats.rankfiles.rebuilding import Rebuilding, is_needed
 from ckpttool.formats.rankfiles.sets import RankSet, is_pattern
 
 __all__ = ["FORMAT", "is_pattern"]
@@ -73,12 +74,28 @@ class _Opening:
     def run(self) -> None:
         """Fill the catalogue."""
         names = sorted({rank for part in self._set.parts.values() for rank in part})
-        for rank in names:
-            state = self._load(rank)
-            if state is not None:
-                self._merging.add(state)
+        states = (state for state in map(self._load, names) if state is not None)
+        first = next(states, None)
+        rebuilding: Rebuilding | None = None
+        flat: CkptError | None = None
+        if first is not None and is_needed(first):
+            every = [first, *states]
+            rebuilding = Rebuilding(every, self._options)
+            try:
+                if not self._missing():
+                    rebuilding.run()
+            except CkptError as error:
+                flat = error
+            states = (state for state in every[1:])
+        for state in (first, *states) if first is not None else ():
+            self._merging.add(state)
         misplaced = self._catalogue.faults[:]
         self._merging.finish()
+        if rebuilding is not None:
+            self._catalogue.faults += rebuilding.finish(self._catalogue, self._merging.comparing)
+        if flat is not None:
+            # Pieces differ between ranks as they should: what merging said of them is beside the point.
+            self._catalogue.faults[:] = [*misplaced, flat]
         # A file that is in the wrong place is why another is missing, and that is why tensors do not fit.
         self._catalogue.faults[len(misplaced) : len(misplaced)] = self._missing()
         self._describe()
@@ -181,15 +198,6 @@ class _Opening:
             ours.warnings.append(f"names say other ranks than contents, which are believed: {some(self._renamed)}")
         if self._set.left_out:
             ours.warnings.append(f"no files of ranks, left out: {some(self._set.left_out)}")
-        flat = [path for path in self._merging.shards if path and str(path[-1]).rpartition(".")[2] == "_flat_param"]
-        if flat:
-            ours.faults.insert(
-                0,
-                ReadError(
-                    f"flat parameters of FSDP1 (`LOCAL_STATE_DICT`) have no shapes: {some([*map(dotted, flat)])}",
-                    hint="pass `--shapes FROM`: a checkpoint of the model, or JSON of its names and shapes",
-                ),
-            )
 
 
 _ONE_FILE = (

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ckpttool import files, parts, ranks
 from ckpttool.boxes import Ints
@@ -49,13 +50,17 @@ class RankState:
 
     def under(self, unit: Path, *, at: Path) -> Catalogue:
         """What stands at `unit` of the tree, as entries at another path."""
-        root, file = next((r, f) for r, f in self.files.items() if unit[: len(r)] == r)
-        node = file.tree
-        for key in unit[len(root) :]:
-            node = node[key]
         made = Catalogue("rankfiles")
-        torchtree.fill(made, node, file.place, at)
+        torchtree.fill(made, self.node(unit), self.file_of(unit).place, at)
         return made
+
+    def node(self, path: Path) -> Any:
+        """What stands at `path` of the tree."""
+        root, file = next((r, f) for r, f in self.files.items() if path[: len(r)] == r)
+        node = file.tree
+        for key in path[len(root) :]:
+            node = node[key]
+        return node
 
     def owner(self, path: Path) -> Path:
         """The path of the object that an embedded tensor belongs to; that of anything else is its own."""
@@ -70,7 +75,7 @@ class Merging:
 
     def __init__(self, catalogue: Catalogue, pool: files.Pool) -> None:
         self._catalogue = catalogue
-        self._comparing = Comparing(pool, catalogue.files)
+        self.comparing = Comparing(pool, catalogue.files)
         self._first: RankState | None = None
         self._seen: list[int] = []
         self._kinds: dict[Path, str] = {}
@@ -185,7 +190,7 @@ class Merging:
             theirs.dtype, theirs.shape,
         ):  # fmt: skip
             a, b = ours.chunks[0].extent, theirs.chunks[0].extent
-            same = self._comparing.same(ours.dtype.itemsize, ours.shape, a, b)
+            same = self.comparing.same(ours.dtype.itemsize, ours.shape, a, b)
             if same is None:
                 self._unread[path] = None
             if same is not False:
@@ -220,7 +225,7 @@ class Merging:
         if at == len(tensor.chunks):
             tensor.chunks.add(*chunk)
             return
-        same = self._comparing.same(tensor.dtype.itemsize, chunk.sizes, tensor.chunks.extent(at), chunk.extent)
+        same = self.comparing.same(tensor.dtype.itemsize, chunk.sizes, tensor.chunks.extent(at), chunk.extent)
         if same is None:
             self._unread[path] = None
         elif not same:
