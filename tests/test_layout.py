@@ -485,6 +485,28 @@ def test_a_model_alone_is_sharded_by_its_floats() -> None:
     assert sharded(state) == {"w"}
 
 
+def everywhere(state: dict[str, Any], cuts: dict[str, Sequence[Box]] | None = None) -> set[str]:
+    laid = layout.over_world(started(state, cuts), 2, everywhere=True)
+    assert [file.rank for file in laid.files] == [0, 1]
+    copies = {t.name for t in laid.tensors if len(t.chunks) == 2 and t.chunks.sizes[0] == t.shape}
+    assert all([*t.chunks.file] == [0, 1] for t in laid.tensors if t.name in copies)
+    return {t.name for t in laid.tensors} - copies
+
+
+def test_fsdp1_cuts_parameters_that_are_not_trained_and_has_the_rest_everywhere() -> None:
+    state = by_name()
+    state["model"] |= {"head.weight": torch.zeros(6, 2), "gate": torch.zeros(1), "buffer": torch.zeros(4, 2)}
+    state["model"]["ids.weight"] = torch.zeros(4, dtype=torch.int64)
+    trained = {f"model.layers.{i}.w" for i in (0, 1)} | {f"optim.state.layers.{i}.w.exp_avg" for i in (0, 1)}
+    assert everywhere(state) == trained | {"model.head.weight"}
+
+
+def test_fsdp1_keeps_whole_what_was_whole_among_shards() -> None:
+    state = {"w": torch.zeros(4), "gate": torch.zeros(1), "positions": torch.zeros(8)}
+    assert everywhere(state, {"w": [((0,), (2,)), ((2,), (2,))]}) == {"w", "gate"}
+    assert everywhere(state) == {"w", "gate", "positions"}
+
+
 def test_whole_tensors_are_spread_over_the_ranks() -> None:
     state = {f"b{i}": torch.zeros(8, dtype=torch.int64) for i in range(8)}
     found = boxes_of(layout.over_world(started(state), 4))
