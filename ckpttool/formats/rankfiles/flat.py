@@ -98,9 +98,9 @@ def model(trees: Trees, place: Place, options: OpenOptions, files: Sequence[str]
 # What the files hold --------------------------------------------------------------------------------------------------
 
 
-def _unit_of(name: str) -> str | None:
+def _unit_of(name: Any) -> str | None:
     """The module whose flat parameter this is the name of; the root is ""."""
-    unit, _, last = name.rpartition(".")
+    unit, _, last = name.rpartition(".") if isinstance(name, str) else ("", "", "")
     return unit if last == FLAT_PARAM else None
 
 
@@ -136,7 +136,7 @@ def _flat_parameters(trees: Trees) -> Iterator[_Flat]:
                 start = local.offsets[0]
                 pieces.append(Piece(start, start + local.ref.shape[0], rank, local.ref))
         _check_line(name, pieces, first.shape[0])
-        yield _Flat(unit, first.dtype, first.shape[0], tuple(sorted(pieces, key=lambda piece: piece.start)))
+        yield _Flat(unit, first.dtype, first.shape[0], tuple(pieces))
 
 
 def _check_line(name: str, pieces: Sequence[Piece], numel: int) -> None:
@@ -160,7 +160,7 @@ def _pieces_by_name(trees: Trees, flats: Iterable[_Flat], shapes: Mapping[str, I
     found: dict[str, list[TensorRef]] = {}
     for name in trees[0]:
         refs = [tree[name] for tree in trees]
-        if not all(map(is_line, refs)):
+        if not isinstance(name, str) or not all(map(is_line, refs)):
             continue
         held = [ref.shape[0] for ref in refs]
         views = any((rank, ref.storage.key) in inside for rank, ref in enumerate(refs) if ref.shape[0])
@@ -203,9 +203,8 @@ def _from_pieces(
     totals, counts = dict.fromkeys(flats, 0), dict.fromkeys(flats, 0)
     whole = tuple(name for name in trees[0] if name not in pieces and _unit_of(name) not in flats)
     for name in trees[0]:
-        if name in whole:
-            counted += _spare(trees, name)
         if name not in pieces:
+            counted += _spare(trees, name)
             continue
         refs = pieces[name]
         shape, unit = known.get(name, known[first[name]]), _owner(name, flats)
@@ -265,8 +264,8 @@ def _check_sizes_agree(flat: _Flat, total: int, count: int, world: int) -> None:
     most = total + 15 * count + world - 1
     if not total <= flat.numel <= most:
         raise CorruptError(
-            f"{_module(flat.unit)}: the pieces under the names of its parameters have {total} elements, the flat parameter "
-            f"{flat.numel}",
+            f"{_module(flat.unit)}: the pieces under the names of its parameters have {total} elements, the flat "
+            f"parameter {flat.numel}",
             hint="the files are of different saves", tensor=flat.unit, found=flat.numel, expected=total,
         )  # fmt: skip
 
@@ -281,6 +280,7 @@ def _from_flats(trees: Trees, place: Place, flats: Mapping[str, _Flat], options:
     members: dict[str, list[str]] = {unit: [] for unit in flats}
     for name in shapes:
         unit = _owner(name, flats)
+        # What the files have under its own name is a buffer, or a parameter that FSDP ignored.
         if name not in trees[0] and unit is not None:
             members[unit].append(name)
     tensors: dict[str, Rebuilt] = {}
@@ -351,16 +351,8 @@ def _ties(flat: _Flat, shapes: Mapping[str, Ints]) -> dict[str, str]:
             hint="the shapes are those of another model; or leave all but one of the names of a shared parameter out",
             unit=flat.unit, found=flat.numel, expected=total,
         )  # fmt: skip
-    kept = {name: name for name in shapes if name not in shared}
-    for name in shared:
-        same = [other for other in kept if shapes[other] == shapes[name]]
-        if len(same) != 1:
-            raise CorruptError(
-                f"{_titled(flat.unit)}: `{name}` is another name of one of {some(same)}, and nothing says of which",
-                hint=f"leave `{name}` out of the shapes", unit=flat.unit, tensor=name,
-            )  # fmt: skip
-        kept[name] = kept[same[0]]
-    return kept
+    # Names of one shape are all shared or all not, or there would have been another choice.
+    return {name: first[shape] if name in shared else name for name, shape in shapes.items()}
 
 
 def _only_choice(numels: Mapping[str, int], total: int) -> tuple[str, ...] | None:

@@ -56,7 +56,8 @@ class _Slot(NamedTuple):
 
 
 def is_raw(trees: Trees) -> bool:
-    """Whether these may be raw state dicts over flat parameters: by ids, no tensor of two dimensions. Pure."""
+    """Whether the optimizers beside a model that was saved by name are raw ones over flat parameters: state by ids, and
+    nothing that has two dimensions. Pure."""
     states = [state for tree in trees if isinstance(tree.get("state"), dict) for state in tree["state"].items()]
     values = [v for _, state in states if isinstance(state, dict) for v in state.values()]
     return bool(states) and all(type(key) is int for key, _ in states) and all(
@@ -173,15 +174,15 @@ def _slot(key: Any, trees: Trees, ranks: Sequence[int]) -> _Slot:
     held = dict.fromkeys(ranks, 0)
     told = False
     for rank, state in by_rank.items():
-        sizes = {name: value.shape for name, value in state.items() if _is_piece(value)}
-        if not all(is_line(state[name]) for name in sizes) or len(set(sizes.values())) > 1:
-            shapes = ", ".join(f"`{name}` {list(shape)}" for name, shape in sizes.items())
+        shapes = {name: value.shape for name, value in state.items() if _is_piece(value)}
+        if len(set(shapes.values())) > 1:
+            said = ", ".join(f"`{name}` {list(shape)}" for name, shape in shapes.items())
             raise CorruptError(
-                f"optimizer state {key} of rank {rank} is not one flat piece for each of its tensors: {shapes}",
+                f"optimizer state {key} of rank {rank} is not of one size: {said}",
                 hint="only state with a value for each element of a parameter can be rebuilt", rank=rank,
             )  # fmt: skip
-        for shape in sizes.values():
-            held[rank], told = shape[0], True
+        for shape in shapes.values():
+            held[rank], told = prod(shape), True
     return _Slot(key, by_rank, tuple(held[rank] for rank in ranks) if told else None)
 
 
@@ -306,7 +307,8 @@ def _state(slot: _Slot, owner: Counted, place: Place, ranks: Sequence[int]) -> I
                 f"{min(slot.by_rank.keys() - values.keys())}",
                 hint="the files are of different saves", key=key,
             )  # fmt: skip
-        if not any(map(_is_piece, values.values())):
+        whole = isinstance(owner, Parameter) and not owner.certain
+        if whole or not any(map(_is_piece, values.values())):
             shared = _shared(key, slot, values, place)
             for member in members:
                 made[member.name][key] = shared
@@ -332,9 +334,10 @@ def _pieces(
         value = values.get(rank)
         if value is None:
             continue
-        if len(kinds) > 1 or not _is_piece(value):
+        if len(kinds) > 1 or not _is_piece(value) or not is_line(value):
             raise CorruptError(
-                f"optimizer state `{key}` of {slot.key} is of another kind on rank {rank} than on rank {min(values)}",
+                f"optimizer state `{key}` of {slot.key} is of another kind on rank {rank} than on rank {min(values)}, "
+                f"or no flat piece",
                 hint="the files are of different saves", key=key, rank=rank,
             )  # fmt: skip
         if isinstance(owner, Unit):
@@ -342,14 +345,13 @@ def _pieces(
         numel = value.shape[0]
         made.append(Piece(end, end + numel, rank, value))
         end += numel
-        if isinstance(owner, Parameter) and not owner.certain:
-            break
     need = sum(prod(p.shape) for p in owner.parameters) if isinstance(owner, Unit) else prod(owner.shape)
-    if sum(piece.stop - piece.start for piece in made) < need:
+    have = sum(piece.stop - piece.start for piece in made)
+    if have < need or (isinstance(owner, Parameter) and have > need):
         raise CorruptError(
-            f"optimizer state `{key}` of {slot.key} has {end} elements on all ranks, but {some(_names(owner))} "
+            f"optimizer state `{key}` of {slot.key} has {have} elements on all ranks, but {some(_names(owner))} "
             f"{'need' if isinstance(owner, Unit) else 'needs'} {need}",
-            hint="a rank's file is missing, or of another save", key=key, found=end, expected=need,
+            hint="a rank's file is missing, or of another save", key=key, found=have, expected=need,
         )  # fmt: skip
     return made
 
