@@ -198,6 +198,13 @@ def _list_of(kind: Callable[[Any], Any]) -> Callable[..., Any]:
     return make
 
 
+def _size(*args: Any) -> TorchSize:
+    # Never of a list, as torch itself: `opcodes` counts how deep tuples are nested, and a list would hide it.
+    if len(args) == 1 and isinstance(args[0], tuple):
+        return TorchSize(args[0])
+    raise CorruptError("a pickle calls `torch.Size` in a way that pickle itself never does")
+
+
 class _Ordered(OrderedDict[Any, Any]):
     """An OrderedDict whose attributes a pickle can set, but not so that they hide its methods."""
 
@@ -222,7 +229,7 @@ REAL: dict[tuple[str, str], Known] = {
     for module, name, answer in (
         ("collections", "OrderedDict", _ordered),
         ("_codecs", "encode", _encode),
-        ("torch", "Size", _list_of(TorchSize)),
+        ("torch", "Size", _size),
         ("builtins", "set", _list_of(set)),
         ("builtins", "frozenset", _list_of(frozenset)),
         ("builtins", "bytes", _bytes),
