@@ -105,8 +105,7 @@ def convert(
         known = src if model_from is None and optim_from is None else None
         with opening.naming(known):
             validate(source.catalogue)
-            keys = optim_keys or ("fqn" if target.even else None)
-            laid, folded = _start(source.catalogue, only, drop, keys, optim_root)
+            laid, folded = _start(source.catalogue, only, drop, optim_keys, optim_root, target)
             laid = _lay_out(laid, tensors, exclude, rename, strip_wrappers, strip_prefix)
             _check_matches("--dtype", [rule(text, "--dtype")[0] for text in dtype if "=" in text], laid)
             laid = layout.cast(laid, layout.caster(dtype))
@@ -272,7 +271,12 @@ def _is_index(path: str) -> bool:
 
 
 def _start(
-    source: Catalogue, only: Sequence[str], drop: Sequence[str], optim_keys: str | None, optim_root: str | None
+    source: Catalogue,
+    only: Sequence[str],
+    drop: Sequence[str],
+    optim_keys: str | None,
+    optim_root: str | None,
+    target: Format,
 ) -> tuple[Catalogue, set[Path]]:
     """The parts that are wanted, the optimizer spelt as it is to be; and what stands in other values for that."""
     laid = layout.start(source)
@@ -282,10 +286,12 @@ def _start(
         unwanted = parts.matcher(drop, source)
         laid = layout.select(laid, lambda e: wanted(e.part) and not unwanted(e.part))
     folded: set[Path] = set()
-    if optim_keys is not None:
+    if optim_keys is not None and not any(part.kind == "optimizer" for part in parts.parts(laid)):
+        raise UsageError(f"`--optim-keys {optim_keys}`: there is no optimizer here")
+    if optim_keys is not None or target.even:
         # The model that says what ids mean is the source's, whether it is wanted or not, by its own names.
         before = optimkeys.origins(laid)
-        laid = optimkeys.respell(laid, optim_keys, source)
+        laid = optimkeys.respell(laid, optim_keys or "fqn", source)
         folded = before - optimkeys.origins(laid)
     left = parts.parts(laid)
     if only and len(left) == 1:
@@ -412,6 +418,9 @@ def _summary(
     if remarks and target.name != source.catalogue.format:
         names = ", ".join(f"`{name}`" for name in sorted(remarks)[:5])
         made.notes.append(f"`__metadata__` of the source is left out, {target.name} has no place for it: {names}")
+    run = source.catalogue.facts.get("run", ())
+    for taken in (found for found in run if found["taken"]):
+        made.notes.insert(0, f"`{taken['name']}` is taken, the newest complete one of {len(run)} in the run")
     if assets := source.catalogue.facts.get("assets"):
         made.notes.append(f"no part of the state, copy them yourself: {some(assets, 5)}")
     other = formats.by_suffix(dst)

@@ -101,6 +101,9 @@ def _shape_of(node: _Node) -> str | None:
     keys = node.children.keys()
     if {"state", "param_groups"} <= keys:
         return "optimizer"
+    if keys and all(isinstance(key, str) and key.startswith(("state.", "param_groups.")) for key in keys):
+        # Flattened, as `flatten_optimizer_state_dict=True` makes it.
+        return "optimizer" if any(key.startswith("param_groups.") for key in keys) else None
     if "last_epoch" in keys and ("_step_count" in keys or "base_lrs" in keys):
         return "scheduler"
     if {"scale", "growth_factor"} <= keys:

@@ -154,6 +154,15 @@ def test_names_in_the_groups_are_taken_at_their_word() -> None:
     assert tree(optimkeys.respell(started(alone), "fqn"), alone)["param_groups"][0]["params"] == ["w"]
 
 
+@pytest.mark.parametrize("spelling", optimkeys.SPELLINGS)
+def test_names_in_the_groups_follow_a_rename(spelling: str) -> None:
+    groups = [{"params": ["a", "b"], "param_names": ["a", "b"]}]
+    state = small(state={}, param_groups=groups)
+    laid = layout.rename(optimkeys.respell(started(state), spelling), lambda name: f"x.{name}", within_parts=True)
+    found = [e.value for e in laid.objects if e.name.endswith("param_names")]
+    assert found == [["x.a", "x.b"]] * (2 if spelling == "flat" else 1)
+
+
 def test_integer_keys_that_became_strings() -> None:
     state = small(
         state={str(i): v for i, v in moments((2, 3), (3,), (2, 3), (3,)).items()},
@@ -221,6 +230,13 @@ def test_lists_inside_the_state_stay_lists() -> None:
     now = tree(flat := optimkeys.respell(started(state), "flat"), state)["optim"]
     assert now == {"state.a.dirs": places(state["optim"]["state"]["a"]["dirs"]), "param_groups.a.d": {"x": [{}]}}
     assert tree(optimkeys.respell(flat, "fqn"), state)["optim"] == places(state["optim"])
+
+
+def test_a_flat_optimizer_alone_is_one() -> None:
+    flat = {"state.a.n": 1, "param_groups.a.lr": 0.1}
+    state = {"state": {"a": {"n": 1}}, "param_groups": [{"lr": 0.1, "params": ["a"]}]}
+    assert tree(optimkeys.respell(started(flat), "fqn"), flat) == state
+    assert tree(optimkeys.respell(started(state), "flat"), state) == flat
 
 
 # What is said, and what refused ---------------------------------------------------------------------------------------
