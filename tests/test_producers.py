@@ -322,7 +322,8 @@ def test_what_is_not_complete_is_passed_over(
     assert second.why_not is not None
     assert why in second.why_not
     made = convert(tmp_path / "run", tmp_path / "out.pt")
-    assert made.notes[0] == "`step-1` is taken, the newest of 2 checkpoints; not complete: `step-2`"
+    assert made.notes[0] == "`step-1` is taken, the newest complete one of 2 in the run"
+    assert made.notes[1].startswith("`step-1` is taken, as what is newer is not complete: `step-2`: ")
 
 
 @pytest.mark.parametrize("name", ["tmp_step-2", ".step-2", "step-2.tmp", "step-2-incomplete", "tmp-checkpoint-2"])
@@ -375,7 +376,7 @@ def test_a_pointer_to_another_step_is_told(tmp_path: Path) -> None:
     for step in (1, 2):
         saved_dcp(tmp_path / f"step-{step}")
     (tmp_path / "latest").write_text("step-1\n")
-    assert any("`latest` names step 1, but step 2 is the newest" in w for w in inspect(tmp_path).warnings)
+    assert any("`latest` names step 1, but step 2 is taken" in w for w in inspect(tmp_path).warnings)
     (tmp_path / "latest").write_text("step-2")
     assert not any("latest" in w for w in inspect(tmp_path).warnings)
 

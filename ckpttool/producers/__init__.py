@@ -55,7 +55,7 @@ def open_source(path: str, options: OpenOptions) -> Source:
     if not found:
         # Its error knows what else may be meant.
         return formats.open_source(path, options)
-    taken = runs.newest(path, found)
+    taken = runs.newest(path, found, recognise)
     source = open_source(taken.path, options)
     _describe(source, found, taken, within)
     return source
@@ -85,19 +85,19 @@ def _describe(source: Source, found: list[Found], taken: Found, listing: Listing
     # Of some only the contents tell who wrote them, and those of this one are known now.
     known = replace(taken, producer=catalogue.facts.get("producer", taken.producer))
     catalogue.facts["run"] = _table([known if f is taken else f for f in found], known)
-    left = [f for f in found if not f.complete]
-    said = f"`{taken.name}` is taken" + (f", the newest of {len(found)} checkpoints" if len(found) > 1 else "")
-    if left:
-        said += f"; not complete: {some([f.name for f in left])}"
-    catalogue.warnings.insert(0, said)
+    catalogue.facts.setdefault("producer", taken.producer)
+    newer = found[found.index(taken) + 1 :]
+    if newer:
+        said = "; ".join(f"`{f.name}`: {f.why_not}" for f in newer[-3:])
+        catalogue.warnings.insert(0, f"`{taken.name}` is taken, as what is newer is not complete: {said}")
     pointer = runs.pointed(listing)
     if pointer is not None and pointer[1] != taken.step:
-        catalogue.warnings.insert(1, f"`{pointer[0]}` names step {pointer[1]}, but step {taken.step} is the newest")
+        catalogue.warnings.append(f"`{pointer[0]}` names step {pointer[1]}, but step {taken.step} is taken")
 
 
 def _with_run(source: Source, listing: Listing, row: Producer) -> Source:
     """The Trainer leaves its last model beside the checkpoints of the run: that is what the directory itself holds."""
-    if row is not huggingface.PRETRAINED or not any(step_in(name) is not None for name in listing.folders):
+    if row not in huggingface.FINAL or not any(step_in(name) is not None for name in listing.folders):
         return source
     try:
         found = [f for f in runs.checkpoints(listing, recognise) if os.path.isdir(f.path)]

@@ -18,7 +18,7 @@ from ckpttool.producers.pieces import ASSET, EACH, KNOWN, MANY, SET, VALUES, Lay
 ASSETS = (
     r"(config|generation_config|added_tokens|special_tokens_map|chat_template|adapter_config|quantization_config"
     r"|[a-z_]*processor_config|[a-z_]*tokenizer_config|tokenizer|vocab|modules|preprocessor)\.json"
-    r"|vocab\.txt|merges\.txt|.*\.model|.*\.jinja|.*\.tiktoken|README\.md|LICENSE.*|.*\.py|\.gitattributes"
+    r"|(all|train|eval|predict|test)_results\.json|vocab\.txt|merges\.txt|.*\.model|.*\.jinja|.*\.tiktoken|README\.md|LICENSE.*|.*\.py|\.gitattributes"
 )
 _I = r"(_(?P<i>\d+))?"
 _MODEL = (
@@ -61,12 +61,15 @@ _TRAINER = (
     Piece(r"training_args\.bin", "training_args"),
     *_REST,
 )
-_WEIGHTS = r".*\.(bin|pt|pth|ckpt|h5|msgpack|onnx|gguf|ot)"
+# The output directory of the Trainer holds its last model too, beside the checkpoints.
+_BESIDE = (Piece(r"(checkpoint-\d+|runs|logs|wandb)/", how=KNOWN),)
+_WEIGHTS = r"(?!training_args).*\.(bin|pt|pth|ckpt|h5|msgpack|onnx|gguf|ot)"
 _PRETRAINED = (
     Piece(r"pytorch_model\.bin"),
     Piece(r"pytorch_model-\d+-of-\d+\.bin", how=MANY),
     Piece(r"pytorch_model\.bin\.index\.json", how=KNOWN),
     Piece(rf"(?!{_WEIGHTS}$).*[^/]", how=ASSET),
+    Piece(r".*/", how=KNOWN),
 )
 
 
@@ -89,7 +92,7 @@ def _accelerate(listing: Listing) -> Layout:
 
 
 def _trainer(listing: Listing) -> Layout:
-    return _checked(listing, lay_out(listing, _TRAINER, ("model", "optimizer", "rng")))
+    return _checked(listing, lay_out(listing, (*_TRAINER, *_BESIDE), ("model", "optimizer", "rng")))
 
 
 def _pretrained(listing: Listing) -> Layout:
@@ -97,7 +100,7 @@ def _pretrained(listing: Listing) -> Layout:
     if not listing.has(r".*\.safetensors"):
         return _checked(listing, lay_out(listing, _PRETRAINED))
     pieces = (Piece(r".*\.safetensors(\.index\.json)?", how=KNOWN), *_PRETRAINED[2:])
-    made = lay_out(listing, (*pieces, Piece(r"sharded/|onnx/|original/", how=KNOWN)))
+    made = lay_out(listing, pieces)
     made.mounts = [Mount("")]
     return _checked(listing, made)
 
@@ -117,3 +120,5 @@ PRODUCERS = (
     Producer("accelerate", "what `Accelerator.save_state` of accelerate leaves", _is_accelerate, _accelerate),
 )
 PRETRAINED = Producer("transformers", "a model directory of transformers", _is_pretrained, _pretrained)
+# What may lie in a directory as a model of its own, beside the checkpoints of the run.
+FINAL = (PRODUCERS[0], PRETRAINED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -97,7 +98,11 @@ class Listing:
                 raise failed(error, self.at(name), "read") from None
             if len(text) > _LARGEST_JSON:
                 raise CorruptError(f"`{self.at(name)}`: more than {_LARGEST_JSON} bytes of JSON", file=self.at(name))
-            self._json[name] = strictjson.parse(text, f"`{self.at(name)}`")
+            try:
+                # A loss that is not a number is `NaN` in the Trainer's file.
+                self._json[name] = json.loads(text)
+            except (ValueError, RecursionError):
+                self._json[name] = strictjson.parse(text, f"`{self.at(name)}`")
         return self._json[name]
 
     def facts(self, name: str) -> dict[str, Any]:

@@ -8,9 +8,11 @@ Told from listings and small files only: a run of hundreds of steps is looked th
 
 from __future__ import annotations
 
+import glob
+import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckpttool import formats
 from ckpttool.errors import CkptError, ReadError, some
@@ -29,8 +31,10 @@ _POINTERS = re.compile(
 )
 _BELOW = re.compile(r"checkpoints?|lightning_logs|version_\d+")
 _DEEPEST = 3
-_INDEX_READ = 4 << 20  # bytes of a `.metadata` that is looked through for names
-_NAMED = re.compile(rb"__\d+_\d+\.distcp")
+_INDEX_READ = 1 << 20  # bytes of a `.metadata` that is looked through for names, of every checkpoint of a run
+_INDEX_MOST = 1 << 30  # and of the one that is to be taken
+# A string in a pickle: its length, its bytes.
+_NAMED = re.compile(rb"(?:\x8c(?P<short>.)|X(?P<long>.{4}))(?P<name>[\w.-]+\.distcp)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +76,15 @@ def below(listing: Listing, depth: int = 1) -> Iterator[Listing]:
             yield from below(inner, depth + 1)
 
 
-def newest(path: str, found: list[Found]) -> Found:
-    """The complete one of the highest step. Raises ReadError with the list when there is none."""
-    complete = [f for f in found if f.complete]
-    if complete:
-        return complete[-1]
+def newest(path: str, found: list[Found], recognise: Recognise) -> Found:
+    """The complete one of the highest step; those above it that only a closer look shows not to be are marked in
+    `found`. Raises ReadError with the list when there is none."""
+    for i in reversed(range(len(found))):
+        if found[i].complete:
+            why_not = _looked_into(found[i], recognise)
+            if why_not is None:
+                return found[i]
+            found[i] = replace(found[i], why_not=why_not)
     said = "; ".join(f"`{f.name}`: {f.why_not}" for f in found[-5:])
     more = f"; and {len(found) - 5} before them" if len(found) > 5 else ""
     count = "the one checkpoint in it is not" if len(found) == 1 else f"none of its {len(found)} checkpoints is"
@@ -85,6 +93,14 @@ def newest(path: str, found: list[Found]) -> Found:
         hint=f"name one to open it all the same: `{found[-1].path}`",
         file=path, found=[f.name for f in found],
     )  # fmt: skip
+
+
+def _looked_into(found: Found, recognise: Recognise) -> str | None:
+    """Why a checkpoint is not complete, by all that its indexes say."""
+    if not os.path.isdir(found.path):
+        return None
+    listing = Listing(found.path)
+    return _why_not(listing, found.name, recognise(listing), found.format, _INDEX_MOST)
 
 
 def pointed(listing: Listing) -> tuple[str, int] | None:
@@ -140,7 +156,8 @@ def _sets(listing: Listing) -> Iterator[Found]:
         why_not = f"the file of rank {absent[0]} is missing" if absent else _empty(listing, names)
         size = sum(map(listing.size, names))
         step = rankfamilies.step_of_dino(name)
-        yield Found(f"{name}.rank_*.pth", listing.at(f"{name}.rank_*.pth"), step, size, "DINOv2", "torch", why_not)
+        path = os.path.join(glob.escape(listing.path), f"{glob.escape(name)}.rank_*.pth")
+        yield Found(f"{name}.rank_*.pth", path, step, size, "DINOv2", "torch", why_not)
 
 
 def _format(listing: Listing, row: Producer | None) -> str | None:
@@ -159,7 +176,9 @@ def _format(listing: Listing, row: Producer | None) -> str | None:
     return None
 
 
-def _why_not(listing: Listing, name: str, row: Producer | None, kind: str | None) -> str | None:
+def _why_not(
+    listing: Listing, name: str, row: Producer | None, kind: str | None, most: int = _INDEX_READ
+) -> str | None:
     if is_unfinished(name):
         return "its name says that the save did not end"
     if not listing.names:
@@ -172,7 +191,7 @@ def _why_not(listing: Listing, name: str, row: Producer | None, kind: str | None
             return layout.missing[0]
         folders = [m.name for m in layout.mounts if m.name.endswith("/")]
         for folder in folders:
-            why_not = _dcp_why_not(listing.folder(folder))
+            why_not = _dcp_why_not(listing.folder(folder), most)
             if why_not is not None:
                 return f"`{folder}`: {why_not}"
         for mount in layout.mounts:
@@ -184,7 +203,7 @@ def _why_not(listing: Listing, name: str, row: Producer | None, kind: str | None
             if why_not is not None:
                 return why_not
     if torchnative.is_dcp(listing):
-        return _dcp_why_not(listing)
+        return _dcp_why_not(listing, most)
     return _empty(listing, [n for n in listing.names if _DATA.fullmatch(n)])
 
 
@@ -193,7 +212,7 @@ def _empty(listing: Listing, names: list[str] | tuple[str, ...]) -> str | None:
     return f"{some(empty)} {'is' if len(empty) == 1 else 'are'} empty" if empty else None
 
 
-def _dcp_why_not(listing: Listing) -> str | None:
+def _dcp_why_not(listing: Listing, most: int) -> str | None:
     """A directory of DCP is complete when its index is there, which is written last, and every file that it names."""
     indexes = [m.string for m in listing.matching(r"\.metadata|__\d+\.metadata")]
     if not indexes:
@@ -202,20 +221,30 @@ def _dcp_why_not(listing: Listing) -> str | None:
     for index in indexes:
         if not listing.size(index):
             return f"`{index}` is empty"
-        if listing.size(index) <= _INDEX_READ:
-            named = sorted(set(_NAMED.findall(_read(listing, index))))
-            gone = [name for raw in named if (name := raw.decode()) not in listing]
+        if listing.size(index) <= most:
+            named = _named_in(_read(listing, index, most))
+            gone = [name for name in named if name not in listing]
             if gone:
                 return f"{some(gone)} {'is' if len(gone) == 1 else 'are'} missing"
-            why_not = _empty(listing, [raw.decode() for raw in named])
+            why_not = _empty(listing, named)
             if why_not is not None:
                 return why_not
     return None
 
 
-def _read(listing: Listing, name: str) -> bytes:
+def _named_in(pickle: bytes) -> list[str]:
+    """The data files that a `.metadata` names, without building what it says."""
+    found = set()
+    for match in _NAMED.finditer(pickle):
+        length = match["short"] or match["long"]
+        if int.from_bytes(length, "little") == len(match["name"]):
+            found.add(match["name"].decode())
+    return sorted(found)
+
+
+def _read(listing: Listing, name: str, most: int) -> bytes:
     try:
         with open(listing.at(name), "rb") as stream:
-            return stream.read(_INDEX_READ)
+            return stream.read(most)
     except OSError:
         return b""
