@@ -330,16 +330,16 @@ def test_runs_of_a_broken_index(framed: bool, monkeypatch: pytest.MonkeyPatch) -
 def test_runs_elsewhere_than_in_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
     good = unframed(by_torch(4, 9))
     start = good.index(b"storage_data")
+    second = good.split(b")\x81\x94}\x94(")[4]
+    offsets, sizes = second[:4], second.split(b"R\x94")[1][:4]
+    assert offsets[:1] + offsets[2:3] == sizes[:1] + sizes[2:3] == b"hh"
     for bad in (
         # The items in a dict within another; the whole index in a string; a name of our own in it.
         good[: start + 14] + b"N0}(K\x01" + good[start + 14 : -2] + b"ub.",
         b"\x80\x04B" + len(good).to_bytes(4, "little") + good + b".",
-        # Two numbers, of which a tuple takes one; references to what they should not be.
-        good.replace(b"\x86\x94\x85\x94R\x94ub", b"\x85\x94\x85\x94R\x94ub"),
-        *(
-            good.replace(word, word[:-1] + b"?")
-            for word in (b"offsets", b"sizes", b"length", b"relative_path", b"Size")
-        ),
+        # Two numbers, of which a tuple takes one, in the last of the chunks; keys that are not what they should be.
+        b"\x85\x94\x85\x94R\x94ub".join(good[:start].rsplit(b"\x86\x94\x85\x94R\x94ub", 1)) + good[start:],
+        good.replace(offsets, b"swap").replace(sizes, offsets).replace(b"swap", sizes),
         good.replace(b"__0_0.distcp", b"ckpttool in\n", 1).replace(b"w0", b"ckpttool index run", 1),
     ):
         by_runs, whole = both_ways(bad, monkeypatch)
