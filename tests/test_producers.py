@@ -493,3 +493,145 @@ def test_the_shapes_of_local_files_come_from_the_moments(tmp_path: Path) -> None
     options = shapes_of_moments(inspect(tmp_path / "o"))
     assert list((options.shapes or {}).items()) == [("b", (1,)), ("a.w", (2, 3))]
     assert options.ordered
+
+
+def test_the_one_to_be_taken_is_looked_into_however_large_its_index_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "_INDEX_READ", 0)
+    for step in (1, 2):
+        saved_dcp(tmp_path / f"step-{step}", float(step))
+    (tmp_path / "step-2" / "__0_0.distcp").unlink()
+    assert [f.complete for f in producers.checkpoints(str(tmp_path))] == [True, True]
+    catalogue = inspect(tmp_path)
+    assert [f["taken"] for f in catalogue.facts["run"]] == [True, False]
+    said = "`step-1` is taken, as what is newer is not complete: `step-2`: `__0_0.distcp` is missing"
+    assert catalogue.warnings[0] == said
+
+
+@pytest.mark.parametrize("name", sorted(f.name for f in HERE.glob("dcp_*")))
+def test_the_files_that_an_index_names_are_found_without_building_it(name: str) -> None:
+    folder = Path(path_of(name))
+    named = {n for index in folder.glob("*.metadata") for n in runs._named_in(index.read_bytes())}
+    assert named == {file.name for file in folder.glob("*.distcp")}
+    assert runs._dcp_why_not(Listing(str(folder)), 1 << 20) is None
+
+
+def test_steps_of_dinov2_in_one_directory(tmp_path: Path) -> None:
+    sample = Path(path_of("run_dinov2_w2"))
+    run = tmp_path / "run [1]"
+    run.mkdir()
+    for step in (3, 7, 9):
+        for rank in (0, 1):
+            shutil.copy(sample / f"model_0000003.rank_{rank}.pth", run / f"model_{step:07}.rank_{rank}.pth")
+    (run / "model_0000009.rank_0.pth").unlink()
+    found = producers.checkpoints(str(run))
+    assert [(f.step, f.why_not) for f in found] == [(3, None), (7, None), (9, "the file of rank 0 is missing")]
+    ref = reference("run_dinov2_w2")
+    catalogue = inspect(run, shapes=_shapes("dinov2", ref, tmp_path))
+    assert [f["name"] for f in catalogue.facts["run"] if f["taken"]] == ["model_0000007.rank_*.pth"]
+    assert {f.name for f in catalogue.files} == {f"model_0000007.rank_{rank}.pth" for rank in (0, 1)}
+    assert catalogue.facts["producer"] == "DINOv2"
+
+
+def test_a_loss_that_is_no_number(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(Path(path_of("run_trainer")) / "checkpoint-4", tmp_path / "checkpoint-4"))
+    state = json.loads((folder / "trainer_state.json").read_text())
+    state["log_history"][0]["loss"] = float("nan")
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+    convert(folder, tmp_path / "out.pt", check=True)
+    back = torch.load(tmp_path / "out.pt", weights_only=False)["trainer_state"]
+    assert repr(back) == repr(state)
+
+
+def test_json_that_is_cut_is_a_fault(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(Path(path_of("run_trainer")) / "checkpoint-4", tmp_path / "checkpoint-4"))
+    (folder / "trainer_state.json").write_text('{"global_step": 4, ')
+    assert any("trainer_state.json` is not JSON" in w for w in inspect(folder).warnings)
+    with pytest.raises(CorruptError, match="is not JSON"):
+        convert(folder, tmp_path / "out.pt")
+
+
+def test_a_finished_trainer_run_is_its_last_model(tmp_path: Path) -> None:
+    """`save_model` and `save_state` write into the directory that the checkpoints are in."""
+    run = Path(shutil.copytree(path_of("run_trainer"), tmp_path / "run"))
+    for name in ("model.safetensors", "config.json", "training_args.bin", "trainer_state.json"):
+        shutil.copy(run / "checkpoint-4" / name, run / name)
+    (run / "runs").mkdir()
+    (run / "all_results.json").write_text("{}")
+    catalogue = inspect(run)
+    assert catalogue.warnings == [
+        "the model in the directory itself is taken; `checkpoint-4`, `checkpoint-2` lie in it too",
+        "there is no optimizer and no rng in it",
+    ]
+    assert {e.part.kind for e in catalogue.entries.values()} == {"model", "progress", "other"}
+
+
+def torch_shards(folder: Path) -> dict[str, torch.Tensor]:
+    """A model in the files that `save_pretrained(safe_serialization=False)` used to write."""
+    state = {"a": torch.ones(2), "b": torch.zeros(3), "c": torch.full((1,), 7.0)}
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    names = {name: f"pytorch_model-0000{i + 1}-of-00003.bin" for i, name in enumerate(state)}
+    for name, file in names.items():
+        torch.save({name: state[name]}, folder / file)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    return state
+
+
+def test_a_model_in_several_torch_files(tmp_path: Path) -> None:
+    state = torch_shards(tmp_path / "model")
+    catalogue = inspect(tmp_path / "model")
+    assert catalogue.facts["producer"] == "transformers"
+    assert catalogue.facts["assets"] == ["config.json"]
+    convert(tmp_path / "model", tmp_path / "model.safetensors")
+    back = load_file(tmp_path / "model.safetensors")
+    assert set(back) == set(state)
+    assert all(torch.equal(back[name], t) for name, t in state.items())
+
+
+def test_a_model_file_that_the_index_names_is_missing(tmp_path: Path) -> None:
+    torch_shards(tmp_path / "model")
+    (tmp_path / "model" / "pytorch_model-00002-of-00003.bin").unlink()
+    with pytest.raises(CorruptError, match=re.escape("`pytorch_model-00002-of-00003.bin` is missing, but")):
+        convert(tmp_path / "model", tmp_path / "model.safetensors")
+
+
+def test_verl_of_one_rank_saves_plain_tensors(tmp_path: Path) -> None:
+    folder = tmp_path / "global_step_1" / "actor"
+    folder.mkdir(parents=True)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    torch.save(model.state_dict(), folder / "model_world_size_1_rank_0.pt")
+    torch.save(optimizer.state_dict(), folder / "optim_world_size_1_rank_0.pt")
+    torch.save(
+        {"lr_scheduler": None, "rng": {"cpu": torch.get_rng_state()}}, folder / "extra_state_world_size_1_rank_0.pt"
+    )
+    convert(tmp_path, tmp_path.parent / f"{tmp_path.name}.pt", check=True)
+    back = torch.load(tmp_path.parent / f"{tmp_path.name}.pt")
+    assert torch.equal(back["model"]["weight"], model.weight)
+    assert torch.equal(back["optim"]["state"][0]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+    assert torch.equal(
+        back["rng"]["rank0"]["cpu"] if "rank0" in back["rng"] else back["rng"]["cpu"], torch.get_rng_state()
+    )
+
+
+def test_two_worlds_of_verl_in_one_directory(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(path_of("run_verl_fsdp2_w2"), tmp_path / "run")) / "global_step_3" / "actor"
+    for part in ("model", "optim", "extra_state"):
+        shutil.copy(folder / f"{part}_world_size_2_rank_0.pt", folder / f"{part}_world_size_4_rank_0.pt")
+    (found,) = producers.checkpoints(str(tmp_path / "run"))
+    assert not found.complete
+    with pytest.raises(CkptError):
+        convert(folder, tmp_path / "out.pt")
+
+
+def test_a_directory_of_very_many_files_is_told_fast(tmp_path: Path) -> None:
+    listing = Listing(str(tmp_path))
+    listing.names = [".metadata", *(f"__0_{i}.distcp" for i in range(100_000))]
+    began = time.monotonic()
+    assert recognise(listing) is None
+    took = time.monotonic() - began
+    assert took < 3, took

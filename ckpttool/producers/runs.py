@@ -131,7 +131,7 @@ def _folders(listing: Listing, recognise: Recognise) -> Iterator[Found]:
         if step is None:
             said = inner.facts("trainer_state.json").get("global_step")
             step = said if isinstance(said, int) else None
-        why_not = _why_not(inner, name, row, kind)
+        why_not = _why_not(inner, name, row, kind, _INDEX_READ)
         producer = row.name if row is not None and row.confirms is None else None
         yield Found(name, listing.at(name), step, inner.nbytes(), producer, kind, why_not)
 
@@ -176,9 +176,7 @@ def _format(listing: Listing, row: Producer | None) -> str | None:
     return None
 
 
-def _why_not(
-    listing: Listing, name: str, row: Producer | None, kind: str | None, most: int = _INDEX_READ
-) -> str | None:
+def _why_not(listing: Listing, name: str, row: Producer | None, kind: str | None, most: int) -> str | None:
     if is_unfinished(name):
         return "its name says that the save did not end"
     if not listing.names:
