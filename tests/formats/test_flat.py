@@ -150,6 +150,7 @@ def test_parameters_are_those_that_torch_gathered(ran: Callable[[int], Path], ca
 def test_optimizers_are_those_that_torch_gathered(ran: Callable[[int], Path], case: str, world: int) -> None:
     folder = ran(world) / case
     ranks, model = rebuilt(folder)
+    assert flatoptim.is_raw(ranks.part("optim"), beside_flat=True)
     assert flatoptim.is_raw(ranks.part("optim")) == (not case.endswith("ignored"))
     found = ranks.filled(flatoptim.optimizer(ranks.part("optim"), ranks.place, model.counted))
     assert_same(found, clean(reference(folder)["optim"]))

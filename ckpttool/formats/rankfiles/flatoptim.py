@@ -55,13 +55,14 @@ class _Slot(NamedTuple):
     held: Ints | None
 
 
-def is_raw(trees: Trees) -> bool:
-    """Whether the optimizers beside a model that was saved by name are raw ones over flat parameters: state by ids, and
-    nothing that has two dimensions. Pure."""
+def is_raw(trees: Trees, *, beside_flat: bool = False) -> bool:
+    """Whether these are raw state dicts of optimizers over flat parameters: state by ids, of plain tensors. Beside a
+    model that was saved by name they have nothing of two dimensions; `beside_flat` parameters, what FSDP was told to
+    ignore has. Pure."""
     states = [state for tree in trees if isinstance(tree.get("state"), dict) for state in tree["state"].items()]
     values = [v for _, state in states if isinstance(state, dict) for v in state.values()]
     return bool(states) and all(type(key) is int for key, _ in states) and all(
-        (isinstance(v, TensorRef) and len(v.shape) <= 1) or not hasattr(v, "shape") for v in values
+        (isinstance(v, TensorRef) and (beside_flat or len(v.shape) <= 1)) or not hasattr(v, "shape") for v in values
     )  # fmt: skip
 
 

@@ -40,7 +40,8 @@ class Rebuilding:
             if flat.is_flat([node]):
                 self.models.append(path)
         for path, node in _dicts(states[0]):
-            if _is_optimizer(node) and flatoptim.is_raw([node]) and (self.models or not self._all_lines()):
+            raw = _is_optimizer(node) and flatoptim.is_raw([node], beside_flat=bool(self.models))
+            if raw and (self.models or not self._all_lines()):
                 self.optimizers.append(path)
 
     def _all_lines(self) -> bool:
