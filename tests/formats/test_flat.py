@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -15,14 +16,14 @@ import pytest
 import torch
 from made import within
 
-from ckpttool import boxes, files
-from ckpttool.catalogue import Extent
+from ckpttool import boxes, files, nesting
+from ckpttool.catalogue import Extent, Tensor, validate
 from ckpttool.containers import sharded, torchzip
 from ckpttool.containers.torchpickle import TensorRef
-from ckpttool.contract import OpenOptions
+from ckpttool.contract import NO_HINTS, OpenOptions
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import CkptError, CorruptError, UsageError
-from ckpttool.formats.rankfiles import flat, flatoptim, flatunits
+from ckpttool.formats.rankfiles import FORMAT, flat, flatoptim, flatunits
 from ckpttool.formats.rankfiles.flatpieces import Parameter, Rebuilt
 
 HERE = Path(__file__).resolve().parent
@@ -83,7 +84,7 @@ class Opened:
 
     def filled(self, value: Any) -> Any:
         """A tree with the elements in place of where they are."""
-        if isinstance(value, Rebuilt):
+        if isinstance(value, (Rebuilt, Tensor)):
             return self._tensor(value)
         if type(value) in (list, tuple):
             return type(value)(map(self.filled, value))
@@ -91,13 +92,13 @@ class Opened:
             return {key: self.filled(item) for key, item in value.items()}
         return value
 
-    def _tensor(self, value: Rebuilt) -> torch.Tensor:
+    def _tensor(self, value: Rebuilt | Tensor) -> torch.Tensor:
         made = torch.zeros(value.shape, dtype=getattr(torch, value.dtype.name))
         assert boxes.tiling_fault(value.shape, value.chunks.offsets, value.chunks.sizes) is None
         for chunk in value.chunks:
             assert chunk.extent.plain and chunk.extent.nbytes == prod(chunk.sizes) * made.element_size()
             made[within((chunk.offsets, chunk.sizes))] = self.read(chunk.extent, made).reshape(chunk.sizes)
-        for _, extent in value.copies:
+        for _, extent in value.copies if isinstance(value, Rebuilt) else ():
             assert torch.equal(self.read(extent, made).reshape(value.shape), made)
         return made
 
@@ -205,6 +206,19 @@ def test_samples_of_verl(name: str) -> None:
     model, optim = (Opened(sorted((folder / "ckpt").glob(f"{part}_world*"))) for part in ("model", "optim"))
     counted = flatoptim.named(model.trees, model.place)
     assert_same(optim.filled(flatoptim.optimizer(optim.trees, optim.place, counted)), clean(whole["optim"]))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("case", ["orig", "orig_ignored", "orig_mesh", "flat_dtypes", "flat_ignored", "flat_mesh"])
+def test_the_files_of_all_ranks_are_one_checkpoint(ran: Callable[[int], Path], case: str, world: int) -> None:
+    folder = ran(world) / case
+    whole, ranks = reference(folder), opened(folder)
+    options = NO_HINTS if case.endswith("mesh") else shapes_of(whole)
+    with closing(FORMAT.open(str(folder / "rank*.pt"), options)) as source:
+        validate(source.catalogue)
+        found = nesting.unflatten(source.catalogue, lambda e: e if isinstance(e, Tensor) else e.value)
+        assert [file.name for file in source.catalogue.files] == [path.name for path in ranks.paths]
+    assert_same(ranks.filled({"model": dict(found["model"]), "optim": found["optim"]}), clean(whole))
 
 
 # What cannot be, or cannot be known -----------------------------------------------------------------------------------
