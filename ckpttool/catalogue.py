@@ -117,6 +117,14 @@ class Chunks(Sequence[Chunk]):
         return cls.of(Chunk(offsets, sizes, Extent(rank, 0, 0)) for (offsets, sizes), rank in placed)
 
     @classmethod
+    def on(cls, offsets: list[Ints], sizes: list[Ints], ranks: Sequence[int]) -> Chunks:
+        """The same from columns, of which the boxes are kept as they are: tensors of one shape may share them."""
+        made = cls()
+        made.offsets, made.sizes, made.file = offsets, sizes, array("l", ranks)
+        made.offset = made.nbytes = array("q", bytes(8 * len(ranks)))
+        return made
+
+    @classmethod
     def items(
         cls, offsets: list[Ints], sizes: list[Ints], file: array[int], offset: array[int], nbytes: array[int]
     ) -> Chunks:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import Any
 
-from ckpttool import files, formats, layout, opening, optimkeys, parts, plan
+from ckpttool import chunking, files, formats, layout, opening, optimkeys, parts, plan
 from ckpttool.catalogue import Catalogue, Chunks, Container, Object, Path, Tensor, dotted, find_aliases, validate
 from ckpttool.containers import typedjson
 from ckpttool.contract import TENSOR_CLASS, Format, Sink, SinkOptions, Source
@@ -350,10 +350,10 @@ def _names_hint(laid: Catalogue) -> str:
 
 def _rechunked(laid: Catalogue, source: Catalogue, target: Format, to_world: int | None) -> Catalogue:
     if not target.chunked:
-        return layout.whole(laid)
+        return chunking.whole(laid)
     if to_world is not None or target.even:
-        return layout.over_world(laid, to_world or source.world_size, everywhere=target.even)
-    return layout.as_stored(laid, [f.rank for f in source.files])
+        return chunking.over_world(laid, to_world or source.world_size, everywhere=target.even)
+    return chunking.as_stored(laid, [f.rank for f in source.files])
 
 
 def _check_harmless(laid: Catalogue, src: str) -> None:

@@ -1,4 +1,4 @@
-"""Catalogue -> catalogue: select, rename, cast, and which rank is to hold which box. Pure; nothing is read.
+"""Catalogue -> catalogue: select, rename, cast. Pure; nothing is read. Which rank holds which box is `chunking`'s.
 
 Each step returns a new catalogue whose tensors know their `origin` in the source. Names in the optimizer follow the
 model's: renaming a parameter renames its optimizer state and its mention in `param_groups`.
@@ -12,13 +12,10 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckpttool import boxes
 from ckpttool.catalogue import (
     Catalogue,
-    Chunks,
     Container,
     Entry,
-    File,
     Link,
     Object,
     Part,
@@ -398,110 +395,5 @@ def cast(catalogue: Catalogue, cast_to: Callable[[Tensor], Dtype | None]) -> Cat
             kind = cast_to(entry) or entry.dtype
             first = firsts.setdefault((entry.alias or entry.path, kind), entry.path)
             entry = again(entry, dtype=kind, alias=None if first == entry.path else first)
-        entries.append(entry)
-    return rebuilt(catalogue, entries, catalogue.containers)
-
-
-# Chunks ---------------------------------------------------------------------------------------------------------------
-
-
-def whole(catalogue: Catalogue) -> Catalogue:
-    """Every tensor in one chunk on rank 0, for formats that know no others. Pure."""
-    return _placed(catalogue, lambda tensor: Chunks.placed([(boxes.whole(tensor.shape), 0)]))
-
-
-def as_stored(catalogue: Catalogue, files: Sequence[int | None]) -> Catalogue:
-    """The source's own chunks on the ranks that wrote them; `files[i]` is the rank of file i. Pure."""
-
-    def place(tensor: Tensor) -> Chunks:
-        chunks = (tensor.origin or tensor).chunks
-        placed = [((o, s), files[f] or 0) for o, s, f in zip(chunks.offsets, chunks.sizes, chunks.file, strict=True)]
-        return Chunks.placed(_without_empty(placed, tensor))
-
-    return _placed(catalogue, place)
-
-
-def _without_empty(placed: list[tuple[boxes.Box, int]], tensor: Tensor) -> list[tuple[boxes.Box, int]]:
-    # A rank without elements needs no chunk; a tensor without elements needs one.
-    full = [p for p in placed if 0 not in p[0][1]]
-    return full or [(boxes.whole(tensor.shape), placed[0][1] if placed else 0)]
-
-
-def over_world(catalogue: Catalogue, ranks: int, *, everywhere: bool = False) -> Catalogue:
-    """Parameters and what is shaped like them in even slabs along dimension 0, as FSDP2 does; the rest whole, each on
-    the rank that holds the least so far or, with `everywhere`, on each of the ranks, whose files are then listed. Pure.
-    """
-    sharded = _sharded(catalogue, everywhere)
-    load = [0] * ranks
-
-    def place(tensor: Tensor) -> Chunks:
-        if tensor.path in sharded:
-            slabs = enumerate(boxes.split_even(tensor.shape, ranks))
-            placed = [(box, rank) for rank, box in slabs if box is not None]
-        else:
-            holders = range(ranks) if everywhere else [load.index(min(load))]
-            placed = [(boxes.whole(tensor.shape), rank) for rank in holders]
-        for box, rank in placed:
-            if tensor.alias is None:
-                load[rank] += tensor.nbytes // max(tensor.shape[0], 1) * box[1][0] if tensor.shape else tensor.nbytes
-        return Chunks.placed(placed)
-
-    made = _placed(catalogue, place)
-    made.files = [File("", f"rank {rank}", 0, rank) for rank in range(ranks)] if everywhere else []
-    return made
-
-
-def _sharded(catalogue: Catalogue, untrained: bool) -> set[Path]:
-    """What FSDP would have sharded. Whether a tensor is a parameter or a buffer is not always written down: it is a
-    parameter when the optimizer has state of its shape (and, if it names parameters, of its name) or when the source
-    shards it; state is sharded when it is shaped like a parameter. With no optimizer and nothing sharded, every
-    floating-point tensor of a model is taken for a parameter. With `untrained`, so are those that no optimizer has
-    state of, frozen ones and second names of tied ones, as far as that can be told."""
-    tensors = [t for t in catalogue.tensors if t.shape and t.numel and not t.embedded]
-    models = [t for t in tensors if t.part.kind == "model"]
-    states = [t for t in tensors if t.part.kind == "optimizer"]
-    named: dict[Hashable, set[boxes.Ints]] = defaultdict(set)
-    for state in states:
-        for key in state.path[len(state.part.root) :]:
-            flat = flattened(key) if isinstance(key, str) else None
-            named[flat[1] if flat is not None else key].add(state.shape)
-    by_name = any(dotted(t.path[len(t.part.root) :]) in named for t in models)
-    shapes = {t.shape for t in states}
-
-    def is_parameter(tensor: Tensor) -> bool:
-        if len((tensor.origin or tensor).chunks) > 1:
-            return True
-        if by_name:
-            return tensor.shape in named.get(dotted(tensor.path[len(tensor.part.root) :]), ())
-        return tensor.shape in shapes
-
-    cut = any(len((t.origin or t).chunks) > 1 for t in models)
-
-    def may_be_parameter(tensor: Tensor) -> bool:
-        if tensor.dtype.kind != "float" or (cut and tensor.shape[0] > 1):
-            return False  # where others are cut, what has rows to cut and is whole is a buffer
-        return not states or str(tensor.path[-1]).rpartition(".")[2] in ("weight", "bias")
-
-    parameters = [t for t in models if is_parameter(t) or (untrained and may_be_parameter(t))]
-    if not parameters and not states:
-        parameters = [t for t in models if t.dtype.kind == "float"]
-    like = {t.shape for t in parameters}
-    moments = [t for t in states if t.shape in like or len((t.origin or t).chunks) > 1]
-    return {t.path for t in (*parameters, *moments)}
-
-
-def _placed(catalogue: Catalogue, place: Callable[[Tensor], Chunks]) -> Catalogue:
-    made: dict[Path, Chunks] = {}
-    entries: list[Entry] = []
-    for entry in catalogue.entries.values():
-        if isinstance(entry, Tensor):
-            if entry.alias in made and entry.alias is not None:
-                chunks = made[entry.alias]
-            elif entry.embedded:
-                chunks = Chunks.placed([(boxes.whole(entry.shape), 0)])
-            else:
-                chunks = place(entry)
-            made[entry.path] = chunks
-            entry = again(entry, chunks=chunks)
         entries.append(entry)
     return rebuilt(catalogue, entries, catalogue.containers)

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "ckpttool"
 
 GEOMETRY = {"errors", "dtypes", "boxes", "version", "escapes", "wording"}
 DATA = GEOMETRY | {"catalogue", "contract"}
-PURE = {"patterns", "parts", "ranks", "meshes", "layout", "optimkeys", "plan"}
+PURE = {"patterns", "parts", "ranks", "meshes", "layout", "chunking", "optimkeys", "plan"}
 CONCRETE = {"formats.dcp", "formats.safetensors", "formats.torchsave", "formats.rankfiles"}
 MOVING = {"gather", "checksums", "transfer"}
 

@@ -23,7 +23,7 @@ from made import Made, bits, grid, laid_down, stored, within
 from test_gather import WHOLE
 
 import ckpttool
-from ckpttool import gather, layout, transfer
+from ckpttool import chunking, gather, layout, transfer
 from ckpttool.boxes import Box
 from ckpttool.catalogue import Catalogue, Chunks, Tensor
 from ckpttool.dtypes import DTYPES, dtype
@@ -50,7 +50,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def relaid(source: Made, cuts: Mapping[str, Sequence[Box]], ranks: int = 2) -> Catalogue:
-    laid = layout.whole(layout.start(source.catalogue))
+    laid = chunking.whole(layout.start(source.catalogue))
     for tensor in laid.tensors:
         if tensor.name in cuts:
             tensor.chunks = Chunks.placed((box, i % ranks) for i, box in enumerate(cuts[tensor.name]))
@@ -172,7 +172,7 @@ def test_tied_tensors_are_moved_once(tmp_path: Path) -> None:
     source = Made(tmp_path / "from")
     first = source.add("a", torch.arange(10.0))
     source.catalogue.add(replace(first, path=("b",)))
-    laid = layout.whole(layout.start(source.catalogue))
+    laid = chunking.whole(layout.start(source.catalogue))
     assert moved(source, laid, tmp_path / "to").moved == 40
 
 
@@ -200,7 +200,7 @@ def test_casts_round_as_torch_rounds(tmp_path: Path, old: str, new: str, monkeyp
     monkeypatch.setattr(transfer, "BUFFER", 1000)
     source = Made(tmp_path / "from")
     source.add("w", values, grid(values.shape, (3,)), crc=True)
-    laid = layout.cast(layout.whole(layout.start(source.catalogue)), lambda tensor: dtype(new))
+    laid = layout.cast(chunking.whole(layout.start(source.catalogue)), lambda tensor: dtype(new))
     done = moved(source, laid, tmp_path / "to", crc=True)
     found = stored(laid, laid.tensor(("w",)))
     same = found == bits(expected)
@@ -243,7 +243,7 @@ WAYS = {
 def test_one_flipped_bit_is_found_by_the_writers_checksum(tmp_path: Path, add: Any, how: Any, at: int) -> None:
     source = Made(tmp_path / "from")
     add(made.random((40, 40)), source)
-    laid = layout.whole(layout.start(source.catalogue))
+    laid = chunking.whole(layout.start(source.catalogue))
     if "cast" in how:
         laid = layout.cast(laid, lambda tensor: dtype(how["cast"]))
     moved(source, laid, tmp_path / "right")
@@ -259,13 +259,13 @@ def test_a_flipped_bit_beside_a_view_is_found_too(tmp_path: Path) -> None:
     source.add_view("w", made.random((40, 40))[:, :20], crc=True)
     flip(source.catalogue.files[0].location, 3 + 4 * 30)
     with pytest.raises(CorruptError, match="have CRC"):
-        moved(source, layout.whole(layout.start(source.catalogue)), tmp_path / "to")
+        moved(source, chunking.whole(layout.start(source.catalogue)), tmp_path / "to")
 
 
 def test_a_storage_of_which_little_is_wanted_is_not_read_for_its_checksum(tmp_path: Path) -> None:
     source = Made(tmp_path / "from")
     source.add_view("w", torch.zeros(3_000_000)[5:25], crc=True)
-    done = moved(source, layout.whole(layout.start(source.catalogue)), tmp_path / "to")
+    done = moved(source, chunking.whole(layout.start(source.catalogue)), tmp_path / "to")
     assert (done.checked, done.unchecked) == (0, 80)
 
 
@@ -274,7 +274,7 @@ def test_a_storage_of_which_little_is_wanted_is_not_read_for_its_checksum(tmp_pa
 def test_comparing_finds_one_flipped_bit(tmp_path: Path, add: Any, how: Any) -> None:
     source = Made(tmp_path / "from")
     add(made.random((40, 40)), source)
-    laid = layout.whole(layout.start(source.catalogue))
+    laid = chunking.whole(layout.start(source.catalogue))
     if "cast" in how:
         laid = layout.cast(laid, lambda tensor: dtype(how["cast"]))
     moved(source, laid, tmp_path / "to")
@@ -292,7 +292,7 @@ def test_comparing_finds_one_flipped_bit(tmp_path: Path, add: Any, how: Any) -> 
 def test_comparing_writes_nothing(tmp_path: Path) -> None:
     source = Made(tmp_path / "from")
     source.add("w", torch.ones(100))
-    laid = laid_down(tmp_path / "to", layout.whole(layout.start(source.catalogue)))
+    laid = laid_down(tmp_path / "to", chunking.whole(layout.start(source.catalogue)))
     before = payload(tmp_path / "to")
     with pytest.raises(CorruptError):
         run(source, laid, compare=True)
@@ -335,7 +335,7 @@ def test_progress_counts_up_to_the_total_from_the_calling_thread(tmp_path: Path)
     source = many(tmp_path / "from")
     seen: list[tuple[int, int, int]] = []
     moved(
-        source, layout.whole(layout.start(source.catalogue)), tmp_path / "to",
+        source, chunking.whole(layout.start(source.catalogue)), tmp_path / "to",
         progress=lambda done, total: seen.append((done, total, threading.get_ident())),
     )  # fmt: skip
     assert [done for done, _, _ in seen] == sorted(done for done, _, _ in seen)
@@ -412,7 +412,7 @@ def test_an_error_of_the_plan_is_raised_too(tmp_path: Path) -> None:
     source = Made(tmp_path / "from")
     tensor = source.add("w", torch.zeros(9), grid((9,), (3,)))
     tensor.chunks = Chunks.of(tensor.chunks[:2])
-    laid = laid_down(tmp_path / "to", layout.whole(layout.start(source.catalogue)))
+    laid = laid_down(tmp_path / "to", chunking.whole(layout.start(source.catalogue)))
     with pytest.raises(CorruptError, match="tensor `w`"):
         run(source, laid)
 
@@ -422,7 +422,7 @@ def test_a_source_that_is_cut_short(tmp_path: Path) -> None:
     with open(source.catalogue.files[1].location, "r+b") as stream:
         stream.truncate(source.catalogue.files[1].size - 1)
     with pytest.raises(CorruptError, match=r"1\.bin`: ends at byte \d+, but bytes up to \d+ are needed"):
-        moved(source, layout.whole(layout.start(source.catalogue)), tmp_path / "to")
+        moved(source, chunking.whole(layout.start(source.catalogue)), tmp_path / "to")
 
 
 def test_boxes_of_the_test_are_those_of_torch() -> None:

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckpttool import catalogue as catalogues
-from ckpttool import layout, parts, verbs
+from ckpttool import chunking, layout, parts, verbs
 from ckpttool.catalogue import Catalogue, Part, Tensor, find_aliases
 from ckpttool.contract import Sink, SinkOptions
 from ckpttool.dtypes import DTYPES
@@ -96,7 +96,7 @@ def lay(state: Any, folder: Path) -> Catalogue:
     source = torchsave.FORMAT.open(str(folder / "state.pt"))
     parts.assign(source.catalogue)
     source.close()
-    return layout.whole(layout.start(source.catalogue))
+    return chunking.whole(layout.start(source.catalogue))
 
 
 def fill(sink: Sink, folder: Path) -> None:

@@ -7,7 +7,7 @@
       rng.rank3.torch           `rng.torch`, in the file of rank 3 and in no other
 
 Upstream: `torch/distributed/fsdp/_state_dict_utils.py` and `_optim_utils.py` of torch 2.6 to 2.15. A file is loaded by
-`torch.load` in the process of its rank, in a world of as many. The chunks are those of `layout.over_world` with
+`torch.load` in the process of its rank, in a world of as many. The chunks are those of `chunking.over_world` with
 `everywhere`: a tensor that is not cut has a whole chunk on every rank. Tied tensors share a storage in each file.
 """
 
