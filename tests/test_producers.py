@@ -635,3 +635,21 @@ def test_a_directory_of_very_many_files_is_told_fast(tmp_path: Path) -> None:
     assert recognise(listing) is None
     took = time.monotonic() - began
     assert took < 3, took
+
+
+@pytest.mark.parametrize("name", [n for n in SAMPLES if n.startswith(("run_accelerate", "run_trainer"))])
+def test_keys_are_not_doubled(name: str) -> None:
+    ref = reference(name)
+    catalogue = inspect(path_of(name))
+    tensors = {t.name.replace("module.", "") for t in catalogue.tensors}
+    assert {f"model.{n}" for n in ref["model"]} - tensors <= {"model.lm_head.weight"}
+    assert not any(n.startswith(("optimizer.optimizer", "model.model.model", "model_1.model")) for n in tensors)
+    assert {e.path[1] for e in catalogue.entries.values() if e.path[0] == "optimizer"} == {"state", "param_groups"}
+
+
+def test_of_two_pieces_that_are_the_model_the_first_is_taken(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "checkpoint_0")
+    torch.save({"weight": torch.full((2, 3), 7.0)}, folder / "pytorch_model.bin")
+    catalogue = inspect(folder)
+    assert catalogue.warnings == ["`pytorch_model.bin` is left aside for `model.safetensors`"]
+    assert catalogue.tensor(("model", "bias")).shape == (2,)
