@@ -12,13 +12,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import Any
 
-from ckpttool import chunking, files, formats, layout, opening, optimkeys, parts, plan
+from ckpttool import chunking, files, formats, layout, opening, optimkeys, parts, plan, producers
 from ckpttool.catalogue import Catalogue, Chunks, Container, Object, Path, Tensor, dotted, find_aliases, validate
 from ckpttool.containers import typedjson
 from ckpttool.contract import TENSOR_CLASS, Format, Sink, SinkOptions, Source
 from ckpttool.errors import CkptError, CorruptError, LossError, OverwriteError, StorageError, UsageError, some
 from ckpttool.mounting import Mounted
 from ckpttool.patterns import any_of, renamer, rule
+from ckpttool.producers import writing
+from ckpttool.producers.arranging import Wanted
+from ckpttool.producers.listing import Listing
 from ckpttool.transfer import BUFFER, Progress, Transferred, budget, transfer
 from ckpttool.wording import parse_size
 
@@ -59,6 +62,7 @@ def convert(
     dst: str | os.PathLike[str],
     *,
     to: str | None = None,
+    producer: str | None = None,
     only: str | Sequence[str] = (),
     drop: str | Sequence[str] = (),
     tensors: str | Sequence[str] = (),
@@ -84,6 +88,7 @@ def convert(
 ) -> Conversion:
     """Convert the checkpoint at `src` to the format `to` at `dst`, bit for bit. See `docs/reference/cli.md`.
 
+    With `producer` in place of `to`, in the layout that a framework resumes from (`ckpttool.producers.writing`).
     Sizes are bytes, or text such as `5GB`. `progress(done, total)` is called with bytes from this thread. Nothing
     appears at `dst` unless all of it does.
     Raises the errors of `ckpttool.errors`, each with its exit code.
@@ -93,7 +98,7 @@ def convert(
     only, drop, tensors, exclude, rename, dtype = map(_listed, (only, drop, tensors, exclude, rename, dtype))
     max_shard_size = _in_bytes(max_shard_size, "--max-shard-size")
     max_memory = _in_bytes(max_memory, "--max-memory")
-    target = formats.writable(to, dst)
+    target = _target(to, producer, dst)
     _check_arguments(dst, target, to_world, max_shard_size, max_memory, tensor_class)
     _check_apart(dst, src, model_from, optim_from)
     in_the_way = _check_free(dst, target, overwrite, dry_run)
@@ -105,15 +110,19 @@ def convert(
         known = src if model_from is None and optim_from is None else None
         with opening.naming(known):
             validate(source.catalogue)
-            laid, folded = _start(source.catalogue, only, drop, optim_keys, optim_root, target)
+            row = writing.chosen(producer, source.catalogue, to_world) if producer is not None else None
+            spelling = row.keys if row is not None else "fqn" if target.even else None
+            laid, folded = _start(source.catalogue, only, drop, optim_keys, optim_root, spelling)
             laid = _lay_out(laid, tensors, exclude, rename, strip_wrappers, strip_prefix)
             _check_matches("--dtype", [rule(text, "--dtype")[0] for text in dtype if "=" in text], laid)
             laid = layout.cast(laid, layout.caster(dtype))
+            world = to_world or source.catalogue.world_size
+            if row is not None:
+                laid, target, tensor_class = _arranged(row, laid, source, dst, world, folded, tensor_class)
             laid = _rechunked(laid, source.catalogue, target, to_world)
             _check_harmless(laid, src)
             _check_losses(laid, target, src, dst)
         made = _summary(source, laid, folded, src, dst, target, dry_run)
-        world = to_world or source.catalogue.world_size
         options = SinkOptions(max_shard_size, target.is_file(dst), world, tensor_class or "sharded_tensor")
         if dry_run:
             made.notes += in_the_way
@@ -150,6 +159,48 @@ def convert(
     return made
 
 
+def _target(to: str | None, producer: str | None, dst: str) -> Format:
+    if producer is None:
+        return formats.writable(to, dst)
+    if to is not None:
+        raise UsageError(
+            f"`--producer {producer}` and `--to {to}` both say what is to be written",
+            hint="a producer's layout is of several formats; leave `--to` out",
+        )
+    return writing.named(producer).format()
+
+
+def _arranged(
+    row: writing.Writable, laid: Catalogue, source: Source, dst: str, world: int, folded: set[Path],
+    tensor_class: str | None,
+) -> tuple[Catalogue, Format, str | None]:  # fmt: skip
+    """The state as a framework keeps it, and the layout as a format that is written like any other."""
+
+    def read(tensor: Tensor) -> int | None:
+        return _small_integer(source, tensor.origin or tensor)
+
+    wanted = Wanted(world, FilePath(dst.rstrip("/")).name, read)
+    arranging, arranged = writing.arrange(row, laid, wanted)
+    folded |= arranging.folded
+    arranged.laid.warnings = [*laid.warnings, *arranging.notes]
+    return arranged.laid, row.format(arranged), tensor_class or row.tensor_class
+
+
+def _small_integer(source: Source, tensor: Tensor) -> int | None:
+    """The value of a counter, which some frameworks keep as a tensor."""
+    if tensor.shape not in ((), (1,)) or tensor.dtype.kind != "int" or len(tensor.chunks) != 1:
+        return None
+    extent = source.resolve(tensor, tensor.chunks[0])
+    if not extent.plain:
+        return None
+    pool = files.Pool()
+    try:
+        data = pool.read(source.catalogue.files[extent.file].location, extent.offset, extent.nbytes)
+    finally:
+        pool.close()
+    return int.from_bytes(data, "little", signed=tensor.dtype.name.startswith("int"))
+
+
 def _listed(value: str | Sequence[str]) -> Sequence[str]:
     # To Python, a string is a sequence of strings too.
     return (value,) if isinstance(value, str) else value
@@ -175,7 +226,8 @@ def _check_free(dst: str, target: Format, overwrite: bool, dry_run: bool) -> lis
 def _check_is_checkpoint(dst: str) -> None:
     """Raises OverwriteError for a directory of something else: `--overwrite` removes all that is in it."""
     try:
-        formats.detect(dst)
+        if producers.recognise(Listing(dst)) is None:
+            formats.detect(dst)
     except CkptError:
         raise OverwriteError(
             f"`{dst}` is a directory that holds no checkpoint, and `--overwrite` would remove all that is in it",
@@ -276,9 +328,10 @@ def _start(
     drop: Sequence[str],
     optim_keys: str | None,
     optim_root: str | None,
-    target: Format,
+    spelling: str | None,
 ) -> tuple[Catalogue, set[Path]]:
-    """The parts that are wanted, the optimizer spelt as it is to be; and what stands in other values for that."""
+    """The parts that are wanted, the optimizer spelt as it is to be, by `spelling` unless told; and what stands in
+    other values for that."""
     laid = layout.start(source)
     if only or drop:
         # In one step: selecting can move a part, and both speak of the parts of the source.
@@ -288,10 +341,10 @@ def _start(
     folded: set[Path] = set()
     if optim_keys is not None and not any(part.kind == "optimizer" for part in parts.parts(laid)):
         raise UsageError(f"`--optim-keys {optim_keys}`: there is no optimizer here")
-    if optim_keys is not None or target.even:
+    if optim_keys is not None or spelling is not None:
         # The model that says what ids mean is the source's, whether it is wanted or not, by its own names.
         before = optimkeys.origins(laid)
-        laid = optimkeys.respell(laid, optim_keys or "fqn", source)
+        laid = optimkeys.respell(laid, optim_keys or spelling or "fqn", source)
         folded = before - optimkeys.origins(laid)
     left = parts.parts(laid)
     if only and len(left) == 1:

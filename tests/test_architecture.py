@@ -40,9 +40,12 @@ LAYERS: list[tuple[set[str], set[str]]] = [
     ({"figures"}, DATA | MOVING | {"plan", "files"}),
     ({"checkpoint"}, DATA | MOVING | {"opening", "files"}),
     ({"verbs"}, {"catalogue", "conversion", "errors", "figures", "opening", "wording"}),
-    ({"conversion"}, DATA | PURE | MOVING | {"files", "formats", "opening", "mounting", "containers"}),
+    (
+        {"conversion"},
+        DATA | PURE | MOVING | {"files", "formats", "opening", "mounting", "producers", "containers"},
+    ),
     ({"summary"}, DATA | {"summary", "containers"}),
-    ({"cli"}, DATA | {"cli", "summary", "verbs", "formats", "patterns", "figures"}),
+    ({"cli"}, DATA | {"cli", "summary", "verbs", "formats", "producers", "patterns", "figures"}),
     ({""}, {"verbs", "checkpoint", "errors", "version"}),
     ({"__main__"}, {"cli"}),
 ]

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpttool.cli.options import AsJson, Quiet, Shapes, Tensors, Verbose, complete_format, complete_part
+from ckpttool.cli.options import (
+    AsJson,
+    Quiet,
+    Shapes,
+    Tensors,
+    Verbose,
+    complete_format,
+    complete_part,
+    complete_producer,
+)
 from ckpttool.cli.progress import Progress
 from ckpttool.cli.terminal import Painted, Piece, Terminal, bold, dim, err, out
 from ckpttool.wording import duration, plural, size
@@ -32,6 +41,15 @@ def convert(
             metavar="FORMAT",
             autocompletion=complete_format,
             help="torch, dcp, safetensors or fsdp1; by default what the suffix of DST says.",
+        ),
+    ] = None,
+    producer: Annotated[
+        str | None,
+        typer.Option(
+            "--producer",
+            metavar="NAME",
+            autocompletion=complete_producer,
+            help="As a framework resumes from it: accelerate, torchtitan, verl or trainer. In place of --to.",
         ),
     ] = None,
     only: Annotated[
@@ -125,11 +143,12 @@ def convert(
     with ExitStack() as stack:
         progress = None if quiet or as_json else stack.enter_context(Progress(err()))
         made = verbs.convert(
-            src, dst, to=to, only=only or (), drop=drop or (), tensors=tensors or (), exclude=exclude or (),
-            rename=rename or (), strip_wrappers=strip_wrappers, strip_prefix=strip_prefix, dtype=dtype or (),
-            max_shard_size=max_shard_size, to_world=to_world, tensor_class=tensor_class, optim_keys=optim_keys,
-            optim_root=optim_root, shapes=shapes, model_from=model_from, optim_from=optim_from, overwrite=overwrite,
-            dry_run=dry_run, threads=threads, max_memory=max_memory, check=check, progress=progress,
+            src, dst, to=to, producer=producer, only=only or (), drop=drop or (), tensors=tensors or (),
+            exclude=exclude or (), rename=rename or (), strip_wrappers=strip_wrappers, strip_prefix=strip_prefix,
+            dtype=dtype or (), max_shard_size=max_shard_size, to_world=to_world, tensor_class=tensor_class,
+            optim_keys=optim_keys, optim_root=optim_root, shapes=shapes, model_from=model_from, optim_from=optim_from,
+            overwrite=overwrite, dry_run=dry_run, threads=threads, max_memory=max_memory, check=check,
+            progress=progress,
         )  # fmt: skip
     terminal = out()
     if as_json:

@@ -14,6 +14,13 @@ def complete_format(incomplete: str) -> list[str]:
     return [row.target for row in FORMATS if row.create and row.target.startswith(incomplete)]
 
 
+def complete_producer(incomplete: str) -> list[str]:
+    """Layouts that can be written, for the shell's completion."""
+    from ckpttool.producers.writing import WRITABLE
+
+    return [row.name for row in WRITABLE if row.name.startswith(incomplete)]
+
+
 def complete_part(incomplete: str) -> list[str]:
     """Kinds of parts, for the shell's completion."""
     from ckpttool.catalogue import KINDS

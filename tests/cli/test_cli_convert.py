@@ -13,8 +13,8 @@ from running import FULL, run
 from ckpttool import verbs
 
 DEFAULTS = {
-    "to": None, "only": (), "drop": (), "tensors": (), "exclude": (), "rename": (), "strip_wrappers": False,
-    "strip_prefix": None, "dtype": (), "max_shard_size": None, "to_world": None, "tensor_class": None,
+    "to": None, "producer": None, "only": (), "drop": (), "tensors": (), "exclude": (), "rename": (),
+    "strip_wrappers": False, "strip_prefix": None, "dtype": (), "max_shard_size": None, "to_world": None, "tensor_class": None,
     "optim_keys": None, "optim_root": None, "shapes": None, "model_from": None, "optim_from": None,
     "overwrite": False, "dry_run": False, "threads": None, "max_memory": None, "check": False,
 }  # fmt: skip
@@ -36,6 +36,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     ("words", "option", "value"),
     [
         ("--to dcp", "to", "dcp"),
+        ("--producer accelerate:full", "producer", "accelerate:full"),
         ("--only model --only ema", "only", ["model", "ema"]),
         ("--drop rng", "drop", ["rng"]),
         ("--tensors model.* --tensors re:x", "tensors", ["model.*", "re:x"]),
