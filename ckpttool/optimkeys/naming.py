@@ -33,7 +33,7 @@ _LIKE = {
 # Rows and columns of a factored second moment: torch.optim.Adafactor; transformers, fairseq.
 _FACTORED = (("row_var", "col_var", 1), ("exp_avg_sq_row", "exp_avg_sq_col", 0))
 _STATISTICS = re.compile(r"(.*\.)?(running_mean|running_var)")
-_MOST_STATES = 400_000
+_MOST_WORK = 2_000_000
 _MANUAL = (
     "say in the training script which is which: save the optimizer with names (torch 2.6: "
     "`AdamW(model.named_parameters())`), or by `get_state_dict`"
@@ -246,11 +246,11 @@ def ways(wanted: Sequence[Sequence[Ints | None]], have: Sequence[Ints]) -> list[
                     after[(*state[:g], k + 1, *state[g + 1 :])].append(state)
             if spare and total - sum(state) < len(have) - place:
                 after[state].append(state)
+            followed += len(wanted) * len(wanted)
+            if followed > _MOST_WORK:
+                return None
         layers.append(after)
         current = after
-        followed += len(after)
-        if followed > _MOST_STATES:
-            return None
     end = tuple(map(len, wanted))
     return _collected(wanted, layers, end) if end in current or not total else []
 
