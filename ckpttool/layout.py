@@ -195,7 +195,7 @@ def _follow_in_optimizer(catalogue: Catalogue, parameters: dict[str, str], moved
         new = (*new[:below], *_followed(new[below:], parameters))
         if new != path:
             moved[path] = new
-        if isinstance(entry, Object) and path[-1:] in (("params",), ("param_names",)):
+        if isinstance(entry, Object) and str(path[-1]).rpartition(".")[2] in ("params", "param_names"):
             entries[path] = _with_params(entry, parameters)
     return rebuilt(catalogue, entries.values(), catalogue.containers)
 
