@@ -105,6 +105,7 @@ def convert(
     seen = _before(src, model_from, optim_from)
     with ExitStack() as stack:
         source = _open_all(stack, src, shapes, model_from, optim_from)
+        _check_apart(dst, *(file.location for file in source.catalogue.own_files))
         before = _watched(source.catalogue, seen)
         # Of several sources, the one at fault is known by its file only.
         known = src if model_from is None and optim_from is None else None

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from ckpttool import convert, formats, nesting
 from ckpttool.catalogue import Catalogue, Tensor, find_aliases, validate
 from ckpttool.contract import NO_HINTS, OpenOptions, Source
-from ckpttool.errors import CkptError, CorruptError, ReadError
+from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
 from ckpttool.formats.rankfiles import FORMAT, sets
 
 SAMPLES = HERE.parent
@@ -274,6 +274,15 @@ def test_a_quoted_pattern_on_the_command_line(tmp_path: Path) -> None:
     subprocess.run([*ours, "convert", pattern, tmp_path / "out.pt"], capture_output=True, check=True)
     model = torch.load(tmp_path / "out.pt")["model"]
     assert_same(plain(model), plain(reference("rank_fsdp2_w4")["model"]))
+
+
+@pytest.mark.parametrize("named", ["", "/*.pt", "/rank0.pt"])
+def test_no_file_of_the_set_is_written_over(named: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(path_of("rank_fsdp1_w2"), tmp_path / "run"))
+    before = [path.read_bytes() for path in sorted(folder.iterdir())]
+    with pytest.raises(UsageError):
+        convert(f"{folder}{named}", folder / "rank1.pt", to="torch", overwrite=True)
+    assert [path.read_bytes() for path in sorted(folder.iterdir())] == before
 
 
 def test_a_pattern_that_matches_nothing(tmp_path: Path) -> None:
