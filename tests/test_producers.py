@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -653,3 +655,59 @@ def test_of_two_pieces_that_are_the_model_the_first_is_taken(tmp_path: Path) -> 
     catalogue = inspect(folder)
     assert catalogue.warnings == ["`pytorch_model.bin` is left aside for `model.safetensors`"]
     assert catalogue.tensor(("model", "bias")).shape == (2,)
+
+
+# On the command line -------------------------------------------------------------------------------------------------
+
+
+def ran(*words: str) -> tuple[int, str, str]:
+    done = subprocess.run([sys.executable, "-m", "ckpttool", *words], capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_inspect_lists_the_run_first_and_json_has_it(tmp_path: Path) -> None:
+    for step in range(1, 26):
+        saved_dcp(tmp_path / f"step-{step}")
+    (tmp_path / "step-25" / ".metadata").unlink()
+    code, out, _ = ran("inspect", str(tmp_path))
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0] == f"{tmp_path}  25 checkpoints"
+    assert "  5 before them, shown by -v" in lines
+    assert re.search(r"(?m)^  step-24 +24 +[\d.]+ kB +dcp +shown below$", out)
+    assert re.search(r"(?m)^  step-25 +25 +[\d.]+ kB +dcp +not complete: no `\.metadata`", out)
+    assert str(tmp_path / "step-24") in lines
+    assert "step-1 " in ran("inspect", str(tmp_path), "-v")[1]
+    code, out, _ = ran("inspect", str(tmp_path), "--json")
+    said = json.loads(out)
+    assert said["schema"] == "ckpttool/inspect/1"
+    assert [f["step"] for f in said["run"]] == list(range(1, 26))
+    assert said["run"][-1] == {
+        "name": "step-25", "path": str(tmp_path / "step-25"), "step": 25,
+        "bytes": (tmp_path / "step-25" / "__0_0.distcp").stat().st_size, "producer": None, "format": "dcp",
+        "complete": False, "why_not": "no `.metadata`: the save did not end", "taken": False,
+    }  # fmt: skip
+
+
+def test_no_complete_checkpoint_exits_with_the_list(tmp_path: Path) -> None:
+    (saved_dcp(tmp_path / "step-1") / ".metadata").unlink()
+    code, out, err = ran("inspect", str(tmp_path))
+    assert (code, out) == (3, "")
+    assert err.startswith(f"error: `{tmp_path}`: the one checkpoint in it is not complete: `step-1`: no `.metadata`")
+
+
+def test_pieces_and_assets_in_json(tmp_path: Path) -> None:
+    said = json.loads(ran("inspect", path_of("run_trainer"), "--json")[1])
+    assert said["producer"] == "transformers Trainer"
+    assert "config.json" in said["assets"]
+    assert {m["path"]: (m["root"], m["format"]) for m in said["mounted"]} == {
+        "model.safetensors": ("model", "safetensors"), "optimizer.pt": ("optimizer", "torch"),
+        "rng_state.pth": ("rng", "torch"), "training_args.bin": ("training_args", "torch"),
+        "scheduler.pt": ("scheduler", "torch"), "trainer_state.json": ("trainer_state", "json"),
+    }  # fmt: skip
+
+
+def test_a_conversion_names_the_assets(tmp_path: Path) -> None:
+    made = convert(path_of("run_trainer"), tmp_path / "out.pt")
+    assert made.notes[0] == "`checkpoint-4` is taken, the newest complete one of 2 in the run"
+    assert made.notes[1].startswith("no part of the state, copy them yourself: `config.json`, ")

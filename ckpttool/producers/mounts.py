@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpttool import formats, parts, ranks
 from ckpttool.boxes import Ints
-from ckpttool.catalogue import Catalogue, Part, Path, Tensor, dotted
+from ckpttool.catalogue import Catalogue, File, Part, Path, Tensor, dotted
 from ckpttool.containers import typedjson
 from ckpttool.contract import OpenOptions, Source
 from ckpttool.errors import CkptError, CorruptError, ReadError, some
@@ -100,6 +100,7 @@ class _Opening:
             if mount.how == VALUES:
                 values = self._listing.json(mount.name)
                 made.add_values(values if isinstance(values, dict) else {"value": values}, mount.root)
+                _list(made.catalogue, mount, Catalogue("json", [File(mount.name, mount.name, 0)]))
                 return None
             if mount.how == SET and len(mount.names) > 1 and not (mount.glob or _is_set(self._pattern(mount), mount)):
                 return self._mount_plain(made, mount)
@@ -216,6 +217,10 @@ def _note(made: Catalogue, theirs: Catalogue, mount: Mount) -> None:
     if not made.format:
         made.format = theirs.format
         made.facts |= {k: v for k, v in theirs.facts.items() if k == "torch"}
+    _list(made, mount, theirs)
+
+
+def _list(made: Catalogue, mount: Mount, theirs: Catalogue) -> None:
     pieces: list[dict[str, Any]] = made.facts.setdefault("mounted", [])
     if mount.how == EACH and pieces and pieces[-1].get("root") == dotted(mount.root[:-1]):
         pieces[-1]["files"] += 1
