@@ -16,7 +16,7 @@ import pytest
 import torch
 from made import within
 
-from ckpttool import boxes, files, nesting
+from ckpttool import boxes, files, nesting, opening
 from ckpttool.catalogue import Extent, Tensor, validate
 from ckpttool.containers import sharded, torchzip
 from ckpttool.containers.torchpickle import TensorRef
@@ -312,10 +312,20 @@ def test_a_flat_parameter_needs_the_order_of_the_model() -> None:
     options = shapes("rank_fsdp1_flat_w2")
     assert options.shapes is not None
     error = refused("rank_fsdp1_flat_w2", OpenOptions(dict(sorted(options.shapes.items())), ordered=False), UsageError)
-    assert "alphabetical" in error.message and "JSON" in str(error.hint)
+    assert "not in that of the model" in error.message and "JSON" in str(error.hint)
     ranks = sampled("rank_fsdp1_local_w2")
     by_name = flat.model(ranks.part("model"), ranks.place, OpenOptions(options.shapes, ordered=False))
     assert len(by_name.tensors) == 17
+
+
+@pytest.mark.parametrize("name", ["rank_fsdp1_flat_w2", "hf_gpt2", "hf_llama", "dcp_hsdp_w4"])
+def test_the_order_of_a_model_is_told(name: str) -> None:
+    state = torch.load(SAMPLES / "checkpoints" / name / "reference.pt", weights_only=False)
+    names = list(state.get("model", state))
+    assert opening.is_model_order(names)
+    assert not opening.is_model_order(sorted(names))
+    # DCP lists what all ranks have by the rank that saved it.
+    assert not opening.is_model_order([*names[::2], *names[1::2]])
 
 
 def test_a_missing_rank_is_a_hole() -> None:

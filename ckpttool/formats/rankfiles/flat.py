@@ -306,8 +306,9 @@ def _cut(
     if len(own) > 1 and not options.ordered:
         raise UsageError(
             f"{_titled(flat.unit)} holds {len(own)} parameters one after the other, and the shapes that were given are "
-            f"in alphabetical order, not in that of the model",
-            hint="pass `--shapes` a checkpoint saved by torch or DCP, or JSON of names and shapes in model order",
+            f"in alphabetical or some other order, not in that of the model",
+            hint="pass `--shapes` a checkpoint that torch or DCP saved, or JSON of names and shapes in the order of "
+            "`model.state_dict()`",
             unit=flat.unit,
         )  # fmt: skip
     tensors: dict[str, Rebuilt] = {}
