@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import made
@@ -12,7 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from optimizers import OPTIMIZERS, Tree, spelt, trained
+from safetensors.torch import save_file
 
+import ckpttool
 from ckpttool import layout, optimkeys, parts
 from ckpttool.catalogue import Catalogue, File, Object, Part, Tensor, dotted
 from ckpttool.errors import CkptError, CorruptError, LossError, UsageError
@@ -434,3 +438,28 @@ def test_thousands_of_parameters() -> None:
         spent[wanted] = time.perf_counter() - began
     assert tree(laid, state)["optim"] == places(state["optim"])
     assert max(spent.values()) < 5, spent
+
+
+def test_the_order_may_come_from_elsewhere(tmp_path: Path) -> None:
+    """transformers' Trainer: the model sorted by name in safetensors, the optimizer by numbers."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    folder = tmp_path / "ckpt"
+    folder.mkdir()
+    save_file(model.state_dict(), folder / "model.safetensors")
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    order = [[name, list(parameter.shape)] for name, parameter in model.named_parameters()]
+    (tmp_path / "order.json").write_text(json.dumps(order))
+    torch.save(model.state_dict(), tmp_path / "order.pt")
+    one = {"model_from": str(folder / "model.safetensors"), "optim_keys": "fqn"}
+    with pytest.raises(UsageError) as caught:
+        ckpttool.convert(folder / "optimizer.pt", tmp_path / "out.pt", **one)
+    assert "--shapes" in str(caught.value.hint)
+    for name in ("order.json", "order.pt"):
+        ckpttool.convert(folder / "optimizer.pt", tmp_path / f"{name}.out.pt", shapes=str(tmp_path / name), **one)
+        found = torch.load(tmp_path / f"{name}.out.pt")["optim"]["state"]
+        for i, (key, _) in enumerate(model.named_parameters()):
+            assert torch.equal(found[key]["exp_avg"], optimizer.state_dict()["state"][i]["exp_avg"])

@@ -38,7 +38,7 @@ Shapes = Annotated[
     str | None,
     typer.Option(
         "--shapes", metavar="FROM",
-        help="For files of flat parameters: a checkpoint of the model, or JSON of names and shapes in its order.",
+        help="Where the parameters' names, shapes and order are known: a checkpoint, or JSON. For flat files, numbered ids.",
     ),
 ]  # fmt: skip
 Tensors = Annotated[

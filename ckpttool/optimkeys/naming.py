@@ -111,7 +111,9 @@ def _parameters(source: Catalogue) -> dict[str, Ints]:
         tied = tensor.alias is not None or (tensor.origin or tensor).path in aliases
         if not tied and tensor.dtype.kind in ("float", "complex") and not _is_statistic(name, names):
             made[name] = tensor.shape
-    return made
+    # What `--shapes` does not list is a buffer.
+    order = source.facts.get("parameter order")
+    return made if order is None else {name: made[name] for name in order if name in made}
 
 
 def _is_statistic(name: str, names: set[str]) -> bool:
@@ -144,6 +146,8 @@ def _check_ordered(source: Catalogue, optimizer: Optimizer) -> None:
     """safetensors files are sorted by name: a state dict's order is gone, and by shape alone state could be given to
     another layer that is as large."""
     root, tensors = _model(source)
+    if "parameter order" in source.facts:
+        return
     tensors = [t for t in tensors if len(t.chunks) and source.files]
     if not any(source.files[t.chunks.file[0]].name.endswith(".safetensors") for t in tensors):
         return
@@ -154,7 +158,7 @@ def _check_ordered(source: Catalogue, optimizer: Optimizer) -> None:
         raise UsageError(
             f"`{optimizer.name}` calls its parameters by numbers, in the order of a model that is here only as "
             "safetensors, which sorts it by name",
-            hint="`--model-from` a torch.save file or a DCP directory of this model, which have its order",
+            hint="pass `--shapes FROM`, a torch.save file, a DCP directory or a JSON list that has the model's order",
         )
 
 
