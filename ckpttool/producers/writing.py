@@ -25,15 +25,11 @@ from ckpttool import producers
 from ckpttool.catalogue import Catalogue
 from ckpttool.contract import NO_HINTS, Format, OpenOptions, Source
 from ckpttool.errors import UsageError
-from ckpttool.formats import named as format_named
-from ckpttool.producers import mounts
+from ckpttool.producers import hflayouts, mounts, shardlayouts
 from ckpttool.producers.arranging import Arranging, Wanted
-from ckpttool.producers.composing import Arranged, Component
+from ckpttool.producers.composing import Arranged
 from ckpttool.producers.listing import Listing
 from ckpttool.wording import meant
-
-_TORCH, _DCP, _SAFE = format_named("torch"), format_named("dcp"), format_named("safetensors")
-_RANKS = format_named("rankfiles")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,86 +70,22 @@ class Writable:
         return mounts.open_source(row, Listing(path), options)
 
 
-# accelerate -----------------------------------------------------------------------------------------------------------
-
-_ACCELERATE_RNG = {"python": "random_state", "numpy": "numpy_random_seed", "torch": "torch_manual_seed"}
-
-
-def _numbered(stem: str, number: int) -> str:
-    return f"{stem}_{number}" if number else stem
-
-
-def _accelerate_sharded(a: Arranging) -> Arranged:
-    for n, part in a.numbered("model"):
-        root = (_numbered("model", n),)
-        a.take(part, a.piece(Component(f"pytorch_model_fsdp_{n}", _DCP, root, ("model",))), root)
-    for n, part in a.numbered("optimizer"):
-        root = (_numbered("optimizer", n),)
-        a.take(part, a.piece(Component(f"optimizer_{n}", _DCP, root, ("optimizer",))), root)
-    return _accelerate_rest(a)
-
-
-def _accelerate_full(a: Arranging) -> Arranged:
-    return _accelerate_whole(a, "pytorch_model_fsdp", ".bin", _TORCH)
-
-
-def _accelerate_ddp(a: Arranging) -> Arranged:
-    if a.laid.format in ("dcp", "rankfiles") and not any(t.alias for t in a.laid.tensors if t.part.kind == "model"):
-        # It cannot be seen whether two tensors were one. `load_model` of safetensors refuses a tied tensor that is
-        # there under both names, `load_state_dict` takes it.
-        return _accelerate_whole(a, "pytorch_model", ".bin", _TORCH)
-    return _accelerate_whole(a, "model", ".safetensors", _SAFE)
-
-
-def _accelerate_whole(a: Arranging, stem: str, suffix: str, form: Format) -> Arranged:
-    for n, part in a.numbered("model"):
-        root = (_numbered("model", n),)
-        a.take(part, a.piece(Component(_numbered(stem, n) + suffix, form, root)), root)
-    for n, part in a.numbered("optimizer"):
-        root = (_numbered("optimizer", n),)
-        a.take(part, a.piece(Component(_numbered("optimizer", n) + ".bin", _TORCH, root)), root)
-    return _accelerate_rest(a)
-
-
-def _accelerate_rest(a: Arranging) -> Arranged:
-    for n, part in a.numbered("scheduler"):
-        root = (_numbered("scheduler", n),)
-        a.take(part, a.piece(Component(_numbered("scheduler", n) + ".bin", _TORCH, root)), root)
-    for part in a.parts("scaler")[:1]:
-        a.take(part, a.piece(Component("scaler.pt", _TORCH, ("scaler",))), ("scaler",))
-    for part in a.parts("dataloader"):
-        # Those of accelerate itself: no two frameworks keep the same of a data loader.
-        found = re.fullmatch(r"(sampler|dataloader)((_\d+)?)", str(part.root[-1])) if len(part.root) == 1 else None
-        if found is not None:
-            stem = "sampler" if found[1] == "sampler" else "dl_state_dict"
-            a.take(part, a.piece(Component(f"{stem}{found[2]}.bin", _TORCH, part.root)), part.root)
-    for name in dict.fromkeys(str(e.path[0]) for e in a.left() if e.path and e.part.kind == "other"):
-        if re.fullmatch(r"custom_checkpoint_\d+", name):
-            piece = a.piece(Component(f"{name}.pkl", _TORCH, (name,)))
-            for entry in [e for e in a.left() if e.path[0] == name]:
-                a.put(entry, piece, entry.path)
-    pieces: dict[int, int] = {}
-
-    def of_rank(rank: int) -> tuple[int, tuple[str, ...]]:
-        root = ("rng", f"rank{rank}")
-        if rank not in pieces:
-            pieces[rank] = a.piece(Component(f"random_states_{rank}.pkl", _TORCH, root))
-        return pieces[rank], root
-
-    a.generators(_ACCELERATE_RNG, lambda inside: re.fullmatch(r"step|(torch|xm)_\w*seed", str(inside[0])), of_rank)
-    return a.done("accelerate keeps no such value")
-
-
 _ACCELERATE = (
-    Writable("accelerate:sharded", "accelerate", "fqn", _accelerate_sharded, chunked=True),
-    Writable("accelerate:full", "accelerate", "fqn", _accelerate_full),
-    Writable("accelerate:ddp", "accelerate", "id", _accelerate_ddp),
+    Writable("accelerate:sharded", "accelerate", "fqn", hflayouts.accelerate_sharded, chunked=True),
+    Writable("accelerate:full", "accelerate", "fqn", hflayouts.accelerate_full),
+    Writable("accelerate:ddp", "accelerate", "id", hflayouts.accelerate_ddp),
 )
+_TRAINER = (
+    Writable("trainer", "transformers Trainer", "id", hflayouts.trainer, splits=True),
+    Writable("trainer:sharded", "transformers Trainer", "fqn", hflayouts.trainer_sharded, chunked=True),
+)
+_TORCHTITAN = Writable("torchtitan", "torchtitan", "flat", shardlayouts.torchtitan, chunked=True)
+_VERL = Writable("verl", "verl", "id", shardlayouts.verl, chunked=True, even=True, tensor_class="dtensor:cuda:fsdp")
 
 
 # The table ------------------------------------------------------------------------------------------------------------
 
-WRITABLE: tuple[Writable, ...] = (*_ACCELERATE,)
+WRITABLE = (*_ACCELERATE, *_TRAINER, _TORCHTITAN, _VERL)
 NAMES = tuple(dict.fromkeys(row.name.partition(":")[0] for row in WRITABLE))
 
 
@@ -168,12 +100,17 @@ def named(name: str) -> Writable:
 
 
 def chosen(name: str, source: Catalogue, to_world: int | None) -> Writable:
-    """The layout itself: of accelerate's, the one for FSDP when the source is cut over ranks, or is to be."""
+    """The layout itself. A producer's own comes back as it was; else accelerate's is the one for FSDP when the source
+    is cut over ranks, or is to be."""
     row = named(name)
-    if ":" in name or row not in _ACCELERATE:
-        return row
     pieces = [str(piece["path"]) for piece in source.facts.get("mounted", ())]
-    if any(re.fullmatch(r"pytorch_model_fsdp(_\d+)?\.bin", path) for path in pieces) and to_world is None:
+    sharded = any(re.fullmatch(r"pytorch_model_fsdp_\d+/", path) for path in pieces)
+    full = any(re.fullmatch(r"pytorch_model_fsdp(_\d+)?\.bin", path) for path in pieces)
+    if name == "trainer":
+        return _TRAINER[1 if sharded and source.facts.get("producer") == row.reader else 0]
+    if name != "accelerate":
+        return row
+    if full and to_world is None:
         return _ACCELERATE[1]
     cut = any(len(t.chunks) > 1 for t in source.tensors if not t.embedded)
     return _ACCELERATE[0 if cut or (to_world or 1) > 1 else 2]
