@@ -38,7 +38,7 @@ Shapes = Annotated[
     str | None,
     typer.Option(
         "--shapes", metavar="FROM",
-        help="Where the parameters' names, shapes and order are known: a checkpoint, or JSON. For flat files, numbered ids.",
+        help="Who knows the parameters in their order: a checkpoint, or JSON. For flat files and numbered optimizers.",
     ),
 ]  # fmt: skip
 Tensors = Annotated[
