@@ -17,8 +17,8 @@ from ckpttool.contract import Source
 from ckpttool.errors import ReadError
 
 HERE = Path(__file__).resolve().parent.parent / "samples" / "checkpoints"
-# Run directories have references of their own making: see test_producers.
-NAMES = sorted(f.name for f in HERE.iterdir() if any(f.glob("ckpt*")) and not f.name.startswith("run_"))
+# Run directories and rank files have references of their own making: see test_producers, test_rankfiles.
+NAMES = sorted(f.name for f in HERE.iterdir() if any(f.glob("ckpt*")) and not f.name.startswith(("run_", "rank_")))
 
 
 def path_of(name: str) -> str:
