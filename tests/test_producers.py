@@ -711,3 +711,48 @@ def test_a_conversion_names_the_assets(tmp_path: Path) -> None:
     made = convert(path_of("run_trainer"), tmp_path / "out.pt")
     assert made.notes[0] == "`checkpoint-4` is taken, the newest complete one of 2 in the run"
     assert made.notes[1].startswith("no part of the state, copy them yourself: `config.json`, ")
+
+
+# Names that say little ------------------------------------------------------------------------------------------------
+
+
+def test_a_link_to_the_newest_is_no_checkpoint_of_its_own(tmp_path: Path) -> None:
+    for step in (1, 2):
+        saved_dcp(tmp_path / f"step-{step}")
+    (tmp_path / "last").symlink_to("step-2")
+    assert [f.name for f in producers.checkpoints(str(tmp_path))] == ["step-1", "step-2"]
+    assert not any("last" in w for w in inspect(tmp_path).warnings)
+    (tmp_path / "last").unlink()
+    (tmp_path / "last").symlink_to("step-1")
+    assert any("`last` names step 1, but step 2 is taken" in w for w in inspect(tmp_path).warnings)
+
+
+def test_names_that_do_not_say_which_is_the_newest(tmp_path: Path) -> None:
+    for name in ("best", "final"):
+        saved_dcp(tmp_path / name)
+    with pytest.raises(ReadError) as caught:
+        inspect(tmp_path)
+    assert caught.value.message == (
+        f"`{tmp_path}`: has 2 checkpoints, `best`, `final`, and nothing says which is the newest"
+    )
+    (tmp_path / "best" / ".metadata").unlink()
+    assert [f["name"] for f in inspect(tmp_path).facts["run"] if f["taken"]] == ["final"]
+    saved_dcp(tmp_path / "step-1")
+    assert [f["name"] for f in inspect(tmp_path).facts["run"] if f["taken"]] == ["step-1"]
+
+
+def test_a_last_step_for_transformers(tmp_path: Path) -> None:
+    """torchtitan's last step may be a model of Hugging Face, sharded and consolidated."""
+    shutil.copytree(Path(path_of("run_torchtitan_w2")) / "step-3", tmp_path / "step-3")
+    shutil.copytree(path_of("hf_consolidated_w2"), tmp_path / "step-10")
+    catalogue = inspect(tmp_path)
+    assert [(f["name"], f["format"], f["taken"]) for f in catalogue.facts["run"]] == [
+        ("step-3", "dcp", False), ("step-10", "safetensors", True)
+    ]  # fmt: skip
+    assert {e.part.kind for e in catalogue.entries.values()} == {"model"}
+
+
+def test_an_adapter_alone(tmp_path: Path) -> None:
+    save_file({"lora_A": torch.ones(2)}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert inspect(tmp_path).facts["assets"] == ["adapter_config.json"]

@@ -82,7 +82,11 @@ def _is_trainer(listing: Listing) -> bool:
 
 
 def _is_pretrained(listing: Listing) -> bool:
-    if "config.json" not in listing or "ckpttool.json" in listing or listing.has(r"\.metadata|__\d+\.metadata"):
+    if (
+        not listing.has(r"(adapter_)?config\.json")
+        or "ckpttool.json" in listing
+        or listing.has(r"\.metadata|__\d+\.metadata")
+    ):
         return False
     return listing.has(r".*\.safetensors|pytorch_model(-\d+-of-\d+)?\.bin")
 

@@ -83,6 +83,7 @@ def newest(path: str, found: list[Found], recognise: Recognise) -> Found:
         if found[i].complete:
             why_not = _looked_into(found[i], recognise)
             if why_not is None:
+                _check_told(path, found[i], found)
                 return found[i]
             found[i] = replace(found[i], why_not=why_not)
     said = "; ".join(f"`{f.name}`: {f.why_not}" for f in found[-5:])
@@ -93,6 +94,17 @@ def newest(path: str, found: list[Found], recognise: Recognise) -> Found:
         hint=f"name one to open it all the same: `{found[-1].path}`",
         file=path, found=[f.name for f in found],
     )  # fmt: skip
+
+
+def _check_told(path: str, taken: Found, found: list[Found]) -> None:
+    """Raises ReadError when nothing says which of several is the newest."""
+    complete = [f.name for f in found if f.complete]
+    if taken.step is None and len(complete) > 1:
+        raise ReadError(
+            f"`{path}`: has {len(complete)} checkpoints, {some(complete)}, and nothing says which is the newest",
+            hint=f"name one: `{taken.path}`",
+            file=path, found=complete,
+        )  # fmt: skip
 
 
 def _looked_into(found: Found, recognise: Recognise) -> str | None:
@@ -106,7 +118,11 @@ def _looked_into(found: Found, recognise: Recognise) -> str | None:
 def pointed(listing: Listing) -> tuple[str, int] | None:
     """A file that names the newest checkpoint, and the step that it says."""
     for name in listing.names:
-        if _POINTERS.fullmatch(name):
+        if name.endswith("/") and _is_pointer(listing, name[:-1]):
+            step = step_in(os.path.basename(os.path.realpath(listing.at(name[:-1]))))
+            if step is not None:
+                return name[:-1], step
+        elif _POINTERS.fullmatch(name):
             text = listing.text(name)
             step = int(text) if text.isascii() and text.isdecimal() else step_in(text.rstrip("/").rpartition("/")[2])
             if step is not None:
@@ -119,6 +135,8 @@ def pointed(listing: Listing) -> tuple[str, int] | None:
 
 def _folders(listing: Listing, recognise: Recognise) -> Iterator[Found]:
     for name in listing.folders:
+        if _is_pointer(listing, name):
+            continue
         try:
             inner = listing.folder(name)
         except CkptError:
@@ -134,6 +152,12 @@ def _folders(listing: Listing, recognise: Recognise) -> Iterator[Found]:
         why_not = _why_not(inner, name, row, kind, _INDEX_READ)
         producer = row.name if row is not None and row.confirms is None else None
         yield Found(name, listing.at(name), step, inner.nbytes(), producer, kind, why_not)
+
+
+def _is_pointer(listing: Listing, name: str) -> bool:
+    """Whether a folder is a link to one beside it: `latest` -> `step-20`."""
+    path = listing.at(name)
+    return os.path.islink(path) and os.path.dirname(os.path.realpath(path)) == os.path.realpath(listing.path)
 
 
 def _files(listing: Listing) -> Iterator[Found]:
