@@ -16,7 +16,8 @@ have; the mesh is then made anew in the process that loads, over its process gro
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 from ckpttool import boxes
 from ckpttool.boxes import Ints
@@ -49,8 +50,11 @@ _MESH = stub_type("torch.distributed.device_mesh", "DeviceMesh")
 def local_box(tensor: Tensor, rank: int) -> boxes.Box | None:
     """The rows of a laid tensor that `rank` holds; None when it holds none. Pure."""
     chunks = tensor.chunks
-    found = (i for i in range(len(chunks)) if chunks.file[i] == rank)
-    return next(((chunks.offsets[i], chunks.sizes[i]) for i in found), None)
+    # The first rank has the first rows, and so on; only the last ranks can be left without.
+    if rank >= len(chunks):
+        return None
+    assert chunks.file[rank] == rank
+    return chunks.offsets[rank], chunks.sizes[rank]
 
 
 def speller(tensor_class: str, rank: int, world: int) -> ShardedTensors | DTensors:
@@ -66,13 +70,22 @@ def _built(kind: type[Stub], state: Any) -> Stub:
     return made
 
 
+@cache
 def _dtype(dtype: Dtype) -> type[Stub]:
     return stub_type("torch", dtype.name)
 
 
+class _Shared(NamedTuple):
+    shards: list[Stub]
+    spec: Stub
+    size: TorchSize
+    properties: tuple[Any, ...]
+    wrapper: tuple[Any, ...]
+
+
 class ShardedTensors:
-    """The `ShardedTensor`s of one rank's file. What is said of all shards is made once for each shape: a pickle then
-    refers to it, where torch writes it for every tensor (for 256 ranks, 256 shards of each)."""
+    """The `ShardedTensor`s of one rank's file. What nobody changes once it is loaded is made once for each shape, and a
+    pickle then refers to it: torch writes it for every tensor, for 256 ranks 256 shards of each."""
 
     def __init__(self, rank: int, world: int) -> None:
         self._rank = rank
@@ -86,35 +99,33 @@ class ShardedTensors:
             _GROUP_STATE,
             {"local_rank": rank, "global_rank": rank, "local_world_size": world, "global_world_size": world},
         )
-        self._shared: dict[tuple[Ints, int], tuple[list[Stub], Stub]] = {}
+        self._shared: dict[tuple[Ints, Dtype], _Shared] = {}
 
     def spelled(self, tensor: Tensor) -> Stub:
         """This rank's part of a laid tensor; the tensor itself stands for its local elements."""
-        shards, spec = self._of_all(tensor)
+        shared = self._of_all(tensor)
         box = local_box(tensor, self._rank)
         mine = [] if box is None else [_built(_LOCAL_SHARD, (None, {
             "tensor": tensor, "metadata": self._shard(box, self._rank)
         }))]  # fmt: skip
-        properties = (_dtype(tensor.dtype), self._layout, False, self._contiguous, False)
         metadata = _built(_METADATA, {
-            "shards_metadata": shards,
-            "size": TorchSize(tensor.shape),
-            "tensor_properties": _built(_PROPERTIES, properties),
+            "shards_metadata": shared.shards,
+            "size": shared.size,
+            "tensor_properties": _built(_PROPERTIES, shared.properties),
         })  # fmt: skip
-        size = (tensor.shape, boxes.row_major(tensor.shape))
-        wrapper = (_SHARDED_TENSOR, _dtype(tensor.dtype), *size, 0, self._layout, self._cpu, False)
-        made: Stub = _REBUILD(_WRAPPER, _SHARDED_TENSOR, wrapper, (mine, metadata, self._group, spec, False))
+        state = (mine, metadata, self._group, shared.spec, False)
+        made: Stub = _REBUILD(_WRAPPER, _SHARDED_TENSOR, shared.wrapper, state)
         return made
 
     def _shard(self, box: boxes.Box, rank: int) -> Stub:
         state = {"shard_offsets": [*box[0]], "shard_sizes": [*box[1]], "placement": self._places[rank]}
         return _built(_SHARD_METADATA, (None, state))
 
-    def _of_all(self, tensor: Tensor) -> tuple[list[Stub], Stub]:
-        """The shards of every rank that has one, and how torch calls cutting like that."""
-        chunks = tensor.chunks
-        key = (tensor.shape, len(chunks))
+    def _of_all(self, tensor: Tensor) -> _Shared:
+        """What is said of the shards of every rank that has one, and how torch calls cutting like that."""
+        key = (tensor.shape, tensor.dtype)
         if key not in self._shared:
+            chunks, dtype = tensor.chunks, _dtype(tensor.dtype)
             boxes_of = zip(chunks.offsets, chunks.sizes, chunks.file, strict=True)
             shards = [self._shard((offsets, sizes), rank) for offsets, sizes, rank in boxes_of]
             if len(chunks) > 1:
@@ -123,7 +134,12 @@ class ShardedTensors:
             else:
                 # From a single shard torch does not infer along which dimension it was cut.
                 spec = _built(_ENUMERABLE_SPEC, {"shards": shards})
-            self._shared[key] = shards, spec
+            size = (tensor.shape, boxes.row_major(tensor.shape))
+            self._shared[key] = _Shared(
+                shards, spec, TorchSize(tensor.shape),
+                (dtype, self._layout, False, self._contiguous, False),
+                (_SHARDED_TENSOR, dtype, *size, 0, self._layout, self._cpu, False),
+            )  # fmt: skip
         return self._shared[key]
 
 
@@ -140,12 +156,16 @@ class DTensors:
         self._mesh = _MESH(device, [*range(world)])
         self._mesh.state = [{"_rank": rank} | ({"_mesh_dim_names": names, "mesh_dim_names": names} if names else {})]
         self._placements = (_built(_PLACEMENT, {"dim": 0}),)
+        self._shared: dict[tuple[Ints, Dtype], tuple[Stub, tuple[Any, ...]]] = {}
 
     def spelled(self, tensor: Tensor) -> Stub:
         """This rank's part of a laid tensor; the tensor itself stands for its local elements."""
-        shape, strides, dtype = tensor.shape, boxes.row_major(tensor.shape), _dtype(tensor.dtype)
-        meta = _TENSOR_META.__new__(_TENSOR_META, TorchSize(shape), strides, dtype)
-        state = {"_local_tensor": tensor, "_spec": _SPEC(self._mesh, self._placements, meta)}
-        wrapper = (_DTENSOR, dtype, shape, strides, 0, self._layout, self._cpu, False)
-        made: Stub = _REBUILD(_WRAPPER, _DTENSOR, wrapper, (None, state))
+        key = (tensor.shape, tensor.dtype)
+        if key not in self._shared:
+            shape, strides, dtype = tensor.shape, boxes.row_major(tensor.shape), _dtype(tensor.dtype)
+            meta = _TENSOR_META.__new__(_TENSOR_META, TorchSize(shape), strides, dtype)
+            wrapper = (_DTENSOR, dtype, shape, strides, 0, self._layout, self._cpu, False)
+            self._shared[key] = _SPEC(self._mesh, self._placements, meta), wrapper
+        spec, wrapper = self._shared[key]
+        made: Stub = _REBUILD(_WRAPPER, _DTENSOR, wrapper, (None, {"_local_tensor": tensor, "_spec": spec}))
         return made
