@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -101,6 +102,29 @@ class Pieces:
                 crc = crc_of(at, nbytes)
             total = combine(total, crc, nbytes)
         return total
+
+    def packed(self) -> bytes:
+        """All of it as a row of 64-bit integers, to be told to another process."""
+        row = array("q")
+        for key, record in self._records.items():
+            pieces = self._pieces.get(key, ())
+            crc = -1 if record.crc is None else record.crc
+            row.extend((record.file, record.offset, record.nbytes, crc, self._used[key], len(pieces)))
+            for piece in pieces:
+                row.extend(piece)
+        return row.tobytes()
+
+    def unpack(self, row: Sequence[int]) -> None:
+        """Add what another process has told."""
+        at = 0
+        while at < len(row):
+            file, offset, nbytes, crc, used, count = row[at : at + 6]
+            key, at = (file, offset), at + 6
+            self._records[key] = Record(file, offset, nbytes, None if crc < 0 else crc)
+            self._used[key] += used
+            for i in range(at, at + 3 * count, 3):
+                self._pieces[key].append((row[i], row[i + 1], row[i + 2]))
+            at += 3 * count
 
     def _runs(self, record: Record) -> Iterator[tuple[int, int, int | None]]:
         """The record front to back: pieces, and gaps between them. A piece that overlaps an earlier one is left out,

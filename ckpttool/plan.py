@@ -9,8 +9,9 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain, repeat
 from math import prod
+from operator import itemgetter
 from typing import NamedTuple
 
 from ckpttool import boxes
@@ -70,23 +71,46 @@ class _Finder:
                 yield i, shared
 
 
-def plan(destination: Catalogue) -> Iterator[Job]:
-    """The jobs that fill a created catalogue from the origins of its tensors. Pure.
+_Order = list[tuple[int, int, Tensor, int]]  # file, offset, tensor, number of the chunk
+
+
+def plan(destination: Catalogue, share: tuple[int, int] = (0, 1)) -> Iterator[Job]:
+    """The jobs that fill a created catalogue from the origins of its tensors, or the share `(k, n)` of them. Pure.
 
     Raises CorruptError when the pieces do not fill a chunk exactly (the source was not validated).
     """
-    order: list[tuple[int, int, Tensor, int]] = []
+    order: _Order = []
     for tensor in chain(destination.tensors, destination.replicas):
         if tensor.alias is not None or not tensor.numel:
             continue
         chunks = tensor.chunks
-        order.extend((chunks.file[i], chunks.offset[i], tensor, i) for i in range(len(chunks)))
-    order.sort(key=lambda item: item[:2])
+        order.extend(zip(chunks.file, chunks.offset, repeat(tensor), range(len(chunks)), strict=False))
+    order.sort(key=itemgetter(0, 1))
     finders: dict[int, _Finder] = {}
-    for _, _, tensor, i in order:
+    for _, _, tensor, i in order[_share(order, *share)]:
         source = tensor.origin
         assert source is not None
         yield _job(tensor, source, tensor.chunks[i], finders)
+
+
+def _share(order: _Order, k: int, n: int) -> slice:
+    """Which run of the jobs is share `k` of `n`: about as many bytes as each of the others, and whole files where they
+    come out so within an eighth of a share."""
+    if n == 1:
+        return slice(None)
+    ends = list(accumulate(tensor.chunks.nbytes[i] for _, _, tensor, i in order))
+    firsts = [at for at in range(1, len(order)) if order[at][0] != order[at - 1][0]]
+
+    def cut(k: int) -> int:
+        if k in (0, n):
+            return len(order) * (k // n)
+        wanted = ends[-1] * k // n if ends else 0
+        near = min(firsts, key=lambda at: abs(ends[at - 1] - wanted), default=None)
+        if near is not None and abs(ends[near - 1] - wanted) * 8 * n <= ends[-1]:
+            return near
+        return bisect_left(ends, wanted)
+
+    return slice(cut(k), cut(k + 1))
 
 
 def _job(tensor: Tensor, source: Tensor, chunk: Chunk, finders: dict[int, _Finder]) -> Job:

@@ -46,6 +46,7 @@ Progress = Callable[[int, int], None]
 class Transferred:
     """What a transfer did: bytes moved, bytes whose CRC was checked, bytes of records that have none or were read only
     in part; `overflowed`, how many values of a tensor were finite until they were cast; and `crcs`, for `Sink.finish`.
+    `read` is what is known of records that are to be checked later.
     """
 
     moved: int = 0
@@ -53,6 +54,7 @@ class Transferred:
     unchecked: int = 0
     overflowed: dict[str, int] = field(default_factory=dict)
     crcs: dict[tuple[int, int], int] = field(default_factory=dict)
+    read: checksums.Pieces = field(default_factory=checksums.Pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +79,22 @@ def transfer(
     memory: int | None = None,
     progress: Progress | None = None,
     compare: bool = False,
+    check_later: bool = False,
+    earlier: checksums.Pieces | None = None,
 ) -> Transferred:
     """Do the jobs. `total` is the bytes that they move, for `progress(done, total)`, which is called from this thread.
     `memory` bounds the bytes held in buffers; fewer threads are used when they would not fit.
 
-    With `compare` nothing is written: the destination is read and a difference is a CorruptError.
+    With `compare` nothing is written: the destination is read and a difference is a CorruptError. With `check_later`
+    the source's records are not checked here: other processes read parts of them too, and `earlier` is, without jobs of
+    its own, what all of them have found out.
     Raises CorruptError for a CRC that does not match, and whatever the files raise.
     """
     threads, tile = budget(threads, memory)
-    return _Transfer(source, destination, compare, tile).run(jobs, total, threads, progress)
+    doing = _Transfer(source, destination, compare, tile, check_later)
+    if earlier is not None:
+        doing.read = earlier
+    return doing.run(jobs, total, threads, progress)
 
 
 def budget(threads: int | None, memory: int | None) -> tuple[int, int]:
@@ -99,16 +108,19 @@ def budget(threads: int | None, memory: int | None) -> tuple[int, int]:
 
 
 class _Transfer:
-    def __init__(self, source: Source, destination: Catalogue, compare: bool, tile: int) -> None:
+    def __init__(
+        self, source: Source, destination: Catalogue, compare: bool, tile: int, check_later: bool = False
+    ) -> None:
         self._source = source
         self._in = Pool()
         self._out = Pool(writing=not compare)
         self._from = source.catalogue.files
         self._to = destination.files
         self._compare = compare
+        self._check_later = check_later
         self._tile = tile
         self._local = threading.local()
-        self._read = checksums.Pieces()
+        self.read = checksums.Pieces()
         self._written = checksums.Pieces()
         self._unrecorded = 0
         self._checked = 0
@@ -127,8 +139,8 @@ class _Transfer:
         flusher.start()
         try:
             self._on_threads(self._tasks(jobs), self._do, threads, total, progress)
-            if not self._compare:
-                self._on_threads(iter(self._read.records()), self._check_record, threads, total, progress)
+            if not self._compare and not self._check_later:
+                self._on_threads(iter(self.read.records()), self._check_record, threads, total, progress)
         finally:
             self._done.set()
             flusher.join()
@@ -137,11 +149,13 @@ class _Transfer:
         if self._failure is not None:
             raise self._failure
         done = Transferred(self._moved, self._checked, self._unrecorded, self._overflowed)
-        for record in self._read.records():
+        if self._check_later:
+            done.read = self.read
+        for record in self.read.records() if not self._check_later else ():
             if self._worth_checking(record):
-                done.checked += self._read.used(record)
+                done.checked += self.read.used(record)
             else:
-                done.unchecked += self._read.used(record)
+                done.unchecked += self.read.used(record)
         for record in self._written.records():
             done.crcs[(record.file, record.offset)] = self._written.crc(record)
         return done
@@ -293,9 +307,9 @@ class _Transfer:
             with self._lock:
                 self._unrecorded += nbytes
         elif crc is None:
-            self._read.touch(record, nbytes)
+            self.read.touch(record, nbytes)
         else:
-            self._read.add(record, start, nbytes, crc)
+            self.read.add(record, start, nbytes, crc)
 
     # Gathering -------------------------------------------------------------------------------------------------------
 
@@ -328,13 +342,13 @@ class _Transfer:
 
     def _worth_checking(self, record: Record) -> bool:
         """A record that is mostly not wanted (one tensor of a flat storage of all) is not read for its checksum."""
-        return record.nbytes <= 4 * self._read.used(record) + (1 << 20)
+        return record.nbytes <= 4 * self.read.used(record) + (1 << 20)
 
     def _check_record(self, record: Record) -> None:
         if not self._worth_checking(record):
             return
         location = self._from[record.file].location
-        found = self._read.crc(record, lambda offset, nbytes: self._crc_of(location, offset, nbytes))
+        found = self.read.crc(record, lambda offset, nbytes: self._crc_of(location, offset, nbytes))
         if found != record.crc:
             raise checksums.mismatch(location, self._tensors_in(record), record, found)
 

@@ -6,9 +6,10 @@ import os
 from dataclasses import replace
 
 from ckpttool.catalogue import Catalogue, validate
-from ckpttool.conversion import Conversion, convert
+from ckpttool.conversion import convert
 from ckpttool.errors import CkptError, UsageError
 from ckpttool.figures import Shown, look
+from ckpttool.making import Conversion
 from ckpttool.opening import naming, opened
 from ckpttool.wording import meant
 

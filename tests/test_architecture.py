@@ -39,13 +39,20 @@ LAYERS: list[tuple[set[str], set[str]]] = [
     ({"opening"}, DATA | {"producers", "files", "parts", "containers"}),
     ({"figures"}, DATA | MOVING | {"plan", "files"}),
     ({"checkpoint"}, DATA | MOVING | {"opening", "files"}),
-    ({"verbs"}, {"catalogue", "conversion", "errors", "figures", "opening", "wording"}),
+    ({"sharing"}, DATA | MOVING | {"files"}),
+    ({"rereading"}, DATA | PURE | MOVING | {"containers"}),
+    (
+        {"making"},
+        DATA | PURE | MOVING | {"files", "formats", "opening", "mounting", "producers", "rereading", "sharing"},
+    ),
     (
         {"conversion"},
-        DATA | PURE | MOVING | {"files", "formats", "opening", "mounting", "producers", "containers"},
+        DATA | PURE | MOVING | {"files", "formats", "opening", "making", "producers", "containers"},
     ),
+    ({"resharding"}, DATA | PURE | MOVING | {"formats", "opening", "making", "sharing"}),
+    ({"verbs"}, {"catalogue", "conversion", "resharding", "making", "errors", "figures", "opening", "wording"}),
     ({"summary"}, DATA | {"summary", "containers"}),
-    ({"cli"}, DATA | {"cli", "summary", "verbs", "formats", "producers", "patterns", "figures"}),
+    ({"cli"}, DATA | {"cli", "summary", "verbs", "formats", "producers", "patterns", "figures", "sharing"}),
     ({""}, {"verbs", "checkpoint", "errors", "version"}),
     ({"__main__"}, {"cli"}),
 ]
@@ -162,7 +169,7 @@ def test_torch_and_numpy_are_imported_when_they_are_needed(name: str) -> None:
 
 def test_torch_is_needed_for_values_only() -> None:
     users = {name for name, tree in MODULES.items() if "torch" in foreign(tree)}
-    assert users == {"transfer", "checkpoint", "figures"}
+    assert users == {"transfer", "checkpoint", "figures", "sharing"}
 
 
 @every
