@@ -756,3 +756,13 @@ def test_an_adapter_alone(tmp_path: Path) -> None:
     save_file({"lora_A": torch.ones(2)}, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text("{}")
     assert inspect(tmp_path).facts["assets"] == ["adapter_config.json"]
+
+
+def test_what_deepspeed_left_is_named(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(Path(path_of("run_trainer")) / "checkpoint-4", tmp_path / "checkpoint-4"))
+    (folder / "optimizer.pt").unlink()
+    (folder / "global_step4").mkdir()
+    torch.save({"module": {"w": torch.ones(2)}}, folder / "global_step4" / "mp_rank_00_model_states.pt")
+    assert inspect(folder).warnings == [
+        "there is no optimizer in it", "`global_step4/`: not known here, and left out"
+    ]  # fmt: skip

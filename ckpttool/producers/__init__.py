@@ -12,6 +12,7 @@ checkpoint is complete. A directory of several checkpoints (`checkpoint-100`, `c
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 
 from ckpttool import formats
@@ -19,7 +20,6 @@ from ckpttool.contract import OpenOptions, Source
 from ckpttool.errors import CkptError, some
 from ckpttool.producers import huggingface, mounts, rankfamilies, runs, torchnative
 from ckpttool.producers.listing import Listing
-from ckpttool.producers.names import step_in
 from ckpttool.producers.pieces import Producer
 from ckpttool.producers.runs import Found
 
@@ -85,7 +85,8 @@ def _describe(source: Source, found: list[Found], taken: Found, listing: Listing
     # Of some only the contents tell who wrote them, and those of this one are known now.
     known = replace(taken, producer=catalogue.facts.get("producer", taken.producer))
     catalogue.facts["run"] = _table([known if f is taken else f for f in found], known)
-    catalogue.facts.setdefault("producer", taken.producer)
+    if known.producer is not None:
+        catalogue.facts["producer"] = known.producer
     newer = found[found.index(taken) + 1 :]
     if newer:
         said = "; ".join(f"`{f.name}`: {f.why_not}" for f in newer[-3:])
@@ -97,10 +98,10 @@ def _describe(source: Source, found: list[Found], taken: Found, listing: Listing
 
 def _with_run(source: Source, listing: Listing, row: Producer) -> Source:
     """The Trainer leaves its last model beside the checkpoints of the run: that is what the directory itself holds."""
-    if row not in huggingface.FINAL or not any(step_in(name) is not None for name in listing.folders):
+    if row not in huggingface.FINAL or not listing.has(huggingface.CHECKPOINT):
         return source
     try:
-        found = [f for f in runs.checkpoints(listing, recognise) if os.path.isdir(f.path)]
+        found = [f for f in runs.checkpoints(listing, recognise) if re.fullmatch(huggingface.CHECKPOINT, f"{f.name}/")]
     except CkptError:
         return source
     if found:

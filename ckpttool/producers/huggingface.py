@@ -62,7 +62,8 @@ _TRAINER = (
     *_REST,
 )
 # The output directory of the Trainer holds its last model too, beside the checkpoints.
-_BESIDE = (Piece(r"(checkpoint-\d+|runs|logs|wandb)/", how=KNOWN),)
+CHECKPOINT = r"checkpoint-\d+/"
+_BESIDE = (Piece(CHECKPOINT, how=KNOWN), Piece(r"(runs|logs|wandb)/", how=KNOWN))
 _WEIGHTS = r"(?!training_args).*\.(bin|pt|pth|ckpt|h5|msgpack|onnx|gguf|ot)"
 _PRETRAINED = (
     Piece(r"pytorch_model\.bin"),
