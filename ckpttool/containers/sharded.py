@@ -81,7 +81,7 @@ class _Replacing:
     def __init__(self, found: list[Shard]) -> None:
         self._found = found
         self._done: dict[int, Any] = {}
-        self._meshes: dict[int, _Mesh] = {}
+        self._known = _Known({}, {})
 
     def replace(self, value: Any, path: tuple[Any, ...]) -> Any:
         if not isinstance(value, (dict, list, tuple, Stub)):
@@ -118,7 +118,7 @@ class _Replacing:
 
     def _named(self, call: _Call, path: tuple[Any, ...]) -> Shard:
         try:
-            return _dtensor(call, self._meshes) if call.kind == "DTensor" else _sharded_tensor(call)
+            return _dtensor(call, self._known) if call.kind == "DTensor" else _sharded_tensor(call)
         except CkptError as error:
             name = dotted(path)
             raise type(error)(
@@ -236,16 +236,23 @@ class _Placement(NamedTuple):
         return f"Shard({self.dim})" if self.factor == 1 else f"_StridedShard({self.dim}, {self.factor})"
 
 
-def _dtensor(call: _Call, meshes: dict[int, _Mesh]) -> Shard:
+class _Known(NamedTuple):
+    """What the tensors of a file share, found once: the mesh, by its identity, and how a shape is cut on it."""
+
+    meshes: dict[int, _Mesh]
+    runs: dict[tuple[Any, ...], list[_Runs]]
+
+
+def _dtensor(call: _Call, known: _Known) -> Shard:
     attributes: dict[str, Any] = {}
     for part in call.state:
         if isinstance(part, dict):
             attributes |= part
     spec = _spec(attributes.get("_spec"))
     stub = spec.get("mesh")
-    mesh = meshes.get(id(stub))
+    mesh = known.meshes.get(id(stub))
     if mesh is None:
-        mesh = meshes[id(stub)] = _mesh(_mesh_state(stub))
+        mesh = known.meshes[id(stub)] = _mesh(_mesh_state(stub))
     placements = [_placement(p) for p in spec.get("placements") or ()]
     if len(placements) != len(mesh.shape) or any(p.dim >= len(call.shape) for p in placements):
         raise CorruptError(f"placements {[*map(str, placements)]} of {list(call.shape)} on a mesh {list(mesh.shape)}")
@@ -253,7 +260,11 @@ def _dtensor(call: _Call, meshes: dict[int, _Mesh]) -> Shard:
     pieces: tuple[Piece, ...] = ()
     if mesh.coordinate is not None:
         order = None if any(p.factor > 1 for p in placements) else _shard_order(spec.get("shard_order"))
-        pieces = tuple(_pieces(local, call.shape, mesh, placements, order))
+        key = (id(stub), local.shape, call.shape, *placements, *(order or {}).items())
+        runs = known.runs.get(key)
+        if runs is None:
+            runs = known.runs[key] = _runs(local.shape, call.shape, mesh, placements, order)
+        pieces = tuple(_boxes(local, runs))
     world = max(mesh.ranks) + 1 if mesh.ranks else None
     return Shard(
         "DTensor", local.dtype, call.shape, pieces, mesh.rank, world,
@@ -364,28 +375,31 @@ _Runs = list[tuple[int, int]]
 """What is left of a dimension: `[(0, 4), (8, 3)]` is 0..4 and 8..11."""
 
 
-def _pieces(
-    local: TensorRef, shape: Ints, mesh: _Mesh, placements: Sequence[_Placement], order: dict[int, Ints] | None
-) -> Iterator[Piece]:
-    """The boxes of a local tensor. Raises CorruptError when placements and local tensor do not fit."""
+def _runs(
+    local: Ints, shape: Ints, mesh: _Mesh, placements: Sequence[_Placement], order: dict[int, Ints] | None
+) -> list[_Runs]:
+    """What of each dimension a local tensor of shape `local` has. Raises CorruptError when placements do not fit it."""
     assert mesh.coordinate is not None
     tried = []
     for cut in (_runs_by_order, _runs_by_factor):
         runs = [cut(shape[dim], dim, mesh, placements, order) for dim in range(len(shape))]
         sizes = tuple(sum(length for _, length in r) for r in runs)
-        if sizes == local.shape or (0 in sizes and 0 in local.shape):
-            yield from _boxes(local, runs) if 0 not in sizes else ()
-            return
+        if sizes == local or (0 in sizes and 0 in local):
+            return runs
         tried.append(list(sizes))
     raise CorruptError(
-        f"the local tensor is {list(local.shape)}, but {', '.join(map(str, placements))} of {list(shape)} at "
+        f"the local tensor is {list(local)}, but {', '.join(map(str, placements))} of {list(shape)} at "
         f"{list(mesh.coordinate)} of a mesh {list(mesh.shape)} leaves {tried[0]}",
         hint="it was made by hand (`DTensor.from_local` of an uneven tensor), or the file was changed",
-        found=list(local.shape), expected=tried[0],
+        found=list(local), expected=tried[0],
     )  # fmt: skip
 
 
 def _boxes(local: TensorRef, runs: list[_Runs]) -> Iterator[Piece]:
+    """The boxes of a local tensor, one unless a `_StridedShard` was cut from left to right."""
+    if all(len(r) == 1 for r in runs):
+        yield Piece(tuple(r[0][0] for r in runs), local.shape, local)
+        return
     starts = [[0, *(sum(n for _, n in r[:i]) for i in range(1, len(r)))] for r in runs]
     for choice in product(*(range(len(r)) for r in runs)):
         offsets = tuple(r[i][0] for r, i in zip(runs, choice, strict=True))
