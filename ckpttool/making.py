@@ -317,7 +317,8 @@ def _summarise(made: Conversion, source: Source, to_write: Laid, target: Format)
         made.notes.append(f"`__metadata__` of the source is left out, {target.name} has no place for it: {names}")
     run = source.catalogue.facts.get("run", ())
     for taken in (found for found in run if found["taken"]):
-        made.notes.insert(0, f"`{taken['name']}` is taken, the newest complete one of {len(run)} in the run")
+        which = f"the newest complete one of {len(run)}" if len(run) > 1 else "the only one"
+        made.notes.insert(0, f"`{taken['name']}` is taken, {which} in the run")
     if assets := source.catalogue.facts.get("assets"):
         made.notes.append(f"no part of the state, copy them yourself: {some(assets, 5)}")
     other = formats.by_suffix(dst)
