@@ -766,3 +766,22 @@ def test_what_deepspeed_left_is_named(tmp_path: Path) -> None:
     assert inspect(folder).warnings == [
         "there is no optimizer in it", "`global_step4/`: not known here, and left out"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "file"), FILES)
+def test_damage_ends_in_one_of_our_errors(name: str, file: str, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(path_of(name), tmp_path / "ckpt"))
+    whole = (copy / file).read_bytes()
+    for spoilt in (whole[: len(whole) // 2], b"\x80\x02" + whole[5:100], b""):
+        (copy / file).write_bytes(spoilt)
+        try:
+            producers.checkpoints(str(copy))
+            inspect(copy)
+        except CkptError as error:
+            assert error.message
+    (copy / file).unlink()
+    (copy / file).mkdir()
+    try:
+        inspect(copy)
+    except CkptError as error:
+        assert error.message
