@@ -361,6 +361,7 @@ def _plan_only(made: Conversion, target: Format, laid: Laid, how: How) -> None:
         name = FilePath(made.destination.rstrip("/")).name
         partial = str(FilePath(scratch, name or "out"))
         sink = _create(target, partial, laid)
+        made.bytes += sum(tensor.nbytes for tensor in sink.catalogue.replicas)
         made.notes += sink.catalogue.warnings
         _note_files(made, sink, partial, made.destination)
     if made.disk > made.free:
