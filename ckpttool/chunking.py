@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ckpttool import boxes, meshes
+from ckpttool import boxes, meshes, ranks
 from ckpttool.catalogue import Catalogue, Chunks, Entry, File, Path, Tensor, dotted
 from ckpttool.errors import UsageError
 from ckpttool.layout import again, flattened, rebuilt
@@ -57,6 +57,9 @@ def like(catalogue: Catalogue, reference: Catalogue, name: str) -> Catalogue:
 
     def place(tensor: Tensor) -> Chunks:
         there = by_name.get(tensor.name)
+        if there is None and tensor.part.kind in ranks.KINDS:
+            # What belongs to a rank is of this world, not of a layout.
+            return Chunks.placed([(boxes.whole(tensor.shape), 0)])
         if there is None:
             raise UsageError(
                 f"`--like {name}`: has no tensor `{tensor.name}`",
@@ -126,15 +129,15 @@ def over_mesh(catalogue: Catalogue, mesh: Mesh, rules: Rules = NO_RULES, *, ever
     """
     warnings: list[str] = []
     cut = cuts(catalogue, mesh, rules, untrained=everywhere, warnings=warnings)
-    ranks = _Ranks(mesh)
+    holders = _Ranks(mesh)
 
     def place(tensor: Tensor) -> Chunks:
         placed = cut.get(tensor.path)
         if placed is not None:
-            return ranks.cut(tensor, placed)
+            return holders.cut(tensor, placed)
         if everywhere:
             return Chunks.placed([(boxes.whole(tensor.shape), rank) for rank in range(mesh.world)])
-        return ranks.whole(tensor)
+        return holders.whole(tensor)
 
     made = _placed(catalogue, place)
     made.warnings = [*made.warnings, *warnings]
@@ -163,8 +166,8 @@ class _Ranks:
             found = self._boxes[key] = _Boxes.of(tensor.shape, self._mesh, placed)
         load, itemsize = self._load, tensor.dtype.itemsize
         owners: list[int] = []
-        for ranks, numel in zip(found.ranks, found.numels, strict=True):
-            owner = ranks[0] if len(ranks) == 1 else min(ranks, key=load.__getitem__)
+        for held, numel in zip(found.ranks, found.numels, strict=True):
+            owner = held[0] if len(held) == 1 else min(held, key=load.__getitem__)
             load[owner] += numel * itemsize
             owners.append(owner)
         return Chunks.on(found.offsets, found.sizes, owners)
@@ -183,7 +186,7 @@ class _Boxes:
     def of(cls, shape: boxes.Ints, mesh: Mesh, placed: Placements) -> _Boxes:
         found = list(meshes.boxes(shape, mesh, placed))
         sizes = [box[1] for box, _ in found]
-        return cls([box[0] for box, _ in found], sizes, [ranks for _, ranks in found], [prod(s) for s in sizes])
+        return cls([box[0] for box, _ in found], sizes, [held for _, held in found], [prod(s) for s in sizes])
 
 
 # What is cut ----------------------------------------------------------------------------------------------------------

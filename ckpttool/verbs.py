@@ -11,9 +11,10 @@ from ckpttool.errors import CkptError, UsageError
 from ckpttool.figures import Shown, look
 from ckpttool.making import Conversion
 from ckpttool.opening import naming, opened
+from ckpttool.resharding import Resharding, reshard
 from ckpttool.wording import meant
 
-__all__ = ["Conversion", "Shown", "convert", "inspect", "show"]
+__all__ = ["Conversion", "Resharding", "Shown", "convert", "inspect", "reshard", "show"]
 
 
 def inspect(path: str | os.PathLike[str], *, shapes: str | None = None) -> Catalogue:

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "ckpttool"
 
 GEOMETRY = {"errors", "dtypes", "boxes", "version", "escapes", "wording"}
 DATA = GEOMETRY | {"catalogue", "contract"}
-PURE = {"patterns", "parts", "ranks", "meshes", "layout", "chunking", "optimkeys", "plan"}
+PURE = {"patterns", "parts", "ranks", "meshes", "layout", "chunking", "policies", "optimkeys", "plan"}
 CONCRETE = {"formats.dcp", "formats.safetensors", "formats.torchsave", "formats.rankfiles"}
 MOVING = {"gather", "checksums", "transfer"}
 
@@ -49,7 +49,7 @@ LAYERS: list[tuple[set[str], set[str]]] = [
         {"conversion"},
         DATA | PURE | MOVING | {"files", "formats", "opening", "making", "producers", "containers"},
     ),
-    ({"resharding"}, DATA | PURE | MOVING | {"formats", "opening", "making", "sharing"}),
+    ({"resharding"}, DATA | PURE | MOVING | {"files", "formats", "opening", "making", "sharing"}),
     ({"verbs"}, {"catalogue", "conversion", "resharding", "making", "errors", "figures", "opening", "wording"}),
     ({"summary"}, DATA | {"summary", "containers"}),
     ({"cli"}, DATA | {"cli", "summary", "verbs", "formats", "producers", "patterns", "figures", "sharing"}),

@@ -13,6 +13,7 @@ from ckpttool.cli.failures import Commands, catch_signals, stopped_early
 from ckpttool.cli.formats import formats
 from ckpttool.cli.inspect import inspect
 from ckpttool.cli.parsing import without_adapters
+from ckpttool.cli.reshard import reshard
 from ckpttool.cli.show import show
 from ckpttool.cli.terminal import out
 from ckpttool.errors import INTERRUPTED, TERMINATED
@@ -45,7 +46,7 @@ def _root(
     pass
 
 
-for command in (inspect, show, convert, formats):
+for command in (inspect, show, convert, reshard, formats):
     app.command()(command)
 
 

@@ -1,0 +1,102 @@
+"""`ckpttool reshard`: onto another number of ranks, or another mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckpttool.cli.options import AsJson, Quiet, Shapes, Verbose
+from ckpttool.cli.progress import Progress
+from ckpttool.cli.telling import tell
+from ckpttool.cli.terminal import err
+from ckpttool.wording import plural
+
+if TYPE_CHECKING:
+    from ckpttool.verbs import Resharding
+
+
+def reshard(
+    src: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint to read. It is never touched.")],
+    dst: Annotated[str, typer.Argument(metavar="DST", help="The directory to write, like `cp`.")],
+    to_world: Annotated[
+        int | None, typer.Option("--to-world", metavar="N", help="Onto N ranks, as FSDP cuts parameters.")
+    ] = None,
+    to_mesh: Annotated[
+        str | None,
+        typer.Option("--to-mesh", metavar="MESH", help="Onto a mesh: shard=4,tp=2 or replicate=2,shard=4."),
+    ] = None,
+    like: Annotated[
+        str | None, typer.Option("--like", metavar="OTHER", help="With the chunks and ranks of another checkpoint.")
+    ] = None,
+    to: Annotated[
+        str | None, typer.Option("--to", metavar="FORMAT", help="dcp or fsdp1; by default as SRC, and dcp for a file.")
+    ] = None,
+    engine: Annotated[
+        str, typer.Option("--engine", metavar="ENGINE", help="bytes copies; mesh goes through torch's own loader.")
+    ] = "bytes",
+    placements: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--placements",
+            metavar="GLOB=DIM:N",
+            help="Cut parameters by a mesh dimension along theirs: 'layers.*.wq.weight=tp:0'; or @FILE. Repeatable.",
+        ),
+    ] = None,
+    shard: Annotated[
+        list[str] | None, typer.Option("--shard", metavar="GLOB", help="These are parameters: cut them. Repeatable.")
+    ] = None,
+    replicate: Annotated[
+        list[str] | None,
+        typer.Option("--replicate", metavar="GLOB", help="These are buffers: keep them whole. Repeatable."),
+    ] = None,
+    rng: Annotated[
+        str, typer.Option("--rng", metavar="POLICY", help="Random states of the ranks: keep, rank0 or drop.")
+    ] = "keep",
+    dataloader: Annotated[
+        str, typer.Option("--dataloader", metavar="POLICY", help="Data loaders of the ranks: keep or drop.")
+    ] = "keep",
+    shapes: Shapes = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace DST. The old one stays until the new one is complete.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Show the plan and write nothing.")] = False,
+    threads: Annotated[
+        int | None, typer.Option("--threads", "-j", metavar="N", min=1, help="How many threads move bytes.")
+    ] = None,
+    max_memory: Annotated[
+        str | None, typer.Option("--max-memory", metavar="SIZE", help="Bound the buffers: 2GB, 512MiB, ...")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Read DST back and compare it with SRC before it gets its name.")
+    ] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Write a checkpoint in the chunks that another number of ranks, or another mesh, would save.
+
+    Alone it needs no process group; under torchrun the processes share the copies. DST appears complete or not at all.
+    """
+    from ckpttool import verbs
+
+    with ExitStack() as stack:
+        progress = None if quiet or as_json else stack.enter_context(Progress(err()))
+        made = verbs.reshard(
+            src, dst, to_world=to_world, to_mesh=to_mesh, like=like, to=to, engine=engine,
+            placements=placements or (), shard=shard or (), replicate=replicate or (), rng=rng, dataloader=dataloader,
+            shapes=shapes, overwrite=overwrite, dry_run=dry_run, threads=threads, max_memory=max_memory, check=check,
+            progress=progress,
+        )  # fmt: skip
+    tell(
+        made, "ckpttool/reshard/1", as_json=as_json, quiet=quiet, verbose=verbose, checked=check, more=[*_more(made)]
+    )  # fmt: skip
+
+
+def _more(made: Resharding) -> Iterator[tuple[str, str]]:
+    yield "onto", f"{plural(made.world, 'rank')}, {made.mesh}"
+    yield "engine", made.engine + (f", {f'{made.processes} processes'}" if made.processes > 1 else "")
+    for said in made.policies:
+        yield "of a rank", said

@@ -1,0 +1,228 @@
+"""The same checkpoint for another number of ranks or another mesh: other chunks, and what belongs to a rank."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from ckpttool import chunking, formats, layout, making, meshes, opening, optimkeys, policies, sharing
+from ckpttool.catalogue import Catalogue, Path, validate
+from ckpttool.chunking import Rules
+from ckpttool.contract import Format, SinkOptions
+from ckpttool.errors import UsageError
+from ckpttool.files import failed
+from ckpttool.making import Conversion, Given, How, Laid
+from ckpttool.meshes import Mesh
+from ckpttool.patterns import rule
+from ckpttool.transfer import Progress
+from ckpttool.wording import meant, parse_size
+
+ENGINES = ("bytes", "mesh")
+
+
+@dataclass(slots=True)
+class Resharding(Conversion):
+    """What a reshard does or did: a conversion, onto `world` ranks in a mesh such as `shard=4,tp=2` (the path of the
+    other checkpoint with `--like`), shared by so many `processes`. `policies` says what became of values of one rank.
+    """
+
+    world: int = 1
+    mesh: str = ""
+    engine: str = "bytes"
+    why: str = ""
+    processes: int = 1
+    policies: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What the flags say, once they make sense: onto which mesh, or like which checkpoint."""
+
+    mesh: Mesh | None
+    like: str | None
+    rules: Rules
+    rng: str
+    dataloader: str
+    to: Format | None
+
+
+def reshard(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    to_world: int | None = None,
+    to_mesh: str | None = None,
+    like: str | os.PathLike[str] | None = None,
+    to: str | None = None,
+    engine: str = "bytes",
+    placements: str | Sequence[str] = (),
+    shard: str | Sequence[str] = (),
+    replicate: str | Sequence[str] = (),
+    rng: str = "keep",
+    dataloader: str = "keep",
+    shapes: str | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    threads: int | None = None,
+    max_memory: int | str | None = None,
+    check: bool = False,
+    progress: Progress | None = None,
+) -> Resharding:
+    """Write the checkpoint at `src` to `dst` with the chunks that another world or mesh has. See
+    `docs/reference/cli.md`.
+
+    Under torchrun, all processes call this with the same arguments and share the work; the result is complete in the
+    process of rank 0. Nothing appears at `dst` unless all of it does.
+    Raises the errors of `ckpttool.errors`, each with its exit code.
+    """
+    began = time.monotonic()
+    src, dst = os.fspath(src), os.fspath(dst)
+    crew = sharing.meet()
+    with crew.together():
+        # Within, so that a mistake is told once.
+        rules = Rules(tuple(_placements(placements)), tuple(_listed(shard)), tuple(_listed(replicate)))
+        wanted = _understood(to_world, to_mesh, like, to, engine, rules, rng, dataloader)
+        memory = parse_size(max_memory, "--max-memory") if isinstance(max_memory, str) else max_memory
+        if memory is not None and memory < making.BASE_MEMORY:
+            raise UsageError(f"`--max-memory`: at least {making.BASE_MEMORY >> 20} MiB are needed")
+        how = How(overwrite, dry_run, threads, memory, check, progress)
+        made = Resharding(src, "", dst, "", dry_run=dry_run, processes=crew.size)
+        making.check_apart(dst, src, wanted.like)
+        if crew.is_first:
+            made.notes += making.check_free(dst, wanted.to or formats.FORMATS[0], overwrite, dry_run)
+        with making.given(src, shapes) as have:
+            target = wanted.to or _same(have.catalogue)
+            laid = _laid(have, wanted, target, made)
+            if crew.is_first or not dry_run:
+                making.make(have, laid, dst, target, made, how, crew)
+    made.seconds = time.monotonic() - began
+    return made
+
+
+def _listed(value: str | Sequence[str]) -> Sequence[str]:
+    return (value,) if isinstance(value, str) else value
+
+
+# What is wanted -------------------------------------------------------------------------------------------------------
+
+
+def _understood(
+    to_world: int | None, to_mesh: str | None, like: str | os.PathLike[str] | None, to: str | None, engine: str,
+    rules: Rules, rng: str, dataloader: str,
+) -> _Wanted:  # fmt: skip
+    given = [name for name, value in (("--to-world", to_world), ("--to-mesh", to_mesh), ("--like", like)) if value]
+    if to_world is not None and to_world < 1:
+        meshes.over_world(to_world)
+    if len(given) != 1:
+        said = " and ".join(f"`{name}`" for name in given) + " exclude each other" if given else "onto what?"
+        raise UsageError(said, hint="pass one of `--to-world N`, `--to-mesh shard=4,tp=2` and `--like OTHER`")
+    if engine == "mesh":
+        raise UsageError("`--engine mesh` is not there yet", hint="`--engine bytes` gives the same checkpoint")
+    if engine not in ENGINES:
+        raise UsageError(f"there is no engine `{engine}`", hint=meant(engine, ENGINES, "`bytes` or `mesh`"))
+    policies.check("rng", rng)
+    policies.check("dataloader", dataloader)
+    mesh = meshes.over_world(to_world) if to_world else meshes.parse(to_mesh) if to_mesh else None
+    if mesh is None and rules != chunking.NO_RULES:
+        raise UsageError("`--like` says where each tensor lies, and leaves nothing to a rule", hint="leave one out")
+    target = _target(to) if to is not None else None
+    return _Wanted(mesh, os.fspath(like) if like else None, rules, rng, dataloader, target)
+
+
+def _target(to: str) -> Format:
+    known = [row for row in formats.FORMATS if row.chunked]
+    found = next((row for row in known if to == row.target), None)
+    if found is None:
+        names = ", ".join(f"`{row.target}`" for row in known)
+        raise UsageError(
+            f"`--to {to}`: chunks for ranks are written as one of {names}",
+            hint=meant(to, [row.target for row in known], "`ckpttool convert` writes whole tensors"),
+        )
+    return found
+
+
+def _same(source: Catalogue) -> Format:
+    """The format of the source if it has chunks, else DCP: what one file becomes."""
+    rows = {row.name: row for row in formats.FORMATS}
+    found = rows.get(source.format)
+    return found if found is not None and found.chunked else rows["dcp"]
+
+
+def _placements(texts: str | Sequence[str]) -> list[tuple[str, str]]:
+    """Rules, those of files among them: `@FILE` has one a line, and comments after `#`."""
+    found: list[tuple[str, str]] = []
+    for text in _listed(texts):
+        if not text.startswith("@"):
+            found.append(rule(text, "--placements"))
+            continue
+        path = text[1:]
+        try:
+            with open(path, encoding="utf-8") as stream:
+                lines = stream.read().splitlines()
+        except OSError as error:
+            raise failed(error, path, "read") from None
+        except UnicodeDecodeError:
+            raise UsageError(f"`--placements {text}`: not a text file") from None
+        for number, line in enumerate(lines, 1):
+            said = line.partition("#")[0].strip()
+            try:
+                found += [rule(said, "--placements")] if said else []
+            except UsageError as error:
+                raise UsageError(f"`{path}` line {number}: {error.message}", hint=error.hint, file=path) from None
+    return found
+
+
+# What comes of it -----------------------------------------------------------------------------------------------------
+
+
+def _laid(have: Given, wanted: _Wanted, target: Format, made: Resharding) -> Laid:
+    source = have.catalogue
+    with opening.naming(have.known):
+        validate(source)
+    laid = layout.start(source)
+    folded = frozenset[Path]()
+    if target.even:
+        before = optimkeys.origins(laid)
+        laid = optimkeys.respell(laid, "fqn", source)
+        folded = frozenset(before - optimkeys.origins(laid))
+    with ExitStack() as stack:
+        if wanted.mesh is not None:
+            mesh, made.mesh = wanted.mesh, str(wanted.mesh)
+            _check_even(mesh, wanted.rules, target)
+        else:
+            other = _opened_like(stack, wanted.like or "", target)
+            mesh, made.mesh = meshes.over_world(other.world_size), wanted.like or ""
+        made.world = mesh.world
+        for kind, policy in (("rng", wanted.rng), ("dataloader", wanted.dataloader)):
+            laid, said = policies.applied(laid, kind, policy, mesh, files=target.even)
+            made.policies += said
+        if wanted.mesh is not None:
+            laid = chunking.over_mesh(laid, mesh, wanted.rules, everywhere=target.even)
+        else:
+            laid = chunking.like(laid, other, made.mesh)
+    return Laid(laid, SinkOptions(world=mesh.world), folded)
+
+
+def _opened_like(stack: ExitStack, path: str, target: Format) -> Catalogue:
+    if target.even:
+        raise UsageError(
+            f"`--like` makes no sense for {target.target}, whose chunks are always those that FSDP1 makes",
+            hint="use it with `--to dcp`",
+        )
+    other = stack.enter_context(making.given(path)).catalogue
+    with opening.naming(path):
+        validate(other)
+    return other
+
+
+def _check_even(mesh: Mesh, rules: Rules, target: Format) -> None:
+    """FSDP1 cuts rows, over all ranks that load the file of their own; its hybrid sharding saves the same within each
+    group, so that a world of one dimension is all that its files can say."""
+    if target.even and (mesh.names != ("shard",) or rules.placements):
+        raise UsageError(
+            f"`--to {target.target}` takes a world of one dimension, cut by rows: FSDP1 loads no other",
+            hint=f"`--to-world {mesh.world}`, or `--to dcp` for a mesh",
+        )
