@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as changed
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from ckpttool.errors import CkptError, CorruptError, ReadError
 
 _CLASSES = ("DTensor", "ShardedTensor")
 _MAX_DEPTH = 256
+_MOST_RANKS, _MOST_PARTS = 1 << 20, 1 << 12  # of a job, of a dimension: what is made of them must not take for ever
 
 
 class Piece(NamedTuple):
@@ -207,12 +209,17 @@ def _sharded_tensor(call: _Call) -> Shard:
         raise CorruptError("a ShardedTensor without a dtype")
     told = _state(group)
     rank, world = told.get("global_rank"), told.get("global_world_size")
-    if type(rank) is not int or type(world) is not int or not 0 <= rank < world or world > 1 << 24:
+    if type(rank) is not int or type(world) is not int or not 0 <= rank < world or world > _MOST_RANKS:
         raise CorruptError(f"its process group says rank {rank!r} of {world!r}")
-    return Shard("ShardedTensor", dtype, shape, tuple(pieces), rank, world, ranks=tuple(range(world)))
+    return Shard("ShardedTensor", dtype, shape, tuple(pieces), rank, world, ranks=_all_ranks(world))
 
 
 # DTensor --------------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4)
+def _all_ranks(world: int) -> Ints:
+    return tuple(range(world))
 
 
 class _Mesh(NamedTuple):
@@ -304,7 +311,7 @@ def _mesh(state: dict[str, Any]) -> _Mesh:
     within, rank = ranks, state.get("_rank")
     if coordinate is not None and len(ranks) == prod(shape) and not strides:
         rank = ranks[sum(c * s for c, s in zip(coordinate, row_major(shape), strict=True))]
-    elif coordinate is not None and strides and rank in ranks:
+    elif coordinate is not None and strides and rank in ranks and prod(shape) <= len(ranks):
         # A mesh that was cut out of a larger one has the larger one's ranks, and steps through them from its own.
         start = ranks.index(rank) - sum(c * s for c, s in zip(coordinate, strides, strict=True))
         steps = (start + sum(map(_times, c, strides)) for c in product(*map(range, shape)))
@@ -349,7 +356,7 @@ def _placement(stub: Any) -> _Placement:
         case "Shard" | "_StridedShard":
             args = stub.args if isinstance(stub, Stub) else ()
             dim, factor = state.get("dim", args[0] if args else None), state.get("split_factor", 1)
-            if type(dim) is int and dim >= 0 and type(factor) is int and factor >= 1:
+            if type(dim) is int and dim >= 0 and type(factor) is int and 1 <= factor <= _MOST_PARTS:
                 return _Placement(dim, factor)
         case _ if "Partial" in name:
             raise ReadError(

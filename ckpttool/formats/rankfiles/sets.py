@@ -23,9 +23,9 @@ from ckpttool.formats.rankfiles import reading
 
 _END = r"\.(?P<ending>pt|pth|bin|ckpt)"
 _NAMES = (
-    re.compile(r"(?P<stem>.*?)[._-]?world_?size[._-]?(?P<world>\d+)[._-]rank[._-]?(?P<rank>\d+)" + _END),
-    re.compile(r"(?P<stem>.*?)(?<![a-zA-Z])rank[._=-]?(?P<rank>\d+)(?:[._-]?of[._-]?(?P<world>\d+))?" + _END),
-    re.compile(r"rank[._=-]?(?P<rank>\d+)[._-](?P<stem>[a-zA-Z].*?)" + _END),
+    re.compile(r"(?P<stem>.*?)[._-]?world_?size[._-]?(?P<world>\d{1,6})[._-]rank[._-]?(?P<rank>\d{1,6})" + _END),
+    re.compile(r"(?P<stem>.*?)(?<![a-zA-Z])rank[._=-]?(?P<rank>\d{1,6})(?:[._-]?of[._-]?(?P<world>\d{1,6}))?" + _END),
+    re.compile(r"rank[._=-]?(?P<rank>\d{1,6})[._-](?P<stem>[a-zA-Z].*?)" + _END),
 )
 _NUMBERED = re.compile(r"(?P<stem>.*?)(?P<rank>\d+)" + _END)
 _PARALLEL = re.compile(r"(^|[._-])(mp|tp|pp|ep|zero|dp)[._-]?$")
@@ -69,7 +69,7 @@ def member(path: str) -> Member | None:
             said = found.groupdict().get("world")
             return Member(path, stem, int(found["rank"]), int(said) if said else None, found["ending"])
     found = _NUMBERED.fullmatch(name)
-    if found is None or len(found["rank"]) > 9 or re.search(r"-of-$", found["stem"]):
+    if found is None or len(found["rank"]) > 6 or re.search(r"-of-$", found["stem"]):
         return None
     return Member(path, found["stem"].strip("._-"), int(found["rank"]), None, found["ending"], numbered=True)
 
