@@ -324,7 +324,7 @@ class _Ruling:
 
 
 def _check_fits(tensor: Tensor, mesh: Mesh, placed: Placements) -> None:
-    """Raises UsageError where FSDP2 itself would refuse, or torch not find its way back."""
+    """Raises UsageError where FSDP2 itself would refuse."""
     shape = list(tensor.shape)
     for name, dim in placed.items():
         if dim >= len(shape):
@@ -332,14 +332,13 @@ def _check_fits(tensor: Tensor, mesh: Mesh, placed: Placements) -> None:
                 f"tensor `{tensor.name}` is {shape} and has no dimension {dim} to be cut by `{name}:{dim}`",
                 hint=f"`--replicate '{tensor.name}'` keeps it whole", tensor=tensor.name, found=shape, expected=dim + 1,
             )  # fmt: skip
-    parts = {name: mesh.sizes[mesh.names.index(name)] for name in placed}
-    both = placed.get("shard") == placed.get("tp") is not None
     dim = placed.get("shard", 0)
-    by = prod(parts.values()) if both else parts.get("shard", 1)
-    if (both or dim > 0) and shape[dim] % by:
-        why = "`tp` and `shard` both cut it" if both else "FSDP2 cuts no dimension but the first unevenly"
+    # Of a dimension that both cut, FSDP2 sees what tensor parallelism has left.
+    by = prod(size for name, size in zip(mesh.names, mesh.sizes, strict=True) if placed.get(name) == dim)
+    if dim > 0 and shape[dim] % by:
         raise UsageError(
-            f"tensor `{tensor.name}` is {shape}, and dimension {dim} does not divide by {by}: {why}",
+            f"tensor `{tensor.name}` is {shape}, and dimension {dim} does not divide by {by}: FSDP2 cuts no dimension "
+            "but the first unevenly",
             hint="place it along another dimension, or choose another mesh",
             tensor=tensor.name, found=shape[dim], expected=f"a multiple of {by}",
         )  # fmt: skip
