@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path as FilePath
 
 from ckpttool import chunking, files, formats, layout, making, opening, optimkeys, parts
@@ -71,8 +71,8 @@ def convert(
         with opening.naming(have.known):
             validate(source.catalogue)
             row = writing.chosen(producer, source.catalogue, to_world) if producer is not None else None
-            spelling = row.keys if row is not None else "fqn" if target.even else None
-            laid, folded = _start(source.catalogue, only, drop, optim_keys, optim_root, spelling)
+            spell = _speller(row, target, optim_keys)
+            laid, folded = _start(source.catalogue, only, drop, optim_keys, optim_root, spell)
             laid = _lay_out(laid, tensors, exclude, rename, strip_wrappers, strip_prefix)
             _check_matches("--dtype", [rule(text, "--dtype")[0] for text in dtype if "=" in text], laid)
             laid = layout.cast(laid, layout.caster(dtype))
@@ -95,6 +95,18 @@ def _target(to: str | None, producer: str | None, dst: str) -> Format:
             hint="a producer's layout is of several formats; leave `--to` out",
         )
     return writing.named(producer).format()
+
+
+def _speller(
+    row: writing.Writable | None, target: Format, optim_keys: str | None
+) -> Callable[[Catalogue, Catalogue], Catalogue] | None:
+    """What spells the optimizers as they are to be; None when they stay as they are."""
+    if row is not None:
+        if optim_keys not in (None, row.keys):
+            raise UsageError(f"`--optim-keys {optim_keys}`: {row.name} has `{row.keys}`", hint="leave it out")
+        return row.spell
+    keys = optim_keys or ("fqn" if target.even else None)
+    return None if keys is None else lambda laid, source: optimkeys.respell(laid, keys, source)
 
 
 def _arranged(
@@ -180,10 +192,9 @@ def _start(
     drop: Sequence[str],
     optim_keys: str | None,
     optim_root: str | None,
-    spelling: str | None,
+    spell: Callable[[Catalogue, Catalogue], Catalogue] | None,
 ) -> tuple[Catalogue, set[Path]]:
-    """The parts that are wanted, the optimizer spelt as it is to be, by `spelling` unless told; and what stands in
-    other values for that."""
+    """The parts that are wanted, the optimizer spelt as it is to be; and what stands in other values for that."""
     laid = layout.start(source)
     if only or drop:
         # In one step: selecting can move a part, and both speak of the parts of the source.
@@ -193,10 +204,10 @@ def _start(
     folded: set[Path] = set()
     if optim_keys is not None and not any(part.kind == "optimizer" for part in parts.parts(laid)):
         raise UsageError(f"`--optim-keys {optim_keys}`: there is no optimizer here")
-    if optim_keys is not None or spelling is not None:
+    if spell is not None:
         # The model that says what ids mean is the source's, whether it is wanted or not, by its own names.
         before = optimkeys.origins(laid)
-        laid = optimkeys.respell(laid, optim_keys or spelling or "fqn", source)
+        laid = spell(laid, source)
         folded = before - optimkeys.origins(laid)
     left = parts.parts(laid)
     if only and len(left) == 1:

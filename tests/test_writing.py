@@ -7,13 +7,15 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import fakeranks
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from originals import path_of
+from originals import path_of, reference
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.tensor import DTensor
 
 from ckpttool import convert, inspect
 from ckpttool.catalogue import Tensor
@@ -78,6 +80,115 @@ def test_what_accelerate_left_comes_back(tmp_path: Path, sample: str, layout: st
     found, expected = pieces(tmp_path / "out"), pieces(Path(path_of(sample)))
     assert found.keys() == expected.keys()
     assert_same(found, expected)
+
+
+OTHERS = (
+    ("run_trainer", "trainer", "checkpoint-4", "checkpoint-4"),
+    ("run_trainer_w2", "trainer", "checkpoint-4", "checkpoint-4"),
+    ("run_trainer_fsdp2_w2", "trainer", "checkpoint-4", "checkpoint-4"),
+    ("run_torchtitan_w2", "torchtitan", "step-3", "step-3"),
+)
+
+
+@pytest.mark.parametrize(("sample", "producer", "name", "inside"), OTHERS)
+def test_what_a_framework_left_comes_back(tmp_path: Path, sample: str, producer: str, name: str, inside: str) -> None:
+    made = convert(path_of(sample), tmp_path / name, producer=producer, check=True)
+    assert not [note for note in made.notes if "made with" in note or "by its name" in note]
+    there = Path(path_of(sample)) / inside
+    if producer == "torchtitan":
+        assert_same(read(tmp_path / name), read(there))
+        return
+    expected = {n: v for n, v in pieces(there).items() if n not in ASSETS}
+    assert_same(pieces(tmp_path / name), expected)
+
+
+ASSETS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+
+
+def test_what_verl_left_comes_back(tmp_path: Path) -> None:
+    source, made = path_of("run_verl_fsdp2_w2"), tmp_path / "global_step_3"
+    convert(source, made, producer="verl", tensor_class="dtensor:cpu:fsdp", check=True)
+    names = {p.name for p in (Path(source) / "global_step_3/actor").iterdir()} - {"huggingface"}
+    assert {p.name for p in (made / "actor").iterdir()} == names
+    assert_same(read(made / "data.pt"), read(Path(source) / "global_step_3/data.pt"))
+    for name in names:
+        rank = int(name[-4]) if name.endswith(".pt") else 0
+        with fakeranks.as_rank(rank, 2):
+            both = [local(read(folder / "actor" / name)) for folder in (made, Path(source) / "global_step_3")]
+        assert_same(*both)
+
+
+def local(state: Any) -> Any:
+    """A state with the pieces of this rank, and how they are cut."""
+    if isinstance(state, DTensor):
+        return [state.to_local(), str(state.placements), tuple(state.shape), str(state.device_mesh)]
+    if isinstance(state, dict):
+        return {key: local(value) for key, value in state.items()}
+    return state
+
+
+def test_a_step_that_only_the_state_says(tmp_path: Path) -> None:
+    """Other people's `step` becomes what the framework has for it."""
+    source = path_of("rank_fsdp1_w2")
+    made = convert(source, tmp_path / "step-3", producer="torchtitan", check=True)
+    state = read(tmp_path / "step-3")["train_state"]
+    assert_same(state, {"step": torch.tensor(3, dtype=torch.int32), "ntokens_seen": torch.tensor(0)})
+    assert made.dropped == []
+    convert(source, tmp_path / "checkpoint-3", producer="trainer", check=True)
+    assert read(tmp_path / "checkpoint-3/trainer_state.json") == {"global_step": 3, "log_history": []}
+    convert(source, tmp_path / "global_step_3", producer="verl", check=True)
+    with pytest.raises(LossError, match="the step is the name of the directory"):
+        convert(source, tmp_path / "last", producer="verl")
+
+
+def test_a_step_that_only_the_name_says(tmp_path: Path) -> None:
+    source = path_of("rank_fsdp1_w2")
+    convert(source, tmp_path / "checkpoint-7", producer="trainer", drop="step")
+    assert read(tmp_path / "checkpoint-7/trainer_state.json")["global_step"] == 7
+    for producer in ("trainer", "torchtitan"):
+        with pytest.raises(UsageError, match="nothing here says which it is"):
+            convert(source, tmp_path / "last", producer=producer, drop="step")
+
+
+def test_torchtitan_to_trainer(tmp_path: Path) -> None:
+    """What has a counterpart is carried over, what has none is named."""
+    source = path_of("run_torchtitan_w2")
+    with pytest.raises(LossError, match=r"4 would be lost .*the Trainer keeps no such value"):
+        convert(source, tmp_path / "checkpoint-3", producer="trainer")
+    exclude = "train_state.ntokens_seen"
+    convert(source, tmp_path / "checkpoint-3", producer="trainer", drop="dataloader", exclude=exclude, check=True)
+    found, ref = pieces(tmp_path / "checkpoint-3"), reference("run_torchtitan_w2")
+    assert_same(found["model.safetensors"], dict(ref["model"]))
+    names = [name for group in ref["optim"]["param_groups"] for name in group["params"]]
+    assert [group["params"] for group in found["optimizer.pt"]["param_groups"]] == [[0, 1, 2], [3, 4]]
+    for number, name in enumerate(names):
+        assert_same(found["optimizer.pt"]["state"][number], dict(ref["optim"]["state"][name]), name)
+    assert_same(found["scheduler.pt"], ref["scheduler"])
+    assert found["trainer_state.json"]["global_step"] == 3
+
+
+def test_a_model_that_is_split(tmp_path: Path) -> None:
+    convert(path_of("run_trainer"), tmp_path / "checkpoint-4", producer="trainer", max_shard_size=2000, check=True)
+    names = sorted(p.name for p in (tmp_path / "checkpoint-4").glob("model*"))
+    assert names[-1] == "model.safetensors.index.json" and len(names) == 3
+    weights = [read(tmp_path / "checkpoint-4" / name) for name in names[:-1]]
+    assert_same(weights[0] | weights[1], read(Path(path_of("run_trainer")) / "checkpoint-4/model.safetensors"))
+
+
+def test_ids_in_the_order_of_the_model(tmp_path: Path) -> None:
+    """FSDP1 with flat parameters has them unit by unit; verl makes its optimizer of `model.parameters()`."""
+    tensor_class = "dtensor:cpu:fsdp"
+    source, out = path_of("run_verl_fsdp1_w2"), tmp_path / "global_step_3"
+    made = convert(source, out, producer="verl", tensor_class=tensor_class, check=True)
+    assert not [note for note in made.notes if "ids" in note]
+    ref = reference("run_verl_fsdp1_w2")
+    with fakeranks.as_rank(0, 2):
+        model = read(out / "actor/model_world_size_2_rank_0.pt")
+        optim = read(out / "actor/optim_world_size_2_rank_0.pt")
+    names = [name for name in model if name != "lm_head.weight"]
+    for number, name in enumerate(names):
+        moment = optim["state"][number]["exp_avg"]
+        assert_same(moment.to_local(), ref["optim"]["state"][name]["exp_avg"].chunk(2)[0], name)
 
 
 def test_the_layouts_of_accelerate_hold_the_same(tmp_path: Path) -> None:

@@ -21,10 +21,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ckpttool import producers
+from ckpttool import optimkeys, producers
 from ckpttool.catalogue import Catalogue
 from ckpttool.contract import NO_HINTS, Format, OpenOptions, Source
 from ckpttool.errors import UsageError
+from ckpttool.optimkeys import ordering
 from ckpttool.producers import hflayouts, mounts, shardlayouts
 from ckpttool.producers.arranging import Arranging, Wanted
 from ckpttool.producers.composing import Arranged
@@ -36,9 +37,9 @@ from ckpttool.wording import meant
 class Writable:
     """A layout that can be written: `Writable("accelerate:sharded", "accelerate", "fqn", arrange, chunked=True)`.
 
-    `reader` is the name of the producer that reads it, `keys` how it spells optimizers. `even` and `chunked` are those
-    of `Format`; `tensor_class` is what its sharded tensors are unless told; `place` what a directory of it is to be
-    called, and the number that the name then says.
+    `reader` is the name of the producer that reads it, `keys` how it spells optimizers; `ordered` says that it always
+    makes them of the model's parameters in their order. `chunked`, `even` and `splits` are those of `Format`;
+    `tensor_class` is what its sharded tensors are unless told.
     """
 
     name: str
@@ -48,8 +49,12 @@ class Writable:
     chunked: bool = False
     even: bool = False
     splits: bool = False
+    ordered: bool = False
     tensor_class: str = "sharded_tensor"
-    place: str = ""
+
+    def spell(self, laid: Catalogue, source: Catalogue) -> Catalogue:
+        """The optimizers as the framework spells them. Pure."""
+        return ordering.numbered(laid, source) if self.ordered else optimkeys.respell(laid, self.keys, source)
 
     def format(self, arranged: Arranged | None = None) -> Format:
         """The layout as a format that a conversion writes; before it is arranged, what its flags may be."""
@@ -76,11 +81,14 @@ _ACCELERATE = (
     Writable("accelerate:ddp", "accelerate", "id", hflayouts.accelerate_ddp),
 )
 _TRAINER = (
-    Writable("trainer", "transformers Trainer", "id", hflayouts.trainer, splits=True),
+    Writable("trainer", "transformers Trainer", "id", hflayouts.trainer, splits=True, ordered=True),
     Writable("trainer:sharded", "transformers Trainer", "fqn", hflayouts.trainer_sharded, chunked=True),
 )
 _TORCHTITAN = Writable("torchtitan", "torchtitan", "flat", shardlayouts.torchtitan, chunked=True)
-_VERL = Writable("verl", "verl", "id", shardlayouts.verl, chunked=True, even=True, tensor_class="dtensor:cuda:fsdp")
+_VERL = Writable(
+    "verl", "verl", "id", shardlayouts.verl,
+    chunked=True, even=True, ordered=True, tensor_class="dtensor:cuda:fsdp",
+)  # fmt: skip
 
 
 # The table ------------------------------------------------------------------------------------------------------------
