@@ -16,6 +16,7 @@ from ckpttool.version import __version__
 if TYPE_CHECKING:
     from ckpttool.checkpoint import Checkpoint, LazyTensor
     from ckpttool.errors import CkptError
+    from ckpttool.mesh.loader import Loaded, load
     from ckpttool.verbs import Conversion, convert, inspect, show
 
 # Looked up when first used, so that `ckpttool --help` does not import what it does not need.
@@ -23,6 +24,8 @@ _HOMES = {
     "Checkpoint": "checkpoint",
     "LazyTensor": "checkpoint",
     "CkptError": "errors",
+    "Loaded": "mesh.loader",
+    "load": "mesh.loader",
     "Conversion": "verbs",
     "convert": "verbs",
     "inspect": "verbs",
@@ -48,4 +51,16 @@ def open(
     return Checkpoint(fspath(path), shapes)
 
 
-__all__ = ["Checkpoint", "CkptError", "Conversion", "LazyTensor", "__version__", "convert", "inspect", "open", "show"]
+__all__ = [
+    "Checkpoint",
+    "CkptError",
+    "Conversion",
+    "LazyTensor",
+    "Loaded",
+    "__version__",
+    "convert",
+    "inspect",
+    "load",
+    "open",
+    "show",
+]

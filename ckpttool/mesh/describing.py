@@ -1,0 +1,266 @@
+"""What a checkpoint says to a training script: its model, its optimizer by names, and the rest as nested values.
+
+Small, and the same on every rank, so that one that reads can tell the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ckpttool import layout, nesting, optimkeys, parts, ranks
+from ckpttool.boxes import Ints
+from ckpttool.catalogue import Catalogue, Link, Object, Part, Path, Tensor, dotted
+from ckpttool.containers import pickles
+from ckpttool.containers.pickles import Stub
+from ckpttool.errors import CkptError, UsageError
+from ckpttool.optimkeys import found
+from ckpttool.wording import meant
+
+Read = Callable[[Tensor], Any]
+
+
+class Shape(NamedTuple):
+    """A tensor that has not been read: `Shape("float32", (29, 7))`."""
+
+    dtype: str
+    sizes: Ints
+
+
+@dataclass(slots=True)
+class Group:
+    """`Group(["layers.0.w", "layers.0.b"], {"lr": 0.1, "betas": (0.9, 0.95)})`."""
+
+    params: list[Any]
+    values: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Optimizer:
+    """`state["layers.0.w"][("exp_avg",)]` is a `Shape`, or a value that is no tensor. `by_number`: params and keys of
+    the state are the numbers of `optimizer.state_dict()`, as no model says what they are called."""
+
+    groups: list[Group]
+    state: dict[Any, dict[Path, Any]]
+    by_number: bool = False
+
+
+class Sealed(NamedTuple):
+    """A value with objects of unknown classes in it, as a pickle that only our own reader opens."""
+
+    data: bytes
+
+
+@dataclass(slots=True)
+class Described:
+    """`same` are second names of tied weights: `{"lm_head.weight": "embed.weight"}`. `tensors` is what to read for
+    `("model", name)` and `("optimizer", name, *below)`, on a rank that reads; the others have none."""
+
+    path: str
+    format: str
+    model: dict[str, Shape] = field(default_factory=dict)
+    extra_state: dict[str, Any] = field(default_factory=dict)
+    same: dict[str, str] = field(default_factory=dict)
+    optimizer: Optimizer | None = None
+    rest: Catalogue = field(default_factory=lambda: Catalogue("rest"))
+    left: list[str] = field(default_factory=list)
+    tensors: dict[Path, Tensor] = field(default_factory=dict)
+
+    def for_others(self) -> Described:
+        """Without what only a reader can use."""
+        told = Described(self.path, self.format, self.model, self.extra_state, self.same, self.optimizer)
+        told.left = self.left
+        told.rest = Catalogue("rest", containers=self.rest.containers)
+        for entry in self.rest.objects:
+            told.rest.add(Object(entry.path, sealed(entry.value), part=entry.part))
+        return told
+
+
+def describe(
+    catalogue: Catalogue, path: str, read: Read, model: str | None, optimizer: str | None, *, wanted: tuple[bool, bool]
+) -> Described:
+    """`model` and `optimizer` are the root keys of the parts to take, if there are several; `wanted` says which of the
+    two are. Raises UsageError when a part is not there, or not the only one."""
+    told = Described(path, catalogue.format)
+    catalogue = layout.start(catalogue)
+    chosen: list[Part] = []
+    if wanted[0]:
+        chosen.append(chosen_part(catalogue, "model", model, path))
+        _add_model(told, catalogue, chosen[0])
+    if wanted[1]:
+        chosen.append(chosen_part(catalogue, "optimizer", optimizer, path))
+        _add_optimizer(told, catalogue, chosen[-1], read)
+    there = [part for part in parts.parts(catalogue) if part.kind in ("model", "optimizer")]
+    told.left = [str(part) for part in there if part not in chosen]
+    kept = layout.select(catalogue, lambda entry: entry.part.kind not in ("model", "optimizer"))
+    told.rest.containers = kept.containers
+    for entry in kept.entries.values():
+        if isinstance(entry, Tensor) and entry.embedded:
+            continue
+        value = read(entry.origin or entry) if isinstance(entry, Tensor) else with_tensors(entry.value, kept, read)
+        told.rest.add(Object(entry.path, value, part=entry.part))
+    return told
+
+
+def chosen_part(catalogue: Catalogue, kind: str, name: str | None, path: str) -> Part:
+    """The part of a kind: the one under the key `name`, the only one, or of several models the one that is no average.
+
+    Raises UsageError when it is not clear.
+    """
+    there = [part for part in parts.parts(catalogue) if part.kind == kind]
+    if name is not None:
+        found = [part for part in there if dotted(part.root) == name]
+        if not found:
+            roots = [dotted(part.root) for part in there]
+            hint = meant(name, roots, f"there is {', '.join(f'`{n}`' for n in roots)}" if roots else "there is none")
+            raise UsageError(f"`{path}`: has no {kind} under `{name}`", hint=hint)
+        return found[0]
+    if kind == "model" and len(there) > 1:
+        best = min(layout.model_rank(part.root) for part in there)
+        there = [part for part in there if layout.model_rank(part.root) == best]
+    if len(there) != 1:
+        names = ", ".join(f"`{dotted(part.root)}`" for part in there)
+        hint = f"say which with `{kind}_key`: {names}" if there else "`ckpttool inspect` shows what is in it"
+        raise UsageError(f"`{path}`: has {len(there) or 'no'} {kind}s, and one is needed", hint=hint)
+    return there[0]
+
+
+def _add_model(told: Described, catalogue: Catalogue, part: Part) -> None:
+    depth = len(part.root)
+    first: dict[Path, str] = {}
+    for entry in catalogue.entries.values():
+        if entry.part != part or (isinstance(entry, Tensor) and entry.embedded):
+            continue
+        name = dotted(entry.path[depth:])
+        if isinstance(entry, Object):
+            told.extra_state[name] = entry.value
+            continue
+        told.model[name] = Shape(entry.dtype.name, entry.shape)
+        told.tensors["model", name] = entry.origin or entry
+        known = first.setdefault(catalogue.first(entry).path, name)
+        if known != name:
+            told.same[name] = known
+
+
+def _add_optimizer(told: Described, catalogue: Catalogue, part: Part, read: Read) -> None:
+    # The model goes along, as it says what the numbers of an optimizer mean.
+    alone = layout.select(catalogue, lambda entry: entry.part == part or entry.part.kind == "model")
+    by_number = False
+    try:
+        alone = optimkeys.respell(alone, "fqn")
+    except CkptError:
+        made = [one for one in found.optimizers(alone) if one.part == part]
+        if not made or made[0].spelling != "id":
+            raise
+        by_number = True
+    made = [one for one in found.optimizers(alone) if one.part == part]
+    if len(made) != 1:
+        raise UsageError(
+            f"`{told.path}`: `{part}` holds {len(made) or 'no'} optimizers, and one is needed",
+            hint="name one with `optimizer_key`",
+        )
+    [one] = made
+    told.optimizer = Optimizer([], {}, by_number)
+
+    def value(entry: Tensor | Object) -> Any:
+        return read(entry.origin or entry) if isinstance(entry, Tensor) else with_tensors(entry.value, alone, read)
+
+    for group in one.groups:
+        values: dict[str, Any] = {}
+        for below, entry in group.items:
+            if not (isinstance(entry, Tensor) and entry.embedded):
+                _put(values, below, value(entry))
+        told.optimizer.groups.append(Group(list(group.params), values))
+    for name, items in one.state.items():
+        kept: dict[Path, Any] = {}
+        told.optimizer.state[name] = kept
+        for below, entry in items:
+            if isinstance(entry, Object):
+                kept[below] = with_tensors(entry.value, alone, read)
+            elif not entry.embedded:
+                kept[below] = Shape(entry.dtype.name, entry.shape)
+                told.tensors[("optimizer", name, *below)] = entry.origin or entry
+
+
+def _put(values: dict[Any, Any], path: Path, value: Any) -> None:
+    *above, last = path
+    for key in above:
+        values = values.setdefault(key, {})
+    values[last] = value
+
+
+# The rest -------------------------------------------------------------------------------------------------------------
+
+
+def nested_rest(told: Described, rank: int) -> dict[Any, Any]:
+    """The rest as it was saved, of what belongs to a rank this one's, where the rank had it."""
+
+    def is_mine(entry: Tensor | Object) -> bool:
+        of = _rank_of(entry)
+        return of is None or of == rank
+
+    kept = layout.select(told.rest, is_mine)
+    moved = {path: ranks.without(path) for path, entry in kept.entries.items() if _rank_of(entry) is not None}
+    kept = layout.move(kept, moved)
+    made = nesting.unflatten(kept, lambda entry: opened(entry.value) if isinstance(entry, Object) else None)
+    return made if isinstance(made, dict) else {"value": made}
+
+
+def without_own(told: Described, rank: int) -> list[str]:
+    """What other ranks saved and this one did not: it was saved by fewer ranks."""
+    by_rank: dict[str, set[int]] = {}
+    for entry in told.rest.entries.values():
+        of = _rank_of(entry)
+        if of is not None:
+            by_rank.setdefault(str(entry.part), set()).add(of)
+    return [part for part, there in by_rank.items() if rank not in there]
+
+
+def _rank_of(entry: Tensor | Object) -> int | None:
+    of = ranks.of(entry.path) if entry.part.kind in ranks.KINDS else None
+    return of[1] if of is not None else None
+
+
+def with_tensors(value: Any, catalogue: Catalogue, read: Read) -> Any:
+    """An object's value with its tensors, and with arrays and scalars of numpy, which random states hold."""
+    if isinstance(value, Link):
+        entry = catalogue.entries.get(value.path)
+        return read(entry.origin or entry) if isinstance(entry, Tensor) else value
+    if isinstance(value, Stub):
+        return _numpy(value)
+    if isinstance(value, dict):
+        made = type(value)()
+        made.update((key, with_tensors(child, catalogue, read)) for key, child in value.items())
+        return made
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(with_tensors(child, catalogue, read) for child in value)
+    return value
+
+
+def _numpy(value: Stub) -> Any:
+    """A numpy array of plain numbers, made from what its pickle says; any other stub as it is."""
+    import numpy as np
+
+    name = pickles.stub_name(value) or ""
+    if name not in ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct") or not value.state:
+        return value
+    match value.state[0]:
+        case (int(), tuple() as shape, Stub(args=(str() as kind, *_)), bool() as columns, bytes() as data):
+            try:
+                return np.frombuffer(bytearray(data), np.dtype(kind)).reshape(shape, order="F" if columns else "C")
+            except (TypeError, ValueError):
+                return value
+    return value
+
+
+def sealed(value: Any) -> Any:
+    """For another process: a stub's class is made on the spot, and the other's pickle would not find it."""
+    if any(isinstance(one, Stub) or pickles.is_stub_type(one) for one in pickles.walk(value)):
+        return Sealed(pickles.dump(value))
+    return value
+
+
+def opened(value: Any) -> Any:
+    """What was sealed, as it was."""
+    return pickles.load(value.data, what="a value") if isinstance(value, Sealed) else value

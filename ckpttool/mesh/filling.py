@@ -1,0 +1,245 @@
+"""Fills a model and an optimizer with what a checkpoint was found to have for them, by either strategy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpttool.catalogue import Path
+from ckpttool.mesh import agreement, matching, sending
+from ckpttool.mesh.describing import Described, Shape
+from ckpttool.mesh.matching import Held, Matched
+from ckpttool.mesh.placements import Piece, like, pieces
+from ckpttool.mesh.reading import Reader
+
+
+@dataclass(slots=True)
+class Job:
+    """What goes where. `held` is None when no optimizer is loaded."""
+
+    matched: Matched
+    held: list[Held] | None
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """`reader` is there on ranks that read: all of them, or with `broadcast` the first."""
+
+    reader: Reader | None
+    told: Described
+    broadcast: bool
+    strict: bool = True
+
+    def get(self, key: Path, shape: Shape, held: list[Piece]) -> None:
+        """Fill what this rank holds of one tensor. With `broadcast` a collective."""
+        tensor = self.told.tensors.get(key)
+        if self.broadcast and agreement.is_distributed():
+            sending.send_pieces(shape, held, tensor, self.reader)
+        elif self.reader is not None and tensor is not None:
+            for piece in held:
+                self.reader.read(tensor, piece.box, piece.memory)
+
+
+def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, how: How) -> Job:
+    """Match names, shapes and groups. Changes nothing. Raises UsageError or CorruptError."""
+    told = how.told
+    owners = {
+        f"{prefix}.{name}".lstrip("."): module
+        for prefix, module in model.named_modules()
+        for name in [*module._parameters, *module._buffers]
+    }
+    matched = matching.match(model.state_dict(keep_vars=True), told, owners)
+    if how.strict:
+        matching.check_complete(matched, told, model)
+    held = None
+    if optimizer is not None and told.optimizer is not None:
+        names = matching.names_of_parameters(model)
+        held = matching.match_groups(optimizer, names, told.optimizer, told.path)
+    return Job(matched, held)
+
+
+def fill(model: nn.Module, optimizer: torch.optim.Optimizer | None, job: Job, how: How) -> None:
+    """Models whose parameters are tensors or DTensors: FSDP2, tensor parallelism, DDP, plain."""
+    sent = how.broadcast and agreement.is_distributed()
+    with torch.no_grad():
+        if sent:
+            _send_model(job, how)
+        else:
+            with agreement.together():
+                for place in job.matched.places:
+                    how.get(("model", place.name), how.told.model[place.name], pieces(place.value, place.name))
+        _set_extra_state(model, how.told)
+        if optimizer is not None and job.held is not None:
+            state = _send_state(job.held, how, _owners(model)) if sent else _read_state(job.held, how, optimizer)
+            set_state(optimizer, job.held, state)
+
+
+def _set_extra_state(model: nn.Module, told: Described) -> None:
+    for name, module in model.named_modules():
+        key = f"{name}._extra_state".lstrip(".")
+        if key in told.extra_state:
+            module.set_extra_state(told.extra_state[key])
+
+
+# The model ------------------------------------------------------------------------------------------------------------
+
+
+def _send_model(job: Job, how: How) -> None:
+    by_module: dict[int, list[matching.Place]] = {}
+    for place in job.matched.places:
+        by_module.setdefault(id(place.module), []).append(place)
+    for places in by_module.values():
+        together = []
+        for place in places:
+            shape = how.told.model[place.name]
+            if place.module is not None and sending.travels(shape) and sending.is_simple(place.value):
+                together.append((place.key.rpartition(".")[2], how.told.tensors.get(("model", place.name))))
+            else:
+                how.get(("model", place.name), shape, pieces(place.value, place.name))
+        if together:
+            assert places[0].module is not None
+            sending.send_model(places[0].module, together, how.reader)
+
+
+# The optimizer --------------------------------------------------------------------------------------------------------
+
+State = dict[int, dict[Any, Any]]
+"""By the `id` of the parameter, as `Optimizer.state` has it by the parameter."""
+
+
+def _read_state(held: list[Held], how: How, optimizer: torch.optim.Optimizer) -> State:
+    made: State = {}
+    with agreement.together():
+        for parameter, name, kept in _kept(held, how.told):
+            mine: dict[Any, Any] = {}
+            for below, there in kept.items():
+                value = there
+                if isinstance(there, Shape):
+                    value = room(parameter, there, _now(optimizer, parameter, below))
+                    how.get(("optimizer", name, *below), there, pieces(value, f"{name}.{below[-1]}"))
+                _put(mine, below, value)
+            made[id(parameter)] = mine
+    return made
+
+
+def _send_state(held: list[Held], how: How, owners: dict[int, tuple[nn.Module, str]]) -> State:
+    """By module, as far as torch's function takes it: flat items of dtypes that travel."""
+    made: State = {}
+    by_module: dict[int, list[tuple[nn.Parameter, Any, dict[Path, Any]]]] = {}
+    for parameter, name, kept in _kept(held, how.told):
+        by_module.setdefault(id(owners[id(parameter)][0]), []).append((parameter, name, kept))
+    for found in by_module.values():
+        simple = [_simple(kept) for _, _, kept in found]
+        rooms = [
+            {key: room(parameter, kept[key,]) for key in keys}
+            for (parameter, _, kept), keys in zip(found, simple, strict=True)
+        ]
+        tensors = [
+            {key: how.told.tensors["optimizer", name, key] for key in keys if how.reader is not None}
+            for (_, name, _), keys in zip(found, simple, strict=True)
+        ]
+        live = [i for i, keys in enumerate(simple) if keys]
+        received: dict[int, dict[Any, Any]] = {}
+        if live:
+            module = owners[id(found[live[0]][0])][0]
+            parameters = [(owners[id(found[i][0])][1], found[i][0]) for i in live]
+            back = sending.send_state(
+                module, parameters, [rooms[i] for i in live], [tensors[i] for i in live], how.reader
+            )
+            received = dict(zip(live, back, strict=True))
+        for i, (parameter, name, kept) in enumerate(found):
+            mine: dict[Any, Any] = {}
+            for below, there in kept.items():
+                value = there
+                if isinstance(there, Shape):
+                    if below[0] in simple[i] and len(below) == 1:
+                        value = received[i][below[0]]
+                    else:
+                        value = room(parameter, there)
+                        how.get(("optimizer", name, *below), there, pieces(value, str(below[-1])))
+                _put(mine, below, value)
+            made[id(parameter)] = mine
+    return made
+
+
+def _simple(kept: dict[Path, Any]) -> list[str]:
+    """What torch's function can send of a parameter's state. One without a tensor that has dimensions goes as bytes:
+    torch wants to learn the device from one."""
+    keys = [
+        below[0] for below, there in kept.items()
+        if len(below) == 1 and isinstance(below[0], str) and isinstance(there, Shape) and sending.travels(there)
+    ]  # fmt: skip
+    return keys if any(kept[key,].sizes for key in keys) else []
+
+
+def _kept(held: list[Held], told: Described) -> list[tuple[nn.Parameter, Any, dict[Path, Any]]]:
+    """Each parameter that the checkpoint has state of, what it calls it, and the state."""
+    assert told.optimizer is not None
+    state = told.optimizer.state
+    return [
+        (parameter, name, state[name])
+        for one in held
+        for parameter, name in zip(one.group["params"], one.names, strict=True)
+        if state.get(name)
+    ]
+
+
+def _owners(model: nn.Module) -> dict[int, tuple[nn.Module, str]]:
+    found: dict[int, tuple[nn.Module, str]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                found.setdefault(id(parameter), (module, name))
+    return found
+
+
+def _now(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, below: Path) -> Any:
+    """The tensor that the optimizer has at this place, if it has stepped."""
+    value: Any = optimizer.state.get(parameter, {})
+    for key in below:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def room(parameter: Any, there: Shape, now: Any = None) -> Any:
+    """Memory for one tensor of a parameter's state: placed like the one that is there now, or else like the parameter
+    if it has its shape, or whole on every rank as `step` is."""
+    dtype = getattr(torch, there.dtype)
+    if now is not None and tuple(now.shape) == there.sizes and isinstance(now, torch.distributed.tensor.DTensor):
+        return like(now, dtype)
+    if tuple(parameter.size()) == there.sizes and there.sizes:
+        return like(parameter, dtype)
+    return torch.empty(there.sizes, dtype=dtype)
+
+
+def set_state(optimizer: torch.optim.Optimizer, held: list[Held], state: State) -> None:
+    """Hand state and hyper-parameters to `Optimizer.load_state_dict`, which casts and moves them as torch does."""
+    numbers: dict[int, int] = {}
+    for one in held:
+        for parameter in one.group["params"]:
+            numbers.setdefault(id(parameter), len(numbers))
+    groups = [group_of(one, [numbers[id(p)] for p in one.group["params"]]) for one in held]
+    optimizer.load_state_dict({"state": {numbers[key]: value for key, value in state.items()}, "param_groups": groups})
+
+
+def group_of(held: Held, params: list[Any]) -> dict[str, Any]:
+    """The checkpoint's hyper-parameters over those that only the optimizer has. DCP and JSON make lists of tuples, such
+    as `betas`; they become tuples again."""
+    made = {key: value for key, value in held.group.items() if key != "params"}
+    for key, value in held.theirs.values.items():
+        if key == "param_names" and key in made:
+            continue
+        if isinstance(made.get(key), tuple) and isinstance(value, list):
+            value = tuple(value)
+        made[key] = value
+    return {**made, "params": params}
+
+
+def _put(values: dict[Any, Any], path: Path, value: Any) -> None:
+    *above, last = path
+    for key in above:
+        values = values.setdefault(key, {})
+    values[last] = value

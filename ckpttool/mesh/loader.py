@@ -1,0 +1,156 @@
+"""Loads a checkpoint of any format into the model and the optimizer of a training script, whatever mesh they are on.
+
+    parallel     every rank reads the bytes of its own shards from the files, and nothing is sent
+    broadcast    rank 0 reads, module by module, and the others receive: for slow storage, or files only it can see
+
+Both fill the memory that the model has; no rank ever holds the checkpoint. What the checkpoint says beside tensors
+is small and known to every rank, so hyper-parameters are set on each of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpttool import opening
+from ckpttool.catalogue import validate
+from ckpttool.errors import UsageError
+from ckpttool.mesh import agreement, describing, filling, fsdp1
+from ckpttool.mesh.describing import Described
+from ckpttool.mesh.materialise import materialise
+from ckpttool.mesh.reading import Reader, filesystem
+from ckpttool.wording import meant, size
+
+log = logging.getLogger("ckpttool")
+
+STRATEGIES = ("auto", "parallel", "broadcast")
+# Storage that many processes reading at once make slower, or that only some of them may see.
+_SLOW = ("nfs", "cifs", "smb", "9p", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.goofys", "davfs")
+
+
+@dataclass(slots=True)
+class Loaded:
+    """What was loaded, and what else the checkpoint holds.
+
+    `rest` is nested as it was saved: `loaded.rest["scheduler"]`, `loaded.rest["step"]`. Of what belongs to a rank
+    (random states, data loaders) it is this rank's own; `without_own` names what other ranks saved and this one did
+    not. `bytes_read` are of this rank. `uninitialised` are buffers that no checkpoint has, of a model on the meta
+    device. `left` are other models and optimizers that the checkpoint has.
+    """
+
+    path: str
+    format: str
+    strategy: str
+    why: str
+    bytes_read: int = 0
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    uninitialised: list[str] = field(default_factory=list)
+    without_own: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    rest: dict[Any, Any] = field(default_factory=dict)
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    strategy: str = "auto",
+    strict: bool = True,
+    model_key: str | None = None,
+    optimizer_key: str | None = None,
+    device: torch.device | str | None = None,
+    shapes: str | None = None,
+) -> Loaded:
+    """Load the checkpoint at `path` into `model` and `optimizer`, in place. Every rank calls it.
+
+    The model may be wrapped by FSDP2, FSDP1, HSDP, tensor parallelism, DDP or not at all, and be on the meta device,
+    on some ranks or all; `device` says where it goes then. The optimizer need not have stepped. `model_key` and
+    `optimizer_key` say which part to take when the checkpoint has several; `shapes` is `--shapes`. With
+    `strict=False` missing and unexpected names are returned and not refused.
+
+    Raises `CkptError`, the same on every rank, before anything is changed unless reading itself fails.
+    """
+    path = os.fspath(path)
+    if strategy not in STRATEGIES:
+        hint = meant(strategy, list(STRATEGIES), "one of `auto`, `parallel`, `broadcast`")
+        raise UsageError(f"there is no strategy `{strategy}`", hint=hint)
+    chosen, why = choose(path, strategy)
+    log.info("loading `%s` by `%s`: %s", path, chosen, why)
+    if model is None and optimizer is not None:
+        raise UsageError("an optimizer is loaded with its model, which knows the names of the parameters")
+    with ExitStack() as stack:
+        wanted = (model is not None, optimizer is not None)
+        reader, told = stack.enter_context(_opened(path, chosen, shapes, model_key, optimizer_key, wanted))
+        made = Loaded(path, told.format, chosen, why, left=told.left)
+        if model is not None:
+            how = filling.How(reader, told, broadcast=chosen == "broadcast", strict=strict)
+            if fsdp1.is_fsdp1(model):
+                matched = fsdp1.fill(model, optimizer, how)
+            else:
+                with agreement.together():
+                    job = filling.prepare(model, optimizer, how)
+                made.uninitialised = materialise(model, device, strict)
+                filling.fill(model, optimizer, job, how)
+                matched = job.matched
+            made.missing, made.unexpected = matched.missing, matched.unexpected
+        made.bytes_read = reader.nbytes if reader is not None else 0
+        made.rest = describing.nested_rest(told, agreement.rank())
+        made.without_own = describing.without_own(told, agreement.rank())
+    if made.uninitialised:
+        log.warning("`%s`: buffers that no checkpoint has are left to chance: %s", path, made.uninitialised)
+    if made.without_own:
+        log.warning("`%s`: rank %d saved no %s", path, agreement.rank(), ", ".join(made.without_own))
+    log.info("loaded `%s`: %s read by rank %d", path, size(made.bytes_read), agreement.rank())
+    return made
+
+
+@contextmanager
+def _opened(
+    path: str, strategy: str, shapes: str | None, model_key: str | None, optimizer_key: str | None,
+    wanted: tuple[bool, bool],
+) -> Iterator[tuple[Reader | None, Described]]:  # fmt: skip
+    """The reader, on ranks that read, and what the checkpoint says, on all."""
+    reader: Reader | None = None
+    told: Described | None = None
+    reads = strategy == "parallel" or agreement.rank() == 0
+    with ExitStack() as stack:
+        with agreement.together():
+            if reads:
+                source = opening.open_source(path, shapes)
+                reader = Reader(source)
+                stack.callback(reader.close)
+                with opening.naming(path):
+                    validate(source.catalogue)
+                    told = describing.describe(
+                        source.catalogue, path, reader.whole, model_key, optimizer_key, wanted=wanted
+                    )
+        if strategy == "broadcast":
+            sent = agreement.from_first(told.for_others() if told is not None else None)
+            told = told or sent
+        assert told is not None
+        yield reader, told
+
+
+def choose(path: str, strategy: str) -> tuple[str, str]:
+    """The strategy, the same on every rank, and why."""
+    if strategy != "auto":
+        return strategy, "asked for"
+    if not agreement.is_distributed():
+        return "parallel", "there is one process"
+    there = agreement.gathered((os.path.exists(path), filesystem(path)))
+    blind = [rank for rank, (exists, _) in enumerate(there) if not exists]
+    if there[0][0] and blind:
+        return "broadcast", f"rank {blind[0]} does not see the path, rank 0 does"
+    slow = [(rank, kind) for rank, (_, kind) in enumerate(there) if kind.startswith(_SLOW)]
+    if slow:
+        return "broadcast", f"rank {slow[0][0]} sees it on {slow[0][1]}, which is slow for many readers"
+    return "parallel", f"all ranks see it on {there[0][1] or 'their disks'}, and each reads its own share"

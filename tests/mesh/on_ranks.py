@@ -1,0 +1,49 @@
+"""Loads on all ranks of a world, case by case, and says of each whether it is `equal` to what torch gathered.
+
+    python -m torch.distributed.run --nproc-per-node N on_ranks.py cases.json verdicts.json
+
+A case is the name of a function of `cases.py`, and its arguments.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+import traceback
+import warnings
+from pathlib import Path
+
+import cases
+import torch
+import torch.distributed as dist
+
+
+def verdict(case: list[str]) -> str:
+    """The first rank's complaint, or `equal`."""
+    try:
+        mine = cases.CASES[case[0]](*case[1:])
+    except BaseException as error:
+        mine = "failed: " + "".join(traceback.format_exception(error))[-3000:]
+    every: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    wrong = [f"rank {rank}: {one}" for rank, one in enumerate(every) if one != "equal"]
+    return wrong[0] if wrong else "equal"
+
+
+def main() -> None:
+    """What has been found so far is on disk after each case."""
+    told, verdicts = map(Path, sys.argv[1:])
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    found: dict[str, str] = {}
+    for case in json.loads(told.read_text()):
+        found[" ".join(case)] = verdict(case)
+        if dist.get_rank() == 0:
+            verdicts.write_text(json.dumps(found, indent=2))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
