@@ -135,7 +135,7 @@ def test_a_step_that_only_the_state_says(tmp_path: Path) -> None:
     assert_same(state, {"step": torch.tensor(3, dtype=torch.int32), "ntokens_seen": torch.tensor(0)})
     assert made.dropped == []
     convert(source, tmp_path / "checkpoint-3", producer="trainer", check=True)
-    assert read(tmp_path / "checkpoint-3/trainer_state.json") == {"global_step": 3, "log_history": []}
+    assert read(tmp_path / "checkpoint-3/trainer_state.json")["global_step"] == 3
     convert(source, tmp_path / "global_step_3", producer="verl", check=True)
     with pytest.raises(LossError, match="the step is the name of the directory"):
         convert(source, tmp_path / "last", producer="verl")

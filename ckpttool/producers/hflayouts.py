@@ -97,6 +97,16 @@ def _accelerate_rest(a: Arranging) -> Arranged:
 
 # Trainer --------------------------------------------------------------------------------------------------------------
 
+# Without these it stops: a batch size, which it compares with its own to warn, and the state of its own control, which
+# it updates when it saves. Every other value has a default.
+_CONTROL = dict.fromkeys(
+    ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log"), False
+)
+_LEAST = {
+    "train_batch_size": 0,
+    "log_history": [],
+    "stateful_callbacks": {"TrainerControl": {"args": _CONTROL, "attributes": {}}},
+}
 _TRAINER_RNG = {"python": "python", "numpy": "numpy", "torch": "cpu"}
 
 
@@ -155,10 +165,11 @@ def _trainer_state(a: Arranging) -> None:
                 "the Trainer goes on from the step in `trainer_state.json`, and nothing here says which it is",
                 hint="call the destination `checkpoint-N`",
             )
-        a.piece(
-            Component("trainer_state.json", None, ("trainer_state",), plain={"global_step": step, "log_history": []})
+        a.piece(Component("trainer_state.json", None, ("trainer_state",), plain={"global_step": step, **_LEAST}))
+        a.notes.append(
+            f"`trainer_state.json` is made with step {step} and no history; what it does not say is as the Trainer has "
+            "it by default, such as 500 for `logging_steps`, `eval_steps` and `save_steps`"
         )
-        a.notes.append(f"`trainer_state.json` is made with step {step} and an empty history")
     a.fold_step(step)
     if a.wanted.name != f"checkpoint-{step}":
         a.notes.append(f"the Trainer finds the newest checkpoint by its name, which would be `checkpoint-{step}`")

@@ -1,0 +1,64 @@
+"""What `--producer trainer` writes is resumed from by the Trainer of transformers, to the same end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import reading  # puts samples/ on the path
+import transformers
+from runs_trainer import train
+from same import assert_same
+
+from ckpttool import convert
+
+HALFWAY = Path(reading.path_of("run_trainer")) / "checkpoint-2"
+
+
+def end_of(folder: Path, checkpoint: Path) -> dict[str, Any]:
+    """The state after the fourth step, gone on to from the second; and what was logged on the way."""
+    logged: list[dict[str, Any]] = []
+    resume = transformers.Trainer.train
+
+    def go_on(trainer: transformers.Trainer) -> None:
+        resume(trainer, resume_from_checkpoint=str(checkpoint))
+        logged.extend(trainer.state.log_history)
+
+    with mock.patch.object(transformers.Trainer, "train", go_on):
+        whole = train(folder, save_steps=4).by_step[4]
+    untimed = [{key: value for key, value in one.items() if not key.startswith("train_")} for one in logged]
+    return {**whole, "logged": untimed}
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return end_of(tmp_path_factory.mktemp("native"), HALFWAY)
+
+
+def test_the_oracle_goes_on_as_the_run_did(native: dict[str, Any]) -> None:
+    reference = reading.expected_of("run_trainer")
+    for part in ("model", "optim", "step", "scheduler"):
+        assert_same(native[part], reference[part], at=part)
+
+
+def test_its_own_checkpoint(tmp_path: Path, native: dict[str, Any]) -> None:
+    convert(HALFWAY, tmp_path / "checkpoint-2", producer="trainer", check=True)
+    assert_same(end_of(tmp_path / "on", tmp_path / "checkpoint-2"), native)
+
+
+def test_a_state_that_says_no_step(tmp_path: Path, native: dict[str, Any]) -> None:
+    """Through one file with names in the optimizer, without what only the Trainer has; the step is in the name."""
+    drop = ("trainer_state", "other")
+    convert(HALFWAY, tmp_path / "state.pt", drop=drop)
+    convert(tmp_path / "state.pt", tmp_path / "checkpoint-2", producer="trainer", check=True)
+    found = end_of(tmp_path / "on", tmp_path / "checkpoint-2")
+    # What was logged before is gone, and `logging_steps` is 500 now, as a new state has it.
+    assert_same({**found, "logged": None}, {**native, "logged": None})
+
+
+def test_a_model_in_several_files(tmp_path: Path, native: dict[str, Any]) -> None:
+    convert(HALFWAY, tmp_path / "checkpoint-2", producer="trainer", max_shard_size=2000, check=True)
+    assert (tmp_path / "checkpoint-2/model.safetensors.index.json").exists()
+    assert_same(end_of(tmp_path / "on", tmp_path / "checkpoint-2"), native)
