@@ -82,6 +82,13 @@ def test_what_accelerate_left_comes_back(tmp_path: Path, sample: str, layout: st
     assert_same(found, expected)
 
 
+def test_a_relative_destination(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = path_of("rank_fsdp1_w2")
+    for producer, name in (("torchtitan", "step-3"), ("verl", "global_step_3"), ("trainer", "checkpoint-3")):
+        assert convert(source, name, producer=producer, check=True).destination == name
+
+
 OTHERS = (
     ("run_trainer", "trainer", "checkpoint-4", "checkpoint-4"),
     ("run_trainer_w2", "trainer", "checkpoint-4", "checkpoint-4"),
@@ -165,6 +172,52 @@ def test_torchtitan_to_trainer(tmp_path: Path) -> None:
         assert_same(found["optimizer.pt"]["state"][number], dict(ref["optim"]["state"][name]), name)
     assert_same(found["scheduler.pt"], ref["scheduler"])
     assert found["trainer_state.json"]["global_step"] == 3
+
+
+def test_data_loaders_go_where_they_mean_the_same(tmp_path: Path) -> None:
+    """accelerate and verl keep torchdata's; torchtitan pickles one for each rank."""
+    convert(path_of("run_verl_fsdp2_w2"), tmp_path / "a", producer="accelerate", check=True)
+    assert_same(read(tmp_path / "a/dl_state_dict.bin"), reference("run_verl_fsdp2_w2")["dataloader"])
+    with pytest.raises(LossError, match=r"dataloader\.dp_rank_1"):
+        convert(path_of("run_torchtitan_w2"), tmp_path / "b", producer="accelerate", drop="train_state")
+    torch.save({"model": {"w": torch.ones(2)}, "sampler": {"epoch": 1}}, tmp_path / "own.pt")
+    with pytest.raises(LossError, match="sampler"):
+        convert(tmp_path / "own.pt", tmp_path / "b", producer="accelerate")
+
+
+def test_a_second_model(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.ones(2)}, "ema": {"w": torch.zeros(2)}, "model_1": {"w": torch.full((2,), 2.0)}}
+    torch.save(state, tmp_path / "state.pt")
+    with pytest.raises(LossError, match=r"1 would be lost \(`ema.w`\).*no second one"):
+        convert(tmp_path / "state.pt", tmp_path / "a", producer="accelerate")
+    convert(tmp_path / "state.pt", tmp_path / "a", producer="accelerate", drop="ema", check=True)
+    assert_same(pieces(tmp_path / "a"), {"model.safetensors": state["model"], "model_1.safetensors": state["model_1"]})
+    with pytest.raises(LossError, match=r"2 would be lost"):
+        convert(tmp_path / "state.pt", tmp_path / "checkpoint-1", producer="trainer")
+
+
+def test_a_tensor_tied_across_pieces_is_written_in_both(tmp_path: Path) -> None:
+    shared = torch.arange(3.0)
+    torch.save({"model": {"w": shared}, "model_1": {"w": shared}}, tmp_path / "state.pt")
+    convert(tmp_path / "state.pt", tmp_path / "a", producer="accelerate", check=True)
+    assert_same(pieces(tmp_path / "a"), {"model.safetensors": {"w": shared}, "model_1.safetensors": {"w": shared}})
+
+
+def test_the_world_of_whole_tensors_is_that_of_its_generators(tmp_path: Path) -> None:
+    source = path_of("run_trainer_w2")
+    with pytest.raises(LossError, match="it is of rank 1, and 1 ranks have no file for it"):
+        convert(source, tmp_path / "checkpoint-4", producer="trainer", to_world=1)
+    convert(source, tmp_path / "checkpoint-4", producer="trainer", to_world=1, exclude="rng.rank1.*", check=True)
+    found = read(tmp_path / "checkpoint-4/rng_state.pth")
+    assert_same(found, read(Path(source) / "checkpoint-4/rng_state_0.pth"))
+
+
+def test_generators_under_the_names_of_another_framework(tmp_path: Path) -> None:
+    convert(path_of("run_verl_fsdp2_w2"), tmp_path / "a", producer="accelerate", check=True)
+    for rank, expected in enumerate(reference("run_verl_fsdp2_w2")["rng_by_rank"]):
+        found = read(tmp_path / f"a/random_states_{rank}.pkl")
+        names = {"random_state": "random", "numpy_random_seed": "numpy", "torch_manual_seed": "cpu"}
+        assert_same(found, {name: expected[theirs] for name, theirs in names.items()})
 
 
 def test_a_model_that_is_split(tmp_path: Path) -> None:

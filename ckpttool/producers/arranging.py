@@ -101,6 +101,15 @@ class Arranging:
         if part is not None:
             self._parts[path] = part
 
+    def stateful_loaders(self) -> Iterator[Part]:
+        """Data loaders as torchdata's `StatefulDataLoader` says them, which accelerate and verl both use."""
+        for part in self.parts("dataloader"):
+            keys = {
+                path[len(part.root)] for path, e in self.laid.entries.items() if e.part == part and path != part.root
+            }
+            if "_snapshot" in keys and keys & {"_num_yielded", "_steps_since_snapshot"}:
+                yield part
+
     def add(self, number: int, entry: Object) -> None:
         """A value that the source has elsewhere, or in another form."""
         self._added.append(entry)
@@ -118,7 +127,8 @@ class Arranging:
     def done(self, otherwise: str) -> Arranged:
         """The layout; `otherwise` is why what is left has no place in it."""
         for entry in list(self.left()):
-            self.lose(entry, otherwise)
+            second = entry.part.kind in ("model", "optimizer", "scheduler")
+            self.lose(entry, _second(entry.part) if second else otherwise)
         kept = layout.select(self.laid, lambda entry: entry.path not in self._folded)
         moved = layout.move(kept, {old: new for old, new in self._moved.items() if old in kept.entries})
         for path, part in self._parts.items():
@@ -207,6 +217,5 @@ def _generator(inside: Path, entry: Entry) -> str | None:
     return kind if kind in ("python", "numpy") and isinstance(entry.value, tuple) else None
 
 
-def beyond(part: Part, layout_name: str) -> str:
-    """Why a second model has no place."""
-    return f"{layout_name} has no place for a second {part.kind} (`{dotted(part.root)}`)"
+def _second(part: Part) -> str:
+    return f"there is a place for another {part.kind} than `{dotted(part.root)}`, and no second one"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -72,8 +72,7 @@ class Arranged:
     def losses(self, laid: Catalogue, path: str) -> list[Loss]:
         """What has no piece, and what a piece cannot hold."""
         found = list(self.lost)
-        for number, component in enumerate(self.components):
-            piece = _piece(self, laid, number)
+        for component, piece in _pieces(self, laid):
             if component.format is None:
                 found += [Loss(e.name, "JSON has no words for it") for e in piece.entries.values() if not _is_plain(e)]
             elif component.format.losses is not None:
@@ -84,13 +83,18 @@ class Arranged:
 
     def create(self, path: str, laid: Catalogue, options: SinkOptions) -> Sink:
         """Every piece of full size at `path`, which does not exist yet."""
+        try:
+            return self._created(path, laid, options)
+        except OSError as error:
+            raise files.failed(error, path, "write") from None
+
+    def _created(self, path: str, laid: Catalogue, options: SinkOptions) -> Sink:
         os.mkdir(path)
         made = Catalogue("", facts={"layout": f"{len(self.components)} pieces"})
         sinks: list[tuple[Sink, int]] = []
         found: dict[Path, Entry] = {}
         known: dict[tuple[int, int], int] = {}
-        for number, component in enumerate(self.components):
-            piece = _piece(self, laid, number)
+        for component, piece in _pieces(self, laid):
             location = os.path.join(path, component.name) if component.name else path
             sink = _created(component, location, piece, options)
             start = len(made.files)
@@ -129,12 +133,30 @@ class _Composite:
             sink.finish({(file - start, offset): crc for (file, offset), crc in every.items() if file in own})
 
 
-def _piece(arranged: Arranged, laid: Catalogue, number: int) -> Catalogue:
+def _pieces(arranged: Arranged, laid: Catalogue) -> Iterator[tuple[Component, Catalogue]]:
+    """Each component with what it holds. There is one for each rank, so that the state is gone through once for all."""
+    held: list[list[Entry]] = [[] for _ in arranged.components]
+    for path, entry in laid.entries.items():
+        number = arranged.places.get(path)
+        if number is None and isinstance(entry, Tensor) and entry.embedded:
+            # It goes with the object that it is in.
+            above = (path[:depth] for depth in range(len(path)))
+            number = next((arranged.places[p] for p in above if p in arranged.places), None)
+        if number is not None:
+            held[number].append(entry)
+    for component, entries in zip(arranged.components, held, strict=True):
+        yield component, _piece(component, laid, entries, alone=len(held) == 1)
+
+
+def _piece(component: Component, laid: Catalogue, entries: list[Entry], *, alone: bool) -> Catalogue:
     """What a component holds, under the paths that it has there."""
-    component = arranged.components[number]
-    places = arranged.places
-    taken = layout.select(laid, lambda entry: places.get(entry.path) == number)
     depth = len(component.root)
+    containers = {
+        path: container for path, container in laid.containers.items()
+        if path[:depth] == component.root and _within(path, entries, alone=alone)
+    }  # fmt: skip
+    # A tensor that was tied to one of another piece gets bytes of its own.
+    taken = layout.select(layout.rebuilt(laid, entries, containers), lambda entry: True)
     # An entry of a list keeps its index when it goes with all of its list, as it does here.
     piece = layout.move(taken, {path: component.inner(path) for path in taken.entries})
     for constant in component.made:
@@ -142,39 +164,41 @@ def _piece(arranged: Arranged, laid: Catalogue, number: int) -> Catalogue:
         chunks = Chunks.placed([(((), ()), 0)])
         inner = component.inner(constant.path)
         piece.entries[inner] = Tensor(inner, constant.dtype, shape, chunks)
-    piece.containers = {
-        component.inner(path): container for path, container in laid.containers.items()
-        if path[:depth] == component.root and _within(path, taken, alone=len(arranged.components) == 1)
-    }  # fmt: skip
+    piece.containers = {component.inner(path): container for path, container in containers.items()}
     if component.format is None or not component.format.chunked:
         piece = chunking.whole(piece)
     piece.files = laid.files
     return piece
 
 
-def _within(path: Path, taken: Catalogue, *, alone: bool) -> bool:
+def _within(path: Path, entries: list[Entry], *, alone: bool) -> bool:
     """Whether a container is one of this piece: the root of the whole state belongs to none of several."""
-    return (bool(path) or alone) and any(p[: len(path)] == path for p in taken.entries)
+    return (bool(path) or alone) and any(entry.path[: len(path)] == path for entry in entries)
 
 
 def _created(component: Component, location: str, piece: Catalogue, options: SinkOptions) -> Sink:
+    _make_folder(component, location)
     if component.format is None:
         return _create_json(location, piece, component.plain)
     assert component.format.create is not None
     if "{rank}" in component.name:
         return _create_by_rank(component.format, location, piece, options)
-    os.makedirs(os.path.dirname(location), exist_ok=True)
     one_file = component.format.is_file(location)
     if component.format.splits and options.max_shard_size is not None:
         return _create_beside(component.format, location, piece, options)
     return component.format.create(location, piece, replace(options, one_file=one_file))
 
 
+def _make_folder(component: Component, location: str) -> None:
+    """The directory of the piece, when it has one below the destination."""
+    if os.path.dirname(component.name):
+        os.makedirs(os.path.dirname(location), exist_ok=True)
+
+
 def _create_by_rank(form: Format, location: str, piece: Catalogue, options: SinkOptions) -> Sink:
     """Files of ranks are laid down under names of their own; here they get those that the framework knows."""
     assert form.create is not None
     folder = os.path.dirname(location)
-    os.makedirs(folder, exist_ok=True)
     scratch = os.path.join(folder, _SCRATCH)
     sink = form.create(scratch, piece, options)
     for file in sink.catalogue.files:
@@ -225,7 +249,6 @@ class _JsonSink:
 def _create_json(location: str, piece: Catalogue, plain: Mapping[str, Any]) -> Sink:
     tree = nesting.unflatten(piece, _value) if piece.entries else {}
     text = json.dumps({**plain, **tree}, indent=2).encode() + b"\n"
-    os.makedirs(os.path.dirname(location), exist_ok=True)
     files.write_file(location, text)
     piece.files = [File(location, os.path.basename(location), len(text))]
     return _JsonSink(piece)

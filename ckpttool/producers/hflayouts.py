@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 
+from ckpttool.catalogue import Catalogue, Object, Part
+from ckpttool.containers.pickles import stub_name
 from ckpttool.contract import Format
 from ckpttool.errors import UsageError
 from ckpttool.formats import named
@@ -19,6 +21,13 @@ _TORCH, _DCP, _SAFE = named("torch"), named("dcp"), named("safetensors")
 
 
 # accelerate -----------------------------------------------------------------------------------------------------------
+
+
+def _is_sampler(laid: Catalogue, part: Part) -> bool:
+    """Whether this is the sampler of accelerate, which it saves as an object: nobody else's can be set in its place."""
+    entry = laid.entries.get(part.root)
+    return isinstance(entry, Object) and (stub_name(entry.value) or "").startswith("accelerate.")
+
 
 _ACCELERATE_RNG = {"python": "random_state", "numpy": "numpy_random_seed", "torch": "torch_manual_seed"}
 
@@ -72,10 +81,10 @@ def _accelerate_rest(a: Arranging) -> Arranged:
         a.take(part, a.piece(Component(_numbered("scheduler", n) + ".bin", _TORCH, root)), root)
     for part in a.parts("scaler")[:1]:
         a.take(part, a.piece(Component("scaler.pt", _TORCH, ("scaler",))), ("scaler",))
+    loaders = [*a.stateful_loaders()]
     for part in a.parts("dataloader"):
-        # Those of accelerate itself: no two frameworks keep the same of a data loader.
         found = re.fullmatch(r"(sampler|dataloader)((_\d+)?)", str(part.root[-1])) if len(part.root) == 1 else None
-        if found is not None:
+        if found is not None and (part in loaders or (found[1] == "sampler" and _is_sampler(a.laid, part))):
             stem = "sampler" if found[1] == "sampler" else "dl_state_dict"
             a.take(part, a.piece(Component(f"{stem}{found[2]}.bin", _TORCH, part.root)), part.root)
     for name in dict.fromkeys(str(e.path[0]) for e in a.left() if e.path and e.part.kind == "other"):

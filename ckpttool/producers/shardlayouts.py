@@ -92,7 +92,7 @@ def verl(a: Arranging) -> Arranged:
     a.piece(
         Component(f"{folder}fsdp_config.json", None, ("fsdp_config",), plain={"FSDP_version": 2, "world_size": world})
     )
-    for part in a.parts("dataloader") if a.laid.facts.get("producer") == "verl" and not alone else ():
+    for part in [*a.stateful_loaders()][:1] if not alone else ():
         a.take(part, a.piece(Component("data.pt", _TORCH, ("dataloader",))), ("dataloader",))
     step = a.step()
     if not alone and step is not None:

@@ -65,7 +65,8 @@ class Writable:
             open=self._open,
             create=arranged.create if arranged is not None else None,
             losses=arranged.losses if arranged is not None else None,
-            chunked=self.chunked,
+            # Of whole tensors, `--to-world` says how many processes have a file of their own.
+            chunked=self.chunked or arranged is None,
             even=self.even,
             splits=self.splits,
         )
