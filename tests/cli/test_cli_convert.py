@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from running import FULL, run
+from running import FULL, SAMPLES, run
 
 from ckpttool import verbs
 
@@ -89,6 +89,17 @@ def test_quiet_says_nothing_and_json_everything(tmp_path: Path) -> None:
     # The CLI changed nothing of what the library does.
     ours, theirs = (torch.load(p, weights_only=False) for p in (tmp_path / "b.pt", FULL))
     assert torch.equal(ours["model"]["embed.weight"], theirs["model"]["embed.weight"])
+
+
+def test_the_pieces_of_a_producers_layout(tmp_path: Path) -> None:
+    source, out = str(SAMPLES / "run_trainer/ckpt"), str(tmp_path / "checkpoint-4")
+    result = run("convert", source, out, "--producer", "trainer", "-n", "-q")
+    assert result.stdout.split() == [
+        "model.safetensors", "optimizer.pt", "scheduler.pt", "training_args.bin", "trainer_state.json", "rng_state.pth",
+    ]  # fmt: skip
+    assert not Path(out).exists()
+    refused = run("convert", source, out, "--producer", "trainer", "--to", "dcp")
+    assert (refused.exit_code, "both say what is to be written" in refused.stderr) == (2, True)
 
 
 def test_notes_are_warnings_on_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
