@@ -15,8 +15,8 @@ from ckpttool import verbs
 DEFAULTS = {
     "to": None, "producer": None, "only": (), "drop": (), "tensors": (), "exclude": (), "rename": (),
     "strip_wrappers": False, "strip_prefix": None, "dtype": (), "max_shard_size": None, "to_world": None,
-    "tensor_class": None, "optim_keys": None, "optim_root": None, "shapes": None, "model_from": None, "optim_from": None,
-    "overwrite": False, "dry_run": False, "threads": None, "max_memory": None, "check": False,
+    "tensor_class": None, "optim_keys": None, "optim_root": None, "shapes": None, "model_from": None,
+    "optim_from": None, "overwrite": False, "dry_run": False, "threads": None, "max_memory": None, "check": False,
 }  # fmt: skip
 
 
