@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from ckpttool.checkpoint import Checkpoint, LazyTensor
     from ckpttool.errors import CkptError
     from ckpttool.mesh.loader import Loaded, load
+    from ckpttool.mesh.saving import save
+    from ckpttool.mesh.stateful import load_into
     from ckpttool.verbs import Conversion, convert, inspect, show
 
 # Looked up when first used, so that `ckpttool --help` does not import what it does not need.
@@ -26,6 +28,8 @@ _HOMES = {
     "CkptError": "errors",
     "Loaded": "mesh.loader",
     "load": "mesh.loader",
+    "load_into": "mesh.stateful",
+    "save": "mesh.saving",
     "Conversion": "verbs",
     "convert": "verbs",
     "inspect": "verbs",
@@ -61,6 +65,8 @@ __all__ = [
     "convert",
     "inspect",
     "load",
+    "load_into",
     "open",
+    "save",
     "show",
 ]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from ckpttool.errors import CkptError
+
+T = TypeVar("T")
 
 
 def is_distributed() -> bool:
@@ -59,6 +62,33 @@ def together() -> Iterator[None]:
     for number, theirs in enumerate(gathered(_sendable(mine))):
         if theirs is not None:
             raise (mine or theirs) if number == rank() else theirs
+
+
+def first_reads(read: Callable[[], T] | None) -> T | None:
+    """What `read` returns on rank 0, the only one that has it. Its error is raised on all ranks: they are about to wait
+    for what it read."""
+    found: T | None = None
+    mine: Exception | None = None
+    if read is not None:
+        try:
+            found = read()
+        except Exception as error:
+            mine = error
+    failed = torch.tensor([mine is not None], dtype=torch.uint8, device=sending_device())
+    dist.broadcast(failed, src=0)
+    if failed.item():
+        told = from_first(_sendable(mine))
+        raise mine or told
+    return found
+
+
+def sending_device() -> torch.device:
+    """Where tensors have to be to be sent: the CPU if the process group has a backend for it."""
+    kinds = dist.group.WORLD._device_types
+    for kind in kinds:
+        if kind.type == "cpu":
+            return torch.device("cpu")
+    return torch.device(kinds[0].type, torch.get_device_module(kinds[0].type).current_device())
 
 
 def _sendable(error: Exception | None) -> Exception | None:

@@ -37,6 +37,12 @@ def is_fsdp1(model: nn.Module) -> bool:
 
 def fill(model: nn.Module, optimizer: torch.optim.Optimizer | None, how: How) -> Matched:
     """Fill model and optimizer. A collective: FSDP1 moves what each rank read to where its flat parameters are."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of ShardedTensor, at every touch
+        return _fill(model, optimizer, how)
+
+
+def _fill(model: nn.Module, optimizer: torch.optim.Optimizer | None, how: How) -> Matched:
     with agreement.together():
         _check_real(model)
     with sharded(model):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ from torch import nn
 
 from ckpttool import opening
 from ckpttool.catalogue import validate
-from ckpttool.errors import UsageError
+from ckpttool.errors import UsageError, some
 from ckpttool.mesh import agreement, describing, filling, fsdp1
 from ckpttool.mesh.describing import Described
 from ckpttool.mesh.materialise import materialise
@@ -79,45 +79,69 @@ def load(
 
     Raises `CkptError`, the same on every rank, before anything is changed unless reading itself fails.
     """
-    path = os.fspath(path)
+    if model is None and optimizer is not None:
+        raise UsageError("an optimizer is loaded with its model, which knows the names of the parameters")
+    wanted = Wanted(model, optimizer, model_key, optimizer_key)
+    return load_parts(os.fspath(path), wanted, strategy=strategy, strict=strict, device=device, shapes=shapes)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What to load: `Wanted(model, optimizer, "ema", None)`."""
+
+    model: nn.Module | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    model_key: str | None = None
+    optimizer_key: str | None = None
+
+
+def load_parts(
+    path: str, wanted: Wanted, *, strategy: str, strict: bool, device: torch.device | str | None, shapes: str | None,
+    check: Callable[[dict[Any, Any]], None] | None = None,
+) -> Loaded:  # fmt: skip
+    """As `load`; `check` may refuse the rest before anything is changed."""
     if strategy not in STRATEGIES:
         hint = meant(strategy, list(STRATEGIES), "one of `auto`, `parallel`, `broadcast`")
         raise UsageError(f"there is no strategy `{strategy}`", hint=hint)
     chosen, why = choose(path, strategy)
     log.info("loading `%s` by `%s`: %s", path, chosen, why)
-    if model is None and optimizer is not None:
-        raise UsageError("an optimizer is loaded with its model, which knows the names of the parameters")
     with ExitStack() as stack:
-        wanted = (model is not None, optimizer is not None)
-        reader, told = stack.enter_context(_opened(path, chosen, shapes, model_key, optimizer_key, wanted))
+        reader, told = stack.enter_context(_opened(path, chosen, shapes, wanted))
         made = Loaded(path, told.format, chosen, why, left=told.left)
-        if model is not None:
+        with agreement.together():
+            made.rest = describing.nested_rest(told, agreement.rank())
+            made.without_own = describing.without_own(told, agreement.rank())
+            if check is not None:
+                check(made.rest)
+        if wanted.model is not None:
             how = filling.How(reader, told, broadcast=chosen == "broadcast", strict=strict)
-            if fsdp1.is_fsdp1(model):
-                matched = fsdp1.fill(model, optimizer, how)
-            else:
-                with agreement.together():
-                    job = filling.prepare(model, optimizer, how)
-                made.uninitialised = materialise(model, device, strict)
-                filling.fill(model, optimizer, job, how)
-                matched = job.matched
-            made.missing, made.unexpected = matched.missing, matched.unexpected
+            _fill(wanted.model, wanted.optimizer, how, device, made)
         made.bytes_read = reader.nbytes if reader is not None else 0
-        made.rest = describing.nested_rest(told, agreement.rank())
-        made.without_own = describing.without_own(told, agreement.rank())
     if made.uninitialised:
-        log.warning("`%s`: buffers that no checkpoint has are left to chance: %s", path, made.uninitialised)
+        log.warning("`%s`: buffers that no checkpoint has are left to chance: %s", path, some(made.uninitialised))
     if made.without_own:
         log.warning("`%s`: rank %d saved no %s", path, agreement.rank(), ", ".join(made.without_own))
     log.info("loaded `%s`: %s read by rank %d", path, size(made.bytes_read), agreement.rank())
     return made
 
 
+def _fill(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, how: filling.How, device: torch.device | str | None,
+    made: Loaded,
+) -> None:  # fmt: skip
+    if fsdp1.is_fsdp1(model):
+        matched = fsdp1.fill(model, optimizer, how)
+    else:
+        with agreement.together():
+            job = filling.prepare(model, optimizer, how)
+        made.uninitialised = materialise(model, device, how.strict)
+        filling.fill(model, optimizer, job, how)
+        matched = job.matched
+    made.missing, made.unexpected = matched.missing, matched.unexpected
+
+
 @contextmanager
-def _opened(
-    path: str, strategy: str, shapes: str | None, model_key: str | None, optimizer_key: str | None,
-    wanted: tuple[bool, bool],
-) -> Iterator[tuple[Reader | None, Described]]:  # fmt: skip
+def _opened(path: str, strategy: str, shapes: str | None, wanted: Wanted) -> Iterator[tuple[Reader | None, Described]]:
     """The reader, on ranks that read, and what the checkpoint says, on all."""
     reader: Reader | None = None
     told: Described | None = None
@@ -131,8 +155,9 @@ def _opened(
                 with opening.naming(path):
                     validate(source.catalogue)
                     told = describing.describe(
-                        source.catalogue, path, reader.whole, model_key, optimizer_key, wanted=wanted
-                    )
+                        source.catalogue, path, reader.whole, wanted.model_key, wanted.optimizer_key,
+                        wanted=(wanted.model is not None, wanted.optimizer is not None),
+                    )  # fmt: skip
         if strategy == "broadcast":
             sent = agreement.from_first(told.for_others() if told is not None else None)
             told = told or sent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -26,6 +27,17 @@ def materialise(model: nn.Module, device: torch.device | str | None, strict: boo
             f"buffers on the meta device that no checkpoint has would be left to chance: {some(lost)}",
             hint="`to_empty` the model and compute them first, or keep rank 0's model off the meta device",
         )
+    with agreement.together():
+        _allocate(model, device)
+    for name in bare:
+        holders = [rank for rank, names in enumerate(real) if name in names]
+        if holders and len(holders) < len(real):
+            buffer = model.get_buffer(name)
+            dist.broadcast(buffer, src=holders[0])
+    return lost
+
+
+def _allocate(model: nn.Module, device: torch.device | str | None) -> None:
     done: dict[int, torch.Tensor] = {}
     for _, module, name, value in _tensors(model):
         if value.is_meta and id(value) not in done:
@@ -39,12 +51,6 @@ def materialise(model: nn.Module, device: torch.device | str | None, strict: boo
                 torch.utils.swap_tensors(value, made)
     # FSDP2 keeps tensors of its own over the memory of a parameter: it takes them anew here.
     model._apply(lambda tensor: tensor)
-    for name in bare:
-        holders = [rank for rank, names in enumerate(real) if name in names]
-        if holders and len(holders) < len(real):
-            buffer = model.get_buffer(name)
-            torch.distributed.broadcast(buffer, src=holders[0])
-    return lost
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, nn.Module, str, torch.Tensor]]:

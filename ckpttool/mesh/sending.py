@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor import DTensor
 
 from ckpttool import boxes, dtypes
+from ckpttool.boxes import Box
 from ckpttool.catalogue import Tensor
 from ckpttool.mesh import agreement
 from ckpttool.mesh.describing import Shape
@@ -43,7 +44,11 @@ def _options() -> StateDictOptions:
 def send_model(module: nn.Module, names: Sequence[tuple[str, Tensor | None]], reader: Reader | None) -> None:
     """Fill parameters and buffers of one module, `names` being those it has itself. A collective: every rank calls it
     with the same names, rank 0 with what to read."""
-    state = {name: reader.whole(tensor) for name, tensor in names if reader is not None and tensor is not None}
+
+    def read() -> dict[str, torch.Tensor]:
+        return {name: reader.whole(tensor) for name, tensor in names if reader is not None and tensor is not None}
+
+    state = agreement.first_reads(read if reader is not None else None) or {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         set_model_state_dict(module, state, options=_options())
@@ -72,13 +77,16 @@ def send_state(
     part = _Part([parameter for _, parameter in parameters])
     for (_, parameter), room in zip(parameters, state, strict=True):
         part.state[parameter] = dict(room)
-    told: dict[str, Any] = {}
-    if reader is not None:
+
+    def read() -> dict[str, Any]:
+        assert reader is not None
         there = {
             name: {key: reader.whole(tensor) for key, tensor in one.items()}
             for (name, _), one in zip(parameters, tensors, strict=True)
         }
-        told = {"state": there, "param_groups": [{"params": [name for name, _ in parameters]}]}
+        return {"state": there, "param_groups": [{"params": [name for name, _ in parameters]}]}
+
+    told = agreement.first_reads(read if reader is not None else None) or {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         set_optimizer_state_dict(module, part, told, options=_options())
@@ -89,13 +97,17 @@ def send_pieces(shape: Shape, held: Sequence[Piece], tensor: Tensor | None, read
     """Send a tensor of any dtype in tiles of bytes, of which each rank keeps what it holds. A collective."""
     kind = dtypes.dtype(shape.dtype)
     as_torch = torch_dtype(kind, tensor.name if tensor is not None else shape.dtype)
-    device = sending_device()
+    device = agreement.sending_device()
     for tile in tiles(boxes.whole(shape.sizes), kind.itemsize, _TILE):
         if 0 in tile[1]:
             continue
         made = torch.empty(tile[1], dtype=as_torch)
-        if reader is not None and tensor is not None:
+
+        def read(tile: Box = tile, made: torch.Tensor = made) -> None:
+            assert reader is not None and tensor is not None
             reader.read(tensor, tile, made)
+
+        agreement.first_reads(read if reader is not None else None)
         raw = made.reshape(-1).view(torch.uint8).to(device)
         dist.broadcast(raw, src=0)
         made = raw.view(as_torch).reshape(tile[1])
@@ -103,15 +115,6 @@ def send_pieces(shape: Shape, held: Sequence[Piece], tensor: Tensor | None, read
             shared = boxes.overlap(piece.box, tile)
             if shared is not None:
                 piece.memory[slices(shared, piece.box)].copy_(made[slices(shared, tile)])
-
-
-def sending_device() -> torch.device:
-    """Where tensors have to be to be sent: the CPU if the process group has a backend for it."""
-    kinds = dist.group.WORLD._device_types if agreement.is_distributed() else [torch.device("cpu")]
-    for kind in kinds:
-        if kind.type == "cpu":
-            return torch.device("cpu")
-    return torch.device(kinds[0].type, torch.get_device_module(kinds[0].type).current_device())
 
 
 def is_simple(value: Any) -> bool:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import practices
 import scripts
+import torch
+import torch.distributed as dist
+import wrongs
 from reading import expected_of, path_of
 from scripts import KINDS, detached, difference
-from training import Run
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
+from training import Run, Sizes
 
 import ckpttool
 
@@ -63,4 +70,99 @@ def sample(name: str, kind: str, strategy: str, device: str = "cpu") -> str:
     return said
 
 
-CASES: dict[str, Callable[..., str]] = {"sample": sample}
+def foreign(name: str, kind: str, strategy: str) -> str:
+    """A model alone: files of Hugging Face, run directories, bare state dicts."""
+    expected = expected_of(name)
+    expected = expected.get("model", expected)
+    model = KINDS[kind](scripts.bare(scripts.sizes_of(expected)))
+    loaded = ckpttool.load(path_of(name), model, strategy=strategy)
+    if loaded.missing or loaded.unexpected:
+        return f"missing {loaded.missing}, unexpected {loaded.unexpected}"
+    found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    return difference(dict(sorted(detached(dict(found)).items())), dict(sorted(detached(expected).items())))
+
+
+def own_bytes(kind: str) -> str:
+    """No rank reads much more than it holds, of a checkpoint that was cut in another way."""
+    place = practices.folder() / "full.pt"
+    sizes = Sizes(vocab=512, width=256, hidden=512, layers=2)
+
+    def fresh(wrap: Callable[[Any], Any]) -> Run:
+        model = wrap(scripts.bare(sizes))
+        return Run(model, torch.optim.AdamW(model.parameters()), None)
+
+    if dist.get_rank() == 0:
+        run = fresh(lambda model: model)
+        scripts.steps(run, sizes.vocab, 1)
+        torch.save({"model": run.model.state_dict(), "optim": run.optimizer.state_dict()}, place)
+    dist.barrier()
+    run = fresh(KINDS[kind])
+    began = int(Path("/proc/self/io").read_text().split()[1])
+    loaded = ckpttool.load(place, run.model, run.optimizer, strategy="parallel")
+    really = int(Path("/proc/self/io").read_text().split()[1]) - began
+    held = sum(of.to_local().nbytes if isinstance(of, DTensor) else of.nbytes for of in _held(run))
+    if not held <= loaded.bytes_read <= 1.05 * held:
+        return f"{loaded.bytes_read} read, {held} held"
+    # The directory of the file and its pickle besides; libraries that are imported on the way count here too.
+    return "equal" if really < 1.05 * held + (4 << 20) else f"{really} really read, {held} held"
+
+
+def _held(run: Run) -> list[torch.Tensor]:
+    """A tied weight once, as it is kept."""
+    kept = {id(p): p for p in [*run.model.parameters(), *run.model.buffers()]}
+    moments = [v for state in run.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    return [value.detach() for value in [*kept.values(), *moments]]
+
+
+def casts(kind: str, strategy: str) -> str:
+    """float32 into bfloat16, and dtypes that gloo does not send."""
+    place = practices.folder() / "full.pt"
+
+    class Odd(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(7, 9, dtype=torch.bfloat16)
+            self.register_buffer("small", torch.zeros(3, 5).to(torch.float8_e4m3fn))
+            self.register_buffer("counts", torch.zeros(6, dtype=torch.uint16))
+            self.register_buffer("passing", torch.zeros(2), persistent=False)
+            self.layers: list[Any] = []
+
+    generator = torch.Generator().manual_seed(dist.get_world_size())
+    state = {
+        "linear.weight": torch.randn(9, 7, generator=generator),
+        "linear.bias": torch.randn(9, generator=generator),
+        "small": torch.randn(3, 5, generator=generator).to(torch.float8_e4m3fn),
+        "counts": torch.arange(65530, 65536).to(torch.uint16),
+    }
+    if dist.get_rank() == 0:
+        torch.save(state, place)
+    dist.barrier()
+    model = KINDS[kind](Odd())
+    ckpttool.load(place, model, strategy=strategy)
+    found = dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=kind == "fsdp2")))
+    expected = {name: v.bfloat16() if name.startswith("linear") else v for name, v in state.items()}
+    return difference(detached({name: found[name] for name in state}), expected)
+
+
+def rounds(kind: str, format: str) -> str:
+    """Saved by us and loaded by us, with a scheduler, a step and each rank's own generator."""
+    saved, place = practices.fresh(kind, trained=True), practices.folder() / "saved"
+    scheduler = torch.optim.lr_scheduler.StepLR(saved.optimizer, 2)
+    mine = {"torch": torch.Generator().manual_seed(dist.get_rank()).get_state()}
+    ckpttool.save(place, saved.model, saved.optimizer, format=format, scheduler=scheduler, step=7, rng=mine)
+    run = practices.fresh(kind)
+    state: dict[str, Any] = {
+        "model": run.model, "optim": run.optimizer, "step": 0, "rng": {"torch": torch.zeros(5056, dtype=torch.uint8)},
+        "lr_scheduler": torch.optim.lr_scheduler.StepLR(run.optimizer, 11),
+    }  # fmt: skip
+    ckpttool.load_into(place, state)
+    said = difference(state["rng"], mine)
+    if said != "equal" or state["step"] != 7:
+        return f"rng {said}, step {state['step']}"
+    if state["lr_scheduler"].state_dict() != scheduler.state_dict():
+        return f"{state['lr_scheduler'].state_dict()}"
+    return practices.compare(saved, None, run)
+
+
+CASES: dict[str, Callable[..., str]] = {f.__name__: f for f in (sample, foreign, own_bytes, casts, rounds)}
+CASES |= practices.PRACTICES | wrongs.WRONGS

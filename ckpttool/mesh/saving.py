@@ -1,0 +1,150 @@
+"""Saves what `load` loads, by torch's own functions, and so that it appears complete or not at all.
+
+    dcp      a directory; every rank writes its shards            {"model", "optim", ...}
+    torch    one file; rank 0 writes everything, gathered         the same
+    fsdp1    a directory of `rank{R}.pt`; FSDP1's sharded state   the same
+
+Random states and data loaders belong to a rank, and are saved for each.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from ckpttool import files, parts, ranks
+from ckpttool.errors import StorageError, UsageError
+from ckpttool.mesh import agreement
+from ckpttool.mesh.fsdp1 import is_fsdp1, sharded
+from ckpttool.wording import meant
+
+FORMATS = ("dcp", "torch", "fsdp1")
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    format: str = "dcp",
+    overwrite: bool = False,
+    **extra: Any,
+) -> None:
+    """Save model and optimizer with what else is given: values, or objects with a `state_dict`, such as a scheduler.
+    Every rank calls it.
+
+    Raises `CkptError`, the same on every rank; then there is nothing at `path`, or what was there before.
+    """
+    path = os.fspath(path)
+    with agreement.together():
+        _check(format, model, extra)
+    state = _state(model, optimizer, format)
+    state |= {name: _value(value) for name, value in extra.items()}
+    if format != "fsdp1":
+        _apart(state, extra, format)
+    with _staged(path, format == "torch", overwrite) as partial, agreement.together():
+        try:
+            _write(state, partial, format)
+        except OSError as error:
+            raise files.failed(error, path, "write") from None
+        except CheckpointException as error:
+            first = next(iter(error.failures.values()))[0]
+            raise StorageError(f"`{path}`: dcp cannot save: {first}") from None
+
+
+def _check(format: str, model: nn.Module, extra: dict[str, Any]) -> None:
+    if format not in FORMATS:
+        hint = meant(format, list(FORMATS), "one of `dcp`, `torch`, `fsdp1`")
+        raise UsageError(f"there is no format `{format}` to save in", hint=hint)
+    if format == "fsdp1" and not is_fsdp1(model):
+        raise UsageError("the model is not wrapped by FSDP1", hint='`format="dcp"` saves every model in shards')
+    taken = {"model", "optim"} & extra.keys()
+    if taken:
+        raise UsageError(f"`{taken.pop()}` is what the model or its optimizer is saved as")
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None, format: str) -> dict[str, Any]:
+    """Under FSDP1 by its own functions: `get_state_dict` cannot load again what it saves without a mesh."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if is_fsdp1(model) and format != "torch":
+            with sharded(model):
+                state: dict[str, Any] = {"model": model.state_dict()}
+                if optimizer is not None:
+                    state["optim"] = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+            return state
+        options = StateDictOptions(full_state_dict=format == "torch", cpu_offload=format == "torch" and _off_cpu(model))
+        state = {"model": get_model_state_dict(model, options=options)}
+        if optimizer is not None:
+            state["optim"] = get_optimizer_state_dict(model, optimizer, options=options)
+        return state
+
+
+def _off_cpu(model: nn.Module) -> bool:
+    """What is on the CPU already must not be offloaded: a segmentation fault or wrong moments in torch 2.13."""
+    return any(parameter.device.type != "cpu" for parameter in model.parameters())
+
+
+def _value(value: Any) -> Any:
+    return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def _apart(state: dict[str, Any], extra: dict[str, Any], format: str) -> None:
+    """Put what belongs to a rank under its key, `rng.rank3`: of one file, rank 0 writes all of them."""
+    own = [name for name in extra if parts.kind_of_key(name) in ranks.KINDS]
+    if not agreement.is_distributed():
+        return
+    for name in own:
+        mine = {ranks.key(agreement.rank()): state[name]}
+        state[name] = mine
+        if format == "torch":
+            state[name] = {key: value for one in agreement.gathered(mine) for key, value in one.items()}
+
+
+@contextmanager
+def _staged(path: str, is_file: bool, overwrite: bool) -> Iterator[str]:
+    """Where all ranks write. Rank 0 makes it `path` when all are done."""
+    with ExitStack() as stack:
+        partial = ""
+        with agreement.together():
+            if agreement.rank() == 0:
+                partial = stack.enter_context(files.staged(path, overwrite=overwrite, is_file=is_file))
+                if not is_file:
+                    os.makedirs(partial, exist_ok=True)
+        yield str(agreement.from_first(partial))
+        with agreement.together():
+            stack.close()
+
+
+def _write(state: dict[str, Any], partial: str, format: str) -> None:
+    if format == "dcp":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch_dcp.save(state, checkpoint_id=partial)
+        return
+    if format == "torch":
+        if agreement.rank() == 0:
+            _to_file(state, partial)
+        return
+    _to_file(state, os.path.join(partial, f"rank{agreement.rank()}.pt"))
+
+
+def _to_file(state: dict[str, Any], path: str) -> None:
+    with open(path, "wb") as stream:
+        try:
+            torch.save(state, stream)
+        except RuntimeError as error:
+            # What torch makes of a full disk.
+            raise StorageError(f"`{path}`: {error}") from None
+        stream.flush()
+        os.fsync(stream.fileno())

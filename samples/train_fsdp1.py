@@ -1,0 +1,83 @@
+"""Train with FSDP1; start from anybody's weights, or go on from any checkpoint on any number of ranks.
+
+torchrun --nproc-per-node 2 samples/train_fsdp1.py --steps 4 --save run/step-4.pt --format torch
+torchrun --nproc-per-node 3 samples/train_fsdp1.py --steps 4 --save run/step-8 --resume run/step-4.pt
+torchrun --nproc-per-node 2 samples/train_fsdp1.py --steps 4 --weights model.safetensors
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn import functional
+from training import Block, Sizes, Transformer
+
+import ckpttool
+
+BATCH = 12  # sequences in a step, over all ranks
+
+
+def batch(step: int, vocab: int) -> torch.Tensor:
+    """This rank's share of what the step trains on, whatever the number of ranks."""
+    tokens = torch.randint(vocab, (BATCH, 5), generator=torch.Generator().manual_seed(step))
+    return tokens.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def main() -> None:
+    """Build, load, train, save."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--weights", help="a checkpoint to start from: its model only")
+    parser.add_argument("--resume", help="a checkpoint to go on from: everything")
+    parser.add_argument("--save", help="where to save after the last step")
+    parser.add_argument("--format", default="dcp", choices=["dcp", "torch", "fsdp1"])
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--strategy", default="auto", choices=["auto", "parallel", "broadcast"])
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    if device == "cuda":
+        torch.cuda.set_device(dist.get_node_local_rank())
+    logging.basicConfig(level=logging.INFO if dist.get_rank() == 0 else logging.WARNING)
+
+    torch.manual_seed(0)
+    model = FullyShardedDataParallel(
+        Transformer(Sizes()),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        device_id=torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device("cpu"),
+        use_orig_params=True,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+    first = 0
+    if options.resume:
+        state = {"model": model, "optim": optimizer, "scheduler": scheduler, "step": 0}
+        ckpttool.load_into(options.resume, state, strategy=options.strategy)
+        first = state["step"]
+    elif options.weights:
+        ckpttool.load(options.weights, model, strategy=options.strategy)
+
+    for step in range(first, first + options.steps):
+        tokens = batch(step, Sizes().vocab).to(device)
+        loss = functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        dist.all_reduce(loss)
+        if dist.get_rank() == 0:
+            print(f"step {step} loss {loss.item() / dist.get_world_size():.6f}", flush=True)
+    if options.save:
+        ckpttool.save(
+            options.save, model, optimizer, format=options.format, scheduler=scheduler, step=first + options.steps
+        )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

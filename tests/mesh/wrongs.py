@@ -1,0 +1,145 @@
+"""What cannot be loaded: every rank raises the same error, at once, and nothing was changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import practices
+import scripts
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
+from scripts import KINDS, difference
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from training import Run, Sizes
+
+import ckpttool
+
+
+def refused(run: Run, path: str | Path, *words: str, **options: Any) -> str:
+    """All ranks say the same, with these words in it, and the model is as it was."""
+    before = scripts.whole(run)
+    try:
+        ckpttool.load(path, run.model, run.optimizer, **options)
+    except ckpttool.CkptError as error:
+        said = error.message
+    else:
+        return "it was loaded"
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, said)
+    if set(every) != {said}:
+        return f"the ranks say {every}"
+    missing = [word for word in words if word not in said]
+    return f"no {missing} in: {said}" if missing else difference(scripts.whole(run), before)
+
+
+def saved(place: Path, sizes: Sizes = scripts.SMALL) -> Path:
+    """A full file with names and two groups."""
+    run = practices.fresh("plain", trained=True)
+    if sizes != scripts.SMALL:
+        model = scripts.bare(sizes)
+        run = Run(model, torch.optim.AdamW(model.parameters()), None)
+    if dist.get_rank() == 0:
+        torch.save({"model": run.model.state_dict(), "optim": run.optimizer.state_dict()}, place)
+    dist.barrier()
+    return place
+
+
+def other_shapes(kind: str, strategy: str) -> str:
+    """Both shapes are named."""
+    place = saved(practices.folder() / "full.pt", Sizes(vocab=19, width=6, hidden=10, layers=1))
+    return refused(practices.fresh(kind), place, "`embed.weight`", "[19, 6]", "[17, 6]", strategy=strategy)
+
+
+def other_names(kind: str, strategy: str) -> str:
+    """Names as torch says them, with the nearest; all of it is returned when it is not strict."""
+    place = practices.folder() / "model.pt"
+    state = scripts.bare(scripts.SMALL).state_dict()
+    state["layers.0.up.weights"] = state.pop("layers.0.up.weight")
+    if dist.get_rank() == 0:
+        torch.save(state, place)
+    dist.barrier()
+    run = practices.fresh(kind)
+    run = Run(run.model, None, None)
+    words = (
+        "missing key: `layers.0.up.weight` (is it `layers.0.up.weights`?)",
+        "unexpected key: `layers.0.up.weights`",
+    )
+    try:
+        ckpttool.load(place, run.model, strategy=strategy)
+    except ckpttool.CkptError as error:
+        if [word for word in words if word not in error.message]:
+            return error.message
+    else:
+        return "it was loaded"
+    loaded = ckpttool.load(place, run.model, strategy=strategy, strict=False)
+    found = (loaded.missing, loaded.unexpected)
+    return "equal" if found == (["layers.0.up.weight"], ["layers.0.up.weights"]) else str(found)
+
+
+def other_groups(kind: str, strategy: str) -> str:
+    """torch would merge the groups without a word, or mix them up."""
+    place = saved(practices.folder() / "full.pt")
+    model = KINDS[kind](scripts.bare(scripts.SMALL))
+    one = Run(model, torch.optim.AdamW(model.parameters()), None)
+    return refused(one, place, "group 0", "differently", strategy=strategy)
+
+
+def one_rank_blind(kind: str, strategy: str) -> str:
+    """A path that only the first rank sees: it says so for all, or reads for all."""
+    place = saved(practices.folder() / "full.pt")
+    mine = place if dist.get_rank() == 0 else place.with_name("absent.pt")
+    run = practices.fresh(kind)
+    if strategy == "parallel":
+        return refused(run, mine, "absent.pt", strategy=strategy)
+    loaded = ckpttool.load(mine, run.model, run.optimizer)
+    return "equal" if loaded.strategy == "broadcast" and "rank 1" in loaded.why else loaded.why
+
+
+def damaged(kind: str, strategy: str) -> str:
+    """A file whose index is right and whose middle is not, so that reading fails under way."""
+    run, place = practices.fresh("fsdp2", trained=True), practices.folder() / "dcp"
+    model, optim = get_state_dict(run.model, run.optimizer)
+    torch_dcp.save({"model": model, "optim": optim}, checkpoint_id=place)
+    if dist.get_rank() == 0:
+        file = place / "__1_0.distcp"
+        data = bytearray(file.read_bytes())
+        data[len(data) // 3 :] = bytes(len(data) - len(data) // 3)
+        file.write_bytes(data)
+    dist.barrier()
+    run = practices.fresh(kind)
+    try:
+        ckpttool.load(place, run.model, run.optimizer, strategy=strategy)
+    except ckpttool.CkptError as error:
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, error.message)
+        return "equal" if set(every) == {error.message} and "__1_0.distcp" in error.message else str(every)
+    return "it was loaded"
+
+
+def chance(kind: str, strategy: str) -> str:
+    """A buffer on the meta device on all ranks that is in no checkpoint."""
+    place = practices.folder() / "model.pt"
+    state = scripts.bare(scripts.SMALL).state_dict()
+    if dist.get_rank() == 0:
+        torch.save(state, place)
+    dist.barrier()
+    model = scripts.bare(scripts.SMALL, "meta")
+    model.register_buffer("angles", torch.empty(3, device="meta"), persistent=False)
+    model = KINDS[kind](model)
+    try:
+        ckpttool.load(place, model, strategy=strategy)
+    except ckpttool.CkptError as error:
+        if "`angles`" not in error.message:
+            return error.message
+    else:
+        return "it was loaded"
+    loaded = ckpttool.load(place, model, strategy=strategy, strict=False)
+    return "equal" if loaded.uninitialised == ["angles"] else str(loaded.uninitialised)
+
+
+WRONGS: dict[str, Callable[..., str]] = {
+    f.__name__: f for f in (other_shapes, other_names, other_groups, one_rank_blind, damaged, chance)
+}
