@@ -227,7 +227,8 @@ def is_silent() -> bool:
 def wait_to_be_ended() -> None:
     """After a failure, for a silent process: rank 0 may be about to say what is wrong, and torchrun ends all as soon as
     one has ended."""
-    time.sleep(_LEAVE)
+    with suppress(KeyboardInterrupt):
+        time.sleep(_LEAVE)
 
 
 def meet() -> Crew:

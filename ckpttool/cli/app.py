@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ckpttool import sharing
 from ckpttool.cli.convert import convert
 from ckpttool.cli.failures import Commands, catch_signals, stopped_early
 from ckpttool.cli.formats import formats
@@ -23,7 +24,7 @@ without_adapters()
 app = typer.Typer(
     name="ckpttool",
     cls=Commands,
-    help="Inspect and convert PyTorch training checkpoints: torch.save, DCP and safetensors, bit for bit.",
+    help="Inspect, convert and reshard PyTorch training checkpoints: torch.save, DCP and safetensors, bit for bit.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
@@ -53,6 +54,12 @@ for command in (inspect, show, convert, reshard, formats):
 def main() -> None:
     """`ckpttool`, as the shell calls it."""
     catch_signals()
+    silent = sharing.is_silent()
+    if silent:
+        # torchrun started several of us. All are needed for what is shared, one for the rest; only one speaks.
+        if "reshard" not in sys.argv[1:]:
+            return
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:
         app(prog_name="ckpttool")
     except KeyboardInterrupt as stop:
@@ -64,4 +71,6 @@ def main() -> None:
             # ordinary exit.
             sys.stderr.flush()
             os._exit(stop.code)
+        if silent and stop.code:
+            sharing.wait_to_be_ended()
         raise
