@@ -323,8 +323,10 @@ class Catalogue:
 
     `facts` is what else the format can tell, for the header of `inspect`: `writer`, `torch`, `layout`, ...
     `containers[()]` is the root itself. `faults` are what is wrong with the checkpoint as a whole, found when it was
-    opened: `inspect` shows them, everything else stops at the first. `replicas` are further copies of tensors, each in
-    a file of its own: a sink of one file per rank has one in every file, and the transfer fills them too.
+    opened: `inspect` shows them, everything else stops at the first. One with the fact `concerns`, a list of names, is
+    about what is called so or lies below, and does not stop what is done with the rest. `replicas` are further copies
+    of tensors, each in a file of its own: a sink of one file per rank has one in every file, and the transfer fills
+    them too.
     """
 
     format: str
@@ -397,14 +399,33 @@ def find_aliases(tensors: Iterable[Tensor]) -> dict[Path, Path]:
     return aliases
 
 
-def validate(catalogue: Catalogue) -> None:
-    """Prove what everything after relies on: each tensor's chunks tile it exactly, and each extent lies inside its
-    file and is as large as its box. Raises the first of its faults, or CorruptError with the file and the tensor."""
+def stop_at_fault(catalogue: Catalogue, names: Iterable[str]) -> None:
+    """Raise the first fault that concerns the whole checkpoint, or one of these names of entries."""
     if catalogue.faults:
-        raise catalogue.faults[0]
+        names = list(names)
+        for fault in catalogue.faults:
+            if concerns(fault, None) or any(concerns(fault, name) for name in names):
+                raise fault
+
+
+def concerns(fault: CkptError, name: str | None) -> bool:
+    """Whether a fault is about the entry of this name; with None, about the checkpoint as a whole. Pure."""
+    about = fault.facts.get("concerns")
+    if about is None or name is None:
+        return about is None
+    return any(not root or name == root or name.startswith(f"{root}.") for root in about)
+
+
+def validate(catalogue: Catalogue, *, later: bool = False) -> None:
+    """Prove what everything after relies on: each tensor's chunks tile it exactly, and each extent lies inside its
+    file and is as large as its box. Raises the first of its faults, or CorruptError with the file and the tensor.
+    With `later`, faults that concern some entries only, and these entries, are left to `stop_at_fault`."""
+    stop_at_fault(catalogue, () if later else (entry.name for entry in catalogue.entries.values()))
     files = catalogue.files
     sizes = [f.size for f in files]
     for tensor in catalogue.tensors:
+        if later and any(concerns(fault, tensor.name) for fault in catalogue.faults):
+            continue
         chunks = tensor.chunks
         if len(chunks) != 1 or chunks.sizes[0] != tensor.shape:
             fault = boxes.tiling_fault(tensor.shape, chunks.offsets, chunks.sizes)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path as FilePath
 
 from ckpttool import chunking, files, formats, layout, making, opening, optimkeys, parts
-from ckpttool.catalogue import Catalogue, Path, Tensor, dotted, validate
+from ckpttool.catalogue import Catalogue, Path, Tensor, dotted, stop_at_fault, validate
 from ckpttool.contract import TENSOR_CLASS, Format, SinkOptions, Source
 from ckpttool.errors import UsageError
 from ckpttool.making import Conversion, How, Laid
@@ -69,11 +70,12 @@ def convert(
     with making.given(src, shapes, model_from, optim_from) as have:
         source = have.source
         with opening.naming(have.known):
-            validate(source.catalogue)
+            validate(source.catalogue, later=True)
             row = writing.chosen(producer, source.catalogue, to_world) if producer is not None else None
             spell = _speller(row, target, optim_keys)
             laid, folded = _start(source.catalogue, only, drop, optim_keys, optim_root, spell)
             laid = _lay_out(laid, tensors, exclude, rename, strip_wrappers, strip_prefix)
+            stop_at_fault(source.catalogue, map(dotted, optimkeys.origins(laid) | folded))
             _check_matches("--dtype", [rule(text, "--dtype")[0] for text in dtype if "=" in text], laid)
             laid = layout.cast(laid, layout.caster(dtype))
             world = to_world or source.catalogue.world_size
@@ -205,6 +207,7 @@ def _start(
     if optim_keys is not None and not any(part.kind == "optimizer" for part in parts.parts(laid)):
         raise UsageError(f"`--optim-keys {optim_keys}`: there is no optimizer here")
     if spell is not None:
+        _stop_at_faulty_part(source, laid)
         # The model that says what ids mean is the source's, whether it is wanted or not, by its own names.
         before = optimkeys.origins(laid)
         laid = spell(laid, source)
@@ -214,6 +217,16 @@ def _start(
         # First of all, so that every pattern below sees the names that will be written.
         laid = layout.without_root(laid, left[0])
     return (optimkeys.respell_root(laid, optim_root) if optim_root is not None else laid), folded
+
+
+def _stop_at_faulty_part(source: Catalogue, laid: Catalogue) -> None:
+    """What is wrong with an optimizer is said before it is looked at; a tensor may still be left out."""
+    whole = [
+        fault
+        for fault in source.faults
+        if not {*fault.facts.get("concerns", ())} <= {e.name for e in source.entries.values()}
+    ]
+    stop_at_fault(replace(source, faults=whole), map(dotted, optimkeys.origins(laid)))
 
 
 def _lay_out(

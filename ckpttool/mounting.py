@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from ckpttool import layout, nesting, parts
-from ckpttool.catalogue import Catalogue, Chunk, Extent, Part, Path, Tensor, dotted
+from ckpttool.catalogue import Catalogue, Chunk, Extent, Part, Path, Tensor, concerns, dotted
 from ckpttool.contract import Source
-from ckpttool.errors import UsageError, some
+from ckpttool.errors import CkptError, UsageError, some
 
 _ROOTS = {"model": ("model",), "optimizer": ("optim",)}
 
@@ -66,7 +66,11 @@ class Mounted:
                 self.catalogue.containers[(*root, *path[depth:])] = container
         self.catalogue.files += theirs.files
         self.catalogue.warnings += theirs.warnings
-        self.catalogue.faults += theirs.faults
+        named = [entry.name for entry in alone.entries.values()]
+        self.catalogue.faults += [
+            _moved(fault, root, depth) for fault in theirs.faults
+            if concerns(fault, None) or part is None or any(concerns(fault, name) for name in named)
+        ]  # fmt: skip
 
     def add_values(self, values: Mapping[str, Any], root: Path = ()) -> None:
         """Add plain values, such as those of a JSON file, under `root`."""
@@ -85,7 +89,11 @@ class Mounted:
         self.catalogue = layout.select(made, lambda entry: entry.part.kind != kind)
         self.catalogue.files = list(before.files)
         self.catalogue.warnings = [*before.warnings]
-        self.catalogue.faults = list(before.faults)
+        left = [entry.name for entry in before.entries.values() if entry.part.kind != kind]
+        self.catalogue.faults = [
+            fault if made is before else _unbound(fault) for fault in before.faults
+            if concerns(fault, None) or any(concerns(fault, name) for name in left)
+        ]  # fmt: skip
         self.mount(other, root, theirs)
         self.catalogue.warnings.append(f"{kind} taken from `{name}`")
         strangers = _strangers(self.catalogue)
@@ -121,6 +129,22 @@ class Mounted:
 
     def close(self) -> None:
         self._closing.close()
+
+
+def _moved(fault: CkptError, root: Path, depth: int) -> CkptError:
+    """The same fault where what it concerns is mounted under `root`."""
+    if concerns(fault, None) or not (root or depth):
+        return fault
+    if depth:
+        return _unbound(fault)
+    names = [f"{dotted(root)}.{name}".rstrip(".") for name in fault.facts["concerns"]]
+    return type(fault)(fault.message, hint=fault.hint, **{**fault.facts, "concerns": names})
+
+
+def _unbound(fault: CkptError) -> CkptError:
+    """The same fault as one of the whole checkpoint: what it concerns has another name now."""
+    facts = {key: value for key, value in fault.facts.items() if key != "concerns"}
+    return type(fault)(fault.message, hint=fault.hint, **facts)
 
 
 def _only_part(catalogue: Catalogue, kind: str, name: str) -> Part:

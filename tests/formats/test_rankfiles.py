@@ -21,11 +21,12 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from ckpttool import convert, formats, nesting
+from ckpttool import convert, formats, inspect, nesting
 from ckpttool.catalogue import Catalogue, Tensor, find_aliases, validate
 from ckpttool.contract import NO_HINTS, OpenOptions, Source
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
 from ckpttool.formats.rankfiles import FORMAT, sets
+from ckpttool.verbs import show
 
 SAMPLES = HERE.parent
 sys.path.insert(0, str(SAMPLES))
@@ -485,6 +486,60 @@ def test_a_replicated_tensor_that_differs(where: str, tmp_path: Path) -> None:
     name = "model.b" if where == "model" else "optim.state.w.step"
     assert f"tensor `{name}` differs between ranks" in error.message
     assert "rank 2 (`rank2.pt`) from rank 0 (`rank0.pt`)" in error.message
+
+
+def test_what_differs_can_be_left_out(tmp_path: Path) -> None:
+    def state(rank: int) -> Any:
+        model: dict[str, Any] = {"w": cut(torch.arange(6.0), mesh(2), Shard(0)), "other": torch.ones(2)}
+        return {"model": model | {f"layers.{i}.running_mean": torch.full((3,), 1.0 + rank) for i in range(4)}}
+
+    folder = save(tmp_path / "ckpt", 2, state)
+    with pytest.raises(CorruptError, match="differs between ranks") as caught:
+        convert(str(folder), str(tmp_path / "out.pt"))
+    flags = str(caught.value.hint).split("`--exclude '")[1:]
+    assert len(flags) == 1
+    with pytest.raises(CorruptError, match=r"layers\.1\.running_mean"):
+        convert(str(folder), str(tmp_path / "out.pt"), exclude="model.layers.0.*")
+    convert(str(folder), str(tmp_path / "out.pt"), exclude=flags[0].split("'")[0], check=True)
+    found = torch.load(tmp_path / "out.pt")["model"]
+    assert found.keys() == {"w", "other"}
+    assert torch.equal(found["w"], torch.arange(6.0))
+
+
+def test_a_hundred_tensors_that_differ_are_each_a_fault(tmp_path: Path) -> None:
+    def state(rank: int) -> Any:
+        differing = {f"b{i}": torch.full((1,), 1.0 + rank) for i in range(105)}
+        return {"model": {"w": cut(torch.arange(6.0), mesh(2), Shard(0)), **differing}}
+
+    folder = save(tmp_path / "ckpt", 2, state)
+    with pytest.raises(CorruptError, match="5 more tensors differ"):
+        convert(str(folder), str(tmp_path / "out.pt"), exclude=[f"model.b{i}" for i in range(100)])
+
+
+def test_an_optimizer_that_cannot_be_read_does_not_stop_the_model(tmp_path: Path) -> None:
+    def state(rank: int) -> Any:
+        # Two parameters of one size, one id: nobody can say which of them was trained.
+        model = {name: chunked(torch.arange(12.0).reshape(6, 2), rank, 2) for name in ("a", "b")}
+        groups = [{"lr": 0.1, "params": [0]}]
+        raw = {"state": {0: {"exp_avg": torch.full((6,), 1.0 + rank)}}, "param_groups": groups}
+        return {"model": model, "optim": raw, "step": 3}
+
+    folder = save(tmp_path / "ckpt", 2, state)
+    for flags in ({}, {"only": "optimizer"}, {"exclude": "step"}, {"to": "fsdp1"}):
+        out = tmp_path / ("out" if "to" in flags else "out.pt")
+        with pytest.raises(UsageError, match="more ways than one") as caught:
+            convert(str(folder), str(out), **flags)  # type: ignore[arg-type]
+        assert "`--drop optim`" in str(caught.value.hint)
+    assert any("more ways than one" in text for text in inspect(folder).warnings)
+    assert show(str(folder), "model.a").shape == (6, 2)
+    convert(str(folder), str(tmp_path / "out.pt"), drop="optim", check=True)
+    found = torch.load(tmp_path / "out.pt")
+    assert found["step"] == 3
+    assert torch.equal(found["model"]["a"], torch.arange(12.0).reshape(6, 2))
+    convert(str(folder), str(tmp_path / "fsdp1"), to="fsdp1", only="model")
+    torch.save({"state": {"a": {"exp_avg": torch.ones(6, 2)}}, "param_groups": [{"params": ["a"]}]}, tmp_path / "o.pt")
+    convert(str(folder), str(tmp_path / "both.pt"), optim_from=str(tmp_path / "o.pt"))
+    assert torch.load(tmp_path / "both.pt")["optim"]["state"].keys() == {"a"}
 
 
 @pytest.mark.parametrize("placements", [(Replicate(), Shard(0)), (Replicate(), Replicate())], ids=str)

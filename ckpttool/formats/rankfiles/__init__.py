@@ -90,7 +90,7 @@ class _Opening:
         for state in (first, *states) if first is not None else ():
             self._merging.add(state)
         misplaced = self._catalogue.faults[:]
-        self._merging.finish()
+        self._merging.finish(rebuilding.faults if rebuilding is not None else {})
         if rebuilding is not None:
             self._catalogue.faults += rebuilding.finish(self._catalogue, self._merging.comparing)
         if flat is not None:

@@ -12,7 +12,7 @@ Pieces go where their placements say; that bytes are equal never decides anythin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,7 +90,7 @@ class Merging:
         self._absent: dict[Path, set[int]] = {}
         self._differing: dict[Path, list[int]] = {}
         self._unread: dict[Path, None] = {}
-        self._shapes: list[CkptError] = []
+        self._shapes: dict[Path, CkptError] = {}
 
     @property
     def shards(self) -> Mapping[Path, Shard]:
@@ -259,26 +259,25 @@ class Merging:
     # Faults ----------------------------------------------------------------------------------------------------------
 
     def _disagree(self, path: Path, ours: str, theirs: str, state: RankState) -> None:
-        if len(self._shapes) >= _MOST_FAULTS:
+        if path in self._shapes:
             return
         holder = self._holders.get(path, self._first)
         assert holder is not None
         a, b = holder.file_of(path).name, state.file_of(path).name
-        self._shapes.append(
-            CorruptError(
-                f"ranks {holder.rank} and {state.rank} disagree on `{dotted(path)}`: {ours} in `{a}`, "
-                f"{theirs} in `{b}`",
-                hint="the files are not of one save: copy all of them again from the same step",
-                tensor=dotted(path), ranks=[holder.rank, state.rank], files=[a, b], found=theirs, expected=ours,
-            )
+        self._shapes[path] = CorruptError(
+            f"ranks {holder.rank} and {state.rank} disagree on `{dotted(path)}`: {ours} in `{a}`, {theirs} in `{b}`",
+            hint="the files are not of one save: copy all of them again from the same step",
+            tensor=dotted(path), ranks=[holder.rank, state.rank], files=[a, b], found=theirs, expected=ours,
+            concerns=[dotted(path)],
         )  # fmt: skip
 
-    def _faults(self) -> list[CkptError]:
-        found = list(self._shapes)
-        for path, others in self._differing.items():
-            if len(found) >= _MOST_FAULTS:
-                break
-            holder = self._holders.get(path, self._first)
+    def _faults(self, blamed: Mapping[Path, CkptError]) -> list[CkptError]:
+        """`blamed` are parts of which more is known than that their tensors differ."""
+        within = [path for path in (*self._shapes, *self._differing) if _is_below(path, blamed)]
+        found = [error for path, error in self._shapes.items() if path not in within]
+        differing = [path for path in self._differing if path not in within]
+        for path in differing:
+            holder, others = self._holders.get(path, self._first), self._differing[path]
             assert holder is not None
             copies = sorted(set(others))
             names = some([self._names[rank].strip("`") for rank in copies])
@@ -288,11 +287,12 @@ class Merging:
                     f"{'rank' if len(copies) == 1 else 'ranks'} {', '.join(map(str, copies))} ({names}) "
                     f"from rank {holder.rank} ({self._names[holder.rank]})",
                     hint="the files are not of one save, or the ranks went apart in training (buffers that nobody "
-                    "synchronises do); copy them again, or save once more",
-                    tensor=dotted(path), ranks=[holder.rank, *copies],
+                    f"synchronises do); copy them again, save once more, or leave out what differs: "
+                    f"{_left_out(differing)}",
+                    tensor=dotted(path), ranks=[holder.rank, *copies], concerns=[dotted(path)],
                 )
             )  # fmt: skip
-        return found + self._foreign()
+        return [*found[:_MOST_FAULTS], *_rest(found[_MOST_FAULTS:]), *blamed.values(), *self._foreign()]
 
     def _foreign(self) -> list[CkptError]:
         """Ranks without a tensor of the model that they should have: with pipeline stages each mesh has its own."""
@@ -319,13 +319,14 @@ class Merging:
 
     # The end ---------------------------------------------------------------------------------------------------------
 
-    def finish(self) -> None:
-        """Put what is each rank's own into its place, and say what was found."""
+    def finish(self, blamed: Mapping[Path, CkptError]) -> None:
+        """Put what is each rank's own into its place, and say what was found; what is wrong with `blamed` parts is
+        known."""
         for path, shard in self._shards.items():
             tensor = self._catalogue.tensor(path)
             if not tensor.numel and not tensor.chunks:
                 tensor.chunks = Chunks.single(shard.shape, Extent(0, 0, 0))
-        self._catalogue.faults += self._faults()
+        self._catalogue.faults += self._faults(blamed)
         self._spread()
         some_ranks = [dotted(p) for p in self._absent if p in self._catalogue.entries]
         if some_ranks:
@@ -375,6 +376,27 @@ class Merging:
             if rank in own:
                 found.append(own[rank])
         return found
+
+
+def _is_below(path: Path, roots: Iterable[Path]) -> bool:
+    return any(path[: len(root)] == root for root in roots)
+
+
+def _rest(faults: list[CkptError]) -> list[CkptError]:
+    """Those beyond what anybody reads, as one."""
+    names = [name for fault in faults for name in fault.facts["concerns"]]
+    return [CorruptError(f"{len(names)} more tensors differ: {some(names)}", concerns=names)] if names else []
+
+
+def _left_out(paths: list[Path]) -> str:
+    """What to type to do without some tensors."""
+    names = list(map(dotted, paths))
+    if len(names) > 3:
+        names = [
+            f"*{'.' if len(path) > 1 or '.' in str(path[-1]) else ''}{str(path[-1]).rpartition('.')[2]}"
+            for path in paths
+        ]
+    return " ".join(f"`--exclude '{name}'`" for name in list(dict.fromkeys(names))[:6])
 
 
 def _is_empty(entry: Entry) -> bool:

@@ -34,6 +34,7 @@ class Rebuilding:
     def __init__(self, states: Sequence[RankState], options: OpenOptions) -> None:
         self._states, self._options = states, options
         self._made: list[Rebuilt] = []
+        self.faults: dict[Path, CkptError] = {}
         self.models: list[Path] = []
         self.optimizers: list[Path] = []
         for path, node in _dicts(states[0]):
@@ -53,7 +54,8 @@ class Rebuilding:
         return bool(tensors) and all(len(v.shape) < 2 for v in tensors)
 
     def run(self) -> None:
-        """Put markers into the trees. Raises CorruptError or UsageError when what is needed is not there."""
+        """Put markers into the trees; an optimizer that cannot be rebuilt is left as it is, and among `faults`. Raises
+        CorruptError or UsageError when what a model needs is not there."""
         counted: Sequence[Counted] | None = None
         for path in self.models:
             trees = [state.node(path) for state in self._states]
@@ -68,18 +70,33 @@ class Rebuilding:
                 tree.clear()
                 tree.update((name, kept.get(name, markers.get(name))) for name in order)
         for path in self.optimizers:
-            known = counted or self._named(path)
             trees = [state.node(path) for state in self._states]
             try:
+                known = counted or self._named(path)
+            except CkptError as error:
+                self._blame(path, error)
+                continue
+            try:
                 marked = self._marked(flatoptim.optimizer(trees, self._placer(path), known, self._replica()))
-            except CkptError:
+            except CkptError as error:
                 if self.models or any(True for state in self._states for file in state.files.values() if file.shards):
-                    raise
+                    self._blame(path, error)
                 # Plain on every rank: Adafactor's state is of one dimension too, and no piece of anything.
                 continue
             for tree in trees:
                 tree.clear()
                 tree.update(marked)
+
+    def _blame(self, optimizer: Path, error: CkptError) -> None:
+        """Say that an error is that of one optimizer, and how to go on without."""
+        hint = error.hint or "save it again"
+        if optimizer:
+            name = dotted(optimizer)
+            self.faults[optimizer] = type(error)(
+                error.message, hint=f"{hint}; or leave it out: `--drop {name}`", **{**error.facts, "concerns": [name]}
+            )
+        else:
+            self.faults[optimizer] = error
 
     def _named(self, optimizer: Path) -> Sequence[Parameter]:
         """The parameters of the model that an optimizer is of."""
@@ -157,7 +174,7 @@ class Rebuilding:
                 f"tensor `{dotted(path)}` differs between ranks that should have the same: ranks "
                 f"{', '.join(map(str, names))} ({', '.join(f'`{self._files(path)[r]}`' for r in other)})",
                 hint="the files are not of one save: copy all of them again from the same step",
-                tensor=dotted(path), ranks=names,
+                tensor=dotted(path), ranks=names, concerns=[dotted(path)],
             )  # fmt: skip
 
 
