@@ -15,7 +15,9 @@ from functools import lru_cache
 from ckpttool.errors import CorruptError
 
 _STOP, _BINPUT, _PUT, _PAIR = ord("."), ord("r"), ord("p"), frozenset(b"ci")
-_REFUSED = frozenset(b"\x82\x83\x84\x97\x98")  # EXT1, EXT2, EXT4; NEXT_BUFFER, READONLY_BUFFER
+# EXT1, EXT2, EXT4; NEXT_BUFFER, READONLY_BUFFER; and DUP, which no pickler writes: 50 of them make a tuple of tuples
+# whose hash takes years.
+_REFUSED = frozenset(b"\x82\x83\x84\x97\x982")
 
 # Bytes of argument behind each opcode, or of the length before it (negative: see `_LENGTHS`), or None: up to a newline.
 _ARGUMENT: list[int | None] = [0] * 256
@@ -50,126 +52,9 @@ def _run(top: int) -> re.Pattern[bytes]:
     return re.compile(b"(?:" + bare + b"(?:" + b"|".join(fixed) + b")){0,5000}" + bare, re.S)
 
 
-# Tuples in tuples: Python's hash of a tuple calls itself for each, in C and with nothing to stop it, until the stack is
-# full: a SIGSEGV at 100,000 or so. Up to _HARMLESS of these opcodes do no harm in any order; where there are more, the
-# machine is followed, and no nesting deeper than MAX_NESTED let through.
-MAX_NESTED, _HARMLESS = 2000, 20_000
-_TUPLES = b"\x85\x86\x87t"
-
-
-def _check_nested(data: bytes, start: int, end: int) -> None:
-    if sum(data.count(code, start, end) for code in _TUPLES) >= _HARMLESS and _may_nest(data, start, end):
-        _Depths(data).follow(start, end)
-
-
-@lru_cache(maxsize=1)
-def _shallow() -> re.Pattern[bytes]:
-    """Matches opcodes in a row, tuples only of numbers that stand before them, and a tuple around one of these: the
-    millions of `torch.Size` in an index."""
-    number = b"(?:K.|M..|J.{4}|G.{8})"
-    closed = b"%b(?:\x85|%b(?:\x86|%b\x87))|\\((?:%b{1,16}t)?" % ((number,) * 4)
-    around = b"(?:(?:\x94|q.|r.{4})*\x85)?"
-    by_length: dict[int, bytes] = {}
-    for code in sorted(_CODES - {_STOP, *_TUPLES, *b"(KMJG"}):
-        n = _ARGUMENT[code]
-        if n is not None and n >= 0:
-            by_length[n] = by_length.get(n, b"") + re.escape(bytes((code,)))
-    bare = b"[" + by_length.pop(0) + b"]*"
-    # What is frequent and quickly told comes first.
-    other = b"|".join([*(b"[" + codes + b"]" + b"." * n for n, codes in by_length.items()), _SHORT_TEXT])
-    return re.compile(
-        b"(?:" + bare + b"(?:" + other + b"|(?:" + closed + b")" + around + b"|" + number + b")){0,5000}" + bare, re.S
-    )  # fmt: skip
-
-
-def _may_nest(data: bytes, at: int, end: int) -> bool:
-    """Whether more tuples than are harmless could have a tuple in them. Each level of a nesting takes one of these."""
-    shallow, count = _shallow().match, 0
-    while at < end:
-        matched = shallow(data, at)
-        assert matched is not None
-        at = matched.end()
-        if data[at] in _TUPLES:
-            count += 1
-            if count >= _HARMLESS:
-                return True
-        at = _memoized(data, _after(data, at, data[at], len(data))).end()  # type: ignore[union-attr]
-    return False
-
-
-# What opcodes do to the stack: how many values they take (None: all down to the mark) and leave. Those in the second
-# table leave what they fill or change as it is; the third is for results that may hold, or be, what was taken.
-_TAKES: dict[int, tuple[int | None, int]] = {}
-for _op in pickletools.opcodes:
-    _before = _op.stack_before
-    _down = pickletools.stackslice in _before or pickletools.markobject in _before
-    _TAKES[ord(_op.code)] = (None if _down else len(_before), len(_op.stack_after))
-_FILLS: dict[int, int | None] = {ord("b"): 1, ord("s"): 2, ord("a"): 1, ord("u"): None, ord("e"): None, 0x90: None}
-_CALLS = frozenset(b"R\x81\x92QoiP")
-
-
-class _Depths:
-    """Follows the machine with the depth of nested tuples in place of each value."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        self._stack: list[int] = []
-        self._marks: list[int] = []
-        self._memo: dict[int, int] = {}
-
-    def follow(self, at: int, end: int) -> None:
-        """Raises CorruptError for tuples nested too deep. The machine itself stops at what is impossible, and so what
-        comes after that does not matter."""
-        data, stack, memo = self._data, self._stack, self._memo
-        try:
-            while at < end:
-                code = data[at]
-                after = _after(data, at, code, end)
-                if code == 0x94:
-                    memo[len(memo)] = stack[-1]
-                elif code in b"qrp":
-                    memo[self._index(at, after)] = stack[-1]
-                elif code in b"hjg":
-                    stack.append(memo[self._index(at, after)])
-                elif code == ord("("):
-                    self._marks.append(len(stack))
-                elif code == ord("2"):
-                    stack.append(stack[-1])
-                elif code == ord("0") and self._marks and self._marks[-1] == len(stack):
-                    self._marks.pop()
-                elif code in _FILLS:
-                    self._taken(_FILLS[code])
-                else:
-                    takes, leaves = _TAKES[code]
-                    taken = self._taken(takes)
-                    if leaves:
-                        stack.append(self._depth(code, taken, at))
-                at = after
-        except (LookupError, ValueError):
-            return
-
-    def _index(self, at: int, after: int) -> int:
-        argument = self._data[at + 1 : after]
-        return int(argument) if self._data[at] in b"gp" else int.from_bytes(argument, "little")
-
-    def _taken(self, count: int | None) -> list[int]:
-        stack = self._stack
-        first = self._marks.pop() if count is None else len(stack) - count
-        if first < 0:
-            raise IndexError
-        taken = stack[first:]
-        del stack[first:]
-        return taken
-
-    def _depth(self, code: int, taken: list[int], at: int) -> int:
-        if code in _CALLS:
-            return max(taken, default=0)
-        if code not in _TUPLES:
-            return 0
-        depth = 1 + max(taken, default=0)
-        if depth > MAX_NESTED:
-            raise CorruptError(f"tuples nested more than {MAX_NESTED} deep at byte {at}")
-        return depth
+def tuples(data: bytes, end: int) -> int:
+    """The most tuples that a pickle which ends there can make."""
+    return sum(data.count(code, 0, end) for code in (b"\x85", b"\x86", b"\x87", b"t"))
 
 
 _memoized = re.compile(b"\\x94*").match
@@ -179,7 +64,7 @@ def end_of(data: bytes, start: int = 0, *, limit: int | None = None) -> int | No
     """Where the pickle at `start` ends; None when `data` ends first.
 
     Raises CorruptError for what no pickle of its size needs: a memo index or a length past `limit` (the length of
-    `data`), an extension code, an opcode that there is not, tuples nested without end.
+    `data`), an extension code, an opcode that there is not.
     """
     limit = len(data) if limit is None else limit
     run = _run(min(limit >> 16, 255)).match
@@ -191,7 +76,6 @@ def end_of(data: bytes, start: int = 0, *, limit: int | None = None) -> int | No
             at = matched.end()
             code = data[at]
             if code == _STOP:
-                _check_nested(data, start, at + 1)
                 return at + 1
             # The reader of a large DCP index leaves thousands of MEMOIZE behind a name (0.2 s -> 0.0 s).
             at = _memoized(data, _after(data, at, code, limit)).end()  # type: ignore[union-attr]

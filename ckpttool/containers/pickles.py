@@ -16,10 +16,12 @@ import gc
 import io
 import pickle
 import struct
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ckpttool.containers import opcodes
@@ -199,7 +201,6 @@ def _list_of(kind: Callable[[Any], Any]) -> Callable[..., Any]:
 
 
 def _size(*args: Any) -> TorchSize:
-    # Never of a list, as torch itself: `opcodes` counts how deep tuples are nested, and a list would hide it.
     if len(args) == 1 and isinstance(args[0], tuple):
         return TorchSize(args[0])
     raise CorruptError("a pickle calls `torch.Size` in a way that pickle itself never does")
@@ -390,7 +391,7 @@ def load(
         if not isinstance(stream, bytes):
             stream.seek(start + end)
         with no_garbage_collection():
-            return _Unpickler(io.BytesIO(data), known or {}, persistent).load()
+            return _loaded(opcodes.tuples(data, end), _Unpickler(io.BytesIO(data), known or {}, persistent))
     except CkptError as error:
         if what in error.message:
             raise
@@ -402,6 +403,101 @@ def load(
     # The machine raises whatever the operation at hand raises when a pickle is cut or made up.
     except Exception as error:
         raise CorruptError(f"{what}: not a whole pickle: {error}".rstrip(".")) from None
+
+
+# Python's hash of a tuple calls itself for each tuple in it, in C and with nothing to stop it, until the stack is full:
+# a SIGSEGV at 100,000 or so. A key of fewer does no harm anywhere.
+MAX_NESTED = 2000
+_FEW_TUPLES = 20_000
+_LEVEL = 256  # bytes of stack that one takes, and as many to spare
+_stack_size = threading.Lock()
+
+
+def _loaded(count: int, unpickler: _Unpickler) -> Any:
+    """What the machine makes of a pickle of at most `count` tuples: if they are many, on a stack that all fit on."""
+    if count < _FEW_TUPLES:
+        return unpickler.load()
+    made: list[Any] = []
+    failed: list[BaseException] = []
+    context = copy_context()
+
+    def load() -> None:
+        try:
+            made.append(context.run(unpickler.load))
+            check_depths(made[0])
+        # Whatever it is, the thread that waits raises it.
+        except BaseException as error:
+            failed.append(error)
+
+    with _stack_size:
+        before = threading.stack_size((16 << 20) + (count * _LEVEL >> 12 << 12))
+        try:
+            thread = threading.Thread(target=load, name="unpickler", daemon=True)
+            thread.start()
+        except RuntimeError:
+            raise MemoryError from None
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    if failed:
+        raise failed[0]
+    return made[0]
+
+
+_LEAVES = frozenset({str, int, float, bool, type(None), bytes})
+
+
+def check_depths(tree: Any) -> None:
+    """Raises CorruptError for tuples nested so deep that their hash would end the process: as a key, it was computed on
+    the stack above, but whoever puts it into another dict computes it again."""
+    seen: set[int] = set()
+    depths: dict[int, int] = {}
+    todo = [tree]
+    while todo:
+        node = todo.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        below: Iterable[Any]
+        if isinstance(node, dict):
+            attributes = vars(node).values() if hasattr(node, "__dict__") else ()
+            below = chain(node.values(), attributes, (key for key in node if isinstance(key, tuple)))
+        elif isinstance(node, tuple):
+            below = _inside(node, depths)
+        elif isinstance(node, (list, set, frozenset)):
+            below = node
+        elif isinstance(node, Stub):
+            below = [child for _, child in children(node)]
+        else:
+            continue
+        todo += [value for value in below if type(value) not in _LEAVES]
+
+
+def _inside(top: tuple[Any, ...], depths: dict[int, int]) -> list[Any]:
+    """What is in a tuple and in the tuples in it; `depths` remembers how deep each is."""
+    below: list[Any] = []
+    if id(top) in depths:
+        return below
+    path, left, deepest = [top], [iter(top)], [1]
+    while path:
+        for item in left[-1]:
+            if not isinstance(item, tuple):
+                below.append(item)
+            elif id(item) in depths:
+                deepest[-1] = max(deepest[-1], depths[id(item)] + 1)
+            else:
+                path.append(item)
+                left.append(iter(item))
+                deepest.append(1)
+                break
+        else:
+            left.pop()
+            depth = depths[id(path.pop())] = deepest.pop()
+            if deepest:
+                deepest[-1] = max(deepest[-1], depth + 1)
+            if depth > MAX_NESTED:
+                raise CorruptError(f"tuples nested more than {MAX_NESTED} deep")
+    return below
 
 
 _BATCH = 1000

@@ -306,6 +306,7 @@ class _Reader:
         whole = cast("dict[str, StoredTensor | Item]", entries)
         made = Metadata(self._name, list(self._numbers), whole, self._paths(root.fields.get("planner_data")))
         extra = root.fields.get("ckpttool")
+        pickles.check_depths(extra)
         made.extra = extra if type(extra) is dict else None
         made.strays = self._strays
         made.facts = self._facts(root.fields, seen)
@@ -387,7 +388,7 @@ class _Reader:
 
     def _position(self, key: str, entry: StoredTensor, at: Any) -> int | None:
         """Which chunk is at these offsets, when the hint did not say."""
-        if type(at) is not tuple:
+        if type(at) is not tuple or set(map(type, at)) - {int}:
             raise CorruptError("an item of a tensor without offsets")
         if key not in self._by_offsets:
             self._by_offsets[key] = {o: i for i, o in enumerate(entry.offsets)}
@@ -485,6 +486,9 @@ def _columns(chunks: list[Any], dims: int) -> tuple[list[Ints], list[Ints]]:
 
 def _singles(items: Iterable[tuple[_Index, _Info]]) -> Iterator[Row]:
     for index, info in items:
+        # Looked up by their hashes: see `pickles.check_depths`.
+        if type(index.fqn) is not str or type(info.path) is not str:
+            raise CorruptError("a name or a path that is not a string")
         yield index.fqn, index.offset, index.index, info.path, info.offset, info.length, info.transforms
 
 
