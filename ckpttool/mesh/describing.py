@@ -78,19 +78,21 @@ class Described:
 
 
 def describe(
-    catalogue: Catalogue, path: str, read: Read, model: str | None, optimizer: str | None, *, wanted: tuple[bool, bool]
-) -> Described:
+    catalogue: Catalogue, path: str, read: Read, model: str | None, optimizer: str | None, prefix: str = "", *,
+    wanted: tuple[bool, bool],
+) -> Described:  # fmt: skip
     """`model` and `optimizer` are the root keys of the parts to take, if there are several; `wanted` says which of the
-    two are. Raises UsageError when a part is not there, or not the only one."""
+    two are; `prefix` is taken off the names of parameters. Raises UsageError when a part is not there, or is not the
+    only one."""
     told = Described(path, catalogue.format)
     catalogue = layout.start(catalogue)
     chosen: list[Part] = []
     if wanted[0]:
         chosen.append(chosen_part(catalogue, "model", model, path))
-        _add_model(told, catalogue, chosen[0])
+        _add_model(told, catalogue, chosen[0], prefix)
     if wanted[1]:
         chosen.append(chosen_part(catalogue, "optimizer", optimizer, path))
-        _add_optimizer(told, catalogue, chosen[-1], read)
+        _add_optimizer(told, catalogue, chosen[-1], read, prefix)
     there = [part for part in parts.parts(catalogue) if part.kind in ("model", "optimizer")]
     told.left = [str(part) for part in there if part not in chosen]
     kept = layout.select(catalogue, lambda entry: entry.part.kind not in ("model", "optimizer"))
@@ -126,13 +128,13 @@ def chosen_part(catalogue: Catalogue, kind: str, name: str | None, path: str) ->
     return there[0]
 
 
-def _add_model(told: Described, catalogue: Catalogue, part: Part) -> None:
+def _add_model(told: Described, catalogue: Catalogue, part: Part, prefix: str) -> None:
     depth = len(part.root)
     first: dict[Path, str] = {}
     for entry in catalogue.entries.values():
         if entry.part != part or (isinstance(entry, Tensor) and entry.embedded):
             continue
-        name = dotted(entry.path[depth:])
+        name = dotted(entry.path[depth:]).removeprefix(prefix)
         if isinstance(entry, Object):
             told.extra_state[name] = entry.value
             continue
@@ -143,7 +145,7 @@ def _add_model(told: Described, catalogue: Catalogue, part: Part) -> None:
             told.same[name] = known
 
 
-def _add_optimizer(told: Described, catalogue: Catalogue, part: Part, read: Read) -> None:
+def _add_optimizer(told: Described, catalogue: Catalogue, part: Part, read: Read, prefix: str) -> None:
     # The model goes along, as it says what the numbers of an optimizer mean.
     alone = layout.select(catalogue, lambda entry: entry.part == part or entry.part.kind == "model")
     by_number = False
@@ -163,6 +165,9 @@ def _add_optimizer(told: Described, catalogue: Catalogue, part: Part, read: Read
     [one] = made
     told.optimizer = Optimizer([], {}, by_number)
 
+    def bare(name: Any) -> Any:
+        return name.removeprefix(prefix) if isinstance(name, str) else name
+
     def value(entry: Tensor | Object) -> Any:
         return read(entry.origin or entry) if isinstance(entry, Tensor) else with_tensors(entry.value, alone, read)
 
@@ -171,8 +176,9 @@ def _add_optimizer(told: Described, catalogue: Catalogue, part: Part, read: Read
         for below, entry in group.items:
             if not (isinstance(entry, Tensor) and entry.embedded):
                 _put(values, below, value(entry))
-        told.optimizer.groups.append(Group(list(group.params), values))
-    for name, items in one.state.items():
+        told.optimizer.groups.append(Group([bare(name) for name in group.params], values))
+    for called, items in one.state.items():
+        name = bare(called)
         kept: dict[Path, Any] = {}
         told.optimizer.state[name] = kept
         for below, entry in items:
@@ -219,7 +225,8 @@ def without_own(told: Described, rank: int) -> list[str]:
 
 def _rank_of(entry: Tensor | Object) -> int | None:
     of = ranks.of(entry.path) if entry.part.kind in ranks.KINDS else None
-    return of[1] if of is not None else None
+    # `dp_rank_0` of torchtitan is a number on one dimension of a mesh: its data loader looks for its own.
+    return None if of is None or str(entry.path[of[0]]).startswith("dp_") else of[1]
 
 
 def with_tensors(value: Any, catalogue: Catalogue, read: Read) -> Any:

@@ -67,6 +67,7 @@ def load(
     strict: bool = True,
     model_key: str | None = None,
     optimizer_key: str | None = None,
+    strip_prefix: str | None = None,
     device: torch.device | str | None = None,
     shapes: str | None = None,
 ) -> Loaded:
@@ -74,14 +75,15 @@ def load(
 
     The model may be wrapped by FSDP2, FSDP1, HSDP, tensor parallelism, DDP or not at all, and be on the meta device,
     on some ranks or all; `device` says where it goes then. The optimizer need not have stepped. `model_key` and
-    `optimizer_key` say which part to take when the checkpoint has several; `shapes` is `--shapes`. With
-    `strict=False` missing and unexpected names are returned and not refused.
+    `optimizer_key` say which part to take when the checkpoint has several; `strip_prefix` is taken off the
+    checkpoint's names; `shapes` is `--shapes` of the command line. With `strict=False` missing and unexpected names
+    are returned and not refused.
 
     Raises `CkptError`, the same on every rank, before anything is changed unless reading itself fails.
     """
     if model is None and optimizer is not None:
         raise UsageError("an optimizer is loaded with its model, which knows the names of the parameters")
-    wanted = Wanted(model, optimizer, model_key, optimizer_key)
+    wanted = Wanted(model, optimizer, model_key, optimizer_key, f"{strip_prefix.rstrip('.')}." if strip_prefix else "")
     return load_parts(os.fspath(path), wanted, strategy=strategy, strict=strict, device=device, shapes=shapes)
 
 
@@ -93,6 +95,7 @@ class Wanted:
     optimizer: torch.optim.Optimizer | None = None
     model_key: str | None = None
     optimizer_key: str | None = None
+    prefix: str = ""
 
 
 def load_parts(
@@ -155,7 +158,7 @@ def _opened(path: str, strategy: str, shapes: str | None, wanted: Wanted) -> Ite
                 with opening.naming(path):
                     validate(source.catalogue)
                     told = describing.describe(
-                        source.catalogue, path, reader.whole, wanted.model_key, wanted.optimizer_key,
+                        source.catalogue, path, reader.whole, wanted.model_key, wanted.optimizer_key, wanted.prefix,
                         wanted=(wanted.model is not None, wanted.optimizer is not None),
                     )  # fmt: skip
         if strategy == "broadcast":

@@ -107,11 +107,24 @@ def check_complete(made: Matched, told: Described, model: nn.Module) -> None:
             said.append(f"{what} key{'s' * (len(names) > 1)}: {_with_near(names, others)}")
     if said:
         kind = type(model).__name__
+        prefix = _prefix(made)
+        hint = f"`strip_prefix={prefix!r}` takes that off the checkpoint's names; " if prefix else ""
         raise UsageError(
             f"`{told.path}` does not fit the {kind}: {'; '.join(said)}",
-            hint="`strict=False` loads what fits and returns the names of the rest",
+            hint=f"{hint}`strict=False` loads what fits and returns the names of the rest",
             missing=made.missing, unexpected=made.unexpected,
         )  # fmt: skip
+
+
+def _prefix(made: Matched) -> str | None:
+    """What all the names that are missing have before them in the checkpoint."""
+    there = set(made.unexpected)
+    for name in made.unexpected:
+        if made.missing and name.endswith("." + made.missing[0]):
+            prefix = name.removesuffix(made.missing[0])
+            if sum(prefix + other in there for other in made.missing) > len(made.missing) // 2:
+                return prefix.rstrip(".")
+    return None
 
 
 def _with_near(names: Sequence[str], others: Sequence[str]) -> str:

@@ -185,8 +185,8 @@ def fsdp2_dcp(kind: str, strategy: str) -> str:
 
 
 def keep_lost(theirs: Run, saved: Run) -> None:
-    """What torch loses on the way: keys that a fresh optimizer lacks, such as a scheduler's `initial_lr` (with broadcast
-    on all ranks but the first), and that `betas` are a tuple."""
+    """What torch loses on the way: keys that a fresh optimizer lacks, such as a scheduler's `initial_lr` (with
+    broadcast on all ranks but the first), and that `betas` are a tuple."""
     for group, right in zip(theirs.optimizer.param_groups, saved.optimizer.param_groups, strict=True):
         group |= {key: value for key, value in right.items() if key != "params"}
 
