@@ -113,9 +113,10 @@ def test_a_directory_of_something_else(tmp_path: Path) -> None:
 
 
 def test_a_directory_one_level_too_high(tmp_path: Path) -> None:
-    """The checkpoint is inside: say where."""
-    save_dcp(tmp_path / "run" / "step-100")
-    refused(tmp_path / "run", READ, tmp_path / "run", "step-100")
+    """Checkpoints are inside, and no step says which is the newest."""
+    for name in ("best", "last"):
+        save_dcp(tmp_path / "run" / name)
+    refused(tmp_path / "run", READ, tmp_path / "run", "last")
 
 
 def test_a_dcp_directory_without_its_index(tmp_path: Path) -> None:
