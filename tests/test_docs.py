@@ -28,6 +28,7 @@ BLOCK = re.compile(r"^```(console|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL
 NAMES = {
     "run7/step-500": "dcp_fsdp2_w4/ckpt",
     "run7/step-1000": "dcp_hsdp_w4/ckpt",
+    "fsdp1-run": "rank_fsdp1_w4/ckpt",
     "full.pt": "torch_full/ckpt.pt",
     "wrapped.pt": "torch_ddp/ckpt.pt",
     "llama": "hf_llama/ckpt",
