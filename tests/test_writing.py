@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import warnings
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from originals import path_of, reference
 from safetensors.torch import load_file
+from torch import nn
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.tensor import DTensor
@@ -141,10 +143,12 @@ def test_a_step_that_only_the_state_says(tmp_path: Path) -> None:
     state = read(tmp_path / "step-3")["train_state"]
     assert_same(state, {"step": torch.tensor(3, dtype=torch.int32), "ntokens_seen": torch.tensor(0)})
     assert made.dropped == []
+    # What was made has a checksum like everything else: it is compared when the items are read.
+    assert convert(tmp_path / "step-3", tmp_path / "again.pt").unchecked == 0
     convert(source, tmp_path / "checkpoint-3", producer="trainer", check=True)
     assert read(tmp_path / "checkpoint-3/trainer_state.json")["global_step"] == 3
     convert(source, tmp_path / "global_step_3", producer="verl", check=True)
-    with pytest.raises(LossError, match="the step is the name of the directory"):
+    with pytest.raises(LossError, match="verl knows the step by the name of the directory"):
         convert(source, tmp_path / "last", producer="verl")
 
 
@@ -218,6 +222,36 @@ def test_generators_under_the_names_of_another_framework(tmp_path: Path) -> None
         found = read(tmp_path / f"a/random_states_{rank}.pkl")
         names = {"random_state": "random", "numpy_random_seed": "numpy", "torch_manual_seed": "cpu"}
         assert_same(found, {name: expected[theirs] for name, theirs in names.items()})
+
+
+def test_how_many_batches_were_gathered_is_left_out_when_it_is_none(tmp_path: Path) -> None:
+    """accelerate keeps it with the generators; another framework has no place for it."""
+    source = path_of("run_accelerate_fsdp2_sharded_w2")
+    drop = ("scaler", "sampler", "other")
+    made = convert(source, tmp_path / "global_step_6", producer="verl", drop=drop, check=True)
+    assert not [name for name in made.dropped if name.startswith("rng")]
+    with pytest.raises(LossError, match=r"`data.pt` lies beside `actor/`"):
+        convert(source, tmp_path / "actor", producer="verl", drop=drop)
+    own = torch.load(path_of("run_accelerate_fsdp2_sharded_w2") + "/random_states_0.pkl", weights_only=False)
+    torch.save({"model": {"w": torch.ones(4, 2)}, "rng": {**own, "step": 3}}, tmp_path / "state.pt")
+    with pytest.raises(LossError, match=r"1 would be lost \(`rng.step`\)"):
+        convert(tmp_path / "state.pt", tmp_path / "checkpoint-1", producer="trainer")
+
+
+def test_attributes_of_dicts_are_kept(tmp_path: Path) -> None:
+    state = nn.BatchNorm1d(3).state_dict()  # of version 2, which is worth saying
+    torch.save({"model": state}, tmp_path / "state.pt")
+    made = convert(tmp_path / "state.pt", tmp_path / "a", producer="accelerate:full", check=True)
+    assert read(tmp_path / "a/pytorch_model_fsdp.bin")._metadata == state._metadata  # type: ignore[attr-defined]
+    assert not [note for note in made.notes if "attributes" in note]
+
+
+def test_tensors_inside_objects_go_with_them(tmp_path: Path) -> None:
+    arguments = argparse.Namespace(weights=torch.arange(3.0))
+    state = {"model": {"w": torch.ones(2)}, "training_args": arguments, "step": 5}
+    torch.save(state, tmp_path / "state.pt")
+    convert(tmp_path / "state.pt", tmp_path / "checkpoint-5", producer="trainer", check=True)
+    assert_same(vars(read(tmp_path / "checkpoint-5/training_args.bin")), vars(arguments))
 
 
 def test_a_model_that_is_split(tmp_path: Path) -> None:

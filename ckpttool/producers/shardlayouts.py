@@ -100,4 +100,9 @@ def verl(a: Arranging) -> Arranged:
             a.fold_step(step)
         else:
             a.notes.append(f"verl knows the step by the name of the directory, which would be `global_step_{step}`")
-    return a.done("verl keeps no such value; the step is the name of the directory, `global_step_N`")
+    for entry in list(a.left()):
+        if entry.part.kind == "progress":
+            a.lose(entry, "verl knows the step by the name of the directory, `global_step_N`")
+        elif alone and entry.part.kind == "dataloader":
+            a.lose(entry, f"`data.pt` lies beside `{name}/`, in `global_step_N`")
+    return a.done("verl keeps no such value")
