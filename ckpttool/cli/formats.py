@@ -15,7 +15,14 @@ def formats(as_json: AsJson = False, quiet: Quiet = False) -> None:
     terminal = out()
     if as_json:
         rows = [
-            {"name": f.name, "title": f.title, "reads": True, "writes": f.create is not None, "suffixes": f.suffixes}
+            {
+                "name": f.name,
+                "title": f.title,
+                "reads": True,
+                "writes": f.create is not None,
+                "to": f.target,
+                "suffixes": f.suffixes,
+            }
             for f in FORMATS
         ]
         terminal.write(json.dumps({"schema": "ckpttool/formats/1", "formats": rows}) + "\n")
@@ -24,6 +31,6 @@ def formats(as_json: AsJson = False, quiet: Quiet = False) -> None:
             terminal.line(row.name)
     else:
         terminal.table(
-            [(bold(f.name), "read, write" if f.create else "read", f.title) for f in FORMATS],
+            [(bold(f.name), f"read, write (--to {f.target})" if f.create else "read", f.title) for f in FORMATS],
             ("format", "can", "what it is"), cut=(2,), indent=0,
         )  # fmt: skip
