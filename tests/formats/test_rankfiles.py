@@ -267,6 +267,52 @@ def described(catalogue: Catalogue) -> list[Any]:
     ]
 
 
+NAMES_THAT_SAY_LITTLE = [
+    "rank_{rank}/model.pt", "{rank}/state.pt", "shard_{rank}_of_3.pt", "model-0000{rank}-of-00003.pt",
+    "rank{rank}.pt.tar", "state_{rank}.tar", "{rank}_model.th", "node{rank}a.pt",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES_THAT_SAY_LITTLE)
+def test_contents_say_whose_file_it_is(name: str, tmp_path: Path) -> None:
+    def state(rank: int) -> Any:
+        return {"w": chunked(torch.arange(14.0).reshape(7, 2), rank, 3), "n": 1}
+
+    folder, run = save(tmp_path / "ckpt", 3, state), tmp_path / "run"
+    for rank in range(3):
+        (run / name.format(rank=rank)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(folder / f"rank{rank}.pt", run / name.format(rank=rank))
+    by_folder = ["{rank}/" in name] * ("rank_" not in name)
+    for way in (name.format(rank="*"), name.format(rank=1), *(() if any(by_folder) else ("",))):
+        found = tree_of(read(str(run / way)))
+        assert torch.equal(found["w"], torch.arange(14.0).reshape(7, 2))
+        assert found["n"] == 1
+    (run / name.format(rank=1)).unlink()
+    with pytest.raises(CorruptError, match="no file of rank 1 of 3"):
+        read(str(run / name.format(rank="*")))
+
+
+def test_the_files_of_a_rank_in_a_directory_of_its_own(tmp_path: Path) -> None:
+    def state(rank: int) -> Any:
+        return {"w": chunked(torch.arange(14.0).reshape(7, 2), rank, 2)}
+
+    for rank, path in enumerate(sorted(save(tmp_path / "ckpt", 2, state).iterdir())):
+        (tmp_path / f"run/rank_{rank}").mkdir(parents=True)
+        shutil.copy(path, tmp_path / f"run/rank_{rank}/model.pt")
+        torch.save({"seed": torch.full((3,), rank)}, tmp_path / f"run/rank_{rank}/rng.pt")
+    found = tree_of(read(tmp_path / "run"))
+    assert torch.equal(found["model"]["w"], torch.arange(14.0).reshape(7, 2))
+    assert [found["rng"][f"rank{rank}"]["seed"].tolist() for rank in range(2)] == [[0] * 3, [1] * 3]
+    assert [file.name for file in read(tmp_path / "run").files][:2] == ["rank_0/model.pt", "rank_0/rng.pt"]
+
+
+def test_two_saves_whose_contents_are_of_the_same_ranks(tmp_path: Path) -> None:
+    folder = save(tmp_path / "ckpt", 2, lambda rank: {"w": chunked(torch.ones(4, 2), rank, 2)}, "a-{rank}-of-2.pt")
+    shutil.copy(folder / "a-1-of-2.pt", folder / "a-2-of-2.pt")
+    with pytest.raises(CorruptError, match="both of rank 1"):
+        source_of(folder)
+
+
 def test_a_quoted_pattern_on_the_command_line(tmp_path: Path) -> None:
     pattern = f"{path_of('rank_fsdp2_w4')}/rank*.pt"
     ours = [sys.executable, "-m", "ckpttool"]

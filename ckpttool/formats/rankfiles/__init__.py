@@ -66,6 +66,7 @@ class _Opening:
     def __init__(self, catalogue: Catalogue, pool: files.Pool, found: RankSet, options: OpenOptions) -> None:
         self._catalogue, self._pool, self._set, self._options = catalogue, pool, found, options
         self._merging = Merging(catalogue, pool)
+        self._folder = found.folder
         self._expected: dict[str, tuple[int, ...]] = {}  # ranks that a file knows of, by its name
         self._by: dict[int, str] = {}
         self._renamed: list[str] = []
@@ -106,6 +107,7 @@ class _Opening:
         for part, members in self._set.parts.items():
             if named in members:
                 file = reading.load(self._pool, members[named])
+                file.folder = self._folder
                 file.number = len(self._catalogue.files)
                 self._catalogue.files.append(File(file.path, file.name, file.size, rank=named))
                 loaded[(part,) if part else ()] = file

@@ -32,10 +32,11 @@ class RankFile:
     shards: list[Shard] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     number: int = 0  # in the catalogue
+    folder: str = ""  # of the set
 
     @property
     def name(self) -> str:
-        return os.path.basename(self.path)
+        return os.path.relpath(self.path, self.folder) if self.folder else os.path.basename(self.path)
 
     @property
     def rank(self) -> int | None:

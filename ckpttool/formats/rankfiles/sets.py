@@ -2,7 +2,9 @@
 
     model_world_size_4_rank_2.pt                                    verl: part, world size and rank
     rank0.pt   sharded_rank0.pt   optimizer_0_rank1.bin   last.rank_0.pth   rank0_model.pt      part and rank
+    rank_0/model.pt                                                 the directory says the rank
     checkpoint_0.pt   0.pt                 a number: a rank if there are sharded tensors or copies inside, else an epoch
+    shard_0_of_2.pt   a.pt   0/model.pt    names that say nothing: ranks if there are sharded tensors, which say whose
     pytorch_model-00001-of-00002.bin   mp_rank_00_model_states.pt                              none of ours
 
 What stands before the rank is the part that the set is: files of several parts in a directory are one checkpoint,
@@ -18,16 +20,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ckpttool.errors import ReadError, some
+from ckpttool import files
+from ckpttool.errors import CorruptError, ReadError, some
 from ckpttool.formats.rankfiles import reading
 
-_END = r"\.(?P<ending>pt|pth|bin|ckpt)"
+_END = r"\.(?P<ending>(?:pt|pth|bin|ckpt|th)(?:\.tar)?|tar)"
 _NAMES = (
     re.compile(r"(?P<stem>.*?)[._-]?world_?size[._-]?(?P<world>\d{1,6})[._-]rank[._-]?(?P<rank>\d{1,6})" + _END),
     re.compile(r"(?P<stem>.*?)(?<![a-zA-Z])rank[._=-]?(?P<rank>\d{1,6})(?:[._-]?of[._-]?(?P<world>\d{1,6}))?" + _END),
     re.compile(r"rank[._=-]?(?P<rank>\d{1,6})[._-](?P<stem>[a-zA-Z].*?)" + _END),
 )
 _NUMBERED = re.compile(r"(?P<stem>.*?)(?P<rank>\d+)" + _END)
+_FOLDER = re.compile(r"rank[._=-]?(\d{1,6})")
+_NAMED = re.compile(r"(?P<stem>.*)" + _END)
+_COUNT = re.compile(r"\d+(?:[._-]*of[._-]*\d+)?")
 _PARALLEL = re.compile(r"(^|[._-])(mp|tp|pp|ep|zero|dp)[._-]?$")
 _MODEL = re.compile(r"pytorch_model(_fsdp)?(_0)?")
 _MOST = 100_000
@@ -56,6 +62,14 @@ class RankSet:
     alone: bool = False
     left_out: list[str] = field(default_factory=list)
 
+    @property
+    def folder(self) -> str:
+        """What the names of files are told from; empty when they lie in one directory."""
+        folders = {
+            os.path.dirname(os.path.abspath(path)) for members in self.parts.values() for path in members.values()
+        }
+        return os.path.commonpath(folders) if len(folders) > 1 else ""
+
 
 def member(path: str) -> Member | None:
     """What a file's name says; None for a name without a rank. Pure."""
@@ -68,8 +82,11 @@ def member(path: str) -> Member | None:
                 return None
             said = found.groupdict().get("world")
             return Member(path, stem, int(found["rank"]), int(said) if said else None, found["ending"])
+    within = _FOLDER.fullmatch(os.path.basename(os.path.dirname(path)))
+    if within is not None and (found := _NAMED.fullmatch(name)) is not None:
+        return Member(path, found["stem"], int(within[1]), None, found["ending"])
     found = _NUMBERED.fullmatch(name)
-    if found is None or len(found["rank"]) > 6 or re.search(r"-of-$", found["stem"]):
+    if found is None or len(found["rank"]) > 6 or re.search(r"(?<![a-zA-Z])of[._-]?$", found["stem"]):
         return None
     return Member(path, found["stem"].strip("._-"), int(found["rank"]), None, found["ending"], numbered=True)
 
@@ -82,9 +99,9 @@ def is_pattern(path: str) -> bool:
 def recognise(path: str) -> bool:
     """Whether these are rank files, or this is one."""
     if is_pattern(path):
-        return bool(_ours(_matches(path), told=True))
+        return bool(_ours(names := _matches(path), told=True) or _with_shards(names, any_of=True))
     if os.path.isdir(path):
-        return bool(_ours(_files_in(path)))
+        return bool(_ours(names := _files_in(path)) or _with_shards(names))
     if not os.path.isfile(path) or not reading.is_torch(path):
         return False
     if reading.mentions_shards(path):
@@ -100,7 +117,7 @@ def find(path: str) -> RankSet:
     if not is_pattern(path) and not os.path.isdir(path):
         return _around(path)
     names = _matches(path) if is_pattern(path) else _files_in(path)
-    ours = _ours(names, told=is_pattern(path))
+    ours = _ours(names, told=is_pattern(path)) or _told_inside(_with_shards(names, any_of=is_pattern(path)))
     if not ours:
         raise ReadError(
             f"`{path}`: no file there is that of a rank", hint="name the files: `'run/*rank*.pt'`", file=path
@@ -148,7 +165,10 @@ def _pattern_of(found: Member) -> str:
 def _around(path: str) -> RankSet:
     this = member(path)
     if this is None:
-        return RankSet({"": {0: path}}, alone=True)
+        beside = _told_inside(_with_shards(_beside(path), any_of=True))
+        if len(beside) < 2:
+            return RankSet({"": {0: path}}, alone=True)
+        return RankSet({"": {m.rank: m.path for m in beside}})
     like = _like(this)
     if this.numbered and len(like) == 1:
         return RankSet({"": {this.rank: path}}, alone=True)
@@ -158,13 +178,70 @@ def _around(path: str) -> RankSet:
 def _like(this: Member) -> list[Member]:
     """The files beside this one that are named alike but for the rank."""
     folder = os.path.dirname(this.path)
+    paths = [os.path.join(folder, name) for name in _listed(folder or ".")]
+    if _FOLDER.fullmatch(os.path.basename(folder)):
+        paths += [path for path in _beside(this.path) if path not in paths]
     found = [
-        other for name in _listed(folder or ".")
-        if (other := member(os.path.join(folder, name))) is not None and other[1:2] + other[3:] == this[1:2] + this[3:]
+        other for path in paths
+        if (other := member(path)) is not None and other[1:2] + other[3:] == this[1:2] + this[3:]
     ]  # fmt: skip
     if this.numbered:
         found = [m for m in found if m.path == this.path or reading.mentions_shards(m.path)]
     return sorted(found, key=lambda m: m.rank)
+
+
+def _beside(path: str) -> list[str]:
+    """The files whose paths differ from this one by numbers only: in its folder, or in the folders beside that."""
+    folder, name = os.path.split(path)
+    above, within = os.path.split(folder)
+    if any(c.isdigit() for c in name):
+        found = [os.path.join(folder, other) for other in _listed(folder or ".") if _same_but_numbers(other, name)]
+    else:
+        beside = [other for other in _listed(above or ".") if _same_but_numbers(other, within)]
+        found = [os.path.join(above, other, name) for other in beside]
+    return [other for other in found if os.path.isfile(other)]
+
+
+def _same_but_numbers(a: str, b: str) -> bool:
+    return re.sub(r"\d+", "#", a) == re.sub(r"\d+", "#", b)
+
+
+def _with_shards(paths: list[str], *, any_of: bool = False) -> list[str]:
+    """Those with sharded tensors inside. A directory is told by the first file of torch.save in it, so that one of a
+    thousand others is not read through; of what a person named, every file is looked at."""
+    found = [path for path in paths if reading.is_torch(path)]
+    if not any_of and (not found or not reading.mentions_shards(found[0])):
+        return []
+    return [path for path in found if reading.mentions_shards(path)]
+
+
+def _told_inside(paths: list[str]) -> list[Member]:
+    """Files whose contents say of which rank they are. Raises CorruptError for one that is not whole."""
+    made: list[Member] = []
+    taken: dict[tuple[str, int], str] = {}
+    pool = files.Pool()
+    try:
+        for path in paths:
+            name = os.path.basename(path)
+            found = _NAMED.fullmatch(name)
+            stem, ending = (found["stem"], found["ending"]) if found is not None else (name, "")
+            stem = _COUNT.sub("", stem).strip("._-")
+            rank = reading.load(pool, path).rank
+            if rank is None:
+                continue
+            other = taken.setdefault((stem, rank), path)
+            if other != path:
+                raise CorruptError(
+                    f"`{other}` and `{path}` are both of rank {rank}",
+                    hint="two saves are mixed up here: name the files of one with a pattern", files=[other, path],
+                )  # fmt: skip
+            made.append(Member(path, stem, rank, None, ending))
+    finally:
+        pool.close()
+    if len({m.rank for m in made}) == len({m.stem for m in made}) == len(made):
+        # Each has a name of its own, which is no part.
+        made = [m._replace(stem="") for m in made]
+    return made
 
 
 def _listed(folder: str) -> list[str]:
@@ -176,7 +253,13 @@ def _listed(folder: str) -> list[str]:
 
 
 def _files_in(folder: str) -> list[str]:
-    return [path for name in _listed(folder) if os.path.isfile(path := os.path.join(folder, name))]
+    """The files in a directory; where there are none of torch.save, those in its directories for each rank."""
+    names = _listed(folder)
+    found = [path for name in names if os.path.isfile(path := os.path.join(folder, name))]
+    below = [name for name in names if _FOLDER.fullmatch(name)]
+    if below and not any(_NAMED.fullmatch(os.path.basename(path)) for path in found):
+        found += [path for name in below for path in _files_in(os.path.join(folder, name))]
+    return found
 
 
 def _matches(pattern: str) -> list[str]:
