@@ -116,6 +116,11 @@ def _arranged(
     tensor_class: str | None,
 ) -> tuple[Catalogue, Format, str | None]:  # fmt: skip
     """The state as a framework keeps it, and the layout as a format that is written like any other."""
+    if tensor_class is not None and not tensor_class.startswith("dtensor"):
+        raise UsageError(
+            f"`--tensor-class {tensor_class}`: {row.name} loads DTensors and nothing else",
+            hint="name the device and the dimension of its mesh: `--tensor-class dtensor:cuda:fsdp`",
+        )
 
     def read(tensor: Tensor) -> int | None:
         return _small_integer(source, tensor.origin or tensor)

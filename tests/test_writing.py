@@ -319,6 +319,13 @@ def test_flags_that_do_not_go_together(tmp_path: Path, flag: dict[str, Any]) -> 
         convert(path_of("rank_fsdp1_w2"), tmp_path / "out", producer="accelerate", **flag)
 
 
+def test_flags_that_do_not_go_with_verl(tmp_path: Path) -> None:
+    for flag in ({"tensor_class": "sharded_tensor"}, {"to_world": 1}, {"optim_keys": "fqn"}):
+        with pytest.raises(UsageError):
+            convert(path_of("run_verl_fsdp2_w2"), tmp_path / "global_step_3", producer="verl", **flag)
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_layout_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no layout of a producer `acelerate`") as caught:
         convert(path_of("rank_fsdp1_w2"), tmp_path / "out", producer="acelerate")

@@ -61,17 +61,21 @@ def _train_state(a: Arranging, *, training: bool) -> list[Constant]:
         return []
     a.fold_step(step)
     a.notes.append(f"`train_state` is made with step {step} and no tokens seen")
-    return [
+    made = [
         Constant(("train_state", "step"), DTYPES["int32"], step.to_bytes(4, "little")),
         Constant(("train_state", "ntokens_seen"), DTYPES["int64"], bytes(8)),
     ]
+    return [constant for constant in made if constant.path not in a.laid.entries]
 
 
 def verl(a: Arranging) -> Arranged:
     """A model of FSDP2 in files of each rank; the step is the name of the directory."""
     world, name = a.wanted.world, a.wanted.name
     if world == 1:
-        raise UsageError("verl has FSDP2 files of two ranks and more", hint="pass `--to-world 2`, or more")
+        raise UsageError(
+            "verl's FSDP2 has DTensors on one rank too, and a world of one is written with plain tensors",
+            hint="pass `--to-world 2`, or more",
+        )
     alone = name in ("actor", "critic")
     folder = "" if alone else "actor/"
     of_rank = f"_world_size_{world}_rank_{{rank}}.pt"

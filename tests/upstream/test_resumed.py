@@ -30,6 +30,9 @@ CASES: dict[str, Case] = {
     "accelerate, DDP": (
         "run_accelerate_fsdp2_sharded_w2", "accelerate:ddp", {}, "a", "accelerate ddp", None,
     ),
+    "accelerate, DDP, safetensors": (
+        "run_accelerate_ddp_w2", "accelerate", {}, "a", "accelerate ddp", "run_accelerate_ddp_w2",
+    ),
     "rank files of FSDP1 -> accelerate": (
         "run_accelerate_fsdp1_rankfiles_w2", "accelerate:sharded", {}, "a", "accelerate fsdp1",
         "run_accelerate_fsdp1_sharded_w2",
