@@ -50,6 +50,7 @@ def _fill(model: nn.Module, optimizer: torch.optim.Optimizer | None, how: How) -
         groups = _names_of_groups(model, optimizer) if optimizer is not None else []
     with agreement.together():
         matched = matching.match(values, how.told, {}, sharded=True)
+        _add_tied(matched, model, values)
         if how.strict:
             matching.check_complete(matched, how.told, model)
         held = [] if optimizer is None else _match_groups(optimizer, groups, how.told)
@@ -80,6 +81,27 @@ def _check_real(model: nn.Module) -> None:
             f"FSDP1 has parameters on the meta device: {some(meta)}",
             hint="FSDP1 gives them memory when it wraps: pass it a `param_init_fn`",
         )
+
+
+def _add_tied(matched: Matched, model: nn.Module, values: dict[str, Any]) -> None:
+    """Second names of tied weights that the checkpoint does not have. They have to be filled: FSDP1 loads both names
+    into one memory."""
+    clean = {layout.strip_wrappers(key): key for key in values}
+    there = {layout.strip_wrappers(place.key): place for place in matched.places}
+    for one, other in _ties(model):
+        for name, first in ((one, other), (other, one)):
+            if name in matched.missing and first in there:
+                matched.missing.remove(name)
+                matched.places.append(matching.Place(clean[name], there[first].name, values[clean[name]]))
+
+
+def _ties(model: nn.Module) -> Iterator[tuple[str, str]]:
+    for prefix, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            for info in getattr(getattr(module, "_flat_param", None), "_shared_param_infos", ()):
+                names = (info.module_name, info.param_name), (info.prim_module_name, info.prim_param_name)
+                one, other = (".".join(filter(None, (prefix, *name))) for name in names)
+                yield layout.strip_wrappers(one), layout.strip_wrappers(other)
 
 
 def _fill_model(matched: Matched, how: How) -> None:

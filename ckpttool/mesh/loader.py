@@ -41,8 +41,8 @@ class Loaded:
 
     `rest` is nested as it was saved: `loaded.rest["scheduler"]`, `loaded.rest["step"]`. Of what belongs to a rank
     (random states, data loaders) it is this rank's own; `without_own` names what other ranks saved and this one did
-    not. `bytes_read` are of this rank. `uninitialised` are buffers that no checkpoint has, of a model on the meta
-    device. `left` are other models and optimizers that the checkpoint has.
+    not. `bytes_read` are of this rank. `uninitialised` is what was on the meta device and is not in the checkpoint.
+    `left` are other models and optimizers that the checkpoint has.
     """
 
     path: str
@@ -121,7 +121,7 @@ def load_parts(
             _fill(wanted.model, wanted.optimizer, how, device, made)
         made.bytes_read = reader.nbytes if reader is not None else 0
     if made.uninitialised:
-        log.warning("`%s`: buffers that no checkpoint has are left to chance: %s", path, some(made.uninitialised))
+        log.warning("`%s`: what is in no checkpoint is left to chance: %s", path, some(made.uninitialised))
     if made.without_own:
         log.warning("`%s`: rank %d saved no %s", path, agreement.rank(), ", ".join(made.without_own))
     log.info("loaded `%s`: %s read by rank %d", path, size(made.bytes_read), agreement.rank())
@@ -137,7 +137,10 @@ def _fill(
     else:
         with agreement.together():
             job = filling.prepare(model, optimizer, how)
-        made.uninitialised = materialise(model, device, how.strict)
+        # What is not in the checkpoint has no values of its own either.
+        values = model.state_dict(keep_vars=True)
+        without = [name for name in job.matched.missing if (value := values.get(name)) is not None and value.is_meta]
+        made.uninitialised = without + materialise(model, device, how.strict)
         filling.fill(model, optimizer, job, how)
         matched = job.matched
     made.missing, made.unexpected = matched.missing, matched.unexpected

@@ -28,6 +28,8 @@ def groups_of(reference: dict[str, Any]) -> list[list[str]]:
         return groups
     model = scripts.bare(scripts.sizes_of(reference["model"]))
     named = list(model.named_parameters())
+    if len(groups) == 1:
+        return [[n for n, _ in named]]
     return [[n for n, p in named if p.ndim >= 2], [n for n, p in named if p.ndim < 2]]
 
 
@@ -56,6 +58,8 @@ def comparable(state: dict[str, Any]) -> dict[str, Any]:
 def sample(name: str, kind: str, strategy: str, device: str = "cpu") -> str:
     """A sample into a fresh model and an optimizer that has not stepped."""
     reference = expected_of(name)
+    if "optim" not in reference:
+        return foreign(name, kind, strategy)
     groups = groups_of(reference)
     expected = {"model": reference["model"], "optim": by_name(reference["optim"], groups)}
     model = KINDS[kind](scripts.bare(scripts.sizes_of(reference["model"]), device))

@@ -5,32 +5,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from launching import Verdicts, torchrun
 
-# Seconds; a launch takes 20 on a machine that has nothing else to do.
-LAUNCH = 500
-
-Verdicts = Callable[[str, int, list[list[str]]], dict[str, str]]
-
-
-def torchrun(world: int, *arguments: Any) -> str:
-    """Run a script on so many ranks; the answer is the end of what it printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", *map(str, arguments)]
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes) as running:
-        try:
-            said, _ = running.communicate(timeout=LAUNCH)
-        except subprocess.TimeoutExpired:
-            running.terminate()  # and torchrun ends its ranks, which are in sessions of their own
-            said = running.communicate()[0] + f"\nended after {LAUNCH} s"
-    return said[-6000:]
+sys.path.append(str(Path(__file__).resolve().parents[1] / "upstream"))  # for `reading`
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ one launch.
 from __future__ import annotations
 
 import pytest
-from conftest import Verdicts
+from launching import Verdicts
 
 STRATEGIES = ("parallel", "broadcast")
 FSDP1 = ("fsdp1", "fsdp1 flat", "fsdp1 grad", "fsdp1 none", "fsdp1 mixed", "fsdp1 mesh", "fsdp1 hybrid")
@@ -32,6 +32,8 @@ def everyday() -> Cases:
         ["sample", "dcp_fsdp2_w4", "compiled", "broadcast"],
         ["sample", "torch_full", "fsdp1", "parallel"],
         ["sample", "rank_fsdp1_w4", "fsdp2", "parallel", "meta"],
+        ["foreign", "dcp_safetensors_w2", "fsdp1", "parallel"],
+        ["foreign", "dcp_safetensors_w2", "fsdp1 flat", "broadcast"],
         ["foreign", "safetensors_single", "fsdp2", "broadcast"],
         ["foreign", "torch_ddp", "fsdp2", "parallel"],
         ["directory", "run_torchtitan_w2", "fsdp2", "parallel"],
@@ -51,7 +53,7 @@ def everyday() -> Cases:
 
 
 SAMPLES = (
-    "dcp_fsdp2_w4", "dcp_hsdp_w4", "dcp_fsdp2_tp_w4", "dcp_strided_w2", "dcp_flat_optim_w2", "dcp_zstd_w2",
+    "dcp_fsdp2_w4", "dcp_hsdp_w4", "dcp_fsdp2_tp_w4", "dcp_flat_optim_w2", "dcp_zstd_w2",
     "dcp_safetensors_w2", "dcp_fsdp1_w2", "torch_full", "fsdp1_full_w2", "rank_fsdp1_w4", "rank_fsdp1_hybrid_w4",
     "rank_fsdp1_mesh_w2", "rank_fsdp2_w4", "rank_fsdp2_tp_w4", "rank_hsdp_w4",
 )  # fmt: skip

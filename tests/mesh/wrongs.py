@@ -137,7 +137,14 @@ def chance(kind: str, strategy: str) -> str:
     else:
         return "it was loaded"
     loaded = ckpttool.load(place, model, strategy=strategy, strict=False)
-    return "equal" if loaded.uninitialised == ["angles"] else str(loaded.uninitialised)
+    if loaded.uninitialised != ["angles"]:
+        return str(loaded.uninitialised)
+    del state["norm.weight"]
+    if dist.get_rank() == 0:
+        torch.save(state, place)
+    dist.barrier()
+    loaded = ckpttool.load(place, KINDS[kind](scripts.bare(scripts.SMALL, "meta")), strategy=strategy, strict=False)
+    return "equal" if loaded.uninitialised == ["norm.weight"] else str(loaded.uninitialised)
 
 
 WRONGS: dict[str, Callable[..., str]] = {
