@@ -310,7 +310,10 @@ def test_generators_of_ranks_that_will_not_be_there(tmp_path: Path) -> None:
     with pytest.raises(LossError, match="it is of rank 1, and 1 ranks have no file for it"):
         convert(source, tmp_path / "out", producer="accelerate", to_world=1)
     made = convert(source, tmp_path / "out", producer="accelerate", to_world=4)
-    assert "no states of random number generators for ranks 2, 3" in made.notes
+    assert "no states of random number generators for 2 ranks: 2, 3" in made.notes
+    made = convert(path_of("run_verl_fsdp2_w2"), tmp_path / "global_step_3", producer="verl", to_world=4, check=True)
+    said = [note for note in made.notes if "rng" in note or "generators" in note]
+    assert len(said) == 1 and said[0].startswith("`actor/extra_state_world_size_4_rank_*.pt`: the files of 2 ranks")
 
 
 @pytest.mark.parametrize("flag", [{"to": "dcp"}, {"tensor_class": "dtensor"}, {"max_shard_size": "1GB"}])
@@ -330,6 +333,13 @@ def test_a_layout_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no layout of a producer `acelerate`") as caught:
         convert(path_of("rank_fsdp1_w2"), tmp_path / "out", producer="acelerate")
     assert "accelerate" in str(caught.value.hint)
+
+
+def test_what_was_written_is_known_again(tmp_path: Path) -> None:
+    """Also without the generators that accelerate always saves."""
+    for producer in ("accelerate:ddp", "accelerate:sharded", "accelerate:full"):
+        convert(path_of("rank_fsdp1_w2"), tmp_path / producer, producer=producer, drop="step")
+        assert inspect(tmp_path / producer).facts["producer"] == "accelerate"
 
 
 def test_a_layout_is_replaced_like_any_checkpoint(tmp_path: Path) -> None:

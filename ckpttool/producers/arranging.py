@@ -201,10 +201,14 @@ class Arranging:
                 self.fold(entry)
             else:
                 self.lose(entry, "it is not in the form in which this framework keeps the state of its generators")
-        if seen and len(seen) < self.wanted.world:
-            without = [str(rank) for rank in range(self.wanted.world) if rank not in seen]
-            self.notes.append(f"no states of random number generators for ranks {', '.join(without)}")
         return seen
+
+    def note_without(self, seen: set[int]) -> None:
+        """Say which ranks have no generators, when some have."""
+        without = [str(rank) for rank in range(self.wanted.world) if rank not in seen]
+        if seen and without:
+            shown = ", ".join(without[:8]) + (", ..." if len(without) > 8 else "")
+            self.notes.append(f"no states of random number generators for {len(without)} ranks: {shown}")
 
 
 def _generator(inside: Path, entry: Entry) -> str | None:

@@ -101,7 +101,8 @@ class Arranged:
             for file in sink.catalogue.files:
                 file.name = os.path.relpath(file.location, path)
             made.files += sink.catalogue.files
-            made.warnings += [f"`{component.name}`: {w}" if component.name else w for w in sink.catalogue.warnings]
+            name = component.name.replace("{rank}", "*")
+            made.warnings += [f"`{name}`: {w}" if name else w for w in sink.catalogue.warnings]
             constants = {component.inner(c.path): c.data for c in component.made}
             known |= _fill(sink.catalogue, constants, start)
             for inner, entry in sink.catalogue.entries.items():
@@ -167,7 +168,8 @@ def _piece(component: Component, laid: Catalogue, entries: list[Entry], *, alone
     piece.containers = {component.inner(path): container for path, container in containers.items()}
     if component.format is None or not component.format.chunked:
         piece = chunking.whole(piece)
-    piece.files = laid.files
+    # What is known of the whole has been said of it.
+    piece.files, piece.warnings, piece.facts = laid.files, [], {}
     return piece
 
 

@@ -100,7 +100,8 @@ def _accelerate_rest(a: Arranging) -> Arranged:
             pieces[rank] = a.piece(Component(f"random_states_{rank}.pkl", _TORCH, root))
         return pieces[rank], root
 
-    a.generators(_ACCELERATE_RNG, lambda inside: re.fullmatch(r"step|(torch|xm)_\w*seed", str(inside[0])), of_rank)
+    own = re.compile(r"step|(torch|xm)_\w*seed")
+    a.note_without(a.generators(_ACCELERATE_RNG, lambda inside: own.fullmatch(str(inside[0])), of_rank))
     return a.done("accelerate keeps no such value")
 
 
@@ -154,7 +155,8 @@ def _trainer_rest(a: Arranging) -> Arranged:
             pieces[rank] = a.piece(Component("rng_state.pth" if alone else f"rng_state_{rank}.pth", _TORCH, root))
         return pieces[rank], root
 
-    a.generators(_TRAINER_RNG, lambda inside: re.fullmatch(r"cuda|npu|hpu|mlu|musa|xla", str(inside[0])), of_rank)
+    own = re.compile(r"cuda|npu|hpu|mlu|musa|xla")
+    a.note_without(a.generators(_TRAINER_RNG, lambda inside: own.fullmatch(str(inside[0])), of_rank))
     return a.done("the Trainer keeps no such value")
 
 

@@ -75,7 +75,7 @@ _PRETRAINED = (
 
 
 def _is_accelerate(listing: Listing) -> bool:
-    return listing.has(r"random_states_\d+\.pkl|pytorch_model_fsdp(_\d+)?(/|\.bin|_rank\d+\.bin)")
+    return listing.has(r"random_states_\d+\.pkl|optimizer\.bin|pytorch_model_fsdp(_\d+)?(/|\.bin|_rank\d+\.bin)")
 
 
 def _is_trainer(listing: Listing) -> bool:
