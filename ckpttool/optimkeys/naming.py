@@ -109,14 +109,14 @@ def _parameters(source: Catalogue) -> dict[str, Ints]:
     for tensor in tensors:
         name = dotted(tensor.path[len(root) :])
         tied = tensor.alias is not None or (tensor.origin or tensor).path in aliases
-        if not tied and tensor.dtype.kind in ("float", "complex") and not _is_statistic(name, names):
+        if not tied and tensor.dtype.kind in ("float", "complex") and not is_statistic(name, names):
             made[name] = tensor.shape
     # What `--shapes` does not list is a buffer.
     order = source.facts.get("parameter order")
     return made if order is None else {name: made[name] for name in order if name in made}
 
 
-def _is_statistic(name: str, names: set[str]) -> bool:
+def is_statistic(name: str, names: set[str]) -> bool:
     """Whether this is one of the two buffers of a normalisation layer, which always come together."""
     found = _STATISTICS.fullmatch(name)
     return found is not None and {f"{found[1] or ''}running_mean", f"{found[1] or ''}running_var"} <= names

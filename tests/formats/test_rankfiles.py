@@ -195,6 +195,19 @@ def test_an_optimizer_whose_state_has_one_dimension_is_not_flat(tmp_path: Path) 
     assert_same(tree["optim"], optim)
 
 
+def test_a_flat_optimizer_of_a_world_of_one_beside_normalisation(tmp_path: Path) -> None:
+    """`use_orig_params=False` in a world of one: whole parameters, and one id for all of them."""
+
+    def state(rank: int) -> Any:
+        model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5)).state_dict()
+        optim = {"state": {0: {"exp_avg": torch.arange(30.0)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+        return {"model": model, "optim": optim}
+
+    found = tree_of(read(save(tmp_path / "run", 1, state)))["optim"]["state"]
+    assert [*found] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert torch.equal(found["0.bias"]["exp_avg"], torch.arange(15.0, 20.0))
+
+
 @pytest.mark.parametrize("name", ["rank_fsdp1_w2", "rank_hsdp_w4", "rank_fsdp2_tp_w4"])
 def test_torch_is_not_needed(name: str, tmp_path: Path) -> None:
     code = (

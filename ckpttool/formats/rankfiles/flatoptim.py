@@ -37,7 +37,7 @@ from ckpttool.formats.rankfiles.flatpieces import (
     part,
     rebuild,
 )
-from ckpttool.optimkeys.naming import ways
+from ckpttool.optimkeys.naming import is_statistic, ways
 
 _MOST_DEPTH = 16
 _WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
@@ -96,6 +96,7 @@ def named(trees: Trees, place: Place) -> list[Parameter]:
 
     FSDP1 copies what it shards, so that a shared parameter is there twice; only the checksums are the same."""
     sharded = any(isinstance(value, Shard) for value in trees[0].values())
+    names = set(trees[0])
     seen: set[tuple[object, ...]] = set()
     found: list[Parameter] = []
     for name, value in trees[0].items():
@@ -104,7 +105,7 @@ def named(trees: Trees, place: Place) -> list[Parameter]:
         refs = [(rank, ref) for rank, tree in enumerate(trees) for ref in _refs(tree.get(name))]
         places = [(rank, ref.shape, place(rank, ref)) for rank, ref in refs]
         bytes_of = (value.shape, *((r, shape, *_content(extent)) for r, shape, extent in places if prod(shape)))
-        certain = isinstance(value, Shard) or not sharded
+        certain = isinstance(value, Shard) or not (sharded or is_statistic(name, names))
         found.append(Parameter(name, value.shape, None, certain, bytes_of in seen))
         seen.add(bytes_of)
     return found
