@@ -160,10 +160,16 @@ class Chunks(Sequence[Chunk]):
         return made
 
     def extent(self, i: int) -> Extent:
+        if not (self.strides or self.codecs or self.records):
+            return Extent(self.file[i], self.offset[i], self.nbytes[i], None, (), None, self.item)
         return Extent(
             self.file[i], self.offset[i], self.nbytes[i],
             self.strides.get(i), self.codecs.get(i, ()), self.records.get(i), self.item,
         )  # fmt: skip
+
+    def at(self, i: int) -> Chunk:
+        """Chunk `i`, which is there: as `chunks[i]`, at half the time."""
+        return Chunk(self.offsets[i], self.sizes[i], self.extent(i))
 
     def __len__(self) -> int:
         return len(self.offsets)

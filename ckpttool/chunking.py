@@ -61,10 +61,10 @@ def like(catalogue: Catalogue, reference: Catalogue, name: str) -> Catalogue:
             # What belongs to a rank is of this world, not of a layout.
             return Chunks.placed([(boxes.whole(tensor.shape), 0)])
         if there is None:
-            raise UsageError(
-                f"`--like {name}`: has no tensor `{tensor.name}`",
-                hint=meant(tensor.name, list(by_name), "leave it out first, or use `--to-mesh`"), tensor=tensor.name,
-            )  # fmt: skip
+            hint = meant(tensor.name, list(by_name), "it must be a checkpoint of the same model")
+            if tensor.part.kind == "optimizer" and any(t.part.kind == "optimizer" for t in reference.tensors):
+                hint = "where the two spell the optimizer otherwise, `ckpttool convert --optim-keys fqn` first"
+            raise UsageError(f"`--like {name}`: has no tensor `{tensor.name}`", hint=hint, tensor=tensor.name)
         if there.shape != tensor.shape:
             raise UsageError(
                 f"`--like {name}`: tensor `{tensor.name}` is {list(there.shape)} there, but {list(tensor.shape)} here",

@@ -90,7 +90,7 @@ def plan(destination: Catalogue, share: tuple[int, int] = (0, 1)) -> Iterator[Jo
     for _, _, tensor, i in order[_share(order, *share)]:
         source = tensor.origin
         assert source is not None
-        yield _job(tensor, source, tensor.chunks[i], finders)
+        yield _job(tensor, source, tensor.chunks.at(i), finders)
 
 
 def _share(order: _Order, k: int, n: int) -> slice:
@@ -116,13 +116,13 @@ def _share(order: _Order, k: int, n: int) -> slice:
 def _job(tensor: Tensor, source: Tensor, chunk: Chunk, finders: dict[int, _Finder]) -> Job:
     have = source.chunks
     box = (chunk.offsets, chunk.sizes)
-    if len(have) == 1:
-        return Job(tensor, source, chunk, (Piece(have[0], box),))
+    if len(have.offsets) == 1:
+        return Job(tensor, source, chunk, (Piece(have.at(0), box),))
     finder = finders.get(id(source))
     if finder is None:
         finder = finders[id(source)] = _Finder(have)
-    pieces = tuple(Piece(have[i], shared) for i, shared in finder.touching(box))
-    if sum(prod(p.box[1]) for p in pieces) != prod(chunk.sizes):
+    pieces = tuple([Piece(have.at(i), shared) for i, shared in finder.touching(box)])
+    if sum([prod(p.box[1]) for p in pieces]) != prod(chunk.sizes):
         raise CorruptError(
             f"tensor `{tensor.name}`: {list(chunk.sizes)} at {list(chunk.offsets)} is not covered exactly"
         )

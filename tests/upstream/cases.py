@@ -10,6 +10,7 @@ from typing import Any
 from reading import path_of, reference_of
 
 from ckpttool import convert
+from ckpttool.verbs import reshard
 
 Step = tuple[str, dict[str, Any]]
 
@@ -85,6 +86,28 @@ def _cases() -> Iterator[Case]:
     for name in ("dcp over 3", "safetensors, dcp over 4"):
         yield Case(f"large: {name}", "large", ROUTES[name], "tensors")
     yield from _fsdp1_cases()
+    yield from _resharded_cases()
+
+
+def onto(**options: Any) -> Step:
+    """`ckpttool reshard`; `to` is `dcp` unless it is said."""
+    return ("reshard", options)
+
+
+TP_RULES = ("*.up.*=tp:0", "*.down.weight=tp:1")
+TP_MESH = onto(to_mesh="shard=2,tp=2", placements=TP_RULES)
+
+
+def _resharded_cases() -> Iterator[Case]:
+    """Saved by one mesh, laid out for another, loaded on that one."""
+    hsdp = onto(to_mesh="replicate=2,shard=2")
+    yield Case("dcp_fsdp2_w4: reshard 8, 3, 4", "dcp_fsdp2_w4", tuple(onto(to_world=n) for n in (8, 3, 4)))
+    yield Case("dcp_fsdp2_w4: reshard onto HSDP", "dcp_fsdp2_w4", (hsdp,), "hsdp", (4,))
+    yield Case("torch_full: reshard onto 2", "torch_full", (onto(to_world=2),), "ids", (2,))
+    yield Case("dcp_fsdp2_tp_w4: reshard onto TP", "dcp_fsdp2_tp_w4", (onto(to_world=3), TP_MESH), "tp", (4,), TP_SIZES)
+    yield Case("dcp_fsdp2_tp_w4: reshard onto 2", "dcp_fsdp2_tp_w4", (onto(to_world=2),), worlds=(2,), sizes=TP_SIZES)
+    rank_files = onto(to_world=4, to="fsdp1", rng="rank0")
+    yield Case("rank_fsdp1_w2: reshard onto 4", "rank_fsdp1_w2", (rank_files,), "fsdp1", (4,))
 
 
 FSDP1_SAMPLES = ("rank_fsdp1_w2", "dcp_fsdp1_w2", "fsdp1_full_w2", "dcp_fsdp2_w2")
@@ -126,7 +149,10 @@ def converted(source: str, route: tuple[Step, ...], folder: Path) -> str:
     folder.mkdir(parents=True)
     for number, (to, options) in enumerate(route):
         step = str(folder / (f"{number}.pt" if to == "torch" else f"{number}-{to}"))
-        convert(source, step, to=to, **options)
+        if to == "reshard":
+            reshard(source, step, **options)
+        else:
+            convert(source, step, to=to, **options)
         source = step
     return source
 

@@ -52,7 +52,8 @@ def restore(
 
         paths = {name: whole(path) for name, path in paths.items()}
         lists = {whole(path) for path in lists}
-    return paths, {path: Container("list") for path in lists}
+    # In one order, whatever the seed of the hashes is.
+    return paths, {path: Container("list") for path in sorted(lists, key=dotted)}
 
 
 def _lists(paths: Iterable[Path]) -> set[Path]:

@@ -1,0 +1,173 @@
+"""`ckpttool reshard` under torchrun itself: the result of one process, and one message when something goes wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from reading import path_of
+
+from ckpttool import verbs
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = Path(path_of("dcp_fsdp2_w4"))
+SECONDS = 60  # for importing torch in every process, on a machine with other things to do
+# The three ways in which people start it.
+WAYS = {
+    "from a checkout": ["ckpttool"],
+    "as a module": ["-m", "ckpttool"],
+    "the program": ["--no-python", str(Path(sys.executable).with_name("ckpttool"))],
+}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+
+
+def start(processes: int, *words: object, way: str = "as a module", **environment: str) -> subprocess.Popen[str]:
+    command = [*TORCHRUN, "--nproc-per-node", str(processes), *WAYS[way], *map(str, words)]
+    return subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **environment},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def ended(running: subprocess.Popen[str]) -> tuple[int, str, list[str]]:
+    """The exit code, stdout, and what we say on stderr: all that torchrun says is longer, or indented."""
+    try:
+        out, err = running.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        running.terminate()
+        out, err = running.communicate()
+        raise AssertionError(f"it hangs:\n{out}\n{err}") from None
+    said = [line for line in err.splitlines() if line.startswith(("error: ", "hint: ", "bug: ", "terminated"))]
+    return running.returncode, out, said
+
+
+def left(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def files(folder: Path) -> Iterator[tuple[str, bytes]]:
+    for path in sorted(folder.iterdir()):
+        yield path.name, path.read_bytes()
+
+
+@pytest.mark.parametrize(("way", "processes"), [("from a checkout", 4), ("as a module", 2), ("the program", 3)])
+def test_the_result_is_that_of_one_process(tmp_path: Path, way: str, processes: int) -> None:
+    flags = ["--to-mesh", "replicate=2,shard=3"]
+    code, out, said = ended(start(processes, "reshard", SOURCE, tmp_path / "out", *flags, way=way))
+    assert (code, said) == (0, [])
+    assert out.startswith("wrote ") and out.count("wrote ") == 1 and f"{processes} processes" in out
+    verbs.reshard(SOURCE, tmp_path / "alone", to_mesh="replicate=2,shard=3")
+    assert list(files(tmp_path / "out")) == list(files(tmp_path / "alone"))
+
+
+def test_one_process_speaks_of_what_all_find_wrong(tmp_path: Path) -> None:
+    code, out, said = ended(start(3, "reshard", SOURCE, tmp_path / "out", "--to-mesh", "pp=2"))
+    assert (code, out) == (1, "")
+    assert said[0] == "error: `--to-mesh pp=2`: there is no mesh dimension `pp`" and len(said) == 2
+    assert left(tmp_path) == []
+
+
+def test_one_process_speaks_of_a_flag_that_is_none(tmp_path: Path) -> None:
+    code, _, said = ended(start(3, "reshard", SOURCE, tmp_path / "out", "--to-wrold", "2"))
+    assert code == 1
+    assert said == ["error: `ckpttool reshard` has no option `--to-wrold`", "hint: did you mean `--to-world`?"]
+
+
+def test_rank_0_says_what_another_rank_ran_into(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name, data in files(SOURCE):
+        # The elements of the last tensor of the last file, which is in the last share: its CRC is wrong.
+        data = data if name != "__3_0.distcp" else broken(data)
+        (source / name).write_bytes(data)
+    code, out, said = ended(start(3, "reshard", source, tmp_path / "out", "--to-world", "4"))
+    assert (code, out) == (1, "")
+    assert len([line for line in said if line.startswith("error: ")]) == 1 and "CRC" in said[0]
+    assert left(tmp_path) == ["source"]
+
+
+def broken(data: bytes) -> bytes:
+    """A file of items with one bit of the payload of its last one the other way."""
+    at = data.rindex(b"data/0") + 200
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+# What a process does in the place of `ckpttool`, to be the one that fails.
+FAILING = """
+import os, signal, sys, time
+from ckpttool import making, sharing
+from ckpttool.cli.app import main
+from ckpttool.errors import StorageError
+how, rank = sys.argv.pop(1), os.environ["RANK"]
+fill = making._fill
+def failing(*arguments):
+    if rank == os.environ["FAILING"]:
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "raises":
+            raise StorageError("the disk of this node is full", hint="make room")
+        if how == "is wrong":
+            raise ValueError("a mistake of ours")
+        if how == "elsewhere":
+            time.sleep(0.5)
+    return fill(*arguments)
+making._fill = failing
+main()
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("dies", []),
+        ("raises", ["error: the disk of this node is full", "hint: make room"]),
+        ("is wrong", ["bug: "]),
+    ],
+)
+def test_a_rank_that_fails_takes_all_with_it(tmp_path: Path, how: str, expected: list[str], rank: int) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    out = tmp_path / "there" / "out"
+    command = [*TORCHRUN, "--nproc-per-node", "3", script, how, "reshard", SOURCE, out, "--to-world", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "FAILING": str(rank)}
+    began = time.monotonic()
+    running = subprocess.Popen(
+        list(map(str, command)), env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    code, printed, said = ended(running)
+    assert (code, printed) == (1, "")
+    assert time.monotonic() - began < SECONDS
+    assert not out.exists()
+    if how == "dies" and rank:
+        assert said == ["terminated, nothing was written"]
+    elif how == "dies":
+        assert said == []  # who would have spoken is dead; torchrun says so
+    else:
+        assert len([line for line in said if not line.startswith("hint")]) == 1
+        assert said[0].startswith(expected[0])
+    if not (how == "dies" and rank == 0):
+        assert not out.parent.exists()
+
+
+def test_a_signal_to_torchrun_leaves_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "slow.py"
+    script.write_text("import time\nfrom ckpttool import making\nfrom ckpttool.cli.app import main\n"
+                      "making._fill = lambda *arguments: time.sleep(600)\nmain()\n")  # fmt: skip
+    out = tmp_path / "there" / "out"
+    command = [*TORCHRUN, "--nproc-per-node", "2", script, "reshard", SOURCE, out, "--to-world", "2"]
+    running = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until and not list(tmp_path.glob("there/.out.partial-*/__*")):
+        time.sleep(0.1)
+    running.send_signal(signal.SIGTERM)
+    code, _, said = ended(running)
+    assert code
+    assert said == ["terminated, nothing was written"]
+    assert not out.parent.exists()
