@@ -1,0 +1,203 @@
+"""The loader in one process without a process group: what it returns, what it refuses, and what it reads."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from launching import torchrun
+from reading import expected_of, path_of
+from torch import nn
+
+import ckpttool
+from ckpttool.mesh import loader
+from ckpttool.mesh.reading import tiles
+
+Adam = torch.optim.AdamW
+
+
+def net(width: int = 4) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
+
+
+def stepped(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    optimizer = Adam(model.parameters(), **options)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(torch.arange(6.0).reshape(2, 3) + step).square().sum().backward()
+        optimizer.step()
+    return optimizer
+
+
+def test_the_library_is_imported_without_torch() -> None:
+    looked = "print('torch' in sys.modules)"
+    code = f"import sys, ckpttool; ckpttool.open; {looked}; ckpttool.load; {looked}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
+
+
+def test_what_else_the_checkpoint_holds() -> None:
+    expected = expected_of("torch_full")
+    rest = ckpttool.load(path_of("torch_full"), None).rest
+    assert rest["step"] == expected["step"] and rest["scheduler"] == expected["scheduler"]
+    assert torch.equal(rest["rng"]["torch"], expected["rng"]["torch"])
+    assert rest["rng"]["python"] == expected["rng"]["python"]
+    assert rest["rng"]["numpy"][0] == "MT19937" and np.array_equal(rest["rng"]["numpy"][1], expected["rng"]["numpy"][1])
+    assert rest["extra"]["tuple"] == (1, 2.5, "three", (4,)) and rest["extra"]["int_keys"][-1] == "minus one"
+    assert "model" not in rest and "optim" not in rest
+
+
+def test_a_generator_goes_on(tmp_path: Path) -> None:
+    np.random.seed(7)
+    torch.save({"model": net().state_dict(), "rng": {"numpy": np.random.get_state()}}, tmp_path / "a.pt")
+    expected = np.random.rand(3)
+    np.random.seed(8)
+    np.random.set_state(ckpttool.load(tmp_path / "a.pt", net()).rest["rng"]["numpy"])
+    assert np.array_equal(np.random.rand(3), expected)
+
+
+def test_an_optimizer_alone_goes_by_its_numbers(tmp_path: Path) -> None:
+    """A model of a bare state dict beside an `optimizer.state_dict()`, as most scripts save them."""
+    saved = net()
+    optimizer = stepped(saved, lr=0.25, betas=(0.5, 0.75))
+    torch.save({"net": saved.state_dict(), "opt": optimizer.state_dict(), "epoch": 4}, tmp_path / "a.pt")
+    model = net()
+    ours = Adam(model.parameters())
+    loaded = ckpttool.load(tmp_path / "a.pt", model, ours)
+    assert loaded.rest == {"epoch": 4}
+    assert all(torch.equal(a, b) for a, b in zip(saved.state_dict().values(), model.state_dict().values(), strict=True))
+    theirs = Adam(saved.parameters())
+    theirs.load_state_dict(optimizer.state_dict())
+    mine, wanted = ours.state_dict(), theirs.state_dict()
+    assert mine["param_groups"] == wanted["param_groups"]
+    for number, state in wanted["state"].items():
+        assert all(torch.equal(mine["state"][number][key], value) for key, value in state.items())
+
+
+def test_frozen_parameters_and_unused_ones(tmp_path: Path) -> None:
+    saved = net()
+    saved[0].requires_grad_(False)
+    optimizer = stepped(saved)
+    torch.save({"model": saved.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "a.pt")
+    model = net()
+    model[0].requires_grad_(False)
+    ours = Adam(model.parameters())
+    ckpttool.load(tmp_path / "a.pt", model, ours)
+    assert len(ours.state) == 4 and not ours.state_dict()["state"].keys() & {0, 1}
+    assert not model[0].weight.requires_grad and model[2].weight.requires_grad
+
+
+def test_of_several_models_the_one_that_is_no_average(tmp_path: Path) -> None:
+    one, average = net(), net()
+    torch.save({"ema": average.state_dict(), "model": one.state_dict()}, tmp_path / "a.pt")
+    model = net()
+    loaded = ckpttool.load(tmp_path / "a.pt", model)
+    assert torch.equal(model[0].weight, one[0].weight) and loaded.left == ["model (ema)"]
+    ckpttool.load(tmp_path / "a.pt", model, model_key="ema")
+    assert torch.equal(model[0].weight, average[0].weight)
+    state = {"model": net(), "ema": net()}
+    ckpttool.load_into(tmp_path / "a.pt", state)
+    assert torch.equal(state["ema"][0].weight, average[0].weight) and torch.equal(
+        state["model"][0].weight, one[0].weight
+    )
+    with pytest.raises(ckpttool.CkptError, match="has no model under `emma`") as failed:
+        ckpttool.load(tmp_path / "a.pt", model, model_key="emma")
+    assert failed.value.hint == "did you mean `ema`?"
+
+
+def test_a_prefix_is_seen_and_taken_off(tmp_path: Path) -> None:
+    saved = nn.ModuleDict({"inner": net()})
+    torch.save(saved.state_dict(), tmp_path / "a.pt")
+    model = net()
+    with pytest.raises(ckpttool.CkptError, match=r"missing keys: .* unexpected keys: `inner") as failed:
+        ckpttool.load(tmp_path / "a.pt", model)
+    assert failed.value.hint and "strip_prefix='inner'" in failed.value.hint
+    ckpttool.load(tmp_path / "a.pt", model, strip_prefix="inner")
+    assert torch.equal(model[0].weight, saved["inner"][0].weight)
+
+
+def test_what_is_not_there_to_load_into(tmp_path: Path) -> None:
+    torch.save({"model": net().state_dict(), "lr_scheduler": {"last_epoch": 3, "base_lrs": [1.0]}}, tmp_path / "a.pt")
+    state: dict[str, Any] = {"model": net(), "nested": {"steps": 1}}
+    before = state["model"][0].weight.clone()
+    with pytest.raises(ckpttool.CkptError, match=r"does not hold `nested\.steps`"):
+        ckpttool.load_into(tmp_path / "a.pt", state)
+    assert torch.equal(state["model"][0].weight, before), "it was changed before it was refused"
+    assert ckpttool.load_into(tmp_path / "a.pt", state, strict=False).missing == ["nested.steps"]
+    assert state["nested"] == {"steps": 1} and not torch.equal(state["model"][0].weight, before)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda path: ckpttool.load(path, net(), strategy="fastest"), "there is no strategy `fastest`"),
+        (lambda path: ckpttool.load(path, None, Adam(net().parameters())), "an optimizer is loaded with its model"),
+        (lambda path: ckpttool.load(path, net(), Adam(net().parameters())), "that is none of the model's"),
+        (lambda path: ckpttool.load(path + "x", net()), "no such file"),
+        (lambda path: ckpttool.save(path, net()), "exists"),
+        (lambda path: ckpttool.save(path + "y", net(), format="zip"), "there is no format `zip`"),
+        (lambda path: ckpttool.save(path + "y", net(), format="fsdp1"), "not wrapped by FSDP1"),
+        (lambda path: ckpttool.save(path + "y", net(), optim=3), "`optim` is what the model or its optimizer"),
+    ],
+)
+def test_refused(tmp_path: Path, call: Any, words: str) -> None:
+    model = net()
+    torch.save({"model": model.state_dict(), "optim": stepped(model).state_dict()}, tmp_path / "a.pt")
+    with pytest.raises(ckpttool.CkptError, match=words):
+        call(str(tmp_path / "a.pt"))
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_auto_says_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="ckpttool"):
+        ckpttool.load(path_of("torch_full"), None)
+    assert "by `parallel`: there is one process" in caplog.text
+    monkeypatch.setattr(loader.agreement, "is_distributed", lambda: True)
+    for seen, strategy, why in (
+        ([(True, "ext4"), (True, "lustre")], "parallel", "ext4"),
+        ([(True, "ext4"), (True, "nfs4")], "broadcast", "rank 1 sees it on nfs4"),
+        ([(True, "ext4"), (False, "ext4")], "broadcast", "rank 1 does not see the path"),
+        ([(True, "fuse.s3fs"), (True, "fuse.s3fs")], "broadcast", "fuse.s3fs"),
+    ):
+        monkeypatch.setattr(loader.agreement, "gathered", lambda _, seen=seen: seen)
+        chosen = loader.choose("/somewhere", "auto")
+        assert chosen[0] == strategy and why in chosen[1]
+
+
+def test_tiles_cover_a_box_once() -> None:
+    box = ((2, 0, 5), (7, 3, 11))
+    seen = np.zeros((9, 3, 16), int)
+    for offsets, sizes in tiles(box, 4, most=100):
+        assert np.prod(sizes) * 4 <= 100
+        seen[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
+    assert seen[2:, :, 5:].all() and seen.sum() == 7 * 3 * 11 and seen.max() == 1
+
+
+DYING = """
+import os, sys, torch, torch.distributed as dist, ckpttool
+from ckpttool.mesh.reading import Reader
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    Reader.read = lambda *_: os._exit(9)
+ckpttool.load(sys.argv[1], torch.nn.Linear(3, 2), strategy=sys.argv[2])
+print("went on")
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["parallel", "broadcast"])
+def test_a_rank_that_dies_takes_the_others_along(tmp_path: Path, strategy: str) -> None:
+    (tmp_path / "dying.py").write_text(DYING)
+    torch.save(nn.Linear(3, 2).state_dict(), tmp_path / "a.pt")
+    began = time.monotonic()
+    said = torchrun(3, tmp_path / "dying.py", tmp_path / "a.pt", strategy)
+    assert "exitcode  : 9" in said and "went on" not in said
+    assert time.monotonic() - began < 60
