@@ -14,8 +14,10 @@ from __future__ import annotations
 import json
 import os
 import zlib
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from ckpttool import chunking, files, layout, nesting
@@ -128,10 +130,14 @@ class _Composite:
 
     def finish(self, crcs: Crcs) -> None:
         """The pieces in their order."""
-        every = {**crcs, **self._known}
-        for sink, start in self._sinks:
-            own = range(start, start + len(sink.catalogue.files))
-            sink.finish({(file - start, offset): crc for (file, offset), crc in every.items() if file in own})
+        starts = [start for _, start in self._sinks]
+        shares: list[dict[tuple[int, int], int]] = [{} for _ in starts]
+        for (file, offset), crc in chain(crcs.items(), self._known.items()):
+            # Of pieces that begin at the same file, all but the last have none.
+            number = bisect_right(starts, file) - 1
+            shares[number][file - starts[number], offset] = crc
+        for (sink, _), share in zip(self._sinks, shares, strict=True):
+            sink.finish(share)
 
 
 def _pieces(arranged: Arranged, laid: Catalogue) -> Iterator[tuple[Component, Catalogue]]:
