@@ -262,6 +262,12 @@ def test_a_model_that_is_split(tmp_path: Path) -> None:
     assert_same(weights[0] | weights[1], read(Path(path_of("run_trainer")) / "checkpoint-4/model.safetensors"))
 
 
+def test_nothing_to_split(tmp_path: Path) -> None:
+    source = path_of("run_trainer_fsdp2_w2")
+    made = convert(source, tmp_path / "checkpoint-4", producer="trainer", max_shard_size="1GB")
+    assert "`--max-shard-size` splits nothing here: no piece is of safetensors" in made.notes
+
+
 def test_ids_in_the_order_of_the_model(tmp_path: Path) -> None:
     """FSDP1 with flat parameters has them unit by unit; verl makes its optimizer of `model.parameters()`."""
     tensor_class = "dtensor:cpu:fsdp"

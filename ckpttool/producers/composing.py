@@ -118,6 +118,8 @@ class Arranged:
                 if p[: len(component.around)] == component.around
             }  # fmt: skip
             sinks.append((sink, start))
+        if options.max_shard_size is not None and not any(c.format and c.format.splits for c in self.components):
+            made.warnings.append("`--max-shard-size` splits nothing here: no piece is of safetensors")
         made.entries = {p: found[p] for p in laid.entries if p in found}
         return _Composite(made, sinks, known)
 
