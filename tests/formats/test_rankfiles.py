@@ -353,8 +353,11 @@ def test_a_pattern_that_matches_nothing(tmp_path: Path) -> None:
 def test_other_files_of_a_pattern_are_left_out_and_said(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(path_of("rank_fsdp1_w2"), tmp_path / "run"))
     torch.save({"a": 1}, folder / "config.pt")
-    assert any("config.pt" in w for w in read(f"{folder}/*.pt").warnings)
-    assert len(read(folder).files) == 2
+    (folder / "config.json").write_text("{}")
+    for way in (f"{folder}/*.pt", folder):
+        assert any("config.pt" in w for w in read(way).warnings)
+        assert not any("config.json" in w for w in read(way).warnings)
+        assert len(read(way).files) == 2
 
 
 def test_parts_are_mounted_under_their_names() -> None:

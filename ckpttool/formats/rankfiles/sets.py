@@ -54,7 +54,7 @@ class Member(NamedTuple):
 @dataclass(slots=True)
 class RankSet:
     """The files of a checkpoint: part -> rank in the name -> path. `parts` has one key of "" for a set of one part.
-    `left_out` are files that a pattern matches and that are no rank's."""
+    `left_out` are files of a directory or a pattern that are no rank's."""
 
     parts: dict[str, dict[int, str]]
     world: int | None = None
@@ -133,9 +133,8 @@ def find(path: str) -> RankSet:
     keys = _keys([stem for stem, _, _ in groups])
     for (stem, _, _), members in groups.items():
         made.parts[keys[stem]] = {m.rank: m.path for m in sorted(members, key=lambda m: m.rank)}
-    if is_pattern(path):
-        taken = {m.path for m in ours}
-        made.left_out = [name for name in names if name not in taken]
+    taken = {m.path for m in ours}
+    made.left_out = [name for name in names if name not in taken and (is_pattern(path) or _is_data(name))]
     return made
 
 
@@ -242,6 +241,11 @@ def _told_inside(paths: list[str]) -> list[Member]:
         # Each has a name of its own, which is no part.
         made = [m._replace(stem="") for m in made]
     return made
+
+
+def _is_data(path: str) -> bool:
+    """Whether this is a file that somebody would miss."""
+    return path.endswith(".safetensors") or reading.is_torch(path)
 
 
 def _listed(folder: str) -> list[str]:

@@ -14,19 +14,22 @@ Upstream: `torch/distributed/fsdp/_state_dict_utils.py` and `_optim_utils.py` of
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ckpttool import files, nesting, ranks
 from ckpttool.boxes import Ints
-from ckpttool.catalogue import Catalogue, Chunks, Entry, Extent, File, Link, Path, Tensor, dotted
+from ckpttool.catalogue import Catalogue, Chunks, Entry, Extent, File, Link, Path, Record, Tensor, dotted
 from ckpttool.containers import pickles, torchtree, torchzip
+from ckpttool.containers.torchpickle import Around
 from ckpttool.contract import Crcs, Loss, Sink, SinkOptions
 from ckpttool.errors import LossError
 from ckpttool.formats.rankfiles import spelling
 
 _ROOT = "archive"  # what torch calls it when it saves to a buffer
+_GAP, _RUN = 4096, 1 << 20  # what is written at once: pieces so near, so many bytes
 
 
 class _RankSink:
@@ -38,8 +41,7 @@ class _RankSink:
         pool = files.Pool(writing=True)
         try:
             for file, layout in zip(self.catalogue.files, self._layouts, strict=True):
-                for offset, data in layout.patches(lambda record: crcs[record.file, record.offset]):
-                    pool.write(file.location, offset, data)
+                pool.write_all(file.location, layout.patches(lambda record: crcs[record.file, record.offset]))
         finally:
             pool.close()
 
@@ -49,44 +51,59 @@ def create(path: str, laid: Catalogue, options: SinkOptions) -> Sink:
     os.mkdir(path)
     made = Catalogue("rankfiles", facts={"layout": "rank files"}, containers=dict(laid.containers))
     made.warnings += _left_without(laid, options.world)
-    slots: list[torchtree.Slots] = []
+    placing = _Placing(laid, options.world)
     layouts: list[torchzip.Layout] = []
     for rank in range(options.world):
         name = f"rank{rank}.pt"
         file = File(os.path.join(path, name), name, 0, rank)
-        slots.append(torchtree.Slots(laid, _shapes(rank, options.world)))
-        layouts.append(_write(file, laid, slots[rank], options))
+        slots = torchtree.Slots(laid, _shapes(rank, options.world))
+        layouts.append(_write(file, laid, slots, options))
+        placing.take(rank, slots, layouts[-1].storages)
+        layouts[-1].storages = {}
         made.files.append(file)
-    for entry in laid.entries.values():
-        if isinstance(entry, Tensor):
-            _place(made, entry, slots, layouts)
-        else:
-            made.add(entry)
+    placing.finish(made)
     return _RankSink(made, layouts)
 
 
 def _write(file: File, laid: Catalogue, slots: torchtree.Slots, options: SinkOptions) -> torchzip.Layout:
     assert file.rank is not None
-    spelt = spelling.speller(options.tensor_class, file.rank, options.world)
+    rank, world = file.rank, options.world
+    spelt = spelling.speller(options.tensor_class, rank, world)
 
-    def value(entry: Entry) -> Any:
-        if not isinstance(entry, Tensor):
-            return entry.value
-        return spelt.spelled(entry) if _is_cut(entry, options.world) else entry
+    def around(value: Any) -> Around | None:
+        if not isinstance(value, Tensor) or not _is_cut(value, world):
+            return None
+        kind = (value.shape, value.dtype, spelling.local_box(value, rank))
+        return Around(kind, partial(spelt.spelled, value))
 
-    tree = nesting.unflatten(_seen_by(laid, file.rank), value)
-    layout = torchzip.lay_out(tree, slots.of, file=file.rank, root=_ROOT)
+    tree = nesting.unflatten(_seen_by(laid, rank), lambda entry: entry if isinstance(entry, Tensor) else entry.value)
+    layout = torchzip.lay_out(tree, slots.of, file=rank, root=_ROOT, around=around)
     file.size = layout.size
     files.create(file.location, file.size)
     pool = files.Pool(writing=True)
     try:
-        for offset, data in layout.pieces:
-            pool.write(file.location, offset, data)
+        pool.write_all(file.location, _joined(layout.pieces))
     finally:
         pool.close()
     # What is written needs no room: for many ranks the pickles together are large.
     layout.pieces = []
     return layout
+
+
+def _joined(pieces: list[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
+    """Pieces in the order of the file as fewer ones: where little is to come between two of them, it is nothing yet."""
+    start, run = 0, bytearray()
+    for offset, data in pieces:
+        gap = offset - start - len(run)
+        if run and (gap > _GAP or len(run) > _RUN):
+            yield start, bytes(run)
+            run = bytearray()
+        if run:
+            run += bytes(gap)
+        else:
+            start = offset
+        run += data
+    yield start, bytes(run)
 
 
 def _is_cut(tensor: Tensor, world: int) -> bool:
@@ -105,30 +122,40 @@ def _shapes(rank: int, world: int) -> Any:
     return shape_of
 
 
-def _place(made: Catalogue, tensor: Tensor, slots: list[torchtree.Slots], layouts: list[torchzip.Layout]) -> None:
-    """Say where a tensor lies. Of one that every file has, the first is the tensor and the others are replicas."""
-    world = len(layouts)
-    cut = Chunks()
-    first = True
-    for rank in range(world):
-        key = slots[rank].key(tensor)
-        if key is None:
-            continue
-        record = layouts[rank].storages[key]
-        extent = Extent(rank, record.offset, record.nbytes, record=record if record.nbytes else None)
-        if _is_cut(tensor, world):
-            box = spelling.local_box(tensor, rank)
-            if box is not None:
+class _Placing:
+    """Where each tensor lies, as one rank after the other is laid out. Of one that every file has, the first is the
+    tensor and the others are replicas."""
+
+    def __init__(self, laid: Catalogue, world: int) -> None:
+        self._laid = laid
+        self._cut = {tensor.path: Chunks() for tensor in laid.tensors if _is_cut(tensor, world)}
+        self._whole: dict[Path, list[Tensor]] = {}
+
+    def take(self, rank: int, slots: torchtree.Slots, storages: Mapping[str, Record]) -> None:
+        """Add what one rank's file has."""
+        for tensor in self._laid.tensors:
+            key = slots.key(tensor)
+            if key is None:
+                continue
+            record = storages[key]
+            extent = Extent(rank, record.offset, record.nbytes, record=record if record.nbytes else None)
+            cut = self._cut.get(tensor.path)
+            if cut is None:
+                whole = replace(tensor, chunks=Chunks.single(tensor.shape, extent))
+                self._whole.setdefault(tensor.path, []).append(whole)
+            elif (box := spelling.local_box(tensor, rank)) is not None:
                 cut.add(*box, extent)
-            continue
-        whole = replace(tensor, chunks=Chunks.single(tensor.shape, extent))
-        if first:
-            made.add(whole)
-        elif tensor.alias is None:
-            made.replicas.append(whole)
-        first = False
-    if cut:
-        made.add(replace(tensor, chunks=cut))
+
+    def finish(self, made: Catalogue) -> None:
+        """Put everything into the catalogue."""
+        for path, entry in self._laid.entries.items():
+            if not isinstance(entry, Tensor):
+                made.add(entry)
+            elif cut := self._cut.get(path):
+                made.add(replace(entry, chunks=cut))
+            elif whole := self._whole.get(path):
+                made.add(whole[0])
+                made.replicas += whole[1:] if entry.alias is None else ()
 
 
 # Values of one rank ---------------------------------------------------------------------------------------------------
