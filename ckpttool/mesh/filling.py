@@ -226,8 +226,8 @@ def set_state(optimizer: torch.optim.Optimizer, held: list[Held], state: State) 
 
 
 def group_of(held: Held, params: list[Any]) -> dict[str, Any]:
-    """The checkpoint's hyper-parameters over those that only the optimizer has. A run that torch loaded by broadcast has
-    lists for tuples, such as `betas`; they become tuples again."""
+    """The checkpoint's hyper-parameters over those that only the optimizer has. A run that torch loaded by broadcast
+    has lists for tuples, such as `betas`; they become tuples again."""
     made = {key: value for key, value in held.group.items() if key != "params"}
     for key, value in held.theirs.values.items():
         if key == "param_names" and key in made:
