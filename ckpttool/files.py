@@ -86,11 +86,15 @@ class Pool:
                 done += n
 
     def write(self, path: str, offset: int, data: bytes | memoryview) -> None:
+        self.write_all(path, [(offset, data)])
+
+    def write_all(self, path: str, pieces: Iterable[tuple[int, bytes | memoryview]]) -> None:
+        """Write each of many small pieces at its offset."""
         with self.use(path) as fd:
-            view = memoryview(data)
-            done = 0
-            while done < len(view):
-                done += os.pwrite(fd, view[done:], offset + done)
+            for offset, data in pieces:
+                done = os.pwrite(fd, data, offset)
+                while done < len(data):
+                    done += os.pwrite(fd, memoryview(data)[done:], offset + done)
 
     def close(self) -> None:
         with self._lock:

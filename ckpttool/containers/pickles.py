@@ -503,6 +503,12 @@ def _inside(top: tuple[Any, ...], depths: dict[int, int]) -> list[Any]:
 _BATCH = 1000
 
 
+def spelt_text(value: str) -> bytes:
+    """A string in a pickle, where nothing refers to it."""
+    data = value.encode("utf-8", "surrogatepass")
+    return b"X" + struct.pack("<I", len(data)) + data
+
+
 class Writer:
     """Writes a tree as a pickle of protocol 2, as `torch.save` does, or 4.
 
@@ -521,6 +527,7 @@ class Writer:
         self._memo: dict[Any, int] = {}
         self._keep: list[Any] = []  # so that ids in the memo stay taken
         self._count = 0
+        self.frozen = False  # nothing new comes into the memo
 
     def done(self) -> bytes:
         self.out += b"."
@@ -529,6 +536,8 @@ class Writer:
     # The memo ------------------------------------------------------------------------------------------------
 
     def _put(self, key: Any) -> None:
+        if self.frozen:
+            return
         n = self._count
         self._count += 1
         self._memo[key] = n
@@ -576,8 +585,7 @@ class Writer:
         key = ("str", value)
         if self._get(key):
             return
-        data = value.encode("utf-8", "surrogatepass")
-        self.out += b"X" + struct.pack("<I", len(data)) + data
+        self.out += spelt_text(value)
         self._put(key)
 
     def integer(self, value: int) -> None:
@@ -623,8 +631,21 @@ class Writer:
 
     def remember(self, value: Any) -> None:
         """What was just written is `value`: the next time it is only referred to."""
-        self._keep.append(value)
-        self._put(id(value))
+        if not self.frozen:
+            self._keep.append(value)
+            self._put(id(value))
+
+    def apart(self, value: Any) -> bytes:
+        """How a value is written here, without writing it: it may be repeated at any later place of this pickle. It
+        refers to what was written before, and nothing can refer into it."""
+        start = len(self.out)
+        self.frozen = True
+        try:
+            self.write(value)
+            return bytes(self.out[start:])
+        finally:
+            self.frozen = False
+            del self.out[start:]
 
     def _write_new(self, value: Any) -> None:  # noqa: C901 - one flat table of kinds
         if self._leaf is not None and self._leaf(self, value):

@@ -12,17 +12,18 @@ CRCs and sizes in local headers are zero; the central directory has them.
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 from ckpttool import boxes
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import Extent, Record
 from ckpttool.containers import torchpickle
-from ckpttool.containers.torchpickle import Slot, StorageRef, TensorRef
+from ckpttool.containers.torchpickle import Around, Slot, StorageRef, TensorRef
 from ckpttool.dtypes import Dtype
 from ckpttool.errors import CorruptError
 
@@ -254,41 +255,64 @@ class Layout:
         return self._directory.patches(crc_of)
 
 
+class _Columns(NamedTuple):
+    """Where the records of an archive lie within it. Columns, which the archives of many ranks share: one record of
+    each of 256 ranks and 4,000 tensors is a million."""
+
+    names: bytes  # with a newline between two
+    headers: array[int]
+    payloads: array[int]
+    nbytes: array[int]
+    locals: bytes  # the local headers, one behind the other
+    ends: array[int]  # of each of them there
+    end: int
+
+
 class _Directory:
     """What is said of each record after its payload: its descriptor, and its entry in the central directory."""
 
-    def __init__(self, base: int, start: int, entries: list[tuple[bytes, int, Record]], descriptors: list[int]) -> None:
-        self._base, self._start, self._entries, self._descriptors = base, start, entries, descriptors
+    def __init__(self, base: int, file: int, columns: _Columns, known: dict[int, int]) -> None:
+        self._base, self._file, self._columns, self._known = base, file, columns, known
 
     def size(self) -> int:
-        return len(self._bytes([0] * len(self._entries)))
+        return len(self._bytes([0] * len(self._columns.headers)))
 
     def patches(self, crc_of: Callable[[Record], int]) -> list[tuple[int, bytes]]:
-        crcs = [crc_of(r) if r.crc is None else r.crc for _, _, r in self._entries]
-        made = [
-            (at, _descriptor(crc, r.nbytes, header))
-            for at, crc, (_, header, r) in zip(self._descriptors, crcs, self._entries, strict=True)
-            if r.nbytes
-        ]
-        made.append((self._base + self._start, self._bytes(crcs)))
+        base, columns, known = self._base, self._columns, self._known
+        crcs: list[int] = []
+        made: list[tuple[int, bytes]] = []
+        for i, (header, at, nbytes) in enumerate(
+            zip(columns.headers, columns.payloads, columns.nbytes, strict=True)
+        ):  # fmt: skip
+            crc = known.get(i)
+            if crc is None:
+                crc = crc_of(Record(self._file, base + at, nbytes)) if nbytes else 0
+            crcs.append(crc)
+            if nbytes:
+                made.append((base + at + nbytes, _descriptor(crc, nbytes, header)))
+        made.append((base + columns.end, self._bytes(crcs)))
         return made
 
     def _bytes(self, crcs: Sequence[int]) -> bytes:
         out = bytearray()
-        for crc, (name, header, record) in zip(crcs, self._entries, strict=True):
-            large = [v for v in (record.nbytes, record.nbytes, header) if v >= 0xFFFFFFFF]
-            extra = struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large) if large else b""
-            size, at = min(record.nbytes, 0xFFFFFFFF), min(header, 0xFFFFFFFF)
+        columns = self._columns
+        names = columns.names.split(b"\n")
+        for name, crc, nbytes, header in zip(names, crcs, columns.nbytes, columns.headers, strict=True):
+            extra = b""
+            if nbytes >= 0xFFFFFFFF or header >= 0xFFFFFFFF:
+                large = [v for v in (nbytes, nbytes, header) if v >= 0xFFFFFFFF]
+                extra = struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large)
+            size, at = min(nbytes, 0xFFFFFFFF), min(header, 0xFFFFFFFF)
             out += _CENTRAL.pack(
-                b"PK\1\2", 0, 0, _flags(record.nbytes), 0, 0, 0, crc, size, size, len(name), len(extra), 0, 0, 0, 0, at
+                b"PK\1\2", 0, 0, _flags(nbytes), 0, 0, 0, crc, size, size, len(name), len(extra), 0, 0, 0, 0, at
             )  # fmt: skip
             out += name + extra
-        end64 = self._start + len(out)
-        n, size = len(self._entries), len(out)
-        out += _END64.pack(b"PK\6\6", _END64.size - 12, 0x031E, 0x2D, 0, 0, n, n, size, self._start)
+        start, end64 = columns.end, columns.end + len(out)
+        n, size = len(names), len(out)
+        out += _END64.pack(b"PK\6\6", _END64.size - 12, 0x031E, 0x2D, 0, 0, n, n, size, start)
         out += _LOCATOR64.pack(b"PK\6\7", 0, end64, 1)
         out += _END.pack(
-            b"PK\5\6", 0, 0, min(n, 0xFFFF), min(n, 0xFFFF), min(size, 0xFFFFFFFF), min(self._start, 0xFFFFFFFF), 0
+            b"PK\5\6", 0, 0, min(n, 0xFFFF), min(n, 0xFFFF), min(size, 0xFFFFFFFF), min(start, 0xFFFFFFFF), 0
         )
         return bytes(out)
 
@@ -301,8 +325,17 @@ def _descriptor(crc: int, nbytes: int, header: int) -> bytes:
 _crc = lru_cache(maxsize=4096)(crc32)
 
 
-def lay_out(tree: Any, slot_of: Callable[[Any], Slot | None], *, base: int = 0, file: int = 0, root: str) -> Layout:
-    """Lay out an archive of `tree` at `base` of a file. `slot_of` says which values are tensors; see `torchpickle`.
+def lay_out(
+    tree: Any,
+    slot_of: Callable[[Any], Slot | None],
+    *,
+    base: int = 0,
+    file: int = 0,
+    root: str,
+    around: Callable[[Any], Around | None] | None = None,
+) -> Layout:
+    """Lay out an archive of `tree` at `base` of a file. `slot_of` says which values are tensors, and `around` what is
+    written around one; see `torchpickle`.
 
     Storages follow in the order in which the pickle first mentions them, 64-byte aligned within the archive, as torch
     2.7 and later write them.
@@ -315,7 +348,7 @@ def lay_out(tree: Any, slot_of: Callable[[Any], Slot | None], *, base: int = 0, 
             sizes.setdefault(slot.key, slot.numel * slot.dtype.itemsize)
         return slot
 
-    data = torchpickle.dump(tree, noting)
+    data = torchpickle.dump(tree, noting, around)
     before = {
         "data.pkl": data,
         ".format_version": b"1",
@@ -323,28 +356,42 @@ def lay_out(tree: Any, slot_of: Callable[[Any], Slot | None], *, base: int = 0, 
         "byteorder": b"little",
     }
     after = {"version": b"3\n", ".data/serialization_id": _serialization_id(data)}
+    names = (*before, *(f"data/{key}" for key in sizes), *after)
+    columns = _arranged(root, names, (*map(len, before.values()), *sizes.values(), *map(len, after.values())))
 
+    known: dict[int, int] = {}
     pieces: list[tuple[int, bytes]] = []
-    entries: list[tuple[bytes, int, Record]] = []
-    descriptors: list[int] = []
-    storages: dict[str, Record] = {}
+    contents = [*before.values(), *[None] * len(sizes), *after.values()]
+    begin = 0
+    for i, (content, end) in enumerate(zip(contents, columns.ends, strict=True)):
+        pieces.append((base + columns.headers[i], columns.locals[begin:end]))
+        begin = end
+        if content is not None:
+            known[i] = _crc(content)
+            pieces.append((base + columns.payloads[i], content))
+    storages = {
+        key: Record(file, base + columns.payloads[i], nbytes, None if nbytes else 0)
+        for i, (key, nbytes) in enumerate(sizes.items(), len(before))
+    }
+    directory = _Directory(base, file, columns, known)
+    return Layout(base, columns.end + directory.size(), pieces, storages, directory)
+
+
+# Most ranks of a checkpoint have archives that differ in a few bytes of the pickle and in nothing else.
+@lru_cache(maxsize=4)
+def _arranged(root: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> _Columns:
+    headers, payloads, ends = array("q"), array("q"), array("q")
+    spelt = [f"{root}/{name}".encode() for name in names]
+    heads = bytearray()
     at = 0
-    contents: dict[str, bytes | int] = {**before, **{f"data/{k}": n for k, n in sizes.items()}, **after}
-    for name, content in contents.items():
-        full = f"{root}/{name}".encode()
-        nbytes = content if isinstance(content, int) else len(content)
-        header, payload = _local_header(full, at, nbytes)
-        pieces.append((base + at, header))
-        if isinstance(content, bytes):
-            record = Record(file, base + payload, nbytes, _crc(content))
-            pieces.append((base + payload, content))
-        else:
-            record = storages[name.removeprefix("data/")] = Record(file, base + payload, nbytes, None if nbytes else 0)
-        entries.append((full, at, record))
-        descriptors.append(base + payload + nbytes)
+    for name, nbytes in zip(spelt, sizes, strict=True):
+        header, payload = _local_header(name, at, nbytes)
+        heads += header
+        headers.append(at)
+        payloads.append(payload)
+        ends.append(len(heads))
         at = payload + nbytes + (len(_descriptor(0, nbytes, at)) if nbytes else 0)
-    directory = _Directory(base, at, entries, descriptors)
-    return Layout(base, at + directory.size(), pieces, storages, directory)
+    return _Columns(b"\n".join(spelt), headers, payloads, array("q", sizes), bytes(heads), ends, at)
 
 
 def _serialization_id(data: bytes) -> bytes:
