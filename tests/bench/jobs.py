@@ -59,6 +59,26 @@ def cat(part: str, source: Path, out: Path) -> Contender:
     return Contender(f"cat {part}", "cat", ("cat", *map(str, files)), files, target, part, check=False, stdout=target)
 
 
+def reshards(source: Path, target: Path) -> list[Contender]:
+    """Onto 8 ranks: we alone, in two processes of torchrun, and torch in eight."""
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node")
+    ours = ("reshard", str(source), str(target), "--to-world", "8")
+    theirs = (*torchrun, "8", str(HERE / "resharding_peer.py"), str(source), str(target))
+    job = "reshard onto 8"
+    return [
+        Contender(job, OURS, ckpttool(*ours), (source,), target, "all"),
+        Contender(
+            f"{job}, 2 processes",
+            f"{OURS}, torchrun",
+            (*torchrun, "2", "-m", "ckpttool", *ours),
+            (source,),
+            target,
+            "all",
+        ),
+        Contender(job, "torchrun, dcp.load and dcp.save", theirs, (source,), target, "all", check=False),
+    ]
+
+
 def contenders(state: Checkpoint, out: Path) -> list[Contender]:
     """All of them, in the order in which every round runs them: peers next to ours."""
     file, model, pt, dcp = out / "all.safetensors", out / "model.safetensors", out / "all.pt", out / "dcp"
@@ -76,6 +96,7 @@ def contenders(state: Checkpoint, out: Path) -> list[Contender]:
         ours("safetensors -> dcp", state.tensors_safetensors, dcp, "dcp"),
         ours("safetensors -> torch", state.tensors_safetensors, pt, "torch"),
         ours("dcp -> dcp, 2 ranks", state.train, dcp, "dcp", "--to-world", "2"),
+        *reshards(state.train, dcp),
         cat("model", state.accelerate, out),
         ours("dcp -> model", state.train, model, "safetensors", "--only", "model", part="model"),
         peer("dcp -> model", "dcp_load_save_model", state.train, model, "model"),

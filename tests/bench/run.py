@@ -34,7 +34,7 @@ WRITES_CRC = (
     "dcp -> torch", "safetensors -> torch", "torch -> dcp", "safetensors -> dcp", "dcp -> dcp, 2 ranks",
     "rank files -> dcp", "dcp -> rank files",
 )  # fmt: skip
-THREE_TIMES = ("dcp -> torch", "torch -> dcp", "accelerate -> model", "rank files -> model")
+THREE_TIMES = ("dcp -> torch", "torch -> dcp", "accelerate -> model", "rank files -> model", "reshard onto 8")
 
 
 class Results:
