@@ -81,6 +81,14 @@ def tensor_parallel(model: nn.Module) -> nn.Module:
     return fsdp2(model, mesh["dp"])
 
 
+def columns(model: nn.Module) -> nn.Module:
+    """Tensor parallelism alone: `down` is cut along its columns, and what is in no plan is whole on every rank."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    for layer in model.layers:
+        parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
 def fsdp1(**options: Any) -> Wrap:
     """FSDP1 over every block and the root."""
 
@@ -115,6 +123,7 @@ KINDS: dict[str, Wrap] = {
     "fsdp2": fsdp2,
     "hsdp": hsdp,
     "tp": tensor_parallel,
+    "columns": columns,
     "fsdp1": fsdp1(),
     "fsdp1 flat": fsdp1(use_orig_params=False),
     "fsdp1 grad": fsdp1(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),

@@ -201,3 +201,39 @@ def test_a_rank_that_dies_takes_the_others_along(tmp_path: Path, strategy: str) 
     said = torchrun(3, tmp_path / "dying.py", tmp_path / "a.pt", strategy)
     assert "exitcode  : 9" in said and "went on" not in said
     assert time.monotonic() - began < 60
+
+
+def groups(*sizes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model whose first parameters are in groups of these sizes."""
+    model, made, low = net(), [], 0
+    for i, count in enumerate(sizes):
+        made.append({"params": list(model.parameters())[low : low + count], "lr": 0.1 * (i + 1)})
+        low += count
+    return model, Adam(made)
+
+
+@pytest.mark.parametrize(
+    ("saved", "ours", "words"),
+    [
+        ((6,), (3, 3), "one group of parameters where the optimizer has several"),
+        ((3, 3), (6,), "group 0 .* differently .* in 2 groups"),
+        ((6,), (4,), "group 0 has parameters that the optimizer does not have"),
+        ((4,), (6,), "group 0 .* differently .* no group has"),
+    ],
+)
+def test_groups_that_are_not_the_same(tmp_path: Path, saved: Any, ours: Any, words: str) -> None:
+    model, optimizer = groups(*saved)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    there = optimizer.state_dict()
+    order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    there["state"] = {order[number]: state for number, state in there["state"].items()}
+    for group in there["param_groups"]:
+        group["params"] = [order[number] for number in group["params"]]
+    torch.save({"model": model.state_dict(), "optim": there}, tmp_path / "a.pt")
+    model, optimizer = groups(*ours)
+    before = model[0].weight.clone()
+    with pytest.raises(ckpttool.CkptError, match=words):
+        ckpttool.load(tmp_path / "a.pt", model, optimizer)
+    assert torch.equal(model[0].weight, before) and not optimizer.state

@@ -36,10 +36,11 @@ def everyday() -> Cases:
         ["foreign", "dcp_safetensors_w2", "fsdp1 flat", "broadcast"],
         ["foreign", "safetensors_single", "fsdp2", "broadcast"],
         ["foreign", "torch_ddp", "fsdp2", "parallel"],
+        ["foreign", "torch_model", "columns", "broadcast"],
         ["directory", "run_torchtitan_w2", "fsdp2", "parallel"],
         ["directory", "run_lightning_w2", "fsdp2", "broadcast"],
     ]
-    cases += [["own_bytes", kind] for kind in ("fsdp2", "tp", "hsdp", "ddp")]
+    cases += [["own_bytes", kind] for kind in ("fsdp2", "tp", "columns", "hsdp", "ddp")]
     cases += [["casts", kind, strategy] for kind in ("plain", "fsdp2") for strategy in STRATEGIES]
     cases += [["rounds", "fsdp1", "dcp"], ["rounds", "fsdp1", "fsdp1"], ["rounds", "fsdp2", "torch"]]
     for wrong in ("other_shapes", "other_names", "other_groups", "one_rank_blind", "damaged"):
