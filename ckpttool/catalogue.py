@@ -330,9 +330,10 @@ class Catalogue:
     `facts` is what else the format can tell, for the header of `inspect`: `writer`, `torch`, `layout`, ...
     `containers[()]` is the root itself. `faults` are what is wrong with the checkpoint as a whole, found when it was
     opened: `inspect` shows them, everything else stops at the first. One with the fact `concerns`, a list of names, is
-    about what is called so or lies below, and does not stop what is done with the rest. `replicas` are further copies
-    of tensors, each in a file of its own: a sink of one file per rank has one in every file, and the transfer fills
-    them too.
+    about what is called so or lies below, and does not stop what is done with the rest; nor does one with the fact
+    `absent`, the name of a part that could not be opened, stop `--only` others. `replicas` are further copies of
+    tensors, each in a file of its own: a sink of one file per rank has one in every file, and the transfer fills them
+    too.
     """
 
     format: str
@@ -406,10 +407,13 @@ def find_aliases(tensors: Iterable[Tensor]) -> dict[Path, Path]:
 
 
 def stop_at_fault(catalogue: Catalogue, names: Iterable[str]) -> None:
-    """Raise the first fault that concerns the whole checkpoint, or one of these names of entries."""
+    """Raise the first fault that concerns the whole checkpoint, or one of these names of entries. A part that could
+    not be opened at all (the fact `absent`) has none: whoever asks for parts sees to it."""
     if catalogue.faults:
         names = list(names)
         for fault in catalogue.faults:
+            if "absent" in fault.facts:
+                continue
             if concerns(fault, None) or any(concerns(fault, name) for name in names):
                 raise fault
 
@@ -426,6 +430,9 @@ def validate(catalogue: Catalogue, *, later: bool = False) -> None:
     """Prove what everything after relies on: each tensor's chunks tile it exactly, and each extent lies inside its
     file and is as large as its box. Raises the first of its faults, or CorruptError with the file and the tensor.
     With `later`, faults that concern some entries only, and these entries, are left to `stop_at_fault`."""
+    absent = [fault for fault in catalogue.faults if "absent" in fault.facts and not later]
+    if absent:
+        raise absent[0]
     stop_at_fault(catalogue, () if later else (entry.name for entry in catalogue.entries.values()))
     files = catalogue.files
     sizes = [f.size for f in files]

@@ -68,7 +68,7 @@ class Mounted:
         self.catalogue.warnings += theirs.warnings
         named = [entry.name for entry in alone.entries.values()]
         self.catalogue.faults += [
-            _moved(fault, root, depth) for fault in theirs.faults
+            _moved(fault, root if named else (), depth) for fault in theirs.faults
             if concerns(fault, None) or part is None or any(concerns(fault, name) for name in named)
         ]  # fmt: skip
 
@@ -92,7 +92,8 @@ class Mounted:
         left = [entry.name for entry in before.entries.values() if entry.part.kind != kind]
         self.catalogue.faults = [
             fault if made is before else _unbound(fault) for fault in before.faults
-            if concerns(fault, None) or any(concerns(fault, name) for name in left)
+            if (concerns(fault, None) or any(concerns(fault, name) for name in left))
+            and parts.kind_of_key(fault.facts.get("absent")) != kind
         ]  # fmt: skip
         self.mount(other, root, theirs)
         self.catalogue.warnings.append(f"{kind} taken from `{name}`")
@@ -132,12 +133,12 @@ class Mounted:
 
 
 def _moved(fault: CkptError, root: Path, depth: int) -> CkptError:
-    """The same fault where what it concerns is mounted under `root`."""
-    if concerns(fault, None) or not (root or depth):
-        return fault
-    if depth:
-        return _unbound(fault)
-    names = [f"{dotted(root)}.{name}".rstrip(".") for name in fault.facts["concerns"]]
+    """The same fault where what it concerns is mounted under `root`: all that is there, unless it says otherwise."""
+    if not root:
+        return _unbound(fault) if depth else fault
+    names = [dotted(root)]
+    if not depth and "concerns" in fault.facts:
+        names = [f"{dotted(root)}.{name}".rstrip(".") for name in fault.facts["concerns"]]
     return type(fault)(fault.message, hint=fault.hint, **{**fault.facts, "concerns": names})
 
 

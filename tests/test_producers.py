@@ -785,3 +785,22 @@ def test_damage_ends_in_one_of_our_errors(name: str, file: str, tmp_path: Path) 
         inspect(copy)
     except CkptError as error:
         assert error.message
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut"])
+def test_a_broken_optimizer_does_not_stop_the_model(damage: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(path_of("run_accelerate_fsdp1_rankfiles_w2"), tmp_path / "run"))
+    broken = folder / "optimizer_0_rank1.bin"
+    if damage == "gone":
+        broken.unlink()
+    else:
+        broken.write_bytes(broken.read_bytes()[:3000])
+    for flags in ({}, {"only": "optimizer"}, {"drop": "rng"}, {"only": ["model", "optimizer"]}):
+        with pytest.raises(CkptError, match="optimizer_0_rank"):
+            convert(str(folder), str(tmp_path / "out.pt"), **flags)  # type: ignore[arg-type]
+    assert any("optimizer_0_rank" in text for text in inspect(folder).warnings)
+    convert(str(folder), str(tmp_path / "out.pt"), only="model", check=True)
+    whole = reference("run_accelerate_fsdp1_rankfiles_w2")["model"]
+    found = torch.load(tmp_path / "out.pt")
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(found[name], whole[name]) for name in whole)

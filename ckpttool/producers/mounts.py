@@ -46,21 +46,25 @@ def open_source(row: Producer, listing: Listing, options: OpenOptions) -> Source
     if layout.strangers:
         catalogue.warnings.append(f"{some(layout.strangers)}: not known here, and left out")
     catalogue.faults += [
-        CorruptError(text, hint="copy what is missing, or name another checkpoint", file=listing.path)
-        for text in [*layout.missing, *_too_few(layout, catalogue)]
+        CorruptError(text, hint="copy what is missing, or name another checkpoint", file=listing.path, **about)
+        for text, about in [*((text, {}) for text in layout.missing), *_too_few(layout, catalogue)]
     ]
     return source
 
 
-def _too_few(layout: Layout, catalogue: Catalogue) -> list[str]:
-    """Sets of one file per rank that end before the last rank which has written anything."""
+def _too_few(layout: Layout, catalogue: Catalogue) -> list[tuple[str, dict[str, list[str]]]]:
+    """Sets of one file per rank that end before the last rank which has written anything, and what that concerns."""
     last: dict[Path, str] = {m.root[:-1]: m.name for m in layout.mounts if m.how == EACH}
     sets = {m.name: m.names for m in layout.mounts if m.how == SET and "*" in m.name and not m.glob}
     ranks_of = {name: 1 + max(rank for rank, _ in _by_rank(m)) for m in layout.mounts if (name := m.name) in sets}
     ranks_of |= {name: 1 + (m.rank or 0) for m in layout.mounts if (name := m.name) in last.values()}
     world = catalogue.world_size
+    roots = {m.name: m.root[:1] for m in layout.mounts if m.root}
     return [
-        f"`{name}` is of {count} rank{'s' if count > 1 else ''}, but {world} have written: the rest is missing"
+        (
+            f"`{name}` is of {count} rank{'s' if count > 1 else ''}, but {world} have written: the rest is missing",
+            {"concerns": [dotted(roots[name])]} if name in roots else {},
+        )
         for name, count in ranks_of.items() if count < world
     ]  # fmt: skip
 
@@ -106,10 +110,10 @@ class _Opening:
                 return self._mount_plain(made, mount)
             source = self._open(mount, made.catalogue)
         except (CorruptError, ReadError) as error:
-            if self._listing.path in error.message:
-                return error
-            message = f"`{where}`: {error.message}" if where else error.message
-            return type(error)(message, hint=error.hint, **{"file": self._listing.at(where), **error.facts})
+            named = self._listing.path in error.message or not where
+            message = error.message if named else f"`{where}`: {error.message}"
+            absent = {"absent": dotted(mount.root)} if mount.root else {}
+            return type(error)(message, hint=error.hint, **{"file": self._listing.at(where), **error.facts, **absent})
         theirs = source.catalogue
         _note(made.catalogue, theirs, mount)
         for warning in theirs.warnings:
