@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ckpttool.cli.options import (
     AsJson,
+    Check,
+    DryRun,
+    MaxMemory,
+    Overwrite,
     Quiet,
     Shapes,
+    Source,
     Tensors,
+    Threads,
     Verbose,
     complete_format,
     complete_part,
@@ -21,14 +27,9 @@ from ckpttool.cli.progress import Progress
 from ckpttool.cli.telling import tell
 from ckpttool.cli.terminal import err
 
-if TYPE_CHECKING:
-    pass
-
-_SHOWN = 20
-
 
 def convert(
-    src: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint to read. It is never touched.")],
+    src: Source,
     dst: Annotated[str, typer.Argument(metavar="DST", help="The file or directory to write, like `cp`.")],
     to: Annotated[
         str | None,
@@ -112,19 +113,11 @@ def convert(
     optim_from: Annotated[
         str | None, typer.Option("--optim-from", metavar="PATH", help="Take the optimizer from another checkpoint.")
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace DST. The old one stays until the new one is complete.")
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Show the plan and write nothing.")] = False,
-    threads: Annotated[
-        int | None, typer.Option("--threads", "-j", metavar="N", min=1, help="How many threads move bytes.")
-    ] = None,
-    max_memory: Annotated[
-        str | None, typer.Option("--max-memory", metavar="SIZE", help="Bound the buffers: 2GB, 512MiB, ...")
-    ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Read DST back and compare it with SRC before it gets its name.")
-    ] = False,
+    overwrite: Overwrite = False,
+    dry_run: DryRun = False,
+    threads: Threads = None,
+    max_memory: MaxMemory = None,
+    check: Check = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,

@@ -29,8 +29,23 @@ def complete_part(incomplete: str) -> list[str]:
 
 
 Checkpoint = Annotated[
-    str, typer.Argument(metavar="PATH", help="A checkpoint: a file or a directory of any of the formats.")
+    str,
+    typer.Argument(
+        metavar="PATH", help="A checkpoint: a file, a directory, a run directory, or a quoted pattern of rank files."
+    ),
 ]
+Source = Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint to read. It is never touched.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace DST. The old one stays until the new one is complete.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", "-n", help="Show the plan and write nothing.")]
+Threads = Annotated[
+    int | None, typer.Option("--threads", "-j", metavar="N", min=1, help="How many threads move bytes.")
+]
+MaxMemory = Annotated[
+    str | None, typer.Option("--max-memory", metavar="SIZE", help="Bound the buffers: 2GB, 512MiB, ...")
+]
+Check = Annotated[bool, typer.Option("--check", help="Read DST back and compare it with SRC before it gets its name.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, errors too.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print bare values only, and no progress.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Leave nothing out; show where a bug of ours is.")]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpttool.cli.options import AsJson, Quiet, Shapes, Verbose
+from ckpttool.cli.options import AsJson, Check, DryRun, MaxMemory, Overwrite, Quiet, Shapes, Source, Threads, Verbose
 from ckpttool.cli.progress import Progress
 from ckpttool.cli.telling import tell
 from ckpttool.cli.terminal import err
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def reshard(
-    src: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint to read. It is never touched.")],
+    src: Source,
     dst: Annotated[str, typer.Argument(metavar="DST", help="The directory to write, like `cp`.")],
     to_world: Annotated[
         int | None, typer.Option("--to-world", metavar="N", help="Onto N ranks, as FSDP cuts parameters.")
@@ -59,19 +59,11 @@ def reshard(
         str, typer.Option("--dataloader", metavar="POLICY", help="Data loaders of the ranks: keep or drop.")
     ] = "keep",
     shapes: Shapes = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace DST. The old one stays until the new one is complete.")
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Show the plan and write nothing.")] = False,
-    threads: Annotated[
-        int | None, typer.Option("--threads", "-j", metavar="N", min=1, help="How many threads move bytes.")
-    ] = None,
-    max_memory: Annotated[
-        str | None, typer.Option("--max-memory", metavar="SIZE", help="Bound the buffers: 2GB, 512MiB, ...")
-    ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Read DST back and compare it with SRC before it gets its name.")
-    ] = False,
+    overwrite: Overwrite = False,
+    dry_run: DryRun = False,
+    threads: Threads = None,
+    max_memory: MaxMemory = None,
+    check: Check = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
