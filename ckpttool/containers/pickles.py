@@ -54,6 +54,11 @@ class _StubType(type):
         return f"{cls.module}.{cls.name}"
 
 
+# What most stubs have of everything; of a ShardedTensor's hundreds, lists of their own took most of the memory.
+_NOTHING: Any = ()
+_NO_KWARGS: dict[str, Any] = {}
+
+
 class Stub(metaclass=_StubType):
     """An object of a class that was not imported: which one, how it was made, and what was put into it after."""
 
@@ -71,8 +76,8 @@ class Stub(metaclass=_StubType):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = object.__new__(cls)
-        self.args, self.kwargs, self.how, self.target = args, kwargs, "new", None
-        self.state, self.values, self.pairs = [], [], []
+        self.args, self.kwargs, self.how, self.target = args, kwargs or _NO_KWARGS, "new", None
+        self.state = self.values = self.pairs = _NOTHING
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Stub:
@@ -89,14 +94,20 @@ class Stub(metaclass=_StubType):
         self.state = [state]
 
     def append(self, value: Any) -> None:
+        if not self.values:
+            self.values = []
         self.values.append(value)
 
     add = append
 
     def extend(self, values: Any) -> None:
+        if not self.values:
+            self.values = []
         self.values.extend(values)
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        if not self.pairs:
+            self.pairs = []
         self.pairs.append((key, value))
 
     def __repr__(self) -> str:
@@ -444,7 +455,7 @@ def _loaded(count: int, unpickler: _Unpickler) -> Any:
     return made[0]
 
 
-_LEAVES = frozenset({str, int, float, bool, type(None), bytes})
+_LEAVES = frozenset({str, int, float, bool, type(None), bytes, _StubType, Known})
 
 
 def check_depths(tree: Any) -> None:
@@ -459,15 +470,21 @@ def check_depths(tree: Any) -> None:
             continue
         seen.add(id(node))
         below: Iterable[Any]
-        if isinstance(node, dict):
-            attributes = vars(node).values() if hasattr(node, "__dict__") else ()
-            below = chain(node.values(), attributes, (key for key in node if isinstance(key, tuple)))
+        kind = type(node)
+        if kind is list:
+            below = node
+        elif kind is dict:
+            below = (*node.values(), *node)
+        elif isinstance(node, Stub):
+            below = (node.target, node.args or None, node.kwargs or None, *node.state, *node.values)
+            if node.pairs:
+                below = chain(below, *node.pairs)
         elif isinstance(node, tuple):
             below = _inside(node, depths)
+        elif isinstance(node, dict):
+            below = (*node.values(), *node, *getattr(node, "__dict__", {}).values())
         elif isinstance(node, (list, set, frozenset)):
             below = node
-        elif isinstance(node, Stub):
-            below = [child for _, child in children(node)]
         else:
             continue
         todo += [value for value in below if type(value) not in _LEAVES]
