@@ -409,13 +409,12 @@ def find_aliases(tensors: Iterable[Tensor]) -> dict[Path, Path]:
 def stop_at_fault(catalogue: Catalogue, names: Iterable[str]) -> None:
     """Raise the first fault that concerns the whole checkpoint, or one of these names of entries. A part that could
     not be opened at all (the fact `absent`) has none: whoever asks for parts sees to it."""
-    if catalogue.faults:
-        names = list(names)
-        for fault in catalogue.faults:
-            if "absent" in fault.facts:
-                continue
-            if concerns(fault, None) or any(concerns(fault, name) for name in names):
-                raise fault
+    faults = [fault for fault in catalogue.faults if "absent" not in fault.facts]
+    named = {above for name in names for above in _upwards(name)} if faults else set()
+    for fault in faults:
+        about = fault.facts.get("concerns")
+        if about is None or not named.isdisjoint(about):
+            raise fault
 
 
 def concerns(fault: CkptError, name: str | None) -> bool:
@@ -423,7 +422,15 @@ def concerns(fault: CkptError, name: str | None) -> bool:
     about = fault.facts.get("concerns")
     if about is None or name is None:
         return about is None
-    return any(not root or name == root or name.startswith(f"{root}.") for root in about)
+    return not set(_upwards(name)).isdisjoint(about)
+
+
+def _upwards(name: str) -> Iterator[str]:
+    """`a.b.c`, `a.b`, `a` and the name of the root."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
 
 
 def validate(catalogue: Catalogue, *, later: bool = False) -> None:
@@ -436,8 +443,9 @@ def validate(catalogue: Catalogue, *, later: bool = False) -> None:
     stop_at_fault(catalogue, () if later else (entry.name for entry in catalogue.entries.values()))
     files = catalogue.files
     sizes = [f.size for f in files]
+    passed = {name for fault in catalogue.faults for name in fault.facts.get("concerns", ())}
     for tensor in catalogue.tensors:
-        if later and any(concerns(fault, tensor.name) for fault in catalogue.faults):
+        if passed and not passed.isdisjoint(_upwards(tensor.name)):
             continue
         chunks = tensor.chunks
         if len(chunks) != 1 or chunks.sizes[0] != tensor.shape:

@@ -235,11 +235,8 @@ def _stop_at_absent(source: Catalogue, only: Sequence[str]) -> None:
 
 def _stop_at_faulty_part(source: Catalogue, laid: Catalogue) -> None:
     """What is wrong with an optimizer is said before it is looked at; a tensor may still be left out."""
-    whole = [
-        fault
-        for fault in source.faults
-        if not {*fault.facts.get("concerns", ())} <= {e.name for e in source.entries.values()}
-    ]
+    single = {entry.name for entry in source.entries.values()} if source.faults else set()
+    whole = [fault for fault in source.faults if not single.issuperset(fault.facts.get("concerns", ()))]
     stop_at_fault(replace(source, faults=whole), map(dotted, optimkeys.origins(laid)))
 
 

@@ -273,9 +273,10 @@ class Merging:
 
     def _faults(self, blamed: Mapping[Path, CkptError]) -> list[CkptError]:
         """`blamed` are parts of which more is known than that their tensors differ."""
-        within = [path for path in (*self._shapes, *self._differing) if _is_below(path, blamed)]
+        within = {path for path in (*self._shapes, *self._differing) if _is_below(path, blamed)}
         found = [error for path, error in self._shapes.items() if path not in within]
         differing = [path for path in self._differing if path not in within]
+        flags = _left_out(differing)
         for path in differing:
             holder, others = self._holders.get(path, self._first), self._differing[path]
             assert holder is not None
@@ -287,8 +288,7 @@ class Merging:
                     f"{'rank' if len(copies) == 1 else 'ranks'} {', '.join(map(str, copies))} ({names}) "
                     f"from rank {holder.rank} ({self._names[holder.rank]})",
                     hint="the files are not of one save, or the ranks went apart in training (buffers that nobody "
-                    f"synchronises do); copy them again, save once more, or leave out what differs: "
-                    f"{_left_out(differing)}",
+                    f"synchronises do); copy them again, save once more, or leave out what differs: {flags}",
                     tensor=dotted(path), ranks=[holder.rank, *copies], concerns=[dotted(path)],
                 )
             )  # fmt: skip
