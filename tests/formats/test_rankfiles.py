@@ -629,6 +629,21 @@ def test_a_file_of_another_model(tmp_path: Path) -> None:
     assert any("`rank0.pt`: rank 0 has no `model.v`" in m for m in messages)
 
 
+def test_of_three_files_the_odd_one_is_named(tmp_path: Path) -> None:
+    def state(rank: int) -> Any:
+        return {"model": {"v" if rank == 1 else "w": cut(WHOLE, mesh(3), Shard(0))}}
+
+    with pytest.raises(CorruptError, match=r"`rank1.pt`: rank 1 has `model.v`, which other ranks have not"):
+        read(save(tmp_path / "run", 3, state))
+
+
+def test_a_pattern_over_two_checkpoints(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save(tmp_path / name, 2, sharded(2))
+    with pytest.raises(ReadError, match=r"a/rank0.pt` and `.*b/rank0.pt` are both of rank 0"):
+        source_of(f"{tmp_path}/*/rank*.pt")
+
+
 @pytest.mark.parametrize("damage", ["cut", "empty", "text"])
 def test_a_file_that_is_damaged(damage: str, tmp_path: Path) -> None:
     folder = save(tmp_path / "run", 2, sharded(2))

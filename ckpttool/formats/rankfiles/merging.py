@@ -298,22 +298,29 @@ class Merging:
         """Ranks without a tensor of the model that they should have: with pipeline stages each mesh has its own."""
         assert self._first is not None
         lacking: dict[int, list[str]] = {}
+        alone: dict[int, list[str]] = {}
         for path, absent in self._absent.items():
             entry = self._catalogue.entries.get(path)
             if not isinstance(entry, Tensor) or entry.embedded or self._kind(path) != "model":
                 continue
             shard = self._shards.get(path)
-            for rank in absent:
-                if shard is None or not shard.within or rank in shard.within:
-                    lacking.setdefault(rank, []).append(dotted(path))
+            expected = {rank for rank in absent if shard is None or not shard.within or rank in shard.within}
+            holders = set(self._seen) - absent
+            # The odd file out is that of the few.
+            odd, names = (holders, alone) if len(holders) < len(expected) else (expected, lacking)
+            for rank in odd:
+                names.setdefault(rank, []).append(dotted(path))
         stages = {shard.within for shard in self._shards.values()} - {()}
         return [
             CorruptError(
-                f"{self._names[rank]}: rank {rank} has no {some(names)}, which other ranks have",
+                f"{self._names[rank]}: rank {rank} {said % some(names)}",
                 hint="the file is that of another model or save: copy it again from the same step",
                 ranks=[rank], found=names[:_MOST_FAULTS],
             )
-            for rank, names in sorted(lacking.items())
+            for odd_ones, said in (
+                (alone, "has %s, which other ranks have not"), (lacking, "has no %s, which other ranks have"),
+            )
+            for rank, names in sorted(odd_ones.items())
             if len(stages) < 2 or any(rank in within for within in stages if len(within) == len(self._seen))
         ]  # fmt: skip
 

@@ -132,10 +132,24 @@ def find(path: str) -> RankSet:
     made = RankSet({}, next(iter(worlds), None), numbered=ours[0].numbered)
     keys = _keys([stem for stem, _, _ in groups])
     for (stem, _, _), members in groups.items():
+        _check_once(members)
         made.parts[keys[stem]] = {m.rank: m.path for m in sorted(members, key=lambda m: m.rank)}
     taken = {m.path for m in ours}
     made.left_out = [name for name in names if name not in taken and (is_pattern(path) or _is_data(name))]
     return made
+
+
+def _check_once(members: list[Member]) -> None:
+    """Raises ReadError for two files of one rank: a pattern can match the checkpoints of several directories."""
+    taken: dict[int, str] = {}
+    for m in members:
+        if m.rank in taken:
+            raise ReadError(
+                f"`{taken[m.rank]}` and `{m.path}` are both of rank {m.rank}",
+                hint="name the files of one checkpoint, by its directory or with a narrower pattern",
+                files=[taken[m.rank], m.path],
+            )
+        taken[m.rank] = m.path
 
 
 def _several(path: str, groups: dict[tuple[str, int | None, str], list[Member]]) -> ReadError:
