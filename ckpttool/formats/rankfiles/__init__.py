@@ -14,6 +14,8 @@ save plain tensors. Names: see `sets`. Sharded tensors: see `containers/sharded`
 
 from __future__ import annotations
 
+from itertools import chain
+
 from ckpttool import files
 from ckpttool.catalogue import Catalogue, Chunk, Extent, File, Path, Tensor
 from ckpttool.containers import pickles
@@ -88,7 +90,8 @@ class _Opening:
             except CkptError as error:
                 flat = error
             states = (state for state in every[1:])
-        for state in (first, *states) if first is not None else ():
+        # One after the other: a tuple of them would hold all trees at once.
+        for state in chain([first], states) if first is not None else ():
             self._merging.add(state)
         misplaced = self._catalogue.faults[:]
         self._merging.finish(rebuilding.faults if rebuilding is not None else {})
