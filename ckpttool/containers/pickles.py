@@ -55,7 +55,7 @@ class _StubType(type):
 
 
 # What most stubs have of everything; of a ShardedTensor's hundreds, lists of their own took most of the memory.
-_NOTHING: Any = ()
+_NOTHING: list[Any] = []  # never added to
 _NO_KWARGS: dict[str, Any] = {}
 
 
