@@ -7,7 +7,7 @@ of it; a plan compares the two. Nothing here does I/O.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from operator import add, le
@@ -431,6 +431,29 @@ def _upwards(name: str) -> Iterator[str]:
         yield name
         name = name.rpartition(".")[0]
     yield ""
+
+
+def one_moment_for_two(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> list[str]:
+    """A word about optimizer state of which two kinds (`exp_avg`, `exp_avg_sq`) are the same bytes. Pure.
+
+    No optimizer has that. `full_optim_state_dict` of FSDP1, and `FSDP.optim_state_dict` with `offload_to_cpu`, write it
+    on CPUs: what was gathered last, for all.
+    """
+    names = {_owner(path) for path, kept in aliases.items() if _owner(path) == _owner(kept) and path[-1] != kept[-1]}
+    state = (catalogue.tensor(path) for path in aliases if _owner(path) in names)
+    found = [tensor.name for tensor in state if tensor.part.kind == "optimizer" and tensor.numel > 1]
+    if not found:
+        return []
+    return [
+        f"the optimizer's state is wrong: {len(found)} moments are the same bytes as another one of their parameter "
+        f"({some(found)}); FSDP1 saves that of a full state dict on CPUs"
+    ]
+
+
+def _owner(path: Path) -> Path:
+    """The parameter that a piece of optimizer state is for: all but the last key, or but the last word of a flat one."""
+    last = path[-1] if path else ""
+    return (*path[:-1], last.rpartition(".")[0]) if isinstance(last, str) and "." in last else path[:-1]
 
 
 def validate(catalogue: Catalogue, *, later: bool = False) -> None:

@@ -23,6 +23,7 @@ from ckpttool.catalogue import (
     Tensor,
     dotted,
     find_aliases,
+    one_moment_for_two,
 )
 from ckpttool.containers.pickles import Stub
 from ckpttool.dtypes import ALIASES, DTYPES, Dtype
@@ -39,6 +40,7 @@ def start(source: Catalogue) -> Catalogue:
     aliases = find_aliases(source.tensors)
     for entry in source.entries.values():
         made.add(again(entry, alias=aliases.get(entry.path)) if isinstance(entry, Tensor) else entry)
+    made.warnings += one_moment_for_two(source, aliases)
     return made
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import made
 import pytest
 import torch
 
+import ckpttool
 from ckpttool import layout, parts
 from ckpttool.boxes import Box
 from ckpttool.catalogue import Catalogue, Object, Part, Tensor, dotted
@@ -17,6 +19,7 @@ from ckpttool.containers.pickles import stub_type
 from ckpttool.errors import UsageError
 from ckpttool.nesting import links, unflatten
 from ckpttool.patterns import renamer
+from ckpttool.summary import summarise
 
 
 def started(state: dict[Any, Any], cuts: dict[str, Sequence[Box]] | None = None) -> Catalogue:
@@ -388,3 +391,14 @@ def test_a_cast_that_takes_one_of_two_tied_names_unties_them() -> None:
     assert aliases(both) == {"head": "embed", "again": "embed"}
     first = layout.cast(started(tied()), layout.caster(["embed=bfloat16"]))
     assert aliases(first) == {"again": "head"}
+
+
+def test_two_moments_that_are_the_same_bytes_are_told(tmp_path: Path) -> None:
+    """What `FSDP.optim_state_dict` gave with `offload_to_cpu`, on CPUs."""
+    moment = torch.ones(4)
+    for name, other in (("wrong", moment), ("right", moment.clone())):
+        state = {"state": {"w": {"step": torch.tensor(1.0), "exp_avg": moment, "exp_avg_sq": other}}}
+        torch.save({"optim": {**state, "param_groups": [{"params": ["w"]}]}}, tmp_path / f"{name}.pt")
+        notes = ckpttool.convert(tmp_path / f"{name}.pt", tmp_path / f"{name}.out.pt").notes
+        shown = [w for w in summarise(ckpttool.inspect(tmp_path / f"{name}.pt")).warnings if "same bytes" in w]
+        assert [bool([n for n in notes if "same bytes" in n]), bool(shown)] == [name == "wrong"] * 2

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
-from ckpttool.catalogue import Catalogue, Path, Tensor
+from ckpttool.catalogue import Catalogue, Path, Tensor, one_moment_for_two
 
 _UNEVEN = 1.5  # times the mean
 _SHOWN = 3
 
 
-def findings(catalogue: Catalogue, aliases: Collection[Path]) -> list[str]:
+def findings(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> list[str]:
     """Warnings that need no more than the catalogue."""
     twice = _stored_twice(catalogue, aliases)
     known = {*aliases, *(tensor.path for tensors in twice for tensor in tensors)}
     return [
+        *one_moment_for_two(catalogue, aliases),
         *_uneven_ranks(catalogue),
         *(
             f"{_names([t.name for t in tensors])} hold the same bytes, stored {_places(tensors)} times"
