@@ -451,7 +451,7 @@ def one_moment_for_two(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> li
 
 
 def _owner(path: Path) -> Path:
-    """The parameter that a piece of optimizer state is for: all but the last key, or but the last word of a flat one."""
+    """The parameter that a piece of optimizer state is for: all but the last key, or the last word of a flat one."""
     last = path[-1] if path else ""
     return (*path[:-1], last.rpartition(".")[0]) if isinstance(last, str) and "." in last else path[:-1]
 
