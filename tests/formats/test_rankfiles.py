@@ -545,9 +545,51 @@ def test_a_replicated_tensor_that_differs(where: str, tmp_path: Path) -> None:
         return {"model": model, "optim": optim}
 
     error = fault(save(tmp_path / "run", 3, state))
-    name = "model.b" if where == "model" else "optim.state.w.step"
-    assert f"tensor `{name}` differs between ranks" in error.message
-    assert "rank 2 (`rank2.pt`) from rank 0 (`rank0.pt`)" in error.message
+    if where == "model":
+        assert "tensor `model.b` differs between ranks" in error.message
+        assert "rank 2 (`rank2.pt`) from rank 0 (`rank0.pt`)" in error.message
+    else:
+        assert "0 on ranks 0, 1 (`rank0.pt`, `rank1.pt`) and 1 on rank 2 (`rank2.pt`)" in error.message
+
+
+MIXED: dict[str, tuple[str, Callable[[int], Any], str]] = {
+    "step": ("step", lambda n: n, "`step` differs between ranks: 5 on rank 0 (`rank0.pt`) and 3 on rank 1"),
+    "tensor": ("global_step", torch.tensor, "`global_step` differs between ranks: 5 on rank 0"),
+    "inner": ("train_state", lambda n: {"epoch": 1, "step": n}, "`train_state.step` differs"),
+    "scheduler": ("scheduler", lambda n: {"last_epoch": n, "_step_count": n + 1}, "`scheduler.last_epoch` differs"),
+    "optimizer": (
+        "optim",
+        lambda n: {"state": {"w": {"step": torch.tensor(float(n))}}, "param_groups": [{"lr": 1.0, "params": ["w"]}]},
+        "`optim.state.w.step` differs between ranks: 5 on rank 0 (`rank0.pt`) and 3 on rank 1 (`rank1.pt`)",
+    ),
+    "lr": (
+        "optim",
+        lambda n: {"state": {"w": {"step": torch.ones(())}}, "param_groups": [{"lr": n / 10, "params": ["w"]}]},
+        "`optim.param_groups.0.lr` differs between ranks: 0.5 on rank 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*MIXED])
+def test_files_of_two_saves_are_no_checkpoint(name: str, tmp_path: Path) -> None:
+    key, of, said = MIXED[name]
+    folder = save(tmp_path / "run", 2, lambda rank: {**sharded(2)(rank), key: of([5, 3][rank])})
+    error = fault(folder)
+    assert "the files are of two saves" in error.message and said in error.message
+    assert "all files from one save" in str(error.hint) and "--exclude" not in str(error.hint)
+    with pytest.raises(CorruptError, match="two saves"):
+        convert(folder, tmp_path / "out.pt", to="torch", exclude=key + "*")
+
+
+def test_what_ranks_count_for_themselves_is_kept_and_said(tmp_path: Path) -> None:
+    def state(rank: int) -> Any:
+        own = {"tokens_seen": 100 + rank, "dataloader": {"step": rank}, "best_loss": 0.5 + rank, "odd": {"step": rank}}
+        return {**sharded(2)(rank), "step": 5, **own}
+
+    found = read(save(tmp_path / "run", 2, state))
+    tree = tree_of(found)
+    assert tree["step"] == 5 and tree["tokens_seen"] == {"rank0": 100, "rank1": 101}
+    assert any("kept for each: `tokens_seen`, `best_loss`, `odd.step`" in w for w in found.warnings)
 
 
 def test_what_differs_can_be_left_out(tmp_path: Path) -> None:

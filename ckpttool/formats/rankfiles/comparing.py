@@ -50,6 +50,10 @@ class Comparing:
                 return False
         return True
 
+    def bytes_of(self, extent: Extent) -> bytes:
+        """The bytes of something small, as they lie in the file."""
+        return self._read(extent, 0, extent.nbytes)
+
     def _read(self, extent: Extent, at: int, nbytes: int) -> bytes:
         return self._pool.read(self._files[extent.file].location, extent.offset + at, nbytes)
 

@@ -4,6 +4,7 @@
     DTensor, ShardedTensor                                 one tensor of the pieces of all ranks; copies of a box once
     the same plain tensor or value on every rank           once
     another plain tensor of the model or the optimizer     a fault
+    another step, epoch or learning rate                   a fault: these are two saves
     another value, or anything else                        the rank's own: `rng.rank3.torch`
     on some ranks only                                     as it is, and said
 
@@ -23,10 +24,12 @@ from ckpttool.containers import torchtree
 from ckpttool.containers.sharded import Shard
 from ckpttool.errors import CkptError, CorruptError, some
 from ckpttool.formats.rankfiles.comparing import Comparing, same_value
+from ckpttool.formats.rankfiles.mixtures import TwoSaves
 from ckpttool.formats.rankfiles.reading import RankFile
 
 _MOST_FAULTS = 100
 _STATE = ("model", "optimizer")
+_PER_RANK = ("rng", "dataloader")
 
 
 @dataclass(slots=True)
@@ -91,6 +94,7 @@ class Merging:
         self._differing: dict[Path, list[int]] = {}
         self._unread: dict[Path, None] = {}
         self._shapes: dict[Path, CkptError] = {}
+        self._apart = TwoSaves()
 
     @property
     def shards(self) -> Mapping[Path, Shard]:
@@ -153,9 +157,10 @@ class Merging:
                 else:
                     self._introduce(path, entry, state)
             elif not self._same(path, ours[path], entry, state):
+                self._apart.note(self._kind(path), path, entry, state.rank)
                 own[self._unit(path, state.owner(path))] = None
         if entries.keys() != ours.keys():
-            for path in ours.keys() - entries.keys():
+            for path in [path for path in ours if path not in entries]:
                 unit = self._unit(path, path)
                 if unit != path and any(other in entries for other in self._group(unit)):
                     own[unit] = None
@@ -198,6 +203,7 @@ class Merging:
             if self._kind(path) not in _STATE:
                 return False
             self._differing.setdefault(path, []).append(state.rank)
+            self._apart.note(self._kind(path), path, theirs, state.rank)
             return True
         if self._kind(path) not in _STATE:
             return False
@@ -292,7 +298,13 @@ class Merging:
                     tensor=dotted(path), ranks=[holder.rank, *copies], concerns=[dotted(path)],
                 )
             )  # fmt: skip
-        return [*found[:_MOST_FAULTS], *_rest(found[_MOST_FAULTS:]), *blamed.values(), *self._foreign()]
+        mixed = self._apart.fault(self._catalogue, self.comparing, self._names, self._absent, self._stages())
+        mixture = [mixed] if mixed is not None else []
+        return [*mixture, *found[:_MOST_FAULTS], *_rest(found[_MOST_FAULTS:]), *blamed.values(), *self._foreign()]
+
+    def _stages(self) -> bool:
+        """Whether there are meshes of some ranks each, as with pipeline stages."""
+        return len({shard.within for shard in self._shards.values()} - {()}) > 1
 
     def _foreign(self) -> list[CkptError]:
         """Ranks without a tensor of the model that they should have: with pipeline stages each mesh has its own."""
@@ -366,7 +378,7 @@ class Merging:
             for own in self._of_each(unit):
                 ours.containers |= own.containers
         ours.entries = made
-        objects = [dotted(unit) for unit in self._own if self._kind(unit) in _STATE]
+        objects = [dotted(unit) for unit in self._own if self._kind(unit) not in _PER_RANK]
         if objects:
             ours.warnings.append(
                 f"{len(objects)} values differ between the ranks and are kept for each: {some(objects)}"
