@@ -610,6 +610,32 @@ def test_what_differs_can_be_left_out(tmp_path: Path) -> None:
     assert torch.equal(found["w"], torch.arange(6.0))
 
 
+@pytest.mark.parametrize("case", ["optimizer", "many", "parameter", "replica", "all"])
+def test_nobody_is_told_to_leave_out_what_two_saves_differ_in(case: str, tmp_path: Path) -> None:
+    def state(rank: int) -> Any:
+        odd, on = torch.full((3,), 1.0 + rank), mesh(2)
+        model = {"w": WHOLE, "v": WHOLE + 1}
+        optim = {"state": {"w": {"exp_avg": odd}}, "param_groups": [{"lr": 1.0, "params": ["w"]}]}
+        return {
+            "optimizer": lambda: {"model": {**model, "b": odd}, "optim": optim},
+            "many": lambda: {"model": {**model, **{f"b{i}": odd for i in range(5)}}},
+            "parameter": lambda: {"model": {**model, "norm.weight": odd}},
+            "replica": lambda: {"model": {**model, "p": cut(odd, on, Replicate())}},
+            "all": lambda: {"model": {"b": odd}},
+        }[case]()
+
+    hints = {str(error.hint) for error in read(save(tmp_path / "run", 2, state), sound=False).faults}
+    assert hints == {"the files are not of one save: take all files from one save"}
+
+
+def test_names_are_in_the_order_of_the_state(tmp_path: Path) -> None:
+    first = {"model": {"w": WHOLE, **{f"b{i}": torch.ones(2) for i in range(30)}}}
+    folder = save(tmp_path / "run", 2, lambda rank: first if rank == 0 else {"model": {"w": WHOLE}})
+    found = read(folder, sound=False)
+    assert "`model.b0`, `model.b1`, `model.b2` and 27 more" in found.faults[0].message
+    assert any("`model.b0`, `model.b1`, `model.b2` and 27 more" in w for w in found.warnings)
+
+
 def test_a_hundred_tensors_that_differ_are_each_a_fault(tmp_path: Path) -> None:
     def state(rank: int) -> Any:
         differing = {f"b{i}": torch.full((1,), 1.0 + rank) for i in range(105)}

@@ -28,6 +28,7 @@ from ckpttool.formats.rankfiles.mixtures import TwoSaves
 from ckpttool.formats.rankfiles.reading import RankFile
 
 _MOST_FAULTS = 100
+_MOST_BUFFERS = 2  # names: `running_mean` and `running_var`
 _STATE = ("model", "optimizer")
 _PER_RANK = ("rng", "dataloader")
 
@@ -282,7 +283,7 @@ class Merging:
         within = {path for path in (*self._shapes, *self._differing) if _is_below(path, blamed)}
         found = [error for path, error in self._shapes.items() if path not in within]
         differing = [path for path in self._differing if path not in within]
-        flags = _left_out(differing)
+        hint = self._advice(differing, alone=not found)
         for path in differing:
             holder, others = self._holders.get(path, self._first), self._differing[path]
             assert holder is not None
@@ -293,14 +294,29 @@ class Merging:
                     f"tensor `{dotted(path)}` differs between ranks that should have the same: "
                     f"{'rank' if len(copies) == 1 else 'ranks'} {', '.join(map(str, copies))} ({names}) "
                     f"from rank {holder.rank} ({self._names[holder.rank]})",
-                    hint="the files are not of one save, or the ranks went apart in training (buffers that nobody "
-                    f"synchronises do); copy them again, save once more, or leave out what differs: {flags}",
+                    hint=hint,
                     tensor=dotted(path), ranks=[holder.rank, *copies], concerns=[dotted(path)],
                 )
             )  # fmt: skip
         mixed = self._apart.fault(self._catalogue, self.comparing, self._names, self._absent, self._stages())
         mixture = [mixed] if mixed is not None else []
         return [*mixture, *found[:_MOST_FAULTS], *_rest(found[_MOST_FAULTS:]), *blamed.values(), *self._foreign()]
+
+    def _advice(self, differing: list[Path], *, alone: bool) -> str:
+        """What to do about tensors that differ. Leaving them out is right for buffers that nobody synchronises, as of
+        batch normalisation: few of the model's, whole on every rank, and all else agrees. `alone`: no shape differs."""
+        flags = _left_out(differing)
+        others = [
+            path for path, entry in self._catalogue.entries.items()
+            if isinstance(entry, Tensor) and path not in self._differing and self._kind(path) == "model"
+        ]  # fmt: skip
+        buffers = all(self._kind(path) == "model" and path not in self._shards for path in differing)
+        if alone and buffers and 0 < len(flags) <= _MOST_BUFFERS and others and not self._apart:
+            return (
+                "if these are buffers that the ranks do not synchronise, save them from one rank, or leave them out: "
+                f"{' '.join(flags)}; otherwise the files are not of one save: take all files from one save"
+            )
+        return "the files are not of one save: take all files from one save"
 
     def _stages(self) -> bool:
         """Whether there are meshes of some ranks each, as with pipeline stages."""
@@ -347,7 +363,7 @@ class Merging:
                 tensor.chunks = Chunks.single(shard.shape, Extent(0, 0, 0))
         self._catalogue.faults += self._faults(blamed)
         self._spread()
-        some_ranks = [dotted(p) for p in self._absent if p in self._catalogue.entries]
+        some_ranks = [dotted(path) for path in self._catalogue.entries if path in self._absent]
         if some_ranks:
             self._catalogue.warnings.append(
                 f"{len(some_ranks)} entries are in the files of some ranks only, and kept: {some(some_ranks)}"
@@ -407,15 +423,17 @@ def _rest(faults: list[CkptError]) -> list[CkptError]:
     return [CorruptError(f"{len(names)} more tensors differ: {some(names)}", concerns=names)] if names else []
 
 
-def _left_out(paths: list[Path]) -> str:
-    """What to type to do without some tensors."""
+def _left_out(paths: list[Path]) -> list[str]:
+    """What to type to do without some buffers, each name once; nothing for what has the name of a parameter. Pure."""
+    if any(str(path[-1]).rpartition(".")[2] in ("weight", "bias") for path in paths):
+        return []
     names = list(map(dotted, paths))
-    if len(names) > 3:
+    if len(names) > _MOST_BUFFERS:
         names = [
             f"*{'.' if len(path) > 1 or '.' in str(path[-1]) else ''}{str(path[-1]).rpartition('.')[2]}"
             for path in paths
         ]
-    return " ".join(f"`--exclude '{name}'`" for name in list(dict.fromkeys(names))[:6])
+    return [f"`--exclude '{name}'`" for name in dict.fromkeys(names)]
 
 
 def _is_empty(entry: Entry) -> bool:

@@ -36,6 +36,9 @@ class TwoSaves:
     def __init__(self) -> None:
         self._found: dict[Path, tuple[str, dict[int, Entry]]] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
     def note(self, kind: str, path: Path, entry: Entry, rank: int) -> None:
         """What a rank has at `path` differs from what is in the catalogue; kept if that is a counter."""
         names = _COUNTERS.get(kind)
