@@ -6,7 +6,7 @@ passed on to a new one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from ckpttool import parts, producers
@@ -15,6 +15,7 @@ from ckpttool.containers import pickles, strictjson
 from ckpttool.contract import NO_HINTS, OpenOptions, Source
 from ckpttool.errors import CorruptError, ReadError, UsageError
 from ckpttool.files import failed
+from ckpttool.optimkeys.ordering import is_model_order
 
 _LARGEST_SHAPES = 64 << 20
 
@@ -60,25 +61,6 @@ def shapes_from(path: str) -> OpenOptions:
         depth = len(models[0].root)
         found = {dotted(t.path[depth:]): t.shape for t in source.catalogue.tensors if t.part == models[0]}
         return OpenOptions(found, ordered=source.catalogue.format != "safetensors" and is_model_order(list(found)))
-
-
-def is_model_order(names: Sequence[str]) -> bool:
-    """Whether names come as a model walks them: those of a module in one run, its own before those of modules in it.
-
-    DCP without key paths lists tensors by the rank that saved them, and what came from safetensors is in alphabetical
-    order, which nothing but chance tells from a model's. Pure."""
-    done: set[str] = set()
-    nested: set[str] = set()
-    around: list[str] = []
-    for name in names:
-        keys = name.split(".")[:-1]
-        modules = [".".join(keys[: i + 1]) for i in range(len(keys))]
-        done |= set(around) - set(modules)
-        if done & set(modules) or (modules[-1] if modules else "") in nested:
-            return False
-        nested |= {"", *modules[:-1]} if modules else set()
-        around = modules
-    return len(names) < 3 or list(names) != sorted(names)
 
 
 def _shapes_in(path: str) -> dict[str, tuple[int, ...]]:

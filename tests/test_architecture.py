@@ -36,7 +36,7 @@ LAYERS: list[tuple[set[str], set[str]]] = [
     (MOVING, DATA | MOVING | {"plan", "files"}),
     ({"mounting"}, DATA | PURE | {"nesting"}),
     ({"producers"}, DATA | PURE | {"producers", "formats", "mounting", "nesting", "files", "containers"}),
-    ({"opening"}, DATA | {"producers", "files", "parts", "containers"}),
+    ({"opening"}, DATA | {"producers", "files", "parts", "containers", "optimkeys"}),
     ({"figures"}, DATA | MOVING | {"plan", "files"}),
     ({"checkpoint"}, DATA | MOVING | {"opening", "files"}),
     ({"sharing"}, DATA | MOVING | {"files"}),

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ckpttool import convert, inspect
 from ckpttool.catalogue import Tensor
@@ -353,3 +354,49 @@ def test_a_layout_is_replaced_like_any_checkpoint(tmp_path: Path) -> None:
         convert(path_of("run_accelerate_ddp_w2"), tmp_path / "out", producer="accelerate", overwrite=True)
     entries = inspect(tmp_path / "out").entries
     assert sum(isinstance(entry, Tensor) for entry in entries.values()) == 29
+
+
+def named_parameters(folder: Path) -> list[tuple[str, list[int]]]:
+    """Of the model that left the Trainer's checkpoint, as transformers makes it."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    return [(name, list(parameter.shape)) for name, parameter in model.named_parameters()]
+
+
+@pytest.mark.parametrize("to", ["dcp", "torch"])
+def test_a_model_that_once_was_sorted_orders_nothing(tmp_path: Path, to: str) -> None:
+    """The groups are in the order of the model; the model that came out of safetensors is not, in any format."""
+    source = Path(path_of("run_trainer")) / "checkpoint-4"
+    (tmp_path / "order.json").write_text(json.dumps(named_parameters(source)))
+    named, shapes = tmp_path / "named.pt", str(tmp_path / "order.json")
+    convert(source, named, to=to, optim_keys="fqn", shapes=shapes)
+    for folder, hint in (("a", None), ("b", shapes)):
+        made = convert(named, tmp_path / folder / "checkpoint-4", producer="trainer", shapes=hint, check=True)
+        assert_same(read(tmp_path / folder / "checkpoint-4/optimizer.pt"), read(source / "optimizer.pt"))
+        assert not [note for note in made.notes if "numbered" in note]
+
+
+def test_ids_where_nobody_knows_the_order(tmp_path: Path) -> None:
+    """Model and group sorted by name; the order that `--shapes` has wins, and it is said."""
+    order = ("q.weight", "k.weight", "v.weight", "norm.weight")
+    names = sorted(order)
+    state = {
+        "model": {name: torch.ones(2) for name in names},
+        "optimizer": {
+            "state": {name: {"exp_avg": torch.full((2,), float(order.index(name)))} for name in names},
+            "param_groups": [{"lr": 0.1, "params": names}],
+        },
+        "step": 4,
+    }
+    torch.save(state, tmp_path / "state.pt")
+    out = tmp_path / "checkpoint-4"
+    with pytest.raises(UsageError, match="sorted by name") as caught:
+        convert(tmp_path / "state.pt", out, producer="trainer")
+    assert "--shapes" in str(caught.value.hint) and not out.exists()
+    (tmp_path / "order.json").write_text(json.dumps([(name, [2]) for name in order]))
+    made = convert(tmp_path / "state.pt", out, producer="trainer", shapes=str(tmp_path / "order.json"))
+    assert [note for note in made.notes if "numbered in the order of `--shapes`" in note]
+    found = read(out / "optimizer.pt")["state"]
+    assert [float(found[i]["exp_avg"][0]) for i in range(4)] == [0, 1, 2, 3]
+    (tmp_path / "order.json").write_text(json.dumps([(name, [2]) for name in order[1:]]))
+    with pytest.raises(UsageError, match=r"does not list `q\.weight`"):
+        convert(tmp_path / "state.pt", tmp_path / "b", producer="trainer", shapes=str(tmp_path / "order.json"))

@@ -3,40 +3,117 @@
     param_groups [{params: [norm.w, layers.0.w]}]    model layers.0.w, norm.w    ->    [{params: [layers.0.w, norm.w]}]
 
 FSDP1 with flat parameters has them unit by unit, the root's first. Where the next optimizer is known to be made of the
-model's parameters as they come, and numbers them, the ids have to be given in that order.
+model's parameters as they come, and numbers them, the ids have to be given in that order. Who knows it, best first:
+
+    --shapes      lists the parameters in the order of the model
+    the model     when it is not sorted by name: what was a safetensors file once is so in any format
+    the groups    when they go through the model as a model does, and are not sorted by name either
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from ckpttool import layout, optimkeys
-from ckpttool.catalogue import Catalogue, Entry, Object, Path, Tensor, dotted
+from ckpttool.catalogue import Catalogue, Entry, Object, Tensor, dotted
+from ckpttool.errors import UsageError
 from ckpttool.optimkeys import found
+from ckpttool.optimkeys.found import Optimizer
 
 _LISTS = ("params", "param_names")
 
 
 def numbered(catalogue: Catalogue, source: Catalogue) -> Catalogue:
-    """The optimizers spelt by ids in the order of the model in `source`. Those that have ids already, and those of a
-    model whose order is not known, keep their own."""
+    """The optimizers spelt by ids in the order of the model in `source`. Those that have ids already keep them.
+
+    Raises UsageError when neither the model nor the groups are known to be in that order.
+    """
     if all(optimizer.spelling == "id" for optimizer in found.optimizers(catalogue)):
         return catalogue
     named = optimkeys.respell(catalogue, "fqn", source)
-    places: dict[str, int] = {}
-    for root, paths in layout.models(source)[:1]:
-        if not any(_is_sorted(source, path) for path in paths):
-            places = {dotted(path[len(root) :]): place for place, path in enumerate(paths)}
+    places = _places(source)
+    said: list[str] = []
+    for optimizer in found.optimizers(named):
+        missing = next((name for name in optimizer.params if name not in places), None)
+        if missing is not None:
+            if "parameter order" in source.facts:
+                raise UsageError(
+                    f"`--shapes` does not list `{missing}`, which `{optimizer.name}` has", found=missing,
+                    hint="it has to list all parameters, by the names that the source has for them",
+                )  # fmt: skip
+            _check_own_order(optimizer, source)
+        elif any(sorted(group.params, key=places.__getitem__) != group.params for group in optimizer.groups):
+            who = "`--shapes`" if "parameter order" in source.facts else "the model"
+            said.append(f"`{optimizer.name}`: its parameters are numbered in the order of {who}, not of its groups")
     entries = [_ordered(entry, places) if _lists_names(entry) else entry for entry in named.entries.values()]
-    return optimkeys.respell(layout.rebuilt(named, entries, named.containers), "id", source)
+    made = optimkeys.respell(layout.rebuilt(named, entries, named.containers), "id", source)
+    made.warnings = [*made.warnings, *said]
+    return made
 
 
-def _is_sorted(source: Catalogue, path: Path) -> bool:
-    """A safetensors file is sorted by name."""
-    entry = source.entries[path]
-    if not isinstance(entry, Tensor) or not len(entry.chunks) or not source.files:
-        return False
-    return source.files[entry.chunks.file[0]].name.endswith(".safetensors")
+def is_model_order(names: Sequence[str]) -> bool:
+    """Whether names come as a model walks them, and are not just sorted, which nothing but chance tells from it: what
+    came from safetensors is. Pure."""
+    return walks(names) and (len(names) < 3 or list(names) != sorted(names))
+
+
+def walks(names: Sequence[str]) -> bool:
+    """Whether the names of a module come in one run, its own before those of modules in it. DCP without key paths
+    lists tensors by the rank that saved them. Pure."""
+    done: set[str] = set()
+    nested: set[str] = set()
+    around: list[str] = []
+    for name in names:
+        keys = name.split(".")[:-1]
+        modules = [".".join(keys[: i + 1]) for i in range(len(keys))]
+        done |= set(around) - set(modules)
+        if done & set(modules) or (modules[-1] if modules else "") in nested:
+            return False
+        nested |= {"", *modules[:-1]} if modules else set()
+        around = modules
+    return True
+
+
+def is_sorted(source: Catalogue, tensors: Sequence[Tensor], names: Sequence[str]) -> bool:
+    """Whether these tensors are in the order of their names, as safetensors sorts them: those of each dtype apart, and
+    of each file. Pure."""
+    apart: dict[str, list[str]] = defaultdict(list)
+    for tensor, name in zip(tensors, names, strict=True):
+        apart[tensor.dtype.name].append(name)
+    if any(len(t.chunks) and source.files and source.files[t.chunks.file[0]].name.endswith(".safetensors")
+           for t in tensors):  # fmt: skip
+        return True
+    return all(one == sorted(one) for one in apart.values())
+
+
+def _places(source: Catalogue) -> dict[str, int]:
+    """Where in the model each parameter is; empty when its order is not known."""
+    told = source.facts.get("parameter order")
+    if told is not None:
+        return {name: place for place, name in enumerate(told)}
+    for root, paths in layout.models(source)[:1]:
+        tensors = [entry for entry in map(source.entries.__getitem__, paths) if isinstance(entry, Tensor)]
+        names = [dotted(tensor.path[len(root) :]) for tensor in tensors]
+        if walks(names) and not is_sorted(source, tensors, names):
+            return {name: place for place, name in enumerate(names)}
+    return {}
+
+
+def _check_own_order(optimizer: Optimizer, source: Catalogue) -> None:
+    """Groups may be in an order that is not the model's, and nothing else here has it."""
+    lists = [group.params for group in optimizer.groups if len(group.params) > 1]
+    if not lists:
+        return
+    flat = "FSDP1" in f"{source.facts.get('layout')} {source.facts.get('mounted')}"
+    by_name = max(map(len, lists)) > 2 and all(names == sorted(names) for names in lists)
+    if flat or by_name or not all(map(walks, lists)):
+        why = "sorted by name" if by_name else "as FSDP1 has them" if flat else "not in the order of a model"
+        raise UsageError(
+            f"the parameters of `{optimizer.name}` are to be numbered in the order of the model, which is not "
+            f"known: its groups list them {why}, and the model is no help",
+            hint="pass `--shapes FROM`, a JSON list of the names and shapes of `model.named_parameters()`",
+        )
 
 
 def _lists_names(entry: Entry) -> bool:

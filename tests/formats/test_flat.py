@@ -16,7 +16,7 @@ import pytest
 import torch
 from made import within
 
-from ckpttool import boxes, files, nesting, opening
+from ckpttool import boxes, files, nesting
 from ckpttool.catalogue import Extent, Tensor, validate
 from ckpttool.containers import sharded, torchzip
 from ckpttool.containers.torchpickle import TensorRef
@@ -25,6 +25,7 @@ from ckpttool.dtypes import DTYPES
 from ckpttool.errors import CkptError, CorruptError, UsageError
 from ckpttool.formats.rankfiles import FORMAT, flat, flatoptim, flatunits
 from ckpttool.formats.rankfiles.flatpieces import Parameter, Rebuilt
+from ckpttool.optimkeys import ordering
 
 HERE = Path(__file__).resolve().parent
 SAMPLES = HERE.parents[1] / "samples"
@@ -322,10 +323,10 @@ def test_a_flat_parameter_needs_the_order_of_the_model() -> None:
 def test_the_order_of_a_model_is_told(name: str) -> None:
     state = torch.load(SAMPLES / "checkpoints" / name / "reference.pt", weights_only=False)
     names = list(state.get("model", state))
-    assert opening.is_model_order(names)
-    assert not opening.is_model_order(sorted(names))
+    assert ordering.is_model_order(names)
+    assert not ordering.is_model_order(sorted(names))
     # DCP lists what all ranks have by the rank that saved it.
-    assert not opening.is_model_order([*names[::2], *names[1::2]])
+    assert not ordering.is_model_order([*names[::2], *names[1::2]])
 
 
 def test_a_missing_rank_is_a_hole() -> None:
