@@ -357,11 +357,8 @@ class _Reader:
         # Once per item, and there may be a million.
         for key, at, i, path, start, length, transforms in rows:
             self._key = key
-            try:
-                number = numbers.get(path)
-                entry = entries.get(key, _ABSENT)
-            except TypeError:
-                raise CorruptError("a name or a path that is not a string") from None
+            number = numbers.get(path)
+            entry = entries.get(key, _ABSENT)
             if number is None:
                 number = self._number(path)
             if type(entry) is StoredTensor:
@@ -399,9 +396,7 @@ class _Reader:
             raise CorruptError("an item whose offset or length is no integer")
         return Item(number, start, length, _transforms(transforms))
 
-    def _number(self, path: Any) -> int:
-        if type(path) is not str:
-            raise CorruptError(f"its file is {type(path).__name__}, not a path")
+    def _number(self, path: str) -> int:
         self._numbers[path] = len(self._numbers)
         return self._numbers[path]
 
@@ -487,8 +482,10 @@ def _columns(chunks: list[Any], dims: int) -> tuple[list[Ints], list[Ints]]:
 def _singles(items: Iterable[tuple[_Index, _Info]]) -> Iterator[Row]:
     for index, info in items:
         # Looked up by their hashes: see `pickles.check_depths`.
-        if type(index.fqn) is not str or type(info.path) is not str:
-            raise CorruptError("a name or a path that is not a string")
+        if type(index.fqn) is not str:
+            raise CorruptError(f"a name is {type(index.fqn).__name__}, not a string")
+        if type(info.path) is not str:
+            raise CorruptError(f"its file is not a path: {type(info.path).__name__}, not a string")
         yield index.fqn, index.offset, index.index, info.path, info.offset, info.length, info.transforms
 
 
