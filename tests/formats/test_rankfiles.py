@@ -381,6 +381,36 @@ def test_two_saves_in_one_directory(tmp_path: Path) -> None:
         read(f"{tmp_path}/run/*.pt")
 
 
+@pytest.mark.parametrize("whole", ["both", "one"])
+def test_whole_states_are_no_parts(whole: str, tmp_path: Path) -> None:
+    def state(rank: int) -> Any:
+        return {"model": {"w": cut(WHOLE, mesh(2), Shard(0))}, "optim": {"state": {}, "param_groups": []}}
+
+    folder = save(tmp_path / "run", 2, state)
+    save(folder, 2, state if whole == "both" else lambda rank: {"w": WHOLE}, "full_rank{rank}.pt")
+    with pytest.raises(
+        ReadError, match=r"full_rank\*\.pt.*checkpoints of their own|rank\*\.pt.*of their own"
+    ) as caught:
+        read(folder)
+    assert f"`'{folder}/full_rank*.pt'`" in str(caught.value.hint) and f"`'{folder}/rank*.pt'`" in str(
+        caught.value.hint
+    )
+    assert read(f"{folder}/rank*.pt").entries and read(f"{folder}/full_rank*.pt").entries
+
+
+def test_a_generator_beside_whole_states_is_a_part(tmp_path: Path) -> None:
+    state = {"model": {"w": WHOLE}, "optim": {"state": {}, "param_groups": []}}
+    folder = save(tmp_path / "run", 2, lambda rank: state)
+    save(folder, 2, lambda rank: {"cpu": torch.full((4,), rank)}, "rng_rank{rank}.pt")
+    assert {path[0] for path in read(folder).entries} == {"rng", "state"}
+
+
+def test_a_file_of_no_rank_beside_a_set(tmp_path: Path) -> None:
+    folder = save(tmp_path / "run", 2, sharded(2))
+    torch.save({"w": WHOLE}, folder / "full.pt")
+    assert any(w.startswith("files that belong to no rank") and "full.pt" in w for w in read(folder).warnings)
+
+
 def test_several_steps_in_one_directory(tmp_path: Path) -> None:
     for step in (100, 200):
         save(tmp_path / "run", 2, sharded(2), f"ep0-ba{step}-rank{{rank}}.pt")

@@ -22,7 +22,7 @@ from ckpttool.containers import pickles
 from ckpttool.containers.sharded import Shard
 from ckpttool.contract import NO_HINTS, Format, OpenOptions, Source
 from ckpttool.errors import CkptError, CorruptError, some
-from ckpttool.formats.rankfiles import reading, sets, sink
+from ckpttool.formats.rankfiles import mixtures, reading, sets, sink
 from ckpttool.formats.rankfiles.merging import Merging, RankState
 from ckpttool.formats.rankfiles.reading import RankFile
 from ckpttool.formats.rankfiles.rebuilding import Rebuilding, is_needed
@@ -114,6 +114,8 @@ class _Opening:
                 file.number = len(self._catalogue.files)
                 self._catalogue.files.append(File(file.path, file.name, file.size, rank=named))
                 loaded[(part,) if part else ()] = file
+        if len(loaded) > 1:
+            mixtures.check_parts({part: self._set.pattern(part) for part in self._set.parts}, loaded)
         told = {rank for file in loaded.values() for shard in file.shards if (rank := shard.rank) is not None}
         names = some([file.name for file in loaded.values()])
         if len(told) > 1:
@@ -202,7 +204,7 @@ class _Opening:
         if self._renamed:
             ours.warnings.append(f"names say other ranks than contents, which are believed: {some(self._renamed)}")
         if self._set.left_out:
-            ours.warnings.append(f"no files of ranks, left out: {some(self._set.left_out)}")
+            ours.warnings.append(f"files that belong to no rank, left out: {some(self._set.left_out)}")
 
 
 _ONE_FILE = (

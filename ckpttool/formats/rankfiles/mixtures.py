@@ -1,4 +1,4 @@
-"""What proves that the files of a set are of two saves: counters that every rank of one save has alike.
+"""What proves that files are of two saves: whole states side by side, counters that all ranks of a save have alike.
 
     kind         entries                                     why
     progress     step, epoch, iteration, global_step, ...    ranks count together
@@ -10,13 +10,19 @@ A random number generator, a dataloader, tokens seen and losses are a rank's own
 
 from __future__ import annotations
 
+import os
 import re
 import struct
 from collections.abc import Collection, Mapping
+from typing import Any
 
+from ckpttool import parts
 from ckpttool.catalogue import Catalogue, Entry, Object, Path, Tensor, dotted
-from ckpttool.errors import CorruptError, some
+from ckpttool.containers.sharded import Shard
+from ckpttool.containers.torchpickle import TensorRef
+from ckpttool.errors import CorruptError, ReadError, some
 from ckpttool.formats.rankfiles.comparing import Comparing
+from ckpttool.formats.rankfiles.reading import RankFile
 
 _COUNTERS = {
     "progress": re.compile(
@@ -27,6 +33,7 @@ _COUNTERS = {
     "scheduler": re.compile(r"last_epoch|_?step_count|num_steps"),
     "optimizer": re.compile(r"(.*\.)?(step|lr|initial_lr)"),
 }
+_MINOR = ("scheduler", "rng", "dataloader", "scaler", "progress")
 _SPELT = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
 
 
@@ -79,6 +86,39 @@ class TwoSaves:
             hint="take all files from one save: what is made of several is a model that never was",
             ranks=sorted(theirs), found=dict(by), entries=[dotted(p) for p in proofs[:100]],
         )  # fmt: skip
+
+
+def check_parts(patterns: Mapping[str, str], loaded: Mapping[Path, RankFile]) -> None:
+    """Raises ReadError when the files of one part are whole training states, and those of another hold weights too:
+    these are two runs in a directory. `patterns` are what names the files of each part."""
+    whole, weights = [], []
+    for root, file in loaded.items():
+        part = str(root[0]) if root else ""
+        held = _held(file.tree)
+        if {"model", "optimizer"} <= held:
+            whole.append(part)
+        elif held & {"model", "optimizer"} and parts.kind_of_key(part) not in _MINOR:
+            weights.append(part)
+    if not whole or len(whole) + len(weights) < 2:
+        return
+    found = [patterns[part] for part in (*whole, *weights)]
+    choices = " or ".join([f"`'{pattern}'`" for pattern in found[:4]])
+    raise ReadError(
+        f"{some([os.path.basename(pattern) for pattern in found], 6)} are checkpoints of their own: files of the first "
+        f"hold model and optimizer, so they are no part of one",
+        hint=f"name one: {choices}",
+        found=found,
+    )  # fmt: skip
+
+
+def _held(tree: Any) -> set[str]:
+    """The kinds of parts that a file has at its root: `{"model", "optimizer"}`; a bare state dict is a model."""
+    if not isinstance(tree, dict):
+        return set()
+    if {"state", "param_groups"} <= tree.keys():
+        return {"optimizer"}
+    held = {kind for key, value in tree.items() if isinstance(value, dict) and (kind := parts.kind_of_key(key))}
+    return held or {"model" for value in tree.values() if isinstance(value, (TensorRef, Shard))}
 
 
 def _is_counter(entry: Entry) -> bool:

@@ -70,6 +70,17 @@ class RankSet:
         }
         return os.path.commonpath(folders) if len(folders) > 1 else ""
 
+    def pattern(self, part: str) -> str:
+        """What names the files of one part: `/run/full_rank*.pt`."""
+        path = next(iter(self.parts[part].values()))
+        found = member(path)
+        if found is None:
+            return path
+        folder, name = os.path.split(path)
+        if found.numbered or not _FOLDER.fullmatch(os.path.basename(folder)):
+            return os.path.join(folder, _pattern_of(found))
+        return os.path.join(os.path.dirname(folder), "rank*", name)
+
 
 def member(path: str) -> Member | None:
     """What a file's name says; None for a name without a rank. Pure."""
