@@ -798,6 +798,33 @@ def test_what_some_ranks_have(tmp_path: Path) -> None:
     assert any("in the files of some ranks only" in w for w in found.warnings)
 
 
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_full_state_of_one_rank_only(full: int, tmp_path: Path) -> None:
+    whole = {
+        "model": {"w": WHOLE, "b": torch.ones(2)},
+        "optim": {"state": {"w": {"exp_avg": WHOLE}}, "param_groups": [{"lr": 1.0, "params": ["w"]}]},
+        "step": 5,
+    }
+    hollow: dict[str, Any] = {"model": {}, "optim": {}, "step": 5}
+    folder = save(tmp_path / "run", 3, lambda rank: whole if rank == full else hollow)
+    others = ", ".join(str(rank) for rank in range(3) if rank != full)
+    warned = [w for w in read(folder).warnings if f"is empty on ranks {others}, and taken from `rank{full}.pt`" in w]
+    assert [w.split()[0] for w in warned] == ["`model`", "`optim`"]
+    assert not any("some ranks only" in w for w in read(folder).warnings)
+    convert(folder, tmp_path / "out.pt", to="torch")
+    assert_same(torch.load(tmp_path / "out.pt"), whole)
+
+
+def test_what_differs_below_an_empty_model_is_a_fault(tmp_path: Path) -> None:
+    folder = save(tmp_path / "run", 3, lambda rank: {"model": {"w": WHOLE + rank} if rank else {}, "step": 5})
+    assert "tensor `model.w` differs between ranks" in fault(folder).message
+
+
+def test_an_empty_model_beside_a_sharded_one_is_a_fault(tmp_path: Path) -> None:
+    folder = save(tmp_path / "run", 2, lambda rank: sharded(2)(0) if rank == 0 else {"model": {}, "rng": {}})
+    assert "has no `model.w`" in fault(folder).message
+
+
 def test_ties_stay(tmp_path: Path) -> None:
     def state(rank: int) -> Any:
         w, b = cut(WHOLE, mesh(2), Shard(0)), torch.arange(3)

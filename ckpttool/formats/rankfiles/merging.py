@@ -93,6 +93,7 @@ class Merging:
         self._holders: dict[Path, RankState] = {}
         self._absent: dict[Path, set[int]] = {}
         self._differing: dict[Path, list[int]] = {}
+        self._hollow: dict[Path, list[int]] = {}  # empty dicts of ranks where another has the whole
         self._unread: dict[Path, None] = {}
         self._shapes: dict[Path, CkptError] = {}
         self._apart = TwoSaves()
@@ -127,8 +128,12 @@ class Merging:
         ours.warnings += state.read.warnings
         for path, entry in state.read.entries.items():
             self._take(path, entry, state)
-        parts.assign(ours)
-        self._kinds = {part.root: part.kind for part in parts.parts(ours)}
+        self._tell_kinds()
+
+    def _tell_kinds(self) -> None:
+        parts.assign(self._catalogue)
+        self._kinds = {part.root: part.kind for part in parts.parts(self._catalogue)}
+        self._units.clear()
 
     def _take(self, path: Path, entry: Entry, state: RankState) -> None:
         self._catalogue.add(entry)
@@ -147,11 +152,13 @@ class Merging:
     def _compare(self, state: RankState) -> None:
         entries, ours = state.read.entries, self._catalogue.entries
         own: dict[Path, None] = {}
+        hollow = len(self._hollow)
         for path, entry in entries.items():
             if path not in ours:
                 unit = self._unit(path, state.owner(path))
                 if _is_empty(entry) and path in self._inner:
-                    # `full_optim_state_dict` of all ranks but one.
+                    # `full_optim_state_dict` of all ranks but one, or `rank0_only` and every rank saved.
+                    self._hollow.setdefault(path, []).append(state.rank)
                     continue
                 if unit in self._own or unit in self._inner:
                     own[unit] = None
@@ -167,6 +174,9 @@ class Merging:
                     own[unit] = None
                 else:
                     self._absent.setdefault(path, set()).add(state.rank)
+        if len(self._hollow) > hollow:
+            # An empty dict is no model; what this rank has there may be one.
+            self._tell_kinds()
         for unit in own:
             made = state.under(unit, at=(*unit, ranks.key(state.rank)))
             self._own.setdefault(unit, {})[state.rank] = made
@@ -175,6 +185,7 @@ class Merging:
         for depth in range(len(path)):
             if path[:depth] in self._catalogue.entries and _is_empty(self._catalogue.entries[path[:depth]]):
                 del self._catalogue.entries[path[:depth]]
+                self._hollow.setdefault(path[:depth], []).extend(self._seen)
         self._take(path, entry, state)
         self._absent[path] = set(self._seen)
         self._holders[path] = state
@@ -318,6 +329,10 @@ class Merging:
             )
         return "the files are not of one save: take all files from one save"
 
+    def _hollow_at(self, path: Path) -> set[int]:
+        """The ranks that have nothing where others have all that is above `path`."""
+        return {rank for depth in range(len(path)) for rank in self._hollow.get(path[:depth], ())}
+
     def _stages(self) -> bool:
         """Whether there are meshes of some ranks each, as with pipeline stages."""
         return len({shard.within for shard in self._shards.values()} - {()}) > 1
@@ -332,8 +347,10 @@ class Merging:
             if not isinstance(entry, Tensor) or entry.embedded or self._kind(path) != "model":
                 continue
             shard = self._shards.get(path)
+            if shard is None:
+                absent = absent - self._hollow_at(path)
             expected = {rank for rank in absent if shard is None or not shard.within or rank in shard.within}
-            holders = set(self._seen) - absent
+            holders = set(self._seen) - self._absent[path]
             # The odd file out is that of the few.
             odd, names = (holders, alone) if len(holders) < len(expected) else (expected, lacking)
             for rank in odd:
@@ -363,7 +380,19 @@ class Merging:
                 tensor.chunks = Chunks.single(shard.shape, Extent(0, 0, 0))
         self._catalogue.faults += self._faults(blamed)
         self._spread()
-        some_ranks = [dotted(path) for path in self._catalogue.entries if path in self._absent]
+        some_ranks = [
+            dotted(path) for path in self._catalogue.entries
+            if path in self._absent and self._absent[path] - self._hollow_at(path)
+        ]  # fmt: skip
+        for unit, ranks_of in self._hollow.items():
+            within = (path for path in self._absent if path[: len(unit)] == unit)
+            holders = sorted(set(self._seen) - set().union(*map(self._absent.__getitem__, within)))
+            have = some([self._names[rank].strip("`") for rank in holders])
+            what = f"`{dotted(unit)}`" if unit else "the state"
+            self._catalogue.warnings.append(
+                f"{what} is empty on {'rank' if len(ranks_of) == 1 else 'ranks'} "
+                f"{', '.join(map(str, ranks_of))}, and taken from {have}"
+            )
         if some_ranks:
             self._catalogue.warnings.append(
                 f"{len(some_ranks)} entries are in the files of some ranks only, and kept: {some(some_ranks)}"
