@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from peers import dcp_loader
 from safetensors import safe_open
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 def tensors_of(output: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -47,16 +49,20 @@ def whole_state(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def of_ranks(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a torch.save file of DTensors for each rank, joined by their placements."""
-    ranks = [
-        dict(flat(torch.load(folder / f"rank{n}.pt", weights_only=False))) for n in range(len(list(folder.iterdir())))
-    ]
+    """The tensors of a torch.save file of DTensors for each rank, joined by their placements. Each is loaded as the rank
+    that it is of, in a process group that talks to nobody."""
+    world = len(list(folder.iterdir()))
+    ranks = []
+    for rank in range(world):
+        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+        ranks.append(dict(flat(torch.load(folder / f"rank{rank}.pt", weights_only=False))))
+        dist.destroy_process_group()
     for name, tensor in ranks[0].items():
         parts = [rank[name] for rank in ranks]
-        if not isinstance(tensor, DTensor):
-            yield name, tensor
-        else:
+        if isinstance(tensor, DTensor):
             yield name, torch.cat([part.to_local() for part in parts], dim=tensor.placements[0].dim)
+        else:
+            yield name, tensor
 
 
 def flat(state: dict[str, object]) -> Iterator[tuple[str, torch.Tensor]]:
