@@ -15,7 +15,7 @@ from ckpttool.containers import pickles, strictjson
 from ckpttool.contract import NO_HINTS, OpenOptions, Source
 from ckpttool.errors import CorruptError, ReadError, UsageError
 from ckpttool.files import failed
-from ckpttool.optimkeys.ordering import is_model_order
+from ckpttool.optimkeys.walking import is_model_order
 
 _LARGEST_SHAPES = 64 << 20
 
@@ -28,6 +28,8 @@ def open_source(path: str, shapes: str | None = None) -> Source:
         source = producers.open_source(path, options)
     if options.shapes and options.ordered:
         source.catalogue.facts["parameter order"] = tuple(options.shapes)
+    elif options.shapes:
+        source.catalogue.facts["shapes without order"] = shapes
     try:
         parts.assign(source.catalogue)
         source.catalogue.warnings += _warnings(source.catalogue, asked)

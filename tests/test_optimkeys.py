@@ -265,7 +265,7 @@ def test_a_way_back_that_is_not_exact_is_said() -> None:
     assert "cannot be found again" in said(small(state={}, param_groups=groups), "id")[0]
     by_name = {name: {"exp_avg": torch.zeros(shape)} for name, shape in (("b", (3,)), ("a", (2, 3)))}
     groups = [{"lr": 1, "params": ["b", "a"]}]
-    assert "the model's are others" in said(small(state=by_name, param_groups=groups), "id")[0]
+    assert "the model here is in another order" in said(small(state=by_name, param_groups=groups), "id")[0]
     groups = [{"lr": 1, "params": ["b", "a"], "param_names": ["b", "a"]}]
     assert said(small(state=by_name, param_groups=groups), "id") == []
 
@@ -458,6 +458,15 @@ def test_the_order_may_come_from_elsewhere(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         ckpttool.convert(folder / "optimizer.pt", tmp_path / "out.pt", **one)
     assert "--shapes" in str(caught.value.hint)
+    # Sorted by name it is in a torch file too, and two of its layers are of one shape.
+    ckpttool.convert(folder / "model.safetensors", tmp_path / "sorted.pt")
+    again = {**one, "model_from": str(tmp_path / "sorted.pt")}
+    with pytest.raises(UsageError, match="sorted by name") as caught:
+        ckpttool.convert(folder / "optimizer.pt", tmp_path / "out.pt", **again)
+    assert "named_parameters()" in str(caught.value.hint)
+    with pytest.raises(UsageError) as caught:
+        ckpttool.convert(folder / "optimizer.pt", tmp_path / "out.pt", shapes=str(folder / "model.safetensors"), **one)
+    assert "model.safetensors` is not in the order of a model either" in str(caught.value.hint)
     for name in ("order.json", "order.pt"):
         ckpttool.convert(folder / "optimizer.pt", tmp_path / f"{name}.out.pt", shapes=str(tmp_path / name), **one)
         found = torch.load(tmp_path / f"{name}.out.pt")["optim"]["state"]

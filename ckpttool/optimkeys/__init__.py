@@ -161,8 +161,8 @@ def _unclear_again(respelt: Catalogue, changed: list[Optimizer]) -> list[str]:
     try:
         names = naming.name_ids(again, respelt)
     except CkptError as error:
-        return [f"the names of the ids are not kept, and cannot be found again: {error.message}"]
+        return [f"whose the ids are is not written, and cannot be found again: {error.message}"]
     for optimizer, named in zip(again, names, strict=True):
         if named != before[optimizer.root]:
-            return [f"`{optimizer.name}`: the names of its ids are not kept, and the model's are others"]
+            return [f"`{optimizer.name}`: its ids are those of its groups, but the model here is in another order"]
     return []

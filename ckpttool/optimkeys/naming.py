@@ -22,6 +22,7 @@ from ckpttool import layout
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import Catalogue, Path, Tensor, dotted, find_aliases
 from ckpttool.errors import CorruptError, UsageError, some
+from ckpttool.optimkeys import walking
 from ckpttool.optimkeys.found import Group, Item, Optimizer
 
 # State that is shaped like its parameter, whatever the optimizer: those of torch.optim, then of others.
@@ -71,7 +72,7 @@ def name_ids(found: Sequence[Optimizer], source: Catalogue) -> list[dict[int, st
         for done in names:
             for name in done.values():
                 model.pop(name, None)
-        _check_ordered(source, found[left[0][0]])
+        _check_ordered(source, found[left[0][0]], model)
         for (i, group), places in zip(left, _places(left, found, model), strict=True):
             order = list(model)
             names[i] |= {key: order[place] for key, place in zip(group.params, places, strict=True)}
@@ -142,23 +143,21 @@ def _model(source: Catalogue) -> tuple[Path, list[Tensor]]:
     return root, [entry for entry in entries if isinstance(entry, Tensor)]
 
 
-def _check_ordered(source: Catalogue, optimizer: Optimizer) -> None:
-    """safetensors files are sorted by name: a state dict's order is gone, and by shape alone state could be given to
-    another layer that is as large."""
+def _check_ordered(source: Catalogue, optimizer: Optimizer, model: dict[str, Ints]) -> None:
+    """safetensors files are sorted by name, and so is what was made of them: a state dict's order is gone, and by shape
+    alone state could be given to another layer that is as large."""
     root, tensors = _model(source)
-    if "parameter order" in source.facts:
-        return
     tensors = [t for t in tensors if len(t.chunks) and source.files]
-    if not any(source.files[t.chunks.file[0]].name.endswith(".safetensors") for t in tensors):
+    names = [dotted(tensor.path[len(root) :]) for tensor in tensors]
+    if "parameter order" in source.facts or len(tensors) < 2 or not walking.is_by_name(tensors, names):
         return
-    by_type: dict[str, list[str]] = defaultdict(list)
-    for tensor in tensors:
-        by_type[tensor.dtype.name].append(dotted(tensor.path[len(root) :]))
-    if len(tensors) > 1 and all(names == sorted(names) for names in by_type.values()):
+    direct = any(map(walking.is_safetensors(source), tensors))
+    # Nothing says of another format where it came from: when no two are of one shape, the shapes tell.
+    if direct or (len(tensors) > 2 and len(set(model.values())) < len(model)):
         raise UsageError(
-            f"`{optimizer.name}` calls its parameters by numbers, in the order of a model that is here only as "
-            "safetensors, which sorts it by name",
-            hint="pass `--shapes FROM`, a torch.save file, a DCP directory or a JSON list that has the model's order",
+            f"`{optimizer.name}` calls its parameters by numbers, in the order of a model that is here only "
+            + ("as safetensors, which sorts it by name" if direct else "sorted by name, as safetensors leaves it"),
+            hint=walking.hint_of_order(source),
         )
 
 

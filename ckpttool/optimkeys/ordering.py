@@ -12,7 +12,6 @@ model's parameters as they come, and numbers them, the ids have to be given in t
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 from ckpttool import layout, optimkeys
@@ -20,6 +19,7 @@ from ckpttool.catalogue import Catalogue, Entry, Object, Tensor, dotted
 from ckpttool.errors import UsageError
 from ckpttool.optimkeys import found
 from ckpttool.optimkeys.found import Optimizer
+from ckpttool.optimkeys.walking import hint_of_order, is_sorted, walks
 
 _LISTS = ("params", "param_names")
 
@@ -52,41 +52,6 @@ def numbered(catalogue: Catalogue, source: Catalogue) -> Catalogue:
     return made
 
 
-def is_model_order(names: Sequence[str]) -> bool:
-    """Whether names come as a model walks them, and are not just sorted, which nothing but chance tells from it: what
-    came from safetensors is. Pure."""
-    return walks(names) and (len(names) < 3 or list(names) != sorted(names))
-
-
-def walks(names: Sequence[str]) -> bool:
-    """Whether the names of a module come in one run, its own before those of modules in it. DCP without key paths
-    lists tensors by the rank that saved them. Pure."""
-    done: set[str] = set()
-    nested: set[str] = set()
-    around: list[str] = []
-    for name in names:
-        keys = name.split(".")[:-1]
-        modules = [".".join(keys[: i + 1]) for i in range(len(keys))]
-        done |= set(around) - set(modules)
-        if done & set(modules) or (modules[-1] if modules else "") in nested:
-            return False
-        nested |= {"", *modules[:-1]} if modules else set()
-        around = modules
-    return True
-
-
-def is_sorted(source: Catalogue, tensors: Sequence[Tensor], names: Sequence[str]) -> bool:
-    """Whether these tensors are in the order of their names, as safetensors sorts them: those of each dtype apart, and
-    of each file. Pure."""
-    apart: dict[str, list[str]] = defaultdict(list)
-    for tensor, name in zip(tensors, names, strict=True):
-        apart[tensor.dtype.name].append(name)
-    if any(len(t.chunks) and source.files and source.files[t.chunks.file[0]].name.endswith(".safetensors")
-           for t in tensors):  # fmt: skip
-        return True
-    return all(one == sorted(one) for one in apart.values())
-
-
 def _places(source: Catalogue) -> dict[str, int]:
     """Where in the model each parameter is; empty when its order is not known."""
     told = source.facts.get("parameter order")
@@ -112,7 +77,7 @@ def _check_own_order(optimizer: Optimizer, source: Catalogue) -> None:
         raise UsageError(
             f"the parameters of `{optimizer.name}` are to be numbered in the order of the model, which is not "
             f"known: its groups list them {why}, and the model is no help",
-            hint="pass `--shapes FROM`, a JSON list of the names and shapes of `model.named_parameters()`",
+            hint=hint_of_order(source),
         )
 
 

@@ -25,7 +25,7 @@ from ckpttool.dtypes import DTYPES
 from ckpttool.errors import CkptError, CorruptError, UsageError
 from ckpttool.formats.rankfiles import FORMAT, flat, flatoptim, flatunits
 from ckpttool.formats.rankfiles.flatpieces import Parameter, Rebuilt
-from ckpttool.optimkeys import ordering
+from ckpttool.optimkeys import walking
 
 HERE = Path(__file__).resolve().parent
 SAMPLES = HERE.parents[1] / "samples"
@@ -323,10 +323,10 @@ def test_a_flat_parameter_needs_the_order_of_the_model() -> None:
 def test_the_order_of_a_model_is_told(name: str) -> None:
     state = torch.load(SAMPLES / "checkpoints" / name / "reference.pt", weights_only=False)
     names = list(state.get("model", state))
-    assert ordering.is_model_order(names)
-    assert not ordering.is_model_order(sorted(names))
+    assert walking.is_model_order(names)
+    assert not walking.is_model_order(sorted(names))
     # DCP lists what all ranks have by the rank that saved it.
-    assert not ordering.is_model_order([*names[::2], *names[1::2]])
+    assert not walking.is_model_order([*names[::2], *names[1::2]])
 
 
 def test_a_missing_rank_is_a_hole() -> None:
