@@ -751,6 +751,21 @@ def test_a_file_that_is_damaged(damage: str, tmp_path: Path) -> None:
         read(folder)
 
 
+@pytest.mark.parametrize("cut_off", [0, 1])
+def test_the_rest_is_shown_of_a_set_with_a_file_that_was_cut(cut_off: int, tmp_path: Path) -> None:
+    folder = save(tmp_path / "run", 3, sharded(3))
+    data = (folder / f"rank{cut_off}.pt").read_bytes()
+    (folder / f"rank{cut_off}.pt").write_bytes(data[: len(data) // 2])
+    found = inspect(folder)
+    assert {"model.w", "model.b"} <= {tensor.name for tensor in found.tensors}
+    assert len(found.faults) == 1 and f"rank{cut_off}.pt" in found.faults[0].message
+    assert f"rank{cut_off}.pt" in fault(folder).message
+    for rank in range(3):
+        (folder / f"rank{rank}.pt").write_bytes(data[: len(data) // 2])
+    with pytest.raises(CorruptError, match=r"rank0\.pt"):
+        inspect(folder)
+
+
 # What ranks have in common, and what they have not --------------------------------------------------------------------
 
 

@@ -71,6 +71,7 @@ class _Opening:
         self._folder = found.folder
         self._expected: dict[str, tuple[int, ...]] = {}  # ranks that a file knows of, by its name
         self._by: dict[int, str] = {}
+        self._cut: dict[int, CorruptError] = {}  # files that are not whole, by the ranks in their names
         self._renamed: list[str] = []
         self._torch: dict[str, None] = {}
 
@@ -85,7 +86,7 @@ class _Opening:
             every = [first, *states]
             rebuilding = Rebuilding(every, self._options)
             try:
-                if not self._missing():
+                if not self._cut and not self._missing():
                     rebuilding.run()
             except CkptError as error:
                 flat = error
@@ -93,6 +94,10 @@ class _Opening:
         # One after the other: a tuple of them would hold all trees at once.
         for state in chain([first], states) if first is not None else ():
             self._merging.add(state)
+        if self._cut and not self._by:
+            raise next(iter(self._cut.values()))
+        # What a file that is not whole should have had is missing from the rest.
+        self._catalogue.faults[:0] = self._cut.values()
         misplaced = self._catalogue.faults[:]
         self._merging.finish(rebuilding.faults if rebuilding is not None else {})
         if rebuilding is not None:
@@ -109,7 +114,11 @@ class _Opening:
         loaded: dict[Path, RankFile] = {}
         for part, members in self._set.parts.items():
             if named in members:
-                file = reading.load(self._pool, members[named])
+                try:
+                    file = reading.load(self._pool, members[named])
+                except CorruptError as error:
+                    self._cut[named] = error
+                    return None
                 file.folder = self._folder
                 file.number = len(self._catalogue.files)
                 self._catalogue.files.append(File(file.path, file.name, file.size, rank=named))
@@ -157,11 +166,11 @@ class _Opening:
             range(self._set.world or 0)
         )
         expected = expected or set(range(max(here, default=0) + 1))
-        missing, extra = sorted(expected - here), sorted(here - expected)
+        missing, extra = sorted(expected - here - self._cut.keys()), sorted(here - expected)
         if missing:
             faults.append(self._no_file(missing, len(expected)))
         for part, members in self._set.parts.items():
-            lacking = sorted({*self._by} - members.keys()) if len(self._set.parts) > 1 else []
+            lacking = sorted({*self._by} - members.keys() - self._cut.keys()) if len(self._set.parts) > 1 else []
             if lacking and not self._renamed:
                 faults.append(self._no_file(lacking, len(expected), part))
         if extra and not faults:
