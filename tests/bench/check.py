@@ -49,8 +49,8 @@ def whole_state(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def of_ranks(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a torch.save file of DTensors for each rank, joined by their placements. Each is loaded as the rank
-    that it is of, in a process group that talks to nobody."""
+    """The tensors of a torch.save file of DTensors for each rank, joined by their placements. Each is loaded as its own
+    rank, in a process group that talks to nobody."""
     world = len(list(folder.iterdir()))
     ranks = []
     for rank in range(world):
