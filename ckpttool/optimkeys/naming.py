@@ -39,6 +39,10 @@ _MANUAL = (
     "say in the training script which is which: save the optimizer with names (torch 2.6: "
     "`AdamW(model.named_parameters())`), or by `get_state_dict`"
 )
+_BUFFERS = (
+    "`--shapes` with the names of `model.named_parameters()` leaves buffers out, which may be enough; which group or "
+    f"frozen parameter is which it does not tell: {_MANUAL}"
+)
 _OTHER_MODEL = (
     "`--model-from` names the model that was trained with it; pieces that FSDP1's `optimizer.state_dict()` has on each "
     "rank are nobody's by name: `FSDP.optim_state_dict` saves names"
@@ -73,7 +77,9 @@ def name_ids(found: Sequence[Optimizer], source: Catalogue) -> list[dict[int, st
             for name in done.values():
                 model.pop(name, None)
         _check_ordered(source, found[left[0][0]], model)
-        for (i, group), places in zip(left, _places(left, found, model), strict=True):
+        for (i, group), places in zip(
+            left, _places(left, found, model, "parameter order" in source.facts), strict=True
+        ):
             order = list(model)
             names[i] |= {key: order[place] for key, place in zip(group.params, places, strict=True)}
     return _distinct(found, names)
@@ -178,7 +184,9 @@ def shape_told(items: Sequence[Item]) -> Ints | None:
     return rest.pop() if len(rest) == 1 and not like else None
 
 
-def _places(left: list[tuple[int, Group]], found: Sequence[Optimizer], model: dict[str, Ints]) -> list[list[int]]:
+def _places(
+    left: list[tuple[int, Group]], found: Sequence[Optimizer], model: dict[str, Ints], is_told: bool
+) -> list[list[int]]:
     wanted = [[shape_told(found[i].state.get(key, ())) for key in group.params] for i, group in left]
     have = list(model.values())
     who = found[left[0][0]].name
@@ -199,7 +207,7 @@ def _places(left: list[tuple[int, Group]], found: Sequence[Optimizer], model: di
         raise UsageError(
             f"`{who}`: {len(vague)} of its ids fit more than one parameter, such as {key}: "
             f"{some([names[place] for place in places])}",
-            hint=f"leave what is no parameter out in a conversion before this one (`--exclude`); or {_MANUAL}",
+            hint=_MANUAL if is_told else _BUFFERS,
             found=[names[place] for place in places],
         )
     return [[places[0] for places in row] for row in fits]
