@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckpttool.catalogue import Catalogue, validate
 from ckpttool.conversion import convert
-from ckpttool.errors import CkptError, UsageError
+from ckpttool.errors import CkptError, UsageError, some
 from ckpttool.figures import Shown, look
 from ckpttool.making import Conversion
 from ckpttool.opening import naming, opened
@@ -25,8 +25,20 @@ def inspect(path: str | os.PathLike[str], *, shapes: str | None = None) -> Catal
             validate(catalogue)
         except CkptError as error:
             # What is wrong stops a conversion; whoever looks wants to see the rest all the same.
-            catalogue.warnings[:0] = [f"damaged: {fault.message}" for fault in catalogue.faults or [error]]
+            catalogue.warnings[:0] = [f"damaged: {text}" for text in _folded(catalogue.faults or [error])]
         return catalogue
+
+
+def _folded(faults: list[CkptError]) -> list[str]:
+    """What to say of faults; those with the same fact `alike`, what is wrong with each tensor, as one. Pure."""
+    groups: dict[object, list[CkptError]] = {}
+    for i, fault in enumerate(faults):
+        groups.setdefault(fault.facts.get("alike", i), []).append(fault)
+    return [
+        one.message if not more else f"{1 + len(more)} tensors {what}: "
+        f"{some([fault.facts['tensor'] for fault in (one, *more)])}; of the first: {one.message}"
+        for what, (one, *more) in groups.items()
+    ]  # fmt: skip
 
 
 def show(path: str | os.PathLike[str], tensor: str, *, shapes: str | None = None) -> Shown:

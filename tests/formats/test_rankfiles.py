@@ -672,6 +672,9 @@ def test_a_hundred_tensors_that_differ_are_each_a_fault(tmp_path: Path) -> None:
         return {"model": {"w": cut(torch.arange(6.0), mesh(2), Shard(0)), **differing}}
 
     folder = save(tmp_path / "ckpt", 2, state)
+    damaged = [w for w in inspect(folder).warnings if w.startswith("damaged: ")]
+    assert len(damaged) == 2 and "100 tensors differ between ranks that should have the same: `model.b0`" in damaged[0]
+    assert "`model.b2` and 97 more" in damaged[0] and "(`rank1.pt`)" in damaged[0]
     with pytest.raises(CorruptError, match="5 more tensors differ"):
         convert(str(folder), str(tmp_path / "out.pt"), exclude=[f"model.b{i}" for i in range(100)])
 

@@ -286,7 +286,7 @@ class Merging:
             f"ranks {holder.rank} and {state.rank} disagree on `{dotted(path)}`: {ours} in `{a}`, {theirs} in `{b}`",
             hint="the files are not of one save: copy all of them again from the same step",
             tensor=dotted(path), ranks=[holder.rank, state.rank], files=[a, b], found=theirs, expected=ours,
-            concerns=[dotted(path)],
+            concerns=[dotted(path)], alike="are not the same kind of tensor on every rank",
         )  # fmt: skip
 
     def _faults(self, blamed: Mapping[Path, CkptError]) -> list[CkptError]:
@@ -307,6 +307,7 @@ class Merging:
                     f"from rank {holder.rank} ({self._names[holder.rank]})",
                     hint=hint,
                     tensor=dotted(path), ranks=[holder.rank, *copies], concerns=[dotted(path)],
+                    alike="differ between ranks that should have the same",
                 )
             )  # fmt: skip
         mixed = self._apart.fault(self._catalogue, self.comparing, self._names, self._absent, self._stages())
