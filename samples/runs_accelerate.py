@@ -169,6 +169,14 @@ NOTES = {
 
 
 @sample(
+    "run_accelerate_fsdp1_full_w4",
+    what="4 FSDP1 ranks, `FULL_STATE_DICT`; scaler, sampler, dataloader, custom object",
+    trap="whole model and optimizer in one file each, generators by rank; `sampler.bin` is a pickled object",
+    writer=ACCELERATE,
+    load=None,
+    world=4,
+)
+@sample(
     "run_accelerate_fsdp1_full_w2",
     what="2 FSDP1 ranks, `FULL_STATE_DICT`; scaler, sampler, dataloader, custom object",
     trap="whole model and optimizer in one file each, generators by rank; `sampler.bin` is a pickled object",
@@ -194,6 +202,14 @@ def accelerate_fsdp1_full(folder: Path) -> Any:
 
 
 @sample(
+    "run_accelerate_fsdp1_local_w4",
+    what="4 FSDP1 ranks, `LOCAL_STATE_DICT`",
+    trap="flat shards of the model by rank, yet the optimizer is a DCP directory with the whole shapes",
+    writer=ACCELERATE,
+    load=None,
+    world=4,
+)
+@sample(
     "run_accelerate_fsdp1_local_w2",
     what="2 FSDP1 ranks, `LOCAL_STATE_DICT`",
     trap="flat shards of the model by rank, yet the optimizer is a DCP directory with the whole shapes",
@@ -214,12 +230,28 @@ def accelerate_fsdp1_local(folder: Path) -> Any:
 
 
 @sample(
+    "run_accelerate_fsdp2_sharded_w4",
+    what="4 FSDP2 ranks, `SHARDED_STATE_DICT`",
+    trap="model and optimizer are two DCP directories below the checkpoint; `DTensor`",
+    writer=ACCELERATE,
+    load=None,
+    world=4,
+)
+@sample(
     "run_accelerate_fsdp2_sharded_w2",
     what="2 FSDP2 ranks, `SHARDED_STATE_DICT`",
     trap="model and optimizer are two DCP directories below the checkpoint; `DTensor`",
     writer=ACCELERATE,
     load=None,
     world=2,
+)
+@sample(
+    "run_accelerate_fsdp1_sharded_w4",
+    what="4 FSDP1 ranks, `SHARDED_STATE_DICT`",
+    trap="model and optimizer are two DCP directories below the checkpoint; `ShardedTensor`",
+    writer=ACCELERATE,
+    load=None,
+    world=4,
 )
 @sample(
     "run_accelerate_fsdp1_sharded_w2",
@@ -243,6 +275,14 @@ def accelerate_sharded(folder: Path) -> Any:
     return whole
 
 
+@sample(
+    "run_accelerate_fsdp1_rankfiles_w4",
+    what="4 FSDP1 ranks, `SHARDED_STATE_DICT` without DCP",
+    trap="`ShardedTensor` in a file for each rank, which accelerate cannot load again with `weights_only=True`",
+    writer="accelerate 1.15 `save_state` with `use_dcp=False` of `save_fsdp_model` and `save_fsdp_optimizer`",
+    load=None,
+    world=4,
+)
 @sample(
     "run_accelerate_fsdp1_rankfiles_w2",
     what="2 FSDP1 ranks, `SHARDED_STATE_DICT` without DCP",
@@ -280,6 +320,15 @@ def without_dcp(name: str) -> Any:
     return mock.patch(f"accelerate.accelerator.{name}", call)
 
 
+@sample(
+    "run_accelerate_ddp_w4",
+    what="4 DDP ranks; two models, optimizers and schedulers, scaler, custom object, dataloader",
+    trap="`model_1.safetensors`, `optimizer_1.bin`: numbers from the second on; integer ids; names under `module.`; "
+    "the tied head is left out of the safetensors file",
+    writer=f"{ACCELERATE} (`MULTI_CPU`)",
+    load=None,
+    world=4,
+)
 @sample(
     "run_accelerate_ddp_w2",
     what="2 DDP ranks; two models, optimizers and schedulers, scaler, custom object, dataloader",

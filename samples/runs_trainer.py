@@ -114,6 +114,14 @@ def train(folder: Path, save_steps: int = 2, **options: Any) -> Capture:
 
 
 @sample(
+    "run_trainer_w4",
+    what="output directory of 4 DDP ranks, `checkpoint-2` and `checkpoint-4`",
+    trap="`rng_state_R.pth` by rank; the rest as `run_trainer`",
+    writer=TRAINER,
+    load=None,
+    world=4,
+)
+@sample(
     "run_trainer_w2",
     what="output directory of 2 DDP ranks, `checkpoint-2` and `checkpoint-4`",
     trap="`rng_state_R.pth` by rank; the rest as `run_trainer`",
@@ -157,6 +165,14 @@ NOTES = {
 }
 
 
+@sample(
+    "run_trainer_fsdp2_w4",
+    what="output directory of 4 FSDP2 ranks, `SHARDED_STATE_DICT`, one `checkpoint-4`",
+    trap="accelerate's DCP directories inside a `checkpoint-N`; no safetensors, no `config.json`; SGD with momentum",
+    writer=TRAINER,
+    load=None,
+    world=4,
+)
 @sample(
     "run_trainer_fsdp2_w2",
     what="output directory of 2 FSDP2 ranks, `SHARDED_STATE_DICT`, one `checkpoint-4`",
