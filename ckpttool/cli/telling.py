@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ckpttool.verbs import Conversion
 
 _SHOWN = 20
+_TITLES = 12  # characters before the text of a line
 
 
 def tell(
@@ -58,20 +59,23 @@ def _contents(made: Conversion) -> str:
 
 
 def _result(terminal: Terminal, made: Conversion, check: bool, more: Iterable[tuple[str, str]]) -> None:
-    rate = f", {size(made.bytes / made.seconds)}/s" if made.seconds >= 0.1 else ""
+    # Below a second it would tell of the start, not of the disk.
+    rate = f", {size(made.bytes / made.seconds)}/s" if made.seconds >= 1 else ""
+    checked = _checked(made, check)
+    narrow = terminal.width is not None and len("; ".join(checked)) > terminal.width - _TITLES
     rows = [
         ("from", _source(made)),
         ("contents", _contents(made)),
         *more,
         ("files", f"{plural(len(made.files), 'file')}, {size(made.disk)}"),
         ("time", f"{duration(made.seconds)}{rate}"),
-        ("checked", _checked(made, check)),
+        *zip(("checked", *[""] * len(checked)), checked if narrow else ["; ".join(checked)], strict=False),
         *((title, f"{len(changes):,}") for title, changes in _changes(made)),
     ]
     terminal.table([(dim(title), text) for title, text in rows], cut=(1,), prose=(1,))
 
 
-def _checked(made: Conversion, check: bool) -> str:
+def _checked(made: Conversion, check: bool) -> list[str]:
     said = []
     if made.checked:
         said.append(f"checksums of {size(made.checked)} of the source")
@@ -79,7 +83,7 @@ def _checked(made: Conversion, check: bool) -> str:
         said.append(f"{size(made.unchecked)} of the source came without a checksum")
     if check:
         said.append("everything written was read back and compared")
-    return "; ".join(said) or "nothing to check"
+    return said or ["nothing to check"]
 
 
 def _plan(terminal: Terminal, made: Conversion, more: Iterable[tuple[str, str]]) -> None:
