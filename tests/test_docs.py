@@ -29,6 +29,8 @@ NAMES = {
     "run7/step-500": "dcp_fsdp2_w4/ckpt",
     "run7/step-1000": "dcp_hsdp_w4/ckpt",
     "fsdp1-run": "rank_fsdp1_w4/ckpt",
+    "local-run": "rank_fsdp1_local_w2/ckpt",
+    "full-run.pt": "fsdp1_full_w2/ckpt.pt",
     "full.pt": "torch_full/ckpt.pt",
     "wrapped.pt": "torch_ddp/ckpt.pt",
     "llama": "hf_llama/ckpt",
