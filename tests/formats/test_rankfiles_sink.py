@@ -5,23 +5,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import warnings
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from fakeranks import as_rank
 from originals import opened, original, path_of, reference
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Shard as Rows
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckpttool import convert
 from ckpttool.errors import LossError, UsageError
@@ -30,18 +28,6 @@ from ckpttool.formats import FORMATS
 WORLDS = (2, 3, 8)
 SAMPLES = ("rank_fsdp1_w2", "fsdp1_full_w2", "dcp_fsdp2_w2")
 [ROW] = [row for row in FORMATS if row.target == "fsdp1"]
-
-
-@contextmanager
-def as_rank(rank: int, world: int) -> Iterator[None]:
-    """A process group in which nobody answers."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
 
 
 def load(folder: Path, rank: int, **options: Any) -> Any:
