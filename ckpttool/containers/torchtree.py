@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ckpttool import nesting
+from ckpttool import files, nesting
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import Catalogue, Chunk, Chunks, Extent, Link, Object, Path, Tensor, dotted
 from ckpttool.containers import pickles, torchmodule
@@ -18,6 +18,21 @@ from ckpttool.containers.sharded import Shard
 from ckpttool.containers.torchpickle import Slot, StorageRef, TensorRef
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import CorruptError, LossError, some
+
+
+class PlacedSource:
+    """A source whose chunks say themselves where they lie, as those of torch.save files do."""
+
+    def __init__(self, catalogue: Catalogue, pool: files.Pool) -> None:
+        self.catalogue = catalogue
+        self._pool = pool
+
+    def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
+        return chunk.extent
+
+    def close(self) -> None:
+        self._pool.close()
+
 
 Place = Callable[[TensorRef | StorageRef], Extent]
 

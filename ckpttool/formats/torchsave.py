@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpttool import files, nesting
-from ckpttool.catalogue import Catalogue, Chunk, Chunks, Entry, Extent, File, Link, Tensor
+from ckpttool.catalogue import Catalogue, Chunks, Entry, Extent, File, Link, Tensor
 from ckpttool.containers import pickles, torchexport, torchlegacy, torchmodule, torchpickle, torchtree, torchzip
 from ckpttool.containers.torchzip import Archive
 from ckpttool.contract import NO_HINTS, Crcs, Format, Loss, OpenOptions, Sink, SinkOptions, Source
@@ -27,18 +27,6 @@ from ckpttool.errors import CorruptError, LossError, ReadError, some
 
 _PK = b"PK\3\4"
 _ROOT = "archive"  # what torch calls it when it saves to a buffer; the name of the file is not known here
-
-
-class _TorchSource:
-    def __init__(self, catalogue: Catalogue, pool: files.Pool) -> None:
-        self.catalogue = catalogue
-        self._pool = pool
-
-    def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
-        return chunk.extent
-
-    def close(self) -> None:
-        self._pool.close()
 
 
 def recognise(path: str) -> bool:
@@ -86,7 +74,7 @@ def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
     except BaseException:
         pool.close()
         raise
-    return _TorchSource(catalogue, pool)
+    return torchtree.PlacedSource(catalogue, pool)
 
 
 def _read(catalogue: Catalogue, pool: files.Pool, path: str, size: int) -> None:

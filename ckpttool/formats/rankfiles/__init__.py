@@ -17,8 +17,8 @@ from __future__ import annotations
 from itertools import chain
 
 from ckpttool import files
-from ckpttool.catalogue import Catalogue, Chunk, Extent, File, Path, Tensor
-from ckpttool.containers import pickles
+from ckpttool.catalogue import Catalogue, File, Path
+from ckpttool.containers import pickles, torchtree
 from ckpttool.containers.sharded import Shard
 from ckpttool.contract import NO_HINTS, Format, OpenOptions, Source
 from ckpttool.errors import CkptError, CorruptError, some
@@ -31,18 +31,6 @@ from ckpttool.formats.rankfiles.sets import RankSet, is_pattern
 __all__ = ["FORMAT", "is_pattern"]
 
 _SAME_SAVE = "the files are not of one save: copy all of them again from the same step"
-
-
-class _RankSource:
-    def __init__(self, catalogue: Catalogue, pool: files.Pool) -> None:
-        self.catalogue = catalogue
-        self._pool = pool
-
-    def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
-        return chunk.extent
-
-    def close(self) -> None:
-        self._pool.close()
 
 
 def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
@@ -59,7 +47,7 @@ def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
     except BaseException:
         pool.close()
         raise
-    return _RankSource(catalogue, pool)
+    return torchtree.PlacedSource(catalogue, pool)
 
 
 class _Opening:
