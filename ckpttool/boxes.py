@@ -31,24 +31,6 @@ def overlap(a: Box, b: Box) -> Box | None:
     return tuple(offsets), tuple(sizes)
 
 
-def split_even(shape: Sequence[int], ranks: int, dim: int = 0) -> list[Box | None]:
-    """`ranks` boxes along `dim` as `torch.chunk` and FSDP2 make them: `ceil(n / ranks)` rows each, the last shorter;
-    None for a rank that is left without. Pure. Source: `torch.distributed.tensor.Shard.local_shard_size_and_offset`."""
-    rows = shape[dim]
-    step = -(-rows // ranks) if rows else 0
-    boxes: list[Box | None] = []
-    for rank in range(ranks):
-        low = min(rank * step, rows)
-        high = min(low + step, rows)
-        if low == high:
-            boxes.append(None)
-            continue
-        offsets, sizes = [0] * len(shape), list(shape)
-        offsets[dim], sizes[dim] = low, high - low
-        boxes.append((tuple(offsets), tuple(sizes)))
-    return boxes
-
-
 def row_major(shape: Sequence[int]) -> Ints:
     """Strides of a contiguous tensor, in elements. Pure."""
     strides = [1] * len(shape)

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made import grid, within
-from torch.distributed.tensor import Shard
 
 from ckpttool import boxes
 from ckpttool.boxes import Box
@@ -49,22 +48,6 @@ def test_a_tensor_without_dimensions_is_one_box() -> None:
     assert boxes.whole(()) == ((), ())
     assert boxes.overlap(((), ()), ((), ())) == ((), ())
     assert list(boxes.runs(((), ()), ((), ()), boxes.run_length((), ()))) == [0]
-
-
-@quick
-@given(st.integers(0, 40), st.integers(1, 12), st.integers(0, 2))
-def test_even_split_is_what_torch_chunk_and_fsdp2_make(rows: int, ranks: int, dim: int) -> None:
-    shape = [2, 3, 4]
-    shape[dim] = rows
-    tensor = torch.arange(torch.Size(shape).numel()).reshape(shape)
-    found = boxes.split_even(shape, ranks, dim)
-    slabs = [tensor[within(box)] for box in found if box is not None]
-    expected = [part for part in tensor.chunk(ranks, dim) if part.numel()]
-    assert len(slabs) == len(expected)
-    assert all(torch.equal(slab, part) for slab, part in zip(slabs, expected, strict=True))
-    for rank, box in enumerate(found):
-        size, offset = Shard.local_shard_size_and_offset(rows, ranks, rank)
-        assert (box[1][dim], box[0][dim]) == (size, offset) if box is not None else size == 0
 
 
 @quick
