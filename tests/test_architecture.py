@@ -56,7 +56,8 @@ LAYERS: list[tuple[set[str], set[str]]] = [
         {"mesh"},
         DATA | PURE | {"mesh", "gather", "files", "opening", "containers", "nesting"},
     ),
-    ({"cli"}, DATA | {"cli", "summary", "verbs", "formats", "producers", "patterns", "figures", "sharing"}),
+    ({"resume"}, DATA | PURE | MOVING | {"resume", "mesh", "files", "opening", "containers", "figures", "verbs"}),
+    ({"cli"}, DATA | {"cli", "summary", "resume", "verbs", "formats", "producers", "patterns", "figures", "sharing"}),
     ({""}, {"verbs", "checkpoint", "mesh", "errors", "version"}),
     ({"__main__"}, {"cli"}),
 ]
@@ -80,7 +81,7 @@ def layer_of(name: str) -> str:
     first, _, rest = name.partition(".")
     if first == "formats" and rest:
         return f"formats.{rest.partition('.')[0]}"
-    return first if first in ("cli", "summary", "containers", "producers", "optimkeys", "mesh") else name
+    return first if first in ("cli", "summary", "containers", "producers", "optimkeys", "mesh", "resume") else name
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
@@ -173,7 +174,7 @@ def test_torch_and_numpy_are_imported_when_they_are_needed(name: str) -> None:
 
 
 def test_torch_is_needed_for_values_only() -> None:
-    users = {layer_of(name) for name, tree in MODULES.items() if "torch" in foreign(tree)} - {"mesh"}
+    users = {layer_of(name) for name, tree in MODULES.items() if "torch" in foreign(tree)} - {"mesh", "resume"}
     assert users == {"transfer", "checkpoint", "figures", "sharing"}
 
 

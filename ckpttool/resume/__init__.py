@@ -1,0 +1,1 @@
+"""Does training go on as if nothing had happened?"""
