@@ -12,7 +12,7 @@ from typing import Any
 
 from typer.main import get_command
 
-GENERATED = re.compile(r"^<!-- (ckpttool(?: \w+)?) -->\n(.*?)^<!-- end -->\n", re.MULTILINE | re.DOTALL)
+GENERATED = re.compile(r"^<!-- (ckpttool(?: [\w-]+)*) -->\n(.*?)^<!-- end -->\n", re.MULTILINE | re.DOTALL)
 
 
 def commands() -> dict[str, Any]:
@@ -20,7 +20,13 @@ def commands() -> dict[str, Any]:
     from ckpttool.cli.app import app
 
     group: Any = get_command(app)
-    return {"ckpttool": group, **{f"ckpttool {name}": command for name, command in group.commands.items()}}
+    return dict(_below("ckpttool", group))
+
+
+def _below(name: str, command: Any) -> Iterator[tuple[str, Any]]:
+    yield name, command
+    for word, inner in getattr(command, "commands", {}).items():
+        yield from _below(f"{name} {word}", inner)
 
 
 def options(command: Any) -> list[Any]:
@@ -40,9 +46,10 @@ def by_hand(page: str) -> str:
 
 def _section(name: str, command: Any) -> str:
     arguments = [p for p in command.params if p.param_type_name == "argument"]
-    words = [name, *(p.metavar for p in arguments), "[OPTIONS]", *(["COMMAND"] if name == "ckpttool" else [])]
+    words = [name, *(p.metavar for p in arguments), "[OPTIONS]", *(["COMMAND"] if hasattr(command, "commands") else [])]
     lines = ["", f"    {' '.join(filter(None, words))}", "", _prose(command.help), ""]
-    lines += [f"| {'argument or option' if arguments else 'option'} | what it does |", "|---|---|"]
+    if arguments or options(command):
+        lines += [f"| {'argument or option' if arguments else 'option'} | what it does |", "|---|---|"]
     lines += [f"| `{p.metavar}` | {_help(p)} |" for p in arguments]
     lines += [f"| {_spelt(p)} | {_help(p)} |" for p in options(command)]
     return "\n".join([*lines, "", ""])

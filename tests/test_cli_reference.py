@@ -43,8 +43,13 @@ def test_every_option_is_explained(name: str) -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_is_tried(name: str) -> None:
     """Each in some test or transcript, on a command line that calls this command."""
-    command = name.removeprefix("ckpttool ")
-    tried = {word.partition("=")[0] for line in command_lines() if command in line[:2] for word in line}
+    command = name.removeprefix("ckpttool ").split()
+    n = len(command)
+    tried = {
+        word.partition("=")[0]
+        for line in command_lines() if command in (line[:n], line[1 : n + 1])
+        for word in line
+    }  # fmt: skip
     tried |= {word[:2] for word in tried if re.fullmatch(r"-[a-z]\d+", word)}
     assert [found for found in spellings(name) if not tried & set(found)] == []
 

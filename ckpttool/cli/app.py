@@ -17,6 +17,7 @@ from ckpttool.cli.parsing import without_adapters
 from ckpttool.cli.reshard import reshard
 from ckpttool.cli.show import show
 from ckpttool.cli.terminal import out
+from ckpttool.cli.verifyresume import verify_resume
 from ckpttool.errors import INTERRUPTED, TERMINATED
 from ckpttool.version import __version__
 
@@ -49,6 +50,7 @@ def _root(
 
 for command in (inspect, show, convert, reshard, formats):
     app.command()(command)
+app.add_typer(verify_resume)
 
 
 def main() -> None:

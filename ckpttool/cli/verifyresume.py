@@ -1,0 +1,19 @@
+"""`ckpttool verify-resume`: whether training goes on as if nothing had happened, and the commands below it."""
+
+from __future__ import annotations
+
+import typer
+
+from ckpttool.cli.verifyaudit import audit
+from ckpttool.cli.verifyinit import init
+from ckpttool.cli.verifytrial import trial
+
+verify_resume = typer.Typer(
+    name="verify-resume",
+    help="Does training go on from a checkpoint as if nothing had happened?",
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (audit, trial, init):
+    verify_resume.command()(command)
