@@ -79,6 +79,9 @@ class Chunk(NamedTuple):
     extent: Extent
 
 
+_tuple: Any = tuple.__new__
+
+
 class Chunks(Sequence[Chunk]):
     """The chunks of one tensor, held as columns: a checkpoint of 256 ranks has 768,000 of them.
 
@@ -160,16 +163,18 @@ class Chunks(Sequence[Chunk]):
         return made
 
     def extent(self, i: int) -> Extent:
-        if not (self.strides or self.codecs or self.records):
-            return Extent(self.file[i], self.offset[i], self.nbytes[i], None, (), None, self.item)
-        return Extent(
+        # A plan asks for a million of them: this is `Extent(...)` at half the time.
+        return _tuple(Extent, (
             self.file[i], self.offset[i], self.nbytes[i],
-            self.strides.get(i), self.codecs.get(i, ()), self.records.get(i), self.item,
-        )  # fmt: skip
+            self.strides.get(i) if self.strides else None,
+            self.codecs.get(i, ()) if self.codecs else (),
+            self.records.get(i) if self.records else None,
+            self.item, False, None,
+        ))  # fmt: skip
 
     def at(self, i: int) -> Chunk:
         """Chunk `i`, which is there: as `chunks[i]`, at half the time."""
-        return Chunk(self.offsets[i], self.sizes[i], self.extent(i))
+        return _tuple(Chunk, (self.offsets[i], self.sizes[i], self.extent(i)))
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -464,53 +469,66 @@ def validate(catalogue: Catalogue, *, later: bool = False) -> None:
     if absent:
         raise absent[0]
     stop_at_fault(catalogue, () if later else (entry.name for entry in catalogue.entries.values()))
-    files = catalogue.files
-    sizes = [f.size for f in files]
+    sizes = [f.size for f in catalogue.files]
     passed = {name for fault in catalogue.faults for name in fault.facts.get("concerns", ())}
     for tensor in catalogue.tensors:
         if passed and not passed.isdisjoint(_upwards(tensor.name)):
             continue
-        chunks = tensor.chunks
-        if len(chunks) != 1 or chunks.sizes[0] != tensor.shape:
-            fault = boxes.tiling_fault(tensor.shape, chunks.offsets, chunks.sizes)
-            if fault is not None:
-                raise CorruptError(
-                    f"tensor `{tensor.name}` {list(tensor.shape)} is not covered exactly: {fault}",
-                    hint="a rank's file is missing, or the index belongs to another save",
-                    tensor=tensor.name, shape=list(tensor.shape),
-                )  # fmt: skip
-        if chunks.item and _inside(chunks, sizes):
-            continue
-        itemsize = tensor.dtype.itemsize
-        for i in range(len(chunks)):
-            file, offset, nbytes = files[chunks.file[i]], chunks.offset[i], chunks.nbytes[i]
-            if file.missing and nbytes:
-                missing = [f.name for f in files if f.missing]
-                raise CorruptError(
-                    f"`{file.name}` is missing, and with it a part of tensor `{tensor.name}`"
-                    if len(missing) == 1
-                    else f"{len(missing)} files are missing ({some(missing)}), and with them a part of tensor "
-                    f"`{tensor.name}`",
-                    hint="copy what is missing from where the checkpoint was saved",
-                    file=file.name, tensor=tensor.name,
-                )  # fmt: skip
-            if offset < 0 or nbytes < 0 or offset + nbytes > file.size:
-                raise CorruptError(
-                    f"`{file.name}`: tensor `{tensor.name}`: bytes {offset}..{offset + nbytes} are outside the file, "
-                    f"which has {file.size}",
-                    hint="the file is truncated, or not the one that the index was written for",
-                    file=file.name, tensor=tensor.name, found=file.size, expected=offset + nbytes,
-                )  # fmt: skip
-            if chunks.item:
-                continue
-            strides = chunks.strides.get(i)
-            elements = prod(chunks.sizes[i]) if strides is None else boxes.span(chunks.sizes[i], strides)
-            if nbytes != elements * itemsize:
-                raise CorruptError(
-                    f"`{file.name}`: tensor `{tensor.name}`: {nbytes} bytes at {offset}..{offset + nbytes}, "
-                    f"but {tensor.dtype} {list(chunks.sizes[i])} needs {elements * itemsize}",
-                    file=file.name, tensor=tensor.name, found=nbytes, expected=elements * itemsize,
-                )  # fmt: skip
+        for fault in faults_of(tensor, catalogue.files, sizes):
+            raise fault
+
+
+def faults_of(tensor: Tensor, files: Sequence[File], sizes: list[int] | None = None) -> Iterator[CorruptError]:
+    """What is wrong with one tensor, as far as the index and the sizes of the files tell: its chunks do not tile it, a
+    file is missing, a chunk lies outside of its file or is not as large as its box. Pure."""
+    chunks = tensor.chunks
+    if len(chunks) != 1 or chunks.sizes[0] != tensor.shape:
+        fault = boxes.tiling_fault(tensor.shape, chunks.offsets, chunks.sizes)
+        if fault is not None:
+            yield CorruptError(
+                f"tensor `{tensor.name}` {list(tensor.shape)} is not covered exactly: {fault}",
+                hint="a rank's file is missing, or the index belongs to another save",
+                tensor=tensor.name, shape=list(tensor.shape),
+            )  # fmt: skip
+    if chunks.item and _inside(chunks, sizes or [f.size for f in files]):
+        return
+    for i in range(len(chunks)):
+        fault_here = _chunk_fault(tensor, i, files)
+        if fault_here is not None:
+            yield fault_here
+
+
+def _chunk_fault(tensor: Tensor, i: int, files: Sequence[File]) -> CorruptError | None:
+    chunks = tensor.chunks
+    file, offset, nbytes = files[chunks.file[i]], chunks.offset[i], chunks.nbytes[i]
+    if file.missing and nbytes:
+        missing = [f.name for f in files if f.missing]
+        return CorruptError(
+            f"`{file.name}` is missing, and with it a part of tensor `{tensor.name}`"
+            if len(missing) == 1
+            else f"{len(missing)} files are missing ({some(missing)}), and with them a part of tensor `{tensor.name}`",
+            hint="copy what is missing from where the checkpoint was saved",
+            file=file.name, tensor=tensor.name,
+        )  # fmt: skip
+    if offset < 0 or nbytes < 0 or offset + nbytes > file.size:
+        return CorruptError(
+            f"`{file.name}`: tensor `{tensor.name}`: bytes {offset}..{offset + nbytes} are outside the file, "
+            f"which has {file.size}",
+            hint="the file is truncated, or not the one that the index was written for",
+            file=file.name, tensor=tensor.name, found=file.size, expected=offset + nbytes, offset=offset, nbytes=nbytes,
+        )  # fmt: skip
+    if chunks.item:
+        return None
+    strides = chunks.strides.get(i)
+    elements = prod(chunks.sizes[i]) if strides is None else boxes.span(chunks.sizes[i], strides)
+    needed = elements * tensor.dtype.itemsize
+    if nbytes == needed:
+        return None
+    return CorruptError(
+        f"`{file.name}`: tensor `{tensor.name}`: {nbytes} bytes at {offset}..{offset + nbytes}, "
+        f"but {tensor.dtype} {list(chunks.sizes[i])} needs {needed}",
+        file=file.name, tensor=tensor.name, found=nbytes, expected=needed, offset=offset, nbytes=nbytes,
+    )  # fmt: skip
 
 
 def _inside(chunks: Chunks, sizes: list[int]) -> bool:

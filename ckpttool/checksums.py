@@ -56,6 +56,7 @@ def mismatch(location: str, names: Sequence[str], record: Record, found: int) ->
         f"{found:08x}, but the writer left {record.crc:08x}",
         hint="these bytes changed after they were written; take another copy of the checkpoint",
         file=location, tensor=names[0] if names else None, found=f"{found:08x}", expected=f"{record.crc:08x}",
+        offset=record.offset, nbytes=record.nbytes,
     )  # fmt: skip
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import Catalogue, Chunk, Extent, Tensor
@@ -27,6 +27,22 @@ class Source(Protocol):
 
     def close(self) -> None:
         """Let go of files and scratch space."""
+
+
+class Run(NamedTuple):
+    """A run of bytes of a file of the catalogue: `Run(file=0, offset=704, nbytes=1462)`."""
+
+    file: int
+    offset: int
+    nbytes: int
+
+
+@runtime_checkable
+class Itemised(Protocol):
+    """A source whose files are made of whole archives, of which the catalogue's chunks are not all."""
+
+    def items(self) -> Iterator[tuple[str, Run]]:
+        """The others, each with the name that the index has for it."""
 
 
 class Sink(Protocol):

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NoReturn
 
 from ckpttool import layout, nesting, parts
 from ckpttool.catalogue import Catalogue, Chunk, Extent, Part, Path, Tensor, concerns, dotted
-from ckpttool.contract import Source
+from ckpttool.contract import Itemised, Run, Source
 from ckpttool.errors import CkptError, UsageError, some
 
 _ROOTS = {"model": ("model",), "optimizer": ("optim",)}
@@ -120,6 +120,12 @@ class Mounted:
             if alone and () in made.containers:
                 made.containers[root] = made.containers.pop(())
         return made
+
+    def items(self) -> Iterator[tuple[str, Run]]:
+        """Those of all sources."""
+        for source, start in zip(self._sources, self._starts, strict=True):
+            if isinstance(source, Itemised):
+                yield from ((name, run._replace(file=run.file + start)) for name, run in source.items())
 
     def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
         i = bisect_right(self._starts, chunk.extent.file) - 1

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -23,7 +24,7 @@ from ckpttool.containers import pickles, stheader, torchtree
 from ckpttool.containers.pickles import stub_name
 from ckpttool.containers.torchpickle import StorageRef, TensorRef
 from ckpttool.containers.torchzip import Archive
-from ckpttool.contract import NO_HINTS, Format, OpenOptions, Source
+from ckpttool.contract import NO_HINTS, Format, OpenOptions, Run, Source
 from ckpttool.errors import CkptError, CorruptError, ReadError, some
 from ckpttool.formats.dcp import index as dcpindex
 from ckpttool.formats.dcp import items as dcpitems
@@ -40,10 +41,23 @@ _EAGER = 5_000  # bytes items that are decoded at open; 35 us each
 
 
 class _DcpSource:
-    def __init__(self, catalogue: Catalogue, items: Items, transforms: dict[tuple[int, int], tuple[str, ...]]) -> None:
+    def __init__(
+        self, catalogue: Catalogue, items: Items, transforms: dict[tuple[int, int], tuple[str, ...]], index: Index
+    ) -> None:
         self.catalogue = catalogue
+        self.index = index
         self._items = items
         self._transforms = transforms
+
+    def items(self) -> Iterator[tuple[str, Run]]:
+        """Items that are no chunk of the catalogue: those of objects, and what several ranks have stored. Compressed
+        ones are left out."""
+        for name, entry in self.index.entries.items():
+            if isinstance(entry, Item) and not entry.transforms:
+                yield name, Run(entry.file, entry.offset, entry.length)
+        for copy in self.index.copies:
+            if not copy.again.transforms:
+                yield copy.name, Run(copy.again.file, copy.again.offset, copy.again.length)
 
     def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
         extent = chunk.extent
@@ -108,7 +122,7 @@ class _Opening:
             more = f", nor {len(self._unread) - 1} objects more" if len(self._unread) > 1 else ""
             catalogue.warnings.append(f"`{name}` cannot be read{more}: {why}")
         self._describe()
-        return _DcpSource(catalogue, self._items, self._transforms)
+        return _DcpSource(catalogue, self._items, self._transforms, index)
 
     # Tensors ---------------------------------------------------------------------------------------------------------
 
