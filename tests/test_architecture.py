@@ -56,7 +56,11 @@ LAYERS: list[tuple[set[str], set[str]]] = [
         {"mesh"},
         DATA | PURE | {"mesh", "gather", "files", "opening", "containers", "nesting"},
     ),
-    ({"resume"}, DATA | PURE | MOVING | {"resume", "mesh", "files", "opening", "containers", "figures", "verbs"}),
+    ({"differences"}, {"boxes", "dtypes"}),
+    (
+        {"resume"},
+        DATA | PURE | MOVING | {"differences", "resume", "mesh", "files", "opening", "containers", "figures", "verbs"},
+    ),
     ({"cli"}, DATA | {"cli", "summary", "resume", "verbs", "formats", "producers", "patterns", "figures", "sharing"}),
     ({""}, {"verbs", "checkpoint", "mesh", "errors", "version"}),
     ({"__main__"}, {"cli"}),
