@@ -20,7 +20,9 @@ from math import prod
 from types import ModuleType
 from typing import Any
 
-from ckpttool.errors import UsageError
+from ckpttool.errors import OverwriteError, UsageError
+from ckpttool.files import failed
+from ckpttool.resume import starting
 from ckpttool.wording import meant
 
 DIMENSIONS = ("replicate", "shard", "tp")
@@ -173,3 +175,18 @@ def checked(recipe: Recipe, state: Any) -> dict[str, Any]:
 
 def _listed(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names) or "nothing"
+
+
+def write(path: str | os.PathLike[str]) -> None:
+    """Write a recipe to begin with. Raises OverwriteError when `path` exists, UsageError for a name that is no Python
+    file's, StorageError when it cannot be written."""
+    path = os.fspath(path)
+    if not path.endswith(".py"):
+        raise UsageError(f"`{path}`: a recipe is a Python file", hint=f"name it `{os.path.splitext(path.rstrip('/'))[0]}.py`")
+    try:
+        with open(path, "x", encoding="utf-8") as stream:
+            stream.write(starting.recipe(os.path.basename(path)))
+    except FileExistsError:
+        raise OverwriteError(f"`{path}` exists", hint="name another file", file=path) from None
+    except OSError as error:
+        raise failed(error, path, "write") from None
