@@ -164,17 +164,19 @@ class Chunks(Sequence[Chunk]):
 
     def extent(self, i: int) -> Extent:
         # A plan asks for a million of them: this is `Extent(...)` at half the time.
-        return _tuple(Extent, (
+        made: Extent = _tuple(Extent, (
             self.file[i], self.offset[i], self.nbytes[i],
             self.strides.get(i) if self.strides else None,
             self.codecs.get(i, ()) if self.codecs else (),
             self.records.get(i) if self.records else None,
             self.item, False, None,
         ))  # fmt: skip
+        return made
 
     def at(self, i: int) -> Chunk:
         """Chunk `i`, which is there: as `chunks[i]`, at half the time."""
-        return _tuple(Chunk, (self.offsets[i], self.sizes[i], self.extent(i)))
+        made: Chunk = _tuple(Chunk, (self.offsets[i], self.sizes[i], self.extent(i)))
+        return made
 
     def __len__(self) -> int:
         return len(self.offsets)

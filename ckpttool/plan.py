@@ -7,15 +7,15 @@ once. Two catalogues with the same boxes give one piece per job.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import accumulate, chain, repeat
+from itertools import accumulate, chain, islice
 from math import prod
 from operator import itemgetter
 from typing import NamedTuple
 
 from ckpttool import boxes
-from ckpttool.boxes import Box
+from ckpttool.boxes import Box, Ints
 from ckpttool.catalogue import Catalogue, Chunk, Chunks, Tensor
 from ckpttool.errors import CorruptError
 
@@ -27,8 +27,7 @@ class Piece(NamedTuple):
     box: Box
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
     """One destination chunk, the tensor that it belongs to, and the pieces that fill it exactly."""
 
     tensor: Tensor
@@ -71,7 +70,56 @@ class _Finder:
                 yield i, shared
 
 
-_Order = list[tuple[int, int, Tensor, int]]  # file, offset, tensor, number of the chunk
+_Found = tuple[tuple[int, Box], ...]
+
+
+class _Fit:
+    """Which chunks of one tiling fill each chunk of another, and with which of their elements. Tensors of one shape,
+    cut in the same way on both sides, share it: a model has few shapes, and looking is most of the work."""
+
+    def __init__(self, have: Chunks) -> None:
+        self._finder = _Finder(have)
+        self._single = len(have) == 1
+        self._known: dict[int, _Found] = {}
+
+    def of(self, chunk: Chunk, i: int) -> _Found | None:
+        """The numbers of the chunks that fill `chunk`, the `i`-th of the other tiling, and the boxes to take of each;
+        None when they do not fill it exactly."""
+        found = self._known.get(i)
+        if found is None:
+            box = (chunk.offsets, chunk.sizes)
+            # A tensor in one piece has been validated: that is the whole.
+            found = ((0, box),) if self._single else tuple(self._finder.touching(box))
+            if not self._single and sum([prod(shared[1]) for _, shared in found]) != prod(chunk.sizes):
+                return None
+            self._known[i] = found
+        return found
+
+
+class _Fits:
+    """The fit of each tensor, made when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._tilings: dict[tuple[tuple[Ints, ...], tuple[Ints, ...]], int] = {}
+        self._made: dict[tuple[int, int], _Fit] = {}
+        self._of: dict[int, _Fit] = {}
+
+    def of(self, tensor: Tensor, source: Tensor) -> _Fit:
+        fit = self._of.get(id(tensor))
+        if fit is None:
+            key = (self._number(source.chunks), self._number(tensor.chunks))
+            fit = self._made.get(key)
+            if fit is None:
+                fit = self._made[key] = _Fit(source.chunks)
+            self._of[id(tensor)] = fit
+        return fit
+
+    def _number(self, chunks: Chunks) -> int:
+        """The same for tilings of the same boxes in the same order."""
+        return self._tilings.setdefault((tuple(chunks.offsets), tuple(chunks.sizes)), len(self._tilings))
+
+
+_Order = list[tuple[int, Tensor, int]]  # offset, tensor, number of the chunk
 
 
 def plan(destination: Catalogue, share: tuple[int, int] = (0, 1)) -> Iterator[Job]:
@@ -79,54 +127,56 @@ def plan(destination: Catalogue, share: tuple[int, int] = (0, 1)) -> Iterator[Jo
 
     Raises CorruptError when the pieces do not fill a chunk exactly (the source was not validated).
     """
-    order: _Order = []
+    files = _in_order(destination)
+    fits = _Fits()
+    for _, tensor, i in islice(chain.from_iterable(files), *_share(files, *share)):
+        source = tensor.origin
+        assert source is not None
+        yield _job(tensor, source, i, fits.of(tensor, source))
+
+
+def _in_order(destination: Catalogue) -> list[_Order]:
+    """The chunks to be filled, by file and then by where they lie."""
+    by_file: dict[int, _Order] = defaultdict(list)
     for tensor in chain(destination.tensors, destination.replicas):
         if tensor.alias is not None or not tensor.numel:
             continue
         chunks = tensor.chunks
-        order.extend(zip(chunks.file, chunks.offset, repeat(tensor), range(len(chunks)), strict=False))
-    order.sort(key=itemgetter(0, 1))
-    finders: dict[int, _Finder] = {}
-    for _, _, tensor, i in order[_share(order, *share)]:
-        source = tensor.origin
-        assert source is not None
-        yield _job(tensor, source, tensor.chunks.at(i), finders)
+        for i, (file, offset) in enumerate(zip(chunks.file, chunks.offset, strict=False)):
+            by_file[file].append((offset, tensor, i))
+    for order in by_file.values():
+        order.sort(key=itemgetter(0))
+    return [by_file[file] for file in sorted(by_file)]
 
 
-def _share(order: _Order, k: int, n: int) -> slice:
+def _share(files: list[_Order], k: int, n: int) -> tuple[int, int | None]:
     """Which run of the jobs is share `k` of `n`: about as many bytes as each of the others, and whole files where they
     come out so within an eighth of a share."""
     if n == 1:
-        return slice(None)
-    ends = list(accumulate(tensor.chunks.nbytes[i] for _, _, tensor, i in order))
-    firsts = [at for at in range(1, len(order)) if order[at][0] != order[at - 1][0]]
+        return 0, None
+    ends = list(accumulate(tensor.chunks.nbytes[i] for order in files for _, tensor, i in order))
+    firsts = list(accumulate(map(len, files)))[:-1]
 
     def cut(k: int) -> int:
         if k in (0, n):
-            return len(order) * (k // n)
+            return len(ends) * (k // n)
         wanted = ends[-1] * k // n if ends else 0
         near = min(firsts, key=lambda at: abs(ends[at - 1] - wanted), default=None)
         if near is not None and abs(ends[near - 1] - wanted) * 8 * n <= ends[-1]:
             return near
         return bisect_left(ends, wanted)
 
-    return slice(cut(k), cut(k + 1))
+    return cut(k), cut(k + 1)
 
 
-def _job(tensor: Tensor, source: Tensor, chunk: Chunk, finders: dict[int, _Finder]) -> Job:
-    have = source.chunks
-    box = (chunk.offsets, chunk.sizes)
-    if len(have.offsets) == 1:
-        return Job(tensor, source, chunk, (Piece(have.at(0), box),))
-    finder = finders.get(id(source))
-    if finder is None:
-        finder = finders[id(source)] = _Finder(have)
-    pieces = tuple([Piece(have.at(i), shared) for i, shared in finder.touching(box)])
-    if sum([prod(p.box[1]) for p in pieces]) != prod(chunk.sizes):
+def _job(tensor: Tensor, source: Tensor, i: int, fit: _Fit) -> Job:
+    chunk, have = tensor.chunks.at(i), source.chunks
+    found = fit.of(chunk, i)
+    if found is None:
         raise CorruptError(
             f"tensor `{tensor.name}`: {list(chunk.sizes)} at {list(chunk.offsets)} is not covered exactly"
         )
-    return Job(tensor, source, chunk, pieces)
+    return Job(tensor, source, chunk, tuple([Piece(have.at(j), box) for j, box in found]))
 
 
 def tiles(box: Box, most: int) -> Iterator[Box]:

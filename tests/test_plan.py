@@ -104,6 +104,25 @@ def test_the_same_chunks_are_one_piece_each(data: st.DataObject) -> None:
 
 
 @quick
+@given(st.data())
+def test_tensors_that_are_cut_alike_do_not_get_the_pieces_of_others(data: st.DataObject) -> None:
+    shape = data.draw(shapes)
+    cut = st.sampled_from([data.draw(grids(shape)) for _ in range(2)]).flatmap(st.permutations)
+    laid = [
+        tensor(shape, data.draw(cut), origin=tensor(shape, data.draw(cut), name=f"source {i}"), name=f"w{i}")
+        for i in range(4)
+    ]
+    done = 0
+    for job in plan(catalogue(*laid)):
+        assert job.source is job.tensor.origin
+        here = (job.chunk.offsets, job.chunk.sizes)
+        expected = [(c, boxes.overlap(here, (c.offsets, c.sizes))) for c in job.source.chunks]
+        assert sorted(job.pieces) == sorted((chunk, box) for chunk, box in expected if box is not None)
+        done += 1
+    assert done == sum(len(one.chunks) for one in laid)
+
+
+@quick
 @given(shapes, st.integers(1, 400), st.data())
 def test_tiles_cut_a_box_in_row_major_order(shape: tuple[int, ...], most: int, data: st.DataObject) -> None:
     offsets = tuple(data.draw(st.integers(0, 5)) for _ in shape)

@@ -16,10 +16,12 @@ from dataclasses import replace
 from typing import Any
 
 from ckpttool import files
+from ckpttool.boxes import Ints
 from ckpttool.catalogue import Catalogue, Chunks, Extent, File, Link, Object, Path, Record, Tensor, dotted
 from ckpttool.containers import torchzip
 from ckpttool.containers.torchpickle import Slot
 from ckpttool.contract import Crcs, Loss, Sink, SinkOptions
+from ckpttool.dtypes import Dtype
 from ckpttool.errors import LossError
 from ckpttool.formats.dcp import index as dcpindex
 from ckpttool.formats.dcp import items as dcpitems
@@ -188,17 +190,18 @@ class _Creating:
         if keeper != tensor.path:
             shared = self._made.tensor(keeper)
             return replace(tensor, chunks=shared.chunks, alias=keeper)
-        chunks = Chunks()
+        chunks, ends = Chunks(), self._ends
+        frames = _frames_of(tensor.dtype, tensor.chunks)
         for offsets, sizes, rank in zip(tensor.chunks.offsets, tensor.chunks.sizes, tensor.chunks.file, strict=True):
-            if 0 in sizes and tensor.numel:
+            head, nbytes, size = frames[sizes]
+            if not nbytes and tensor.numel:
                 # It may begin where another one does, and DCP tells items by where they begin.
                 continue
             number = self._numbers[rank]
-            frame = template(tensor.dtype, sizes)
-            payload = self._ends[number] + len(frame.head)
-            record = Record(number, payload, frame.nbytes, None) if frame.nbytes else None
-            chunks.add(offsets, sizes, Extent(number, payload, frame.nbytes, record=record))
-            self._ends[number] += frame.size
+            payload = ends[number] + head
+            record = Record(number, payload, nbytes) if nbytes else None
+            chunks.add(offsets, sizes, Extent(number, payload, nbytes, record=record))
+            ends[number] += size
         return replace(tensor, chunks=chunks, alias=None)
 
     def _entry(self, path: Path, name: str) -> StoredTensor | Item:
@@ -206,12 +209,18 @@ class _Creating:
             return self._entries[name]
         tensor = self._made.tensor(path)
         chunks = tensor.chunks
-        frames = [template(tensor.dtype, sizes) for sizes in chunks.sizes]
+        frames = _frames_of(tensor.dtype, chunks)
         return StoredTensor(
             tensor.dtype, tensor.shape, chunks.offsets, chunks.sizes, chunks.file,
-            array("q", [at - len(f.head) for at, f in zip(chunks.offset, frames, strict=True)]),
-            array("q", [f.size for f in frames]),
+            array("q", [at - frames[sizes][0] for at, sizes in zip(chunks.offset, chunks.sizes, strict=True)]),
+            array("q", [frames[sizes][2] for sizes in chunks.sizes]),
         )  # fmt: skip
+
+
+def _frames_of(dtype: Dtype, chunks: Chunks) -> dict[Ints, tuple[int, int, int]]:
+    """For each size of chunk, of which a tensor has few: the bytes before the payload, of the payload, and of all."""
+    made = {sizes: template(dtype, sizes) for sizes in set(chunks.sizes)}
+    return {sizes: (len(frame.head), frame.nbytes, frame.size) for sizes, frame in made.items()}
 
 
 class _Slots:
