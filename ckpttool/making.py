@@ -108,18 +108,26 @@ def make(have: Given, laid: Laid, dst: str, target: Format, made: Conversion, ho
 
     Raises the errors of `ckpttool.errors`; then there is nothing at `dst`.
     """
-    source, catalogue = have.source, laid.catalogue
-    check_apart(dst, *(file.location for file in source.catalogue.own_files))
-    with opening.naming(have.known):
-        _check_harmless(catalogue, made.source)
-        _check_losses(catalogue, target, made.source, dst)
-    _summarise(made, source, laid, target)
+    prepare(have, laid, dst, target, made)
     if how.dry_run:
         _plan_only(made, target, laid, how)
     elif crew.is_first:
         _write(have, laid, dst, target, made, how, crew)
     else:
         _assist(have, laid, dst, target, made, how, crew)
+
+
+def prepare(have: Given, laid: Laid, dst: str, target: Format, made: Conversion) -> None:
+    """Refuse what must not be written, and say in `made` what is to be.
+
+    Raises UsageError, CorruptError or LossError.
+    """
+    source, catalogue = have.source, laid.catalogue
+    check_apart(dst, *(file.location for file in source.catalogue.own_files))
+    with opening.naming(have.known):
+        _check_harmless(catalogue, made.source)
+        _check_losses(catalogue, target, made.source, dst)
+    _summarise(made, source, laid, target)
 
 
 def _write(have: Given, laid: Laid, dst: str, target: Format, made: Conversion, how: How, crew: Crew) -> None:
@@ -129,12 +137,7 @@ def _write(have: Given, laid: Laid, dst: str, target: Format, made: Conversion, 
         made.notes += sink.catalogue.warnings
         made.notes += _unsaid(laid.catalogue, sink.catalogue)
         _note_files(made, sink, partial, dst)
-        if made.disk > made.free:
-            raise StorageError(
-                f"`{dst}`: needs {made.disk} bytes, but {made.free} are free",
-                hint="free some space, or write somewhere else",
-                file=dst, found=made.free, expected=made.disk,
-            )  # fmt: skip
+        check_space(dst, made.disk, made.free)
         crew.begin(partial, sink.catalogue)
         moved = crew.gathered(_fill(have, sink, made, how, crew), have.source, sink.catalogue, how)
         files.check_unchanged(have.before)
@@ -170,6 +173,16 @@ def _fill(have: Given, sink: Sink, made: Conversion, how: How, crew: Crew) -> Tr
             plan.plan(sink.catalogue, crew.share), have.source, sink.catalogue,
             total=made.bytes, threads=how.threads, memory=how.max_memory, progress=crew.watching(how.progress),
             check_later=crew.size > 1,
+        )  # fmt: skip
+
+
+def check_space(dst: str, wanted: int, free: int) -> None:
+    """Raises StorageError when more is needed than there is."""
+    if wanted > free:
+        raise StorageError(
+            f"`{dst}`: needs {wanted} bytes, but {free} are free",
+            hint="free some space, or write somewhere else",
+            file=dst, found=free, expected=wanted,
         )  # fmt: skip
 
 
@@ -366,12 +379,18 @@ def _plan_only(made: Conversion, target: Format, laid: Laid, how: How) -> None:
         _note_files(made, sink, partial, made.destination)
     if made.disk > made.free:
         made.notes.insert(0, f"needs {made.disk} bytes, but {made.free} are free")
-    count, tile = budget(how.threads, how.max_memory)
-    made.memory = BASE_MEMORY + count * BUFFER
-    if made.cast:
-        made.memory += _TORCH_MEMORY + 4 * count * tile
-    elif any(_may_be_gathered(tensor) for tensor in laid.catalogue.tensors):
-        made.memory += _NUMPY_MEMORY + 2 * count * tile
+    made.memory = expected_memory(laid.catalogue, made.cast, how.threads, how.max_memory)
+
+
+def expected_memory(laid: Catalogue, cast: object, threads: int | None, memory: int | None) -> int:
+    """Bytes that the process is expected to hold at most while it fills `laid`; `cast` is whether values change."""
+    count, tile = budget(threads, memory)
+    held = BASE_MEMORY + count * BUFFER
+    if cast:
+        held += _TORCH_MEMORY + 4 * count * tile
+    elif any(_may_be_gathered(tensor) for tensor in laid.tensors):
+        held += _NUMPY_MEMORY + 2 * count * tile
+    return held
 
 
 def _may_be_gathered(tensor: Tensor) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from ckpttool import chunking, formats, layout, making, meshes, opening, optimkeys, policies, sharing
+from ckpttool import chunking, engines, formats, layout, making, meshes, opening, optimkeys, policies, sharing
 from ckpttool.catalogue import Catalogue, Path, validate
 from ckpttool.chunking import Rules
 from ckpttool.contract import Format, SinkOptions
@@ -20,13 +20,12 @@ from ckpttool.patterns import rule
 from ckpttool.transfer import Progress
 from ckpttool.wording import meant, parse_size
 
-ENGINES = ("bytes", "mesh")
-
 
 @dataclass(slots=True)
 class Resharding(Conversion):
     """What a reshard does or did: a conversion, onto `world` ranks in a mesh such as `shard=4,tp=2` (the path of the
-    other checkpoint with `--like`), shared by so many `processes`. `policies` says what became of values of one rank.
+    other checkpoint with `--like`), by `engine` and `why` by that, shared by so many `processes`. `policies` says what
+    became of values of one rank.
     """
 
     world: int = 1
@@ -57,7 +56,7 @@ def reshard(
     to_mesh: str | None = None,
     like: str | os.PathLike[str] | None = None,
     to: str | None = None,
-    engine: str = "bytes",
+    engine: str | None = None,
     placements: str | Sequence[str] = (),
     shard: str | Sequence[str] = (),
     replicate: str | Sequence[str] = (),
@@ -96,8 +95,10 @@ def reshard(
         with making.given(src, shapes) as have:
             target = wanted.to or _same(have.catalogue)
             laid = _laid(have, wanted, target, made)
+            chosen = engines.choose(engine, laid, wanted.mesh, target, how, crew)
+            made.engine, made.why = chosen.name, chosen.why
             if crew.is_first or not dry_run:
-                making.make(have, laid, dst, target, made, how, crew)
+                engines.write(chosen, have, laid, dst, target, made, how, crew)
     made.seconds = time.monotonic() - began
     return made
 
@@ -110,7 +111,7 @@ def _listed(value: str | Sequence[str]) -> Sequence[str]:
 
 
 def _understood(
-    to_world: int | None, to_mesh: str | None, like: str | os.PathLike[str] | None, to: str | None, engine: str,
+    to_world: int | None, to_mesh: str | None, like: str | os.PathLike[str] | None, to: str | None, engine: str | None,
     rules: Rules, rng: str, dataloader: str,
 ) -> _Wanted:  # fmt: skip
     given = [name for name, value in (("--to-world", to_world), ("--to-mesh", to_mesh), ("--like", like)) if value]
@@ -119,10 +120,7 @@ def _understood(
     if len(given) != 1:
         said = " and ".join(f"`{name}`" for name in given) + " exclude each other" if given else "onto what?"
         raise UsageError(said, hint="pass one of `--to-world N`, `--to-mesh shard=4,tp=2` and `--like OTHER`")
-    if engine == "mesh":
-        raise UsageError("`--engine mesh` is not there yet", hint="`--engine bytes` gives the same checkpoint")
-    if engine not in ENGINES:
-        raise UsageError(f"there is no engine `{engine}`", hint=meant(engine, ENGINES, "`bytes` or `mesh`"))
+    engines.check(engine)
     policies.check("rng", rng)
     policies.check("dataloader", dataloader)
     mesh = meshes.over_world(to_world) if to_world else meshes.parse(to_mesh) if to_mesh else None

@@ -40,6 +40,7 @@ _PULSE = 1.0
 _DEAD = 30.0  # seconds without a pulse
 _MEET = 60.0  # seconds to find the store
 _LEAVE = 5.0  # seconds that somebody is waited for who ought to have gone
+_LAST_WORDS = 2.0  # seconds in which somebody who fails has said why
 _PIECE = 4 << 20  # the store takes 8 MiB at most
 
 
@@ -115,6 +116,32 @@ class Crew:
         self._say(f"done/{self.rank}", _packed(moved))
 
     # Both ------------------------------------------------------------------------------------------------------------
+
+    def exchange(self, name: str, value: Any) -> list[Any]:
+        """What each process says under this name, in the order of their ranks; values are those of JSON."""
+        if self.size == 1:
+            return [value]
+        self._say(f"{name}/{self.rank}", json.dumps(value).encode())
+        return [json.loads(self._hear(f"{name}/{rank}")) for rank in range(self.size)]
+
+    def store(self) -> Any:
+        """A store in which torch may make a process group of these processes."""
+        from torch.distributed import HashStore, PrefixStore
+
+        # A connection of its own: who waits in one holds up the pulse.
+        return HashStore() if self._store is None else PrefixStore("group", self._store.clone())
+
+    def lost(self, error: CkptError) -> Exception:
+        """What to raise when another process has gone in the middle of something: what it said, where it said something
+        in time, else `error`. Only rank 0 is to speak of it."""
+        if not self.is_first:
+            return _Over()
+        until = time.monotonic() + _LAST_WORDS
+        while time.monotonic() < until:
+            if self._store is not None and self._store.check(["failed"]):
+                return _retold(json.loads(self._hear(f"failed/{int(self._store.get('failed'))}")))
+            time.sleep(_POLL)
+        return error
 
     def watching(self, progress: Progress | None) -> Progress | None:
         """`progress`, which also looks how the others are: what it raises stops the transfer that calls it."""
@@ -217,6 +244,11 @@ class _Over(Exception):
 def is_shared() -> bool:
     """Whether torchrun, or something that sets the same variables, started several of us."""
     return all(name in os.environ for name in _VARIABLES) and os.environ["WORLD_SIZE"] not in ("", "1")
+
+
+def is_launched() -> bool:
+    """Whether torchrun started us, be it alone."""
+    return all(name in os.environ for name in _VARIABLES)
 
 
 def is_silent() -> bool:

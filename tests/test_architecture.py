@@ -16,7 +16,7 @@ PACKAGE = ROOT / "ckpttool"
 
 GEOMETRY = {"errors", "dtypes", "boxes", "version", "escapes", "wording"}
 DATA = GEOMETRY | {"catalogue", "contract"}
-PURE = {"patterns", "parts", "ranks", "meshes", "layout", "chunking", "policies", "optimkeys", "plan"}
+PURE = {"patterns", "parts", "ranks", "meshes", "layout", "chunking", "placing", "policies", "optimkeys", "plan"}
 CONCRETE = {"formats.dcp", "formats.safetensors", "formats.torchsave", "formats.rankfiles"}
 MOVING = {"gather", "checksums", "transfer"}
 
@@ -27,16 +27,18 @@ LAYERS: list[tuple[set[str], set[str]]] = [
     ({"catalogue"}, GEOMETRY),
     ({"contract"}, {"catalogue", "boxes"}),
     (PURE, DATA | PURE | {"containers"}),
-    ({"files"}, {"errors"}),
+    ({"mirrors"}, {"errors"}),
+    ({"files"}, {"errors", "mirrors"}),
     ({"nesting"}, DATA | {"containers"}),
-    ({"containers"}, DATA | {"containers", "nesting", "files"}),
-    ({"formats.rankfiles"}, DATA | {"containers", "nesting", "files", "parts", "ranks", "optimkeys"}),
-    (CONCRETE, DATA | {"containers", "nesting", "files", "parts", "ranks"}),
-    ({"formats"}, {"contract", "errors", "files", "formats.strangers", "wording"} | CONCRETE),
+    ({"containers"}, DATA | {"containers", "nesting", "files", "mirrors"}),
+    ({"formats.rankfiles"}, DATA | {"containers", "nesting", "files", "mirrors", "parts", "ranks", "optimkeys"}),
+    (CONCRETE, DATA | {"containers", "nesting", "files", "mirrors", "parts", "ranks"}),
+    ({"formats"}, {"contract", "errors", "files", "mirrors", "formats.strangers", "wording"} | CONCRETE),
     (MOVING, DATA | MOVING | {"plan", "files"}),
     ({"mounting"}, DATA | PURE | {"nesting"}),
-    ({"producers"}, DATA | PURE | {"producers", "formats", "mounting", "nesting", "files", "containers"}),
-    ({"opening"}, DATA | {"producers", "files", "parts", "containers", "optimkeys"}),
+    ({"producers"}, DATA | PURE | {"producers", "formats", "mounting", "nesting", "files", "mirrors", "containers"}),
+    ({"opening"}, DATA | {"producers", "mounting", "files", "mirrors", "parts", "containers", "optimkeys"}),
+    ({"hub"}, {"hub", "errors", "files", "version", "exporting.outgoing"}),
     ({"figures"}, DATA | MOVING | {"plan", "files"}),
     ({"checkpoint"}, DATA | MOVING | {"opening", "files"}),
     ({"sharing"}, DATA | MOVING | {"files"}),
@@ -49,12 +51,16 @@ LAYERS: list[tuple[set[str], set[str]]] = [
         {"conversion"},
         DATA | PURE | MOVING | {"files", "formats", "opening", "making", "producers", "containers"},
     ),
-    ({"resharding"}, DATA | PURE | MOVING | {"files", "formats", "opening", "making", "sharing"}),
+    (
+        {"engines"},
+        DATA | PURE | MOVING | {"files", "making", "mesh", "rereading", "sharing"},
+    ),
+    ({"resharding"}, DATA | PURE | MOVING | {"files", "formats", "opening", "making", "engines", "sharing"}),
     ({"verbs"}, {"catalogue", "conversion", "resharding", "making", "errors", "figures", "opening", "wording"}),
     ({"summary"}, DATA | {"summary", "containers"}),
     (
         {"mesh"},
-        DATA | PURE | {"mesh", "gather", "files", "opening", "containers", "nesting"},
+        DATA | PURE | MOVING | {"mesh", "files", "opening", "containers", "nesting", "formats.dcp"},
     ),
     ({"differences"}, {"boxes", "dtypes"}),
     (
@@ -85,7 +91,9 @@ def layer_of(name: str) -> str:
     first, _, rest = name.partition(".")
     if first == "formats" and rest:
         return f"formats.{rest.partition('.')[0]}"
-    return first if first in ("cli", "summary", "containers", "producers", "optimkeys", "mesh", "resume") else name
+    return (
+        first if first in ("cli", "summary", "containers", "producers", "optimkeys", "mesh", "resume", "hub") else name
+    )
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
@@ -179,7 +187,7 @@ def test_torch_and_numpy_are_imported_when_they_are_needed(name: str) -> None:
 
 def test_torch_is_needed_for_values_only() -> None:
     users = {layer_of(name) for name, tree in MODULES.items() if "torch" in foreign(tree)} - {"mesh", "resume"}
-    assert users == {"transfer", "checkpoint", "figures", "sharing"}
+    assert users == {"transfer", "checkpoint", "figures", "sharing", "engines"}
 
 
 @every

@@ -35,8 +35,13 @@ def reshard(
         str | None, typer.Option("--to", metavar="FORMAT", help="dcp or fsdp1; by default as SRC, and dcp for a file.")
     ] = None,
     engine: Annotated[
-        str, typer.Option("--engine", metavar="ENGINE", help="bytes copies; mesh goes through torch's own loader.")
-    ] = "bytes",
+        str | None,
+        typer.Option(
+            "--engine",
+            metavar="ENGINE",
+            help="bytes copies; mesh loads into torch, on as many processes as ranks, and is the default there.",
+        ),
+    ] = None,
     placements: Annotated[
         list[str] | None,
         typer.Option(
@@ -89,6 +94,7 @@ def reshard(
 
 def _more(made: Resharding) -> Iterator[tuple[str, str]]:
     yield "onto", f"{plural(made.world, 'rank')}, {made.mesh}"
-    yield "engine", made.engine + (f", {f'{made.processes} processes'}" if made.processes > 1 else "")
+    shared = f", {made.processes} processes" if made.processes > 1 else ""
+    yield "engine", f"{made.engine}{shared} ({made.why})"
     for said in made.policies:
         yield "of a rank", said

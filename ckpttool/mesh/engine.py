@@ -1,0 +1,276 @@
+"""A checkpoint through torch itself: every rank of a real mesh gets its shards by broadcast, and DCP saves them.
+
+    rank 0 reads, module by module  ->  set_model_state_dict, set_optimizer_state_dict  ->  DCP, each rank its file
+
+What is of no model and no optimizer, and every object, is copied as bytes by rank 0, into a file of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.device_mesh import init_device_mesh
+
+from ckpttool import checksums, files, plan
+from ckpttool.boxes import Box
+from ckpttool.catalogue import Catalogue, Path, Tensor
+from ckpttool.contract import Source
+from ckpttool.errors import CkptError, StorageError
+from ckpttool.formats.dcp import joining
+from ckpttool.mesh import agreement, filling, moments, shell
+from ckpttool.mesh.materialise import materialise
+from ckpttool.mesh.reading import Reader
+from ckpttool.placing import Placing
+from ckpttool.transfer import Progress, Transferred, transfer
+
+# Seconds in which a collective has to end: rank 0 reads a module in the longest of them.
+_PATIENCE = 1800
+
+
+class Lost(Exception):
+    """Another rank went away in the middle of a collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Which of the processes this is, on what it holds tensors, and where they find each other:
+    `Rank(2, 4, "cpu", store)`."""
+
+    number: int
+    world: int
+    kind: str
+    store: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a process may use: `Room("node3", 64 << 30, 0)`. `memory` is what its node has free for all processes on
+    it, `gpu` what its own GPU has."""
+
+    host: str
+    memory: int
+    gpu: int
+
+
+def room() -> Room:
+    """Of this process."""
+    gpu = 0
+    local, here = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if torch.cuda.is_available() and torch.cuda.device_count() >= here:
+        gpu = int(torch.cuda.mem_get_info(local)[0])
+    return Room(socket.gethostname(), _free_memory(), gpu)
+
+
+def _free_memory() -> int:
+    """Bytes that the system would give without swapping, or that the container is still allowed."""
+    free: list[int] = []
+    with suppress(OSError, ValueError, IndexError), open("/proc/meminfo", encoding="ascii") as told:
+        free += [int(line.split()[1]) << 10 for line in told if line.startswith("MemAvailable:")]
+    with suppress(OSError, ValueError):
+        most, used = (_number(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+        free.append(most - used)
+    if not free:
+        free.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return max(0, min(free))
+
+
+def _number(path: str) -> int:
+    with open(path, encoding="ascii") as told:
+        return int(told.read())
+
+
+def run(
+    source: Source, laid: Catalogue, placing: Placing, partial: str, rank: Rank, *, path: str,
+    threads: int | None, memory: int | None, progress: Progress | None,
+) -> Transferred:  # fmt: skip
+    """Write `laid` at `partial`, a directory that every rank sees. Every rank calls it; rank 0 has the figures.
+
+    Raises CkptError, the same on every rank, or Lost.
+    """
+    device = torch.device("cpu")
+    if rank.kind != "cpu":
+        device = torch.device(rank.kind, int(os.environ.get("LOCAL_RANK", "0")))
+        torch.get_device_module(device).set_device(device)
+    with _group(rank, device):
+        with agreement.together():
+            if not os.path.isdir(partial):
+                raise StorageError(
+                    f"rank {rank.number} does not see `{os.path.dirname(partial)}` as rank 0 does",
+                    hint="all ranks must write to one shared file system",
+                )
+        mesh = init_device_mesh(device.type, placing.mesh.sizes, mesh_dim_names=placing.mesh.names)
+        with agreement.together():
+            made = shell.build(laid, placing, mesh, path)
+        done = _copy_rest(source, laid, made, partial, threads, memory)
+        _fill(made, source, device, progress)
+        _save(laid, made, partial)
+        _check_source(source, laid, made, rank, done)
+        with agreement.together():
+            if rank.number == 0:
+                joining.join(partial, laid, done.rest)
+        return done.moved
+
+
+@contextmanager
+def _group(rank: Rank, device: torch.device) -> Iterator[None]:
+    """The process group. A rank that fails leaves it at once, so that nobody waits for it."""
+    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dist.init_process_group(
+                backend, store=rank.store, rank=rank.number, world_size=rank.world,
+                timeout=timedelta(seconds=_PATIENCE),
+            )  # fmt: skip
+        yield
+    except (RuntimeError, ConnectionError) as error:
+        if isinstance(error, NotImplementedError) or not _is_of_the_group(error):
+            raise
+        raise Lost(str(error)) from error
+    finally:
+        if dist.is_initialized():
+            with suppress(Exception):
+                dist.destroy_process_group()
+
+
+def _is_of_the_group(error: BaseException) -> bool:
+    """Whether it says that a connection broke: torch has no class of its own for what gloo raises."""
+    if isinstance(error, (dist.DistError, ConnectionError)):
+        return True
+    said = str(error).lower()
+    return any(word in said for word in ("gloo", "nccl", "connection", "timed out", "socket", "tcpstore"))
+
+
+# Filling --------------------------------------------------------------------------------------------------------------
+
+
+def _fill(made: shell.Shell, source: Source, device: torch.device, progress: Progress | None) -> None:
+    reader = None
+    if agreement.rank() == 0:
+        reader = _Watched(source, progress, sum(t.nbytes for t in made.told.tensors.values()))
+    how = filling.How(reader, made.told, broadcast=True)
+    with agreement.together():
+        job = filling.prepare(made.model, None, how)
+    materialise(made.model, device, strict=False)
+    filling.fill(made.model, None, job, how)
+    moments.fill(made, how)
+
+
+class _Watched(Reader):
+    """Says how far it is after each tensor."""
+
+    def __init__(self, source: Source, progress: Progress | None, total: int) -> None:
+        super().__init__(source)
+        self._progress, self._total = progress, total
+
+    def read(self, tensor: Tensor, box: Box, memory: torch.Tensor) -> None:
+        """As `Reader.read`."""
+        super().read(tensor, box, memory)
+        if self._progress is not None:
+            self._progress(min(self.nbytes, self._total), self._total)
+
+
+# Saving ---------------------------------------------------------------------------------------------------------------
+
+
+class _Planner(DefaultSavePlanner):  # type: ignore[misc] # torch is not looked into
+    """Leaves out what ranks without elements would save: their chunks say nothing."""
+
+    def create_local_plan(self) -> Any:
+        """As torch's."""
+        made = super().create_local_plan()
+        made.items[:] = [
+            item for item in made.items
+            if item.tensor_data is None or item.tensor_data.chunk.sizes.numel() or not item.tensor_data.size.numel()
+        ]  # fmt: skip
+        return made
+
+
+def _save(laid: Catalogue, made: shell.Shell, partial: str) -> None:
+    spelt = joining.names(laid)
+    state = {spelt[path]: value for path, value in made.state().items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            torch_dcp.save(state, checkpoint_id=partial, planner=planner)
+        except CheckpointException as error:
+            first = next(iter(error.failures.values()))[0]
+            if isinstance(first, OSError):
+                raise files.failed(first, partial, "write") from None
+            raise StorageError(f"`{partial}`: DCP cannot save: {first}") from None
+
+
+@dataclass(slots=True)
+class _Done:
+    moved: Transferred
+    rest: Catalogue | None = None
+
+
+def _copy_rest(
+    source: Source, laid: Catalogue, made: shell.Shell, partial: str, threads: int | None, memory: int | None
+) -> _Done:
+    done = _Done(Transferred())
+    with agreement.together():
+        sink = joining.create_rest(partial, laid, made.slots) if agreement.rank() == 0 else None
+        if sink is not None:
+            done.moved = transfer(
+                plan.plan(sink.catalogue), source, sink.catalogue, total=0, threads=threads, memory=memory
+            )
+            sink.finish(done.moved.crcs)
+            done.rest = sink.catalogue
+    return done
+
+
+def _check_source(source: Source, laid: Catalogue, made: shell.Shell, rank: Rank, done: _Done) -> None:
+    """torch knows of no checksums: what the shell was filled from is checked apart, a share by each rank."""
+    said = (0, 0)
+    with agreement.together():
+        read, checked, without = _records(source, laid, made.slots)
+        ours = checksums.Pieces()
+        for i, record in enumerate(read.records()):
+            if i % rank.world == rank.number:
+                ours.touch(record, read.used(record))
+        moved = transfer((), source, laid, total=0, earlier=ours)
+        first = rank.number == 0
+        said = (moved.checked + first * checked, moved.unchecked + first * without)
+    for checked, unchecked in agreement.gathered(said):
+        done.moved.checked += checked
+        done.moved.unchecked += unchecked
+
+
+def _records(source: Source, laid: Catalogue, paths: Iterable[Path]) -> tuple[checksums.Pieces, int, int]:
+    """The records that tensors come from; the bytes that were checked when they were decoded, and of those that nobody
+    left a checksum of."""
+    read, checked, without = checksums.Pieces(), 0, 0
+    for path in paths:
+        tensor = laid.tensor(path)
+        origin = tensor.origin or tensor
+        for chunk in origin.chunks:
+            extent = source.resolve(origin, chunk)
+            nbytes = prod(chunk.sizes) * origin.dtype.itemsize
+            if extent.checked:
+                checked += nbytes
+            elif extent.record is None or extent.record.crc is None:
+                without += nbytes
+            else:
+                read.touch(extent.record, nbytes)
+    return read, checked, without
+
+
+def as_error(lost: Lost) -> CkptError:
+    """What to say when no rank has said why it went."""
+    return StorageError(f"lost touch with another rank: {lost}", hint="look at what that rank, or its node, says")
