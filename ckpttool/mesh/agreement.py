@@ -47,6 +47,15 @@ def from_first(value: Any) -> Any:
     return told[0]
 
 
+def to_first(value: Any) -> list[Any] | None:
+    """What each rank says, in order, on rank 0."""
+    if not is_distributed():
+        return [value]
+    found: list[Any] | None = [None] * world() if rank() == 0 else None
+    dist.gather_object(value, found, dst=0)
+    return found
+
+
 @contextmanager
 def together() -> Iterator[None]:
     """A block in which a rank may fail alone. At its end all ranks raise what the first of the failing ones raised."""

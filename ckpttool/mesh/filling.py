@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -14,6 +16,10 @@ from ckpttool.mesh.describing import Described, Shape
 from ckpttool.mesh.matching import Held, Matched
 from ckpttool.mesh.placements import Piece, like, pieces
 from ckpttool.mesh.reading import Reader
+from ckpttool.mesh.sending import Sent
+
+# Elements of what is sent in one message with others: there are as many `step`s as parameters.
+_SMALL = 64
 
 
 @dataclass(slots=True)
@@ -33,7 +39,7 @@ class How:
     broadcast: bool
     strict: bool = True
 
-    def get(self, key: Path, shape: Shape, held: list[Piece]) -> None:
+    def get(self, key: Path, shape: Shape, held: Sequence[Piece]) -> None:
         """Fill what this rank holds of one tensor. With `broadcast` a collective."""
         tensor = self.told.tensors.get(key)
         if self.broadcast and agreement.is_distributed():
@@ -73,7 +79,7 @@ def fill(model: nn.Module, optimizer: torch.optim.Optimizer | None, job: Job, ho
                     how.get(("model", place.name), how.told.model[place.name], pieces(place.value, place.name))
         _set_extra_state(model, how.told)
         if optimizer is not None and job.held is not None:
-            state = _send_state(job.held, how, _owners(model)) if sent else _read_state(job.held, how, optimizer)
+            state = _send_state(job.held, how) if sent else _read_state(job.held, how, optimizer)
             set_state(optimizer, job.held, state)
 
 
@@ -90,18 +96,17 @@ def _set_extra_state(model: nn.Module, told: Described) -> None:
 def _send_model(job: Job, how: How) -> None:
     by_module: dict[int, list[matching.Place]] = {}
     for place in job.matched.places:
-        by_module.setdefault(id(place.module), []).append(place)
+        shape = how.told.model[place.name]
+        if place.module is not None and sending.travels(shape) and sending.is_simple(place.value):
+            by_module.setdefault(id(place.module), []).append(place)
+        else:
+            how.get(("model", place.name), shape, pieces(place.value, place.name))
+    parts = []
     for places in by_module.values():
-        together = []
-        for place in places:
-            shape = how.told.model[place.name]
-            if place.module is not None and sending.travels(shape) and sending.is_simple(place.value):
-                together.append((place.key.rpartition(".")[2], how.told.tensors.get(("model", place.name))))
-            else:
-                how.get(("model", place.name), shape, pieces(place.value, place.name))
-        if together:
-            assert places[0].module is not None
-            sending.send_model(places[0].module, together, how.reader)
+        assert places[0].module is not None
+        names = [(p.key.rpartition(".")[2], how.told.tensors.get(("model", p.name))) for p in places]
+        parts.append((places[0].module, names))
+    sending.send_model(parts, how.reader)
 
 
 # The optimizer --------------------------------------------------------------------------------------------------------
@@ -125,54 +130,31 @@ def _read_state(held: list[Held], how: How, optimizer: torch.optim.Optimizer) ->
     return made
 
 
-def _send_state(held: list[Held], how: How, owners: dict[int, tuple[nn.Module, str]]) -> State:
-    """By module, as far as torch's function takes it: flat items of dtypes that travel."""
+def _send_state(held: list[Held], how: How) -> State:
+    """What is cut goes to each rank in its part, small values together, and the rest in tiles."""
     made: State = {}
-    by_module: dict[int, list[tuple[nn.Parameter, Any, dict[Path, Any]]]] = {}
+    small: list[Sent] = []
+    shares: list[Sent] = []
+    by_cpu = agreement.sending_device().type == "cpu"
     for parameter, name, kept in _kept(held, how.told):
-        by_module.setdefault(id(owners[id(parameter)][0]), []).append((parameter, name, kept))
-    for found in by_module.values():
-        simple = [_simple(kept) for _, _, kept in found]
-        rooms = [
-            {key: room(parameter, kept[key,]) for key in keys}
-            for (parameter, _, kept), keys in zip(found, simple, strict=True)
-        ]
-        tensors = [
-            {key: how.told.tensors["optimizer", name, key] for key in keys if how.reader is not None}
-            for (_, name, _), keys in zip(found, simple, strict=True)
-        ]
-        live = [i for i, keys in enumerate(simple) if keys]
-        received: dict[int, dict[Any, Any]] = {}
-        if live:
-            module = owners[id(found[live[0]][0])][0]
-            parameters = [(owners[id(found[i][0])][1], found[i][0]) for i in live]
-            back = sending.send_state(
-                module, parameters, [rooms[i] for i in live], [tensors[i] for i in live], how.reader
-            )
-            received = dict(zip(live, back, strict=True))
-        for i, (parameter, name, kept) in enumerate(found):
-            mine: dict[Any, Any] = {}
-            for below, there in kept.items():
-                value = there
-                if isinstance(there, Shape):
-                    if below[0] in simple[i] and len(below) == 1:
-                        value = received[i][below[0]]
-                    else:
-                        value = room(parameter, there)
-                        how.get(("optimizer", name, *below), there, pieces(value, str(below[-1])))
-                _put(mine, below, value)
-            made[id(parameter)] = mine
+        mine: dict[Any, Any] = {}
+        for below, there in kept.items():
+            value = there
+            if isinstance(there, Shape):
+                value = room(parameter, there)
+                key = ("optimizer", name, *below)
+                one = Sent(there, pieces(value, f"{name}.{below[-1]}"), how.told.tensors.get(key))
+                if sending.is_cut(value) and by_cpu:
+                    shares.append(one)
+                elif not sending.is_cut(value) and prod(there.sizes) <= _SMALL:
+                    small.append(one)
+                else:
+                    how.get(key, there, one.held)
+            _put(mine, below, value)
+        made[id(parameter)] = mine
+    sending.send_small(small, how.reader)
+    sending.send_shares(shares, how.reader)
     return made
-
-
-def _simple(kept: dict[Path, Any]) -> list[str]:
-    """What torch's function can send of a parameter's state. One without a tensor that has dimensions goes as bytes:
-    torch wants to learn the device from one."""
-    keys = [
-        below[0] for below, there in kept.items()
-        if len(below) == 1 and isinstance(below[0], str) and isinstance(there, Shape) and sending.travels(there)
-    ]  # fmt: skip
-    return keys if any(kept[key,].sizes for key in keys) else []
 
 
 def _kept(held: list[Held], told: Described) -> list[tuple[nn.Parameter, Any, dict[Path, Any]]]:
@@ -185,15 +167,6 @@ def _kept(held: list[Held], told: Described) -> list[tuple[nn.Parameter, Any, di
         for parameter, name in zip(one.group["params"], one.names, strict=True)
         if state.get(name)
     ]
-
-
-def _owners(model: nn.Module) -> dict[int, tuple[nn.Module, str]]:
-    found: dict[int, tuple[nn.Module, str]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                found.setdefault(id(parameter), (module, name))
-    return found
 
 
 def _now(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, below: Path) -> Any:

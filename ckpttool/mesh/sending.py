@@ -3,19 +3,24 @@
 `set_model_state_dict` sends what a model can take as it is. For one call over the whole model it would keep every
 tensor that it sent alive on rank 0 (768 MiB for 768 MiB), so it is called for each module. What it cannot send (gloo
 has no 8-bit floats and no unsigned integers of 16 bits and more) and what FSDP1 keeps in pieces goes as bytes, in
-tiles of which each rank keeps its share.
+tiles of which each rank keeps its share. Sharded state of the optimizer, twice as much as the model, goes to each rank
+without what the others hold.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from ckpttool import boxes, dtypes
@@ -30,6 +35,8 @@ from ckpttool.mesh.reading import Reader, slices, tiles, torch_dtype
 _AS_BYTES = ("float8", "float4", "uint16", "uint32", "uint64", "complex32", "bits", "int1", "uint1")
 _TILE = 16 << 20
 
+T = TypeVar("T")
+
 
 def travels(shape: Shape) -> bool:
     """Whether torch can send a tensor of this dtype by gloo and by nccl."""
@@ -41,56 +48,122 @@ def _options() -> StateDictOptions:
     return StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=True, strict=False)
 
 
-def send_model(module: nn.Module, names: Sequence[tuple[str, Tensor | None]], reader: Reader | None) -> None:
-    """Fill parameters and buffers of one module, `names` being those it has itself. A collective: every rank calls it
-    with the same names, rank 0 with what to read."""
+def send_model(parts: Sequence[tuple[nn.Module, Sequence[tuple[str, Tensor | None]]]], reader: Reader | None) -> None:
+    """Fill parameters and buffers of modules, each with the names of those that it has itself. A collective: every rank
+    calls it with the same names, rank 0 with what to read."""
 
-    def read() -> dict[str, torch.Tensor]:
-        return {name: reader.whole(tensor) for name, tensor in names if reader is not None and tensor is not None}
+    def reading(names: Sequence[tuple[str, Tensor | None]]) -> Callable[[], dict[str, torch.Tensor]]:
+        assert reader is not None
+        return lambda: {name: reader.whole(tensor) for name, tensor in names if tensor is not None}
 
-    state = agreement.first_reads(read if reader is not None else None) or {}
+    if reader is None:
+        for module, _ in parts:
+            agreement.first_reads(None)
+            _set(module, {})
+        return
+    with closing(ahead([reading(names) for _, names in parts])) as ready:
+        for (module, _), read in zip(parts, ready, strict=True):
+            _set(module, agreement.first_reads(read) or {})
+
+
+def _set(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         set_model_state_dict(module, state, options=_options())
 
 
-class _Part(torch.optim.Optimizer):  # type: ignore[misc] # torch is not looked into
-    """The part of an optimizer's state that belongs to one module, so that `set_optimizer_state_dict` can send it."""
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A tensor that is sent, what this rank holds of it, and, on rank 0, where it is read."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__(parameters, {})
-
-    def step(self, closure: Any = None) -> None:
-        """Never called: the state is there from the start."""
-        raise AssertionError
+    shape: Shape
+    held: Sequence[Piece]
+    tensor: Tensor | None
 
 
-def send_state(
-    module: nn.Module,
-    parameters: Sequence[tuple[str, nn.Parameter]],
-    state: Sequence[dict[str, Any]],
-    tensors: Sequence[dict[str, Tensor]],
-    reader: Reader | None,
-) -> list[dict[str, Any]]:
-    """The state of a module's own parameters, received. `state` has room for it, as this rank is to hold it, `tensors`
-    what rank 0 is to read. A collective."""
-    part = _Part([parameter for _, parameter in parameters])
-    for (_, parameter), room in zip(parameters, state, strict=True):
-        part.state[parameter] = dict(room)
+def send_small(sent: Sequence[Sent], reader: Reader | None) -> None:
+    """Send small tensors that every rank holds whole (`step`), all in one message. A collective."""
 
-    def read() -> dict[str, Any]:
+    def read() -> list[torch.Tensor]:
         assert reader is not None
-        there = {
-            name: {key: reader.whole(tensor) for key, tensor in one.items()}
-            for (name, _), one in zip(parameters, tensors, strict=True)
-        }
-        return {"state": there, "param_groups": [{"params": [name for name, _ in parameters]}]}
+        return [reader.whole(one.tensor) for one in sent if one.tensor is not None]
 
-    told = agreement.first_reads(read if reader is not None else None) or {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        set_optimizer_state_dict(module, part, told, options=_options())
-    return [part.state[parameter] for _, parameter in parameters]
+    values = agreement.from_first(agreement.first_reads(read if reader is not None else None))
+    for value, one in zip(values, sent, strict=True):
+        for piece in one.held:
+            piece.memory.copy_(value[slices(piece.box, boxes.whole(value.shape))])
+
+
+def send_shares(sent: Sequence[Sent], reader: Reader | None) -> None:
+    """Send of each tensor to each rank what it holds of it, and nothing else. Rank 0 reads the next tensor, its own
+    share into its place, while one is on its way. A collective; by the CPU."""
+    everyone = agreement.to_first([[piece.box for piece in one.held] for one in sent])
+    if reader is None or everyone is None:
+        for one in sent:
+            agreement.first_reads(None)
+            for piece in one.held:
+                _receive(one.shape, piece)
+        return
+    # By tensor: the rank and the box of each piece of the others.
+    wanted = [[(rank, box) for rank, of in enumerate(everyone) if rank for box in of[i]] for i in range(len(sent))]
+    reads = [_Shares(reader, one, to) for one, to in zip(sent, wanted, strict=True)]
+    with closing(ahead(reads)) as ready:
+        for read, to in zip(ready, wanted, strict=True):
+            there = agreement.first_reads(read)
+            assert there is not None
+            for work in [dist.isend(there[box], dst=rank) for rank, box in to]:
+                work.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Shares:
+    """Reads what rank 0 holds of a tensor to where it belongs, and what others hold, as bytes by their boxes."""
+
+    reader: Reader
+    one: Sent
+    wanted: Sequence[tuple[int, Box]]
+
+    def __call__(self) -> dict[Box, torch.Tensor]:
+        tensor = self.one.tensor
+        assert tensor is not None
+        for piece in self.one.held:
+            self.reader.read(tensor, piece.box, piece.memory)
+        made: dict[Box, torch.Tensor] = {}
+        for _, box in self.wanted:
+            if box not in made:
+                room = torch.empty(box[1], dtype=torch_dtype(tensor.dtype, tensor.name))
+                self.reader.read(tensor, box, room)
+                made[box] = _bytes(room)
+        return made
+
+
+def _receive(shape: Shape, piece: Piece) -> None:
+    memory, kind = piece.memory, getattr(torch, shape.dtype)
+    if memory.dtype == kind and memory.is_contiguous() and memory.device.type == "cpu":
+        dist.recv(_bytes(memory), src=0)
+        return
+    room = torch.empty(piece.box[1], dtype=kind)
+    dist.recv(_bytes(room), src=0)
+    memory.copy_(room)
+
+
+def _bytes(memory: torch.Tensor) -> torch.Tensor:
+    return memory.reshape(-1).view(torch.uint8)
+
+
+def ahead(reads: Iterable[Callable[[], T]]) -> Generator[Callable[[], T], None, None]:
+    """Each read, which is under way before it is asked for: a thread reads one while the one before is being sent."""
+    pool = ThreadPoolExecutor(1, "reading")
+    try:
+        pending: deque[Future[T]] = deque()
+        for read in reads:
+            pending.append(pool.submit(read))
+            if len(pending) > 1:
+                yield pending.popleft().result
+        while pending:
+            yield pending.popleft().result
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def send_pieces(shape: Shape, held: Sequence[Piece], tensor: Tensor | None, reader: Reader | None) -> None:
@@ -115,6 +188,11 @@ def send_pieces(shape: Shape, held: Sequence[Piece], tensor: Tensor | None, read
             shared = boxes.overlap(piece.box, tile)
             if shared is not None:
                 piece.memory[slices(shared, piece.box)].copy_(made[slices(shared, tile)])
+
+
+def is_cut(value: Any) -> bool:
+    """Whether ranks hold different parts of a tensor, as its placements say on each of them alike."""
+    return isinstance(value, DTensor) and not all(placement.is_replicate() for placement in value.placements)
 
 
 def is_simple(value: Any) -> bool:
