@@ -8,13 +8,19 @@ from dataclasses import replace
 from ckpttool.catalogue import Catalogue, validate
 from ckpttool.conversion import convert
 from ckpttool.errors import CkptError, UsageError, some
+from ckpttool.exporting.local import export
+from ckpttool.exporting.planning import Exported
 from ckpttool.figures import Shown, look
 from ckpttool.making import Conversion
 from ckpttool.opening import naming, opened
 from ckpttool.resharding import Resharding, reshard
+from ckpttool.verifying import Finding, Report, verify
 from ckpttool.wording import meant
 
-__all__ = ["Conversion", "Resharding", "Shown", "convert", "inspect", "reshard", "show"]
+__all__ = [
+    "Conversion", "Exported", "Finding", "Report", "Resharding", "Shown", "convert", "export", "inspect", "reshard",
+    "show", "verify",
+]  # fmt: skip
 
 
 def inspect(path: str | os.PathLike[str], *, shapes: str | None = None) -> Catalogue:

@@ -10,6 +10,7 @@ import typer
 
 from ckpttool import sharing
 from ckpttool.cli.convert import convert
+from ckpttool.cli.export import export
 from ckpttool.cli.failures import Commands, catch_signals, stopped_early
 from ckpttool.cli.formats import formats
 from ckpttool.cli.inspect import inspect
@@ -17,6 +18,7 @@ from ckpttool.cli.parsing import without_adapters
 from ckpttool.cli.reshard import reshard
 from ckpttool.cli.show import show
 from ckpttool.cli.terminal import out
+from ckpttool.cli.verify import verify
 from ckpttool.cli.verifyresume import verify_resume
 from ckpttool.errors import INTERRUPTED, TERMINATED
 from ckpttool.version import __version__
@@ -48,7 +50,7 @@ def _root(
     pass
 
 
-for command in (inspect, show, convert, reshard, formats):
+for command in (inspect, show, verify, convert, reshard, export, formats):
     app.command()(command)
 app.add_typer(verify_resume)
 

@@ -1,0 +1,97 @@
+"""An export to a directory: every file of the plan made beside it, and all of them given their place in one rename."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+from ckpttool import files, formats, making, rereading
+from ckpttool.errors import StorageError, UsageError
+from ckpttool.exporting.planning import Export, Exported, Wanted, planned
+from ckpttool.transfer import Progress
+
+_SAFE = formats.named("safetensors")
+
+
+def export(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    only: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
+    rename: str | Sequence[str] = (),
+    strip_prefix: str | None = None,
+    key_map: str | None = None,
+    head_dim: int | None = None,
+    dtype: str | Sequence[str] = (),
+    max_shard_size: int | str | None = None,
+    assets: str | os.PathLike[str] | None = None,
+    strict: bool = True,
+    card: bool = True,
+    shapes: str | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    threads: int | None = None,
+    max_memory: int | str | None = None,
+    check: bool = False,
+    progress: Progress | None = None,
+) -> Exported:
+    """Write the model of the checkpoint at `src` to the directory `dst`, as `from_pretrained` expects it. See
+    `docs/how-to/export.md`.
+
+    Sizes are bytes, or text such as `5GB`. `progress(done, total)` is called with bytes of weights from this thread.
+    Nothing appears at `dst` unless all of it does.
+    Raises the errors of `ckpttool.errors`, each with its exit code.
+    """
+    began = time.monotonic()
+    src, dst = os.fspath(src), os.fspath(dst)
+    only, exclude, rename, dtype = map(_listed, (only, exclude, rename, dtype))
+    wanted = Wanted(
+        only, exclude, rename, strip_prefix, key_map, head_dim, dtype, max_shard_size,
+        os.fspath(assets) if assets is not None else None, strict, card, shapes, threads, max_memory,
+    )  # fmt: skip
+    if dst.endswith(".safetensors"):
+        raise UsageError(
+            f"`{dst}`: an export is a directory, of config and weights",
+            hint=f"`ckpttool convert {src} {dst} --only model` writes the weights alone",
+        )
+    making.check_apart(dst, src, wanted.assets)
+    notes = making.check_free(dst, _SAFE, overwrite, dry_run)
+    with planned(src, dst, wanted, progress) as plan:
+        plan.made.dry_run = dry_run
+        plan.made.notes[:0] = notes
+        plan.made.free = files.free_space(dst)
+        if not dry_run:
+            _write(plan, dst, overwrite=overwrite, check=check, threads=threads)
+    made = plan.settle()
+    made.seconds = time.monotonic() - began
+    return made
+
+
+def _listed(value: str | Sequence[str]) -> Sequence[str]:
+    return (value,) if isinstance(value, str) else value
+
+
+def _write(plan: Export, dst: str, *, overwrite: bool, check: bool, threads: int | None) -> None:
+    made = plan.made
+    if made.disk > made.free:
+        raise StorageError(
+            f"`{dst}`: needs {made.disk} bytes, but {made.free} are free",
+            hint="free some space, or write somewhere else",
+            file=dst, found=made.free, expected=made.disk,
+        )  # fmt: skip
+    with files.staged(dst, overwrite=overwrite, is_file=False) as partial:
+        for file in plan.files:
+            path = os.path.join(partial, *file.name.split("/"))
+            try:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+            except OSError as error:
+                raise files.failed(error, path, "write") from None
+            file.write(path)
+        if check:
+            # The adapter is a file that is no whole model: it is opened by its name.
+            there = os.path.join(partial, plan.files[0].name) if made.adapter else partial
+            rereading.check_written(
+                _SAFE, there, plan.laid, plan.source, total=made.bytes, threads=threads, memory=None
+            )  # fmt: skip
