@@ -30,11 +30,12 @@ class Source(Protocol):
 
 
 class Run(NamedTuple):
-    """A run of bytes of a file of the catalogue: `Run(file=0, offset=704, nbytes=1462)`."""
+    """A run of bytes of a file of the catalogue: `Run(file=0, offset=704, nbytes=1462)`. A `packed` one is compressed."""
 
     file: int
     offset: int
     nbytes: int
+    packed: bool = False
 
 
 @runtime_checkable

@@ -50,14 +50,15 @@ class _DcpSource:
         self._transforms = transforms
 
     def items(self) -> Iterator[tuple[str, Run]]:
-        """Items that are no chunk of the catalogue: those of objects, and what several ranks have stored. Compressed
-        ones are left out."""
+        """Items that are no chunk of the catalogue: those of objects, and what several ranks have stored."""
         for name, entry in self.index.entries.items():
-            if isinstance(entry, Item) and not entry.transforms:
-                yield name, Run(entry.file, entry.offset, entry.length)
-        for copy in self.index.copies:
-            if not copy.again.transforms:
-                yield copy.name, Run(copy.again.file, copy.again.offset, copy.again.length)
+            # A quantised tensor is the call that makes it.
+            whole = [entry] if isinstance(entry, Item) else map(entry.item, range(len(entry.files)))
+            for item in whole if isinstance(entry, Item) or entry.dtype.kind == "quantized" else ():
+                yield name, Run(item.file, item.offset, item.length, bool(item.transforms))
+        for again in self.index.copies:
+            item = again.again
+            yield again.name, Run(item.file, item.offset, item.length, bool(item.transforms))
 
     def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
         extent = chunk.extent

@@ -75,8 +75,8 @@ def no_shapes(files: Sequence[str]) -> CkptError:
         f"{what}: a LOCAL_STATE_DICT set has flat parameters, and not the shapes of what is in them",
         hint="pass `--shapes FROM`: a checkpoint of the same model saved by torch or DCP, a safetensors file, or JSON "
         'of names and shapes in model order, like `{"embed.weight": [29, 7]}`',
-        files=list(files),
-    )
+        files=list(files), needs="--shapes",
+    )  # fmt: skip
 
 
 def model(trees: Trees, place: Place, options: OpenOptions, files: Sequence[str] = ()) -> Model:

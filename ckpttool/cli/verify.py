@@ -1,0 +1,137 @@
+"""`ckpttool verify`: is this checkpoint whole?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckpttool.cli.options import AsJson, Checkpoint, Quiet, Shapes, Threads, Verbose
+from ckpttool.cli.progress import Progress
+from ckpttool.cli.terminal import Painted, Terminal, bold, dim, err, out
+from ckpttool.wording import duration, plural, size
+
+if TYPE_CHECKING:
+    from ckpttool.verbs import Finding, Report
+
+_SHOWN = 20
+_TITLES = {
+    "damage": "damaged", "difference": "other than in the other checkpoint", "nan": "not a number",
+    "suspect": "suspect", "note": "notes",
+}  # fmt: skip
+_MARKS = {"damage": "red", "difference": "red", "nan": "red", "suspect": "yellow"}
+
+
+def verify(
+    path: Checkpoint,
+    against: Annotated[
+        str | None, typer.Option("--against", metavar="OTHER", help="Compare with a checkpoint that should be equal.")
+    ] = None,
+    manifest: Annotated[
+        str | None,
+        typer.Option("--manifest", metavar="FILE", help="Compare with a manifest: SHA-256 by file and tensor."),
+    ] = None,
+    write_manifest: Annotated[
+        str | None, typer.Option("--write-manifest", metavar="FILE", help="Write a manifest, if nothing is damaged.")
+    ] = None,
+    values: Annotated[
+        bool, typer.Option("--values", help="Look at every element too: NaN, infinite, all zero, denormal.")
+    ] = False,
+    shapes: Shapes = None,
+    threads: Threads = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Read a checkpoint from end to end and say everything that is wrong with it.
+
+    Every checksum that the writer left is compared, and the index with the files. Ends with 4 for damage, with 1 for a
+    NaN or a difference, else with 0.
+    """
+    from ckpttool import verbs
+
+    with ExitStack() as stack:
+        progress = None if quiet or as_json else stack.enter_context(Progress(err()))
+        report = verbs.verify(
+            path, against=against, manifest=manifest, write_manifest=write_manifest, check_values=values,
+            shapes=shapes, threads=threads, progress=progress,
+        )  # fmt: skip
+    terminal = out()
+    if as_json:
+        said = {"schema": "ckpttool/verify/1", "whole": report.whole, "exit_code": report.exit_code, **asdict(report)}
+        terminal.write(json.dumps(said) + "\n")
+    elif quiet:
+        for finding in report.findings:
+            if finding.gravity != "note":
+                terminal.line(f"{finding.gravity}: {finding.message}")
+    else:
+        _print(terminal, report, verbose)
+    if report.exit_code:
+        terminal.flush()
+        raise typer.Exit(report.exit_code)
+
+
+def _print(terminal: Terminal, report: Report, verbose: bool) -> None:
+    terminal.line(bold(report.path), " is ", _verdict(report))
+    terminal.table([(dim(title), text) for title, text in _facts(report)], cut=(1,), prose=(1,))
+    for gravity, title in _TITLES.items():
+        found = [finding for finding in report.findings if finding.gravity == gravity]
+        if found:
+            terminal.heading(title, str(len(found)) if len(found) > 1 else "")
+            _list(terminal, found, gravity, verbose)
+
+
+def _verdict(report: Report) -> Painted:
+    counts = report.counts
+    if not report.whole:
+        return Painted(f"damaged: {plural(counts['damage'], 'finding')}", "red")
+    said = "whole"
+    if counts["difference"]:
+        said += f", but differs: {plural(counts['difference'], 'finding')}"
+    if counts["nan"]:
+        said += f", but has NaN in {plural(counts['nan'], 'tensor')}"
+    return Painted(said, "red" if report.exit_code else "bold")
+
+
+def _facts(report: Report) -> Iterator[tuple[str, str]]:
+    if report.format:
+        yield "format", report.format + (f", {report.layout}" if report.layout else "")
+        yield "contents", f"{plural(report.tensors, 'tensor')}, {plural(report.objects, 'object')}"
+    yield "files", f"{plural(report.files, 'file')}, {size(report.bytes)}"
+    yield "checked", "; ".join(_checked(report))
+    if report.manifest is not None:
+        yield "manifest", f"{report.manifest}, {size(report.hashed)} hashed"
+    if report.wrote is not None:
+        yield "wrote", report.wrote
+    if report.against is not None:
+        yield "against", report.against
+    rate = f", {size(report.read / report.seconds)}/s" if report.seconds >= 1 else ""
+    yield "time", f"{duration(report.seconds)}{rate}"
+
+
+def _checked(report: Report) -> Iterator[str]:
+    if report.records:
+        yield f"{plural(report.records, 'checksum')} over {size(report.checked)}"
+    if report.unchecked:
+        yield f"{size(report.unchecked)} read that came without a checksum"
+    if report.values:
+        yield f"{report.values:,} values"
+    if not (report.records or report.unchecked or report.values):
+        yield "nothing could be"
+
+
+def _list(terminal: Terminal, found: list[Finding], gravity: str, verbose: bool) -> None:
+    shown = found if verbose else found[:_SHOWN]
+    hint: str | None = None
+    for i, finding in enumerate(shown):
+        terminal.paragraph(finding.message, mark=Painted("! ", _MARKS.get(gravity, "dim")))
+        # What several have in common is said behind the last of them.
+        hint = finding.hint
+        if hint and (i + 1 == len(shown) or shown[i + 1].hint != hint):
+            terminal.paragraph(hint, mark=dim("  hint: "), indent=8)
+    if len(found) > len(shown):
+        terminal.line(dim(f"  and {len(found) - len(shown):,} more; `-v` shows them"))

@@ -1,0 +1,274 @@
+"""Reads every payload once, on threads, and compares each checksum that the writer left.
+
+What is read, in the order of the files: the records that chunks lie in, or the chunks themselves where there is no
+checksum (a disk that fails is found all the same); then all other records of torch.save archives, whether in a file of
+their own or in items of DCP. Opening an item compares its header with what the index says.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from typing import NamedTuple
+from zlib import crc32
+
+from ckpttool import boxes
+from ckpttool.catalogue import Catalogue, File, Record, Tensor
+from ckpttool.checksums import Pieces, mismatch
+from ckpttool.containers import torchzip
+from ckpttool.contract import Itemised, Source
+from ckpttool.errors import CkptError, CorruptError
+from ckpttool.files import Pool
+from ckpttool.verifying.findings import SUSPECT, Finding, Report, Where
+from ckpttool.verifying.structure import is_readable
+from ckpttool.workers import Progress, Work, on_threads
+
+BUFFER = 1 << 20  # stays in the processor's cache between read and checksum
+_PIECE = 64 << 20  # a longer record is shared by the threads
+_SMALL = 1 << 16
+_DESCRIPTOR = b"PK\7\x08"
+_NEXT = (b"PK\3\4", b"PK\1\2")  # what follows a payload where a packer has left no descriptor
+
+
+class _Task(NamedTuple):
+    """`nbytes` at `offset`, a piece of a record or a run without a checksum; `what` is it, for people."""
+
+    record: Record
+    offset: int
+    nbytes: int
+    what: str
+
+
+def check(source: Source, report: Report, threads: int, progress: Progress | None = None) -> None:
+    """Read the payloads of `source`, whose faults are known; fills the counts of the report and adds what is found."""
+    _Checking(source, report).run(threads, progress)
+
+
+class _Checking:
+    def __init__(self, source: Source, report: Report) -> None:
+        self._source = source
+        self._catalogue = source.catalogue
+        self._report = report
+        self._found: list[Finding] = []
+        self._pool = Pool()
+        self._pieces = Pieces()
+        self._seen: set[tuple[int, int]] = set()
+        self._lock = threading.Lock()
+        self._local = threading.local()
+        self._work = Work()
+
+    def run(self, threads: int, progress: Progress | None) -> None:
+        total = sum(file.size for file in self._catalogue.own_files)
+        self._work = Work(total, progress)
+        with closing(self._pool):
+            on_threads(self._tasks(), self._read, threads, self._work)
+        for record in self._pieces.records():
+            if not self._pieces.gaps(record):
+                self._compare(record, self._pieces.crc(record), "")
+        self._report.add(self._found)
+
+    # What there is to read -------------------------------------------------------------------------------------------
+
+    def _tasks(self) -> Iterator[_Task]:
+        for record, what in self._records():
+            key = (record.file, record.offset)
+            if record.nbytes and key not in self._seen:
+                self._seen.add(key)
+                for at in range(0, record.nbytes, _PIECE):
+                    yield _Task(record, record.offset + at, min(_PIECE, record.nbytes - at), what)
+
+    def _records(self) -> Iterator[tuple[Record, str]]:
+        for tensor, i in _in_order(self._catalogue):
+            try:
+                found = self._of_chunk(tensor, i)
+            except CkptError as error:
+                chunks = tensor.chunks
+                file = self._catalogue.files[chunks.file[i]].name
+                where = Where(file, chunks.offset[i], chunks.nbytes[i])
+                self._note(Finding.of(error, "header", where=where, tensor=tensor.name))
+                continue
+            if found is not None:
+                yield found, ""
+        yield from self._of_items()
+        for number, entry in enumerate(self._catalogue.files):
+            if not entry.missing and not entry.scratch and not entry.name.endswith(".distcp"):
+                yield from self._of_file(number, entry)
+
+    def _of_chunk(self, tensor: Tensor, i: int) -> Record | None:
+        """The record that a chunk lies in, or the chunk itself as one without a CRC."""
+        if tensor.dtype.kind == "quantized" and tensor.chunks.item:
+            return None  # in pieces, which no format puts together; its item is among the others
+        extent = self._source.resolve(tensor, tensor.chunks.at(i))
+        file = self._catalogue.files[extent.file]
+        if file.scratch:
+            self._count(extent.nbytes, checked=extent.checked)
+            return None
+        if extent.offset + extent.nbytes > file.size:
+            raise CorruptError(
+                f"`{file.name}`: tensor `{tensor.name}`: bytes {extent.offset}..{extent.offset + extent.nbytes} are "
+                f"outside the file, which has {file.size}"
+            )
+        strides = extent.strides or boxes.row_major(tensor.chunks.sizes[i])
+        needed = boxes.span(tensor.chunks.sizes[i], strides) * tensor.dtype.itemsize
+        if extent.nbytes != needed and 0 not in tensor.chunks.sizes[i]:
+            raise CorruptError(
+                f"`{file.name}`: tensor `{tensor.name}`: {extent.nbytes} bytes, but {tensor.dtype} "
+                f"{list(tensor.chunks.sizes[i])} needs {needed}"
+            )
+        return extent.record or Record(extent.file, extent.offset, extent.nbytes, None)
+
+    def _of_items(self) -> Iterator[tuple[Record, str]]:
+        """Records of items that are no chunk: objects, and copies that several ranks have stored."""
+        if not isinstance(self._source, Itemised):
+            return
+        for name, run in self._source.items():
+            file = self._catalogue.files[run.file]
+            if file.missing or run.offset < 0 or run.nbytes < 0 or run.offset + run.nbytes > file.size:
+                self._note(self._outside(name, file, run.offset, run.nbytes))
+                continue
+            if run.packed:
+                continue  # checked when it is decoded
+            known = Where(file.name, run.offset, run.nbytes)
+            yield from self._of_archive(run.file, file, run.offset, run.nbytes, f"`{file.name}`: `{name}`", known)
+
+    def _outside(self, name: str, file: File, offset: int, nbytes: int) -> Finding:
+        said = (
+            f"`{file.name}` is missing, and with it `{name}`" if file.missing
+            else f"`{file.name}`: `{name}`: bytes {offset}..{offset + nbytes} are outside the file, "
+            f"which has {file.size}"
+        )  # fmt: skip
+        return Finding.of(CorruptError(said), "range", where=Where(file.name, offset, nbytes))
+
+    def _of_file(self, number: int, file: File) -> Iterator[tuple[Record, str]]:
+        try:
+            head = self._pool.read(file.location, 0, min(file.size, 4))
+        except CkptError as error:
+            self._note(Finding.of(error, "unreadable", where=Where(file.name)))
+            return
+        if head == b"PK\3\4":
+            yield from self._of_archive(number, file, 0, file.size, f"`{file.name}`", Where(file.name))
+
+    def _of_archive(
+        self, number: int, file: File, base: int, nbytes: int, name: str, known: Where
+    ) -> Iterator[tuple[Record, str]]:
+        """Every record of an archive, with its CRC if the writer left one."""
+        window = self._pool.read(file.location, base, nbytes) if nbytes <= _SMALL else b""
+
+        def read(offset: int, n: int) -> bytes:
+            at = offset - base
+            return window[at : at + n] if window and at + n <= nbytes else self._pool.read(file.location, offset, n)
+
+        try:
+            archive = torchzip.open_archive(read, base, nbytes, name=name, file=number)
+        except CkptError as error:
+            self._note(Finding.of(error, "archive", where=known))
+            return
+        for record in archive.records:
+            try:
+                if archive.records[record].nbytes >= 0:  # a program's code is packed
+                    yield archive.payload(record), f"{name}: record `{record}`"
+            except CkptError as error:
+                self._note(Finding.of(error, "archive", where=known))
+
+    # Reading ---------------------------------------------------------------------------------------------------------
+
+    def _read(self, task: _Task) -> None:
+        record, buffer, crc = task.record, self._buffer(), 0
+        location = self._catalogue.files[record.file].location
+        try:
+            for at in range(0, task.nbytes, BUFFER):
+                part = buffer[: min(BUFFER, task.nbytes - at)]
+                self._pool.read_into(location, task.offset + at, part)
+                if record.crc is not None:
+                    crc = crc32(part, crc)
+                self._work.note(len(part))
+        except CkptError as error:
+            file = self._catalogue.files[record.file].name
+            names = self._tensors_in(record)
+            where = Where(file, task.offset, task.nbytes)
+            self._note(Finding.of(error, "unreadable", where=where, tensor=names[0] if names else None))
+            return
+        self._count(task.nbytes, checked=record.crc is not None)
+        if record.crc is None:
+            return
+        if task.nbytes < record.nbytes:
+            self._pieces.add(record, task.offset, task.nbytes, crc)
+        else:
+            self._compare(record, crc, task.what)
+        if task.offset + task.nbytes == record.offset + record.nbytes:
+            self._check_descriptor(record, location)
+
+    def _buffer(self) -> memoryview:
+        found: memoryview | None = getattr(self._local, "buffer", None)
+        if found is None:
+            found = self._local.buffer = memoryview(bytearray(BUFFER))
+        return found
+
+    def _compare(self, record: Record, crc: int, what: str) -> None:
+        with self._lock:
+            self._report.records += 1
+        if crc == record.crc:
+            return
+        file = self._catalogue.files[record.file].name
+        names = self._tensors_in(record)
+        if names or not what:
+            self._note(Finding.of(mismatch(file, names, record, crc), "checksum"))
+            return
+        end = record.offset + record.nbytes
+        error = CorruptError(
+            f"{what}: bytes {record.offset}..{end} have CRC {crc:08x}, but the writer left {record.crc:08x}",
+            hint="these bytes changed after they were written; take another copy of the checkpoint",
+        )
+        self._note(Finding.of(error, "checksum", where=Where(file, record.offset, record.nbytes)))
+
+    def _check_descriptor(self, record: Record, location: str) -> None:
+        """Behind its payload an archive says the CRC once more."""
+        end, file = record.offset + record.nbytes, self._catalogue.files[record.file]
+        if end + 8 > file.size:
+            return
+        said = self._pool.read(location, end, 8)
+        if said[:4] in _NEXT or (said[:4] == _DESCRIPTOR and int.from_bytes(said[4:], "little") == record.crc):
+            return
+        self._note(
+            Finding(
+                SUSPECT, "descriptor",
+                f"`{file.name}`: bytes {end}..{end + 8}, behind a payload, do not repeat its CRC: they changed after "
+                "they were written, or the directory of the archive did",
+                file.name, None, end, 8,
+            )
+        )  # fmt: skip
+
+    def _tensors_in(self, record: Record) -> list[str]:
+        end = record.offset + record.nbytes
+        return [
+            tensor.name
+            for tensor in self._catalogue.tensors
+            for file, start, size in zip(tensor.chunks.file, tensor.chunks.offset, tensor.chunks.nbytes, strict=True)
+            if file == record.file and start < end and record.offset < start + size
+        ]
+
+    def _note(self, finding: Finding) -> None:
+        with self._lock:
+            self._found.append(finding)
+
+    def _count(self, nbytes: int, *, checked: bool) -> None:
+        with self._lock:
+            self._report.read += nbytes
+            if checked:
+                self._report.checked += nbytes
+            else:
+                self._report.unchecked += nbytes
+
+
+def _in_order(catalogue: Catalogue) -> Iterator[tuple[Tensor, int]]:
+    """The chunks that can be read, file by file, as they lie there."""
+    tensors = list(catalogue.tensors)
+    placed = [
+        (file, offset, number, i)
+        for number, tensor in enumerate(tensors)
+        for i, (file, offset) in enumerate(zip(tensor.chunks.file, tensor.chunks.offset, strict=True))
+        if tensor.numel and is_readable(tensor, i, catalogue.files)
+    ]
+    placed.sort()
+    return ((tensors[number], i) for _, _, number, i in placed)

@@ -1,0 +1,118 @@
+"""What was found about a checkpoint: each finding with its gravity, and all of them as one report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ckpttool.errors import DIFFERS, DONE, CkptError, CorruptError
+
+DAMAGE, DIFFERENCE, NAN, SUSPECT, NOTE = "damage", "difference", "nan", "suspect", "note"
+GRAVITIES = (DAMAGE, DIFFERENCE, NAN, SUSPECT, NOTE)
+"""From the gravest down. Damage: what is there is not what was written, or not all of it. Difference: from the other
+checkpoint. Suspect: nothing that is read is wrong, but something does not belong there, or is not as expected."""
+
+
+class Where(NamedTuple):
+    """A place in a checkpoint: `Where("__0_0.distcp", 704, 4096)`, `nbytes` at `offset` of a file."""
+
+    file: str | None
+    offset: int | None = None
+    nbytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`Finding("damage", "checksum", "`__0_0.distcp`: ...", "__0_0.distcp", "model.w", 704, 4096)`: `nbytes` at
+    `offset` of the file; what is not known of these is None."""
+
+    gravity: str
+    kind: str
+    message: str
+    file: str | None = None
+    tensor: str | None = None
+    offset: int | None = None
+    nbytes: int | None = None
+    hint: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        error: CkptError,
+        kind: str,
+        gravity: str = DAMAGE,
+        *,
+        where: Where | None = None,
+        tensor: str | None = None,
+    ) -> Finding:
+        """What an error says; `where` and `tensor` when the caller knows better than the error."""
+        facts = error.facts
+        known = where or Where(_text(facts.get("file")), _whole(facts.get("offset")), _whole(facts.get("nbytes")))
+        tensor = tensor or _text(facts.get("tensor"))
+        return cls(gravity, kind, error.message, known.file, tensor, known.offset, known.nbytes, error.hint)
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _whole(value: object) -> int | None:
+    return value if type(value) is int else None
+
+
+@dataclass(slots=True)
+class Report:
+    """What `verify` found. Sizes are bytes: `read` of payloads, of which `checked` had a checksum that was compared and
+    `unchecked` had none; `records` is how many checksums those were. `manifest` and `against` are the paths that it was
+    compared with, `wrote` the manifest that was written, `hashed` the bytes hashed for either.
+    """
+
+    path: str
+    format: str = ""
+    layout: str = ""
+    files: int = 0
+    bytes: int = 0
+    tensors: int = 0
+    objects: int = 0
+    records: int = 0
+    read: int = 0
+    checked: int = 0
+    unchecked: int = 0
+    values: int = 0
+    manifest: str | None = None
+    wrote: str | None = None
+    hashed: int = 0
+    against: str | None = None
+    seconds: float = 0.0
+    findings: list[Finding] = field(default_factory=list)
+
+    def add(self, found: Iterable[Finding]) -> None:
+        """Take in findings; what was found before is not said twice."""
+        have = {(f.kind, f.message) for f in self.findings}
+        for finding in found:
+            if (finding.kind, finding.message) not in have:
+                have.add((finding.kind, finding.message))
+                self.findings.append(finding)
+
+    def settle(self) -> None:
+        """Order the findings by gravity, and by where they are."""
+        self.findings.sort(key=lambda f: (GRAVITIES.index(f.gravity), f.file or "", f.offset or 0, f.tensor or ""))
+
+    @property
+    def counts(self) -> Counter[str]:
+        """How many findings there are of each gravity."""
+        return Counter(finding.gravity for finding in self.findings)
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is damaged."""
+        return DAMAGE not in self.counts
+
+    @property
+    def exit_code(self) -> int:
+        """4 for damage, 1 for a difference or a NaN, else 0."""
+        if not self.whole:
+            return CorruptError.exit_code
+        return DIFFERS if self.counts[DIFFERENCE] or self.counts[NAN] else DONE
