@@ -16,6 +16,7 @@ from ckpttool.version import __version__
 if TYPE_CHECKING:
     from ckpttool.checkpoint import Checkpoint, LazyTensor
     from ckpttool.errors import CkptError
+    from ckpttool.mesh.ending import exit_on_error
     from ckpttool.mesh.loader import Loaded, load
     from ckpttool.mesh.saving import save
     from ckpttool.mesh.stateful import load_into
@@ -26,6 +27,7 @@ _HOMES = {
     "Checkpoint": "checkpoint",
     "LazyTensor": "checkpoint",
     "CkptError": "errors",
+    "exit_on_error": "mesh.ending",
     "Loaded": "mesh.loader",
     "load": "mesh.loader",
     "load_into": "mesh.stateful",
@@ -63,6 +65,7 @@ __all__ = [
     "Loaded",
     "__version__",
     "convert",
+    "exit_on_error",
     "inspect",
     "load",
     "load_into",

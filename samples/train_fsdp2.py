@@ -53,12 +53,13 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
 
     first = 0
-    if options.resume:
-        state = {"model": model, "optim": optimizer, "scheduler": scheduler, "step": 0}
-        ckpttool.load_into(options.resume, state, strategy=options.strategy)
-        first = state["step"]
-    elif options.weights:
-        ckpttool.load(options.weights, model, strategy=options.strategy)
+    with ckpttool.exit_on_error():
+        if options.resume:
+            state = {"model": model, "optim": optimizer, "scheduler": scheduler, "step": 0}
+            ckpttool.load_into(options.resume, state, strategy=options.strategy)
+            first = state["step"]
+        elif options.weights:
+            ckpttool.load(options.weights, model, strategy=options.strategy)
 
     for step in range(first, first + options.steps):
         tokens = batch(step, Sizes().vocab).to(device)
