@@ -85,7 +85,7 @@ def _print(
         for part, lines in summary.trees:
             _tree(terminal, part, lines)
         for table in summary.hyperparameters:
-            _hyperparameters(terminal, table, verbose)
+            hyperparameters(terminal, table, verbose)
         _objects(terminal, summary.objects, verbose)
         _ties(terminal, summary.ties, verbose)
     _warnings(terminal, summary.warnings)
@@ -201,7 +201,8 @@ def _places(chunks: Chunks, tensor: Tensor, catalogue: Catalogue) -> list[str]:
     ]
 
 
-def _hyperparameters(terminal: Terminal, table: Table, verbose: bool) -> None:
+def hyperparameters(terminal: Terminal, table: Table, verbose: bool) -> None:
+    """The hyper-parameters of one optimizer, a column for each distinct set of values."""
     terminal.heading("hyper-parameters", ".".join(map(str, table.root)))
     columns = table.columns if verbose else table.columns[:_COLUMNS]
     rows: list[list[Piece]] = []

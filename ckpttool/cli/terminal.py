@@ -13,7 +13,7 @@ from typing import NamedTuple, TextIO
 from ckpttool.errors import StorageError
 from ckpttool.escapes import cut, safe
 
-_CODES = {"bold": "1", "dim": "2", "red": "1;31", "yellow": "33"}
+_CODES = {"bold": "1", "dim": "2", "red": "1;31", "green": "32", "yellow": "33"}
 _GAP = 2
 _HELD = "\0"  # never in the text itself: `safe` escapes it
 _LEAST = 8  # a column is not cut below this

@@ -26,7 +26,7 @@ from ckpttool.optimkeys import walking
 from ckpttool.optimkeys.found import Group, Item, Optimizer
 
 # State that is shaped like its parameter, whatever the optimizer: those of torch.optim, then of others.
-_LIKE = {
+LIKE = {
     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "sum",
     "exp_inf", "prev", "step_size", "ax", "variance",
     "momentum", "hessian", "state1", "state2", "master_weights", "exp_avg_slow", "exp_avg_diff", "previous_grad",
@@ -173,7 +173,7 @@ def _check_ordered(source: Catalogue, optimizer: Optimizer, model: dict[str, Int
 def shape_told(items: Sequence[Item]) -> Ints | None:
     """The shape of the parameter that this state is for; None when it does not tell. Pure."""
     shapes = {str(i.below[0]): i.entry.shape for i in items if len(i.below) == 1 and isinstance(i.entry, Tensor)}
-    like = {shape for name, shape in shapes.items() if name in _LIKE}
+    like = {shape for name, shape in shapes.items() if name in LIKE}
     if len(like) == 1:
         return like.pop()
     for row, column, kept in _FACTORED:

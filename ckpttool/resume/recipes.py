@@ -182,7 +182,9 @@ def write(path: str | os.PathLike[str]) -> None:
     file's, StorageError when it cannot be written."""
     path = os.fspath(path)
     if not path.endswith(".py"):
-        raise UsageError(f"`{path}`: a recipe is a Python file", hint=f"name it `{os.path.splitext(path.rstrip('/'))[0]}.py`")
+        raise UsageError(
+            f"`{path}`: a recipe is a Python file", hint=f"name it `{os.path.splitext(path.rstrip('/'))[0]}.py`"
+        )
     try:
         with open(path, "x", encoding="utf-8") as stream:
             stream.write(starting.recipe(os.path.basename(path)))
