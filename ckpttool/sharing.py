@@ -17,6 +17,7 @@ are several processes.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import threading
@@ -34,6 +35,7 @@ from ckpttool.errors import CkptError, StorageError
 from ckpttool.transfer import Progress, Transferred, transfer
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_JOBS = itertools.count()
 _POLL = 0.05
 _LOOK = 0.3
 _PULSE = 1.0
@@ -269,6 +271,7 @@ def meet() -> Crew:
         return ALONE
     from datetime import timedelta
 
+    from torch.distributed import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
     try:
@@ -280,7 +283,8 @@ def meet() -> Crew:
             hint="without torchrun, unset RANK, WORLD_SIZE and LOCAL_RANK",
         ) from None
     store.set_timeout(timedelta(seconds=_DEAD))
-    return Crew(rank, size, store)
+    # What was said in an earlier job of the same processes is still there.
+    return Crew(rank, size, PrefixStore(f"job{next(_JOBS)}", store))
 
 
 class _Pulse:
