@@ -49,13 +49,16 @@ LAYERS: list[tuple[set[str], set[str]]] = [
     ),
     (
         {"conversion"},
-        DATA | PURE | MOVING | {"files", "formats", "opening", "making", "producers", "containers"},
+        DATA | PURE | MOVING | {"files", "formats", "opening", "making", "manifests", "producers", "containers"},
     ),
     (
         {"engines"},
         DATA | PURE | MOVING | {"files", "making", "mesh", "rereading", "sharing"},
     ),
-    ({"resharding"}, DATA | PURE | MOVING | {"files", "formats", "opening", "making", "engines", "sharing"}),
+    (
+        {"resharding"},
+        DATA | PURE | MOVING | {"files", "formats", "opening", "making", "manifests", "engines", "sharing"},
+    ),
     (
         {"exporting"},
         DATA
@@ -76,7 +79,7 @@ LAYERS: list[tuple[set[str], set[str]]] = [
     ({"workers"}, set()),
     ({"folders"}, {"files"}),
     ({"elements"}, DATA | MOVING | {"plan", "files"}),
-    ({"manifests"}, DATA | {"containers", "elements", "files", "folders", "workers"}),
+    ({"manifests"}, DATA | MOVING | {"containers", "elements", "files", "folders", "opening", "workers"}),
     (
         {"verifying"},
         DATA
@@ -102,7 +105,12 @@ LAYERS: list[tuple[set[str], set[str]]] = [
         | MOVING
         | {"differences", "resume", "mesh", "files", "opening", "containers", "figures", "verbs", "elements"},
     ),
-    ({"cli"}, DATA | {"cli", "summary", "resume", "verbs", "formats", "producers", "patterns", "figures", "sharing"}),
+    ({"report"}, {"report", "escapes", "wording"}),
+    (
+        {"cli"},
+        DATA
+        | {"cli", "summary", "report", "resume", "verbs", "formats", "producers", "patterns", "figures", "sharing"},
+    ),
     ({""}, {"verbs", "checkpoint", "mesh", "errors", "version"}),
     ({"__main__"}, {"cli"}),
 ]
@@ -129,7 +137,19 @@ def layer_of(name: str) -> str:
     return (
         first
         if first
-        in ("cli", "summary", "containers", "producers", "optimkeys", "mesh", "resume", "hub", "exporting", "verifying")
+        in (
+            "cli",
+            "summary",
+            "containers",
+            "producers",
+            "optimkeys",
+            "mesh",
+            "resume",
+            "hub",
+            "exporting",
+            "report",
+            "verifying",
+        )
         else name
     )
 
