@@ -13,14 +13,14 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from ckpttool import opening
-from ckpttool.catalogue import validate
+from ckpttool import opening, parts
+from ckpttool.catalogue import Catalogue, validate
 from ckpttool.errors import UsageError, some
 from ckpttool.mesh import agreement, describing, filling, fsdp1
 from ckpttool.mesh.describing import Described
@@ -159,7 +159,7 @@ def _opened(path: str, strategy: str, shapes: str | None, wanted: Wanted) -> Ite
                 reader = Reader(source)
                 stack.callback(reader.close)
                 with opening.naming(path):
-                    validate(source.catalogue)
+                    _check(source.catalogue, path, wanted)
                     told = describing.describe(
                         source.catalogue, path, reader.whole, wanted.model_key, wanted.optimizer_key, wanted.prefix,
                         wanted=(wanted.model is not None, wanted.optimizer is not None),
@@ -169,6 +169,17 @@ def _opened(path: str, strategy: str, shapes: str | None, wanted: Wanted) -> Ite
             told = told or sent
         assert told is not None
         yield reader, told
+
+
+def _check(catalogue: Catalogue, path: str, wanted: Wanted) -> None:
+    """What is loaded, and the rest, has to be whole. A model or an optimizer that nobody asked for need not be: one
+    that cannot be opened is a warning. Raises CorruptError."""
+    unwanted = {kind for kind in ("model", "optimizer") if getattr(wanted, kind) is None}
+    entries = {where: entry for where, entry in catalogue.entries.items() if entry.part.kind not in unwanted}
+    absent = [fault for fault in catalogue.faults if parts.kind_of_key(fault.facts.get("absent")) in unwanted]
+    validate(replace(catalogue, entries=entries, faults=[fault for fault in catalogue.faults if fault not in absent]))
+    for fault in absent:
+        log.warning("`%s`: not asked for, and damaged: %s", path, fault.message)
 
 
 def choose(path: str, strategy: str) -> tuple[str, str]:

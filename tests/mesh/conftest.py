@@ -12,6 +12,7 @@ import pytest
 from launching import Verdicts, torchrun
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "upstream"))  # for `reading`
+sys.path.append(str(Path(__file__).resolve().parents[2] / "samples"))  # for `runs`
 
 
 @pytest.fixture(scope="session")

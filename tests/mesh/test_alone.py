@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -12,7 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import runs
 import torch
+import torch.distributed.checkpoint as torch_dcp
 from launching import torchrun
 from reading import expected_of, path_of
 from torch import nn
@@ -201,6 +204,38 @@ def test_a_rank_that_dies_takes_the_others_along(tmp_path: Path, strategy: str) 
     said = torchrun(3, tmp_path / "dying.py", tmp_path / "a.pt", strategy)
     assert "exitcode  : 9" in said and "went on" not in said
     assert time.monotonic() - began < 60
+
+
+def test_a_damaged_optimizer_does_not_stop_a_load_of_the_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(path_of("run_accelerate_fsdp1_sharded_w2"), tmp_path / "run")
+    (tmp_path / "run" / "optimizer_0" / ".metadata").write_bytes(b"no index")
+    model = runs.Tiny()
+    loaded = ckpttool.load(tmp_path / "run", model)
+    assert not loaded.missing and "scheduler" in loaded.rest
+    expected = expected_of("run_accelerate_fsdp1_sharded_w2")["model"]
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    assert "not asked for, and damaged: `optimizer_0`" in caplog.text
+    with pytest.raises(ckpttool.CkptError, match="`optimizer_0`"):
+        ckpttool.load(tmp_path / "run", model, Adam(model.parameters()))
+
+
+def test_bytes_that_are_gone_matter_to_those_who_want_them(tmp_path: Path) -> None:
+    model = net()
+    state = {"model": model.state_dict(), "optim": {"state": {"0.weight": {"exp_avg": torch.ones(4000)}}}}
+    torch_dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    data = tmp_path / "dcp" / "__0_0.distcp"
+    # DCP writes the largest tensor last.
+    os.truncate(data, data.stat().st_size - 8000)
+    other = net()
+    ckpttool.load(tmp_path / "dcp", other)
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
+    for wanted in ((other, Adam(other.parameters())), (other, None)):
+        if wanted[1] is None:
+            os.truncate(data, 500)
+        with pytest.raises(ckpttool.CkptError, match="are outside the file"):
+            ckpttool.load(tmp_path / "dcp", *wanted)
 
 
 def groups(*sizes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
