@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -95,25 +96,29 @@ def as_bits(flat: Any, dtype: str) -> Array:
 
 def read(folder: str | os.PathLike[str], world: int) -> State:
     """The state that `world` ranks wrote into a folder. Tensors are mapped, and not read."""
-    import numpy as np
-
     with open(os.path.join(folder, INDEX), encoding="utf-8") as stream:
         index = json.load(stream)
-    path = os.path.join(folder, TENSORS)
-    whole: Array = np.memmap(path, np.uint8, "r") if os.path.getsize(path) else np.empty(0, np.uint8)
     made = State(
-        kinds=index["kinds"], ties=[tuple(one) for one in index["ties"]], buffers=frozenset(index["buffers"]),
-        world=world,
+        tensors_in(folder, index["tensors"]), kinds=index["kinds"], ties=[tuple(one) for one in index["ties"]],
+        buffers=frozenset(index["buffers"]), world=world,
     )  # fmt: skip
-    for name, one in index["tensors"].items():
-        low, high = one["offset"], one["offset"] + one["nbytes"]
-        made.tensors[name] = Held(
-            one["dtype"], tuple(one["shape"]), as_bits(whole[low:high], one["dtype"]), one["sha256"]
-        )
     for rank in range(world):
         with open(os.path.join(folder, f"rank{rank}.json"), encoding="utf-8") as stream:
             told = json.load(stream)
         made.objects |= told["objects"]
         for name, box in told["boxes"].items():
             made.boxes.setdefault(name, [None] * world)[rank] = (tuple(box[0]), tuple(box[1])) if box else None
+    return made
+
+
+def tensors_in(folder: str | os.PathLike[str], index: Mapping[str, Any]) -> dict[str, Held]:
+    """The tensors that an index says lie in a folder, mapped."""
+    import numpy as np
+
+    path = os.path.join(folder, TENSORS)
+    whole: Array = np.memmap(path, np.uint8, "r") if os.path.getsize(path) else np.empty(0, np.uint8)
+    made: dict[str, Held] = {}
+    for name, one in index.items():
+        low, high = one["offset"], one["offset"] + one["nbytes"]
+        made[name] = Held(one["dtype"], tuple(one["shape"]), as_bits(whole[low:high], one["dtype"]), one["sha256"])
     return made

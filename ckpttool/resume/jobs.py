@@ -1,0 +1,98 @@
+"""What the ranks of one run are told, and what they leave behind.
+
+folder/job.json           a `Job`
+folder/built/             states: as newly built (of a run that resumes), where A saved or B resumed, at the end
+folder/resumed/
+folder/end/
+folder/rank3.json         what rank 3 saw: its steps, checks of its shards, bytes of memory
+folder/rank3.phase        how far it has come
+folder/rank3.error.json   why it ended early
+folder/rank3.stack        where it was when its time was up
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+BUILT, RESUMED, END = "built", "resumed", "end"
+
+
+@dataclass(slots=True)
+class Job:
+    """`before` steps are taken, or `load` is loaded (by torch alone if `natively`); then it is saved to `save` and, by
+    torch alone, to `save_natively`; then `after` steps are taken. `dims` is the mesh: `{"shard": 2, "tp": 2}`.
+
+    With `gradients_of`, nothing is trained: the gradients of another run, whose folder it is, are made again on one
+    rank. `limit` is in seconds and of each phase.
+    """
+
+    folder: str
+    recipe: str
+    dims: Mapping[str, int]
+    device: str = "cpu"
+    seed: int = 0
+    deterministic: bool = True
+    limit: float = 600.0
+    before: int = 0
+    after: int = 0
+    load: str | None = None
+    natively: bool = False
+    first: int | None = None
+    save: str | None = None
+    save_natively: str | None = None
+    keep_gradients: bool = False
+    gradients_of: str | None = None
+
+    def write(self) -> str:
+        """Into its folder, which is made; the path of the file."""
+        os.makedirs(self.folder, exist_ok=True)
+        path = os.path.join(self.folder, "job.json")
+        with open(path, "w", encoding="utf-8") as stream:
+            json.dump(asdict(self), stream)
+        return path
+
+
+def read(path: str) -> Job:
+    """The job in a file."""
+    with open(path, encoding="utf-8") as stream:
+        return Job(**json.load(stream))
+
+
+@dataclass(slots=True)
+class Seen:
+    """What one rank saw. `steps` are dicts with `number`, `loss`, `gradient_norm`, `batch`, `digest`, `seconds`;
+    `shapes` are parameters whose shards are not of the shape that their placements say, of `parameters` in all.
+    `disagreeing` are values of which only one rank's is saved, by digest."""
+
+    rank: int
+    coordinate: list[int] = field(default_factory=list)
+    first_step: int = 0
+    switched_on: list[str] = field(default_factory=list)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    parameters: int = 0
+    uneven: int = 0
+    shapes: list[str] = field(default_factory=list)
+    memory: dict[str, int] = field(default_factory=dict)
+    shared: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    gradients: str = ""
+
+    def write(self, folder: str) -> None:
+        """Complete or not at all: that it is there says that the rank came to its end."""
+        path = os.path.join(folder, f"rank{self.rank}.json")
+        with open(f"{path}.partial", "w", encoding="utf-8") as stream:
+            json.dump(asdict(self), stream)
+        os.replace(f"{path}.partial", path)
+
+
+def seen(folder: str, world: int) -> list[Seen]:
+    """What all ranks saw."""
+    found = []
+    for rank in range(world):
+        with open(os.path.join(folder, f"rank{rank}.json"), encoding="utf-8") as stream:
+            found.append(Seen(**json.load(stream)))
+    return found

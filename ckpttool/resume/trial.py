@@ -1,0 +1,336 @@
+"""The trial: train, save, resume, train on, and compare with what would have been.
+
+    A         trains `steps`, saves, trains `more`
+    B         resumes from that save after its route, in processes of its own, and trains `more`
+    control   only where B has another mesh than A: resumes there by torch's DCP, from what A saved by torch's DCP
+    alone     only where gradients are checked: one rank, the parameters of A's end, all of its batches
+
+B's state must be A's, bit for bit. On the same mesh so must be its steps. On another mesh nothing adds in the same
+order, and B's steps must be those of the control. With checkpoints given, each is resumed and must be as the first.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpttool import meshes
+from ckpttool.errors import OverwriteError, UsageError
+from ckpttool.resume import comparing, jobs, launching, recipes, routes, states
+from ckpttool.resume.diagnosing import diagnose
+from ckpttool.resume.jobs import BUILT, END, RESUMED, Job, Seen
+from ckpttool.resume.launching import Ended
+from ckpttool.resume.results import Check, Report, Run
+from ckpttool.wording import plural
+
+_RULES = {
+    "bitwise": "the mesh is the same: B's state, losses, gradient norms and parameters must be A's, bit for bit",
+    "control": "B has another mesh than A: its state must be A's bit for bit, and its steps those of a control run "
+    "that torch's own DCP resumed on that mesh; how far they drift from A's is reported, not judged",
+    "checkpoints": "each checkpoint is resumed on the same mesh, and must be as the first, bit for bit",
+}  # fmt: skip
+_SEED = 20_240_607
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What to try, once it makes sense. `dims` is A's mesh, `onto` that of the runs that resume."""
+
+    recipe: str
+    checkpoints: tuple[str, ...]
+    dims: Mapping[str, int]
+    onto: Mapping[str, int]
+    stages: Sequence[Any]
+    steps: int
+    more: int
+    device: str
+    deterministic: bool
+    gradients: bool
+    limit: float
+    first_step: int | None
+
+
+@dataclass(slots=True)
+class _Trial:
+    wanted: Wanted
+    folder: str
+    report: Report
+    start: Callable[[Job, str], None]
+    tell: Callable[[str], None]
+    seen: dict[str, list[Seen]] = field(default_factory=dict)
+    jobs: dict[str, Job] = field(default_factory=dict)
+    kept: dict[tuple[str, str], states.State] = field(default_factory=dict)
+
+    def run(self, name: str, says: str, dims: Mapping[str, int], **more: Any) -> Job:
+        """Start the ranks of a run and wait for them. Raises Ended."""
+        wanted = self.wanted
+        self.tell(f"run {name}: {says} on {plural(launching.world_of(dims), 'rank')}")
+        # What is not restored must not come out the same by chance: only A has this seed.
+        seed = _SEED if name in ("A", "alone") else _SEED + 1_000
+        job = Job(
+            os.path.join(self.folder, name), wanted.recipe, dict(dims), wanted.device, seed, wanted.deterministic,
+            wanted.limit, **more,
+        )  # fmt: skip
+        began = time.monotonic()
+        self.start(job, name)
+        seen = jobs.seen(job.folder, launching.world_of(dims))
+        self.seen[name], self.jobs[name] = seen, job
+        if not job.gradients_of:
+            self.report.runs.append(comparing.run_of(name, job, seen, time.monotonic() - began))
+            self.report.deterministic = self.report.deterministic or seen[0].switched_on
+        return job
+
+    def state(self, run: str, moment: str) -> states.State:
+        if (run, moment) not in self.kept:
+            job = self.jobs[run]
+            folder = os.path.join(job.folder, moment)
+            self.kept[run, moment] = states.read(folder, launching.world_of(job.dims))
+        return self.kept[run, moment]
+
+    def of(self, name: str) -> Run:
+        return next(run for run in self.report.runs if run.name == name)
+
+
+def trial(
+    recipe: str | os.PathLike[str],
+    checkpoints: Sequence[str | os.PathLike[str]] = (),
+    *,
+    world: int | None = None,
+    mesh: str | None = None,
+    via: str | Sequence[routes.Step] = (),
+    to_world: int | None = None,
+    to_mesh: str | None = None,
+    steps: int = 4,
+    more: int = 4,
+    first_step: int | None = None,
+    device: str | None = None,
+    deterministic: bool = True,
+    gradients: bool = True,
+    limit: float = 300.0,
+    keep: str | os.PathLike[str] | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> Report:
+    """Try whether training goes on as if nothing had happened. See `docs/reference/cli.md`.
+
+    `via` may hold functions `f(source, destination)` beside the names of stages. `limit` is in seconds, for each phase
+    of a rank. `keep` is a folder for all that the runs leave behind, else it is removed. `tell` is told what is done.
+    Raises the errors of `ckpttool.errors`; a run that hangs or fails where A did not is no error, but a verdict.
+    """
+    began = time.monotonic()
+    wanted = _understood(
+        recipe, checkpoints, world, mesh, via, to_world, to_mesh, steps, more, first_step, device, deterministic,
+        gradients, limit,
+    )  # fmt: skip
+    rule = "checkpoints" if checkpoints else "bitwise" if dict(wanted.dims) == dict(wanted.onto) else "control"
+    report = Report(
+        wanted.recipe, rule, _RULES[rule], device=wanted.device, steps_before=0 if checkpoints else steps,
+        steps_after=more, folder=os.path.abspath(keep) if keep is not None else None,
+    )  # fmt: skip
+    with ExitStack() as stack:
+        folder = _folder(stack, keep)
+        made = _Trial(wanted, folder, report, launching.launch, tell or (lambda said: None))
+        try:
+            _over_checkpoints(made) if checkpoints else _over_a_save(made)
+        except Ended as ended:
+            _fail(report, ended)
+        _judge(report)
+    report.seconds = time.monotonic() - began
+    return report
+
+
+def _folder(stack: ExitStack, keep: str | os.PathLike[str] | None) -> str:
+    if keep is None:
+        made = tempfile.mkdtemp(prefix="ckpttool-trial-")
+        stack.callback(shutil.rmtree, made, ignore_errors=True)
+        return made
+    path = os.path.abspath(keep)
+    if os.path.exists(path) and (not os.path.isdir(path) or os.listdir(path)):
+        raise OverwriteError(f"`{os.fspath(keep)}` exists, and is not empty", hint="name another folder with `--keep`")
+    os.makedirs(path, exist_ok=True)
+    return path
+
+
+# What is wanted -------------------------------------------------------------------------------------------------------
+
+
+def _understood(
+    recipe: str | os.PathLike[str], checkpoints: Sequence[str | os.PathLike[str]], world: int | None, mesh: str | None,
+    via: str | Sequence[routes.Step], to_world: int | None, to_mesh: str | None, steps: int, more: int,
+    first_step: int | None, device: str | None, deterministic: bool, gradients: bool, limit: float,
+) -> Wanted:  # fmt: skip
+    read = recipes.load(recipe)
+    if world is not None and mesh is not None:
+        raise UsageError("`--world` and `--mesh` exclude each other", hint="a mesh says how many ranks it has")
+    if to_world is not None and to_mesh is not None:
+        raise UsageError("`--to-world` and `--to-mesh` exclude each other", hint="a mesh says how many ranks it has")
+    if more < 1 or (steps < 1 and not checkpoints):
+        raise UsageError("at least one step is trained before and after", hint="`--steps 4 --more 4`")
+    if checkpoints and (via or to_world or to_mesh):
+        raise UsageError(
+            "with checkpoints given there is no route and no other mesh",
+            hint="`--world` or `--mesh` says on what all of them are resumed",
+        )
+    dims = _dims(read, mesh, world if world is not None else None if mesh else 2)
+    onto = dims if to_world is None and to_mesh is None else _dims(read, to_mesh, to_world)
+    found = _device(device)
+    _check_devices(found, max(launching.world_of(dims), launching.world_of(onto)))
+    return Wanted(
+        read.path, tuple(os.path.abspath(path) for path in checkpoints), dims, onto,
+        routes.parse(via, onto, other_mesh=dict(dims) != dict(onto)), steps, more, found, deterministic,
+        gradients and launching.world_of(dims) > 1 and not checkpoints, limit, first_step,
+    )  # fmt: skip
+
+
+def _dims(recipe: recipes.Recipe, mesh: str | None, world: int | None) -> dict[str, int]:
+    if mesh is not None:
+        found = meshes.parse(mesh)
+        return dict(zip(found.names, found.sizes, strict=True))
+    assert world is not None
+    if world < 1:
+        meshes.over_world(world)
+    return recipes.dimensions(recipe, world)
+
+
+def _device(device: str | None) -> str:
+    import torch
+
+    if device not in (None, "cpu", "cuda"):
+        raise UsageError(f"`--device {device}`: there is no such device", hint="`cpu` or `cuda`")
+    return device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _check_devices(device: str, world: int) -> None:
+    import torch
+
+    if device == "cuda" and torch.cuda.device_count() < world:
+        raise UsageError(
+            f"{plural(world, 'rank')} need as many GPUs, and there are {torch.cuda.device_count()}",
+            hint="`--device cpu` runs them on the CPU", found=torch.cuda.device_count(), expected=world,
+        )  # fmt: skip
+
+
+# What is run ----------------------------------------------------------------------------------------------------------
+
+
+def _over_a_save(made: _Trial) -> None:
+    wanted, report = made.wanted, made.report
+    saved, native = os.path.join(made.folder, "saved"), os.path.join(made.folder, "native")
+    other = report.rule == "control"
+    a = made.run(
+        "A", f"trains {plural(wanted.steps, 'step')}, saves, trains {wanted.more} more", wanted.dims,
+        before=wanted.steps, after=wanted.more, save=saved, save_natively=native if other else None,
+        keep_gradients=wanted.gradients,
+    )  # fmt: skip
+    report.route = routes.follow(wanted.stages, saved, os.path.join(made.folder, "route"), made.tell)
+    source = report.route[-1].path if report.route else saved
+    made.run("B", f"resumes from `{os.path.basename(source)}` and trains", wanted.onto, load=source, after=wanted.more)
+    if other:
+        made.run("control", "resumes by torch alone", wanted.onto, load=native, natively=True, after=wanted.more)
+    _check_gradients(made, a)
+    _compare(made, "A", "B", "control" if other else "A")
+    for run in report.runs:
+        _check_shards(made, run.name)
+
+
+def _over_checkpoints(made: _Trial) -> None:
+    wanted = made.wanted
+    for number, path in enumerate(wanted.checkpoints, 1):
+        made.run(
+            str(number), f"resumes from `{path}` and trains", wanted.dims, load=path, after=wanted.more,
+            first=wanted.first_step,
+        )  # fmt: skip
+        _check_shards(made, str(number))
+        if number > 1:
+            _compare(made, "1", str(number), "1")
+
+
+def _compare(made: _Trial, first: str, run: str, judge: str) -> None:
+    """The state of `run` with that of `first`, and its steps with those of `judge`."""
+    report, more = made.report, made.wanted.more
+    equal = comparing.states_of(
+        report, made.state(first, RESUMED), made.state(run, RESUMED), made.state(run, BUILT), run, first
+    )
+    if judge == "control":
+        _check_control(made)
+    same = comparing.steps_of(report, made.of(judge).steps[-more:], made.of(run).steps, run, judge)
+    if equal and not same:
+        # Named down to an element, by where it led.
+        found = diagnose(made.state(judge, END), made.state(run, END), None, run)
+        for one in found[:3]:
+            one.says = f"at the end, {one.says}"
+        report.findings += found[:3]
+    if judge == "control":
+        ends = made.state(first, END), made.state(run, END)
+        comparing.drift(report, made.of(first).steps[-more:], made.of(run).steps, ends, run)
+
+
+def _check_control(made: _Trial) -> None:
+    """The judge is looked at as well: what it did not restore, it cannot judge."""
+    for one in diagnose(made.state("A", RESUMED), made.state("control", RESUMED), None, "control"):
+        made.report.notes.append(f"the control itself did not resume as A was: {one.says}")
+
+
+def _check_shards(made: _Trial, name: str) -> None:
+    job, seen = made.jobs[name], made.seen[name]
+    comparing.sharding(made.report, name, job, seen)
+    folder = os.path.join(job.folder, RESUMED)
+    comparing.replicas(made.report, folder, len(seen), name, made.state(name, RESUMED).buffers)
+
+
+def _check_gradients(made: _Trial, a: Job) -> None:
+    wanted = made.wanted
+    if not wanted.gradients:
+        why = "it has one rank" if launching.world_of(wanted.dims) == 1 else "`--no-gradients`"
+        made.report.checks.append(Check("gradients reduced", "A", 0, None, f"not checked: {why}"))
+        return
+    why = made.seen["A"][0].gradients
+    if not why:
+        try:
+            job = made.run("alone", "the gradients of all batches", dict.fromkeys(wanted.dims, 1),
+                           gradients_of=a.folder)  # fmt: skip
+        except Ended as ended:
+            why = f"one rank cannot do it: {ended.failure.says}"
+        else:
+            folders = (os.path.join(one, "gradients") for one in (a.folder, job.folder))
+            comparing.gradients(made.report, "A", *folders)
+    if why:
+        made.report.checks.append(Check("gradients reduced", "A", 0, None, f"not checked: {why}"))
+
+
+# What comes of it -----------------------------------------------------------------------------------------------------
+
+
+def _fail(report: Report, ended: Ended) -> None:
+    """A run that did not come to its end. What is wrong before anything is resumed is an error of the recipe's."""
+    failure = ended.failure
+    hangs = any(one.error is not None for one in failure.ranks)
+    if ended.cause is not None or (hangs and failure.run == "A"):
+        raise launching.as_error(ended) from None
+    report.failure = failure
+
+
+def _judge(report: Report) -> None:
+    if report.failure is not None:
+        report.verdict, report.says = "failed", report.failure.says
+        return
+    if report.findings:
+        report.verdict = "differs"
+        more = f", and {len(report.findings) - 1} more" if len(report.findings) > 1 else ""
+        report.says = f"{report.findings[0].says}{more}"
+        return
+    resumed = [run for run in report.runs if run.resumed_at is not None and run.name != "control"]
+    onto = resumed[0].mesh if resumed else ""
+    what = {
+        "bitwise": f"the state and {plural(report.steps_after, 'step')} after it are the same, bit for bit",
+        "control": f"on {onto} the state is the same, bit for bit, and {plural(report.steps_after, 'step')} after it "
+        "are those of the control",
+        "checkpoints": f"{plural(len(resumed), 'checkpoint')} and {plural(report.steps_after, 'step')} after each are "
+        "the same, bit for bit",
+    }[report.rule]  # fmt: skip
+    report.says = f"training goes on as if nothing had happened: {what}"

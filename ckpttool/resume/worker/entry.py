@@ -1,0 +1,34 @@
+"""The process of one rank, from its first line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from ckpttool.resume import jobs
+from ckpttool.resume.worker.phases import watched
+from ckpttool.resume.worker.running import run
+
+
+def begin(path: str, environment: Mapping[str, str]) -> None:
+    """Do the job in a file. `environment` is that of who asked for it: the process may be forked from an older one."""
+    ours = {name: value for name, value in os.environ.items() if name not in environment}
+    os.environ.update({**environment, **ours, **_of_torchrun()})
+    job = jobs.read(path)
+    with watched(job, int(os.environ["RANK"])) as watch:
+        run(job, watch)
+
+
+def _of_torchrun() -> dict[str, str]:
+    """What the launcher told this rank, and not an outer one."""
+    names = (
+        "RANK",
+        "LOCAL_RANK",
+        "GROUP_RANK",
+        "ROLE_RANK",
+        "MASTER_",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "TORCHELASTIC_",
+    )
+    return {name: value for name, value in os.environ.items() if name.startswith(names)}
