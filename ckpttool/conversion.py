@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path as FilePath
 
-from ckpttool import chunking, files, formats, layout, making, opening, optimkeys, parts
+from ckpttool import chunking, files, formats, layout, making, manifests, opening, optimkeys, parts
 from ckpttool.catalogue import Catalogue, Path, Tensor, dotted, stop_at_fault, validate
 from ckpttool.contract import TENSOR_CLASS, Format, SinkOptions, Source
 from ckpttool.errors import UsageError
@@ -47,13 +47,14 @@ def convert(
     threads: int | None = None,
     max_memory: int | str | None = None,
     check: bool = False,
+    manifest: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
     """Convert the checkpoint at `src` to the format `to` at `dst`, bit for bit. See `docs/reference/cli.md`.
 
     With `producer` in place of `to`, in the layout that a framework resumes from (`ckpttool.producers.writing`).
     Sizes are bytes, or text such as `5GB`. `progress(done, total)` is called with bytes from this thread. Nothing
-    appears at `dst` unless all of it does.
+    appears at `dst` unless all of it does. A `manifest` of it is then written to that path.
     Raises the errors of `ckpttool.errors`, each with its exit code.
     """
     began = time.monotonic()
@@ -64,6 +65,8 @@ def convert(
     target = _target(to, producer, dst)
     _check_arguments(dst, target, to_world, max_shard_size, max_memory, tensor_class)
     making.check_apart(dst, src, model_from, optim_from)
+    listed = None if manifest is None else os.fspath(manifest)
+    manifests.check_wanted(listed, dst, dry_run=dry_run)
     made = Conversion(src, "", dst, target.name, dry_run=dry_run)
     made.notes += making.check_free(dst, target, overwrite, dry_run)
     how = How(overwrite, dry_run, threads, max_memory, check, progress)
@@ -84,6 +87,8 @@ def convert(
             laid = _rechunked(laid, source.catalogue, target, to_world)
         options = SinkOptions(max_shard_size, target.is_file(dst), world, tensor_class or "sharded_tensor")
         making.make(have, Laid(laid, options, frozenset(folded)), dst, target, made, how)
+    if listed is not None and not dry_run:
+        manifests.write_for(dst, listed, threads)
     made.seconds = time.monotonic() - began
     return made
 

@@ -21,12 +21,13 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, NamedTuple
 
-from ckpttool import elements, files, folders
+from ckpttool import elements, files, folders, opening
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import Catalogue, Path, Tensor, find_aliases
 from ckpttool.containers import strictjson
 from ckpttool.contract import Source
 from ckpttool.errors import CorruptError, OverwriteError, ReadError
+from ckpttool.transfer import DEFAULT_THREADS
 from ckpttool.version import __version__
 from ckpttool.workers import Progress, Work, on_threads
 
@@ -71,6 +72,22 @@ def make(
     values = of_tensors(source, list(source.catalogue.tensors), threads, work)
     tensors = [Hashed(t.name, t.dtype.name, t.shape, values[t.path]) for t in source.catalogue.tensors]
     return Manifest(hashed, sizes, tensors)
+
+
+def write_for(dst: str, path: str, threads: int | None = None) -> None:
+    """The manifest of a checkpoint that was just written, read back through its own reader. Raises what `make` and
+    `write` do; the checkpoint stays."""
+    with opening.opened(dst) as source:
+        root, names = files_of(dst, source.catalogue)
+        write(path, make(root, names, source, threads or DEFAULT_THREADS))
+
+
+def check_wanted(path: str | None, dst: str, *, dry_run: bool) -> None:
+    """Raises OverwriteError for a manifest that is to be written and is there already; inside of DST it goes with what
+    was there before. To be called before anything is written."""
+    inside = path is not None and os.path.realpath(path).startswith(os.path.realpath(dst) + os.sep)
+    if path is not None and not inside and not dry_run:
+        check_free(path)
 
 
 def of_files(root: str, names: Iterable[str], threads: int, work: Work) -> dict[str, str]:

@@ -8,7 +8,19 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from ckpttool import chunking, engines, formats, layout, making, meshes, opening, optimkeys, policies, sharing
+from ckpttool import (
+    chunking,
+    engines,
+    formats,
+    layout,
+    making,
+    manifests,
+    meshes,
+    opening,
+    optimkeys,
+    policies,
+    sharing,
+)
 from ckpttool.catalogue import Catalogue, Path, validate
 from ckpttool.chunking import Rules
 from ckpttool.contract import Format, SinkOptions
@@ -68,6 +80,7 @@ def reshard(
     threads: int | None = None,
     max_memory: int | str | None = None,
     check: bool = False,
+    manifest: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Resharding:
     """Write the checkpoint at `src` to `dst` with the chunks that another world or mesh has. See
@@ -90,7 +103,9 @@ def reshard(
         how = How(overwrite, dry_run, threads, memory, check, progress)
         made = Resharding(src, "", dst, "", dry_run=dry_run, processes=crew.size)
         making.check_apart(dst, src, wanted.like)
+        listed = None if manifest is None else os.fspath(manifest)
         if crew.is_first:
+            manifests.check_wanted(listed, dst, dry_run=dry_run)
             made.notes += making.check_free(dst, wanted.to or formats.FORMATS[0], overwrite, dry_run)
         with making.given(src, shapes) as have:
             target = wanted.to or _same(have.catalogue)
@@ -99,6 +114,8 @@ def reshard(
             made.engine, made.why = chosen.name, chosen.why
             if crew.is_first or not dry_run:
                 engines.write(chosen, have, laid, dst, target, made, how, crew)
+        if listed is not None and crew.is_first and not dry_run:
+            manifests.write_for(dst, listed, threads)
     made.seconds = time.monotonic() - began
     return made
 

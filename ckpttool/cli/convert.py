@@ -11,6 +11,7 @@ from ckpttool.cli.options import (
     AsJson,
     Check,
     DryRun,
+    Manifest,
     MaxMemory,
     Overwrite,
     Quiet,
@@ -118,6 +119,7 @@ def convert(
     threads: Threads = None,
     max_memory: MaxMemory = None,
     check: Check = False,
+    manifest: Manifest = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -137,6 +139,6 @@ def convert(
             dtype=dtype or (), max_shard_size=max_shard_size, to_world=to_world, tensor_class=tensor_class,
             optim_keys=optim_keys, optim_root=optim_root, shapes=shapes, model_from=model_from, optim_from=optim_from,
             overwrite=overwrite, dry_run=dry_run, threads=threads, max_memory=max_memory, check=check,
-            progress=progress,
+            manifest=manifest, progress=progress,
         )  # fmt: skip
     tell(made, "ckpttool/convert/1", as_json=as_json, quiet=quiet, verbose=verbose, checked=check)

@@ -46,6 +46,10 @@ MaxMemory = Annotated[
     str | None, typer.Option("--max-memory", metavar="SIZE", help="Bound the buffers: 2GB, 512MiB, ...")
 ]
 Check = Annotated[bool, typer.Option("--check", help="Read DST back and compare it with SRC before it gets its name.")]
+Manifest = Annotated[
+    str | None,
+    typer.Option("--manifest", metavar="FILE", help="Write a manifest of DST too: SHA-256 by file and tensor."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, errors too.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print bare values only, and no progress.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Leave nothing out; show where a bug of ours is.")]

@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpttool.cli.options import AsJson, Check, DryRun, MaxMemory, Overwrite, Quiet, Shapes, Source, Threads, Verbose
+from ckpttool.cli.options import (
+    AsJson,
+    Check,
+    DryRun,
+    Manifest,
+    MaxMemory,
+    Overwrite,
+    Quiet,
+    Shapes,
+    Source,
+    Threads,
+    Verbose,
+)
 from ckpttool.cli.progress import Progress
 from ckpttool.cli.telling import tell
 from ckpttool.cli.terminal import err
@@ -69,6 +81,7 @@ def reshard(
     threads: Threads = None,
     max_memory: MaxMemory = None,
     check: Check = False,
+    manifest: Manifest = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -85,6 +98,7 @@ def reshard(
             src, dst, to_world=to_world, to_mesh=to_mesh, like=like, to=to, engine=engine,
             placements=placements or (), shard=shard or (), replicate=replicate or (), rng=rng, dataloader=dataloader,
             shapes=shapes, overwrite=overwrite, dry_run=dry_run, threads=threads, max_memory=max_memory, check=check,
+            manifest=manifest,
             progress=progress,
         )  # fmt: skip
     tell(

@@ -34,6 +34,7 @@ __all__ = ["Finding", "Report", "verify"]
 _SAID = re.compile(
     r"file `.*` is missing|\d+ data files of \d+ bytes are not mentioned|other indexes lie beside it|"
     r"\d+ data files are empty|no index of ranks|\d+ safetensors files are left aside|a .* file has no checksums|"
+    r"1 files are not mentioned by the index: `integrity.json`$|"
     r"\d+ of \d+ storages have no checksum|this file is one rank's|.*: \d+ data files of \d+ bytes are not mentioned"
 )
 
@@ -181,6 +182,6 @@ def _shorten(report: Report, path: str) -> None:
         for start in starts:
             message = message.replace(start, "`")
         file = finding.file
-        if file is not None and os.path.isabs(file) and folder:
+        if file is not None and folder and file.startswith(os.path.abspath(folder) + os.sep):
             file = os.path.relpath(file, os.path.abspath(folder))
         report.findings[i] = replace(finding, message=message, file=file)

@@ -25,8 +25,10 @@ def check(
     others altogether, because the format is. `source` is None for what cannot be opened."""
     root, names = _files(path, source)
     there = {name: name for name in manifest.files if name in set(names)}
-    if not there and len(manifest.files) == len(names) == 1 and (source is None or not os.path.isdir(path)):
-        there = {next(iter(manifest.files)): names[0]}  # one file, under another name
+    if not there and len(manifest.files) == len(names) == 1 and not os.path.isdir(path):
+        listed = next(iter(manifest.files))
+        if os.path.splitext(listed)[1] == os.path.splitext(names[0])[1]:
+            there = {listed: names[0]}  # one file, under another name
     if there or not manifest.tensors:
         wrong = _check_files(manifest, root, names, there, report, threads, progress)
         if wrong is None or source is None:
