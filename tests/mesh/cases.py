@@ -14,7 +14,10 @@ import torch.distributed as dist
 import wrongs
 from reading import expected_of, path_of
 from scripts import KINDS, detached, difference
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp
+from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 from training import Run, Sizes
 
@@ -131,11 +134,27 @@ def own_bytes(kind: str) -> str:
     began = int(Path("/proc/self/io").read_text().split()[1])
     loaded = ckpttool.load(place, run.model, run.optimizer, strategy="parallel")
     really = int(Path("/proc/self/io").read_text().split()[1]) - began
-    held = sum(of.to_local().nbytes if isinstance(of, DTensor) else of.nbytes for of in _held(run))
+    held = sum(map(_local_bytes, _held_by_fsdp1(run) if kind.startswith("fsdp1") else _held(run)))
     if not held <= loaded.bytes_read <= 1.05 * held:
         return f"{loaded.bytes_read} read, {held} held"
     # The directory of the file and its pickle besides; libraries that are imported on the way count here too.
     return "equal" if really < 1.05 * held + (4 << 20) else f"{really} really read, {held} held"
+
+
+def _local_bytes(value: Any) -> int:
+    """Of a tensor, what this rank has."""
+    if isinstance(value, ShardedTensor):
+        return sum(shard.tensor.nbytes for shard in value.local_shards())
+    return int((value.to_local() if isinstance(value, DTensor) else value).nbytes)
+
+
+def _held_by_fsdp1(run: Run) -> list[Any]:
+    """Its sharded state dicts, of a tied weight once."""
+    with Fsdp.state_dict_type(run.model, StateDictType.SHARDED_STATE_DICT):
+        model = {name: value for name, value in run.model.state_dict().items() if name != "lm_head.weight"}
+        state = Fsdp.optim_state_dict(run.model, run.optimizer)["state"]
+    moments = [value for of in state.values() for value in of.values()]
+    return [value for value in [*model.values(), *moments] if isinstance(value, (torch.Tensor, ShardedTensor))]
 
 
 def _held(run: Run) -> list[torch.Tensor]:

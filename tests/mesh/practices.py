@@ -25,8 +25,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from training import Run
 
 import ckpttool
@@ -218,31 +219,38 @@ def full_broadcast(kind: str, strategy: str) -> str:
 # 6 --------------------------------------------------------------------------------------------------------------------
 
 
-def transformers_model(_: str, strategy: str) -> str:
-    """Rank 0 `from_pretrained`, the others on the meta device; its rotary frequencies are in no checkpoint."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def transformers_model(what: str, strategy: str) -> str:
+    """FSDP2: rank 0 has the model, the others have it on the meta device; what is passing (rotary frequencies) is in no
+    checkpoint. FSDP1: every rank has it, with other values. Both tie the output to the embedding."""
+    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-    place = folder() / "hf"
-    config = LlamaConfig(
-        vocab_size=29, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, tie_word_embeddings=True,
-    )  # fmt: skip
+    place, (name, wrapper) = folder() / "hf", what.split()
+    config: Any = GPT2Config(vocab_size=29, n_positions=16, n_embd=8, n_layer=2, n_head=2)
+    if name == "llama":
+        config = LlamaConfig(
+            vocab_size=29, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=2, tie_word_embeddings=True,
+        )  # fmt: skip
     if dist.get_rank() == 0:
         torch.manual_seed(3)
-        LlamaForCausalLM(config).save_pretrained(place)
+        AutoModelForCausalLM.from_config(config).save_pretrained(place)
     dist.barrier()
-    reference = LlamaForCausalLM.from_pretrained(place)
+    reference = AutoModelForCausalLM.from_pretrained(place).eval()
     tokens = torch.arange(10).reshape(2, 5)
     expected = reference(input_ids=tokens).logits
-    with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
-        model = LlamaForCausalLM(config)
+    torch.manual_seed(4)
+    with torch.device("cpu" if dist.get_rank() == 0 or wrapper == "fsdp1" else "meta"):
+        model = AutoModelForCausalLM.from_config(config).eval()
     blocks = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
     assert len(blocks) == 2
-    from torch.distributed.fsdp import fully_shard
-
-    for block in blocks:
-        fully_shard(block)
-    fully_shard(model)
+    if wrapper == "fsdp1":
+        model = Fsdp(
+            model, auto_wrap_policy=ModuleWrapPolicy({type(blocks[0])}), device_id=torch.device("cpu"),
+            use_orig_params=True,
+        )  # fmt: skip
+    else:
+        for module in (*blocks, model):
+            fully_shard(module)
     loaded = ckpttool.load(place, model, strategy=strategy)
     if loaded.missing or loaded.unexpected:
         return f"missing {loaded.missing}, unexpected {loaded.unexpected}"

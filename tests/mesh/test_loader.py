@@ -40,7 +40,7 @@ def everyday() -> Cases:
         ["directory", "run_torchtitan_w2", "fsdp2", "parallel"],
         ["directory", "run_lightning_w2", "fsdp2", "broadcast"],
     ]
-    cases += [["own_bytes", kind] for kind in ("fsdp2", "tp", "columns", "hsdp", "ddp")]
+    cases += [["own_bytes", kind] for kind in ("fsdp2", "tp", "columns", "hsdp", "ddp", "fsdp1", "fsdp1 flat")]
     cases += [["casts", kind, strategy] for kind in ("plain", "fsdp2") for strategy in STRATEGIES]
     cases += [["rounds", "fsdp1", "dcp"], ["rounds", "fsdp1", "fsdp1"], ["rounds", "fsdp2", "torch"]]
     for wrong in ("other_shapes", "other_names", "other_groups", "one_rank_blind", "damaged"):
@@ -64,6 +64,9 @@ DIRECTORIES = (
 )  # fmt: skip
 
 
+TRANSFORMERS = ("llama fsdp2", "gpt2 fsdp2", "llama fsdp1", "gpt2 fsdp1")
+
+
 def all_of(world: int) -> Cases:
     """Every sample into every kind of model that a world has."""
     kinds = ["plain", "ddp", "fsdp2", "fsdp1", *(["hsdp", "tp"] if world % 2 == 0 else [])]
@@ -75,8 +78,8 @@ def all_of(world: int) -> Cases:
     cases += [["directory", name, "fsdp2", STRATEGIES[i % 2]] for i, name in enumerate(DIRECTORIES)]
     cases += [["fsdp1_full", kind, strategy] for kind in FSDP1[:2] for strategy in STRATEGIES]
     cases += [["fsdp1_dcp", kind, strategy] for kind in FSDP1[: 7 if world % 2 == 0 else 6] for strategy in STRATEGIES]
-    cases += [["transformers_model", "-", strategy] for strategy in STRATEGIES]
-    cases += [["own_bytes", kind] for kind in kinds if kind != "fsdp1"]
+    cases += [["transformers_model", what, strategy] for what in TRANSFORMERS for strategy in STRATEGIES]
+    cases += [["own_bytes", kind] for kind in (*kinds, "fsdp1 flat", "fsdp1 mesh")]
     return cases + [["rounds", kind, format] for kind in ("fsdp1", "fsdp2") for format in ("dcp", "torch")]
 
 
