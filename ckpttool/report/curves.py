@@ -53,7 +53,7 @@ def chart(title: str, curves: Sequence[Curve], mark: int | None = None) -> Raw:
         at = place(low_x, y)[1]
         drawn.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
         drawn.append(f'<text x="{_LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{y:.5g}</text>')
-    for x in sorted({round(x) for x in _ticks(low_x, max(high_x, low_x + 1), 8) if low_x <= round(x) <= high_x}):
+    for x in sorted({round(x) for x in _ticks(low_x, max(high_x, low_x + 1), 10) if low_x <= round(x) <= high_x}):
         at = place(x, low)[0]
         drawn.append(f'<text x="{at:.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{x}</text>')
     if mark is not None and low_x <= mark <= high_x:
@@ -102,7 +102,7 @@ def _legend(curves: Sequence[Curve], styles: dict[str, str]) -> str:
     return f'<ul class="legend">{"".join(rows)}</ul>'
 
 
-def _ticks(low: float, high: float, most: int = 5) -> list[float]:
+def _ticks(low: float, high: float, most: int = 7) -> list[float]:
     """Round numbers between two."""
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))

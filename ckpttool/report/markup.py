@@ -43,7 +43,8 @@ td.number, th.number { text-align: right; }
 .route { list-style: none; display: flex; flex-wrap: wrap; gap: .4rem; padding: 0; margin: .5rem 0; }
 .route li { background: var(--card); border: 1px solid var(--line); border-radius: .45rem; padding: .2rem .6rem; }
 .route li + li::before { content: "\\2192"; color: var(--soft); margin: 0 .55rem 0 -.05rem; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(20rem, 1fr)); gap: 1rem; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(20rem, 1fr)); gap: 1rem;
+  margin-top: 1.25rem; }
 figure { margin: 0; background: var(--card); border: 1px solid var(--line); border-radius: .6rem; padding: .8rem; }
 figcaption { font-weight: 500; padding: 0 .2rem .3rem; } svg { display: block; width: 100%; height: auto; }
 svg text { fill: var(--soft); font: 11px system-ui, sans-serif; } svg .grid { stroke: var(--line); }

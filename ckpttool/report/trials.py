@@ -127,8 +127,8 @@ def _first(report: Report) -> str:
 def _value(value: Any) -> Raw | None:
     if value is None:
         return None
-    # Seventeen digits tell every double apart, and so every smaller type.
-    return Raw(f'<span class="mono">{number(value, 17) if isinstance(value, float) else text(value)}</span>')
+    # As many digits as tell it from its neighbours, and no fewer.
+    return Raw(f'<span class="mono">{text(repr(value) if isinstance(value, float) else value)}</span>')
 
 
 def _findings(report: Report) -> str:
@@ -173,7 +173,7 @@ def _compared(report: Report) -> str:
         )
         for c in report.get("compared") or ()
     ]  # fmt: skip
-    headers = ("what", "runs", "compared", "differing", "", "")
+    headers = ("what", "runs", "compared", "differing", "verdict", "note")
     return table(headers, rows, numbers=(2, 3)) if rows else ""
 
 
@@ -185,7 +185,7 @@ def _checks(report: Report) -> str:
         )
         for c in report.get("checks") or ()
     ]  # fmt: skip
-    return table(("check", "run", "checked", "", ""), rows, numbers=(2,)) if rows else ""
+    return table(("check", "run", "checked", "verdict", "note"), rows, numbers=(2,)) if rows else ""
 
 
 def _drifts(report: Report) -> Iterator[str]:
@@ -214,7 +214,7 @@ def _runs(report: Report) -> str:
         )
         for run in report.get("runs") or ()
     ]  # fmt: skip
-    headers = ("run", "", "mesh", "ranks", "steps", "steps/s", "processes", "time")
+    headers = ("run", "what", "mesh", "ranks", "steps", "steps/s", "processes", "time")
     return table(headers, rows, numbers=(3, 4, 5, 7)) if rows else ""
 
 
@@ -226,7 +226,7 @@ def _memory(report: Report) -> str:
         )
         for run in report.get("runs") or () for m in run.get("memory") or ()
     ]  # fmt: skip
-    headers = ("", "parameters", "expected", "optimizer", "expected")
+    headers = ("rank", "parameters", "expected", "optimizer", "expected")
     return table(headers, rows, numbers=(1, 2, 3, 4)) if rows else ""
 
 

@@ -1,0 +1,178 @@
+"""The page of a trial: that it is one well-formed file with everything in it, and that no name in it is markup."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from ckpttool.report import trial_page
+from ckpttool.resume.results import (
+    Check,
+    Compared,
+    Drift,
+    Failure,
+    Finding,
+    Leg,
+    Memory,
+    Report,
+    Run,
+    Step,
+    Stuck,
+)
+
+EVIL = 'w"><script>alert(1)</script>\x1b[31m\u202e'
+VOID = {"meta", "line", "circle", "polyline"}
+
+
+class Reader(HTMLParser):
+    """Checks that what is opened is closed, and keeps the words, the tags and their attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID or tag == "polyline":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return re.sub(r"\s+", " ", " ".join(self.words))
+
+
+def read(page: str) -> Reader:
+    reader = Reader()
+    reader.feed(page)
+    reader.close()
+    assert reader.open == []
+    return reader
+
+
+def report(**more: Any) -> dict[str, Any]:
+    def steps(low: int, high: int) -> list[Step]:
+        return [Step(i, [5.0 - i, 5.5 - i], 1.0 / (i + 1), "ab") for i in range(low, high)]
+
+    made = Report(
+        "recipe.py", "control", "another mesh: B must be the `control`", says="all is equal", steps_before=4,
+        steps_after=3, deterministic=["one thread"], notes=["`rng` of rank 3 is new"], seconds=12.5,
+    )  # fmt: skip
+    made.runs = [
+        Run(
+            "A", "shard=2", 2, steps=steps(0, 7), steps_per_second=20.5, memory=[Memory(0, 4_000, 4_000, 8_000, 8_000)]
+        ),
+        Run("B", "shard=4", 4, steps=steps(4, 7), resumed_at=4, steps_per_second=19.0),
+        Run("control", "shard=4", 4, steps=steps(4, 7), resumed_at=4),
+    ]
+    made.route = [Leg("saved", "a", "dcp"), Leg("convert --to safetensors", "b", "safetensors")]
+    made.compared = [Compared("model", "B", "A", 31, 0), Compared("losses", "control", "A", 3, 3, "drifts", None)]
+    made.checks = [Check("local shapes", "B", 31, True), Check("gradients", "B", 0, None, "the model has dropout")]
+    made.drifts = [Drift("control", 1e-6, 2e-7, None, 4e-7, "layers.0.w")]
+    for name, value in more.items():
+        setattr(made, name, value)
+    return made.as_dict()
+
+
+FINDING = Finding(
+    "flipped bit", f"bit 3 of `{EVIL}` is flipped", name=EVIL, index=[2, 5], expected=0.1, found=0.30000000000000004,
+    ulp=1234567, differing=1, of=540, absolute=0.2, relative=0.5,
+)  # fmt: skip
+
+
+def test_what_a_trial_found_is_on_the_page() -> None:
+    said = read(trial_page(report())).text
+    for words in (
+        "Training goes on as if nothing had happened", "all is equal", "another mesh: B must be the control",
+        "4 steps, a save, 3 steps more", "convert --to safetensors", "local shapes", "not checked",
+        "the model has dropout", "not judged", "4.00 kB", "20.5", "layers.0.w", "one thread", "rng", "took 12 s",
+    ):  # fmt: skip
+        assert words in said, words
+    assert "The first difference" not in said
+
+
+def test_the_first_difference_is_told_down_to_the_element() -> None:
+    said = read(trial_page(report(verdict="differs", findings=[FINDING]))).text
+    assert "Training does not go on as it would have" in said
+    for words in ("flipped bit", "[2, 5]", "0.1", "0.30000000000000004", "1,234,567 ULP", "1 of 540 elements"):
+        assert words in said, words
+
+
+def test_each_run_is_a_curve_and_one_value_that_is_no_number_leaves_no_hole() -> None:
+    made = report()
+    made["runs"][0]["steps"][2]["loss"] = float("nan")
+    drawn = [dict(a) for tag, a in read(trial_page(made)).tags if tag == "polyline"]
+    assert [len(str(one["points"]).split()) for one in drawn] == [6, 3, 3, 7, 3, 3]
+    assert all(re.fullmatch(r"[\d., ]+", str(one["points"])) for one in drawn)
+
+
+def test_equal_losses_are_drawn_at_one_place_and_others_are_not() -> None:
+    made = report()
+    made["runs"][1]["steps"][1]["loss"] += 1.0
+    loss = [str(dict(a)["points"]).split() for tag, a in read(trial_page(made)).tags if tag == "polyline"][:3]
+    by_a, control, by_b = loss[0][4:], loss[1], loss[2]
+    assert control == by_a
+    assert [x == y for x, y in zip(by_b, control, strict=True)] == [True, False, True]
+
+
+def test_a_run_that_hung_says_where() -> None:
+    failure = Failure("B", "rank 1 came no further in 60 s", [Stuck(1, "step 5", "recipe.py:40 in step", ["<frame>"])])
+    said = read(trial_page(report(verdict="failed", failure=failure))).text
+    assert "did not come to its end" in said
+    assert "rank 1: step 5 · recipe.py:40 in step" in said
+    assert "<frame>" in said
+
+
+@pytest.mark.parametrize("verdict", ["same", "differs"])
+def test_names_are_no_markup(verdict: str) -> None:
+    failure = Failure(EVIL, EVIL, [Stuck(0, EVIL, EVIL, [EVIL], EVIL)])
+    made = report(
+        verdict=verdict, recipe=EVIL, rule=EVIL, rule_says=EVIL, says=EVIL, notes=[EVIL], deterministic=[EVIL],
+        findings=[FINDING, FINDING], failure=failure, drifts=[Drift(EVIL, 1, 1, 1, 1, EVIL)],
+        route=[Leg(EVIL, EVIL, EVIL)], compared=[Compared(EVIL, EVIL, EVIL, 1, 1, EVIL)],
+        checks=[Check(EVIL, EVIL, 1, False, EVIL)], device=EVIL,
+    )  # fmt: skip
+    made["runs"][0]["name"] = made["runs"][0]["mesh"] = made["runs"][0]["started"] = EVIL
+    page = trial_page(made)
+    reader = read(page)
+    assert not {tag for tag, _ in reader.tags} & {"script", "img", "iframe", "link", "a"}
+    assert not [a for _, attrs in reader.tags for a in attrs if a.startswith("on")]
+    assert "\x1b" not in page
+    assert "\u202e" not in page
+    assert page.count("&lt;script&gt;") >= 20
+
+
+def test_nothing_is_loaded_from_anywhere() -> None:
+    page = trial_page(report())
+    reader = read(page)
+    assert not [attrs for _, attrs in reader.tags if {"src", "href", "srcset"} & set(attrs)]
+    assert "url(" not in page
+    assert "@import" not in page
+    assert "prefers-color-scheme: dark" in page
+
+
+def test_tables_name_their_rows_and_columns() -> None:
+    tags = read(trial_page(report())).tags
+    tables = sum(tag == "table" for tag, _ in tags)
+    scopes = [attrs.get("scope") for tag, attrs in tags if tag == "th"]
+    assert tables >= 5
+    assert set(scopes) == {"col", "row"}
+    assert [attrs["lang"] for tag, attrs in tags if tag == "html"] == ["en"]
+    assert all(attrs.get("aria-label") or attrs.get("aria-hidden") for tag, attrs in tags if tag == "svg")
+
+
+def test_an_empty_report_is_a_page() -> None:
+    assert "did not come to its end" in read(trial_page({})).text
