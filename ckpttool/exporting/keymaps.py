@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpttool.catalogue import Catalogue, Entry, Path, Tensor
@@ -226,7 +226,7 @@ def _pieces(
     if rule.rows is not None:
         slices = halves(shape, _head(tensor, head_dim))
         path: Path = (rule.to[0].format(**numbers),)
-        yield again(tensor, path=path, alias=None, origin=viewed.view(origin, path, shape, slices))
+        yield replace(tensor, path=path, alias=None, origin=viewed.view(origin, path, shape, slices))
         return
     stacked = "e" not in numbers and any("{e}" in name for name in rule.to)
     if not stacked and len(rule.to) == 1:
@@ -251,7 +251,7 @@ def _pieces(
 
 def _made(tensor: Tensor, origin: Tensor, viewed: Viewed, path: Path, shape: tuple[int, ...], cut: Slice) -> Tensor:
     seen = viewed.view(origin, path, shape, [cut])
-    return again(tensor, path=path, shape=shape, alias=None, origin=seen)
+    return replace(tensor, path=path, shape=shape, alias=None, origin=seen)
 
 
 def _head(tensor: Tensor, head_dim: int | None) -> int:
