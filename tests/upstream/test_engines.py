@@ -1,0 +1,394 @@
+"""The two engines of `ckpttool reshard` on real processes: equal checkpoints with equal boxes, whatever is in them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import odd_state
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from reading import path_of
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from ckpttool import opening, verbs
+from ckpttool.catalogue import Tensor
+from ckpttool.containers import typedjson
+from ckpttool.mesh.reading import Reader
+
+ROOT = Path(__file__).resolve().parents[2]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+SECONDS = 300
+
+Case = dict[str, Any]
+Once = Callable[[str, Callable[[Path], None]], Path]
+
+TP = ["*.up.weight=tp:0", "*.down.weight=tp:1"]
+ONTO: dict[str, dict[str, Any]] = {
+    "w2": {"to_world": 2},
+    "tp2": {"to_mesh": "tp=2", "placements": TP},
+    "ddp2": {"to_mesh": "replicate=2"},
+    "w3": {"to_world": 3},
+    "w4": {"to_world": 4},
+    "hsdp": {"to_mesh": "replicate=2,shard=2"},
+    "tp": {"to_mesh": "shard=2,tp=2", "placements": TP},
+    "like tp": {"like": path_of("dcp_fsdp2_tp_w4")},
+    "w8": {"to_world": 8},
+    "hsdp tp": {"to_mesh": "replicate=2,shard=2,tp=2", "placements": TP},
+}
+WORLDS = {"w2": 2, "tp2": 2, "ddp2": 2, "w3": 3, "w8": 8, "hsdp tp": 8}
+SAMPLES = {"dcp": "dcp_fsdp2_w4", "tp": "dcp_fsdp2_tp_w4", "torch": "torch_full", "safetensors": "safetensors_indexed"}
+ODD = {"odd": odd_state.whole, "ids": odd_state.numbered, "sgd": odd_state.with_momentum}
+
+BRIEF = [
+    ("odd", "w2"), ("ids", "tp2"), ("sgd", "ddp2"), ("ranks", "w2"),
+    ("odd", "tp"), ("odd", "hsdp"), ("dcp", "w4"), ("tp", "like tp"), ("safetensors", "hsdp"),
+]  # fmt: skip
+LONG = [
+    (source, onto)
+    for source in (*SAMPLES, *ODD, "ranks", "odd dcp")
+    for onto in ("w2", "tp2", "ddp2", "w4", "hsdp", "tp")
+    if (source, onto) not in BRIEF
+] + [("odd dcp", "w3"), ("odd", "w8"), ("tp", "hsdp tp")]  # fmt: skip
+
+
+def flags_of(source: str, onto: str) -> dict[str, Any]:
+    flags = dict(ONTO[onto])
+    if "placements" in flags and source in ("ids", "safetensors"):
+        flags["placements"] = ["*embed.weight=tp:1"]
+    return {**flags, "to": "dcp"} if source == "ranks" else flags
+
+
+@pytest.fixture(scope="session")
+def sources(once: Once) -> dict[str, str]:
+    def make(folder: Path) -> None:
+        for name, state in ODD.items():
+            torch.save(state(), folder / f"{name}.pt")
+        verbs.reshard(folder / "odd.pt", folder / "odd dcp", to_world=3)
+
+    folder = once("engine-sources", make)
+    found = {name: path_of(sample) for name, sample in SAMPLES.items()} | {"ranks": path_of("rank_fsdp1_w2")}
+    return found | {name: str(folder / f"{name}.pt") for name in ODD} | {"odd dcp": str(folder / "odd dcp")}
+
+
+@pytest.fixture(scope="session")
+def launched(once: Once) -> Callable[[str, int, list[Case]], tuple[Path, dict[str, Any]]]:
+    """`launched(name, world, cases)`: where the cases were written, and what rank 0 says of each, in one launch."""
+
+    def get(name: str, world: int, cases: list[Case]) -> tuple[Path, dict[str, Any]]:
+        def make(folder: Path) -> None:
+            told = [{**case, "out": str(folder / str(i))} for i, case in enumerate(cases)]
+            (folder / "cases.json").write_text(json.dumps(told))
+            script = Path(__file__).with_name("engine_on_ranks.py")
+            command = [*TORCHRUN, "--nproc-per-node", str(world), script, folder / "cases.json", folder / "said.json"]
+            done = subprocess.run(
+                list(map(str, command)), capture_output=True, text=True, timeout=SECONDS, check=False,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+            assert (folder / "said.json").exists(), done.stderr[-3000:]
+
+        folder = once(f"engines-{name}-{world}", make)
+        return folder, json.loads((folder / "said.json").read_text())
+
+    return get
+
+
+Launched = Callable[[str, int, list[Case]], tuple[Path, dict[str, Any]]]
+
+
+def check_case(source: str, onto: str, sources: dict[str, str], launched: Launched, name: str, tmp_path: Path) -> None:
+    world = WORLDS.get(onto, 4)
+    pairs = [pair for pair in (BRIEF if name == "brief" else LONG) if WORLDS.get(pair[1], 4) == world]
+    cases = [
+        {"name": f"{s} {o}", "source": sources[s], "flags": {**flags_of(s, o), "engine": "mesh", "check": True}}
+        for s, o in pairs
+    ]
+    folder, said = launched(name, world, cases)
+    there = said[f"{source} {onto}"]
+    assert isinstance(there, dict), there
+    assert there["engine"] == "mesh"
+    made = verbs.reshard(sources[source], tmp_path / "bytes", engine="bytes", **flags_of(source, onto))
+    same = ("checked", "unchecked", "tensors", "objects", "bytes", "ties", "dropped", "policies", "world", "mesh")
+    assert {key: there[key] for key in same} == {key: json.loads(json.dumps(getattr(made, key))) for key in same}
+    assert_equal(tmp_path / "bytes", folder / str(pairs.index((source, onto))))
+
+
+@pytest.mark.parametrize(("source", "onto"), BRIEF)
+def test_the_engines_agree(source: str, onto: str, sources: dict[str, str], launched: Launched, tmp_path: Path) -> None:
+    check_case(source, onto, sources, launched, "brief", tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("source", "onto"), LONG)
+def test_the_engines_agree_on_everything(
+    source: str, onto: str, sources: dict[str, str], launched: Launched, tmp_path: Path
+) -> None:
+    check_case(source, onto, sources, launched, "all", tmp_path)
+
+
+def assert_equal(one: Path, other: Path) -> None:
+    """Names and paths, dtypes, shapes, boxes, values, ties, objects, containers; and what torch itself reads."""
+    with closing(opening.open_source(str(one))) as a, closing(opening.open_source(str(other))) as b:
+        assert list(a.catalogue.entries) == list(b.catalogue.entries)
+        assert a.catalogue.containers == b.catalogue.containers
+        cut = 0
+        for path, entry in a.catalogue.entries.items():
+            found = b.catalogue.entries[path]
+            assert type(entry) is type(found), path
+            if not isinstance(entry, Tensor) or not isinstance(found, Tensor):
+                assert spelt(entry) == spelt(found), path
+                continue
+            for what in ("dtype", "shape", "part", "embedded", "alias"):
+                assert getattr(entry, what) == getattr(found, what), (path, what)
+            assert boxes_of(entry) == boxes_of(found), path
+            cut += len(entry.chunks) > 1
+            assert torch.equal(raw(Reader(a).whole(entry)), raw(Reader(b).whole(found))), path
+        assert cut or not any("shard" in str(p) for p in (one, other))
+    ours, theirs = by_torch(one), by_torch(other)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(raw(value), raw(theirs[name])), name
+        else:
+            assert repr(value) == repr(theirs[name]), name
+
+
+def boxes_of(tensor: Tensor) -> list[Any]:
+    return sorted(zip(tensor.chunks.offsets, tensor.chunks.sizes, strict=True))
+
+
+def spelt(entry: Any) -> str:
+    return json.dumps(typedjson.encode(entry.value, name=entry.name))
+
+
+def raw(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def by_torch(path: Path) -> dict[str, Any]:
+    """The state as DCP gives it without a process group, one dict by full names."""
+    state: dict[str, Any] = {}
+    _load_state_dict(state, dcp.FileSystemReader(path), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    return {".".join(map(str, where)): value for value, where in leaves(state, ())}
+
+
+def leaves(value: Any, where: tuple[Any, ...]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    if isinstance(value, dict) and value:
+        for key, below in value.items():
+            yield from leaves(below, (*where, key))
+    elif isinstance(value, list) and any(isinstance(v, (dict, torch.Tensor)) for v in value):
+        for i, below in enumerate(value):
+            yield from leaves(below, (*where, i))
+    else:
+        yield value, where
+
+
+# The choice -----------------------------------------------------------------------------------------------------------
+
+W4 = path_of("dcp_fsdp2_w4")
+CHOICES: dict[str, tuple[dict[str, Any], Any]] = {
+    "as many as ranks": ({"to_world": 2}, ("mesh", "2 processes for as many ranks, and the state fits their memory")),
+    "planned": ({"to_world": 2, "dry_run": True}, ("mesh", "2 processes for as many ranks, and the state fits")),
+    "bytes": ({"to_world": 2, "engine": "bytes"}, ("bytes", "asked for")),
+    "more ranks": ({"to_world": 4}, ("bytes", "2 processes for 4 ranks")),
+    "rank files": ({"to_world": 2, "to": "fsdp1"}, ("bytes", "DCP saves it, and fsdp1 is not DCP's")),
+    "little memory": ({"to_world": 2, "free": 1 << 20}, ("bytes", "the state does not fit: 2 x 5")),
+    "a limit": ({"to_world": 2, "max_memory": "200MiB"}, ("bytes", "`--max-memory` holds for bytes only")),
+    "another order": (
+        {"to_mesh": "shard=1,replicate=2"},
+        ("bytes", "FSDP2 takes the dimensions of a mesh in the order"),
+    ),
+    "packed": ({"to_world": 2, "source": "packed"}, ("bytes", "tensor `model.w` is bits8, which does not travel")),
+    "asked for, more ranks": (
+        {"to_world": 4, "engine": "mesh"},
+        "UsageError: `--engine mesh`: 2 processes for 4 ranks | `torchrun --nproc-per-node 4 -m ckpttool reshard ...`",
+    ),
+    "asked for, rank files": (
+        {"to_world": 2, "to": "fsdp1", "engine": "mesh"},
+        "UsageError: `--engine mesh`: DCP saves it, and fsdp1 is not DCP's | `--engine bytes` writes it",
+    ),
+    "asked for, little memory": (
+        {"to_world": 2, "engine": "mesh", "free": 1 << 20},
+        "UsageError: `--engine mesh`: the state does not fit: 2 x 5",
+    ),
+    "a rule for nothing": (
+        {"to_mesh": "shard=1,tp=2", "engine": "mesh", "placements": ["*.wq=tp:0"]},
+        "UsageError: `--placements *.wq=tp:0` matches nothing",
+    ),
+}
+
+
+@pytest.fixture(scope="session")
+def chosen(once: Once, launched: Launched) -> tuple[Path, dict[str, Any]]:
+    def make(folder: Path) -> None:
+        torch.save({"model": {"w": torch.empty(4, 2, dtype=torch.bits8)}}, folder / "packed.pt")
+
+    folder = once("choice-sources", make)
+    cases = []
+    for name, (flags, _) in CHOICES.items():
+        flags = dict(flags)
+        source = W4
+        if "source" in flags:
+            source = str(folder / f"{flags.pop('source')}.pt")
+        cases.append({"name": name, "source": source, "free": flags.pop("free", None), "flags": flags})
+    return launched("choice", 2, cases)
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_engine_is_chosen_and_said(name: str, chosen: tuple[Path, dict[str, Any]]) -> None:
+    folder, said = chosen
+    expected, there = CHOICES[name][1], said[name]
+    out = folder / str([*CHOICES].index(name))
+    if isinstance(expected, str):
+        assert isinstance(there, str) and there.startswith(expected), there
+        assert not out.exists()
+        return
+    assert isinstance(there, dict), there
+    assert (there["engine"], there["why"][: len(expected[1])]) == expected
+    assert out.exists() == (name != "planned")
+
+
+def test_a_process_alone_has_no_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from ckpttool.errors import UsageError
+
+    with pytest.raises(UsageError, match="`--engine mesh`: not under torchrun") as caught:
+        verbs.reshard(W4, tmp_path / "out", to_world=2, engine="mesh")
+    assert caught.value.hint is not None and "torchrun --nproc-per-node 2 -m ckpttool reshard" in caught.value.hint
+    with pytest.raises(UsageError, match="there is no engine `meshes`") as caught:
+        verbs.reshard(W4, tmp_path / "out", to_world=2, engine="meshes")
+    assert list(tmp_path.iterdir()) == []
+
+
+# What goes wrong ------------------------------------------------------------------------------------------------------
+
+FAILING = """
+import os, signal, sys, time
+from ckpttool.mesh import {module} as module
+from ckpttool.cli.app import main
+from ckpttool.errors import StorageError
+how, rank = sys.argv.pop(1), os.environ["RANK"]
+real = module.{function}
+def failing(*arguments):
+    if rank == os.environ["FAILING"]:
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "raises":
+            raise StorageError("the disk of this node is full", hint="make room")
+        if how == "is wrong":
+            raise ValueError("a mistake of ours")
+    return real(*arguments)
+module.{function} = failing
+main()
+"""
+WHERE = {"loading": ("moments", "_fill_module"), "saving": ("engine", "_save"), "making": ("shell", "build")}
+
+
+@pytest.mark.parametrize(
+    ("how", "where", "rank", "expected"),
+    [
+        ("dies", "loading", 1, ("error: lost touch with another rank", "terminated, nothing was written")),
+        ("raises", "loading", 2, ("error: the disk of this node is full",)),
+        *(
+            pytest.param(how, where, rank, expected, marks=pytest.mark.long)
+            for where in WHERE
+            for how, rank, expected in (
+                ("dies", 0, ()),
+                ("dies", 2, ("error: lost touch with another rank", "terminated, nothing was written")),
+                ("raises", 0, ("error: the disk of this node is full",)),
+                ("raises", 1, ("error: the disk of this node is full",)),
+                ("is wrong", 0, ("bug: ValueError: a mistake of ours",)),
+                ("is wrong", 2, ("bug: ", "error: rank 2: ValueError: a mistake of ours")),
+            )
+        ),
+    ],
+)
+def test_a_rank_that_fails_takes_all_with_it(
+    tmp_path: Path, how: str, where: str, rank: int, expected: tuple[str, ...]
+) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING.format(module=WHERE[where][0], function=WHERE[where][1]))
+    out = tmp_path / "there" / "out"
+    command = [*TORCHRUN, "--nproc-per-node", "3", script, how, "reshard", W4, out, "--to-world", "3"]
+    running = subprocess.Popen(
+        [*map(str, command), "--engine", "mesh"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "FAILING": str(rank), "COLUMNS": "200"},
+    )  # fmt: skip
+    printed, err = ended(running)
+    said = [line for line in err.splitlines() if line.startswith(("error: ", "bug: ", "terminated"))]
+    assert (running.returncode, printed) == (1, "")
+    assert not out.exists()
+    if expected:
+        assert len(said) == 1 and said[0].startswith(expected), err[-3000:]
+        assert not out.parent.exists()
+    else:
+        assert said == []  # who would have spoken is dead
+
+
+def ended(running: subprocess.Popen[str]) -> tuple[str, str]:
+    """What it printed. One that hangs is ended, and all its ranks."""
+    try:
+        return running.communicate(timeout=90)
+    except subprocess.TimeoutExpired:
+        running.terminate()
+        said = running.communicate()
+        raise AssertionError(f"it hangs:\n{said}") from None
+
+
+@pytest.mark.long
+def test_a_signal_to_torchrun_leaves_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "slow.py"
+    script.write_text("import time\nfrom ckpttool.mesh import engine\nfrom ckpttool.cli.app import main\n"
+                      "engine._save = lambda *arguments: time.sleep(600)\nmain()\n")  # fmt: skip
+    out = tmp_path / "there" / "out"
+    command = [*TORCHRUN, "--nproc-per-node", "2", script, "reshard", W4, out, "--to-world", "2", "--engine", "mesh"]
+    running = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 60
+    while time.monotonic() < until and not list(tmp_path.glob("there/.out.partial-*/rest/.metadata")):
+        time.sleep(0.1)
+    running.send_signal(signal.SIGTERM)
+    _, err = ended(running)
+    assert [line for line in err.splitlines() if line.startswith("terminated")] == ["terminated, nothing was written"]
+    assert not out.parent.exists()
+
+
+@pytest.mark.long
+def test_there_and_back_again(tmp_path: Path) -> None:
+    before = Path(W4)
+    for world in (8, 3, 4):
+        out = tmp_path / str(world)
+        command = [*TORCHRUN, "--nproc-per-node", str(world), "-m", "ckpttool", "reshard", before, out]
+        done = subprocess.run(
+            [*map(str, command), "--to-world", str(world), "--json"], cwd=ROOT, capture_output=True, text=True,
+            timeout=SECONDS, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert json.loads(done.stdout)["engine"] == "mesh", done.stderr[-3000:]
+        before = out
+    verbs.reshard(W4, tmp_path / "bytes", to_world=4)
+    assert_equal(tmp_path / "bytes", before)
+
+
+def test_what_torch_saves_otherwise_is_refused(tmp_path: Path) -> None:
+    """The index is not believed to be what was laid out; it is compared."""
+    from ckpttool import chunking, layout
+    from ckpttool.errors import CorruptError
+    from ckpttool.formats.dcp import joining
+
+    torch.save({"model": {"w": torch.arange(12.0).reshape(4, 3)}}, tmp_path / "w.pt")
+    dcp.save({"model.w": torch.arange(12.0).reshape(4, 3)}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    with closing(opening.open_source(str(tmp_path / "w.pt"))) as source:
+        laid = layout.start(source.catalogue)
+        with pytest.raises(CorruptError, match=r"tensor `model\.w` was not saved by torch as it is laid out"):
+            joining.join(str(tmp_path / "saved"), chunking.over_world(laid, 2), None)
+        joining.join(str(tmp_path / "saved"), chunking.over_world(laid, 1), None)
+    with closing(opening.open_source(str(tmp_path / "saved"))) as source:
+        assert [tensor.path for tensor in source.catalogue.tensors] == [("model", "w")]
