@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ckpttool import mirrors
 from ckpttool.errors import CkptError, CorruptError, OverwriteError, ReadError, StorageError, UsageError
 
 _OPEN_FILES = 64
@@ -31,10 +32,12 @@ def failed(error: OSError, path: str, doing: str) -> CkptError:
 class Pool:
     """Open file descriptors, the least recently used closed first; shared by threads.
 
-    A descriptor in use is never closed: `get` hands it out under a count that `_release` lowers.
+    A descriptor in use is never closed: `get` hands it out under a count that `_release` lowers. With `whole`, a file
+    that lies in a store is fetched whole and checked before the first of its bytes is read, else only what is read.
     """
 
-    def __init__(self, *, writing: bool = False) -> None:
+    def __init__(self, *, writing: bool = False, whole: bool = False) -> None:
+        self._whole = whole
         self._flags = os.O_RDWR if writing else os.O_RDONLY
         self._doing = "write" if writing else "read"
         self._open: OrderedDict[str, list[int]] = OrderedDict()  # path -> [descriptor, users]
@@ -66,7 +69,7 @@ class Pool:
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         """Exactly `nbytes` at `offset`. Raises CorruptError when the file ends before."""
-        with self.use(path) as fd:
+        with self.use(mirrors.here(path, offset, None if self._whole else nbytes)) as fd:
             data = os.pread(fd, nbytes, offset)
             while len(data) < nbytes:
                 more = os.pread(fd, nbytes - len(data), offset + len(data))
@@ -77,7 +80,7 @@ class Pool:
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`. Raises CorruptError when the file ends before."""
-        with self.use(path) as fd:
+        with self.use(mirrors.here(path, offset, None if self._whole else len(buffer))) as fd:
             done = 0
             while done < len(buffer):
                 n = os.preadv(fd, [buffer[done:]], offset + done)
@@ -151,6 +154,9 @@ def fingerprint(paths: Iterable[str]) -> Fingerprint:
     """What tells a file from a later version of it: size, modification time, inode."""
     found: Fingerprint = {}
     for path in paths:
+        if mirrors.of(path) is not None:
+            # It is filled while it is read, and is pinned to a commit.
+            continue
         with suppress(OSError):
             status = os.stat(path)
             found[path] = (status.st_size, status.st_mtime_ns, status.st_ino)
@@ -265,6 +271,8 @@ def remove(path: str) -> None:
 def check_free(dst: str, *, overwrite: bool, is_file: bool) -> None:
     """Raises UsageError or OverwriteError when `dst` cannot be made."""
     path = Path(dst)
+    if mirrors.is_elsewhere(dst):
+        raise UsageError(f"`{dst}` is not on this machine", hint=f"`ckpttool export SRC {dst}` writes there")
     if not dst or os.path.basename(os.path.normpath(dst)) in ("", ".", ".."):
         said = f"`{dst}` cannot be replaced" if dst else "the destination has no name"
         raise UsageError(said, hint="name a file or a directory that is to be made")

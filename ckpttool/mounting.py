@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -133,6 +133,10 @@ class Mounted:
         if not start:
             return self._sources[i].resolve(tensor, chunk)
         return self._sources[i].resolve(tensor, chunk._replace(extent=chunk.extent.shifted(-start))).shifted(start)
+
+    def closing(self, done: Callable[[], object]) -> None:
+        """Something else to do when this is closed."""
+        self._closing.callback(done)
 
     def close(self) -> None:
         self._closing.close()

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from ckpttool import parts, producers
+from ckpttool import mirrors, parts, producers
 from ckpttool.catalogue import Catalogue, Object, Path, dotted
 from ckpttool.containers import pickles, strictjson
 from ckpttool.contract import NO_HINTS, OpenOptions, Source
-from ckpttool.errors import CorruptError, ReadError, UsageError
+from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
 from ckpttool.files import failed
+from ckpttool.mounting import Mounted
 from ckpttool.optimkeys.walking import is_model_order
 
 _LARGEST_SHAPES = 64 << 20
@@ -24,8 +25,7 @@ def open_source(path: str, shapes: str | None = None) -> Source:
     """The checkpoint at `path`, or what a framework left in a directory. `shapes` is a checkpoint or a JSON file that
     knows the parameters' shapes. Raises ReadError or CorruptError."""
     options = NO_HINTS if shapes is None else shapes_from(shapes)
-    with naming(path), pickles.noting_harm() as asked:
-        source = producers.open_source(path, options)
+    source, asked = _opened(path, options)
     if options.shapes and options.ordered:
         source.catalogue.facts["parameter order"] = tuple(options.shapes)
     elif options.shapes:
@@ -39,14 +39,36 @@ def open_source(path: str, shapes: str | None = None) -> Source:
     return source
 
 
+def _opened(path: str, options: OpenOptions) -> tuple[Source, set[str]]:
+    """What lies at a path or an address, and the harm that its pickles name."""
+    mirror = mirrors.mount(path)
+    if mirror is None:
+        with naming(path), pickles.noting_harm() as asked:
+            return producers.open_source(path, options), asked
+    try:
+        with naming(path), pickles.noting_harm() as asked:
+            source = Mounted.over(producers.open_source(mirror.path, options))
+    except BaseException:
+        mirrors.unmount(mirror)
+        raise
+    source.closing(lambda: mirrors.unmount(mirror))
+    catalogue = source.catalogue
+    catalogue.warnings[:] = map(mirrors.as_typed, catalogue.warnings)
+    catalogue.faults[:] = map(mirrors.in_their_words, catalogue.faults)
+    for found in catalogue.facts.get("run", ()):
+        found["path"] = mirrors.as_typed(found["path"])
+    return source, asked
+
+
 @contextmanager
 def naming(path: str | None) -> Iterator[None]:
     """Errors of a directory's reader name the file in it; put the directory before, so that it is known which."""
     try:
         yield
-    except (CorruptError, ReadError) as error:
-        if path is None or path.rstrip("/") in error.message:
-            raise
+    except CkptError as raised:
+        error = mirrors.in_their_words(raised)
+        if path is None or path.rstrip("/") in error.message or not isinstance(error, CorruptError | ReadError):
+            raise error from None
         raise type(error)(f"`{path}`: {error.message}", hint=error.hint, **{"file": path, **error.facts}) from None
 
 
@@ -67,7 +89,7 @@ def shapes_from(path: str) -> OpenOptions:
 
 def _shapes_in(path: str) -> dict[str, tuple[int, ...]]:
     try:
-        with open(path, "rb") as stream:
+        with open(mirrors.here(path), "rb") as stream:
             listed = strictjson.parse(stream.read(_LARGEST_SHAPES + 1)[:_LARGEST_SHAPES], f"`{path}`")
     except OSError as error:
         raise failed(error, path, "read") from None

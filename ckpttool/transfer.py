@@ -112,7 +112,7 @@ class _Transfer:
         self, source: Source, destination: Catalogue, compare: bool, tile: int, check_later: bool = False
     ) -> None:
         self._source = source
-        self._in = Pool()
+        self._in = Pool(whole=True)
         self._out = Pool(writing=not compare)
         self._from = source.catalogue.files
         self._to = destination.files

@@ -38,7 +38,7 @@ LAYERS: list[tuple[set[str], set[str]]] = [
     ({"mounting"}, DATA | PURE | {"nesting"}),
     ({"producers"}, DATA | PURE | {"producers", "formats", "mounting", "nesting", "files", "mirrors", "containers"}),
     ({"opening"}, DATA | {"producers", "mounting", "files", "mirrors", "parts", "containers", "optimkeys"}),
-    ({"hub"}, {"hub", "errors", "files", "version", "exporting.outgoing"}),
+    ({"hub"}, {"hub", "errors", "files", "version", "exporting"}),
     ({"figures"}, DATA | MOVING | {"plan", "files"}),
     ({"checkpoint"}, DATA | MOVING | {"opening", "files"}),
     ({"sharing"}, DATA | MOVING | {"files"}),
@@ -239,13 +239,17 @@ def test_the_lower_layers_need_the_standard_library_only(name: str) -> None:
 
 @every
 def test_torch_and_numpy_are_imported_when_they_are_needed(name: str) -> None:
-    if layer_of(name) != "mesh":  # itself imported when it is needed
+    if layer_of(name) not in ("mesh", "hub"):  # themselves imported when they are needed
         assert not foreign(at_import(MODULES[name])) & {"torch", "numpy", "safetensors", "zstandard", "huggingface_hub"}
 
 
 def test_torch_is_needed_for_values_only() -> None:
     users = {layer_of(name) for name, tree in MODULES.items() if "torch" in foreign(tree)} - {"mesh", "resume"}
     assert users == {"transfer", "checkpoint", "figures", "sharing", "engines", "exporting"}
+
+
+def test_one_package_speaks_to_the_hub() -> None:
+    assert {layer_of(name) for name, tree in MODULES.items() if "huggingface_hub" in foreign(tree)} <= {"hub"}
 
 
 @every
@@ -261,8 +265,8 @@ def test_nothing_of_a_checkpoint_is_run(name: str) -> None:
     tree = MODULES[name]
     called = calls(tree)
     assert not called & {"pickle.load", "pickle.loads", "torch.load", "torch.jit.load", "eval", "exec", "__import__"}
-    # The package itself imports its own modules when they are asked for.
-    unwanted = {"find_class", "system", "popen"} | ({"import_module"} if name else set())
+    # The package itself imports its own modules when they are asked for, and so do stores.
+    unwanted = {"find_class", "system", "popen"} | ({"import_module"} if name not in ("", "mirrors") else set())
     assert not {c for c in called if c.rpartition(".")[2] in unwanted}
     assert not foreign(tree) & {"marshal", "shelve", "dill", "cloudpickle", "joblib", "runpy"}
     if name != "exporting.expected":  # starts our own `exporting.metamodel`, which needs torch, in a process of its own

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpttool import boxes
+from ckpttool import boxes, mirrors
 from ckpttool.catalogue import Extent
 from ckpttool.containers import opcodes, pickles, torchpickle
 from ckpttool.containers.pickles import stub_name
@@ -85,7 +85,7 @@ def is_tar(head: bytes, path: str) -> bool:
     if head[257:262] != b"ustar":
         return False
     try:
-        with tarfile.open(path, "r:") as archive:
+        with tarfile.open(mirrors.here(path), "r:") as archive:
             return set(archive.getnames()) >= _MEMBERS
     except (tarfile.TarError, OSError, ValueError):
         return False
@@ -171,7 +171,7 @@ def open_stream(read: Read, size: int, *, name: str) -> Stream:
 def open_tar(read: Read, path: str, *, name: str) -> Stream:
     """The tar of torch 0.1. Raises CorruptError when a member is missing or cut."""
     try:
-        with tarfile.open(path, "r:") as archive:
+        with tarfile.open(mirrors.here(path), "r:") as archive:
             members = {m.name: (m.offset_data, m.offset_data + m.size) for m in archive.getmembers() if m.isreg()}
     except (tarfile.TarError, OSError, ValueError) as error:
         raise CorruptError(f"{name}: not a whole tar: {error}") from None

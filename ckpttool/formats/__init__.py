@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 
+from ckpttool import mirrors
 from ckpttool.contract import NO_HINTS, Format, OpenOptions, Source
 from ckpttool.errors import CkptError, ReadError, UsageError
 from ckpttool.files import failed
@@ -84,7 +85,7 @@ def _check_readable(path: str) -> None:
 
 def _unknown_file(path: str) -> CkptError:
     try:
-        with open(path, "rb") as stream:
+        with open(mirrors.here(path, 0, 64), "rb") as stream:
             head = stream.read(64)
     except OSError as error:
         return failed(error, path, "read")

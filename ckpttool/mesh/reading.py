@@ -32,7 +32,7 @@ class Counting(Pool):
     """A pool that knows how many bytes it has read."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(whole=True)
         self.nbytes = 0
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:

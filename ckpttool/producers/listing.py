@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from ckpttool import mirrors
 from ckpttool.containers import strictjson
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.files import failed
@@ -92,7 +93,7 @@ class Listing:
             return None
         if name not in self._json:
             try:
-                with open(self.at(name), "rb") as stream:
+                with open(mirrors.here(self.at(name)), "rb") as stream:
                     text = stream.read(_LARGEST_JSON + 1)
             except OSError as error:
                 raise failed(error, self.at(name), "read") from None
@@ -116,7 +117,7 @@ class Listing:
     def text(self, name: str) -> str:
         """The first kilobyte of a file of text; empty when it cannot be read."""
         try:
-            with open(self.at(name), "rb") as stream:
+            with open(mirrors.here(self.at(name), 0, 1024), "rb") as stream:
                 return stream.read(1024).decode("utf-8", "replace").strip()
         except OSError:
             return ""

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from ckpttool import formats
+from ckpttool import formats, mirrors
 from ckpttool.errors import CkptError, ReadError, some
 from ckpttool.producers import rankfamilies, torchnative
 from ckpttool.producers.listing import Listing
@@ -266,7 +266,7 @@ def _named_in(pickle: bytes) -> list[str]:
 
 def _read(listing: Listing, name: str, most: int) -> bytes:
     try:
-        with open(listing.at(name), "rb") as stream:
+        with open(mirrors.here(listing.at(name), 0, most), "rb") as stream:
             return stream.read(most)
     except OSError:
         return b""

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpttool import files
+from ckpttool import files, mirrors
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import File
 from ckpttool.errors import CorruptError, ReadError, some
@@ -71,7 +71,7 @@ def index_files(path: str) -> tuple[str, list[str]]:
 
 def _is_index(path: str) -> bool:
     try:
-        with open(path, "rb") as stream:
+        with open(mirrors.here(path, 0, 2048), "rb") as stream:
             return dcpmetadata.looks_like(stream.read(2048))
     except OSError:
         return False
@@ -112,7 +112,7 @@ def _read_one(location: str, name: str) -> Metadata:
     if not files.size_of(location):
         raise CorruptError(f"`{location}`: is empty", hint="the save did not end; take an older step", file=location)
     try:
-        with open(location, "rb") as stream:
+        with open(mirrors.here(location), "rb") as stream:
             return dcpmetadata.read(stream, name)
     except OSError as error:
         raise files.failed(error, location, "read") from None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from ckpttool import files
+from ckpttool import files, mirrors
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import Extent
 from ckpttool.containers import sharded, torchlegacy, torchmodule, torchzip
@@ -87,7 +87,7 @@ def _torch_versions(archive: torchzip.Archive) -> str:
 def is_torch(path: str) -> bool:
     """Whether this begins like a file of torch.save. It may be cut all the same."""
     try:
-        with open(path, "rb") as stream:
+        with open(mirrors.here(path, 0, 64), "rb") as stream:
             head = stream.read(64)
     except OSError:
         return False

@@ -1,0 +1,338 @@
+"""The Hub as a source: what is opened from there is what lies here, and no more of it is fetched than is looked at."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hubclient import patience
+from hubserver import READER, Hub, drop, stall
+from huggingface_hub import constants, hf_hub_download
+from safetensors.torch import load_file, save_file
+
+import ckpttool
+from ckpttool import mirrors, verbs
+from ckpttool.catalogue import Catalogue
+from ckpttool.errors import CkptError, RemoteError, UsageError
+from ckpttool.hub import address
+
+ROOT = Path(__file__).resolve().parents[2]
+SAMPLES = ROOT / "samples" / "checkpoints"
+SOME = [
+    "dcp_fsdp2_w2", "dcp_single", "dcp_zstd_w2", "hf_sharded_w2", "rank_fsdp1_w2", "rank_fsdp2_w2", "torch_full",
+    "run_accelerate_fsdp2_sharded_w2", "run_trainer", "run_torchtitan_w2", "torch_legacy", "torch_tar",
+]  # fmt: skip
+
+
+def large(mib: int = 4, prefix: str = "") -> bytes:
+    """A safetensors file of some MiB in many tensors."""
+    import safetensors.torch
+
+    made = {f"{prefix}layers.{i}.weight": torch.randn(256, 1024) for i in range(mib)}
+    return safetensors.torch.save(made, metadata={"format": "pt"})
+
+
+def fetched(hub: Hub) -> int:
+    """Bytes that left the store of large files."""
+    return sum(one.sent for one in hub.asked("GET", "/cdn/"))
+
+
+def outline(catalogue: Catalogue) -> list[tuple[object, ...]]:
+    tensors = [(t.path, t.dtype.name, t.shape, str(t.part), len(t.chunks)) for t in catalogue.tensors]
+    objects = [(o.path, repr(o.value)) for o in catalogue.objects if o.is_read]
+    return [*tensors, *objects, catalogue.format, catalogue.world_size]
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_it_is_what_lies_here(hub: Hub, tmp_path: Path, name: str) -> None:
+    if not (SAMPLES / name).exists():
+        pytest.skip("no such sample")
+    check_same(hub, tmp_path, name)
+
+
+@pytest.mark.long
+def test_every_sample_is_what_lies_here(hub: Hub, tmp_path: Path) -> None:
+    for name in sorted(os.listdir(SAMPLES)):
+        check_same(hub, tmp_path / name, name)
+
+
+def check_same(hub: Hub, folder: Path, name: str) -> None:
+    """Opened, shown and converted from the Hub, a sample is what it is from the disk."""
+    hub.make(f"org/{name}", SAMPLES / name)
+    src, here = f"hf://org/{name}", str(SAMPLES / name)
+    below = [p for p in ("ckpt.pt", "ckpt", "run") if (SAMPLES / name / p).exists()]
+    if below:
+        src, here = f"{src}/{below[0]}", f"{here}/{below[0]}"
+    try:
+        expected = outline(verbs.inspect(here))
+    except CkptError as error:
+        with pytest.raises(type(error)) as raised:
+            verbs.inspect(src)
+        assert raised.value.message.replace(src, here) == error.message.replace(str(SAMPLES / name), here)
+        return
+    assert outline(verbs.inspect(src)) == expected
+    with ckpttool.open(src) as far, ckpttool.open(here) as near:
+        for one, other in zip(far.tensors(), near.tensors(), strict=True):
+            np.testing.assert_array_equal(one.bits(), other.bits())
+    try:
+        verbs.convert(here, folder / "near.pt")
+    except CkptError:
+        return
+    verbs.convert(src, folder / "far.pt")
+    assert (folder / "far.pt").read_bytes() == (folder / "near.pt").read_bytes()
+
+
+def test_inspect_reads_headers_and_no_weights(hub: Hub) -> None:
+    files = {f"model-0000{i}-of-00003.safetensors": large(prefix=f"{i}.") for i in (1, 2, 3)}
+    hub.make("org/name", files)
+    catalogue = verbs.inspect("hf://org/name")
+    assert sum(t.nbytes for t in catalogue.tensors) > 11 << 20
+    assert fetched(hub) <= 3 * (64 << 10), "a block of each file"
+    assert len(hub.asked("GET", "/cdn/")) == 3
+    assert not os.path.exists(constants.HF_HUB_CACHE) or not any(Path(constants.HF_HUB_CACHE).rglob("*.safetensors"))
+
+
+def test_show_reads_one_tensor(hub: Hub) -> None:
+    data = large(8)
+    hub.make("org/name", {"model.safetensors": data})
+    shown = verbs.show("hf://org/name/model.safetensors", "layers.3.weight")
+    assert shown.chunks[0][1] == "model.safetensors"
+    assert shown.nbytes <= fetched(hub) <= shown.nbytes + 3 * (64 << 10)
+
+
+def test_convert_takes_each_file_once(hub: Hub, tmp_path: Path) -> None:
+    data = large()
+    hub.make("org/name", {"model.safetensors": data, "config.json": b"{}"})
+    verbs.convert("hf://org/name", tmp_path / "ckpt", to="dcp", to_world=8)
+    assert len(data) <= fetched(hub) <= len(data) + (64 << 10)
+    back = tmp_path / "back.safetensors"
+    verbs.convert(tmp_path / "ckpt", back)
+    (tmp_path / "given.safetensors").write_bytes(data)
+    expected = load_file(tmp_path / "given.safetensors")
+    found = load_file(back)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    # Again: from the cache.
+    before = fetched(hub)
+    verbs.convert("hf://org/name", tmp_path / "again.pt")
+    assert fetched(hub) == before
+
+
+def test_a_dry_run_downloads_nothing(hub: Hub, tmp_path: Path) -> None:
+    hub.make("org/name", {"model.safetensors": large()})
+    verbs.convert("hf://org/name", tmp_path / "ckpt", to="dcp", dry_run=True)
+    assert fetched(hub) <= 64 << 10
+
+
+def test_what_other_tools_cached_is_used(hub: Hub, tmp_path: Path) -> None:
+    hub.make("org/name", {"model.safetensors": large(), "config.json": b"{}"})
+    for name in ("model.safetensors", "config.json"):
+        hf_hub_download("org/name", name, endpoint=hub.url, cache_dir=constants.HF_HUB_CACHE)
+    before = fetched(hub)
+    verbs.inspect("hf://org/name")
+    verbs.convert("hf://org/name", tmp_path / "out.pt")
+    assert fetched(hub) == before
+
+
+def test_without_the_hub_from_the_cache(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.make("org/name", {"model.safetensors": large(1), "config.json": b"{}"})
+    for name in ("model.safetensors", "config.json"):
+        path = hf_hub_download("org/name", name, endpoint=hub.url, cache_dir=constants.HF_HUB_CACHE)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    asked = len(hub.seen)
+    verbs.convert("hf://org/name", tmp_path / "out.pt")
+    assert len(hub.seen) == asked
+    with pytest.raises(CkptError, match="is not in the cache"):
+        verbs.inspect("hf://org/other")
+    blob = Path(os.path.realpath(Path(path).with_name("model.safetensors")))
+    data = bytearray(blob.read_bytes())
+    data[-1] ^= 1
+    blob.chmod(0o644)
+    blob.write_bytes(data)
+    with pytest.raises(RemoteError, match="is not what the Hub had"):
+        verbs.convert("hf://org/name", tmp_path / "other.pt")
+
+
+def test_a_model_is_loaded(hub: Hub, tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
+    save_file(model.state_dict(), tmp_path / "model.safetensors", {"format": "pt"})
+    hub.make("org/name", {"model.safetensors": (tmp_path / "model.safetensors").read_bytes()})
+    other = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
+    ckpttool.load("hf://org/name", other)
+    for one, its in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, its)
+
+
+def test_the_revision_is_pinned(hub: Hub, tmp_path: Path) -> None:
+    first, second = large(1), large(1)
+    hub.make("org/name", {"model.safetensors": first})
+    old = hub.repos["org/name"].refs["main"]
+    with ckpttool.open("hf://org/name") as opened:
+        hub.commit("org/name", {"model.safetensors": second})
+        bits = opened["layers.0.weight"].bits()
+    (tmp_path / "first.safetensors").write_bytes(first)
+    np.testing.assert_array_equal(bits.view(np.float32), load_file(tmp_path / "first.safetensors")["layers.0.weight"])
+    verbs.convert(f"hf://org/name@{old}", tmp_path / "old.safetensors")
+    verbs.convert("hf://org/name", tmp_path / "new.safetensors")
+    assert not torch.equal(
+        load_file(tmp_path / "old.safetensors")["layers.0.weight"],
+        load_file(tmp_path / "new.safetensors")["layers.0.weight"],
+    )
+
+
+def test_nothing_is_left_in_the_scratch_folder(hub: Hub, tmp_path: Path) -> None:
+    hub.make("org/name", {"model.safetensors": large(1)})
+    verbs.inspect("hf://org/name")
+    verbs.convert("hf://org/name", tmp_path / "out.pt")
+    with pytest.raises(CkptError):
+        verbs.show("hf://org/name", "not there")
+    assert os.listdir(tmp_path / "tmp") == []
+    assert not mirrors._mounted
+
+
+# What can be wrong --------------------------------------------------------------------------------------------------
+
+
+def corrupt(data: bytes) -> bytes:
+    changed = bytearray(data)
+    changed[-5] ^= 0xFF
+    return bytes(changed)
+
+
+def test_a_body_of_the_right_size_and_other_bytes_is_refused(hub: Hub, tmp_path: Path) -> None:
+    data = large(1)
+    hub.make("org/name", {"model.safetensors": data})
+    oid = hub.repos["org/name"].commits[hub.repos["org/name"].refs["main"]].files["model.safetensors"].sha256
+    (hub.store / str(oid)).write_bytes(corrupt(data))
+    with pytest.raises(RemoteError, match="what arrived is not what the Hub has") as raised:
+        verbs.convert("hf://org/name", tmp_path / "out.pt")
+    assert not (tmp_path / "out.pt").exists()
+    assert "hf://org/name/model.safetensors" in raised.value.message
+    # The bad copy is not in the way of the next run.
+    (hub.store / str(oid)).write_bytes(data)
+    verbs.convert("hf://org/name", tmp_path / "out.pt")
+
+
+def test_a_cached_file_that_has_rotted_is_fetched_anew(hub: Hub, tmp_path: Path) -> None:
+    data = large(1)
+    hub.make("org/name", {"model.safetensors": data})
+    blob = Path(hf_hub_download("org/name", "model.safetensors", endpoint=hub.url, cache_dir=constants.HF_HUB_CACHE))
+    real = Path(os.path.realpath(blob))
+    real.chmod(0o644)
+    real.write_bytes(corrupt(data))
+    verbs.convert("hf://org/name", tmp_path / "out.safetensors")
+    (tmp_path / "given.safetensors").write_bytes(data)
+    given = load_file(tmp_path / "given.safetensors")
+    assert all(torch.equal(given[name], tensor) for name, tensor in load_file(tmp_path / "out.safetensors").items())
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("hf://org/none", "no such repository"),
+        ("hf://org/name@none", "no such revision"),
+        ("hf://org/name/none.safetensors", "no such file or folder"),
+        ("hf://org", "no address on the Hub"),
+        ("hf://org/name/../x", "no path in a repository"),
+        ("hf://datasets/org/name", "datasets are not read"),
+        ("hf://org/na--me..", "hf://org/na--me.."),
+    ],
+)
+def test_what_is_not_there(hub: Hub, text: str, said: str) -> None:
+    hub.make("org/name", {"model.safetensors": large(1)})
+    with pytest.raises((RemoteError, UsageError)) as raised:
+        verbs.inspect(text)
+    assert said in raised.value.message
+    assert raised.value.hint
+
+
+def test_who_may_not_read(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.make("org/secret", {"model.safetensors": large(1)}, private=True)
+    verbs.inspect("hf://org/secret")
+    monkeypatch.setenv("HF_TOKEN", READER)
+    verbs.inspect("hf://org/secret")
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    with pytest.raises(RemoteError, match=r"the token is not valid.*401"):
+        verbs.inspect("hf://org/secret")
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nonexistent")
+    with pytest.raises(RemoteError, match="no such repository, or one that is hidden"):
+        verbs.inspect("hf://org/secret")
+
+
+FAULTS = {
+    "403": ({"status": 403}, r"\(403\)"),
+    "429": ({"status": 429, "headers": {"Retry-After": "0"}}, r"too many requests.*\(429\)"),
+    "500": ({"status": 500}, r"in trouble.*\(500\)"),
+    "503": ({"status": 503}, r"in trouble.*\(503\)"),
+    "drop": ({"act": drop}, "the connection to the Hub broke"),
+    "stall": ({"act": stall}, "does not answer within 0.3 s"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("where", ["/revision/|/api/models/org/name$", "/tree/", "/cdn/"])
+def test_what_the_hub_may_do(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, where: str) -> None:
+    how, said = FAULTS[fault]
+    hub.make("org/name", {"model.safetensors": large(1)})
+    hub.fail("GET", where, **how)
+    if fault == "stall":
+        patience(monkeypatch, 0.3)
+    with pytest.raises(RemoteError, match=said) as raised:
+        verbs.convert("hf://org/name", tmp_path / "out.pt")
+    assert raised.value.hint
+    assert raised.value.exit_code == 8
+    assert "hf://org/name" in raised.value.message
+    assert "127.0.0.1" not in raised.value.message, "an address may have a signature in it"
+    assert not (tmp_path / "out.pt").exists()
+    assert os.listdir(tmp_path / "tmp") == []
+
+
+def test_one_drop_is_nobodys_business(hub: Hub, tmp_path: Path) -> None:
+    hub.make("org/name", {"model.safetensors": large(1)})
+    hub.fail("GET", "/cdn/", act=drop, times=1)
+    verbs.convert("hf://org/name", tmp_path / "out.pt")
+
+
+def test_a_server_that_is_not_there(hub: Hub) -> None:
+    hub.close()
+    with pytest.raises(RemoteError, match="cannot be reached"):
+        verbs.inspect("hf://org/name")
+
+
+def test_hf_is_not_a_folder(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="is not on this machine") as raised:
+        verbs.convert(SAMPLES / "dcp_single", "hf://org/name", to="dcp")
+    assert "ckpttool export" in str(raised.value.hint)
+    assert not (tmp_path / "hf:").exists()
+
+
+def test_nothing_of_the_client_is_imported_for_a_file(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
+    code = "import sys, ckpttool.verbs as v; v.inspect(sys.argv[1]); assert 'huggingface_hub' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "model.safetensors")], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "text, repo, revision, path",
+    [
+        ("hf://org/name", "org/name", None, ""),
+        ("hf://org/name/", "org/name", None, ""),
+        ("hf://org/name@v1.0", "org/name", "v1.0", ""),
+        ("hf://org/name@refs/pr/3/step-1", "org/name", "refs/pr/3", "step-1"),
+        ("hf://org/name@feature%2Fx/a/b.pt", "org/name", "feature/x", "a/b.pt"),
+        ("hf://models/org/name/a", "org/name", None, "a"),
+    ],
+)
+def test_addresses(text: str, repo: str, revision: str | None, path: str) -> None:
+    found = address.parse(text)
+    assert (found.repo, found.revision, found.path) == (repo, revision, path)
+    assert address.parse(str(found)) == found
+    assert not re.search(r"/$", str(found))
