@@ -21,7 +21,8 @@ from ckpttool.hub import client
 
 # httpx, or httpx2 of later versions of the library.
 _Http: Any = next(getattr(_http, name) for name in ("httpx2", "httpx") if hasattr(_http, name))
-CAUGHT = (_Http.HTTPError, OSError, RuntimeError, ValueError)
+# A LookupError is an answer that lacks something, as of a proxy that is no Hub.
+CAUGHT = (_Http.HTTPError, OSError, RuntimeError, ValueError, LookupError)
 _STATUS = re.compile(r"\b(?:status(?: code)?:?|HTTP(?: status)?(?: \w+ error)?:? ?\(?) ?(4\d\d|5\d\d)\b", re.I)
 _AGAIN = "run it again; what was sent is not sent a second time"
 _LOG_IN = "log in with `hf auth login`, or set `HF_TOKEN`"

@@ -181,17 +181,12 @@ class _Sending:
                 hint="log in with `hf auth login`, or set `HF_TOKEN`", file=str(self.address),
             )  # fmt: skip
         with self._speaking():
-            try:
-                info = self._info(self.address.revision)
-            except theirs.RevisionNotFoundError:
-                raise
-            except theirs.RepositoryNotFoundError:
+            info = self._there_or_none()
+            if info is None:
                 self.sent.created = True
-                if self.address.revision not in (None, "main"):
-                    raise
                 if dry_run:
                     return
-                self._api.create_repo(self.address.repo, private=private, exist_ok=True)
+                self._create(private)
                 info = self._info(self.address.revision)
             self._parent = info.sha
             self._there = contents.listed(self._api, self.address.repo, str(self._parent))
@@ -203,6 +198,22 @@ class _Sending:
                 f"`{self.address}` is there already, and everybody can see it; `--private` is for one that is created",
                 hint="make it private in its settings, or leave `--private` out",
             )
+
+    def _there_or_none(self) -> Any:
+        try:
+            return self._info(self.address.revision)
+        except theirs.RepositoryNotFoundError:
+            if self.address.branch != "main":
+                raise  # a new repository has no other branch
+            return None
+
+    def _create(self, private: bool) -> None:
+        try:
+            self._api.create_repo(self.address.repo, private=private)
+        except theirs.HfHubHTTPError as error:
+            # Somebody was faster.
+            if failing.status_of(error) != 409:
+                raise
 
     def _preupload(self, operation: CommitOperationAdd) -> None:
         self._api.preupload_lfs_files(
