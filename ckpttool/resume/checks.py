@@ -42,8 +42,10 @@ class Checks(list[Check]):
         self.append(Check(what, "differs", says, list(names), hint))
 
     def fails(self, what: str, says: str, names: Sequence[str] = (), hint: str | None = None) -> None:
-        """Add a line about what keeps training from going on."""
-        self.append(Check(what, "fails", says, list(names), hint))
+        """Add a line about what keeps training from going on; once, where it is so of several groups."""
+        check = Check(what, "fails", says, list(names), hint)
+        if check not in self:
+            self.append(check)
 
     def of(self, state: State) -> list[Check]:
         """The lines of one kind."""

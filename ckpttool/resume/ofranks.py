@@ -35,9 +35,10 @@ def look(catalogue: Catalogue, checks: Checks) -> None:
     _loaders(catalogue, checks)
 
 
-def _world(catalogue: Catalogue, found: ByRank) -> int:
-    """How many ranks there were: those that wrote files, or as many as have a value here."""
-    return max(catalogue.world_size, *(rank + 1 for rank in found if rank is not None), 1)
+def _world(catalogue: Catalogue) -> int:
+    """How many ranks there were: those that wrote files, or as many as have a value of their own here."""
+    own = (_rank_of(entry, catalogue) for entry in catalogue.entries.values() if entry.part.kind in ranks.KINDS)
+    return max(catalogue.world_size, *(rank + 1 for rank in own if rank is not None), 1)
 
 
 def _rank_of(entry: Entry, catalogue: Catalogue) -> int | None:
@@ -64,7 +65,7 @@ def _generators(catalogue: Catalogue, checks: Checks) -> None:
     if not found:
         checks.differs("rng", "no state of a random number generator: dropout and shuffling draw other numbers")
         return
-    world = _world(catalogue, found)
+    world = _world(catalogue)
     every = set().union(*found.values())
     known = [kind for kind in (*KINDS, "other devices") if kind in every]
     before = len(checks.of("differs"))
@@ -155,7 +156,7 @@ def _loaders(catalogue: Catalogue, checks: Checks) -> None:
         own = sorted(rank for rank in found if rank is not None)
         # `dp_rank_R` counts ranks that get data of their own, of which there may be fewer.
         dp = any(str(key).startswith("dp_rank") for e in entries if e.part.root == root for key in e.path)
-        world = own[-1] + 1 if dp and own else _world(catalogue, found)
+        world = own[-1] + 1 if dp and own else _world(catalogue)
         absent = [f"rank {rank}" for rank in range(world) if rank not in found] if own and None not in found else []
         if absent:
             checks.differs("dataloader", f"`{name}`: {some_plain(absent)} of {world} without any", absent)
