@@ -13,13 +13,14 @@ from ckpttool.exporting.planning import Exported
 from ckpttool.figures import Shown, look
 from ckpttool.making import Conversion
 from ckpttool.opening import naming, opened
+from ckpttool.repairing import Repaired, repair
 from ckpttool.resharding import Resharding, reshard
 from ckpttool.verifying import Finding, Report, verify
 from ckpttool.wording import meant
 
 __all__ = [
-    "Conversion", "Exported", "Finding", "Report", "Resharding", "Shown", "convert", "export", "inspect", "reshard",
-    "show", "verify",
+    "Conversion", "Exported", "Finding", "Repaired", "Report", "Resharding", "Shown", "convert", "export", "inspect",
+    "repair", "reshard", "show", "verify",
 ]  # fmt: skip
 
 

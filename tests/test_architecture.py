@@ -88,8 +88,23 @@ LAYERS: list[tuple[set[str], set[str]]] = [
         | {"verifying", "containers", "elements", "files", "folders", "manifests", "opening", "workers"},
     ),
     (
+        {"repairing"},
+        DATA | MOVING | {"files", "folders", "formats.dcp", "manifests", "verifying", "workers"},
+    ),
+    (
         {"verbs"},
-        {"catalogue", "conversion", "errors", "exporting", "figures", "making", "opening", "resharding", "verifying"}
+        {
+            "catalogue",
+            "conversion",
+            "errors",
+            "exporting",
+            "figures",
+            "making",
+            "opening",
+            "repairing",
+            "resharding",
+            "verifying",
+        }
         | {"wording"},
     ),
     ({"summary"}, DATA | {"summary", "containers"}),

@@ -15,6 +15,7 @@ from ckpttool.cli.failures import Commands, catch_signals, stopped_early
 from ckpttool.cli.formats import formats
 from ckpttool.cli.inspect import inspect
 from ckpttool.cli.parsing import without_adapters
+from ckpttool.cli.repair import repair
 from ckpttool.cli.reshard import reshard
 from ckpttool.cli.show import show
 from ckpttool.cli.terminal import out
@@ -50,7 +51,7 @@ def _root(
     pass
 
 
-for command in (inspect, show, verify, convert, reshard, export, formats):
+for command in (inspect, show, verify, repair, convert, reshard, export, formats):
     app.command()(command)
 app.add_typer(verify_resume)
 
@@ -61,7 +62,7 @@ def main() -> None:
     silent = sharing.is_silent()
     if silent:
         # torchrun started several of us. All are needed for what is shared, one for the rest; only one speaks.
-        if "reshard" not in sys.argv[1:]:
+        if not {"reshard", "trial"} & {*sys.argv[1:]}:
             return
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:

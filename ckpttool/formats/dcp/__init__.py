@@ -24,7 +24,7 @@ from ckpttool.containers import pickles, stheader, torchtree
 from ckpttool.containers.pickles import stub_name
 from ckpttool.containers.torchpickle import StorageRef, TensorRef
 from ckpttool.containers.torchzip import Archive
-from ckpttool.contract import NO_HINTS, Format, OpenOptions, Run, Source
+from ckpttool.contract import NO_HINTS, Format, OpenOptions, Run
 from ckpttool.errors import CkptError, CorruptError, ReadError, some
 from ckpttool.formats.dcp import index as dcpindex
 from ckpttool.formats.dcp import items as dcpitems
@@ -40,7 +40,9 @@ _EAGER = 5_000  # bytes items that are decoded at open; 35 us each
 # Reading --------------------------------------------------------------------------------------------------------------
 
 
-class _DcpSource:
+class DcpSource:
+    """An open directory; `index` is what it says, and has the file numbers of the catalogue."""
+
     def __init__(
         self, catalogue: Catalogue, items: Items, transforms: dict[tuple[int, int], tuple[str, ...]], index: Index
     ) -> None:
@@ -78,7 +80,7 @@ class _DcpSource:
         self._items.close()
 
 
-def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
+def open(path: str, options: OpenOptions = NO_HINTS) -> DcpSource:
     """The catalogue of a directory, or of the directory that an index file lies in."""
     with pickles.no_garbage_collection():
         index = dcpindex.read(path)
@@ -102,7 +104,7 @@ class _Opening:
         self._is_safetensors = False
         self._unread: list[tuple[str, str]] = []
 
-    def source(self) -> Source:
+    def source(self) -> DcpSource:
         index, catalogue = self._index, self._catalogue
         self._note_transforms()
         if self._transforms:
@@ -123,7 +125,7 @@ class _Opening:
             more = f", nor {len(self._unread) - 1} objects more" if len(self._unread) > 1 else ""
             catalogue.warnings.append(f"`{name}` cannot be read{more}: {why}")
         self._describe()
-        return _DcpSource(catalogue, self._items, self._transforms, index)
+        return DcpSource(catalogue, self._items, self._transforms, index)
 
     # Tensors ---------------------------------------------------------------------------------------------------------
 
