@@ -12,9 +12,10 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from multiprocessing import forkserver
+from typing import Any, TypeVar
 
 from ckpttool import errors
 from ckpttool.errors import BUG, CkptError, UsageError
@@ -25,6 +26,7 @@ from ckpttool.resume.results import Failure, Stuck
 ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
 """Read by libraries when they are loaded, so set before a process starts."""
 
+T = TypeVar("T")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _FRAME = re.compile(r'\s*File "([^"]+)", line (\d+) in (.+)')
 
@@ -36,6 +38,21 @@ class Ended(Exception):
         super().__init__(failure.says)
         self.failure = failure
         self.cause = cause
+
+
+class Crew:
+    """Who runs the jobs: fresh processes for each, started from this one."""
+
+    is_first = True
+    says = "fresh processes"
+
+    def start(self, job: Job, name: str) -> None:
+        """Run a job, and wait for its end. Raises Ended."""
+        launch(job, name)
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What `make` returns in the process that speaks for all."""
+        return make()
 
 
 def launch(job: Job, name: str) -> None:
@@ -54,7 +71,7 @@ def launch(job: Job, name: str) -> None:
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=world, logs_specs=logs, max_restarts=0, rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", local_addr="127.0.0.1", run_id=f"ckpttool-{os.getpid()}-{name}",
-        start_method=_start_method(),
+        start_method=_START,
     )  # fmt: skip
     with _environment(), _signals(), _quiet(), _without_main():
         try:
@@ -78,13 +95,18 @@ def world_of(dims: Mapping[str, int]) -> int:
     return made
 
 
-def _start_method() -> str:
-    """Processes are forked from one that has imported torch and done nothing else, which saves each of them seconds.
-    A fork of that is not safe on macOS."""
-    if sys.platform == "darwin":
-        return "spawn"
-    multiprocessing.set_forkserver_preload(["ckpttool.resume.worker.entry"])
-    return "forkserver"
+# A fork of a process that has imported this much is not safe on macOS.
+_START = "spawn" if sys.platform == "darwin" else "forkserver"
+_PRELOADED = ["ckpttool.resume.worker.running", "torch._dynamo", "torch._inductor.config", "fsspec"]
+
+
+def prepare() -> None:
+    """Start the process that the ranks are forked from: it imports torch, which takes seconds, and does nothing else.
+    Meanwhile there is something else to do."""
+    if _START == "forkserver":
+        multiprocessing.set_forkserver_preload(_PRELOADED)
+        with _environment():
+            forkserver.ensure_running()
 
 
 @contextmanager

@@ -22,10 +22,10 @@ from typing import Any
 
 from ckpttool import meshes
 from ckpttool.errors import OverwriteError, UsageError
-from ckpttool.resume import comparing, jobs, launching, recipes, routes, states
+from ckpttool.resume import comparing, inside, jobs, launching, recipes, routes, states
 from ckpttool.resume.diagnosing import diagnose
 from ckpttool.resume.jobs import BUILT, END, RESUMED, Job, Seen
-from ckpttool.resume.launching import Ended
+from ckpttool.resume.launching import Crew, Ended
 from ckpttool.resume.results import Check, Report, Run
 from ckpttool.wording import plural
 
@@ -61,7 +61,7 @@ class _Trial:
     wanted: Wanted
     folder: str
     report: Report
-    start: Callable[[Job, str], None]
+    crew: Crew
     tell: Callable[[str], None]
     seen: dict[str, list[Seen]] = field(default_factory=dict)
     jobs: dict[str, Job] = field(default_factory=dict)
@@ -78,11 +78,12 @@ class _Trial:
             wanted.limit, **more,
         )  # fmt: skip
         began = time.monotonic()
-        self.start(job, name)
+        self.crew.start(job, name)
         seen = jobs.seen(job.folder, launching.world_of(dims))
         self.seen[name], self.jobs[name] = seen, job
         if not job.gradients_of:
             self.report.runs.append(comparing.run_of(name, job, seen, time.monotonic() - began))
+            self.report.runs[-1].started = self.crew.says
             self.report.deterministic = self.report.deterministic or seen[0].switched_on
         return job
 
@@ -132,14 +133,16 @@ def trial(
         wanted.recipe, rule, _RULES[rule], device=wanted.device, steps_before=0 if checkpoints else steps,
         steps_after=more, folder=os.path.abspath(keep) if keep is not None else None,
     )  # fmt: skip
+    crew = inside.meet(wanted.device) if inside.is_started() else Crew()
     with ExitStack() as stack:
-        folder = _folder(stack, keep)
-        made = _Trial(wanted, folder, report, launching.launch, tell or (lambda said: None))
+        folder = crew.from_first(lambda: _folder(stack, keep))
+        made = _Trial(wanted, folder, report, crew, tell or (lambda said: None))
         try:
             _over_checkpoints(made) if checkpoints else _over_a_save(made)
         except Ended as ended:
             _fail(report, ended)
         _judge(report)
+        report.verdict = crew.from_first(lambda: report.verdict)
     report.seconds = time.monotonic() - began
     return report
 
@@ -164,6 +167,8 @@ def _understood(
     via: str | Sequence[routes.Step], to_world: int | None, to_mesh: str | None, steps: int, more: int,
     first_step: int | None, device: str | None, deterministic: bool, gradients: bool, limit: float,
 ) -> Wanted:  # fmt: skip
+    if not inside.is_started():
+        launching.prepare()
     read = recipes.load(recipe)
     if world is not None and mesh is not None:
         raise UsageError("`--world` and `--mesh` exclude each other", hint="a mesh says how many ranks it has")
@@ -176,14 +181,16 @@ def _understood(
             "with checkpoints given there is no route and no other mesh",
             hint="`--world` or `--mesh` says on what all of them are resumed",
         )
-    dims = _dims(read, mesh, world if world is not None else None if mesh else 2)
+    if inside.is_started():
+        inside.check(world, mesh, to_world, to_mesh)
+    dims = _dims(read, mesh, world if world is not None else None if mesh else inside.world() or 2)
     onto = dims if to_world is None and to_mesh is None else _dims(read, to_mesh, to_world)
     found = _device(device)
     _check_devices(found, max(launching.world_of(dims), launching.world_of(onto)))
     return Wanted(
         read.path, tuple(os.path.abspath(path) for path in checkpoints), dims, onto,
         routes.parse(via, onto, other_mesh=dict(dims) != dict(onto)), steps, more, found, deterministic,
-        gradients and launching.world_of(dims) > 1 and not checkpoints, limit, first_step,
+        gradients and launching.world_of(dims) > 1 and not checkpoints and not inside.is_started(), limit, first_step,
     )  # fmt: skip
 
 
@@ -227,15 +234,18 @@ def _over_a_save(made: _Trial) -> None:
         before=wanted.steps, after=wanted.more, save=saved, save_natively=native if other else None,
         keep_gradients=wanted.gradients,
     )  # fmt: skip
-    report.route = routes.follow(wanted.stages, saved, os.path.join(made.folder, "route"), made.tell)
+    report.route = made.crew.from_first(
+        lambda: routes.follow(wanted.stages, saved, os.path.join(made.folder, "route"), made.tell)
+    )
     source = report.route[-1].path if report.route else saved
     made.run("B", f"resumes from `{os.path.basename(source)}` and trains", wanted.onto, load=source, after=wanted.more)
     if other:
         made.run("control", "resumes by torch alone", wanted.onto, load=native, natively=True, after=wanted.more)
     _check_gradients(made, a)
-    _compare(made, "A", "B", "control" if other else "A")
-    for run in report.runs:
-        _check_shards(made, run.name)
+    if made.crew.is_first:
+        _compare(made, "A", "B", "control" if other else "A")
+        for run in report.runs:
+            _check_shards(made, run.name)
 
 
 def _over_checkpoints(made: _Trial) -> None:
@@ -245,9 +255,10 @@ def _over_checkpoints(made: _Trial) -> None:
             str(number), f"resumes from `{path}` and trains", wanted.dims, load=path, after=wanted.more,
             first=wanted.first_step,
         )  # fmt: skip
-        _check_shards(made, str(number))
+    for number in range(1, len(wanted.checkpoints) + 1) if made.crew.is_first else ():
         if number > 1:
             _compare(made, "1", str(number), "1")
+        _check_shards(made, str(number))
 
 
 def _compare(made: _Trial, first: str, run: str, judge: str) -> None:
@@ -256,10 +267,11 @@ def _compare(made: _Trial, first: str, run: str, judge: str) -> None:
     equal = comparing.states_of(
         report, made.state(first, RESUMED), made.state(run, RESUMED), made.state(run, BUILT), run, first
     )
-    if judge == "control":
-        _check_control(made)
-    same = comparing.steps_of(report, made.of(judge).steps[-more:], made.of(run).steps, run, judge)
-    if equal and not same:
+    judged = judge != "control" or _is_fit(made)
+    same = comparing.steps_of(
+        report, made.of(judge).steps[-more:], made.of(run).steps, run, judge, judged=judged or not equal
+    )  # fmt: skip
+    if equal and judged and not same:
         # Named down to an element, by where it led.
         found = diagnose(made.state(judge, END), made.state(run, END), None, run)
         for one in found[:3]:
@@ -270,10 +282,15 @@ def _compare(made: _Trial, first: str, run: str, judge: str) -> None:
         comparing.drift(report, made.of(first).steps[-more:], made.of(run).steps, ends, run)
 
 
-def _check_control(made: _Trial) -> None:
-    """The judge is looked at as well: what it did not restore, it cannot judge."""
-    for one in diagnose(made.state("A", RESUMED), made.state("control", RESUMED), None, "control"):
-        made.report.notes.append(f"the control itself did not resume as A was: {one.says}")
+def _is_fit(made: _Trial) -> bool:
+    """The judge is looked at as well: what torch did not restore, it cannot judge."""
+    found = diagnose(made.state("A", RESUMED), made.state("control", RESUMED), made.state("control", BUILT), "control")
+    if found:
+        made.report.notes.append(
+            f"torch itself did not resume the control as A was, so that B's steps have no judge: {found[0].says}"
+            + (f", and {len(found) - 1} more" if len(found) > 1 else "")
+        )
+    return not found
 
 
 def _check_shards(made: _Trial, name: str) -> None:
@@ -286,7 +303,8 @@ def _check_shards(made: _Trial, name: str) -> None:
 def _check_gradients(made: _Trial, a: Job) -> None:
     wanted = made.wanted
     if not wanted.gradients:
-        why = "it has one rank" if launching.world_of(wanted.dims) == 1 else "`--no-gradients`"
+        alone = launching.world_of(wanted.dims) == 1
+        why = "it has one rank" if alone else "that takes a run of one rank" if inside.is_started() else "not asked for"
         made.report.checks.append(Check("gradients reduced", "A", 0, None, f"not checked: {why}"))
         return
     why = made.seen["A"][0].gradients
@@ -334,3 +352,5 @@ def _judge(report: Report) -> None:
         "the same, bit for bit",
     }[report.rule]  # fmt: skip
     report.says = f"training goes on as if nothing had happened: {what}"
+    if any(row.equal is None and row.against == "control" and row.count for row in report.compared):
+        report.says = f"on {onto} the state is the same, bit for bit; the steps after it have no judge"

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 from ckpttool.resume import jobs
 from ckpttool.resume.worker.phases import watched
-from ckpttool.resume.worker.running import run
 
 
 def begin(path: str, environment: Mapping[str, str]) -> None:
@@ -16,6 +15,9 @@ def begin(path: str, environment: Mapping[str, str]) -> None:
     os.environ.update({**environment, **ours, **_of_torchrun()})
     job = jobs.read(path)
     with watched(job, int(os.environ["RANK"])) as watch:
+        # Here, so that whoever only names this function does not import all of it.
+        from ckpttool.resume.worker.running import run
+
         run(job, watch)
 
 

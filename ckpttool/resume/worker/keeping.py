@@ -18,9 +18,8 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-import ckpttool
 from ckpttool import parts, ranks
-from ckpttool.mesh import fsdp1
+from ckpttool.mesh import fsdp1, loader, saving
 from ckpttool.resume.worker import randomness
 from ckpttool.resume.worker.building import Built
 from ckpttool.resume.worker.recording import plain
@@ -38,7 +37,7 @@ class Sealed:
 def save(built: Built, path: str, step: int) -> None:
     """By ckpttool, as DCP."""
     more = {built.saved_as(key): value for key, value in built.others.items()}
-    ckpttool.save(
+    saving.save(
         path, built.model, built.optimizer, **more, rng=randomness.captured(built.generators), step=step
     )  # fmt: skip
 
@@ -46,7 +45,7 @@ def save(built: Built, path: str, step: int) -> None:
 def load(built: Built, path: str) -> tuple[int | None, list[str]]:
     """By ckpttool, whatever the format. Returns the step it was saved at, if it says, and notes on what was not in
     it."""
-    loaded = ckpttool.load(path, built.model, built.optimizer)
+    loaded = loader.load(path, built.model, built.optimizer)
     told = {key: _part(loaded.rest, built.saved_as(key), kind) for key, kind in built.kinds.items()}
     notes = _restore(built, told)
     without = randomness.restore(_part(loaded.rest, "rng", "rng"), built.generators)

@@ -53,7 +53,7 @@ def watched(job: Job, rank: int) -> Iterator[Watch]:
             said = describe(error, job.recipe)
             with open(os.path.join(job.folder, f"rank{rank}.error.json"), "w", encoding="utf-8") as stream:
                 json.dump(said | {"phase": watch.now}, stream, default=str)
-            sys.stderr.write("".join(traceback.format_exception(error)))
+            traceback.print_exception(error)
             sys.stderr.flush()
             # Without the clean-up of a process group in which the others may be waiting.
             os._exit(1)

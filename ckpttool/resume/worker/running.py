@@ -29,8 +29,9 @@ def run(job: Job, watch: Watch, *, leave: bool = True) -> Seen:
     else:
         _train(job, watch, built, seen)
     watch.enter("end")
-    dist.barrier()
     seen.write(job.folder)
+    dist.barrier()
+    watch.end()
     if leave:
         dist.destroy_process_group()
     return seen

@@ -32,11 +32,16 @@ def deterministic(job: Job) -> list[str]:
 
 def join(job: Job) -> DeviceMesh:
     """The process group, if there is none yet, and the mesh over it."""
-    if job.device == "cuda":
+    join_group(job.device)
+    return init_device_mesh(job.device, tuple(job.dims.values()), mesh_dim_names=tuple(job.dims))
+
+
+def join_group(device: str) -> None:
+    """The process group, if there is none yet."""
+    if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
-        dist.init_process_group("gloo" if job.device == "cpu" else "cpu:gloo,cuda:nccl")
-    return init_device_mesh(job.device, tuple(job.dims.values()), mesh_dim_names=tuple(job.dims))
+        dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
 
 
 def seed(job: Job, mesh: DeviceMesh, *, own: bool) -> None:
