@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks between an embedding and a head that is tied to it, and a buffer that counts the tokens seen. No size
+    """Blocks between an embedding and a head that is tied to it, and a buffer that counts batches. No size
     divides by 4: some pieces are uneven, and the gate has one element, so that some ranks have none of it."""
 
     def __init__(self, vocab: int = 257, width: int = 18, hidden: int = 30, layers: int = 2) -> None:
@@ -48,11 +48,11 @@ class Model(nn.Module):
         self.head = nn.Linear(width, vocab, bias=False)
         self.head.weight = self.embed.weight
         nn.init.normal_(self.embed.weight, std=0.1)
-        self.register_buffer("tokens_seen", torch.tensor(0))
+        self.register_buffer("batches_seen", torch.tensor(0))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits for each position."""
-        self.tokens_seen += tokens.numel()
+        self.batches_seen += 1
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
