@@ -57,6 +57,8 @@ def expected(folder: str, config: Mapping[str, Any]) -> Expected | str:
     """What transformers makes of the config in a folder; or why it makes nothing."""
     if "auto_map" in config:
         return "the config names code of its own, which is not run"
+    if not config.get("architectures"):
+        return "the config names no architecture"
     if find_spec("transformers") is None:
         return "transformers is not installed"
     with tempfile.TemporaryDirectory(prefix="ckpttool-model-") as scratch:

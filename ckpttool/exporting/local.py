@@ -8,7 +8,9 @@ from collections.abc import Sequence
 
 from ckpttool import files, formats, making, rereading
 from ckpttool.errors import StorageError, UsageError
+from ckpttool.exporting import remote
 from ckpttool.exporting.planning import Export, Exported, Wanted, planned
+from ckpttool.exporting.remote import Both, Remote
 from ckpttool.transfer import Progress
 
 _SAFE = formats.named("safetensors")
@@ -35,10 +37,14 @@ def export(
     threads: int | None = None,
     max_memory: int | str | None = None,
     check: bool = False,
+    private: bool = False,
+    create_pr: bool = False,
+    commit_message: str | None = None,
+    stage: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Exported:
-    """Write the model of the checkpoint at `src` to the directory `dst`, as `from_pretrained` expects it. See
-    `docs/how-to/export.md`.
+    """Write the model of the checkpoint at `src` to the directory `dst`, as `from_pretrained` expects it, or to a
+    repository `hf://org/name` on the Hub, in one commit. See `docs/how-to/export.md` and `docs/how-to/hub.md`.
 
     Sizes are bytes, or text such as `5GB`. `progress(done, total)` is called with bytes of weights from this thread.
     Nothing appears at `dst` unless all of it does.
@@ -56,6 +62,15 @@ def export(
             f"`{dst}`: an export is a directory, of config and weights",
             hint=f"`ckpttool convert {src} {dst} --only model` writes the weights alone",
         )
+    how = Remote(private, create_pr, commit_message, os.fspath(stage) if stage is not None else None)
+    if remote.check(dst, how, overwrite=overwrite, check=check):
+        both = Both(progress)
+        with planned(src, dst, wanted, both.making) as plan:
+            plan.made.dry_run = dry_run
+            remote.send(plan, dst, how, dry_run=dry_run, both=both)
+        made = plan.settle()
+        made.seconds = time.monotonic() - began
+        return made
     making.check_apart(dst, src, wanted.assets)
     notes = making.check_free(dst, _SAFE, overwrite, dry_run)
     with planned(src, dst, wanted, progress) as plan:

@@ -32,7 +32,7 @@ from ckpttool.wording import parse_size
 class Exported(Conversion):
     """What an export does or did: a conversion of the model alone. `parameters` counts elements by dtype; `assets` are
     files that were copied; `compared` is the class of transformers whose tensors these are, `not_compared` why there is
-    none; `card` says whether a model card was made."""
+    none; `card` says whether a model card was made; `sent` is what a store says of it (`ckpttool.hub.Sent`)."""
 
     parameters: dict[str, int] = field(default_factory=dict)
     assets: list[str] = field(default_factory=list)
@@ -41,6 +41,7 @@ class Exported(Conversion):
     compared: str = ""
     not_compared: str = ""
     card: bool = False
+    sent: Any = None
 
 
 @dataclass(frozen=True, slots=True)

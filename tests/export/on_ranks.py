@@ -2,8 +2,8 @@
 
     python -m torch.distributed.run --nproc-per-node 2 on_ranks.py fsdp1|fsdp2 FOLDER llama gpt2 ..
 
-Below FOLDER/<family>: `dcp`, `ranks/`, `accelerate/`, and `expected`, which `save_pretrained` made of the gathered weights. Nothing
-of ckpttool is imported here.
+Below FOLDER/<family>: `dcp`, `ranks/`, `accelerate/`, and `expected`, which `save_pretrained` made of the gathered
+weights. Nothing of ckpttool is imported here.
 """
 
 from __future__ import annotations
