@@ -1,0 +1,358 @@
+"""`ckpttool export` to a directory, without transformers: names, ties, dtypes, files, assets, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from ckpttool import errors, verbs
+from ckpttool.exporting import config, planning
+from ckpttool.exporting.assets import CARD
+
+
+def weights() -> dict[str, torch.Tensor]:
+    """A small model of nobody's: an embedding, layers, a head."""
+    torch.manual_seed(5)
+    return {
+        "model.embed_tokens.weight": torch.randn(11, 8),
+        "model.layers.0.norm.weight": torch.ones(8),
+        "model.layers.1.norm.weight": torch.ones(8),
+        "model.layers.0.w.weight": torch.randn(8, 8) * 1e5,
+        "model.layers.0.ids": torch.arange(5),
+        "model.layers.0.mask": torch.tensor([True, False]),
+        "lm_head.weight": torch.randn(11, 8),
+    }
+
+
+def saved(path: Path, state: Any) -> Path:
+    """A file of torch.save."""
+    torch.save(state, path)
+    return path
+
+
+def found(folder: Path) -> dict[str, torch.Tensor]:
+    """Everything that safetensors reads of the weights in a directory."""
+    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(one[name], value) and one[name].dtype == value.dtype for name, value in other.items()
+    )
+
+
+# Which tensors, under which names -------------------------------------------------------------------------------------
+
+
+def test_only_the_model_without_wrappers(tmp_path: Path) -> None:
+    wrapped = {"module._orig_mod." + n.replace("layers.0.", "layers.0._fsdp_wrapped_module."): v
+               for n, v in weights().items()}  # fmt: skip
+    state = {"model": wrapped, "optim": {"state": {0: {"step": torch.tensor(1.0)}}, "param_groups": []}, "epoch": 3}
+    made = verbs.export(saved(tmp_path / "a.pt", state), tmp_path / "out", check=True)
+    assert same(found(tmp_path / "out"), weights())
+    assert {"optimizer (optim)", "progress (epoch)"} <= set(made.dropped)
+
+
+def test_two_names_that_become_one_are_refused(tmp_path: Path) -> None:
+    state = {"a.module.w": torch.ones(2), "a.w": torch.zeros(2)}
+    with pytest.raises(errors.UsageError, match=r"would both be called `a\.w`"):
+        verbs.export(saved(tmp_path / "a.pt", state), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_of_two_models_one_is_asked_for(tmp_path: Path) -> None:
+    state = {"model": weights(), "ema": {name: value * 2 for name, value in weights().items()}}
+    path = saved(tmp_path / "a.pt", state)
+    with pytest.raises(errors.UsageError, match="2 models") as caught:
+        verbs.export(path, tmp_path / "out")
+    assert "--only ema" in (caught.value.hint or "")
+    verbs.export(path, tmp_path / "out", only="ema")
+    assert same(found(tmp_path / "out"), state["ema"])
+    with pytest.raises(errors.UsageError, match="no part `emu`"):
+        verbs.export(path, tmp_path / "other", only="emu")
+
+
+def test_no_model_is_said(tmp_path: Path) -> None:
+    with pytest.raises(errors.UsageError, match="there is no model here"):
+        verbs.export(saved(tmp_path / "a.pt", {"epoch": 3}), tmp_path / "out")
+
+
+def test_renaming_by_rules_and_by_files_of_rules(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.pt", {f"net.{name}": value for name, value in weights().items()})
+    (tmp_path / "rules.txt").write_text("# the author's own names\nmodel.layers.*=model.blocks.*   # all\n\n")
+    verbs.export(
+        path, tmp_path / "out", strip_prefix="net", rename=[f"@{tmp_path}/rules.txt", "lm_head=head"], exclude="*.ids"
+    )
+    expected = {name.replace("layers", "blocks").replace("lm_head", "head"): v for name, v in weights().items()}
+    expected.pop("model.blocks.0.ids")
+    assert same(found(tmp_path / "out"), expected)
+    (tmp_path / "rules.txt").write_text("a=b\nnonsense\n")
+    with pytest.raises(errors.UsageError, match="line 2"):
+        verbs.export(path, tmp_path / "other", rename=f"@{tmp_path}/rules.txt")
+    for flags in ({"rename": "nothing=x"}, {"exclude": "nothing*"}, {"strip_prefix": "nothing"}):
+        with pytest.raises(errors.UsageError, match="matches nothing"):
+            verbs.export(path, tmp_path / "other", **flags)  # type: ignore[arg-type]
+
+
+def test_an_adapter_is_written_as_peft_does(tmp_path: Path) -> None:
+    base = "base_model.model.model.layers.0.q_proj"
+    state = {
+        f"{base}.base_layer.weight": torch.randn(4, 4),
+        f"{base}.lora_A.default.weight": torch.randn(2, 4),
+        f"{base}.lora_B.default.weight": torch.randn(4, 2),
+        "base_model.model.score.original_module.weight": torch.randn(2, 4),
+        "base_model.model.score.modules_to_save.default.weight": torch.randn(2, 4),
+    }
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (tmp_path / "base" / "config.json").write_text("{}")
+    path = saved(tmp_path / "a.pt", {"model": state})
+    made = verbs.export(path, tmp_path / "out", assets=tmp_path / "base", check=True)
+    assert made.adapter
+    assert sorted(os.listdir(tmp_path / "out")) == [CARD, "adapter_config.json", "adapter_model.safetensors"]
+    # The names that `get_peft_model_state_dict` gives.
+    assert same(
+        found(tmp_path / "out"),
+        {
+            f"{base}.lora_A.weight": state[f"{base}.lora_A.default.weight"],
+            f"{base}.lora_B.weight": state[f"{base}.lora_B.default.weight"],
+            "base_model.model.score.weight": state["base_model.model.score.modules_to_save.default.weight"],
+        },
+    )
+    assert "2 tensors of the base model" in made.dropped
+    state |= {f"{base}.lora_A.other.weight": torch.randn(2, 4)}
+    with pytest.raises(errors.UsageError, match="2 adapters"):
+        verbs.export(saved(tmp_path / "b.pt", {"model": state}), tmp_path / "both")
+
+
+# Ties -----------------------------------------------------------------------------------------------------------------
+
+
+def tied(path: Path, *, sharded: bool) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A tied head: one storage in a file of torch.save, twice the same bytes in a directory of DCP."""
+    state = weights()
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    if not sharded:
+        return saved(path, {"model": state}), state
+    torch_dcp.save({"model": {n: v.clone() for n, v in state.items()}}, checkpoint_id=path, no_dist=True)
+    return path, state
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("said", [None, True, False])
+def test_tied_weights_are_written_once_unless_the_config_says_no(
+    sharded: bool, said: bool | None, tmp_path: Path
+) -> None:
+    path, state = tied(tmp_path / "a", sharded=sharded)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(json.dumps({} if said is None else {"tie_word_embeddings": said}))
+    made = verbs.export(path, tmp_path / "out", assets=tmp_path / "base")
+    names = found(tmp_path / "out").keys()
+    if said is False:
+        assert names == state.keys()
+        assert any("ties nothing" in note for note in made.notes)
+    else:
+        # Layer norms are all ones and no twins.
+        assert names == state.keys() - {"lm_head.weight"}
+        assert made.ties == [("lm_head.weight", "model.embed_tokens.weight")]
+
+
+def test_a_head_of_its_own_is_no_tie_whatever_the_config_says(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text('{"tie_word_embeddings": true}')
+    made = verbs.export(saved(tmp_path / "a.pt", weights()), tmp_path / "out", assets=tmp_path / "base")
+    assert same(found(tmp_path / "out"), weights())
+    assert any("has values of its own" in note for note in made.notes)
+
+
+# Dtypes and files -----------------------------------------------------------------------------------------------------
+
+
+def test_dtypes_are_cast_as_torch_casts(tmp_path: Path) -> None:
+    state = {**weights(), "quantized": torch.randn(4).to(torch.float8_e4m3fn)}
+    path = saved(tmp_path / "a.pt", state)
+    made = verbs.export(path, tmp_path / "out", dtype=["*norm.weight=float32", "float16"], check=True)
+    there = found(tmp_path / "out")
+    for name, value in state.items():
+        plain = "norm" in name or not value.is_floating_point() or value.element_size() == 1
+        expected = value if plain else value.to(torch.float16)
+        assert there[name].dtype == expected.dtype
+        assert torch.equal(there[name].view(torch.uint8), expected.view(torch.uint8))
+    assert any("too large for their new dtype" in note for note in made.notes)
+    assert made.parameters == {"float16": 240, "float32": 16, "int64": 5, "float8_e4m3fn": 4, "bool": 2}
+    with pytest.raises(errors.UsageError, match="matches nothing"):
+        verbs.export(path, tmp_path / "other", dtype="nothing*=float32")
+
+
+def test_files_are_split_as_huggingface_hub_splits_them(tmp_path: Path) -> None:
+    made = verbs.export(saved(tmp_path / "a.pt", weights()), tmp_path / "out", max_shard_size=400, check=True)
+    wanted = split_torch_state_dict_into_shards(weights(), max_shard_size=400)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == wanted.tensor_to_filename
+    assert index["metadata"]["total_size"] == sum(v.nbytes for v in weights().values()) == made.bytes
+    for name, tensors in wanted.filename_to_tensors.items():
+        with safe_open(tmp_path / "out" / name, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            assert set(file.keys()) == set(tensors)
+        head = int.from_bytes((tmp_path / "out" / name).read_bytes()[:8], "little")
+        assert head % 8 == 0
+    assert same(found(tmp_path / "out"), weights())
+
+
+def test_the_same_source_gives_the_same_bytes_and_each_file_alone(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.pt", {"model": weights()})
+    for name in ("one", "two"):
+        verbs.export(path, tmp_path / name / "out", max_shard_size="400B")
+    folders = [{f.name: f.read_bytes() for f in (tmp_path / n / "out").iterdir()} for n in ("one", "two")]
+    assert folders[0] == folders[1]
+    seen: list[tuple[int, int]] = []
+    wanted = planning.Wanted(max_shard_size=400)
+    with planning.planned(str(path), "out", wanted, lambda done, total: seen.append((done, total))) as plan:
+        # Backwards, and twice: none needs another.
+        for i, file in enumerate([*reversed(plan.files), plan.files[0]]):
+            file.write(str(tmp_path / str(i)))
+            assert (tmp_path / str(i)).read_bytes() == folders[0][file.name]
+            assert (tmp_path / str(i)).stat().st_size == file.size
+    assert max(done for done, _ in seen) == seen[0][1]
+
+
+def test_what_safetensors_cannot_hold_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.pt", {**weights(), "z": torch.zeros(2, dtype=torch.complex128)})
+    with pytest.raises(errors.LossError, match="complex128") as caught:
+        verbs.export(path, tmp_path / "out")
+    assert "--exclude 'z'" in (caught.value.hint or "")
+
+
+def test_nothing_is_left_when_the_source_is_damaged(tmp_path: Path) -> None:
+    path, _ = tied(tmp_path / "a", sharded=True)
+    data = next(path.glob("*.distcp"))
+    text = bytearray(data.read_bytes())
+    place = text.index(weights()["model.layers.0.w.weight"].numpy().tobytes())
+    text[place] ^= 1
+    data.write_bytes(text)
+    with pytest.raises(errors.CorruptError, match="CRC"):
+        verbs.export(path, tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
+
+
+# Assets ---------------------------------------------------------------------------------------------------------------
+
+CONFIG = (
+    '{\n    "model_type": "own", "sub": {"dtype": "float64"},\n  "torch_dtype": "float32",\n\t"text": "\\"dtype\\""\n}'
+)
+
+
+def base(folder: Path) -> Path:
+    """A directory of assets, with things in it that are none."""
+    folder.mkdir()
+    for name, text in {
+        "config.json": CONFIG, "tokenizer.json": "{ }", "merges.txt": "a b", "chat_template.jinja": "{{ x }}",
+        "modeling_own.py": "raise SystemExit\n", "LICENSE": "mine", "model.safetensors.index.json": "{}",
+        "pytorch_model.bin": "x", "trainer_state.json": "{}", ".secret": "x",
+    }.items():  # fmt: skip
+        (folder / name).write_text(text)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool.jinja").write_text("{{ y }}")
+    return folder
+
+
+def test_assets_are_copied_as_files_and_one_word_is_changed(tmp_path: Path) -> None:
+    folder = base(tmp_path / "base")
+    path = saved(tmp_path / "a.pt", weights())
+    made = verbs.export(path, tmp_path / "out", assets=folder, dtype="bfloat16")
+    copied = {"tokenizer.json", "merges.txt", "chat_template.jinja", "modeling_own.py", "LICENSE"}
+    copied |= {"additional_chat_templates/tool.jinja"}
+    assert set(made.assets) == copied | {"config.json"}
+    assert all((tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes() for name in copied)
+    text = (tmp_path / "out" / "config.json").read_text()
+    assert text == CONFIG.replace('"torch_dtype": "float32"', '"torch_dtype": "bfloat16"')
+    assert any("`torch_dtype` of `config.json` is `bfloat16` now" in note for note in made.notes)
+    assert {p.name for p in (tmp_path / "out").iterdir()} >= {"model.safetensors", CARD}
+
+
+@pytest.mark.parametrize(
+    ("text", "changed"),
+    [
+        ('{"dtype": null}', '{"dtype": "bfloat16"}'),
+        ('{"dtype":"torch.bfloat16"}', '{"dtype":"torch.bfloat16"}'),
+        ('{"a": ["dtype", {"dtype": "x"}], "dtype" : "" }', '{"a": ["dtype", {"dtype": "x"}], "dtype" : "bfloat16" }'),
+        ('{"a": "dtype"}', '{"a": "dtype"}'),
+        ('{"dtype": {"a": 1}}', '{"dtype": {"a": 1}}'),
+        ('{"d\\u0074ype": "x", "torch_dtype": "y"}', '{"d\\u0074ype": "bfloat16", "torch_dtype": "bfloat16"}'),
+    ],
+)  # fmt: skip
+def test_the_dtype_of_a_config(text: str, changed: str) -> None:
+    assert config.with_dtype(text, "bfloat16")[0] == changed
+
+
+def test_links_that_lead_out_of_the_assets_are_not_followed(tmp_path: Path) -> None:
+    folder = base(tmp_path / "base")
+    (tmp_path / "secret.json").write_text("{}")
+    (folder / "inside.json").symlink_to("tokenizer.json")
+    path = saved(tmp_path / "a.pt", weights())
+    made = verbs.export(path, tmp_path / "out", assets=folder)
+    assert not (tmp_path / "out" / "inside.json").is_symlink()
+    assert "inside.json" in made.assets
+    (folder / "vocab.json").symlink_to(tmp_path / "secret.json")
+    with pytest.raises(errors.ReadError, match="leads out"):
+        verbs.export(path, tmp_path / "other", assets=folder)
+    torch.save(weights(), folder / "pytorch_model.bin")
+    for name in ("model.safetensors.index.json", "trainer_state.json"):
+        (folder / name).unlink()
+    made = verbs.export(folder, tmp_path / "beside")
+    assert any("leads out" in note for note in made.notes)
+    assert "vocab.json" not in made.assets
+    assert "tokenizer.json" in made.assets
+
+
+def test_a_card_is_made_when_there_is_none(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.pt", weights())
+    verbs.export(path, tmp_path / "out", dtype="bfloat16")
+    card = (tmp_path / "out" / CARD).read_text()
+    assert all(text in card for text in ("# out", "`a.pt`, torch", "263 in 7 tensors", "bfloat16", "sha256:"))
+    assert str(tmp_path) not in card
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / CARD).write_text("mine")
+    made = verbs.export(path, tmp_path / "mine", assets=tmp_path / "base")
+    assert ((tmp_path / "mine" / CARD).read_text(), made.card) == ("mine", False)
+    verbs.export(path, tmp_path / "bare", card=False)
+    assert os.listdir(tmp_path / "bare") == ["model.safetensors"]
+
+
+def test_assets_that_are_none(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.pt", weights())
+    (tmp_path / "empty").mkdir()
+    for folder, why in (("nowhere", "not a directory"), ("empty", "has no config")):
+        with pytest.raises(errors.UsageError, match=why):
+            verbs.export(path, tmp_path / "out", assets=tmp_path / folder)
+    (tmp_path / "empty" / "config.json").write_text("{")
+    with pytest.raises(errors.CorruptError, match=r"config\.json"):
+        verbs.export(path, tmp_path / "out", assets=tmp_path / "empty")
+
+
+# The destination ------------------------------------------------------------------------------------------------------
+
+
+def test_the_destination_is_whole_or_not_there(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.pt", weights())
+    plan = verbs.export(path, tmp_path / "out", dry_run=True)
+    assert not (tmp_path / "out").exists()
+    made = verbs.export(path, tmp_path / "out")
+    assert made.files == plan.files == [(n, (tmp_path / "out" / n).stat().st_size) for n, _ in made.files]
+    with pytest.raises(errors.OverwriteError):
+        verbs.export(path, tmp_path / "out")
+    verbs.export(path, tmp_path / "out", overwrite=True, max_shard_size=400)
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    with pytest.raises(errors.UsageError, match="an export is a directory"):
+        verbs.export(path, tmp_path / "x.safetensors")
+    with pytest.raises(errors.UsageError, match="source"):
+        verbs.export(tmp_path / "out", tmp_path / "out" / "in", overwrite=True)
