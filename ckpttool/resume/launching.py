@@ -151,7 +151,9 @@ def _signals() -> Iterator[None]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """What it logs when a rank fails is told by us."""
-    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.distributed.launcher")]
+    loggers = [logging.getLogger(name) for name in (
+        "torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing.spawn"
+    )]  # fmt: skip
     loggers += [log for name, log in logging.root.manager.loggerDict.items()
                 if name.startswith("torch.distributed.elastic") and isinstance(log, logging.Logger)]  # fmt: skip
     kept = [log.level for log in loggers]
@@ -171,7 +173,8 @@ def _ended(job: Job, name: str, world: int, failed: Mapping[int, int]) -> Ended:
     ranks = [_stuck(job, rank) for rank in range(world)]
     told = [one for one in ranks if one.error is not None]
     if told:
-        first = told[0]
+        # The others fail as well, when the one that they talk to is gone.
+        first = min(told, key=lambda one: json.loads(_text(job, one.rank, "error.json"))["at"])
         where = f" ({first.where})" if first.where else ""
         failure = Failure(name, f"run {name}: rank {first.rank} failed in {first.phase}{where}: {first.error}", ranks)
         return Ended(failure, _cause(job, first.rank))

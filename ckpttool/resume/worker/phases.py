@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,7 +53,7 @@ def watched(job: Job, rank: int) -> Iterator[Watch]:
         except Exception as error:
             said = describe(error, job.recipe)
             with open(os.path.join(job.folder, f"rank{rank}.error.json"), "w", encoding="utf-8") as stream:
-                json.dump(said | {"phase": watch.now}, stream, default=str)
+                json.dump(said | {"phase": watch.now, "at": time.time()}, stream, default=str)
             traceback.print_exception(error)
             sys.stderr.flush()
             # Without the clean-up of a process group in which the others may be waiting.
