@@ -136,7 +136,8 @@ LAYERS: list[tuple[set[str], set[str]]] = [
     (
         {"cli"},
         DATA
-        | {"cli", "summary", "report", "resume", "verbs", "formats", "producers", "patterns", "figures", "sharing"},
+        | {"cli", "summary", "report", "resume", "verbs", "formats", "producers", "patterns", "figures", "sharing"}
+        | {"hub", "verifying"},
     ),
     ({""}, {"verbs", "checkpoint", "mesh", "errors", "version"}),
     ({"__main__"}, {"cli"}),

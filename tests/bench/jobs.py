@@ -79,6 +79,19 @@ def reshards(source: Path, target: Path) -> list[Contender]:
     ]
 
 
+def verifying(source: Path) -> list[Contender]:
+    """Reading everything and comparing its checksums, beside reading it and computing them."""
+    script = (sys.executable, str(HERE / "bare_crc.py"))
+    commands = {
+        OURS: ckpttool("verify", source, "-q", "-j", "2"),
+        "pread and crc32": (*script, str(source)),
+        f"{OURS}, timed inside": (*script, "--verify", str(source)),
+    }
+    return [
+        Contender("verify dcp", tool, words, (source,), None, "all", check=False) for tool, words in commands.items()
+    ]
+
+
 def contenders(state: Checkpoint, out: Path) -> list[Contender]:
     """All of them, in the order in which every round runs them: peers next to ours."""
     file, model, pt, dcp = out / "all.safetensors", out / "model.safetensors", out / "all.pt", out / "dcp"
@@ -108,5 +121,6 @@ def contenders(state: Checkpoint, out: Path) -> list[Contender]:
         peer("rank files -> model", "merge_ranks", state.ranks, model, "model"),
         ours("rank files -> dcp", state.ranks, dcp, "dcp"),
         ours("dcp -> rank files", state.train, out / "ranks", "fsdp1", "--tensor-class", "dtensor"),
+        *verifying(state.train),
         Contender("inspect dcp", OURS, ckpttool("inspect", state.train), (state.train,), None, "none", check=False),
     ]

@@ -51,6 +51,16 @@ class Results:
         runs = self.runs.get((job, tool))
         return statistics.median(run.seconds for run in runs) if runs and (job, tool) not in self.errors else None
 
+    def inside(self, job: str, tool: str) -> float | None:
+        """Median of the seconds that a script of ours has measured itself, and printed."""
+        scripts = [
+            m.command[1].endswith(("peers.py", "bare_crc.py")) for m in self.members if (m.job, m.tool) == (job, tool)
+        ]
+        runs = self.runs.get((job, tool))
+        if not runs or not any(scripts) or (job, tool) in self.errors:
+            return None
+        return statistics.median(float(run.stdout) for run in runs)
+
     def over_cat(self, member: Contender) -> float | None:
         """How many times as long as `cat` of the same bytes."""
         return ratio(self.median(member.job, member.tool), self.median(f"cat {member.part}", "cat"))
@@ -109,11 +119,11 @@ def table(results: Results) -> str:
             failures.append(f"failed: {member.job}, {member.tool}: {results.errors.get(key, 'not run')}")
             continue
         runs = results.runs[key]
-        inside = [float(run.stdout) for run in runs] if member.command[1].endswith("peers.py") else []
+        inside = results.inside(*key)
         cells = (
             f"{median:.2f}",
             f"{min(run.seconds for run in runs):.2f}",
-            number(statistics.median(inside) if inside else None, ".2f"),
+            number(inside, ".2f"),
             number(results.nbytes[member.part] / median / 1e6 if member.moves else None, ".0f"),
             number(results.over_cat(member), ".2f"),
             number(results.over_peer(member.job) if member.tool == OURS else None, ".1f"),
@@ -145,6 +155,13 @@ def targets(results: Results) -> list[str]:
 
     for job in THREE_TIMES:
         judge(f"{job}: at least 3x as fast as the peer", results.over_peer(job), "x", least=3)
+    ours, bare = (results.inside("verify dcp", tool) for tool in (f"{OURS}, timed inside", "pread and crc32"))
+    judge(
+        "verify: at least 0.8x as fast as pread and crc32 alone, both without the start",
+        ratio(bare, ours),
+        "x",
+        least=0.8,
+    )
     for job, limit in [("dcp -> safetensors", 1.3), *((job, 1.6) for job in WRITES_CRC)]:
         value = results.over_cat(by_job[job]) if job in by_job else None
         judge(f"{job}: at most {limit}x of cat and sync", value, "x", most=limit)
