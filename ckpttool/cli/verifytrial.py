@@ -35,12 +35,12 @@ def trial(
         str | None, typer.Option("--mesh", metavar="MESH", help="Train on a mesh: shard=2,tp=2 or replicate=2,shard=2.")
     ] = None,
     via: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--via", metavar="ROUTE",
             help="Send the save through safetensors, dcp, torch, fsdp1, reshard:N: any chain, with commas.",
         ),
-    ] = "",
+    ] = None,
     to_world: Annotated[int | None, typer.Option("--to-world", metavar="N", help="Resume on N ranks.")] = None,
     to_mesh: Annotated[str | None, typer.Option("--to-mesh", metavar="MESH", help="Resume on a mesh.")] = None,
     steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Steps to train before the save.")] = 4,
@@ -77,8 +77,8 @@ def trial(
 
     tell = None if quiet or as_json else lambda said: err().line(dim(said))
     made = try_it(
-        recipe, checkpoints or (), world=world, mesh=mesh, via=via, to_world=to_world, to_mesh=to_mesh, steps=steps,
-        more=more, first_step=first_step, device=device, deterministic=not no_deterministic,
+        recipe, checkpoints or (), world=world, mesh=mesh, via=via or (), to_world=to_world, to_mesh=to_mesh,
+        steps=steps, more=more, first_step=first_step, device=device, deterministic=not no_deterministic,
         gradients=not no_gradients, limit=limit, keep=keep, tell=tell,
     )  # fmt: skip
     said = _json(made)

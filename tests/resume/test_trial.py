@@ -33,7 +33,7 @@ def test_resumed_on_another_world(tmp_path: Path) -> None:
     """On 3 ranks what 2 saved, in fresh processes: the report, its page, and what is kept."""
     page, kept = tmp_path / "trial.html", tmp_path / "kept"
     done = run(
-        "verify-resume", "trial", "--recipe", RECIPE, "--world", "2", "--to-mesh", "shard=3", "--via", "safetensors",
+        "verify-resume", "trial", "--recipe", RECIPE, "--world", "2", "--to-world", "3", "--via", "safetensors",
         "--steps", "2", "--more", "2", "--device", "cpu", "--time-limit", "200", "--html", str(page), "--keep",
         str(kept), "--json",
     )  # fmt: skip
@@ -70,7 +70,7 @@ def test_resumed_on_another_world(tmp_path: Path) -> None:
 
 def test_a_rank_that_hangs_fails_the_trial_and_says_where() -> None:
     done = run(
-        "verify-resume", "trial", "--recipe", RECIPE, "--mesh", "shard=2", "--steps", "3", "--more", "1",
+        "verify-resume", "trial", "--recipe", RECIPE, "--mesh", "shard=2", "--to-mesh", "shard=2", "--steps", "3",
         "--no-gradients", "--no-deterministic", "--time-limit", "15", "-v", FAULT="hang",
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
