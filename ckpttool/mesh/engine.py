@@ -199,6 +199,15 @@ class _Planner(DefaultSavePlanner):  # type: ignore[misc] # torch is not looked 
         return made
 
 
+class _Writer(torch_dcp.FileSystemWriter):  # type: ignore[misc]
+    """Writes where rank 0 has made room, and nowhere else: torch's would make the directory again that rank 0, having
+    failed, has removed."""
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        """Nothing to prepare."""
+        return plan
+
+
 def _save(laid: Catalogue, made: shell.Shell, partial: str) -> None:
     spelt = joining.names(laid)
     state = {spelt[path]: value for path, value in made.state().items()}
@@ -206,7 +215,7 @@ def _save(laid: Catalogue, made: shell.Shell, partial: str) -> None:
         warnings.simplefilter("ignore")
         try:
             planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
-            torch_dcp.save(state, checkpoint_id=partial, planner=planner)
+            torch_dcp.save(state, storage_writer=_Writer(partial), planner=planner)
         except CheckpointException as error:
             first = next(iter(error.failures.values()))[0]
             if isinstance(first, OSError):
