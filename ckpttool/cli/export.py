@@ -23,15 +23,16 @@ from ckpttool.cli.options import (
 from ckpttool.cli.progress import Progress
 from ckpttool.cli.telling import tell
 from ckpttool.cli.terminal import err
-from ckpttool.wording import count, plural
+from ckpttool.wording import count, plural, size
 
 if TYPE_CHECKING:
+    from ckpttool.hub import Sent
     from ckpttool.verbs import Exported
 
 
 def export(
     src: Source,
-    dst: Annotated[str, typer.Argument(metavar="DST", help="The directory to write.")],
+    dst: Annotated[str, typer.Argument(metavar="DST", help="The directory to write, or hf://org/name on the Hub.")],
     assets: Annotated[
         str | None,
         typer.Option(
@@ -80,6 +81,19 @@ def export(
         bool, typer.Option("--no-strict", help="Go on when the tensors are not those of the config.")
     ] = False,
     no_card: Annotated[bool, typer.Option("--no-card", help="Make no model card.")] = False,
+    private: Annotated[
+        bool, typer.Option("--private", help="Make the repository on the Hub private, when it is created.")
+    ] = False,
+    create_pr: Annotated[
+        bool, typer.Option("--create-pr", help="Open a pull request on the Hub; the branch stays as it is.")
+    ] = False,
+    commit_message: Annotated[
+        str | None, typer.Option("--commit-message", metavar="TEXT", help="What the commit on the Hub is called.")
+    ] = None,
+    stage: Annotated[
+        str | None,
+        typer.Option("--stage", metavar="DIR", help="Keep the files sent to the Hub here; else one is made at a time."),
+    ] = None,
     shapes: Shapes = None,
     overwrite: Overwrite = False,
     dry_run: DryRun = False,
@@ -103,7 +117,8 @@ def export(
             src, dst, only=only or (), exclude=exclude or (), rename=rename or (), strip_prefix=strip_prefix,
             key_map=key_map, head_dim=head_dim, dtype=dtype or (), max_shard_size=max_shard_size, assets=assets,
             strict=not no_strict, card=not no_card, shapes=shapes, overwrite=overwrite, dry_run=dry_run,
-            threads=threads, max_memory=max_memory, check=check, progress=progress,
+            threads=threads, max_memory=max_memory, check=check, private=private, create_pr=create_pr,
+            commit_message=commit_message, stage=stage, progress=progress,
         )  # fmt: skip
     tell(
         made, "ckpttool/export/1", as_json=as_json, quiet=quiet, verbose=verbose, checked=check, more=_more(made)
@@ -118,4 +133,20 @@ def _more(made: Exported) -> list[tuple[str, str]]:
     if made.assets:
         rows.append(("assets", f"{plural(len(made.assets), 'file')}: {', '.join(made.assets[:5])}"))
     rows.append(("model", made.compared or f"not compared: {made.not_compared}"))
+    return rows + (_on_the_hub(made.sent) if made.sent is not None else [])
+
+
+def _on_the_hub(sent: Sent) -> list[tuple[str, str]]:
+    by_status = {
+        status: [f.name for f in sent.files if f.status == status] for status in ("new", "changed", "unchanged")
+    }
+    told = ", ".join(f"{len(names)} {status}" for status, names in by_status.items() if names)
+    rows = [("on the Hub", f"{told}; {size(sent.bytes)} {'would go' if sent.dry_run else 'sent'}")]
+    if sent.created and sent.dry_run:
+        rows.append(("repository", "would be created"))
+    rows += [(status, ", ".join(names)) for status, names in by_status.items() if names and status != "unchanged"]
+    if sent.removed:
+        rows.append(("removed", ", ".join(sent.removed)))
+    if not sent.dry_run:
+        rows.append(("commit", sent.pull_request or sent.commit or "none: nothing is different"))
     return rows

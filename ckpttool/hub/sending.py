@@ -16,7 +16,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,13 +73,14 @@ class Sent:
 def send(
     outgoing: Sequence[Outgoing], where: str, *, private: bool = False, create_pr: bool = False,
     message: str | None = None, stage: str | None = None, dry_run: bool = False, progress: Progress | None = None,
+    unless_there: Collection[str] = (),
 ) -> Sent:  # fmt: skip
     """Make the files and commit them to the repository at `where`, `hf://org/name[@branch][/folder]`, which is created
     when it is not there. With `dry_run`, say what would happen; files whose size is that of the one there are made
     for it, since only their bytes tell whether they are the same.
 
-    One file is on this disk at a time, or all in `stage`, where they stay. `progress(done, total)` is in bytes, each
-    made and sent. Nothing is visible before the commit.
+    One file is on this disk at a time, or all in `stage`, where they stay. `progress(done, total)` is in bytes that are
+    there. What `unless_there` names is not sent over a file of that name. Nothing is visible before the commit.
     Raises RemoteError for what the Hub refuses, UsageError, StorageError, and what the files raise.
     """
     sending = _Sending(parse(where), create_pr, message or _MESSAGE, progress, sum(file.size for file in outgoing))
@@ -87,7 +88,7 @@ def send(
     sending.look(private, dry_run)
     with _place(stage, outgoing) as folder:
         for file in outgoing:
-            sending.one(file, folder, keep=stage is not None)
+            sending.one(file, folder, keep=stage is not None, keep_theirs=file.name in unless_there)
     sending.find_stale()
     if not dry_run and (sending.operations or sending.deletions):
         sending.commit()
@@ -150,7 +151,7 @@ class _Sending:
         self._create_pr = create_pr
         self._message = message
         self._progress = progress
-        self._total, self._done = 2 * size, 0
+        self._total, self._done = size, 0
         self._parent: str | None = None
         self._there: dict[str, Entry] = {}
         self._made: dict[str, Digests] = {}
@@ -222,17 +223,20 @@ class _Sending:
 
     # Each file -------------------------------------------------------------------------------------------------------
 
-    def one(self, file: Outgoing, folder: str, *, keep: bool) -> None:
+    def one(self, file: Outgoing, folder: str, *, keep: bool, keep_theirs: bool) -> None:
         """Make a file and send its bytes, unless the Hub has it."""
         name = self._path(file.name)
         there = self._there.get(name)
+        if there is not None and keep_theirs:
+            self._note(file, "unchanged")
+            self._step(file.size)
+            return
         if self.sent.dry_run and (there is None or there.size != file.size):
             self._note(file, "new" if there is None else "changed")
             return
         path = os.path.join(folder, *file.name.split("/"))
         made = self._make(file, path)
         self._made[name] = made
-        self._step(file.size)
         if there is not None and there.is_same(made):
             self._note(file, "unchanged")
         else:

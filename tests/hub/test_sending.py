@@ -187,10 +187,10 @@ def test_staged_files_stay(hub: Hub, tmp_path: Path) -> None:
         hubs.send(files.outgoing(), "hf://me/model", stage=str(stage))
 
 
-def test_progress_is_of_making_and_of_sending(hub: Hub) -> None:
+def test_progress_is_of_what_is_there(hub: Hub) -> None:
     files, told = Files(model__safetensors=weights(1), b__safetensors=weights(2)), []
     hubs.send(files.outgoing(), "hf://me/model", progress=lambda done, total: told.append((done, total)))
-    assert told == sorted(told) and told[-1] == (1_200_000, 1_200_000) and len(told) >= 4
+    assert told == sorted(told) and told[-1] == (600_000, 600_000) and len(told) == 2
 
 
 # What must not be done ----------------------------------------------------------------------------------------------
