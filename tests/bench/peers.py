@@ -54,6 +54,19 @@ def dcp_load_save_model(source: str, target: str) -> Job:
     return lambda: save_file(load()["model"], target)
 
 
+def dcp_load_save_pretrained(source: str, target: str) -> Job:
+    """Load everything with DCP, save it as `save_pretrained` does: split, tied tensors once, with an index."""
+    from huggingface_hub import save_torch_state_dict
+
+    load = dcp_loader(source)
+
+    def job() -> None:
+        Path(target).mkdir(exist_ok=True)
+        save_torch_state_dict(load()["model"], target)
+
+    return job
+
+
 def dcp_loader(source: str) -> Callable[[], dict[str, Any]]:
     """A function that loads a DCP directory whole, in one process and without a model, as torch's converters do."""
     from torch.distributed.checkpoint import FileSystemReader
