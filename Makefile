@@ -20,7 +20,7 @@ $(BIN)/.ready: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
-demo: $(BIN)/.ready  ## Train with FSDP2 on 2 ranks, inspect, convert, and read everything back with the upstream libraries
+demo: $(BIN)/.ready  ## Train with FSDP2 on 2 ranks, inspect, convert, read everything back with the upstream libraries, and train on
 	$(BIN)/python samples/demo.py
 
 test: $(BIN)/.ready check  ## Format, lint, types and tests

@@ -1,13 +1,14 @@
-"""Train with FSDP2, save with DCP, inspect, convert, and read everything back with the upstream libraries.
+"""Train with FSDP2, save with DCP, inspect, convert, read everything back with the upstream libraries, and train on.
 
     python samples/demo.py [--dir DIR] [--check]
 
     torchrun demo_train.py     2 ranks    -> run/dcp, reference.pt
     ckpttool inspect, convert             -> run/safetensors, run/model.safetensors, run/full.pt, ...
     torchrun demo_readback.py  2 ranks    -> readings.json, shown as a table
+    ckpttool verify-resume trial          2 ranks, then 4 and 1 through safetensors -> trial-on-4.html, trial-on-1.html
 
 The exit code is 0 only when every tensor and every object of every reading is equal to the reference, which torch made
-in the training processes before anything of ours ran.
+in the training processes before anything of ours ran, and training goes on as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ COMMANDS = (
     "convert run/safetensors run/full-again.pt --to torch",
 )
 READINGS = 7
+RESUMED_ON = (4, 1)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the answer is the exit code."""
-    parser = argparse.ArgumentParser(description="Train, save, inspect, convert, read back, compare.")
+    parser = argparse.ArgumentParser(description="Train, save, inspect, convert, read back, compare, train on.")
     parser.add_argument("--dir", type=Path, default=Path("demo"), help="where everything goes (%(default)s)")
     parser.add_argument("--check", action="store_true", help="only read back what an earlier run left in DIR")
     options = parser.parse_args(arguments)
@@ -59,11 +61,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torchrun("demo_readback.py", folder)
         say("")
         last, equal = report(json.loads((folder / "readings.json").read_text()))
+        resumed = [resume(folder, ranks) for ranks in RESUMED_ON if not options.check]
     except subprocess.CalledProcessError as error:
         say(f"\nerror: `{shlex.join(map(str, error.cmd))}` ended with exit code {error.returncode}")
         return 1
     say(f"\n{time.monotonic() - began:.0f} s, everything is in {folder}/\n{last}")
-    return 0 if equal else 1
+    goes_on = all(resumed)
+    if resumed:
+        said = "training goes on as if nothing had happened" if goes_on else "training does not go on as it would have"
+        say(painted(f"trained on {RANKS} ranks, resumed on {' and '.join(map(str, RESUMED_ON))}: {said}", goes_on))
+    return 0 if equal and goes_on else 1
 
 
 def make(folder: Path) -> None:
@@ -79,6 +86,26 @@ def make(folder: Path) -> None:
     for command in COMMANDS:
         say(f"\n$ ckpttool {command}")
         subprocess.run([program, *shlex.split(command)], cwd=folder, check=True)
+
+
+def resume(folder: Path, ranks: int) -> bool:
+    """Train on `RANKS` ranks, resume on `ranks` through safetensors; whether it goes on as if nothing had happened."""
+    page = folder / f"trial-on-{ranks}.html"
+    page.unlink(missing_ok=True)
+    recipe = HERE / "recipe_fsdp2.py"
+    words = ["--via", "safetensors", "--world", str(RANKS), "--to-world", str(ranks), "--steps", "3", "--more", "2"]
+    words = ["--recipe", str(recipe), *words, "--no-gradients", "--html", page.name]
+    say(f"\n$ ckpttool verify-resume trial {shlex.join(words)}\n")
+    program = Path(sysconfig.get_path("scripts")) / "ckpttool"
+    done = subprocess.run([program, "verify-resume", "trial", *words], cwd=folder, check=False)
+    return done.returncode == 0
+
+
+def painted(text: str, good: bool) -> str:
+    """In green or red, where the terminal shows colours."""
+    if os.environ.get("NO_COLOR") or not (sys.stdout.isatty() or os.environ.get("FORCE_COLOR")):
+        return text
+    return f"\x1b[{'32' if good else '1;31'}m{text}\x1b[0m"
 
 
 def require_ours(folder: Path) -> None:

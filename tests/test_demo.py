@@ -19,7 +19,7 @@ DEMO = Path(__file__).resolve().parent.parent / "samples" / "demo.py"
 
 def demo(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(DEMO), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,9 @@ def test_everything_is_equal(done: tuple[Path, subprocess.CompletedProcess[str]]
     tensors = len(reference["model"]) + sum(len(s) for s in reference["optim"]["state"].values()) + 2  # one RNG a rank
     groups = sum(len(group) for group in reference["optim"]["param_groups"])
     objects = groups + len(reference["scheduler"]) + 2 * 2 + 1  # python and numpy of each rank, and the step
-    assert run.stdout.splitlines()[-1] == f"all equal: {tensors} tensors, {objects} objects, in 7 readings"
+    *_, readings_line, last = run.stdout.splitlines()
+    assert readings_line == f"all equal: {tensors} tensors, {objects} objects, in 7 readings"
+    assert last == "trained on 2 ranks, resumed on 4 and 1: training goes on as if nothing had happened"
     rows = readings(folder)
     assert {row["verdict"] for row in rows.values()} == {"equal"}
     full = [row for row in rows.values() if row["objects"] != "-"]
@@ -52,10 +54,19 @@ def test_everything_is_equal(done: tuple[Path, subprocess.CompletedProcess[str]]
 def test_the_commands_are_shown_with_what_they_print(done: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     lines = done[1].stdout.splitlines()
     commands = [line for line in lines if line.startswith("$ ckpttool ")]
-    assert [command.split()[2] for command in commands] == ["inspect"] + ["convert"] * 5
+    assert [command.split()[2] for command in commands] == ["inspect"] + ["convert"] * 5 + ["verify-resume"] * 2
     for command in commands:
         assert lines[lines.index(command) + 1 :], command
     assert any("scheduler" in line for line in lines)
+
+
+def test_training_goes_on_on_other_ranks(done: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    folder, run = done
+    verdicts = [line for line in run.stdout.splitlines() if line.startswith("same  training goes on")]
+    assert ["on shard=4 " in verdicts[0], "on shard=1 " in verdicts[1], len(verdicts)] == [True, True, 2]
+    for ranks in (4, 1):
+        page = (folder / f"trial-on-{ranks}.html").read_text()
+        assert "Training goes on as if nothing had happened" in page
 
 
 def test_a_difference_fails(done: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
@@ -106,6 +117,25 @@ def test_a_checkpoint_that_is_incomplete_fails(
     assert set(verdicts) == {("run/dcp-again/", "dcp.load, 2 ranks"), ("run/dcp-again/", "dcp_to_torch_save")}
     why = "cannot be read: FileNotFoundError: [Errno 2] No such file or directory: 'run/dcp-again/__1_0.distcp'"
     assert set(verdicts.values()) == {why}
+
+
+def test_training_that_does_not_go_on_fails(
+    done: tuple[Path, subprocess.CompletedProcess[str]], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.syspath_prepend(str(DEMO.parent))
+    import demo as program
+
+    folder = done[0]
+    monkeypatch.setattr(program, "make", lambda folder: None)
+    monkeypatch.setattr(program, "torchrun", lambda script, folder: kept.rename(readings_file))
+    readings_file, kept = folder / "readings.json", folder / "kept.json"
+    shutil.copy(readings_file, kept)
+    monkeypatch.setattr(program, "resume", lambda folder, ranks: ranks != 4)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert program.main(["--dir", str(folder)]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("\x1b[1;31mtrained on 2 ranks, resumed on 4 and 1: training does not go on")
 
 
 def test_a_directory_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
