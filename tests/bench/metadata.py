@@ -1,9 +1,10 @@
-"""Times `inspect` on a `.metadata` as large as a large run writes: 750,000 chunks, 256 ranks x 2,930 tensors.
+"""Times `inspect` and `verify-resume audit` on an index as large as a large run writes.
 
-The index is made of torch's own classes and pickled as DCP pickles it. As in a gathered plan, every rank's items bring
-their own copies of the names, so nothing is shared that a real file would not share. The data files are sparse: of the
-right length, without content, because an index is all that `inspect` should need. The time is wall time from spawn to
-exit of a fresh process with a warm page cache, the memory its peak RSS.
+750,000 chunks, 256 ranks x 2,930 tensors. The index is made of torch's own classes and pickled as DCP pickles it. As in
+a gathered plan, every rank's items bring their own copies of the names, so nothing is shared that a real file would not
+share. The data files are sparse: of the right length, without content, because an index is all that `inspect` should
+need. An audit also reads the param groups and a `step` of each parameter; these are real, in a file of their own. The
+time is wall time from spawn to exit of a fresh process with a warm page cache, the memory its peak RSS.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from checkpoint import default_dir, output_dir
 from jobs import ckpttool
 from measure import MIB, remove
 
-SECONDS = 3.0
+SECONDS = {"inspect": 3.0, "audit": 10.0}
+COMMANDS = {"inspect": ("inspect",), "audit": ("verify-resume", "audit")}
 PARAMETERS = ("wq", "wk", "wv", "wo", "w1", "w2", "w3", "attn_norm", "ffn_norm")
 ITEM_OVERHEAD = 1_400  # what torch.save adds to a small tensor: zip headers and a pickle
 
@@ -51,6 +53,7 @@ def make(root: Path, chunks: int, world: int) -> None:
     import torch
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
         ChunkStorageMetadata,
         Metadata,
         MetadataIndex,
@@ -62,7 +65,7 @@ def make(root: Path, chunks: int, world: int) -> None:
     rows, columns = 16, 4096
     nbytes = rows * columns * 4
     all_names = names(-(-chunks // world))
-    tensors = {
+    tensors: dict[str, object] = {
         name: TensorStorageMetadata(
             TensorProperties(torch.float32),
             torch.Size([rows * world, columns]),
@@ -77,9 +80,30 @@ def make(root: Path, chunks: int, world: int) -> None:
             own_name = name.encode().decode()  # a new object, as unpickled from another rank
             index = MetadataIndex(own_name, torch.Size([rows * rank, 0]), rank)
             storage[index] = _StorageInfo(file, at * (nbytes + ITEM_OVERHEAD), nbytes + ITEM_OVERHEAD)
-    paths = {name: path_of(name) for name in all_names}
-    metadata = Metadata(tensors, paths, storage, StorageMeta(checkpoint_id=str(root)), version="1.0.0")
+    paths: dict[str, tuple[object, ...]] = {name: path_of(name) for name in all_names}
     root.mkdir(parents=True)
+    parameters = [n.removeprefix("model.") for n in all_names if n.startswith("model.")]
+    small: dict[tuple[object, ...], object] = {
+        ("optim", "state", parameter, "step"): torch.tensor(1000.0) for parameter in parameters
+    }
+    group = {"params": parameters, "lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    small |= {("optim", "param_groups", 0, key): value for key, value in group.items()} | {("step",): 1000}
+    at = 0
+    with open(root / "__0_1.distcp", "wb") as stream:
+        for path, value in small.items():
+            name = ".".join(map(str, path))
+            torch.save(value, stream)
+            paths[name] = path
+            if isinstance(value, torch.Tensor):
+                chunk = ChunkStorageMetadata(torch.Size([]), torch.Size([]))
+                tensors[name] = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([]), [chunk])
+                index = MetadataIndex(name, torch.Size([]), 0)
+            else:
+                tensors[name] = BytesStorageMetadata()
+                index = MetadataIndex(name)
+            storage[index] = _StorageInfo("__0_1.distcp", at, stream.tell() - at)
+            at = stream.tell()
+    metadata = Metadata(tensors, paths, storage, StorageMeta(checkpoint_id=str(root)), version="1.0.0")
     for rank in range(world):
         with open(root / f"__{rank}_0.distcp", "wb") as stream:
             stream.truncate(len(all_names) * (nbytes + ITEM_OVERHEAD))
@@ -89,7 +113,7 @@ def make(root: Path, chunks: int, world: int) -> None:
 
 
 def main() -> int:
-    """Make it once (in a process of its own, to keep torch out of the measurements), then time `inspect`."""
+    """Make it once (in a process of its own, to keep torch out of the measurements), then time the commands."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chunks", type=int, default=750_000)
     parser.add_argument("--world", type=int, default=256)
@@ -101,30 +125,35 @@ def main() -> int:
     if options.make:
         make(options.make, options.chunks, options.world)
         return 0
-    root = options.dir / f"metadata-{options.chunks}-{options.world}ranks"
+    root = options.dir / f"metadata-{options.chunks}-{options.world}ranks-steps"
     index = root / ".metadata"
     if not index.exists():
         remove(root)
         again = [sys.executable, __file__, "--make", root]
         subprocess.run([*again, f"--chunks={options.chunks}", f"--world={options.world}"], check=True)
-    out = output_dir(options.dir)
-    runs = []
+    passed = [timed(name, root, options) for name in COMMANDS]
+    if options.clean:
+        remove(root)
+    return 0 if all(passed) else 1
+
+
+def timed(name: str, root: Path, options: argparse.Namespace) -> bool:
+    """Run one of the commands in fresh processes; whether it was fast enough."""
+    index, out, runs = root / ".metadata", output_dir(options.dir), []
     for _ in range(options.rounds):
-        runs.append(measure.run(ckpttool("inspect", root), [index], out))
+        runs.append(measure.run(ckpttool(*COMMANDS[name], root), [index], out))
         if runs[-1].error:
             break
     measure.remove_output(out)
-    print(f"inspect of {options.chunks} chunks, .metadata of {index.stat().st_size / MIB:.0f} MiB")
-    if options.clean:
-        remove(root)
+    print(f"{name} of {options.chunks} chunks, .metadata of {index.stat().st_size / MIB:.0f} MiB")
     if runs[-1].error:
         print(f"failed: {runs[-1].error}")
-        return 1
+        return False
     seconds = statistics.median(run.process_seconds for run in runs)
     print(f"median {seconds:.2f} s, min {min(run.process_seconds for run in runs):.2f} s")
     print(f"peak RSS {max(run.peak_rss for run in runs) / MIB:.0f} MiB")
-    print(f"{'pass' if seconds < SECONDS else 'FAIL'}     inspect: under {SECONDS:.0f} s")
-    return 0
+    print(f"{'pass' if seconds < SECONDS[name] else 'FAIL'}     {name}: under {SECONDS[name]:.0f} s")
+    return seconds < SECONDS[name]
 
 
 if __name__ == "__main__":
