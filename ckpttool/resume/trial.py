@@ -137,6 +137,8 @@ def trial(
     with ExitStack() as stack:
         folder = crew.from_first(lambda: _folder(stack, keep))
         made = _Trial(wanted, folder, report, crew, tell or (lambda said: None))
+        if crew.says != Crew.says:
+            report.notes.append(f"every run is on {crew.says}, which are not fresh")
         try:
             _over_checkpoints(made) if checkpoints else _over_a_save(made)
         except Ended as ended:
