@@ -37,7 +37,7 @@ ALL = {
     4: [
         *(case(kind, route) for kind in [*KINDS, "fsdp1-hybrid"] for route in ROUTES),
         *(case("fsdp2", route, "replicate=2,shard=2") for route in ROUTES),
-        *(case(kind, route, "shard=4") for kind in ("tp", "hsdp", "fsdp1-hybrid") for route in ROUTES),
+        *(case(kind, route, "shard=4") for kind in ("tp", "hsdp") for route in ROUTES),
         case("fsdp2", "reshard:2,reshard:8"), case("tp", "reshard:shard=2+tp=4"),
     ],
 }  # fmt: skip

@@ -23,6 +23,8 @@ def run(job: Job, watch: Watch, *, leave: bool = True) -> Seen:
     seen = Seen(watch.rank, list(mesh.get_coordinate() or []), switched_on=switched_on)
     watch.enter("build")
     built = building.build(job, mesh)
+    if job.deterministic:
+        seen.switched_on += starting.settle(built.model)
     if job.gradients_of is not None:
         watch.enter("gradients")
         gradients.again(job, built)

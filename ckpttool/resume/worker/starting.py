@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 from ckpttool.resume.jobs import Job
 from ckpttool.resume.launching import ENVIRONMENT
@@ -52,6 +54,19 @@ def seed(job: Job, mesh: DeviceMesh, *, own: bool) -> None:
     random.seed(value)
     _numpy().random.seed(value)
     torch.manual_seed(value)  # those of all devices
+
+
+def settle(model: nn.Module) -> list[str]:
+    """Have DDP lay out its buckets now, and not after the first step: where a gradient lies in its bucket decides the
+    order in which more than two ranks add it up, and a run that resumes would be one step behind."""
+    said: set[str] = set()
+    for module in model.modules():
+        reducer: Any = module.reducer if isinstance(module, DistributedDataParallel) else None
+        if hasattr(reducer, "_push_all_rebuilt_params"):
+            reducer._push_all_rebuilt_params()
+            reducer._rebuild_buckets()
+            said.add("the buckets of DistributedDataParallel laid out before the first step")
+    return sorted(said)
 
 
 def replica(job: Job, mesh: DeviceMesh) -> int:
