@@ -207,7 +207,7 @@ def _start(
     spell: Callable[[Catalogue, Catalogue], Catalogue] | None,
 ) -> tuple[Catalogue, set[Path]]:
     """The parts that are wanted, the optimizer spelt as it is to be; and what stands in other values for that."""
-    _stop_at_absent(source, only)
+    parts.stop_at_absent(source, only)
     laid = layout.start(source)
     if only or drop:
         # In one step: selecting can move a part, and both speak of the parts of the source.
@@ -228,14 +228,6 @@ def _start(
         # First of all, so that every pattern below sees the names that will be written.
         laid = layout.without_root(laid, left[0])
     return (optimkeys.respell_root(laid, optim_root) if optim_root is not None else laid), folded
-
-
-def _stop_at_absent(source: Catalogue, only: Sequence[str]) -> None:
-    """A part that could not be opened is missed, unless others alone are wanted."""
-    for fault in source.faults:
-        root = fault.facts.get("absent")
-        if root is not None and (not only or {root, root.partition(".")[0], parts.kind_of_key(root)} & {*only}):
-            raise fault
 
 
 def _stop_at_faulty_part(source: Catalogue, laid: Catalogue) -> None:

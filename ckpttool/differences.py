@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.boxes import Ints
 from ckpttool.dtypes import Dtype
@@ -30,6 +30,18 @@ _SMALL = {
 }
 
 
+class Tolerance(NamedTuple):
+    """How far apart two elements may be and still pass for the same: `Tolerance(1e-8, 1e-5, 0)`.
+
+    They are close when `|a - b| <= absolute + relative * |b|`, as `torch.isclose` has it, or when they are at most
+    `ulp` numbers of a floating-point dtype apart. So are two NaN, and two infinities of one sign.
+    """
+
+    absolute: float = 0.0
+    relative: float = 0.0
+    ulp: int = 0
+
+
 @dataclass(slots=True)
 class Difference:
     """`Difference("float32", 64, 1, 3, (0.5, 0.25), (1056964608, 1048576000), 0.25, 0.5, 8388608, 0.99, 0)`: one of 64
@@ -38,6 +50,7 @@ class Difference:
     `first` is the index in row-major order, `values` and `bits` are both sides' there. `absolute`, `relative` (to the
     larger of the two) and `ulp` are the largest over all elements in which both are numbers; `relative` and `cosine`
     are None where they mean nothing, `ulp` for what is not floating point. `nans` elements are NaN on one side only.
+    With a tolerance `beyond` counts the elements that are not close, and `first` is the first of those.
     """
 
     dtype: str
@@ -51,6 +64,7 @@ class Difference:
     ulp: int | None = None
     cosine: float | None = None
     nans: int = 0
+    beyond: int | None = None
 
     def index(self, shape: Ints) -> list[int] | None:
         """The first differing element by its indices in a tensor of this shape. Pure."""
@@ -71,9 +85,10 @@ class Comparison:
     made.result().differing
     """
 
-    def __init__(self, dtype: Dtype, *, cosine: bool = True) -> None:
+    def __init__(self, dtype: Dtype, *, cosine: bool = True, tolerance: Tolerance | None = None) -> None:
         self.dtype = dtype
-        self._made = Difference(dtype.name)
+        self._made = Difference(dtype.name, beyond=None if tolerance is None else 0)
+        self._tolerance = tolerance
         self._wants_cosine = cosine
         self._dot = self._a = self._b = 0.0
 
@@ -90,26 +105,47 @@ class Comparison:
             return
         made.differing += len(where)
         one, two = one[where], two[where]
-        if made.first is None or at + int(where[0]) < made.first:
+        self._measure(one, two)
+        if self._tolerance is not None:
+            apart = ~_close(one, two, self.dtype, self._tolerance)
+            made.beyond = (made.beyond or 0) + int(apart.sum())
+            where, one, two = where[apart], one[apart], two[apart]
+        if len(where) and (made.first is None or at + int(where[0]) < made.first):
             made.first = at + int(where[0])
             made.values = _value(one[:1], self.dtype), _value(two[:1], self.dtype)
             made.bits = _integer(one[0]), _integer(two[0])
-        self._measure(one, two)
+
+    def merge(self, other: Comparison) -> None:
+        """Add what another one has found about other elements of the same two arrays."""
+        made, more = self._made, other._made
+        self._dot, self._a, self._b = (x + y for x, y in zip(self.sums, other.sums, strict=True))
+        made.numel += more.numel
+        made.differing += more.differing
+        made.nans += more.nans
+        if made.beyond is not None:
+            made.beyond += more.beyond or 0
+        if more.first is not None and (made.first is None or more.first < made.first):
+            made.first, made.values, made.bits = more.first, more.values, more.bits
+        made.absolute = larger(made.absolute, more.absolute)
+        made.relative = larger(made.relative, more.relative)
+        made.ulp = larger(made.ulp, more.ulp)
+
+    @property
+    def sums(self) -> tuple[float, float, float]:
+        """`a·b`, `a·a` and `b·b`: what a cosine is made of."""
+        return self._dot, self._a, self._b
 
     def result(self) -> Difference:
         """How the two differ, as far as they were fed."""
         made = self._made
-        if self._wants_cosine and _has_values(self.dtype):
-            if not made.differing:
-                made.cosine = 1.0
-            elif self._a > 0 and self._b > 0:
-                made.cosine = self._dot / math.sqrt(self._a) / math.sqrt(self._b)
+        if self._wants_cosine and has_values(self.dtype):
+            made.cosine = cosine(*self.sums) if made.differing else 1.0
         return made
 
     def _sum_up(self, one: Array, two: Array, same: bool) -> None:
         import numpy as np
 
-        if not self._wants_cosine or not _has_values(self.dtype) or self.dtype.kind == "complex":
+        if not self._wants_cosine or not has_values(self.dtype) or self.dtype.kind == "complex":
             return
         a = _wide(one, self.dtype)
         b = a if same else _wide(two, self.dtype)
@@ -125,11 +161,11 @@ class Comparison:
         import numpy as np
 
         made = self._made
-        if not _has_values(self.dtype):
+        if not has_values(self.dtype):
             return
         if self.dtype.kind == "int":
             # Exact, and without an overflow: the smaller from the larger, as the unsigned of the same size.
-            a, b = _as_values(one, self.dtype), _as_values(two, self.dtype)
+            a, b = values_of(one, self.dtype), values_of(two, self.dtype)
             apart = np.where(a > b, one - two, two - one)
             made.absolute = max(made.absolute or 0, int(apart.max()))
             return
@@ -141,12 +177,24 @@ class Comparison:
         a, b = a[known], b[known]
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             apart = np.abs(a - b)
-            larger = np.maximum(np.abs(a), np.abs(b))
-            relative = np.where(np.isinf(apart), np.inf, np.where(larger > 0, apart / larger, 0.0))
+            size = np.maximum(np.abs(a), np.abs(b))
+            relative = np.where(np.isinf(apart), np.inf, np.where(size > 0, apart / size, 0.0))
         made.absolute = max(made.absolute or 0.0, float(apart.max()))
         made.relative = max(made.relative or 0.0, float(relative.max()))
         if self.dtype.kind == "float":
-            made.ulp = max(made.ulp or 0, _ulps(one[known], two[known]))
+            made.ulp = max(made.ulp or 0, int(_distances(one[known], two[known], self.dtype).max()))
+
+
+def larger(one: Any, other: Any) -> Any:
+    """The larger of two figures of which either may be None. Pure."""
+    return other if one is None else one if other is None else max(one, other)
+
+
+def cosine(dot: float, a: float, b: float) -> float | None:
+    """Of two vectors from `a·b`, `a·a` and `b·b`; None when one is zero, or squares are beyond float64. Pure."""
+    if not (0 < a < math.inf and 0 < b < math.inf and math.isfinite(dot)):
+        return None
+    return dot / math.sqrt(a) / math.sqrt(b)
 
 
 def compare(a: Array, b: Array, dtype: Dtype) -> Difference:
@@ -170,19 +218,20 @@ def _integer(bits: Any) -> int:
     return int.from_bytes(bits.tobytes(), "little")
 
 
-def _has_values(dtype: Dtype) -> bool:
+def has_values(dtype: Dtype) -> bool:
+    """Whether an element is a number that can be calculated with. Pure."""
     if dtype.kind == "int":
         return dtype.name.lstrip("uint") in ("8", "16", "32", "64")
     return dtype.kind in ("float", "complex") and dtype.name != "float4_e2m1fn_x2"
 
 
 def _value(bits: Array, dtype: Dtype) -> Any:
-    if not _has_values(dtype):
+    if not has_values(dtype):
         return bool(bits[0]) if dtype.kind == "bool" else _integer(bits[0])
-    return _as_values(bits, dtype)[0].item()
+    return values_of(bits, dtype)[0].item()
 
 
-def _as_values(bits: Array, dtype: Dtype) -> Array:
+def values_of(bits: Array, dtype: Dtype) -> Array:
     """Elements as numpy can calculate with them; small floats as float32."""
     import numpy as np
 
@@ -199,7 +248,7 @@ def _wide(bits: Array, dtype: Dtype) -> Array:
     import numpy as np
 
     with np.errstate(invalid="ignore"):  # a NaN that signals
-        return _as_values(bits, dtype).astype(np.complex128 if dtype.kind == "complex" else np.float64)
+        return values_of(bits, dtype).astype(np.complex128 if dtype.kind == "complex" else np.float64)
 
 
 @cache
@@ -227,19 +276,34 @@ def _table(name: str) -> Array:
     return np.array(found, dtype=np.float32)
 
 
-def _ulps(one: Array, two: Array) -> int:
-    """The largest distance in numbers of the dtype. Floats of one sign are ordered as their bits are."""
+def _close(one: Array, two: Array, dtype: Dtype, tolerance: Tolerance) -> Array:
+    """Which elements, given as bits that differ, are within a tolerance. Those without values never are."""
     import numpy as np
 
-    top = one.dtype.type(1 << (one.dtype.itemsize * 8 - 1))
-    negative = (one & top) != 0, (two & top) != 0
-    # How far each is from zero.
-    a, b = one & ~top, two & ~top
-    apart = np.where(a > b, a - b, b - a)
-    across = negative[0] != negative[1]
-    largest = int(apart[~across].max()) if not across.all() else 0
-    if across.any():
-        # Of more than 64 bits at worst, so summed as Python has it.
-        sums = a[across].astype(object) + b[across].astype(object)
-        largest = max(largest, int(sums.max()))
-    return largest
+    if not has_values(dtype):
+        return np.zeros(len(one), dtype=bool)
+    if dtype.kind == "int":
+        a, b = values_of(one, dtype), values_of(two, dtype)
+        apart, allowed = np.where(a > b, one - two, two - one).astype(np.float64), np.abs(b.astype(np.float64))
+        close: Array = apart <= tolerance.absolute + tolerance.relative * allowed
+        return close
+    a, b = _wide(one, dtype), _wide(two, dtype)
+    with np.errstate(over="ignore", invalid="ignore"):
+        apart = np.abs(a - b)
+        close = np.isfinite(apart) & (apart <= tolerance.absolute + tolerance.relative * np.abs(b))
+    if dtype.kind == "float" and tolerance.ulp:
+        known = ~(np.isnan(a) | np.isnan(b))
+        close[known] |= _distances(one[known], two[known], dtype) <= np.uint64(tolerance.ulp)
+    close |= (a == b) | (np.isnan(a) & np.isnan(b))
+    return close
+
+
+def _distances(one: Array, two: Array, dtype: Dtype) -> Array:
+    """How many numbers of the dtype apart. Floats of one sign are ordered as their bits are."""
+    import numpy as np
+
+    top = one.dtype.type(0 if dtype.name == "float8_e8m0fnu" else 1 << (one.dtype.itemsize * 8 - 1))
+    # How far each is from zero: less than 2**63, so that a sum fits.
+    a, b = (one & ~top).astype(np.uint64), (two & ~top).astype(np.uint64)
+    found: Array = np.where(((one ^ two) & top) != 0, a + b, np.where(a > b, a - b, b - a))
+    return found

@@ -8,7 +8,7 @@ at the root beside known keys are the model (torchtitan).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ckpttool.catalogue import KINDS, OTHER, Catalogue, Object, Part, Path, Tensor, dotted
@@ -172,6 +172,14 @@ def parts(catalogue: Catalogue) -> list[Part]:
     """The parts in order of appearance, kinds in the order of `KINDS`."""
     seen = dict.fromkeys(entry.part for entry in catalogue.entries.values())
     return sorted(seen, key=lambda part: KINDS.index(part.kind))
+
+
+def stop_at_absent(catalogue: Catalogue, only: Sequence[str]) -> None:
+    """Raise the fault of a part that could not be opened, unless others alone are wanted."""
+    for fault in catalogue.faults:
+        root = fault.facts.get("absent")
+        if root is not None and (not only or {root, root.partition(".")[0], kind_of_key(root)} & {*only}):
+            raise fault
 
 
 def matcher(names: Iterable[str], catalogue: Catalogue) -> Callable[[Part], bool]:

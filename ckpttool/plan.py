@@ -70,6 +70,15 @@ class _Finder:
                 yield i, shared
 
 
+def meeting(one: Chunks, other: Chunks) -> Iterator[tuple[int, int, Box]]:
+    """The boxes that lie in one chunk of either of two tilings of a tensor, each with the numbers of the two chunks, in
+    the order of the chunks of `one`. Pure."""
+    finder = _Finder(other)
+    for i, box in enumerate(zip(one.offsets, one.sizes, strict=True)):
+        for j, shared in finder.touching(box):
+            yield i, j, shared
+
+
 _Found = tuple[tuple[int, Box], ...]
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ckpttool.catalogue import Catalogue, validate
 from ckpttool.conversion import convert
+from ckpttool.diffing import Diff, diff
 from ckpttool.errors import CkptError, UsageError, some
 from ckpttool.exporting.local import export
 from ckpttool.exporting.planning import Exported
@@ -19,8 +20,8 @@ from ckpttool.verifying import Finding, Report, verify
 from ckpttool.wording import meant
 
 __all__ = [
-    "Conversion", "Exported", "Finding", "Repaired", "Report", "Resharding", "Shown", "convert", "export", "inspect",
-    "repair", "reshard", "show", "verify",
+    "Conversion", "Diff", "Exported", "Finding", "Repaired", "Report", "Resharding", "Shown", "convert", "diff",
+    "export", "inspect", "repair", "reshard", "show", "verify",
 ]  # fmt: skip
 
 

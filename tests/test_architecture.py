@@ -93,10 +93,15 @@ LAYERS: list[tuple[set[str], set[str]]] = [
         DATA | MOVING | {"files", "folders", "formats.dcp", "manifests", "verifying", "workers"},
     ),
     (
+        {"diffing"},
+        DATA | PURE | MOVING | {"diffing", "differences", "containers", "files", "opening", "workers"},
+    ),
+    (
         {"verbs"},
         {
             "catalogue",
             "conversion",
+            "diffing",
             "errors",
             "exporting",
             "figures",
@@ -136,7 +141,19 @@ LAYERS: list[tuple[set[str], set[str]]] = [
     (
         {"cli"},
         DATA
-        | {"cli", "summary", "report", "resume", "verbs", "formats", "producers", "patterns", "figures", "sharing"}
+        | {
+            "cli",
+            "diffing",
+            "summary",
+            "report",
+            "resume",
+            "verbs",
+            "formats",
+            "producers",
+            "patterns",
+            "figures",
+            "sharing",
+        }
         | {"hub", "verifying"},
     ),
     ({""}, {"verbs", "checkpoint", "mesh", "errors", "version"}),
@@ -177,6 +194,7 @@ def layer_of(name: str) -> str:
             "exporting",
             "report",
             "verifying",
+            "diffing",
         )
         else name
     )

@@ -10,6 +10,7 @@ import typer
 
 from ckpttool import sharing
 from ckpttool.cli.convert import convert
+from ckpttool.cli.diff import diff
 from ckpttool.cli.export import export
 from ckpttool.cli.failures import Commands, catch_signals, stopped_early
 from ckpttool.cli.formats import formats
@@ -51,7 +52,7 @@ def _root(
     pass
 
 
-for command in (inspect, show, verify, repair, convert, reshard, export, formats):
+for command in (inspect, show, diff, verify, repair, convert, reshard, export, formats):
     app.command()(command)
 app.add_typer(verify_resume)
 

@@ -1,0 +1,311 @@
+"""`ckpttool diff`: how two checkpoints differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckpttool.cli.options import AsJson, Quiet, Shapes, Tensors, Threads, Verbose, complete_part
+from ckpttool.cli.progress import Progress
+from ckpttool.cli.terminal import Painted, Piece, Terminal, bold, dim, err, out
+from ckpttool.wording import duration, plural, size
+
+if TYPE_CHECKING:
+    from ckpttool.diffing import Only, Side, Total
+    from ckpttool.verbs import Diff
+
+_SHOWN = 20
+_VALUE = 40  # characters of an object's value, unless -v
+_WHOLE = 400
+
+
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint of any format.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The other one; of any format too.")],
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only", metavar="PART", autocompletion=complete_part,
+            help="Only this part (model, optimizer, ...; or its key), its key off the names. Repeatable.",
+        ),
+    ] = None,
+    drop: Annotated[
+        list[str] | None,
+        typer.Option("--drop", metavar="PART", autocompletion=complete_part, help="Not this part. Repeatable."),
+    ] = None,
+    tensors: Tensors = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option("--exclude", metavar="GLOB", help="Not what matches. Repeatable.")
+    ] = None,
+    rename: Annotated[
+        list[str] | None,
+        typer.Option("--rename", metavar="OLD=NEW", help="What A calls OLD is NEW in B, as in convert. Repeatable."),
+    ] = None,
+    strip_wrappers: Annotated[
+        bool,
+        typer.Option("--strip-wrappers", help="Take `module.`, `_orig_mod.` and other wrappers off both sides' names."),
+    ] = False,
+    strip_prefix: Annotated[
+        str | None, typer.Option("--strip-prefix", metavar="P", help="Take one prefix off the models' names.")
+    ] = None,
+    rtol: Annotated[
+        str | None, typer.Option("--rtol", metavar="R", help="Elements are equal within R times that of B.")
+    ] = None,
+    atol: Annotated[str | None, typer.Option("--atol", metavar="A", help="Elements are equal within A.")] = None,
+    ulp: Annotated[
+        int | None,
+        typer.Option("--ulp", metavar="N", min=0, help="Elements are equal when at most N numbers of the dtype apart."),
+    ] = None,
+    ignore_dtype: Annotated[
+        bool, typer.Option("--ignore-dtype", help="Another dtype is no difference when the values are equal.")
+    ] = False,
+    sharding: Annotated[
+        bool, typer.Option("--sharding", help="How tensors are cut, and over which ranks, has to be the same too.")
+    ] = False,
+    shapes: Shapes = None,
+    threads: Threads = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:  # fmt: skip
+    """Show how two checkpoints differ: names, dtypes, shapes, values, ties and objects.
+
+    Any two formats and any two numbers of ranks. Ends with 0 when they are the same, with 1 when they differ.
+    """
+    from ckpttool import verbs
+
+    with ExitStack() as stack:
+        progress = None if quiet or as_json else stack.enter_context(Progress(err()))
+        made = verbs.diff(
+            a, b, only=only or (), drop=drop or (), tensors=tensors or (), exclude=exclude or (), rename=rename or (),
+            strip_wrappers=strip_wrappers, strip_prefix=strip_prefix, rtol=_number("--rtol", rtol),
+            atol=_number("--atol", atol), ulp=ulp, ignore_dtype=ignore_dtype, sharded=sharding, shapes=shapes,
+            threads=threads, progress=progress,
+        )  # fmt: skip
+    terminal = out()
+    if as_json:
+        terminal.write(json.dumps(_document(made)) + "\n")
+    elif quiet:
+        for line in _names(made):
+            terminal.line(line)
+    else:
+        _print(terminal, made, verbose)
+    if made.exit_code:
+        terminal.flush()
+        raise typer.Exit(made.exit_code)
+
+
+def _number(flag: str, text: str | None) -> float | None:
+    from ckpttool.errors import UsageError
+
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        raise UsageError(f"`{flag} {text}` is not a number", hint=f"write one like `{flag} 1e-5`") from None
+
+
+def _names(made: Diff) -> Iterator[str]:
+    """`- x` is only in A, `+ x` only in B, `! x` is not the same."""
+    yield from (f"- {one.name}" for one in made.only_a)
+    yield from (f"+ {one.name}" for one in made.only_b)
+    names = [*made.kinds, *(one.name for one in made.tensors), *(one.name for one in made.objects)]
+    yield from (f"! {name}" for name in dict.fromkeys(names))
+
+
+# JSON -----------------------------------------------------------------------------------------------------------------
+
+
+def _document(made: Diff) -> dict[str, Any]:
+    from ckpttool.diffing import ABSENT
+    from ckpttool.summary.values import jsonable
+
+    rows = [
+        {"name": one.name, "part": one.part, "at": one.at}
+        | {key: jsonable(value) for key, value in (("a", one.a), ("b", one.b)) if value is not ABSENT}
+        for one in made.objects
+    ]
+    total = {key: value for key, value in _total(made.total).items() if key != "part"}
+    return {
+        "schema": "ckpttool/diff/1", "same": made.same, "exit_code": made.exit_code, "a": asdict(made.a),
+        "b": asdict(made.b), "within": made.within, "matched": made.matched, "bytes": made.bytes, "total": total,
+        "parts": [_total(part) for part in made.parts], "only_a": [asdict(one) for one in made.only_a],
+        "only_b": [asdict(one) for one in made.only_b], "kinds": made.kinds,
+        "tensors": [jsonable(asdict(one)) for one in made.tensors], "objects": rows, "notes": made.notes,
+        "hint": made.hint, "seconds": made.seconds,
+    }  # fmt: skip
+
+
+def _total(total: Total) -> dict[str, Any]:
+    from ckpttool.summary.values import jsonable
+
+    said: dict[str, Any] = jsonable(asdict(total))
+    del said["sums"]
+    return said
+
+
+# For people -----------------------------------------------------------------------------------------------------------
+
+
+def _print(terminal: Terminal, made: Diff, verbose: bool) -> None:
+    terminal.line(bold(made.a.path), " and ", bold(made.b.path), " ", _verdict(made))
+    terminal.table([(dim(title), text) for title, text in _facts(made)], cut=(1,), prose=(1,))
+    if not made.same or verbose:
+        _parts(terminal, made)
+    for title, found in (("only in A", made.only_a), ("only in B", made.only_b)):
+        if found:
+            _heading(terminal, title, len(found))
+            _rows(terminal, [_of_one_side(one) for one in found], verbose, cut=(0,))
+    if made.kinds:
+        _heading(terminal, "a tensor in one, an object in the other", len(made.kinds))
+        _rows(terminal, [[name] for name in made.kinds], verbose, cut=(0,))
+    _layouts(terminal, made, verbose)
+    _values(terminal, made, verbose)
+    _objects(terminal, made, verbose)
+    for note in made.notes:
+        err().line(Painted("warning: ", "yellow"), note)
+    if made.hint:
+        err().line(Painted("hint: ", "dim"), made.hint)
+
+
+def _verdict(made: Diff) -> Painted:
+    if made.same:
+        return Painted("are the same", "bold")
+    return Painted("differ", "red")
+
+
+def _facts(made: Diff) -> Iterator[tuple[str, str]]:
+    yield "A", _side(made.a)
+    yield "B", _side(made.b)
+    yield "compared", f"{plural(made.matched, 'name')}, {size(made.bytes)} of values, by {made.within or 'their bits'}"
+    rate = f", {size(made.bytes / made.seconds)}/s" if made.seconds >= 1 else ""
+    yield "time", f"{duration(made.seconds)}{rate}"
+
+
+def _side(side: Side) -> str:
+    ranks = f" of {side.world_size} ranks" if side.world_size > 1 else ""
+    return (
+        f"{side.format}{ranks}, {plural(side.tensors, 'tensor')}, {plural(side.objects, 'object')}, {size(side.bytes)}"
+    )
+
+
+def _parts(terminal: Terminal, made: Diff) -> None:
+    if not made.total.tensors:
+        return
+    terminal.write("\n")
+    beyond = made.within is not None
+    headers = ["part", "tensors", "equal", "elements", "differing", *(["beyond"] if beyond else []), *_FIGURES]
+    totals = [*made.parts, *([made.total] if len(made.parts) > 1 else [])]
+    rows: list[list[Piece]] = [
+        [
+            dim("total") if total is made.total else bold(total.part),
+            f"{total.tensors:,}", f"{total.equal:,}", f"{total.elements:,}", f"{total.differing:,}",
+            *([f"{total.beyond or 0:,}"] if beyond else []), *_figures(total),
+        ]
+        for total in totals
+    ]  # fmt: skip
+    terminal.table(rows, headers, right=range(1, len(headers)), cut=(0,))
+
+
+_FIGURES = ("max abs", "max rel", "max ulp", "cosine")
+
+
+def _figures(found: Any) -> list[str]:
+    return [
+        _short(found.absolute),
+        _short(found.relative),
+        "" if found.ulp is None else f"{found.ulp:.3g}" if found.ulp >= 1_000_000 else f"{found.ulp:,}",
+        "" if found.cosine is None else f"{found.cosine:.6f}",
+    ]
+
+
+def _short(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def _of_one_side(one: Only) -> list[Piece]:
+    return [one.name] if one.shape is None else [one.name, str(one.dtype), str(list(one.shape))]
+
+
+def _layouts(terminal: Terminal, made: Diff, verbose: bool) -> None:
+    """What differs apart from values: in A, in B."""
+    rows: list[list[Piece]] = []
+    for one in made.tensors:
+        if "dtype" in one.kinds:
+            rows.append([one.name, "dtype", *one.dtypes])
+        if "shape" in one.kinds:
+            rows.append([one.name, "shape", *(str(list(shape)) for shape in one.shapes)])
+        if one.ties is not None:
+            rows.append([one.name, "tied to", *(tie or dim("nothing") for tie in one.ties)])
+        if one.sharding is not None:
+            rows.append([one.name, "sharding", *one.sharding])
+    if rows:
+        _heading(terminal, "layout", len(rows))
+        _rows(terminal, rows, verbose, ("tensor", "", "A", "B"), cut=(0, 2, 3))
+    for one in made.tensors if verbose else ():
+        if one.why is not None:
+            terminal.paragraph(f"{one.name}: its values were not compared, as {one.why}")
+    uncompared = sum(one.why is not None for one in made.tensors)
+    if uncompared and not verbose:
+        terminal.line(dim(f"  the values of {plural(uncompared, 'tensor')} were not compared; `-v` says why"))
+
+
+def _values(terminal: Terminal, made: Diff, verbose: bool) -> None:
+    found = [(one, one.values) for one in made.tensors if "values" in one.kinds and one.values is not None]
+    if not found:
+        return
+    beyond = made.within is not None
+    _heading(terminal, "values", len(found))
+    rows: list[list[Piece]] = []
+    for one, values in found:
+        differing = values.differing if values.beyond is None else values.beyond
+        wider = "" if one.dtypes[0] == one.dtypes[1] else f" as {values.dtype}"
+        first = values.values or ("", "")
+        rows.append([
+            one.name + wider, f"{differing:,} of {values.numel:,}", *_figures(values), str(one.index),
+            _element(first[0]), _element(first[1]),
+        ])  # fmt: skip
+    headers = ("tensor", "beyond" if beyond else "differing", *_FIGURES, "first at", "A", "B")
+    _rows(terminal, rows, verbose, headers, cut=(0, 6, 7, 8), right=(1, 2, 3, 4, 5, 7, 8))
+
+
+def _element(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _objects(terminal: Terminal, made: Diff, verbose: bool) -> None:
+    from ckpttool.diffing import ABSENT
+    from ckpttool.summary.values import describe
+
+    if not made.objects:
+        return
+    _heading(terminal, "objects", len(made.objects))
+
+    def shown(value: Any) -> Piece:
+        return dim("-") if value is ABSENT else describe(value, limit=_WHOLE if verbose else _VALUE)
+
+    rows: list[list[Piece]] = [[one.name + one.at, shown(one.a), shown(one.b)] for one in made.objects]
+    _rows(terminal, rows, verbose, ("value", "A", "B"), cut=(2, 1, 0), prose=(1, 2))
+
+
+def _heading(terminal: Terminal, title: str, n: int) -> None:
+    terminal.heading(title, f"{n:,}" if n > 1 else "")
+
+
+def _rows(
+    terminal: Terminal,
+    rows: list[list[Piece]],
+    verbose: bool,
+    headers: tuple[str, ...] = (),
+    cut: tuple[int, ...] = (),
+    prose: tuple[int, ...] = (),
+    right: tuple[int, ...] = (),
+) -> None:
+    shown = rows if verbose else rows[:_SHOWN]
+    terminal.table(shown, headers, cut=cut, prose=prose, right=right)
+    if len(shown) < len(rows):
+        terminal.line(dim(f"  {len(rows) - len(shown):,} more, shown by -v"))
