@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 import transformers
 from fakeranks import as_rank, mesh
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -228,6 +228,7 @@ class Still:
         """Nothing is open."""
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_each_element_of_a_view_comes_from_where_the_slice_says(data: st.DataObject) -> None:
     heads, half, width = (data.draw(st.integers(1, n)) for n in (4, 4, 3))
