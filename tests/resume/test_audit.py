@@ -31,7 +31,7 @@ RANKS = 2
 
 
 def run(*words: str) -> Result:
-    return CliRunner().invoke(app, ["verify-resume", *words])
+    return CliRunner().invoke(app, list(words))
 
 
 def generators(seed: int) -> dict[str, Any]:
@@ -311,24 +311,24 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_command_ends_with_its_verdict(saved: Path) -> None:
-    done = run("audit", str(saved))
+    done = run("verify-resume", "audit", str(saved))
     assert (done.exit_code, done.stdout.splitlines()[-1]) == (0, "resumable exactly")
     assert "weight_decay" in done.stdout
-    assert run("audit", str(saved), "-q").stdout == "exactly\n"
-    assert "as far as can be told" in run("audit", str(saved), "--no-values").stdout
+    assert run("verify-resume", "audit", str(saved), "-q").stdout == "exactly\n"
+    assert "as far as can be told" in run("verify-resume", "audit", str(saved), "--no-values").stdout
 
 
 def test_exit_code_1_when_it_cannot_go_on(tmp_path: Path) -> None:
     state = whole()
     del state["optimizer"]
     torch.save(state, tmp_path / "state.pt")
-    done = run("audit", str(tmp_path / "state.pt"))
+    done = run("verify-resume", "audit", str(tmp_path / "state.pt"))
     assert done.exit_code == 1
     assert done.stdout.splitlines()[-1] == "not resumable: 1 reason (parts)"
 
 
 def test_json_holds_what_is_shown(saved: Path) -> None:
-    said = json.loads(run("audit", str(saved), "--json", "--values").stdout)
+    said = json.loads(run("verify-resume", "audit", str(saved), "--json", "--values").stdout)
     assert said["schema"] == "ckpttool/audit/1"
     assert (said["verdict"], said["step"], said["world_size"], said["values"]) == ("exactly", 3.0, 1, True)
     assert {check["state"] for check in said["checks"]} == {"ok", "note"}
@@ -342,8 +342,8 @@ def test_names_are_shown_by_v(tmp_path: Path) -> None:
         state["optimizer"]["state"].pop(number)
     torch.save(state, tmp_path / "state.pt")
     path = str(tmp_path / "state.pt")
-    assert "1.weight" in [line.strip() for line in run("audit", path, "-v").stdout.splitlines()]
-    assert "1.weight" not in [line.strip() for line in run("audit", path).stdout.splitlines()]
+    assert "1.weight" in [line.strip() for line in run("verify-resume", "audit", path, "-v").stdout.splitlines()]
+    assert "1.weight" not in [line.strip() for line in run("verify-resume", "audit", path).stdout.splitlines()]
 
 
 def test_numbers_get_names_by_shapes(tmp_path: Path) -> None:
@@ -352,8 +352,11 @@ def test_numbers_get_names_by_shapes(tmp_path: Path) -> None:
     named = reference("run_trainer_w2")["model"]
     order = [[name, list(value.shape)] for name, value in named.items() if name != "lm_head.weight"]
     (tmp_path / "order.json").write_text(json.dumps(order))
-    assert "whose state is whose was not checked" in run("audit", path).stdout
-    assert "whose state is whose" not in run("audit", path, "--shapes", str(tmp_path / "order.json")).stdout
+    assert "whose state is whose was not checked" in run("verify-resume", "audit", path).stdout
+    assert (
+        "whose state is whose"
+        not in run("verify-resume", "audit", path, "--shapes", str(tmp_path / "order.json")).stdout
+    )
 
 
 RUN = """
@@ -421,7 +424,7 @@ def test_the_model_of_a_recipe(tmp_path: Path, saved: Path, width: int, more: st
 
 
 def test_a_recipe_that_is_not_there_is_told_before_anything_is_read(saved: Path) -> None:
-    done = run("audit", str(saved), "--recipe", "nowhere.py")
+    done = run("verify-resume", "audit", str(saved), "--recipe", "nowhere.py")
     assert done.exit_code == 2
     with pytest.raises(UsageError, match=r"nowhere\.py"):
         audit(saved, recipe="nowhere.py")

@@ -27,8 +27,8 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def init(*words: str) -> Result:
-    return CliRunner().invoke(app, ["verify-resume", "init", *words])
+def run(*words: str) -> Result:
+    return CliRunner().invoke(app, list(words))
 
 
 @pytest.mark.parametrize(
@@ -132,13 +132,16 @@ def test_a_build_that_fails_says_where(tmp_path: Path) -> None:
 
 def test_init_overwrites_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert init().exit_code == 0
+    assert run("verify-resume", "init").exit_code == 0
     before = (tmp_path / "recipe.py").read_text()
-    assert (init("-q").exit_code, init("mine.py", "-q").stdout) == (OverwriteError.exit_code, "mine.py\n")
+    assert (run("verify-resume", "init", "-q").exit_code, run("verify-resume", "init", "mine.py", "-q").stdout) == (
+        OverwriteError.exit_code,
+        "mine.py\n",
+    )
     assert (tmp_path / "recipe.py").read_text() == before
     assert (tmp_path / "mine.py").read_text() == before.replace("recipe.py", "mine.py")
-    assert init("mine.txt").exit_code == UsageError.exit_code
-    assert init(str(tmp_path / "nowhere" / "mine.py")).exit_code == StorageError.exit_code
+    assert run("verify-resume", "init", "mine.txt").exit_code == UsageError.exit_code
+    assert run("verify-resume", "init", str(tmp_path / "nowhere" / "mine.py")).exit_code == StorageError.exit_code
 
 
 TRAIN = """
