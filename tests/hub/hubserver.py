@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -80,6 +81,13 @@ def git_blob(data: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
+class Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients are killed on purpose."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+
 class Hub:
     """The server. `part` is the size of a part of an upload in several."""
 
@@ -95,7 +103,7 @@ class Hub:
         self.seen: list[Seen] = []
         self.lock = threading.RLock()
         handler = type("Bound", (Handler,), {"hub": self})
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.server = Server(("127.0.0.1", 0), handler)
         self.server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
         self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
@@ -267,6 +275,8 @@ class Handler(BaseHTTPRequestHandler):
         else:
             data = self.rfile.read(self._length())
         self.said.received += len(data)
+        if len(data) < self._length():
+            raise ConnectionResetError  # the client was killed
         return data
 
     def _chunk(self) -> bytes:
