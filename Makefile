@@ -5,10 +5,11 @@ BIN := $(VENV)/bin
 SIZE ?= 1GiB
 ROUNDS ?= 5
 JSON ?= bench.json
+TIME ?= 60
 # Tests that start torch processes take a gigabyte each.
 WORKERS ?= 2
 
-.PHONY: help demo test test-all check format lint types bench samples docs clean
+.PHONY: help demo test test-all check format lint types bench fuzz samples docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -46,6 +47,9 @@ types: $(BIN)/.ready
 
 bench: $(BIN)/.ready  ## Measure against torch, accelerate, safetensors and cat (SIZE=1GiB ROUNDS=5)
 	$(BIN)/python tests/bench/run.py --size "$(SIZE)" --rounds "$(ROUNDS)" --json "$(JSON)"
+
+fuzz: $(BIN)/.ready  ## Throw changed files at each parser, guided by coverage (TIME=60 seconds each)
+	$(BIN)/python tests/fuzz/fuzz.py --time "$(TIME)"
 
 samples: $(BIN)/.ready  ## Make the sample checkpoints anew
 	$(BIN)/python samples/make.py

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 from operator import add
 
@@ -189,11 +189,21 @@ def _are_slabs(shape: Sequence[int], offsets: Sequence[Ints], sizes: Sequence[In
 
 
 def _first_overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
-    """The first two boxes found that share an element; sweeps along the dimension with the most distinct starts."""
+    """The first two boxes found that share an element; sweeps along the dimension with the most distinct starts.
+
+    Where the boxes of a grid have the same range along that dimension, the others tell them apart: a sweep alone
+    would compare nearly all of a grid of many dimensions with each other.
+    """
     if len(boxes) < 2 or not boxes[0][0]:
         return (boxes[0], boxes[1]) if len(boxes) > 1 else None
     dims = range(len(boxes[0][0]))
     dim = max(dims, key=lambda d: len({b[0][d] for b in boxes}))
+    groups: dict[tuple[int, int], list[Box]] = {}
+    for box in boxes:
+        groups.setdefault((box[0][dim], box[1][dim]), []).append(box)
+    ranges = sorted(groups)
+    if 1 < len(ranges) < len(boxes) and all(a + n <= b for (a, n), (b, _) in pairwise(ranges)):
+        return next(filter(None, map(_first_overlap, groups.values())), None)
     boxes.sort(key=lambda b: b[0][dim])
     active: list[Box] = []
     for box in boxes:

@@ -21,6 +21,20 @@ from ckpttool.errors import CkptError, CorruptError, some
 Path = tuple[Hashable, ...]
 
 
+MAX_DIMENSIONS = 64  # as many as torch's own operations take
+
+
+def check_shape(shape: Sequence[int]) -> None:
+    """Raises CorruptError for a shape that no tensor can have: 100,000 sizes of 2**62 take hours to multiply. Pure."""
+    if len(shape) > MAX_DIMENSIONS:
+        raise CorruptError(
+            f"a tensor of {len(shape)} dimensions, more than {MAX_DIMENSIONS}",
+            found=len(shape), expected=MAX_DIMENSIONS,
+        )  # fmt: skip
+    if any(size >= 1 << 63 for size in shape):
+        raise CorruptError("a tensor with a size of 2**63 or more")
+
+
 def dotted(path: Path) -> str:
     """The name of a path for people: `("optim", "state", 0, "exp_avg")` is `optim.state.0.exp_avg`. Pure."""
     return ".".join(map(str, path))

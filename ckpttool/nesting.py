@@ -18,7 +18,7 @@ from ckpttool.errors import CorruptError, LossError
 MAX_DEPTH = 256
 MAX_ENTRIES = 20_000_000
 
-MAX_REPEATED = 1_000_000
+MAX_REPEATED = 200_000
 
 Kinds = type | tuple[type, ...]
 MakeTensor = Callable[[Any, Path, bool], Tensor]

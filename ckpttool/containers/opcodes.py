@@ -1,7 +1,8 @@
 """Looks through a pickle before the machine runs it: where it ends, and whether it asks for too much.
 
 CPython's machine makes room for the highest memo index that a pickle names: nine bytes, `80 02 4e 72 ff ff ff 7f 2e`,
-take 32 GiB. And an extension code can stand for a class that this process has loaded, past `find_class`.
+take 32 GiB. And an extension code can stand for a class that this process has loaded, past `find_class`. What else
+could take all the memory or time there is, `pickleweight` counts.
 Source: `pickletools` and `Modules/_pickle.c` of Python 3.10 to 3.14.
 """
 
@@ -12,8 +13,12 @@ import re
 import struct
 from functools import lru_cache
 
+from ckpttool.containers import pickleweight
 from ckpttool.errors import CorruptError
 
+MAX_PICKLE = 1 << 31  # bytes
+_LARGE = 1 << 20
+_TEXTLESS = 15
 _STOP, _BINPUT, _PUT, _PAIR = ord("."), ord("r"), ord("p"), frozenset(b"ci")
 # EXT1, EXT2, EXT4; NEXT_BUFFER, READONLY_BUFFER; and DUP, which no pickler writes: 50 of them make a tuple of tuples
 # whose hash takes years.
@@ -29,6 +34,8 @@ for _op in pickletools.opcodes:
     _n = 0 if _op.arg is None else _op.arg.n
     _ARGUMENT[ord(_op.code)] = None if _n == pickletools.UP_TO_NEWLINE else _n
 _CODES = frozenset(ord(op.code) for op in pickletools.opcodes)
+_FIXED = frozenset(code for code in _CODES if (_ARGUMENT[code] if _ARGUMENT[code] is not None else -1) >= 0)  # type: ignore[operator]
+_PUTS = (b"p", b"q", b"r", b"\x94")
 
 
 _SHORT_TEXT = b"\x8c(?:" + b"|".join(re.escape(bytes((n,))) + b".{%d}" % n for n in range(256)) + b")"
@@ -45,7 +52,7 @@ def _run(top: int) -> re.Pattern[bytes]:
     bare = b"[" + by_length.pop(0) + b"]*"
     fixed = [b"[" + codes + b"]" + b"." * n for n, codes in by_length.items()]
     fixed.append(b"r..[\\x00-" + re.escape(bytes((top,))) + b"]\\x00")
-    if top > 15:
+    if top > _TEXTLESS:
         # SHORT_BINUNICODE too, where compiling that pays: an index of a million names has little else of variable
         # length (1.4 s -> 0.6 s).
         fixed.append(_SHORT_TEXT)
@@ -66,24 +73,81 @@ def end_of(data: bytes, start: int = 0, *, limit: int | None = None) -> int | No
     Raises CorruptError for what no pickle of its size needs: a memo index or a length past `limit` (the length of
     `data`), an extension code, an opcode that there is not.
     """
-    limit = len(data) if limit is None else limit
-    run = _run(min(limit >> 16, 255)).match
+    return _walk(data, start, len(data) if limit is None else limit, None)
+
+
+def check(data: bytes) -> int | None:
+    """`end_of(data)`, once it is known that the machine can run this pickle without taking all the memory or all the
+    time that there is. Raises CorruptError when it cannot."""
+    heavy, shared = pickleweight.is_heavy(data, len(data)), pickleweight.may_share(data, len(data))
+    if not (heavy or shared):
+        return end_of(data)
+    code = _Code()
+    end = _walk(data, 0, len(data), code)
+    if end is None:
+        return None
+    if heavy:
+        pickleweight.check_objects(b"".join(code.pieces), end)
+    if shared and (code.has_lines or pickleweight.shares_tuples(code.pieces)):
+        pickleweight.check_keys(data, end, lambda data, at: _after(data, at, data[at], len(data), len(data)))
+    return end
+
+
+def check_beginning(window: bytes, size: int) -> None:
+    """Raises CorruptError when a pickle of `size` bytes that begins like this cannot be one, before all of it is read:
+    a file may be a hole of any length."""
+    if size > MAX_PICKLE:
+        raise CorruptError(
+            f"a pickle of {size} bytes is more than the {MAX_PICKLE} that we read", found=size, expected=MAX_PICKLE
+        )
+    _walk(window, 0, size, None)
+
+
+class _Code:
+    """The opcodes of a pickle without their text: pieces of whole ones, `N` in the place of each that has text."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+        self.has_lines = False  # numbers what it memoizes in text, as protocol 0 does
+        self._head = b""
+
+    def add(self, data: bytes, begin: int, at: int, after: int) -> None:
+        """Those at `begin..at`, all of a fixed length, and the one at `at..after`."""
+        fixed = data[at] in _FIXED
+        self.pieces.append(self._head + data[begin : after if fixed else at])
+        self._head = b"" if fixed else b"N"
+        self.has_lines |= data[at] in b"pg"
+
+
+def _walk(data: bytes, start: int, limit: int, code: _Code | None) -> int | None:
+    """Where the pickle at `start` ends; `code` is given its opcodes."""
+    memo = limit
+    if limit > _LARGE:
+        # Each index is given to something. In a file that is mostly a hole, hardly anything is.
+        memo = min(limit, sum(map(data.count, _PUTS)))
+    top = min(memo >> 16, 255)
+    run = _run(top if code is None else min(top, _TEXTLESS)).match
     at = start
     try:
         while True:
             matched = run(data, at)
             assert matched is not None
-            at = matched.end()
-            code = data[at]
-            if code == _STOP:
-                return at + 1
-            # The reader of a large DCP index leaves thousands of MEMOIZE behind a name (0.2 s -> 0.0 s).
-            at = _memoized(data, _after(data, at, code, limit)).end()  # type: ignore[union-attr]
+            begin, at = at, matched.end()
+            found = data[at]
+            after = at + 1 if found == _STOP else _after(data, at, found, limit, memo)
+            if code is not None:
+                code.add(data, begin, at, after)
+            if found == _STOP:
+                return after
+            at = after
+            if code is None:
+                # The reader of a large DCP index leaves thousands of MEMOIZE behind a name (0.2 s -> 0.0 s).
+                at = _memoized(data, after).end()  # type: ignore[union-attr]
     except (IndexError, struct.error, ValueError):
         return None
 
 
-def _after(data: bytes, at: int, code: int, limit: int) -> int:
+def _after(data: bytes, at: int, code: int, limit: int, memo: int) -> int:
     """Where the opcode after this one is. Raises IndexError, struct.error or ValueError when `data` ends before."""
     if code not in _CODES or code in _REFUSED:
         raise CorruptError(f"opcode {code:#04x} at byte {at} is not one that a checkpoint needs")
@@ -93,11 +157,11 @@ def _after(data: bytes, at: int, code: int, limit: int) -> int:
         if code in _PAIR:
             end = data.index(b"\n", end + 1)
         if code == _PUT:
-            _check_memo(data[at + 1 : end], limit)
+            _check_memo(data[at + 1 : end], memo)
         return end + 1
     if n >= 0:
         if code == _BINPUT:
-            _check_memo(struct.unpack_from("<I", data, at + 1)[0], limit)
+            _check_memo(struct.unpack_from("<I", data, at + 1)[0], memo)
         return at + 1 + n
     spelt = _LENGTHS[n]
     length = struct.unpack_from(spelt, data, at + 1)[0]
@@ -111,4 +175,4 @@ def _check_memo(index: int | bytes, limit: int) -> None:
         digits = index.strip()
         index = int(digits) if digits.isdigit() and len(digits) < 20 else limit + 1
     if index > limit:
-        raise CorruptError(f"memo index {index} in a pickle of {limit} bytes")
+        raise CorruptError(f"memo index {index} in a pickle that has room for {limit}")

@@ -76,6 +76,8 @@ class Stub(metaclass=_StubType):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = object.__new__(cls)
+        if kwargs:
+            _spend(len(kwargs))
         self.args, self.kwargs, self.how, self.target = args, kwargs or _NO_KWARGS, "new", None
         self.state = self.values = self.pairs = _NOTHING
         return self
@@ -161,10 +163,55 @@ class Known:
         raise CorruptError(f"a pickle changes `{self.module}.{self.name}`")
 
 
+# What the functions below may copy while one pickle is read. They are called with what the pickle has already, which a
+# few bytes of it may mention again and again.
+_left: ContextVar[list[int] | None] = ContextVar("_left", default=None)
+_MOST_COPIED = 16 << 20  # elements or bytes, and the length of the pickle eight times
+
+
+@contextmanager
+def _copying(nbytes: int) -> Iterator[None]:
+    token = _left.set([_MOST_COPIED + 8 * nbytes])
+    try:
+        yield
+    finally:
+        _left.reset(token)
+
+
+def _spend(count: int) -> None:
+    left = _left.get()
+    if left is not None:
+        left[0] -= count
+        if left[0] < 0:
+            raise CorruptError("a pickle copies the same values again and again")
+
+
+def _hashing(values: Iterable[Any]) -> None:
+    """Called before values are put into a set or made keys: a tuple of tuples that are shared is worth many."""
+    costs: dict[int, int] = {}
+    for value in values:
+        _spend(_cost(value, costs) if isinstance(value, tuple) else 1)
+
+
+def _cost(top: tuple[Any, ...], costs: dict[int, int]) -> int:
+    """What the hash of a tuple computes, in elements; `costs` remembers those of the tuples in it."""
+    todo = [top]
+    while todo:
+        node = todo[-1]
+        inner = [item for item in node if isinstance(item, tuple) and id(item) not in costs]
+        if inner:
+            todo += inner
+        else:
+            costs[id(node)] = 1 + sum(costs[id(item)] if isinstance(item, tuple) else 1 for item in node)
+            todo.pop()
+    return costs[id(top)]
+
+
 def _encode(text: Any = "", encoding: Any = "latin1") -> bytes:
     # How protocol 2 spells bytes. Any other codec could be made to do work (or to import).
     if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
         raise CorruptError("a pickle calls `_codecs.encode` in a way that pickle itself never does")
+    _spend(len(text))
     return text.encode("latin1")
 
 
@@ -181,8 +228,10 @@ def _bytearray(*args: Any) -> bytearray:
         case ():
             return bytearray()
         case (bytes() as data,) | (bytearray() as data,):
+            _spend(len(data))
             return bytearray(data)
         case (str() as text, str() as encoding) if encoding in ("latin1", "latin-1"):
+            _spend(len(text))
             return bytearray(text.encode("latin1"))
     raise CorruptError("a pickle calls `bytearray` in a way that pickle itself never does")
 
@@ -205,6 +254,7 @@ def _list_of(kind: Callable[[Any], Any]) -> Callable[..., Any]:
         if not args:
             return kind(())
         if len(args) == 1 and isinstance(args[0], (list, tuple)):
+            _hashing(args[0])
             return kind(args[0])
         raise CorruptError(f"a pickle calls `{kind.__name__}` in a way that pickle itself never does")
 
@@ -212,7 +262,8 @@ def _list_of(kind: Callable[[Any], Any]) -> Callable[..., Any]:
 
 
 def _size(*args: Any) -> TorchSize:
-    if len(args) == 1 and isinstance(args[0], tuple):
+    if len(args) == 1 and isinstance(args[0], tuple) and all(isinstance(n, int) for n in args[0]):
+        _spend(len(args[0]))
         return TorchSize(args[0])
     raise CorruptError("a pickle calls `torch.Size` in a way that pickle itself never does")
 
@@ -223,6 +274,7 @@ class _Ordered(OrderedDict[Any, Any]):
     def __setstate__(self, state: Any) -> None:
         if not isinstance(state, dict) or not all(isinstance(k, str) and not hasattr(OrderedDict, k) for k in state):
             raise CorruptError("a pickle gives an `OrderedDict` attributes that it cannot have")
+        _spend(len(state))
         vars(self).update(state)
 
 
@@ -232,6 +284,7 @@ def _ordered(*args: Any) -> OrderedDict[Any, Any]:
     if len(args) == 1 and isinstance(args[0], (list, tuple)) and all(
         isinstance(p, (list, tuple)) and len(p) == 2 for p in args[0]
     ):  # fmt: skip
+        _hashing(pair[0] for pair in args[0])
         return _Ordered(args[0])
     raise CorruptError("a pickle calls `OrderedDict` in a way that pickle itself never does")
 
@@ -396,12 +449,12 @@ def load(
     start = 0 if isinstance(stream, bytes) else stream.tell()
     data = stream if isinstance(stream, bytes) else stream.read()
     try:
-        end = opcodes.end_of(data)
+        end = opcodes.check(data)
         if end is None:
             raise CorruptError(f"{what}: not a whole pickle: it ends too early")
         if not isinstance(stream, bytes):
             stream.seek(start + end)
-        with no_garbage_collection():
+        with no_garbage_collection(), _copying(len(data)):
             return _loaded(opcodes.tuples(data, end), _Unpickler(io.BytesIO(data), known or {}, persistent))
     except CkptError as error:
         if what in error.message:

@@ -17,6 +17,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpttool.boxes import Ints
+from ckpttool.catalogue import check_shape
 from ckpttool.containers import strictjson
 from ckpttool.dtypes import BY_SAFETENSORS, Dtype
 from ckpttool.errors import CorruptError, LossError
@@ -159,13 +160,17 @@ def _entry(tensor: str, info: Any, payload: int, name: str) -> Entry:
     spelt, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
     dtype = BY_SAFETENSORS.get(spelt) if isinstance(spelt, str) else None
     if dtype is None:
-        raise CorruptError(f"{where}: unknown dtype `{spelt}`", tensor=tensor, found=spelt)
+        raise CorruptError(f"{where}: unknown dtype `{spelt!s:.80}`", tensor=tensor, found=spelt)
     if not _is_ints(shape):
-        raise CorruptError(f"{where}: its shape {shape!r} is not a list of sizes", tensor=tensor, found=shape)
+        raise CorruptError(f"{where}: its shape {shape!r:.80} is not a list of sizes", tensor=tensor, found=shape)
     if not _is_ints(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CorruptError(
-            f"{where}: its data_offsets {offsets!r} are not a begin and an end", tensor=tensor, found=offsets
+            f"{where}: its data_offsets {offsets!r:.80} are not a begin and an end", tensor=tensor, found=offsets
         )
+    try:
+        check_shape(shape)
+    except CorruptError as error:
+        raise CorruptError(f"{where}: {error.message}", tensor=tensor, **error.facts) from None
     begin, end = offsets
     sizes = _to_torch(dtype, tuple(shape), where)
     nbytes = prod(sizes) * dtype.itemsize

@@ -29,8 +29,33 @@ def _no_constant(text: str) -> Any:
     raise _NotJson(f"`{text}` is no number")
 
 
+# Python makes 72 bytes of the three of `[],`. An index of a million tensors has a value for each dozen bytes.
+MAX_VALUES = 2_000_000  # and one for every `BYTES_PER_VALUE` bytes
+BYTES_PER_VALUE = 6
+MAX_JSON = 1 << 30  # bytes
+_WINDOW = 1 << 16
+
+
+def check_values(text: bytes, what: str) -> None:
+    """Raises CorruptError when JSON could hold far more values than one of its size does that somebody wrote."""
+    most = MAX_VALUES + len(text) // BYTES_PER_VALUE
+    if len(text) > MAX_VALUES and (found := sum(map(text.count, (b",", b"[", b"{")))) > most:
+        raise CorruptError(
+            f"{what} has up to {found} values, more than the {most} that JSON of {len(text)} bytes may have",
+            found=found, expected=most,
+        )  # fmt: skip
+
+
+def check_beginning(window: bytes, what: str) -> None:
+    """Raises CorruptError when JSON cannot begin like this: a file may be a hole of any length."""
+    if b"\0" in window:
+        raise CorruptError(f"{what} is not JSON: a zero at byte {window.index(0)}", hint="the copy did not end")
+
+
 def parse(text: bytes, what: str) -> Any:
     """The value that `text` spells. Raises CorruptError; `what` is the subject of its message."""
+    check_beginning(text[:_WINDOW], what)
+    check_values(text, what)
     try:
         return json.loads(text.decode("utf-8"), object_pairs_hook=_once, parse_constant=_no_constant)
     except UnicodeDecodeError as error:

@@ -12,14 +12,13 @@ weight record are tied.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
 from ckpttool import boxes
 from ckpttool.boxes import Ints
-from ckpttool.catalogue import Extent
-from ckpttool.containers import torchzip
+from ckpttool.catalogue import Extent, check_shape
+from ckpttool.containers import strictjson, torchzip
 from ckpttool.containers.torchpickle import StorageRef, TensorRef
 from ckpttool.containers.torchzip import Archive
 from ckpttool.dtypes import DTYPES
@@ -81,7 +80,7 @@ class Exported:
         if record not in self._archive.records:
             return {}
         try:
-            config = json.loads(self._archive.content(record))["config"]
+            config = strictjson.parse(self._archive.content(record), f"{self._archive.name}: `{record}`")["config"]
             items = [(name, folder + meta["path_name"], meta) for name, meta in config.items()]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptError(f"{self._archive.name}: `{record}` is not a table of tensors: {error!r}") from None
@@ -148,5 +147,6 @@ def _ints(meta: dict[str, Any], key: str, name: str) -> Ints:
         v.get("as_int") if isinstance(v, dict) else v for v in (values if isinstance(values, list) else ())
     ]
     if not isinstance(values, list) or not all(type(n) is int and n >= 0 for n in numbers):
-        raise CorruptError(f"tensor `{name}`: its {key} is {values!r}, not integers", tensor=name)
+        raise CorruptError(f"tensor `{name}`: its {key} is {values!r:.80}, not integers", tensor=name)
+    check_shape(numbers)
     return tuple(numbers)

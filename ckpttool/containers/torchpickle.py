@@ -11,10 +11,12 @@ import io
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cache
+from math import prod
 from typing import Any
 
 from ckpttool import boxes
 from ckpttool.boxes import Ints
+from ckpttool.catalogue import check_shape
 from ckpttool.containers import pickles
 from ckpttool.containers.pickles import Known, Stub, Writer, spelt_text, stub_name, stub_type
 from ckpttool.dtypes import BY_STORAGE, Dtype, dtype
@@ -53,10 +55,14 @@ class TensorRef:
     attributes: tuple[str, ...] = ()
 
 
+MAX_REPEATED = 1 << 30  # bytes that a tensor may claim beyond its storage, by strides of 0; or 64 times the storage
+
+
 def _ints(value: Any) -> Ints:
     if isinstance(value, (tuple, list)) and all(type(v) is int and v >= 0 for v in value):
+        check_shape(value)
         return tuple(value)
-    raise CorruptError(f"a tensor's size or stride is {value!r}, not a tuple of integers")
+    raise CorruptError(f"a tensor's size or stride is {value!r:.80}, not a tuple of integers")
 
 
 def _rebuild(storage: Any, kind: Dtype, offset: Any, size: Any, stride: Any, flags: Any) -> TensorRef:
@@ -74,6 +80,14 @@ def _rebuild(storage: Any, kind: Dtype, offset: Any, size: Any, stride: Any, fla
         raise CorruptError(
             f"a tensor {kind} {list(shape)} needs {need} bytes of a storage that has {have}", found=have, expected=need
         )
+    claimed = prod(shape) * kind.itemsize
+    if claimed > max(have, min(64 * have, 1 << 62), MAX_REPEATED):
+        raise CorruptError(
+            f"a tensor {kind} {list(shape)} with strides {list(strides)} claims {claimed} bytes of a storage that has "
+            f"{have}",
+            hint="no tensor repeats its elements that often: the file was made to fill a disk",
+            found=have, expected=claimed,
+        )  # fmt: skip
     return ref
 
 
@@ -96,7 +110,7 @@ def rebuild(storage: StorageRef, offset: int, shape: Ints, strides: Ints) -> Ten
 
 
 def _parameter(data: Any, *rest: Any) -> Any:
-    return data
+    return _with_attributes(data, None)
 
 
 def _parameter_with_state(data: Any, requires_grad: Any, hooks: Any, state: Any, *rest: Any) -> Any:
@@ -108,7 +122,10 @@ _UNTOLD = {"_has_been_cloned", "persistent", "_is_buffer", "_is_param"}
 
 
 def _with_attributes(data: Any, state: Any) -> Any:
-    if not isinstance(data, TensorRef):
+    if not isinstance(data, (TensorRef, Stub)):
+        # A tuple that came back from a call would be one more name for it: see `pickleweight`.
+        raise CorruptError("a parameter is made of something that is no tensor")
+    if isinstance(data, Stub):
         return data
     parts = state if isinstance(state, tuple) else (state,)
     names = [str(k) for part in parts if isinstance(part, dict) for k in part if k not in _UNTOLD]
@@ -126,7 +143,7 @@ _REBUILT = stub_type("torch._tensor", "_rebuild_from_type_v2")
 
 
 def _from_type_v2(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    if isinstance(function, Known) and isinstance(args, tuple):
+    if isinstance(function, Known) and function.module == "torch._utils" and isinstance(args, tuple):
         made = _with_attributes(function(*args), state)
         name = stub_name(kind)
         if isinstance(made, TensorRef):
@@ -156,7 +173,7 @@ def persistent_load(pid: Any) -> Any:
     """A storage for a persistent id. Legacy files also hold `("module", class, file, source)` for modules."""
     if not isinstance(pid, tuple) or not pid:
         raise CorruptError("a persistent id is not a tuple")
-    if pid[0] == "module" and len(pid) >= 2:
+    if pid[0] == "module" and len(pid) >= 2 and pickles.is_stub_type(pid[1]):
         return pid[1]
     if pid[0] != "storage" or len(pid) < 5:
         raise CorruptError(f"a persistent id of an unknown kind: {pid[0]!r}")

@@ -22,7 +22,7 @@ from zlib import crc32
 from ckpttool import boxes
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import Extent, Record
-from ckpttool.containers import torchpickle
+from ckpttool.containers import opcodes, torchpickle
 from ckpttool.containers.torchpickle import Around, Slot, StorageRef, TensorRef
 from ckpttool.dtypes import Dtype
 from ckpttool.errors import CorruptError
@@ -37,6 +37,12 @@ _CENTRAL = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
 _TAIL = 4096  # the end records and the central directory of a small archive, in one read
 ALIGNMENT = 64
+MAX_DIRECTORY = 1 << 28  # bytes: three million records
+MAX_NAME = 4096  # bytes of a record's name
+_WINDOW = 1 << 20
+_MAX_WORD = 16  # bytes of `byteorder`
+_ENCRYPTED = 0x2041  # bits of the flags: the record, strongly, or its header
+_GAP = 1 << 16  # bytes between two records: a descriptor, and a field that `zip` adds to local headers only
 
 
 @dataclass(slots=True)
@@ -131,18 +137,28 @@ def open_archive(read: Read, base: int, length: int, *, name: str, file: int = 0
         if end < 0 or end + _END.size > len(tail):
             raise _not_an_archive(name, "no end record")
     _, disk, _, _, count, size, at, comment = _END.unpack_from(tail, end)
-    if disk or end + _END.size + comment != len(tail):
+    if disk or comment or end + _END.size != len(tail):
         raise _not_an_archive(name, "bytes after the end record")
+    said, behind = (count, size, at), tail_at + end
     if end >= _LOCATOR64.size and tail[end - _LOCATOR64.size : end - _LOCATOR64.size + 4] == b"PK\6\7":
         at64 = _LOCATOR64.unpack_from(tail, end - _LOCATOR64.size)[2]
         if at64 + _END64.size > length:
             raise _not_an_archive(name, "its zip64 end record is outside")
         data = tail[at64 - tail_at :] if at64 >= tail_at else read(base + at64, _END64.size)
-        signature, _, _, _, _, _, _, count, size, at = _END64.unpack_from(data)
-        if signature != b"PK\6\6":
+        if len(data) < _END64.size or data[:4] != b"PK\6\6":
             raise _not_an_archive(name, "no zip64 end record")
+        count, size, at = _END64.unpack_from(data)[7:]
+        full = (0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF)
+        if any(short not in (wide, most) for short, wide, most in zip(said, (count, size, at), full, strict=True)):
+            raise _not_an_archive(name, "its two end records differ")
+        behind = at64
     if at + size > length or count * _CENTRAL.size > size:
         raise _not_an_archive(name, "its directory is outside")
+    if at + size != behind:
+        # Other readers could take what is between for the directory, or for another archive.
+        raise _not_an_archive(name, f"its directory ends at {at + size}, but the end record is at {behind}")
+    if size > MAX_DIRECTORY:
+        raise _not_an_archive(name, f"its directory has {size} bytes, more than {MAX_DIRECTORY}")
     directory = tail[at - tail_at : at - tail_at + size] if at >= tail_at else read(base + at, size)
     records, root = _read_directory(directory, count, name, base, file, at)
     archive = Archive(name, file, base, root, records, read, base + at)
@@ -156,16 +172,19 @@ def _read_directory(
     records: dict[str, Record] = {}
     root: str | None = None
     at = 0
+    taken: list[tuple[int, int]] = []
+    strays: list[str] = []
     for _ in range(count):
         if at + _CENTRAL.size > len(directory):
             raise _not_an_archive(name, "its directory is cut")
         (
-            signature, _, _, _, method, _, _, crc, packed, nbytes, name_len, extra_len, comment_len, _, _, _, offset,
+            signature, _, _, flags, method, _, _, crc, packed, nbytes, name_len, extra_len, comment_len, *_, offset
         ) = _CENTRAL.unpack_from(directory, at)  # fmt: skip
         if signature != b"PK\1\2":
             raise _not_an_archive(name, "its directory is damaged")
         at += _CENTRAL.size
-        record = directory[at : at + name_len].decode("utf-8", "replace")
+        spelt = directory[at : at + name_len]
+        record = spelt.decode("utf-8", "replace")
         extra = directory[at + name_len : at + name_len + extra_len]
         at += name_len + extra_len + comment_len
         if 0xFFFFFFFF in (packed, nbytes, offset):
@@ -173,18 +192,57 @@ def _read_directory(
         top, _, short = record.partition("/")
         if root is None:
             root = top
+        taken.append((offset, offset + _LOCAL.size + name_len + packed))
         if top != root or not short:
+            strays.append(record)
             # A stray record beside the root is no part of the checkpoint.
             continue
+        if not short.isprintable() or "\\" in short or name_len > MAX_NAME or _climbs(short) or "\ufffd" in short:
+            raise CorruptError(f"{name}: a record has the name `{short:.80}`, which no record of torch has")
+        if flags & _ENCRYPTED:
+            raise CorruptError(f"{name}: record `{short}` is encrypted", hint="torch cannot read it either")
         if short in records:
             raise CorruptError(f"{name}: two records are called `{short}`")
         if offset + _LOCAL.size > limit:
             raise _not_an_archive(name, f"record `{short}` is outside")
         if method == 0 and packed != nbytes:
             raise CorruptError(f"{name}: record `{short}` has {packed} bytes, but says {nbytes}")
+        if method == 0 and offset + _LOCAL.size + name_len + nbytes > limit:
+            raise _not_an_archive(name, f"record `{short}` is outside")
         # Deflated code of a TorchScript file is listed and never read.
         records[short] = Record(file, base + offset, nbytes if method == 0 else -1, crc)
+    if at != len(directory):
+        raise _not_an_archive(name, f"its directory has more than the {count} records that it says")
+    _check_apart(taken, limit, name)
+    _check_one(records, strays, name)
     return records, root or ""
+
+
+def _climbs(short: str) -> bool:
+    return short[0] == "/" or (".." in short and ".." in short.split("/"))
+
+
+def _check_apart(taken: list[tuple[int, int]], limit: int, name: str) -> None:
+    """Records lie one behind the other, from the first byte on: what reads from the front finds the same ones."""
+    before = 0
+    for start, end in sorted(taken):
+        if start < before:
+            raise CorruptError(f"{name}: two of its records overlap at byte {start}", found=start, expected=before)
+        if start - before > (_GAP if before else 0):
+            raise _not_an_archive(name, f"{start - before} bytes before {start} are in no record")
+        before = end
+    if limit - before > _GAP:
+        raise _not_an_archive(name, f"{limit - before} bytes before its directory are in no record")
+
+
+def _check_one(records: dict[str, Record], strays: list[str], name: str) -> None:
+    """Other readers ignore case, or take the first root that has one."""
+    if second := next((s for s in strays if s.lower().rpartition("/")[2] == "data.pkl"), None):
+        raise CorruptError(f"{name}: has a second pickle, `{second}`: which is meant cannot be told", found=second)
+    lowered: dict[str, str] = {}
+    for short in records:
+        if lowered.setdefault(short.lower(), short) != short:
+            raise CorruptError(f"{name}: two records are called `{short}`, but for capitals", found=short)
 
 
 def _zip64(extra: bytes, packed: int, nbytes: int, offset: int, name: str) -> tuple[int, int, int]:
@@ -193,7 +251,9 @@ def _zip64(extra: bytes, packed: int, nbytes: int, offset: int, name: str) -> tu
         kind, size = struct.unpack_from("<HH", extra, at)
         if kind == 1:
             data = extra[at + 4 : at + 4 + size]
-            wide = iter(struct.unpack(f"<{size // 8}Q", data[: size // 8 * 8]))
+            # A field that is cut says less than it promises.
+            words = len(data) // 8
+            wide = iter(struct.unpack(f"<{words}Q", data[: words * 8]))
             nbytes, packed, offset = (next(wide, -1) if v == 0xFFFFFFFF else v for v in (nbytes, packed, offset))
             if min(nbytes, packed, offset) < 0:
                 break
@@ -210,7 +270,15 @@ def _locate(archive: Archive, record: str, listed: Record) -> Record:
         )
     full = f"{archive.root}/{record}".encode()
     head = archive.read(listed.offset, min(_LOCAL.size + len(full), archive.end - listed.offset))
-    signature, _, _, method, _, _, _, _, _, name_len, extra_len = _LOCAL.unpack_from(head)
+    if len(head) < _LOCAL.size:
+        raise CorruptError(f"{archive.name}: record `{record}` has no local header at {listed.offset}")
+    signature, _, _, method, _, _, crc, packed, nbytes, name_len, extra_len = _LOCAL.unpack_from(head)
+    # Writers that do not know yet leave zeros, and those of large records a mark.
+    if crc not in (0, listed.crc) or not {packed, nbytes} <= {0, 0xFFFFFFFF, listed.nbytes}:
+        raise CorruptError(
+            f"{archive.name}: the local header of record `{record}` gives another size or CRC than the directory",
+            hint="the file was put together by hand; other readers see something else in it",
+        )
     if signature != b"PK\3\4" or method != 0 or name_len != len(full) or head[_LOCAL.size :] != full:
         raise CorruptError(f"{archive.name}: record `{record}` has no local header at {listed.offset}")
     offset = listed.offset + _LOCAL.size + name_len + extra_len
@@ -226,10 +294,18 @@ def load_tree(archive: Archive) -> Any:
     if "data.pkl" not in archive.records:
         raise CorruptError(f"{archive.name}: a zip file without `data.pkl`", hint="not made by torch.save")
     if "byteorder" in archive.records:
+        if (nbytes := archive.payload("byteorder").nbytes) > _MAX_WORD:
+            raise CorruptError(f"{archive.name}: byte order of {nbytes} bytes is neither `little` nor `big`")
         order = archive.content("byteorder")
         if order not in (b"little", b"big"):
             raise CorruptError(f"{archive.name}: byte order {order!r} is neither `little` nor `big`")
         archive.swapped = order == b"big"
+    at = archive.payload("data.pkl")
+    if at.nbytes > _WINDOW:
+        try:
+            opcodes.check_beginning(archive.read(at.offset, _WINDOW), at.nbytes)
+        except CorruptError as error:
+            raise CorruptError(f"{archive.name}: data.pkl: {error.message}", **error.facts) from None
     return torchpickle.load(archive.content("data.pkl"), f"{archive.name}: data.pkl")
 
 

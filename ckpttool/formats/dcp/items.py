@@ -35,6 +35,8 @@ _WINDOW = 4096  # an archive of one tensor has some 700 bytes before its payload
 _BLOCK = 1 << 20  # bytes items lie next to each other
 SMALL = 1 << 16
 _LARGEST_OBJECT = 1 << 31
+_SMALL_OBJECT = 1 << 26  # bytes that any object may decompress to
+MAX_RATIO = 1000  # of a larger one
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
@@ -130,7 +132,8 @@ class Items:
         where = self._named(item, name)
         lease = None
         if item.transforms:
-            placed, lease = self._scratch.decode(item, _LARGEST_OBJECT, where, keep=keep)
+            most = min(_LARGEST_OBJECT, max(_SMALL_OBJECT, MAX_RATIO * item.length))
+            placed, lease = self._scratch.decode(item, most, where, keep=keep)
             item = Item(*placed)
         return torchzip.open_archive(self._window(item, lease), item.offset, item.length, name=where, file=item.file)
 

@@ -21,6 +21,7 @@ soon as they have them, and end as columns.
 
 from __future__ import annotations
 
+import os
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,7 +31,8 @@ from itertools import chain
 from typing import Any, NamedTuple, cast
 
 from ckpttool.boxes import Ints
-from ckpttool.containers import pickles
+from ckpttool.catalogue import check_shape
+from ckpttool.containers import opcodes, pickles
 from ckpttool.containers.pickles import stub_name
 from ckpttool.dtypes import Dtype, dtype
 from ckpttool.errors import CkptError, CorruptError
@@ -39,6 +41,7 @@ from ckpttool.formats.dcp.runs import Row, Run, Runs
 
 KeyPath = tuple["str | int", ...]
 _DTYPE = re.compile(r"torch\.\w+")
+MAX_PATH = 256  # keys; as deep as `nesting` goes
 _LARGE = 1 << 20  # bytes of an index that is worth looking for what is regular in it
 
 
@@ -192,8 +195,14 @@ _CLASSES: dict[str, type] = {
 }
 
 
-# Given a tuple, it returns the same one; anything else it refuses.
-_SIZE = ().__add__
+def _size(sizes: Any) -> Any:
+    # Given a tuple of integers, the same one: no tuple gets another name by this, see `pickleweight`.
+    if type(sizes) is not tuple or not all(type(n) is int for n in sizes):
+        raise CorruptError("a `torch.Size` is not made of a tuple of integers")
+    return sizes
+
+
+_SIZE = _size
 
 
 class _Names(Mapping[tuple[str, str], Any]):
@@ -242,7 +251,9 @@ def read(stream: Any, name: str) -> Metadata:
 
     Raises CorruptError for whatever it should not hold, naming the file and the key.
     """
-    data = stream.read()
+    data = stream.read(_LARGE)
+    if len(data) == _LARGE:
+        data = _whole(stream, data, name)
     with pickles.no_garbage_collection():
         if len(data) >= _LARGE:
             found = runs.find(data, {**_CLASSES, "Size": _SIZE})
@@ -250,6 +261,19 @@ def read(stream: Any, name: str) -> Metadata:
                 with suppress(CkptError):
                     return _read(found.data, name, found)
         return _read(data, name)
+
+
+def _whole(stream: Any, beginning: bytes, name: str) -> bytes:
+    """All of a large index, once its beginning could be one and its size is known: it may be a hole in a file."""
+    here = stream.tell()
+    size = stream.seek(0, os.SEEK_END)
+    stream.seek(here)
+    try:
+        opcodes.check_beginning(beginning, size)
+    except CorruptError as error:
+        raise CorruptError(f"`{name}`: {error.message}", file=name, **error.facts) from None
+    data: bytes = beginning + stream.read()
+    return data
 
 
 def _read(data: bytes, name: str, found: Runs | None = None) -> Metadata:
@@ -323,6 +347,7 @@ class _Reader:
         shape = _checked([value.fields.get("size")], "size", None)[0]
         if not isinstance(properties, _Properties) or type(chunks) is not list:
             raise CorruptError("a tensor without properties or chunks")
+        check_shape(shape)
         offsets, sizes = _columns(chunks, len(shape))
         self._properties = max(self._properties, properties.count)
         n = len(offsets)
@@ -428,6 +453,8 @@ class _Reader:
             self._key = key
             if type(key) is not str or type(path) is not tuple or not path:
                 raise CorruptError("its path in `planner_data` is not a tuple of keys")
+            if len(path) > MAX_PATH:
+                raise CorruptError(f"its path in `planner_data` has {len(path)} keys, more than {MAX_PATH}")
             if not all(type(k) is str or (type(k) is int and k >= 0) for k in path):
                 raise CorruptError("its path in `planner_data` holds something else than strings and indexes")
         self._key = None

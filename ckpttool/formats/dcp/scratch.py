@@ -26,6 +26,8 @@ _BLOCK = 1 << 20
 _SEGMENT = 1 << 30
 _SEGMENTS = 4
 RESERVED = 32
+MAX_TRANSFORMS = 8
+_MAX_WINDOW = 1 << 27  # bytes that zstd may keep; its own tools take no more unless told
 
 
 class Placed(NamedTuple):
@@ -41,6 +43,8 @@ class Placed(NamedTuple):
 
 def _unpacked(stream: IO[bytes], transforms: tuple[str, ...], name: str) -> IO[bytes]:
     """The stream through its transforms, in the order listed: writers list them ready for reading."""
+    if len(transforms) > MAX_TRANSFORMS:
+        raise CorruptError(f"{name}: written through {len(transforms)} transforms, more than {MAX_TRANSFORMS}")
     for descriptor in transforms:
         kind, _, version = descriptor.partition("/")
         if kind.partition("@")[0] != "stream.zstd" or version.partition(".")[0] not in ("1", ""):
@@ -57,7 +61,9 @@ def _zstd(stream: IO[bytes], name: str) -> IO[bytes]:
     with suppress(ImportError):
         import zstandard
 
-        reader: IO[bytes] = zstandard.ZstdDecompressor().stream_reader(stream, read_across_frames=True)
+        reader: IO[bytes] = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).stream_reader(
+            stream, read_across_frames=True
+        )
         return reader
     with suppress(ImportError):
         from compression import zstd

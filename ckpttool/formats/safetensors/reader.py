@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from ckpttool import files
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import Catalogue, Chunks, Extent, File, Part, Tensor
-from ckpttool.containers import stheader
+from ckpttool.containers import stheader, strictjson
 from ckpttool.containers.stheader import Entry, Header
 from ckpttool.errors import CorruptError, ReadError, some
 from ckpttool.formats.safetensors import index as stindex
@@ -32,7 +32,6 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _RANK_FILE = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
-_MAX_JSON = 1 << 30
 _NO_SIZES = "the files do not say how large the whole tensors are: that the last one is missing would go unnoticed"
 
 
@@ -48,8 +47,10 @@ def read_range(path: str, offset: int, nbytes: int) -> bytes:
 def read_json(path: str) -> bytes:
     """A whole file of JSON, unless it is absurdly long."""
     size = files.size_of(path)
-    if size > _MAX_JSON:
-        raise CorruptError(f"`{path}`: {size} bytes of JSON are more than the {_MAX_JSON} that we read", file=path)
+    most = strictjson.MAX_JSON
+    if size > most:
+        raise CorruptError(f"`{path}`: {size} bytes of JSON are more than the {most} that we read", file=path)
+    strictjson.check_beginning(read_range(path, 0, min(size, 1 << 16)), f"`{path}`")
     return read_range(path, 0, size)
 
 

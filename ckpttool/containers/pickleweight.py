@@ -1,0 +1,252 @@
+"""What a pickle would cost the machine that runs it, told from its opcodes: containers to make, and keys to hash.
+
+A byte of a pickle can ask for 72 bytes of memory (`]`), and a tuple that holds another one twice, that one a third
+twice, and so on, is hashed in time without end: 60 of them as a key, 300 bytes of pickle, take CPython centuries, in C
+and not to be interrupted. No writer makes either, so both are refused before the machine begins.
+Source: `Modules/_pickle.c` and `Objects/tupleobject.c` of Python 3.10 to 3.14.
+"""
+
+from __future__ import annotations
+
+import pickletools
+import re
+import struct
+from collections import Counter
+from collections.abc import Callable
+
+from ckpttool.errors import CorruptError
+
+MAX_OBJECTS = 1_000_000  # and one for every `BYTES_PER_OBJECT` of the pickle; the indexes of DCP have one for seven
+BYTES_PER_OBJECT = 4
+MAX_HASHED = 1_000_000  # and one for every byte: elements of all tuples that are keys, once for each time they are
+_FEW = 16  # that few mentions of tuples cannot be worth much
+
+# What makes a list, a dict, a tuple or an object; a set is as large as four of them.
+_MAKING = (b"]", b"}", b"l", b"d", b"t", b"\x85", b"\x86", b"\x87", b"R", b"\x81", b"\x92", b"o", b"i")
+_SET = b"\x8f"
+_TUPLES = (b"t", b"\x85", b"\x86", b"\x87")
+_GETS = (b"h", b"j", b"g")
+
+
+def is_heavy(data: bytes, end: int) -> bool:
+    """Whether a pickle that ends there could make more than it may: counted in all its bytes, strings too."""
+    return end > MAX_OBJECTS and _objects(data, end) > MAX_OBJECTS + end // BYTES_PER_OBJECT
+
+
+def check_objects(code: bytes, size: int) -> None:
+    """Raises CorruptError when the opcodes of a pickle of `size` bytes make more than those of a writer would."""
+    found = _objects(code, len(code))
+    if found > MAX_OBJECTS + size // BYTES_PER_OBJECT:
+        raise CorruptError(
+            f"it makes up to {found} lists, dicts and other containers in {size} bytes",
+            found=found, expected=MAX_OBJECTS + size // BYTES_PER_OBJECT,
+        )  # fmt: skip
+
+
+def _objects(data: bytes, end: int) -> int:
+    return sum(data.count(code, 0, end) for code in _MAKING) + 4 * data.count(_SET, 0, end)
+
+
+def may_share(data: bytes, end: int) -> bool:
+    """Whether there are tuples, and enough mentions of what was memoized that they could be costly as keys."""
+    return any(code in data for code in _TUPLES) and sum(data.count(code, 0, end) for code in _GETS) >= _FEW
+
+
+# What may leave a tuple on top of the stack: behind anything else, something else is memoized.
+_TUPLE_ON_TOP = frozenset(b"\x85\x86\x87th" + b"jqr\x94\x80\x95" + b"01asueb\x90")
+
+
+def _tokens(without: bytes) -> bytes:
+    """A pattern for one opcode with its argument, of those whose arguments have a fixed length."""
+    by_length: dict[int, bytes] = {}
+    for op in pickletools.opcodes:
+        code = op.code.encode("latin1")
+        n = 0 if op.arg is None else op.arg.n
+        if n >= 0 and code not in (without[i : i + 1] for i in range(len(without))):
+            by_length[n] = by_length.get(n, b"") + re.escape(code)
+    return b"|".join(b"[" + codes + b"]" + b"." * n for n, codes in sorted(by_length.items()))
+
+
+_get = re.compile(rb"(?:" + _tokens(b"hj") + rb")*(?:h(.)|j(.{4}))", re.S).findall
+# The group holds the opcode before.
+_put = re.compile(rb"(" + _tokens(b"qr") + rb")*(?:q(.)|r(.{4}))", re.S).findall
+_memoize = re.compile(rb"(" + _tokens(b"\x94") + rb")*\x94", re.S).findall
+
+
+def shares_tuples(pieces: list[bytes]) -> bool:
+    """Whether a pickle mentions tuples often enough to look closer.
+
+    `pieces` are its opcodes, each piece beginning and ending with a whole one; `N` stands for those with text.
+    """
+    mentions: Counter[bytes] = Counter()
+    for piece in pieces:
+        # The search is to end at the end; else it would begin anew between opcodes.
+        found = Counter(one or four for one, four in _get(piece + b"h\0"))
+        found[b"\0"] -= 1
+        mentions.update(found)
+    puts = [put for piece in pieces for put in _put(piece + b"q\0")[:-1]]
+    if puts:
+        if any(b"\x94" in piece and _memoize(piece + b"\x94")[1:] for piece in pieces):
+            return True  # no writer numbers in both ways
+        tuples = {(one or four).rstrip(b"\0") for before, one, four in puts if not before or before[0] in _TUPLE_ON_TOP}
+    else:
+        tuples = _memoized_tuples(pieces)
+    return sum(count for index, count in mentions.items() if index.rstrip(b"\0") in tuples) >= _FEW
+
+
+def _memoized_tuples(pieces: list[bytes]) -> set[bytes]:
+    found: set[bytes] = set()
+    number = 0
+    for piece in pieces:
+        before = _memoize(piece + b"\x94")[:-1]
+        for i, code in enumerate(before, number):
+            if not code or code[0] in _TUPLE_ON_TOP:
+                found.add(i.to_bytes(4, "little").rstrip(b"\0"))
+        number += len(before)
+    return found
+
+
+# The machine in numbers: a tuple is what its hash costs, everything else is 1 -----------------------------------------
+
+_PUSH = frozenset(b"N\x88\x89])}\x8fIFLSTUVXJKM\x8a\x8bG\x8c\x8d\x8eBC\x96cP")
+Skip = Callable[[bytes, int], int]
+
+
+class _Underflow(Exception):
+    """The machine will say so itself."""
+
+
+class _Costs:
+    """The machine's stack, with the cost of its values in their place."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.stack: list[int] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, int] = {}
+        self.used = 0
+
+    def pop(self, count: int) -> list[int]:
+        at = len(self.stack) - count
+        if at < (self.marks[-1] if self.marks else 0):
+            raise _Underflow
+        taken = self.stack[at:]
+        del self.stack[at:]
+        return taken
+
+    def to_mark(self) -> list[int]:
+        if not self.marks:
+            raise _Underflow
+        return self.pop(len(self.stack) - self.marks.pop())
+
+    def use(self, costs: list[int]) -> None:
+        """Takes note that these values are keys, or are copied."""
+        self.used += sum(costs) - len(costs)
+        if self.used > self._most:
+            raise CorruptError(
+                "its tuples are shared so often that hashing them as keys, or calling with them, would cost more than "
+                f"{self._most} elements",
+                expected=self._most,
+            )
+
+
+def _push(m: _Costs) -> None:
+    m.stack.append(1)
+
+
+def _tuple(count: int) -> Callable[[_Costs], None]:
+    return lambda m: m.stack.append(1 + sum(m.pop(count)))
+
+
+def _marked_tuple(m: _Costs) -> None:
+    m.stack.append(1 + sum(m.to_mark()))
+
+
+def _mark(m: _Costs) -> None:
+    m.marks.append(len(m.stack))
+
+
+def _pop(m: _Costs) -> None:
+    if m.marks and m.marks[-1] == len(m.stack):
+        m.marks.pop()
+    else:
+        m.pop(1)
+
+
+def _marked(pushes: int, *, keys: slice | None = None) -> Callable[[_Costs], None]:
+    def run(m: _Costs) -> None:
+        taken = m.to_mark()
+        if keys is not None:
+            m.use(taken[keys])
+        m.stack += [1] * pushes
+
+    return run
+
+
+def _takes(count: int, pushes: int = 0) -> Callable[[_Costs], None]:
+    def run(m: _Costs) -> None:
+        m.pop(count)
+        m.stack += [1] * pushes
+
+    return run
+
+
+def _calls(m: _Costs) -> None:
+    # The arguments are copied.
+    m.use(m.pop(2)[1:])
+    m.stack.append(1)
+
+
+def _set_item(m: _Costs) -> None:
+    m.use(m.pop(2)[:1])
+
+
+def _calls_with_keywords(m: _Costs) -> None:
+    m.use(m.pop(3)[1:])
+    m.stack.append(1)
+
+
+_RUN: dict[int, Callable[[_Costs], None]] = {
+    **dict.fromkeys(_PUSH, _push),
+    0x85: _tuple(1), 0x86: _tuple(2), 0x87: _tuple(3), ord("t"): _marked_tuple,
+    ord("("): _mark, ord("0"): _pop, ord("1"): _marked(0),
+    ord("l"): _marked(1), ord("d"): _marked(1, keys=slice(0, None, 2)), ord("o"): _marked(1), ord("i"): _marked(1),
+    ord("e"): _marked(0), ord("u"): _marked(0, keys=slice(0, None, 2)), 0x90: _marked(0, keys=slice(None)),
+    0x91: _marked(1, keys=slice(None)),
+    ord("a"): _takes(1), ord("s"): _set_item, ord("b"): _takes(1),
+    ord("R"): _calls, 0x81: _calls, 0x92: _calls_with_keywords, 0x93: _takes(2, 1), ord("Q"): _takes(1, 1),
+}  # fmt: skip
+_PUT, _BINPUT, _LONG_BINPUT, _MEMOIZE = b"pqr\x94"
+_GET, _BINGET, _LONG_BINGET = b"ghj"
+
+
+def check_keys(data: bytes, end: int, skip: Skip) -> None:
+    """Raises CorruptError when hashing the keys that a pickle makes would cost far more than the pickle is long.
+
+    `skip(data, at)` is where the opcode after the one at `at` is.
+    """
+    machine = _Costs(MAX_HASHED + end)
+    memo = machine.memo
+    at = 0
+    try:
+        while at < end:
+            code = data[at]
+            after = skip(data, at)
+            run = _RUN.get(code)
+            if run is not None:
+                run(machine)
+            elif code == _MEMOIZE:
+                memo[len(memo)] = machine.stack[-1]
+            elif code in (_PUT, _BINPUT, _LONG_BINPUT):
+                memo[_index(data, at, after)] = machine.stack[-1]
+            elif code in (_GET, _BINGET, _LONG_BINGET):
+                machine.stack.append(memo[_index(data, at, after)])
+            at = after
+    except (_Underflow, LookupError, ValueError, struct.error):
+        return
+
+
+def _index(data: bytes, at: int, after: int) -> int:
+    if data[at] in (_PUT, _GET):
+        return int(data[at + 1 : after])
+    return int.from_bytes(data[at + 1 : after], "little")

@@ -1,0 +1,117 @@
+"""What is fuzzed: each parser of bytes that anybody may have written. It may raise a CkptError and nothing else."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from ckpttool import files, nesting
+from ckpttool.catalogue import Catalogue
+from ckpttool.containers import pickles, stheader, torchpickle, torchtree, torchzip
+from ckpttool.errors import CorruptError
+from ckpttool.formats.dcp import metadata as dcpmetadata
+from ckpttool.formats.safetensors import index as stindex
+
+SAMPLES = Path(__file__).resolve().parents[2] / "samples" / "checkpoints"
+_LARGEST_SEED = 4000
+
+
+class Target(NamedTuple):
+    """A parser, inputs to begin with, and words that its inputs are made of."""
+
+    run: Callable[[bytes], object]
+    seeds: Callable[[], Iterable[bytes]]
+    words: tuple[bytes, ...]
+
+
+def _reader(data: bytes) -> torchzip.Read:
+    def read(offset: int, nbytes: int) -> bytes:
+        # As `files.Pool.read` does.
+        if offset < 0 or offset + nbytes > len(data):
+            raise CorruptError(f"ends at byte {len(data)}")
+        return data[offset : offset + nbytes]
+
+    return read
+
+
+def _pickle(data: bytes) -> None:
+    tree = torchpickle.load(data, "p")
+    pickles.harmful_names(tree)
+    nesting.flatten([tree], Catalogue("torch"), (), lambda *args: None)  # type: ignore[arg-type, return-value]
+
+
+def _zip(data: bytes) -> None:
+    archive = torchzip.open_archive(_reader(data), 0, len(data), name="z")
+    for record in archive.records:
+        try:
+            archive.payload(record)
+        except CorruptError:
+            continue
+    catalogue = Catalogue("torch")
+    torchtree.fill(catalogue, torchzip.load_tree(archive), archive.extent)
+
+
+def _header(data: bytes) -> None:
+    stheader.read_header(_reader(data), 0, len(data), name="s")
+
+
+def _metadata(data: bytes) -> None:
+    dcpmetadata.read(io.BytesIO(data), ".metadata")
+
+
+def _index(data: bytes) -> None:
+    weight_map, _ = stindex.parse(data, "i")
+    for name in list(weight_map.values())[:4]:
+        files.inside("/nowhere", name)
+
+
+def _found(pattern: str) -> list[bytes]:
+    found = sorted((p.stat().st_size, str(p)) for p in SAMPLES.glob(pattern) if p.is_file())
+    return [Path(path).read_bytes() for size, path in found if size <= _LARGEST_SEED][:4]
+
+
+def _zips() -> list[bytes]:
+    return [data for data in _found("*/ckpt.pt") + _found("*/*/*.pt") if data[:2] == b"PK"]
+
+
+def _pickles() -> list[bytes]:
+    made = []
+    for data in _zips():
+        archive = torchzip.open_archive(_reader(data), 0, len(data), name="z")
+        made.append(archive.content("data.pkl"))
+    return [*made, b"\x80\x02}q\x00(X\x01\x00\x00\x00aq\x01K\x01K\x02\x86q\x02h\x02h\x02\x86q\x03K\x05u."]
+
+
+def _headers() -> list[bytes]:
+    table = {"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, "__metadata__": {"format": "pt"}}
+    text = json.dumps(table).encode()
+    return [*_found("*/*.safetensors"), struct.pack("<Q", len(text)) + text + bytes(24)]
+
+
+def _indexes() -> list[bytes]:
+    made = {"metadata": {"total_size": 24}, "weight_map": {"w": "a.safetensors", "x": "b.safetensors"}}
+    return [*_found("*/*/*.index.json"), json.dumps(made).encode()]
+
+
+_OPCODES = tuple(bytes((n,)) for n in b"()]}tRQbuesa0.\x80\x81\x85\x86\x87\x8c\x8f\x90\x91\x93\x94\x95hqcX\x8a\x8bJ")
+_MACHINE = (
+    *_OPCODES,
+    b"ctorch._utils\n_rebuild_tensor_v2\n",
+    b"ccollections\nOrderedDict\n",
+    b"X\x01\0\0\0a",
+    b"h\x00",
+    b"q\x00",
+)
+_JSON = (b"{", b"}", b"[", b"]", b'"', b",", b":", b"-", b"1e9", b"NaN", b"null", b"true", b"\\u0000", b"\\ud800")
+
+TARGETS: dict[str, Target] = {
+    "pickle": Target(_pickle, _pickles, _MACHINE),
+    "zip": Target(_zip, _zips, (b"PK\3\4", b"PK\1\2", b"PK\5\6", b"PK\6\6", b"PK\6\7", b"data.pkl", b"\xff" * 4)),
+    "safetensors": Target(_header, _headers, (*_JSON, b'"dtype"', b'"shape"', b'"data_offsets"', b'"F4"', b'"F32"')),
+    "metadata": Target(_metadata, lambda: _found("*/ckpt/.metadata"), (*_MACHINE, b"MetadataIndex", b"\x8c\x06offset")),
+    "index": Target(_index, _indexes, (*_JSON, b'"weight_map"', b"../", b"://", b"C:")),
+}  # fmt: skip

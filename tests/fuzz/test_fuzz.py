@@ -1,0 +1,44 @@
+"""A short form of `make fuzz`: so many inputs from one seed; and the long one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fuzz import Broken, Fuzzer, fuzz
+from targets import TARGETS, Target
+
+HERE = Path(__file__).resolve().parent
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_nothing_breaks_it(name: str) -> None:
+    done = fuzz(name, runs=400, seed=1)
+    assert done.runs >= 400
+    assert len(done.corpus) > 5, "the fuzzer learns nothing"
+
+
+def test_a_parser_that_breaks_is_found() -> None:
+    """Else the tests above would prove nothing."""
+
+    def parse(data: bytes) -> None:
+        if data[:2] == b"ab":
+            raise KeyError(data)
+
+    fuzzer = Fuzzer(Target(parse, lambda: [b"aa"], (b"b",)), 0)
+    fuzzer.corpus.append(b"aa")
+    with pytest.raises(Broken, match="KeyError"):
+        for _ in range(5000):
+            fuzzer.step()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", TARGETS)
+def test_nothing_breaks_it_for_a_minute(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(HERE / "fuzz.py"), name, "--time", "60"], capture_output=True, text=True, timeout=180,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

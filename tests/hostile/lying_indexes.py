@@ -1,0 +1,204 @@
+# ruff: noqa: E501  (a table of lies, one to a line)
+"""DCP directories that lie: what `.metadata` says of its tensors and files, what it makes, and where it points."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lies import READ, TOUCH, lie, named, pickled, text
+from lying_pickles import COST, doubled_memoized
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "faults"))
+from faulty import save_dcp
+
+Index = Any
+Change = Callable[[Index], object]
+
+
+@functools.cache
+def _original() -> str:
+    folder = Path(tempfile.mkdtemp(prefix="dcp-"))
+    save_dcp(folder / "ckpt", {"w": torch.arange(6.0).reshape(2, 3), "x": torch.arange(4), "lr": 0.1})
+    return str(folder / "ckpt")
+
+
+def directory(*steps: Callable[[Path], object]) -> Callable[[Path], Path]:
+    """An honest directory, then these steps."""
+
+    def make(folder: Path) -> Path:
+        path = Path(shutil.copytree(_original(), folder / "ckpt"))
+        (folder / "outside.distcp").write_bytes((path / "__0_0.distcp").read_bytes())
+        for step in steps:
+            step(path)
+        return path
+
+    return make
+
+
+def indexed(*changes: Change) -> Callable[[Path], Path]:
+    """An honest directory whose `.metadata` was changed as an object."""
+
+    def change(path: Path) -> None:
+        index = pickle.loads((path / ".metadata").read_bytes())
+        for step in changes:
+            step(index)
+        (path / ".metadata").write_bytes(pickle.dumps(index, 4))
+
+    return directory(change)
+
+
+def raw(data: bytes) -> Callable[[Path], Path]:
+    return directory(lambda path: (path / ".metadata").write_bytes(data))
+
+
+def place(index: Index, name: str) -> Any:
+    return next(info for where, info in index.storage_data.items() if where.fqn == name)
+
+
+def put(name: str, **fields: Any) -> Change:
+    """Change where the item of `name` lies."""
+    return lambda index: vars(place(index, name)).update(fields)
+
+
+def tiles(offsets: list[tuple[int, ...]], sizes: tuple[int, ...], shape: tuple[int, ...]) -> Change:
+    """Describe `w` as these boxes, all of them in one item."""
+
+    def change(index: Index) -> None:
+        where = place(index, "w")
+        for key in [k for k in index.storage_data if k.fqn == "w"]:
+            del index.storage_data[key]
+        described = index.state_dict_metadata["w"]
+        described.size = torch.Size(shape)
+        described.chunks[:] = [ChunkStorageMetadata(torch.Size(o), torch.Size(sizes)) for o in offsets]
+        index.storage_data.update({MetadataIndex("w", torch.Size(o), i): where for i, o in enumerate(offsets)})
+
+    return change
+
+
+def grid(dims: int) -> list[tuple[int, ...]]:
+    return [tuple(n >> d & 1 for d in range(dims)) for n in range(2**dims)]
+
+
+def item(data: bytes, name: str = "lr") -> Callable[[Path], Path]:
+    """An honest index, and at the end of the data file other bytes for one item."""
+
+    def change(path: Path) -> None:
+        index = pickle.loads((path / ".metadata").read_bytes())
+        file = path / "__0_0.distcp"
+        put(name, offset=file.stat().st_size, length=len(data))(index)
+        with file.open("ab") as stream:
+            stream.write(data)
+        (path / ".metadata").write_bytes(pickle.dumps(index, 4))
+
+    return directory(change)
+
+
+class Planted:
+    """Calls something when it is unpickled."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> Any:
+        return self.call[0], self.call[1:]
+
+
+def planner(**more: Any) -> Change:
+    return lambda index: index.planner_data.update(more)
+
+
+OUT = "outside the checkpoint"
+LINK = "a link that leaves"
+SET = setattr
+DIRECTORIES = sys.getrecursionlimit()
+
+for name, make, pattern in (
+    # The pickle
+    ("empty", raw(b""), "is empty"),
+    ("cut", directory(lambda p: (p / ".metadata").write_bytes((p / ".metadata").read_bytes()[:-40])), "too early"),
+    ("a pickle of something else", raw(pickled(b"}")), "not of a DCP"),
+    ("a pickle that runs a command", raw(b"\x80\x02cos\nsystem\n(" + text(TOUCH) + b"tR."), "not of a DCP"),
+    ("a hole of a tebibyte", directory(lambda p: os.truncate(p / ".metadata", 1 << 40)), "more than|opcode"),
+    ("zeros", raw(bytes(1 << 16)), "opcode 0x00"),
+    ("a memo index of 2**31", raw(b"\x80\x02Nr\xff\xff\xff\x7f."), "memo index"),
+    ("a key of shared tuples", raw(b"\x80\x04}" + doubled_memoized(60) + b"Ns."), COST),
+    ("a Metadata that has no fields", raw(b"\x80\x02" + named("torch.distributed.checkpoint.metadata", "Metadata") + b")\x81."), "no fields"),
+    ("a Metadata whose fields are a list", raw(b"\x80\x02" + named("torch.distributed.checkpoint.metadata", "Metadata") + b")\x81]b."), "fields"),
+    ("a Metadata of nothing", raw(b"\x80\x02" + named("torch.distributed.checkpoint.metadata", "Metadata") + b")\x81}b."), "state_dict_metadata"),
+    ("no storage data", indexed(lambda i: SET(i, "storage_data", None)), "storage_data"),
+    ("storage data of words", indexed(lambda i: SET(i, "storage_data", {"a": "b"})), "storage_data"),
+    ("an index that is a pipe", directory(lambda p: (p / ".metadata").unlink(), lambda p: os.mkfifo(p / ".metadata")), "pipe"),
+    ("an index that is a device", directory(lambda p: (p / ".metadata").unlink(), lambda p: (p / ".metadata").symlink_to("/dev/zero")), "device|link"),
+    ("an index that is a directory", directory(lambda p: (p / ".metadata").unlink(), lambda p: (p / ".metadata").mkdir()), "directory"),
+    # Paths
+    ("a file above", indexed(put("w", relative_path="../outside.distcp")), OUT),
+    ("an absolute path", indexed(put("w", relative_path="/etc/passwd")), OUT),
+    ("a drive", indexed(put("w", relative_path="C:\\x.distcp")), OUT),
+    ("a URL", indexed(put("w", relative_path="s3://bucket/__0_0.distcp")), OUT),
+    ("a path that climbs", indexed(put("w", relative_path="a/b/../../../outside.distcp")), OUT),
+    ("a path with a zero", indexed(put("w", relative_path="__0_0.distcp\0")), OUT),
+    ("a path that is a number", indexed(put("w", relative_path=7)), "not a path"),
+    ("a path that is a list", indexed(put("w", relative_path=["x"])), "not a path|unhashable"),
+    ("a link out", directory(lambda p: (p / "__0_0.distcp").unlink(), lambda p: (p / "__0_0.distcp").symlink_to("../outside.distcp")), LINK),
+    ("a pipe for data", directory(lambda p: (p / "__0_0.distcp").unlink(), lambda p: os.mkfifo(p / "__0_0.distcp")), "pipe"),
+    ("a directory for data", directory(lambda p: (p / "__0_0.distcp").unlink(), lambda p: (p / "__0_0.distcp").mkdir()), "directory"),
+    # Tensors
+    ("a name that is a number", indexed(lambda i: i.state_dict_metadata.update({3: i.state_dict_metadata.pop("w")})), "not a string"),
+    ("a tensor described by text", indexed(lambda i: i.state_dict_metadata.update(w="float32")), "described by"),
+    ("100,000 dimensions", indexed(tiles([(0,) * 100_000], (1,) * 100_000, (1,) * 100_000)), "dimensions"),
+    ("100,000 dimensions of 2**62", indexed(lambda i: SET(i.state_dict_metadata["w"], "size", torch.Size((2**62,) * 100_000))), "dimensions"),
+    ("a sparse layout", indexed(lambda i: SET(i.state_dict_metadata["w"].properties, "layout", torch.sparse_coo)), "layout"),
+    ("an offset of 2**70", indexed(put("w", offset=2**70)), "integer"),
+    ("an item that is described as two things", indexed(lambda i: i.planner_data.update(w=("lr",))), "`lr`"),
+    ("a path of floats", indexed(planner(w=(1.5,))), "planner_data"),
+    ("a path of nothing", indexed(planner(w=())), "planner_data"),
+    ("a path below zero", indexed(planner(w=(-1,))), "planner_data"),
+    ("a path 100,000 deep", indexed(planner(w=("a",) * 100_000)), "deep|nested"),
+):  # fmt: skip
+    lie(f"dcp: {name}", make, pattern, code=(READ, 4))
+
+for name, make, pattern in (
+    ("a file that is not there", indexed(put("w", relative_path="__9_9.distcp")), "__9_9.distcp` is missing"),
+    ("a hole between chunks", indexed(tiles([(0, 0)], (1, 3), (2, 3))), "not covered|holds"),
+    ("an overlap of chunks", indexed(tiles([(0, 0), (0, 1)], (2, 2), (2, 3))), "overlap"),
+    ("a chunk outside", indexed(tiles([(5, 0)], (2, 3), (2, 3))), "outside"),
+    ("a chunk of a negative size", indexed(tiles([(0, 0)], (-2, -3), (2, 3))), "outside|covered"),
+    ("8,192 chunks in 13 dimensions", indexed(tiles(grid(13), (1,) * 13, (2,) * 13)), "holds"),
+    ("8,191 chunks in 13 dimensions", indexed(tiles(grid(13)[1:], (1,) * 13, (2,) * 13)), "not covered"),
+    ("a tensor that is larger than said", indexed(tiles([(0, 0)], (2, 2), (2, 2))), "holds float32"),
+    ("a tensor of 2**62 elements", indexed(tiles([(0,)], (2**62,), (2**62,))), "holds|2\\*\\*|exceed|space|size"),
+    ("the item of another tensor", indexed(lambda i: vars(place(i, "x")).update(vars(place(i, "w")))), "holds float32"),
+    ("an item behind the end", indexed(put("w", offset=10**9)), "outside the file"),
+    ("an item across the end", indexed(put("w", length=10**9)), "outside the file"),
+    ("an item before the beginning", indexed(put("w", offset=-8)), "outside the file"),
+    ("an item of -1 bytes", indexed(put("w", length=-1)), "outside the file"),
+    ("an item of no bytes", indexed(put("w", length=0)), "archive"),
+    ("an item inside another", indexed(lambda i: put("w", offset=place(i, "w").offset + 64)(i)), "archive|outside"),
+    ("a transform that nobody knows", indexed(put("w", transform_descriptors=["exec.sh/1"])), "exec.sh/1"),
+    ("a transform of zstd over what is none", indexed(put("w", transform_descriptors=["stream.zstd/1"])), "zstd|decompress|compressed"),
+    ("a thousand transforms", indexed(put("w", transform_descriptors=["stream.zstd/1"] * 1000)), "transforms|zstd|compressed"),
+):  # fmt: skip
+    lie(f"dcp: {name}", make, pattern, code=(READ, 4), late=True)
+
+lie("dcp: a command in planner_data", indexed(planner(evil=(Planted(os.system, TOUCH),))), "planner_data")
+lie(
+    "dcp: a command for a tensor",
+    indexed(lambda i: i.state_dict_metadata.update(evil=Planted(os.system, TOUCH))),
+    "described by",
+)
+lie(
+    "dcp: a command for the storage data",
+    indexed(lambda i: SET(i, "storage_data", Planted(os.system, TOUCH))),
+    "storage_data",
+)
+lie("dcp: a value that is a bare pickle", item(pickled(b"cos\nsystem\n(" + text(TOUCH) + b"tR")), "archive")

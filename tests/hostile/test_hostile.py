@@ -1,0 +1,134 @@
+"""Files that lie: each meets the one error that it must, at no cost, and nothing that it asks for happens.
+
+The files are made by the generator in the `lying_*` modules. They are looked at in batches, by a process without
+torch that has little memory and an alarm (`on_limits.py`), and a few by the real command.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import lying_archives  # noqa: F401
+import lying_headers  # noqa: F401
+import lying_indexes  # noqa: F401
+import lying_pickles  # noqa: F401
+import pytest
+from lies import LIES, Lie
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "faults"))
+from faulty import ROOT, Ran, check_words, mark
+
+from ckpttool.cli.app import app
+
+HERE = Path(__file__).resolve().parent
+MOST_SECONDS = 2.0
+MOST_BYTES = 300 << 20
+GROUPS = sorted({name.partition(":")[0] for name in LIES})
+COMMANDS = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+
+
+class Done(NamedTuple):
+    """What a command did with a lie."""
+
+    verb: str
+    ran: Ran
+    seconds: float
+    taken: int
+
+
+def words(verb: str, path: Path, folder: Path) -> list[str]:
+    made = str(folder / "out" / "dst")
+    return {
+        "inspect": ["inspect", str(path)],
+        "convert": ["convert", str(path), made, "--to", "torch"],
+        "verify": ["verify", str(path)],
+        "diff": ["diff", str(path), str(path)],
+    }[verb]
+
+
+VERBS = [verb for verb in ("inspect", "convert", "verify", "diff") if verb in COMMANDS]
+
+
+def look(names: Sequence[str], folder: Path) -> dict[str, list[Done]]:
+    """Make these lies below `folder` and look at them with every command."""
+    jobs: list[tuple[str, list[str]]] = []
+    for n, name in enumerate(names):
+        place = folder / f"{n:03d}"
+        (place / "out").mkdir(parents=True)
+        path = LIES[name].make(place)
+        jobs += [(name, words(verb, path, place)) for verb in VERBS]
+    (folder / "cwd").mkdir()
+    before = {place: mark(place) for place in folder.iterdir()}
+    found: dict[str, list[Done]] = {name: [] for name in names}
+    while jobs:
+        done = subprocess.run(
+            [sys.executable, str(HERE / "on_limits.py")],
+            input=json.dumps(jobs), capture_output=True, text=True, cwd=folder / "cwd",
+            env={**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_ARENA_MAX": "1"}, timeout=300, check=False,
+        )  # fmt: skip
+        lines = done.stdout.splitlines()
+        for said in map(json.loads, lines):
+            ran = Ran(said["code"], said["out"], said["err"])
+            found[said["name"]].append(Done(said["words"][0], ran, said["seconds"], said["taken"]))
+        if len(lines) < len(jobs):
+            # It was ended in the middle of the next.
+            name, (verb, *_) = jobs[len(lines)]
+            found[name].append(Done(verb, Ran(done.returncode, "", done.stderr[-1000:]), 0.0, 0))
+        del jobs[: len(lines) + 1]
+    after = {place: mark(place) for place in folder.iterdir()}
+    for place in after:
+        after[place].pop("out/dst", None)  # if it was accepted, that is said below
+    assert after == before, "something was written"
+    return found
+
+
+@pytest.fixture(scope="module")
+def looked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Done]]]:
+    """What became of every lie."""
+    found: dict[str, list[Done]] = {}
+    for group in GROUPS:
+        folder = tmp_path_factory.mktemp(group)
+        found |= look([name for name in LIES if name.partition(":")[0] == group], folder)
+        shutil.rmtree(folder)
+    yield found
+
+
+def complaint(lie: Lie, done: Done) -> str | None:
+    """What is wrong with how a lie was met; None when nothing is."""
+    where = f"{done.verb}: "
+    said = done.ran.err + done.ran.out
+    if done.ran.code < 0:
+        return f"{where}was ended by signal {-done.ran.code}: {done.ran.err}"
+    if done.seconds > MOST_SECONDS:
+        return f"{where}took {done.seconds:.1f} s"
+    if done.taken > MOST_BYTES:
+        return f"{where}took {done.taken >> 20} MiB"
+    if not all(c.isprintable() or c == "\n" for c in said):
+        return f"{where}talks to the terminal: {said!r}"
+    if done.ran.code == 0:
+        return None if done.verb == "inspect" and lie.late else f"{where}accepted"
+    if done.verb in ("verify", "diff") and done.ran.code in (1, *lie.codes()):
+        return None  # these collect what they find
+    try:
+        check_words(done.ran, lie.codes())
+    except AssertionError as error:
+        return f"{where}{error}"
+    return None if lie.told(done.ran.err) else f"{where}says something else: {done.ran.err}"
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_lie_is_found_out(name: str, looked: dict[str, list[Done]]) -> None:
+    assert len(looked[name]) == len(VERBS)
+    wrong = [said for done in looked[name] if (said := complaint(LIES[name], done)) is not None]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_there_are_enough() -> None:
+    assert len(LIES) >= 150
