@@ -27,6 +27,9 @@ from ckpttool.patterns import any_of, rule
 from ckpttool.transfer import Progress
 from ckpttool.wording import parse_size
 
+# Tiles of a cast are held several times over; smaller ones are as fast, and leave room for torch itself.
+_WHILE_CASTING = 24 << 20
+
 
 @dataclass(slots=True)
 class Exported(Conversion):
@@ -106,6 +109,8 @@ def planned(src: str, destination: str, wanted: Wanted, progress: Progress | Non
             made = Exported(src, have.catalogue.format, destination, "safetensors")
             found = beside.collect(wanted.assets, src, have.catalogue)
             laid = _laid(have.catalogue, viewed, found, wanted, made)
+        if memory is None and any(t.dtype != (t.origin or t).dtype for t in laid.tensors):
+            memory = _WHILE_CASTING
         moving = weights.Moving(viewed, have.before, wanted.threads, memory, progress)
         tally = weights.Tally()
         files = weights.outgoing(laid, most, moving, tally, adapter=made.adapter)
