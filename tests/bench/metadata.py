@@ -27,7 +27,7 @@ ITEM_OVERHEAD = 1_400  # what torch.save adds to a small tensor: zip headers and
 
 
 def names(count: int) -> list[str]:
-    """`count` names of a model's parameters and their moments."""
+    """At least `count` names of a model's parameters and their moments; no parameter is without one of these."""
     found: list[str] = []
     layer = 0
     while len(found) < count:
@@ -35,7 +35,7 @@ def names(count: int) -> list[str]:
             name = f"layers.{layer}.{parameter}.weight"
             found += [f"model.{name}", *(f"optim.state.{name}.{moment}" for moment in ("exp_avg", "exp_avg_sq"))]
         layer += 1
-    return found[:count]
+    return found[: -(-count // 3) * 3]
 
 
 def path_of(name: str) -> tuple[str, ...]:
