@@ -31,7 +31,7 @@ def _no_constant(text: str) -> Any:
 
 # Python makes 72 bytes of the three of `[],`. An index of a million tensors has a value for each dozen bytes.
 MAX_VALUES = 2_000_000  # and one for every `BYTES_PER_VALUE` bytes
-BYTES_PER_VALUE = 6
+BYTES_PER_VALUE = 8
 MAX_JSON = 1 << 30  # bytes
 _WINDOW = 1 << 16
 
