@@ -17,6 +17,7 @@ from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     StateDictType,
 )
+from torch.utils import _pytree
 
 from ckpttool import parts, ranks
 from ckpttool.mesh import fsdp1, loader, saving
@@ -140,7 +141,10 @@ def _states(built: Built) -> dict[str, Any]:
     with _whole(built):
         _step_without_change(built)
         optim = FullyShardedDataParallel.optim_state_dict(built.model, built.optimizer)
-        return {"model": built.model.state_dict(), "optim": optim}
+        # What is gathered may share its memory, and DCP loads into it.
+        return _pytree.tree_map_only(  # type: ignore[no-any-return]
+            torch.Tensor, torch.clone, {"model": dict(built.model.state_dict()), "optim": optim}
+        )
 
 
 def _set(built: Built, state: dict[str, Any]) -> None:
@@ -157,8 +161,8 @@ def _set(built: Built, state: dict[str, Any]) -> None:
 
 def _whole(built: Built) -> Any:
     return FullyShardedDataParallel.state_dict_type(
-        built.model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=False),
-        FullOptimStateDictConfig(rank0_only=False),
+        built.model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=False, offload_to_cpu=False),
+        FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False),
     )  # fmt: skip
 
 
