@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.differences import Comparison, Difference, compare
+from ckpttool.differences import Comparison, Difference, Tolerance, compare
 from ckpttool.dtypes import dtype
 
 FLOATS = [
@@ -134,3 +134,55 @@ def test_an_index_is_row_major() -> None:
     assert Difference("float32", first=17).index((2, 3, 4)) == list(np.unravel_index(17, (2, 3, 4)))
     assert Difference("float32", first=0).index(()) == []
     assert Difference("float32").index((2,)) is None
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.sampled_from([*FLOATS[:4], "int32", "int64", "uint8", "complex64"]),
+    st.sampled_from([0.0, 1e-6, 1e-2, 0.3]),
+    st.sampled_from([0.0, 1e-7, 0.05]),
+    st.integers(0, 2**31),
+)
+def test_a_tolerance_is_that_of_isclose(name: str, rtol: float, atol: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    kind = getattr(torch, name)
+    start = torch.randn(64, generator=generator, dtype=torch.complex128 if kind.is_complex else torch.float64)
+    steps = 10 ** (-8 * torch.rand(64, generator=generator, dtype=torch.float64))
+    a, b = ((100 * start.abs()).to(kind), (100 * (start * (1 + steps)).abs()).to(kind))
+    if kind.is_floating_point:
+        a[:6] = torch.tensor([math.nan, math.nan, math.inf, math.inf, 1.0, -math.inf])
+        b[:6] = torch.tensor([math.nan, 1.0, math.inf, 1.0, math.inf, math.inf])
+        b[0] = -b[0]
+    made = Comparison(dtype(name), tolerance=Tolerance(atol, rtol))
+    made.feed(bits_of(a), bits_of(b))
+    wide = (x.to(torch.complex128) if kind.is_complex else x.double() for x in (a, b))
+    apart = ~torch.isclose(*wide, rtol=rtol, atol=atol, equal_nan=True)
+    found = made.result()
+    assert found.beyond == int(apart.sum())
+    assert found.first == (int(apart.nonzero()[0]) if apart.any() else None)
+    assert found.differing == int((bits_of(a) != bits_of(b)).sum())
+
+
+@pytest.mark.parametrize("name", ["float64", "float32", "float16"])
+def test_a_tolerance_in_numbers_of_the_dtype(name: str) -> None:
+    """1, 2, 3, ... numbers apart, across zero too, as numpy counts them on."""
+    kind = np.dtype(name)
+    start = np.full(8, -3 * np.finfo(kind).smallest_subnormal, kind)
+    moved = start.copy()
+    for i in range(8):
+        for _ in range(i):
+            moved[i] = np.nextafter(moved[i], kind.type(np.inf))
+    for ulp in range(9):
+        made = Comparison(dtype(name), tolerance=Tolerance(ulp=ulp))
+        made.feed(start, moved)
+        # -0.0 stands between: the two zeros are one number.
+        assert made.result().beyond == max(0, 7 - ulp)
+
+
+def test_exponents_alone_are_counted_as_they_follow_each_other() -> None:
+    found = compare(np.array([0x7F], np.uint8), np.array([0x80], np.uint8), dtype("float8_e8m0fnu"))
+    assert (found.values, found.ulp) == ((1.0, 2.0), 1)
+
+
+def test_squares_beyond_float64_have_no_cosine() -> None:
+    assert compare(np.array([1e200, 1.0]), np.array([1e200, 2.0]), dtype("float64")).cosine is None

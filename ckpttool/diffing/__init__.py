@@ -69,8 +69,7 @@ def diff(
         for side, source, catalogue in zip((made.a, made.b), sources, laid, strict=True):
             _count(side, source, catalogue)
         comparing = _Comparing(made, (sources[0], sources[1]), laid, tolerance, ignore_dtype, sharded)
-        with opening.naming(None):
-            comparing.run(threads or DEFAULT_THREADS, progress)
+        comparing.run(threads or DEFAULT_THREADS, progress)
         files.check_unchanged(before)
     made.seconds = time.monotonic() - began
     return made
@@ -198,7 +197,8 @@ class _Comparing:
                 numbers[key] = len(pairs)
                 pairs.append(walking.Two(one, other, kind))
         self._made.bytes = sum(pair.a.nbytes for pair in pairs)
-        found = walking.compare(pairs, self._sources, self._tolerance, threads, progress)
+        paths = self._made.a.path, self._made.b.path
+        found = walking.compare(pairs, self._sources, paths, self._tolerance, threads, progress)
         totals: dict[Part, Total] = {}
         for name, a, b in matches:
             number = numbers.get((id(self._laid[0].first(a)), id(self._laid[1].first(b))))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ckpttool import layout, optimkeys, parts
+from ckpttool import layout, opening, optimkeys, parts
 from ckpttool.catalogue import Catalogue, Entry, Part, dotted, stop_at_fault, validate
 from ckpttool.contract import Source
 from ckpttool.errors import CkptError, UsageError
@@ -40,17 +40,19 @@ def lay_out(sources: tuple[Source, Source], paths: tuple[str, str], chosen: Chos
     what is compared.
     """
     one, other = (source.catalogue for source in sources)
-    for catalogue in (one, other):
-        validate(catalogue, later=True)
-        parts.stop_at_absent(catalogue, chosen.only)
+    for path, catalogue in zip(paths, (one, other), strict=True):
+        with opening.naming(path):
+            validate(catalogue, later=True)
+            parts.stop_at_absent(catalogue, chosen.only)
     laid = _selected((one, other), chosen)
     laid = _spelt_alike(laid, (one, other), paths, notes)
     if chosen.only:
         laid = _each(laid, _without_root)
     laid = _renamed(laid, paths, chosen)
     laid = _matching(laid, chosen)
-    for source, made in zip(sources, laid, strict=True):
-        stop_at_fault(source.catalogue, map(dotted, optimkeys.origins(made)))
+    for path, source, made in zip(paths, sources, laid, strict=True):
+        with opening.naming(path):
+            stop_at_fault(source.catalogue, map(dotted, optimkeys.origins(made)))
     return laid
 
 

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckpttool import boxes, gather
+from ckpttool import boxes, gather, opening
 from ckpttool.boxes import Box
 from ckpttool.catalogue import Tensor
 from ckpttool.contract import Source
@@ -51,17 +51,18 @@ class _Task(NamedTuple):
 def compare(
     pairs: Sequence[Two],
     sources: tuple[Source, Source],
+    paths: tuple[str, str],
     tolerance: Tolerance | None,
     threads: int,
     progress: Progress | None = None,
 ) -> dict[int, Comparison]:
     """How the tensors of each pair differ, by the number of the pair; those with equal bytes are not in it.
 
-    Raises CorruptError when a file is too short, and whatever the files raise.
+    Raises CorruptError when a file is too short, and whatever the files raise; `paths` are for what it says.
     """
     work = Work(sum(pair.a.nbytes for pair in pairs), progress)
     with ExitStack() as stack:
-        walk = _Walk(pairs, sources, tolerance, work, stack)
+        walk = _Walk(pairs, sources, paths, tolerance, work, stack)
         on_threads(walk.tasks(range(len(pairs))), walk.look, threads, work)
         differing = [
             n for n, made in sorted(walk.found.items()) if made.result().differing and has_values(pairs[n].common)
@@ -76,12 +77,14 @@ class _Walk:
         self,
         pairs: Sequence[Two],
         sources: tuple[Source, Source],
+        paths: tuple[str, str],
         tolerance: Tolerance | None,
         work: Work,
         stack: ExitStack,
     ) -> None:
         self.found: dict[int, Comparison] = {}
         self._pairs, self._sources, self._tolerance, self._work = pairs, sources, tolerance, work
+        self._paths = paths
         self._pools = (Pool(), Pool())
         for pool in self._pools:
             stack.callback(pool.close)
@@ -107,10 +110,10 @@ class _Walk:
 
     def _readers(self, task: _Task) -> tuple[_Reader, _Reader]:
         pair = self._pairs[task.pair]
-        return (
-            _Reader(self._sources[0], self._pools[0], pair.a, task.chunks[0]),
-            _Reader(self._sources[1], self._pools[1], pair.b, task.chunks[1]),
-        )
+        with opening.naming(self._paths[0]):
+            one = _Reader(self._sources[0], self._pools[0], pair.a, task.chunks[0])
+        with opening.naming(self._paths[1]):
+            return one, _Reader(self._sources[1], self._pools[1], pair.b, task.chunks[1])
 
     def look(self, task: _Task) -> None:
         """Compare the tiles of a task."""
