@@ -30,7 +30,7 @@ class Source(Protocol):
 
 
 class Run(NamedTuple):
-    """A run of bytes of a file of the catalogue: `Run(file=0, offset=704, nbytes=1462)`. A `packed` one is compressed."""
+    """Bytes of a file of the catalogue: `Run(file=0, offset=704, nbytes=1462)`. A `packed` one is compressed."""
 
     file: int
     offset: int

@@ -18,7 +18,7 @@ GEOMETRY = {"errors", "dtypes", "boxes", "version", "escapes", "wording"}
 DATA = GEOMETRY | {"catalogue", "contract"}
 PURE = {"patterns", "parts", "ranks", "meshes", "layout", "chunking", "placing", "policies", "optimkeys", "plan"}
 CONCRETE = {"formats.dcp", "formats.safetensors", "formats.torchsave", "formats.rankfiles"}
-MOVING = {"gather", "checksums", "transfer"}
+MOVING = {"gather", "checksums", "journal", "staging", "transfer"}
 
 # What the modules of each group may import of ours.
 LAYERS: list[tuple[set[str], set[str]]] = [
@@ -76,7 +76,7 @@ LAYERS: list[tuple[set[str], set[str]]] = [
             "producers",
             "rereading",
         },
-    ),  # fmt: skip
+    ),
     ({"workers"}, set()),
     ({"folders"}, {"files"}),
     ({"elements"}, DATA | MOVING | {"plan", "files"}),

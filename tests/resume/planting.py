@@ -1,7 +1,7 @@
 """Faults that are planted into a training state, by torch alone, and what a trial has to call each of them.
 
-Each is an edit of what torch made of the save, a dict with `model`, `optim`, `scheduler`, `rng` and `dataloader`. No two
-touch the same value but where EXCLUDED says so.
+Each is an edit of what torch made of the save, a dict with `model`, `optim`, `scheduler`, `rng` and `dataloader`. No
+two touch the same value but where EXCLUDED says so.
 """
 
 from __future__ import annotations
