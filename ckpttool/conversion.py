@@ -43,6 +43,7 @@ def convert(
     model_from: str | None = None,
     optim_from: str | None = None,
     overwrite: bool = False,
+    resume: bool = False,
     dry_run: bool = False,
     threads: int | None = None,
     max_memory: int | str | None = None,
@@ -54,7 +55,8 @@ def convert(
 
     With `producer` in place of `to`, in the layout that a framework resumes from (`ckpttool.producers.writing`).
     Sizes are bytes, or text such as `5GB`. `progress(done, total)` is called with bytes from this thread. Nothing
-    appears at `dst` unless all of it does. A `manifest` of it is then written to that path.
+    appears at `dst` unless all of it does; with `resume`, a run goes on from what an interrupted one has copied. A
+    `manifest` of it is then written to that path.
     Raises the errors of `ckpttool.errors`, each with its exit code.
     """
     began = time.monotonic()
@@ -69,7 +71,7 @@ def convert(
     manifests.check_wanted(listed, dst, dry_run=dry_run)
     made = Conversion(src, "", dst, target.name, dry_run=dry_run)
     made.notes += making.check_free(dst, target, overwrite, dry_run)
-    how = How(overwrite, dry_run, threads, max_memory, check, progress)
+    how = How(overwrite, dry_run, threads, max_memory, check, progress, resume)
     with making.given(src, shapes, model_from, optim_from) as have:
         source = have.source
         with opening.naming(have.known):

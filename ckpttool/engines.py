@@ -12,7 +12,7 @@ import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from ckpttool import files, making, placing, rereading, sharing
+from ckpttool import files, making, placing, rereading, sharing, staging
 from ckpttool.catalogue import Catalogue
 from ckpttool.contract import Format
 from ckpttool.errors import UsageError
@@ -144,7 +144,7 @@ def write(
         partial = ""
         if crew.is_first:
             making.check_space(dst, made.bytes, made.free)
-            partial = stack.enter_context(files.staged(dst, overwrite=how.overwrite, is_file=False))
+            partial = stack.enter_context(staging.staged(dst, overwrite=how.overwrite, is_file=False, notes=made.notes))
             os.makedirs(partial)
         partial = str(crew.exchange("partial", os.path.abspath(partial) if partial else "")[0])
         moved = _through_torch(engine, engine.placing, have, laid, partial, how, crew)

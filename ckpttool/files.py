@@ -133,7 +133,8 @@ _SNAPSHOT = re.compile(r"(.*/(?:models|datasets)--[^/]+)/snapshots/[^/]+(?:/|$)"
 def inside(root: str, name: str) -> str:
     """`root/name` for a name that an index gives. Raises CorruptError when it would leave the root."""
     parts = name.replace("\\", "/").split("/")
-    if not name or "\0" in name or name.startswith(("/", "\\")) or ".." in parts or (len(name) > 1 and name[1] == ":"):
+    drive = "://" in name or (len(name) > 1 and name[1] == ":")
+    if not name or "\0" in name or name.startswith(("/", "\\")) or ".." in parts or drive:
         raise CorruptError(
             f"`{root}`: the index names the file `{name}`, which is outside the checkpoint", file=root, found=name
         )
@@ -288,58 +289,3 @@ def check_free(dst: str, *, overwrite: bool, is_file: bool) -> None:
         raise OverwriteError(f"`{dst}` is a pipe or a device", hint="name a file or a directory", file=dst)
     if os.path.lexists(path) and not overwrite:
         raise OverwriteError(f"`{dst}` exists", hint="pass `--overwrite` to replace it", file=dst)
-
-
-@contextmanager
-def staged(dst: str, *, overwrite: bool, is_file: bool) -> Iterator[str]:
-    """A path beside `dst` to make the destination at. It becomes `dst` when the block ends well, in one rename; else
-    it is removed. With `overwrite`, what was there is moved aside first and removed last."""
-    dst = dst.rstrip("/") or dst if not is_file else dst
-    check_free(dst, overwrite=overwrite, is_file=is_file)
-    if os.path.islink(dst) and os.path.isdir(dst):
-        # A link to another disk: made there, and the link stays.
-        dst = os.path.realpath(dst)
-    partial, old = partial_name(dst), partial_name(dst, "old")
-    above = Path(dst).absolute().parent
-    made = [folder for folder in (above, *above.parents) if not folder.exists()]
-    try:
-        above.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise failed(error, dst, "write") from None
-    remove(partial)
-    try:
-        yield partial
-        sync_tree(partial)
-        # Somebody else may have made it meanwhile.
-        check_free(dst, overwrite=overwrite, is_file=is_file)
-        try:
-            _swap_in(partial, dst, old)
-            sync(str(Path(dst).absolute().parent))
-        except OSError as error:
-            raise failed(error, dst, "write") from None
-    except CkptError as error:
-        # A file that is gone when the message is read is no help: it would have been this one.
-        facts = {k: v.replace(partial, dst) if isinstance(v, str) else v for k, v in error.facts.items()}
-        raise type(error)(error.message.replace(partial, dst), hint=error.hint, **facts) from None
-    finally:
-        remove(partial)
-        if os.path.lexists(dst):
-            remove(old)
-        for folder in made:
-            # Not those in which somebody else has put something meanwhile.
-            with suppress(OSError):
-                folder.rmdir()
-
-
-def _swap_in(partial: str, dst: str, old: str) -> None:
-    if Path(dst).is_dir() and not any(Path(dst).iterdir()):
-        Path(dst).rmdir()
-    try:
-        if os.path.lexists(dst):
-            os.rename(dst, old)
-        os.rename(partial, dst)
-    except BaseException:
-        # Ctrl-C too, which may come before a rename or after it.
-        if os.path.lexists(old) and not os.path.lexists(dst):
-            os.rename(old, dst)
-        raise

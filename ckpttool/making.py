@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any
 
-from ckpttool import files, formats, opening, plan, producers, rereading
+from ckpttool import files, formats, journal, opening, plan, producers, rereading, staging
 from ckpttool.catalogue import Catalogue, Container, Object, Path, Tensor, dotted
 from ckpttool.contract import Format, Sink, SinkOptions, Source
 from ckpttool.errors import CkptError, CorruptError, LossError, OverwriteError, StorageError, UsageError, some
@@ -50,6 +50,7 @@ class Conversion:
     notes: list[str] = field(default_factory=list)
     checked: int = 0
     unchecked: int = 0
+    resumed: int = 0
     seconds: float = 0.0
     dry_run: bool = False
 
@@ -64,6 +65,7 @@ class How:
     max_memory: int | None = None
     check: bool = False
     progress: Progress | None = None
+    resume: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,15 +133,19 @@ def prepare(have: Given, laid: Laid, dst: str, target: Format, made: Conversion)
 
 
 def _write(have: Given, laid: Laid, dst: str, target: Format, made: Conversion, how: How, crew: Crew) -> None:
-    with files.staged(dst, overwrite=how.overwrite, is_file=target.is_file(dst)) as partial:
+    with staging.stage(
+        dst, overwrite=how.overwrite, is_file=target.is_file(dst), resume=how.resume, notes=made.notes
+    ) as stage:
+        partial = stage.path
         sink = _create(target, partial, laid)
         made.bytes += sum(tensor.nbytes for tensor in sink.catalogue.replicas)
         made.notes += sink.catalogue.warnings
         made.notes += _unsaid(laid.catalogue, sink.catalogue)
         _note_files(made, sink, partial, dst)
-        check_space(dst, made.disk, made.free)
+        check_space(dst, made.disk, made.free + stage.held)
+        log = _journal(stage, have, sink, target, made, how) if crew.size == 1 else None
         crew.begin(partial, sink.catalogue)
-        moved = crew.gathered(_fill(have, sink, made, how, crew), have.source, sink.catalogue, how)
+        moved = crew.gathered(_fill(have, sink, made, how, crew, log), have.source, sink.catalogue, how)
         files.check_unchanged(have.before)
         sink.finish(moved.crcs)
         if how.check:
@@ -147,12 +153,23 @@ def _write(have: Given, laid: Laid, dst: str, target: Format, made: Conversion, 
                 target, partial, sink.catalogue, have.source,
                 total=made.bytes, threads=how.threads, memory=how.max_memory,
             )  # fmt: skip
-    made.checked, made.unchecked = moved.checked, moved.unchecked
+    made.checked, made.unchecked, made.resumed = moved.checked, moved.unchecked, moved.resumed
+    if how.resume and not moved.resumed:
+        made.notes.append("there was nothing to go on from")
     if moved.overflowed:
         made.notes.append(
             f"{sum(moved.overflowed.values())} values of {len(moved.overflowed)} tensors are too large for their "
             f"new dtype and are no numbers now: {some(sorted(moved.overflowed))}"
         )
+
+
+def _journal(
+    stage: staging.Stage, have: Given, sink: Sink, target: Format, made: Conversion, how: How
+) -> journal.Journal:
+    seen = have.before
+    indexes = [path for path in seen if _is_index(path)]
+    digest = journal.digest(have.catalogue, sink.catalogue, target.name, seen, indexes)
+    return stage.begin(sink.catalogue, digest, made.notes, every=how.resume)
 
 
 def _assist(have: Given, laid: Laid, dst: str, target: Format, made: Conversion, how: How, crew: Crew) -> None:
@@ -167,12 +184,14 @@ def _assist(have: Given, laid: Laid, dst: str, target: Format, made: Conversion,
         crew.hand_in(moved, sink.catalogue)
 
 
-def _fill(have: Given, sink: Sink, made: Conversion, how: How, crew: Crew) -> Transferred:
+def _fill(
+    have: Given, sink: Sink, made: Conversion, how: How, crew: Crew, log: journal.Journal | None = None
+) -> Transferred:
     with opening.naming(have.known):
         return transfer(
             plan.plan(sink.catalogue, crew.share), have.source, sink.catalogue,
             total=made.bytes, threads=how.threads, memory=how.max_memory, progress=crew.watching(how.progress),
-            check_later=crew.size > 1,
+            check_later=crew.size > 1, journal=log,
         )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 
-from ckpttool import files, folders, manifests, verifying
+from ckpttool import files, folders, manifests, staging, verifying
 from ckpttool.errors import CorruptError, ReadError, StorageError, UsageError, some
 from ckpttool.formats.dcp import rebuilding
 from ckpttool.transfer import DEFAULT_THREADS
@@ -70,7 +70,7 @@ def repair(
         _check_directory(path)
     _check_apart(made.destination, [*sources, *([made.like] if made.like is not None else [])])
     found, before = _gathered(sources, made)
-    with files.staged(made.destination, overwrite=overwrite, is_file=False) as partial:
+    with staging.staged(made.destination, overwrite=overwrite, is_file=False) as partial:
         _copy(found, partial, made, threads, progress)
         _mend_indexes(partial, made)
         report = verifying.verify(partial, threads=threads)

@@ -76,6 +76,7 @@ def reshard(
     dataloader: str = "keep",
     shapes: str | None = None,
     overwrite: bool = False,
+    resume: bool = False,
     dry_run: bool = False,
     threads: int | None = None,
     max_memory: int | str | None = None,
@@ -87,7 +88,8 @@ def reshard(
     `docs/reference/cli.md`.
 
     Under torchrun, all processes call this with the same arguments and share the work; the result is complete in the
-    process of rank 0. Nothing appears at `dst` unless all of it does.
+    process of rank 0. Nothing appears at `dst` unless all of it does; with `resume`, one process goes on from what an
+    interrupted one has copied.
     Raises the errors of `ckpttool.errors`, each with its exit code.
     """
     began = time.monotonic()
@@ -100,7 +102,7 @@ def reshard(
         memory = parse_size(max_memory, "--max-memory") if isinstance(max_memory, str) else max_memory
         if memory is not None and memory < making.BASE_MEMORY:
             raise UsageError(f"`--max-memory`: at least {making.BASE_MEMORY >> 20} MiB are needed")
-        how = How(overwrite, dry_run, threads, memory, check, progress)
+        how = How(overwrite, dry_run, threads, memory, check, progress, resume)
         made = Resharding(src, "", dst, "", dry_run=dry_run, processes=crew.size)
         making.check_apart(dst, src, wanted.like)
         listed = None if manifest is None else os.fspath(manifest)
@@ -111,6 +113,11 @@ def reshard(
             target = wanted.to or _same(have.catalogue)
             laid = _laid(have, wanted, target, made)
             chosen = engines.choose(engine, laid, wanted.mesh, target, how, crew)
+            if resume and (crew.size > 1 or chosen.name != "bytes"):
+                raise UsageError(
+                    "`--resume` goes on from copies of one process",
+                    hint="leave it out, or run `ckpttool reshard --engine bytes --resume` without torchrun",
+                )
             made.engine, made.why = chosen.name, chosen.why
             if crew.is_first or not dry_run:
                 engines.write(chosen, have, laid, dst, target, made, how, crew)

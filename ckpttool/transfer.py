@@ -22,7 +22,8 @@ from ckpttool.catalogue import Catalogue, Chunk, Extent, Record
 from ckpttool.contract import Source
 from ckpttool.dtypes import Dtype
 from ckpttool.errors import CorruptError
-from ckpttool.files import Pool
+from ckpttool.files import Pool, failed
+from ckpttool.journal import Done, Entry, Journal
 from ckpttool.plan import Job, tiles
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ Progress = Callable[[int, int], None]
 class Transferred:
     """What a transfer did: bytes moved, bytes whose CRC was checked, bytes of records that have none or were read only
     in part; `overflowed`, how many values of a tensor were finite until they were cast; and `crcs`, for `Sink.finish`.
-    `read` is what is known of records that are to be checked later.
+    `read` is what is known of records that are to be checked later. `resumed` of the bytes moved were there already.
     """
 
     moved: int = 0
@@ -55,6 +56,7 @@ class Transferred:
     overflowed: dict[str, int] = field(default_factory=dict)
     crcs: dict[tuple[int, int], int] = field(default_factory=dict)
     read: checksums.Pieces = field(default_factory=checksums.Pieces)
+    resumed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +83,19 @@ def transfer(
     compare: bool = False,
     check_later: bool = False,
     earlier: checksums.Pieces | None = None,
+    journal: Journal | None = None,
 ) -> Transferred:
     """Do the jobs. `total` is the bytes that they move, for `progress(done, total)`, which is called from this thread.
     `memory` bounds the bytes held in buffers; fewer threads are used when they would not fit.
 
     With `compare` nothing is written: the destination is read and a difference is a CorruptError. With `check_later`
     the source's records are not checked here: other processes read parts of them too, and `earlier` is, without jobs of
-    its own, what all of them have found out.
+    its own, what all of them have found out. A `journal` says what was copied, and knows what was before: that is read,
+    and copied again if it is not what it was.
     Raises CorruptError for a CRC that does not match, and whatever the files raise.
     """
     threads, tile = budget(threads, memory)
-    doing = _Transfer(source, destination, compare, tile, check_later)
+    doing = _Transfer(source, destination, compare, tile, check_later, journal)
     if earlier is not None:
         doing.read = earlier
     return doing.run(jobs, total, threads, progress)
@@ -109,8 +113,9 @@ def budget(threads: int | None, memory: int | None) -> tuple[int, int]:
 
 class _Transfer:
     def __init__(
-        self, source: Source, destination: Catalogue, compare: bool, tile: int, check_later: bool = False
-    ) -> None:
+        self, source: Source, destination: Catalogue, compare: bool, tile: int, check_later: bool = False,
+        journal: Journal | None = None,
+    ) -> None:  # fmt: skip
         self._source = source
         self._in = Pool(whole=True)
         self._out = Pool(writing=not compare)
@@ -119,6 +124,8 @@ class _Transfer:
         self._compare = compare
         self._check_later = check_later
         self._tile = tile
+        self._journal = journal
+        self._resumed = 0
         self._local = threading.local()
         self.read = checksums.Pieces()
         self._written = checksums.Pieces()
@@ -148,7 +155,7 @@ class _Transfer:
             self._out.close()
         if self._failure is not None:
             raise self._failure
-        done = Transferred(self._moved, self._checked, self._unrecorded, self._overflowed)
+        done = Transferred(self._moved, self._checked, self._unrecorded, self._overflowed, resumed=self._resumed)
         if self._check_later:
             done.read = self.read
         for record in self.read.records() if not self._check_later else ():
@@ -212,9 +219,13 @@ class _Transfer:
                 with self._lock:
                     full = [path for path, nbytes in self._dirty.items() if nbytes >= FLUSH]
                     self._dirty.update(dict.fromkeys(full, 0))
+                if self._journal is not None:
+                    self._journal.flush()
                 for path in full:
                     with self._out.use(path) as fd:
                         os.fsync(fd)
+        except OSError as error:
+            self._fail(failed(error, "the journal of the destination", "write"))
         # The system tells of a failed write once, here or at the end.
         except BaseException as error:
             self._fail(error)
@@ -239,6 +250,45 @@ class _Transfer:
             shared = boxes.overlap(box, task.box)
             if shared is not None:
                 pieces.append((self._source.resolve(job.source, chunk), chunk, shared))
+        if self._journal is None:
+            self._move(task, pieces)
+            return
+        number = job.chunk.extent.file
+        done = self._journal.done.get((number, task.start))
+        if done is not None and self._is_there(task, done, pieces):
+            return
+        entry = self._local.entry = Entry(number, task.start, task.nbytes)
+        self._move(task, pieces)
+        self._local.entry = None
+        self._journal.note(entry)
+
+    def _is_there(self, task: _Task, done: Done, pieces: Sequence[tuple[Extent, Chunk, Box]]) -> bool:
+        """Whether an earlier run has done this, and what it wrote is still what lies there; it then counts as ours."""
+        extent = task.job.chunk.extent
+        records = {(e.record.file, e.record.offset): e.record for e, _, _ in pieces if e.record is not None}
+        if done.nbytes != task.nbytes or any(part[:2] not in records for part in done.read):
+            return False
+        if self._crc_of(self._out, self._to[extent.file].location, task.start, task.nbytes) != done.crc:
+            return False
+        for file, offset, start, nbytes, crc in done.read:
+            if crc is None:
+                self.read.touch(records[file, offset], nbytes)
+            else:
+                self.read.add(records[file, offset], start, nbytes, crc)
+        if extent.record is not None:
+            self._written.add(extent.record, task.start, task.nbytes, done.crc)
+        with self._lock:
+            self._checked += done.checked
+            self._unrecorded += done.unrecorded
+            if done.overflowed:
+                name = task.job.tensor.name
+                self._overflowed[name] = self._overflowed.get(name, 0) + done.overflowed
+            self._moved += task.nbytes
+            self._resumed += task.nbytes
+        return True
+
+    def _move(self, task: _Task, pieces: Sequence[tuple[Extent, Chunk, Box]]) -> None:
+        job = task.job
         if job.tensor.dtype == job.source.dtype and all(self._is_run(task, *piece) for piece in pieces):
             for extent, chunk, box in pieces:
                 self._stream(task, extent, chunk, box)
@@ -262,17 +312,17 @@ class _Transfer:
     def _copy(self, task: _Task, extent: Extent, start: int, to: int, nbytes: int) -> None:
         wanted = task.job.chunk.extent.record
         source, buffer = self._from[extent.file].location, self._buffer()
-        has_crc = extent.record is not None and extent.record.crc is not None
+        counted = wanted is not None or (extent.record is not None and extent.record.crc is not None)
+        counted = counted or (self._journal is not None and self._journal.every)
         crc = 0
         for at in range(0, nbytes, BUFFER):
             part = buffer[: min(BUFFER, nbytes - at)]
             self._in.read_into(source, start + at, part)
-            if has_crc or wanted is not None:
+            if counted:
                 crc = crc32(part, crc)
             self._put(task, to + at, part)
         self._note_read(extent, start, nbytes, crc)
-        if wanted is not None:
-            self._written.add(wanted, to, nbytes, crc)
+        self._note_written(wanted, to, nbytes, crc if counted else None)
 
     def _buffer(self) -> memoryview:
         """A buffer of this thread's own."""
@@ -299,17 +349,32 @@ class _Transfer:
                 self._dirty[location] = self._dirty.get(location, 0) + len(data)
 
     def _note_read(self, extent: Extent, start: int, nbytes: int, crc: int | None) -> None:
-        record = extent.record
+        record, entry = extent.record, self._entry
         if extent.checked:
             with self._lock:
                 self._checked += nbytes
+            entry.checked += nbytes
         elif record is None or record.crc is None:
             with self._lock:
                 self._unrecorded += nbytes
-        elif crc is None:
-            self.read.touch(record, nbytes)
+            entry.unrecorded += nbytes
         else:
-            self.read.add(record, start, nbytes, crc)
+            if crc is None:
+                self.read.touch(record, nbytes)
+            else:
+                self.read.add(record, start, nbytes, crc)
+            entry.read.append((record, start, nbytes, crc))
+
+    def _note_written(self, wanted: Record | None, to: int, nbytes: int, crc: int | None) -> None:
+        if wanted is not None and crc is not None:
+            self._written.add(wanted, to, nbytes, crc)
+        self._entry.wrote.append((to, nbytes, crc))
+
+    @property
+    def _entry(self) -> Entry:
+        """What the journal is told of the task in hand."""
+        found: Entry | None = getattr(self._local, "entry", None)
+        return Entry(0, 0, 0) if found is None else found
 
     # Gathering -------------------------------------------------------------------------------------------------------
 
@@ -331,11 +396,13 @@ class _Transfer:
                 self._note_read(extent, 0, prod(shared[1]) * job.source.dtype.itemsize, None)
             data, overflowed = _cast(made, job.source.dtype, job.tensor.dtype)
             if overflowed:
+                self._entry.overflowed += overflowed
                 with self._lock:
                     self._overflowed[job.tensor.name] = self._overflowed.get(job.tensor.name, 0) + overflowed
             self._put(task, here, data)
-            if wanted is not None:
-                self._written.add(wanted, here, len(data), crc32(data))
+            # A checksum is little beside the gathering.
+            counted = wanted is not None or self._journal is not None
+            self._note_written(wanted, here, len(data), crc32(data) if counted else None)
             here += len(data)
 
     # Checksums -------------------------------------------------------------------------------------------------------
@@ -348,7 +415,7 @@ class _Transfer:
         if not self._worth_checking(record):
             return
         location = self._from[record.file].location
-        found = self.read.crc(record, lambda offset, nbytes: self._crc_of(location, offset, nbytes))
+        found = self.read.crc(record, lambda offset, nbytes: self._crc_of(self._in, location, offset, nbytes))
         if found != record.crc:
             raise checksums.mismatch(location, self._tensors_in(record), record, found)
 
@@ -362,11 +429,11 @@ class _Transfer:
             if file == record.file and start < end and record.offset < start + size
         ]
 
-    def _crc_of(self, location: str, offset: int, nbytes: int) -> int:
+    def _crc_of(self, pool: Pool, location: str, offset: int, nbytes: int) -> int:
         crc, buffer = 0, self._buffer()
         for at in range(0, nbytes, BUFFER):
             part = buffer[: min(BUFFER, nbytes - at)]
-            self._in.read_into(location, offset + at, part)
+            pool.read_into(location, offset + at, part)
             crc = crc32(part, crc)
             if self._stop.is_set():
                 raise _Stopped

@@ -14,7 +14,8 @@ import pytest
 
 from ckpttool import files
 from ckpttool.errors import CkptError, CorruptError, OverwriteError, ReadError, StorageError, UsageError
-from ckpttool.files import Pool, inside, staged
+from ckpttool.files import Pool, inside
+from ckpttool.staging import staged
 
 # Reading and writing --------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from ckpttool.cli.options import (
     MaxMemory,
     Overwrite,
     Quiet,
+    Resume,
     Shapes,
     Source,
     Tensors,
@@ -115,6 +116,7 @@ def convert(
         str | None, typer.Option("--optim-from", metavar="PATH", help="Take the optimizer from another checkpoint.")
     ] = None,
     overwrite: Overwrite = False,
+    resume: Resume = False,
     dry_run: DryRun = False,
     threads: Threads = None,
     max_memory: MaxMemory = None,
@@ -138,7 +140,7 @@ def convert(
             exclude=exclude or (), rename=rename or (), strip_wrappers=strip_wrappers, strip_prefix=strip_prefix,
             dtype=dtype or (), max_shard_size=max_shard_size, to_world=to_world, tensor_class=tensor_class,
             optim_keys=optim_keys, optim_root=optim_root, shapes=shapes, model_from=model_from, optim_from=optim_from,
-            overwrite=overwrite, dry_run=dry_run, threads=threads, max_memory=max_memory, check=check,
+            overwrite=overwrite, resume=resume, dry_run=dry_run, threads=threads, max_memory=max_memory, check=check,
             manifest=manifest, progress=progress,
         )  # fmt: skip
     tell(made, "ckpttool/convert/1", as_json=as_json, quiet=quiet, verbose=verbose, checked=check)

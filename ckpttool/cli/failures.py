@@ -34,9 +34,10 @@ class Terminated(KeyboardInterrupt):
 class _Stopped(Exception):
     """An interrupt on its way out; typer would turn a KeyboardInterrupt into an exit without a word."""
 
-    def __init__(self, exit_code: int, said: str) -> None:
+    def __init__(self, exit_code: int, said: str, kept: bool = False) -> None:
         super().__init__(said)
         self.exit_code = exit_code
+        self.kept = kept
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
@@ -63,7 +64,8 @@ def stopped_early(stop: KeyboardInterrupt) -> int:
 
 
 def _as_stopped(stop: KeyboardInterrupt) -> _Stopped:
-    return _Stopped(TERMINATED, "terminated") if isinstance(stop, Terminated) else _Stopped(INTERRUPTED, "interrupted")
+    code, said = (TERMINATED, "terminated") if isinstance(stop, Terminated) else (INTERRUPTED, "interrupted")
+    return _Stopped(code, said, getattr(stop, "kept", False))
 
 
 def _make_writable() -> None:
@@ -128,7 +130,8 @@ class _Report:
         return self._say("error: ", error.kind, error.message, error.hint, error.exit_code, error.facts)
 
     def stopped(self, stopped: _Stopped) -> int:
-        return self._say("", str(stopped), f"{stopped}, nothing was written", None, stopped.exit_code, {})
+        hint = "the same command goes on from what has been copied" if stopped.kept else None
+        return self._say("", str(stopped), f"{stopped}, nothing was written", hint, stopped.exit_code, {})
 
     def bug(self, error: Exception) -> int:
         if self._verbose or os.environ.get("CKPTTOOL_DEBUG") == "1":

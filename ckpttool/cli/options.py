@@ -38,6 +38,13 @@ Source = Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint to re
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace DST. The old one stays until the new one is complete.")
 ]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Go on from what an interrupted run has copied, after checking it; keep it when this one stops.",
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", "-n", help="Show the plan and write nothing.")]
 Threads = Annotated[
     int | None, typer.Option("--threads", "-j", metavar="N", min=1, help="How many threads move bytes.")

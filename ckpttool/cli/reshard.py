@@ -16,6 +16,7 @@ from ckpttool.cli.options import (
     MaxMemory,
     Overwrite,
     Quiet,
+    Resume,
     Shapes,
     Source,
     Threads,
@@ -77,6 +78,7 @@ def reshard(
     ] = "keep",
     shapes: Shapes = None,
     overwrite: Overwrite = False,
+    resume: Resume = False,
     dry_run: DryRun = False,
     threads: Threads = None,
     max_memory: MaxMemory = None,
@@ -97,9 +99,8 @@ def reshard(
         made = verbs.reshard(
             src, dst, to_world=to_world, to_mesh=to_mesh, like=like, to=to, engine=engine,
             placements=placements or (), shard=shard or (), replicate=replicate or (), rng=rng, dataloader=dataloader,
-            shapes=shapes, overwrite=overwrite, dry_run=dry_run, threads=threads, max_memory=max_memory, check=check,
-            manifest=manifest,
-            progress=progress,
+            shapes=shapes, overwrite=overwrite, resume=resume, dry_run=dry_run, threads=threads, max_memory=max_memory,
+            check=check, manifest=manifest, progress=progress,
         )  # fmt: skip
     tell(
         made, "ckpttool/reshard/1", as_json=as_json, quiet=quiet, verbose=verbose, checked=check, more=[*_more(made)]

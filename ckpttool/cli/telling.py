@@ -68,6 +68,7 @@ def _result(terminal: Terminal, made: Conversion, check: bool, more: Iterable[tu
         ("contents", _contents(made)),
         *more,
         ("files", f"{plural(len(made.files), 'file')}, {size(made.disk)}"),
+        *([("resumed", f"{size(made.resumed)} had been copied by an interrupted run")] if made.resumed else []),
         ("time", f"{duration(made.seconds)}{rate}"),
         *zip(("checked", *[""] * len(checked)), checked if narrow else ["; ".join(checked)], strict=False),
         *((title, f"{len(changes):,}") for title, changes in _changes(made)),

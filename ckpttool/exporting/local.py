@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from ckpttool import files, formats, making, rereading
+from ckpttool import files, formats, making, rereading, staging
 from ckpttool.errors import StorageError, UsageError
 from ckpttool.exporting import remote
 from ckpttool.exporting.planning import Export, Exported, Wanted, planned
@@ -96,7 +96,7 @@ def _write(plan: Export, dst: str, *, overwrite: bool, check: bool, threads: int
             hint="free some space, or write somewhere else",
             file=dst, found=made.free, expected=made.disk,
         )  # fmt: skip
-    with files.staged(dst, overwrite=overwrite, is_file=False) as partial:
+    with staging.staged(dst, overwrite=overwrite, is_file=False, notes=made.notes) as partial:
         for file in plan.files:
             path = os.path.join(partial, *file.name.split("/"))
             try:

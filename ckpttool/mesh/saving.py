@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from ckpttool import files, parts, ranks
+from ckpttool import files, parts, ranks, staging
 from ckpttool.errors import StorageError, UsageError
 from ckpttool.mesh import agreement
 from ckpttool.mesh.fsdp1 import is_fsdp1, sharded
@@ -118,7 +118,7 @@ def _staged(path: str, is_file: bool, overwrite: bool) -> Iterator[str]:
         partial = ""
         with agreement.together():
             if agreement.rank() == 0:
-                partial = stack.enter_context(files.staged(path, overwrite=overwrite, is_file=is_file))
+                partial = stack.enter_context(staging.staged(path, overwrite=overwrite, is_file=is_file))
                 if not is_file:
                     os.makedirs(partial, exist_ok=True)
         yield str(agreement.from_first(partial))
