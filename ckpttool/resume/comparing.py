@@ -21,9 +21,11 @@ from ckpttool.resume.values import rank_of, same
 from ckpttool.wording import plural, size
 
 _ORDER = ("model", "optimizer", "scheduler", "scaler", "rng", "dataloader")
+_MOST_OF_END = 3
 # Of float32; what calculates in less than that, by that.
 _TOLERANCE = {"float32": 1e-3, "float64": 1e-9}
 _LOOSE = 5e-2
+_ZERO = 1e-12
 
 
 def run_of(name: str, job: Job, seen: list[Seen], seconds: float) -> Run:
@@ -188,6 +190,27 @@ def drift(report: Report, before: list[Step], after: list[Step], ends: tuple[Sta
     ))  # fmt: skip
 
 
+def progress_of(report: Report, was: int, now: int, run: str, against: str) -> bool:
+    """Whether a run went on at the step at which the other was saved."""
+    report.compared.append(Compared("progress", run, against, 1, int(was != now), f"step {now}", was == now))
+    if was != now:
+        says = f"it went on at step {now}, and was saved at step {was}"
+        report.findings.append(Finding("progress", says, run, step=now, expected=was, found=now))
+    return was == now
+
+
+def ends_of(report: Report, before: State, after: State, run: str, against: str, *, same: bool) -> None:
+    """Compare the states after the last step; a row, and findings, of which a few will do where the steps were not
+    the `same`."""
+    found = diagnose(before, after, None, run)
+    for one in found if same else found[:_MOST_OF_END]:
+        one.says = f"at the end, {one.says}"
+        report.findings.append(one)
+    count = len(before.tensors.keys() | after.tensors.keys()) + len(before.objects.keys() | after.objects.keys())
+    says = "of the whole state, bit for bit"
+    report.compared.append(Compared("end", run, against, count, len(found), says, equal=not found))
+
+
 # Shards ---------------------------------------------------------------------------------------------------------------
 
 
@@ -257,18 +280,19 @@ def gradients(report: Report, run: str, sharded: str, alone: str) -> None:
     with open(os.path.join(alone, states.INDEX), encoding="utf-8") as stream:
         other = json.load(stream)
     ours, theirs = states.tensors_in(sharded, told["tensors"]), states.tensors_in(alone, other["tensors"])
-    names = [name for name in ours if name.startswith("gradient.")]
+    names = sorted(name for name in ours.keys() | theirs.keys() if name.startswith("gradient."))
     tolerance = _TOLERANCE.get(told["compute"], _LOOSE)
     errors: dict[str, float] = {}
     factors: list[float] = []
     for name in names:
-        if name not in theirs:
-            errors[name] = math.inf
-            continue
-        a, b = _numbers(ours[name]), _numbers(theirs[name])
+        # Where one has no gradient, that of the other has to be zero.
+        a, b = (_numbers(there[name]) if name in there else np.zeros(1) for there in (ours, theirs))
         norm = float(np.linalg.norm(b))
-        if not norm > 1e-12:
-            errors[name] = 0.0 if float(np.linalg.norm(a)) <= 1e-12 else math.inf
+        if not norm > _ZERO:
+            errors[name] = 0.0 if float(np.linalg.norm(a)) <= _ZERO else math.inf
+            continue
+        if a.shape != b.shape:
+            errors[name] = 1.0 if name not in ours else math.inf
             continue
         errors[name] = float(np.linalg.norm(a - b)) / norm
         factors.append(float(np.dot(a, b)) / norm**2)

@@ -11,6 +11,7 @@ order, and B's steps must be those of the control. With checkpoints given, each 
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import tempfile
@@ -242,12 +243,39 @@ def _over_a_save(made: _Trial) -> None:
     source = report.route[-1].path if report.route else saved
     made.run("B", f"resumes from `{os.path.basename(source)}` and trains", wanted.onto, load=source, after=wanted.more)
     if other:
-        made.run("control", "resumes by torch alone", wanted.onto, load=native, natively=True, after=wanted.more)
+        _control(made, native)
     _check_gradients(made, a)
+    _check_training(made)
     if made.crew.is_first:
         _compare(made, "A", "B", "control" if other else "A")
         for run in report.runs:
             _check_shards(made, run.name)
+
+
+def _control(made: _Trial, native: str) -> None:
+    """What torch itself cannot resume is no fault of B's, and leaves its steps without a judge."""
+    wanted = made.wanted
+    try:
+        made.run("control", "resumes by torch alone", wanted.onto, load=native, natively=True, after=wanted.more)
+    except Ended as ended:
+        if not any(one.error is not None for one in ended.failure.ranks):
+            raise
+        made.report.notes.append(f"torch itself cannot resume on that mesh: {ended.failure.says}")
+
+
+def _check_training(made: _Trial) -> None:
+    """What does not train goes on as before whatever is restored. Raises UsageError."""
+    steps = made.of("A").steps
+    if len({step.digest for step in steps}) < 2:
+        raise UsageError(
+            f"`{made.wanted.recipe}`: no step of {len(steps)} changed a parameter, so that nothing can be shown",
+            hint="`step` takes a step of the optimizer that `build` returned; more `--steps`, where the learning rate "
+            "begins at zero or a grad scaler skips the first ones",
+        )  # fmt: skip
+    lost = next((step for step in steps if not math.isfinite(step.loss)), None)
+    if lost is not None:
+        says = f"run A: the loss is {lost.loss} in step {lost.number}; where all is NaN, differences do not show"
+        made.report.notes.append(says)
 
 
 def _over_checkpoints(made: _Trial) -> None:
@@ -269,16 +297,16 @@ def _compare(made: _Trial, first: str, run: str, judge: str) -> None:
     equal = comparing.states_of(
         report, made.state(first, RESUMED), made.state(run, RESUMED), made.state(run, BUILT), run, first
     )
+    equal &= comparing.progress_of(report, made.seen[first][0].first_step, made.seen[run][0].first_step, run, first)
+    if judge not in made.jobs:
+        return  # as a note says
     judged = judge != "control" or _is_fit(made)
     same = comparing.steps_of(
         report, made.of(judge).steps[-more:], made.of(run).steps, run, judge, judged=judged or not equal
     )  # fmt: skip
-    if equal and judged and not same:
-        # Named down to an element, by where it led.
-        found = diagnose(made.state(judge, END), made.state(run, END), None, run)
-        for one in found[:3]:
-            one.says = f"at the end, {one.says}"
-        report.findings += found[:3]
+    if equal and judged:
+        # What no step showed, a buffer or a generator; and what one did, named down to an element by where it led.
+        comparing.ends_of(report, made.state(judge, END), made.state(run, END), run, judge, same=same)
     if judge == "control":
         ends = made.state(first, END), made.state(run, END)
         comparing.drift(report, made.of(first).steps[-more:], made.of(run).steps, ends, run)
@@ -339,6 +367,12 @@ def _judge(report: Report) -> None:
     if report.failure is not None:
         report.verdict, report.says = "failed", report.failure.says
         return
+    unequal = [f"{row.what} of {row.run}" for row in report.compared if row.equal is False]
+    unequal += [f"{check.what} of {check.run}" for check in report.checks if check.passed is False]
+    if unequal and not report.findings:
+        # Nothing that differs may pass because nothing could be said of it.
+        report.verdict, report.says = "differs", f"{', '.join(unequal)}: not as it was"
+        return
     if report.findings:
         report.verdict = "differs"
         more = f", and {len(report.findings) - 1} more" if len(report.findings) > 1 else ""
@@ -354,5 +388,6 @@ def _judge(report: Report) -> None:
         "the same, bit for bit",
     }[report.rule]  # fmt: skip
     report.says = f"training goes on as if nothing had happened: {what}"
-    if any(row.equal is None and row.against == "control" and row.count for row in report.compared):
+    judges = [row for row in report.compared if row.against == "control"]
+    if report.rule == "control" and (not judges or any(row.equal is None and row.count for row in judges)):
         report.says = f"on {onto} the state is the same, bit for bit; the steps after it have no judge"

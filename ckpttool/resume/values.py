@@ -45,12 +45,14 @@ def changed(before: State, after: State, fresh: State | None) -> Iterator[Findin
 
 
 def same(was: Any, now: Any) -> bool:
-    """Whether two values are equal and of one type; NaN is equal to itself."""
+    """Whether two values are equal and of one type; NaN is equal to itself, and -0.0 not to 0.0."""
     if isinstance(was, (list, tuple)) and isinstance(now, (list, tuple)):
         return len(was) == len(now) and all(map(same, was, now))
     if isinstance(was, dict) and isinstance(now, dict):
         return was.keys() == now.keys() and all(same(was[key], now[key]) for key in was)
-    return type(was) is type(now) and (was == now or (was != was and now != now))
+    if isinstance(was, float) and isinstance(now, float):
+        return repr(was) == repr(now)
+    return type(was) is type(now) and bool(was == now)
 
 
 def rank_of(state: State, name: str) -> int | None:

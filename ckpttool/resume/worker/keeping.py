@@ -39,11 +39,6 @@ def save(built: Built, path: str, step: int) -> None:
     """By ckpttool, as DCP."""
     more: dict[str, Any] = {built.saved_as(key): value for key, value in built.others.items()}
     more["rng"] = randomness.captured(built.generators)
-    if dist.get_world_size() == 1:
-        # One rank alone is saved as no rank at all, and every rank would take what it had.
-        own = {built.saved_as(key): value.state_dict() for key, value in built.others.items()
-               if built.kinds[key] in ranks.KINDS}  # fmt: skip
-        more |= {key: {ranks.key(0): value} for key, value in {**own, "rng": more["rng"]}.items()}
     saving.save(path, built.model, built.optimizer, **more, step=step)
 
 

@@ -8,10 +8,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import types
 import warnings
+from collections import deque
 from collections.abc import Iterator, Mapping
+from enum import Enum
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -29,6 +34,8 @@ from ckpttool.resume.worker.randomness import digests
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 _SMALL = 64
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def record(built: Built, folder: str, *, optimizer: bool = True) -> dict[str, str]:
@@ -200,19 +207,37 @@ def leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], 
     """Values below nested dicts, by their keys."""
     if isinstance(tree, Mapping) and tree:
         for key, value in tree.items():
-            yield from leaves(value, (*path, str(key)))
+            yield from leaves(value, (*path, _key(key)))
     else:
         yield path, plain(tree)
 
 
+def _key(key: Any) -> str:
+    """A key as part of a name. 5 is not "5": `MultiStepLR` looks its milestones up by number."""
+    return key if isinstance(key, str) else f"[{key!r}]"
+
+
 def plain(value: Any) -> Any:
-    """As JSON has it: a large tensor by its digest, an object by what it says of itself."""
-    if value is None or isinstance(value, (bool, int, float, str)):
+    """As JSON has it: a large tensor by its digest, an object by what it says of itself. The same in every process:
+    nothing of an address, nor of the order of a set."""
+    if value is None or type(value) in (bool, int, float, str):
         return value
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, Enum):
+        return str(value)
+    if isinstance(value, (type, *_FUNCTIONS)):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, (list, tuple, deque)):
         return [plain(one) for one in value]
+    if isinstance(value, (set, frozenset)):
+        return {"set": sorted((plain(one) for one in value), key=repr)}
     if isinstance(value, Mapping):
-        return {str(key): plain(one) for key, one in value.items()}
+        return {_key(key): plain(one) for key, one in value.items()}
+    if isinstance(value, torch.Generator):
+        value = value.get_state()
+    if isinstance(value, np.generic):
+        return plain(value.item())
+    if isinstance(value, np.ndarray):
+        return _plain_array(value)
     if isinstance(value, DTensor):
         value = value.to_local()
     if isinstance(value, torch.Tensor):
@@ -223,4 +248,14 @@ def plain(value: Any) -> Any:
         return f"{kind} {hashlib.sha256(data).hexdigest()}"
     if hasattr(value, "__dict__"):
         return {"class": type(value).__qualname__, **{key: plain(one) for key, one in vars(value).items()}}
-    return repr(value)
+    return _ADDRESS.sub("", repr(value))
+
+
+def _plain_array(value: Any) -> Any:
+    """Its `repr` leaves out the middle of a long one."""
+    kind = f"numpy {value.dtype}{list(value.shape)}"
+    if value.dtype.hasobject:
+        return f"{kind} {[plain(one) for one in value.reshape(-1).tolist()]}"
+    if value.size <= _SMALL:
+        return f"{kind} {value.tolist()}"
+    return f"{kind} {hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()}"
