@@ -1,0 +1,118 @@
+"""kill -9 at random moments: no DST that looks complete and is not, and the next run succeeds; `-m long` does 100."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from faulty import ROOT, save_dcp, save_torch
+from safetensors.torch import load_file
+
+# What is done: verb, keywords, name of DST, and whether it goes on from what a killed run has left.
+JOBS: dict[str, tuple[str, dict[str, Any], str, bool]] = {
+    "convert to dcp": ("convert", {"to": "dcp"}, "out", True),
+    "convert to torch": ("convert", {"to": "torch"}, "out.pt", True),
+    "convert to safetensors": ("convert", {"to": "safetensors"}, "out", True),
+    "convert to fsdp1": ("convert", {"to": "fsdp1", "to_world": 2}, "out", True),
+    "reshard": ("reshard", {"to_world": 4}, "out", True),
+    "export": ("export", {"strict": False, "only": "model"}, "out", False),
+}
+
+
+def state(layers: int) -> dict[str, torch.Tensor]:
+    """Half a MiB a layer."""
+    block = torch.arange(1 << 17, dtype=torch.float32).reshape(256, 512)
+    return {f"layers.{i}.weight": block + i for i in range(layers)}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """In memory where there is room: hundreds of runs that sync would otherwise wait for the disk of this machine."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="kills-", dir="/dev/shm") as made:
+        yield Path(made)
+
+
+@pytest.fixture(scope="module")
+def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A DCP directory of 16 MiB."""
+    return save_dcp(tmp_path_factory.mktemp("src") / "ckpt", {"model": state(32), "step": 3})
+
+
+def kill(job: str, src: Path, folder: Path, rounds: int, *, older: bool = False) -> dict[str, Any]:
+    """What `killing.py` tells of so many kills."""
+    verb, keywords, dst, resumes = JOBS[job]
+    (folder / "out").mkdir()
+    if older:
+        made = save_torch if keywords.get("to") == "torch" else save_dcp
+        made(folder / "older", {"model": state(1)})
+    said = {
+        "verb": verb, "src": str(src), "out": str(folder / "out"), "dst": dst, "keywords": keywords,
+        "rounds": rounds, "seed": f"{job} {older}", "resumes": resumes,
+    }  # fmt: skip
+    program = str(Path(__file__).with_name("killing.py"))
+    done = subprocess.run(
+        [sys.executable, program, json.dumps(said)],
+        capture_output=True, text=True, cwd=ROOT, check=False, timeout=60 + 20 * rounds,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    told: dict[str, Any] = json.loads(done.stdout)
+    print(f"{job}, {rounds} kills{', over an old one' if older else ''}: {told}")
+    assert not told["wrong"], (told, done.stderr[-2000:])
+    return told
+
+
+def check_whole(path: Path, job: str) -> None:
+    """What an undisturbed run makes, by the library that owns the format: the others are compared with it."""
+    wanted = state(32)
+    if job.endswith("torch"):
+        found = torch.load(path, weights_only=True)["model"]
+    elif job == "export":
+        found = load_file(path / "model.safetensors")
+    elif job.endswith("safetensors"):
+        found = {k.removeprefix("model."): v for file in path.glob("*.safetensors") for k, v in load_file(file).items()}
+    elif job.endswith("fsdp1"):
+        return
+    else:
+        found = {name: torch.empty_like(value) for name, value in wanted.items()}
+        dcp.load({"model": found}, checkpoint_id=path, no_dist=True)
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_kills(job: str, src: Path, folder: Path) -> None:
+    told = kill(job, src, folder, 6)
+    check_whole(folder / "whole", job)
+    assert told["killed"], "no child was killed while it worked"
+
+
+@pytest.mark.parametrize("job", ["convert to dcp", "convert to torch"])
+def test_kills_while_an_old_one_is_replaced(job: str, src: Path, folder: Path) -> None:
+    assert kill(job, src, folder, 4, older=True)["killed"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("job", JOBS)
+def test_many_kills(job: str, src: Path, folder: Path) -> None:
+    told = kill(job, src, folder, 100)
+    assert told["killed"] > 50 and told["left"] > 20, told
+    assert told["resumed"] or not JOBS[job][3], told
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("job", ["convert to dcp", "convert to torch"])
+def test_many_kills_while_an_old_one_is_replaced(job: str, src: Path, folder: Path) -> None:
+    told = kill(job, src, folder, 100, older=True)
+    assert told["killed"] > 50 and told["left"] > 20, told
