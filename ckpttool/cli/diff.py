@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _SHOWN = 20
 _VALUE = 40  # characters of an object's value, unless -v
 _WHOLE = 400
+_WIDE = 110  # columns of a terminal that shows all figures
+_NARROW = ("max ulp", "cosine", "elements", "A", "B")  # what others leave to --json: the rest says how bad it is
 
 
 def diff(
@@ -208,7 +210,15 @@ def _parts(terminal: Terminal, made: Diff) -> None:
         ]
         for total in totals
     ]  # fmt: skip
-    terminal.table(rows, headers, right=range(1, len(headers)), cut=(0,))
+    kept = _kept(terminal, headers)
+    shown = [[row[i] for i in kept] for row in rows]
+    terminal.table(shown, [headers[i] for i in kept], right=range(1, len(kept)), cut=(0,))
+
+
+def _kept(terminal: Terminal, headers: Sequence[str]) -> list[int]:
+    """Which columns there is room for."""
+    narrow = terminal.width is not None and terminal.width < _WIDE
+    return [i for i, title in enumerate(headers) if not narrow or title not in _NARROW]
 
 
 _FIGURES = ("max abs", "max rel", "max ulp", "cosine")
@@ -270,7 +280,10 @@ def _values(terminal: Terminal, made: Diff, verbose: bool) -> None:
             _element(first[0]), _element(first[1]),
         ])  # fmt: skip
     headers = ("tensor", "beyond" if beyond else "differing", *_FIGURES, "first at", "A", "B")
-    _rows(terminal, rows, verbose, headers, cut=(0, 6, 7, 8), right=(1, 2, 3, 4, 5, 7, 8))
+    kept = _kept(terminal, headers)
+    shown = [[row[i] for i in kept] for row in rows]
+    right = [place for place, i in enumerate(kept) if headers[i] not in ("tensor", "first at")]
+    _rows(terminal, shown, verbose, [headers[i] for i in kept], cut=(0,), right=right)
 
 
 def _element(value: Any) -> str:
@@ -300,10 +313,10 @@ def _rows(
     terminal: Terminal,
     rows: list[list[Piece]],
     verbose: bool,
-    headers: tuple[str, ...] = (),
-    cut: tuple[int, ...] = (),
-    prose: tuple[int, ...] = (),
-    right: tuple[int, ...] = (),
+    headers: Sequence[str] = (),
+    cut: Sequence[int] = (),
+    prose: Sequence[int] = (),
+    right: Sequence[int] = (),
 ) -> None:
     shown = rows if verbose else rows[:_SHOWN]
     terminal.table(shown, headers, cut=cut, prose=prose, right=right)
