@@ -40,8 +40,8 @@ def save(
     overwrite: bool = False,
     **extra: Any,
 ) -> None:
-    """Save model and optimizer with what else is given: values, or objects with a `state_dict`, such as a scheduler.
-    Every rank calls it.
+    """Save model and optimizer with what else is given: values, or objects with a `state_dict`, such as a scheduler
+    or a second model. Every rank calls it.
 
     Raises `CkptError`, the same on every rank; then there is nothing at `path`, or what was there before.
     """
@@ -49,7 +49,7 @@ def save(
     with agreement.together():
         _check(format, model, extra)
     state = _state(model, optimizer, format)
-    state |= {name: _value(value) for name, value in extra.items()}
+    state |= {name: _value(value, format) for name, value in extra.items()}
     if format != "fsdp1":
         _apart(state, extra, format)
     with _staged(path, format == "torch", overwrite) as partial, agreement.together():
@@ -95,15 +95,16 @@ def _off_cpu(model: nn.Module) -> bool:
     return any(parameter.device.type != "cpu" for parameter in model.parameters())
 
 
-def _value(value: Any) -> Any:
+def _value(value: Any, format: str) -> Any:
+    if isinstance(value, nn.Module):
+        return _state(value, None, format)["model"]
     return value.state_dict() if hasattr(value, "state_dict") else value
 
 
 def _apart(state: dict[str, Any], extra: dict[str, Any], format: str) -> None:
-    """Put what belongs to a rank under its key, `rng.rank3`: of one file, rank 0 writes all of them."""
+    """Put what belongs to a rank under its key, `rng.rank3`: of one file, rank 0 writes all of them. So does one rank
+    alone, or many that resume from what it saved would all draw the same numbers."""
     own = [name for name in extra if parts.kind_of_key(name) in ranks.KINDS]
-    if not agreement.is_distributed():
-        return
     for name in own:
         mine = {ranks.key(agreement.rank()): state[name]}
         state[name] = mine

@@ -1,6 +1,7 @@
 """The recipe of the matrix: the tiny model of the samples under whatever `KIND` says, over the mesh that it is given.
 
 KIND=fsdp2 | fsdp1 | fsdp1-grad | fsdp1-sharded | fsdp1-hybrid | hsdp | tp | ddp        FAULT=... one of `step` below
+EMA=name     a second model of that name, the moving average of the first        MILESTONES=1    another scheduler
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from recipe_model import Batches, Block, Model, make_optimizer, train_step
 
 KIND = os.environ.get("KIND", "fsdp2")
 FAULT = os.environ.get("FAULT", "")
+EMA = os.environ.get("EMA", "")
 
 
 def mesh(world: int) -> Mapping[str, int]:
@@ -40,6 +42,19 @@ def mesh(world: int) -> Mapping[str, int]:
 
 def build(mesh: DeviceMesh) -> dict[str, Any]:
     """Everything that has a state. Nothing is seeded: the trial does."""
+    model = _model(mesh)
+    optimizer, scheduler = make_optimizer(model)
+    if "MILESTONES" in os.environ:
+        scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3, 5])
+    share, shares = _share(mesh)
+    torch.manual_seed(100 + share)
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "dataloader": Batches(share, shares)}
+    if EMA:
+        state[EMA] = _model(mesh).requires_grad_(False)
+    return state | {"noise": torch.Generator().manual_seed(7 + share)}
+
+
+def _model(mesh: DeviceMesh) -> nn.Module:
     torch.manual_seed(int(os.environ.get("WEIGHTS", "0")))
     model: nn.Module = Model()
     if KIND == "tp" and "tp" in mesh.mesh_dim_names:
@@ -54,11 +69,7 @@ def build(mesh: DeviceMesh) -> dict[str, Any]:
         model = DistributedDataParallel(model)
     else:
         model = _fsdp1(model, mesh)
-    optimizer, scheduler = make_optimizer(model)
-    share, shares = _share(mesh)
-    torch.manual_seed(100 + share)
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "dataloader": Batches(share, shares)}
-    return state | {"noise": torch.Generator().manual_seed(7 + share)}
+    return model
 
 
 def _fsdp1(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -85,4 +96,9 @@ def step(state: dict[str, Any], i: int) -> torch.Tensor:
     if FAULT == "raise" and dist.get_rank() == 1 and i == 2:
         raise ValueError("a mistake of the recipe")
     torch.rand(3, generator=state["noise"])
-    return train_step(state)
+    loss = train_step(state)
+    if EMA:
+        with torch.no_grad():
+            for mean, one in zip(state[EMA].parameters(), state["model"].parameters(), strict=True):
+                mean.lerp_(one, 0.1)
+    return loss

@@ -19,20 +19,28 @@ from ckpttool.resume.worker import starting
 
 @dataclass(slots=True)
 class Built:
-    """`others` have a state of their own, `kinds` says what each is (`{"sched": "scheduler"}`), `state` is what the
-    recipe's `step` is given."""
+    """`others` have a state of their own, `kinds` says what each is (`{"sched": "scheduler"}`), `averaged` are models
+    beside the one that is trained, `state` is what the recipe's `step` is given."""
 
     recipe: recipes.Recipe
     mesh: DeviceMesh
     state: dict[str, Any]
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    averaged: dict[str, nn.Module] = field(default_factory=dict)
     others: dict[str, Any] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
     generators: dict[str, torch.Generator] = field(default_factory=dict)
 
+    @property
+    def models(self) -> dict[str, nn.Module]:
+        """All of them, by key; first the one that is trained."""
+        return {"model": self.model, **self.averaged}
+
     def saved_as(self, key: str) -> str:
-        """The key in a checkpoint: what belongs to a rank has one that says so."""
+        """The key in a checkpoint: what is a model, or belongs to a rank, has one that says so."""
+        if key in self.averaged:
+            return key if parts.kind_of_key(key) == "model" else f"{key}_model"
         own = self.kinds[key] in ranks.KINDS
         return f"data_iter_{key}" if own and parts.kind_of_key(key) != self.kinds[key] else key
 
@@ -47,15 +55,16 @@ def build(job: Job, mesh: DeviceMesh) -> Built:
     for key, value in state.items():
         if key in ("model", "optimizer"):
             continue
-        if isinstance(value, (nn.Module, torch.optim.Optimizer)):
+        if isinstance(value, torch.optim.Optimizer):
             raise UsageError(
-                f"`{job.recipe}`: `{key}` is a second {'model' if isinstance(value, nn.Module) else 'optimizer'}",
-                hint="a trial takes one model and one optimizer; make them one `nn.Module`, or leave it out",
+                f"`{job.recipe}`: `{key}` is a second optimizer", hint="a trial takes one; give it all the parameters"
             )
         if key in ("rng", "step"):
             raise UsageError(f"`{job.recipe}`: `{key}` is what the trial itself saves", hint="call it something else")
         if isinstance(value, torch.Generator):
             made.generators[key] = value
+        elif isinstance(value, nn.Module):
+            made.averaged[key] = value
         else:
             made.others[key] = value
             made.kinds[key] = _kind(key, value)

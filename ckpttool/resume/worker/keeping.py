@@ -10,7 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -38,6 +44,7 @@ class Sealed:
 def save(built: Built, path: str, step: int) -> None:
     """By ckpttool, as DCP."""
     more: dict[str, Any] = {built.saved_as(key): value for key, value in built.others.items()}
+    more |= {built.saved_as(key): model for key, model in built.averaged.items()}
     more["rng"] = randomness.captured(built.generators)
     saving.save(path, built.model, built.optimizer, **more, step=step)
 
@@ -45,7 +52,9 @@ def save(built: Built, path: str, step: int) -> None:
 def load(built: Built, path: str) -> tuple[int | None, list[str]]:
     """By ckpttool, whatever the format. Returns the step it was saved at, if it says, and notes on what was not in
     it."""
-    loaded = loader.load(path, built.model, built.optimizer)
+    loaded = loader.load(path, built.model, built.optimizer, model_key="model" if built.averaged else None)
+    for key, model in built.averaged.items():
+        loader.load(path, model, model_key=built.saved_as(key))
     told = {key: _part(loaded.rest, built.saved_as(key), kind) for key, kind in built.kinds.items()}
     notes = _restore(built, told)
     without = randomness.restore(_part(loaded.rest, "rng", "rng"), built.generators)
@@ -130,33 +139,46 @@ def load_natively(built: Built, path: str) -> int:
 def _states(built: Built) -> dict[str, Any]:
     """Model and optimizer in torch's own state dicts: shards, and under FSDP1 whole tensors, as its sharded ones cannot
     all be loaded again."""
+    averaged = {built.saved_as(key): _of_model(model) for key, model in built.averaged.items()}
     if not fsdp1.is_fsdp1(built.model):
         model, optim = get_state_dict(built.model, built.optimizer)
-        return {"model": model, "optim": optim}
-    with _whole(built):
+        return {"model": model, "optim": optim, **averaged}
+    with _whole(built.model):
         _step_without_change(built)
         optim = FullyShardedDataParallel.optim_state_dict(built.model, built.optimizer)
         # What is gathered may share its memory, and DCP loads into it.
-        return _pytree.tree_map_only(  # type: ignore[no-any-return]
-            torch.Tensor, torch.clone, {"model": dict(built.model.state_dict()), "optim": optim}
-        )
+        optim = _pytree.tree_map_only(torch.Tensor, torch.clone, optim)
+    return {"model": _of_model(built.model), "optim": optim, **averaged}
+
+
+def _of_model(model: nn.Module) -> dict[str, Any]:
+    if not fsdp1.is_fsdp1(model):
+        return dict(get_model_state_dict(model))
+    with _whole(model):
+        return _pytree.tree_map_only(torch.Tensor, torch.clone, dict(model.state_dict()))  # type: ignore[no-any-return]
 
 
 def _set(built: Built, state: dict[str, Any]) -> None:
+    for key, model in built.averaged.items():
+        if fsdp1.is_fsdp1(model):
+            with _whole(model):
+                model.load_state_dict(state[built.saved_as(key)])
+        else:
+            set_model_state_dict(model, state[built.saved_as(key)])
     if not fsdp1.is_fsdp1(built.model):
         set_state_dict(
             built.model, built.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
         )  # fmt: skip
         return
-    with _whole(built):
+    with _whole(built.model):
         built.model.load_state_dict(state["model"])
         ready = FullyShardedDataParallel.optim_state_dict_to_load(built.model, built.optimizer, state["optim"])
         built.optimizer.load_state_dict(ready)
 
 
-def _whole(built: Built) -> Any:
+def _whole(model: nn.Module) -> Any:
     return FullyShardedDataParallel.state_dict_type(
-        built.model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=False, offload_to_cpu=False),
+        model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=False, offload_to_cpu=False),
         FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False),
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class Observer:
         return {
             "number": number, "loss": loss, "gradient_norm": self._norms[-1] if self._norms else None,
             "batch": self._batch.hexdigest() if self.inputs is not None else None,
-            "digest": digest(self._built.model), "seconds": seconds,
+            "digest": digest(self._built.models.values()), "seconds": seconds,
         }  # fmt: skip
 
     def _see_batch(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -82,11 +83,12 @@ def _bytes(value: torch.Tensor) -> bytes:
     return bytes(value.reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
-def digest(model: nn.Module) -> str:
+def digest(models: Iterable[nn.Module]) -> str:
     """Of what this rank holds of the parameters, in their order."""
     made = hashlib.sha256()
-    for parameter in model.parameters():
-        made.update(_bytes(parameter))
+    for model in models:
+        for parameter in model.parameters():
+            made.update(_bytes(parameter))
     return made.hexdigest()
 
 

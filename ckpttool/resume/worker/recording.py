@@ -43,7 +43,8 @@ def record(built: Built, folder: str, *, optimizer: bool = True) -> dict[str, st
     rank has it. `optimizer=False` leaves out an optimizer that has not stepped: asking for its state makes one."""
     rank = dist.get_rank()
     os.makedirs(folder, exist_ok=True)
-    kinds = {"model": "model", "optimizer": "optimizer", "rng": "rng"} | {key: built.kinds[key] for key in built.others}
+    kinds = dict.fromkeys(built.models, "model") | {"optimizer": "optimizer", "rng": "rng"}
+    kinds |= {key: built.kinds[key] for key in built.others}
     objects: dict[str, Any] = {}
     boxes: dict[str, Any] = {}
     pieces: dict[str, Any] = {}
@@ -59,8 +60,8 @@ def record(built: Built, folder: str, *, optimizer: bool = True) -> dict[str, st
         objects[f"rng.{ranks.key(rank)}.{name}"] = value
     with open(os.path.join(folder, f"rank{rank}.json"), "w", encoding="utf-8") as stream:
         json.dump({"objects": objects, "boxes": boxes, "pieces": pieces}, stream)
-    names = tied_names(built.model)
-    buffers = [f"model.{bare(name)}" for name, _ in built.model.named_buffers()]
+    names = [tied for key, model in built.models.items() for tied in tied_names(model, key)]
+    buffers = [f"{key}.{bare(name)}" for key, model in built.models.items() for name, _ in model.named_buffers()]
     writer.close({"kinds": kinds, "ties": names, "buffers": buffers})
     dist.barrier()
     return shared
@@ -101,35 +102,39 @@ class Writer:
 
 
 def tensors(built: Built, objects: dict[str, Any], *, optimizer: bool = True) -> Iterator[tuple[str, Any]]:
-    """Every tensor of model and optimizer by name, as torch's state dicts have it; hyper-parameters into `objects`."""
-    states = _state_dicts(built, optimizer)
-    for name, value in next(states).items():
-        if isinstance(value, torch.Tensor):
-            yield f"model.{name}", value
-        else:
-            objects[f"model.{name}"] = plain(value)
-    for told in states:
-        for called, items in told["state"].items():
-            for key, value in items.items():
-                name = f"optimizer.state.{called}.{key}"
-                if isinstance(value, torch.Tensor):
-                    yield name, value
-                else:
-                    objects[name] = plain(value)
-        for number, group in enumerate(told["param_groups"]):
-            objects |= {f"optimizer.param_groups.{number}.{key}": plain(value) for key, value in group.items()}
+    """Every tensor of models and optimizer by name, as torch's state dicts have it; hyper-parameters into `objects`."""
+    for root, model in built.models.items():
+        for name, value in _of_model(model).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{root}.{name}", value
+            else:
+                objects[f"{root}.{name}"] = plain(value)
+    if not optimizer:
+        return
+    told = _of_optimizer(built)
+    for called, items in told["state"].items():
+        for key, value in items.items():
+            name = f"optimizer.state.{called}.{key}"
+            if isinstance(value, torch.Tensor):
+                yield name, value
+            else:
+                objects[name] = plain(value)
+    for number, group in enumerate(told["param_groups"]):
+        objects |= {f"optimizer.param_groups.{number}.{key}": plain(value) for key, value in group.items()}
 
 
-def _state_dicts(built: Built, optimizer: bool) -> Iterator[dict[str, Any]]:
+def _of_model(model: nn.Module) -> dict[str, Any]:
+    if fsdp1.is_fsdp1(model):
+        with fsdp1.sharded(model):
+            return dict(model.state_dict())
+    return dict(get_model_state_dict(model))
+
+
+def _of_optimizer(built: Built) -> dict[str, Any]:
     if fsdp1.is_fsdp1(built.model):
         with fsdp1.sharded(built.model):
-            yield built.model.state_dict()
-            if optimizer:
-                yield FullyShardedDataParallel.optim_state_dict(built.model, built.optimizer)
-        return
-    yield get_model_state_dict(built.model)
-    if optimizer:
-        yield get_optimizer_state_dict(built.model, built.optimizer)
+            return dict(FullyShardedDataParallel.optim_state_dict(built.model, built.optimizer))
+    return dict(get_optimizer_state_dict(built.model, built.optimizer))
 
 
 def gathered(value: Any) -> torch.Tensor | None:
@@ -175,11 +180,11 @@ def _piece(value: Any, box: Any) -> list[Any] | None:
     return [box, hashlib.sha256(data.tobytes()).hexdigest()]
 
 
-def tied_names(model: nn.Module) -> list[list[str]]:
+def tied_names(model: nn.Module, root: str) -> list[list[str]]:
     """Names that are one parameter: `[["model.embed.weight", "model.head.weight"]]`."""
     by_id: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        by_id.setdefault(id(parameter), []).append(f"model.{bare(name)}")
+        by_id.setdefault(id(parameter), []).append(f"{root}.{bare(name)}")
     return [sorted(set(names)) for names in by_id.values() if len(set(names)) > 1]
 
 
