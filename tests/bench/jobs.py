@@ -6,6 +6,7 @@ source to one file and is the limit: `cat all` for jobs that move the whole stat
 
 from __future__ import annotations
 
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +93,21 @@ def verifying(source: Path) -> list[Contender]:
     ]
 
 
+def comparing(state: Checkpoint) -> list[Contender]:
+    """Two equal checkpoints of different formats, beside `cmp` on two files of that size."""
+    dcp, file = state.tensors, state.tensors_safetensors
+    words = ("diff", dcp, file, "-q", "-j", "2")
+    again = state.root / "again.safetensors"
+    if not again.exists():
+        shutil.copyfile(file, again)
+    return [
+        Contender("diff dcp, safetensors", OURS, ckpttool(*words), (dcp, file), None, "all", check=False),
+        Contender(
+            "diff dcp, safetensors", "cmp", ("cmp", str(file), str(again)), (file, again), None, "all", check=False
+        ),
+    ]
+
+
 def contenders(state: Checkpoint, out: Path) -> list[Contender]:
     """All of them, in the order in which every round runs them: peers next to ours."""
     file, model, pt, dcp = out / "all.safetensors", out / "model.safetensors", out / "all.pt", out / "dcp"
@@ -131,5 +147,6 @@ def contenders(state: Checkpoint, out: Path) -> list[Contender]:
         ours("rank files -> dcp", state.ranks, dcp, "dcp"),
         ours("dcp -> rank files", state.train, out / "ranks", "fsdp1", "--tensor-class", "dtensor"),
         *verifying(state.train),
+        *comparing(state),
         Contender("inspect dcp", OURS, ckpttool("inspect", state.train), (state.train,), None, "none", check=False),
     ]
