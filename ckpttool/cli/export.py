@@ -38,7 +38,7 @@ def export(
         typer.Option(
             "--assets",
             metavar="DIR",
-            help="Where config, tokenizer, chat template and code lie; by default beside the weights.",
+            help="Where config, tokenizer and code lie, here or on the Hub; by default beside the weights.",
         ),
     ] = None,
     dtype: Annotated[
@@ -121,7 +121,8 @@ def export(
             commit_message=commit_message, stage=stage, progress=progress,
         )  # fmt: skip
     tell(
-        made, "ckpttool/export/1", as_json=as_json, quiet=quiet, verbose=verbose, checked=check, more=_more(made)
+        made, "ckpttool/export/1", as_json=as_json, quiet=quiet, verbose=verbose, checked=check, more=_more(made),
+        waited=made.asked,
     )  # fmt: skip
 
 

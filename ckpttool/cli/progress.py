@@ -14,6 +14,7 @@ from ckpttool.wording import duration, size
 _PATIENCE = 1.0  # seconds before anything is said
 _REDRAW = 0.1
 _LINE = 30.0
+_ENOUGH = 1.0  # seconds without which a rate is a guess
 _BAR = 24
 
 
@@ -23,12 +24,15 @@ class Progress:
     def __init__(self, terminal: Terminal, clock: Callable[[], float] = time.monotonic) -> None:
         self._terminal = terminal
         self._clock = clock
-        self._began = clock()
-        self._next = self._began + (_PATIENCE if terminal.is_terminal else _LINE)
+        self._next = clock() + (_PATIENCE if terminal.is_terminal else _LINE)
+        self._first: tuple[float, int] | None = None
         self._drawn = False
 
     def __call__(self, done: int, total: int) -> None:
         now = self._clock()
+        if self._first is None:
+            # What came before the first byte, an index that was read or a plan that was made, is not the disk's speed.
+            self._first = (now, done)
         if now < self._next:
             return
         try:
@@ -39,7 +43,8 @@ class Progress:
             self._drawn = False
 
     def _say(self, done: int, total: int, now: float) -> None:
-        said = _words(done, total, now - self._began)
+        began, before = self._first or (now, done)
+        said = _words(done, total, done - before, now - began)
         if self._terminal.is_terminal:
             self._next = now + _REDRAW
             self._drawn = True
@@ -62,11 +67,18 @@ class Progress:
                 self._terminal.flush()
 
 
-def _words(done: int, total: int, seconds: float) -> str:
-    rate = done / seconds if seconds else 0.0
+def _words(done: int, total: int, moved: int, seconds: float) -> str:
+    """`moved` bytes in `seconds` are what the rate is made of: too few of either, and there is none yet."""
     share = f"{100 * done // total}%" if total else "100%"
-    left = f"{_coarse((total - done) / rate)} left" if rate and done < total else "finishing"
-    return f"{share:>4}  {size(done)} of {size(total)}  {size(rate)}/s  {left}"
+    said = [f"{share:>4}", f"{size(done)} of {size(total)}"]
+    rate = moved / seconds if seconds >= _ENOUGH else 0.0
+    if rate:
+        said.append(f"{size(rate)}/s")
+    if done >= total:
+        said.append("finishing")
+    elif rate:
+        said.append(f"{_coarse((total - done) / rate)} left")
+    return "  ".join(said)
 
 
 def _coarse(seconds: float) -> str:

@@ -20,9 +20,10 @@ _TITLES = 12  # characters before the text of a line
 
 def tell(
     made: Conversion, schema: str, *, as_json: bool, quiet: bool, verbose: bool, checked: bool,
-    more: Iterable[tuple[str, str]] = (),
+    more: Iterable[tuple[str, str]] = (), waited: float = 0.0,
 ) -> None:  # fmt: skip
-    """The result or the plan, on stdout; warnings on stderr. `more` are further lines of the table at the top."""
+    """The result or the plan, on stdout; warnings on stderr. `more` are further lines of the table at the top; `waited`
+    are seconds in which another program was asked, and nothing was written."""
     terminal = out()
     if as_json:
         terminal.write(json.dumps({"schema": schema, **asdict(made)}) + "\n")
@@ -35,7 +36,7 @@ def tell(
             _plan(terminal, made, more)
             _files(terminal, made, verbose)
         else:
-            _result(terminal, made, checked, more)
+            _result(terminal, made, checked, more, waited)
         if made.dry_run or verbose:
             for title, rows in _changes(made) if verbose else _summed(made):
                 terminal.heading(title)
@@ -58,9 +59,12 @@ def _contents(made: Conversion) -> str:
     return f"{plural(made.tensors, 'tensor')}, {plural(made.objects, 'object')}, {size(made.bytes)} of values"
 
 
-def _result(terminal: Terminal, made: Conversion, check: bool, more: Iterable[tuple[str, str]]) -> None:
+def _result(
+    terminal: Terminal, made: Conversion, check: bool, more: Iterable[tuple[str, str]], waited: float
+) -> None:  # fmt: skip
     # Below a second it would tell of the start, not of the disk.
-    rate = f", {size(made.bytes / made.seconds)}/s" if made.seconds >= 1 else ""
+    writing = made.seconds - waited
+    rate = f", {size(made.bytes / writing)}/s" if writing >= 1 else ""
     checked = _checked(made, check)
     narrow = terminal.width is not None and len("; ".join(checked)) > terminal.width - _TITLES
     rows = [

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any
 
-from ckpttool import files
+from ckpttool import files, mirrors
 from ckpttool.catalogue import Catalogue
 from ckpttool.containers import strictjson
 from ckpttool.errors import CorruptError, ReadError, UsageError, some
 from ckpttool.exporting import config as configs
 from ckpttool.exporting.outgoing import Outgoing
 from ckpttool.producers.huggingface import ASSETS as KNOWN
+from ckpttool.wording import plural
 
 CONFIG, CARD, ADAPTER = "config.json", "README.md", "adapter_config.json"
 _WANTED = re.compile(
@@ -54,17 +55,19 @@ class Assets:
 
 
 def collect(folder: str | None, source: str, catalogue: Catalogue) -> Assets | None:
-    """The assets in a folder; without one, those that lie beside the weights in the run directory that is the source.
+    """The assets in a folder, or in the mirror of one; without one, those that lie beside the weights in the run
+    directory that is the source.
 
     Raises UsageError for a folder that is none or has nothing, and ReadError for a link that leads out of it; beside
     the source, such links are left out and said.
     """
     if folder is not None:
+        typed = mirrors.as_typed(folder)
         if not os.path.isdir(folder):
-            raise UsageError(f"`--assets {folder}`: not a directory", hint="name the directory that has `config.json`")
+            raise UsageError(f"`--assets {typed}`: not a directory", hint="name the directory that has `config.json`")
         made = _in(folder, strict=True)
         if not made.paths:
-            raise UsageError(f"`--assets {folder}`: has no config, tokenizer or anything of the kind")
+            raise UsageError(f"`--assets {typed}`: has no config, tokenizer or anything of the kind")
         return made
     found = _beside(source, catalogue)
     if found is None:
@@ -72,14 +75,21 @@ def collect(folder: str | None, source: str, catalogue: Catalogue) -> Assets | N
     made = _in(found, strict=False)
     if not made.paths:
         return None
-    made.notes.insert(0, f"{len(made.paths)} files are taken from `{found}`: {some(sorted(made.paths), 5)}")
+    are = "is" if len(made.paths) == 1 else "are"
+    where = f"{are} taken from `{mirrors.as_typed(found)}`"
+    made.notes.insert(0, f"{plural(len(made.paths), 'file')} {where}: {some(sorted(made.paths), 5)}")
     return made
 
 
 def _beside(source: str, catalogue: Catalogue) -> str | None:
     names = catalogue.facts.get("assets") or ()
     run = catalogue.facts.get("run", ())
-    base = next((found["path"] for found in run if found["taken"]), source)
+    base: str | None = next((found["path"] for found in run if found["taken"]), None)
+    mirror = next(filter(None, (mirrors.of(file.location) for file in catalogue.own_files)), None)
+    if mirror is not None:
+        # What lies in a store is known by its address, and seen as a folder.
+        base = mirror.path if base is None else mirror.root + base.removeprefix(mirror.address)
+    base = source if base is None else base
     if not os.path.isdir(base):
         # One file of a model that lies in a directory of its own.
         base = os.path.dirname(os.path.abspath(base)) if catalogue.format == "safetensors" else ""
@@ -131,7 +141,7 @@ def _config(path: str) -> tuple[str, Mapping[str, Any]]:
     if files.size_of(path) > _LARGEST_CONFIG:
         raise CorruptError(f"`{path}`: a config of more than {_LARGEST_CONFIG} bytes", file=path)
     try:
-        text = FilePath(path).read_bytes().decode()
+        text = FilePath(mirrors.here(path)).read_bytes().decode()
     except OSError as error:
         raise files.failed(error, path, "read") from None
     except UnicodeDecodeError:
@@ -189,7 +199,7 @@ def _copy(name: str, path: str) -> Outgoing:
 def _blocks(path: str) -> Callable[[Callable[[bytes], object]], None]:
     def write(put: Callable[[bytes], object]) -> None:
         try:
-            with open(path, "rb") as stream:
+            with open(mirrors.here(path), "rb") as stream:
                 while block := stream.read(_BLOCK):
                     put(block)
         except OSError as error:

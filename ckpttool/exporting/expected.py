@@ -53,8 +53,8 @@ class Compared:
         return bool(self.missing or self.unexpected or self.misshapen)
 
 
-def expected(folder: str, config: Mapping[str, Any]) -> Expected | str:
-    """What transformers makes of the config in a folder; or why it makes nothing."""
+def expected(config: Mapping[str, Any]) -> Expected | str:
+    """What transformers makes of a config; or why it makes nothing."""
     if "auto_map" in config:
         return "the config names code of its own, which is not run"
     if not config.get("architectures"):

@@ -4,13 +4,14 @@ is to say about it. Nothing is written until a file is asked for."""
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpttool import layout, making, opening
+from ckpttool import layout, making, mirrors, opening
 from ckpttool.catalogue import Catalogue, Tensor, dotted, validate
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import UsageError, some
@@ -35,7 +36,8 @@ _WHILE_CASTING = 24 << 20
 class Exported(Conversion):
     """What an export does or did: a conversion of the model alone. `parameters` counts elements by dtype; `assets` are
     files that were copied; `compared` is the class of transformers whose tensors these are, `not_compared` why there is
-    none; `card` says whether a model card was made; `sent` is what a store says of it (`ckpttool.hub.Sent`)."""
+    none, and `asked` the seconds that it took to ask; `card` says whether a model card was made; `sent` is what a store
+    says of it (`ckpttool.hub.Sent`)."""
 
     parameters: dict[str, int] = field(default_factory=dict)
     assets: list[str] = field(default_factory=list)
@@ -43,6 +45,7 @@ class Exported(Conversion):
     adapter: bool = False
     compared: str = ""
     not_compared: str = ""
+    asked: float = 0.0
     card: bool = False
     sent: Any = None
 
@@ -102,12 +105,12 @@ def planned(src: str, destination: str, wanted: Wanted, progress: Progress | Non
     memory = parse_size(memory, "--max-memory") if isinstance(memory, str) else memory
     if memory is not None and memory < making.BASE_MEMORY:
         raise UsageError(f"`--max-memory`: at least {making.BASE_MEMORY >> 20} MiB are needed")
-    with making.given(src, wanted.shapes) as have:
+    with making.given(src, wanted.shapes) as have, _mounted(wanted.assets) as assets:
         with opening.naming(src):
             validate(have.catalogue, later=True)
             viewed = Viewed(have.source)
             made = Exported(src, have.catalogue.format, destination, "safetensors")
-            found = beside.collect(wanted.assets, src, have.catalogue)
+            found = beside.collect(assets, src, have.catalogue)
             laid = _laid(have.catalogue, viewed, found, wanted, made)
         if memory is None and any(t.dtype != (t.origin or t).dtype for t in laid.tensors):
             memory = _WHILE_CASTING
@@ -120,6 +123,17 @@ def planned(src: str, destination: str, wanted: Wanted, progress: Progress | Non
         made.disk = sum(file.size for file in files)
         made.memory = making.expected_memory(laid, made.cast, wanted.threads, memory)
         yield Export(files, made, viewed, laid, tally)
+
+
+@contextmanager
+def _mounted(folder: str | None) -> Iterator[str | None]:
+    """The folder of assets, for as long as they are copied; that of a store as its mirror."""
+    mirror = mirrors.mount(folder) if folder is not None else None
+    try:
+        yield folder if mirror is None else mirror.path
+    finally:
+        if mirror is not None:
+            mirrors.unmount(mirror)
 
 
 def _laid(source: Catalogue, viewed: Viewed, found: Assets | None, wanted: Wanted, made: Exported) -> Catalogue:
@@ -170,7 +184,9 @@ def _expected(found: Assets | None, made: Exported) -> Expected | str:
     elif found is None or beside.CONFIG not in found.paths or found.config is None:
         made.not_compared = "there is no `config.json`: pass `--assets` with the directory that has it"
     else:
-        model = expected.expected(found.folder, found.config)
+        began = time.monotonic()
+        model = expected.expected(found.config)
+        made.asked = time.monotonic() - began
         if not isinstance(model, str):
             return model
         made.not_compared = model

@@ -151,7 +151,7 @@ def test_a_bar_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
         assert screen.getvalue() == ""
         clock.now += 2
         progress(5 * 10**8, 10**9)
-        assert screen.getvalue() == f"\r{'━' * 12}{'─' * 12}   50%  500 MB of 1.00 GB  250 MB/s  2 s left\x1b[K"
+        assert screen.getvalue() == f"\r{'━' * 12}{'─' * 12}   50%  500 MB of 1.00 GB  200 MB/s  2 s left\x1b[K"
         clock.now += 0.05
         progress(6 * 10**8, 10**9)
         assert screen.getvalue().count("\r") == 1
@@ -173,6 +173,21 @@ def test_a_line_every_half_minute_in_a_log() -> None:
         " 60%  600 MB of 1.00 GB  10.0 MB/s  40 s left",
         " 90%  900 MB of 1.00 GB  10.0 MB/s  10 s left",
     ]
+
+
+def test_the_rate_is_of_the_bytes_and_not_of_what_came_before() -> None:
+    log, clock = io.StringIO(), Clock()
+    with Progress(Terminal(log), clock) as progress:
+        # Twenty seconds of planning, and half of it is there from an interrupted run.
+        clock.now += 40
+        progress(5 * 10**8, 10**9)
+        clock.now += 30
+        progress(5 * 10**8, 10**9)
+        clock.now += 30
+        progress(8 * 10**8, 10**9)
+    assert log.getvalue().splitlines() == [
+        " 50%  500 MB of 1.00 GB", " 50%  500 MB of 1.00 GB", " 80%  800 MB of 1.00 GB  5.00 MB/s  40 s left",
+    ]  # fmt: skip
 
 
 def test_a_narrow_terminal_does_not_wrap_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,10 @@ import torch
 from hubclient import patience
 from hubserver import WRITER, Handler, Hub, stall
 from huggingface_hub import constants
-from safetensors.torch import load, load_file, save_file
+from safetensors.torch import load, load_file, save, save_file
 from typer.testing import CliRunner
 
-from ckpttool import verbs
+from ckpttool import mirrors, verbs
 from ckpttool.cli.app import app
 from ckpttool.errors import RemoteError, UsageError
 
@@ -98,6 +98,51 @@ def test_a_card_that_somebody_wrote_stays(hub: Hub, tmp_path: Path) -> None:
     # What is there is what a directory would have been.
     run("export", str(SAMPLE), str(tmp_path / "out"))
     assert there["model.safetensors"] == (tmp_path / "out" / "model.safetensors").read_bytes()
+
+
+BESIDE = {"config.json": b'{"model_type": "own", "dtype": "float32"}', "tokenizer.json": b"{ }", "notes.bin": b"no"}
+
+
+@pytest.mark.parametrize("below", ["", "step-3/"])
+def test_what_lies_beside_the_weights_comes_along(hub: Hub, tmp_path: Path, below: str) -> None:
+    weights = save({"w": torch.ones(3, 4)}, {"format": "pt"})
+    hub.make("org/base", {below + name: data for name, data in {**BESIDE, "model.safetensors": weights}.items()})
+    said = run("export", f"hf://org/base/{below}".rstrip("/"), str(tmp_path / "out"), "--dtype", "bfloat16")
+    assert f"2 files are taken from `hf://org/base/{below}".rstrip("/") + "`" in said
+    check_assets(tmp_path / "out")
+
+
+def test_assets_may_lie_on_the_hub(hub: Hub, tmp_path: Path) -> None:
+    hub.make("org/base", {**BESIDE, "model.safetensors": b"x" * 300_000})
+    save_file({"w": torch.ones(3, 4)}, tmp_path / "x.safetensors")
+    words = ("export", str(tmp_path / "x.safetensors"))
+    run(*words, str(tmp_path / "out"), "--assets", "hf://org/base", "--dtype", "bfloat16")
+    check_assets(tmp_path / "out")
+    assert not hub.asked("GET", "/cdn/"), "its weights stay there"
+    run(*words, "hf://me/model", "--assets", "hf://org/base", "--dtype", "bfloat16")
+    there = hub.files("me/model")
+    assert there == {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} | {"README.md": there["README.md"]}
+    assert not mirrors._mounted and os.listdir(tmp_path / "tmp") == []
+    done = CliRunner().invoke(app, [*words, str(tmp_path / "other"), "--assets", "hf://org/base/tokenizer.json"])
+    assert done.exit_code == UsageError.exit_code
+    assert "`--assets hf://org/base/tokenizer.json`: not a directory" in done.stderr
+
+
+def test_assets_that_rot_on_the_way(hub: Hub, tmp_path: Path) -> None:
+    hub.make("org/base", {**BESIDE, "tokenizer.model": b"t" * 300_000})
+    there = hub.repos["org/base"]
+    large = there.commits[there.refs["main"]].files["tokenizer.model"]
+    (hub.store / str(large.sha256)).write_bytes(b"u" * 300_000)
+    with pytest.raises(RemoteError, match=r"`hf://org/base/tokenizer\.model`: what arrived is not"):
+        verbs.export(SAMPLE, tmp_path / "out", assets="hf://org/base")
+    assert not (tmp_path / "out").exists() and not mirrors._mounted
+
+
+def check_assets(out: Path) -> None:
+    """Those of `BESIDE` that are assets, with the dtype that was written."""
+    assert (out / "config.json").read_bytes() == BESIDE["config.json"].replace(b"float32", b"bfloat16")
+    assert (out / "tokenizer.json").read_bytes() == BESIDE["tokenizer.json"]
+    assert not (out / "notes.bin").exists()
 
 
 def test_flags_that_make_no_sense(hub: Hub, tmp_path: Path) -> None:
