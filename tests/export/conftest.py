@@ -7,17 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from families import FAMILIES
+from families import BRIEF, FAMILIES, Trained
 
-BRIEF = ("gpt2", "mixtral", "t5")
 LAUNCH = 500  # seconds; a launch takes 20 on a machine that has nothing else to do
-
-Trained = Callable[[str], Path]
 
 
 @pytest.fixture(scope="session")

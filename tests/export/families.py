@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,6 +49,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 _BLOCKS = {"LlamaDecoderLayer", "Qwen3DecoderLayer", "GPT2Block", "MixtralDecoderLayer", "BertLayer", "T5Block"}
 KINDS = ("dcp", "ranks", "accelerate")
+BRIEF = ("gpt2", "mixtral", "t5")  # those that are trained when there is little time
+
+Trained = Callable[[str], Path]
 
 
 def made(family: str) -> Any:

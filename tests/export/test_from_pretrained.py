@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import BRIEF, Trained
-from families import FAMILIES, KINDS, inputs
+from families import BRIEF, FAMILIES, KINDS, Trained, inputs
 from safetensors.torch import load_file
 
 from ckpttool import verbs
