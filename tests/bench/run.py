@@ -162,6 +162,8 @@ def targets(results: Results) -> list[str]:
         "x",
         least=0.8,
     )
+    equal = "diff dcp, safetensors"
+    judge(f"{equal}: at least 0.5x as fast as cmp", results.over_peer(equal), "x", least=0.5)
     for job, limit in [("dcp -> safetensors", 1.3), ("export", 1.3), *((job, 1.6) for job in WRITES_CRC)]:
         value = results.over_cat(by_job[job]) if job in by_job else None
         judge(f"{job}: at most {limit}x of cat and sync", value, "x", most=limit)
