@@ -169,7 +169,7 @@ def taken_over(created: Catalogue, there: str, before: str, numbers: set[int]) -
     with all of the latter but the payloads. The numbers of those that were, of `numbers`. Raises StorageError."""
     taken = set()
     payloads = _payloads(created, numbers)
-    for number in sorted(numbers):
+    for number in sorted(number for number in numbers if number < len(created.files)):
         file = created.files[number]
         old = os.path.normpath(os.path.join(before, os.path.relpath(file.location, there)))
         try:
@@ -235,9 +235,10 @@ def _done(said: list[Any]) -> Done | None:
     try:
         file, start, nbytes, crc, checked, unrecorded, overflowed, read = said
         parts = tuple((int(f), int(o), int(s), int(n), None if c is None else int(c)) for f, o, s, n, c in read)
-        if min(file, start, nbytes, crc, checked, unrecorded, overflowed) < 0:
+        numbers = (file, start, nbytes, crc, checked, unrecorded, overflowed)
+        if any(type(number) is not int or number < 0 for number in numbers):
             return None
-        return Done(int(nbytes), int(crc), int(checked), int(unrecorded), int(overflowed), parts)
+        return Done(nbytes, crc, checked, unrecorded, overflowed, parts)
     except (TypeError, ValueError):
         return None
 

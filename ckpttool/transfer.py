@@ -224,6 +224,8 @@ class _Transfer:
                 for path in full:
                     with self._out.use(path) as fd:
                         os.fsync(fd)
+            if self._journal is not None:
+                self._journal.flush()
         except OSError as error:
             self._fail(failed(error, "the journal of the destination", "write"))
         # The system tells of a failed write once, here or at the end.

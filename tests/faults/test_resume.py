@@ -1,0 +1,431 @@
+"""`--resume`: what an interrupted run has copied is checked and kept, the rest is copied, and nothing is believed."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faulty import STORAGE, USAGE, check_words, run, save_dcp, save_safetensors, shell, spawn
+
+from ckpttool import verbs
+from ckpttool.errors import CkptError, CorruptError, StorageError
+
+SINKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dcp": ("out", {"to": "dcp", "to_world": 2}),
+    "torch": ("out.pt", {"to": "torch"}),
+    "safetensors": ("out", {"to": "safetensors"}),
+    "fsdp1": ("out", {"to": "fsdp1", "to_world": 2}),
+}
+LAYERS = 12
+
+
+def state() -> dict[str, Any]:
+    """256 KiB a layer, and something that is no tensor."""
+    made = torch.Generator().manual_seed(1)
+    return {"model": {f"layers.{i}.weight": torch.randn(256, 256, generator=made) for i in range(LAYERS)}, "step": 7}
+
+
+@pytest.fixture
+def src(tmp_path: Path) -> Path:
+    return save_dcp(tmp_path / "src" / "ckpt", state())
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"
+
+
+def content(path: Path) -> dict[str, str]:
+    found = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    return {str(p.relative_to(path)): hashlib.sha256(p.read_bytes()).hexdigest() for p in found}
+
+
+@pytest.fixture
+def shm(out: Path) -> Iterator[Path]:
+    """In memory where there is room."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield out
+        return
+    with tempfile.TemporaryDirectory(prefix="resume-", dir="/dev/shm") as made:
+        yield Path(made)
+
+
+def interrupted(src: Path, dst: Path, after: int, monkeypatch: pytest.MonkeyPatch, **keywords: Any) -> None:
+    """A run on one thread that ends after so many writes, and leaves what it has made."""
+    real, count = os.pwrite, [0]
+
+    def pwrite(descriptor: int, data: Any, offset: int) -> int:
+        count[0] += len(data) > 10_000  # headers are written before
+        if count[0] > after:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor, data, offset)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", pwrite)
+        with pytest.raises(StorageError, match="no space left") as caught:
+            verbs.convert(str(src), str(dst), threads=1, resume=True, **keywords)
+    assert "the same command goes on from what has been copied" in str(caught.value.hint)
+    assert not dst.exists()
+
+
+def left(out: Path) -> tuple[Path, Path]:
+    """What lies there: what was being made, and its journal."""
+    (made,) = [p for p in out.iterdir() if ".partial-" in p.name and p.suffix != ".journal"]
+    return made, made.with_name(made.name + ".journal")
+
+
+@pytest.fixture
+def whole(src: Path, tmp_path: Path) -> Callable[..., dict[str, str]]:
+    """What an undisturbed run makes."""
+
+    def make(kind: str) -> dict[str, str]:
+        name, keywords = SINKS[kind]
+        verbs.convert(str(src), str(tmp_path / "whole" / name), **keywords)
+        return content(tmp_path / "whole" / name)
+
+    return make
+
+
+# It goes on -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", SINKS)
+def test_it_goes_on(kind: str, src: Path, out: Path, whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice interrupted; what comes out is what an undisturbed run makes, byte for byte."""
+    name, keywords = SINKS[kind]
+    wanted = whole(kind)
+    interrupted(src, out / name, LAYERS // 3 + 1, monkeypatch, **keywords)
+    interrupted(src, out / name, LAYERS // 3 + 1, monkeypatch, **keywords)
+    done = verbs.convert(str(src), str(out / name), threads=1, resume=True, check=True, **keywords)
+    assert content(out / name) == wanted
+    assert os.listdir(out) == [name]
+    assert 8 * (128 << 10) <= done.resumed < done.bytes
+    assert done.checked == done.bytes and not done.unchecked
+
+
+def test_torch_loads_it(src: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted(src, out / "out.pt", 5, monkeypatch, to="torch")
+    assert verbs.convert(str(src), str(out / "out.pt"), resume=True).resumed
+    found, wanted = torch.load(out / "out.pt", weights_only=True), state()
+    assert found["step"] == 7
+    assert all(torch.equal(found["model"][name], value) for name, value in wanted["model"].items())
+
+
+def test_reshard_goes_on(src: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With another cut: rows are gathered, and a record of the source is read by both runs."""
+    verbs.reshard(str(src), str(tmp_path / "whole"), to_world=3)
+    monkeypatch.setattr("ckpttool.transfer.TASK", 1 << 16)
+    interrupted_reshard(src, out / "out", monkeypatch)
+    done = verbs.reshard(str(src), str(out / "out"), to_world=3, resume=True)
+    assert content(out / "out") == content(tmp_path / "whole")
+    assert 0 < done.resumed < done.bytes and done.checked == done.bytes
+
+
+def interrupted_reshard(src: Path, dst: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, count = os.pwrite, [0]
+
+    def pwrite(descriptor: int, data: Any, offset: int) -> int:
+        count[0] += len(data) > 10_000
+        if count[0] > 20:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(descriptor, data, offset)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", pwrite)
+        with pytest.raises(StorageError):
+            verbs.reshard(str(src), str(dst), to_world=3, resume=True, threads=1)
+
+
+def test_without_a_checksum_in_either(tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """safetensors has none: with `--resume` they are counted, so that there is something to check."""
+    src = save_safetensors(tmp_path / "ckpt.safetensors", state()["model"])
+    interrupted(src, out / "out.safetensors", 6, monkeypatch, to="safetensors")
+    done = verbs.convert(str(src), str(out / "out.safetensors"), resume=True)
+    assert done.resumed >= 5 * (256 << 10)
+    assert (out / "out.safetensors").read_bytes()[-(LAYERS << 18) :] == src.read_bytes()[-(LAYERS << 18) :]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_as_a_program(number: signal.Signals, tmp_path: Path, shm: Path) -> None:
+    """A batch system ends it; the same command goes on."""
+    out = shm
+    src = save_dcp(tmp_path / "ckpt", {f"layers.{i}.weight": torch.ones(1 << 18) + i for i in range(100)})
+    words = ("convert", src, out / "out.pt", "--resume", "--threads", "1")
+    process = spawn(*words)
+    until = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < until:
+        if any(p.stat().st_size > 2000 for p in out.glob("*.journal")):
+            break
+        time.sleep(0.001)
+    process.send_signal(number)
+    said = process.communicate(timeout=60)[1]
+    if process.returncode == 0:
+        pytest.skip("it was done before it could be stopped")
+    assert not (out / "out.pt").exists()
+    if number != signal.SIGKILL:
+        assert "nothing was written\nhint: the same command goes on from what has been copied" in said
+    done = shell(*words, "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["resumed"] > 0
+    assert os.listdir(out) == ["out.pt"]
+    found = torch.load(out / "out.pt", weights_only=True)
+    assert all(torch.equal(found[f"layers.{i}.weight"], torch.ones(1 << 18) + i) for i in range(100))
+
+
+def test_what_it_says(src: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted(src, out / "out", 5, monkeypatch, to="dcp")
+    done = run("convert", src, out / "out", "--to", "dcp", "--resume")
+    assert done.code == 0 and "had been copied by an interrupted run" in done.out, done.out
+    done = run("reshard", src, out / "other", "--to-world", "2", "--resume")
+    assert done.code == 0 and "there was nothing to go on from" in done.err
+
+
+def test_only_by_copying_bytes(src: Path, out: Path) -> None:
+    done = run("reshard", src, out / "out", "--to-world", "1", "--engine", "mesh", "--resume")
+    check_words(done, USAGE)
+    assert os.listdir(out) == []
+
+
+def test_without_it_nothing_stays(src: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left is removed by a run that was not told to go on, and it says so."""
+    interrupted(src, out / "out", 5, monkeypatch, to="dcp")
+    made, _ = left(out)
+    done = verbs.convert(str(src), str(out / "out"), to="dcp")
+    assert os.listdir(out) == ["out"] and done.resumed == 0
+    assert [note for note in done.notes if made.name in note and "was removed" in note]
+
+
+# Nothing is believed --------------------------------------------------------------------------------------------------
+
+
+def other_source(src: Path, made: Path, log: Path) -> None:
+    """The same bytes at another time."""
+    file = src / "__0_0.distcp"
+    os.utime(file, ns=(0, file.stat().st_mtime_ns + 10**9))
+
+
+def other_inode(src: Path, made: Path, log: Path) -> None:
+    file = src / "__0_0.distcp"
+    status = file.stat()
+    (src / "copy").write_bytes(file.read_bytes())
+    os.utime(src / "copy", ns=(status.st_atime_ns, status.st_mtime_ns))
+    (src / "copy").replace(file)
+
+
+def no_journal(src: Path, made: Path, log: Path) -> None:
+    log.write_bytes(b"")
+
+
+def another_length(src: Path, made: Path, log: Path) -> None:
+    with next(made.glob("*.distcp")).open("ab") as stream:
+        stream.write(b"x")
+
+
+def no_file(src: Path, made: Path, log: Path) -> None:
+    next(made.glob("*.distcp")).unlink()
+
+
+def nothing_there(src: Path, made: Path, log: Path) -> None:
+    shutil.rmtree(made)
+
+
+ANEW = [other_source, other_inode, no_journal, another_length, no_file, nothing_there]
+
+
+@pytest.mark.parametrize("change", ANEW)
+def test_it_starts_anew(
+    change: Callable[[Path, Path, Path], None], src: Path, out: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = whole("dcp")
+    interrupted(src, out / "out", 6, monkeypatch, **SINKS["dcp"][1])
+    change(src, *left(out))
+    done = verbs.convert(str(src), str(out / "out"), resume=True, **SINKS["dcp"][1])
+    assert done.resumed == 0 or change in (another_length, no_file)
+    assert content(out / "out") == wanted and os.listdir(out) == ["out"]
+
+
+def test_other_flags(src: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted(src, out / "out", 6, monkeypatch, to="dcp")
+    done = verbs.convert(str(src), str(out / "out"), to="dcp", exclude="*.3.weight", resume=True)
+    assert done.resumed == 0 and any("with other flags: started anew" in note for note in done.notes)
+    assert len(list(verbs.inspect(str(out / "out")).tensors)) == LAYERS - 1
+
+
+@pytest.mark.parametrize("kind", SINKS)
+def test_a_bit_that_flipped_meanwhile(
+    kind: str, src: Path, out: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anywhere in what was made: a piece is copied again, a header is written again."""
+    name, keywords = SINKS[kind]
+    wanted, some = whole(kind), random.Random(kind)
+    interrupted(src, out / name, 8, monkeypatch, **keywords)
+    made, _ = left(out)
+    for file in sorted(made.rglob("*")) if made.is_dir() else [made]:
+        for _ in range(20 if file.is_file() else 0):
+            at = some.choice((some.randrange(4096), some.randrange(file.stat().st_size))) % file.stat().st_size
+            with file.open("r+b") as stream:
+                stream.seek(at)
+                old = stream.read(1)[0]
+                stream.seek(at)
+                stream.write(bytes((old ^ 1 << some.randrange(8),)))
+    verbs.convert(str(src), str(out / name), resume=True, **keywords)
+    assert content(out / name) == wanted
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_journal_that_lies(seed: int, src: Path, out: Path, whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Damaged, or with lines whose own checksum is right."""
+    from ckpttool import journal
+
+    wanted, some = whole("torch"), random.Random(seed)
+    interrupted(src, out / "out.pt", 8, monkeypatch, to="torch")
+    _, log = left(out)
+    lines = log.read_bytes().splitlines(keepends=True)
+    assert len(lines) > 5
+    if seed < 5:
+        data = bytearray(log.read_bytes())
+        for _ in range(3):
+            data[some.randrange(len(data))] ^= 1 << some.randrange(8)
+        log.write_bytes(data[: some.randrange(len(data) // 2, len(data))])
+    else:
+        said = [json.loads(line[9:]) for line in lines[2:]]
+        for one in said:
+            one[some.randrange(7)] = some.choice((-1, 0, 1, 1 << 18, 1 << 70, None, "x", 1.5))
+            one[7] = some.choice((one[7], [[0, 0, 0, 0, 0]], [["a"]], 3, [[0] * 9]))
+        with log.open("wb") as stream:
+            stream.write(b"".join(lines[:2]))
+            stream.flush()
+            for one in said:
+                journal.put(stream.fileno(), one)
+    verbs.convert(str(src), str(out / "out.pt"), to="torch", resume=True)
+    assert content(out / "out.pt") == wanted
+
+
+def test_a_source_that_was_damaged_all_along(src: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record that the first run read and never came to check is checked by the second."""
+    file = src / "__0_0.distcp"
+    with file.open("r+b") as stream:
+        stream.seek(1 << 17)  # in the first layer
+        old = stream.read(1)[0]
+        stream.seek(1 << 17)
+        stream.write(bytes((old ^ 1,)))
+    interrupted(src, out / "out.safetensors", 8, monkeypatch, to="safetensors", only="model")
+    with pytest.raises(CorruptError, match="CRC"):
+        verbs.convert(str(src), str(out / "out.safetensors"), resume=True, only="model")
+    assert os.listdir(out) == []
+
+
+# Whose it is ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_still_going_on(src: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lock is held: neither removed nor taken over."""
+    inner: list[Any] = []
+
+    def progress(done: int, total: int) -> None:
+        if not inner:
+            inner.append(True)
+            inner.append(verbs.convert(str(src), str(out / "out.pt"), resume=True))
+
+    with pytest.raises(CkptError, match="exists"):
+        verbs.convert(str(src), str(out / "out.pt"), progress=progress)
+    assert inner[1].resumed == 0 and os.listdir(out) == ["out.pt"]
+
+
+def test_a_run_on_another_machine(src: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a disk that both share: named, not removed; `--resume` takes it over."""
+    interrupted(src, out / "out.pt", 6, monkeypatch, to="torch")
+    made, log = left(out)
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"")
+    from ckpttool import journal
+
+    with log.open("r+b") as stream:
+        journal.put(stream.fileno(), {"host": "elsewhere", "boot": "other", "pid": 1})
+    with log.open("ab") as stream:
+        stream.write(b"".join(lines[1:]))
+    done = verbs.convert(str(src), str(out / "first.pt"))
+    assert not any("elsewhere" in note for note in done.notes)
+    done = verbs.convert(str(src), str(out / "out.pt"))
+    assert any("elsewhere" in note and made.name in note for note in done.notes) and made.exists()
+    done = verbs.convert(str(src), str(out / "out.pt"), overwrite=True, resume=True)
+    assert done.resumed and sorted(os.listdir(out)) == ["first.pt", "out.pt"]
+
+
+def test_where_there_are_no_locks(src: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of the process is asked instead: ours lives, that of a process that ended does not."""
+
+    def flock(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    interrupted(src, out / "out.pt", 6, monkeypatch, to="torch")
+    verbs.convert(str(src), str(out / "out.pt"), to="torch")
+    log = left(out)[1]
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    owner = json.loads(log.read_bytes().splitlines()[0][9:])
+    from ckpttool import journal
+
+    log.write_bytes(b"")
+    with log.open("r+b") as stream:
+        journal.put(stream.fileno(), owner | {"pid": ended.pid})
+    verbs.convert(str(src), str(out / "out.pt"), to="torch", overwrite=True)
+    assert os.listdir(out) == ["out.pt"]
+
+
+@pytest.fixture
+def aside(src: Path, out: Path) -> Iterator[Path]:
+    """A directory that was moved aside by a run that was killed before it put another in its place."""
+    old = save_dcp(out / "out", {"w": torch.ones(3)})
+    program = (
+        "import os, signal, sys\nfrom ckpttool import verbs\nreal = os.rename\n"
+        "def rename(old, new):\n    if new == sys.argv[2]:\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    real(old, new)\n"
+        "os.rename = rename\nverbs.convert(sys.argv[1], sys.argv[2], to='dcp', overwrite=True)\n"
+    )
+    before = content(old)
+    done = subprocess.run([sys.executable, "-c", program, str(src), str(out / "out")], capture_output=True, check=False)
+    assert done.returncode == -signal.SIGKILL and not old.exists(), done.stderr
+    yield old
+    assert before != {}
+
+
+def test_what_was_moved_aside_comes_back(aside: Path, src: Path, out: Path) -> None:
+    done = run("convert", src, out / "out", "--to", "dcp")
+    assert done.code == 6 and "exists" in done.err, done.err
+    assert os.listdir(out) == ["out"]
+    assert [t.name for t in verbs.inspect(str(aside)).tensors] == ["w"]
+    assert run("convert", src, out / "out", "--to", "dcp", "--overwrite").code == 0
+    assert os.listdir(out) == ["out"]
+
+
+def test_what_was_moved_aside_and_a_run_that_goes_on(aside: Path, src: Path, out: Path) -> None:
+    done = run("convert", src, out / "out", "--to", "dcp", "--overwrite", "--resume", "--json")
+    assert done.code == 0, done.err
+    said = json.loads(done.out)
+    assert said["resumed"] == said["bytes"] and any("is back" in note for note in said["notes"])
+    assert os.listdir(out) == ["out"] and len(list(verbs.inspect(str(aside)).tensors)) == LAYERS
+
+
+def test_a_full_disk_and_then_room(src: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies there counts as room: it is not needed twice."""
+    interrupted(src, out / "out.pt", LAYERS - 2, monkeypatch, to="torch")
+    monkeypatch.setattr("ckpttool.files.free_space", lambda path: 5 * (256 << 10))
+    check_words(run("convert", src, out / "fresh.pt"), STORAGE, "are free")
+    assert verbs.convert(str(src), str(out / "out.pt"), resume=True).resumed
