@@ -5,6 +5,7 @@ Small, and the same on every rank, so that one that reads can tell the others.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -230,18 +231,26 @@ def _rank_of(entry: Tensor | Object) -> int | None:
 
 
 def with_tensors(value: Any, catalogue: Catalogue, read: Read) -> Any:
-    """An object's value with its tensors, and with arrays and scalars of numpy, which random states hold."""
+    """An object's value with its tensors, with arrays and scalars of numpy, which random states hold, and with the
+    `Counter` in which `MultiStepLR` has its milestones."""
     if isinstance(value, Link):
         entry = catalogue.entries.get(value.path)
         return read(entry.origin or entry) if isinstance(entry, Tensor) else value
     if isinstance(value, Stub):
-        return _numpy(value)
+        return _counter(value) if pickles.stub_name(value) == "collections.Counter" else _numpy(value)
     if isinstance(value, dict):
         made = type(value)()
         made.update((key, with_tensors(child, catalogue, read)) for key, child in value.items())
         return made
     if type(value) in (list, tuple, set, frozenset):
         return type(value)(with_tensors(child, catalogue, read) for child in value)
+    return value
+
+
+def _counter(value: Stub) -> Any:
+    match value.args:
+        case (dict() as counts,) if all(type(count) is int for count in counts.values()):
+            return Counter(counts)
     return value
 
 

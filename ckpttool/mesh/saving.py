@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,6 +19,9 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -26,6 +29,7 @@ from ckpttool import files, parts, ranks, staging
 from ckpttool.errors import StorageError, UsageError
 from ckpttool.mesh import agreement
 from ckpttool.mesh.fsdp1 import is_fsdp1, sharded
+from ckpttool.version import __version__
 from ckpttool.wording import meant
 
 FORMATS = ("dcp", "torch", "fsdp1")
@@ -52,9 +56,10 @@ def save(
     state |= {name: _value(value, format) for name, value in extra.items()}
     if format != "fsdp1":
         _apart(state, extra, format)
+    noted = _noted(state, extra) if format == "dcp" else []
     with _staged(path, format == "torch", overwrite) as partial, agreement.together():
         try:
-            _write(state, partial, format)
+            _write(state, partial, format, noted)
         except OSError as error:
             raise files.failed(error, path, "write") from None
         except CheckpointException as error:
@@ -127,11 +132,42 @@ def _staged(path: str, is_file: bool, overwrite: bool) -> Iterator[str]:
             stack.close()
 
 
-def _write(state: dict[str, Any], partial: str, format: str) -> None:
+def _noted(state: dict[str, Any], extra: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """Where keys are no strings, on every rank: `[("scheduler", "milestones", 5)]`. DCP makes strings of them, and a
+    scheduler looks its milestones up by number."""
+    mine = [path for name in extra for path in _paths(state[name], (name,)) if set(map(type, path)) - {str}]
+    return list(dict.fromkeys(path for one in agreement.gathered(mine) for path in one))
+
+
+def _paths(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """To what torch does not look into, as far as only dicts are on the way."""
+    if not isinstance(tree, Mapping):
+        yield path
+        return
+    for key, value in tree.items():
+        yield from _paths(value, (*path, key))
+
+
+class _Planner(DefaultSavePlanner):  # type: ignore[misc]
+    """Keeps what DCP has no words for where our own sink of that format keeps it: in an attribute of the index, which
+    torch does not mind."""
+
+    def __init__(self, noted: list[tuple[Any, ...]]) -> None:
+        super().__init__()
+        self._noted = noted
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        if self._noted:
+            setattr(metadata, "ckpttool", {"format": 1, "by": f"ckpttool {__version__}", "keys": self._noted})  # noqa: B010
+        return plans, metadata
+
+
+def _write(state: dict[str, Any], partial: str, format: str, noted: list[tuple[Any, ...]]) -> None:
     if format == "dcp":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            torch_dcp.save(state, checkpoint_id=partial)
+            torch_dcp.save(state, checkpoint_id=partial, planner=_Planner(noted))
         return
     if format == "torch":
         if agreement.rank() == 0:

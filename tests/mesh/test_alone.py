@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as torch_dcp
 from launching import torchrun
 from reading import expected_of, path_of
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckpttool
 from ckpttool.mesh import loader
@@ -272,3 +273,45 @@ def test_groups_that_are_not_the_same(tmp_path: Path, saved: Any, ours: Any, wor
     with pytest.raises(ckpttool.CkptError, match=words):
         ckpttool.load(tmp_path / "a.pt", model, optimizer)
     assert torch.equal(model[0].weight, before) and not optimizer.state
+
+
+@pytest.mark.parametrize("format", ["dcp", "torch"])
+def test_one_rank_saves_what_is_its_own_as_that(tmp_path: Path, format: str) -> None:
+    """Many ranks that resume from it must not all draw the numbers that it would."""
+    mine = {"torch": torch.get_rng_state()}
+    ckpttool.save(tmp_path / "saved", net(), format=format, rng=mine, step=3)
+    with ckpttool.open(tmp_path / "saved") as checkpoint:
+        assert ("rng", "rank0", "torch") in checkpoint.catalogue.entries
+    assert torch.equal(ckpttool.load(tmp_path / "saved", None).rest["rng"]["torch"], mine["torch"])
+
+
+@pytest.mark.parametrize("format", ["dcp", "torch"])
+def test_keys_of_a_scheduler_stay_numbers(tmp_path: Path, format: str) -> None:
+    """DCP makes strings of them, and torch's own reader is content with what we note beside."""
+    model = net()
+    optimizer = stepped(model)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3])
+    odd = {7: [torch.ones(2), {5: 1}], "seven": {-1: "minus one"}}
+    ckpttool.save(tmp_path / "saved", model, optimizer, format=format, scheduler=scheduler, odd=odd)
+    rest = ckpttool.load(tmp_path / "saved", model, optimizer).rest
+    assert rest["scheduler"]["milestones"] == {1: 1, 3: 1} and rest["odd"]["seven"] == {-1: "minus one"}
+    assert torch.equal(rest["odd"][7][0], torch.ones(2))
+    again = torch.optim.lr_scheduler.MultiStepLR(optimizer, [9])
+    again.load_state_dict(rest["scheduler"])
+    before = optimizer.param_groups[0]["lr"]
+    again.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(before / 10)
+    if format == "dcp":
+        dcp_to_torch_save(tmp_path / "saved", tmp_path / "theirs.pt")
+        theirs = torch.load(tmp_path / "theirs.pt", weights_only=False)
+        assert theirs["scheduler"]["last_epoch"] == scheduler.last_epoch
+
+
+def test_a_second_model_is_saved_beside_the_first(tmp_path: Path) -> None:
+    model, mean = net(), net()
+    ckpttool.save(tmp_path / "saved", model, ema=mean)
+    found, other = net(), net()
+    ckpttool.load(tmp_path / "saved", found, model_key="model")
+    ckpttool.load(tmp_path / "saved", other, model_key="ema")
+    for one, saved in ((found, model), (other, mean)):
+        assert all(torch.equal(a, b) for a, b in zip(one.parameters(), saved.parameters(), strict=True))

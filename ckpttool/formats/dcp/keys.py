@@ -38,7 +38,7 @@ def restore(
     left = dict.fromkeys(names)
     paths: dict[str, Path] = {name: path for name, path in planned.items() if name in left}
     paths |= {name: (name,) for name in left if name not in planned}
-    if extra is not None:
+    if extra is not None and "containers" in extra:
         return _exactly(paths, extra)
     lists = _lists(paths.values())
     paths = _in_order(paths, lists)
@@ -52,8 +52,31 @@ def restore(
 
         paths = {name: whole(path) for name, path in paths.items()}
         lists = {whole(path) for path in lists}
+    if extra is not None:
+        paths, lists = _with_own_keys(paths, lists, extra)
     # In one order, whatever the seed of the hashes is.
     return paths, {path: Container("list") for path in sorted(lists, key=dotted)}
+
+
+def _with_own_keys(
+    paths: dict[str, Path], lists: set[Path], extra: dict[str, Any]
+) -> tuple[dict[str, Path], set[Path]]:
+    """Keys that were no strings. `ckpttool.save` notes `("scheduler", "milestones", 5)`; the rest is torch's."""
+    noted = extra.get("keys", [])
+    if type(noted) is not list:
+        raise CorruptError("`ckpttool` in the index is not what this program writes")
+    exact: dict[Path, Path] = {}
+    for path in map(_checked, noted):
+        exact |= {tuple(map(str, path[:depth])): path[:depth] for depth in range(1, len(path) + 1)}
+    deepest = max(map(len, exact), default=0)
+
+    def own(path: Path) -> Path:
+        for depth in range(min(len(path), deepest), 0, -1):
+            if path[:depth] in exact:
+                return (*exact[path[:depth]], *path[depth:])
+        return path
+
+    return {name: own(path) for name, path in paths.items()}, {own(path) for path in lists}
 
 
 def _lists(paths: Iterable[Path]) -> set[Path]:
