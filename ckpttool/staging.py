@@ -53,7 +53,15 @@ class Stage:
     def begin(self, created: Catalogue, digest: str, notes: list[str], *, every: bool) -> journal.Journal:
         """The journal of what is copied into `created`, which lies at `path`. What an earlier run left takes its place
         there when it was made by the same plan. With `every`, bytes that nobody wants a CRC of get one too."""
-        made = self.journal = journal.Journal(self.descriptor, every=every)
+        made = journal.Journal(self.descriptor, every=every)
+        try:
+            self._begin(made, created, digest, notes)
+        except OSError as error:
+            raise files.failed(error, self.path, "write") from None
+        self.journal = made
+        return made
+
+    def _begin(self, made: journal.Journal, created: Catalogue, digest: str, notes: list[str]) -> None:
         if self.goes_on and made.read(digest):
             made.keep(journal.taken_over(created, self.path, self.before, {file for file, _ in made.done}))
         elif self.goes_on:
@@ -61,7 +69,6 @@ class Stage:
         files.remove(self.before)
         if not made.done:
             made.begin(digest, _owner())
-        return made
 
     def remove(self) -> None:
         """All of it, the journal last: as long as that is there, somebody finds the rest."""

@@ -208,3 +208,36 @@ def save(kind: str, folder: Path, state: Any | None = None) -> Path:
     if kind == "dcp":
         return save_dcp(folder / "ckpt", state)
     return save_safetensors(folder / "ckpt.safetensors", state)
+
+
+# A disk that fails ----------------------------------------------------------------------------------------------------
+
+WRITING = ("pwrite", "write", "ftruncate", "truncate", "fsync", "rename", "mkdir", "open")
+
+
+@contextmanager
+def faulty_disk(code: int, nth: int, *, stays: bool) -> Iterator[list[str]]:
+    """The `nth` call that writes fails with this number, and with `stays` all after it; of `open`, those that create.
+    What is removed is removed. Gives the calls that were made so far."""
+    made: list[str] = []
+    real = {name: getattr(os, name) for name in WRITING}
+
+    def calling(name: str) -> Any:
+        def call(*args: Any, **keywords: Any) -> Any:
+            creates = name != "open" or (len(args) > 1 and args[1] & os.O_CREAT)
+            # What pytest and the terminal write is not ours.
+            if creates and not (name == "write" and args[0] < 3):
+                made.append(name)
+                if len(made) - 1 == nth or (stays and len(made) - 1 > nth):
+                    raise OSError(code, os.strerror(code))
+            return real[name](*args, **keywords)
+
+        return call
+
+    for name in WRITING:
+        setattr(os, name, calling(name))
+    try:
+        yield made
+    finally:
+        for name in WRITING:
+            setattr(os, name, real[name])

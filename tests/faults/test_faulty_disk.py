@@ -1,0 +1,45 @@
+"""Each call that writes fails, one after the other: DST is absent or whole, nothing lies beside it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from faulty import FORMATS, STORAGE, faulty_disk, mark, save_dcp, untouched
+
+from ckpttool import verbs
+from ckpttool.errors import CkptError
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize(("code", "stays"), [(errno.ENOSPC, True), (errno.EIO, False)])
+def test_every_call(code: int, stays: bool, to: str, tmp_path: Path) -> None:
+    src, out = save_dcp(tmp_path / "ckpt"), tmp_path / "out"
+    out.mkdir()
+    with faulty_disk(code, -1, stays=False) as calls:
+        verbs.convert(str(src), str(out / "dst"), to=to, threads=1)
+    count, whole = len(calls), {name: said.split()[-1] for name, said in mark(out / "dst").items()}
+    assert count > 8, calls
+    failed = 0
+    with untouched(src):
+        for nth in range(count):
+            remove(out / "dst")
+            with faulty_disk(code, nth, stays=stays) as calls:
+                try:
+                    verbs.convert(str(src), str(out / "dst"), to=to, threads=1)
+                except CkptError as error:
+                    failed += 1
+                    assert error.exit_code == STORAGE, (nth, calls, error)
+                    assert ".partial-" not in error.message, error.message
+            left = os.listdir(out)
+            assert left in ([], ["dst"]), (nth, calls[-3:], left)
+            there = {name: said.split()[-1] for name, said in mark(out / "dst").items()}
+            assert there in ({}, whole), (nth, calls[-3:])
+    assert failed >= count - 2
+
+
+def remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
