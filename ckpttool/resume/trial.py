@@ -21,13 +21,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpttool import meshes
 from ckpttool.errors import OverwriteError, UsageError
-from ckpttool.resume import comparing, inside, jobs, launching, recipes, routes, states
+from ckpttool.resume import comparing, inside, jobs, launching, routes, states
 from ckpttool.resume.diagnosing import diagnose
 from ckpttool.resume.jobs import BUILT, END, RESUMED, Job, Seen
 from ckpttool.resume.launching import Crew, Ended
 from ckpttool.resume.results import Check, Report, Run
+from ckpttool.resume.verdicts import judge
+from ckpttool.resume.wanted import Wanted, understood
 from ckpttool.wording import plural
 
 _RULES = {
@@ -37,24 +38,6 @@ _RULES = {
     "checkpoints": "each checkpoint is resumed on the same mesh, and must be as the first, bit for bit",
 }  # fmt: skip
 _SEED = 20_240_607
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What to try, once it makes sense. `dims` is A's mesh, `onto` that of the runs that resume."""
-
-    recipe: str
-    checkpoints: tuple[str, ...]
-    dims: Mapping[str, int]
-    onto: Mapping[str, int]
-    stages: Sequence[Any]
-    steps: int
-    more: int
-    device: str
-    deterministic: bool
-    gradients: bool
-    limit: float
-    first_step: int | None
 
 
 @dataclass(slots=True)
@@ -125,7 +108,7 @@ def trial(
     Raises the errors of `ckpttool.errors`; a run that hangs or fails where A did not is no error, but a verdict.
     """
     began = time.monotonic()
-    wanted = _understood(
+    wanted = understood(
         recipe, checkpoints, world, mesh, via, to_world, to_mesh, steps, more, first_step, device, deterministic,
         gradients, limit,
     )  # fmt: skip
@@ -144,7 +127,7 @@ def trial(
             _over_checkpoints(made) if checkpoints else _over_a_save(made)
         except Ended as ended:
             _fail(report, ended)
-        _judge(report)
+        judge(report)
         report.verdict = crew.from_first(lambda: report.verdict)
     report.seconds = time.monotonic() - began
     return report
@@ -160,69 +143,6 @@ def _folder(stack: ExitStack, keep: str | os.PathLike[str] | None) -> str:
         raise OverwriteError(f"`{os.fspath(keep)}` exists, and is not empty", hint="name another folder with `--keep`")
     os.makedirs(path, exist_ok=True)
     return path
-
-
-# What is wanted -------------------------------------------------------------------------------------------------------
-
-
-def _understood(
-    recipe: str | os.PathLike[str], checkpoints: Sequence[str | os.PathLike[str]], world: int | None, mesh: str | None,
-    via: str | Sequence[routes.Step], to_world: int | None, to_mesh: str | None, steps: int, more: int,
-    first_step: int | None, device: str | None, deterministic: bool, gradients: bool, limit: float,
-) -> Wanted:  # fmt: skip
-    if not inside.is_started():
-        launching.prepare()
-    read = recipes.load(recipe)
-    if world is not None and mesh is not None:
-        raise UsageError("`--world` and `--mesh` exclude each other", hint="a mesh says how many ranks it has")
-    if to_world is not None and to_mesh is not None:
-        raise UsageError("`--to-world` and `--to-mesh` exclude each other", hint="a mesh says how many ranks it has")
-    if more < 1 or (steps < 1 and not checkpoints):
-        raise UsageError("at least one step is trained before and after", hint="`--steps 4 --more 4`")
-    if checkpoints and (via or to_world or to_mesh):
-        raise UsageError(
-            "with checkpoints given there is no route and no other mesh",
-            hint="`--world` or `--mesh` says on what all of them are resumed",
-        )
-    if inside.is_started():
-        inside.check(world, mesh, to_world, to_mesh)
-    dims = _dims(read, mesh, world if world is not None else None if mesh else inside.world() or 2)
-    onto = dims if to_world is None and to_mesh is None else _dims(read, to_mesh, to_world)
-    found = _device(device)
-    _check_devices(found, max(launching.world_of(dims), launching.world_of(onto)))
-    return Wanted(
-        read.path, tuple(os.path.abspath(path) for path in checkpoints), dims, onto,
-        routes.parse(via, onto, other_mesh=dict(dims) != dict(onto)), steps, more, found, deterministic,
-        gradients and launching.world_of(dims) > 1 and not checkpoints and not inside.is_started(), limit, first_step,
-    )  # fmt: skip
-
-
-def _dims(recipe: recipes.Recipe, mesh: str | None, world: int | None) -> dict[str, int]:
-    if mesh is not None:
-        found = meshes.parse(mesh)
-        return dict(zip(found.names, found.sizes, strict=True))
-    assert world is not None
-    if world < 1:
-        meshes.over_world(world)
-    return recipes.dimensions(recipe, world)
-
-
-def _device(device: str | None) -> str:
-    import torch
-
-    if device not in (None, "cpu", "cuda"):
-        raise UsageError(f"`--device {device}`: there is no such device", hint="`cpu` or `cuda`")
-    return device or ("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _check_devices(device: str, world: int) -> None:
-    import torch
-
-    if device == "cuda" and torch.cuda.device_count() < world:
-        raise UsageError(
-            f"{plural(world, 'rank')} need as many GPUs, and there are {torch.cuda.device_count()}",
-            hint="`--device cpu` runs them on the CPU", found=torch.cuda.device_count(), expected=world,
-        )  # fmt: skip
 
 
 # What is run ----------------------------------------------------------------------------------------------------------
@@ -361,33 +281,3 @@ def _fail(report: Report, ended: Ended) -> None:
     if ended.cause is not None or (hangs and failure.run == "A"):
         raise launching.as_error(ended) from None
     report.failure = failure
-
-
-def _judge(report: Report) -> None:
-    if report.failure is not None:
-        report.verdict, report.says = "failed", report.failure.says
-        return
-    unequal = [f"{row.what} of {row.run}" for row in report.compared if row.equal is False]
-    unequal += [f"{check.what} of {check.run}" for check in report.checks if check.passed is False]
-    if unequal and not report.findings:
-        # Nothing that differs may pass because nothing could be said of it.
-        report.verdict, report.says = "differs", f"{', '.join(unequal)}: not as it was"
-        return
-    if report.findings:
-        report.verdict = "differs"
-        more = f", and {len(report.findings) - 1} more" if len(report.findings) > 1 else ""
-        report.says = f"{report.findings[0].says}{more}"
-        return
-    resumed = [run for run in report.runs if run.resumed_at is not None and run.name != "control"]
-    onto = resumed[0].mesh if resumed else ""
-    what = {
-        "bitwise": f"the state and {plural(report.steps_after, 'step')} after it are the same, bit for bit",
-        "control": f"on {onto} the state is the same, bit for bit, and {plural(report.steps_after, 'step')} after it "
-        "are those of the control",
-        "checkpoints": f"{plural(len(resumed), 'checkpoint')} and {plural(report.steps_after, 'step')} after each are "
-        "the same, bit for bit",
-    }[report.rule]  # fmt: skip
-    report.says = f"training goes on as if nothing had happened: {what}"
-    judges = [row for row in report.compared if row.against == "control"]
-    if report.rule == "control" and (not judges or any(row.equal is None and row.count for row in judges)):
-        report.says = f"on {onto} the state is the same, bit for bit; the steps after it have no judge"

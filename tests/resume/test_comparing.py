@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import deque
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fakeranks import as_rank, mesh
@@ -17,8 +20,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ckpttool.errors import UsageError
 from ckpttool.resume import comparing, routes
 from ckpttool.resume.jobs import Job, Seen
-from ckpttool.resume.results import Finding, Report, Step
-from ckpttool.resume.worker.recording import Writer
+from ckpttool.resume.results import Check, Compared, Finding, Report, Step
+from ckpttool.resume.states import State, held
+from ckpttool.resume.values import same
+from ckpttool.resume.verdicts import judge
+from ckpttool.resume.worker.gradients import _joined
+from ckpttool.resume.worker.recording import Writer, leaves, plain
 from ckpttool.resume.worker.shardings import shape_of_shard
 
 
@@ -136,6 +143,97 @@ def test_gradients_that_are_reduced_wrongly_are_seen(tmp_path: Path) -> None:
         None, "all are 2 times those of one rank: `step` scales them otherwise than by a mean",
     )  # fmt: skip
     assert checked(tmp_path / "d", [one, torch.zeros(4, 4)], [one, two])[0] is False
+
+
+def test_a_gradient_that_only_one_of_them_has_is_seen(tmp_path: Path) -> None:
+    one, two = torch.randn(5), torch.randn(4)
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    assert checked(tmp_path / "a", [one], [one, two])[0] is False
+    assert checked(tmp_path / "b", [one, two], [one])[0] is False
+    # None at all is the same as zero.
+    assert checked(tmp_path / "c", [one], [one, torch.zeros(4)])[0] is True
+
+
+class Kept:
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def add(self, name: str, value: torch.Tensor) -> None:
+        self.tensors[name] = value
+
+
+def test_batches_of_ranks_are_joined_with_their_masks() -> None:
+    """What each row of a batch has is joined, what all ranks share is not; where both may be, nothing is checked."""
+    kept = Kept()
+    batches = [[torch.full((3, 5), rank), torch.ones(3, 5), torch.ones(5, 5).tril(), True] for rank in range(2)]
+    why, leaves = _joined(batches, kept)
+    assert why == "" and leaves == [{"tensor": f"input.{i}"} for i in range(3)] + [{"value": True}]
+    assert [tuple(kept.tensors[f"input.{i}"].shape) for i in range(3)] == [(6, 5), (6, 5), (5, 5)]
+    assert kept.tensors["input.0"][:, 0].tolist() == [0, 0, 0, 1, 1, 1]
+    square = [[torch.full((5, 5), rank), torch.ones(5, 5).tril()] for rank in range(2)]
+    assert "may be of the batch" in _joined(square, Kept())[0]
+    other = [[torch.zeros(3, 5), torch.full((7,), rank)] for rank in range(2)]
+    assert "different values" in _joined(other, Kept())[0]
+
+
+class Marks(Enum):
+    ONE = 1
+
+
+class Bare:
+    __slots__ = ()
+
+
+def test_values_are_told_apart_and_alike_in_every_process() -> None:
+    """Long arrays, keys that are numbers, sets and objects: nothing is left out, and no address is in it."""
+    long = np.arange(5_000)
+    other = long.copy()
+    other[2_500] += 1
+    assert repr(long) == repr(other) and plain(long) != plain(other)
+    assert plain({"order": deque([torch.zeros(9_000)])}) != plain({"order": deque([torch.ones(9_000)])})
+    assert dict(leaves({"milestones": {5: 1}}, ())) != dict(leaves({"milestones": {"5": 1}}, ()))
+    assert plain({5: 1}) != plain({"5": 1})
+    assert plain({"b", "a", "c"}) == plain({"c", "b", "a"}) == {"set": ["a", "b", "c"]}
+    assert plain(Bare()) == plain(Bare()) and plain(Marks.ONE) == "Marks.ONE" and plain(Marks) == plain(Marks)
+    assert plain(np.float64(0.5)) == 0.5 and plain(np.array([1, 2])) != plain(np.array([1.0, 2.0]))
+    one, two = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
+    assert plain(one) != plain(two) and plain(one) == plain(torch.Generator().manual_seed(1))
+    assert json.loads(json.dumps(plain([Marks.ONE, int, long, {1}, Bare(), len]))) is not None
+    assert same(float("nan"), float("nan")) and not same(0.0, -0.0) and not same(1, 1.0) and not same(1, True)
+
+
+def state(**tensors: Any) -> State:
+    made = State({f"model.{name}": held(np.array(value)) for name, value in tensors.items()})
+    made.objects["scheduler.last_epoch"] = 3
+    return made
+
+
+def test_the_end_and_the_step_it_went_on_at_are_compared() -> None:
+    made = report()
+    assert comparing.progress_of(made, 4, 4, "B", "A")
+    comparing.ends_of(made, state(w=[1.0, 2.0]), state(w=[1.0, 2.0]), "B", "A", same=True)
+    assert made.findings == [] and [(row.what, row.equal, row.count) for row in made.compared] == [
+        ("progress", True, 1), ("end", True, 2),
+    ]  # fmt: skip
+    assert not comparing.progress_of(made, 4, 5, "B", "A")
+    # A buffer that no step shows.
+    comparing.ends_of(made, state(w=[1.0, 2.0]), state(w=[1.0, 2.3]), "B", "A", same=True)
+    assert [found.kind for found in made.findings] == ["progress", "values differ"]
+    assert made.findings[0].says == "it went on at step 5, and was saved at step 4"
+    assert made.findings[1].says.startswith("at the end, 1 of 2 elements of `model.w` differ")
+    assert [row.equal for row in made.compared[2:]] == [False, False]
+
+
+def test_nothing_passes_for_want_of_words() -> None:
+    made = report()
+    made.compared.append(Compared("model", "B", "A", 3, 1, equal=False))
+    judge(made)
+    assert (made.verdict, made.says) == ("differs", "model of B: not as it was")
+    made = report()
+    made.checks.append(Check("memory", "B", 3, passed=False))
+    judge(made)
+    assert made.verdict == "differs"
 
 
 @pytest.mark.parametrize("shape", [(7, 5), (1, 3), (4, 9), (2, 0)])

@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from ckpttool.errors import UsageError
 from ckpttool.resume.trial import trial
 
 HERE = Path(__file__).resolve().parent
@@ -64,13 +67,20 @@ def check(cases: list[dict[str, Any]], reports: list[dict[str, Any]]) -> None:
         assert {run["started"] for run in report["runs"]} == {"the processes that torchrun started"}
         # Nothing passes because it was not looked at.
         judged = {row["what"]: row for row in report["compared"]}
-        assert {"model", "optimizer", "scheduler", "rng", "dataloader", "next batch", "loss"} <= judged.keys()
+        assert {"model", "optimizer", "scheduler", "rng", "dataloader", "progress", "end"} <= judged.keys()
+        assert {"next batch", "loss", "gradient norm", "parameters"} <= judged.keys()
         assert all(row["equal"] and row["count"] for row in judged.values()), (one, judged)
         assert all(check["passed"] for check in report["checks"] if check["what"] != "gradients reduced"), one
 
 
 def test_each_kind_and_each_format(tmp_path: Path) -> None:
-    check(SHORT, tried(tmp_path, 2, SHORT))
+    """And replicas that drift apart: FSDP1 over two of one rank each adds no gradients up (torch 2.13), so that run A
+    itself is told to be wrong."""
+    *reports, drifts = tried(tmp_path, 2, [*SHORT, case("fsdp1-hybrid", "")])
+    check(SHORT, reports)
+    assert drifts["verdict"] == "differs"
+    found = next(one for one in drifts["findings"] if one["kind"] == "replicas agree")
+    assert found["run"] == "A" and "`model.embed.weight`" in found["says"]
 
 
 @pytest.mark.long
@@ -82,7 +92,7 @@ def test_every_kind_through_every_format(tmp_path: Path, world: int) -> None:
 @pytest.mark.long
 def test_it_does_not_cry_wolf(tmp_path: Path) -> None:
     """Twenty times the same is twenty times the same."""
-    cases = [case("fsdp2", "safetensors")] * 20
+    cases = [case(kind, "safetensors") for kind in ("fsdp2", "fsdp1", "ddp", "hsdp", "tp")] * 4
     check(cases, tried(tmp_path, 2, cases))
 
 
@@ -91,7 +101,7 @@ MOVES = [(4, 2, ""), (2, 8, "safetensors"), (4, 8, "reshard:2,reshard:8"), (4, 1
 
 @pytest.mark.long
 @pytest.mark.parametrize(("world", "to_world", "via"), MOVES)
-@pytest.mark.parametrize("kind", ["fsdp2", "fsdp1", "ddp"])
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp1", "ddp", "hsdp", "tp"])
 def test_another_world_is_as_torch_alone_has_it(
     kind: str, world: int, to_world: int, via: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,9 +115,63 @@ def test_another_world_is_as_torch_alone_has_it(
     assert len(report.drifts) == 1 and report.drifts[0].loss > 0
 
 
-def test_replicas_that_drift_apart_are_seen(tmp_path: Path) -> None:
-    """FSDP1 over two replicas of one rank each adds no gradients up (torch 2.13): run A itself is told to be wrong."""
-    [report] = tried(tmp_path, 2, [case("fsdp1-hybrid", "")])
-    assert report["verdict"] == "differs"
-    found = next(one for one in report["findings"] if one["kind"] == "replicas agree")
-    assert found["run"] == "A" and "`model.embed.weight`" in found["says"]
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "to_world"), [("fsdp2", 4), ("fsdp1", 2), ("ddp", 2)])
+def test_a_second_model_and_milestones(kind: str, to_world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A moving average beside the model, under a name that says nothing, and a scheduler with numbers for keys."""
+    monkeypatch.setenv("KIND", kind)
+    monkeypatch.setenv("EMA", "teacher")
+    monkeypatch.setenv("MILESTONES", "1")
+    report = trial(RECIPE, world=2, to_world=to_world, via="safetensors,dcp", steps=3, more=3, gradients=False)
+    assert report.verdict == "same", report.says
+    counts = {row.what: row.count for row in report.compared}
+    assert counts["model"] == 2 * 22 and counts["scheduler"] > 10
+
+
+@pytest.mark.long
+def test_a_second_model_that_is_not_as_it_was_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMA", "teacher")
+
+    def zeroed(source: str, to: str) -> None:
+        path = tmp_path / "state.pt"
+        dcp_to_torch_save(source, path)
+        state = torch.load(path, weights_only=False)  # written a moment ago
+        state["teacher_model"]["layers.1.up.weight"].zero_()
+        torch.save(state, to)
+
+    report = trial(RECIPE, via=[zeroed], steps=2, more=1, gradients=False)
+    assert [(one.kind, one.name) for one in report.findings][:1] == [("zeroed", "teacher.layers.1.up.weight")]
+
+
+@pytest.mark.long
+def test_a_recipe_that_does_not_train_shows_nothing(tmp_path: Path) -> None:
+    idle = tmp_path / "idle.py"
+    idle.write_text("from recipe_kinds import build, mesh\n\n\ndef step(state, i):\n    return 1.0\n")
+    for name in ("recipe_kinds.py",):
+        text = (
+            (HERE / name).read_text().replace("Path(__file__).resolve().parents[2]", f"Path({str(HERE.parents[1])!r})")
+        )
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UsageError, match="no step of 3 changed a parameter"):
+        trial(idle, steps=2, more=1, gradients=False)
+
+
+@pytest.mark.long
+def test_the_command_inside_processes_of_torchrun(tmp_path: Path) -> None:
+    """One rank speaks, once; the route is gone by one of them."""
+    words = ["verify-resume", "trial", "--recipe", str(RECIPE), "--via", "safetensors", "--steps", "2", "--more", "2"]
+    launch = ["--standalone", "--local-addr=127.0.0.1", "--nproc-per-node", "2", "-m", "ckpttool"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *launch, *words, "--json", "--device", "cpu"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = json.loads(done.stdout)
+    assert (said["verdict"], said["rule"]) == ("same", "bitwise")
+    assert [run["started"] for run in said["runs"]] == ["the processes that torchrun started"] * 2
+    other = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *launch, *words, "--to-world", "4"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert other.returncode != 0
+    assert other.stderr.count("`--to-world` asks for 4 ranks, and torchrun started 2") == 1, other.stderr

@@ -115,8 +115,8 @@ def _why_not(built: Built, leaves: list[Any]) -> str:
 
 def _joined(batches: list[list[Any]], writer: Any) -> tuple[str, list[Any]]:
     """The batches of all replicas as one, along dimension 0."""
-    first = next(one for one in batches[0] if isinstance(one, torch.Tensor) and one.ndim)
-    size = first.shape[0]
+    leading = next(i for i, one in enumerate(batches[0]) if isinstance(one, torch.Tensor) and one.ndim)
+    size = batches[0][leading].shape[0]
     made: list[Any] = []
     for number, column in enumerate(zip(*batches, strict=True)):
         one = column[0]
@@ -126,8 +126,12 @@ def _joined(batches: list[list[Any]], writer: Any) -> tuple[str, list[Any]]:
         if len({(tuple(t.shape), t.dtype) for t in column}) > 1:
             return "the ranks have batches of different shapes", []
         batched = one.ndim > 0 and one.shape[0] == size
-        if not batched and not all(torch.equal(one, other) for other in column):
+        alike = all(torch.equal(one, other) for other in column)
+        if not batched and not alike:
             return "the ranks were given different values beside their batches", []
+        if batched and alike and number != leading and one.ndim > 1 and one.shape[0] == one.shape[1]:
+            # A causal mask, or one row for each of a batch: both look like this.
+            return "a square tensor that all ranks were given may be of the batch, or not", []
         writer.add(f"input.{number}", torch.cat(column) if batched else one)
         made.append({"tensor": f"input.{number}"})
     return "", made
