@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -24,8 +26,17 @@ def demo(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    folder = tmp_path_factory.mktemp("demo") / "out"
-    return folder, demo("--dir", folder)
+    """One run of it, which processes of pytest-xdist share: whoever comes first makes it. It is not to be changed."""
+    base = tmp_path_factory.getbasetemp()
+    place = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "demo"
+    place.mkdir(exist_ok=True)
+    with open(place / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        told = place / "told.json"
+        if not told.exists():
+            run = demo("--dir", place / "out")
+            told.write_text(json.dumps([run.args, run.returncode, run.stdout, run.stderr]))
+        return place / "out", subprocess.CompletedProcess(*json.loads(told.read_text()))
 
 
 def readings(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
@@ -120,12 +131,13 @@ def test_a_checkpoint_that_is_incomplete_fails(
 
 
 def test_training_that_does_not_go_on_fails(
-    done: tuple[Path, subprocess.CompletedProcess[str]], monkeypatch: pytest.MonkeyPatch, capsys: Any
+    done: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.syspath_prepend(str(DEMO.parent))
     import demo as program
 
-    folder = done[0]
+    folder = tmp_path / "out"
+    shutil.copytree(done[0], folder)
     monkeypatch.setattr(program, "make", lambda folder: None)
     monkeypatch.setattr(program, "torchrun", lambda script, folder: kept.rename(readings_file))
     readings_file, kept = folder / "readings.json", folder / "kept.json"

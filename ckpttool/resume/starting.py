@@ -30,8 +30,8 @@ def build(mesh):
     the process group is there, and `mesh.device_type` is "cuda" or "cpu".
 
     Returns a dict with "model" and "optimizer", and whatever else has to go on where it was: anything that has
-    `state_dict` and `load_state_dict` (a scheduler, a data loader, a grad scaler), and `torch.Generator`s. The
-    generators of Python, NumPy and torch, CUDA's too, are taken care of.
+    `state_dict` and `load_state_dict` (a scheduler, a data loader, a grad scaler, a second model), and
+    `torch.Generator`s. The generators of Python, NumPy and torch, CUDA's too, are taken care of.
     """
     # Weights are made alike on every rank; with FSDP2, each then keeps its piece of them.
     torch.manual_seed(0)
