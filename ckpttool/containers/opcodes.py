@@ -11,6 +11,7 @@ from __future__ import annotations
 import pickletools
 import re
 import struct
+from collections.abc import Callable
 from functools import lru_cache
 
 from ckpttool.containers import pickleweight
@@ -19,6 +20,8 @@ from ckpttool.errors import CorruptError
 MAX_PICKLE = 1 << 31  # bytes
 _LARGE = 1 << 20
 _TEXTLESS = 15
+_WINDOW = 1 << 16
+_LONGEST_LINE = 1 << 26  # bytes; the text of protocol 0 ends where its line does
 _STOP, _BINPUT, _PUT, _PAIR = ord("."), ord("r"), ord("p"), frozenset(b"ci")
 # EXT1, EXT2, EXT4; NEXT_BUFFER, READONLY_BUFFER; and DUP, which no pickler writes: 50 of them make a tuple of tuples
 # whose hash takes years.
@@ -74,6 +77,35 @@ def end_of(data: bytes, start: int = 0, *, limit: int | None = None) -> int | No
     `data`), an extension code, an opcode that there is not.
     """
     return _walk(data, start, len(data) if limit is None else limit, None)
+
+
+def find_end(read: Callable[[int, int], bytes], size: int) -> int | None:
+    """Where the pickle that begins `size` bytes ends; None when they end first. Reads windows of them, and never a text
+    that is longer: a text of a tebibyte in a hole costs nothing.
+
+    `read(offset, nbytes)` gives bytes of it. Raises CorruptError as `end_of` does.
+    """
+    run = _run(min(size >> 16, _TEXTLESS)).match
+    at, window = 0, _WINDOW
+    while at < size and window <= _LONGEST_LINE:
+        data = read(at, min(window, size - at))
+        whole = 0
+        try:
+            while whole < len(data):
+                matched = run(data, whole)
+                assert matched is not None
+                whole = matched.end()
+                found = data[whole]
+                if found == _STOP:
+                    return at + whole + 1
+                whole = _after(data, whole, found, size, size)
+        except (IndexError, struct.error, ValueError):
+            pass
+        if whole == 0 and len(data) < window:
+            return None
+        window = _WINDOW if whole else window * 4
+        at += whole
+    return None
 
 
 def check(data: bytes) -> int | None:
