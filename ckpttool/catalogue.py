@@ -22,6 +22,7 @@ Path = tuple[Hashable, ...]
 
 
 MAX_DIMENSIONS = 64  # as many as torch's own operations take
+MAX_ELEMENTS = 1 << 58  # of 16 bytes each, and no file is longer than 2**63 bytes
 
 
 def check_shape(shape: Sequence[int]) -> None:
@@ -33,6 +34,8 @@ def check_shape(shape: Sequence[int]) -> None:
         )  # fmt: skip
     if any(size >= 1 << 63 for size in shape):
         raise CorruptError("a tensor with a size of 2**63 or more")
+    if prod(shape) >= MAX_ELEMENTS:
+        raise CorruptError("a tensor of 2**58 elements or more", found=prod(shape), expected=MAX_ELEMENTS)
 
 
 def dotted(path: Path) -> str:
@@ -498,7 +501,7 @@ def faults_of(tensor: Tensor, files: Sequence[File], sizes: list[int] | None = N
     """What is wrong with one tensor, as far as the index and the sizes of the files tell: its chunks do not tile it, a
     file is missing, a chunk lies outside of its file or is not as large as its box. Pure."""
     chunks = tensor.chunks
-    if len(chunks) != 1 or chunks.sizes[0] != tensor.shape:
+    if len(chunks) != 1 or chunks.sizes[0] != tensor.shape or any(chunks.offsets[0]):
         fault = boxes.tiling_fault(tensor.shape, chunks.offsets, chunks.sizes)
         if fault is not None:
             yield CorruptError(

@@ -16,6 +16,7 @@ from ckpttool.containers.pickles import Stub, TorchSize, children
 from ckpttool.errors import CorruptError, LossError
 
 MAX_DEPTH = 256
+MAX_LEVELS = 2000  # of a value that holds no tensor: `pickle` itself gives up at half of that
 MAX_ENTRIES = 20_000_000
 
 MAX_REPEATED = 200_000
@@ -83,7 +84,7 @@ class _Flattening:
         self._walked.add(id(value))
 
     def _has_leaf(self, value: Any) -> bool:
-        return any(True for _ in _find(value, self.linked))
+        return _has(value, self.linked)
 
     def embed(self, value: Any, path: Path) -> Link:
         tensor = self._make(value, path, True)
@@ -175,13 +176,40 @@ def _has_structure(value: list[Any], leaf: tuple[type, ...]) -> bool:
     """Whether a dict or a tensor stands in this list, or in a list in it. An empty dict is no structure: torch does not
     read a DCP directory whose list has nothing else in it, such as `lr_lambdas: [{}]`."""
     seen: set[int] = set()
-    todo = [value]
-    while todo:
-        node = todo.pop()
-        seen.add(id(node))
-        if any(isinstance(v, leaf) or (isinstance(v, dict) and v) for v in node):
-            return True
-        todo.extend(v for v in node if isinstance(v, list) and id(v) not in seen)
+    level, depth = [value], 0
+    while level:
+        _check_depth(depth)
+        below: list[list[Any]] = []
+        for node in level:
+            if any(isinstance(v, leaf) or (isinstance(v, dict) and v) for v in node):
+                return True
+            for v in node:
+                if isinstance(v, list) and id(v) not in seen:
+                    seen.add(id(v))
+                    below.append(v)
+        level, depth = below, depth + 1
+    return False
+
+
+def _check_depth(depth: int) -> None:
+    if depth > MAX_LEVELS:
+        raise CorruptError(f"values nested more than {MAX_LEVELS} deep")
+
+
+def _has(value: Any, kinds: Kinds) -> bool:
+    """Whether one of these is in a value. Raises CorruptError for one that is nested too deep."""
+    seen: set[int] = set()
+    level, depth = [value], 0
+    while level:
+        _check_depth(depth)
+        below: list[Any] = []
+        for node in level:
+            if isinstance(node, kinds):
+                return True
+            if isinstance(node, (dict, list, tuple, set, frozenset, Stub)) and id(node) not in seen:
+                seen.add(id(node))
+                below.extend(child for _, child in children(node))
+        level, depth = below, depth + 1
     return False
 
 

@@ -38,7 +38,6 @@ _SPELT = b"l\xfc\x9cF\xf9 j\xa8P\x19."  # the magic number as protocols 2 to 5 s
 _SPELT_0 = b"L119547037146038801333356L\n."
 _MEMBERS = frozenset(("sys_info", "pickle", "tensors", "storages"))
 _MAX_PICKLE = 1 << 30
-_WINDOW = 1 << 16
 
 
 @dataclass(slots=True)
@@ -117,19 +116,19 @@ class _Cursor:
         return nbytes
 
     def pickle(self, what: str, persistent: Callable[[Any], Any] | None = None) -> Any:
-        window = _WINDOW
-        while True:
-            have = min(window, self._end - self.at)
-            data = self._read(self.at, have)
-            end = opcodes.end_of(data, limit=self._end - self.at)
-            if end is not None:
-                break
-            if have < window or window >= _MAX_PICKLE:
-                raise CorruptError(f"{self._name}: {what}: not a whole pickle", hint="the file is truncated")
-            window *= 4
+        start, room = self.at, self._end - self.at
+        end = opcodes.find_end(lambda at, nbytes: self._read(start + at, nbytes), room)
+        if end is None:
+            raise CorruptError(f"{self._name}: {what}: not a whole pickle", hint="the file is truncated")
+        if end > _MAX_PICKLE:
+            raise CorruptError(
+                f"{self._name}: {what}: a pickle of {end} bytes is more than the {_MAX_PICKLE} that we read",
+                found=end, expected=_MAX_PICKLE,
+            )  # fmt: skip
+        data = self._read(start, end)
         self.at += end
         return pickles.load(
-            data[:end], what=f"{self._name}: {what}", known=torchpickle.KNOWN, persistent=persistent
+            data, what=f"{self._name}: {what}", known=torchpickle.KNOWN, persistent=persistent
         )  # fmt: skip
 
     def int64(self) -> int:

@@ -44,6 +44,8 @@ def lay_out(sources: tuple[Source, Source], paths: tuple[str, str], chosen: Chos
         with opening.naming(path):
             validate(catalogue, later=True)
             parts.stop_at_absent(catalogue, chosen.only)
+        harmful = [f"`{path}`: {said}" for said in catalogue.warnings if "runs code" in said]
+        notes += [said for said in harmful if said not in notes]
     laid = _selected((one, other), chosen)
     laid = _spelt_alike(laid, (one, other), paths, notes)
     if chosen.only:

@@ -25,7 +25,7 @@ from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.transfer import DEFAULT_THREADS
 from ckpttool.verifying import against as comparing
 from ckpttool.verifying import checking, listed, strays, structure, survey, values
-from ckpttool.verifying.findings import DAMAGE, NOTE, SUSPECT, Finding, Report
+from ckpttool.verifying.findings import DAMAGE, NOTE, Finding, Report
 from ckpttool.workers import Progress
 
 __all__ = ["Finding", "Report", "verify"]
@@ -156,9 +156,10 @@ def _root(path: str, source: Source | None) -> str:
 
 
 def _remarks(catalogue: Catalogue) -> list[Finding]:
-    """What the readers have noticed. What would run code elsewhere is more than a remark."""
+    """What the readers have noticed. What would run code elsewhere is more than a remark: no writer of checkpoints
+    leaves it, and nothing passes it on."""
     return [
-        Finding(SUSPECT if "runs code" in said else NOTE, "remark", said)
+        Finding(DAMAGE, "harmful", said) if "runs code" in said else Finding(NOTE, "remark", said)
         for said in catalogue.warnings
         if not _SAID.match(said)
     ]

@@ -7,7 +7,6 @@ whole is written nowhere (torch 2.8 to 2.13 take the furthest end of a piece).
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections import Counter
@@ -158,14 +157,16 @@ def _saved_offsets(header: Header, where: str) -> dict[str, Ints]:
     text = header.metadata.get(SHARDING)
     if not text:
         return {}
+    table = strictjson.parse(text.encode("utf-8", "replace"), f"{where}: its `{SHARDING}`")
     try:
-        table = json.loads(text)
         offsets = {name: tuple(table[name]["saved_offsets"]) for name in header.tensors}
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (TypeError, KeyError):
         raise CorruptError(f"{where}: its `{SHARDING}` does not give the offsets of every tensor") from None
     for name, at in offsets.items():
-        if len(at) != len(header.tensors[name].shape) or not all(type(n) is int and n >= 0 for n in at):
-            raise CorruptError(f"{where}: tensor `{name}`: {list(at)} is no offset in its `{SHARDING}`", tensor=name)
+        if len(at) != len(header.tensors[name].shape) or not all(type(n) is int and 0 <= n < 1 << 62 for n in at):
+            raise CorruptError(
+                f"{where}: tensor `{name}`: {list(at)!r:.80} is no offset in its `{SHARDING}`", tensor=name
+            )
     return offsets
 
 
