@@ -25,8 +25,8 @@ class Lie:
     """One hostile file (or directory): who makes it, and how it must be refused.
 
     `make(folder)` returns the path that is then named on the command line. `pattern` must be found in the error.
-    With `late`, the index does not tell yet: `inspect` may show it, and only what reads the data must refuse. `limit`
-    is the exit code.
+    With `late`, the index does not tell yet: `inspect` may show it, and only what reads the data must refuse. With
+    `harmless_at_rest`, `diff` may compare it too, but has to say what it is. `code` is the exit code.
     """
 
     name: str
@@ -34,6 +34,7 @@ class Lie:
     pattern: str
     code: int | tuple[int, ...] = CORRUPT
     late: bool = False
+    harmless_at_rest: bool = False
 
     def codes(self) -> tuple[int, ...]:
         return self.code if isinstance(self.code, tuple) else (self.code,)

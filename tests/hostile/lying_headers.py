@@ -92,6 +92,9 @@ for name, make, pattern in (
     ("no braces", header(b"[]      "), "checkpoint|begins with"),
     ("offsets of pieces that are text", table(__metadata__={"DCP_SHARDING_INFO": "{"}), "DCP_SHARDING_INFO"),
     ("offsets of pieces below zero", table(__metadata__={"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [-1, 0]}})}), "DCP_SHARDING_INFO"),
+    ("offsets of pieces of 2**70", table(__metadata__={"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [2**70, 0]}})}), "no offset in its `DCP_SHARDING_INFO`"),
+    ("offsets of two pieces for one", table(__metadata__={"DCP_SHARDING_INFO": '{"w": {"saved_offsets": [0, 0]}, "w": {"saved_offsets": [1, 0]}}'}), "twice"),
+    ("offsets of pieces, eight million lists", table(__metadata__={"DCP_SHARDING_INFO": '{"w":[' + "[]," * 8_000_000 + "[]]}"}), "values"),
     ("offsets of pieces nested", table(__metadata__={"DCP_SHARDING_INFO": "[" * 100_000}), "DCP_SHARDING_INFO"),
 ):  # fmt: skip
     lie(f"safetensors: {name}", make, pattern, code=(READ, 4))

@@ -183,7 +183,7 @@ for name, value in {
     "ctypes": call(named("ctypes", "CDLL"), text("evil.so")),
     "multiprocessing": call(named("multiprocessing.util", "spawnv_passfds"), b"N"),
 }.items():
-    lie(f"payload: {name}", with_w(value), HARM, late=True)
+    lie(f"payload: {name}", with_w(value), HARM, late=True, harmless_at_rest=True)
 
 for name, value, pattern in (
     ("getattr of a module", call(named("builtins", "getattr"), call(named("builtins", "__import__"), text("os")), text("system")), "getattr"),
@@ -277,6 +277,10 @@ for name, make, pattern in (
     ("no keys", legacy(keys=b"\x80\x02]."), "no storage"),
     ("a pickle that never ends", file("ckpt.pt", HEAD + b"\x80\x02" + b"N0" * 2_000_000), "whole pickle"),
     ("a pickle in a hole", file("ckpt.pt", HEAD + b"\x80\x02", size=1 << 40), "opcode 0x00"),
+    ("text of half a tebibyte", file("ckpt.pt", HEAD + b"\x80\x04\x8d" + struct.pack("<Q", 1 << 39), size=1 << 40), "opcode 0x00"),
+    ("text of a tebibyte", file("ckpt.pt", HEAD + b"\x80\x04\x8d" + struct.pack("<Q", 1 << 40), size=1 << 40), "a value of 1099511627776 bytes"),
+    ("text of 800 MiB", file("ckpt.pt", HEAD + b"\x80\x04\x8d" + struct.pack("<Q", 800 << 20), size=1 << 40), "opcode 0x00"),
+    ("a line without end", file("ckpt.pt", HEAD + b"\x80\x02cos", size=1 << 40), "whole pickle"),
 ):  # fmt: skip
     lie(f"legacy: {name}", make, pattern)
 
@@ -292,6 +296,7 @@ lie(
     "commands|runs code|names",
     code=(CORRUPT, LOSS, READ),
     late=True,
+    harmless_at_rest=True,
 )
 lie(
     "pickle: a name that talks to the terminal",

@@ -6,9 +6,10 @@ torch that has little memory and an alarm (`on_limits.py`), and a few by the rea
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ import lying_headers  # noqa: F401
 import lying_indexes  # noqa: F401
 import lying_pickles  # noqa: F401
 import pytest
-from lies import LIES, Lie
+from lies import CANARY, LIES, Lie
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "faults"))
 from faulty import ROOT, Ran, check_words, mark
@@ -30,7 +31,8 @@ from ckpttool.cli.app import app
 HERE = Path(__file__).resolve().parent
 MOST_SECONDS = 2.0
 MOST_BYTES = 300 << 20
-GROUPS = sorted({name.partition(":")[0] for name in LIES})
+LARGE = 4 << 20  # bytes
+BATCH = 20
 COMMANDS = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
 
 
@@ -65,7 +67,7 @@ def look(names: Sequence[str], folder: Path) -> dict[str, list[Done]]:
         path = LIES[name].make(place)
         jobs += [(name, words(verb, path, place)) for verb in VERBS]
     (folder / "cwd").mkdir()
-    before = {place: mark(place) for place in folder.iterdir()}
+    before = {place: _mark(place) for place in folder.iterdir()}
     found: dict[str, list[Done]] = {name: [] for name in names}
     while jobs:
         done = subprocess.run(
@@ -82,22 +84,24 @@ def look(names: Sequence[str], folder: Path) -> dict[str, list[Done]]:
             name, (verb, *_) = jobs[len(lines)]
             found[name].append(Done(verb, Ran(done.returncode, "", done.stderr[-1000:]), 0.0, 0))
         del jobs[: len(lines) + 1]
-    after = {place: mark(place) for place in folder.iterdir()}
+    after = {place: _mark(place) for place in folder.iterdir()}
     for place in after:
-        after[place].pop("out/dst", None)  # if it was accepted, that is said below
+        after[place] = {k: v for k, v in after[place].items() if not k.startswith("out/dst")}  # accepted: said below
     assert after == before, "something was written"
     return found
 
 
-@pytest.fixture(scope="module")
-def looked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Done]]]:
-    """What became of every lie."""
-    found: dict[str, list[Done]] = {}
-    for group in GROUPS:
-        folder = tmp_path_factory.mktemp(group)
-        found |= look([name for name in LIES if name.partition(":")[0] == group], folder)
-        shutil.rmtree(folder)
-    yield found
+def _mark(place: Path) -> dict[str, str]:
+    """What is below a folder: of a file its bytes, or its size and time where it is mostly a hole."""
+    large = {p for p in place.rglob("*") if p.is_file() and not p.is_symlink() and p.stat().st_size > LARGE}
+    if not large:
+        return mark(place)
+    found: dict[str, str] = {}
+    for path in place.rglob("*"):
+        at = path.lstat()
+        data = "" if path in large or not stat.S_ISREG(at.st_mode) else hashlib.sha256(path.read_bytes()).hexdigest()
+        found[str(path.relative_to(place))] = f"{at.st_mode} {at.st_size} {at.st_mtime_ns} {data}"
+    return found
 
 
 def complaint(lie: Lie, done: Done) -> str | None:
@@ -113,7 +117,10 @@ def complaint(lie: Lie, done: Done) -> str | None:
     if not all(c.isprintable() or c == "\n" for c in said):
         return f"{where}talks to the terminal: {said!r}"
     if done.ran.code == 0:
-        return None if done.verb == "inspect" and lie.late else f"{where}accepted"
+        shown = lie.late and (
+            done.verb == "inspect" or (done.verb == "diff" and lie.harmless_at_rest and lie.told(said))
+        )
+        return None if shown else f"{where}accepted"
     if done.verb in ("verify", "diff") and done.ran.code in (1, *lie.codes()):
         return None  # these collect what they find
     try:
@@ -123,12 +130,53 @@ def complaint(lie: Lie, done: Done) -> str | None:
     return None if lie.told(done.ran.err) else f"{where}says something else: {done.ran.err}"
 
 
-@pytest.mark.parametrize("name", LIES)
-def test_a_lie_is_found_out(name: str, looked: dict[str, list[Done]]) -> None:
-    assert len(looked[name]) == len(VERBS)
-    wrong = [said for done in looked[name] if (said := complaint(LIES[name], done)) is not None]
+def _batches() -> Iterator[tuple[str, list[str]]]:
+    for group in sorted({name.partition(":")[0] for name in LIES}):
+        names = [name for name in LIES if name.partition(":")[0] == group]
+        for at in range(0, len(names), BATCH):
+            yield f"{group}-{at // BATCH}", names[at : at + BATCH]
+
+
+BATCHES = dict(_batches())
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_lies_are_found_out(batch: str, tmp_path: Path) -> None:
+    found = look(BATCHES[batch], tmp_path)
+    assert all(len(done) == len(VERBS) for done in found.values())
+    wrong = [
+        f"{name}: {said}"
+        for name, dones in found.items()
+        for done in dones
+        if (said := complaint(LIES[name], done)) is not None
+    ]
     assert not wrong, "\n".join(wrong)
 
 
 def test_there_are_enough() -> None:
     assert len(LIES) >= 150
+
+
+LIVE = ("os.system", "posix.system", "eval", "subprocess", "INST", "OBJ")
+LOADERS = {
+    "pickle": "import io, sys, zipfile; import pickle\n"
+    "class Reader(pickle.Unpickler):\n"
+    "    persistent_load = staticmethod(lambda pid: None)\n"
+    "    def find_class(self, module, name):\n"
+    "        if module.startswith('torch'): return lambda *args: None\n"
+    "        return super().find_class(module, name)\n"
+    "Reader(io.BytesIO(zipfile.ZipFile(sys.argv[1]).read('ckpt/data.pkl'))).load()",
+    "torch": "import sys, torch; torch.load(sys.argv[1], weights_only=False)",
+}
+
+
+@pytest.mark.parametrize(("name", "loader"), [*((name, "pickle") for name in LIVE), ("os.system", "torch")])
+def test_a_payload_is_live(name: str, loader: str, tmp_path: Path) -> None:
+    """Where something loads it that runs pickles, the canary is there: else its absence would prove nothing."""
+    path = LIES[f"payload: {name}"].make(tmp_path)
+    cwd = tmp_path / "cwd"
+    cwd.mkdir()
+    subprocess.run(
+        [sys.executable, "-c", LOADERS[loader], str(path)], cwd=cwd, capture_output=True, timeout=120, check=False
+    )
+    assert [p.name for p in cwd.iterdir()] == [CANARY]

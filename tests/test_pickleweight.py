@@ -1,0 +1,103 @@
+"""What a pickle would cost is told before it is run; what writers make costs nothing."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+
+from ckpttool.containers import opcodes, pickleweight
+from ckpttool.errors import CorruptError
+
+PAIR = b"K\x01K\x02\x86"
+
+
+def doubled(levels: int, *, memoize: bool) -> bytes:
+    """A tuple that holds one twice, that one another twice, and so on: `2 ** levels` elements to hash."""
+    made = PAIR + (b"\x94" if memoize else b"q\x00")
+    for n in range(levels):
+        put = b"\x94" if memoize else b"q" + bytes((n + 1,))
+        made += b"0h" + bytes((n,)) + b"h" + bytes((n,)) + b"\x86" + put
+    return made
+
+
+def whole(value: bytes, protocol: int = 2) -> bytes:
+    return b"\x80" + bytes((protocol,)) + value + b"."
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize(
+    "value",
+    [
+        {(i, (i, str(i))): [i] for i in range(2000)},
+        OrderedDict((("layer", i), {"a": (1, 2, 3)}) for i in range(2000)),
+        [((1, 2),) * 500] * 50,
+        {("x", 1.5): {frozenset({(1, 2), (3, 4)})}},
+        (1, (2, (3, (4, ())))),
+    ],
+    ids=["keys", "ordered", "shared", "sets", "nested"],
+)
+def test_what_writers_make_is_light(value: Any, protocol: int) -> None:
+    data = pickle.dumps(value, protocol)
+    assert opcodes.check(data) == len(data)
+
+
+@pytest.mark.parametrize("memoize", [False, True])
+@pytest.mark.parametrize(
+    ("before", "behind"),
+    [(b"}", b"Ns"), (b"}(", b"Nu"), (b"\x8f(", b"\x90"), (b"(", b"\x91"), (b"(", b"Nd"), (b"ctorch\nSize\n", b"\x85R")],
+    ids=["SETITEM", "SETITEMS", "ADDITEMS", "FROZENSET", "DICT", "REDUCE"],
+)
+def test_a_key_that_takes_centuries(before: bytes, behind: bytes, memoize: bool) -> None:
+    data = whole(before + doubled(60, memoize=memoize) + behind, 4)
+    with pytest.raises(CorruptError, match="shared so often"):
+        opcodes.check(data)
+
+
+def test_the_same_as_a_value_is_no_key() -> None:
+    data = whole(b"}K\x00" + doubled(60, memoize=False) + b"s")
+    assert opcodes.check(data) == len(data)
+
+
+def test_the_bound_on_keys() -> None:
+    """`n` doublings of a pair cost `2 ** (n + 2)`: a million and one for each byte may be."""
+    assert opcodes.check(whole(b"}" + doubled(17, memoize=False) + b"Ns")) is not None
+    with pytest.raises(CorruptError, match="shared so often"):
+        opcodes.check(whole(b"}" + doubled(18, memoize=False) + b"Ns"))
+
+
+def test_one_long_key_again_and_again() -> None:
+    key = b"(" + b"K\x01" * 5000 + b"tq\x01"
+    assert opcodes.check(whole(b"}" + key + b"Ns" + b"h\x01Ns" * 100)) is not None
+    with pytest.raises(CorruptError, match="shared so often"):
+        opcodes.check(whole(b"}" + key + b"Ns" + b"h\x01Ns" * 1000))
+
+
+def test_it_is_not_hidden_by_text() -> None:
+    """Bytes in a string that look like opcodes, and numbers of the memo in both ways."""
+    text = b"X" + struct.pack("<I", 40) + b"h\x00\x86q" * 10
+    lines = b"".join(b"0g%d\ng%d\n\x86p%d\n" % (n, n, n + 1) for n in range(60))
+    for value in (text + b"0" + doubled(60, memoize=False), PAIR + b"p0\n" + lines):
+        with pytest.raises(CorruptError, match="shared so often"):
+            opcodes.check(whole(b"}" + value + b"Ns"))
+
+
+@pytest.mark.parametrize(("code", "each"), [(b"]", 1), (b"}", 1), (b"\x8f", 4)], ids=["lists", "dicts", "sets"])
+def test_more_containers_than_bytes_pay_for(code: bytes, each: int) -> None:
+    count = pickleweight.MAX_OBJECTS * 4 // (4 * each - 1)  # with one more for every four bytes
+    padding = b"N" * (pickleweight.MAX_OBJECTS - count) if count < pickleweight.MAX_OBJECTS else b""
+    with pytest.raises(CorruptError, match="lists, dicts and other containers"):
+        opcodes.check(whole(b"(" + code * (count + 100_000) + padding + b"l", 4))
+
+
+def test_a_string_of_brackets_is_no_list() -> None:
+    data = pickle.dumps("]" * 6_000_000, 2)
+    assert opcodes.check(data) == len(data)
+
+
+def test_a_stack_that_is_not_there_is_left_to_the_machine() -> None:
+    data = whole(doubled(20, memoize=False) + b"\x87\x87\x87" + b"R" * 30)
+    assert opcodes.check(data) == len(data)
