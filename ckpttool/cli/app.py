@@ -52,7 +52,7 @@ def _root(
     pass
 
 
-for command in (inspect, show, diff, verify, repair, convert, reshard, export, formats):
+for command in (inspect, show, diff, verify, repair, convert, export, reshard, formats):
     app.command()(command)
 app.add_typer(verify_resume)
 

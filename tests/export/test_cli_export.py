@@ -15,10 +15,10 @@ from ckpttool.exporting import expected
 
 
 def run(*words: str | Path) -> Result:
-    """`ckpttool export words...` in this process."""
+    """`ckpttool words...` in this process."""
     from ckpttool.cli.app import app
 
-    return CliRunner().invoke(app, ["export", *map(str, words)])
+    return CliRunner().invoke(app, [*map(str, words)])
 
 
 @pytest.fixture
@@ -35,8 +35,9 @@ def test_every_option_does_what_it_says(source: Path, tmp_path: Path) -> None:
     (tmp_path / "map.json").write_text('{"rules": [{"from": "blocks.{n}.w", "to": "h.{n}.w", "rows": "halves"}]}')
     out = tmp_path / "out"
     words = [
-        source, out, "--only", "model", "--exclude", "*.extra", "--strip-prefix", "net", "--rename", "layers=blocks",
-        "--key-map", tmp_path / "map.json", "--head-dim", "4", "--dtype", "bfloat16", "--max-shard-size", "50B",
+        "export", source, out, "--only", "model", "--exclude", "*.extra", "--strip-prefix", "net",
+        "--rename", "layers=blocks", "--key-map", tmp_path / "map.json", "--head-dim", "4",
+        "--dtype", "bfloat16", "--max-shard-size", "50B",
         "--assets", tmp_path / "base", "--no-strict", "--no-card", "--threads", "2", "--max-memory", "100MB", "--check",
     ]  # fmt: skip
     done = run(*words, "--dry-run", "-v")
@@ -65,20 +66,20 @@ def test_every_option_does_what_it_says(source: Path, tmp_path: Path) -> None:
 
 def test_flat_files_have_shapes_from_elsewhere(source: Path, tmp_path: Path) -> None:
     # What has no flat tensors has no use for them, and is exported all the same.
-    done = run(source, tmp_path / "out", "--only", "ema", "--shapes", source)
+    done = run("export", source, tmp_path / "out", "--only", "ema", "--shapes", source)
     assert done.exit_code == UsageError.exit_code
     assert "has 2 models" in done.stderr
 
 
 def test_each_mistake_has_its_code_and_a_hint(source: Path, tmp_path: Path) -> None:
-    done = run(source, tmp_path / "out")
+    done = run("export", source, tmp_path / "out")
     assert done.exit_code == UsageError.exit_code
     assert "hint: pass `--only model`" in done.stderr
     torch.save({"w": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "complex.pt")
-    assert run(tmp_path / "complex.pt", tmp_path / "out").exit_code == LossError.exit_code
+    assert run("export", tmp_path / "complex.pt", tmp_path / "out").exit_code == LossError.exit_code
     (tmp_path / "cut.pt").write_bytes(source.read_bytes()[:-40])
-    assert run(tmp_path / "cut.pt", tmp_path / "out").exit_code == CorruptError.exit_code
-    assert run(tmp_path / "none.pt", tmp_path / "out").exit_code == 3
+    assert run("export", tmp_path / "cut.pt", tmp_path / "out").exit_code == CorruptError.exit_code
+    assert run("export", tmp_path / "none.pt", tmp_path / "out").exit_code == 3
     assert not (tmp_path / "out").exists()
 
 
@@ -124,7 +125,7 @@ def test_a_model_that_is_not_the_configs_is_refused(
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text('{"architectures": ["OwnModel"]}')
     monkeypatch.setattr(expected, "expected", lambda config: MODEL)
-    words = [source, tmp_path / "out", "--only", "model", "--assets", tmp_path / "base"]
+    words = ["export", source, tmp_path / "out", "--only", "model", "--assets", tmp_path / "base"]
     done = run(*words)
     assert done.exit_code == CorruptError.exit_code
     assert "2 missing: `m.a`, `m.b`; 3 unexpected: `net.layers.0.w`" in done.stderr
