@@ -134,6 +134,11 @@ def inside(root: str, name: str) -> str:
     """`root/name` for a name that an index gives. Raises CorruptError when it would leave the root."""
     parts = name.replace("\\", "/").split("/")
     drive = "://" in name or (len(name) > 1 and name[1] == ":")
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        # JSON and pickles can spell half a character, and no file is called so.
+        raise CorruptError(f"`{root}`: the index names the file {name!a:.200}, which cannot be", file=root) from None
     if not name or "\0" in name or name.startswith(("/", "\\")) or ".." in parts or drive:
         raise CorruptError(
             f"`{root}`: the index names the file `{name}`, which is outside the checkpoint", file=root, found=name

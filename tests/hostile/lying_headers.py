@@ -141,6 +141,7 @@ for name, make, pattern in (
     ("a URL of a store", to("s3://bucket/a.safetensors"), OUT),
     ("a path with a zero", to("a.safetensors\0"), OUT),
     ("no name", to(""), OUT),
+    ("half a character", to("a\ud800.safetensors"), r"'a\\ud800.safetensors', which cannot be"),
     ("a path of 5,000 letters", to("a" * 5000), "too long|not there|cannot read"),
     ("the directory", to("."), "directory"),
     ("a directory", to("sub", lambda p: (p / "sub").mkdir()), "directory"),

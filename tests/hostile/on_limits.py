@@ -7,6 +7,7 @@ What was begun and not ended is a hang: the alarm ends the process there.
 
 from __future__ import annotations
 
+import gc
 import json
 import resource
 import signal
@@ -59,6 +60,8 @@ def main() -> None:
             "seconds": time.process_time() - started, "taken": field("VmHWM") - before,
         }) + "\n")  # fmt: skip
         sys.stdout.flush()
+        del done  # its traceback keeps what was read
+        gc.collect()
 
 
 main()
