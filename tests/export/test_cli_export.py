@@ -40,7 +40,7 @@ def test_every_option_does_what_it_says(source: Path, tmp_path: Path) -> None:
         "--dtype", "bfloat16", "--max-shard-size", "50B",
         "--assets", tmp_path / "base", "--no-strict", "--no-card", "--threads", "2", "--max-memory", "100MB", "--check",
     ]  # fmt: skip
-    done = run(*words, "--dry-run", "-v")
+    done = run("export", *words[1:], "--dry-run", "-v")
     assert done.exit_code == 0, done.output
     assert not out.exists()
     assert "would write" in done.stdout
@@ -55,12 +55,12 @@ def test_every_option_does_what_it_says(source: Path, tmp_path: Path) -> None:
         "config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
         "model.safetensors.index.json",
     ]  # fmt: skip
-    assert run(*words).exit_code == OverwriteError.exit_code
-    told = json.loads(run(*words, "--overwrite", "--json").stdout)
+    assert run("export", *words[1:]).exit_code == OverwriteError.exit_code
+    told = json.loads(run("export", *words[1:], "--overwrite", "--json").stdout)
     assert told["schema"] == "ckpttool/export/1"
     assert (told["key_map"], told["parameters"]) == (str(tmp_path / "map.json"), {"bfloat16": 48})
     assert told["not_compared"] == "the config names no architecture"
-    done = run(*words, "--overwrite", "-q")
+    done = run("export", *words[1:], "--overwrite", "-q")
     assert (done.exit_code, done.stdout) == (0, "")
 
 
@@ -126,11 +126,11 @@ def test_a_model_that_is_not_the_configs_is_refused(
     (tmp_path / "base" / "config.json").write_text('{"architectures": ["OwnModel"]}')
     monkeypatch.setattr(expected, "expected", lambda config: MODEL)
     words = ["export", source, tmp_path / "out", "--only", "model", "--assets", tmp_path / "base"]
-    done = run(*words)
+    done = run("export", *words[1:])
     assert done.exit_code == CorruptError.exit_code
     assert "2 missing: `m.a`, `m.b`; 3 unexpected: `net.layers.0.w`" in done.stderr
     assert not (tmp_path / "out").exists()
-    done = run(*words, "--no-strict", "--json")
+    done = run("export", *words[1:], "--no-strict", "--json")
     assert done.exit_code == 0
     assert "2 missing" in json.loads(done.stdout)["not_compared"]
 
