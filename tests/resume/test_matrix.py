@@ -125,7 +125,7 @@ def test_a_second_model_and_milestones(kind: str, to_world: int, monkeypatch: py
     report = trial(RECIPE, world=2, to_world=to_world, via="safetensors,dcp", steps=3, more=3, gradients=False)
     assert report.verdict == "same", report.says
     counts = {row.what: row.count for row in report.compared}
-    assert counts["model"] == 2 * 22 and counts["scheduler"] > 10
+    assert counts["model"] == 2 * 22 and counts["scheduler"] >= 10
 
 
 @pytest.mark.long
