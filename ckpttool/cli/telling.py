@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ckpttool.verbs import Conversion
 
 _SHOWN = 20
+_ENOUGH = 64 << 20  # bytes without which a rate says nothing
 _TITLES = 12  # characters before the text of a line
 
 
@@ -62,9 +63,9 @@ def _contents(made: Conversion) -> str:
 def _result(
     terminal: Terminal, made: Conversion, check: bool, more: Iterable[tuple[str, str]], waited: float
 ) -> None:  # fmt: skip
-    # Below a second it would tell of the start, not of the disk.
+    # Of less it would tell of the start, not of the disk.
     writing = made.seconds - waited
-    rate = f", {size(made.bytes / writing)}/s" if writing >= 1 else ""
+    rate = f", {size(made.bytes / writing)}/s" if writing >= 1 and made.bytes >= _ENOUGH else ""
     checked = _checked(made, check)
     narrow = terminal.width is not None and len("; ".join(checked)) > terminal.width - _TITLES
     rows = [

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpttool.catalogue import Catalogue
@@ -28,6 +29,7 @@ class Facts:
     key_map: str
     architecture: str | None
     adapter: bool = False
+    cast: Sequence[tuple[str, str, str]] = ()
 
 
 def digest(catalogue: Catalogue) -> str:
@@ -59,14 +61,20 @@ def text(facts: Facts, catalogue: Catalogue) -> str:
         ("Made by", f"ckpttool {__version__}, `ckpttool export`"),
         ("Parameters", f"{count(total)} in {plural(facts.tensors, 'tensor')}, {size(facts.nbytes)}"),
         ("Dtypes", dtypes or "none"),
+        *([("Cast", _casts(facts.cast))] if facts.cast else []),
         *([("Names", f"by key map `{facts.key_map}`")] if facts.key_map else []),
         ("Digest of the source", f"`sha256:{digest(catalogue)}` over names, sizes and stored checksums of its files"),
     ]
     table = "\n".join(f"| {key} | {value} |" for key, value in rows)
     title = facts.title or "Model"
     return (
-        f"---\nlibrary_name: {library}\n---\n\n# {title}\n\nThe weights of {what}, taken out of a training checkpoint "
-        f"bit for bit or as said below.\n\n| | |\n|---|---|\n{table}\n\n"
+        f"---\nlibrary_name: {library}\n---\n\n# {title}\n\nThe weights of {what}, taken out of a training checkpoint"
+        f"{', and cast' if facts.cast else ' bit for bit'}.\n\n| | |\n|---|---|\n{table}\n\n"
         "This page was made by a program. What the model is for, what it was trained on and under which license it "
         "stands is for its author to add.\n"
     )
+
+
+def _casts(cast: Sequence[tuple[str, str, str]]) -> str:
+    counted = Counter((old, new) for _, old, new in cast)
+    return ", ".join(f"{plural(n, 'tensor')} from {old} to {new}" for (old, new), n in counted.items())

@@ -241,7 +241,7 @@ def _rest(found: Assets | None, made: Exported, laid: Catalogue, source: Catalog
         title = os.path.basename(made.destination.rstrip("/"))
         facts = card.Facts(
             made.source, title, made.source_format, made.parameters, made.tensors, made.bytes, made.key_map, first,
-            made.adapter,
+            made.adapter, made.cast,
         )  # fmt: skip
         files.append(beside.of_bytes(beside.CARD, card.text(facts, source).encode()))
         made.card = True

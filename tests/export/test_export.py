@@ -319,11 +319,15 @@ def test_a_card_is_made_when_there_is_none(tmp_path: Path) -> None:
     verbs.export(path, tmp_path / "out", dtype="bfloat16")
     card = (tmp_path / "out" / CARD).read_text()
     assert all(text in card for text in ("# out", "`a.pt`, torch", "263 in 7 tensors", "bfloat16", "sha256:"))
+    assert "training checkpoint, and cast." in card and "from float32 to bfloat16 |" in card
     assert str(tmp_path) not in card
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / CARD).write_text("mine")
     made = verbs.export(path, tmp_path / "mine", assets=tmp_path / "base")
     assert ((tmp_path / "mine" / CARD).read_text(), made.card) == ("mine", False)
+    verbs.export(path, tmp_path / "same")
+    card = (tmp_path / "same" / CARD).read_text()
+    assert "training checkpoint bit for bit." in card and "| Cast |" not in card
     verbs.export(path, tmp_path / "bare", card=False)
     assert os.listdir(tmp_path / "bare") == ["model.safetensors"]
 

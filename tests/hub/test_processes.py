@@ -220,6 +220,7 @@ def kill_and_run_again(hub: Hub, folder: Path, times: int, seed: int) -> None:
     """Kill an export after a random number of its requests, or a moment later, and run it again."""
     chance = random.Random(seed)
     src = folder / "big.safetensors"
+    killed = 0
     for i in range(times):
         torch.manual_seed(100 * seed + i)
         made = {f"layers.{j}.weight": torch.randn(128, 512) for j in range(12)}
@@ -235,6 +236,7 @@ def kill_and_run_again(hub: Hub, folder: Path, times: int, seed: int) -> None:
         time.sleep(chance.uniform(0, 0.1))
         process.send_signal(signal.SIGKILL)
         process.communicate()
+        killed += process.returncode == -signal.SIGKILL
         if repo in hub.repos and len(hub.history(repo)) == 1:
             assert hub.files(repo) == {}, "nothing is visible before the commit"
         hub.faults.clear()
@@ -242,6 +244,7 @@ def kill_and_run_again(hub: Hub, folder: Path, times: int, seed: int) -> None:
         check_whole(hub, repo, made)
         # What is there is whole, and nothing is left to do.
         assert len(hub.files(repo)) == 6 + 2
+    assert killed > times / 2, "most of them were in the middle of it"
 
 
 def check_whole(hub: Hub, repo: str, made: dict[str, Any]) -> None:
