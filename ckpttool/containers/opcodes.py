@@ -20,6 +20,8 @@ from ckpttool.errors import CorruptError
 MAX_PICKLE = 1 << 31  # bytes
 _LARGE = 1 << 20
 _TEXTLESS = 15
+_PIECE = 1 << 13  # bytes of opcodes that are looked through at once
+_LONG_ROW = 16
 _WINDOW = 1 << 16
 _LONGEST_LINE = 1 << 26  # bytes; the text of protocol 0 ends where its line does
 _STOP, _BINPUT, _PUT, _PAIR = ord("."), ord("r"), ord("p"), frozenset(b"ci")
@@ -67,7 +69,7 @@ def tuples(data: bytes, end: int) -> int:
     return sum(data.count(code, 0, end) for code in (b"\x85", b"\x86", b"\x87", b"t"))
 
 
-_memoized = re.compile(b"\\x94*").match
+_row = re.compile(b"\\x94*").match
 
 
 def end_of(data: bytes, start: int = 0, *, limit: int | None = None) -> int | None:
@@ -120,7 +122,7 @@ def check(data: bytes) -> int | None:
         return None
     if heavy:
         pickleweight.check_objects(b"".join(code.pieces), end)
-    if shared and (code.has_lines or pickleweight.shares_tuples(code.pieces)):
+    if shared and (code.has_lines or pickleweight.shares_tuples(code.pieces, code.rows)):
         pickleweight.check_keys(data, end, lambda data, at: _after(data, at, data[at], len(data), len(data)))
     return end
 
@@ -136,19 +138,36 @@ def check_beginning(window: bytes, size: int) -> None:
 
 
 class _Code:
-    """The opcodes of a pickle without their text: pieces of whole ones, `N` in the place of each that has text."""
+    """The opcodes of a pickle without their text: pieces of whole ones, `N` in the place of each that has text.
+
+    `rows` has for each piece how many MEMOIZE behind it were left out; they number what has text.
+    """
 
     def __init__(self) -> None:
-        self.pieces: list[bytes] = []
+        self.pieces: list[bytearray] = []
+        self.rows: list[int] = []
         self.has_lines = False  # numbers what it memoizes in text, as protocol 0 does
-        self._head = b""
+        self._before = b""
 
-    def add(self, data: bytes, begin: int, at: int, after: int) -> None:
-        """Those at `begin..at`, all of a fixed length, and the one at `at..after`."""
-        fixed = data[at] in _FIXED
-        self.pieces.append(self._head + data[begin : after if fixed else at])
-        self._head = b"" if fixed else b"N"
+    def add(self, data: bytes, begin: int, at: int, after: int) -> int:
+        """Those at `begin..at`, all of a fixed length, and the one at `at..after`. Returns where the next begins."""
+        if not self.pieces or self.rows[-1] or len(self.pieces[-1]) > _PIECE:
+            self.pieces.append(bytearray(self._before))
+            self.rows.append(0)
+        piece = self.pieces[-1]
+        if data[at] in _FIXED:
+            piece += data[begin:after]
+            self._before = b""
+            return after
+        piece += data[begin:at]
+        piece += b"N"
+        self._before = b"N"
         self.has_lines |= data[at] in b"pg"
+        row = _row(data, after).end() - after  # type: ignore[union-attr]
+        if row < _LONG_ROW:
+            return after
+        self.rows[-1] = row
+        return after + row
 
 
 def _walk(data: bytes, start: int, limit: int, code: _Code | None) -> int | None:
@@ -167,14 +186,10 @@ def _walk(data: bytes, start: int, limit: int, code: _Code | None) -> int | None
             begin, at = at, matched.end()
             found = data[at]
             after = at + 1 if found == _STOP else _after(data, at, found, limit, memo)
-            if code is not None:
-                code.add(data, begin, at, after)
+            # The reader of a large DCP index leaves thousands of MEMOIZE behind a name (0.2 s -> 0.0 s).
+            at = _row(data, after).end() if code is None else code.add(data, begin, at, after)  # type: ignore[union-attr]
             if found == _STOP:
                 return after
-            at = after
-            if code is None:
-                # The reader of a large DCP index leaves thousands of MEMOIZE behind a name (0.2 s -> 0.0 s).
-                at = _memoized(data, after).end()  # type: ignore[union-attr]
     except (IndexError, struct.error, ValueError):
         return None
 

@@ -13,6 +13,7 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Callable
+from operator import itemgetter
 
 from ckpttool.errors import CorruptError
 
@@ -53,7 +54,9 @@ def may_share(data: bytes, end: int) -> bool:
 
 
 # What may leave a tuple on top of the stack: behind anything else, something else is memoized.
-_TUPLE_ON_TOP = frozenset(b"\x85\x86\x87th" + b"jqr\x94\x80\x95" + b"01asueb\x90")
+_TUPLE_ON_TOP = frozenset(
+    code.to_bytes(1, "little") for code in b"\x85\x86\x87th" + b"jqr\x94\x80\x95" + b"01asueb\x90"
+) | {b""}
 
 
 def _tokens(without: bytes) -> bytes:
@@ -70,39 +73,58 @@ def _tokens(without: bytes) -> bytes:
 _get = re.compile(rb"(?:" + _tokens(b"hj") + rb")*(?:h(.)|j(.{4}))", re.S).findall
 # The group holds the opcode before.
 _put = re.compile(rb"(" + _tokens(b"qr") + rb")*(?:q(.)|r(.{4}))", re.S).findall
-_memoize = re.compile(rb"(" + _tokens(b"\x94") + rb")*\x94", re.S).findall
+# Several in a row give a number each to the same value.
+_memoize = re.compile(rb"(" + _tokens(b"\x94") + rb")*(\x94+)", re.S).findall
 
 
-def shares_tuples(pieces: list[bytes]) -> bool:
+def shares_tuples(pieces: list[bytearray], rows: list[int]) -> bool:
     """Whether a pickle mentions tuples often enough to look closer.
 
-    `pieces` are its opcodes, each piece beginning and ending with a whole one; `N` stands for those with text.
+    `pieces` are its opcodes, each piece beginning and ending with a whole one; `N` stands for those with text. Behind
+    each piece, `rows` says how many MEMOIZE of no tuple are left out.
     """
     mentions: Counter[bytes] = Counter()
     for piece in pieces:
         # The search is to end at the end; else it would begin anew between opcodes.
-        found = Counter(one or four for one, four in _get(piece + b"h\0"))
-        found[b"\0"] -= 1
-        mentions.update(found)
+        mentions.update(one or four for one, four in _get(piece + b"h\0"))
+        mentions[b"\0"] -= 1
+    wanted: dict[int, int] = {}
+    for spelt, count in mentions.items():
+        index = int.from_bytes(spelt, "little")
+        wanted[index] = wanted.get(index, 0) + count
+    if sum(wanted.values()) < _FEW:
+        return False
     puts = [put for piece in pieces for put in _put(piece + b"q\0")[:-1]]
-    if puts:
-        if any(b"\x94" in piece and _memoize(piece + b"\x94")[1:] for piece in pieces):
-            return True  # no writer numbers in both ways
-        tuples = {(one or four).rstrip(b"\0") for before, one, four in puts if not before or before[0] in _TUPLE_ON_TOP}
-    else:
-        tuples = _memoized_tuples(pieces)
-    return sum(count for index, count in mentions.items() if index.rstrip(b"\0") in tuples) >= _FEW
+    if not puts:
+        return _tuples_mentioned(pieces, rows, wanted) >= _FEW
+    if any(rows) or any(b"\x94" in piece and any(map(itemgetter(1), _memoized(piece))) for piece in pieces):
+        return True  # no writer numbers in both ways
+    tuples = {int.from_bytes(one or four, "little") for before, one, four in puts if before[:1] in _TUPLE_ON_TOP}
+    return sum(wanted.get(index, 0) for index in tuples) >= _FEW
 
 
-def _memoized_tuples(pieces: list[bytes]) -> set[bytes]:
-    found: set[bytes] = set()
-    number = 0
-    for piece in pieces:
-        before = _memoize(piece + b"\x94")[:-1]
-        for i, code in enumerate(before, number):
-            if not code or code[0] in _TUPLE_ON_TOP:
-                found.add(i.to_bytes(4, "little").rstrip(b"\0"))
-        number += len(before)
+def _memoized(piece: bytearray) -> list[tuple[bytes, bytes]]:
+    """For each row of MEMOIZE, the opcode before, or nothing at the beginning; and the row itself."""
+    found: list[tuple[bytes, bytes]] = _memoize(piece + b"\x94")
+    before, row = found[-1]
+    found[-1] = before, row[1:]
+    return found
+
+
+def _tuples_mentioned(pieces: list[bytearray], rows: list[int], wanted: dict[int, int]) -> int:
+    """How often those are mentioned that MEMOIZE numbers and that may be tuples."""
+    found = number = 0
+    indexes = sorted(wanted, reverse=True)
+    for piece, left_out in zip(pieces, rows, strict=True):
+        for before, row in _memoized(piece):
+            number += len(row)
+            while indexes and indexes[-1] < number:
+                index = indexes.pop()
+                if before[:1] in _TUPLE_ON_TOP:
+                    found += wanted[index]
+        number += left_out
+        while indexes and indexes[-1] < number:
+            indexes.pop()
     return found
 
 
