@@ -193,6 +193,21 @@ def test_dtypes_are_cast_as_torch_casts(tmp_path: Path) -> None:
         verbs.export(path, tmp_path / "other", dtype="nothing*=float32")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_is_torchs_to_the_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+    # Every exponent and sign, and what lies halfway between two values of bfloat16.
+    bits = torch.randint(-(2**31), 2**31, (4096,), generator=torch.Generator().manual_seed(3)).to(torch.int32)
+    bits[::4] = bits[::4] & ~0xFFFF | 0x8000
+    values = bits.view(torch.float32).view(64, 64)
+    path = saved(tmp_path / "a.pt", {"w": values})
+    verbs.export(path, tmp_path / "out", dtype=str(dtype).removeprefix("torch."))
+    made, expected = found(tmp_path / "out")["w"], values.to(dtype)
+    number = ~expected.isnan()
+    assert torch.equal(made.isnan(), expected.isnan())
+    assert torch.equal(made[number].view(torch.int16), expected[number].view(torch.int16))
+    assert not torch.equal(made[number].float(), values[number])
+
+
 def test_files_are_split_as_huggingface_hub_splits_them(tmp_path: Path) -> None:
     made = verbs.export(saved(tmp_path / "a.pt", weights()), tmp_path / "out", max_shard_size=400, check=True)
     wanted = split_torch_state_dict_into_shards(weights(), max_shard_size=400)
