@@ -2,7 +2,8 @@
 
 A checkpoint is a catalogue of named tensors, each a tiling of boxes, each box a run of bytes in a file. Opening one
 reads its index and runs nothing; converting one lays out an empty checkpoint of the other format and moves each byte
-once. `open` reads lazily; `inspect`, `show` and `convert` are the commands of the same names.
+once. `open` reads lazily; `inspect`, `show`, `diff`, `verify`, `repair`, `convert`, `reshard` and `export` are the
+commands of the same names.
 """
 
 from __future__ import annotations
@@ -20,7 +21,24 @@ if TYPE_CHECKING:
     from ckpttool.mesh.loader import Loaded, load
     from ckpttool.mesh.saving import save
     from ckpttool.mesh.stateful import load_into
-    from ckpttool.verbs import Conversion, convert, inspect, show
+    from ckpttool.verbs import (
+        Conversion,
+        Diff,
+        Exported,
+        Finding,
+        Repaired,
+        Report,
+        Resharding,
+        Shown,
+        convert,
+        diff,
+        export,
+        inspect,
+        repair,
+        reshard,
+        show,
+        verify,
+    )
 
 # Looked up when first used, so that `ckpttool --help` does not import what it does not need.
 _HOMES = {
@@ -32,17 +50,14 @@ _HOMES = {
     "load": "mesh.loader",
     "load_into": "mesh.stateful",
     "save": "mesh.saving",
-    "Conversion": "verbs",
-    "convert": "verbs",
-    "inspect": "verbs",
-    "show": "verbs",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    home = _HOMES.get(name, "verbs")
+    if home == "verbs" and name not in __all__:
         raise AttributeError(f"module `ckpttool` has no attribute `{name}`")
-    return getattr(import_module(f"ckpttool.{_HOMES[name]}"), name)
+    return getattr(import_module(f"ckpttool.{home}"), name)
 
 
 def open(
@@ -58,18 +73,7 @@ def open(
 
 
 __all__ = [
-    "Checkpoint",
-    "CkptError",
-    "Conversion",
-    "LazyTensor",
-    "Loaded",
-    "__version__",
-    "convert",
-    "exit_on_error",
-    "inspect",
-    "load",
-    "load_into",
-    "open",
-    "save",
-    "show",
-]
+    "Checkpoint", "CkptError", "Conversion", "Diff", "Exported", "Finding", "LazyTensor", "Loaded", "Repaired",
+    "Report", "Resharding", "Shown", "__version__", "convert", "diff", "exit_on_error", "export", "inspect", "load",
+    "load_into", "open", "repair", "reshard", "save", "show", "verify",
+]  # fmt: skip

@@ -1,67 +1,52 @@
-"""What ckpttool does, as functions: each command of the CLI is one call of one of these."""
+"""What ckpttool does, as functions: each command of the CLI is one call of one of these.
+
+Where they live is looked up when they are first used: to look at a checkpoint nothing is imported that writes one.
+"""
 
 from __future__ import annotations
 
-import os
-from dataclasses import replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from ckpttool.catalogue import Catalogue, validate
-from ckpttool.conversion import convert
-from ckpttool.diffing import Diff, diff
-from ckpttool.errors import CkptError, UsageError, some
-from ckpttool.exporting.local import export
-from ckpttool.exporting.planning import Exported
-from ckpttool.figures import Shown, look
-from ckpttool.making import Conversion
-from ckpttool.opening import naming, opened
-from ckpttool.repairing import Repaired, repair
-from ckpttool.resharding import Resharding, reshard
-from ckpttool.verifying import Finding, Report, verify
-from ckpttool.wording import meant
+if TYPE_CHECKING:
+    from ckpttool.conversion import convert
+    from ckpttool.diffing import Diff, diff
+    from ckpttool.exporting.local import export
+    from ckpttool.exporting.planning import Exported
+    from ckpttool.figures import Shown
+    from ckpttool.looking import inspect, show
+    from ckpttool.making import Conversion
+    from ckpttool.repairing import Repaired, repair
+    from ckpttool.resharding import Resharding, reshard
+    from ckpttool.verifying import Finding, Report, verify
+
+HOMES = {
+    "Conversion": "making",
+    "Diff": "diffing",
+    "Exported": "exporting.planning",
+    "Finding": "verifying",
+    "Repaired": "repairing",
+    "Report": "verifying",
+    "Resharding": "resharding",
+    "Shown": "figures",
+    "convert": "conversion",
+    "diff": "diffing",
+    "export": "exporting.local",
+    "inspect": "looking",
+    "repair": "repairing",
+    "reshard": "resharding",
+    "show": "looking",
+    "verify": "verifying",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module `ckpttool.verbs` has no attribute `{name}`")
+    return getattr(import_module(f"ckpttool.{HOMES[name]}"), name)
+
 
 __all__ = [
     "Conversion", "Diff", "Exported", "Finding", "Repaired", "Report", "Resharding", "Shown", "convert", "diff",
     "export", "inspect", "repair", "reshard", "show", "verify",
 ]  # fmt: skip
-
-
-def inspect(path: str | os.PathLike[str], *, shapes: str | None = None) -> Catalogue:
-    """Everything that the index of the checkpoint at `path` says, without reading a weight or running anything."""
-    with opened(os.fspath(path), shapes) as source:
-        catalogue = source.catalogue
-        try:
-            validate(catalogue)
-        except CkptError as error:
-            # What is wrong stops a conversion; whoever looks wants to see the rest all the same.
-            catalogue.warnings[:0] = [f"damaged: {text}" for text in _folded(catalogue.faults or [error])]
-        return catalogue
-
-
-def _folded(faults: list[CkptError]) -> list[str]:
-    """What to say of faults; those with the same fact `alike`, what is wrong with each tensor, as one. Pure."""
-    groups: dict[object, list[CkptError]] = {}
-    for i, fault in enumerate(faults):
-        groups.setdefault(fault.facts.get("alike", i), []).append(fault)
-    return [
-        one.message if not more else f"{1 + len(more)} tensors {what}: "
-        f"{some([fault.facts['tensor'] for fault in (one, *more)])}; of the first: {one.message}"
-        for what, (one, *more) in groups.items()
-    ]  # fmt: skip
-
-
-def show(path: str | os.PathLike[str], tensor: str, *, shapes: str | None = None) -> Shown:
-    """One tensor of the checkpoint at `path`: where it lies, a few values, and figures over all of them. Reads only
-    its bytes. Raises UsageError, with the nearest names, when there is no such tensor."""
-    path = os.fspath(path)
-    with opened(path, shapes) as source:
-        found = [t for t in source.catalogue.tensors if t.name == tensor]
-        if not found:
-            if any(o.name == tensor for o in source.catalogue.objects):
-                hint = "it is an object; `ckpttool inspect` shows its value"
-                raise UsageError(f"`{path}`: `{tensor}` is not a tensor", hint=hint)
-            names = [t.name for t in source.catalogue.tensors]
-            hint = meant(tensor, names, f"`ckpttool inspect {path} --tensors '*'` lists them")
-            raise UsageError(f"`{path}`: there is no tensor `{tensor}`", hint=hint)
-        with naming(path):
-            validate(replace(source.catalogue, entries={found[0].path: found[0]}))
-            return look(found[0], source)
