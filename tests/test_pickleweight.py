@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pickle
 import struct
+import weakref
 from collections import OrderedDict
 from typing import Any
 
 import pytest
 
-from ckpttool.containers import opcodes, pickleweight
+from ckpttool.containers import opcodes, pickles, pickleweight
 from ckpttool.errors import CorruptError
 
 PAIR = b"K\x01K\x02\x86"
@@ -101,3 +102,24 @@ def test_a_string_of_brackets_is_no_list() -> None:
 def test_a_stack_that_is_not_there_is_left_to_the_machine() -> None:
     data = whole(doubled(20, memoize=False) + b"\x87\x87\x87" + b"R" * 30)
     assert opcodes.check(data) == len(data)
+
+
+def test_reading_many_pickles_does_not_keep_them() -> None:
+    """What fails leaves cycles, and the collector has to find them though it was switched off meanwhile."""
+
+    class Marked:
+        pass
+
+    left: list[weakref.ref[Marked]] = []
+
+    def persistent(pid: Any) -> Any:
+        marked = Marked()
+        marked.itself = marked  # type: ignore[attr-defined]
+        left.append(weakref.ref(marked))
+        return marked
+
+    for _ in range(30_000):
+        pickles.load(b"\x80\x02K\x01Q.", what="p", persistent=persistent)
+        if left[0]() is None:
+            return
+    raise AssertionError("nothing is ever collected")

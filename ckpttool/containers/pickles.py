@@ -389,6 +389,9 @@ def noting_harm() -> Iterator[set[str]]:
         _noted.reset(token)
 
 
+_MANY = 100_000
+
+
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
     """For the length of a block that makes millions of objects that all stay: the collector would look through them
@@ -397,12 +400,13 @@ def no_garbage_collection() -> Iterator[None]:
     gc.disable()
     try:
         yield
+        if was and gc.get_count()[0] > _MANY and not gc.get_freeze_count():
+            # Moves them to the oldest generation; as young ones they would be looked through twice yet. Not for a few,
+            # nor for what failed: the collector hardly ever looks there, and whoever reads many pickles would keep all.
+            gc.freeze()
+            gc.unfreeze()
     finally:
         if was:
-            if not gc.get_freeze_count():
-                # Moves them to the oldest generation; as young ones they would be looked through twice yet.
-                gc.freeze()
-                gc.unfreeze()
             gc.enable()
 
 
