@@ -66,8 +66,7 @@ config.save_pretrained(sys.argv[1] + "/assets")
 def test_from_pretrained_takes_what_was_exported(hub: Hub, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", TRAINED, str(tmp_path)], check=True, timeout=300)
     model = str(tmp_path / "ckpt.pt")
-    words = ("export", model, "hf://me/model", "--assets", str(tmp_path / "assets"), "--max-shard-size", "100KB")
-    planned = json.loads(run(*words, "--dry-run", "--json"))
+    planned = json.loads(run("export", model, "hf://me/model", "--dry-run", "--json"))
     assert planned["sent"]["created"] and planned["sent"]["commit"] is None and not hub.repos
     said = run(
         "export", model, "hf://me/model", "--assets", str(tmp_path / "assets"), "--max-shard-size", "100KB",
