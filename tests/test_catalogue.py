@@ -178,6 +178,7 @@ WRONG: dict[str, tuple[tuple[Chunk, ...], str]] = {
     "a hole": ((UPPER,), "6 of 12 elements are in no chunk"),
     "an overlap": ((WHOLE, LOWER), "chunks at [0, 0] and [2, 0] overlap"),
     "outside the tensor": ((UPPER, LOWER._replace(offsets=(3, 0))), "reaches outside [4, 3]"),
+    "a whole one that begins elsewhere": ((WHOLE._replace(offsets=(5, 0)),), "reaches outside [4, 3]"),
     "another shape": ((Chunk((0,), (12,), Extent(0, 0, 48)),), "1 dimensions where the tensor has 2"),
     "outside the file": ((UPPER, LOWER._replace(extent=Extent(1, 4, 24))), "`b.bin`: tensor `m.w`: bytes 4..28 are"),
     "before the file": ((WHOLE._replace(extent=Extent(0, -8, 48)),), "bytes -8..40 are outside the file"),
