@@ -17,6 +17,7 @@ DEFAULTS = {
     "strip_wrappers": False, "strip_prefix": None, "dtype": (), "max_shard_size": None, "to_world": None,
     "tensor_class": None, "optim_keys": None, "optim_root": None, "shapes": None, "model_from": None,
     "optim_from": None, "overwrite": False, "dry_run": False, "threads": None, "max_memory": None, "check": False,
+    "resume": False, "manifest": None,
 }  # fmt: skip
 
 
@@ -61,6 +62,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         ("-j3", "threads", 3),
         ("--max-memory 512MiB", "max_memory", "512MiB"),
         ("--check", "check", True),
+        ("--resume", "resume", True),
+        ("--manifest sums.json", "manifest", "sums.json"),
     ],
 )
 def test_an_option(words: str, option: str, value: Any, asked: dict[str, Any]) -> None:
