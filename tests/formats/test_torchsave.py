@@ -474,7 +474,7 @@ def repacked(src: Path, dst: Path, change: Any) -> Path:
         (b'"path_name": "weight_0"', b'"path_name": "weight_9"', "weight_9"),
         (b'"dtype": 7', b'"dtype": 77', "unknown dtype 77"),
         (b'{"config"', b'{"konfig"', "not a table"),
-        (b'{"config"', b'["config"', "not a table"),
+        (b'{"config"', b'["config"', "is not JSON"),
     ],
 )
 def test_exports_that_contradict_themselves(old: bytes, new: bytes, words: str, tmp_path: Path) -> None:
