@@ -215,7 +215,8 @@ def test_we_read_what_we_write() -> None:
 
 
 def test_large_indexes_take_seconds() -> None:
-    """A tenth of 256 ranks x 2,930 tensors, there and back; the whole is measured by the benchmarks."""
+    """A tenth of 256 ranks x 2,930 tensors, there and back: what takes a time that grows faster than the index takes
+    minutes. How long it takes on a machine of its own is measured by the benchmarks."""
     files = [f"__{r}_0.distcp" for r in range(256)]
     n = len(files)
     offsets, sizes = [(16 * r, 0) for r in range(n)], [(16, 4096)] * n
@@ -229,10 +230,10 @@ def test_large_indexes_take_seconds() -> None:
     metadata = dcpmetadata.Metadata(".metadata", files, entries, {k: (k,) for k in entries}, {})
     began = time.process_time()
     data = written(metadata)
-    assert time.process_time() - began < 3
+    assert time.process_time() - began < 15
     began = time.process_time()
     found = dcpmetadata.read(io.BytesIO(data), ".metadata")
-    assert time.process_time() - began < 3
+    assert time.process_time() - began < 15
     assert len(found.entries) == 293 and found.files == files
 
 

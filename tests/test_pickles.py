@@ -679,7 +679,9 @@ def test_tuples_with_something_between_them_do_not_either(level: bytes, tmp_path
     command = [sys.executable, "-m", "ckpttool", "inspect", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (4, "")
-    assert f"nested more than {pickles.MAX_NESTED} deep" in done.stderr and "Traceback" not in done.stderr
+    sizes = level.endswith(b"R")  # of something else than integers
+    said = "not made of a tuple of integers" if sizes else f"nested more than {pickles.MAX_NESTED} deep"
+    assert said in done.stderr and "Traceback" not in done.stderr
 
 
 def test_nesting_that_is_let_through_does_no_harm() -> None:
@@ -721,7 +723,7 @@ def test_a_size_is_made_of_a_tuple(argument: bytes) -> None:
     call = b"ctorch\nSize\n" + argument + b"\x85R"
     with pytest.raises(CorruptError, match=r"torch\.Size"):
         load(b"\x80\x02" + call + b".")
-    with pytest.raises(CorruptError, match="concatenate tuple"):
+    with pytest.raises(CorruptError, match=r"torch\.Size"):
         dcpmetadata.read(io.BytesIO(b"\x80\x02" + call + b"."), ".metadata")
 
 

@@ -6,9 +6,10 @@ The token and the endpoint are found where the library looks for them: `HF_TOKEN
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable
-from logging import ERROR
+from logging import ERROR, LogRecord
 from typing import Any
 
 import huggingface_hub
@@ -43,6 +44,11 @@ def api() -> HfApi:
     return HfApi(endpoint=endpoint, library_name="ckpttool", library_version=__version__)
 
 
+def _without_signatures(record: LogRecord) -> bool:
+    record.msg, record.args = re.sub(r"(https?://[^\s?]*\?)\S+", r"\1...", record.getMessage()), ()
+    return True
+
+
 def _prepare() -> None:
     global _prepared
     if _prepared:
@@ -57,6 +63,8 @@ def _prepare() -> None:
     os.environ.setdefault("HF_XET_CLIENT_READ_TIMEOUT", f"{seconds:g}s")
     os.environ.setdefault("HF_XET_CLIENT_CONNECT_TIMEOUT", f"{seconds:g}s")
 
+    # What it says before it tries again has addresses in it, and those of an upload are signed.
+    logging.get_logger(_http.__name__).addFilter(_without_signatures)
     huggingface_hub.set_client_factory(_giving_up(_http._GLOBAL_CLIENT_FACTORY))
     _prepared = True
 
