@@ -142,6 +142,7 @@ PEERS: dict[str, Callable[[str, str], Job]] = {
         accelerate_merge,
         dcp_load_save_file,
         dcp_load_save_model,
+        dcp_load_save_pretrained,
         torch_load_save_file,
         hf_consolidate,
         merge_ranks,
