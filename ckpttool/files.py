@@ -9,8 +9,8 @@ import shutil
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from ckpttool import mirrors
@@ -32,7 +32,7 @@ def failed(error: OSError, path: str, doing: str) -> CkptError:
 class Pool:
     """Open file descriptors, the least recently used closed first; shared by threads.
 
-    A descriptor in use is never closed: `get` hands it out under a count that `_release` lowers. With `whole`, a file
+    A descriptor in use is never closed: `take` hands it out under a count that `put_back` lowers. With `whole`, a file
     that lies in a store is fetched whole and checked before the first of its bytes is read, else only what is read.
     """
 
@@ -43,24 +43,25 @@ class Pool:
         self._open: OrderedDict[str, list[int]] = OrderedDict()  # path -> [descriptor, users]
         self._lock = threading.Lock()
 
-    @contextmanager
-    def use(self, path: str) -> Iterator[int]:
+    def use(self, path: str) -> _Use:
         """The descriptor of `path` for the length of a block; what the system refuses becomes one of our errors."""
-        try:
-            with self._lock:
-                entry = self._open.get(path)
-                if entry is None:
-                    entry = self._open[path] = [os.open(path, self._flags | os.O_CLOEXEC), 0]
-                self._open.move_to_end(path)
-                entry[1] += 1
+        return _Use(self, path, self._doing)
+
+    def take(self, path: str) -> list[int]:
+        """The descriptor of `path`, first in the list, which stays open until `put_back` gets the list."""
+        with self._lock:
+            entry = self._open.get(path)
+            if entry is None:
+                entry = self._open[path] = [os.open(path, self._flags | os.O_CLOEXEC), 0]
+            self._open.move_to_end(path)
+            entry[1] += 1
+            if len(self._open) > _OPEN_FILES:
                 self._close_idle()
-            try:
-                yield entry[0]
-            finally:
-                with self._lock:
-                    entry[1] -= 1
-        except OSError as error:
-            raise failed(error, path, self._doing) from None
+            return entry
+
+    def put_back(self, entry: list[int]) -> None:
+        with self._lock:
+            entry[1] -= 1
 
     def _close_idle(self) -> None:
         for path in list(self._open)[: max(0, len(self._open) - _OPEN_FILES)]:
@@ -104,6 +105,28 @@ class Pool:
             for fd, _ in self._open.values():
                 os.close(fd)
             self._open.clear()
+
+
+class _Use:
+    """`with pool.use(path) as fd`. A class: a generator takes as long as the read of a small run of bytes."""
+
+    __slots__ = ("_doing", "_entry", "_path", "_pool")
+    _entry: list[int]
+
+    def __init__(self, pool: Pool, path: str, doing: str) -> None:
+        self._pool, self._path, self._doing = pool, path, doing
+
+    def __enter__(self) -> int:
+        try:
+            self._entry = self._pool.take(self._path)
+        except OSError as error:
+            raise failed(error, self._path, self._doing) from None
+        return self._entry[0]
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._pool.put_back(self._entry)
+        if isinstance(error, OSError):
+            raise failed(error, self._path, self._doing) from None
 
 
 def _ends(path: str, found: int, expected: int) -> CorruptError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from math import prod
 from typing import NamedTuple
 from zlib import crc32
 
@@ -27,6 +28,7 @@ from ckpttool.workers import Progress, Work, on_threads
 BUFFER = 1 << 20  # stays in the processor's cache between read and checksum
 _PIECE = 64 << 20  # a longer record is shared by the threads
 _SMALL = 1 << 16
+_BEHIND = 8  # bytes that are read along with a payload: its descriptor, as far as the CRC
 _DESCRIPTOR = b"PK\7\x08"
 _NEXT = (b"PK\3\4", b"PK\1\2")  # what follows a payload where a packer has left no descriptor
 
@@ -109,12 +111,13 @@ class _Checking:
                 f"`{file.name}`: tensor `{tensor.name}`: bytes {extent.offset}..{extent.offset + extent.nbytes} are "
                 f"outside the file, which has {file.size}"
             )
-        strides = extent.strides or boxes.row_major(tensor.chunks.sizes[i])
-        needed = boxes.span(tensor.chunks.sizes[i], strides) * tensor.dtype.itemsize
-        if extent.nbytes != needed and 0 not in tensor.chunks.sizes[i]:
+        sizes = tensor.chunks.sizes[i]
+        spanned = prod(sizes) if extent.strides is None else boxes.span(sizes, extent.strides)
+        needed = spanned * tensor.dtype.itemsize
+        if extent.nbytes != needed and 0 not in sizes:
             raise CorruptError(
                 f"`{file.name}`: tensor `{tensor.name}`: {extent.nbytes} bytes, but {tensor.dtype} "
-                f"{list(tensor.chunks.sizes[i])} needs {needed}"
+                f"{list(sizes)} needs {needed}"
             )
         return extent.record or Record(extent.file, extent.offset, extent.nbytes, None)
 
@@ -175,18 +178,20 @@ class _Checking:
 
     def _read(self, task: _Task) -> None:
         record, buffer, crc = task.record, self._buffer(), 0
-        location = self._catalogue.files[record.file].location
+        source = self._catalogue.files[record.file]
+        end = task.offset + task.nbytes
+        behind = _BEHIND if end == record.offset + record.nbytes and end + _BEHIND <= source.size else 0
         try:
             for at in range(0, task.nbytes, BUFFER):
-                part = buffer[: min(BUFFER, task.nbytes - at)]
-                self._pool.read_into(location, task.offset + at, part)
+                nbytes = min(BUFFER, task.nbytes - at)
+                more = behind if at + nbytes == task.nbytes else 0
+                self._pool.read_into(source.location, task.offset + at, buffer[: nbytes + more])
                 if record.crc is not None:
-                    crc = crc32(part, crc)
-                self._work.note(len(part))
+                    crc = crc32(buffer[:nbytes], crc)
+                self._work.note(nbytes)
         except CkptError as error:
-            file = self._catalogue.files[record.file].name
             names = self._tensors_in(record)
-            where = Where(file, task.offset, task.nbytes)
+            where = Where(source.name, task.offset, task.nbytes)
             self._note(Finding.of(error, "unreadable", where=where, tensor=names[0] if names else None))
             return
         self._count(task.nbytes, checked=record.crc is not None)
@@ -196,13 +201,13 @@ class _Checking:
             self._pieces.add(record, task.offset, task.nbytes, crc)
         else:
             self._compare(record, crc, task.what)
-        if task.offset + task.nbytes == record.offset + record.nbytes:
-            self._check_descriptor(record, location)
+        if behind:
+            self._check_descriptor(record, bytes(buffer[nbytes : nbytes + behind]))
 
     def _buffer(self) -> memoryview:
         found: memoryview | None = getattr(self._local, "buffer", None)
         if found is None:
-            found = self._local.buffer = memoryview(bytearray(BUFFER))
+            found = self._local.buffer = memoryview(bytearray(BUFFER + _BEHIND))
         return found
 
     def _compare(self, record: Record, crc: int, what: str) -> None:
@@ -222,20 +227,17 @@ class _Checking:
         )
         self._note(Finding.of(error, "checksum", where=Where(file, record.offset, record.nbytes)))
 
-    def _check_descriptor(self, record: Record, location: str) -> None:
+    def _check_descriptor(self, record: Record, said: bytes) -> None:
         """Behind its payload an archive says the CRC once more."""
         end, file = record.offset + record.nbytes, self._catalogue.files[record.file]
-        if end + 8 > file.size:
-            return
-        said = self._pool.read(location, end, 8)
         if said[:4] in _NEXT or (said[:4] == _DESCRIPTOR and int.from_bytes(said[4:], "little") == record.crc):
             return
         self._note(
             Finding(
                 SUSPECT, "descriptor",
-                f"`{file.name}`: bytes {end}..{end + 8}, behind a payload, do not repeat its CRC: they changed after "
-                "they were written, or the directory of the archive did",
-                file.name, None, end, 8,
+                f"`{file.name}`: bytes {end}..{end + _BEHIND}, behind a payload, do not repeat its CRC: they changed "
+                "after they were written, or the directory of the archive did",
+                file.name, None, end, _BEHIND,
             )
         )  # fmt: skip
 

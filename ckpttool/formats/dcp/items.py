@@ -52,6 +52,7 @@ class Items:
         self._block: tuple[int, int, bytes] = (-1, 0, b"")
         self._blobs: dict[tuple[int, int], Header] = {}
         self._likenesses: dict[tuple[Dtype, Ints, int], _Likeness] = {}
+        self._ahead: dict[int, tuple[int, bytes]] = {}  # what lies behind the last item, by file
         # A large tensor is copied in many pieces, each resolved anew.
         self._resolved = lru_cache(1024)(self._resolve)
 
@@ -98,11 +99,7 @@ class Items:
         like = self._likenesses.get((dtype, sizes, item.length))
         if like is not None:
             self._check_inside(item, name)
-            location, tail = self._files[item.file].location, item.length - len(like.tail)
-            extent = like.extent(
-                item, self._pool.read(location, item.offset, len(like.head)),
-                self._pool.read(location, item.offset + tail, len(like.tail)),
-            )  # fmt: skip
+            extent = like.extent(item, *self._around(item, len(like.head), len(like.tail)))
             if extent is not None:
                 return extent
         read = self._window(item)
@@ -114,6 +111,18 @@ class Items:
             if made is not None:
                 self._likenesses[dtype, sizes, item.length] = made
         return extent
+
+    def _around(self, item: Item, head: int, tail: int) -> tuple[bytes, bytes]:
+        """The first and the last bytes of an item. Items lie back to back: what is read of one reaches into the next,
+        so that one read does for both."""
+        file, end = self._files[item.file], item.offset + item.length
+        start, data = self._ahead.get(item.file, (0, b""))
+        first = data[:head] if start == item.offset else b""
+        if len(first) < head:
+            first = self._pool.read(file.location, item.offset, head)
+        last = self._pool.read(file.location, end - tail, min(tail + head, file.size - end + tail))
+        self._ahead[item.file] = (end, last[tail:])
+        return first, last[:tail]
 
     def tree(self, item: Item, name: str) -> tuple[Any, Archive | None]:
         """The value of a bytes item as a tree, and its archive if there are tensors in it."""
