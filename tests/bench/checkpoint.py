@@ -13,7 +13,7 @@ from pathlib import Path
 
 from measure import files_under, remove
 
-VERSION = 2  # raise it when `make_checkpoint` writes something else
+VERSION = 3  # raise it when `make_checkpoint` writes something else
 MARK = "bench.json"  # written last: a directory with this file in it is complete
 OURS = re.compile(r"bench-out|bench-out-logs|state-\d+-\d+ranks-v\d+|onetensor-\d+|metadata-\d+-\d+ranks")
 UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -37,6 +37,11 @@ class Checkpoint:
         safetensors holds nothing but tensors, so this is what can become safetensors whole.
         """
         return self.root / "tensors"
+
+    @property
+    def weights(self) -> Path:
+        """DCP: `tensors`, with all of them under the key `model`: a model as large as the whole state."""
+        return self.root / "weights"
 
     @property
     def train_pt(self) -> Path:

@@ -17,6 +17,7 @@ import struct
 import sys
 import tempfile
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,12 +135,28 @@ def link_tensors(checkpoint: Checkpoint) -> Metadata:
     metadata.state_dict_metadata = {name: metadata.state_dict_metadata[name] for name in sorted(names)}
     metadata.planner_data = {name: path for name, path in metadata.planner_data.items() if name in names}
     metadata.storage_data = {index: info for index, info in metadata.storage_data.items() if index.fqn in names}
-    checkpoint.tensors.mkdir()
-    for file in checkpoint.train.glob("*.distcp"):
-        os.link(file, checkpoint.tensors / file.name)
-    with open(checkpoint.tensors / ".metadata", "wb") as stream:
-        pickle.dump(metadata, stream)
+    link_data(checkpoint.train, checkpoint.tensors, metadata)
     return metadata
+
+
+def link_weights(checkpoint: Checkpoint) -> None:
+    """The same once more, with every tensor as one of the model, under the key `model` and otherwise its own name."""
+    metadata = FileSystemReader(checkpoint.tensors).read_metadata()
+    metadata.planner_data = {f"model.{name}": ("model", name) for name in metadata.state_dict_metadata}
+    metadata.state_dict_metadata = {f"model.{name}": entry for name, entry in metadata.state_dict_metadata.items()}
+    metadata.storage_data = {
+        replace(index, fqn=f"model.{index.fqn}"): info for index, info in metadata.storage_data.items()
+    }
+    link_data(checkpoint.train, checkpoint.weights, metadata)
+
+
+def link_data(source: Path, target: Path, metadata: Metadata) -> None:
+    """A directory with the data files of another one (hard links) and an index of its own."""
+    target.mkdir()
+    for file in source.glob("*.distcp"):
+        os.link(file, target / file.name)
+    with open(target / ".metadata", "wb") as stream:
+        pickle.dump(metadata, stream)
 
 
 def write_safetensors(source: Path, target: Path) -> None:
@@ -164,6 +181,7 @@ def main(root: str, size: str, world: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(write_rank, args=(int(world), root, int(size), os.path.join(folder, "rendezvous")), nprocs=int(world))
     metadata = link_tensors(checkpoint)
+    link_weights(checkpoint)
     dcp_to_torch_save(checkpoint.train, checkpoint.train_pt)
     dcp_to_torch_save(checkpoint.tensors, checkpoint.tensors_pt)
     write_safetensors(checkpoint.tensors_pt, checkpoint.tensors_safetensors)
