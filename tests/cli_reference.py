@@ -17,9 +17,9 @@ GENERATED = re.compile(r"^<!-- (ckpttool(?: [\w-]+)*) -->\n(.*?)^<!-- end -->\n"
 
 def commands() -> dict[str, Any]:
     """`{"ckpttool": ..., "ckpttool inspect": ..., ...}`, as typer has them."""
-    from ckpttool.cli.app import app
+    from ckpttool.cli.app import application
 
-    group: Any = get_command(app)
+    group: Any = get_command(application())
     return dict(_below("ckpttool", group))
 
 

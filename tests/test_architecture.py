@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from originals import path_of
 
+from ckpttool.cli.app import COMMANDS
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "ckpttool"
 
@@ -301,8 +303,8 @@ def test_nothing_of_a_checkpoint_is_run(name: str) -> None:
     tree = MODULES[name]
     called = calls(tree)
     assert not called & {"pickle.load", "pickle.loads", "torch.load", "torch.jit.load", "eval", "exec", "__import__"}
-    # The package itself imports its own modules when they are asked for, and so do stores.
-    own = name in ("", "verbs", "mirrors")
+    # The package itself imports its own modules when they are asked for, and so do stores and commands.
+    own = name in ("", "verbs", "mirrors", "cli.app")
     unwanted = {"find_class", "system", "popen"} | (set() if own else {"import_module"})
     assert not {c for c in called if c.rpartition(".")[2] in unwanted}
     assert not foreign(tree) & {"marshal", "shelve", "dill", "cloudpickle", "joblib", "runpy"}
@@ -349,6 +351,14 @@ SOURCES = ("torch_full", "torch_layouts", "dcp_fsdp2_w4", "safetensors_indexed")
 def test_torch_is_not_imported_to_look(words: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", RUN, *words], capture_output=True, text=True, check=True)
     assert done.stderr.endswith("False\n"), done.stderr
+
+
+def test_a_command_is_described_alone() -> None:
+    code = RUN.replace('"torch" in sys.modules', 'sorted(n for n in sys.modules if n.startswith("ckpttool.cli."))')
+    done = subprocess.run([sys.executable, "-c", code, "formats"], capture_output=True, text=True, check=True)
+    assert "ckpttool.cli.formats" in done.stderr
+    others = {module for module in COMMANDS.values() if module != "formats"}
+    assert not {f"'ckpttool.cli.{module}'" for module in others if f"'ckpttool.cli.{module}'" in done.stderr}
 
 
 @pytest.mark.parametrize("to", ["torch", "dcp", "safetensors"])

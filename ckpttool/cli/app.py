@@ -4,37 +4,61 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
+from importlib import import_module
 from typing import Annotated
 
 import typer
 
 from ckpttool import sharing
-from ckpttool.cli.convert import convert
-from ckpttool.cli.diff import diff
-from ckpttool.cli.export import export
 from ckpttool.cli.failures import Commands, catch_signals, stopped_early
-from ckpttool.cli.formats import formats
-from ckpttool.cli.inspect import inspect
 from ckpttool.cli.parsing import without_adapters
-from ckpttool.cli.repair import repair
-from ckpttool.cli.reshard import reshard
-from ckpttool.cli.show import show
 from ckpttool.cli.terminal import out
-from ckpttool.cli.verify import verify
-from ckpttool.cli.verifyresume import verify_resume
 from ckpttool.errors import INTERRUPTED, TERMINATED
 from ckpttool.version import __version__
 
 without_adapters()
-app = typer.Typer(
-    name="ckpttool",
-    cls=Commands,
-    help="Inspect, convert and reshard PyTorch training checkpoints: torch.save, DCP and safetensors, bit for bit.",
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+# The module of each command, in the order of `--help`. Describing one takes as long as inspecting a checkpoint: of a
+# command that is named on the command line no other one is imported.
+COMMANDS = {
+    "inspect": "inspect",
+    "show": "show",
+    "diff": "diff",
+    "verify": "verify",
+    "repair": "repair",
+    "convert": "convert",
+    "export": "export",
+    "reshard": "reshard",
+    "formats": "formats",
+    "verify-resume": "verifyresume",
+}
+
+
+def application(names: Iterable[str] = tuple(COMMANDS)) -> typer.Typer:
+    """The command line with these commands."""
+    made = typer.Typer(
+        name="ckpttool",
+        cls=Commands,
+        help="Inspect, convert and reshard PyTorch training checkpoints: torch.save, DCP and safetensors, bit for bit.",
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        no_args_is_help=True,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    made.callback()(_root)
+    for name in names:
+        command = getattr(import_module(f"ckpttool.cli.{COMMANDS[name]}"), name.replace("-", "_"))
+        if isinstance(command, typer.Typer):
+            made.add_typer(command)
+        else:
+            made.command()(command)
+    return made
+
+
+def _asked() -> Iterable[str]:
+    """The command that the command line names, or all."""
+    first = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+    return (first,) if first in COMMANDS else COMMANDS
 
 
 def _version(wanted: bool) -> None:
@@ -43,18 +67,12 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass
-
-
-for command in (inspect, show, diff, verify, repair, convert, export, reshard, formats):
-    app.command()(command)
-app.add_typer(verify_resume)
 
 
 def main() -> None:
@@ -67,7 +85,7 @@ def main() -> None:
             return
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:
-        app(prog_name="ckpttool")
+        application(_asked())(prog_name="ckpttool")
     except KeyboardInterrupt as stop:
         # No command has begun yet.
         sys.exit(stopped_early(stop))

@@ -18,9 +18,9 @@ FULL = str(SAMPLES / "torch_full" / "ckpt.pt")
 
 def run(*words: str, env: Mapping[str, str] | None = None) -> Result:
     """`ckpttool words...` in this process."""
-    from ckpttool.cli.app import app
+    from ckpttool.cli.app import application
 
-    return CliRunner().invoke(app, list(words), env=dict(env or {}))
+    return CliRunner().invoke(application(), list(words), env=dict(env or {}))
 
 
 def environment(**extra: str) -> dict[str, str]:

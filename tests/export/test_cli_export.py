@@ -16,9 +16,9 @@ from ckpttool.exporting import expected
 
 def run(*words: str | Path) -> Result:
     """`ckpttool words...` in this process."""
-    from ckpttool.cli.app import app
+    from ckpttool.cli.app import application
 
-    return CliRunner().invoke(app, [*map(str, words)])
+    return CliRunner().invoke(application(), [*map(str, words)])
 
 
 @pytest.fixture

@@ -42,9 +42,9 @@ class Ran:
 
 def run(*words: object) -> Ran:
     """`ckpttool words...` in this process: most tests have too many cases for a process each."""
-    from ckpttool.cli.app import app
+    from ckpttool.cli.app import application
 
-    done = CliRunner().invoke(app, [str(w) for w in words])
+    done = CliRunner().invoke(application(), [str(w) for w in words])
     return Ran(done.exit_code, done.stdout, done.stderr)
 
 

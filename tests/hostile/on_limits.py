@@ -17,7 +17,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from ckpttool.cli.app import app
+from ckpttool.cli.app import application
 
 ROOM = 1 << 30  # bytes of address space: what is asked for and not used counts there
 ALARM = 120  # seconds by the clock, for what waits
@@ -38,7 +38,7 @@ def field(name: str) -> int:
 def main() -> None:
     jobs = json.load(sys.stdin)
     runner = CliRunner()
-    runner.invoke(app, ["formats"])  # what is imported late is not a file's fault
+    runner.invoke(application(), ["formats"])  # what is imported late is not a file's fault
     limit = field("VmSize") + ROOM
     if limit > ROOM:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -52,7 +52,7 @@ def main() -> None:
         before, started = field("VmRSS"), time.process_time()
         signal.alarm(ALARM)
         signal.setitimer(signal.ITIMER_PROF, PROCESSOR)
-        done = runner.invoke(app, words)
+        done = runner.invoke(application(), words)
         signal.alarm(0)
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.write(json.dumps({

@@ -26,14 +26,16 @@ from lies import CANARY, LIES, Lie
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "faults"))
 from faulty import ROOT, Ran, check_words, mark
 
-from ckpttool.cli.app import app
+from ckpttool.cli.app import application
 
 HERE = Path(__file__).resolve().parent
 MOST_SECONDS = 2.0
 MOST_BYTES = 300 << 20
 LARGE = 4 << 20  # bytes
 BATCH = 20
-COMMANDS = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+COMMANDS = {
+    command.name or command.callback.__name__ for command in application().registered_commands if command.callback
+}
 
 
 class Done(NamedTuple):

@@ -21,7 +21,7 @@ from safetensors.torch import load, load_file, save, save_file
 from typer.testing import CliRunner
 
 from ckpttool import mirrors, verbs
-from ckpttool.cli.app import app
+from ckpttool.cli.app import application
 from ckpttool.errors import RemoteError, UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +39,7 @@ def environment(hub: Hub, folder: Path) -> dict[str, str]:
 
 def run(*words: str) -> str:
     """`ckpttool words...` in this process."""
-    done = CliRunner().invoke(app, list(words))
+    done = CliRunner().invoke(application(), list(words))
     assert done.exit_code == 0, (done.output, done.exception)
     assert WRITER not in done.output
     return done.output
@@ -122,7 +122,9 @@ def test_assets_may_lie_on_the_hub(hub: Hub, tmp_path: Path) -> None:
     there = hub.files("me/model")
     assert there == {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} | {"README.md": there["README.md"]}
     assert not mirrors._mounted and os.listdir(tmp_path / "tmp") == []
-    done = CliRunner().invoke(app, [*words, str(tmp_path / "other"), "--assets", "hf://org/base/tokenizer.json"])
+    done = CliRunner().invoke(
+        application(), [*words, str(tmp_path / "other"), "--assets", "hf://org/base/tokenizer.json"]
+    )
     assert done.exit_code == UsageError.exit_code
     assert "`--assets hf://org/base/tokenizer.json`: not a directory" in done.stderr
 
@@ -188,7 +190,7 @@ def test_xet_refuses(hub: Hub, monkeypatch: pytest.MonkeyPatch, status: int) -> 
 def test_a_server_that_says_nothing_is_given_up(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.fail("POST", "/preupload/", act=stall)
     patience(monkeypatch, 0.3)
-    done = CliRunner().invoke(app, ["export", str(SAMPLE), "hf://me/model", "--json"])
+    done = CliRunner().invoke(application(), ["export", str(SAMPLE), "hf://me/model", "--json"])
     error = json.loads(done.output)["error"]
     assert done.exit_code == error["exit_code"] == 8 and error["kind"] == "remote"
     assert "does not answer within 0.3 s" in error["message"] and "CKPTTOOL_HUB_TIMEOUT" in error["hint"]

@@ -20,7 +20,7 @@ from originals import path_of, reference
 from typer.testing import CliRunner, Result
 
 from ckpttool import convert
-from ckpttool.cli.app import app
+from ckpttool.cli.app import application
 from ckpttool.errors import CorruptError, ReadError, UsageError
 from ckpttool.resume import audit as auditing
 from ckpttool.resume.audit import Audit, audit
@@ -31,7 +31,7 @@ RANKS = 2
 
 
 def run(*words: str) -> Result:
-    return CliRunner().invoke(app, list(words))
+    return CliRunner().invoke(application(), list(words))
 
 
 def generators(seed: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from ckpttool.cli.app import app
+from ckpttool.cli.app import application
 from ckpttool.errors import OverwriteError, StorageError, UsageError
 from ckpttool.resume import recipes
 
@@ -28,7 +28,7 @@ def written(folder: Path, text: str) -> Path:
 
 
 def run(*words: str) -> Result:
-    return CliRunner().invoke(app, list(words))
+    return CliRunner().invoke(application(), list(words))
 
 
 @pytest.mark.parametrize(

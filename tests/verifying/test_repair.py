@@ -210,9 +210,9 @@ def test_a_template_that_is_not_needed(tmp_path: Path) -> None:
 
 
 def run(*words: object) -> Result:
-    from ckpttool.cli.app import app
+    from ckpttool.cli.app import application
 
-    return CliRunner().invoke(app, [str(word) for word in words])
+    return CliRunner().invoke(application(), [str(word) for word in words])
 
 
 def test_the_command(tmp_path: Path) -> None:

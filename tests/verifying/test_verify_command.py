@@ -19,9 +19,9 @@ DCP = SAMPLES / "dcp_fsdp2_w4" / "ckpt"
 
 
 def run(*words: object) -> Result:
-    from ckpttool.cli.app import app
+    from ckpttool.cli.app import application
 
-    return CliRunner().invoke(app, [str(word) for word in words])
+    return CliRunner().invoke(application(), [str(word) for word in words])
 
 
 def test_what_is_whole() -> None:
