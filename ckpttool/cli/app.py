@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 
-from ckpttool import sharing
 from ckpttool.cli.failures import Commands, catch_signals, stopped_early
 from ckpttool.cli.parsing import without_adapters
 from ckpttool.cli.terminal import out
@@ -78,9 +77,14 @@ def _root(
 def main() -> None:
     """`ckpttool`, as the shell calls it."""
     catch_signals()
-    silent = sharing.is_silent()
+    silent = False
+    if "WORLD_SIZE" in os.environ:
+        # Only under torchrun: it imports much of what writes.
+        from ckpttool import sharing
+
+        silent = sharing.is_silent()
     if silent:
-        # torchrun started several of us. All are needed for what is shared, one for the rest; only one speaks.
+        # Of several processes all are needed for what is shared, one for the rest; only one speaks.
         if not {"reshard", "trial"} & {*sys.argv[1:]}:
             return
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115

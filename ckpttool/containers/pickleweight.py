@@ -11,8 +11,10 @@ from __future__ import annotations
 import pickletools
 import re
 import struct
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable
+from itertools import accumulate
 from operator import itemgetter
 
 from ckpttool.errors import CorruptError
@@ -114,17 +116,16 @@ def _memoized(piece: bytearray) -> list[tuple[bytes, bytes]]:
 def _tuples_mentioned(pieces: list[bytearray], rows: list[int], wanted: dict[int, int]) -> int:
     """How often those are mentioned that MEMOIZE numbers and that may be tuples."""
     found = number = 0
-    indexes = sorted(wanted, reverse=True)
+    indexes = sorted(wanted)
     for piece, left_out in zip(pieces, rows, strict=True):
-        for before, row in _memoized(piece):
-            number += len(row)
-            while indexes and indexes[-1] < number:
-                index = indexes.pop()
-                if before[:1] in _TUPLE_ON_TOP:
-                    found += wanted[index]
-        number += left_out
-        while indexes and indexes[-1] < number:
-            indexes.pop()
+        memoized = _memoized(piece)
+        # How many are numbered at the end of each row.
+        ends = list(accumulate((len(row) for _, row in memoized), initial=number))
+        for index in indexes[bisect_left(indexes, number) : bisect_left(indexes, ends[-1])]:
+            before, _ = memoized[bisect_right(ends, index) - 1]
+            if before[:1] in _TUPLE_ON_TOP:
+                found += wanted[index]
+        number = ends[-1] + left_out
     return found
 
 
