@@ -42,7 +42,8 @@ from ckpttool.formats.dcp.runs import Row, Run, Runs
 KeyPath = tuple["str | int", ...]
 _DTYPE = re.compile(r"torch\.\w+")
 MAX_PATH = 256  # keys; as deep as `nesting` goes
-_LARGE = 1 << 20  # bytes of an index that is worth looking for what is regular in it
+_LARGE = 1 << 16  # bytes of an index that is worth looking for what is regular in it
+_BEGINNING = 1 << 20  # bytes that are read before it is known that this could be an index
 
 
 class Item(NamedTuple):
@@ -251,8 +252,8 @@ def read(stream: Any, name: str) -> Metadata:
 
     Raises CorruptError for whatever it should not hold, naming the file and the key.
     """
-    data = stream.read(_LARGE)
-    if len(data) == _LARGE:
+    data = stream.read(_BEGINNING)
+    if len(data) == _BEGINNING:
         data = _whole(stream, data, name)
     with pickles.no_garbage_collection():
         if len(data) >= _LARGE:
