@@ -715,6 +715,23 @@ def test_a_conversion_names_the_assets(tmp_path: Path) -> None:
     assert made.notes[1].startswith("no part of the state, copy them yourself: `config.json`, ")
 
 
+@pytest.mark.parametrize("below", ["checkpoint-4", "plain"])
+def test_files_of_a_repository_are_no_assets(tmp_path: Path, below: str) -> None:
+    """A clone, or a download, has files that say how git keeps the others."""
+    run = tmp_path / below
+    shutil.copytree(f"{path_of('run_trainer')}/checkpoint-4", run)
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "training_args.bin"):
+        (run / name).unlink() if below == "plain" else None
+    (run / ".git").mkdir()
+    for name in (".gitattributes", ".gitignore", ".git/HEAD"):
+        (run / name).write_text("*.safetensors filter=lfs\n")
+    catalogue = inspect(run)
+    assert "config.json" in catalogue.facts["assets"]
+    assert not [name for name in catalogue.facts["assets"] if ".git" in name]
+    made = convert(run, tmp_path / "out.pt")
+    assert "copy them yourself" in "\n".join(made.notes) and ".git" not in "\n".join(made.notes)
+
+
 # Names that say little ------------------------------------------------------------------------------------------------
 
 

@@ -18,8 +18,10 @@ from ckpttool.producers.pieces import ASSET, EACH, KNOWN, MANY, SET, VALUES, Lay
 ASSETS = (
     r"(config|generation_config|added_tokens|special_tokens_map|chat_template|adapter_config|quantization_config"
     r"|[a-z_]*processor_config|[a-z_]*tokenizer_config|tokenizer|vocab|modules|preprocessor)\.json"
-    r"|(all|train|eval|predict|test)_results\.json|vocab\.txt|merges\.txt|.*\.model|.*\.jinja|.*\.tiktoken|README\.md|LICENSE.*|.*\.py|\.gitattributes"
+    r"|(all|train|eval|predict|test)_results\.json|vocab\.txt|merges\.txt|.*\.model|.*\.jinja|.*\.tiktoken|README\.md|LICENSE.*|.*\.py"
 )
+# Of a repository that the files lie in, and not of the model.
+_REPOSITORY = Piece(r"\.git(/|attributes|ignore|keep|modules)", how=KNOWN)
 _I = r"(_(?P<i>\d+))?"
 _MODEL = (
     Piece(r"pytorch_model_fsdp_(?P<i>\d+)/", "model", below="model"),
@@ -42,6 +44,7 @@ _REST = (
     Piece(rf"scheduler{_I}\.(bin|pt)", "scheduler"),
     Piece(r"scaler\.pt", "scaler"),
     Piece(ASSETS, how=ASSET),
+    _REPOSITORY,
 )
 _ACCELERATE = (
     *_MODEL,
@@ -69,6 +72,7 @@ _PRETRAINED = (
     Piece(r"pytorch_model\.bin"),
     Piece(r"pytorch_model-\d+-of-\d+\.bin", how=MANY),
     Piece(r"pytorch_model\.bin\.index\.json", how=KNOWN),
+    _REPOSITORY,
     Piece(rf"(?!{_WEIGHTS}$).*[^/]", how=ASSET),
     Piece(r".*/", how=KNOWN),
 )
