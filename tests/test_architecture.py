@@ -73,6 +73,7 @@ LAYERS: list[tuple[set[str], set[str]]] = [
             "formats",
             "formats.safetensors",
             "making",
+            "manifests",
             "mirrors",
             "opening",
             "producers",

@@ -11,6 +11,7 @@ from ckpttool.cli.options import (
     AsJson,
     Check,
     DryRun,
+    Manifest,
     MaxMemory,
     Overwrite,
     Quiet,
@@ -100,6 +101,7 @@ def export(
     threads: Threads = None,
     max_memory: MaxMemory = None,
     check: Check = False,
+    manifest: Manifest = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -117,8 +119,8 @@ def export(
             src, dst, only=only or (), exclude=exclude or (), rename=rename or (), strip_prefix=strip_prefix,
             key_map=key_map, head_dim=head_dim, dtype=dtype or (), max_shard_size=max_shard_size, assets=assets,
             strict=not no_strict, card=not no_card, shapes=shapes, overwrite=overwrite, dry_run=dry_run,
-            threads=threads, max_memory=max_memory, check=check, private=private, create_pr=create_pr,
-            commit_message=commit_message, stage=stage, progress=progress,
+            threads=threads, max_memory=max_memory, check=check, manifest=manifest, private=private,
+            create_pr=create_pr, commit_message=commit_message, stage=stage, progress=progress,
         )  # fmt: skip
     tell(
         made, "ckpttool/export/1", as_json=as_json, quiet=quiet, verbose=verbose, checked=check, more=_more(made),

@@ -6,8 +6,8 @@ import os
 import time
 from collections.abc import Sequence
 
-from ckpttool import files, formats, making, rereading, staging
-from ckpttool.errors import StorageError, UsageError
+from ckpttool import files, formats, making, manifests, rereading, staging
+from ckpttool.errors import OverwriteError, StorageError, UsageError
 from ckpttool.exporting import remote
 from ckpttool.exporting.planning import Export, Exported, Wanted, planned
 from ckpttool.exporting.remote import Both, Remote
@@ -37,6 +37,7 @@ def export(
     threads: int | None = None,
     max_memory: int | str | None = None,
     check: bool = False,
+    manifest: str | os.PathLike[str] | None = None,
     private: bool = False,
     create_pr: bool = False,
     commit_message: str | None = None,
@@ -47,7 +48,7 @@ def export(
     repository `hf://org/name` on the Hub, in one commit. See `docs/how-to/export.md` and `docs/how-to/hub.md`.
 
     Sizes are bytes, or text such as `5GB`. `progress(done, total)` is called with bytes of weights from this thread.
-    Nothing appears at `dst` unless all of it does.
+    Nothing appears at `dst` unless all of it does. A `manifest` of a directory is then written to that path.
     Raises the errors of `ckpttool.errors`, each with its exit code.
     """
     began = time.monotonic()
@@ -63,7 +64,8 @@ def export(
             hint=f"`ckpttool convert {src} {dst} --only model` writes the weights alone",
         )
     how = Remote(private, create_pr, commit_message, os.fspath(stage) if stage is not None else None)
-    if remote.check(dst, how, overwrite=overwrite, check=check):
+    listed = None if manifest is None else os.fspath(manifest)
+    if remote.check(dst, how, overwrite=overwrite, check=check, manifest=listed is not None):
         both = Both(progress)
         with planned(src, dst, wanted, both.making) as plan:
             plan.made.dry_run = dry_run
@@ -72,13 +74,17 @@ def export(
         made.seconds = time.monotonic() - began
         return made
     making.check_apart(dst, src, wanted.assets)
+    manifests.check_wanted(listed, dst, dry_run=dry_run)
     notes = making.check_free(dst, _SAFE, overwrite, dry_run)
     with planned(src, dst, wanted, progress) as plan:
         plan.made.dry_run = dry_run
         plan.made.notes[:0] = notes
         plan.made.free = files.free_space(dst)
+        _check_place(listed, dst, plan)
         if not dry_run:
             _write(plan, dst, overwrite=overwrite, check=check, threads=threads)
+    if listed is not None and not dry_run:
+        manifests.write_for(dst, listed, threads)
     made = plan.settle()
     made.seconds = time.monotonic() - began
     return made
@@ -86,6 +92,16 @@ def export(
 
 def _listed(value: str | Sequence[str]) -> Sequence[str]:
     return (value,) if isinstance(value, str) else value
+
+
+def _check_place(manifest: str | None, dst: str, plan: Export) -> None:
+    """Raises OverwriteError for a manifest where a file of the export will be."""
+    for file in plan.files if manifest is not None else ():
+        path = os.path.join(dst, *file.name.split("/"))
+        if os.path.realpath(path) == os.path.realpath(manifest or ""):
+            raise OverwriteError(
+                f"`{manifest}` is a file of the export", hint=f"call the manifest `{manifests.NAME}`", file=manifest
+            )
 
 
 def _write(plan: Export, dst: str, *, overwrite: bool, check: bool, threads: int | None) -> None:

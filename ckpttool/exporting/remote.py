@@ -23,7 +23,7 @@ class Remote:
     stage: str | None = None
 
 
-def check(dst: str, how: Remote, *, overwrite: bool, check: bool) -> bool:
+def check(dst: str, how: Remote, *, overwrite: bool, check: bool, manifest: bool = False) -> bool:
     """Whether `dst` is in a store. Raises UsageError for what makes sense only there, or only here."""
     there = mirrors.is_elsewhere(dst)
     asked = {
@@ -37,6 +37,11 @@ def check(dst: str, how: Remote, *, overwrite: bool, check: bool) -> bool:
         raise UsageError("`--overwrite`: a commit keeps what was there before it", hint="leave it out")
     if there and check:
         raise UsageError("`--check`: what the Hub has is compared by its digests in any case", hint="leave it out")
+    if there and manifest:
+        raise UsageError(
+            "`--manifest` is of files that are here, and those of the Hub are removed as they are sent",
+            hint="export to a directory with `--manifest`, and send that with `hf upload`",
+        )
     return there
 
 

@@ -56,7 +56,9 @@ def test_every_option_does_what_it_says(source: Path, tmp_path: Path) -> None:
         "model.safetensors.index.json",
     ]  # fmt: skip
     assert run("export", *words[1:]).exit_code == OverwriteError.exit_code
-    told = json.loads(run("export", *words[1:], "--overwrite", "--json").stdout)
+    listed = tmp_path / "sums.json"
+    told = json.loads(run("export", *words[1:], "--overwrite", "--json", "--manifest", listed).stdout)
+    assert set(json.loads(listed.read_text())["files"]) == {p.name for p in out.iterdir()}
     assert told["schema"] == "ckpttool/export/1"
     assert (told["key_map"], told["parameters"]) == (str(tmp_path / "map.json"), {"bfloat16": 48})
     assert told["not_compared"] == "the config names no architecture"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -48,6 +49,11 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(
         torch.equal(one[name], value) and one[name].dtype == value.dtype for name, value in other.items()
     )
+
+
+def digest(data: bytes) -> str:
+    """SHA-256, in hexadecimal."""
+    return hashlib.sha256(data).hexdigest()
 
 
 # Which tensors, under which names -------------------------------------------------------------------------------------
@@ -132,6 +138,59 @@ def test_an_adapter_is_written_as_peft_does(tmp_path: Path) -> None:
     state |= {f"{base}.lora_A.other.weight": torch.randn(2, 4)}
     with pytest.raises(errors.UsageError, match="2 adapters"):
         verbs.export(saved(tmp_path / "b.pt", {"model": state}), tmp_path / "both")
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_manifest_of_what_is_written(inside: bool, tmp_path: Path) -> None:
+    """Against hashlib over the files, config and card too, and over the tensors as safetensors reads them."""
+    path, out = saved(tmp_path / "a.pt", {"model": weights(), "epoch": 3}), tmp_path / "out"
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text('{"model_type": "own", "dtype": "float32"}')
+    listed = out / "integrity.json" if inside else tmp_path / "m.json"
+    options: dict[str, Any] = {"assets": tmp_path / "base", "dtype": "bfloat16", "max_shard_size": 300}
+    verbs.export(path, out, manifest=listed, dry_run=True, **options)
+    assert not out.exists() and not listed.exists()
+    verbs.export(path, out, manifest=listed, **options)
+    said = json.loads(listed.read_text())
+    there = {file.name: file.read_bytes() for file in out.iterdir() if file != listed}
+    assert len(there) > 4 and {"config.json", CARD} < there.keys()
+    assert said["files"] == {name: digest(data) for name, data in there.items()}
+    assert said["sizes"] == {name: len(data) for name, data in there.items()}
+    assert {row["name"]: row["sha256"] for row in said["tensors"]} == {
+        name: digest(tensor.contiguous().view(torch.uint8).numpy().tobytes()) for name, tensor in found(out).items()
+    }
+    assert verbs.verify(out, manifest=listed).findings == []
+    (out / "config.json").write_text("{}")
+    assert [f.file for f in verbs.verify(out, manifest=listed).findings] == ["config.json"]
+    if inside:
+        verbs.export(path, out, manifest=listed, overwrite=True, **options)
+        assert verbs.verify(out).findings == []
+    else:
+        with pytest.raises(errors.OverwriteError, match=r"m\.json"):
+            verbs.export(path, tmp_path / "again", manifest=listed, **options)
+        assert not (tmp_path / "again").exists()
+
+
+def test_a_manifest_of_an_adapter(tmp_path: Path) -> None:
+    names = [f"base_model.model.a.lora_{side}" for side in "AB"]
+    path = saved(tmp_path / "a.pt", {f"{name}.default.weight": torch.randn(2, 2) for name in names})
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    verbs.export(path, tmp_path / "out", assets=tmp_path / "base", manifest=tmp_path / "m.json")
+    said = json.loads((tmp_path / "m.json").read_text())
+    assert set(said["files"]) == set(os.listdir(tmp_path / "out"))
+    assert [row["name"] for row in said["tensors"]] == [f"{name}.weight" for name in names]
+    assert verbs.verify(tmp_path / "out", manifest=tmp_path / "m.json").findings == []
+
+
+def test_where_no_manifest_can_be(tmp_path: Path) -> None:
+    path, out = saved(tmp_path / "a.pt", weights()), tmp_path / "out"
+    with pytest.raises(errors.OverwriteError, match=r"README\.md` is a file of the export"):
+        verbs.export(path, out, manifest=out / "README.md")
+    with pytest.raises(errors.UsageError, match="`--manifest` is of files that are here") as caught:
+        verbs.export(path, "hf://me/model", manifest=tmp_path / "m.json")
+    assert "hf upload" in (caught.value.hint or "")
+    assert [p.name for p in tmp_path.iterdir()] == ["a.pt"]
 
 
 # Ties -----------------------------------------------------------------------------------------------------------------
