@@ -81,6 +81,11 @@ def here(path: str, offset: int = 0, nbytes: int | None = None) -> str:
     return path if mirror is None else mirror.arrive(path, offset, nbytes)
 
 
+def is_digested(path: str) -> bool:
+    """Whether a file that is read whole is compared with a digest that its store has of it."""
+    return bool(_mounted) and of(path) is not None
+
+
 def as_typed(text: str) -> str:
     """A message with addresses in place of the folders that nobody has heard of."""
     for root, mirror in _mounted.items():

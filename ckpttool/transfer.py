@@ -16,7 +16,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
-from ckpttool import boxes, checksums, gather
+from ckpttool import boxes, checksums, gather, mirrors
 from ckpttool.boxes import Box
 from ckpttool.catalogue import Catalogue, Chunk, Extent, Record
 from ckpttool.contract import Source
@@ -45,9 +45,10 @@ Progress = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class Transferred:
-    """What a transfer did: bytes moved, bytes whose CRC was checked, bytes of records that have none or were read only
-    in part; `overflowed`, how many values of a tensor were finite until they were cast; and `crcs`, for `Sink.finish`.
-    `read` is what is known of records that are to be checked later. `resumed` of the bytes moved were there already.
+    """What a transfer did: bytes moved, bytes whose CRC or whose file's digest was checked, bytes of records that
+    have none or were read only in part; `overflowed`, how many values of a tensor were finite until they were cast; and
+    `crcs`, for `Sink.finish`. `read` is what is known of records that are to be checked later. `resumed` of the bytes
+    moved were there already.
     """
 
     moved: int = 0
@@ -120,6 +121,7 @@ class _Transfer:
         self._in = Pool(whole=True)
         self._out = Pool(writing=not compare)
         self._from = source.catalogue.files
+        self._digested = {i for i, file in enumerate(self._from) if mirrors.is_digested(file.location)}
         self._to = destination.files
         self._compare = compare
         self._check_later = check_later
@@ -159,7 +161,7 @@ class _Transfer:
         if self._check_later:
             done.read = self.read
         for record in self.read.records() if not self._check_later else ():
-            if self._worth_checking(record):
+            if self._worth_checking(record) or record.file in self._digested:
                 done.checked += self.read.used(record)
             else:
                 done.unchecked += self.read.used(record)
@@ -352,11 +354,12 @@ class _Transfer:
 
     def _note_read(self, extent: Extent, start: int, nbytes: int, crc: int | None) -> None:
         record, entry = extent.record, self._entry
-        if extent.checked:
+        has_none = record is None or record.crc is None
+        if extent.checked or (has_none and extent.file in self._digested):
             with self._lock:
                 self._checked += nbytes
             entry.checked += nbytes
-        elif record is None or record.crc is None:
+        elif record is None or has_none:
             with self._lock:
                 self._unrecorded += nbytes
             entry.unrecorded += nbytes

@@ -56,6 +56,7 @@ class HubMirror:
         self.address = address.root
         self._api = api
         self._repo = address.repo
+        self._branch = address.branch
         self._commit = commit
         self._entries = entries
         self._whole: dict[str, str] = {}  # name -> where all of it can be read
@@ -130,9 +131,22 @@ class HubMirror:
                 for copy in {os.path.realpath(path), path}:
                     Path(copy).unlink(missing_ok=True)
                 raise
+        self._remember()
         self._whole[entry.name] = path
         self._checked.add(entry.name)
         return path
+
+    def _remember(self) -> None:
+        """Which commit the branch was at, where the library keeps it: it asked for the commit only, and without the Hub
+        the branch is looked up there."""
+        ref = _folder(self._repo) / "refs" / self._branch
+        if self._branch == self._commit or (ref.is_file() and ref.read_text() == self._commit):
+            return
+        try:
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            ref.write_text(self._commit)
+        except OSError as error:
+            raise failed(error, str(ref), "write") from None
 
     def _fill(self, path: str, entry: Entry, start: int, end: int) -> None:
         """Fetch those blocks of a range that are not there yet, neighbours in one request."""
@@ -166,9 +180,14 @@ class HubMirror:
         return data
 
 
+def _folder(repo: str) -> Path:
+    """What the cache has of a repository."""
+    return Path(constants.HF_HUB_CACHE, f"models--{repo.replace('/', '--')}")
+
+
 def _from_cache(api: HfApi, address: Address) -> HubMirror:
     """What the cache has of a revision, as it lies there."""
-    folder = Path(constants.HF_HUB_CACHE, f"models--{address.repo.replace('/', '--')}")
+    folder = _folder(address.repo)
     ref = folder / "refs" / address.branch
     commit = ref.read_text().strip() if ref.is_file() else address.branch
     snapshot = folder / "snapshots" / commit

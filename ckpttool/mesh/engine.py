@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 
-from ckpttool import checksums, files, plan
+from ckpttool import checksums, files, mirrors, plan
 from ckpttool.boxes import Box
 from ckpttool.catalogue import Catalogue, Path, Tensor
 from ckpttool.contract import Source
@@ -265,15 +265,17 @@ def _records(source: Source, laid: Catalogue, paths: Iterable[Path]) -> tuple[ch
     """The records that tensors come from; the bytes that were checked when they were decoded, and of those that nobody
     left a checksum of."""
     read, checked, without = checksums.Pieces(), 0, 0
+    digested = {i for i, file in enumerate(source.catalogue.files) if mirrors.is_digested(file.location)}
     for path in paths:
         tensor = laid.tensor(path)
         origin = tensor.origin or tensor
         for chunk in origin.chunks:
             extent = source.resolve(origin, chunk)
             nbytes = prod(chunk.sizes) * origin.dtype.itemsize
-            if extent.checked:
+            has_none = extent.record is None or extent.record.crc is None
+            if extent.checked or (has_none and extent.file in digested):
                 checked += nbytes
-            elif extent.record is None or extent.record.crc is None:
+            elif extent.record is None or has_none:
                 without += nbytes
             else:
                 read.touch(extent.record, nbytes)

@@ -54,8 +54,8 @@ def verify(
 
     `against` is a checkpoint that should hold the same, `manifest` a manifest that was made before; an `integrity.json`
     in the checkpoint is taken by itself. `write_manifest` is written when nothing is damaged.
-    Raises ReadError when there is no checkpoint at `path`, or when it changes meanwhile; what is wrong with it is
-    never raised.
+    Raises ReadError when there is no checkpoint at `path`, or when it changes meanwhile, and RemoteError when a
+    file of the Hub cannot be had as it is there; what is wrong with the checkpoint is never raised.
     """
     began = time.monotonic()
     path = os.fspath(path)

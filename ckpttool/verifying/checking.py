@@ -1,8 +1,9 @@
 """Reads every payload once, on threads, and compares each checksum that the writer left.
 
 What is read, in the order of the files: the records that chunks lie in, or the chunks themselves where there is no
-checksum (a disk that fails is found all the same); then all other records of torch.save archives, whether in a file of
-their own or in items of DCP. Opening an item compares its header with what the index says.
+checksum (a disk that fails is found all the same, and what comes from the Hub is compared with the digest that the Hub
+has of the file); then all other records of torch.save archives, whether in a file of their own or in items of DCP.
+Opening an item compares its header with what the index says.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from math import prod
 from typing import NamedTuple
 from zlib import crc32
 
-from ckpttool import boxes
+from ckpttool import boxes, mirrors
 from ckpttool.catalogue import Catalogue, File, Record, Tensor
 from ckpttool.checksums import Pieces, mismatch
 from ckpttool.containers import torchzip
@@ -53,9 +54,11 @@ class _Checking:
         self._catalogue = source.catalogue
         self._report = report
         self._found: list[Finding] = []
-        self._pool = Pool()
+        self._pool = Pool(whole=True)
+        self._digested = {i for i, f in enumerate(self._catalogue.files) if mirrors.is_digested(f.location)}
         self._pieces = Pieces()
         self._seen: set[tuple[int, int]] = set()
+        self._read_files: set[int] = set()
         self._lock = threading.Lock()
         self._local = threading.local()
         self._work = Work()
@@ -68,6 +71,7 @@ class _Checking:
         for record in self._pieces.records():
             if not self._pieces.gaps(record):
                 self._compare(record, self._pieces.crc(record), "")
+        self._report.records += len(self._digested & self._read_files)
         self._report.add(self._found)
 
     # What there is to read -------------------------------------------------------------------------------------------
@@ -194,7 +198,8 @@ class _Checking:
             where = Where(source.name, task.offset, task.nbytes)
             self._note(Finding.of(error, "unreadable", where=where, tensor=names[0] if names else None))
             return
-        self._count(task.nbytes, checked=record.crc is not None)
+        self._count(task.nbytes, checked=record.crc is not None or record.file in self._digested)
+        self._read_files.add(record.file)
         if record.crc is None:
             return
         if task.nbytes < record.nbytes:

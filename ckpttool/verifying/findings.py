@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ckpttool.errors import DIFFERS, DONE, CkptError, CorruptError
+from ckpttool.errors import DIFFERS, DONE, CkptError, CorruptError, RemoteError
 
 DAMAGE, DIFFERENCE, NAN, SUSPECT, NOTE = "damage", "difference", "nan", "suspect", "note"
 GRAVITIES = (DAMAGE, DIFFERENCE, NAN, SUSPECT, NOTE)
@@ -47,7 +47,12 @@ class Finding:
         where: Where | None = None,
         tensor: str | None = None,
     ) -> Finding:
-        """What an error says; `where` and `tensor` when the caller knows better than the error."""
+        """What an error says; `where` and `tensor` when the caller knows better than the error.
+
+        A RemoteError is raised: that a file did not arrive says nothing of the file.
+        """
+        if isinstance(error, RemoteError):
+            raise error
         facts = error.facts
         known = where or Where(_text(facts.get("file")), _whole(facts.get("offset")), _whole(facts.get("nbytes")))
         tensor = tensor or _text(facts.get("tensor"))

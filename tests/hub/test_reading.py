@@ -15,11 +15,13 @@ from hubclient import patience
 from hubserver import READER, Hub, drop, stall
 from huggingface_hub import constants, hf_hub_download
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 import ckpttool
 from ckpttool import mirrors, verbs
 from ckpttool.catalogue import Catalogue
-from ckpttool.errors import CkptError, RemoteError, UsageError
+from ckpttool.cli.app import application
+from ckpttool.errors import CkptError, CorruptError, RemoteError, UsageError
 from ckpttool.hub import address
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,6 +124,61 @@ def test_convert_takes_each_file_once(hub: Hub, tmp_path: Path) -> None:
     before = fetched(hub)
     verbs.convert("hf://org/name", tmp_path / "again.pt")
     assert fetched(hub) == before
+
+
+def told(*words: str) -> str:
+    """What `ckpttool words...` says, on one line."""
+    done = CliRunner().invoke(application(), list(words))
+    assert done.exit_code == 0, (done.output, done.exception)
+    return " ".join(done.output.split())
+
+
+def test_what_is_said_to_be_checked_was(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of safetensors has no checksums, but the Hub knows its digest, with which it is compared."""
+    hub.make("org/name", {"model.safetensors": large(2), "config.json": b"{}"})
+    said = told("convert", "hf://org/name", str(tmp_path / "out.pt"))
+    assert "checked checksums of 2.10 MB of the source" in said and "without a checksum" not in said
+    assert ".gitattributes" not in said, "no part of the model"
+    said = told("verify", "hf://org/name")
+    assert "checked 1 checksum over 2.10 MB" in said and "without a checksum" not in said
+    # As it is without the Hub.
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "checked checksums of 2.10 MB" in told("convert", "hf://org/name", str(tmp_path / "again.pt"))
+    # The same file, when nobody knows what it should be.
+    (tmp_path / "here.safetensors").write_bytes(large(2))
+    assert "2.10 MB of the source came without a" in told(
+        "convert", str(tmp_path / "here.safetensors"), str(tmp_path / "here.pt")
+    )
+    assert "2.10 MB read that came without a" in told("verify", str(tmp_path / "here.safetensors"))
+
+
+def test_checksums_of_the_file_itself_are_compared_too(hub: Hub, tmp_path: Path) -> None:
+    torch.save({"w": torch.randn(300, 1000), "v": torch.randn(10)}, tmp_path / "x.pt")
+    hub.make("org/name", {"x.pt": (tmp_path / "x.pt").read_bytes()})
+    said = told("convert", "hf://org/name/x.pt", str(tmp_path / "out.safetensors"))
+    assert "checked checksums of 1.20 MB of the source" in said and "without" not in said
+    near, far = verbs.verify(tmp_path / "x.pt"), verbs.verify("hf://org/name/x.pt")
+    assert (far.checked, far.unchecked, far.records) == (near.checked, 0, near.records + 1)
+    # Whole as the Hub has it, and damaged before it came there.
+    data = bytearray((tmp_path / "x.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    hub.commit("org/name", {"x.pt": bytes(data)})
+    assert [finding.kind for finding in verbs.verify("hf://org/name/x.pt").findings] == ["checksum"]
+    with pytest.raises(CorruptError, match="CRC"):
+        verbs.convert("hf://org/name/x.pt", tmp_path / "other.safetensors")
+
+
+def test_what_does_not_arrive_is_not_called_damaged(hub: Hub) -> None:
+    data = large(1)
+    hub.make("org/name", {"model.safetensors": data})
+    oid = hub.repos["org/name"].commits[hub.repos["org/name"].refs["main"]].files["model.safetensors"].sha256
+    (hub.store / str(oid)).write_bytes(corrupt(data))
+    with pytest.raises(RemoteError, match="what arrived is not what the Hub has"):
+        verbs.verify("hf://org/name")
+    (hub.store / str(oid)).write_bytes(data)
+    hub.fail("GET", "/cdn/", status=503, skip=1)
+    with pytest.raises(RemoteError, match=r"in trouble.*\(503\)"):
+        verbs.verify("hf://org/name")
 
 
 def test_a_dry_run_downloads_nothing(hub: Hub, tmp_path: Path) -> None:
