@@ -31,6 +31,8 @@ _UNWANTED = re.compile(
     re.I,
 )
 _KNOWN = re.compile(KNOWN)
+# What makes a directory a model of its own, to which its card belongs.
+_WEIGHTS = re.compile(r".*\.(safetensors|gguf|pth)|pytorch_model.*\.bin|adapter_model\.bin")
 _FOLDERS = ("additional_chat_templates",)
 _NOT_WITH_ADAPTER = (CONFIG, "generation_config.json")
 _LARGEST_CONFIG = 16 << 20
@@ -58,14 +60,21 @@ def collect(folder: str | None, source: str, catalogue: Catalogue) -> Assets | N
     """The assets in a folder, or in the mirror of one; without one, those that lie beside the weights in the run
     directory that is the source.
 
-    Raises UsageError for a folder that is none or has nothing, and ReadError for a link that leads out of it; beside
-    the source, such links are left out and said.
+    The card of a folder that is another model, as that which training began with, is about that model, and is left
+    out. Raises UsageError for a folder that is none or has nothing, and ReadError for a link that leads out of it;
+    beside the source, such links are left out and said.
     """
     if folder is not None:
         typed = mirrors.as_typed(folder)
         if not os.path.isdir(folder):
             raise UsageError(f"`--assets {typed}`: not a directory", hint="name the directory that has `config.json`")
         made = _in(folder, strict=True)
+        if CARD in made.paths and _is_another_model(folder, source):
+            del made.paths[CARD]
+            made.notes.append(
+                f"`{CARD}` of `{typed}` is not copied: it is about the model there; a card of your own is taken from "
+                "an `--assets` directory without weights"
+            )
         if not made.paths:
             raise UsageError(f"`--assets {typed}`: has no config, tokenizer or anything of the kind")
         return made
@@ -79,6 +88,18 @@ def collect(folder: str | None, source: str, catalogue: Catalogue) -> Assets | N
     where = f"{are} taken from `{mirrors.as_typed(found)}`"
     made.notes.insert(0, f"{plural(len(made.paths), 'file')} {where}: {some(sorted(made.paths), 5)}")
     return made
+
+
+def _is_another_model(folder: str, source: str) -> bool:
+    """Whether a folder has weights, and is not where the source lies."""
+    above, below = (
+        (mirrors.as_typed(folder), source)
+        if mirrors.is_elsewhere(source)
+        else (os.path.realpath(folder), os.path.realpath(source))
+    )
+    if below == above or below.startswith(f"{above}/"):
+        return False
+    return any(map(_WEIGHTS.fullmatch, os.listdir(folder)))
 
 
 def _beside(source: str, catalogue: Catalogue) -> str | None:

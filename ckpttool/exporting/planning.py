@@ -73,13 +73,15 @@ class Wanted:
 @dataclass(slots=True)
 class Export:
     """A plan: `files` in the order in which they are to be made, and what there is to say of all of them. The source
-    is open as long as the block of `planned` lasts."""
+    is open as long as the block of `planned` lasts. `unless_there` are names of files that give way to one that the
+    destination has: a card that nobody has named."""
 
     files: list[Outgoing]
     made: Exported
     source: Viewed
     laid: Catalogue
     tally: weights.Tally
+    unless_there: tuple[str, ...] = ()
 
     def settle(self) -> Exported:
         """What was done, once every file was made."""
@@ -122,7 +124,8 @@ def planned(src: str, destination: str, wanted: Wanted, progress: Progress | Non
         made.files = [(file.name, file.size) for file in files]
         made.disk = sum(file.size for file in files)
         made.memory = making.expected_memory(laid, made.cast, wanted.threads, memory)
-        yield Export(files, made, viewed, laid, tally)
+        named = wanted.assets is not None and not made.card
+        yield Export(files, made, viewed, laid, tally, () if named else (beside.CARD,))
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from ckpttool import mirrors
 from ckpttool.errors import UsageError
-from ckpttool.exporting.assets import CARD
 from ckpttool.exporting.planning import Export
 from ckpttool.files import free_space
 from ckpttool.transfer import Progress
@@ -75,6 +74,6 @@ def send(plan: Export, dst: str, how: Remote, *, dry_run: bool, both: Both) -> N
     made.free = free_space(how.stage or tempfile.gettempdir())
     made.sent = store.send(
         plan.files, dst, private=how.private, create_pr=how.create_pr, message=how.message, stage=how.stage,
-        dry_run=dry_run, progress=both.sending, unless_there=(CARD,) if made.card else (),
+        dry_run=dry_run, progress=both.sending, unless_there=plan.unless_there,
     )  # fmt: skip
     made.disk = made.disk if how.stage is not None else max((file.size for file in plan.files), default=0)

@@ -406,6 +406,31 @@ def test_a_card_is_made_when_there_is_none(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "bare") == ["model.safetensors"]
 
 
+def test_the_card_of_a_base_model_is_not_that_of_the_export(tmp_path: Path) -> None:
+    folder, path = base(tmp_path / "base"), saved(tmp_path / "a.pt", weights())
+    (folder / "README.md").write_text("# The base\n")
+    (folder / "pytorch_model.bin").unlink()
+    # A folder of config, tokenizer and a card, which somebody has made for this.
+    made = verbs.export(path, tmp_path / "own", assets=folder)
+    assert (tmp_path / "own" / "README.md").read_text() == "# The base\n" and not made.card
+    # A model of its own.
+    torch.save(weights(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "trainer_state.json").unlink()
+    made = verbs.export(path, tmp_path / "out", assets=folder)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "The base" not in card and "| Made by | ckpttool" in card and made.card
+    assert "README.md" not in made.assets and "tokenizer.json" in made.assets
+    note = next(note for note in made.notes if "README.md" in note)
+    assert note.startswith(f"`README.md` of `{folder}` is not copied: it is about the model there")
+    verbs.export(path, tmp_path / "none", assets=folder, card=False)
+    assert not (tmp_path / "none" / "README.md").exists()
+    # The model itself, in other files: its card is about it.
+    for n, assets in enumerate((None, folder)):
+        verbs.export(folder, tmp_path / f"same{n}", assets=assets)
+        assert (tmp_path / f"same{n}" / "README.md").read_text() == "# The base\n"
+
+
 def test_assets_that_are_none(tmp_path: Path) -> None:
     path = saved(tmp_path / "a.pt", weights())
     (tmp_path / "empty").mkdir()

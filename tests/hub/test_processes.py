@@ -129,6 +129,24 @@ def test_assets_may_lie_on_the_hub(hub: Hub, tmp_path: Path) -> None:
     assert "`--assets hf://org/base/tokenizer.json`: not a directory" in done.stderr
 
 
+def test_cards_of_others_and_of_ones_own(hub: Hub, tmp_path: Path) -> None:
+    model = {"config.json": b"{}", "model.safetensors": save({"w": torch.ones(3)}), "README.md": b"# The base\n"}
+    hub.make("org/base", model)
+    save_file({"w": torch.zeros(3)}, tmp_path / "x.safetensors")
+    words = ("export", str(tmp_path / "x.safetensors"), "hf://me/model", "--assets")
+    said = " ".join(run(*words, "hf://org/base").split())
+    assert "`README.md` of `hf://org/base` is not copied: it is about the model there" in said
+    assert b"The base" not in hub.files("me/model")["README.md"]
+    # What somebody has written since, the card of the source included, gives way only to a card that is named.
+    hub.commit("me/model", {"README.md": b"# Mine\n"})
+    run("export", "hf://org/base", "hf://me/model")
+    assert hub.files("me/model")["README.md"] == b"# Mine\n"
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / "README.md").write_text("# New\n")
+    run(*words, str(tmp_path / "assets"))
+    assert hub.files("me/model")["README.md"] == b"# New\n"
+
+
 def test_assets_that_rot_on_the_way(hub: Hub, tmp_path: Path) -> None:
     hub.make("org/base", {**BESIDE, "tokenizer.model": b"t" * 300_000})
     there = hub.repos["org/base"]
