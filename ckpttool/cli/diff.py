@@ -12,7 +12,7 @@ import typer
 
 from ckpttool.cli.options import AsJson, Quiet, Shapes, Tensors, Threads, Verbose, complete_part
 from ckpttool.cli.progress import Progress
-from ckpttool.cli.terminal import Painted, Piece, Terminal, bold, dim, err, out
+from ckpttool.cli.terminal import Painted, Piece, Terminal, answer, bold, dim, err
 from ckpttool.wording import duration, plural, size
 
 if TYPE_CHECKING:
@@ -89,16 +89,15 @@ def diff(
             atol=_number("--atol", atol), ulp=ulp, ignore_dtype=ignore_dtype, sharded=sharding, shapes=shapes,
             threads=threads, progress=progress,
         )  # fmt: skip
-    terminal = out()
-    if as_json:
-        terminal.write(json.dumps(_document(made)) + "\n")
-    elif quiet:
-        for line in _names(made):
-            terminal.line(line)
-    else:
-        _print(terminal, made, verbose)
+    with answer(made.exit_code) as terminal:
+        if as_json:
+            terminal.write(json.dumps(_document(made)) + "\n")
+        elif quiet:
+            for line in _names(made):
+                terminal.line(line)
+        else:
+            _print(terminal, made, verbose)
     if made.exit_code:
-        terminal.flush()
         raise typer.Exit(made.exit_code)
 
 

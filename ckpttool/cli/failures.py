@@ -3,7 +3,7 @@
 CkptError             error: ... / hint: ...            its own code
 typer's usage errors  error: ... / hint: ...            2
 Ctrl-C, SIGTERM       interrupted, nothing was written  130, 143
-stdout was closed     nothing                           0, as `| head` has what it wanted
+stdout was closed     nothing                           that of the answer, as `| head` has what it wanted
 anything else         bug: ... / hint: ...              70, with the traceback under -v or CKPTTOOL_DEBUG=1
 """
 
@@ -93,8 +93,8 @@ class Commands(TyperGroup):
             out().flush()
         except _Stopped as stopped:
             return report.stopped(stopped)
-        except ReaderGone:
-            return DONE
+        except ReaderGone as gone:
+            return gone.exit_code
         except CkptError as error:
             return report.failed(error)
         except MemoryError:

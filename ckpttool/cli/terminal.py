@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, TextIO
 
-from ckpttool.errors import StorageError
+from ckpttool.errors import DONE, StorageError
 from ckpttool.escapes import cut, safe
 
 _CODES = {"bold": "1", "dim": "2", "red": "1;31", "green": "32", "yellow": "33"}
@@ -20,7 +20,9 @@ _LEAST = 8  # a column is not cut below this
 
 
 class ReaderGone(Exception):
-    """Whoever read stdout has closed it: `ckpttool ... | head`."""
+    """Whoever read stdout has closed it: `ckpttool ... | head`. `exit_code` is that of the answer."""
+
+    exit_code = DONE
 
 
 @contextmanager
@@ -172,6 +174,18 @@ def shorten(text: str, width: int) -> str:
 def out() -> Terminal:
     """stdout: the answer."""
     return Terminal(sys.stdout)
+
+
+@contextmanager
+def answer(exit_code: int) -> Iterator[Terminal]:
+    """stdout for an answer that ends with `exit_code`, whether or not somebody reads it to the end."""
+    terminal = out()
+    try:
+        yield terminal
+        terminal.flush()
+    except ReaderGone as gone:
+        gone.exit_code = exit_code
+        raise
 
 
 def err() -> Terminal:

@@ -12,7 +12,7 @@ import typer
 
 from ckpttool.cli.options import AsJson, Checkpoint, Quiet, Shapes, Threads, Verbose
 from ckpttool.cli.progress import Progress
-from ckpttool.cli.terminal import Painted, Terminal, bold, dim, err, out
+from ckpttool.cli.terminal import Painted, Terminal, answer, bold, dim, err
 from ckpttool.wording import duration, plural, size
 
 if TYPE_CHECKING:
@@ -60,18 +60,22 @@ def verify(
             path, against=against, manifest=manifest, write_manifest=write_manifest, check_values=values,
             shapes=shapes, threads=threads, progress=progress,
         )  # fmt: skip
-    terminal = out()
-    if as_json:
-        said = {"schema": "ckpttool/verify/1", "whole": report.whole, "exit_code": report.exit_code, **asdict(report)}
-        terminal.write(json.dumps(said) + "\n")
-    elif quiet:
-        for finding in report.findings:
-            if finding.gravity != "note":
-                terminal.line(f"{finding.gravity}: {finding.message}")
-    else:
-        _print(terminal, report, verbose)
+    with answer(report.exit_code) as terminal:
+        if as_json:
+            said = {
+                "schema": "ckpttool/verify/1",
+                "whole": report.whole,
+                "exit_code": report.exit_code,
+                **asdict(report),
+            }
+            terminal.write(json.dumps(said) + "\n")
+        elif quiet:
+            for finding in report.findings:
+                if finding.gravity != "note":
+                    terminal.line(f"{finding.gravity}: {finding.message}")
+        else:
+            _print(terminal, report, verbose)
     if report.exit_code:
-        terminal.flush()
         raise typer.Exit(report.exit_code)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckpttool.cli.options import AsJson, Checkpoint, Quiet, Shapes, Verbose
-from ckpttool.cli.terminal import Painted, Piece, Terminal, bold, dim, out
+from ckpttool.cli.terminal import Painted, Piece, Terminal, answer, bold, dim
 from ckpttool.errors import DIFFERS, DONE
 from ckpttool.wording import size
 
@@ -46,14 +46,15 @@ def audit(
     from ckpttool.resume.audit import audit as look
 
     made = look(path, recipe=recipe, values=values, shapes=shapes)
-    terminal = out()
-    if as_json:
-        terminal.write(json.dumps(_document(made)) + "\n")
-    elif quiet:
-        terminal.line(made.verdict)
-    else:
-        _print(terminal, made, verbose)
-    raise typer.Exit(DIFFERS if made.verdict == "no" else DONE)
+    exit_code = DIFFERS if made.verdict == "no" else DONE
+    with answer(exit_code) as terminal:
+        if as_json:
+            terminal.write(json.dumps(_document(made)) + "\n")
+        elif quiet:
+            terminal.line(made.verdict)
+        else:
+            _print(terminal, made, verbose)
+    raise typer.Exit(exit_code)
 
 
 def _tables(made: Audit) -> list[Table]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckpttool.cli.options import AsJson, Quiet, Verbose
-from ckpttool.cli.terminal import Painted, Terminal, dim, err, out
+from ckpttool.cli.terminal import Painted, Terminal, answer, dim, err
 from ckpttool.errors import DIFFERS, DONE, UsageError
 from ckpttool.wording import duration, plural
 
@@ -84,16 +84,17 @@ def trial(
     said = _json(made)
     if html is not None:
         _write_page(html, said)
-    terminal = out()
-    if as_json:
-        terminal.write(json.dumps(said) + "\n")
-    elif quiet:
-        terminal.line(made.verdict)
-    else:
-        _tell(terminal, made, verbose)
-        if html is not None:
-            err().line(dim("wrote "), html)
-    raise typer.Exit(DONE if made.verdict == "same" else DIFFERS)
+    exit_code = DONE if made.verdict == "same" else DIFFERS
+    with answer(exit_code) as terminal:
+        if as_json:
+            terminal.write(json.dumps(said) + "\n")
+        elif quiet:
+            terminal.line(made.verdict)
+        else:
+            _tell(terminal, made, verbose)
+            if html is not None:
+                err().line(dim("wrote "), html)
+    raise typer.Exit(exit_code)
 
 
 def _json(made: Report) -> Any:

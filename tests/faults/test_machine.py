@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from faulty import (
+    CORRUPT,
     EXISTS,
     FORMATS,
     PROGRAM,
@@ -359,6 +360,38 @@ def test_the_space_goes_while_we_write(to: str, tmp_path: Path, small_disk: Path
     assert ".partial-" not in said and str(small_disk / "dst") in said
 
 
+OTHERS = {"reshard": ("reshard", "--to-world", "3"), "export": ("export", "--no-card")}
+every_other = pytest.mark.parametrize("words", OTHERS.values(), ids=OTHERS)
+
+
+@every_other
+def test_no_space_for_the_others(words: tuple[str, ...], tmp_path: Path, small_disk: Path) -> None:
+    src = save_torch(tmp_path / "big.pt", {"w": torch.ones(1 << 20)})
+    with untouched(src):
+        check_words(run(words[0], src, small_disk / "dst", *words[1:]), STORAGE, small_disk / "dst", "free")
+        assert names(small_disk) == []
+        assert run(words[0], src, small_disk / "dst", *words[1:], "-n").code == 0
+
+
+@every_other
+def test_the_space_goes_while_the_others_write(
+    words: tuple[str, ...], tmp_path: Path, small_disk: Path, monkeypatch: Any
+) -> None:
+    """And the next run, when there is space again, has nothing to put away."""
+    src = save_torch(tmp_path / "big.pt", {"w": torch.ones(300_000)})
+    (small_disk / "other").write_bytes(bytes(1 << 20))
+    with monkeypatch.context() as patched:
+        patched.setattr("ckpttool.files.free_space", lambda path: 1 << 40)
+        said = check_words(run(words[0], src, small_disk / "dst", *words[1:]), STORAGE, "no space left")
+    assert names(small_disk) == ["other"]
+    assert ".partial-" not in said and str(small_disk / "dst") in said
+    (small_disk / "other").unlink()
+    done = run(words[0], src, small_disk / "dst", *words[1:])
+    assert (done.code, names(small_disk)) == (0, ["dst"]), done.err
+    assert "interrupted" not in done.err
+    assert run("diff", src, small_disk / "dst", "-q").out == ""
+
+
 @pytest.mark.parametrize("to", FORMATS)
 def test_a_limit_on_the_size_of_files(to: str, tmp_path: Path, out: Path) -> None:
     """`ulimit -f`, as some clusters have: the system sends a signal before it refuses."""
@@ -554,12 +587,43 @@ def test_a_source_that_is_cut_while_it_is_read(kind: str, tmp_path: Path, out: P
 def test_a_closed_pipe(words: tuple[str, ...], large: Path) -> None:
     """`ckpttool inspect ... | head -1`."""
     given = (words[0], large, *words[1:]) if words[0] == "inspect" else words
-    process = spawn(*given)
+    assert alone(*given) == (0, "")
+
+
+def alone(*words: object) -> tuple[int, str]:
+    """The exit code and stderr of a command whose stdout is closed while it works: `ckpttool ... | head -0`."""
+    process = spawn(*words)
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
     said = process.stderr.read()
     process.stderr.close()
-    assert (process.wait(30), said) == (0, "")
+    return process.wait(60), said
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+@pytest.mark.parametrize("words", [("convert", "--to", "dcp"), *OTHERS.values()], ids=["convert", *OTHERS])
+def test_a_closed_pipe_and_something_to_write(
+    words: tuple[str, ...], flags: tuple[str, ...], src: Path, out: Path
+) -> None:
+    """Nobody hears of it, and DST is complete."""
+    assert alone(words[0], src, out / "dst", *words[1:], *flags) == (0, "")
+    assert names(out) == ["dst"]
+    assert run("diff", src, out / "dst").code == 0
+
+
+@pytest.mark.parametrize("flags", [(), ("-v",)])
+def test_a_closed_pipe_and_a_verdict(flags: tuple[str, ...], tmp_path: Path, out: Path) -> None:
+    """`set -o pipefail` and `ckpttool verify ... | head`: damage is not success because the list of it was too long."""
+    block = torch.ones(2, 2)
+    many = save_torch(tmp_path / "many.pt", {f"layers.{i}.weight": block * i for i in range(300)})
+    other = save_torch(out / "other.pt", {f"layers.{i}.weight": block * i + 1 for i in range(300)})
+    damaged = out / "damaged.pt"
+    data = many.read_bytes()
+    damaged.write_bytes(data.replace((block * 200).numpy().tobytes(), (block * 201).numpy().tobytes(), 1))
+    assert alone("verify", many, *flags) == (0, "")
+    assert alone("verify", damaged, *flags) == (CORRUPT, "")
+    assert alone("diff", many, many, *flags) == (0, "")
+    assert alone("diff", many, other, *flags) == (1, "")
 
 
 @pytest.mark.parametrize("closed", [0, 1, 2])
