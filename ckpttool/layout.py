@@ -25,7 +25,7 @@ from ckpttool.catalogue import (
     find_aliases,
     one_moment_for_two,
 )
-from ckpttool.containers.pickles import Stub
+from ckpttool.containers.stubs import Stub
 from ckpttool.dtypes import ALIASES, DTYPES, Dtype
 from ckpttool.errors import UsageError
 from ckpttool.patterns import any_of, compile_pattern, rule

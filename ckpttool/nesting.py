@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from ckpttool.catalogue import Catalogue, Container, Link, Object, Path, Tensor, dotted
-from ckpttool.containers.pickles import Stub, TorchSize, children
+from ckpttool.containers.stubs import Stub, TorchSize, children
 from ckpttool.errors import CorruptError, LossError
 
 MAX_DEPTH = 256

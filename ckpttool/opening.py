@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from ckpttool import mirrors, parts, producers
 from ckpttool.catalogue import Catalogue, Object, Path, dotted
-from ckpttool.containers import pickles, strictjson
+from ckpttool.containers import harm, strictjson
 from ckpttool.contract import NO_HINTS, OpenOptions, Source
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
 from ckpttool.files import failed
@@ -43,10 +43,10 @@ def _opened(path: str, options: OpenOptions) -> tuple[Source, set[str]]:
     """What lies at a path or an address, and the harm that its pickles name."""
     mirror = mirrors.mount(path)
     if mirror is None:
-        with naming(path), pickles.noting_harm() as asked:
+        with naming(path), harm.noting_harm() as asked:
             return producers.open_source(path, options), asked
     try:
-        with naming(path), pickles.noting_harm() as asked:
+        with naming(path), harm.noting_harm() as asked:
             source = Mounted.over(producers.open_source(mirror.path, options))
     except BaseException:
         mirrors.unmount(mirror)
@@ -121,7 +121,7 @@ def opened(path: str, shapes: str | None = None) -> Iterator[Source]:
 def harmful(objects: Iterable[Object]) -> Iterator[tuple[str, str]]:
     """Entries whose values name something that runs commands, and what."""
     for entry in objects:
-        for called in sorted(pickles.harmful_names(entry.value)):
+        for called in sorted(harm.harmful_names(entry.value)):
             yield entry.name, called
 
 
@@ -129,7 +129,7 @@ def harmful_attributes(catalogue: Catalogue) -> Iterator[tuple[Path, str]]:
     """Dicts whose attributes name something that runs commands, and what."""
     for path, container in catalogue.containers.items():
         if container.attrs:
-            for called in sorted(pickles.harmful_names(container.attrs)):
+            for called in sorted(harm.harmful_names(container.attrs)):
                 yield path, called
 
 

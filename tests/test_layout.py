@@ -15,7 +15,7 @@ import ckpttool
 from ckpttool import layout, parts
 from ckpttool.boxes import Box
 from ckpttool.catalogue import Catalogue, Object, Part, Tensor, dotted
-from ckpttool.containers.pickles import stub_type
+from ckpttool.containers.stubs import stub_type
 from ckpttool.errors import UsageError
 from ckpttool.nesting import links, unflatten
 from ckpttool.patterns import renamer

@@ -27,8 +27,8 @@ from hypothesis import strategies as st
 
 from ckpttool import nesting
 from ckpttool.catalogue import Catalogue
-from ckpttool.containers import opcodes, pickles, torchpickle
-from ckpttool.containers.pickles import Known, Stub, TorchSize, stub_name, stub_type
+from ckpttool.containers import harm, opcodes, pickles, picklewriter, stubs, torchpickle
+from ckpttool.containers.stubs import Known, Stub, TorchSize, stub_name, stub_type
 from ckpttool.containers.torchpickle import KNOWN, Slot, StorageRef, TensorRef
 from ckpttool.errors import CorruptError, LossError
 from ckpttool.formats.dcp import metadata as dcpmetadata
@@ -111,7 +111,7 @@ def test_nothing_runs_along(route: str) -> None:
     TRIPPED.clear()
     value = load(ROUTES[route])
     assert not TRIPPED
-    list(pickles.walk(value))
+    list(stubs.walk(value))
     repr(value)
     stub_name(value)
     assert not TRIPPED
@@ -140,7 +140,7 @@ def test_commands_do_not_run(module: str, name: str, tmp_path: Path) -> None:
     assert not mark.exists()
     pickle.loads(data)
     assert mark.exists(), "the payload is not one"
-    assert pickles.harmful_names({"a": [value]}) == {f"{module}.{name}"}
+    assert harm.harmful_names({"a": [value]}) == {f"{module}.{name}"}
 
 
 @pytest.mark.parametrize("opcode", [b"\x82\x7b", b"\x83\x7b\x00", b"\x84\x7b\x00\x00\x00"])
@@ -278,7 +278,7 @@ def test_random_bytes(data: bytes) -> None:
             value = load(begin + data + b".")
         except CorruptError:
             continue
-        list(pickles.walk(value))
+        list(stubs.walk(value))
 
 
 @settings(max_examples=300, deadline=None)
@@ -290,7 +290,7 @@ def test_flipped_bytes(at: int, value: int) -> None:
         tree = load(bytes(data))
     except CorruptError:
         return
-    list(pickles.walk(tree))
+    list(stubs.walk(tree))
 
 
 def _rich() -> bytes:
@@ -399,7 +399,7 @@ def test_what_a_stub_knows() -> None:
 def test_objects_come_back_as_they_were(value: Any, protocol: int) -> None:
     """Read by us, written by us, read by Python: the same object."""
     tree = {"a": value, "again": value}
-    copy = pickle.loads(pickles.dump(load(pickle.dumps(tree, protocol=protocol)), protocol=protocol))
+    copy = pickle.loads(picklewriter.dump(load(pickle.dumps(tree, protocol=protocol)), protocol=protocol))
     assert copy["a"] is copy["again"] or value == copy["again"]
     assert type(copy["a"]) is type(value)
     if type(value).__eq__ is not object.__eq__ and not isinstance(value, (BaseException, functools.partial)):
@@ -449,7 +449,7 @@ def same(found: Any, expected: Any) -> bool:
 @settings(max_examples=200, deadline=None)
 @given(trees, st.sampled_from([2, 4]))
 def test_round_trip(tree: Any, protocol: int) -> None:
-    assert same(pickle.loads(pickles.dump(tree, protocol=protocol)), tree)
+    assert same(pickle.loads(picklewriter.dump(tree, protocol=protocol)), tree)
     for theirs in range(2, 6):
         assert same(load(pickle.dumps(tree, protocol=theirs)), tree)
 
@@ -458,30 +458,30 @@ def test_round_trip(tree: Any, protocol: int) -> None:
     "number", [0, 255, 256, 65535, 65536, 2**31 - 1, 2**31, -1, -(2**31), -(2**31) - 1, 2**2040, -(2**2047)]
 )
 def test_integers_at_the_edges(number: int) -> None:
-    assert pickle.loads(pickles.dump(number)) == number
+    assert pickle.loads(picklewriter.dump(number)) == number
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, -0.0, 5e-324])
 def test_floats(number: float) -> None:
-    assert struct.pack("<d", pickle.loads(pickles.dump(number))) == struct.pack("<d", number)
+    assert struct.pack("<d", pickle.loads(picklewriter.dump(number))) == struct.pack("<d", number)
 
 
 def test_what_is_shared_stays_shared() -> None:
     inner: list[Any] = [1]
     tree = {"a": inner, "b": inner, "c": (inner,)}
     tree["self"] = tree
-    for copy in (pickle.loads(pickles.dump(tree)), load(pickles.dump(load(pickle.dumps(tree))))):
+    for copy in (pickle.loads(picklewriter.dump(tree)), load(picklewriter.dump(load(pickle.dumps(tree))))):
         assert copy["a"] is copy["b"] is copy["c"][0]
         assert copy["self"] is copy
 
 
 def test_a_state_dict_keeps_its_metadata() -> None:
     state = torch.nn.Linear(2, 3).state_dict()
-    copy = pickle.loads(pickles.dump(OrderedDict({"a": 1})))
+    copy = pickle.loads(picklewriter.dump(OrderedDict({"a": 1})))
     assert type(copy) is OrderedDict
     made = OrderedDict(a=1)
     made._metadata = state._metadata
-    copy = pickle.loads(pickles.dump(made))
+    copy = pickle.loads(picklewriter.dump(made))
     assert copy._metadata == state._metadata and type(copy._metadata) is OrderedDict
     assert vars(load(pickle.dumps(made)))["_metadata"] == state._metadata
 
@@ -489,7 +489,7 @@ def test_a_state_dict_keeps_its_metadata() -> None:
 @pytest.mark.parametrize("value", [object(), memoryview(b""), torch.ones(1), [lambda: 1], argparse.Namespace()])
 def test_what_cannot_be_written(value: Any) -> None:
     with pytest.raises(LossError):
-        pickles.dump(value)
+        picklewriter.dump(value)
 
 
 def test_too_deep_to_write() -> None:
@@ -497,13 +497,13 @@ def test_too_deep_to_write() -> None:
     for _ in range(100_000):
         value = [value]
     with pytest.raises(LossError, match="deep"):
-        pickles.dump(value)
+        picklewriter.dump(value)
 
 
 def test_sets_are_written_in_one_order() -> None:
     names = [f"n{i}" for i in range(50)]
     backwards = names[::-1]
-    assert pickles.dump(set(names)) == pickles.dump(set(backwards))
+    assert picklewriter.dump(set(names)) == picklewriter.dump(set(backwards))
 
 
 # torch's words --------------------------------------------------------------------------------------------------------
@@ -554,7 +554,7 @@ def test_tensors_outside_their_storage(bad: Any) -> None:
     offset, size, stride = bad
     pid = ("storage", stub_type("torch", "FloatStorage"), "0", "cpu", 12)
 
-    def leaf(writer: pickles.Writer, value: Any) -> bool:
+    def leaf(writer: picklewriter.Writer, value: Any) -> bool:
         if value == "HERE":
             return False
         if isinstance(value, list) and value == ["storage"]:
@@ -563,7 +563,7 @@ def test_tensors_outside_their_storage(bad: Any) -> None:
         return False
 
     known = Known("torch._utils", "_rebuild_tensor_v2", lambda: None)
-    writer = pickles.Writer(2, leaf)
+    writer = picklewriter.Writer(2, leaf)
     writer.named(known.module, known.name)
     writer.write_tuple((["storage"], offset, size, stride, False, OrderedDict()))
     writer.out += b"R"
@@ -609,8 +609,8 @@ def test_names_that_hold_more_than_a_name(module: str, name: str) -> None:
     for refused in (
         lambda: load(stack_global(module, name)),
         lambda: stub_type(module, name),
-        lambda: pickles.Writer(2).named(module, name),
-        lambda: pickles.Writer(4).named(module, name),
+        lambda: picklewriter.Writer(2).named(module, name),
+        lambda: picklewriter.Writer(4).named(module, name),
     ):
         with pytest.raises(CorruptError, match="is not what a module, class or function can be called") as caught:
             refused()
@@ -626,7 +626,7 @@ def test_an_attribute_is_no_longer_name_either() -> None:
 @pytest.mark.parametrize("name", ["outer.<locals>.C", "<lambda>", "Größe", "模型", "_a1"])
 def test_names_of_all_languages_are_kept(name: str) -> None:
     found = load(stack_global("my.módulo", name))
-    assert stub_name(load(pickles.dump(found, protocol=4))) == f"my.módulo.{name}"
+    assert stub_name(load(picklewriter.dump(found, protocol=4))) == f"my.módulo.{name}"
 
 
 # Tuples in tuples ----------------------------------------------------------------------------------------------------

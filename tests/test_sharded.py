@@ -17,7 +17,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
 
 from ckpttool.containers import sharded, torchpickle
-from ckpttool.containers.pickles import Stub, stub_type
+from ckpttool.containers.stubs import Stub, stub_type
 from ckpttool.containers.torchpickle import TensorRef
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import CkptError, CorruptError, ReadError

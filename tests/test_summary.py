@@ -15,7 +15,7 @@ from torch import nn
 
 from ckpttool import parts
 from ckpttool.catalogue import Catalogue, Chunks, Extent, File, Link, Object, Part, Record, Tensor
-from ckpttool.containers import pickles
+from ckpttool.containers import stubs
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import CorruptError
 from ckpttool.escapes import cut, safe
@@ -206,11 +206,11 @@ def test_plain_values_look_as_python_writes_them(value: Any) -> None:
 
 
 def test_a_torch_size_looks_as_torch_writes_it() -> None:
-    assert describe(pickles.TorchSize((2, 3))) == repr(torch.Size([2, 3]))
+    assert describe(stubs.TorchSize((2, 3))) == repr(torch.Size([2, 3]))
 
 
 def stub(module: str, name: str, *args: Any, state: Any = None) -> Any:
-    found = pickles.stub_type(module, name)(*args)
+    found = stubs.stub_type(module, name)(*args)
     if state is not None:
         found.__setstate__(state)
     return found
@@ -219,7 +219,7 @@ def stub(module: str, name: str, *args: Any, state: Any = None) -> Any:
 def test_stubs_say_their_class_and_what_is_in_them() -> None:
     namespace = stub("argparse", "Namespace", state={"lr": 0.1, "name": "tiny"})
     assert describe(namespace) == "<argparse.Namespace lr=0.1 name='tiny'>"
-    assert describe(pickles.stub_type("torch", "float32")) == "torch.float32"
+    assert describe(stubs.stub_type("torch", "float32")) == "torch.float32"
     assert type_name(namespace) == "argparse.Namespace"
 
 

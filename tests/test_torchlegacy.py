@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpttool.containers import torchlegacy
-from ckpttool.containers.pickles import Stub, stub_name
+from ckpttool.containers.stubs import Stub, stub_name
 from ckpttool.containers.torchpickle import StorageRef, TensorRef
 from ckpttool.errors import CkptError, CorruptError
 

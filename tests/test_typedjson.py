@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpttool.catalogue import Link
-from ckpttool.containers import pickles, torchpickle
-from ckpttool.containers.pickles import Stub, TorchSize, is_stub_type, stub_type
+from ckpttool.containers import pickles, picklewriter, torchpickle
+from ckpttool.containers.stubs import Stub, TorchSize, is_stub_type, stub_type
 from ckpttool.containers.typedjson import MAX_DEPTH, decode, encode
 from ckpttool.errors import CorruptError, LossError
 
@@ -194,7 +194,7 @@ def test_real_pickles_stay_the_same() -> None:
         "size": torch.Size((2, 3)),
     }
     tree = pickles.load(pickle.dumps(value, protocol=2), what="a test")
-    assert pickle.loads(pickles.dump(there_and_back(tree))) == value
+    assert pickle.loads(picklewriter.dump(there_and_back(tree))) == value
 
 
 def test_same_stub_class_comes_back_as_one() -> None:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from ckpttool.boxes import Ints, row_major
 from ckpttool.catalogue import dotted
-from ckpttool.containers.pickles import Stub, stub_name
+from ckpttool.containers.stubs import Stub, stub_name
 from ckpttool.containers.torchpickle import TensorRef
 from ckpttool.dtypes import DTYPES, Dtype
 from ckpttool.errors import CkptError, CorruptError, ReadError

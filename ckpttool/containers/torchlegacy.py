@@ -25,7 +25,7 @@ from typing import Any
 from ckpttool import boxes, mirrors
 from ckpttool.catalogue import Extent
 from ckpttool.containers import opcodes, pickles, torchpickle
-from ckpttool.containers.pickles import stub_name
+from ckpttool.containers.stubs import stub_name
 from ckpttool.containers.torchpickle import StorageRef, TensorRef
 from ckpttool.dtypes import BY_STORAGE
 from ckpttool.errors import CorruptError

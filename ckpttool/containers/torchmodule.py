@@ -14,7 +14,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpttool.containers.pickles import Stub, stub_name
+from ckpttool.containers.stubs import Stub, stub_name
 from ckpttool.containers.torchpickle import StorageRef, TensorRef
 from ckpttool.errors import CorruptError, some
 

@@ -17,8 +17,9 @@ from typing import Any
 from ckpttool import boxes
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import check_shape
-from ckpttool.containers import pickles
-from ckpttool.containers.pickles import Known, Stub, Writer, spelt_text, stub_name, stub_type
+from ckpttool.containers import pickles, picklewriter, stubs
+from ckpttool.containers.picklewriter import Writer, spelt_text
+from ckpttool.containers.stubs import Known, Stub, stub_name, stub_type
 from ckpttool.dtypes import BY_STORAGE, Dtype, dtype
 from ckpttool.errors import CorruptError
 
@@ -173,7 +174,7 @@ def persistent_load(pid: Any) -> Any:
     """A storage for a persistent id. Legacy files also hold `("module", class, file, source)` for modules."""
     if not isinstance(pid, tuple) or not pid:
         raise CorruptError("a persistent id is not a tuple")
-    if pid[0] == "module" and len(pid) >= 2 and pickles.is_stub_type(pid[1]):
+    if pid[0] == "module" and len(pid) >= 2 and stubs.is_stub_type(pid[1]):
         return pid[1]
     if pid[0] != "storage" or len(pid) < 5:
         raise CorruptError(f"a persistent id of an unknown kind: {pid[0]!r}")
@@ -312,4 +313,4 @@ def dump(
 
     A slot that was written before is written again with the same key, so that tensors go on sharing a storage.
     """
-    return pickles.dump(tree, protocol=2, leaf=_Leaves(slot_of, around))
+    return picklewriter.dump(tree, protocol=2, leaf=_Leaves(slot_of, around))

@@ -12,9 +12,9 @@ from typing import Any
 from ckpttool import files, nesting
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import Catalogue, Chunk, Chunks, Extent, Link, Object, Path, Tensor, dotted
-from ckpttool.containers import pickles, torchmodule
-from ckpttool.containers.pickles import stub_name
+from ckpttool.containers import stubs, torchmodule
 from ckpttool.containers.sharded import Shard
+from ckpttool.containers.stubs import stub_name
 from ckpttool.containers.torchpickle import Slot, StorageRef, TensorRef
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import CorruptError, LossError, some
@@ -86,7 +86,7 @@ def _object_warnings(objects: Iterable[Object]) -> list[str]:
     sharded: list[str] = []
     meta: list[str] = []
     for entry in objects:
-        names = {name for node in pickles.walk(entry.value) if (name := stub_name(node))}
+        names = {name for node in stubs.walk(entry.value) if (name := stub_name(node))}
         if any(n.startswith("torch.distributed.") and n.endswith((".DTensor", ".ShardedTensor")) for n in names):
             sharded.append(entry.name)
         if "torch._utils._rebuild_meta_tensor_no_storage" in names:

@@ -35,8 +35,8 @@ from math import isfinite, isnan
 from typing import Any, NoReturn
 
 from ckpttool.catalogue import Link
-from ckpttool.containers import pickles, torchpickle
-from ckpttool.containers.pickles import Known, Stub, TorchSize, is_stub_type, stub_type
+from ckpttool.containers import pickles, stubs, torchpickle
+from ckpttool.containers.stubs import Known, Stub, TorchSize, is_stub_type, stub_type
 from ckpttool.errors import CorruptError, LossError
 
 MAX_DEPTH = 100
@@ -144,7 +144,7 @@ class _Encoder:
 
 
 def _kind(value: Any) -> str:
-    name = pickles.stub_name(value) or type(value).__name__
+    name = stubs.stub_name(value) or type(value).__name__
     return f"`{name}`"
 
 

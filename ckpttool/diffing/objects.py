@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ckpttool.containers import typedjson
-from ckpttool.containers.pickles import TorchSize
+from ckpttool.containers.stubs import TorchSize
 from ckpttool.differences import Tolerance
 from ckpttool.diffing.results import ABSENT
 from ckpttool.errors import LossError

@@ -20,7 +20,16 @@ from typing import Any
 
 from ckpttool import files, nesting
 from ckpttool.catalogue import Catalogue, Chunks, Entry, Extent, File, Link, Tensor
-from ckpttool.containers import pickles, torchexport, torchlegacy, torchmodule, torchpickle, torchtree, torchzip
+from ckpttool.containers import (
+    pickles,
+    picklewriter,
+    torchexport,
+    torchlegacy,
+    torchmodule,
+    torchpickle,
+    torchtree,
+    torchzip,
+)
 from ckpttool.containers.torchzip import Archive
 from ckpttool.contract import NO_HINTS, Crcs, Format, Loss, OpenOptions, Sink, SinkOptions, Source
 from ckpttool.errors import CorruptError, LossError, ReadError, some
@@ -234,7 +243,7 @@ def losses(catalogue: Catalogue, path: str) -> list[Loss]:
     found = []
     for entry in catalogue.objects:
         try:
-            pickles.dump(entry.value, leaf=lambda writer, value: isinstance(value, Link))
+            picklewriter.dump(entry.value, leaf=lambda writer, value: isinstance(value, Link))
         except LossError as error:
             found.append(Loss(entry.name, error.message))
     return found

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from ckpttool import layout, nesting, optimkeys, parts, ranks
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import Catalogue, Link, Object, Part, Path, Tensor, dotted
-from ckpttool.containers import pickles
-from ckpttool.containers.pickles import Stub
+from ckpttool.containers import pickles, picklewriter, stubs
+from ckpttool.containers.stubs import Stub
 from ckpttool.errors import CkptError, UsageError
 from ckpttool.optimkeys import found
 from ckpttool.wording import meant
@@ -237,7 +237,7 @@ def with_tensors(value: Any, catalogue: Catalogue, read: Read) -> Any:
         entry = catalogue.entries.get(value.path)
         return read(entry.origin or entry) if isinstance(entry, Tensor) else value
     if isinstance(value, Stub):
-        return _counter(value) if pickles.stub_name(value) == "collections.Counter" else _numpy(value)
+        return _counter(value) if stubs.stub_name(value) == "collections.Counter" else _numpy(value)
     if isinstance(value, dict):
         made = type(value)()
         made.update((key, with_tensors(child, catalogue, read)) for key, child in value.items())
@@ -258,7 +258,7 @@ def _numpy(value: Stub) -> Any:
     """A numpy array of plain numbers, made from what its pickle says; any other stub as it is."""
     import numpy as np
 
-    name = pickles.stub_name(value) or ""
+    name = stubs.stub_name(value) or ""
     if name not in ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct") or not value.state:
         return value
     match value.state[0]:
@@ -272,8 +272,8 @@ def _numpy(value: Stub) -> Any:
 
 def sealed(value: Any) -> Any:
     """For another process: a stub's class is made on the spot, and the other's pickle would not find it."""
-    if any(isinstance(one, Stub) or pickles.is_stub_type(one) for one in pickles.walk(value)):
-        return Sealed(pickles.dump(value))
+    if any(isinstance(one, Stub) or stubs.is_stub_type(one) for one in stubs.walk(value)):
+        return Sealed(picklewriter.dump(value))
     return value
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from ckpttool.catalogue import Catalogue, Object, Part
-from ckpttool.containers.pickles import stub_name
+from ckpttool.containers.stubs import stub_name
 from ckpttool.contract import Format
 from ckpttool.errors import UsageError
 from ckpttool.formats import named

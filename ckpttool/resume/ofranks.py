@@ -9,7 +9,7 @@ from typing import Any
 
 from ckpttool import ranks
 from ckpttool.catalogue import Catalogue, Entry, Object, Path, Tensor
-from ckpttool.containers.pickles import Stub
+from ckpttool.containers.stubs import Stub
 from ckpttool.errors import CkptError, some
 from ckpttool.resume.checks import Checks
 from ckpttool.wording import plural

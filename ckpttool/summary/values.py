@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from ckpttool.catalogue import Link, Object, Path, Tensor
-from ckpttool.containers.pickles import Stub, TorchSize, is_stub_type, stub_name
+from ckpttool.containers.stubs import Stub, TorchSize, is_stub_type, stub_name
 from ckpttool.errors import CkptError
 from ckpttool.escapes import cut, safe
 

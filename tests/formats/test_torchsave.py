@@ -24,7 +24,7 @@ from torch import nn
 from ckpttool import catalogue as catalogues
 from ckpttool import nesting
 from ckpttool.catalogue import Catalogue, Chunks, Link, Object, Tensor, find_aliases
-from ckpttool.containers.pickles import Stub, stub_name
+from ckpttool.containers.stubs import Stub, stub_name
 from ckpttool.contract import SinkOptions
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import CkptError, CorruptError, LossError, ReadError

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ckpttool import files, nesting
 from ckpttool.catalogue import Catalogue
-from ckpttool.containers import pickles, stheader, torchpickle, torchtree, torchzip
+from ckpttool.containers import harm, stheader, torchpickle, torchtree, torchzip
 from ckpttool.errors import CorruptError
 from ckpttool.formats.dcp import metadata as dcpmetadata
 from ckpttool.formats.safetensors import index as stindex
@@ -40,7 +40,7 @@ def _reader(data: bytes) -> torchzip.Read:
 
 def _pickle(data: bytes) -> None:
     tree = torchpickle.load(data, "p")
-    pickles.harmful_names(tree)
+    harm.harmful_names(tree)
     nesting.flatten([tree], Catalogue("torch"), (), lambda *args: None)  # type: ignore[arg-type, return-value]
 
 

@@ -20,8 +20,8 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from ckpttool.catalogue import Catalogue, Chunk, Chunks, Extent, File, Object, Path, Tensor, dotted
-from ckpttool.containers import pickles, stheader, torchtree
-from ckpttool.containers.pickles import stub_name
+from ckpttool.containers import pickles, picklewriter, stheader, stubs, torchtree
+from ckpttool.containers.stubs import stub_name
 from ckpttool.containers.torchpickle import StorageRef, TensorRef
 from ckpttool.containers.torchzip import Archive
 from ckpttool.contract import NO_HINTS, Format, OpenOptions, Run
@@ -249,7 +249,7 @@ class _Opening:
         trees = [self._items.tree(i, copy.name) for i in (copy.first, copy.again)]
         if any(archive is not None for _, archive in trees):
             return None if copy.first.length == copy.again.length else False
-        spelt = [pickles.dump(tree) for tree, _ in trees]
+        spelt = [picklewriter.dump(tree) for tree, _ in trees]
         return spelt[0] == spelt[1]
 
     def _keep_apart(self, name: str, copies: list[Copy]) -> None:
@@ -388,7 +388,7 @@ def _no_storage(ref: TensorRef | StorageRef) -> NoReturn:
 
 
 def _is_sharded(value: Any) -> bool:
-    names = (stub_name(node) or "" for node in pickles.walk(value))
+    names = (stub_name(node) or "" for node in stubs.walk(value))
     return any(n.startswith("torch.distributed.") and n.endswith((".DTensor", ".ShardedTensor")) for n in names)
 
 

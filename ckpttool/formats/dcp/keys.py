@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpttool.catalogue import Catalogue, Container, Path, Tensor, dotted
-from ckpttool.containers import pickles
+from ckpttool.containers import pickles, picklewriter
 from ckpttool.errors import CorruptError
 from ckpttool.formats.dcp.metadata import KeyPath
 from ckpttool.version import __version__
@@ -200,7 +200,7 @@ def spell(catalogue: Catalogue) -> Spelt:
         "by": f"ckpttool {__version__}",
         "paths": exactly,
         "containers": [
-            (exact(path), c.kind, None if not c.attrs else pickles.dump(c.attrs, protocol=4))
+            (exact(path), c.kind, None if not c.attrs else picklewriter.dump(c.attrs, protocol=4))
             for path, c in catalogue.containers.items()
         ],
     }

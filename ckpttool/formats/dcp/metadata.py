@@ -32,8 +32,8 @@ from typing import Any, NamedTuple, cast
 
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import check_shape
-from ckpttool.containers import opcodes, pickles
-from ckpttool.containers.pickles import stub_name
+from ckpttool.containers import harm, opcodes, pickles, stubs
+from ckpttool.containers.stubs import stub_name
 from ckpttool.dtypes import Dtype, dtype
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.formats.dcp import runs
@@ -154,7 +154,7 @@ class _Properties:
         if type(state) is not tuple or len(state) < 2:
             raise CorruptError("a `TensorProperties` is not a tuple of a dtype, a layout, ...")
         self.dtype, self.count = state[0], len(state)
-        args = state[1].args if isinstance(state[1], pickles.Stub) else ()
+        args = state[1].args if isinstance(state[1], stubs.Stub) else ()
         self.layout = args[0] if args and isinstance(args[0], str) else "torch.strided"
 
 
@@ -220,7 +220,7 @@ class _Names(Mapping[tuple[str, str], Any]):
     def __contains__(self, key: Any) -> bool:
         if key == ("torch", "Size") or key[1] in _CLASSES or key in self._runs:
             return True
-        if pickles.is_harmful(*key):
+        if harm.is_harmful(*key):
             self.harmful.append(".".join(key))
         return False
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ckpttool.boxes import Ints
-from ckpttool.containers.pickles import Writer
+from ckpttool.containers.picklewriter import Writer
 from ckpttool.formats.dcp.metadata import Item, Metadata, StoredTensor
 
 _MODULE = "torch.distributed.checkpoint.metadata"

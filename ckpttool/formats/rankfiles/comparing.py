@@ -9,7 +9,7 @@ from ckpttool import boxes, files
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import Extent, File, Object
 from ckpttool.containers import typedjson
-from ckpttool.containers.pickles import Stub
+from ckpttool.containers.stubs import Stub
 from ckpttool.errors import LossError
 
 _TILE = 1 << 20

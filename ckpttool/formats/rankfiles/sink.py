@@ -22,7 +22,7 @@ from typing import Any
 from ckpttool import files, nesting, ranks
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import Catalogue, Chunks, Entry, Extent, File, Link, Path, Record, Tensor, dotted
-from ckpttool.containers import pickles, torchtree, torchzip
+from ckpttool.containers import picklewriter, torchtree, torchzip
 from ckpttool.containers.torchpickle import Around
 from ckpttool.contract import Crcs, Loss, Sink, SinkOptions
 from ckpttool.errors import LossError
@@ -225,7 +225,7 @@ def losses(catalogue: Catalogue, path: str) -> list[Loss]:
             ))  # fmt: skip
     for item in catalogue.objects:
         try:
-            pickles.dump(item.value, leaf=lambda writer, value: isinstance(value, Link))
+            picklewriter.dump(item.value, leaf=lambda writer, value: isinstance(value, Link))
         except LossError as error:
             found.append(Loss(item.name, error.message))
     return found

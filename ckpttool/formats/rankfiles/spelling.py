@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from ckpttool import boxes
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import Tensor
-from ckpttool.containers.pickles import Stub, TorchSize, stub_type
+from ckpttool.containers.stubs import Stub, TorchSize, stub_type
 from ckpttool.dtypes import Dtype
 
 _SHARD = "torch.distributed._shard"
