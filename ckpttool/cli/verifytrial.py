@@ -117,7 +117,10 @@ def _write_page(path: str, said: Any) -> None:
 def _tell(terminal: Terminal, made: Report, verbose: bool) -> None:
     terminal.line(Painted(made.verdict, _COLOURS[made.verdict]), "  ", made.says)
     terminal.write("\n")
-    terminal.table([(dim(title), text) for title, text in _about(made)], cut=(1,), prose=(1,))
+    about = list(_about(made))
+    indent = max(len(title) for title, _ in about) + 4
+    for title, text in about:
+        terminal.paragraph(text, mark=dim(f"  {title}".ljust(indent)), indent=indent)
     if made.compared:
         terminal.heading("compared")
         terminal.table(

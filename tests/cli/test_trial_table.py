@@ -1,0 +1,34 @@
+"""What a trial tells of itself, on a terminal: every word of it, however narrow."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from ckpttool.cli import verifytrial
+from ckpttool.cli.terminal import Terminal
+from ckpttool.resume.results import Report
+
+RULE = "the mesh is another one: B's state must be A's, bit for bit, and its steps those of a control run"
+MADE = Report("recipe.py", "control", RULE, deterministic=["torch.use_deterministic_algorithms", "one thread", "seed"])
+
+
+def told(width: int | None) -> list[str]:
+    terminal = Terminal(io.StringIO())
+    terminal.width = width
+    verifytrial._tell(terminal, MADE, False)
+    return terminal.stream.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("width", [60, 80, 160, None])
+def test_nothing_of_the_rule_is_cut(width: int | None) -> None:
+    lines = told(width)
+    assert max(map(len, lines)) <= (width or 1000)
+    assert RULE in " ".join(" ".join(lines).split())
+    assert "torch.use_deterministic_algorithms, one thread, seed" in " ".join(" ".join(lines).split())
+
+
+def test_the_titles_stand_in_one_column() -> None:
+    titles = {line[:14] for line in told(None) if line.startswith("  ")}
+    assert titles == {"  rule        ", "  switched on ", "  time        "}
