@@ -64,9 +64,7 @@ def main() -> int:
         print(f"{name:12} {statistics.median(times):7.2f} s  ({', '.join(f'{seconds:.2f}' for seconds in times)})")
     good = two < one
     chunks = options.tensors * options.ranks
-    print(
-        f"{'pass' if good else 'FAIL'}  {chunks:,} chunks onto {options.onto} ranks: 2 are {one / two:.2f}x as fast as 1"
-    )
+    print(f"{'pass' if good else 'FAIL'}  {chunks:,} chunks onto {options.onto} ranks: 2 are {one / two:.2f}x as fast")
     if options.clean:
         remove(root)
     return 0 if good else 1
