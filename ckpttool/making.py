@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any
 
-from ckpttool import files, formats, journal, opening, plan, producers, rereading, staging
+from ckpttool import files, formats, journal, mirrors, opening, plan, producers, rereading, staging
 from ckpttool.catalogue import Catalogue, Container, Object, Path, Tensor, dotted
 from ckpttool.contract import Format, Sink, SinkOptions, Source
 from ckpttool.errors import CkptError, CorruptError, LossError, OverwriteError, StorageError, UsageError, some
@@ -190,9 +190,23 @@ def _fill(
     with opening.naming(have.known):
         return transfer(
             plan.plan(sink.catalogue, crew.share), have.source, sink.catalogue,
-            total=made.bytes, threads=how.threads, memory=how.max_memory, progress=crew.watching(how.progress),
+            total=made.bytes, threads=how.threads, memory=how.max_memory,
+            progress=crew.watching(awaiting(how.progress, have, sink.catalogue)),
             check_later=crew.size > 1, journal=log,
         )  # fmt: skip
+
+
+def awaiting(progress: Progress | None, have: Given, laid: Catalogue) -> Progress | None:
+    """`progress`, which also counts what has to be fetched of the files that `laid` is made from."""
+    locations = {file.location for file in have.catalogue.files}
+    if progress is None or not any(map(mirrors.is_digested, locations)):
+        return progress
+    used: set[int] = set()
+    for tensor in laid.tensors:
+        while tensor.origin is not None:
+            tensor = tensor.origin
+        used.update(tensor.chunks.file)
+    return mirrors.awaiting(progress, (have.catalogue.files[number].location for number in used))
 
 
 def check_space(dst: str, wanted: int, free: int) -> None:

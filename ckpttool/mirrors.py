@@ -10,8 +10,9 @@ from __future__ import annotations
 import importlib
 import os
 import re
+from collections.abc import Callable, Iterable
 from types import ModuleType
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ckpttool.errors import CkptError
 
@@ -22,11 +23,12 @@ _SCHEME = re.compile(r"([a-z][a-z0-9]*)://")
 
 class Mirror(Protocol):
     """What a store has, as a folder: `root` is the whole of it, `path` the checkpoint in it, `address` its root as
-    people type it."""
+    people type it. `digests` says whether a file that is read whole is compared with a digest."""
 
     root: str
     path: str
     address: str
+    digests: bool
 
     def arrive(self, path: str, offset: int, nbytes: int | None) -> str:
         """A path where these bytes of a file of the mirror can be read; when `nbytes` is None all of it, checked
@@ -36,6 +38,18 @@ class Mirror(Protocol):
         """Remove the folder."""
 
 
+@runtime_checkable
+class Fetching(Mirror, Protocol):
+    """A mirror whose files come from afar, and take their time."""
+
+    def missing(self, path: str) -> int:
+        """Bytes of a file that are not on this machine."""
+
+    def arrived(self, path: str) -> int:
+        """Bytes of a file that have been fetched by now to have all of it. Thread-safe."""
+
+
+Progress = Callable[[int, int], None]
 _mounted: dict[str, Mirror] = {}
 
 
@@ -57,8 +71,13 @@ def mount(path: str) -> Mirror | None:
     if module is None:
         return None
     made: Mirror = module.mount(path)
-    _mounted[made.root] = made
+    lay(made)
     return made
+
+
+def lay(mirror: Mirror) -> None:
+    """Have the folder of a mirror read as one, until `unmount`."""
+    _mounted[mirror.root] = mirror
 
 
 def unmount(mirror: Mirror) -> None:
@@ -83,7 +102,23 @@ def here(path: str, offset: int = 0, nbytes: int | None = None) -> str:
 
 def is_digested(path: str) -> bool:
     """Whether a file that is read whole is compared with a digest that its store has of it."""
-    return bool(_mounted) and of(path) is not None
+    mirror = of(path) if _mounted else None
+    return mirror is not None and mirror.digests
+
+
+def awaiting(progress: Progress | None, paths: Iterable[str]) -> Progress | None:
+    """A progress that counts, beside what it is told of, the bytes of those files that have to be fetched first."""
+    found = {
+        path: (mirror, n) for path in paths if isinstance(mirror := of(path), Fetching) and (n := mirror.missing(path))
+    }
+    if progress is None or not found:
+        return progress
+    fetched = sum(n for _, n in found.values())
+
+    def tell(done: int, total: int) -> None:
+        progress(done + sum(min(n, mirror.arrived(path)) for path, (mirror, n) in found.items()), total + fetched)
+
+    return tell
 
 
 def as_typed(text: str) -> str:

@@ -116,7 +116,8 @@ def planned(src: str, destination: str, wanted: Wanted, progress: Progress | Non
             laid = _laid(have.catalogue, viewed, found, wanted, made)
         if memory is None and any(t.dtype != (t.origin or t).dtype for t in laid.tensors):
             memory = _WHILE_CASTING
-        moving = weights.Moving(viewed, have.before, wanted.threads, memory, progress)
+        watched = making.awaiting(progress, have, laid)
+        moving = weights.Moving(viewed, have.before, wanted.threads, memory, watched)
         tally = weights.Tally()
         files = weights.outgoing(laid, most, moving, tally, adapter=made.adapter)
         _summarise(made, laid, have.catalogue)

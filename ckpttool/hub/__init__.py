@@ -5,6 +5,7 @@ client      the library's client: quiet, with a time-out, and asked for no more 
 failing     what the client raises, as one of our errors with the next thing to do
 contents    what a revision of a repository holds: names, sizes, digests
 mirror      a repository as a folder whose files are fetched as they are read
+watching    how much of a file has gone or come
 sending     files to a repository, one at a time, in one commit
 """
 

@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from huggingface_hub import HfApi, HfFileSystem, constants, try_to_load_from_cac
 
 from ckpttool.errors import ReadError, RemoteError
 from ckpttool.files import failed
-from ckpttool.hub import client, contents
+from ckpttool.hub import client, contents, watching
 from ckpttool.hub.address import Address, parse
 from ckpttool.hub.contents import Entry
 from ckpttool.hub.failing import speaking
@@ -52,6 +53,8 @@ def mount(text: str) -> HubMirror:
 class HubMirror:
     """`ckpttool.mirrors.Mirror` of one commit of a repository."""
 
+    digests = True
+
     def __init__(self, api: HfApi, address: Address, commit: str, entries: dict[str, Entry]) -> None:
         self.address = address.root
         self._api = api
@@ -61,6 +64,7 @@ class HubMirror:
         self._entries = entries
         self._whole: dict[str, str] = {}  # name -> where all of it can be read
         self._checked: set[str] = set()
+        self._arrived: dict[str, int] = {}
         self._blocks: dict[str, set[int]] = {}
         self._locks = {name: threading.Lock() for name in entries}
         self._files: Any = None
@@ -102,6 +106,15 @@ class HubMirror:
                 self._fill(path, entry, offset, min(offset + nbytes, entry.size))
             return self._whole.get(name, path)
 
+    def missing(self, path: str) -> int:
+        """Bytes of a file that are not on this machine."""
+        entry = self._entries.get(Path(path).relative_to(self.root).as_posix())
+        return 0 if entry is None or entry.name in self._whole or self._cached(entry) is not None else entry.size
+
+    def arrived(self, path: str) -> int:
+        """Bytes of a file that have been fetched by now to have all of it. Thread-safe."""
+        return self._arrived.get(Path(path).relative_to(self.root).as_posix(), 0)
+
     def close(self) -> None:
         """Remove the folder; what is in the cache stays."""
         shutil.rmtree(self._scratch, ignore_errors=True)
@@ -123,6 +136,7 @@ class HubMirror:
                 path = self._api.hf_hub_download(
                     self._repo, entry.name, revision=self._commit, cache_dir=constants.HF_HUB_CACHE,
                     force_download=stale is not None,
+                    **watching.arriving(partial(self._arrived.__setitem__, entry.name)),
                 )  # fmt: skip
             try:
                 contents.check(path, entry, self.address)
@@ -131,6 +145,8 @@ class HubMirror:
                 for copy in {os.path.realpath(path), path}:
                     Path(copy).unlink(missing_ok=True)
                 raise
+        # Another process may have fetched it while this one waited.
+        self._arrived[entry.name] = entry.size
         self._remember()
         self._whole[entry.name] = path
         self._checked.add(entry.name)
@@ -220,6 +236,10 @@ class _Snapshot(HubMirror):
                 )  # fmt: skip
             self._checked.add(path)
         return path
+
+    def missing(self, path: str) -> int:
+        """Nothing comes without the Hub."""
+        return 0
 
     def close(self) -> None:
         """Everything stays."""

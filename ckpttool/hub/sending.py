@@ -27,7 +27,7 @@ from huggingface_hub import errors as theirs
 
 from ckpttool.errors import RemoteError, StorageError, UsageError, some
 from ckpttool.files import failed, free_space
-from ckpttool.hub import client, contents, failing
+from ckpttool.hub import client, contents, failing, watching
 from ckpttool.hub.address import Address, parse
 from ckpttool.hub.contents import Digests, Entry
 from ckpttool.hub.failing import speaking
@@ -79,8 +79,8 @@ def send(
     when it is not there. With `dry_run`, say what would happen; files whose size is that of the one there are made
     for it, since only their bytes tell whether they are the same.
 
-    One file is on this disk at a time, or all in `stage`, where they stay. `progress(done, total)` is in bytes that are
-    there. What `unless_there` names is not sent over a file of that name. Nothing is visible before the commit.
+    One file is on this disk at a time, or all in `stage`, where they stay. `progress(done, total)` is in bytes that
+    went there. What `unless_there` names is not sent over a file of that name. Nothing is visible before the commit.
     Raises RemoteError for what the Hub refuses, UsageError, StorageError, and what the files raise.
     """
     sending = _Sending(parse(where), create_pr, message or _MESSAGE, progress, sum(file.size for file in outgoing))
@@ -151,7 +151,7 @@ class _Sending:
         self._create_pr = create_pr
         self._message = message
         self._progress = progress
-        self._total, self._done = size, 0
+        self._total, self._done, self._furthest = size, 0, 0
         self._parent: str | None = None
         self._there: dict[str, Entry] = {}
         self._made: dict[str, Digests] = {}
@@ -168,8 +168,15 @@ class _Sending:
 
     def _step(self, nbytes: int) -> None:
         self._done += nbytes
+        self._furthest = 0
         if self._progress is not None:
             self._progress(self._done, self._total)
+
+    def _within(self, nbytes: int) -> None:
+        """So much of the file in hand has gone, or has gone once before it had to be sent again."""
+        self._furthest = max(self._furthest, nbytes)
+        if self._progress is not None:
+            self._progress(self._done + self._furthest, self._total)
 
     # Before ----------------------------------------------------------------------------------------------------------
 
@@ -271,7 +278,8 @@ class _Sending:
             operation = CommitOperationAdd(path_in_repo=name, path_or_fileobj=path)
             if not getattr(operation.upload_info, "is_hashed", True):
                 operation.upload_info.sha256 = bytes.fromhex(made.sha256)
-            self._preupload(operation)
+            with watching.leaving(operation, path, self._within):
+                self._preupload(operation)
             if operation._should_ignore:
                 raise UsageError(
                     f"`{self.address}`: its `.gitignore` keeps `{name}` out", hint="take the line out of `.gitignore`"

@@ -65,7 +65,8 @@ class _Checking:
 
     def run(self, threads: int, progress: Progress | None) -> None:
         total = sum(file.size for file in self._catalogue.own_files)
-        self._work = Work(total, progress)
+        places = [file.location for file in self._catalogue.own_files if not file.missing]
+        self._work = Work(total, mirrors.awaiting(progress, places))
         with closing(self._pool):
             on_threads(self._tasks(), self._read, threads, self._work)
         for record in self._pieces.records():

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from hubclient import patience
-from hubserver import READER, Hub, drop, stall
+from hubserver import READER, Handler, Hub, drop, stall
 from huggingface_hub import constants, hf_hub_download
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
@@ -22,7 +25,7 @@ from ckpttool import mirrors, verbs
 from ckpttool.catalogue import Catalogue
 from ckpttool.cli.app import application
 from ckpttool.errors import CkptError, CorruptError, RemoteError, UsageError
-from ckpttool.hub import address
+from ckpttool.hub import address, watching
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT / "samples" / "checkpoints"
@@ -179,6 +182,66 @@ def test_what_does_not_arrive_is_not_called_damaged(hub: Hub) -> None:
     hub.fail("GET", "/cdn/", status=503, skip=1)
     with pytest.raises(RemoteError, match=r"in trouble.*\(503\)"):
         verbs.verify("hf://org/name")
+
+
+def slowly(handler: Handler) -> bool:
+    """A large file in ten pieces."""
+    data = (handler.hub.store / handler.route.rpartition("/")[2]).read_bytes()
+    if handler.command != "GET" or handler.headers.get("Range"):
+        return False
+    handler.send_response(200)
+    handler.send_header("Content-Length", str(len(data)))
+    handler.end_headers()
+    for at in range(0, len(data), len(data) // 10 + 1):
+        handler.wfile.write(data[at : at + len(data) // 10 + 1])
+        handler.wfile.flush()
+        time.sleep(0.05)
+    return True
+
+
+@pytest.mark.parametrize("how", ["convert", "export", "verify"])
+def test_progress_counts_what_is_fetched(
+    hub: Hub, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1 << 16)
+    data, told = large(2), []
+    hub.make("org/name", {"model.safetensors": data})
+    hub.fail("GET", "/cdn/", act=slowly)
+    doing = {
+        "convert": lambda: verbs.convert("hf://org/name", tmp_path / "out.pt", progress=lambda *n: told.append(n)),
+        "export": lambda: verbs.export("hf://org/name", tmp_path / "out", progress=lambda *n: told.append(n)),
+        "verify": lambda: verbs.verify("hf://org/name", progress=lambda *n: told.append(n)),
+    }
+    doing[how]()
+    assert "%" not in capfd.readouterr().err, "the library has no bar of its own"
+    values = len(data) if how == "verify" else 2 << 20
+    totals, done = {total for _, total in told}, [done for done, _ in told]
+    assert totals == {len(data) + values} and done == sorted(done)
+    # The headers are not read again.
+    assert done[-1] >= len(data) + (2 << 20) and len({n for n in done if 0 < n < len(data)}) >= 2
+    # What is here already is not waited for.
+    told.clear()
+    shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    (tmp_path / "out.pt").unlink(missing_ok=True)
+    doing[how]()
+    assert {total for _, total in told} == {values}
+
+
+def test_progress_over_xet() -> None:
+    """The client's own reporter, told of a download as the library below it tells."""
+    from huggingface_hub.utils._xet_progress_reporting import XetDownloadProgressReporter
+
+    told: list[int] = []
+    bar = watching.arriving(told.append)["tqdm_class"]
+    with XetDownloadProgressReporter(reconstruction_desc="x", total=100, log_level=20, tqdm_class=bar) as reporter:
+        for here, over in ((0, 30), (40, 35), (100, 80)):
+            reporter.update_progress(
+                SimpleNamespace(
+                    total_bytes_completed=here, total_transfer_bytes_completed=over, total_bytes=100,
+                    total_bytes_completion_rate=1.0, total_transfer_bytes_completion_rate=None,
+                )
+            )  # fmt: skip
+    assert told == [0, 40, 100]
 
 
 def test_a_dry_run_downloads_nothing(hub: Hub, tmp_path: Path) -> None:
