@@ -20,7 +20,7 @@ GEOMETRY = {"errors", "dtypes", "boxes", "version", "escapes", "wording"}
 DATA = GEOMETRY | {"catalogue", "contract"}
 PURE = {"patterns", "parts", "ranks", "meshes", "layout", "chunking", "placing", "policies", "optimkeys", "plan"}
 CONCRETE = {"formats.dcp", "formats.safetensors", "formats.torchsave", "formats.rankfiles"}
-MOVING = {"gather", "checksums", "journal", "staging", "transfer"}
+MOVING = {"gather", "checksums", "journal", "staging", "transfer", "workers"}
 
 # What the modules of each group may import of ours.
 LAYERS: list[tuple[set[str], set[str]]] = [
@@ -36,7 +36,7 @@ LAYERS: list[tuple[set[str], set[str]]] = [
     ({"formats.rankfiles"}, DATA | {"containers", "nesting", "files", "mirrors", "parts", "ranks", "optimkeys"}),
     (CONCRETE, DATA | {"containers", "nesting", "files", "mirrors", "parts", "ranks"}),
     ({"formats"}, {"contract", "errors", "files", "mirrors", "formats.strangers", "wording"} | CONCRETE),
-    (MOVING, DATA | MOVING | {"plan", "files"}),
+    (MOVING, DATA | MOVING | {"plan", "files", "mirrors"}),
     ({"mounting"}, DATA | PURE | {"nesting"}),
     ({"producers"}, DATA | PURE | {"producers", "formats", "mounting", "nesting", "files", "mirrors", "containers"}),
     ({"opening"}, DATA | {"producers", "mounting", "files", "mirrors", "parts", "containers", "optimkeys"}),
@@ -47,7 +47,10 @@ LAYERS: list[tuple[set[str], set[str]]] = [
     ({"rereading"}, DATA | PURE | MOVING | {"containers"}),
     (
         {"making"},
-        DATA | PURE | MOVING | {"files", "formats", "opening", "mounting", "producers", "rereading", "sharing"},
+        DATA
+        | PURE
+        | MOVING
+        | {"files", "formats", "mirrors", "opening", "mounting", "producers", "rereading", "sharing"},
     ),
     (
         {"conversion"},
@@ -83,17 +86,17 @@ LAYERS: list[tuple[set[str], set[str]]] = [
     ({"workers"}, set()),
     ({"folders"}, {"files"}),
     ({"elements"}, DATA | MOVING | {"plan", "files"}),
-    ({"manifests"}, DATA | MOVING | {"containers", "elements", "files", "folders", "opening", "workers"}),
+    ({"manifests"}, DATA | MOVING | {"containers", "elements", "files", "folders", "mirrors", "opening", "workers"}),
     (
         {"verifying"},
         DATA
         | PURE
         | MOVING
-        | {"verifying", "containers", "elements", "files", "folders", "manifests", "opening", "workers"},
+        | {"verifying", "containers", "elements", "files", "folders", "manifests", "mirrors", "opening", "workers"},
     ),
     (
         {"repairing"},
-        DATA | MOVING | {"files", "folders", "formats.dcp", "manifests", "verifying", "workers"},
+        DATA | MOVING | {"files", "folders", "formats.dcp", "manifests", "mirrors", "verifying", "workers"},
     ),
     (
         {"diffing"},
@@ -107,7 +110,7 @@ LAYERS: list[tuple[set[str], set[str]]] = [
     ({"summary"}, DATA | {"summary", "containers"}),
     (
         {"mesh"},
-        DATA | PURE | MOVING | {"mesh", "files", "opening", "containers", "nesting", "formats.dcp"},
+        DATA | PURE | MOVING | {"mesh", "files", "mirrors", "opening", "containers", "nesting", "formats.dcp"},
     ),
     ({"differences"}, {"boxes", "dtypes"}),
     (
