@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, NamedTuple
 
-from ckpttool import elements, files, folders, opening
+from ckpttool import elements, files, folders, mirrors, opening
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import Catalogue, Path, Tensor, find_aliases
 from ckpttool.containers import strictjson
@@ -98,7 +98,7 @@ def of_files(root: str, names: Iterable[str], threads: int, work: Work) -> dict[
         made, path = sha256(), os.path.join(root, name)
         buffer = memoryview(bytearray(_BUFFER))
         try:
-            with open(path, "rb", buffering=0) as stream:
+            with open(mirrors.here(path), "rb", buffering=0) as stream:
                 while n := stream.readinto(buffer):
                     made.update(buffer[:n])
                     work.note(n)

@@ -5,7 +5,8 @@
     no index                             one after that of another step of the run (`--like`)
     files that nothing mentions          left out, as are the remains of a save that stopped
 
-The copy is verified before it gets its name: what cannot be put right is refused, and the source is never touched.
+The copy is verified before it gets its name: what cannot be put right is refused, and the source is never touched. A
+dry run does all of it to files without bytes, which are read where they are.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 
-from ckpttool import files, folders, manifests, staging, verifying
-from ckpttool.errors import CorruptError, ReadError, StorageError, UsageError, some
+from ckpttool import files, folders, manifests, mirrors, staging, verifying
+from ckpttool.errors import CkptError, CorruptError, OverwriteError, ReadError, StorageError, UsageError, some
 from ckpttool.formats.dcp import rebuilding
 from ckpttool.transfer import DEFAULT_THREADS
 from ckpttool.verifying import Report
@@ -30,7 +33,8 @@ _OF_RANK = re.compile(r"__\d+\.metadata")
 
 @dataclass(slots=True)
 class Repaired:
-    """What a repair did: `done` are sentences for people, `dropped` the files that were left out. Sizes are bytes."""
+    """What a repair did, or would do (`dry_run`): `done` are sentences for people, `dropped` the files that were left
+    out. Sizes are bytes."""
 
     source: str
     destination: str
@@ -45,6 +49,7 @@ class Repaired:
     unchecked: int = 0
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    dry_run: bool = False
 
 
 def repair(
@@ -54,11 +59,12 @@ def repair(
     merge: Sequence[str | os.PathLike[str]] = (),
     like: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
+    dry_run: bool = False,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Repaired:
     """Write a whole checkpoint to `dst` out of the directory `src` and those of `merge`. `like` is another step of the
-    same run, for a DCP directory that has lost its index.
+    same run, for a DCP directory that has lost its index. With `dry_run` everything is read and nothing is written.
 
     Raises UsageError when there is nothing to repair, CorruptError when it would not be whole after that; then there is
     nothing at `dst`.
@@ -66,26 +72,39 @@ def repair(
     began = time.monotonic()
     sources = [os.fspath(path) for path in (src, *merge)]
     made = Repaired(sources[0], os.fspath(dst), sources[1:], None if like is None else os.fspath(like))
+    made.dry_run = dry_run
     for path in sources:
         _check_directory(path)
     _check_apart(made.destination, [*sources, *([made.like] if made.like is not None else [])])
     found, before = _gathered(sources, made)
-    with staging.staged(made.destination, overwrite=overwrite, is_file=False) as partial:
-        _copy(found, partial, made, threads, progress)
-        _mend_indexes(partial, made)
-        report = verifying.verify(partial, threads=threads)
-        report = _drop(partial, report, made, threads)
-        files.check_unchanged(before)
-        if not made.done:
-            raise UsageError(
-                f"`{sources[0]}`: there is nothing to repair" + ("" if report.whole else " without guessing"),
-                hint=f"`ckpttool verify {sources[0]}` says what is wrong, if anything",
-            )
-        _check_whole(report, made)
-        names = folders.all_below(partial)
-        made.files, made.bytes = len(names), sum(files.size_of(os.path.join(partial, name)) for name in names)
+    if dry_run:
+        made.notes += _in_the_way(made.destination, overwrite, found)
+        with _borrowed(found, made.destination) as folder:
+            _put_right(folder, made, before, threads, progress)
+    else:
+        with staging.staged(made.destination, overwrite=overwrite, is_file=False) as partial:
+            _copy(found, partial, made, threads, progress)
+            _put_right(partial, made, before, threads)
     made.seconds = time.monotonic() - began
     return made
+
+
+def _put_right(
+    folder: str, made: Repaired, before: files.Fingerprint, threads: int | None, progress: Progress | None = None
+) -> None:
+    """Everything that can be, in a folder with all files. Raises CorruptError or UsageError when that is not enough."""
+    _mend_indexes(folder, made)
+    report = verifying.verify(folder, threads=threads, progress=progress)
+    report = _drop(folder, report, made, threads)
+    files.check_unchanged(before)
+    if not made.done:
+        raise UsageError(
+            f"`{made.source}`: there is nothing to repair" + ("" if report.whole else " without guessing"),
+            hint=f"`ckpttool verify {made.source}` says what is wrong, if anything",
+        )
+    _check_whole(report, made)
+    names = folders.all_below(folder)
+    made.files, made.bytes = len(names), sum(files.size_of(os.path.join(folder, name)) for name in names)
 
 
 # Before anything is written -------------------------------------------------------------------------------------------
@@ -146,6 +165,66 @@ def _same(one: str, other: str) -> bool:
         return False
     hashed = [manifests.of_files(os.path.dirname(p), [os.path.basename(p)], 1, Work()) for p in (one, other)]
     return list(hashed[0].values()) == list(hashed[1].values())
+
+
+# A dry run ------------------------------------------------------------------------------------------------------------
+
+
+class _Borrowed:
+    """A mirror of files that lie here: they have their sizes and no bytes, which are read where they are."""
+
+    digests = False
+
+    def __init__(self, dst: str) -> None:
+        self.root = self.path = os.path.realpath(tempfile.mkdtemp(prefix="ckpttool-plan-"))
+        self.address = dst
+        self._lenders: dict[str, str] = {}
+
+    def borrow(self, name: str, location: str) -> None:
+        """Have a file of this name that is read at `location`."""
+        path = os.path.join(self.root, name)
+        files.create(path, files.size_of(location))
+        self._lenders[path] = location
+
+    def arrive(self, path: str, offset: int, nbytes: int | None) -> str:
+        return self._lenders.get(path, path)
+
+    def missing(self, path: str) -> int:
+        return 0
+
+    def arrived(self, path: str) -> int:
+        return 0
+
+    def close(self) -> None:
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+@contextmanager
+def _borrowed(found: dict[str, str], dst: str) -> Iterator[str]:
+    """A folder in which the copy seems to lie. Errors call it `dst`."""
+    made = _Borrowed(dst)
+    mirrors.lay(made)
+    try:
+        for name, location in found.items():
+            made.borrow(name, location)
+        yield made.root
+    except CkptError as error:
+        raise mirrors.in_their_words(error) from None
+    finally:
+        mirrors.unmount(made)
+
+
+def _in_the_way(dst: str, overwrite: bool, found: dict[str, str]) -> list[str]:
+    """What would stop the run that is not dry."""
+    said = []
+    try:
+        files.check_free(dst, overwrite=overwrite, is_file=False)
+    except OverwriteError as error:
+        said.append(f"{error.message}: {error.hint}")
+    wanted, free = sum(map(files.size_of, found.values())), files.free_space(dst)
+    if wanted > free:
+        said.append(f"`{dst}`: needs {wanted} bytes, but {free} are free")
+    return said
 
 
 # Making it ------------------------------------------------------------------------------------------------------------

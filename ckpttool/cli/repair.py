@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ckpttool.cli.options import AsJson, Overwrite, Quiet, Source, Threads
+from ckpttool.cli.options import AsJson, DryRun, Overwrite, Quiet, Source, Threads
 from ckpttool.cli.progress import Progress
 from ckpttool.cli.terminal import Painted, bold, dim, err, out
 from ckpttool.wording import duration, plural, size
@@ -26,6 +26,7 @@ def repair(
         str | None, typer.Option("--like", metavar="OTHER", help="Another step of the run, for a lost `.metadata`.")
     ] = None,
     overwrite: Overwrite = False,
+    dry_run: DryRun = False,
     threads: Threads = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -39,13 +40,14 @@ def repair(
     with ExitStack() as stack:
         progress = None if quiet or as_json else stack.enter_context(Progress(err()))
         made = verbs.repair(
-            src, dst, merge=merge or (), like=like, overwrite=overwrite, threads=threads, progress=progress
-        )
+            src, dst, merge=merge or (), like=like, overwrite=overwrite, dry_run=dry_run, threads=threads,
+            progress=progress,
+        )  # fmt: skip
     terminal = out()
     if as_json:
         terminal.write(json.dumps({"schema": "ckpttool/repair/1", **asdict(made)}) + "\n")
     elif not quiet:
-        terminal.line("wrote ", bold(made.destination))
+        terminal.line("would write " if made.dry_run else "wrote ", bold(made.destination))
         rows = [
             *zip(("done", *[""] * len(made.done)), made.done, strict=False),
             ("files", f"{plural(made.files, 'file')}, {size(made.bytes)}"),

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,87 @@ def test_a_template_that_is_not_needed(tmp_path: Path) -> None:
 # As it is typed -------------------------------------------------------------------------------------------------------
 
 
+# A dry run ------------------------------------------------------------------------------------------------------------
+
+
+def everything(folder: Path) -> dict[str, tuple[int, int, bytes]]:
+    """Each file below a folder: its inode, when it was last written, what it holds."""
+    found = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(p): (p.stat().st_ino, p.stat().st_mtime_ns, p.read_bytes()) for p in found}
+
+
+def in_need(kind: str, folder: Path) -> tuple[Path, dict[str, Any]]:
+    """A directory of each kind that can be repaired, and how it is."""
+    if kind == "ranks":
+        return copied("dcp_nocollectives_w2", folder / "src"), {}
+    if kind == "safetensors":
+        src = copied("hf_sharded_w2", folder / "src")
+        (src / "left.safetensors.tmp").write_bytes(b"x")
+        return src, {}
+    src, node = copied("dcp_fsdp2_w4", folder / "src"), folder / "node"
+    node.mkdir()
+    (src / "__3_0.distcp").rename(node / "__3_0.distcp")
+    if kind == "lost":
+        (src / ".metadata").unlink()
+    else:
+        shutil.copy(src / "__2_0.distcp", src / "__9_0.distcp")
+        verify(SAMPLES / "dcp_fsdp2_w4" / "ckpt", write_manifest=src / "integrity.json")
+    return src, {"merge": [node], **({"like": SAMPLES / "dcp_fsdp2_w4" / "ckpt"} if kind == "lost" else {})}
+
+
+@pytest.mark.parametrize("kind", ["ranks", "lost", "strays", "safetensors"])
+def test_a_dry_run_says_what_the_run_then_does(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same words and figures, and not a byte of a checkpoint anywhere."""
+    src, options = in_need(kind, tmp_path)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    before, calls = everything(tmp_path), []
+    plan = repair(src, tmp_path / "out", dry_run=True, progress=lambda done, total: calls.append(done), **options)
+    assert everything(tmp_path) == before and os.listdir(scratch) == []
+    assert calls[-1] > 0
+    done = repair(src, tmp_path / "out", **options)
+    told = [{k: v for k, v in asdict(one).items() if k not in ("seconds", "dry_run")} for one in (plan, done)]
+    assert told[0] == told[1]
+    assert (plan.dry_run, done.dry_run) == (True, False) and plan.done and plan.bytes and plan.checked + plan.unchecked
+    assert verify(tmp_path / "out").exit_code == 0
+
+
+def test_a_dry_run_refuses_what_the_run_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the same words, which name nothing that is not there."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    src = copied("dcp_fsdp2_w2", tmp_path / "src")
+    (src / "__7_0.distcp").write_bytes(b"stale")
+    damage.flip(src / "__1_0.distcp", damage.payload_of_dcp(src / "__1_0.distcp")[0].start)
+    whole = copied("dcp_fsdp2_w2", tmp_path / "whole")
+    lost = copied("dcp_fsdp2_w2", tmp_path / "lost")
+    (lost / ".metadata").unlink()
+    refused: list[tuple[Path, dict[str, Any], type[CkptError]]] = [
+        (src, {}, CorruptError), (whole, {}, UsageError), (lost, {}, ReadError),
+        (lost, {"like": SAMPLES / "dcp_fsdp2_w4" / "ckpt"}, CorruptError),
+    ]  # fmt: skip
+    for path, options, error in refused:
+        said = []
+        for dry_run in (True, False):
+            with pytest.raises(error) as caught:
+                repair(path, tmp_path / "out", dry_run=dry_run, **options)
+            said.append((caught.value.message, caught.value.hint))
+        assert said[0] == said[1]
+        assert os.listdir(scratch) == [] and not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_says_what_is_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    src = copied("dcp_nocollectives_w2", tmp_path / "src")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "x").touch()
+    monkeypatch.setattr("ckpttool.files.free_space", lambda path: 10)
+    made = repair(src, tmp_path / "out", dry_run=True)
+    assert made.notes[0] == f"`{tmp_path / 'out'}` exists: pass `--overwrite` to replace it"
+    assert "but 10 are free" in made.notes[1]
+
+
 def run(*words: object) -> Result:
     from ckpttool.cli.app import application
 
@@ -224,6 +306,9 @@ def test_the_command(tmp_path: Path) -> None:
     like = SAMPLES / "dcp_fsdp2_w4" / "ckpt"
     done = run("repair", src, dst)
     assert done.exit_code == 3 and "hint:" in done.stderr and "--like" in done.stderr
+    done = run("repair", src, dst, "--merge", node, "--like", like, "--dry-run")
+    assert done.exit_code == 0 and done.stdout.startswith(f"would write {dst}\n") and "merged 2" in done.stdout
+    assert not dst.exists()
     done = run("repair", src, dst, "--merge", node, "--like", like, "--threads", "2")
     assert done.exit_code == 0 and "merged 2 directories" in done.stdout and "checksums over" in done.stdout
     assert run("repair", src, dst, "--merge", node, "--like", like).exit_code == OverwriteError.exit_code
