@@ -16,8 +16,8 @@ from ckpttool.making import Conversion, How, Laid
 from ckpttool.patterns import any_of, renamer, rule
 from ckpttool.producers import writing
 from ckpttool.producers.arranging import Wanted
-from ckpttool.transfer import Progress
 from ckpttool.wording import parse_size
+from ckpttool.workers import Progress
 
 
 def convert(

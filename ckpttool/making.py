@@ -20,7 +20,8 @@ from ckpttool.errors import CkptError, CorruptError, LossError, OverwriteError, 
 from ckpttool.mounting import Mounted
 from ckpttool.producers.listing import Listing
 from ckpttool.sharing import ALONE, Crew
-from ckpttool.transfer import BUFFER, Progress, Transferred, budget, transfer
+from ckpttool.transfer import BUFFER, Transferred, budget, transfer
+from ckpttool.workers import Progress
 
 # What Python, the catalogue and the buffers of the standard library need on top of our own.
 BASE_MEMORY = 48 << 20

@@ -29,8 +29,8 @@ from ckpttool.files import failed
 from ckpttool.making import Conversion, Given, How, Laid
 from ckpttool.meshes import Mesh
 from ckpttool.patterns import rule
-from ckpttool.transfer import Progress
 from ckpttool.wording import meant, parse_size
+from ckpttool.workers import Progress
 
 
 @dataclass(slots=True)

@@ -32,7 +32,8 @@ from ckpttool import errors, files
 from ckpttool.catalogue import Catalogue
 from ckpttool.contract import Source
 from ckpttool.errors import CkptError, StorageError
-from ckpttool.transfer import Progress, Transferred, transfer
+from ckpttool.transfer import Transferred, transfer
+from ckpttool.workers import Progress
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _JOBS = itertools.count()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from ckpttool.errors import CorruptError
 from ckpttool.files import Pool, failed
 from ckpttool.journal import Done, Entry, Journal
 from ckpttool.plan import Job, tiles
+from ckpttool.workers import Progress, Stopped, Work, on_threads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,8 +40,6 @@ TASK = 64 << 20  # a tensor larger than this is shared by the threads
 MEMORY = 64 << 20
 SHORT_RUN = 16 << 10  # below this, gathering a tile beats a read and a write per run
 DEFAULT_THREADS = min(8, os.cpu_count() or 1)
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(slots=True)
@@ -66,10 +65,6 @@ class _Task:
     box: Box  # of the job's chunk; contiguous there
     start: int  # byte in the destination file
     nbytes: int
-
-
-class _Stopped(Exception):
-    """Another thread failed."""
 
 
 def transfer(
@@ -133,10 +128,9 @@ class _Transfer:
         self._written = checksums.Pieces()
         self._unrecorded = 0
         self._checked = 0
-        self._moved = 0
         self._overflowed: dict[str, int] = {}
         self._lock = threading.Lock()
-        self._stop = threading.Event()
+        self._work = Work()
         self._failure: BaseException | None = None
         self._dirty: dict[str, int] = {}
         self._done = threading.Event()
@@ -144,12 +138,13 @@ class _Transfer:
     # Threads ---------------------------------------------------------------------------------------------------------
 
     def run(self, jobs: Iterable[Job], total: int, threads: int, progress: Progress | None) -> Transferred:
+        work = self._work = Work(total, progress)
         flusher = threading.Thread(target=self._flush, daemon=True)
         flusher.start()
         try:
-            self._on_threads(self._tasks(jobs), self._do, threads, total, progress)
+            on_threads(self._tasks(jobs), self._do, threads, work)
             if not self._compare and not self._check_later:
-                self._on_threads(iter(self.read.records()), self._check_record, threads, total, progress)
+                on_threads(iter(self.read.records()), self._check_record, threads, work)
         finally:
             self._done.set()
             flusher.join()
@@ -157,7 +152,7 @@ class _Transfer:
             self._out.close()
         if self._failure is not None:
             raise self._failure
-        done = Transferred(self._moved, self._checked, self._unrecorded, self._overflowed, resumed=self._resumed)
+        done = Transferred(work.done, self._checked, self._unrecorded, self._overflowed, resumed=self._resumed)
         if self._check_later:
             done.read = self.read
         for record in self.read.records() if not self._check_later else ():
@@ -169,49 +164,10 @@ class _Transfer:
             done.crcs[(record.file, record.offset)] = self._written.crc(record)
         return done
 
-    def _on_threads(
-        self, work: Iterator[Any], do: Callable[[Any], None], threads: int, total: int, progress: Progress | None
-    ) -> None:
-        workers = [threading.Thread(target=self._work, args=(work, do), daemon=True) for _ in range(threads)]
-        try:
-            for worker in workers:
-                worker.start()
-            for worker in workers:
-                while worker.is_alive():
-                    worker.join(0.1)
-                    if progress is not None:
-                        progress(self._moved, total)
-            # Threads that were done before anybody looked have moved something too.
-            if progress is not None:
-                progress(self._moved, total)
-        except BaseException:
-            # Ctrl-C arrives here: nobody may write to files that are about to be removed.
-            self._stop.set()
-            for worker in workers:
-                if worker.ident is not None:
-                    worker.join()
-            raise
-        if self._failure is not None:
-            raise self._failure
-
-    def _work(self, work: Iterator[Any], do: Callable[[Any], None]) -> None:
-        try:
-            while not self._stop.is_set():
-                with self._lock:
-                    item = next(work, None)
-                if item is None:
-                    return
-                do(item)
-        except _Stopped:
-            return
-        # Whatever it is, the main thread raises it.
-        except BaseException as error:
-            self._fail(error)
-
     def _fail(self, error: BaseException) -> None:
         with self._lock:
             self._failure = self._failure or error
-        self._stop.set()
+        self._work.stopped.set()
 
     def _flush(self) -> None:
         """Send what was written on its way to the disk while the rest is being copied: the sync at the end then finds
@@ -287,8 +243,8 @@ class _Transfer:
             if done.overflowed:
                 name = task.job.tensor.name
                 self._overflowed[name] = self._overflowed.get(name, 0) + done.overflowed
-            self._moved += task.nbytes
             self._resumed += task.nbytes
+        self._work.note(task.nbytes)
         return True
 
     def _move(self, task: _Task, pieces: Sequence[tuple[Extent, Chunk, Box]]) -> None:
@@ -336,8 +292,8 @@ class _Transfer:
         return found
 
     def _put(self, task: _Task, to: int, data: memoryview) -> None:
-        if self._stop.is_set():
-            raise _Stopped
+        if self._work.stopped.is_set():
+            raise Stopped
         location = self._to[task.job.chunk.extent.file].location
         if not self._compare:
             self._out.write(location, to, data)
@@ -347,10 +303,10 @@ class _Transfer:
                 hint="the disk or the memory of this machine is at fault; nothing was left behind",
                 file=location, tensor=task.job.tensor.name,
             )  # fmt: skip
-        with self._lock:
-            self._moved += len(data)
-            if not self._compare:
+        if not self._compare:
+            with self._lock:
                 self._dirty[location] = self._dirty.get(location, 0) + len(data)
+        self._work.note(len(data))
 
     def _note_read(self, extent: Extent, start: int, nbytes: int, crc: int | None) -> None:
         record, entry = extent.record, self._entry
@@ -440,8 +396,8 @@ class _Transfer:
             part = buffer[: min(BUFFER, nbytes - at)]
             pool.read_into(location, offset + at, part)
             crc = crc32(part, crc)
-            if self._stop.is_set():
-                raise _Stopped
+            if self._work.stopped.is_set():
+                raise Stopped
         return crc
 
 

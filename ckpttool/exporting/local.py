@@ -11,7 +11,7 @@ from ckpttool.errors import OverwriteError, StorageError, UsageError
 from ckpttool.exporting import remote
 from ckpttool.exporting.planning import Export, Exported, Wanted, planned
 from ckpttool.exporting.remote import Both, Remote
-from ckpttool.transfer import Progress
+from ckpttool.workers import Progress
 
 _SAFE = formats.named("safetensors")
 

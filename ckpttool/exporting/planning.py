@@ -25,8 +25,8 @@ from ckpttool.exporting.views import Viewed
 from ckpttool.formats.safetensors.index import MAX_SHARD_SIZE
 from ckpttool.making import Conversion
 from ckpttool.patterns import any_of, rule
-from ckpttool.transfer import Progress
 from ckpttool.wording import parse_size
+from ckpttool.workers import Progress
 
 # Tiles of a cast are held several times over; smaller ones are as fast, and leave room for torch itself.
 _WHILE_CASTING = 24 << 20

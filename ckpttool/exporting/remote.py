@@ -9,7 +9,7 @@ from ckpttool import mirrors
 from ckpttool.errors import UsageError
 from ckpttool.exporting.planning import Export
 from ckpttool.files import free_space
-from ckpttool.transfer import Progress
+from ckpttool.workers import Progress
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from ckpttool.exporting.assets import of_bytes
 from ckpttool.exporting.outgoing import Outgoing
 from ckpttool.formats import named
 from ckpttool.formats.safetensors import placing
-from ckpttool.transfer import Progress, transfer
+from ckpttool.transfer import transfer
+from ckpttool.workers import Progress
 
 _SAFE = named("safetensors")
 ADAPTER_FILE = "adapter_model.safetensors"

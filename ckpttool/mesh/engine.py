@@ -34,7 +34,8 @@ from ckpttool.mesh import agreement, filling, moments, shell
 from ckpttool.mesh.materialise import materialise
 from ckpttool.mesh.reading import Reader
 from ckpttool.placing import Placing
-from ckpttool.transfer import Progress, Transferred, transfer
+from ckpttool.transfer import Transferred, transfer
+from ckpttool.workers import Progress
 
 # Seconds in which a collective has to end: rank 0 reads a module in the longest of them.
 _PATIENCE = 1800
