@@ -24,7 +24,8 @@ _Http: Any = next(getattr(_http, name) for name in ("httpx2", "httpx") if hasatt
 # A LookupError is an answer that lacks something, as of a proxy that is no Hub.
 CAUGHT = (_Http.HTTPError, OSError, RuntimeError, ValueError, LookupError)
 _STATUS = re.compile(r"\b(?:status(?: code)?:?|HTTP(?: status)?(?: \w+ error)?:? ?\(?) ?(4\d\d|5\d\d)\b", re.I)
-_AGAIN = "run it again; what was sent is not sent a second time"
+# Xet's own words for a connection that broke, or on which nothing came for too long.
+_BROKE = re.compile(r"error sending request|error decoding response body|timed? ?out|connection (closed|reset)", re.I)
 _LOG_IN = "log in with `hf auth login`, or set `HF_TOKEN`"
 
 
@@ -55,8 +56,12 @@ def translated(error: BaseException, address: str, doing: str, **facts: Any) -> 
     for one in chain:
         if isinstance(one, OSError) and one.errno is not None and not isinstance(one, ConnectionError):
             return failed(one, str(one.filename or address), "write" if one.errno == errno.ENOSPC else doing)
+    if any(isinstance(one, ConnectionError | RuntimeError) and _BROKE.search(str(one)) for one in chain):
+        hint = f"{_again(doing)}, or give it longer: `CKPTTOOL_HUB_TIMEOUT=300`"
+        said = "the connection to the store of large files broke, or nothing came for too long"
+        return RemoteError(f"`{address}`: {_did(doing)}: {said}", hint=hint, **facts)
     said = _clean(f"{type(error).__name__}: {error}".partition("\n")[0])
-    return RemoteError(f"`{address}`: {_did(doing)}: {said}", hint=_AGAIN, **facts)
+    return RemoteError(f"`{address}`: {_did(doing)}: {said}", hint=_again(doing), **facts)
 
 
 def status_of(error: BaseException) -> int | None:
@@ -111,13 +116,13 @@ def _known(one: BaseException, address: str, doing: str, facts: dict[str, Any]) 
     if isinstance(one, theirs.HFValidationError):
         return UsageError(f"{where}: {_clean(str(one)).rstrip('.')}", hint="write `hf://org/name`", **facts)
     if isinstance(one, _Http.TimeoutException):
-        hint = f"{_AGAIN}, or give it longer: `CKPTTOOL_HUB_TIMEOUT=300`"
+        hint = f"{_again(doing)}, or give it longer: `CKPTTOOL_HUB_TIMEOUT=300`"
         return RemoteError(f"{where}: the Hub does not answer within {client.timeout():g} s", hint=hint, **facts)
     if isinstance(one, _Http.ConnectError):
         hint = "check the network, the proxy and `HF_ENDPOINT`; `HF_HUB_OFFLINE=1` reads from the cache"
         return RemoteError(f"{where}: the Hub cannot be reached", hint=hint, **facts)
     if isinstance(one, _Http.TransportError):
-        return RemoteError(f"{where}: the connection to the Hub broke", hint=_AGAIN, **facts)
+        return RemoteError(f"{where}: the connection to the Hub broke", hint=_again(doing), **facts)
     return None
 
 
@@ -132,17 +137,26 @@ def _answered(status: int, said: str | None, address: str, doing: str, facts: di
             else _LOG_IN,
         ),
         404: ("it has no such place", "check the name and `HF_ENDPOINT`"),
-        409: ("another change is being made", _AGAIN),
+        409: ("another change is being made", _again(doing)),
         412: (
             "the branch has changed since this began, and nothing was committed",
             "look at what is there now, and run it again",
         ),
         413: ("a request was too large", "export into smaller files: `--max-shard-size`"),
-        429: ("too many requests", f"wait a few minutes and {_AGAIN}"),
-    }.get(status, ("the Hub is in trouble" if status >= 500 else "the Hub refuses", _AGAIN if status >= 500 else None))
+        429: ("too many requests", f"wait a few minutes and {_again(doing)}"),
+    }.get(
+        status,
+        ("the Hub is in trouble" if status >= 500 else "the Hub refuses", _again(doing) if status >= 500 else None),
+    )
     if said:
         what = f"{what}: {_clean(said).rstrip('.')}"
     return RemoteError(f"`{address}`: {_did(doing)}: {what} ({status})", hint=hint, found=status, **facts)
+
+
+def _again(doing: str) -> str:
+    if doing == "write":
+        return "run it again; what was sent is not sent a second time"
+    return "run it again; files that have arrived are not fetched a second time"
 
 
 def _did(doing: str) -> str:

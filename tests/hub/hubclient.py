@@ -26,8 +26,8 @@ def use(hub: Hub, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
     class Clock:
         @staticmethod
-        def sleep(_: float) -> None:
-            pass
+        def sleep(seconds: float) -> None:
+            hub.slept.append(seconds)
 
         def __getattr__(self, name: str) -> object:
             import time

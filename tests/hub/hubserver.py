@@ -1,7 +1,8 @@
 """A small Hub on 127.0.0.1 that answers the real client: repositories with commits, branches and pull requests, files
 in git or in a large file store, tokens, and faults when a test asks for them.
 
-Large files go over LFS, in one part or several; or over Xet, whose store is a directory that hf_xet writes to itself.
+Large files go over LFS, in one part or several; or over Xet, whose store is a directory that hf_xet writes to itself,
+or (`cas`) a server of ours that can do nothing but fail.
 """
 
 from __future__ import annotations
@@ -96,6 +97,9 @@ class Hub:
         self.store = folder / "store"
         self.store.mkdir(parents=True)
         self.xet = folder / "xet"
+        self.cas = False
+        self.slept: list[float] = []  # by the client, between its tries
+        self.failed = 0  # requests for which there was a fault
         self.part = part
         self.gated = gated
         self.repos: dict[str, Repo] = {}
@@ -185,6 +189,7 @@ class Hub:
                         one.skip -= 1
                         continue
                     one.times -= 1
+                    self.failed += 1
                     return one
         return None
 
@@ -209,6 +214,29 @@ def drop(handler: Handler) -> bool:
     handler.rfile.read(min(1000, int(handler.headers.get("Content-Length") or 0)))
     handler.hang_up()
     return True
+
+
+def cut(handler: Handler) -> bool:
+    """Half of a large file, or of what is wanted of it, and no more."""
+    return _half(handler, wait=False)
+
+
+def freeze(handler: Handler) -> bool:
+    """Half of it, and then nothing."""
+    return _half(handler, wait=True)
+
+
+def _half(handler: Handler, wait: bool) -> bool:
+    data = (handler.hub.store / handler.route.rpartition("/")[2]).read_bytes()
+    at = int((re.match(r"bytes=(\d+)", handler.headers.get("Range") or "") or [0, 0])[1])
+    handler.send_response(206 if at else 200)
+    handler.send_header("Content-Length", str(len(data) - at))
+    if at:
+        handler.send_header("Content-Range", f"bytes {at}-{len(data) - 1}/{len(data)}")
+    handler.end_headers()
+    handler.wfile.write(data[at : (at + len(data)) // 2])
+    handler.wfile.flush()
+    return stall(handler) if wait else drop(handler)
 
 
 def stall(handler: Handler) -> bool:
@@ -564,6 +592,9 @@ class Handler(BaseHTTPRequestHandler):
         if file.sha256 is None:
             self._bytes(file.data or b"", headers)
             return
+        if self.hub.cas:
+            headers["X-Xet-Hash"] = str(file.sha256)
+            headers["Link"] = f'<{self.hub.url}/api/models/{name}/xet-read-token/{commit.oid}>; rel="xet-auth"'
         headers |= {"X-Linked-Size": str(file.size), "X-Linked-ETag": f'"{file.sha256}"'}
         # Another host, to the client: what it is sent there must not have the token.
         there = self.hub.url.replace("127.0.0.1", "localhost")
@@ -584,7 +615,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def xet_token(self, name: str, kind: str, revision: str) -> None:
         self._repo(name, write=kind == "write")
-        said = {"casUrl": f"local://{self.hub.xet}", "accessToken": "xet-token", "exp": int(time.time()) + 3600}
+        where = f"{self.hub.url}/cas" if self.hub.cas else f"local://{self.hub.xet}"
+        said = {"casUrl": where, "accessToken": "xet-token", "exp": int(time.time()) + 3600}
         self.hub.xet.mkdir(exist_ok=True)
         self._json(
             said,

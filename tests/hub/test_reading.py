@@ -8,14 +8,16 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hubclient import patience
-from hubserver import READER, Handler, Hub, drop, stall
+from hubserver import READER, Handler, Hub, cut, drop, freeze, stall
 from huggingface_hub import constants, hf_hub_download
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
@@ -387,22 +389,38 @@ def test_who_may_not_read(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 FAULTS = {
+    "401": ({"status": 401}, "token|no such repository"),
+    "404": ({"status": 404}, r"\(404\)|no such"),
+    "409": ({"status": 409}, r"\(409\)"),
+    "412": ({"status": 412}, r"\(412\)"),
     "403": ({"status": 403}, r"\(403\)"),
     "429": ({"status": 429, "headers": {"Retry-After": "0"}}, r"too many requests.*\(429\)"),
     "500": ({"status": 500}, r"in trouble.*\(500\)"),
     "503": ({"status": 503}, r"in trouble.*\(503\)"),
     "drop": ({"act": drop}, "the connection to the Hub broke"),
     "stall": ({"act": stall}, "does not answer within 0.3 s"),
+    # In the middle of the weights, after the header.
+    "cut": ({"act": cut, "skip": 1}, "the connection to the Hub broke"),
+    "freeze": ({"act": freeze, "skip": 1}, "does not answer within 0.3 s"),
 }
+INFO, TREE, STORE = "/revision/|/api/models/org/name$", "/tree/", "/cdn/"
+RARE = ("401", "404", "409", "412")
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("where", ["/revision/|/api/models/org/name$", "/tree/", "/cdn/"])
+def _combinations() -> Iterator[Any]:
+    for where in (INFO, TREE, STORE):
+        for fault in FAULTS:
+            if where == STORE or fault not in ("cut", "freeze"):
+                seldom = fault in RARE and where != STORE
+                yield pytest.param(where, fault, marks=pytest.mark.long if seldom else ())
+
+
+@pytest.mark.parametrize("where, fault", [*_combinations()])
 def test_what_the_hub_may_do(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, where: str) -> None:
     how, said = FAULTS[fault]
     hub.make("org/name", {"model.safetensors": large(1)})
     hub.fail("GET", where, **how)
-    if fault == "stall":
+    if fault in ("stall", "freeze"):
         patience(monkeypatch, 0.3)
     with pytest.raises(RemoteError, match=said) as raised:
         verbs.convert("hf://org/name", tmp_path / "out.pt")
@@ -412,6 +430,22 @@ def test_what_the_hub_may_do(hub: Hub, tmp_path: Path, monkeypatch: pytest.Monke
     assert "127.0.0.1" not in raised.value.message, "an address may have a signature in it"
     assert not (tmp_path / "out.pt").exists()
     assert os.listdir(tmp_path / "tmp") == []
+    # How long it took, were each try as long as it may be.
+    assert 1 <= hub.failed <= 6 and sum(hub.slept) <= 31
+
+
+@pytest.mark.parametrize("fault", [cut, freeze])
+def test_what_stops_in_the_middle_is_gone_on_with(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[[Handler], bool]
+) -> None:
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1 << 16)
+    if fault is freeze:
+        patience(monkeypatch, 0.3)
+    data = large(1)
+    hub.make("org/name", {"model.safetensors": data})
+    hub.fail("GET", STORE, act=fault, skip=1, times=2)
+    verbs.convert("hf://org/name", tmp_path / "out.pt")
+    assert hub.failed == 2 and hub.asked("GET", STORE)[-1].sent < len(data) // 2
 
 
 def test_one_drop_is_nobodys_business(hub: Hub, tmp_path: Path) -> None:
