@@ -532,6 +532,23 @@ def test_what_lies_beside_is_said(tmp_path: Path) -> None:
     assert any("1 data files are empty" in w and "`__8_0.distcp`" in w for w in said)
 
 
+def test_tensors_without_elements(tmp_path: Path) -> None:
+    """As torch saves them: some are views of what has elements."""
+    state = {"a": torch.empty(0), "b": torch.empty(0, 3), "c": torch.ones(4, 5)[:, :0], "d": torch.ones(3)}
+    torch_dcp.save(state, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    source = opened(tmp_path / "ckpt")
+    assert {t.name: t.shape for t in source.catalogue.tensors} == {n: tuple(v.shape) for n, v in state.items()}
+    metadata = pickle.loads((tmp_path / "ckpt" / ".metadata").read_bytes())
+    said = metadata.state_dict_metadata["d"]
+    said.size = said.chunks[0].sizes = torch.Size([0])
+    (tmp_path / "ckpt" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(
+        CorruptError, match=r"`d`: holds float32 \[3\], but the metadata says a tensor without"
+    ) as caught:
+        opened(tmp_path / "ckpt")
+    assert caught.value.facts["concerns"] == ["d"]
+
+
 # SAFETENSORS ----------------------------------------------------------------------------------------------------------
 
 
@@ -541,6 +558,17 @@ def test_ties_are_not_seen_where_a_blob_is_shared() -> None:
     assert not find_aliases(source.catalogue.tensors)
     assert not any(c.extent.item for t in source.catalogue.tensors for c in t.chunks)
     source.close()
+
+
+def test_a_tensor_in_a_blob_that_is_said_to_be_empty(tmp_path: Path) -> None:
+    def empty(metadata: Metadata) -> None:
+        said = next(e for e in metadata.state_dict_metadata.values() if hasattr(e, "size") and len(e.size) == 2)
+        said.size = torch.Size([0, 2**40])
+        for chunk in said.chunks:
+            chunk.offsets, chunk.sizes = torch.Size([0, 0]), torch.Size([0, 2**40])
+
+    with pytest.raises(CorruptError, match="but the index says a tensor without elements"):
+        opened(change(tmp_path / "ckpt", "dcp_safetensors_w2", empty))
 
 
 def test_two_chunks_under_one_name_in_a_blob(tmp_path: Path) -> None:

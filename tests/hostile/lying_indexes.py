@@ -118,6 +118,7 @@ def planner(**more: Any) -> Change:
 
 
 OUT = "outside the checkpoint"
+NOTHING = r"`w`.*: holds float32 \[2, 3\], but the metadata says a tensor without elements"
 LINK = "a link that leaves"
 SET = setattr
 DIRECTORIES = sys.getrecursionlimit()
@@ -177,6 +178,9 @@ for name, make, pattern in (
     ("4,096 chunks in 12 dimensions", indexed(tiles(grid(12), (1,) * 12, (2,) * 12)), "holds"),
     ("4,095 chunks in 12 dimensions", indexed(tiles(grid(12)[1:], (1,) * 12, (2,) * 12)), "not covered"),
     ("a tensor that is larger than said", indexed(tiles([(0, 0)], (2, 2), (2, 2))), "holds float32"),
+    ("a tensor of 2**62 rows of nothing", indexed(tiles([(0, 0)], (2**62, 0), (2**62, 0))), NOTHING),
+    ("a tensor of no rows", indexed(tiles([(0, 0)], (0, 3), (0, 3))), NOTHING),
+    ("a tensor of nothing in the item of an object", indexed(tiles([(0,)], (0,), (0,)), lambda i: put("w", **vars(place(i, "lr")))(i)), "holds a value, but the metadata says a tensor without elements"),
     ("a tensor of 2**62 elements", indexed(tiles([(0,)], (2**62,), (2**62,))), r"2\*\*58 elements"),
     ("a tensor of 2**57 elements", indexed(tiles([(0,)], (2**57,), (2**57,))), "holds|space|file too large"),
     ("a tensor of 2**40 elements", indexed(tiles([(0,)], (2**40,), (2**40,))), "holds|space"),

@@ -159,7 +159,22 @@ class _Opening:
             chunks = self._in_blobs(name, entry)
         else:
             chunks = Chunks.items(entry.offsets, entry.sizes, entry.files, entry.starts, entry.lengths)
+            if 0 in entry.shape and entry.dtype.kind != "quantized":
+                self._check_empty(name, path, entry)
         return Tensor(path, entry.dtype, entry.shape, chunks)
+
+    def _check_empty(self, name: str, path: Path, entry: StoredTensor) -> None:
+        """Nobody comes back to the items of a tensor without elements, which had better have none."""
+        for item in map(entry.item, range(len(entry.files))):
+            file = self._index.files[item.file]
+            if item.length <= 0 or item.offset < 0 or file.missing or item.offset + item.length > file.size:
+                continue  # there is none, or that is told elsewhere
+            try:
+                self._items.check_empty(item, name)
+            except CkptError as error:
+                facts = {**error.facts, "concerns": [dotted(path)]}
+                self._catalogue.faults.append(type(error)(error.message, hint=error.hint, **facts))
+                return
 
     def _in_blobs(self, name: str, entry: StoredTensor) -> Chunks:
         """Every item of a file has the offset of its blob: only the blob's own header tells them apart."""
@@ -168,6 +183,8 @@ class _Opening:
         for i, (offsets, sizes) in enumerate(zip(entry.offsets, entry.sizes, strict=True)):
             file = self._index.files[entry.files[i]]
             if file.missing or 0 in sizes:
+                if 0 in entry.shape and entry.lengths[i] and not file.missing:
+                    self._check_empty_blob(name, entry.item(i))
                 chunks.add(offsets, sizes, Extent(entry.files[i], 0, 0 if 0 in sizes else entry.lengths[i]))
                 continue
             if entry.files[i] in seen:
@@ -187,6 +204,15 @@ class _Opening:
                 )  # fmt: skip
             chunks.add(offsets, sizes, Extent(entry.files[i], found.begin, found.end - found.begin))
         return chunks
+
+    def _check_empty_blob(self, name: str, item: Item) -> None:
+        found, file = self._items.blob(item).tensors.get(name), self._index.files[item.file].name
+        if found is not None and 0 not in found.shape:
+            raise CorruptError(
+                f"`{file}`: tensor `{name}`: the header has {found.dtype} {list(found.shape)}, but the index says a "
+                "tensor without elements",
+                file=file, tensor=name,
+            )  # fmt: skip
 
     # Copies of several ranks -----------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from ckpttool.boxes import Ints
 from ckpttool.catalogue import Extent, File, Record
 from ckpttool.containers import opcodes, stheader, torchpickle, torchzip
 from ckpttool.containers.stheader import Header
-from ckpttool.containers.torchpickle import Slot
+from ckpttool.containers.torchpickle import Slot, TensorRef
 from ckpttool.containers.torchzip import Archive, Read
 from ckpttool.dtypes import Dtype
 from ckpttool.errors import CorruptError
@@ -76,6 +76,18 @@ class Items:
         extent = self._resolve(Item(*placed), dtype, sizes, name)
         checked = extent.record is not None and extent.record.crc is not None
         return extent._replace(record=None, checked=checked, lease=lease)
+
+    def check_empty(self, item: Item, name: str) -> None:
+        """Raises CorruptError when the item of a tensor without elements has some, or cannot be read."""
+        tree = torchzip.load_tree(self.archive(item, name))
+        if isinstance(tree, TensorRef) and 0 in tree.shape:
+            return
+        holds = f"{tree.dtype} {list(tree.shape)}" if isinstance(tree, TensorRef) else "a value"
+        raise CorruptError(
+            f"{self._named(item, name)}: holds {holds}, but the metadata says a tensor without elements",
+            hint="the data file and `.metadata` are not of the same save",
+            file=self._files[item.file].name, tensor=name,
+        )  # fmt: skip
 
     def _check_decoded(self, item: Item, extent: Extent, name: str) -> None:
         """Checked here and not by the transfer, at whose end other bytes may lie in this place."""
