@@ -156,7 +156,7 @@ def test_lies_are_found_out(batch: str, tmp_path: Path) -> None:
 
 
 def test_there_are_enough() -> None:
-    assert len(LIES) >= 150
+    assert len(LIES) > 300
 
 
 LIVE = ("os.system", "posix.system", "eval", "subprocess", "INST", "OBJ")
