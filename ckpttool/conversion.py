@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path as FilePath
 
-from ckpttool import chunking, files, formats, layout, making, manifests, opening, optimkeys, parts
+from ckpttool import chunking, files, formats, layout, making, manifests, opening, optimkeys, parts, rulefiles
 from ckpttool.catalogue import Catalogue, Path, Tensor, dotted, stop_at_fault, validate
 from ckpttool.contract import TENSOR_CLASS, Format, SinkOptions, Source
 from ckpttool.errors import UsageError
 from ckpttool.making import Conversion, How, Laid
-from ckpttool.patterns import any_of, renamer, rule
+from ckpttool.patterns import any_of, renamer, rule, several
 from ckpttool.producers import writing
 from ckpttool.producers.arranging import Wanted
 from ckpttool.wording import parse_size
@@ -61,7 +61,8 @@ def convert(
     """
     began = time.monotonic()
     src, dst = os.fspath(src), os.fspath(dst)
-    only, drop, tensors, exclude, rename, dtype = map(_listed, (only, drop, tensors, exclude, rename, dtype))
+    only, drop, tensors, exclude, dtype = map(several, (only, drop, tensors, exclude, dtype))
+    rename = rulefiles.rules(rename, "--rename")
     max_shard_size = _in_bytes(max_shard_size, "--max-shard-size")
     max_memory = _in_bytes(max_memory, "--max-memory")
     target = _target(to, producer, dst)
@@ -152,11 +153,6 @@ def _small_integer(source: Source, tensor: Tensor) -> int | None:
     finally:
         pool.close()
     return int.from_bytes(data, "little", signed=tensor.dtype.name.startswith("int"))
-
-
-def _listed(value: str | Sequence[str]) -> Sequence[str]:
-    # To Python, a string is a sequence of strings too.
-    return (value,) if isinstance(value, str) else value
 
 
 def _in_bytes(value: int | str | None, flag: str) -> int | None:

@@ -26,6 +26,11 @@ def any_of(patterns: Sequence[str]) -> Callable[[str], bool]:
     return lambda name: any(c.fullmatch(name) for c in compiled)
 
 
+def several(value: str | Sequence[str]) -> Sequence[str]:
+    """One text as a sequence of one: to Python, a string is a sequence of strings too."""
+    return (value,) if isinstance(value, str) else value
+
+
 def rule(text: str, flag: str) -> tuple[str, str]:
     """`PATTERN=VALUE` as its two sides. Raises UsageError without `=`."""
     left, equals, right = text.rpartition("=") if text.startswith("re:") else text.partition("=")

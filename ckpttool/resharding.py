@@ -19,16 +19,16 @@ from ckpttool import (
     opening,
     optimkeys,
     policies,
+    rulefiles,
     sharing,
 )
 from ckpttool.catalogue import Catalogue, Path, validate
 from ckpttool.chunking import Rules
 from ckpttool.contract import Format, SinkOptions
 from ckpttool.errors import UsageError
-from ckpttool.files import failed
 from ckpttool.making import Conversion, Given, How, Laid
 from ckpttool.meshes import Mesh
-from ckpttool.patterns import rule
+from ckpttool.patterns import rule, several
 from ckpttool.wording import meant, parse_size
 from ckpttool.workers import Progress
 
@@ -97,7 +97,8 @@ def reshard(
     crew = sharing.meet()
     with crew.together():
         # Within, so that a mistake is told once.
-        rules = Rules(tuple(_placements(placements)), tuple(_listed(shard)), tuple(_listed(replicate)))
+        placed = [rule(text, "--placements") for text in rulefiles.rules(placements, "--placements")]
+        rules = Rules(tuple(placed), tuple(several(shard)), tuple(several(replicate)))
         wanted = _understood(to_world, to_mesh, like, to, engine, rules, rng, dataloader)
         memory = parse_size(max_memory, "--max-memory") if isinstance(max_memory, str) else max_memory
         if memory is not None and memory < making.BASE_MEMORY:
@@ -125,10 +126,6 @@ def reshard(
             manifests.write_for(dst, listed, threads)
     made.seconds = time.monotonic() - began
     return made
-
-
-def _listed(value: str | Sequence[str]) -> Sequence[str]:
-    return (value,) if isinstance(value, str) else value
 
 
 # What is wanted -------------------------------------------------------------------------------------------------------
@@ -171,30 +168,6 @@ def _same(source: Catalogue) -> Format:
     rows = {row.name: row for row in formats.FORMATS}
     found = rows.get(source.format)
     return found if found is not None and found.chunked else rows["dcp"]
-
-
-def _placements(texts: str | Sequence[str]) -> list[tuple[str, str]]:
-    """Rules, those of files among them: `@FILE` has one a line, and comments after `#`."""
-    found: list[tuple[str, str]] = []
-    for text in _listed(texts):
-        if not text.startswith("@"):
-            found.append(rule(text, "--placements"))
-            continue
-        path = text[1:]
-        try:
-            with open(path, encoding="utf-8") as stream:
-                lines = stream.read().splitlines()
-        except OSError as error:
-            raise failed(error, path, "read") from None
-        except UnicodeDecodeError:
-            raise UsageError(f"`--placements {text}`: not a text file") from None
-        for number, line in enumerate(lines, 1):
-            said = line.partition("#")[0].strip()
-            try:
-                found += [rule(said, "--placements")] if said else []
-            except UsageError as error:
-                raise UsageError(f"`{path}` line {number}: {error.message}", hint=error.hint, file=path) from None
-    return found
 
 
 # What comes of it -----------------------------------------------------------------------------------------------------

@@ -54,7 +54,10 @@ LAYERS: list[tuple[set[str], set[str]]] = [
     ),
     (
         {"conversion"},
-        DATA | PURE | MOVING | {"files", "formats", "opening", "making", "manifests", "producers", "containers"},
+        DATA
+        | PURE
+        | MOVING
+        | {"rulefiles", "files", "formats", "opening", "making", "manifests", "producers", "containers"},
     ),
     (
         {"engines"},
@@ -62,7 +65,10 @@ LAYERS: list[tuple[set[str], set[str]]] = [
     ),
     (
         {"resharding"},
-        DATA | PURE | MOVING | {"files", "formats", "opening", "making", "manifests", "engines", "sharing"},
+        DATA
+        | PURE
+        | MOVING
+        | {"rulefiles", "files", "formats", "opening", "making", "manifests", "engines", "sharing"},
     ),
     (
         {"exporting"},
@@ -81,9 +87,10 @@ LAYERS: list[tuple[set[str], set[str]]] = [
             "opening",
             "producers",
             "rereading",
+            "rulefiles",
         },
     ),
-    ({"workers"}, set()),
+    ({"rulefiles"}, {"errors", "files", "patterns"}),
     ({"folders"}, {"files"}),
     ({"elements"}, DATA | MOVING | {"plan", "files"}),
     ({"manifests"}, DATA | MOVING | {"containers", "elements", "files", "folders", "mirrors", "opening", "workers"}),
@@ -100,7 +107,7 @@ LAYERS: list[tuple[set[str], set[str]]] = [
     ),
     (
         {"diffing"},
-        DATA | PURE | MOVING | {"diffing", "differences", "containers", "files", "opening", "workers"},
+        DATA | PURE | MOVING | {"diffing", "differences", "containers", "files", "opening", "rulefiles"},
     ),
     ({"looking"}, {"catalogue", "errors", "figures", "opening", "wording"}),
     (

@@ -196,7 +196,8 @@ def test_rename(tmp_path: Path) -> None:
 
 
 def test_the_optimizer_of_a_dcp_checkpoint_follows(tmp_path: Path) -> None:
-    found = converted(tmp_path, SHARDED, rename=["model.layers=model.h"])
+    (tmp_path / "rules").write_text("model.layers=model.h  # as in GPT-2\n")
+    found = converted(tmp_path, SHARDED, rename=f"@{tmp_path}/rules")
     names = [name for name in found["model"] if name.startswith("h.")]
     assert names and not any("layers" in name for name in (*found["model"], *found["optim"]["state"]))
     assert set(names) & set(found["optim"]["state"])

@@ -70,7 +70,9 @@ def convert(
     ] = None,
     rename: Annotated[
         list[str] | None,
-        typer.Option("--rename", metavar="OLD=NEW", help="Rename; `*` on both sides stands for the same. Repeatable."),
+        typer.Option(
+            "--rename", metavar="OLD=NEW", help="Rename; `*` on both sides is the same. @FILE has rules. Repeatable."
+        ),
     ] = None,
     strip_wrappers: Annotated[
         bool,

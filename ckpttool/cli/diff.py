@@ -46,7 +46,9 @@ def diff(
     ] = None,
     rename: Annotated[
         list[str] | None,
-        typer.Option("--rename", metavar="OLD=NEW", help="What A calls OLD is NEW in B, as in convert. Repeatable."),
+        typer.Option(
+            "--rename", metavar="OLD=NEW", help="What A calls OLD is NEW in B, as in convert; or @FILE. Repeatable."
+        ),
     ] = None,
     strip_wrappers: Annotated[
         bool,

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
-from ckpttool import files, layout, opening, parts
+from ckpttool import files, layout, opening, parts, rulefiles
 from ckpttool.catalogue import Catalogue, Entry, Object, Part, Path, Tensor
 from ckpttool.contract import Source
 from ckpttool.differences import Comparison, Tolerance
@@ -24,6 +24,7 @@ from ckpttool.diffing import objects, sharding, sides, walking, widening
 from ckpttool.diffing.results import ABSENT, Diff, ObjectDifference, Only, Side, TensorDifference, Total
 from ckpttool.diffing.sides import Chosen
 from ckpttool.errors import UsageError
+from ckpttool.patterns import several
 from ckpttool.transfer import DEFAULT_THREADS
 from ckpttool.workers import Progress
 
@@ -58,7 +59,8 @@ def diff(
     """
     began = time.monotonic()
     paths = os.fspath(a), os.fspath(b)
-    only, drop, tensors, exclude, rename = map(_listed, (only, drop, tensors, exclude, rename))
+    only, drop, tensors, exclude = map(several, (only, drop, tensors, exclude))
+    rename = rulefiles.rules(rename, "--rename")
     tolerance = _tolerance(rtol, atol, ulp)
     chosen = Chosen(only, drop, tensors, exclude, rename, strip_wrappers, strip_prefix)
     made = Diff(Side(paths[0]), Side(paths[1]), _in_words(rtol, atol, ulp))
@@ -73,11 +75,6 @@ def diff(
         files.check_unchanged(before)
     made.seconds = time.monotonic() - began
     return made
-
-
-def _listed(value: str | Sequence[str]) -> Sequence[str]:
-    # To Python, a string is a sequence of strings too.
-    return (value,) if isinstance(value, str) else value
 
 
 def _tolerance(rtol: float | None, atol: float | None, ulp: int | None) -> Tolerance | None:

@@ -4,14 +4,13 @@ files of rules."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ckpttool import layout, parts
 from ckpttool.catalogue import Catalogue, Entry, Part, Tensor, dotted, stop_at_fault
-from ckpttool.errors import ReadError, UsageError, some
-from ckpttool.files import failed
-from ckpttool.patterns import any_of, renamer, rule
+from ckpttool.errors import UsageError, some
+from ckpttool.patterns import any_of, renamer
 
 _MODEL = Part("model")
 _ADAPTER = re.compile(r"(?:^|\.)lora_(?:[AB]|embedding_[AB]|magnitude_vector)(?:\.([^.]+))?(?:\.weight|\.bias)?$")
@@ -94,12 +93,11 @@ def named_anew(chosen: Chosen, exclude: Sequence[str], strip_prefix: str | None,
         prefix = strip_prefix.rstrip(".") + "."
         _check_some("--strip-prefix", strip_prefix, lambda name: name.startswith(prefix), made)
         made = layout.rename(made, lambda name: name.removeprefix(prefix))
-    rules = list(_rules(rename))
-    for text in rules:
+    for text in rename:
         step = renamer([text])
         _check_some("--rename", text, lambda name, step=step: step(name) != name, made)  # type: ignore[misc]
-    if rules:
-        made = layout.rename(made, renamer(rules))
+    if rename:
+        made = layout.rename(made, renamer(rename))
     return Chosen(_flat(made), left, chosen.adapter)
 
 
@@ -110,31 +108,6 @@ def _check_some(flag: str, text: str, does: Callable[[str], bool], laid: Catalog
             f"`{flag} {text}` matches nothing",
             hint=f"names here are like `{names[len(names) // 2]}`; `ckpttool inspect SRC --tensors '*'` lists them",
         )
-
-
-def _rules(texts: Iterable[str]) -> Iterable[str]:
-    """Rules `OLD=NEW`, those of files among them: `@FILE` has one a line, and comments after ` #`."""
-    for text in texts:
-        if not text.startswith("@"):
-            yield text
-            continue
-        path = text[1:]
-        try:
-            with open(path, encoding="utf-8") as stream:
-                lines = stream.read().splitlines()
-        except OSError as error:
-            raise failed(error, path, "read") from None
-        except UnicodeDecodeError:
-            raise ReadError(f"`{path}`: not a text file", hint="one rule `OLD=NEW` a line", file=path) from None
-        for number, line in enumerate(lines, 1):
-            said = re.sub(r"(^|\s)#.*", "", line).strip()
-            if not said:
-                continue
-            try:
-                rule(said, "--rename")
-            except UsageError as error:
-                raise UsageError(f"`{path}` line {number}: {error.message}", hint=error.hint, file=path) from None
-            yield said
 
 
 # LoRA -----------------------------------------------------------------------------------------------------------------

@@ -6,11 +6,12 @@ import os
 import time
 from collections.abc import Sequence
 
-from ckpttool import files, formats, making, manifests, rereading, staging
+from ckpttool import files, formats, making, manifests, rereading, rulefiles, staging
 from ckpttool.errors import OverwriteError, StorageError, UsageError
 from ckpttool.exporting import remote
 from ckpttool.exporting.planning import Export, Exported, Wanted, planned
 from ckpttool.exporting.remote import Both, Remote
+from ckpttool.patterns import several
 from ckpttool.workers import Progress
 
 _SAFE = formats.named("safetensors")
@@ -53,7 +54,8 @@ def export(
     """
     began = time.monotonic()
     src, dst = os.fspath(src), os.fspath(dst)
-    only, exclude, rename, dtype = map(_listed, (only, exclude, rename, dtype))
+    only, exclude, dtype = map(several, (only, exclude, dtype))
+    rename = rulefiles.rules(rename, "--rename")
     wanted = Wanted(
         only, exclude, rename, strip_prefix, key_map, head_dim, dtype, max_shard_size,
         os.fspath(assets) if assets is not None else None, strict, card, shapes, threads, max_memory,
@@ -88,10 +90,6 @@ def export(
     made = plan.settle()
     made.seconds = time.monotonic() - began
     return made
-
-
-def _listed(value: str | Sequence[str]) -> Sequence[str]:
-    return (value,) if isinstance(value, str) else value
 
 
 def _check_place(manifest: str | None, dst: str, plan: Export) -> None:

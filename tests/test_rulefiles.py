@@ -1,0 +1,37 @@
+"""Rules that stand in a file: the same of every command that takes rules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckpttool import rulefiles
+from ckpttool.errors import ReadError, UsageError
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "names.rules"
+    path.write_text("# of the author\nblk=layers  # a comment\n\n w#1=w1\n")
+    return path
+
+
+def test_a_file_stands_for_its_rules(file: Path) -> None:
+    assert rulefiles.rules(["a=b", f"@{file}", "c=d"], "--rename") == ["a=b", "blk=layers", "w#1=w1", "c=d"]
+    assert rulefiles.rules(f"@{file}", "--rename") == ["blk=layers", "w#1=w1"]
+    assert rulefiles.rules("a=b", "--rename") == ["a=b"]
+
+
+def test_a_line_that_is_no_rule_is_named(file: Path) -> None:
+    file.write_text("a=b\nblk layers\n")
+    with pytest.raises(UsageError, match=r"names\.rules` line 2: `--rename blk layers` is not of the form"):
+        rulefiles.rules(f"@{file}", "--rename")
+
+
+def test_what_is_no_text_file(file: Path) -> None:
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ReadError, match="not a text file"):
+        rulefiles.rules(f"@{file}", "--rename")
+    with pytest.raises(ReadError, match="no such file"):
+        rulefiles.rules(f"@{file}.txt", "--rename")
