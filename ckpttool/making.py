@@ -362,16 +362,20 @@ def _summarise(made: Conversion, source: Source, to_write: Laid, target: Format)
     if remarks and target.name != source.catalogue.format:
         names = ", ".join(f"`{name}`" for name in sorted(remarks)[:5])
         made.notes.append(f"`__metadata__` of the source is left out, {target.name} has no place for it: {names}")
-    run = source.catalogue.facts.get("run", ())
-    for taken in (found for found in run if found["taken"]):
-        which = f"the newest complete one of {len(run)}" if len(run) > 1 else "the only one"
-        made.notes.insert(0, f"`{taken['name']}` is taken, {which} in the run")
+    made.notes[:0] = taken_of_run(source.catalogue)
     if assets := source.catalogue.facts.get("assets"):
         made.notes.append(f"no part of the state, copy them yourself: {some(assets, 5)}")
     other = formats.by_suffix(dst)
     if other is not None and other != target:
         made.notes.append(f"`{dst}` is called like {other.title}, but is written as {target.target}")
     made.free = files.free_space(dst)
+
+
+def taken_of_run(source: Catalogue) -> list[str]:
+    """Which checkpoint of a run directory this is, in a sentence; nothing for any other."""
+    run = source.facts.get("run", ())
+    which = f"the newest complete one of {len(run)}" if len(run) > 1 else "the only one"
+    return [f"`{found['name']}` is taken, {which} in the run" for found in run if found["taken"]]
 
 
 def _create(target: Format, path: str, laid: Laid) -> Sink:

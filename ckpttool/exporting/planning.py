@@ -277,11 +277,7 @@ def _summarise(made: Exported, laid: Catalogue, source: Catalogue) -> None:
             made.bytes += tensor.nbytes
             count[tensor.dtype.name] += tensor.numel
     made.parameters = dict(count.most_common())
-    made.notes[:0] = [*source.warnings, *laid.warnings]
-    run = source.facts.get("run", ())
-    for taken in (found for found in run if found["taken"]):
-        which = f"the newest complete one of {len(run)}" if len(run) > 1 else "the only one"
-        made.notes.insert(0, f"`{taken['name']}` is taken, {which} in the run")
+    made.notes[:0] = [*making.taken_of_run(source), *source.warnings, *laid.warnings]
 
 
 def _unviewed(tensor: Tensor) -> str:
