@@ -7,16 +7,15 @@ of it; a plan compares the two. Nothing here does I/O.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from operator import add, le
 from typing import Any, NamedTuple
 
 from ckpttool import boxes
 from ckpttool.boxes import Ints
 from ckpttool.dtypes import Dtype
-from ckpttool.errors import CkptError, CorruptError, some
+from ckpttool.errors import CkptError, CorruptError
 
 Path = tuple[Hashable, ...]
 
@@ -406,153 +405,3 @@ class Catalogue:
     def nbytes(self) -> int:
         """Bytes of all files on disk."""
         return sum(f.size for f in self.own_files)
-
-
-def find_aliases(tensors: Iterable[Tensor]) -> dict[Path, Path]:
-    """Tensors that have the same extents as an earlier one, and which one. Pure.
-
-    Tensors without elements have no bytes to share. An alias has the same dtype, shape and boxes too: a transposed
-    view of the same storage is another tensor, and so are the same bytes in another order.
-    """
-    first: dict[tuple[object, ...], Path] = {}
-    aliases: dict[Path, Path] = {}
-    for tensor in tensors:
-        if not tensor.numel:
-            continue
-        c = tensor.chunks
-        key = (
-            tensor.dtype.name, tensor.shape, tuple(c.offsets), tuple(c.sizes),
-            c.file.tobytes(), c.offset.tobytes(), c.nbytes.tobytes(), tuple(c.strides.items()), tuple(c.codecs.items()),
-        )  # fmt: skip
-        kept = first.setdefault(key, tensor.path)
-        if kept != tensor.path:
-            aliases[tensor.path] = kept
-    return aliases
-
-
-def stop_at_fault(catalogue: Catalogue, names: Iterable[str]) -> None:
-    """Raise the first fault that concerns the whole checkpoint, or one of these names of entries. A part that could
-    not be opened at all (the fact `absent`) has none: whoever asks for parts sees to it."""
-    faults = [fault for fault in catalogue.faults if "absent" not in fault.facts]
-    named = {above for name in names for above in _upwards(name)} if faults else set()
-    for fault in faults:
-        about = fault.facts.get("concerns")
-        if about is None or not named.isdisjoint(about):
-            raise fault
-
-
-def concerns(fault: CkptError, name: str | None) -> bool:
-    """Whether a fault is about the entry of this name; with None, about the checkpoint as a whole. Pure."""
-    about = fault.facts.get("concerns")
-    if about is None or name is None:
-        return about is None
-    return not set(_upwards(name)).isdisjoint(about)
-
-
-def _upwards(name: str) -> Iterator[str]:
-    """`a.b.c`, `a.b`, `a` and the name of the root."""
-    while name:
-        yield name
-        name = name.rpartition(".")[0]
-    yield ""
-
-
-def one_moment_for_two(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> list[str]:
-    """A word about optimizer state of which two kinds (`exp_avg`, `exp_avg_sq`) are the same bytes. Pure.
-
-    No optimizer has that. `full_optim_state_dict` of FSDP1, and `FSDP.optim_state_dict` with `offload_to_cpu`, write it
-    on CPUs: what was gathered last, for all.
-    """
-    names = {_owner(path) for path, kept in aliases.items() if _owner(path) == _owner(kept) and path[-1] != kept[-1]}
-    state = (catalogue.tensor(path) for path in aliases if _owner(path) in names)
-    found = [tensor.name for tensor in state if tensor.part.kind == "optimizer" and tensor.numel > 1]
-    if not found:
-        return []
-    return [
-        f"the optimizer's state is wrong: {len(found)} moments are the same bytes as another one of their parameter "
-        f"({some(found)}); FSDP1 saves that of a full state dict on CPUs"
-    ]
-
-
-def _owner(path: Path) -> Path:
-    """The parameter that a piece of optimizer state is for: all but the last key, or the last word of a flat one."""
-    last = path[-1] if path else ""
-    return (*path[:-1], last.rpartition(".")[0]) if isinstance(last, str) and "." in last else path[:-1]
-
-
-def validate(catalogue: Catalogue, *, later: bool = False) -> None:
-    """Prove what everything after relies on: each tensor's chunks tile it exactly, and each extent lies inside its
-    file and is as large as its box. Raises the first of its faults, or CorruptError with the file and the tensor.
-    With `later`, faults that concern some entries only, and these entries, are left to `stop_at_fault`."""
-    absent = [fault for fault in catalogue.faults if "absent" in fault.facts and not later]
-    if absent:
-        raise absent[0]
-    stop_at_fault(catalogue, () if later else (entry.name for entry in catalogue.entries.values()))
-    sizes = [f.size for f in catalogue.files]
-    passed = {name for fault in catalogue.faults for name in fault.facts.get("concerns", ())}
-    for tensor in catalogue.tensors:
-        if passed and not passed.isdisjoint(_upwards(tensor.name)):
-            continue
-        for fault in faults_of(tensor, catalogue.files, sizes):
-            raise fault
-
-
-def faults_of(tensor: Tensor, files: Sequence[File], sizes: list[int] | None = None) -> Iterator[CorruptError]:
-    """What is wrong with one tensor, as far as the index and the sizes of the files tell: its chunks do not tile it, a
-    file is missing, a chunk lies outside of its file or is not as large as its box. Pure."""
-    chunks = tensor.chunks
-    if len(chunks) != 1 or chunks.sizes[0] != tensor.shape or any(chunks.offsets[0]):
-        fault = boxes.tiling_fault(tensor.shape, chunks.offsets, chunks.sizes)
-        if fault is not None:
-            yield CorruptError(
-                f"tensor `{tensor.name}` {list(tensor.shape)} is not covered exactly: {fault}",
-                hint="a rank's file is missing, or the index belongs to another save",
-                tensor=tensor.name, shape=list(tensor.shape),
-            )  # fmt: skip
-    if chunks.item and _inside(chunks, sizes or [f.size for f in files]):
-        return
-    for i in range(len(chunks)):
-        fault_here = _chunk_fault(tensor, i, files)
-        if fault_here is not None:
-            yield fault_here
-
-
-def _chunk_fault(tensor: Tensor, i: int, files: Sequence[File]) -> CorruptError | None:
-    chunks = tensor.chunks
-    file, offset, nbytes = files[chunks.file[i]], chunks.offset[i], chunks.nbytes[i]
-    if file.missing and nbytes:
-        missing = [f.name for f in files if f.missing]
-        return CorruptError(
-            f"`{file.name}` is missing, and with it a part of tensor `{tensor.name}`"
-            if len(missing) == 1
-            else f"{len(missing)} files are missing ({some(missing)}), and with them a part of tensor `{tensor.name}`",
-            hint="copy what is missing from where the checkpoint was saved",
-            file=file.name, tensor=tensor.name,
-        )  # fmt: skip
-    if offset < 0 or nbytes < 0 or offset + nbytes > file.size:
-        return CorruptError(
-            f"`{file.name}`: tensor `{tensor.name}`: bytes {offset}..{offset + nbytes} are outside the file, "
-            f"which has {file.size}",
-            hint="the file is truncated, or not the one that the index was written for",
-            file=file.name, tensor=tensor.name, found=file.size, expected=offset + nbytes, offset=offset, nbytes=nbytes,
-        )  # fmt: skip
-    if chunks.item:
-        return None
-    strides = chunks.strides.get(i)
-    elements = prod(chunks.sizes[i]) if strides is None else boxes.span(chunks.sizes[i], strides)
-    needed = elements * tensor.dtype.itemsize
-    if nbytes == needed:
-        return None
-    return CorruptError(
-        f"`{file.name}`: tensor `{tensor.name}`: {nbytes} bytes at {offset}..{offset + nbytes}, "
-        f"but {tensor.dtype} {list(chunks.sizes[i])} needs {needed}",
-        file=file.name, tensor=tensor.name, found=nbytes, expected=needed, offset=offset, nbytes=nbytes,
-    )  # fmt: skip
-
-
-def _inside(chunks: Chunks, sizes: list[int]) -> bool:
-    """Whether every item lies inside its file; a large checkpoint has too many to look at one by one."""
-    if not chunks:
-        return True
-    ends = map(add, chunks.offset, chunks.nbytes)
-    return min(chunks.offset) >= 0 <= min(chunks.nbytes) and all(map(le, ends, map(sizes.__getitem__, chunks.file)))

@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path as FilePath
 
 from ckpttool import chunking, files, formats, layout, making, manifests, opening, optimkeys, parts, rulefiles
-from ckpttool.catalogue import Catalogue, Path, Tensor, dotted, stop_at_fault, validate
+from ckpttool.catalogue import Catalogue, Path, Tensor, dotted
 from ckpttool.contract import TENSOR_CLASS, Format, SinkOptions, Source
 from ckpttool.errors import UsageError
+from ckpttool.faults import stop_at_fault, validate
 from ckpttool.making import Conversion, How, Laid
 from ckpttool.patterns import any_of, renamer, rule, several
 from ckpttool.producers import writing

@@ -12,19 +12,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckpttool.catalogue import (
-    Catalogue,
-    Container,
-    Entry,
-    Link,
-    Object,
-    Part,
-    Path,
-    Tensor,
-    dotted,
-    find_aliases,
-    one_moment_for_two,
-)
+from ckpttool.aliases import find_aliases, one_moment_for_two
+from ckpttool.catalogue import Catalogue, Container, Entry, Link, Object, Part, Path, Tensor, dotted
 from ckpttool.containers.stubs import Stub
 from ckpttool.dtypes import ALIASES, DTYPES, Dtype
 from ckpttool.errors import UsageError

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from ckpttool.catalogue import Catalogue, validate
+from ckpttool.catalogue import Catalogue
 from ckpttool.errors import CkptError, UsageError, some
+from ckpttool.faults import validate
 from ckpttool.figures import Shown, look
 from ckpttool.opening import naming, opened
 from ckpttool.wording import meant

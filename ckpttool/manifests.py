@@ -22,8 +22,9 @@ from hashlib import sha256
 from typing import Any, NamedTuple
 
 from ckpttool import elements, files, folders, mirrors, opening
+from ckpttool.aliases import find_aliases
 from ckpttool.boxes import Ints
-from ckpttool.catalogue import Catalogue, Path, Tensor, find_aliases
+from ckpttool.catalogue import Catalogue, Path, Tensor
 from ckpttool.containers import strictjson
 from ckpttool.contract import Source
 from ckpttool.errors import CorruptError, OverwriteError, ReadError

@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from ckpttool import layout, nesting, parts
-from ckpttool.catalogue import Catalogue, Chunk, Extent, Part, Path, Tensor, concerns, dotted
+from ckpttool.catalogue import Catalogue, Chunk, Extent, Part, Path, Tensor, dotted
 from ckpttool.contract import Itemised, Run, Source
 from ckpttool.errors import CkptError, UsageError, some
+from ckpttool.faults import concerns
 
 _ROOTS = {"model": ("model",), "optimizer": ("optim",)}
 

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ckpttool import layout, plan
-from ckpttool.catalogue import Catalogue, Chunks, Object, Path, Tensor, dotted, find_aliases, validate
+from ckpttool.aliases import find_aliases
+from ckpttool.catalogue import Catalogue, Chunks, Object, Path, Tensor, dotted
 from ckpttool.containers import typedjson
 from ckpttool.contract import Format, Source
 from ckpttool.errors import CorruptError
+from ckpttool.faults import validate
 from ckpttool.transfer import Transferred, transfer
 
 

@@ -22,10 +22,11 @@ from ckpttool import (
     rulefiles,
     sharing,
 )
-from ckpttool.catalogue import Catalogue, Path, validate
+from ckpttool.catalogue import Catalogue, Path
 from ckpttool.chunking import Rules
 from ckpttool.contract import Format, SinkOptions
 from ckpttool.errors import UsageError
+from ckpttool.faults import validate
 from ckpttool.making import Conversion, Given, How, Laid
 from ckpttool.meshes import Mesh
 from ckpttool.patterns import rule, several

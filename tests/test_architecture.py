@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "ckpttool"
 
 GEOMETRY = {"errors", "dtypes", "boxes", "version", "escapes", "wording"}
-DATA = GEOMETRY | {"catalogue", "contract"}
+DATA = GEOMETRY | {"catalogue", "contract", "aliases", "faults"}
 PURE = {"patterns", "parts", "ranks", "meshes", "layout", "chunking", "placing", "policies", "optimkeys", "plan"}
 CONCRETE = {"formats.dcp", "formats.safetensors", "formats.torchsave", "formats.rankfiles"}
 MOVING = {"gather", "checksums", "journal", "staging", "transfer", "workers"}
@@ -27,6 +27,7 @@ LAYERS: list[tuple[set[str], set[str]]] = [
     ({"errors", "version", "escapes", "boxes", "formats.strangers"}, set()),
     ({"dtypes", "wording"}, {"errors"}),
     ({"catalogue"}, GEOMETRY),
+    ({"aliases", "faults"}, GEOMETRY | {"catalogue"}),
     ({"contract"}, {"catalogue", "boxes"}),
     (PURE, DATA | PURE | {"containers"}),
     ({"mirrors"}, {"errors"}),
@@ -109,7 +110,7 @@ LAYERS: list[tuple[set[str], set[str]]] = [
         {"diffing"},
         DATA | PURE | MOVING | {"diffing", "differences", "containers", "files", "opening", "rulefiles"},
     ),
-    ({"looking"}, {"catalogue", "errors", "figures", "opening", "wording"}),
+    ({"looking"}, DATA | {"figures", "opening"}),
     (
         {"verbs"},
         {"conversion", "diffing", "exporting", "figures", "looking", "making", "repairing", "resharding", "verifying"},

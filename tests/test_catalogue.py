@@ -10,22 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.catalogue import (
-    Catalogue,
-    Chunk,
-    Chunks,
-    Extent,
-    File,
-    Object,
-    Part,
-    Record,
-    Tensor,
-    dotted,
-    find_aliases,
-    validate,
-)
+from ckpttool.aliases import find_aliases
+from ckpttool.catalogue import Catalogue, Chunk, Chunks, Extent, File, Object, Part, Record, Tensor, dotted
 from ckpttool.dtypes import dtype
 from ckpttool.errors import CorruptError
+from ckpttool.faults import validate
 
 numbers = st.integers(0, 1 << 62)
 ints = st.lists(st.integers(0, 100), max_size=3).map(tuple)

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ckpttool import layout, opening, optimkeys, parts
-from ckpttool.catalogue import Catalogue, Entry, Part, dotted, stop_at_fault, validate
+from ckpttool.catalogue import Catalogue, Entry, Part, dotted
 from ckpttool.contract import Source
 from ckpttool.errors import CkptError, UsageError
+from ckpttool.faults import stop_at_fault, validate
 from ckpttool.optimkeys import found
 from ckpttool.patterns import any_of, renamer
 from ckpttool.wording import meant

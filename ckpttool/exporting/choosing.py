@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ckpttool import layout, parts
-from ckpttool.catalogue import Catalogue, Entry, Part, Tensor, dotted, stop_at_fault
+from ckpttool.catalogue import Catalogue, Entry, Part, Tensor, dotted
 from ckpttool.errors import UsageError, some
+from ckpttool.faults import stop_at_fault
 from ckpttool.patterns import any_of, renamer
 
 _MODEL = Part("model")

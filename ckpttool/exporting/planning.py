@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpttool import layout, making, mirrors, opening
-from ckpttool.catalogue import Catalogue, Tensor, dotted, validate
+from ckpttool.catalogue import Catalogue, Tensor, dotted
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import UsageError, some
 from ckpttool.exporting import assets as beside
@@ -22,6 +22,7 @@ from ckpttool.exporting.choosing import Chosen
 from ckpttool.exporting.expected import Expected
 from ckpttool.exporting.outgoing import Outgoing
 from ckpttool.exporting.views import Viewed
+from ckpttool.faults import validate
 from ckpttool.formats.safetensors.index import MAX_SHARD_SIZE
 from ckpttool.making import Conversion
 from ckpttool.patterns import any_of, rule

@@ -20,8 +20,9 @@ import torch
 from torch import nn
 
 from ckpttool import opening, parts
-from ckpttool.catalogue import Catalogue, validate
+from ckpttool.catalogue import Catalogue
 from ckpttool.errors import UsageError, some
+from ckpttool.faults import validate
 from ckpttool.mesh import agreement, describing, filling, fsdp1
 from ckpttool.mesh.describing import Described
 from ckpttool.mesh.materialise import materialise

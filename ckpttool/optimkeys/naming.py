@@ -19,8 +19,9 @@ from math import prod
 from typing import Any
 
 from ckpttool import layout
+from ckpttool.aliases import find_aliases
 from ckpttool.boxes import Ints
-from ckpttool.catalogue import Catalogue, Path, Tensor, dotted, find_aliases
+from ckpttool.catalogue import Catalogue, Path, Tensor, dotted
 from ckpttool.errors import CorruptError, UsageError, some
 from ckpttool.optimkeys import walking
 from ckpttool.optimkeys.found import Group, Item, Optimizer

@@ -13,9 +13,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ckpttool import layout
-from ckpttool.catalogue import KINDS, Catalogue, Object, Path, Tensor, find_aliases, validate
+from ckpttool.aliases import find_aliases
+from ckpttool.catalogue import KINDS, Catalogue, Object, Path, Tensor
 from ckpttool.contract import Source
 from ckpttool.errors import CkptError, UsageError
+from ckpttool.faults import validate
 from ckpttool.files import Pool
 from ckpttool.opening import opened
 from ckpttool.resume import clocks, moments, ofranks, soundness

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpttool import layout
+from ckpttool.aliases import one_moment_for_two
 from ckpttool.boxes import Ints
-from ckpttool.catalogue import Catalogue, Object, Path, Tensor, dotted, one_moment_for_two
+from ckpttool.catalogue import Catalogue, Object, Path, Tensor, dotted
 from ckpttool.errors import CkptError, some
 from ckpttool.optimkeys import found, naming
 from ckpttool.optimkeys.found import Group, Item, Optimizer

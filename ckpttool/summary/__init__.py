@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ckpttool.catalogue import KINDS, Catalogue, Entry, Object, Part, Path, Tensor, dotted, find_aliases
+from ckpttool.aliases import find_aliases
+from ckpttool.catalogue import KINDS, Catalogue, Entry, Object, Part, Path, Tensor, dotted
 from ckpttool.summary import hyperparameters, tree
 from ckpttool.summary.findings import findings
 from ckpttool.summary.values import LIMIT, describe, peek

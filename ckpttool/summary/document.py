@@ -13,7 +13,8 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ckpttool.catalogue import Catalogue, Object, Path, Tensor, find_aliases
+from ckpttool.aliases import find_aliases
+from ckpttool.catalogue import Catalogue, Object, Path, Tensor
 from ckpttool.summary.findings import findings
 from ckpttool.summary.values import describe, jsonable, peek, type_name
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 
-from ckpttool.catalogue import Catalogue, Path, Tensor, one_moment_for_two
+from ckpttool.aliases import one_moment_for_two
+from ckpttool.catalogue import Catalogue, Path, Tensor
 
 _UNEVEN = 1.5  # times the mean
 _SHOWN = 3

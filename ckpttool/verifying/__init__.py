@@ -19,9 +19,10 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from ckpttool import files, manifests, opening
-from ckpttool.catalogue import Catalogue, validate
+from ckpttool.catalogue import Catalogue
 from ckpttool.contract import Source
 from ckpttool.errors import CkptError, CorruptError, ReadError
+from ckpttool.faults import validate
 from ckpttool.transfer import DEFAULT_THREADS
 from ckpttool.verifying import against as comparing
 from ckpttool.verifying import checking, listed, strays, structure, survey, values

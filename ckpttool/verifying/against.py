@@ -10,8 +10,9 @@ from contextlib import closing
 from typing import NamedTuple
 
 from ckpttool import boxes, elements, layout
+from ckpttool.aliases import find_aliases
 from ckpttool.boxes import Box
-from ckpttool.catalogue import Catalogue, Entry, Object, Path, Tensor, find_aliases
+from ckpttool.catalogue import Catalogue, Entry, Object, Path, Tensor
 from ckpttool.containers import typedjson
 from ckpttool.contract import Source
 from ckpttool.errors import CkptError, LossError

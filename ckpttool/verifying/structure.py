@@ -6,9 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ckpttool.catalogue import Catalogue, File, Tensor, faults_of
+from ckpttool.catalogue import Catalogue, File, Tensor
 from ckpttool.contract import Itemised, Source
 from ckpttool.errors import CkptError
+from ckpttool.faults import faults_of
 from ckpttool.verifying.findings import DAMAGE, SUSPECT, Finding
 
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpttool import boxes, elements
+from ckpttool.aliases import find_aliases
 from ckpttool.boxes import Box
-from ckpttool.catalogue import Tensor, find_aliases
+from ckpttool.catalogue import Tensor
 from ckpttool.contract import Source
 from ckpttool.dtypes import Dtype
 from ckpttool.errors import CkptError

@@ -29,12 +29,14 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from ckpttool import nesting
-from ckpttool.catalogue import Catalogue, Chunks, Object, Tensor, find_aliases, validate
+from ckpttool.aliases import find_aliases
+from ckpttool.catalogue import Catalogue, Chunks, Object, Tensor
 from ckpttool.catalogue import Path as Key
 from ckpttool.containers import typedjson
 from ckpttool.contract import SinkOptions, Source
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import CkptError, CorruptError, LossError, ReadError
+from ckpttool.faults import validate
 from ckpttool.formats import dcp
 from ckpttool.formats.dcp import FORMAT
 from ckpttool.formats.dcp import scratch as dcpscratch

@@ -17,12 +17,13 @@ import torch
 from made import within
 
 from ckpttool import boxes, files, nesting
-from ckpttool.catalogue import Extent, Tensor, validate
+from ckpttool.catalogue import Extent, Tensor
 from ckpttool.containers import sharded, torchzip
 from ckpttool.containers.torchpickle import TensorRef
 from ckpttool.contract import NO_HINTS, OpenOptions
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import CkptError, CorruptError, UsageError
+from ckpttool.faults import validate
 from ckpttool.formats.rankfiles import FORMAT, flat, flatoptim, flatunits
 from ckpttool.formats.rankfiles.flatpieces import Parameter, Rebuilt
 from ckpttool.optimkeys import walking

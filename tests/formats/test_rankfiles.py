@@ -22,9 +22,11 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ckpttool import convert, formats, inspect, nesting
-from ckpttool.catalogue import Catalogue, Tensor, find_aliases, validate
+from ckpttool.aliases import find_aliases
+from ckpttool.catalogue import Catalogue, Tensor
 from ckpttool.contract import NO_HINTS, OpenOptions, Source
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
+from ckpttool.faults import validate
 from ckpttool.formats.rankfiles import FORMAT, sets
 from ckpttool.verbs import show
 

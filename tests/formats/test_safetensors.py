@@ -24,9 +24,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ckpttool import catalogue as catalogues
-from ckpttool import chunking, layout, parts, verbs
-from ckpttool.catalogue import Catalogue, Part, Tensor, find_aliases
+from ckpttool import chunking, faults, layout, parts, verbs
+from ckpttool.aliases import find_aliases
+from ckpttool.catalogue import Catalogue, Part, Tensor
 from ckpttool.contract import Sink, SinkOptions
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import CkptError, CorruptError, LossError, ReadError
@@ -58,7 +58,7 @@ def read(path: Path) -> Catalogue:
     assert FORMAT.recognise(str(path))
     source = FORMAT.open(str(path))
     source.close()
-    catalogues.validate(source.catalogue)
+    faults.validate(source.catalogue)
     return source.catalogue
 
 
@@ -123,7 +123,7 @@ def write(state: Any, path: Path, folder: Path, **options: Any) -> Catalogue:
     assert FORMAT.losses is not None
     assert FORMAT.losses(laid, str(path)) == []
     sink = FORMAT.create(str(path), laid, SinkOptions(**options))
-    catalogues.validate(sink.catalogue)
+    faults.validate(sink.catalogue)
     fill(sink, folder)
     return sink.catalogue
 

@@ -22,8 +22,9 @@ import torch
 from torch import nn
 
 from ckpttool import catalogue as catalogues
-from ckpttool import nesting
-from ckpttool.catalogue import Catalogue, Chunks, Link, Object, Tensor, find_aliases
+from ckpttool import faults, nesting
+from ckpttool.aliases import find_aliases
+from ckpttool.catalogue import Catalogue, Chunks, Link, Object, Tensor
 from ckpttool.containers.stubs import Stub, stub_name
 from ckpttool.contract import SinkOptions
 from ckpttool.dtypes import DTYPES
@@ -59,7 +60,7 @@ def save(state: Any, path: Path, **options: Any) -> Path:
 def read(path: Path) -> Catalogue:
     source = FORMAT.open(str(path))
     source.close()
-    catalogues.validate(source.catalogue)
+    faults.validate(source.catalogue)
     return source.catalogue
 
 
