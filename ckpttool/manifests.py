@@ -27,7 +27,7 @@ from ckpttool.boxes import Ints
 from ckpttool.catalogue import Catalogue, Path, Tensor
 from ckpttool.containers import strictjson
 from ckpttool.contract import Source
-from ckpttool.errors import CorruptError, OverwriteError, ReadError
+from ckpttool.errors import CorruptError, OverwriteError, ReadError, UsageError
 from ckpttool.transfer import DEFAULT_THREADS
 from ckpttool.version import __version__
 from ckpttool.workers import Progress, Work, on_threads
@@ -84,10 +84,19 @@ def write_for(dst: str, path: str, threads: int | None = None) -> None:
 
 
 def check_wanted(path: str | None, dst: str, *, dry_run: bool) -> None:
-    """Raises OverwriteError for a manifest that is to be written and is there already; inside of DST it goes with what
-    was there before. To be called before anything is written."""
-    inside = path is not None and os.path.realpath(path).startswith(os.path.realpath(dst) + os.sep)
-    if path is not None and not inside and not dry_run:
+    """Raises UsageError for a manifest that would be DST itself or in no directory, OverwriteError for one that is there
+    already; inside of DST it goes with what was there before. To be called before anything is written."""
+    if path is None:
+        return
+    here, there = os.path.realpath(path), os.path.realpath(dst)
+    if here == there:
+        raise UsageError(f"the manifest cannot be `{dst}` itself", hint=f"name a file: `{dst.rstrip('/')}.json`")
+    if here.startswith(there + os.sep):
+        return
+    folder = os.path.dirname(here)
+    if not os.path.isdir(folder):
+        raise UsageError(f"there is no directory `{folder}` for the manifest", hint="make it, or name another file")
+    if not dry_run:
         check_free(path)
 
 

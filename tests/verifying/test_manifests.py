@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ckpttool import convert
-from ckpttool.errors import CorruptError, OverwriteError, ReadError
+from ckpttool.errors import CorruptError, OverwriteError, ReadError, UsageError
 from ckpttool.resharding import reshard
 from ckpttool.verifying import verify
 
@@ -124,6 +124,16 @@ def test_of_what_is_written(inside: bool, tmp_path: Path) -> None:
         with pytest.raises(OverwriteError):
             convert(src, tmp_path / "again", to="dcp", manifest=listed)
         assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize(
+    ("listed", "said"), [("out", "cannot be .* itself"), ("./out/", "itself"), ("no/m.json", "there is no directory")]
+)
+def test_a_manifest_that_cannot_be_written_is_told_first(listed: str, said: str, tmp_path: Path) -> None:
+    src = SAMPLES / "dcp_fsdp2_w4" / "ckpt"
+    with pytest.raises(UsageError, match=said):
+        convert(src, tmp_path / "out", to="safetensors", only="model", manifest=f"{tmp_path}/{listed}")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
