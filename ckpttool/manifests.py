@@ -84,8 +84,8 @@ def write_for(dst: str, path: str, threads: int | None = None) -> None:
 
 
 def check_wanted(path: str | None, dst: str, *, dry_run: bool) -> None:
-    """Raises UsageError for a manifest that would be DST itself or in no directory, OverwriteError for one that is there
-    already; inside of DST it goes with what was there before. To be called before anything is written."""
+    """Raises UsageError for a manifest that would be DST itself or in no directory, OverwriteError for one that is
+    there; inside of DST it goes with what was there before. To be called before anything is written."""
     if path is None:
         return
     here, there = os.path.realpath(path), os.path.realpath(dst)
