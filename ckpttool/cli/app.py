@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterable
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -17,19 +17,28 @@ from ckpttool.errors import INTERRUPTED, TERMINATED
 from ckpttool.version import __version__
 
 without_adapters()
-# The module of each command, in the order of `--help`. Describing one takes as long as inspecting a checkpoint: of a
-# command that is named on the command line no other one is imported.
+
+
+class Command(NamedTuple):
+    """Where a command is described, and what `--help` says of it in a line of 80 columns."""
+
+    module: str
+    summary: str
+
+
+# In the order of `--help`. Describing a command takes as long as inspecting a checkpoint: of one that is named on the
+# command line no other one is imported.
 COMMANDS = {
-    "inspect": "inspect",
-    "show": "show",
-    "diff": "diff",
-    "verify": "verify",
-    "repair": "repair",
-    "convert": "convert",
-    "export": "export",
-    "reshard": "reshard",
-    "formats": "formats",
-    "verify-resume": "verifyresume",
+    "inspect": Command("inspect", "What a checkpoint holds, without reading its weights."),
+    "show": Command("show", "One tensor: where it lies, values, mean, norm, NaN."),
+    "diff": Command("diff", "How two checkpoints differ, of any formats and worlds."),
+    "verify": Command("verify", "Is it whole? Every checksum, size and range is compared."),
+    "repair": Command("repair", "A copy with everything put right that needs no guess."),
+    "convert": Command("convert", "Any format to any other, bit for bit, optimizer and all."),
+    "export": Command("export", "The model for transformers, vLLM and the Hub."),
+    "reshard": Command("reshard", "Onto another number of ranks, or another mesh."),
+    "formats": Command("formats", "What can be read and written."),
+    "verify-resume": Command("verifyresume", "Does training go on as if nothing had happened?"),
 }
 
 
@@ -38,7 +47,7 @@ def application(names: Iterable[str] = tuple(COMMANDS)) -> typer.Typer:
     made = typer.Typer(
         name="ckpttool",
         cls=Commands,
-        help="Inspect, convert and reshard PyTorch training checkpoints: torch.save, DCP and safetensors, bit for bit.",
+        help="Inspect, convert, reshard, compare, verify and publish the checkpoints of PyTorch training, bit for bit.",
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         no_args_is_help=True,
@@ -46,11 +55,12 @@ def application(names: Iterable[str] = tuple(COMMANDS)) -> typer.Typer:
     )
     made.callback()(_root)
     for name in names:
-        command = getattr(import_module(f"ckpttool.cli.{COMMANDS[name]}"), name.replace("-", "_"))
+        module, summary = COMMANDS[name]
+        command = getattr(import_module(f"ckpttool.cli.{module}"), name.replace("-", "_"))
         if isinstance(command, typer.Typer):
-            made.add_typer(command)
+            made.add_typer(command, short_help=summary)
         else:
-            made.command()(command)
+            made.command(short_help=summary)(command)
     return made
 
 

@@ -15,5 +15,9 @@ verify_resume = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (audit, trial, init):
-    verify_resume.command()(command)
+for command, summary in (
+    (audit, "Is everything there to go on from? Nothing is trained."),
+    (trial, "Train, resume by the route, train on, and compare."),
+    (init, "A recipe with comments, which runs as it is."),
+):
+    verify_resume.command(short_help=summary)(command)
