@@ -70,10 +70,10 @@ def convert(
     _check_arguments(dst, target, to_world, max_shard_size, max_memory, tensor_class)
     making.check_apart(dst, src, model_from, optim_from)
     listed = None if manifest is None else os.fspath(manifest)
-    manifests.check_wanted(listed, dst, dry_run=dry_run)
+    manifests.check_wanted(listed, dst, is_file=target.is_file(dst), dry_run=dry_run)
     made = Conversion(src, "", dst, target.name, dry_run=dry_run)
     made.notes += making.check_free(dst, target, overwrite, dry_run)
-    how = How(overwrite, dry_run, threads, max_memory, check, progress, resume)
+    how = How(overwrite, dry_run, threads, max_memory, check, progress, resume, listed)
     with making.given(src, shapes, model_from, optim_from) as have:
         source = have.source
         with opening.naming(have.known):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
@@ -67,6 +67,7 @@ class How:
     check: bool = False
     progress: Progress | None = None
     resume: bool = False
+    manifest: str | None = None  # where one is to be written when all is done
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +144,7 @@ def _write(have: Given, laid: Laid, dst: str, target: Format, made: Conversion, 
         made.notes += sink.catalogue.warnings
         made.notes += _unsaid(laid.catalogue, sink.catalogue)
         _note_files(made, sink, partial, dst)
+        check_place(how.manifest, dst, (name for name, _ in made.files))
         check_space(dst, made.disk, made.free + stage.held)
         log = _journal(stage, have, sink, target, made, how) if crew.size == 1 else None
         crew.begin(partial, sink.catalogue)
@@ -208,6 +210,17 @@ def awaiting(progress: Progress | None, have: Given, laid: Catalogue) -> Progres
             tensor = tensor.origin
         used.update(tensor.chunks.file)
     return mirrors.awaiting(progress, (have.catalogue.files[number].location for number in used))
+
+
+def check_place(manifest: str | None, dst: str, names: Iterable[str]) -> None:
+    """Raises OverwriteError for a manifest where one of these files of DST will be."""
+    if manifest is not None:
+        there = os.path.realpath(manifest)
+        taken = any(os.path.realpath(os.path.join(dst, name)) == there for name in names)
+        if taken or (os.path.dirname(there) == os.path.realpath(dst) and _is_index(there)):
+            raise OverwriteError(
+                f"`{manifest}` is a file of the checkpoint", hint="call the manifest `integrity.json`", file=manifest
+            )
 
 
 def check_space(dst: str, wanted: int, free: int) -> None:
@@ -415,6 +428,7 @@ def _plan_only(made: Conversion, target: Format, laid: Laid, how: How) -> None:
         made.bytes += sum(tensor.nbytes for tensor in sink.catalogue.replicas)
         made.notes += sink.catalogue.warnings
         _note_files(made, sink, partial, made.destination)
+    check_place(how.manifest, made.destination, (name for name, _ in made.files))
     if made.disk > made.free:
         made.notes.insert(0, f"needs {made.disk} bytes, but {made.free} are free")
     made.memory = expected_memory(laid.catalogue, made.cast, how.threads, how.max_memory)

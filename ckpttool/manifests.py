@@ -83,19 +83,21 @@ def write_for(dst: str, path: str, threads: int | None = None) -> None:
         write(path, make(root, names, source, threads or DEFAULT_THREADS))
 
 
-def check_wanted(path: str | None, dst: str, *, dry_run: bool) -> None:
-    """Raises UsageError for a manifest that would be DST itself or in no directory, OverwriteError for one that is
-    there; inside of DST it goes with what was there before. To be called before anything is written."""
+def check_wanted(path: str | None, dst: str, *, is_file: bool, dry_run: bool) -> None:
+    """Raises UsageError for a manifest that would be DST itself or where there will be no directory, OverwriteError for
+    one that is there; inside of DST it goes with what was there before. To be called before anything is written."""
     if path is None:
         return
     here, there = os.path.realpath(path), os.path.realpath(dst)
-    if here == there:
-        raise UsageError(f"the manifest cannot be `{dst}` itself", hint=f"name a file: `{dst.rstrip('/')}.json`")
-    if here.startswith(there + os.sep):
-        return
+    if here == there or path.endswith(os.sep):
+        raise UsageError(f"the manifest cannot be `{path}`", hint=f"name a file: `{dst.rstrip('/')}.json`")
     folder = os.path.dirname(here)
-    if not os.path.isdir(folder):
-        raise UsageError(f"there is no directory `{folder}` for the manifest", hint="make it, or name another file")
+    if folder == there and not is_file:
+        return
+    if here.startswith(there + os.sep) or not os.path.isdir(folder):
+        raise UsageError(
+            f"there is no directory `{os.path.dirname(path)}` for the manifest", hint="make it, or name another file"
+        )
     if not dry_run:
         check_free(path)
 

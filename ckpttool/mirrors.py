@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Protocol, runtime_checkable
 
-from ckpttool.errors import CkptError
+from ckpttool.errors import CkptError, CorruptError
 
 STORES = {"hf": "ckpttool.hub"}  # a scheme, and the module whose `mount(address)` makes a mirror; imported on use
 
@@ -97,7 +97,15 @@ def of(path: str) -> Mirror | None:
 def here(path: str, offset: int = 0, nbytes: int | None = None) -> str:
     """Where these bytes of a file can be read: the path itself, unless it lies in a mirror."""
     mirror = of(path) if _mounted else None
-    return path if mirror is None else mirror.arrive(path, offset, nbytes)
+    if mirror is None:
+        return path
+    try:
+        return mirror.arrive(path, offset, nbytes)
+    except CkptError as error:
+        # A disk that is full here, say, is not the fault of the file.
+        if not isinstance(error, CorruptError):
+            error.facts["fetching"] = True
+        raise
 
 
 def is_digested(path: str) -> bool:

@@ -104,12 +104,12 @@ def reshard(
         memory = parse_size(max_memory, "--max-memory") if isinstance(max_memory, str) else max_memory
         if memory is not None and memory < making.BASE_MEMORY:
             raise UsageError(f"`--max-memory`: at least {making.BASE_MEMORY >> 20} MiB are needed")
-        how = How(overwrite, dry_run, threads, memory, check, progress, resume)
         made = Resharding(src, "", dst, "", dry_run=dry_run, processes=crew.size)
         making.check_apart(dst, src, wanted.like)
         listed = None if manifest is None else os.fspath(manifest)
+        how = How(overwrite, dry_run, threads, memory, check, progress, resume, listed)
         if crew.is_first:
-            manifests.check_wanted(listed, dst, dry_run=dry_run)
+            manifests.check_wanted(listed, dst, is_file=False, dry_run=dry_run)
             made.notes += making.check_free(dst, wanted.to or formats.FORMATS[0], overwrite, dry_run)
         with making.given(src, shapes) as have:
             target = wanted.to or _same(have.catalogue)

@@ -23,7 +23,7 @@ def rules(value: str | Sequence[str], flag: str) -> list[str]:
 
 def _of_file(path: str, flag: str) -> Iterator[str]:
     try:
-        with open(path, encoding="utf-8") as stream:
+        with open(path, encoding="utf-8-sig") as stream:
             lines = stream.read().splitlines()
     except OSError as error:
         raise failed(error, path, "read") from None

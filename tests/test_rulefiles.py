@@ -13,7 +13,7 @@ from ckpttool.errors import ReadError, UsageError
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "names.rules"
-    path.write_text("# of the author\nblk=layers  # a comment\n\n w#1=w1\n")
+    path.write_text("\ufeff# of the author\nblk=layers  # a comment\n\n w#1=w1\n")
     return path
 
 

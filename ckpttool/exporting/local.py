@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from ckpttool import files, formats, making, manifests, rereading, rulefiles, staging
-from ckpttool.errors import OverwriteError, StorageError, UsageError
+from ckpttool.errors import StorageError, UsageError
 from ckpttool.exporting import remote
 from ckpttool.exporting.planning import Export, Exported, Wanted, planned
 from ckpttool.exporting.remote import Both, Remote
@@ -76,13 +76,13 @@ def export(
         made.seconds = time.monotonic() - began
         return made
     making.check_apart(dst, src, wanted.assets)
-    manifests.check_wanted(listed, dst, dry_run=dry_run)
+    manifests.check_wanted(listed, dst, is_file=False, dry_run=dry_run)
     notes = making.check_free(dst, _SAFE, overwrite, dry_run)
     with planned(src, dst, wanted, progress) as plan:
         plan.made.dry_run = dry_run
         plan.made.notes[:0] = notes
         plan.made.free = files.free_space(dst)
-        _check_place(listed, dst, plan)
+        making.check_place(listed, dst, (file.name for file in plan.files))
         if not dry_run:
             _write(plan, dst, overwrite=overwrite, check=check, threads=threads)
     if listed is not None and not dry_run:
@@ -90,16 +90,6 @@ def export(
     made = plan.settle()
     made.seconds = time.monotonic() - began
     return made
-
-
-def _check_place(manifest: str | None, dst: str, plan: Export) -> None:
-    """Raises OverwriteError for a manifest where a file of the export will be."""
-    for file in plan.files if manifest is not None else ():
-        path = os.path.join(dst, *file.name.split("/"))
-        if os.path.realpath(path) == os.path.realpath(manifest or ""):
-            raise OverwriteError(
-                f"`{manifest}` is a file of the export", hint=f"call the manifest `{manifests.NAME}`", file=manifest
-            )
 
 
 def _write(plan: Export, dst: str, *, overwrite: bool, check: bool, threads: int | None) -> None:

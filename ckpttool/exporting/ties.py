@@ -142,6 +142,8 @@ def same_bytes(source: Source) -> Callable[[Tensor, Tensor], bool]:
 def _beginning(source: Source, pool: Pool, tensor: Tensor) -> bytes:
     """The first bytes of a tensor's first row, as far as they lie in the file as they are."""
     origin = tensor.origin or tensor
+    if not origin.chunks:
+        return b""  # a tensor without elements may have none
     chunk = origin.chunks.at(0)
     extent = source.resolve(origin, chunk)
     if any(chunk.offsets) or not extent.plain:

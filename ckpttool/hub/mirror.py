@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 import threading
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -158,11 +159,12 @@ class HubMirror:
         ref = _folder(self._repo) / "refs" / self._branch
         if self._branch == self._commit or (ref.is_file() and ref.read_text() == self._commit):
             return
-        try:
+        draft = ref.with_name(f".{ref.name}.{os.getpid()}")
+        # A convenience: where the cache is somebody else's, all is read that was asked for.
+        with suppress(OSError):
             ref.parent.mkdir(parents=True, exist_ok=True)
-            ref.write_text(self._commit)
-        except OSError as error:
-            raise failed(error, str(ref), "write") from None
+            draft.write_text(self._commit)
+            draft.replace(ref)
 
     def _fill(self, path: str, entry: Entry, start: int, end: int) -> None:
         """Fetch those blocks of a range that are not there yet, neighbours in one request."""

@@ -28,6 +28,7 @@ from ckpttool.workers import Progress, Work, on_threads
 
 BUFFER = 1 << 20  # stays in the processor's cache between read and checksum
 _PIECE = 64 << 20  # a longer record is shared by the threads
+_RUN = 8 << 20  # bytes of chunks that one thread opens and reads, one after the other
 _SMALL = 1 << 16
 _BEHIND = 8  # bytes that are read along with a payload: its descriptor, as far as the CRC
 _DESCRIPTOR = b"PK\7\x08"
@@ -41,6 +42,12 @@ class _Task(NamedTuple):
     offset: int
     nbytes: int
     what: str
+
+
+class _Run(NamedTuple):
+    """Chunks that lie behind each other in one file, none of them opened yet: tensors, and the numbers of chunks."""
+
+    chunks: list[tuple[Tensor, int]]
 
 
 def check(source: Source, report: Report, threads: int, progress: Progress | None = None) -> None:
@@ -68,7 +75,7 @@ class _Checking:
         places = [file.location for file in self._catalogue.own_files if not file.missing]
         self._work = Work(total, mirrors.awaiting(progress, places))
         with closing(self._pool):
-            on_threads(self._tasks(), self._read, threads, self._work)
+            on_threads(self._tasks(), self._do, threads, self._work)
         for record in self._pieces.records():
             if not self._pieces.gaps(record):
                 self._compare(record, self._pieces.crc(record), "")
@@ -77,26 +84,41 @@ class _Checking:
 
     # What there is to read -------------------------------------------------------------------------------------------
 
-    def _tasks(self) -> Iterator[_Task]:
-        for record, what in self._records():
-            key = (record.file, record.offset)
-            if record.nbytes and key not in self._seen:
-                self._seen.add(key)
-                for at in range(0, record.nbytes, _PIECE):
-                    yield _Task(record, record.offset + at, min(_PIECE, record.nbytes - at), what)
+    def _tasks(self) -> Iterator[_Task | _Run]:
+        for run in _runs(self._catalogue):
+            (tensor, i), *others = run.chunks
+            if others or tensor.chunks.nbytes[i] <= _PIECE:
+                yield run
+            else:
+                yield from self._of_record(self._opened(tensor, i), "")
+        for record, what in self._others():
+            yield from self._of_record(record, what)
 
-    def _records(self) -> Iterator[tuple[Record, str]]:
-        for tensor, i in _in_order(self._catalogue):
-            try:
-                found = self._of_chunk(tensor, i)
-            except CkptError as error:
-                chunks = tensor.chunks
-                file = self._catalogue.files[chunks.file[i]].name
-                where = Where(file, chunks.offset[i], chunks.nbytes[i])
-                self._note(Finding.of(error, "header", where=where, tensor=tensor.name))
-                continue
-            if found is not None:
-                yield found, ""
+    def _of_record(self, record: Record | None, what: str) -> Iterator[_Task]:
+        """What there is to read of a record that was not read yet."""
+        if record is None or not record.nbytes:
+            return
+        with self._lock:
+            known = len(self._seen)
+            self._seen.add((record.file, record.offset))
+            if len(self._seen) == known:
+                return
+        for at in range(0, record.nbytes, _PIECE):
+            yield _Task(record, record.offset + at, min(_PIECE, record.nbytes - at), what)
+
+    def _opened(self, tensor: Tensor, i: int) -> Record | None:
+        """The record of a chunk; None, and perhaps a finding, when there is none to read."""
+        try:
+            return self._of_chunk(tensor, i)
+        except CkptError as error:
+            chunks = tensor.chunks
+            file = self._catalogue.files[chunks.file[i]].name
+            where = Where(file, chunks.offset[i], chunks.nbytes[i])
+            self._note(Finding.of(error, "header", where=where, tensor=tensor.name))
+            return None
+
+    def _others(self) -> Iterator[tuple[Record, str]]:
+        """Records that are no chunk's."""
         yield from self._of_items()
         for number, entry in enumerate(self._catalogue.files):
             if not entry.missing and not entry.scratch and not entry.name.endswith(".distcp"):
@@ -180,6 +202,14 @@ class _Checking:
                 self._note(Finding.of(error, "archive", where=known))
 
     # Reading ---------------------------------------------------------------------------------------------------------
+
+    def _do(self, task: _Task | _Run) -> None:
+        if isinstance(task, _Task):
+            self._read(task)
+            return
+        for tensor, i in task.chunks:
+            for piece in self._of_record(self._opened(tensor, i), ""):
+                self._read(piece)
 
     def _read(self, task: _Task) -> None:
         record, buffer, crc = task.record, self._buffer(), 0
@@ -267,6 +297,21 @@ class _Checking:
                 self._report.checked += nbytes
             else:
                 self._report.unchecked += nbytes
+
+
+def _runs(catalogue: Catalogue) -> Iterator[_Run]:
+    """The chunks that can be read, file by file, as they lie there: as many together as a thread takes at a time."""
+    run: list[tuple[Tensor, int]] = []
+    held, of = 0, -1
+    for tensor, i in _in_order(catalogue):
+        file, nbytes = tensor.chunks.file[i], tensor.chunks.nbytes[i]
+        if run and (file != of or held + nbytes > _RUN):
+            yield _Run(run)
+            run, held = [], 0
+        run.append((tensor, i))
+        held, of = held + nbytes, file
+    if run:
+        yield _Run(run)
 
 
 def _in_order(catalogue: Catalogue) -> Iterator[tuple[Tensor, int]]:

@@ -49,9 +49,9 @@ class Finding:
     ) -> Finding:
         """What an error says; `where` and `tensor` when the caller knows better than the error.
 
-        A RemoteError is raised: that a file did not arrive says nothing of the file.
+        One that came while a file was fetched is raised: that it did not arrive says nothing of the file.
         """
-        if isinstance(error, RemoteError):
+        if isinstance(error, RemoteError) or error.facts.get("fetching"):
             raise error
         facts = error.facts
         known = where or Where(_text(facts.get("file")), _whole(facts.get("offset")), _whole(facts.get("nbytes")))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +186,7 @@ def test_a_manifest_of_an_adapter(tmp_path: Path) -> None:
 
 def test_where_no_manifest_can_be(tmp_path: Path) -> None:
     path, out = saved(tmp_path / "a.pt", weights()), tmp_path / "out"
-    with pytest.raises(errors.OverwriteError, match=r"README\.md` is a file of the export"):
+    with pytest.raises(errors.OverwriteError, match=r"README\.md` is a file of the checkpoint"):
         verbs.export(path, out, manifest=out / "README.md")
     with pytest.raises(errors.UsageError, match="`--manifest` is of files that are here") as caught:
         verbs.export(path, "hf://me/model", manifest=tmp_path / "m.json")
@@ -459,3 +460,21 @@ def test_the_destination_is_whole_or_not_there(tmp_path: Path) -> None:
         verbs.export(path, tmp_path / "x.safetensors")
     with pytest.raises(errors.UsageError, match="source"):
         verbs.export(tmp_path / "out", tmp_path / "out" / "in", overwrite=True)
+
+
+def test_an_embedding_and_a_head_without_rows_or_chunks(tmp_path: Path) -> None:
+    """DCP may list no chunk of a tensor that has no elements."""
+    path = tmp_path / "ckpt"
+    state = {
+        "embed_tokens.weight": torch.empty(0, 4),
+        "lm_head.weight": torch.empty(0, 4),
+        "norm.weight": torch.ones(4),
+    }
+    torch_dcp.save({"model": state}, checkpoint_id=path, no_dist=True)
+    metadata = torch_dcp.FileSystemReader(path).read_metadata()
+    for name in ("embed_tokens", "lm_head"):
+        metadata.state_dict_metadata[f"model.{name}.weight"].chunks = []
+    metadata.storage_data = {i: info for i, info in metadata.storage_data.items() if "norm" in i.fqn}
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    verbs.export(path, tmp_path / "out")
+    assert found(tmp_path / "out")["norm.weight"].tolist() == [1, 1, 1, 1]

@@ -39,7 +39,10 @@ from ckpttool.errors import CkptError, CorruptError, LossError, ReadError
 from ckpttool.faults import validate
 from ckpttool.formats import dcp
 from ckpttool.formats.dcp import FORMAT
+from ckpttool.formats.dcp import index as dcpindex
 from ckpttool.formats.dcp import scratch as dcpscratch
+from ckpttool.formats.dcp.items import Items
+from ckpttool.formats.dcp.metadata import StoredTensor
 
 TESTS = Path(__file__).resolve().parents[1]
 SAMPLES = TESTS.parent / "samples"
@@ -815,6 +818,24 @@ def test_empty_pieces_are_left_out(tmp_path: Path) -> None:
     value = torch.randn(2, 3)
     write(laid, {("w",): by_hand.bits(value)}, tmp_path / "out")
     assert_same(upstream(tmp_path / "out"), {"w": value})
+
+
+def test_what_was_read_ahead_in_a_scratch_file_is_read_again(tmp_path: Path) -> None:
+    """Scratch files are filled anew under their number."""
+    torch_dcp.save({f"t{i}": torch.randn(16, 16) for i in range(3)}, checkpoint_id=tmp_path / "a", no_dist=True)
+    index = dcpindex.read(str(tmp_path / "a"))
+    index.files[0].scratch = True
+    stored = [entry for entry in index.entries.values() if isinstance(entry, StoredTensor)]
+    stored.sort(key=lambda entry: entry.starts[0])
+    items = Items(index.files)
+    for entry in stored[:2]:
+        items.tensor(entry.item(0), entry.dtype, entry.shape, "t")
+    path, last = Path(index.files[0].location), stored[2]
+    data = bytearray(path.read_bytes())
+    data[data.index(b"FloatStorage", last.starts[0])] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptError):
+        items.tensor(last.item(0), last.dtype, last.shape, "t")
 
 
 def test_quantised_tensors_travel_as_objects(tmp_path: Path) -> None:

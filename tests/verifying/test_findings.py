@@ -14,7 +14,8 @@ import damage
 import pytest
 import torch
 
-from ckpttool.errors import OverwriteError, ReadError
+from ckpttool import mirrors
+from ckpttool.errors import CkptError, OverwriteError, ReadError, StorageError
 from ckpttool.verifying import Finding, Report, verify
 
 SAMPLES = Path(__file__).resolve().parents[2] / "samples" / "checkpoints"
@@ -328,3 +329,32 @@ print(report.whole, report.values > 0, report.hashed > 0, "torch" in sys.modules
         [sys.executable, "-c", code, str(dcp), str(tmp_path / "m.json")], capture_output=True, text=True, check=True
     )
     assert done.stdout == "True True True False\n"
+
+
+class _Store:
+    """A mirror whose files do not arrive."""
+
+    address, digests = "hf://me/model", True
+
+    def __init__(self, root: Path, error: CkptError) -> None:
+        self.root = self.path = str(root)
+        self._error = error
+
+    def arrive(self, path: str, offset: int, nbytes: int | None) -> str:
+        if nbytes is None and path.endswith(".distcp"):
+            raise self._error
+        return path
+
+    def close(self) -> None:
+        """Nothing to remove."""
+
+
+@pytest.mark.parametrize("error", [StorageError("the cache is full"), ReadError("the cache is another's")])
+def test_a_file_that_does_not_arrive_is_not_damaged(dcp: Path, error: CkptError) -> None:
+    store = _Store(dcp, error)
+    mirrors.lay(store)
+    try:
+        with pytest.raises(type(error), match="the cache is"):
+            verify(dcp)
+    finally:
+        mirrors.unmount(store)

@@ -126,13 +126,24 @@ def test_of_what_is_written(inside: bool, tmp_path: Path) -> None:
         assert not (tmp_path / "again").exists()
 
 
+NO_FOLDER = "there is no directory"
+
+
 @pytest.mark.parametrize(
-    ("listed", "said"), [("out", "cannot be .* itself"), ("./out/", "itself"), ("no/m.json", "there is no directory")]
-)
-def test_a_manifest_that_cannot_be_written_is_told_first(listed: str, said: str, tmp_path: Path) -> None:
-    src = SAMPLES / "dcp_fsdp2_w4" / "ckpt"
-    with pytest.raises(UsageError, match=said):
-        convert(src, tmp_path / "out", to="safetensors", only="model", manifest=f"{tmp_path}/{listed}")
+    ("dst", "listed", "said"),
+    [
+        ("out", "out", "cannot be"), ("out", "./out/", "cannot be"), ("out", "no/m.json", NO_FOLDER),
+        ("out", "out/sub/m.json", NO_FOLDER), ("b.pt", "b.pt/m.json", NO_FOLDER), ("out", "m/", "cannot be"),
+        ("out", "out/.metadata", "is a file of the checkpoint"), ("out", "out/__0_0.distcp", "is a file of"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_manifest_that_cannot_be_written_is_told_first(
+    dst: str, listed: str, said: str, dry_run: bool, tmp_path: Path
+) -> None:
+    src, to = SAMPLES / "dcp_fsdp2_w4" / "ckpt", "torch" if dst == "b.pt" else "dcp"
+    with pytest.raises((UsageError, OverwriteError), match=said):
+        convert(src, tmp_path / dst, to=to, manifest=f"{tmp_path}/{listed}", dry_run=dry_run)
     assert list(tmp_path.iterdir()) == []
 
 

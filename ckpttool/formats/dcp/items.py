@@ -128,6 +128,9 @@ class Items:
         """The first and the last bytes of an item. Items lie back to back: what is read of one reaches into the next,
         so that one read does for both."""
         file, end = self._files[item.file], item.offset + item.length
+        if file.scratch:
+            # Emptied and filled anew: what was read ahead may not be what lies there by now.
+            return self._pool.read(file.location, item.offset, head), self._pool.read(file.location, end - tail, tail)
         start, data = self._ahead.get(item.file, (0, b""))
         first = data[:head] if start == item.offset else b""
         if len(first) < head:

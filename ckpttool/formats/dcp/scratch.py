@@ -260,6 +260,7 @@ class Scratch:
         # What there is of it is written over.
         except BaseException as error:
             segment.size = start
+            segment.note()
             if isinstance(error, OSError):
                 raise _refused(error) from None
             if isinstance(error, CkptError) or not isinstance(error, Exception):
