@@ -183,7 +183,11 @@ class _Checking:
         self, number: int, file: File, base: int, nbytes: int, name: str, known: Where
     ) -> Iterator[tuple[Record, str]]:
         """Every record of an archive, with its CRC if the writer left one."""
-        window = self._pool.read(file.location, base, nbytes) if nbytes <= _SMALL else b""
+        try:
+            window = self._pool.read(file.location, base, nbytes) if nbytes <= _SMALL else b""
+        except CkptError as error:
+            self._note(Finding.of(error, "unreadable", where=known))
+            return
 
         def read(offset: int, n: int) -> bytes:
             at = offset - base
