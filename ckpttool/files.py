@@ -187,16 +187,25 @@ def fingerprint(paths: Iterable[str]) -> Fingerprint:
             # It is filled while it is read, and is pinned to a commit.
             continue
         with suppress(OSError):
-            status = os.stat(path)
-            found[path] = (status.st_size, status.st_mtime_ns, status.st_ino)
+            found[path] = _mark(path)
     return found
 
 
+def _mark(path: str) -> tuple[int, int, int]:
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns, status.st_ino
+
+
 def check_unchanged(before: Fingerprint) -> None:
-    """Raises ReadError when a file is not the one that was opened any more."""
-    now = fingerprint(before)
+    """Raises ReadError when a file is not the one that was opened any more, or nobody may look."""
     for path, mark in before.items():
-        if now.get(path) != mark:
+        try:
+            now: tuple[int, int, int] | None = _mark(path)
+        except FileNotFoundError:
+            now = None
+        except OSError as error:
+            raise failed(error, path, "read") from None
+        if now != mark:
             raise ReadError(
                 f"`{path}`: changed while it was being read",
                 hint="a checkpoint that is still being written cannot be converted; run this again when it is complete",

@@ -13,7 +13,7 @@ from logging import ERROR, LogRecord
 from typing import Any
 
 import huggingface_hub
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, file_download
 from huggingface_hub.utils import _http, logging
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
@@ -63,8 +63,9 @@ def _prepare() -> None:
     os.environ.setdefault("HF_XET_CLIENT_READ_TIMEOUT", f"{seconds:g}s")
     os.environ.setdefault("HF_XET_CLIENT_CONNECT_TIMEOUT", f"{seconds:g}s")
 
-    # What it says before it tries again has addresses in it, and those of an upload are signed.
-    logging.get_logger(_http.__name__).addFilter(_without_signatures)
+    # What it says before it tries again has addresses in it, and those of a store are signed.
+    for name in (_http.__name__, file_download.__name__):
+        logging.get_logger(name).addFilter(_without_signatures)
     huggingface_hub.set_client_factory(_giving_up(_http._GLOBAL_CLIENT_FACTORY))
     _prepared = True
 
