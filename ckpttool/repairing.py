@@ -189,12 +189,6 @@ class _Borrowed:
     def arrive(self, path: str, offset: int, nbytes: int | None) -> str:
         return self._lenders.get(path, path)
 
-    def missing(self, path: str) -> int:
-        return 0
-
-    def arrived(self, path: str) -> int:
-        return 0
-
     def close(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
 

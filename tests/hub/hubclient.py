@@ -3,6 +3,10 @@ other tests may have made it do."""
 
 from __future__ import annotations
 
+import io
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import huggingface_hub
@@ -46,3 +50,27 @@ def patience(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", seconds)
     monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", seconds)
     huggingface_hub.close_session()
+
+
+@contextmanager
+def everything_logged() -> Iterator[io.StringIO]:
+    """All that any library logs in the block, at its most talkative."""
+    log = io.StringIO()
+    handler = logging.StreamHandler(log)
+    logging.getLogger().addHandler(handler)
+    logging.getLogger().setLevel(logging.DEBUG)
+    try:
+        yield log
+    finally:
+        logging.getLogger().removeHandler(handler)
+        logging.getLogger().setLevel(logging.WARNING)
+
+
+def check_told_to_nobody(shown: Sequence[str], log: io.StringIO, folder: Path, hub: Hub) -> None:
+    """The token was sent, and is in nothing that was shown or logged and in no file; no signature was shown."""
+    assert WRITER not in "\n".join([*shown, log.getvalue()])
+    assert "X-Signature" not in "\n".join(shown)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            assert WRITER.encode() not in path.read_bytes(), path
+    assert any(one.authorization == f"Bearer {WRITER}" for one in hub.seen), "it was sent"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import logging
 import os
 import re
 import shutil
@@ -18,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hubclient import patience
-from hubserver import READER, WRITER, Handler, Hub, cut, drop, freeze, stall
+from hubclient import check_told_to_nobody, everything_logged, patience
+from hubserver import READER, Handler, Hub, cut, drop, freeze, stall
 from huggingface_hub import constants, hf_hub_download
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
@@ -461,12 +459,8 @@ def test_the_token_is_told_to_nobody(
 ) -> None:
     hub.make("org/secret", {"model.safetensors": large(1), "config.json": b"{}"}, private=True)
     monkeypatch.setenv("HF_DEBUG", "1")
-    log = io.StringIO()
-    handler = logging.StreamHandler(log)
-    logging.getLogger().addHandler(handler)
-    logging.getLogger().setLevel(logging.DEBUG)
     said = []
-    try:
+    with everything_logged() as log:
         for where, fault in ((INFO, "401"), (TREE, "403"), (STORE, "503"), (STORE, "cut"), (TREE, "drop")):
             hub.faults.clear()
             hub.fail("GET", where, **FAULTS[fault][0])
@@ -476,16 +470,7 @@ def test_the_token_is_told_to_nobody(
         hub.faults.clear()
         for words in (["convert", "hf://org/secret", str(tmp_path / "out.pt")], ["verify", "hf://org/secret", "-v"]):
             said.append(told(*words))
-    finally:
-        logging.getLogger().removeHandler(handler)
-        logging.getLogger().setLevel(logging.WARNING)
-    out, err = capfd.readouterr()
-    assert WRITER not in "\n".join([*said, out, err, log.getvalue()])
-    assert "X-Signature" not in "\n".join([*said, out, err])
-    for path in tmp_path.rglob("*"):
-        if path.is_file():
-            assert WRITER.encode() not in path.read_bytes(), path
-    assert any(one.authorization == f"Bearer {WRITER}" for one in hub.seen), "it was sent"
+    check_told_to_nobody([*said, *capfd.readouterr()], log, tmp_path, hub)
     assert not any(one.authorization for one in hub.asked("GET", STORE)), "but not to another host"
 
 
