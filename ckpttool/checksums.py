@@ -46,7 +46,7 @@ def combine(first: int, second: int, nbytes: int) -> int:
 
     Method: zlib's `crc32_combine` (Mark Adler).
     """
-    return _multiply(_shift(nbytes), first) ^ second
+    return _multiply(_shift(nbytes), first) ^ second if first else second
 
 
 def mismatch(location: str, names: Sequence[str], record: Record, found: int) -> CorruptError:

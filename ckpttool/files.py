@@ -11,12 +11,17 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from ckpttool import mirrors
 from ckpttool.errors import CkptError, CorruptError, OverwriteError, ReadError, StorageError, UsageError
 
 _OPEN_FILES = 64
+# One system call writes no more. Linux caches what a call writes in pieces of memory as large as the call, and, once
+# memory is in pieces itself, spends several times the copy on making large ones (1 GiB: 0.7 s; 1 MiB a call: 0.9-5 s).
+WRITE = 256 << 10
 
 
 def failed(error: OSError, path: str, doing: str) -> CkptError:
@@ -96,9 +101,10 @@ class Pool:
         """Write each of many small pieces at its offset."""
         with self.use(path) as fd:
             for offset, data in pieces:
-                done = os.pwrite(fd, data, offset)
+                done = 0
                 while done < len(data):
-                    done += os.pwrite(fd, memoryview(data)[done:], offset + done)
+                    part = data if len(data) <= WRITE and not done else memoryview(data)[done : done + WRITE]
+                    done += os.pwrite(fd, part, offset + done)
 
     def close(self) -> None:
         with self._lock:
@@ -264,6 +270,32 @@ def sync(path: str) -> None:
             os.close(fd)
     except OSError as error:
         raise failed(error, path, "write") from None
+
+
+@lru_cache(1)
+def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    """The system's function of this name; only Linux has it."""
+    try:
+        import ctypes
+
+        function: Any = ctypes.CDLL(None, use_errno=True).sync_file_range
+    except (ImportError, OSError, AttributeError, TypeError):
+        return None
+    function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return function  # type: ignore[no-any-return] # a foreign function
+
+
+_WRITE = 2  # of sync_file_range: start, and wait for nothing
+
+
+def start_writing(fd: int) -> None:
+    """Send what was written to a file on its way to the disk. A later `sync` says whether it arrived: an `fsync` here
+    would also end the file system's transaction, and whoever writes next would wait for that."""
+    function = _sync_file_range()
+    if function is None:
+        os.fsync(fd)
+    else:
+        function(fd, 0, 0, _WRITE)
 
 
 def sync_tree(path: str) -> None:

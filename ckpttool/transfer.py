@@ -22,7 +22,7 @@ from ckpttool.catalogue import Catalogue, Chunk, Extent, Record
 from ckpttool.contract import Source
 from ckpttool.dtypes import Dtype
 from ckpttool.errors import CorruptError
-from ckpttool.files import Pool, failed
+from ckpttool.files import Pool, failed, start_writing
 from ckpttool.journal import Done, Entry, Journal
 from ckpttool.plan import Job, tiles
 from ckpttool.workers import Progress, Stopped, Work, on_threads
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
 
 BUFFER = 1 << 20  # stays in the processor's cache between read, checksum and write
-FLUSH = 128 << 20  # written and not yet on its way to the disk
+FLUSH = 32 << 20  # written and not yet on its way to the disk
 TASK = 64 << 20  # a tensor larger than this is shared by the threads
 MEMORY = 64 << 20
 SHORT_RUN = 16 << 10  # below this, gathering a tile beats a read and a write per run
@@ -181,7 +181,7 @@ class _Transfer:
                     self._journal.flush()
                 for path in full:
                     with self._out.use(path) as fd:
-                        os.fsync(fd)
+                        start_writing(fd)
             if self._journal is not None:
                 self._journal.flush()
         except OSError as error:

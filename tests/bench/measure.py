@@ -7,7 +7,7 @@
   read once, so each tool finds the same warm page cache and an idle disk.
 * Peak RSS is the kernel's own high-water mark, ``ru_maxrss`` from ``wait4``. Linux starts that mark at the size of
   the process that forked, so nothing here may import torch: the harness is the floor (about 20 MiB) of the column.
-* Peak anonymous memory (``RssAnon``, what cannot be dropped like a page of a mapped file) is sampled every few
+* Peak anonymous memory (``RssAnon``, what cannot be dropped like a page of a mapped file) is sampled every 20
   milliseconds from ``/proc``, summed over the process and its descendants. Short peaks between samples are missed.
 """
 
@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-SAMPLE_SECONDS = 0.004
+SAMPLE_SECONDS = 0.02  # more often, and a tool that works on every core would lose time to it
 MIB = 1 << 20
 # Installed tools have their bytecode; a checkout must be allowed to write its own, once.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
