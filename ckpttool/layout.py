@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ckpttool.aliases import find_aliases, one_moment_for_two
@@ -35,7 +34,14 @@ def start(source: Catalogue) -> Catalogue:
 
 def again(tensor: Tensor, **changes: Any) -> Tensor:
     """A tensor that is changed, and knows its origin. Pure."""
-    return replace(tensor, origin=tensor.origin or tensor, **changes)
+    # `dataclasses.replace` takes as long again, and a large model has every tensor changed several times.
+    made = Tensor(
+        tensor.path, tensor.dtype, tensor.shape, tensor.chunks, tensor.part, tensor.embedded,
+        tensor.origin or tensor, tensor.alias,
+    )  # fmt: skip
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
 
 
 def rebuilt(catalogue: Catalogue, entries: Iterable[Entry], containers: dict[Path, Container]) -> Catalogue:

@@ -16,7 +16,6 @@ import fcntl
 import itertools
 import os
 import re
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -189,7 +188,7 @@ def _owner() -> dict[str, Any]:
     boot = ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return {"host": socket.gethostname(), "boot": boot, "pid": os.getpid()}
+    return {"host": os.uname().nodename, "boot": boot, "pid": os.getpid()}
 
 
 def _claimed(dst: str) -> Stage:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import sys
 from collections.abc import Iterable
@@ -84,9 +86,17 @@ def _root(
     pass
 
 
+def _collect_rarely() -> None:
+    """What a command makes is needed until it ends: looking through it for garbage, again and again and once more at
+    the end, is a sixth of a short command."""
+    gc.set_threshold(20_000, 20, 20)
+    atexit.register(gc.freeze)
+
+
 def main() -> None:
     """`ckpttool`, as the shell calls it."""
     catch_signals()
+    _collect_rarely()
     silent = False
     if "WORLD_SIZE" in os.environ:
         # Only under torchrun: it imports much of what writes.

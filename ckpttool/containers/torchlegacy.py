@@ -17,7 +17,6 @@ In the tree of a tar a tensor is a persistent id, its key as text.
 from __future__ import annotations
 
 import struct
-import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -83,6 +82,8 @@ def is_tar(head: bytes, path: str) -> bool:
     """Whether a file that begins like this (512 bytes) is torch's tar: other checkpoints are tars as well."""
     if head[257:262] != b"ustar":
         return False
+    import tarfile
+
     try:
         with tarfile.open(mirrors.here(path), "r:") as archive:
             return set(archive.getnames()) >= _MEMBERS
@@ -169,6 +170,8 @@ def open_stream(read: Read, size: int, *, name: str) -> Stream:
 
 def open_tar(read: Read, path: str, *, name: str) -> Stream:
     """The tar of torch 0.1. Raises CorruptError when a member is missing or cut."""
+    import tarfile
+
     try:
         with tarfile.open(mirrors.here(path), "r:") as archive:
             members = {m.name: (m.offset_data, m.offset_data + m.size) for m in archive.getmembers() if m.isreg()}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import os
-import tempfile
 import threading
 import weakref
 from collections.abc import Callable
@@ -99,6 +98,8 @@ class _Segment:
     """A temporary file without a name, written by one thread at a time. Others read it at `/dev/fd`."""
 
     def __init__(self, file: int, entry: File) -> None:
+        import tempfile  # and with it `random` and `hashlib`, which nobody needs who only looks
+
         try:
             # As long-lived as the source. Unbuffered: nothing is left to fail when it is closed.
             self.stream = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
@@ -145,6 +146,8 @@ class _Segment:
 
 def _refused(error: OSError) -> CkptError:
     # `gettempdir` itself fails where no directory can be written to.
+    import tempfile
+
     return failed(error, tempfile.tempdir or os.environ.get("TMPDIR", "the temporary directory"), "write")
 
 
