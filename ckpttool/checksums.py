@@ -7,9 +7,9 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from zlib import crc32
 
 from ckpttool.catalogue import Record
+from ckpttool.crc import crc32
 from ckpttool.errors import CorruptError, some
 
 _POLYNOMIAL = 0xEDB88320

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from zlib import crc32
 
 from ckpttool import boxes, checksums, gather
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import Tensor
 from ckpttool.contract import Source
+from ckpttool.crc import crc32
 from ckpttool.dtypes import Dtype
 from ckpttool.files import Pool
 from ckpttool.plan import tiles

@@ -19,10 +19,10 @@ import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from zlib import crc32
 
 from ckpttool import checksums, files
 from ckpttool.catalogue import Catalogue, Record
+from ckpttool.crc import crc32
 
 VERSION = 1
 _LEAST = 64 << 10  # what is shorter is copied again sooner than it is looked up

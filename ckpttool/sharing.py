@@ -26,11 +26,11 @@ from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
-from zlib import crc32
 
 from ckpttool import errors, files
 from ckpttool.catalogue import Catalogue
 from ckpttool.contract import Source
+from ckpttool.crc import crc32
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.transfer import Transferred, transfer
 from ckpttool.workers import Progress

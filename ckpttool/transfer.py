@@ -14,12 +14,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
-from zlib import crc32
 
 from ckpttool import boxes, checksums, gather, mirrors
 from ckpttool.boxes import Box
 from ckpttool.catalogue import Catalogue, Chunk, Extent, Record
 from ckpttool.contract import Source
+from ckpttool.crc import crc32
 from ckpttool.dtypes import Dtype
 from ckpttool.errors import CorruptError
 from ckpttool.files import Pool, failed, start_writing

@@ -16,7 +16,7 @@ from ckpttool.cli.app import COMMANDS
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "ckpttool"
 
-GEOMETRY = {"errors", "dtypes", "boxes", "version", "escapes", "wording"}
+GEOMETRY = {"errors", "dtypes", "boxes", "crc", "version", "escapes", "wording"}
 DATA = GEOMETRY | {"catalogue", "contract", "aliases", "faults"}
 PURE = {"patterns", "parts", "ranks", "meshes", "layout", "chunking", "placing", "policies", "optimkeys", "plan"}
 CONCRETE = {"formats.dcp", "formats.safetensors", "formats.torchsave", "formats.rankfiles"}
@@ -24,7 +24,7 @@ MOVING = {"gather", "checksums", "journal", "staging", "transfer", "workers"}
 
 # What the modules of each group may import of ours.
 LAYERS: list[tuple[set[str], set[str]]] = [
-    ({"errors", "version", "escapes", "boxes", "formats.strangers"}, set()),
+    ({"errors", "version", "escapes", "boxes", "crc", "formats.strangers"}, set()),
     ({"dtypes", "wording"}, {"errors"}),
     ({"catalogue"}, GEOMETRY),
     ({"aliases", "faults"}, GEOMETRY | {"catalogue"}),
@@ -291,6 +291,11 @@ def test_torch_and_numpy_are_imported_when_they_are_needed(name: str) -> None:
         "resume.worker"
     ):  # themselves imported when they are needed
         assert not foreign(at_import(MODULES[name])) & {"torch", "numpy", "safetensors", "zstandard", "huggingface_hub"}
+
+
+def test_one_module_computes_crcs() -> None:
+    assert {name for name, tree in MODULES.items() if "isal" in foreign(tree)} == {"crc"}
+    assert {name for name, tree in MODULES.items() if "zlib" in foreign(tree)} == {"crc"}
 
 
 def test_torch_is_needed_for_values_only() -> None:

@@ -17,13 +17,13 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
-from zlib import crc32
 
 from ckpttool import boxes
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import Extent, Record
 from ckpttool.containers import opcodes, torchpickle
 from ckpttool.containers.torchpickle import Around, Slot, StorageRef, TensorRef
+from ckpttool.crc import crc32
 from ckpttool.dtypes import Dtype
 from ckpttool.errors import CorruptError
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from typing import Any
 from ckpttool import chunking, files, layout, nesting
 from ckpttool.catalogue import Catalogue, Chunks, Entry, File, Object, Path, Tensor
 from ckpttool.contract import Crcs, Format, Loss, Sink, SinkOptions
+from ckpttool.crc import crc32
 from ckpttool.dtypes import Dtype
 
 _SCRATCH = ".piece"
@@ -304,7 +304,7 @@ def _fill(catalogue: Catalogue, constants: Mapping[Path, bytes], start: int) -> 
             data = constants[tensor.path]
             for chunk in tensor.chunks:
                 pool.write(catalogue.files[chunk.extent.file].location, chunk.extent.offset, data)
-                known[chunk.extent.file + start, chunk.extent.offset] = zlib.crc32(data)
+                known[chunk.extent.file + start, chunk.extent.offset] = crc32(data)
     finally:
         pool.close()
     return known

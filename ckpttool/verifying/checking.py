@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from contextlib import closing
 from math import prod
 from typing import NamedTuple
-from zlib import crc32
 
 from ckpttool import boxes, mirrors
 from ckpttool.catalogue import Catalogue, File, Record, Tensor
 from ckpttool.checksums import Pieces, mismatch
 from ckpttool.containers import torchzip
 from ckpttool.contract import Itemised, Source
+from ckpttool.crc import crc32
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.files import Pool
 from ckpttool.verifying.findings import SUSPECT, Finding, Report, Where

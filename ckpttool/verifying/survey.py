@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
-from zlib import crc32
 
 from ckpttool import files
 from ckpttool.catalogue import Record
 from ckpttool.containers import stheader, torchzip
+from ckpttool.crc import crc32
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.files import Pool
 from ckpttool.verifying.findings import Finding, Report, Where

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
-from zlib import crc32
 
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import Extent, File, Record
@@ -24,6 +23,7 @@ from ckpttool.containers import opcodes, stheader, torchpickle, torchzip
 from ckpttool.containers.stheader import Header
 from ckpttool.containers.torchpickle import Slot, TensorRef
 from ckpttool.containers.torchzip import Archive, Read
+from ckpttool.crc import crc32
 from ckpttool.dtypes import Dtype
 from ckpttool.errors import CorruptError
 from ckpttool.files import Pool
