@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -34,6 +35,8 @@ from ckpttool.mesh.reading import Reader, slices, tiles, torch_dtype
 # What neither gloo nor nccl is asked to send as it is.
 _AS_BYTES = ("float8", "float4", "uint16", "uint32", "uint64", "complex32", "bits", "int1", "uint1")
 _TILE = 16 << 20
+_SMALL = 1 << 16
+_ALIGNMENT = 64
 
 T = TypeVar("T")
 
@@ -52,18 +55,63 @@ def send_model(parts: Sequence[tuple[nn.Module, Sequence[tuple[str, Tensor | Non
     """Fill parameters and buffers of modules, each with the names of those that it has itself. A collective: every rank
     calls it with the same names, rank 0 with what to read."""
 
-    def reading(names: Sequence[tuple[str, Tensor | None]]) -> Callable[[], dict[str, torch.Tensor]]:
-        assert reader is not None
-        return lambda: {name: reader.whole(tensor) for name, tensor in names if tensor is not None}
-
     if reader is None:
         for module, _ in parts:
             agreement.first_reads(None)
             _set(module, {})
         return
-    with closing(ahead([reading(names) for _, names in parts])) as ready:
+    rooms = (_Room(), _Room())
+    reads = [_Whole(reader, names, rooms[i % 2]) for i, (_, names) in enumerate(parts)]
+    with closing(ahead(reads)) as ready:
         for (module, _), read in zip(parts, ready, strict=True):
             _set(module, agreement.first_reads(read) or {})
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """Reads whole tensors of a module, by their names."""
+
+    reader: Reader
+    names: Sequence[tuple[str, Tensor | None]]
+    room: _Room
+
+    def __call__(self) -> dict[str, torch.Tensor]:
+        there = [(name, tensor) for name, tensor in self.names if tensor is not None]
+        self.room.clear(sum(self.room.needs(tensor.nbytes) for _, tensor in there))
+        made: dict[str, torch.Tensor] = {}
+        for name, tensor in there:
+            made[name] = self.room.take(tensor.shape, torch_dtype(tensor.dtype, tensor.name))
+            self.reader.read(tensor, boxes.whole(tensor.shape), made[name])
+        return made
+
+
+class _Room:
+    """Memory that tensors are read into before they are sent, used again for the next but one: fresh memory, which the
+    system clears page by page, costs more than reading and sending."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._taken = 0
+
+    def needs(self, nbytes: int) -> int:
+        """What a tensor takes of it, as memory of torch's own begins."""
+        return -(-nbytes // _ALIGNMENT) * _ALIGNMENT if nbytes >= _SMALL else 0
+
+    def clear(self, nbytes: int) -> None:
+        """What was taken is not used any more, and so much will be."""
+        self._taken = 0
+        if len(self._memory) < nbytes:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # let go of the old before
+            self._memory = torch.empty(nbytes, dtype=torch.uint8)
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of values to come. A small one has memory of its own: one without dimensions is sent by pickle, with
+        all of the memory that it is a view of."""
+        nbytes = prod(shape) * dtype.itemsize
+        if not self.needs(nbytes):
+            return torch.empty(tuple(shape), dtype=dtype)
+        start, self._taken = self._taken, self._taken + self.needs(nbytes)
+        return self._memory[start : start + nbytes].view(dtype).view(tuple(shape))
 
 
 def _set(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
@@ -106,7 +154,8 @@ def send_shares(sent: Sequence[Sent], reader: Reader | None) -> None:
         return
     # By tensor: the rank and the box of each piece of the others.
     wanted = [[(rank, box) for rank, of in enumerate(everyone) if rank for box in of[i]] for i in range(len(sent))]
-    reads = [_Shares(reader, one, to) for one, to in zip(sent, wanted, strict=True)]
+    rooms = (_Room(), _Room())
+    reads = [_Shares(reader, one, to, rooms[i % 2]) for i, (one, to) in enumerate(zip(sent, wanted, strict=True))]
     with closing(ahead(reads)) as ready:
         for read, to in zip(ready, wanted, strict=True):
             there = agreement.first_reads(read)
@@ -122,18 +171,20 @@ class _Shares:
     reader: Reader
     one: Sent
     wanted: Sequence[tuple[int, Box]]
+    room: _Room
 
     def __call__(self) -> dict[Box, torch.Tensor]:
         tensor = self.one.tensor
         assert tensor is not None
         for piece in self.one.held:
             self.reader.read(tensor, piece.box, piece.memory)
+        asked = dict.fromkeys(box for _, box in self.wanted)
+        self.room.clear(sum(self.room.needs(prod(box[1]) * tensor.dtype.itemsize) for box in asked))
         made: dict[Box, torch.Tensor] = {}
-        for _, box in self.wanted:
-            if box not in made:
-                room = torch.empty(box[1], dtype=torch_dtype(tensor.dtype, tensor.name))
-                self.reader.read(tensor, box, room)
-                made[box] = _bytes(room)
+        for box in asked:
+            memory = self.room.take(box[1], torch_dtype(tensor.dtype, tensor.name))
+            self.reader.read(tensor, box, memory)
+            made[box] = _bytes(memory)
         return made
 
 
