@@ -35,6 +35,7 @@ from ckpttool.mesh.reading import Reader, slices, tiles, torch_dtype
 # What neither gloo nor nccl is asked to send as it is.
 _AS_BYTES = ("float8", "float4", "uint16", "uint32", "uint64", "complex32", "bits", "int1", "uint1")
 _TILE = 16 << 20
+_BATCH = 32 << 20
 _SMALL = 1 << 16
 _ALIGNMENT = 64
 
@@ -143,59 +144,88 @@ def send_small(sent: Sequence[Sent], reader: Reader | None) -> None:
 
 
 def send_shares(sent: Sequence[Sent], reader: Reader | None) -> None:
-    """Send of each tensor to each rank what it holds of it, and nothing else. Rank 0 reads the next tensor, its own
-    share into its place, while one is on its way. A collective; by the CPU."""
+    """Send of each tensor to each rank what it holds of it, and nothing else, some tensors at a time. Rank 0 reads the
+    next ones, its own shares into their place, while some are on their way. A collective; by the CPU."""
     everyone = agreement.to_first([[piece.box for piece in one.held] for one in sent])
+    batches = _batches(sent)
     if reader is None or everyone is None:
-        for one in sent:
+        for batch in batches:
             agreement.first_reads(None)
-            for piece in one.held:
-                _receive(one.shape, piece)
+            _receive([(sent[i].shape, piece) for i in batch for piece in sent[i].held])
         return
-    # By tensor: the rank and the box of each piece of the others.
-    wanted = [[(rank, box) for rank, of in enumerate(everyone) if rank for box in of[i]] for i in range(len(sent))]
     rooms = (_Room(), _Room())
-    reads = [_Shares(reader, one, to, rooms[i % 2]) for i, (one, to) in enumerate(zip(sent, wanted, strict=True))]
+    others = list(enumerate(everyone))[1:]
+    reads = []
+    for number, batch in enumerate(batches):
+        wanted = [(sent[i], [(rank, box) for rank, of in others for box in of[i]]) for i in batch]
+        reads.append(_Shares(reader, wanted, rooms[number % 2]))
     with closing(ahead(reads)) as ready:
-        for read, to in zip(ready, wanted, strict=True):
+        for read in ready:
             there = agreement.first_reads(read)
             assert there is not None
-            for work in [dist.isend(there[box], dst=rank) for rank, box in to]:
+            for work in [dist.isend(memory, dst=rank) for rank, memory in there]:
                 work.wait()
+
+
+def _batches(sent: Sequence[Sent]) -> list[list[int]]:
+    """Numbers of tensors that are sent together: a message alone has to be waited for as long as a few MiB take."""
+    made: list[list[int]] = []
+    room = 0
+    for i, one in enumerate(sent):
+        nbytes = prod(one.shape.sizes) * dtypes.dtype(one.shape.dtype).itemsize
+        if nbytes > room:
+            made.append([])
+            room = _BATCH
+        made[-1].append(i)
+        room -= nbytes
+    return made
 
 
 @dataclass(frozen=True, slots=True)
 class _Shares:
-    """Reads what rank 0 holds of a tensor to where it belongs, and what others hold, as bytes by their boxes."""
+    """Reads what rank 0 holds of some tensors to where it belongs, and what others hold, as bytes, each with the rank
+    that it goes to."""
 
     reader: Reader
-    one: Sent
-    wanted: Sequence[tuple[int, Box]]
+    wanted: Sequence[tuple[Sent, Sequence[tuple[int, Box]]]]
     room: _Room
 
-    def __call__(self) -> dict[Box, torch.Tensor]:
-        tensor = self.one.tensor
-        assert tensor is not None
-        for piece in self.one.held:
-            self.reader.read(tensor, piece.box, piece.memory)
-        asked = dict.fromkeys(box for _, box in self.wanted)
-        self.room.clear(sum(self.room.needs(prod(box[1]) * tensor.dtype.itemsize) for box in asked))
-        made: dict[Box, torch.Tensor] = {}
-        for box in asked:
-            memory = self.room.take(box[1], torch_dtype(tensor.dtype, tensor.name))
-            self.reader.read(tensor, box, memory)
-            made[box] = _bytes(memory)
+    def __call__(self) -> list[tuple[int, torch.Tensor]]:
+        made: list[tuple[int, torch.Tensor]] = []
+        self.room.clear(sum(self._needs(one, to) for one, to in self.wanted))
+        for one, to in self.wanted:
+            tensor = one.tensor
+            assert tensor is not None
+            for piece in one.held:
+                self.reader.read(tensor, piece.box, piece.memory)
+            read: dict[Box, torch.Tensor] = {}
+            for rank, box in to:
+                if box not in read:
+                    read[box] = self.room.take(box[1], torch_dtype(tensor.dtype, tensor.name))
+                    self.reader.read(tensor, box, read[box])
+                made.append((rank, _bytes(read[box])))
         return made
 
+    def _needs(self, one: Sent, to: Sequence[tuple[int, Box]]) -> int:
+        itemsize = dtypes.dtype(one.shape.dtype).itemsize
+        return sum(self.room.needs(prod(box[1]) * itemsize) for box in {box for _, box in to})
 
-def _receive(shape: Shape, piece: Piece) -> None:
+
+def _receive(pieces: Sequence[tuple[Shape, Piece]]) -> None:
+    rooms = [_room_of(shape, piece) for shape, piece in pieces]
+    for work in [dist.irecv(_bytes(room), src=0) for room in rooms]:
+        work.wait()
+    for (_, piece), room in zip(pieces, rooms, strict=True):
+        if room is not piece.memory:
+            piece.memory.copy_(room)
+
+
+def _room_of(shape: Shape, piece: Piece) -> torch.Tensor:
+    """Where a piece is received: in its place, or, where that is of another dtype or has gaps, beside it."""
     memory, kind = piece.memory, getattr(torch, shape.dtype)
     if memory.dtype == kind and memory.is_contiguous() and memory.device.type == "cpu":
-        dist.recv(_bytes(memory), src=0)
-        return
-    room = torch.empty(piece.box[1], dtype=kind)
-    dist.recv(_bytes(room), src=0)
-    memory.copy_(room)
+        return memory
+    return torch.empty(piece.box[1], dtype=kind)
 
 
 def _bytes(memory: torch.Tensor) -> torch.Tensor:
