@@ -19,8 +19,8 @@ from ckpttool import mirrors
 from ckpttool.errors import CkptError, CorruptError, OverwriteError, ReadError, StorageError, UsageError
 
 _OPEN_FILES = 64
-# One system call writes no more. Linux caches what a call writes in pieces of memory as large as the call, and, once
-# memory is in pieces itself, spends several times the copy on making large ones (1 GiB: 0.7 s; 1 MiB a call: 0.9-5 s).
+# One system call writes no more. Linux caches what a call writes in pieces of memory up to the size of the call, and
+# large pieces can be slow to get: on a virtual machine 1 GiB took 0.7 s so, and 0.9 to 5 s in calls of 1 MiB.
 WRITE = 256 << 10
 
 
