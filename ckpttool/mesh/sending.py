@@ -62,7 +62,9 @@ def send_model(parts: Sequence[tuple[nn.Module, Sequence[tuple[str, Tensor | Non
             _set(module, {})
         return
     rooms = (_Room(), _Room())
-    reads = [_Whole(reader, names, rooms[i % 2]) for i, (_, names) in enumerate(parts)]
+    reads = [
+        _Whole(reader, names, rooms[i % 2] if _copies(module) else None) for i, (module, names) in enumerate(parts)
+    ]
     with closing(ahead(reads)) as ready:
         for (module, _), read in zip(parts, ready, strict=True):
             _set(module, agreement.first_reads(read) or {})
@@ -74,10 +76,12 @@ class _Whole:
 
     reader: Reader
     names: Sequence[tuple[str, Tensor | None]]
-    room: _Room
+    room: _Room | None  # None: memory of their own
 
     def __call__(self) -> dict[str, torch.Tensor]:
         there = [(name, tensor) for name, tensor in self.names if tensor is not None]
+        if self.room is None:
+            return {name: self.reader.whole(tensor) for name, tensor in there}
         self.room.clear(sum(self.room.needs(tensor.nbytes) for _, tensor in there))
         made: dict[str, torch.Tensor] = {}
         for name, tensor in there:
@@ -113,6 +117,12 @@ class _Room:
             return torch.empty(tuple(shape), dtype=dtype)
         start, self._taken = self._taken, self._taken + self.needs(nbytes)
         return self._memory[start : start + nbytes].view(dtype).view(tuple(shape))
+
+
+def _copies(module: nn.Module) -> bool:
+    """Whether a module copies what it loads, as torch's do; one with a way of its own may keep it."""
+    hooks = module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks
+    return not hooks and type(module)._load_from_state_dict is nn.Module._load_from_state_dict
 
 
 def _set(module: nn.Module, state: dict[str, torch.Tensor]) -> None:

@@ -15,7 +15,7 @@ import wrongs
 from reading import expected_of, path_of
 from scripts import KINDS, detached, difference
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
@@ -194,6 +194,51 @@ def casts(kind: str, strategy: str) -> str:
     return difference(detached({name: found[name] for name in state}), expected)
 
 
+def wide(kind: str, strategy: str) -> str:
+    """Tensors so large that memory is used again for them, trained, with a module that keeps what it is given."""
+
+    class Keeping(torch.nn.Linear):
+        def _load_from_state_dict(self, state: Any, prefix: str, *others: Any) -> None:
+            self.kept = [state[f"{prefix}weight"]]  # a list, that it does not become a parameter
+            super()._load_from_state_dict(state, prefix, *others)
+
+    class Wide(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            generator = torch.Generator().manual_seed(5)
+            self.layers = torch.nn.ModuleList(
+                (Keeping if i == 1 else torch.nn.Linear)(211 - 7 * i, 190 - 3 * i) for i in range(8)
+            )
+            for parameter in self.parameters():
+                torch.nn.init.normal_(parameter, generator=generator)
+
+    place = practices.folder() / "wide.pt"
+    first = Wide()
+    trained = torch.optim.AdamW(first.parameters())
+    sum(p.square().sum() for p in first.parameters()).backward()
+    trained.step()
+    if dist.get_rank() == 0:
+        torch.save({"model": first.state_dict(), "optim": trained.state_dict()}, place)
+    dist.barrier()
+    model = KINDS[kind](Wide())
+    optimizer = torch.optim.AdamW(model.parameters())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    ckpttool.load(place, model, optimizer, strategy=strategy)
+    found, state = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    moments = dict(zip(first.state_dict(), trained.state_dict()["state"].values(), strict=True))
+    said = difference(
+        detached({"model": found, "optim": state["state"]}),
+        detached({"model": dict(first.state_dict()), "optim": moments}),
+    )
+    # Filled in place by `parallel`, a module is given nothing.
+    kept = getattr(model.layers[1], "kept", [])
+    if kind == "plain" and not all(torch.equal(value, first.layers[1].weight) for value in kept):
+        return "what a module keeps was used again for another"
+    return said
+
+
 def rounds(kind: str, format: str) -> str:
     """Saved by us and loaded by us, with a scheduler, a step and each rank's own generator."""
     saved, place = practices.fresh(kind, trained=True), practices.folder() / "saved"
@@ -214,5 +259,7 @@ def rounds(kind: str, format: str) -> str:
     return practices.compare(saved, None, run)
 
 
-CASES: dict[str, Callable[..., str]] = {f.__name__: f for f in (sample, foreign, directory, own_bytes, casts, rounds)}
+CASES: dict[str, Callable[..., str]] = {
+    f.__name__: f for f in (sample, foreign, directory, own_bytes, casts, wide, rounds)
+}
 CASES |= practices.PRACTICES | wrongs.WRONGS

@@ -42,6 +42,7 @@ def everyday() -> Cases:
     ]
     cases += [["own_bytes", kind] for kind in ("fsdp2", "tp", "columns", "hsdp", "ddp", "fsdp1", "fsdp1 flat")]
     cases += [["casts", kind, strategy] for kind in ("plain", "fsdp2") for strategy in STRATEGIES]
+    cases += [["wide", kind, strategy] for kind in ("plain", "fsdp2") for strategy in STRATEGIES]
     cases += [["rounds", "fsdp1", "dcp"], ["rounds", "fsdp1", "fsdp1"], ["rounds", "fsdp2", "torch"]]
     for wrong in ("other_shapes", "other_names", "other_groups", "one_rank_blind", "damaged"):
         cases += [[wrong, "fsdp2", strategy] for strategy in STRATEGIES]
