@@ -26,10 +26,16 @@ Change = Callable[[Index], object]
 
 
 @functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Removed when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="dcp-")
+
+
+@functools.cache
 def _original() -> str:
-    folder = Path(tempfile.mkdtemp(prefix="dcp-"))
-    save_dcp(folder / "ckpt", {"w": torch.arange(6.0).reshape(2, 3), "x": torch.arange(4), "lr": 0.1})
-    return str(folder / "ckpt")
+    ckpt = Path(_folder().name, "ckpt")
+    save_dcp(ckpt, {"w": torch.arange(6.0).reshape(2, 3), "x": torch.arange(4), "lr": 0.1})
+    return str(ckpt)
 
 
 def directory(*steps: Callable[[Path], object]) -> Callable[[Path], Path]:
