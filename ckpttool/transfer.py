@@ -22,7 +22,7 @@ from ckpttool.contract import Source
 from ckpttool.crc import crc32
 from ckpttool.dtypes import Dtype
 from ckpttool.errors import CorruptError
-from ckpttool.files import Pool, failed, start_writing
+from ckpttool.files import Pool, aligned, failed, pages, start_writing
 from ckpttool.journal import Done, Entry, Journal
 from ckpttool.plan import Job, tiles
 from ckpttool.workers import Progress, Stopped, Work, on_threads
@@ -276,7 +276,7 @@ class _Transfer:
         counted = counted or (self._journal is not None and self._journal.every)
         crc = 0
         for at in range(0, nbytes, BUFFER):
-            part = buffer[: min(BUFFER, nbytes - at)]
+            part = aligned(buffer, to, min(BUFFER, nbytes - at))
             self._in.read_into(source, start + at, part)
             if counted:
                 crc = crc32(part, crc)
@@ -288,7 +288,7 @@ class _Transfer:
         """A buffer of this thread's own."""
         found: memoryview | None = getattr(self._local, "buffer", None)
         if found is None:
-            found = self._local.buffer = memoryview(bytearray(BUFFER))
+            found = self._local.buffer = pages(BUFFER)
         return found
 
     def _put(self, task: _Task, to: int, data: memoryview) -> None:

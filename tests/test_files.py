@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import stat
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ckpttool import files
@@ -420,6 +422,37 @@ def test_a_folder_without_permission(tmp_path: Path) -> None:
         staged(f"{tmp_path}/out", overwrite=False, is_file=True) as p,
     ):
         files.create(p, 1)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4095, files.WRITE - 1, files.WRITE, 3 * files.WRITE + 8])
+@pytest.mark.parametrize("nbytes", [1, 4096, files.WRITE, files.WRITE + 1, 3 * files.WRITE + 5])
+def test_a_long_write_is_cut_at_fixed_places_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offset: int, nbytes: int
+) -> None:
+    calls: list[tuple[int, int]] = []
+    pwrite = os.pwrite
+
+    def noted(fd: int, data: bytes, at: int) -> int:
+        calls.append((at, len(data)))
+        # The system may write less than it was given.
+        return pwrite(fd, data[: max(1, len(data) - 3)], at)
+
+    monkeypatch.setattr(os, "pwrite", noted)
+    path, data = tmp_path / "f", random.Random(nbytes).randbytes(nbytes)
+    path.touch()
+    with closing(files.Pool(writing=True)) as pool:
+        pool.write(str(path), offset, memoryview(data))
+    assert path.read_bytes() == bytes(offset) + data
+    assert all(at // files.WRITE == (at + size - 1) // files.WRITE for at, size in calls)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4095, 4096, 1 << 40])
+def test_memory_lies_in_its_page_as_bytes_do_in_the_file(offset: int) -> None:
+    memory = files.pages(10_000)
+    room = files.aligned(memory, offset, 10_000)
+    room[:] = bytes(range(250)) * 40
+    assert len(room) == 10_000
+    assert np.frombuffer(room, np.uint8).ctypes.data % files.PAGE == offset % files.PAGE
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
