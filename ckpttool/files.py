@@ -141,7 +141,7 @@ class _Use:
 
 def pages(nbytes: int) -> memoryview:
     """Memory that begins with a page, `PAGE` bytes more than asked for: see `aligned`."""
-    return memoryview(mmap.mmap(-1, nbytes + PAGE))
+    return memoryview(mmap.mmap(-1, nbytes + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def aligned(buffer: memoryview, offset: int, nbytes: int) -> memoryview:
