@@ -172,14 +172,26 @@ class Crew:
             if not self.is_first:
                 self._hear_verdict()
         except BaseException as error:
+            told = self._told_before(error)
             with suppress(Exception):
                 self._fail(error)
+            if told is not None:
+                raise told from None
             raise
         else:
             if self.is_first:
                 self._part(b"done")
         finally:
             self._pulse.stop()
+
+    def _told_before(self, error: BaseException) -> CkptError | None:
+        """Why rank 0 is being ended, where another process has said that it failed: torchrun ends all as soon as one
+        has, perhaps before rank 0 has noticed. A signal that all of them got is no such reason."""
+        with suppress(Exception):
+            if self.is_first and isinstance(error, KeyboardInterrupt) and self._store.check(["failed"]):
+                told = _retold(json.loads(self._hear(f"failed/{int(self._store.get('failed'))}")))
+                return told if isinstance(told, CkptError) else None
+        return None
 
     def _fail(self, error: BaseException) -> None:
         if self.is_first:
