@@ -43,6 +43,7 @@ _PULSE = 1.0
 _DEAD = 30.0  # seconds without a pulse
 _MEET = 60.0  # seconds to find the store
 _LEAVE = 5.0  # seconds that somebody is waited for who ought to have gone
+_INTERRUPTED = "a rank was interrupted"
 _LAST_WORDS = 2.0  # seconds in which somebody who fails has said why
 _PIECE = 4 << 20  # the store takes 8 MiB at most
 
@@ -190,7 +191,7 @@ class Crew:
         with suppress(Exception):
             if self.is_first and isinstance(error, KeyboardInterrupt) and self._store.check(["failed"]):
                 told = _retold(json.loads(self._hear(f"failed/{int(self._store.get('failed'))}")))
-                return told if isinstance(told, CkptError) else None
+                return told if isinstance(told, CkptError) and told.message != _INTERRUPTED else None
         return None
 
     def _fail(self, error: BaseException) -> None:
@@ -374,7 +375,7 @@ def _told(error: BaseException) -> dict[str, Any]:
     if isinstance(error, CkptError):
         return {"kind": type(error).__name__, "message": error.message, "hint": error.hint, "facts": error.facts}
     if isinstance(error, KeyboardInterrupt):
-        return {"kind": "StorageError", "message": "a rank was interrupted", "hint": None, "facts": {}}
+        return {"kind": "StorageError", "message": _INTERRUPTED, "hint": None, "facts": {}}
     if isinstance(error, (OSError, MemoryError)):
         return {"kind": "StorageError", "message": str(error) or "out of memory", "hint": None, "facts": {}}
     return {"kind": "", "message": f"{type(error).__name__}: {error}", "hint": None, "facts": {}}
