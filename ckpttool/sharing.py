@@ -143,7 +143,7 @@ class Crew:
         until = time.monotonic() + _LAST_WORDS
         while time.monotonic() < until:
             if self._store is not None and self._store.check(["failed"]):
-                return _retold(json.loads(self._hear(f"failed/{int(self._store.get('failed'))}")))
+                return self._failure()
             time.sleep(_POLL)
         return error
 
@@ -185,12 +185,16 @@ class Crew:
         finally:
             self._pulse.stop()
 
+    def _failure(self) -> Exception:
+        """What the process that failed first has said."""
+        return _retold(json.loads(self._hear(f"failed/{int(self._store.get('failed'))}")))
+
     def _told_before(self, error: BaseException) -> CkptError | None:
         """Why rank 0 is being ended, where another process has said that it failed: torchrun ends all as soon as one
         has, perhaps before rank 0 has noticed. A signal that all of them got is no such reason."""
         with suppress(Exception):
             if self.is_first and isinstance(error, KeyboardInterrupt) and self._store.check(["failed"]):
-                told = _retold(json.loads(self._hear(f"failed/{int(self._store.get('failed'))}")))
+                told = self._failure()
                 return told if isinstance(told, CkptError) and told.message != _INTERRUPTED else None
         return None
 
@@ -239,7 +243,7 @@ class Crew:
             return
         self._looked = now
         if self.is_first and self._store.check(["failed"]):
-            raise _retold(json.loads(self._hear(f"failed/{int(self._store.get('failed'))}")))
+            raise self._failure()
         if not self.is_first and self._store.check(["verdict"]) and self._store.get("verdict") != b"done":
             raise _Over
         assert self._pulse is not None
