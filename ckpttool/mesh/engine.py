@@ -30,7 +30,7 @@ from ckpttool.catalogue import Catalogue, Path, Tensor
 from ckpttool.contract import Source
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.formats.dcp import joining
-from ckpttool.mesh import agreement, filling, moments, shell
+from ckpttool.mesh import agreement, connections, filling, moments, shell
 from ckpttool.mesh.materialise import materialise
 from ckpttool.mesh.reading import Reader
 from ckpttool.placing import Placing
@@ -130,13 +130,14 @@ def _group(rank: Rank, device: torch.device) -> Iterator[None]:
     """The process group. A rank that fails leaves it at once, so that nobody waits for it."""
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dist.init_process_group(
-                backend, store=rank.store, rank=rank.number, world_size=rank.world,
-                timeout=timedelta(seconds=_PATIENCE),
-            )  # fmt: skip
-        yield
+        with connections.shut_on_failure():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                dist.init_process_group(
+                    backend, store=rank.store, rank=rank.number, world_size=rank.world,
+                    timeout=timedelta(seconds=_PATIENCE),
+                )  # fmt: skip
+            yield
     except (RuntimeError, ConnectionError) as error:
         if isinstance(error, NotImplementedError) or not _is_of_the_group(error):
             raise

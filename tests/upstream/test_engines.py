@@ -334,6 +334,31 @@ def test_a_rank_that_fails_takes_all_with_it(
         assert said == []  # who would have spoken is dead
 
 
+def test_a_rank_that_fails_need_not_end_for_others_to_hear_of_it(tmp_path: Path) -> None:
+    """Rank 1 goes only once rank 0 has said what went wrong, and rank 0 is in a collective with it before that."""
+    script = tmp_path / "staying.py"
+    script.write_text(
+        "import os, time\nfrom ckpttool import sharing\nfrom ckpttool.cli import failures\n"
+        "said, telling = os.environ['SAID'], failures._Report.failed\n"
+        "def noting(report, error):\n"
+        "    code = telling(report, error)\n"
+        "    os.environ['RANK'] == '0' and open(said, 'w').close()\n"
+        "    return code\n"
+        "def waiting():\n"
+        "    while not os.path.exists(said):\n"
+        "        time.sleep(0.05)\n"
+        "failures._Report.failed, sharing.wait_to_be_ended = noting, waiting\n"
+        + FAILING.format(module="moments", function="_fill_module")
+    )
+    command = [*TORCHRUN, "--nproc-per-node", "2", script, "raises", "reshard", W4, tmp_path / "out", "--to-world", "2"]
+    running = subprocess.Popen(
+        [*map(str, command), "--engine", "mesh"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "FAILING": "1", "SAID": str(tmp_path / "said")},
+    )  # fmt: skip
+    _, err = ended(running)
+    assert (tmp_path / "said").exists() and "error: the disk of this node is full" in err, err[-3000:]
+
+
 def ended(running: subprocess.Popen[str]) -> tuple[str, str]:
     """What it printed. One that hangs is ended, and all its ranks."""
     try:
