@@ -21,7 +21,8 @@ from torch.utils.serialization import config
 
 from ckpttool.containers import torchzip
 from ckpttool.containers.torchpickle import Slot, TensorRef
-from ckpttool.containers.torchzip import Archive, lay_out, load_tree, open_archive, resolve_item
+from ckpttool.containers.torchzip import Archive, load_tree, open_archive, resolve_item
+from ckpttool.containers.torchzipwriter import lay_out
 from ckpttool.dtypes import DTYPES, dtype
 from ckpttool.errors import CkptError, CorruptError
 

@@ -167,7 +167,7 @@ class Slots:
         self._keys: dict[Path, str] = {}
 
     def of(self, value: Any) -> Slot | None:
-        """For `torchzip.lay_out`: the slot of a tensor, or of what a link refers to."""
+        """For `torchzipwriter.lay_out`: the slot of a tensor, or of what a link refers to."""
         if isinstance(value, Tensor):
             return self._slot(value, bare=False)
         if isinstance(value, Link):

@@ -1,4 +1,4 @@
-"""A torch.save archive at (file, offset): its records as extents, and writing one with holes to fill.
+"""A torch.save archive at (file, offset): its records as extents. `torchzipwriter` writes one.
 
     [local header, name, padding][payload][descriptor]   for each record:
         <root>/  data.pkl  .format_version  .storage_alignment  byteorder  data/0 ...  version  .data/serialization_id
@@ -12,17 +12,15 @@ CRCs and sizes in local headers are zero; the central directory has them.
 from __future__ import annotations
 
 import struct
-from array import array
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckpttool import boxes
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import Extent, Record
 from ckpttool.containers import opcodes, torchpickle
-from ckpttool.containers.torchpickle import Around, Slot, StorageRef, TensorRef
+from ckpttool.containers.torchpickle import StorageRef, TensorRef
 from ckpttool.crc import crc32
 from ckpttool.dtypes import Dtype
 from ckpttool.errors import CorruptError
@@ -30,11 +28,11 @@ from ckpttool.errors import CorruptError
 Read = Callable[[int, int], bytes]
 """`read(offset, nbytes)` of the file that the archive lies in, absolute offsets."""
 
-_END = struct.Struct("<4s4H2LH")
-_END64 = struct.Struct("<4sQ2H2L4Q")
-_LOCATOR64 = struct.Struct("<4sLQL")
-_CENTRAL = struct.Struct("<4s6H3L5H2L")
-_LOCAL = struct.Struct("<4s5H3L2H")
+END = struct.Struct("<4s4H2LH")
+END64 = struct.Struct("<4sQ2H2L4Q")
+LOCATOR64 = struct.Struct("<4sLQL")
+CENTRAL = struct.Struct("<4s6H3L5H2L")
+LOCAL = struct.Struct("<4s5H3L2H")
 _TAIL = 4096  # the end records and the central directory of a small archive, in one read
 ALIGNMENT = 64
 MAX_DIRECTORY = 1 << 28  # bytes: three million records
@@ -127,32 +125,32 @@ def _not_an_archive(name: str, why: str) -> CorruptError:
 
 def open_archive(read: Read, base: int, length: int, *, name: str, file: int = 0) -> Archive:
     """The archive in `length` bytes at `base`. Raises CorruptError when it is not one, or not whole."""
-    if length < _END.size:
+    if length < END.size:
         raise _not_an_archive(name, f"it has {length} bytes")
     tail_at = max(0, length - _TAIL)
     tail = read(base + tail_at, length - tail_at)
-    end = len(tail) - _END.size
+    end = len(tail) - END.size
     if tail[end : end + 4] != b"PK\5\6":
         end = tail.rfind(b"PK\5\6")
-        if end < 0 or end + _END.size > len(tail):
+        if end < 0 or end + END.size > len(tail):
             raise _not_an_archive(name, "no end record")
-    _, disk, _, _, count, size, at, comment = _END.unpack_from(tail, end)
-    if disk or comment or end + _END.size != len(tail):
+    _, disk, _, _, count, size, at, comment = END.unpack_from(tail, end)
+    if disk or comment or end + END.size != len(tail):
         raise _not_an_archive(name, "bytes after the end record")
     said, behind = (count, size, at), tail_at + end
-    if end >= _LOCATOR64.size and tail[end - _LOCATOR64.size : end - _LOCATOR64.size + 4] == b"PK\6\7":
-        at64 = _LOCATOR64.unpack_from(tail, end - _LOCATOR64.size)[2]
-        if at64 + _END64.size > length:
+    if end >= LOCATOR64.size and tail[end - LOCATOR64.size : end - LOCATOR64.size + 4] == b"PK\6\7":
+        at64 = LOCATOR64.unpack_from(tail, end - LOCATOR64.size)[2]
+        if at64 + END64.size > length:
             raise _not_an_archive(name, "its zip64 end record is outside")
-        data = tail[at64 - tail_at :] if at64 >= tail_at else read(base + at64, _END64.size)
-        if len(data) < _END64.size or data[:4] != b"PK\6\6":
+        data = tail[at64 - tail_at :] if at64 >= tail_at else read(base + at64, END64.size)
+        if len(data) < END64.size or data[:4] != b"PK\6\6":
             raise _not_an_archive(name, "no zip64 end record")
-        count, size, at = _END64.unpack_from(data)[7:]
+        count, size, at = END64.unpack_from(data)[7:]
         full = (0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF)
         if any(short not in (wide, most) for short, wide, most in zip(said, (count, size, at), full, strict=True)):
             raise _not_an_archive(name, "its two end records differ")
         behind = at64
-    if at + size > length or count * _CENTRAL.size > size:
+    if at + size > length or count * CENTRAL.size > size:
         raise _not_an_archive(name, "its directory is outside")
     if at + size != behind:
         # Other readers could take what is between for the directory, or for another archive.
@@ -175,14 +173,14 @@ def _read_directory(
     taken: list[tuple[int, int]] = []
     strays: list[str] = []
     for _ in range(count):
-        if at + _CENTRAL.size > len(directory):
+        if at + CENTRAL.size > len(directory):
             raise _not_an_archive(name, "its directory is cut")
         (
             signature, _, _, flags, method, _, _, crc, packed, nbytes, name_len, extra_len, comment_len, *_, offset
-        ) = _CENTRAL.unpack_from(directory, at)  # fmt: skip
+        ) = CENTRAL.unpack_from(directory, at)  # fmt: skip
         if signature != b"PK\1\2":
             raise _not_an_archive(name, "its directory is damaged")
-        at += _CENTRAL.size
+        at += CENTRAL.size
         spelt = directory[at : at + name_len]
         record = spelt.decode("utf-8", "replace")
         extra = directory[at + name_len : at + name_len + extra_len]
@@ -192,7 +190,7 @@ def _read_directory(
         top, _, short = record.partition("/")
         if root is None:
             root = top
-        taken.append((offset, offset + _LOCAL.size + name_len + packed))
+        taken.append((offset, offset + LOCAL.size + name_len + packed))
         if top != root or not short:
             strays.append(record)
             # A stray record beside the root is no part of the checkpoint.
@@ -203,11 +201,11 @@ def _read_directory(
             raise CorruptError(f"{name}: record `{short}` is encrypted", hint="torch cannot read it either")
         if short in records:
             raise CorruptError(f"{name}: two records are called `{short}`")
-        if offset + _LOCAL.size > limit:
+        if offset + LOCAL.size > limit:
             raise _not_an_archive(name, f"record `{short}` is outside")
         if method == 0 and packed != nbytes:
             raise CorruptError(f"{name}: record `{short}` has {packed} bytes, but says {nbytes}")
-        if method == 0 and offset + _LOCAL.size + name_len + nbytes > limit:
+        if method == 0 and offset + LOCAL.size + name_len + nbytes > limit:
             raise _not_an_archive(name, f"record `{short}` is outside")
         # Deflated code of a TorchScript file is listed and never read.
         records[short] = Record(file, base + offset, nbytes if method == 0 else -1, crc)
@@ -269,19 +267,19 @@ def _locate(archive: Archive, record: str, listed: Record) -> Record:
             hint="somebody packed it again: unpack it, and pack it with `zip -0`",
         )
     full = f"{archive.root}/{record}".encode()
-    head = archive.read(listed.offset, min(_LOCAL.size + len(full), archive.end - listed.offset))
-    if len(head) < _LOCAL.size:
+    head = archive.read(listed.offset, min(LOCAL.size + len(full), archive.end - listed.offset))
+    if len(head) < LOCAL.size:
         raise CorruptError(f"{archive.name}: record `{record}` has no local header at {listed.offset}")
-    signature, _, _, method, _, _, crc, packed, nbytes, name_len, extra_len = _LOCAL.unpack_from(head)
+    signature, _, _, method, _, _, crc, packed, nbytes, name_len, extra_len = LOCAL.unpack_from(head)
     # Writers that do not know yet leave zeros, and those of large records a mark.
     if crc not in (0, listed.crc) or not {packed, nbytes} <= {0, 0xFFFFFFFF, listed.nbytes}:
         raise CorruptError(
             f"{archive.name}: the local header of record `{record}` gives another size or CRC than the directory",
             hint="the file was put together by hand; other readers see something else in it",
         )
-    if signature != b"PK\3\4" or method != 0 or name_len != len(full) or head[_LOCAL.size :] != full:
+    if signature != b"PK\3\4" or method != 0 or name_len != len(full) or head[LOCAL.size :] != full:
         raise CorruptError(f"{archive.name}: record `{record}` has no local header at {listed.offset}")
-    offset = listed.offset + _LOCAL.size + name_len + extra_len
+    offset = listed.offset + LOCAL.size + name_len + extra_len
     if offset + listed.nbytes > archive.end:
         raise _not_an_archive(archive.name, f"record `{record}` is outside")
     # Writers leave 0 when they were told not to compute CRCs, or not to write data (`skip_data`). A record whose CRC
@@ -307,193 +305,6 @@ def load_tree(archive: Archive) -> Any:
         except CorruptError as error:
             raise CorruptError(f"{archive.name}: data.pkl: {error.message}", **error.facts) from None
     return torchpickle.load(archive.content("data.pkl"), f"{archive.name}: data.pkl")
-
-
-# Writing --------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Layout:
-    """An archive laid out at `base`, payloads still empty.
-
-    `pieces` are the bytes that are known now, `(offset, data)`; `storages[key]` is where each payload goes; `size` is
-    that of the whole archive. `patches` gives what depends on the payloads.
-    """
-
-    base: int
-    size: int
-    pieces: list[tuple[int, bytes]]
-    storages: dict[str, Record]
-    _directory: _Directory
-
-    def patches(self, crc_of: Callable[[Record], int]) -> list[tuple[int, bytes]]:
-        """Descriptors and central directory, once the CRC of each storage is known."""
-        return self._directory.patches(crc_of)
-
-
-class _Columns(NamedTuple):
-    """Where the records of an archive lie within it. Columns, which the archives of many ranks share: one record of
-    each of 256 ranks and 4,000 tensors is a million."""
-
-    names: bytes  # with a newline between two
-    headers: array[int]
-    payloads: array[int]
-    nbytes: array[int]
-    locals: bytes  # the local headers, one behind the other
-    ends: array[int]  # of each of them there
-    end: int
-
-
-class _Directory:
-    """What is said of each record after its payload: its descriptor, and its entry in the central directory."""
-
-    def __init__(self, base: int, file: int, columns: _Columns, known: dict[int, int]) -> None:
-        self._base, self._file, self._columns, self._known = base, file, columns, known
-
-    def size(self) -> int:
-        return len(self._bytes([0] * len(self._columns.headers)))
-
-    def patches(self, crc_of: Callable[[Record], int]) -> list[tuple[int, bytes]]:
-        base, columns, known = self._base, self._columns, self._known
-        crcs: list[int] = []
-        made: list[tuple[int, bytes]] = []
-        for i, (header, at, nbytes) in enumerate(
-            zip(columns.headers, columns.payloads, columns.nbytes, strict=True)
-        ):  # fmt: skip
-            crc = known.get(i)
-            if crc is None:
-                crc = crc_of(Record(self._file, base + at, nbytes)) if nbytes else 0
-            crcs.append(crc)
-            if nbytes:
-                made.append((base + at + nbytes, _descriptor(crc, nbytes, header)))
-        made.append((base + columns.end, self._bytes(crcs)))
-        return made
-
-    def _bytes(self, crcs: Sequence[int]) -> bytes:
-        out = bytearray()
-        columns = self._columns
-        names = columns.names.split(b"\n")
-        for name, crc, nbytes, header in zip(names, crcs, columns.nbytes, columns.headers, strict=True):
-            extra = b""
-            if nbytes >= 0xFFFFFFFF or header >= 0xFFFFFFFF:
-                large = [v for v in (nbytes, nbytes, header) if v >= 0xFFFFFFFF]
-                extra = struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large)
-            size, at = min(nbytes, 0xFFFFFFFF), min(header, 0xFFFFFFFF)
-            out += _CENTRAL.pack(
-                b"PK\1\2", 0, 0, _flags(nbytes), 0, 0, 0, crc, size, size, len(name), len(extra), 0, 0, 0, 0, at
-            )  # fmt: skip
-            out += name + extra
-        start, end64 = columns.end, columns.end + len(out)
-        n, size = len(names), len(out)
-        out += _END64.pack(b"PK\6\6", _END64.size - 12, 0x031E, 0x2D, 0, 0, n, n, size, start)
-        out += _LOCATOR64.pack(b"PK\6\7", 0, end64, 1)
-        out += _END.pack(
-            b"PK\5\6", 0, 0, min(n, 0xFFFF), min(n, 0xFFFF), min(size, 0xFFFFFFFF), min(start, 0xFFFFFFFF), 0
-        )
-        return bytes(out)
-
-
-def _descriptor(crc: int, nbytes: int, header: int) -> bytes:
-    large = nbytes >= 0xFFFFFFFF or header >= 0xFFFFFFFF
-    return struct.pack("<4sLQQ" if large else "<4sLLL", b"PK\7\10", crc, nbytes, nbytes)
-
-
-_crc = lru_cache(maxsize=4096)(crc32)
-
-
-def lay_out(
-    tree: Any,
-    slot_of: Callable[[Any], Slot | None],
-    *,
-    base: int = 0,
-    file: int = 0,
-    root: str,
-    around: Callable[[Any], Around | None] | None = None,
-) -> Layout:
-    """Lay out an archive of `tree` at `base` of a file. `slot_of` says which values are tensors, and `around` what is
-    written around one; see `torchpickle`.
-
-    Storages follow in the order in which the pickle first mentions them, 64-byte aligned within the archive, as torch
-    2.7 and later write them.
-    """
-    sizes: dict[str, int] = {}
-
-    def noting(value: Any) -> Slot | None:
-        slot = slot_of(value)
-        if slot is not None:
-            sizes.setdefault(slot.key, slot.numel * slot.dtype.itemsize)
-        return slot
-
-    data = torchpickle.dump(tree, noting, around)
-    before = {
-        "data.pkl": data,
-        ".format_version": b"1",
-        ".storage_alignment": str(ALIGNMENT).encode(),
-        "byteorder": b"little",
-    }
-    after = {"version": b"3\n", ".data/serialization_id": _serialization_id(data)}
-    names = (*before, *(f"data/{key}" for key in sizes), *after)
-    columns = _arranged(root, names, (*map(len, before.values()), *sizes.values(), *map(len, after.values())))
-
-    known: dict[int, int] = {}
-    pieces: list[tuple[int, bytes]] = []
-    contents = [*before.values(), *[None] * len(sizes), *after.values()]
-    begin = 0
-    for i, (content, end) in enumerate(zip(contents, columns.ends, strict=True)):
-        pieces.append((base + columns.headers[i], columns.locals[begin:end]))
-        begin = end
-        if content is not None:
-            known[i] = _crc(content)
-            pieces.append((base + columns.payloads[i], content))
-    storages = {
-        key: Record(file, base + columns.payloads[i], nbytes, None if nbytes else 0)
-        for i, (key, nbytes) in enumerate(sizes.items(), len(before))
-    }
-    directory = _Directory(base, file, columns, known)
-    return Layout(base, columns.end + directory.size(), pieces, storages, directory)
-
-
-# Most ranks of a checkpoint have archives that differ in a few bytes of the pickle and in nothing else.
-@lru_cache(maxsize=4)
-def _arranged(root: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> _Columns:
-    headers, payloads, ends = array("q"), array("q"), array("q")
-    spelt = [f"{root}/{name}".encode() for name in names]
-    heads = bytearray()
-    at = 0
-    for name, nbytes in zip(spelt, sizes, strict=True):
-        header, payload = _local_header(name, at, nbytes)
-        heads += header
-        headers.append(at)
-        payloads.append(payload)
-        ends.append(len(heads))
-        at = payload + nbytes + (len(_descriptor(0, nbytes, at)) if nbytes else 0)
-    return _Columns(b"\n".join(spelt), headers, payloads, array("q", sizes), bytes(heads), ends, at)
-
-
-def _serialization_id(data: bytes) -> bytes:
-    # torch makes this of the names and CRCs; it tells one save from another and nothing reads it back.
-    from hashlib import sha256
-
-    digest = int.from_bytes(sha256(data).digest()[:17], "big")
-    return f"{digest:040d}"[-40:].encode()
-
-
-def _flags(nbytes: int) -> int:
-    # UTF-8 names; and, but for empty records, sizes in a descriptor behind the payload.
-    return 0x0808 if nbytes else 0x0800
-
-
-def _local_header(name: bytes, at: int, nbytes: int) -> tuple[bytes, int]:
-    """The local header of a record at `at`, and where its payload starts, both within the archive."""
-    zip64 = b""
-    if nbytes >= 0xFFFFFFFF or at >= 0xFFFFFFFF:
-        values = [v for v in (nbytes, nbytes, at) if v >= 0xFFFFFFFF]
-        zip64 = struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values)
-    start = at + _LOCAL.size + len(name) + len(zip64) + 4
-    padding = -start % ALIGNMENT
-    extra = zip64 + struct.pack("<HH", 0x4246, padding) + b"Z" * padding
-    head = _LOCAL.pack(b"PK\3\4", 0, _flags(nbytes), 0, 0, 0, 0, 0, 0, len(name), len(extra))
-    return head + name + extra, start + padding
 
 
 # One tensor: an item of DCP -------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from ckpttool.containers import (
     torchpickle,
     torchtree,
     torchzip,
+    torchzipwriter,
 )
 from ckpttool.containers.torchzip import Archive
 from ckpttool.contract import NO_HINTS, Crcs, Format, Loss, OpenOptions, Sink, SinkOptions, Source
@@ -194,7 +195,7 @@ def _is_storage(record: str) -> bool:
 
 
 class _TorchSink:
-    def __init__(self, path: str, catalogue: Catalogue, layout: torchzip.Layout) -> None:
+    def __init__(self, path: str, catalogue: Catalogue, layout: torchzipwriter.Layout) -> None:
         self.catalogue = catalogue
         self._path = path
         self._layout = layout
@@ -215,7 +216,7 @@ def _value(entry: Entry) -> Any:
 def create(path: str, laid: Catalogue, options: SinkOptions) -> Sink:
     """One archive of full size with holes where the payloads go."""
     slots = torchtree.Slots(laid)
-    layout = torchzip.lay_out(nesting.unflatten(laid, _value), slots.of, root=_ROOT)
+    layout = torchzipwriter.lay_out(nesting.unflatten(laid, _value), slots.of, root=_ROOT)
     files.create(path, layout.size)
     pool = files.Pool(writing=True)
     try:

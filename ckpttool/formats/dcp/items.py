@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import Extent, File, Record
-from ckpttool.containers import opcodes, stheader, torchpickle, torchzip
+from ckpttool.containers import opcodes, stheader, torchpickle, torchzip, torchzipwriter
 from ckpttool.containers.stheader import Header
 from ckpttool.containers.torchpickle import Slot, TensorRef
 from ckpttool.containers.torchzip import Archive, Read
@@ -346,7 +346,7 @@ class Template:
 def template(dtype: Dtype, sizes: Ints) -> Template:
     """What all items that hold a tensor of this dtype and these sizes have in common."""
     slot = Slot("0", dtype, sizes)
-    layout = torchzip.lay_out(slot, lambda value: slot if value is slot else None, root=ROOT)
+    layout = torchzipwriter.lay_out(slot, lambda value: slot if value is slot else None, root=ROOT)
     record = layout.storages["0"]
     start, end = record.offset, record.offset + record.nbytes
     zeros, ones = (_drawn(layout, crc, start, end) for crc in (0, 0xFFFFFFFF))
@@ -357,7 +357,7 @@ def template(dtype: Dtype, sizes: Ints) -> Template:
     return Template(zeros[0], record.nbytes, zeros[1], tuple(marks))
 
 
-def _drawn(layout: torchzip.Layout, crc: int, start: int, end: int) -> tuple[bytes, bytes]:
+def _drawn(layout: torchzipwriter.Layout, crc: int, start: int, end: int) -> tuple[bytes, bytes]:
     """An archive of one storage, without its payload: the bytes before and after."""
     head, tail = bytearray(start), bytearray(layout.size - end)
     for offset, data in [*layout.pieces, *layout.patches(lambda record: crc)]:

@@ -18,7 +18,7 @@ from typing import Any
 from ckpttool import files
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import Catalogue, Chunks, Extent, File, Link, Object, Path, Record, Tensor, dotted
-from ckpttool.containers import torchzip
+from ckpttool.containers import torchzipwriter
 from ckpttool.containers.torchpickle import Slot
 from ckpttool.contract import Crcs, Loss, Sink, SinkOptions
 from ckpttool.dtypes import Dtype
@@ -45,7 +45,7 @@ def losses(catalogue: Catalogue, path: str) -> list[Loss]:
 
 
 class _DcpSink:
-    def __init__(self, path: str, catalogue: Catalogue, metadata: Metadata, late: list[torchzip.Layout]) -> None:
+    def __init__(self, path: str, catalogue: Catalogue, metadata: Metadata, late: list[torchzipwriter.Layout]) -> None:
         self.catalogue = catalogue
         self._path = path
         self._metadata = metadata
@@ -113,7 +113,7 @@ class _Creating:
         self._made = made
         self._numbers: dict[int, int] = {}
         self._ends: list[int] = []
-        self._late: list[torchzip.Layout] = []
+        self._late: list[torchzipwriter.Layout] = []
         self._entries: dict[str, StoredTensor | Item] = {}
         self._own: dict[Path, Path] = {}
 
@@ -160,7 +160,7 @@ class _Creating:
             for entry in objects:
                 slots = _Slots(self._laid, entry)
                 base = self._ends[0]
-                layout = torchzip.lay_out(entry.value, slots.of, base=base, file=0, root=dcpitems.ROOT)
+                layout = torchzipwriter.lay_out(entry.value, slots.of, base=base, file=0, root=dcpitems.ROOT)
                 self._ends[0] += layout.size
                 self._entries[self._spelt.names[entry.path]] = Item(0, base, layout.size)
                 made[entry.path] = entry

@@ -22,7 +22,7 @@ from typing import Any
 from ckpttool import files, nesting, ranks
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import Catalogue, Chunks, Entry, Extent, File, Link, Path, Record, Tensor, dotted
-from ckpttool.containers import picklewriter, torchtree, torchzip
+from ckpttool.containers import picklewriter, torchtree, torchzipwriter
 from ckpttool.containers.torchpickle import Around
 from ckpttool.contract import Crcs, Loss, Sink, SinkOptions
 from ckpttool.errors import LossError
@@ -33,7 +33,7 @@ _GAP, _RUN = 4096, 1 << 20  # what is written at once: pieces so near, so many b
 
 
 class _RankSink:
-    def __init__(self, catalogue: Catalogue, layouts: list[torchzip.Layout]) -> None:
+    def __init__(self, catalogue: Catalogue, layouts: list[torchzipwriter.Layout]) -> None:
         self.catalogue = catalogue
         self._layouts = layouts
 
@@ -52,7 +52,7 @@ def create(path: str, laid: Catalogue, options: SinkOptions) -> Sink:
     made = Catalogue("rankfiles", facts={"layout": "rank files"}, containers=dict(laid.containers))
     made.warnings += _left_without(laid, options.world)
     placing = _Placing(laid, options.world)
-    layouts: list[torchzip.Layout] = []
+    layouts: list[torchzipwriter.Layout] = []
     for rank in range(options.world):
         name = f"rank{rank}.pt"
         file = File(os.path.join(path, name), name, 0, rank)
@@ -65,7 +65,7 @@ def create(path: str, laid: Catalogue, options: SinkOptions) -> Sink:
     return _RankSink(made, layouts)
 
 
-def _write(file: File, laid: Catalogue, slots: torchtree.Slots, options: SinkOptions) -> torchzip.Layout:
+def _write(file: File, laid: Catalogue, slots: torchtree.Slots, options: SinkOptions) -> torchzipwriter.Layout:
     assert file.rank is not None
     rank, world = file.rank, options.world
     spelt = spelling.speller(options.tensor_class, rank, world)
@@ -77,7 +77,7 @@ def _write(file: File, laid: Catalogue, slots: torchtree.Slots, options: SinkOpt
         return Around(kind, partial(spelt.spelled, value))
 
     tree = nesting.unflatten(_seen_by(laid, rank), lambda entry: entry if isinstance(entry, Tensor) else entry.value)
-    layout = torchzip.lay_out(tree, slots.of, file=rank, root=_ROOT, around=around)
+    layout = torchzipwriter.lay_out(tree, slots.of, file=rank, root=_ROOT, around=around)
     file.size = layout.size
     files.create(file.location, file.size)
     pool = files.Pool(writing=True)
