@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import CkptError, CorruptError
+from ckpttool.formats.dcp import classes
 from ckpttool.formats.dcp import metadata as dcpmetadata
 from ckpttool.formats.dcp import runs as dcpruns
 from ckpttool.formats.dcp import spelling as dcpspelling
@@ -266,7 +267,7 @@ def both_ways(data: bytes, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
 
 
 def runs_of(data: bytes) -> dcpruns.Runs | None:
-    return dcpruns.find(data, {**dcpmetadata._CLASSES, "Size": dcpmetadata._SIZE})
+    return dcpruns.find(data, {**classes.CLASSES, "Size": classes.size})
 
 
 @pytest.mark.parametrize("path", INDEXES, ids=lambda path: str(path.relative_to(SAMPLES)))

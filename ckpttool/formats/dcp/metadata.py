@@ -15,8 +15,8 @@ protocol (4; 5 from Python 3.14 on). Up to torch 2.2 TensorProperties lived in `
 bring clones of `_StorageInfo` and subclasses of Metadata, so classes are told by their name. Everything else that a
 pickle names (paths, Megatron's plans) is an inert stub.
 
-The objects of a large run are many (256 ranks x 2,930 tensors: 750,000 chunks), so they give up their state dicts as
-soon as they have them, and end as columns.
+The objects of a large run are many (256 ranks x 2,930 tensors: 750,000 chunks), so they end as columns; `classes` has
+what they are until then.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from typing import Any, NamedTuple, cast
 
 from ckpttool.boxes import Ints
 from ckpttool.catalogue import check_shape
-from ckpttool.containers import harm, opcodes, pickles, stubs
+from ckpttool.containers import opcodes, pickles
 from ckpttool.containers.stubs import stub_name
 from ckpttool.dtypes import Dtype, dtype
 from ckpttool.errors import CkptError, CorruptError
-from ckpttool.formats.dcp import runs
+from ckpttool.formats.dcp import classes, runs
 from ckpttool.formats.dcp.runs import Row, Run, Runs
 
 KeyPath = tuple["str | int", ...]
@@ -95,150 +95,6 @@ class Metadata:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-# The classes that the pickle asks for ---------------------------------------------------------------------------------
-
-
-def _no_fields(state: Any, kind: str) -> CorruptError:
-    return CorruptError(f"a `{kind}` has a {type(state).__name__} for its fields")
-
-
-class _Chunk:
-    __slots__ = ("offsets", "sizes")
-    offsets: Any
-    sizes: Any
-
-    def __setstate__(self, state: Any) -> None:
-        if type(state) is not dict:
-            raise _no_fields(state, "ChunkStorageMetadata")
-        get = state.get
-        self.offsets, self.sizes = get("offsets"), get("sizes")
-        # The unpickler's memo holds on to the dict: 200 bytes each, two million of them.
-        state.clear()
-
-
-class _Index:
-    __slots__ = ("fqn", "index", "offset")
-    fqn: Any
-    index: Any
-    offset: Any
-
-    def __setstate__(self, state: Any) -> None:
-        if type(state) is not dict:
-            raise _no_fields(state, "MetadataIndex")
-        get = state.get
-        self.fqn, self.offset, self.index = get("fqn"), get("offset"), get("index")
-        state.clear()
-
-
-class _Info:
-    __slots__ = ("length", "offset", "path", "transforms")
-    length: Any
-    offset: Any
-    path: Any
-    transforms: Any
-
-    def __setstate__(self, state: Any) -> None:
-        if type(state) is not dict:
-            raise _no_fields(state, "_StorageInfo")
-        get = state.get
-        self.path, self.offset, self.length = get("relative_path"), get("offset"), get("length")
-        self.transforms = get("transform_descriptors")
-        state.clear()
-
-
-class _Properties:
-    __slots__ = ("count", "dtype", "layout")
-
-    def __setstate__(self, state: Any) -> None:
-        # 5 or 6 in what is known; only the first two are of use.
-        if type(state) is not tuple or len(state) < 2:
-            raise CorruptError("a `TensorProperties` is not a tuple of a dtype, a layout, ...")
-        self.dtype, self.count = state[0], len(state)
-        args = state[1].args if isinstance(state[1], stubs.Stub) else ()
-        self.layout = args[0] if args and isinstance(args[0], str) else "torch.strided"
-
-
-class _Fields:
-    __slots__ = ("fields",)
-
-    def __setstate__(self, state: Any) -> None:
-        if type(state) is not dict:
-            raise _no_fields(state, type(self).__name__)
-        self.fields: dict[str, Any] = state
-
-
-class _TensorMeta(_Fields):
-    __slots__ = ()
-
-
-class _BytesMeta(_Fields):
-    __slots__ = ()
-
-
-class _StorageMeta(_Fields):
-    __slots__ = ()
-
-
-class _Metadata(_Fields):
-    __slots__ = ()
-
-
-_CLASSES: dict[str, type] = {
-    "Metadata": _Metadata,
-    "MCoreMetadata": _Metadata,
-    "TensorStorageMetadata": _TensorMeta,
-    "BytesStorageMetadata": _BytesMeta,
-    "ChunkStorageMetadata": _Chunk,
-    "TensorProperties": _Properties,
-    "MetadataIndex": _Index,
-    "_StorageInfo": _Info,
-    "StorageMeta": _StorageMeta,
-}
-
-
-def _size(sizes: Any) -> Any:
-    # Given a tuple of integers, the same one: no tuple gets another name by this, see `pickleweight`.
-    if type(sizes) is not tuple or not all(type(n) is int for n in sizes):
-        raise CorruptError("a `torch.Size` is not made of a tuple of integers")
-    return sizes
-
-
-_SIZE = _size
-
-
-class _Names(Mapping[tuple[str, str], Any]):
-    """Our classes by the name of theirs. `seen` remembers the module of each, `harmful` names that run commands.
-
-    All of them have a `__setstate__`, so that a pickle cannot set attributes on them, nor on the classes themselves.
-    """
-
-    def __init__(self, runs: Runs | None) -> None:
-        self.seen: dict[str, str] = {}
-        self.harmful: list[str] = []
-        self._runs: Mapping[tuple[str, str], Any] = {} if runs is None else runs
-
-    def __contains__(self, key: Any) -> bool:
-        if key == ("torch", "Size") or key[1] in _CLASSES or key in self._runs:
-            return True
-        if harm.is_harmful(*key):
-            self.harmful.append(".".join(key))
-        return False
-
-    def __getitem__(self, key: tuple[str, str]) -> Any:
-        if key == ("torch", "Size"):
-            return _SIZE
-        if key in self._runs:
-            return self._runs[key]
-        self.seen[key[1]] = key[0]
-        return _CLASSES[key[1]]
-
-    def __iter__(self) -> Iterator[tuple[str, str]]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return len(_CLASSES)
-
-
 # Reading --------------------------------------------------------------------------------------------------------------
 
 
@@ -257,7 +113,7 @@ def read(stream: Any, name: str) -> Metadata:
         data = _whole(stream, data, name)
     with pickles.no_garbage_collection():
         if len(data) >= _LARGE:
-            found = runs.find(data, {**_CLASSES, "Size": _SIZE})
+            found = runs.find(data, {**classes.CLASSES, "Size": classes.size})
             if found is not None:
                 with suppress(CkptError):
                     return _read(found.data, name, found)
@@ -278,7 +134,7 @@ def _whole(stream: Any, beginning: bytes, name: str) -> bytes:
 
 
 def _read(data: bytes, name: str, found: Runs | None = None) -> Metadata:
-    names = _Names(found)
+    names = classes.Names(found)
     reader = _Reader(name)
     try:
         root = pickles.load(data, what=f"`{name}`", known=names)
@@ -310,7 +166,7 @@ class _Reader:
         return f": `{self._key}`" if isinstance(self._key, str) else ""
 
     def metadata(self, root: Any, seen: Mapping[str, str]) -> Metadata:
-        if not isinstance(root, _Metadata):
+        if not isinstance(root, classes.Root):
             raise CorruptError(
                 f"a pickle of {stub_name(root) or type(root).__name__}, not of a DCP `Metadata`",
                 hint="this is not the index of a torch.distributed.checkpoint directory",
@@ -340,13 +196,13 @@ class _Reader:
     def _described(self, key: Any, value: Any) -> StoredTensor | None:
         if type(key) is not str:
             raise CorruptError(f"a name is {type(key).__name__}, not a string")
-        if isinstance(value, _BytesMeta):
+        if isinstance(value, classes.BytesMeta):
             return None
-        if not isinstance(value, _TensorMeta):
+        if not isinstance(value, classes.TensorMeta):
             raise CorruptError(f"described by a {stub_name(value) or type(value).__name__}, not as a tensor or bytes")
         properties, chunks = value.fields.get("properties"), value.fields.get("chunks")
         shape = _checked([value.fields.get("size")], "size", None)[0]
-        if not isinstance(properties, _Properties) or type(chunks) is not list:
+        if not isinstance(properties, classes.Properties) or type(chunks) is not list:
             raise CorruptError("a tensor without properties or chunks")
         check_shape(shape)
         offsets, sizes = _columns(chunks, len(shape))
@@ -357,7 +213,7 @@ class _Reader:
             array("l", [-1]) * n, array("q", [0]) * n, array("q", [0]) * n,
         )  # fmt: skip
 
-    def _dtype(self, properties: _Properties) -> Dtype:
+    def _dtype(self, properties: classes.Properties) -> Dtype:
         name = stub_name(properties.dtype)
         if name is None or not _DTYPE.fullmatch(name):
             raise CorruptError("its dtype is not one of torch's")
@@ -371,7 +227,7 @@ class _Reader:
             raise CorruptError("it has no `storage_data`", hint="the writer of this checkpoint is not a file system's")
         kinds, infos = set(map(type, storage)), set(map(type, storage.values()))
         with_runs = Run in kinds
-        if kinds - {_Index, Run} or infos - ({_Info, type(None)} if with_runs else {_Info}):
+        if kinds - {classes.Index, Run} or infos - ({classes.Info, type(None)} if with_runs else {classes.Info}):
             raise CorruptError("`storage_data` holds something else than `MetadataIndex` and `_StorageInfo`")
         items = storage.items()
         rows = chain.from_iterable(map(_rows, items)) if with_runs else _singles(items)
@@ -471,7 +327,7 @@ class _Reader:
             facts["torch"] = "2.15 or later"
         elif "version" in fields:
             facts["torch"] = "2.9 to 2.14"
-        elif isinstance(meta, _StorageMeta):
+        elif isinstance(meta, classes.StorageMeta):
             facts["torch"] = "2.7 to 2.8" if "modules" in meta.fields else "2.4 to 2.6"
         elif "TensorProperties" in seen:
             facts["torch"] = "2.3"
@@ -489,7 +345,7 @@ _HOLE = "a rank's part of the index is missing; the save did not end well"
 def _columns(chunks: list[Any], dims: int) -> tuple[list[Ints], list[Ints]]:
     """Offsets and sizes of a tensor's chunks."""
     kinds = set(map(type, chunks))
-    if kinds - {_Chunk, Run}:
+    if kinds - {classes.Chunk, Run}:
         raise CorruptError("a chunk that is not a `ChunkStorageMetadata`")
     if Run not in kinds:
         return _checked([c.offsets for c in chunks], "offsets", dims), _checked(
@@ -507,7 +363,7 @@ def _columns(chunks: list[Any], dims: int) -> tuple[list[Ints], list[Ints]]:
     return offsets, sizes
 
 
-def _singles(items: Iterable[tuple[_Index, _Info]]) -> Iterator[Row]:
+def _singles(items: Iterable[tuple[classes.Index, classes.Info]]) -> Iterator[Row]:
     for index, info in items:
         # Looked up by their hashes: see `pickles.check_depths`.
         if type(index.fqn) is not str:
