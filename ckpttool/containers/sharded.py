@@ -10,13 +10,12 @@
 
 Sources: `torch/distributed/tensor/` (`_tensor/` to 2.4), `torch/distributed/device_mesh.py` and
 `torch/distributed/_shard/` of torch 2.0 to 2.15. Classes are told by the last part of their names, which moved between
-modules. A `DTensor` says which boxes it has by mesh, coordinate and placements only; the offsets are those of
-`torch/distributed/tensor/_utils.py`, `_compute_local_shape_and_global_offset`, proved against the local tensor's shape.
+modules. A `DTensor` says which boxes it has by mesh, coordinate and placements only, see `cuts`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from dataclasses import replace as changed
 from functools import lru_cache
@@ -26,6 +25,8 @@ from typing import Any, NamedTuple
 
 from ckpttool.boxes import Ints, row_major
 from ckpttool.catalogue import dotted
+from ckpttool.containers import cuts
+from ckpttool.containers.cuts import Place, Placement, Runs
 from ckpttool.containers.stubs import Stub, stub_name
 from ckpttool.containers.torchpickle import TensorRef
 from ckpttool.dtypes import DTYPES, Dtype
@@ -231,23 +232,11 @@ class _Mesh(NamedTuple):
     within: Ints
 
 
-class _Placement(NamedTuple):
-    """`_Placement(0, 2)` is `_StridedShard(dim=0, split_factor=2)`; a dim of -1, `Replicate()`."""
-
-    dim: int
-    factor: int = 1
-
-    def __str__(self) -> str:
-        if self.dim < 0:
-            return "Replicate"
-        return f"Shard({self.dim})" if self.factor == 1 else f"_StridedShard({self.dim}, {self.factor})"
-
-
 class _Known(NamedTuple):
     """What the tensors of a file share, found once: the mesh, by its identity, and how a shape is cut on it."""
 
     meshes: dict[int, _Mesh]
-    runs: dict[tuple[Any, ...], list[_Runs]]
+    runs: dict[tuple[Any, ...], list[Runs]]
 
 
 def _dtensor(call: _Call, known: _Known) -> Shard:
@@ -270,7 +259,8 @@ def _dtensor(call: _Call, known: _Known) -> Shard:
         key = (id(stub), local.shape, call.shape, *placements, *(order or {}).items())
         runs = known.runs.get(key)
         if runs is None:
-            runs = known.runs[key] = _runs(local.shape, call.shape, mesh, placements, order)
+            place = Place(mesh.shape, mesh.coordinate)
+            runs = known.runs[key] = cuts.of_local(local.shape, call.shape, place, placements, order)
         pieces = tuple(_boxes(local, runs))
     world = max(mesh.ranks) + 1 if mesh.ranks else None
     return Shard(
@@ -348,16 +338,16 @@ def _flat(value: Any) -> Iterator[int]:
         yield _ints(value, "mesh's layout")[0]
 
 
-def _placement(stub: Any) -> _Placement:
+def _placement(stub: Any) -> Placement:
     name, state = _last(stub), _state(stub)
     match name:
         case "Replicate":
-            return _Placement(-1)
+            return Placement(-1)
         case "Shard" | "_StridedShard":
             args = stub.args if isinstance(stub, Stub) else ()
             dim, factor = state.get("dim", args[0] if args else None), state.get("split_factor", 1)
             if type(dim) is int and dim >= 0 and type(factor) is int and 1 <= factor <= _MOST_PARTS:
-                return _Placement(dim, factor)
+                return Placement(dim, factor)
         case _ if "Partial" in name:
             raise ReadError(
                 "a partial DTensor: each rank has a summand of it, not a piece",
@@ -378,31 +368,7 @@ def _shard_order(value: Any) -> dict[int, Ints] | None:
     return order
 
 
-_Runs = list[tuple[int, int]]
-"""What is left of a dimension: `[(0, 4), (8, 3)]` is 0..4 and 8..11."""
-
-
-def _runs(
-    local: Ints, shape: Ints, mesh: _Mesh, placements: Sequence[_Placement], order: dict[int, Ints] | None
-) -> list[_Runs]:
-    """What of each dimension a local tensor of shape `local` has. Raises CorruptError when placements do not fit it."""
-    assert mesh.coordinate is not None
-    tried = []
-    for cut in (_runs_by_order, _runs_by_factor):
-        runs = [cut(shape[dim], dim, mesh, placements, order) for dim in range(len(shape))]
-        sizes = tuple(sum(length for _, length in r) for r in runs)
-        if sizes == local or (0 in sizes and 0 in local):
-            return runs
-        tried.append(list(sizes))
-    raise CorruptError(
-        f"the local tensor is {list(local)}, but {', '.join(map(str, placements))} of {list(shape)} at "
-        f"{list(mesh.coordinate)} of a mesh {list(mesh.shape)} leaves {tried[0]}",
-        hint="it was made by hand (`DTensor.from_local` of an uneven tensor), or the file was changed",
-        found=list(local), expected=tried[0],
-    )  # fmt: skip
-
-
-def _boxes(local: TensorRef, runs: list[_Runs]) -> Iterator[Piece]:
+def _boxes(local: TensorRef, runs: list[Runs]) -> Iterator[Piece]:
     """The boxes of a local tensor, one unless a `_StridedShard` was cut from left to right."""
     if all(len(r) == 1 for r in runs):
         yield Piece(tuple(r[0][0] for r in runs), local.shape, local)
@@ -414,65 +380,3 @@ def _boxes(local: TensorRef, runs: list[_Runs]) -> Iterator[Piece]:
         skipped = sum(s[i] * step for s, i, step in zip(starts, choice, local.strides, strict=True))
         ref = local if sizes == local.shape else changed(local, offset=local.offset + skipped, shape=sizes)
         yield Piece(offsets, sizes, ref)
-
-
-def _runs_by_order(
-    size: int, dim: int, mesh: _Mesh, placements: Sequence[_Placement], order: dict[int, Ints] | None
-) -> _Runs:
-    """Cut in the order in which it was really cut: FSDP2 over tensor parallelism goes from right to left, which
-    `_StridedShard` spells. What cannot be put in an order is left to `_runs_by_factor`."""
-    assert mesh.coordinate is not None
-    cuts: list[int] = []
-    for i in reversed(range(len(placements))):
-        if placements[i].dim != dim:
-            continue
-        at, factor = 0, 1
-        while factor < placements[i].factor and at < len(cuts):
-            factor *= mesh.shape[cuts[at]]
-            at += 1
-        if factor != placements[i].factor:
-            return _runs_by_factor(size, dim, mesh, placements, order)
-        cuts.insert(at, i)
-    if order and sorted(told := order.get(dim, ())) == sorted(cuts):
-        cuts = list(told)
-    runs = [(0, size)]
-    for i in cuts:
-        runs = _chunk(runs, mesh.shape[i], mesh.coordinate[i])
-    return runs
-
-
-def _runs_by_factor(
-    size: int, dim: int, mesh: _Mesh, placements: Sequence[_Placement], order: dict[int, Ints] | None
-) -> _Runs:
-    """Cut from left to right, a `_StridedShard` of each of its parts, as `distribute_tensor` does."""
-    assert mesh.coordinate is not None
-    runs = [(0, size)]
-    for i, placement in enumerate(placements):
-        if placement.dim == dim:
-            parts = [_chunk(runs, placement.factor, j) for j in range(placement.factor)]
-            runs = [run for part in parts for run in _chunk(part, mesh.shape[i], mesh.coordinate[i])]
-    return _joined(runs)
-
-
-def _chunk(runs: _Runs, parts: int, index: int) -> _Runs:
-    """The `index`th of `parts` as `torch.chunk` makes them: `ceil(n / parts)` each, the last less or nothing."""
-    total = sum(length for _, length in runs)
-    step = -(-total // parts)
-    low, high = min(index * step, total), min((index + 1) * step, total)
-    made, at = [], 0
-    for start, length in runs:
-        first, last = max(low - at, 0), min(high - at, length)
-        if first < last:
-            made.append((start + first, last - first))
-        at += length
-    return made
-
-
-def _joined(runs: _Runs) -> _Runs:
-    made: _Runs = []
-    for start, length in runs:
-        if made and sum(made[-1]) == start:
-            made[-1] = made[-1][0], made[-1][1] + length
-        else:
-            made.append((start, length))
-    return made
