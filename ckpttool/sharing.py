@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import threading
 import time
 from array import array
@@ -289,8 +290,9 @@ def meet() -> Crew:
         return ALONE
     from datetime import timedelta
 
-    from torch.distributed import PrefixStore
-    from torch.distributed.rendezvous import rendezvous
+    with _signals_wait():
+        from torch.distributed import PrefixStore
+        from torch.distributed.rendezvous import rendezvous
 
     try:
         store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=_MEET)))
@@ -303,6 +305,17 @@ def meet() -> Crew:
     store.set_timeout(timedelta(seconds=_DEAD))
     # What was said in an earlier job of the same processes is still there.
     return Crew(rank, size, PrefixStore(f"job{next(_JOBS)}", store))
+
+
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """A block after which a signal is noticed that came within. While torch is imported, it may be raised in what torch
+    itself imports, and torch then goes on without numpy, as if nothing had happened."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Pulse:

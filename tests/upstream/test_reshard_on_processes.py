@@ -185,3 +185,27 @@ def test_a_signal_to_torchrun_leaves_nothing(tmp_path: Path) -> None:
     assert code
     assert said == ["terminated, nothing was written"]
     assert not out.parent.exists()
+
+
+EARLY = """
+import os, signal, sys
+class Signals:
+    def find_spec(self, name, path=None, target=None):
+        if name == "numpy.linalg" and "torch" in sys.modules:
+            os.kill(os.getpid(), signal.SIGTERM)
+sys.meta_path.insert(0, Signals())
+from ckpttool.cli.app import main
+main()
+"""
+
+
+def test_a_signal_while_torch_is_imported_is_not_lost(tmp_path: Path) -> None:
+    """torch takes an error in what it imports itself for a machine without numpy, and goes on."""
+    script = tmp_path / "early.py"
+    script.write_text(EARLY)
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    done = subprocess.run(
+        [sys.executable, str(script), "reshard", str(SOURCE), str(tmp_path / "out"), "--to-world", "2"],
+        env={**os.environ, **ranks}, capture_output=True, text=True, timeout=SECONDS, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (143, "", "terminated, nothing was written\n")
