@@ -54,6 +54,8 @@ def _fill(model: nn.Module, optimizer: torch.optim.Optimizer | None, how: How) -
         if how.strict:
             matching.check_complete(matched, how.told, model)
         held = [] if optimizer is None else _match_groups(optimizer, groups, how.told)
+    if how.broadcast:
+        matching.check_alike(matched, held)
     with torch.no_grad():
         _fill_model(matched, how)
         with sharded(model):

@@ -23,7 +23,7 @@ from ckpttool import opening, parts
 from ckpttool.catalogue import Catalogue
 from ckpttool.errors import UsageError, some
 from ckpttool.faults import validate
-from ckpttool.mesh import agreement, describing, filling, fsdp1
+from ckpttool.mesh import agreement, describing, filling, fsdp1, matching
 from ckpttool.mesh.describing import Described
 from ckpttool.mesh.materialise import materialise
 from ckpttool.mesh.reading import Reader, filesystem
@@ -138,6 +138,8 @@ def _fill(
     else:
         with agreement.together():
             job = filling.prepare(model, optimizer, how)
+        if how.broadcast:
+            matching.check_alike(job.matched, job.held or ())
         # What is not in the checkpoint has no values of its own either.
         values = model.state_dict(keep_vars=True)
         without = [name for name in job.matched.missing if (value := values.get(name)) is not None and value.is_meta]

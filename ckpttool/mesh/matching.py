@@ -16,7 +16,9 @@ import torch
 from torch import nn
 
 from ckpttool import layout
+from ckpttool.crc import crc32
 from ckpttool.errors import CorruptError, UsageError, some
+from ckpttool.mesh import agreement
 from ckpttool.mesh.describing import Described, Group, Optimizer, Shape
 from ckpttool.wording import near_names
 
@@ -114,6 +116,20 @@ def check_complete(made: Matched, told: Described, model: nn.Module) -> None:
             hint=f"{hint}`strict=False` loads what fits and returns the names of the rest",
             missing=made.missing, unexpected=made.unexpected,
         )  # fmt: skip
+
+
+def check_alike(made: Matched, held: Sequence[Held]) -> None:
+    """Raises UsageError where ranks have not the same tensors, as in a pipeline: what is sent to all would land in
+    another one. A collective."""
+    names = [place.name for place in made.places], [one.names for one in held]
+    told = agreement.gathered(crc32(repr(names).encode(errors="surrogatepass")))
+    other = next((rank for rank, crc in enumerate(told) if crc != told[0]), None)
+    if other is not None:
+        raise UsageError(
+            f"the model or the optimizer of rank {other} has other tensors than that of rank 0, and `broadcast` sends "
+            "the same to all",
+            hint='`strategy="parallel"` reads for each rank what it has',
+        )
 
 
 def _prefix(made: Matched) -> str | None:

@@ -51,6 +51,7 @@ def everyday() -> Cases:
         ["other_groups", "fsdp1", "parallel"],
         ["damaged", "fsdp1", "broadcast"],
         ["chance", "fsdp2", "parallel"],
+        *(["stages", "plain", strategy] for strategy in STRATEGIES),
     ]
 
 

@@ -147,6 +147,26 @@ def chance(kind: str, strategy: str) -> str:
     return "equal" if loaded.uninitialised == ["norm.weight"] else str(loaded.uninitialised)
 
 
+def stages(kind: str, strategy: str) -> str:
+    """Each rank has another part of the model, as in a pipeline: what is sent to all is not everybody's."""
+    place = saved(practices.folder() / "full.pt")
+    state = torch.load(place)["model"]
+    mine = f"layers.0.{'up' if dist.get_rank() % 2 else 'down'}"
+    part = torch.nn.ModuleDict({"layers": torch.nn.ModuleDict({"0": torch.nn.ModuleDict()})})
+    wide, narrow = state["layers.0.up.weight"].shape
+    sides = (narrow, wide) if mine.endswith("up") else (wide, narrow)
+    part["layers"]["0"][mine[9:]] = torch.nn.Linear(*sides, bias=False)
+    weight = part["layers"]["0"][mine[9:]].weight
+    before = weight.detach().clone()
+    try:
+        ckpttool.load(place, part, strategy=strategy, strict=False)
+    except ckpttool.CkptError as error:
+        said = "rank 1 has other tensors than that of rank 0" in error.message and torch.equal(weight, before)
+        return "equal" if said and strategy == "broadcast" else error.message
+    same = torch.equal(weight, state[f"{mine}.weight"])
+    return "equal" if same and strategy == "parallel" else f"it was loaded, {same}"
+
+
 WRONGS: dict[str, Callable[..., str]] = {
-    f.__name__: f for f in (other_shapes, other_names, other_groups, one_rank_blind, damaged, chance)
+    f.__name__: f for f in (other_shapes, other_names, other_groups, one_rank_blind, damaged, chance, stages)
 }
