@@ -121,8 +121,10 @@ class _Room:
 
 def _copies(module: nn.Module) -> bool:
     """Whether a module copies what it loads, as torch's do; one with a way of its own may keep it."""
-    hooks = module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks
-    return not hooks and type(module)._load_from_state_dict is nn.Module._load_from_state_dict
+    hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
+    # FSDP2 gives each parameter's module one, which looks at the parameter only.
+    foreign = any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
+    return not foreign and type(module)._load_from_state_dict is nn.Module._load_from_state_dict
 
 
 def _set(module: nn.Module, state: dict[str, torch.Tensor]) -> None:

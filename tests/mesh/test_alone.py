@@ -15,14 +15,16 @@ import numpy as np
 import pytest
 import runs
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 from launching import torchrun
 from reading import expected_of, path_of
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.fsdp import fully_shard
 
 import ckpttool
-from ckpttool.mesh import loader
+from ckpttool.mesh import loader, sending
 from ckpttool.mesh.reading import tiles
 
 Adam = torch.optim.AdamW
@@ -183,6 +185,19 @@ def test_tiles_cover_a_box_once() -> None:
         assert np.prod(sizes) * 4 <= 100
         seen[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
     assert seen[2:, :, 5:].all() and seen.sum() == 7 * 3 * 11 and seen.max() == 1
+
+
+def test_memory_to_send_from_is_used_again_for_modules_of_torch() -> None:
+    """Those of FSDP2 have hooks that look at parameters; hooks of others may keep what is loaded."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = fully_shard(nn.Sequential(*(nn.Linear(3, 3) for _ in range(3))))
+        assert all(map(sending._copies, model.modules()))
+        model[2].register_load_state_dict_pre_hook(lambda *_: None)
+        model[0].register_load_state_dict_post_hook(lambda *_: None)
+        assert [sending._copies(module) for module in model] == [False, True, False]
+    finally:
+        dist.destroy_process_group()
 
 
 DYING = """
