@@ -13,417 +13,43 @@ index, which torch carries along and ignores; tied names point at the same item.
 
 from __future__ import annotations
 
-from array import array
-from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING
 
-from ckpttool.catalogue import Catalogue, Chunk, Chunks, Extent, File, Object, Path, Tensor, dotted
-from ckpttool.containers import pickles, picklewriter, stheader, stubs, torchtree
-from ckpttool.containers.stubs import stub_name
-from ckpttool.containers.torchpickle import StorageRef, TensorRef
-from ckpttool.containers.torchzip import Archive
-from ckpttool.contract import NO_HINTS, Format, OpenOptions, Run
-from ckpttool.errors import CkptError, CorruptError, ReadError, some
-from ckpttool.formats.dcp import index as dcpindex
-from ckpttool.formats.dcp import items as dcpitems
-from ckpttool.formats.dcp import keys as dcpkeys
-from ckpttool.formats.dcp import sink as dcpsink
-from ckpttool.formats.dcp.index import Copy, Index
-from ckpttool.formats.dcp.items import Items
-from ckpttool.formats.dcp.metadata import Item, StoredTensor
+from ckpttool.catalogue import Catalogue
+from ckpttool.contract import NO_HINTS, Format, Loss, OpenOptions, Sink, SinkOptions
+from ckpttool.formats.dcp import index
 
-_EAGER = 5_000  # bytes items that are decoded at open; 35 us each
+if TYPE_CHECKING:
+    from ckpttool.formats.dcp.opening import DcpSource
 
-
-# Reading --------------------------------------------------------------------------------------------------------------
-
-
-class DcpSource:
-    """An open directory; `index` is what it says, and has the file numbers of the catalogue."""
-
-    def __init__(
-        self, catalogue: Catalogue, items: Items, transforms: dict[tuple[int, int], tuple[str, ...]], index: Index
-    ) -> None:
-        self.catalogue = catalogue
-        self.index = index
-        self._items = items
-        self._transforms = transforms
-
-    def items(self) -> Iterator[tuple[str, Run]]:
-        """Items that are no chunk of the catalogue: those of objects, and what several ranks have stored."""
-        for name, entry in self.index.entries.items():
-            # A quantised tensor is the call that makes it.
-            whole = [entry] if isinstance(entry, Item) else map(entry.item, range(len(entry.files)))
-            for item in whole if isinstance(entry, Item) or entry.dtype.kind == "quantized" else ():
-                yield name, Run(item.file, item.offset, item.length, bool(item.transforms))
-        for again in self.index.copies:
-            item = again.again
-            yield again.name, Run(item.file, item.offset, item.length, bool(item.transforms))
-
-    def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
-        extent = chunk.extent
-        if not extent.item:
-            return extent
-        if tensor.dtype.kind == "quantized":
-            raise ReadError(
-                f"tensor `{tensor.name}`: {tensor.dtype} in pieces, each quantised by itself, cannot be put together",
-                hint="leave it out with `--exclude`",
-                tensor=tensor.name,
-            )
-        transforms = self._transforms.get((extent.file, extent.offset), ()) if self._transforms else ()
-        item = Item(extent.file, extent.offset, extent.nbytes, transforms)
-        return self._items.tensor(item, tensor.dtype, chunk.sizes, tensor.name)
-
-    def close(self) -> None:
-        self._items.close()
+# What reads and what writes is imported on use: every command of the tool asks whether a path is such a directory.
 
 
 def open(path: str, options: OpenOptions = NO_HINTS) -> DcpSource:
     """The catalogue of a directory, or of the directory that an index file lies in."""
-    with pickles.no_garbage_collection():
-        index = dcpindex.read(path)
-        items = Items(index.files)
-        try:
-            return _Opening(index, items).source()
-        except BaseException:
-            items.close()
-            raise
+    from ckpttool.formats.dcp import opening
+
+    return opening.open_directory(path)
 
 
-class _Opening:
-    """Turns an index into a catalogue; reads small things from the data files on the way."""
+def _create(path: str, laid: Catalogue, options: SinkOptions) -> Sink:
+    from ckpttool.formats.dcp import sink
 
-    def __init__(self, index: Index, items: Items) -> None:
-        self._index = index
-        self._items = items
-        self._catalogue = Catalogue("dcp", index.files, facts=index.facts, warnings=index.warnings)
-        self._trees: dict[str, tuple[Any, Archive | None] | CkptError] = {}
-        self._transforms: dict[tuple[int, int], tuple[str, ...]] = {}
-        self._is_safetensors = False
-        self._unread: list[tuple[str, str]] = []
-
-    def source(self) -> DcpSource:
-        index, catalogue = self._index, self._catalogue
-        self._note_transforms()
-        if self._transforms:
-            self._items.reserve_scratch()
-        self._is_safetensors = self._probe()
-        self._settle_copies()
-        self._read_objects()
-        paths, containers = dcpkeys.restore(index.entries, index.paths, index.extra, self._value)
-        catalogue.containers = containers
-        for name, path in paths.items():
-            entry = index.entries[name]
-            if isinstance(entry, StoredTensor) and name not in self._trees:
-                catalogue.add(self._tensor(name, path, entry))
-            else:
-                self._add_object(name, path)
-        if self._unread:
-            name, why = self._unread[0]
-            more = f", nor {len(self._unread) - 1} objects more" if len(self._unread) > 1 else ""
-            catalogue.warnings.append(f"`{name}` cannot be read{more}: {why}")
-        self._describe()
-        return DcpSource(catalogue, self._items, self._transforms, index)
-
-    # Tensors ---------------------------------------------------------------------------------------------------------
-
-    def _note_transforms(self) -> None:
-        for entry in self._index.entries.values():
-            if isinstance(entry, Item):
-                if entry.transforms:
-                    self._transforms[entry.file, entry.offset] = entry.transforms
-            else:
-                for i, transforms in entry.transforms.items():
-                    self._transforms[entry.files[i], entry.starts[i]] = transforms
-
-    def _probe(self) -> bool:
-        """Whether tensors lie in safetensors blobs. It is the writer's choice for all of them, so one item tells."""
-        for entry in self._index.entries.values():
-            if isinstance(entry, Item):
-                continue
-            for i in range(len(entry.files)):
-                item = entry.item(i)
-                if item.transforms or not item.length or self._index.files[item.file].missing:
-                    continue
-                try:
-                    head = self._items.head(item._replace(length=16), 16)
-                except CkptError:
-                    continue
-                return not head.startswith(b"PK") and stheader.looks_like(head)
-        return False
-
-    def _tensor(self, name: str, path: Path, entry: StoredTensor) -> Tensor:
-        if self._is_safetensors:
-            chunks = self._in_blobs(name, entry)
-        else:
-            chunks = Chunks.items(entry.offsets, entry.sizes, entry.files, entry.starts, entry.lengths)
-            if 0 in entry.shape and entry.dtype.kind != "quantized":
-                self._check_empty(name, path, entry)
-        return Tensor(path, entry.dtype, entry.shape, chunks)
-
-    def _check_empty(self, name: str, path: Path, entry: StoredTensor) -> None:
-        """Nobody comes back to the items of a tensor without elements, which had better have none."""
-        for item in map(entry.item, range(len(entry.files))):
-            file = self._index.files[item.file]
-            if item.length <= 0 or item.offset < 0 or file.missing or item.offset + item.length > file.size:
-                continue  # there is none, or that is told elsewhere
-            try:
-                self._items.check_empty(item, name)
-            except CkptError as error:
-                facts = {**error.facts, "concerns": [dotted(path)]}
-                self._catalogue.faults.append(type(error)(error.message, hint=error.hint, **facts))
-                return
-
-    def _in_blobs(self, name: str, entry: StoredTensor) -> Chunks:
-        """Every item of a file has the offset of its blob: only the blob's own header tells them apart."""
-        chunks = Chunks()
-        seen: set[int] = set()
-        for i, (offsets, sizes) in enumerate(zip(entry.offsets, entry.sizes, strict=True)):
-            file = self._index.files[entry.files[i]]
-            if file.missing or 0 in sizes:
-                if 0 in entry.shape and entry.lengths[i] and not file.missing:
-                    self._check_empty_blob(name, entry.item(i))
-                chunks.add(offsets, sizes, Extent(entry.files[i], 0, 0 if 0 in sizes else entry.lengths[i]))
-                continue
-            if entry.files[i] in seen:
-                raise CorruptError(
-                    f"`{file.name}`: tensor `{name}`: two of its chunks were written under one name, so one is lost",
-                    hint="torch has no other trace of it; save again without `SerializationFormat.SAFETENSORS`",
-                    file=file.name, tensor=name,
-                )  # fmt: skip
-            seen.add(entry.files[i])
-            found = self._items.blob(entry.item(i)).tensors.get(name)
-            if found is None or found.dtype != entry.dtype or found.shape != sizes:
-                holds = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
-                raise CorruptError(
-                    f"`{file.name}`: tensor `{name}`: the header has {holds}, but the index says {entry.dtype} "
-                    f"{list(sizes)}",
-                    file=file.name, tensor=name,
-                )  # fmt: skip
-            chunks.add(offsets, sizes, Extent(entry.files[i], found.begin, found.end - found.begin))
-        return chunks
-
-    def _check_empty_blob(self, name: str, item: Item) -> None:
-        found, file = self._items.blob(item).tensors.get(name), self._index.files[item.file].name
-        if found is not None and 0 not in found.shape:
-            raise CorruptError(
-                f"`{file}`: tensor `{name}`: the header has {found.dtype} {list(found.shape)}, but the index says a "
-                "tensor without elements",
-                file=file, tensor=name,
-            )  # fmt: skip
-
-    # Copies of several ranks -----------------------------------------------------------------------------------------
-
-    def _settle_copies(self) -> None:
-        """What is replicated is read once. What is not the same on every rank is no replica: it is kept for each."""
-        by_name: dict[str, list[Copy]] = defaultdict(list)
-        for copy in self._index.copies:
-            by_name[copy.name].append(copy)
-        apart: list[str] = []
-        unlike: list[str] = []
-        unknown: list[str] = []
-        twice = 0
-        for name, copies in by_name.items():
-            same = [self._is_same(copy) for copy in copies]
-            if False in same:
-                entry = self._index.entries[name]
-                whole = isinstance(entry, Item) or entry.sizes == [entry.shape]
-                (apart if whole else unlike).append(name)
-            elif None in same:
-                unknown.append(name)
-            else:
-                twice += 1
-        for name in apart:
-            self._keep_apart(name, by_name[name])
-        said = self._catalogue.warnings
-        if twice:
-            said.append(f"{twice} entries are stored by several ranks, alike; one copy is read")
-        if apart:
-            said.append(f"{len(apart)} entries differ from rank to rank and are kept for each: {some(apart)}")
-        if unlike:
-            said.append(f"{len(unlike)} tensors have replicas that differ; the first is read: {some(unlike)}")
-        if unknown:
-            said.append(f"{len(unknown)} entries are stored by several ranks and were not compared: {some(unknown)}")
-
-    def _is_same(self, copy: Copy) -> bool | None:
-        try:
-            return self._is_same_tensor(copy) if copy.chunk is not None else self._is_same_object(copy)
-        except CkptError:
-            return None
-
-    def _is_same_tensor(self, copy: Copy) -> bool | None:
-        found: list[object] = []
-        for item in (copy.first, copy.again):
-            if self._is_safetensors:
-                entry = self._items.blob(item).tensors[copy.name]
-                found.append(self._items.crc(item.file, entry.begin, entry.end))
-                continue
-            archive = self._items.archive(item, copy.name)
-            record = archive.records.get("data/0")
-            if record is None or not archive.has_crcs:
-                return None
-            found.append((record.nbytes, record.crc))
-        return found[0] == found[1]
-
-    def _is_same_object(self, copy: Copy) -> bool | None:
-        if copy.first.length == copy.again.length and copy.first.length <= dcpitems.SMALL:
-            one, other = (self._items.bytes_of(i, copy.name) for i in (copy.first, copy.again))
-            if one == other:
-                return True
-        trees = [self._items.tree(i, copy.name) for i in (copy.first, copy.again)]
-        if any(archive is not None for _, archive in trees):
-            return None if copy.first.length == copy.again.length else False
-        spelt = [picklewriter.dump(tree) for tree, _ in trees]
-        return spelt[0] == spelt[1]
-
-    def _keep_apart(self, name: str, copies: list[Copy]) -> None:
-        index = self._index
-        first = index.entries[name]
-        path = (index.paths or {}).get(name, (name,))
-        rank = index.files[copies[0].first.file].rank or 0
-        made: dict[str, StoredTensor | Item] = {f"{name}.rank_{rank}": first}
-        paths = {f"{name}.rank_{rank}": (*path, f"rank_{rank}")}
-        for copy in copies:
-            key = f"{name}.rank_{copy.rank}"
-            paths[key] = (*path, f"rank_{copy.rank}")
-            made[key] = copy.again if isinstance(first, Item) else _again(first, copy.again)
-        index.entries = _with_in_place(index.entries, name, made)
-        if index.paths is not None:
-            index.paths = _with_in_place(index.paths, name, paths)
-
-    # Objects ---------------------------------------------------------------------------------------------------------
-
-    def _read_objects(self) -> None:
-        blobs: list[tuple[Item, str]] = []
-        for name, entry in self._index.entries.items():
-            if isinstance(entry, Item):
-                blobs.append((entry, name))
-            elif entry.dtype.kind == "quantized" and len(entry.files) == 1 and not self._is_safetensors:
-                # Its scale and zero point are in the call that makes it: an object around its integers.
-                blobs.append((entry.item(0), name))
-        blobs.sort()
-        for item, name in blobs[:_EAGER]:
-            self._decode(item, name)
-
-    def _decode(self, item: Item, name: str) -> None:
-        try:
-            self._trees[name] = self._items.tree(item, name)
-        except CkptError as error:
-            self._trees[name] = error
-
-    def _value(self, name: str) -> Any:
-        entry = self._index.entries[name]
-        if name not in self._trees and isinstance(entry, Item):
-            self._decode(entry, name)
-        found = self._trees.get(name)
-        return found[0] if isinstance(found, tuple) else None
-
-    def _add_object(self, name: str, path: Path) -> None:
-        catalogue, entry = self._catalogue, self._index.entries[name]
-        item = entry if isinstance(entry, Item) else entry.item(0)
-        found = self._trees.get(name)
-        if found is None:
-            catalogue.add(Object(path, read=lambda: self._late(item, name), nbytes=item.length))
-        elif isinstance(found, CkptError):
-            self._unread.append((dotted(path), found.message))
-            catalogue.add(Object(path, read=lambda: _raise(found), nbytes=item.length))
-        elif found[1] is None and (self._index.extra is not None or not isinstance(found[0], (dict, list))):
-            # Ours: a dict that was one object goes on being one.
-            catalogue.add(Object(path, found[0], nbytes=item.length))
-        else:
-            self._fill(path, item, *found)
-
-    def _fill(self, path: Path, item: Item, tree: Any, archive: Archive | None) -> None:
-        part = Catalogue("dcp")
-        place: torchtree.Place = _no_storage
-        if archive is not None:
-            place = archive.extent
-        torchtree.fill(part, tree, place, path)
-        for entry in part.entries.values():
-            if isinstance(entry, Object):
-                entry.nbytes = item.length
-            self._catalogue.add(entry)
-        self._catalogue.containers |= part.containers
-        if any(_is_sharded(entry.value) for entry in part.objects):
-            rank = self._index.files[item.file].rank
-            self._catalogue.warnings.append(
-                f"`{dotted(path)}` is one object with DTensor or ShardedTensor inside: only the shards of "
-                f"{'the rank that wrote it' if rank is None else f'rank {rank}'} are there "
-                "(`flatten_state_dict=False` loses the others)"
-            )
-        self._catalogue.warnings += [w for w in part.warnings if not w.startswith("this file is one rank's")]
-
-    def _late(self, item: Item, name: str) -> Any:
-        tree, archive = self._items.tree(item, name)
-        if archive is not None:
-            raise ReadError(
-                f"`{name}`: an object with tensors inside, one of more than {_EAGER} objects, cannot be taken apart",
-                hint="leave it out with `--exclude`",
-            )
-        return tree
-
-    # What a person should know ---------------------------------------------------------------------------------------
-
-    def _describe(self) -> None:
-        catalogue, index = self._catalogue, self._index
-        ours = index.extra.get("by") if index.extra is not None else None
-        if isinstance(ours, str):
-            catalogue.facts["writer"] = ours
-            catalogue.facts.pop("torch", None)
-        per_rank: dict[int, list[File]] = defaultdict(list)
-        for file in index.files:
-            if file.rank is not None:
-                per_rank[file.rank].append(file)
-        most = max(map(len, per_rank.values()), default=1)
-        items = sum(1 if isinstance(e, Item) else len(e.files) for e in index.entries.values())
-        layout = [catalogue.facts["layout"]] if "layout" in catalogue.facts else []
-        if most > 1:
-            layout.append("a file for each item" if items == len(index.files) else f"up to {most} files per rank")
-        elif not layout:
-            layout.append("one file per rank")
-        layout += sorted({t for transforms in self._transforms.values() for t in transforms})
-        if self._is_safetensors:
-            layout.append("tensors as safetensors")
-        catalogue.facts["layout"] = ", ".join(layout)
+    return sink.create(path, laid, options)
 
 
-def _with_in_place(table: dict[str, Any], name: str, made: dict[str, Any]) -> dict[str, Any]:
-    changed: dict[str, Any] = {}
-    for key, value in table.items():
-        changed.update(made if key == name else {key: value})
-    return changed
+def _losses(catalogue: Catalogue, path: str) -> list[Loss]:
+    from ckpttool.formats.dcp import sink
 
-
-def _again(tensor: StoredTensor, item: Item) -> StoredTensor:
-    """The same tensor, whole, in another item."""
-    transforms = {0: item.transforms} if item.transforms else {}
-    return replace(
-        tensor, files=array("l", [item.file]), starts=array("q", [item.offset]), lengths=array("q", [item.length]),
-        transforms=transforms,
-    )  # fmt: skip
-
-
-def _raise(error: CkptError) -> NoReturn:
-    raise error
-
-
-def _no_storage(ref: TensorRef | StorageRef) -> NoReturn:
-    raise CorruptError("a tensor in an archive without storages")
-
-
-def _is_sharded(value: Any) -> bool:
-    names = (stub_name(node) or "" for node in stubs.walk(value))
-    return any(n.startswith("torch.distributed.") and n.endswith((".DTensor", ".ShardedTensor")) for n in names)
+    return sink.losses(catalogue, path)
 
 
 FORMAT = Format(
     name="dcp",
     title="torch.distributed.checkpoint directory",
-    recognise=dcpindex.looks_like,
+    recognise=index.looks_like,
     open=open,
-    create=dcpsink.create,
-    losses=dcpsink.losses,
+    create=_create,
+    losses=_losses,
     chunked=True,
 )
