@@ -6,7 +6,7 @@ Small, and the same on every rank, so that one that reads can tell the others.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -55,8 +55,9 @@ class Sealed(NamedTuple):
 
 @dataclass(slots=True)
 class Described:
-    """`same` are second names of tied weights: `{"lm_head.weight": "embed.weight"}`. `tensors` is what to read for
-    `("model", name)` and `("optimizer", name, *below)`, on a rank that reads; the others have none."""
+    """`same` are second names of tied weights: `{"lm_head.weight": "embed.weight"}`. `own` is what the script's own
+    objects get that may be large: tensors are a `Shape` in it. `tensors` is what to read for `("model", name)`,
+    `("optimizer", name, *below)` and `("own", *path)`, on a rank that reads; the others have none."""
 
     path: str
     format: str
@@ -64,6 +65,7 @@ class Described:
     extra_state: dict[str, Any] = field(default_factory=dict)
     same: dict[str, str] = field(default_factory=dict)
     optimizer: Optimizer | None = None
+    own: Catalogue = field(default_factory=lambda: Catalogue("own"))
     rest: Catalogue = field(default_factory=lambda: Catalogue("rest"))
     left: list[str] = field(default_factory=list)
     tensors: dict[Path, Tensor] = field(default_factory=dict)
@@ -72,21 +74,24 @@ class Described:
         """Without what only a reader can use."""
         told = Described(self.path, self.format, self.model, self.extra_state, self.same, self.optimizer)
         told.left = self.left
-        told.rest = Catalogue("rest", containers=self.rest.containers)
-        for entry in self.rest.objects:
-            told.rest.add(Object(entry.path, sealed(entry.value), part=entry.part))
+        for name in ("own", "rest"):
+            mine = getattr(self, name)
+            theirs = Catalogue(name, containers=mine.containers)
+            for entry in mine.objects:
+                theirs.add(Object(entry.path, sealed(entry.value), part=entry.part))
+            setattr(told, name, theirs)
         return told
 
 
 def describe(
     catalogue: Catalogue, path: str, read: Read, model: str | None, optimizer: str | None, prefix: str = "", *,
-    wanted: tuple[bool, bool],
+    wanted: tuple[bool, bool], own: Mapping[Path, bool] | None = None,
 ) -> Described:  # fmt: skip
     """`model` and `optimizer` are the root keys of the parts to take, if there are several; `wanted` says which of the
-    two are; `prefix` is taken off the names of parameters. Raises UsageError when a part is not there, or is not the
-    only one."""
+    two are; `prefix` is taken off the names of parameters. `own` says where the script's own objects stand, and whether
+    they have sharded tensors. Raises UsageError when a part is not there, or is not the only one."""
     told = Described(path, catalogue.format)
-    catalogue = layout.start(catalogue)
+    catalogue = _without_own(told, layout.start(catalogue), read, own or {})
     chosen: list[Part] = []
     if wanted[0]:
         chosen.append(chosen_part(catalogue, "model", model, path))
@@ -104,6 +109,27 @@ def describe(
         value = read(entry.origin or entry) if isinstance(entry, Tensor) else with_tensors(entry.value, kept, read)
         told.rest.add(Object(entry.path, value, part=entry.part))
     return told
+
+
+def _without_own(told: Described, catalogue: Catalogue, read: Read, own: Mapping[Path, bool]) -> Catalogue:
+    """What the script's own objects get is theirs, even if it is a model or an optimizer by its key: an average of the
+    weights, or a wrapper around both. What is neither, and not sharded, stays with the rest."""
+    taken: set[Path] = set()
+    for where, is_sharded in own.items():
+        there = {e.path: e.part.kind for e in catalogue.entries.values() if e.path[: len(where)] == where}
+        if is_sharded or not {"model", "optimizer"}.isdisjoint(there.values()):
+            taken |= there.keys()
+    if not taken:
+        return catalogue
+    kept = layout.select(catalogue, lambda entry: entry.path in taken)
+    told.own.containers = kept.containers
+    for entry in kept.entries.values():
+        if isinstance(entry, Object):
+            told.own.add(Object(entry.path, with_tensors(entry.value, kept, read), part=entry.part))
+        elif not entry.embedded:
+            told.own.add(Object(entry.path, Shape(entry.dtype.name, entry.shape), part=entry.part))
+            told.tensors[("own", *entry.path)] = entry.origin or entry
+    return layout.select(catalogue, lambda entry: entry.path not in taken)
 
 
 def chosen_part(catalogue: Catalogue, kind: str, name: str | None, path: str) -> Part:

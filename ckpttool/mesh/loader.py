@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ckpttool import opening, parts
-from ckpttool.catalogue import Catalogue
+from ckpttool.catalogue import Catalogue, Path
 from ckpttool.errors import UsageError, some
 from ckpttool.faults import validate
 from ckpttool.mesh import agreement, describing, filling, fsdp1, matching
@@ -90,20 +90,22 @@ def load(
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What to load: `Wanted(model, optimizer, "ema", None)`."""
+    """What to load: `Wanted(model, optimizer, "ema", None)`. `own` are objects of the script's, by their place, and
+    whether they have sharded tensors."""
 
     model: nn.Module | None = None
     optimizer: torch.optim.Optimizer | None = None
     model_key: str | None = None
     optimizer_key: str | None = None
     prefix: str = ""
+    own: dict[Path, bool] = field(default_factory=dict)
 
 
 def load_parts(
     path: str, wanted: Wanted, *, strategy: str, strict: bool, device: torch.device | str | None, shapes: str | None,
-    check: Callable[[dict[Any, Any]], None] | None = None,
+    check: Callable[[dict[Any, Any], Described], None] | None = None, fill: Callable[[filling.How], None] | None = None,
 ) -> Loaded:  # fmt: skip
-    """As `load`; `check` may refuse the rest before anything is changed."""
+    """As `load`; `check` may refuse the rest before anything is changed, `fill` hands out what is `own`."""
     if strategy not in STRATEGIES:
         hint = meant(strategy, list(STRATEGIES), "one of `auto`, `parallel`, `broadcast`")
         raise UsageError(f"there is no strategy `{strategy}`", hint=hint)
@@ -116,10 +118,12 @@ def load_parts(
             made.rest = describing.nested_rest(told, agreement.rank())
             made.without_own = describing.without_own(told, agreement.rank())
             if check is not None:
-                check(made.rest)
+                check(made.rest, told)
+        how = filling.How(reader, told, broadcast=chosen == "broadcast", strict=strict)
         if wanted.model is not None:
-            how = filling.How(reader, told, broadcast=chosen == "broadcast", strict=strict)
             _fill(wanted.model, wanted.optimizer, how, device, made)
+        if fill is not None:
+            fill(how)
         made.bytes_read = reader.nbytes if reader is not None else 0
     if made.uninitialised:
         log.warning("`%s`: what is in no checkpoint is left to chance: %s", path, some(made.uninitialised))
@@ -165,7 +169,7 @@ def _opened(path: str, strategy: str, shapes: str | None, wanted: Wanted) -> Ite
                     _check(source.catalogue, path, wanted)
                     told = describing.describe(
                         source.catalogue, path, reader.whole, wanted.model_key, wanted.optimizer_key, wanted.prefix,
-                        wanted=(wanted.model is not None, wanted.optimizer is not None),
+                        wanted=(wanted.model is not None, wanted.optimizer is not None), own=wanted.own,
                     )  # fmt: skip
         if strategy == "broadcast":
             sent = agreement.from_first(told.for_others() if told is not None else None)
@@ -178,7 +182,10 @@ def _check(catalogue: Catalogue, path: str, wanted: Wanted) -> None:
     """What is loaded, and the rest, has to be whole. A model or an optimizer that nobody asked for need not be: one
     that cannot be opened is a warning. Raises CorruptError."""
     unwanted = {kind for kind in ("model", "optimizer") if getattr(wanted, kind) is None}
-    entries = {where: entry for where, entry in catalogue.entries.items() if entry.part.kind not in unwanted}
+    entries = {
+        path: entry for path, entry in catalogue.entries.items()
+        if entry.part.kind not in unwanted or any(path[: len(where)] == where for where in wanted.own)
+    }  # fmt: skip
     absent = [fault for fault in catalogue.faults if parts.kind_of_key(fault.facts.get("absent")) in unwanted]
     validate(replace(catalogue, entries=entries, faults=[fault for fault in catalogue.faults if fault not in absent]))
     for fault in absent:

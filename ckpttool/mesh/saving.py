@@ -45,7 +45,7 @@ def save(
     **extra: Any,
 ) -> None:
     """Save model and optimizer with what else is given: values, or objects with a `state_dict`, such as a scheduler
-    or a second model. Every rank calls it.
+    or a second model, also in dicts. Every rank calls it.
 
     Raises `CkptError`, the same on every rank; then there is nothing at `path`, or what was there before.
     """
@@ -103,6 +103,9 @@ def _off_cpu(model: nn.Module) -> bool:
 def _value(value: Any, format: str) -> Any:
     if isinstance(value, nn.Module):
         return _state(value, None, format)["model"]
+    if isinstance(value, Mapping) and not hasattr(value, "state_dict"):
+        made = {key: _value(below, format) for key, below in value.items()}
+        return made if any(made[key] is not below for key, below in value.items()) else value
     return value.state_dict() if hasattr(value, "state_dict") else value
 
 

@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, MutableMapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
 
-from ckpttool import parts
+from ckpttool import nesting, parts
 from ckpttool.catalogue import Path, dotted
 from ckpttool.errors import UsageError
+from ckpttool.mesh import agreement, describing
+from ckpttool.mesh.describing import Described, Shape
+from ckpttool.mesh.filling import How
 from ckpttool.mesh.loader import Loaded, Wanted, load_parts
+from ckpttool.mesh.placements import like, pieces
 from ckpttool.wording import meant
 
 State = MutableMapping[str, Any]
@@ -35,8 +42,9 @@ def load_into(
     """Load the checkpoint at `path` into every object in `state`, in place. Every rank calls it.
 
     A model and an optimizer are loaded as by `load`, an object with `load_state_dict` gets what was saved under its
-    key, and any other value is replaced by it. A key that the checkpoint does not have is looked up by its kind
-    (`scheduler` for `lr_scheduler`). `strict=False` leaves what is not there as it was, and names it in `missing`.
+    key, and any other value is replaced by it. What an object's `state_dict` has in shards it gets in shards. A key
+    that the checkpoint does not have is looked up by its kind (`scheduler` for `lr_scheduler`). `strict=False` leaves
+    what is not there as it was, and names it in `missing`.
 
     Raises `CkptError`, the same on every rank.
     """
@@ -47,10 +55,12 @@ def load_into(
     others = {w: v for w, v in leaves if w not in models and w not in optimizers}
     if optimizers and not models:
         raise UsageError("an optimizer is loaded with its model, which knows the names of the parameters")
+    own = _Own({where: value for where, value in others.items() if hasattr(value, "load_state_dict")})
     missing: list[str] = []
 
-    def check(rest: dict[Any, Any]) -> None:
-        missing.extend(dotted(where) for where in others if not _find(rest, where))
+    def check(rest: dict[Any, Any], told: Described) -> None:
+        own.find(told)
+        missing.extend(dotted(where) for where in others if where not in own.found and not _find(rest, where))
         if missing and strict:
             there = [dotted(where) for where, _ in _leaves(rest, ())]
             hint = meant(missing[0], there, "`strict=False` leaves what is not there as it was")
@@ -58,14 +68,15 @@ def load_into(
 
     made: Loaded | None = None
     for wanted in _jobs(models, optimizers):
+        first = made is None
         done = load_parts(
-            path, wanted, strategy=strategy, strict=strict, device=device, shapes=shapes,
-            check=check if made is None else None,
+            path, replace(wanted, own=own.sharded), strategy=strategy, strict=strict, device=device, shapes=shapes,
+            check=check if first else None, fill=own.fill if first else None,
         )  # fmt: skip
         made = done if made is None else _joined(made, done)
     assert made is not None
     for where, value in others.items():
-        found = _find(made.rest, where)
+        found = [] if where in own.found else _find(made.rest, where)
         if found:
             _restore(state, where, value, found[0])
     made.missing += missing
@@ -74,7 +85,7 @@ def load_into(
 
 def _leaves(state: Any, where: Path) -> Iterator[tuple[Path, Any]]:
     for key, value in state.items():
-        if isinstance(value, MutableMapping) and value:
+        if isinstance(value, MutableMapping) and value and not hasattr(value, "load_state_dict"):
             yield from _leaves(value, (*where, key))
         else:
             yield (*where, key), value
@@ -100,6 +111,55 @@ def _jobs(models: dict[Path, nn.Module], optimizers: dict[Path, torch.optim.Opti
             f"the optimizer `{dotted(next(iter(left)))}` has parameters of none of the models",
             hint="make the optimizer after the model is wrapped or sharded, of `model.parameters()`",
         )
+
+
+class _Own:
+    """Objects of the script that get what they saved, in the shards that they have it in: `sharded` says of which that
+    is known beforehand. `found` are those that the checkpoint has so."""
+
+    def __init__(self, objects: dict[Path, Any]) -> None:
+        self._objects = objects
+        self._now = {where: _tensors(value) for where, value in objects.items()}
+        self.sharded = {where: any(map(_is_sharded, now.values())) for where, now in self._now.items()}
+        self.found: set[Path] = set()
+
+    def find(self, told: Described) -> None:
+        """Look for them in the checkpoint."""
+        there = {path[:depth] for path in told.own.entries for depth in range(1, len(path) + 1)}
+        self.found = self._objects.keys() & there
+
+    def fill(self, how: How) -> None:
+        """Hand each what it saved. A collective."""
+        told = how.told.own
+        values = {entry.path: describing.opened(entry.value) for entry in told.objects}
+        with nullcontext() if how.broadcast else agreement.together():
+            for path, value in values.items():
+                if isinstance(value, Shape):
+                    values[path] = room = self._room(path, value)
+                    how.get(("own", *path), value, pieces(room, dotted(path)))
+        made = nesting.unflatten(told, lambda entry: values[entry.path])
+        for where in sorted(self.found):
+            value = made
+            for key in where:
+                value = value[key]
+            self._objects[where].load_state_dict(value)
+
+    def _room(self, path: Path, shape: Shape) -> Any:
+        for where in self.found:
+            now = self._now[where].get(path[len(where) :]) if path[: len(where)] == where else None
+            if now is not None and _is_sharded(now) and tuple(now.size()) == shape.sizes:
+                return like(now, now.dtype)
+        return torch.empty(shape.sizes, dtype=getattr(torch, shape.dtype))
+
+
+def _tensors(value: Any) -> dict[Path, Any]:
+    """What an object would save now, of tensors."""
+    state = value.state_dict() if hasattr(value, "state_dict") else {}
+    return {where: now for where, now in _leaves(state, ()) if isinstance(now, (torch.Tensor, ShardedTensor))}
+
+
+def _is_sharded(value: Any) -> bool:
+    return isinstance(value, (DTensor, ShardedTensor))
 
 
 def _joined(made: Loaded, more: Loaded) -> Loaded:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ownstate
 import practices
 import runs
 import scripts
@@ -262,4 +263,4 @@ def rounds(kind: str, format: str) -> str:
 CASES: dict[str, Callable[..., str]] = {
     f.__name__: f for f in (sample, foreign, directory, own_bytes, casts, wide, rounds)
 }
-CASES |= practices.PRACTICES | wrongs.WRONGS
+CASES |= practices.PRACTICES | wrongs.WRONGS | ownstate.OWN

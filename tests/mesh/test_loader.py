@@ -52,6 +52,10 @@ def everyday() -> Cases:
         ["damaged", "fsdp1", "broadcast"],
         ["chance", "fsdp2", "parallel"],
         *(["stages", "plain", strategy] for strategy in STRATEGIES),
+        ["wrapper", "fsdp2", "parallel"],
+        ["wrapper", "fsdp1", "broadcast"],
+        ["average", "fsdp2", "broadcast"],
+        ["average", "tp", "parallel"],
     ]
 
 
@@ -82,6 +86,7 @@ def all_of(world: int) -> Cases:
     cases += [["fsdp1_dcp", kind, strategy] for kind in FSDP1[: 7 if world % 2 == 0 else 6] for strategy in STRATEGIES]
     cases += [["transformers_model", what, strategy] for what in TRANSFORMERS for strategy in STRATEGIES]
     cases += [["own_bytes", kind] for kind in (*kinds, "fsdp1 flat", "fsdp1 mesh")]
+    cases += [[what, "fsdp2", strategy] for what in ("wrapper", "average") for strategy in STRATEGIES]
     return cases + [["rounds", kind, format] for kind in ("fsdp1", "fsdp2") for format in ("dcp", "torch")]
 
 
