@@ -71,7 +71,7 @@ def choose(name: str | None, laid: Laid, mesh: Mesh | None, target: Format, how:
         hint = "`--engine bytes` needs a few MiB"
     if not against:
         why = "asked for" if name else f"{_processes(crew)} for as many ranks, and the state fits their memory"
-        return Engine("mesh", why, found, kind, needed)
+        return Engine("mesh", why if kind == "cpu" else f"{why}, on {kind}", found, kind, needed)
     if name == "mesh":
         raise UsageError(f"`--engine mesh`: {against}", hint=hint)
     return Engine("bytes", against)
@@ -114,18 +114,18 @@ def _fits(laid: Catalogue, found: Placing, crew: Crew) -> tuple[str, int, str]:
 
     most, largest = placing.held(laid, found)
     room = engine.room()
-    rooms = crew.exchange("room", [room.host, room.memory, room.gpu])
-    needed = most + 2 * largest
-    if all(gpu for _, _, gpu in rooms) and needed <= _SHARE * min(gpu for _, _, gpu in rooms):
-        # The shards are on the GPUs; in memory is what is being read and saved.
-        return "cuda", _TORCH_MEMORY + 2 * largest, ""
-    needed += _TORCH_MEMORY
-    for host in dict.fromkeys(host for host, _, _ in rooms):
-        here = [memory for there, memory, _ in rooms if there == host]
+    rooms = crew.exchange("room", [room.host, room.memory, room.kind, room.own])
+    own = min(own for *_, own in rooms)
+    is_one_kind = len({kind for _, _, kind, _ in rooms}) == 1
+    kind = room.kind if own and is_one_kind and most + 2 * largest <= _SHARE * own else "cpu"
+    # In memory is what is being read and saved, and the shards where no accelerator has them.
+    needed = _TORCH_MEMORY + 2 * largest + (most if kind == "cpu" else 0)
+    for host in dict.fromkeys(host for host, *_ in rooms):
+        here = [memory for there, memory, *_ in rooms if there == host]
         if needed * len(here) > _SHARE * min(here):
             each = f"{len(here)} x {size(needed)}"
-            return "cpu", needed, f"the state does not fit: {each} are needed on {host}, {size(min(here))} are free"
-    return "cpu", needed, ""
+            return kind, needed, f"the state does not fit: {each} are needed on {host}, {size(min(here))} are free"
+    return kind, needed, ""
 
 
 def write(

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ckpttool.errors import CkptError
+from ckpttool.mesh import devices
 
 T = TypeVar("T")
 
@@ -97,7 +98,7 @@ def sending_device() -> torch.device:
     for kind in kinds:
         if kind.type == "cpu":
             return torch.device("cpu")
-    return torch.device(kinds[0].type, torch.get_device_module(kinds[0].type).current_device())
+    return devices.current(kinds[0].type)
 
 
 def _sendable(error: Exception | None) -> Exception | None:

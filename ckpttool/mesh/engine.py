@@ -30,7 +30,7 @@ from ckpttool.catalogue import Catalogue, Path, Tensor
 from ckpttool.contract import Source
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.formats.dcp import joining
-from ckpttool.mesh import agreement, connections, filling, moments, shell
+from ckpttool.mesh import agreement, connections, devices, filling, moments, shell
 from ckpttool.mesh.materialise import materialise
 from ckpttool.mesh.reading import Reader
 from ckpttool.placing import Placing
@@ -58,21 +58,19 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a process may use: `Room("node3", 64 << 30, 0)`. `memory` is what its node has free for all processes on
-    it, `gpu` what its own GPU has."""
+    """What a process may use: `Room("node3", 64 << 30, "cuda", 80 << 30)`. `memory` is what its node has free for all
+    processes on it, `own` what its own accelerator has, of a kind of `devices`."""
 
     host: str
     memory: int
-    gpu: int
+    kind: str
+    own: int
 
 
 def room() -> Room:
     """Of this process."""
-    gpu = 0
-    local, here = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if torch.cuda.is_available() and torch.cuda.device_count() >= here:
-        gpu = int(torch.cuda.mem_get_info(local)[0])
-    return Room(socket.gethostname(), _free_memory(), gpu)
+    kind = devices.kind()
+    return Room(socket.gethostname(), _free_memory(), kind, devices.free_memory(kind))
 
 
 def _free_memory() -> int:
@@ -101,11 +99,8 @@ def run(
 
     Raises CkptError, the same on every rank, or Lost.
     """
-    device = torch.device("cpu")
-    if rank.kind != "cpu":
-        device = torch.device(rank.kind, int(os.environ.get("LOCAL_RANK", "0")))
-        torch.get_device_module(device).set_device(device)
-    with _group(rank, device):
+    device = devices.take(rank.kind)
+    with _group(rank):
         with agreement.together():
             if not os.path.isdir(partial):
                 raise StorageError(
@@ -126,18 +121,19 @@ def run(
 
 
 @contextmanager
-def _group(rank: Rank, device: torch.device) -> Iterator[None]:
+def _group(rank: Rank) -> Iterator[None]:
     """The process group. A rank that fails leaves it at once, so that nobody waits for it."""
-    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+    leave = dist.destroy_process_group if rank.kind == "cpu" else devices.abort
     try:
         with connections.shut_on_failure():
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 dist.init_process_group(
-                    backend, store=rank.store, rank=rank.number, world_size=rank.world,
+                    devices.backends(rank.kind), store=rank.store, rank=rank.number, world_size=rank.world,
                     timeout=timedelta(seconds=_PATIENCE),
                 )  # fmt: skip
             yield
+        leave = dist.destroy_process_group
     except (RuntimeError, ConnectionError) as error:
         if isinstance(error, NotImplementedError) or not _is_of_the_group(error):
             raise
@@ -145,15 +141,16 @@ def _group(rank: Rank, device: torch.device) -> Iterator[None]:
     finally:
         if dist.is_initialized():
             with suppress(Exception):
-                dist.destroy_process_group()
+                leave()
 
 
 def _is_of_the_group(error: BaseException) -> bool:
-    """Whether it says that a connection broke: torch has no class of its own for what gloo raises."""
+    """Whether it says that a connection broke: torch has no class of its own for what gloo raises, nor has every
+    backend (nccl, xccl, hccl)."""
     if isinstance(error, (dist.DistError, ConnectionError)):
         return True
     said = str(error).lower()
-    return any(word in said for word in ("gloo", "nccl", "connection", "timed out", "socket", "tcpstore"))
+    return any(word in said for word in ("gloo", "ccl", "connection", "timed out", "socket", "tcpstore"))
 
 
 # Filling --------------------------------------------------------------------------------------------------------------

@@ -95,9 +95,11 @@ def _set_extra_state(model: nn.Module, told: Described) -> None:
 
 def _send_model(job: Job, how: How) -> None:
     by_module: dict[int, list[matching.Place]] = {}
+    # torch refuses a module that has, or that has below it, tensors on several devices.
+    on_one = len({place.value.device for place in job.matched.places if place.value.dim()}) == 1
     for place in job.matched.places:
         shape = how.told.model[place.name]
-        if place.module is not None and sending.travels(shape) and sending.is_simple(place.value):
+        if on_one and place.module is not None and sending.travels(shape) and sending.is_simple(place.value):
             by_module.setdefault(id(place.module), []).append(place)
         else:
             how.get(("model", place.name), shape, pieces(place.value, place.name))

@@ -8,13 +8,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ckpttool.errors import UsageError, some
-from ckpttool.mesh import agreement
+from ckpttool.mesh import agreement, devices
 
 
 def materialise(model: nn.Module, device: torch.device | str | None, strict: bool) -> list[str]:
-    """Every parameter and buffer that is on the meta device gets memory on `device`, by default that of its mesh, else
-    the CPU. Buffers that no checkpoint has are sent by a rank that has them; the names of those that none has are
-    returned, and refused when `strict`: their values would be chance."""
+    """Every parameter and buffer that is on the meta device gets memory on `device`, by default that of the mesh that
+    parameters are cut over, else the CPU. Buffers that no checkpoint has are sent by a rank that has them; the names of
+    those that none has are returned, and refused when `strict`: their values would be chance."""
     ours = [key for key, _, _, value in _tensors(model) if value.is_meta]
     everywhere = agreement.gathered((ours, _passing(model, meta=True)))
     if not any(keys for keys, _ in everywhere):
@@ -32,17 +32,30 @@ def materialise(model: nn.Module, device: torch.device | str | None, strict: boo
     for name in bare:
         holders = [rank for rank, names in enumerate(real) if name in names]
         if holders and len(holders) < len(real):
-            buffer = model.get_buffer(name)
-            dist.broadcast(buffer, src=holders[0])
+            _send(model.get_buffer(name), holders[0])
     return lost
 
 
+def _send(buffer: torch.Tensor, holder: int) -> None:
+    """From one rank to the others, whatever devices they have it on; as bytes, as no backend sends every dtype."""
+    device = agreement.sending_device()
+    if agreement.rank() == holder:
+        raw = buffer.detach().reshape(-1).view(torch.uint8).to(device)
+    else:
+        raw = torch.empty(buffer.nbytes, dtype=torch.uint8, device=device)
+    dist.broadcast(raw, src=holder)
+    if agreement.rank() != holder:
+        with torch.no_grad():
+            buffer.copy_(raw.view(buffer.dtype).reshape(buffer.shape))
+
+
 def _allocate(model: nn.Module, device: torch.device | str | None) -> None:
+    device = _home(model) if device is None else device
     done: dict[int, torch.Tensor] = {}
     for _, module, name, value in _tensors(model):
         if value.is_meta and id(value) not in done:
             done[id(value)] = value
-            made = torch.empty_like(value.detach(), device=_device(value, device))
+            made = torch.empty_like(value.detach(), device=device)
             if isinstance(value, nn.Parameter):
                 torch.utils.swap_tensors(value, nn.Parameter(made, value.requires_grad))
             elif isinstance(value, DTensor):
@@ -71,10 +84,7 @@ def _passing(model: nn.Module, *, meta: bool) -> list[str]:
     ]  # fmt: skip
 
 
-def _device(value: torch.Tensor, device: torch.device | str | None) -> torch.device | str:
-    if device is not None:
-        return device
-    if isinstance(value, DTensor):
-        kind = value.device_mesh.device_type
-        return kind if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
-    return "cpu"
+def _home(model: nn.Module) -> torch.device:
+    """Where all of a model is that is cut over a mesh: FSDP2 leaves buffers whole, and they are used together."""
+    kinds = [value.device_mesh.device_type for *_, value in _tensors(model) if isinstance(value, DTensor)]
+    return devices.current(kinds[0] if kinds else "cpu")

@@ -85,14 +85,25 @@ def _fill_module(module: nn.Module, parameters: list[_Of], how: How) -> list[dic
             part.state[parameters[i].parameter] = {key: made[i][key] for key in sent[i]}
         _send(module, part, tensors, how.reader)
         for i in live:
-            made[i] |= part.state[parameters[i].parameter]
+            _keep(made[i], part.state[parameters[i].parameter])
     return made
 
 
+def _keep(rooms: dict[str, Any], came: dict[str, Any]) -> None:
+    """What came, where it belongs: for an accelerator it came by memory, of which there is less than all need."""
+    for key, value in came.items():
+        if rooms[key].device.type == value.device.type:
+            rooms[key] = value
+        else:
+            rooms[key].copy_(value)
+
+
 def _room(parameter: nn.Parameter, shape: Shape) -> Any:
-    """Memory that is cut as the parameter is, or whole for what has another shape."""
+    """Memory that is cut as the parameter is, or whole for what has another shape; a `step` is on the CPU."""
     dtype = getattr(torch, shape.dtype)
-    return like(parameter, dtype) if tuple(parameter.shape) == shape.sizes else torch.empty(shape.sizes, dtype=dtype)
+    if tuple(parameter.shape) == shape.sizes:
+        return like(parameter, dtype)
+    return torch.empty(shape.sizes, dtype=dtype, device=parameter.device if shape.sizes else "cpu")
 
 
 def _sent(of: _Of) -> list[str]:

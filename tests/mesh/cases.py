@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import wrongs
 from reading import expected_of, path_of
-from scripts import KINDS, detached, difference
+from scripts import HOME, KINDS, detached, difference
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp
@@ -59,7 +59,7 @@ def comparable(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def sample(name: str, kind: str, strategy: str, device: str = "cpu") -> str:
+def sample(name: str, kind: str, strategy: str, device: str = "") -> str:
     """A sample into a fresh model and an optimizer that has not stepped."""
     reference = expected_of(name)
     if "optim" not in reference:
@@ -109,7 +109,7 @@ def directory(name: str, kind: str, strategy: str) -> str:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(17.0)
-    model = KINDS[kind](model)
+    model = KINDS[kind](model.to(HOME[0]))
     run = Run(model, scripts.optimizer_for(model, groups), None)
     loaded = ckpttool.load(path_of(name), run.model, run.optimizer, strategy=strategy, strip_prefix=PREFIXED.get(name))
     if loaded.missing or loaded.unexpected:
@@ -188,7 +188,7 @@ def casts(kind: str, strategy: str) -> str:
     if dist.get_rank() == 0:
         torch.save(state, place)
     dist.barrier()
-    model = KINDS[kind](Odd())
+    model = KINDS[kind](Odd().to(HOME[0]))
     ckpttool.load(place, model, strategy=strategy)
     found = dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=kind == "fsdp2")))
     expected = {name: v.bfloat16() if name.startswith("linear") else v for name, v in state.items()}
@@ -221,7 +221,7 @@ def wide(kind: str, strategy: str) -> str:
     if dist.get_rank() == 0:
         torch.save({"model": first.state_dict(), "optim": trained.state_dict()}, place)
     dist.barrier()
-    model = KINDS[kind](Wide())
+    model = KINDS[kind](Wide().to(HOME[0]))
     optimizer = torch.optim.AdamW(model.parameters())
     with torch.no_grad():
         for parameter in model.parameters():

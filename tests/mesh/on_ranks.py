@@ -1,8 +1,9 @@
 """Loads on all ranks of a world, case by case, and says of each whether it is `equal` to what torch gathered.
 
-    python -m torch.distributed.run --nproc-per-node N on_ranks.py cases.json verdicts.json
+    python -m torch.distributed.run --nproc-per-node N on_ranks.py cases.json verdicts.json [accelerator [alone]]
 
-A case is the name of a function of `cases.py`, and its arguments.
+A case is the name of a function of `cases.py`, and its arguments. Models are on the CPU, or each on an accelerator of
+its own, with a process group for both kinds of tensors or, `alone`, for the accelerator's.
 """
 
 from __future__ import annotations
@@ -16,8 +17,12 @@ import warnings
 from pathlib import Path
 
 import cases
+import scripts
+import through_host
 import torch
 import torch.distributed as dist
+
+from ckpttool.mesh import devices
 
 
 def verdict(case: list[str]) -> str:
@@ -34,11 +39,16 @@ def verdict(case: list[str]) -> str:
 
 def main() -> None:
     """What has been found so far is on disk after each case."""
-    told, verdicts = map(Path, sys.argv[1:])
+    told, verdicts = map(Path, sys.argv[1:3])
+    if "accelerator" in sys.argv:
+        through_host.register_if_needed()
+        scripts.use(devices.kind())
+    backends = devices.backends(scripts.HOME[0].type)
+    backends = backends.removeprefix("cpu:gloo,") if "alone" in sys.argv else backends
     tempfile.tempdir = str(verdicts.resolve().parent)  # which whoever launched this removes
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group(backends, timeout=datetime.timedelta(seconds=60))
     found: dict[str, str] = {}
     for case in json.loads(told.read_text()):
         found[" ".join(case)] = verdict(case)

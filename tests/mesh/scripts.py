@@ -26,8 +26,16 @@ sys.path += [str(ROOT / "samples"), str(ROOT / "tests" / "upstream")]
 from reading import detached, difference  # noqa: E402
 from training import Block, Run, Sizes, Transformer, seed  # noqa: E402
 
+from ckpttool.mesh import devices  # noqa: E402
+
 SMALL = Sizes(vocab=17, width=6, hidden=10, layers=1)
 Wrap = Callable[[nn.Module], nn.Module]
+HOME = [torch.device("cpu")]  # where models are
+
+
+def use(kind: str) -> None:
+    """Have models on this process's own device of a kind of `devices`."""
+    HOME[0] = devices.take(kind)
 
 
 def sizes_of(model: Mapping[str, torch.Tensor]) -> Sizes:
@@ -37,27 +45,31 @@ def sizes_of(model: Mapping[str, torch.Tensor]) -> Sizes:
     return Sizes(vocab, width, model["layers.0.up.weight"].shape[0], len(layers))
 
 
-def bare(sizes: Sizes, device: str = "cpu") -> nn.Module:
-    """A model that shares no value with one that was trained."""
+def bare(sizes: Sizes, device: str = "") -> nn.Module:
+    """A model that shares no value with one that was trained; on the meta device, or where models are."""
     seed(4321)
-    with torch.device(device):
+    with torch.device(device or "cpu"):
         model = Transformer(sizes)
         model.lm_head.weight = model.embed.weight
         # Made of a list: it would be of that device whatever the context says.
         model.register_buffer("tokens_seen", torch.empty((), dtype=torch.int64))
         model.register_buffer("frozen", torch.empty(3, dtype=torch.bool))
-    if device == "cpu":
-        model.tokens_seen.fill_(-1)
-        model.frozen.fill_(True)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(17.0)
+    if device == "meta":
+        return model
+    model.tokens_seen.fill_(-1)
+    model.frozen.fill_(True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(17.0)
+    model.to(HOME[0])
+    # Where a tensor cannot change its device, as where an extension of torch has brought it, `to` makes another.
+    model.lm_head.weight = model.embed.weight
     return model
 
 
 def fsdp2(model: nn.Module, mesh: Any = None, **options: Any) -> nn.Module:
     """Bottom up over the blocks, then the root."""
-    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh or init_device_mesh(HOME[0].type, (dist.get_world_size(),))
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
@@ -65,7 +77,7 @@ def fsdp2(model: nn.Module, mesh: Any = None, **options: Any) -> nn.Module:
 
 def grid(*names: str) -> Any:
     """Two dimensions, the first of two."""
-    return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=names)
+    return init_device_mesh(HOME[0].type, (2, dist.get_world_size() // 2), mesh_dim_names=names)
 
 
 def hsdp(model: nn.Module) -> nn.Module:
@@ -83,7 +95,7 @@ def tensor_parallel(model: nn.Module) -> nn.Module:
 
 def columns(model: nn.Module) -> nn.Module:
     """Tensor parallelism alone: `down` is cut along its columns, and what is in no plan is whole on every rank."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(HOME[0].type, (dist.get_world_size(),), mesh_dim_names=("tp",))
     for layer in model.layers:
         parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return model
@@ -93,7 +105,7 @@ def fsdp1(**options: Any) -> Wrap:
     """FSDP1 over every block and the root."""
 
     def wrap(model: nn.Module) -> nn.Module:
-        chosen = {"use_orig_params": True, "device_id": torch.device("cpu"), **options}
+        chosen = {"use_orig_params": True, "device_id": HOME[0], **options}
         return Fsdp(model, auto_wrap_policy=ModuleWrapPolicy({Block}), **chosen)
 
     return wrap
@@ -101,7 +113,7 @@ def fsdp1(**options: Any) -> Wrap:
 
 def fsdp1_on_mesh(model: nn.Module) -> nn.Module:
     """Its sharded state dicts are of DTensors then."""
-    return fsdp1(device_mesh=init_device_mesh("cpu", (dist.get_world_size(),)))(model)
+    return fsdp1(device_mesh=init_device_mesh(HOME[0].type, (dist.get_world_size(),)))(model)
 
 
 def fsdp1_hybrid(model: nn.Module) -> nn.Module:
@@ -166,7 +178,7 @@ def steps(run: Run, vocab: int, count: int = 2) -> list[float]:
     generator = torch.Generator().manual_seed(7)
     losses = []
     for _ in range(count):
-        tokens = torch.randint(vocab, (2, 5), generator=generator)
+        tokens = torch.randint(vocab, (2, 5), generator=generator).to(HOME[0])
         loss = functional.cross_entropy(run.model(tokens).flatten(0, 1).float(), tokens.roll(-1, 1).flatten())
         run.optimizer.zero_grad()
         loss.backward()

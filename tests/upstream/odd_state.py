@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 FLOATS = ("float64", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn_x2")
-INTS = ("int8", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool")
+INTS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool")
 
 
 def values(shape: tuple[int, ...], dtype: str = "float32") -> torch.Tensor:
@@ -75,6 +75,8 @@ def adamw(tensors: dict[str, torch.Tensor], *, by_number: bool = False) -> dict[
         kept = {"step": torch.tensor(3.0), "exp_avg": values(shape), "exp_avg_sq": values(shape), "kind": "adam"}
         if name == "float16.weight":
             kept["exp_avg"] = values(shape, "float8_e4m3fn")
+        if name == "layers.0.up.weight":
+            kept["row"] = values(shape[:1])  # factored, beside moments that are not
         if name == "layers.0.down.weight":
             kept = {"step": 3, "row": values(shape[:1]), "nested": {"factor": values((6, 6))}}
         if name != "type":  # not stepped yet

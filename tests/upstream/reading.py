@@ -90,9 +90,9 @@ def spelled(tree: Any) -> Any:
 
 
 def detached(tree: Any) -> Any:
-    """The same tree with every tensor a plain, contiguous one of its own."""
+    """The same tree with every tensor a plain, contiguous one of its own, on the CPU."""
     if isinstance(tree, torch.Tensor):
-        return tree.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+        return tree.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     if isinstance(tree, Mapping):
         return type(tree)((key, detached(value)) for key, value in tree.items())
     if type(tree) in (list, tuple):
