@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ckpttool.catalogue import Path
+from ckpttool.errors import UsageError
 from ckpttool.mesh import agreement, matching, sending
 from ckpttool.mesh.describing import Described, Shape
 from ckpttool.mesh.matching import Held, Matched
@@ -80,7 +81,8 @@ def fill(model: nn.Module, optimizer: torch.optim.Optimizer | None, job: Job, ho
         _set_extra_state(model, how.told)
         if optimizer is not None and job.held is not None:
             state = _send_state(job.held, how) if sent else _read_state(job.held, how, optimizer)
-            set_state(optimizer, job.held, state)
+            as_saved = {id(p.value) for p in job.matched.places if is_as_saved(p.value, how.told.model[p.name])}
+            set_state(optimizer, job.held, state, as_saved, how.told.path)
 
 
 def _set_extra_state(model: nn.Module, told: Described) -> None:
@@ -190,14 +192,56 @@ def room(parameter: Any, there: Shape, now: Any = None) -> Any:
     return torch.empty(there.sizes, dtype=dtype)
 
 
-def set_state(optimizer: torch.optim.Optimizer, held: list[Held], state: State) -> None:
-    """Hand state and hyper-parameters to `Optimizer.load_state_dict`, which casts and moves them as torch does."""
+def set_state(
+    optimizer: torch.optim.Optimizer, held: list[Held], state: State, as_saved: set[int], path: str
+) -> None:  # fmt: skip
+    """Hand state and hyper-parameters to `Optimizer.load_state_dict`, which casts and moves them as torch does; but not
+    of parameters that are `as_saved`, in the checkpoint's dtype. Raises UsageError when it is not of such an optimizer.
+    """
     numbers: dict[int, int] = {}
     for one in held:
         for parameter in one.group["params"]:
             numbers.setdefault(id(parameter), len(numbers))
     groups = [group_of(one, [numbers[id(p)] for p in one.group["params"]]) for one in held]
-    optimizer.load_state_dict({"state": {numbers[key]: value for key, value in state.items()}, "param_groups": groups})
+    told = {"state": {numbers[key]: value for key, value in state.items()}, "param_groups": groups}
+    hand_over(optimizer, told, path)
+    for one in held:
+        for parameter in one.group["params"]:
+            if id(parameter) in as_saved:
+                keep_dtypes(optimizer, parameter, state.get(id(parameter), {}))
+
+
+def hand_over(optimizer: torch.optim.Optimizer, told: dict[str, Any], path: str) -> None:
+    """`Optimizer.load_state_dict`. Raises UsageError for state that it cannot make sense of."""
+    try:
+        optimizer.load_state_dict(told)
+    except (KeyError, TypeError, AttributeError) as error:
+        kept = sorted({str(key) for value in told["state"].values() for key in value})
+        raise UsageError(
+            f"`{path}`: the state there ({', '.join(kept)}) is not of an {type(optimizer).__name__}: "
+            f"{type(error).__name__}: {error}",
+            hint="make the optimizer as in the run that saved it, or load the model alone",
+        ) from None
+
+
+def is_as_saved(parameter: Any, there: Shape) -> bool:
+    """Whether a parameter has the dtype that it has in the checkpoint."""
+    return str(parameter.dtype).removeprefix("torch.") == there.dtype
+
+
+def keep_dtypes(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, came: dict[Any, Any]) -> None:
+    """State of another dtype than its parameter, such as a float32 copy of a bfloat16 one, as it came: `Optimizer.
+    load_state_dict` has cast it. One that loads in its own way has not."""
+    if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict and parameter in optimizer.state:
+        optimizer.state[parameter] = _uncast(optimizer.state[parameter], came)
+
+
+def _uncast(now: Any, came: Any) -> Any:
+    if isinstance(now, dict) and isinstance(came, dict):
+        return {key: _uncast(value, came[key]) if key in came else value for key, value in now.items()}
+    both = isinstance(now, torch.Tensor) and isinstance(came, torch.Tensor) and now.is_floating_point()
+    is_cut_short = both and came.is_floating_point() and now.dtype.itemsize < came.dtype.itemsize
+    return came.to(now.device) if is_cut_short else now
 
 
 def group_of(held: Held, params: list[Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
 from ckpttool import layout
 from ckpttool.catalogue import Path
 from ckpttool.errors import UsageError, some
-from ckpttool.mesh import agreement, matching
+from ckpttool.mesh import agreement, filling, matching
 from ckpttool.mesh.describing import Described, Group, Shape
 from ckpttool.mesh.filling import How, group_of
 from ckpttool.mesh.matching import Held, Matched
@@ -173,21 +173,28 @@ def _fill_optimizer(
 ) -> None:
     assert how.told.optimizer is not None
     by_name = {layout.strip_wrappers(name): value for name, value in values.items()}
-    there = {layout.strip_wrappers(name): name for name in how.told.optimizer.state}
+    names = {layout.strip_wrappers(name): name for name in how.told.optimizer.state}
     state: dict[str, dict[Any, Any]] = {}
     with _errors_apart(how):
         for one in held:
             for name in one.names:
                 clean = layout.strip_wrappers(name)
-                kept = how.told.optimizer.state.get(there.get(clean))
+                kept = how.told.optimizer.state.get(names.get(clean))
                 if kept:
-                    state[name] = _state_of(by_name[clean], there[clean], kept, how)
+                    state[name] = _state_of(by_name[clean], names[clean], kept, how)
     groups = [group_of(one, one.names) for one in held]
     with sharded(model):
         flat = FullyShardedDataParallel.optim_state_dict_to_load(
             model, optimizer, {"state": state, "param_groups": groups}
         )
-    optimizer.load_state_dict(flat)
+    filling.hand_over(optimizer, flat, how.told.path)
+    # A flat parameter stands for several, of one dtype.
+    shapes = {layout.strip_wrappers(name): there for name, there in how.told.model.items()}
+    for one, group in zip(held, flat["param_groups"], strict=True):
+        there = [shapes[clean] for name in one.names if (clean := layout.strip_wrappers(name)) in shapes]
+        for number, parameter in zip(group["params"], one.group["params"], strict=True):
+            if there and all(filling.is_as_saved(parameter, shape) for shape in there):
+                filling.keep_dtypes(optimizer, parameter, flat["state"].get(number, {}))
 
 
 def _state_of(parameter: Any, name: str, kept: dict[Path, Any], how: How) -> dict[Any, Any]:

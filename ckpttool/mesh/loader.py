@@ -80,7 +80,8 @@ def load(
     checkpoint's names; `shapes` is `--shapes` of the command line. With `strict=False` missing and unexpected names
     are returned and not refused.
 
-    Raises `CkptError`, the same on every rank, before anything is changed unless reading itself fails.
+    Raises `CkptError`, the same on every rank, before anything is changed unless reading itself fails, or the optimizer
+    cannot make sense of the state that it is handed.
     """
     if model is None and optimizer is not None:
         raise UsageError("an optimizer is loaded with its model, which knows the names of the parameters")

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -330,3 +331,55 @@ def test_a_second_model_is_saved_beside_the_first(tmp_path: Path) -> None:
     ckpttool.load(tmp_path / "saved", other, model_key="ema")
     for one, saved in ((found, model), (other, mean)):
         assert all(torch.equal(a, b) for a, b in zip(one.parameters(), saved.parameters(), strict=True))
+
+
+class Master(torch.optim.Optimizer):
+    """Keeps a float32 copy of what it trains."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state.setdefault("master", parameter.detach().float())
+                state["master"].add_(parameter.grad.float(), alpha=-group["lr"])
+                parameter.data.copy_(state["master"])
+
+
+def trained(dtype: torch.dtype, made: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = net().to(dtype)
+    optimizer = made(model.parameters(), lr=0.1)
+    model(torch.ones(2, 3, dtype=dtype)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("format", ["dcp", "torch"])
+def test_a_float32_copy_of_a_bfloat16_parameter_is_not_cast(tmp_path: Path, format: str) -> None:
+    """torch's own `load_state_dict` would, and the run would go on from other weights."""
+    model, optimizer = trained(torch.bfloat16, Master)
+    ckpttool.save(tmp_path / "saved", model, optimizer, format=format)
+    again = net().bfloat16()
+    fresh = Master(again.parameters())
+    ckpttool.load(tmp_path / "saved", again, fresh)
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        kept, found = optimizer.state[one]["master"], fresh.state[other]["master"]
+        assert found.dtype == torch.float32 and torch.equal(kept, found)
+    # Into another dtype than the checkpoint's, moments follow, as AdamW needs it.
+    model, optimizer = trained(torch.float32, torch.optim.AdamW)
+    ckpttool.save(tmp_path / "float32", model, optimizer, format=format)
+    again = net().bfloat16()
+    fresh = torch.optim.AdamW(again.parameters())
+    ckpttool.load(tmp_path / "float32", again, fresh)
+    assert {state["exp_avg"].dtype for state in fresh.state.values()} == {torch.bfloat16}
+
+
+def test_state_of_another_kind_of_optimizer(tmp_path: Path) -> None:
+    model, optimizer = trained(torch.float32, partial(torch.optim.SGD, momentum=0.9))
+    ckpttool.save(tmp_path / "saved", model, optimizer)
+    other = net()
+    with pytest.raises(ckpttool.CkptError, match=r"the state there \(momentum_buffer\) is not of an AdamW") as caught:
+        ckpttool.load(tmp_path / "saved", other, torch.optim.AdamW(other.parameters()))
+    assert "load the model alone" in str(caught.value.hint)
