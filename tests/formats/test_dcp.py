@@ -37,8 +37,7 @@ from ckpttool.contract import SinkOptions, Source
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import CkptError, CorruptError, LossError, ReadError
 from ckpttool.faults import validate
-from ckpttool.formats import dcp
-from ckpttool.formats.dcp import FORMAT
+from ckpttool.formats.dcp import FORMAT, opening
 from ckpttool.formats.dcp import index as dcpindex
 from ckpttool.formats.dcp import scratch as dcpscratch
 from ckpttool.formats.dcp.items import Items
@@ -240,7 +239,7 @@ def test_zstd_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_very_many_objects_are_read_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dcp, "_EAGER", 3)
+    monkeypatch.setattr(opening, "_EAGER", 3)
     for name in ("dcp_fsdp2_w2", "dcp_int_keys"):
         source = opened(sample(name))
         assert any(not o.is_read for o in source.catalogue.objects)

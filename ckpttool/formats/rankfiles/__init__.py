@@ -14,14 +14,25 @@ save plain tensors. Names: see `sets`. Sharded tensors: see `containers/sharded`
 
 from __future__ import annotations
 
+import glob
+import os
+
 from ckpttool.catalogue import Catalogue
 from ckpttool.contract import NO_HINTS, Format, Loss, OpenOptions, Sink, SinkOptions, Source
-from ckpttool.formats.rankfiles import sets
-from ckpttool.formats.rankfiles.sets import is_pattern
 
-__all__ = ["FORMAT", "is_pattern"]
+# What reads, merges and writes is imported on use: every command of the tool asks whether a path is a set.
 
-# What merges ranks and what writes them is imported on use: every command of the tool asks whether a path is a set.
+
+def is_pattern(path: str) -> bool:
+    """Whether this is a glob, and no file that happens to have such a name."""
+    return glob.has_magic(path) and not os.path.lexists(path)
+
+
+def recognise(path: str) -> bool:
+    """Whether these are rank files, or this is one."""
+    from ckpttool.formats.rankfiles import sets
+
+    return sets.recognise(path)
 
 
 def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
@@ -29,7 +40,7 @@ def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
 
     Raises ReadError when there are several, CorruptError for a file that is not whole.
     """
-    from ckpttool.formats.rankfiles import opening
+    from ckpttool.formats.rankfiles import opening, sets
 
     return opening.open_set(sets.find(path), options)
 
@@ -49,7 +60,7 @@ def _losses(catalogue: Catalogue, path: str) -> list[Loss]:
 FORMAT = Format(
     name="rankfiles",
     title="one torch.save file per rank (FSDP1, FSDP2, DTensor)",
-    recognise=sets.recognise,
+    recognise=recognise,
     open=open,
     create=_create,
     losses=_losses,

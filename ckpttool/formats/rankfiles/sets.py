@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from ckpttool import files
 from ckpttool.errors import CorruptError, ReadError, some
-from ckpttool.formats.rankfiles import reading
+from ckpttool.formats.rankfiles import is_pattern, reading
 
 _END = r"\.(?P<ending>(?:pt|pth|bin|ckpt|th)(?:\.tar)?|tar)"
 _NAMES = (
@@ -100,11 +100,6 @@ def member(path: str) -> Member | None:
     if found is None or len(found["rank"]) > 6 or re.search(r"(?<![a-zA-Z])of[._-]?$", found["stem"]):
         return None
     return Member(path, found["stem"].strip("._-"), int(found["rank"]), None, found["ending"], numbered=True)
-
-
-def is_pattern(path: str) -> bool:
-    """Whether this is a glob, and no file that happens to have such a name."""
-    return glob.has_magic(path) and not os.path.lexists(path)
 
 
 def recognise(path: str) -> bool:

@@ -19,10 +19,10 @@ from ckpttool.catalogue import Catalogue, Chunks, Extent, File, Part, Tensor
 from ckpttool.containers import stheader, strictjson
 from ckpttool.containers.stheader import Entry, Header
 from ckpttool.errors import CorruptError, ReadError, some
+from ckpttool.formats.safetensors import SUFFIX
 from ckpttool.formats.safetensors import index as stindex
 from ckpttool.formats.safetensors import placing as stfiles
 
-SUFFIX = ".safetensors"
 SHARDED = "sharded"
 MODEL = Part("model")
 SHARDING = "DCP_SHARDING_INFO"

@@ -1,42 +1,27 @@
-"""torch.save files: .pt .pth .bin .ckpt, and the other files that torch keeps tensors in.
-
-    zip           <root>/data.pkl  byteorder  data/0 data/1 ...    torch 1.6 and later; see `torchzip`
-    TorchScript   the same with constants.pkl and code/            `torch.jit.save`; read only
-    pt2           data/weights/weight_0 ... and JSON, no pickle    `torch.export.save`; read only, see `torchexport`
-    legacy, tar   streams of pickles and raw storages              before torch 1.6; read only, see `torchlegacy`
-
-Upstream: `torch/serialization.py` of torch 0.1.10 to 2.15. A file holds one tree: it becomes key paths by `nesting`, a
-module that was saved whole by `torchmodule`. What is written is what torch 2.7 and later write: a storage for each
-tensor, tied tensors sharing one.
-"""
+"""A torch.save file, or another that torch keeps tensors in, as a catalogue."""
 
 from __future__ import annotations
 
 import bisect
 import os
 from collections.abc import Collection
-from dataclasses import replace
-from typing import Any
 
-from ckpttool import files, nesting
-from ckpttool.catalogue import Catalogue, Chunks, Entry, Extent, File, Link, Tensor
+from ckpttool import files
+from ckpttool.catalogue import Catalogue, File
 from ckpttool.containers import (
     pickles,
-    picklewriter,
     torchexport,
     torchlegacy,
     torchmodule,
     torchpickle,
     torchtree,
     torchzip,
-    torchzipwriter,
 )
 from ckpttool.containers.torchzip import Archive
-from ckpttool.contract import NO_HINTS, Crcs, Format, Loss, OpenOptions, Sink, SinkOptions, Source
-from ckpttool.errors import CorruptError, LossError, ReadError, some
+from ckpttool.contract import Source
+from ckpttool.errors import CorruptError, ReadError, some
 
 _PK = b"PK\3\4"
-_ROOT = "archive"  # what torch calls it when it saves to a buffer; the name of the file is not known here
 
 
 def recognise(path: str) -> bool:
@@ -73,7 +58,7 @@ def _archive(pool: files.Pool, path: str, size: int) -> Archive:
     return torchzip.open_archive(_reader(pool, path), 0, size, name=f"`{path}`")
 
 
-def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
+def open_file(path: str) -> Source:
     """The catalogue of one file. Raises CorruptError when it is cut or contradicts itself."""
     size = files.size_of(path)
     catalogue = Catalogue("torch", [File(path, os.path.basename(path), size)])
@@ -189,74 +174,3 @@ def _is_storage(record: str) -> bool:
     return folder in ("data", "constants") or (
         folder + "/" in torchexport.FOLDERS.values() and not name.endswith((".json", ".pt"))
     )
-
-
-# Writing --------------------------------------------------------------------------------------------------------------
-
-
-class _TorchSink:
-    def __init__(self, path: str, catalogue: Catalogue, layout: torchzipwriter.Layout) -> None:
-        self.catalogue = catalogue
-        self._path = path
-        self._layout = layout
-
-    def finish(self, crcs: Crcs) -> None:
-        pool = files.Pool(writing=True)
-        try:
-            for offset, data in self._layout.patches(lambda record: crcs[record.file, record.offset]):
-                pool.write(self._path, offset, data)
-        finally:
-            pool.close()
-
-
-def _value(entry: Entry) -> Any:
-    return entry if isinstance(entry, Tensor) else entry.value
-
-
-def create(path: str, laid: Catalogue, options: SinkOptions) -> Sink:
-    """One archive of full size with holes where the payloads go."""
-    slots = torchtree.Slots(laid)
-    layout = torchzipwriter.lay_out(nesting.unflatten(laid, _value), slots.of, root=_ROOT)
-    files.create(path, layout.size)
-    pool = files.Pool(writing=True)
-    try:
-        for offset, data in layout.pieces:
-            pool.write(path, offset, data)
-    finally:
-        pool.close()
-    made = Catalogue("torch", [File(path, os.path.basename(path), layout.size)], facts={"layout": "zip"})
-    made.containers = dict(laid.containers)
-    for entry in laid.entries.values():
-        if isinstance(entry, Tensor):
-            key = slots.key(entry)
-            if key is None:
-                continue
-            record = layout.storages[key]
-            extent = Extent(0, record.offset, record.nbytes, record=record if record.nbytes else None)
-            made.add(replace(entry, chunks=Chunks.single(entry.shape, extent)))
-        else:
-            made.add(entry)
-    return _TorchSink(path, made, layout)
-
-
-def losses(catalogue: Catalogue, path: str) -> list[Loss]:
-    """Nothing, but for values that pickle has no words for."""
-    found = []
-    for entry in catalogue.objects:
-        try:
-            picklewriter.dump(entry.value, leaf=lambda writer, value: isinstance(value, Link))
-        except LossError as error:
-            found.append(Loss(entry.name, error.message))
-    return found
-
-
-FORMAT = Format(
-    name="torch",
-    title="torch.save file",
-    recognise=recognise,
-    open=open,
-    create=create,
-    losses=losses,
-    is_file=lambda path: True,
-    suffixes=(".pt", ".pth", ".bin", ".ckpt"),
-)

@@ -1,0 +1,131 @@
+"""A file, an index, a directory or a training state as a catalogue; how the files are read, see `reader`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from ckpttool import files
+from ckpttool.catalogue import Catalogue, Chunk, Chunks, Extent, Tensor
+from ckpttool.containers import stheader
+from ckpttool.containers.stheader import Header
+from ckpttool.contract import Source
+from ckpttool.errors import CkptError, CorruptError, ReadError, some
+from ckpttool.formats.safetensors import SUFFIX, statefile
+from ckpttool.formats.safetensors import index as stindex
+from ckpttool.formats.safetensors.reader import (
+    SHARDED,
+    mount,
+    open_directory,
+    open_file,
+    open_indexed,
+    rank_files,
+    read_json,
+    read_range,
+)
+from ckpttool.formats.safetensors.statefile import Wanted
+
+
+class _SafeSource:
+    def __init__(self, catalogue: Catalogue) -> None:
+        self.catalogue = catalogue
+
+    def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
+        return chunk.extent
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+
+def recognise(path: str) -> bool:
+    """Whether this is a safetensors file, whole or not, or a directory that has some."""
+    try:
+        if not os.path.isdir(path):
+            return _looks_like_file(path)
+        names = os.listdir(path)
+        return (
+            _is_state(path, names)
+            or any(name.endswith((SUFFIX, stindex.INDEX)) for name in names)
+            or (SHARDED in names and bool(rank_files(os.path.join(path, SHARDED))))
+        )
+    except (OSError, CorruptError, ReadError):
+        return False
+
+
+def _looks_like_file(path: str) -> bool:
+    head = _head(path, 9)
+    # A file that is cut before its header, or whose header is too long, is known by its name only.
+    named = path.endswith(SUFFIX) and head[8:9] in (b"", b"{")
+    return stheader.looks_like(head) or named or (path.endswith(stindex.INDEX) and head[:1] == b"{")
+
+
+def _head(path: str, most: int) -> bytes:
+    return read_range(path, 0, min(files.size_of(path), most))
+
+
+def _is_state(root: str, names: Sequence[str]) -> bool:
+    return statefile.NAME in names and statefile.looks_like(_head(os.path.join(root, statefile.NAME), 4096))
+
+
+def open_path(path: str) -> Source:
+    """The catalogue of a file, an index or a directory.
+
+    Raises CorruptError for files that contradict themselves or each other.
+    """
+    if not os.path.isdir(path):
+        root, name = os.path.split(path)
+        indexed = path.endswith(stindex.INDEX)
+        return _SafeSource(open_indexed(root or ".", name) if indexed else open_file(root or ".", name))
+    try:
+        names = sorted(os.listdir(path))
+    except OSError as error:
+        raise files.failed(error, path, "read") from None
+    if _is_state(path, names):
+        return _SafeSource(_open_state(path))
+    catalogue = open_directory(path, names)
+    if "config.json" in names:
+        catalogue.facts |= _config(os.path.join(path, "config.json"))
+    return _SafeSource(catalogue)
+
+
+def _config(path: str) -> dict[str, Any]:
+    """What a transformers model says of itself; nothing when it says it badly."""
+    try:
+        config = json.loads(read_json(path))
+    except (CkptError, ValueError, RecursionError):
+        return {}
+    return {k: config[k] for k in ("model_type", "architectures") if k in config} if isinstance(config, dict) else {}
+
+
+# A whole training state -----------------------------------------------------------------------------------------------
+
+
+def _open_state(root: str) -> Catalogue:
+    catalogue = Catalogue("safetensors", facts={"layout": "training state"})
+    headers: dict[str, tuple[int, Header]] = {}
+    used: set[tuple[str, str]] = set()
+    where = f"`{os.path.join(root, statefile.NAME)}`"
+
+    def make(wanted: Wanted) -> Tensor:
+        file, name, _ = wanted.place
+        if file not in headers:
+            headers[file] = mount(catalogue, files.inside(root, file), file)
+        number, header = headers[file]
+        entry = header.tensors.get(name)
+        if entry is None:
+            raise CorruptError(
+                f"{where}: says that tensor `{name}` is in `{file}`, which does not have it",
+                hint="the files are not of the same save", tensor=name, file=file,
+            )  # fmt: skip
+        used.add((file, name))
+        dtype, shape = statefile.true_type(wanted, entry.dtype, entry.shape, f"`{os.path.join(root, file)}`")
+        extent = Extent(number, entry.begin, entry.end - entry.begin)
+        return Tensor(wanted.path, dtype, shape, Chunks.single(shape, extent), embedded=wanted.embedded)
+
+    statefile.parse(read_json(os.path.join(root, statefile.NAME)), catalogue, make, where)
+    spare = [n for file, (_, header) in headers.items() for n in header.tensors if (file, n) not in used]
+    if spare:
+        catalogue.warnings.append(f"{len(spare)} tensors are in the files but not in `{statefile.NAME}`: {some(spare)}")
+    return catalogue
