@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ckpttool.catalogue import Catalogue
 from ckpttool.errors import CkptError, UsageError, some
 from ckpttool.faults import validate
-from ckpttool.figures import Shown, look
 from ckpttool.opening import naming, opened
 from ckpttool.wording import meant
+
+if TYPE_CHECKING:
+    from ckpttool.figures import Shown
 
 
 def inspect(path: str | os.PathLike[str], *, shapes: str | None = None) -> Catalogue:
@@ -40,6 +43,8 @@ def _folded(faults: list[CkptError]) -> list[str]:
 def show(path: str | os.PathLike[str], tensor: str, *, shapes: str | None = None) -> Shown:
     """One tensor of the checkpoint at `path`: where it lies, a few values, and figures over all of them. Reads only
     its bytes. Raises UsageError, with the nearest names, when there is no such tensor."""
+    from ckpttool.figures import look
+
     path = os.fspath(path)
     with opened(path, shapes) as source:
         found = [t for t in source.catalogue.tensors if t.name == tensor]
