@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 
 import torch
 import torch.distributed as dist
@@ -38,17 +39,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--strategy", default="auto", choices=["auto", "parallel", "broadcast"])
     options = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-    if device == "cuda":
-        torch.cuda.set_device(dist.get_node_local_rank())
+    device = torch.device("cpu")
+    if torch.accelerator.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):  # one for each rank of this node
+        device = torch.device(torch.accelerator.current_accelerator().type, int(os.environ["LOCAL_RANK"]))
+        torch.accelerator.set_device_index(device.index)
+    dist.init_process_group(dist.get_default_backend_for_device(device))
     logging.basicConfig(level=logging.INFO if dist.get_rank() == 0 else logging.WARNING)
 
     torch.manual_seed(0)
     model = FullyShardedDataParallel(
-        Transformer(Sizes()),
+        Transformer(Sizes()).to(device),
         auto_wrap_policy=ModuleWrapPolicy({Block}),
-        device_id=torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device("cpu"),
+        device_id=device,
         use_orig_params=True,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

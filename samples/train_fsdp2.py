@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from training import Sizes, Transformer
@@ -36,19 +38,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--strategy", default="auto", choices=["auto", "parallel", "broadcast"])
     options = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-    if device == "cuda":
-        torch.cuda.set_device(dist.get_node_local_rank())
+    device = torch.device("cpu")
+    if torch.accelerator.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):  # one for each rank of this node
+        device = torch.device(torch.accelerator.current_accelerator().type, int(os.environ["LOCAL_RANK"]))
+        torch.accelerator.set_device_index(device.index)
+    dist.init_process_group(dist.get_default_backend_for_device(device))
     logging.basicConfig(level=logging.INFO if dist.get_rank() == 0 else logging.WARNING)
 
     torch.manual_seed(0)
     loading = options.resume or options.weights
     with torch.device("meta" if loading else device):  # with a checkpoint to come, no memory and no time for it yet
         model = Transformer(Sizes())
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for layer in model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
 

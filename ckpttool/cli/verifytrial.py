@@ -50,7 +50,7 @@ def trial(
         typer.Option("--first-step", metavar="I", min=0, help="The step to go on with, of a CKPT that says none."),
     ] = None,
     device: Annotated[
-        str | None, typer.Option("--device", metavar="DEVICE", help="cpu or cuda; cuda where there is one.")
+        str | None, typer.Option("--device", metavar="DEVICE", help="cpu, or cuda, xpu, ... where there is one.")
     ] = None,
     no_deterministic: Annotated[
         bool, typer.Option("--no-deterministic", help="Do not have torch refuse what is not deterministic.")

@@ -78,7 +78,9 @@ def _build(recipe: recipes.Recipe, mesh: Any) -> tuple[dict[str, Any], str]:
     import torch
     from torch.overrides import TorchFunctionMode
 
-    moves = (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda)
+    from ckpttool.mesh import devices
+
+    moves = (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda, getattr(torch.Tensor, devices.kind()))
 
     class Staying(TorchFunctionMode):  # type: ignore[misc] # torch is not looked into
         """`model.to(device)` leaves on the meta device what is there."""

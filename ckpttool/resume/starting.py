@@ -27,11 +27,11 @@ from torch.distributed.fsdp import fully_shard
 
 def build(mesh):
     """Make everything that has a state, as it is before the first step. `mesh` is a torch DeviceMesh over all ranks;
-    the process group is there, and `mesh.device_type` is "cuda" or "cpu".
+    the process group is there, and `mesh.device_type` is "cpu", "cuda", "xpu" ...
 
     Returns a dict with "model" and "optimizer", and whatever else has to go on where it was: anything that has
     `state_dict` and `load_state_dict` (a scheduler, a data loader, a grad scaler, a second model), and
-    `torch.Generator`s. The generators of Python, NumPy and torch, CUDA's too, are taken care of.
+    `torch.Generator`s. The generators of Python, NumPy and torch, a GPU's too, are taken care of.
     """
     # Weights are made alike on every rank; with FSDP2, each then keeps its piece of them.
     torch.manual_seed(0)

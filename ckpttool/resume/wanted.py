@@ -75,18 +75,23 @@ def _dims(recipe: recipes.Recipe, mesh: str | None, world: int | None) -> dict[s
 
 
 def _device(device: str | None) -> str:
-    import torch
+    from ckpttool.mesh import devices
 
-    if device not in (None, "cpu", "cuda"):
-        raise UsageError(f"`--device {device}`: there is no such device", hint="`cpu` or `cuda`")
-    return device or ("cuda" if torch.cuda.is_available() else "cpu")
+    there = devices.kind()
+    known = tuple(dict.fromkeys(("cpu", "cuda", there)))
+    if device is not None and device not in known:
+        raise UsageError(f"`--device {device}`: there is no such device", hint=" or ".join(f"`{one}`" for one in known))
+    return device or there
 
 
 def _check_devices(device: str, world: int) -> None:
-    import torch
+    """That every rank of this node can have one for itself."""
+    from ckpttool.mesh import devices
 
-    if device == "cuda" and torch.cuda.device_count() < world:
+    if inside.is_started():
+        world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if device != "cpu" and devices.count(device) < world:
         raise UsageError(
-            f"{plural(world, 'rank')} need as many GPUs, and there are {torch.cuda.device_count()}",
-            hint="`--device cpu` runs them on the CPU", found=torch.cuda.device_count(), expected=world,
+            f"{plural(world, 'rank')} need as many GPUs, and there are {devices.count(device)}",
+            hint="`--device cpu` runs them on the CPU", found=devices.count(device), expected=world,
         )  # fmt: skip

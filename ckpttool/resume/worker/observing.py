@@ -40,8 +40,8 @@ class Observer:
         self._batch, self._norms, self.inputs = hashlib.sha256(), [], None
         began = time.perf_counter()
         loss = _number(self._built.recipe.step(self._built.state, number), self._built.recipe.path)
-        if self._built.mesh.device_type == "cuda":
-            torch.cuda.synchronize()
+        if self._built.mesh.device_type != "cpu":
+            torch.accelerator.synchronize()
         seconds = time.perf_counter() - began
         return {
             "number": number, "loss": loss, "gradient_norm": self._norms[-1] if self._norms else None,

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ckpttool.mesh import devices
+
 
 def captured(generators: Mapping[str, torch.Generator]) -> dict[str, Any]:
     """The states of this rank; `generators` are those that the recipe made itself."""
@@ -28,8 +30,9 @@ def captured(generators: Mapping[str, torch.Generator]) -> dict[str, Any]:
         },
         "torch": torch.get_rng_state(),
     }  # fmt: skip
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        made["cuda"] = torch.cuda.get_rng_state()
+    kind = devices.kind()
+    if kind != "cpu" and torch.get_device_module(kind).is_initialized():
+        made[kind] = torch.get_device_module(kind).get_rng_state()
     return made | {f"generator_{name}": one.get_state() for name, one in generators.items()}
 
 
@@ -48,8 +51,9 @@ def restore(state: Any, generators: Mapping[str, torch.Generator]) -> list[str]:
             np.random.set_state(_numpy(told))
         elif name == "torch":
             torch.set_rng_state(_bytes(told))
-        elif name == "cuda":
-            torch.cuda.set_rng_state(_bytes(told[torch.cuda.current_device()] if isinstance(told, list) else told))
+        elif name == devices.kind():
+            mine = told[devices.current(name).index] if isinstance(told, list) else told
+            torch.get_device_module(name).set_rng_state(_bytes(mine))
         else:
             generators[name.removeprefix("generator_")].set_state(_bytes(told))
     return without

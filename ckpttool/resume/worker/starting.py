@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from ckpttool.mesh import devices
 from ckpttool.resume.jobs import Job
 from ckpttool.resume.launching import ENVIRONMENT
 
@@ -40,10 +41,9 @@ def join(job: Job) -> DeviceMesh:
 
 def join_group(device: str) -> None:
     """The process group, if there is none yet."""
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    devices.take(device)
     if not dist.is_initialized():
-        dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+        dist.init_process_group(devices.backends(device))
 
 
 def seed(job: Job, mesh: DeviceMesh, *, own: bool) -> None:
