@@ -47,8 +47,10 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO if dist.get_rank() == 0 else logging.WARNING)
 
     torch.manual_seed(0)
+    with torch.device(device):
+        model = Transformer(Sizes())
     model = FullyShardedDataParallel(
-        Transformer(Sizes()).to(device),
+        model,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         device_id=device,
         use_orig_params=True,
