@@ -244,12 +244,12 @@ def _lay_out(
     strip_wrappers: bool,
     strip_prefix: str | None,
 ) -> Catalogue:
-    _check_not_empty(laid)
+    making.check_not_empty(laid)
     _check_matches("--tensors", tensors, laid)
     _check_matches("--exclude", exclude, laid)
     if tensors or exclude:
         laid = layout.select(laid, layout.matching(tensors, exclude))
-        _check_not_empty(laid)
+        making.check_not_empty(laid)
     if strip_wrappers:
         laid = layout.rename(laid, layout.strip_wrappers, within_parts=True)
     if strip_prefix:
@@ -264,11 +264,6 @@ def _lay_out(
     if rename:
         laid = layout.rename(laid, renamer(rename))
     return laid
-
-
-def _check_not_empty(laid: Catalogue) -> None:
-    if not laid.entries:
-        raise UsageError("nothing is left to write", hint="look at what is there with `ckpttool inspect`")
 
 
 def _check_matches(flag: str, patterns: Sequence[str], laid: Catalogue) -> None:

@@ -262,6 +262,12 @@ def _check_is_checkpoint(dst: str) -> None:
         ) from None
 
 
+def check_not_empty(laid: Catalogue) -> None:
+    """Raises UsageError where all has been left out."""
+    if not laid.entries:
+        raise UsageError("nothing is left to write", hint="look at what is there with `ckpttool inspect`")
+
+
 def check_apart(dst: str, *sources: str | None) -> None:
     """Raises UsageError when `dst` would touch a source: `--overwrite` replaces a directory with all that it holds."""
     for path in filter(None, sources):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckpttool import (
     chunking,
@@ -18,11 +18,12 @@ from ckpttool import (
     meshes,
     opening,
     optimkeys,
+    parts,
     policies,
     rulefiles,
     sharing,
 )
-from ckpttool.catalogue import Catalogue, Path
+from ckpttool.catalogue import Catalogue, Part, Path
 from ckpttool.chunking import Rules
 from ckpttool.contract import Format, SinkOptions
 from ckpttool.errors import UsageError
@@ -59,6 +60,8 @@ class _Wanted:
     rng: str
     dataloader: str
     to: Format | None
+    only: Sequence[str] = ()
+    drop: Sequence[str] = ()
 
 
 def reshard(
@@ -75,6 +78,8 @@ def reshard(
     replicate: str | Sequence[str] = (),
     rng: str = "keep",
     dataloader: str = "keep",
+    only: str | Sequence[str] = (),
+    drop: str | Sequence[str] = (),
     shapes: str | None = None,
     overwrite: bool = False,
     resume: bool = False,
@@ -101,6 +106,7 @@ def reshard(
         placed = [rule(text, "--placements") for text in rulefiles.rules(placements, "--placements")]
         rules = Rules(tuple(placed), tuple(several(shard)), tuple(several(replicate)))
         wanted = _understood(to_world, to_mesh, like, to, engine, rules, rng, dataloader)
+        wanted = replace(wanted, only=several(only), drop=several(drop))
         memory = parse_size(max_memory, "--max-memory") if isinstance(max_memory, str) else max_memory
         if memory is not None and memory < making.BASE_MEMORY:
             raise UsageError(f"`--max-memory`: at least {making.BASE_MEMORY >> 20} MiB are needed")
@@ -178,9 +184,11 @@ def _laid(have: Given, wanted: _Wanted, target: Format, made: Resharding) -> Lai
     source = have.catalogue
     with opening.naming(have.known):
         validate(source)
-    laid = layout.start(source)
+    is_wanted = _parts(source, wanted)
+    # What is left out may still say what is a parameter.
+    laid = _select(layout.start(source), lambda part: is_wanted(part) or part.kind in ("model", "optimizer"))
     folded = frozenset[Path]()
-    if target.even:
+    if target.even and any(part.kind == "optimizer" and is_wanted(part) for part in parts.parts(laid)):
         before = optimkeys.origins(laid)
         laid = optimkeys.respell(laid, "fqn", source)
         folded = frozenset(before - optimkeys.origins(laid))
@@ -197,9 +205,39 @@ def _laid(have: Given, wanted: _Wanted, target: Format, made: Resharding) -> Lai
             made.policies += said
         if wanted.mesh is not None:
             laid = chunking.over_mesh(laid, mesh, wanted.rules, everywhere=target.even)
+            laid = _rootless(_select(laid, is_wanted), wanted.only)
         else:
-            laid = chunking.like(laid, other, made.mesh)
+            laid = _select(laid, is_wanted)
+            bare, there = _rootless(laid, wanted.only), {tensor.name for tensor in other.tensors}
+            has_root = not any(tensor.name in there for tensor in bare.tensors)
+            laid = chunking.like(laid if has_root else bare, other, made.mesh)
+            laid = _rootless(laid, wanted.only) if has_root else laid
+    making.check_not_empty(laid)
     return Laid(laid, SinkOptions(world=mesh.world), folded)
+
+
+def _parts(source: Catalogue, wanted: _Wanted) -> Callable[[Part], bool]:
+    chosen = parts.matcher(wanted.only, source) if wanted.only else lambda part: True
+    unwanted = parts.matcher(wanted.drop, source)
+    return lambda part: chosen(part) and not unwanted(part)
+
+
+def _select(laid: Catalogue, is_wanted: Callable[[Part], bool]) -> Catalogue:
+    if all(map(is_wanted, parts.parts(laid))):
+        return laid
+    made = layout.select(laid, lambda entry: is_wanted(entry.part))
+    made.files, made.warnings = laid.files, laid.warnings
+    return made
+
+
+def _rootless(laid: Catalogue, only: Sequence[str]) -> Catalogue:
+    """Of one part alone, the root is taken off the names."""
+    left = parts.parts(laid)
+    if not only or len(left) != 1:
+        return laid
+    made = layout.without_root(laid, left[0])
+    made.files, made.warnings = laid.files, laid.warnings
+    return made
 
 
 def _opened_like(stack: ExitStack, path: str, target: Format) -> Catalogue:

@@ -240,3 +240,32 @@ def test_nothing_is_left_of_what_fails(tmp_path: Path) -> None:
     with pytest.raises(CkptError):
         verbs.reshard(W4, W4 / "inside", to_world=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("flags", [{"to_world": 3}, {"to_mesh": "shard=2,tp=2", "placements": TP_RULES}])
+def test_only_the_model_has_the_boxes_that_it_has_beside_the_rest(tmp_path: Path, flags: dict[str, Any]) -> None:
+    """Though nothing is left that says which tensors are parameters: the source is one file."""
+    full = HERE / "torch_full" / "ckpt.pt"
+    verbs.reshard(full, tmp_path / "all", to="dcp", **flags)
+    made = verbs.reshard(full, tmp_path / "only", to="dcp", only="model", check=True, **flags)
+    whole = {name: cut for name, cut in boxes_in(tmp_path / "all").items() if name.startswith("model.")}
+    assert boxes_in(tmp_path / "only") == {name.removeprefix("model."): cut for name, cut in whole.items()}
+    kept = {n.removeprefix("model."): v for n, v in loaded(tmp_path / "all").items() if n.startswith("model.")}
+    assert_same(loaded(tmp_path / "only"), kept)
+    assert made.dropped and not made.policies
+    for other in ("only", "all"):
+        verbs.reshard(full, tmp_path / f"like {other}", like=tmp_path / other, only="model")
+        assert boxes_in(tmp_path / f"like {other}") == boxes_in(tmp_path / "only")
+
+
+def test_a_part_that_is_left_out(tmp_path: Path) -> None:
+    made = verbs.reshard(W4, tmp_path / "out", to_world=2, drop=["optim", "scheduler"])
+    expected = {n: v for n, v in loaded(W4).items() if not n.startswith(("optim.", "scheduler."))}
+    assert_same(loaded(tmp_path / "out"), expected)
+    assert all(name.startswith(("optim.", "scheduler.")) for name in made.dropped)
+    verbs.reshard(W4, tmp_path / "ranks", to_world=2, to="fsdp1", only="model", drop="scheduler")
+    with pytest.raises(UsageError, match="there is no part `optimiser`"):
+        verbs.reshard(W4, tmp_path / "none", to_world=2, drop="optimiser")
+    with pytest.raises(UsageError, match="nothing is left to write"):
+        verbs.reshard(tmp_path / "out", tmp_path / "none", to_world=2, only="model", drop="model")
+    assert not (tmp_path / "none").exists()

@@ -10,9 +10,11 @@ import typer
 from ckpttool.cli.options import (
     AsJson,
     Check,
+    Drop,
     DryRun,
     Manifest,
     MaxMemory,
+    Only,
     Overwrite,
     Quiet,
     Resume,
@@ -22,7 +24,6 @@ from ckpttool.cli.options import (
     Threads,
     Verbose,
     complete_format,
-    complete_part,
     complete_producer,
 )
 from ckpttool.cli.progress import Progress
@@ -51,19 +52,8 @@ def convert(
             help="As a framework resumes from it: accelerate, torchtitan, verl or trainer. In place of --to.",
         ),
     ] = None,
-    only: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--only",
-            metavar="PART",
-            autocompletion=complete_part,
-            help="Only this part (model, optimizer, ...; or its key). Repeatable.",
-        ),
-    ] = None,
-    drop: Annotated[
-        list[str] | None,
-        typer.Option("--drop", metavar="PART", autocompletion=complete_part, help="Not this part. Repeatable."),
-    ] = None,
+    only: Only = None,
+    drop: Drop = None,
     tensors: Tensors = None,
     exclude: Annotated[
         list[str] | None, typer.Option("--exclude", metavar="GLOB", help="Not what matches. Repeatable.")

@@ -60,6 +60,17 @@ Manifest = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, errors too.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print bare values only, and no progress.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Leave nothing out; show where a bug of ours is.")]
+Only = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--only", metavar="PART", autocompletion=complete_part,
+        help="Only this part (model, optimizer, ...; or its key). Repeatable.",
+    ),
+]  # fmt: skip
+Drop = Annotated[
+    list[str] | None,
+    typer.Option("--drop", metavar="PART", autocompletion=complete_part, help="Not this part. Repeatable."),
+]
 Shapes = Annotated[
     str | None,
     typer.Option(

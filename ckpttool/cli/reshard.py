@@ -11,9 +11,11 @@ import typer
 from ckpttool.cli.options import (
     AsJson,
     Check,
+    Drop,
     DryRun,
     Manifest,
     MaxMemory,
+    Only,
     Overwrite,
     Quiet,
     Resume,
@@ -76,6 +78,8 @@ def reshard(
     dataloader: Annotated[
         str, typer.Option("--dataloader", metavar="POLICY", help="Data loaders of the ranks: keep or drop.")
     ] = "keep",
+    only: Only = None,
+    drop: Drop = None,
     shapes: Shapes = None,
     overwrite: Overwrite = False,
     resume: Resume = False,
@@ -99,6 +103,7 @@ def reshard(
         made = verbs.reshard(
             src, dst, to_world=to_world, to_mesh=to_mesh, like=like, to=to, engine=engine,
             placements=placements or (), shard=shard or (), replicate=replicate or (), rng=rng, dataloader=dataloader,
+            only=only or (), drop=drop or (),
             shapes=shapes, overwrite=overwrite, resume=resume, dry_run=dry_run, threads=threads, max_memory=max_memory,
             check=check, manifest=manifest, progress=progress,
         )  # fmt: skip
