@@ -52,8 +52,9 @@ def save(
     path = os.fspath(path)
     with agreement.together():
         _check(format, model, extra)
-    state = _state(model, optimizer, format)
-    state |= {name: _value(value, format) for name, value in extra.items()}
+    with agreement.together():
+        state = _state(model, optimizer, format)
+        state |= {name: _value(value, format) for name, value in extra.items()}
     if format != "fsdp1":
         _apart(state, extra, format)
     noted = _noted(state, extra) if format == "dcp" else []

@@ -55,7 +55,8 @@ def load_into(
     others = {w: v for w, v in leaves if w not in models and w not in optimizers}
     if optimizers and not models:
         raise UsageError("an optimizer is loaded with its model, which knows the names of the parameters")
-    own = _Own({where: value for where, value in others.items() if hasattr(value, "load_state_dict")})
+    with agreement.together():
+        own = _Own({where: value for where, value in others.items() if hasattr(value, "load_state_dict")})
     missing: list[str] = []
 
     def check(rest: dict[Any, Any], told: Described) -> None:
@@ -75,10 +76,11 @@ def load_into(
         )  # fmt: skip
         made = done if made is None else _joined(made, done)
     assert made is not None
-    for where, value in others.items():
-        found = [] if where in own.found else _find(made.rest, where)
-        if found:
-            _restore(state, where, value, found[0])
+    with agreement.together():
+        for where, value in others.items():
+            found = [] if where in own.found else _find(made.rest, where)
+            if found:
+                _restore(state, where, value, found[0])
     made.missing += missing
     return made
 
@@ -138,11 +140,12 @@ class _Own:
                     values[path] = room = self._room(path, value)
                     how.get(("own", *path), value, pieces(room, dotted(path)))
         made = nesting.unflatten(told, lambda entry: values[entry.path])
-        for where in sorted(self.found):
-            value = made
-            for key in where:
-                value = value[key]
-            self._objects[where].load_state_dict(value)
+        with agreement.together():
+            for where in sorted(self.found):
+                value = made
+                for key in where:
+                    value = value[key]
+                self._objects[where].load_state_dict(value)
 
     def _room(self, path: Path, shape: Shape) -> Any:
         for where in self.found:

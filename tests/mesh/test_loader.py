@@ -52,6 +52,7 @@ def everyday() -> Cases:
         ["damaged", "fsdp1", "broadcast"],
         ["chance", "fsdp2", "parallel"],
         *(["stages", "plain", strategy] for strategy in STRATEGIES),
+        *(["one_object_fails", "fsdp2", when] for when in ("saving", "loading")),
         ["wrapper", "fsdp2", "parallel"],
         ["wrapper", "fsdp1", "broadcast"],
         ["average", "fsdp2", "broadcast"],

@@ -167,6 +167,43 @@ def stages(kind: str, strategy: str) -> str:
     return "equal" if same and strategy == "parallel" else f"it was loaded, {same}"
 
 
+class Stubborn:
+    """An object of the script's that fails on the last rank."""
+
+    def __init__(self, when: str) -> None:
+        self.when = when
+
+    def _fail(self, when: str) -> None:
+        if when == self.when and dist.get_rank() == dist.get_world_size() - 1:
+            raise ValueError("no luck")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Perhaps."""
+        self._fail("saving")
+        return {"seen": 3}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Perhaps."""
+        self._fail("loading")
+
+
+def one_object_fails(kind: str, when: str) -> str:
+    """On one rank: the others do not wait for it, and say which it was."""
+    run, place = practices.fresh(kind), practices.folder() / "saved"
+    last = dist.get_world_size() - 1
+    try:
+        ckpttool.save(place, run.model, run.optimizer, meter=Stubborn(when))
+        ckpttool.load_into(place, {"model": run.model, "optim": run.optimizer, "meter": Stubborn(when)})
+    except ValueError:
+        mine = dist.get_rank() == last
+    except ckpttool.CkptError as error:
+        mine = dist.get_rank() != last and error.message == f"rank {last}: ValueError: no luck"
+    else:
+        return "nothing was said"
+    return "equal" if mine and place.exists() == (when == "loading") else "otherwise"
+
+
 WRONGS: dict[str, Callable[..., str]] = {
-    f.__name__: f for f in (other_shapes, other_names, other_groups, one_rank_blind, damaged, chance, stages)
+    f.__name__: f
+    for f in (other_shapes, other_names, other_groups, one_rank_blind, damaged, chance, stages, one_object_fails)
 }
