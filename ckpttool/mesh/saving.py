@@ -10,9 +10,11 @@ Random states and data loaders belong to a rank, and are saved for each.
 from __future__ import annotations
 
 import os
+import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pickle import PicklingError
 from typing import Any
 
 import torch
@@ -30,9 +32,12 @@ from ckpttool.errors import StorageError, UsageError
 from ckpttool.mesh import agreement
 from ckpttool.mesh.fsdp1 import is_fsdp1, sharded
 from ckpttool.version import __version__
-from ckpttool.wording import meant
+from ckpttool.wording import meant, size
 
 FORMATS = ("dcp", "torch", "fsdp1")
+
+# Bytes: a disk that has less left has perhaps no room for one more tensor.
+_LITTLE = 64 << 20
 
 
 def save(
@@ -61,11 +66,29 @@ def save(
     with _staged(path, format == "torch", overwrite) as partial, agreement.together():
         try:
             _write(state, partial, format, noted)
-        except OSError as error:
-            raise files.failed(error, path, "write") from None
         except CheckpointException as error:
-            first = next(iter(error.failures.values()))[0]
-            raise StorageError(f"`{path}`: dcp cannot save: {first}") from None
+            raise _failed(next(iter(error.failures.values()))[0], path, partial) from None
+        except (OSError, RuntimeError, AttributeError, TypeError, PicklingError) as error:
+            raise _failed(error, path, partial) from None
+
+
+def _failed(error: BaseException, path: str, partial: str) -> BaseException:
+    if isinstance(error, OSError):
+        return files.failed(error, path, "write")
+    if "pickle" in str(error):
+        return UsageError(
+            f"`{path}`: what is to be saved cannot be pickled: {error}",
+            hint="pass values, and objects that have a `state_dict`",
+        )
+    if not isinstance(error, RuntimeError):
+        return error
+    # What torch makes of a full disk.
+    free = shutil.disk_usage(os.path.dirname(partial)).free
+    is_full = free < _LITTLE
+    return StorageError(
+        f"`{path}`: cannot save: {error} ({size(free)} are free)",
+        hint="free some space, or write somewhere else" if is_full else None,
+    )
 
 
 def _check(format: str, model: nn.Module, extra: dict[str, Any]) -> None:
@@ -129,9 +152,18 @@ def _staged(path: str, is_file: bool, overwrite: bool) -> Iterator[str]:
         with agreement.together():
             if agreement.rank() == 0:
                 partial = stack.enter_context(staging.staged(path, overwrite=overwrite, is_file=is_file))
+                partial = os.path.abspath(partial)
                 if not is_file:
                     os.makedirs(partial, exist_ok=True)
-        yield str(agreement.from_first(partial))
+        partial = str(agreement.from_first(partial))
+        with agreement.together():
+            if not is_file and not os.path.isdir(partial):
+                # What it wrote elsewhere would be missing.
+                raise StorageError(
+                    f"rank {agreement.rank()} does not see `{os.path.dirname(partial)}` as rank 0 does",
+                    hint='all ranks must write to one shared file system; `format="torch"` is written by rank 0 alone',
+                )
+        yield partial
         with agreement.together():
             stack.close()
 
@@ -182,10 +214,6 @@ def _write(state: dict[str, Any], partial: str, format: str, noted: list[tuple[A
 
 def _to_file(state: dict[str, Any], path: str) -> None:
     with open(path, "wb") as stream:
-        try:
-            torch.save(state, stream)
-        except RuntimeError as error:
-            # What torch makes of a full disk.
-            raise StorageError(f"`{path}`: {error}") from None
+        torch.save(state, stream)
         stream.flush()
         os.fsync(stream.fileno())

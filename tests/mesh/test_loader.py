@@ -53,6 +53,7 @@ def everyday() -> Cases:
         ["chance", "fsdp2", "parallel"],
         *(["stages", "plain", strategy] for strategy in STRATEGIES),
         *(["one_object_fails", "fsdp2", when] for when in ("saving", "loading")),
+        ["elsewhere", "fsdp2", "dcp"],
         ["wrapper", "fsdp2", "parallel"],
         ["wrapper", "fsdp1", "broadcast"],
         ["average", "fsdp2", "broadcast"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from training import Run, Sizes
 
 import ckpttool
+from ckpttool.mesh import saving
 
 
 def refused(run: Run, path: str | Path, *words: str, **options: Any) -> str:
@@ -203,7 +205,44 @@ def one_object_fails(kind: str, when: str) -> str:
     return "equal" if mine and place.exists() == (when == "loading") else "otherwise"
 
 
+def elsewhere(kind: str, format: str) -> str:
+    """Ranks in other directories save into that of rank 0; one that does not see it is an error."""
+    run, place, there = practices.fresh(kind), practices.folder(), os.getcwd()
+    own = place / f"of {dist.get_rank()}"
+    own.mkdir()
+    os.chdir(own)
+    try:
+        ckpttool.save("saved", run.model, run.optimizer, format=format)
+        saved = place / "of 0" / "saved"
+        with ckpttool.open(saved) as found:
+            if [*own.iterdir()] != [saved] * (dist.get_rank() == 0) or len(found.catalogue.faults):
+                return f"{[*own.iterdir()]} {found.catalogue.faults}"
+        ckpttool.load(saved, run.model, run.optimizer)
+        real = saving.agreement.from_first
+        if dist.get_rank():
+            saving.agreement.from_first = lambda told: str(own / Path(real(told)).name)
+        try:
+            ckpttool.save("again", run.model, run.optimizer, format=format)
+        except ckpttool.CkptError as error:
+            said = "rank 1 does not see" in error.message
+        finally:
+            saving.agreement.from_first = real
+        return "equal" if said and [*own.iterdir()] == [saved] * (dist.get_rank() == 0) else "otherwise"
+    finally:
+        os.chdir(there)
+
+
 WRONGS: dict[str, Callable[..., str]] = {
     f.__name__: f
-    for f in (other_shapes, other_names, other_groups, one_rank_blind, damaged, chance, stages, one_object_fails)
+    for f in (
+        other_shapes,
+        other_names,
+        other_groups,
+        one_rank_blind,
+        damaged,
+        chance,
+        stages,
+        one_object_fails,
+        elsewhere,
+    )
 }
