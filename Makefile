@@ -9,7 +9,7 @@ TIME ?= 60
 # Tests that start torch processes take a gigabyte each.
 WORKERS ?= 2
 
-.PHONY: help demo test test-all check format lint types bench fuzz samples docs clean
+.PHONY: help demo test test-all test-gpu check format lint types bench fuzz samples docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -25,10 +25,13 @@ demo: $(BIN)/.ready  ## Train with FSDP2 on 2 ranks, inspect, convert, read ever
 	$(BIN)/python samples/demo.py
 
 test: $(BIN)/.ready check  ## Format, lint, types and tests
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not long"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not long and not gpu"
 
 test-all: $(BIN)/.ready check  ## The same, with the tests that take minutes
 	$(BIN)/python -m pytest -n $(WORKERS)
+
+test-gpu: $(BIN)/.ready  ## Tests with one GPU, and with all that there are, one for each rank
+	$(BIN)/python -m pytest -m gpu
 
 check: format lint types
 

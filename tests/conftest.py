@@ -1,7 +1,27 @@
-"""Options of the whole test run."""
+"""Options of the whole test run, and what tests in several directories need."""
+
+import sys
+from pathlib import Path
 
 import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--accept", action="store_true", help="rewrite the transcripts of the CLI with what it prints now")
+
+
+@pytest.fixture(scope="session", params=["one", "all"])
+def gpus(request: pytest.FixtureRequest) -> int:
+    """How many ranks a test marked `gpu` starts: one, and as many as there are accelerators of any maker."""
+    sys.path.append(str(Path(__file__).with_name("mesh")))
+    import through_host
+
+    from ckpttool.mesh import devices
+
+    through_host.register_if_needed()
+    if devices.kind() == "cpu":
+        pytest.skip("there is no accelerator here")
+    there = devices.count(devices.kind())
+    if request.param == "all" and there == 1:
+        pytest.skip("there is one accelerator, and it has been tested on")
+    return 1 if request.param == "one" else there

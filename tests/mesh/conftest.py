@@ -17,11 +17,11 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "samples"))  # for `ru
 
 @pytest.fixture(scope="session")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Verdicts:
-    """`verdicts(name, world, cases)`: what the ranks say of each case, in one launch."""
+    """`verdicts(name, world, cases, *options)`: what the ranks say of each case, in one launch of `on_ranks.py`."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
-    def get(name: str, world: int, cases: list[list[str]]) -> dict[str, str]:
+    def get(name: str, world: int, cases: list[list[str]], *options: str) -> dict[str, str]:
         done = shared / f"mesh-{name}-{world}.json"
         with open(done.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -29,7 +29,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Verdicts:
                 told = done.with_suffix(".cases")
                 told.write_text(json.dumps(cases))
                 found = done.with_suffix(".found")
-                said = torchrun(world, Path(__file__).with_name("on_ranks.py"), told, found)
+                said = torchrun(world, Path(__file__).with_name("on_ranks.py"), told, found, *options)
                 verdict = json.loads(found.read_text()) if found.exists() else {}
                 for case in cases:
                     verdict.setdefault(" ".join(case), f"the ranks ended before they came to this case:\n{said}")

@@ -43,6 +43,8 @@ def main() -> None:
     if "accelerator" in sys.argv:
         through_host.register_if_needed()
         scripts.use(devices.kind())
+        torch.use_deterministic_algorithms(True)  # losses are compared bit by bit
+        torch.utils.deterministic.fill_uninitialized_memory = False  # which torch 2.13 cannot for 4-bit floats
     backends = devices.backends(scripts.HOME[0].type)
     backends = backends.removeprefix("cpu:gloo,") if "alone" in sys.argv else backends
     tempfile.tempdir = str(verdicts.resolve().parent)  # which whoever launched this removes

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, ShardingStrategy, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
@@ -80,6 +80,11 @@ def grid(*names: str) -> Any:
     return init_device_mesh(HOME[0].type, (2, dist.get_world_size() // 2), mesh_dim_names=names)
 
 
+def offloaded(model: nn.Module) -> nn.Module:
+    """Parameters stay on the CPU between steps, buffers on the accelerator."""
+    return fsdp2(model, offload_policy=CPUOffloadPolicy())
+
+
 def hsdp(model: nn.Module) -> nn.Module:
     """Two replicas."""
     return fsdp2(model, grid("replicate", "shard"))
@@ -133,6 +138,7 @@ KINDS: dict[str, Wrap] = {
     "ddp": DistributedDataParallel,
     "compiled": compiled,
     "fsdp2": fsdp2,
+    "offloaded": offloaded,
     "hsdp": hsdp,
     "tp": tensor_parallel,
     "columns": columns,
@@ -144,7 +150,6 @@ KINDS: dict[str, Wrap] = {
     "fsdp1 mesh": fsdp1_on_mesh,
     "fsdp1 hybrid": fsdp1_hybrid,
 }
-EVEN = ("hsdp", "tp", "fsdp1 hybrid")  # kinds that need an even number of ranks, at least 2
 
 
 def names_of(name: str, parameter: nn.Parameter) -> list[str]:

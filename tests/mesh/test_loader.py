@@ -11,6 +11,7 @@ from launching import Verdicts
 
 STRATEGIES = ("parallel", "broadcast")
 FSDP1 = ("fsdp1", "fsdp1 flat", "fsdp1 grad", "fsdp1 none", "fsdp1 mixed", "fsdp1 mesh", "fsdp1 hybrid")
+EVEN = ("hsdp", "tp", "fsdp1 hybrid")  # kinds that need an even number of ranks, at least 2
 Cases = list[list[str]]
 
 
@@ -105,3 +106,25 @@ def test_two_ranks(verdicts: Verdicts, case: str) -> None:
 @pytest.mark.parametrize(("world", "case"), [(world, case) for world in (1, 2, 3, 4, 8) for case in ids(all_of(world))])
 def test_every_world(verdicts: Verdicts, world: int, case: str) -> None:
     assert verdicts("all", world, all_of(world))[case] == "equal"
+
+
+NEED_TWO = ("one_rank_blind", "damaged", "stages")
+
+
+def on_gpus(world: int) -> Cases:
+    """Those of every day that this number of ranks can do, and models with tensors on the CPU or on no device yet."""
+    kinds = EVEN if world % 2 else ()
+    cases = [case for case in everyday() if case[1] not in kinds and (world > 1 or case[0] not in NEED_TWO)]
+    for strategy in STRATEGIES:
+        cases += [["sample", "dcp_fsdp2_w4", "offloaded", strategy], ["apart", "plain", strategy]]
+        cases += [["transformers_model", what, strategy] for what in TRANSFORMERS]
+    return cases
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", ["both", "alone"])
+def test_on_gpus(verdicts: Verdicts, gpus: int, group: str) -> None:
+    """With a process group for tensors of the CPU as well, and with one for those of the GPUs alone."""
+    found = verdicts(f"gpus-{group}", gpus, on_gpus(gpus), "accelerator", group)
+    wrong = [f"{case}: {said}" for case, said in found.items() if said != "equal"]
+    assert not wrong, f"{len(wrong)} of {len(found)} cases:\n" + "\n".join(wrong)

@@ -10,6 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "mesh"))
+import through_host
+
 from ckpttool import verbs
 from ckpttool.errors import CkptError
 from ckpttool.mesh import engine
@@ -17,6 +20,7 @@ from ckpttool.mesh import engine
 
 def main() -> None:
     """`engine_on_ranks.py CASES ANSWER`: the result of each case, or the error as text."""
+    through_host.register_if_needed()
     cases, answer = map(Path, sys.argv[1:])
     said: dict[str, Any] = {}
     free = engine._free_memory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -134,6 +135,28 @@ def test_the_engines_agree_on_everything(
     source: str, onto: str, sources: dict[str, str], launched: Launched, tmp_path: Path
 ) -> None:
     check_case(source, onto, sources, launched, "all", tmp_path)
+
+
+@pytest.mark.gpu
+def test_the_engines_agree_on_gpus(gpus: int, sources: dict[str, str], launched: Launched, tmp_path: Path) -> None:
+    meshes: dict[str, dict[str, Any]] = {"1-D": {"to_world": gpus}}
+    if gpus % 2 == 0:
+        half = gpus // 2
+        meshes["hsdp"] = {"to_mesh": f"replicate=2,shard={half}"}
+        meshes["tp"] = {"to_mesh": f"shard={half},tp=2", "placements": TP}
+    pairs = [(source, mesh) for source in ("odd", "dcp", "sgd") for mesh in meshes]
+    cases = [
+        {"name": f"{s} {m}", "source": sources[s], "flags": {**meshes[m], "engine": "mesh", "check": True}}
+        for s, m in pairs
+    ]
+    folder, said = launched("gpus", gpus, cases)
+    for number, (source, mesh) in enumerate(pairs):
+        there = said[f"{source} {mesh}"]
+        assert isinstance(there, dict), there
+        assert re.fullmatch(r"asked for, on \w+", there["why"]), "not on a GPU"
+        made = tmp_path / f"{source} {mesh}"
+        verbs.reshard(sources[source], made, engine="bytes", **meshes[mesh])
+        assert_equal(made, folder / str(number))
 
 
 def assert_equal(one: Path, other: Path) -> None:
