@@ -14,7 +14,6 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pickle import PicklingError
 from typing import Any
 
 import torch
@@ -68,7 +67,7 @@ def save(
             _write(state, partial, format, noted)
         except CheckpointException as error:
             raise _failed(next(iter(error.failures.values()))[0], path, partial) from None
-        except (OSError, RuntimeError, AttributeError, TypeError, PicklingError) as error:
+        except Exception as error:
             raise _failed(error, path, partial) from None
 
 
