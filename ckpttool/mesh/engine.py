@@ -134,6 +134,9 @@ def _group(rank: Rank) -> Iterator[None]:
                 )  # fmt: skip
             yield
         leave = dist.destroy_process_group
+    except torch.OutOfMemoryError as error:
+        said = str(error).partition("\n")[0]
+        raise StorageError(f"rank {rank.number}: {said}", hint="`--engine bytes` needs no GPU") from None
     except (RuntimeError, ConnectionError) as error:
         if isinstance(error, NotImplementedError) or not _is_of_the_group(error):
             raise

@@ -296,6 +296,7 @@ def test_a_process_alone_has_no_mesh(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 FAILING = """
 import os, signal, sys, time
+import torch
 from ckpttool.mesh import {module} as module
 from ckpttool.cli.app import main
 from ckpttool.errors import StorageError
@@ -307,6 +308,8 @@ def failing(*arguments):
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "raises":
             raise StorageError("the disk of this node is full", hint="make room")
+        if how == "is full":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         if how == "is wrong":
             raise ValueError("a mistake of ours")
     return real(*arguments)
@@ -321,6 +324,7 @@ WHERE = {"loading": ("moments", "_fill_module"), "saving": ("engine", "_save"), 
     [
         ("dies", "loading", 1, ("error: lost touch with another rank", "terminated, nothing was written")),
         ("raises", "loading", 2, ("error: the disk of this node is full",)),
+        ("is full", "loading", 1, ("error: rank 1: CUDA out of memory. Tried to allocate 2.00 GiB.",)),
         *(
             pytest.param(how, where, rank, expected, marks=pytest.mark.long)
             for where in WHERE
