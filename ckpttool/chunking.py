@@ -18,11 +18,11 @@ from math import prod
 
 from ckpttool import boxes, meshes, ranks
 from ckpttool.catalogue import Catalogue, Chunks, Entry, File, Path, Tensor, dotted
-from ckpttool.errors import UsageError
+from ckpttool.errors import UsageError, some
 from ckpttool.layout import again, flattened, rebuilt
 from ckpttool.meshes import Mesh, Placements
 from ckpttool.patterns import any_of
-from ckpttool.wording import meant
+from ckpttool.wording import meant, plural, size
 
 
 def whole(catalogue: Catalogue) -> Catalogue:
@@ -234,7 +234,27 @@ class _Cutting:
         for state, placed in self._of_states(parameters):
             _set(found, state.path, placed)
         self._rules.check_used([*parameters] or [t.name for t in self._tensors])
+        self._note_frozen(found, ruled)
         return found
+
+    def _note_frozen(self, found: dict[Path, Placements], ruled: set[Path]) -> None:
+        """Where the source cuts nothing, nothing tells a frozen weight from a buffer, and a name proves nothing."""
+        models = [t for t in self._tensors if t.part.kind == "model"]
+        trained = any(t.part.kind == "optimizer" and t.shape for t in self._tensors)
+        if not trained or not self._default or any(len((t.origin or t).chunks) > 1 for t in models):
+            return
+        left = [
+            tensor for tensor in models
+            if tensor.path not in found and tensor.path not in ruled and tensor.alias is None and tensor.numel
+            and len(tensor.shape) > 1 and tensor.dtype.kind == "float"
+            and str(tensor.path[-1]).rpartition(".")[2] == "weight"
+        ]  # fmt: skip
+        if left:
+            self._warnings.append(
+                f"{plural(len(left), 'weight')} ({size(sum(tensor.nbytes for tensor in left))}) that the optimizer has "
+                f"no state of {'is' if len(left) == 1 else 'are'} left whole: {some([t.name for t in left])}; "
+                "`reshard --shard PATTERN` cuts those that are frozen parameters"
+            )
 
     def _placements(self, tensor: Tensor, names: Sequence[str]) -> tuple[bool, Placements | None]:
         """Whether a rule is about the tensor; and what it gets, None to stay whole."""
@@ -330,7 +350,8 @@ def _check_fits(tensor: Tensor, mesh: Mesh, placed: Placements) -> None:
         if dim >= len(shape):
             raise UsageError(
                 f"tensor `{tensor.name}` is {shape} and has no dimension {dim} to be cut by `{name}:{dim}`",
-                hint=f"`--replicate '{tensor.name}'` keeps it whole", tensor=tensor.name, found=shape, expected=dim + 1,
+                hint=f"a rule for it alone, before this one, counts instead: `--placements '{tensor.name}=...'`",
+                tensor=tensor.name, found=shape, expected=dim + 1,
             )  # fmt: skip
     dim = placed.get("shard", 0)
     # Of a dimension that both cut, FSDP2 sees what tensor parallelism has left.

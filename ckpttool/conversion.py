@@ -77,12 +77,11 @@ def convert(
     with making.given(src, shapes, model_from, optim_from) as have:
         source = have.source
         with opening.naming(have.known):
-            validate(source.catalogue, later=True)
             row = writing.chosen(producer, source.catalogue, to_world) if producer is not None else None
             spell = _speller(row, target, optim_keys)
             laid, folded = _start(source.catalogue, only, drop, optim_keys, optim_root, spell)
             laid = _lay_out(laid, tensors, exclude, rename, strip_wrappers, strip_prefix)
-            stop_at_fault(source.catalogue, map(dotted, optimkeys.origins(laid) | folded))
+            validate(source.catalogue, optimkeys.origins(laid) | folded)
             _check_matches("--dtype", [rule(text, "--dtype")[0] for text in dtype if "=" in text], laid)
             laid = layout.cast(laid, layout.caster(dtype))
             world = to_world or source.catalogue.world_size

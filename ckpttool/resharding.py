@@ -182,9 +182,13 @@ def _same(source: Catalogue) -> Format:
 
 def _laid(have: Given, wanted: _Wanted, target: Format, made: Resharding) -> Laid:
     source = have.catalogue
-    with opening.naming(have.known):
-        validate(source)
     is_wanted = _parts(source, wanted)
+    with opening.naming(have.known):
+        if wanted.only or wanted.drop:
+            parts.stop_at_absent(source, wanted.only)
+            validate(source, {path for path, entry in source.entries.items() if is_wanted(entry.part)})
+        else:
+            validate(source)
     # What is left out may still say what is a parameter.
     laid = _select(layout.start(source), lambda part: is_wanted(part) or part.kind in ("model", "optimizer"))
     folded = frozenset[Path]()

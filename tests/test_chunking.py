@@ -181,6 +181,21 @@ def test_two_placements_of_one_shape_are_told_where_parameters_have_numbers() ->
     assert "names its parameters by number" in "".join(laid.warnings)
 
 
+def test_weights_that_are_left_whole_are_told_where_nothing_says_what_they_are() -> None:
+    state = by_name()
+    state["model"] |= {"base.weight": torch.zeros(4, 2), "norm.weight": torch.zeros(4), "buffer": torch.zeros(4, 2)}
+    laid = chunking.over_world(started(state), 2)
+    assert laid.warnings == [
+        "1 weight (32 B) that the optimizer has no state of is left whole: `model.base.weight`; "
+        "`reshard --shard PATTERN` cuts those that are frozen parameters"
+    ]
+    mesh = meshes.parse("shard=2")
+    for rules in (Rules(shard=("base.weight",)), Rules(replicate=("base.weight",))):
+        assert chunking.over_mesh(started(state), mesh, rules).warnings == []
+    del state["optim"]
+    assert chunking.over_world(started(state), 2).warnings == []
+
+
 def test_the_first_rule_counts_and_a_dimension_may_be_chosen_for_both() -> None:
     rules = Rules(placements=(("layers.0.w", "tp:0,shard:1"), ("layers.*", "tp:1")))
     found = rows_of(chunking.over_mesh(started(by_name()), SHARD2_TP2, rules))

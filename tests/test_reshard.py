@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -269,3 +271,20 @@ def test_a_part_that_is_left_out(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="nothing is left to write"):
         verbs.reshard(tmp_path / "out", tmp_path / "none", to_world=2, only="model", drop="model")
     assert not (tmp_path / "none").exists()
+
+
+def test_what_is_left_out_may_be_damaged(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.arange(12.0).reshape(4, 3)}, "optim": {"state": {0: {"exp_avg": torch.ones(4, 3)}}}}
+    torch.save(state, tmp_path / "whole.pt")
+    dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    index = dcp.FileSystemReader(tmp_path / "saved").read_metadata()
+    index.storage_data = {
+        at: replace(info, offset=1 << 30) if at.fqn.endswith("exp_avg") else info
+        for at, info in index.storage_data.items()
+    }
+    (tmp_path / "saved" / ".metadata").write_bytes(pickle.dumps(index))
+    for flags in ({}, {"only": "optim"}, {"drop": "model"}):
+        with pytest.raises(CkptError, match="exp_avg"):
+            verbs.reshard(tmp_path / "saved", tmp_path / "out", to_world=2, **flags)
+    verbs.reshard(tmp_path / "saved", tmp_path / "out", to_world=2, only="model")
+    assert_same(loaded(tmp_path / "out"), {"w": state["model"]["w"]})

@@ -10,7 +10,7 @@ from ckpttool import layout, opening, optimkeys, parts
 from ckpttool.catalogue import Catalogue, Entry, Part, dotted
 from ckpttool.contract import Source
 from ckpttool.errors import CkptError, UsageError
-from ckpttool.faults import stop_at_fault, validate
+from ckpttool.faults import validate
 from ckpttool.optimkeys import found
 from ckpttool.patterns import any_of, renamer
 from ckpttool.wording import meant
@@ -43,7 +43,6 @@ def lay_out(sources: tuple[Source, Source], paths: tuple[str, str], chosen: Chos
     one, other = (source.catalogue for source in sources)
     for path, catalogue in zip(paths, (one, other), strict=True):
         with opening.naming(path):
-            validate(catalogue, later=True)
             parts.stop_at_absent(catalogue, chosen.only)
         harmful = [f"`{path}`: {said}" for said in catalogue.warnings if "runs code" in said]
         notes += [said for said in harmful if said not in notes]
@@ -55,7 +54,7 @@ def lay_out(sources: tuple[Source, Source], paths: tuple[str, str], chosen: Chos
     laid = _matching(laid, chosen)
     for path, source, made in zip(paths, sources, laid, strict=True):
         with opening.naming(path):
-            stop_at_fault(source.catalogue, map(dotted, optimkeys.origins(made)))
+            validate(source.catalogue, optimkeys.origins(made))
     return laid
 
 

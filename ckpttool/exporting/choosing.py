@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from ckpttool import layout, parts
 from ckpttool.catalogue import Catalogue, Entry, Part, Tensor, dotted
 from ckpttool.errors import UsageError, some
-from ckpttool.faults import stop_at_fault
+from ckpttool.faults import validate
 from ckpttool.patterns import any_of, renamer
 
 _MODEL = Part("model")
@@ -48,7 +48,7 @@ def model_of(source: Catalogue, only: Sequence[str]) -> Chosen:
     made = layout.select(laid, lambda entry: entry.part == part and isinstance(entry, Tensor) and not entry.embedded)
     if not made.entries:
         raise UsageError(f"part `{part}` has no tensors", hint="look at what is there with `ckpttool inspect`")
-    stop_at_fault(source, [tensor.name for tensor in made.tensors])
+    validate(source, set(made.entries))
     left = [str(other) for other in parts.parts(source) if other != part]
     left += [entry.name for entry in source.entries.values() if entry.part == part and entry.path not in made.entries]
     made = layout.without_root(made, part)

@@ -22,7 +22,6 @@ from ckpttool.exporting.choosing import Chosen
 from ckpttool.exporting.expected import Expected
 from ckpttool.exporting.outgoing import Outgoing
 from ckpttool.exporting.views import Viewed
-from ckpttool.faults import validate
 from ckpttool.formats.safetensors.index import MAX_SHARD_SIZE
 from ckpttool.making import Conversion
 from ckpttool.patterns import any_of, rule
@@ -110,7 +109,6 @@ def planned(src: str, destination: str, wanted: Wanted, progress: Progress | Non
         raise UsageError(f"`--max-memory`: at least {making.BASE_MEMORY >> 20} MiB are needed")
     with making.given(src, wanted.shapes) as have, _mounted(wanted.assets) as assets:
         with opening.naming(src):
-            validate(have.catalogue, later=True)
             viewed = Viewed(have.source)
             made = Exported(src, have.catalogue.format, destination, "safetensors")
             found = beside.collect(assets, src, have.catalogue)

@@ -24,13 +24,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 
-from ckpttool import checksums, files, mirrors, plan
+from ckpttool import checksums, mirrors, plan
 from ckpttool.boxes import Box
 from ckpttool.catalogue import Catalogue, Path, Tensor
 from ckpttool.contract import Source
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.formats.dcp import joining
-from ckpttool.mesh import agreement, connections, devices, filling, moments, shell
+from ckpttool.mesh import agreement, connections, devices, filling, moments, saving, shell
 from ckpttool.mesh.materialise import materialise
 from ckpttool.mesh.reading import Reader
 from ckpttool.placing import Placing
@@ -219,10 +219,7 @@ def _save(laid: Catalogue, made: shell.Shell, partial: str) -> None:
             planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
             torch_dcp.save(state, storage_writer=_Writer(partial), planner=planner)
         except CheckpointException as error:
-            first = next(iter(error.failures.values()))[0]
-            if isinstance(first, OSError):
-                raise files.failed(first, partial, "write") from None
-            raise StorageError(f"`{partial}`: DCP cannot save: {first}") from None
+            raise saving.failed(next(iter(error.failures.values()))[0], partial, partial) from None
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from ckpttool.mesh import agreement, matching, sending
 from ckpttool.mesh.describing import Described, Shape
 from ckpttool.mesh.matching import Held, Matched
 from ckpttool.mesh.placements import Piece, like, pieces
-from ckpttool.mesh.reading import Reader
+from ckpttool.mesh.reading import Reader, empty
 from ckpttool.mesh.sending import Sent
 
 # Elements of what is sent in one message with others: there are as many `step`s as parameters.
@@ -189,7 +189,7 @@ def room(parameter: Any, there: Shape, now: Any = None) -> Any:
         return like(now, dtype)
     if tuple(parameter.size()) == there.sizes and there.sizes:
         return like(parameter, dtype)
-    return torch.empty(there.sizes, dtype=dtype)
+    return empty(there.sizes, dtype)
 
 
 def set_state(

@@ -8,7 +8,7 @@ Anything else (a cast, a GPU, elements in another order) goes through tiles.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -73,13 +73,13 @@ class Reader:
                 self._fill(_bits(into, tensor.dtype), extent, chunk, shared, tensor.dtype)
                 continue
             for tile in tiles(shared, tensor.dtype.itemsize):
-                made = torch.empty(tile[1], dtype=kind)
+                made = empty(tile[1], kind)
                 self._fill(_bits(made, tensor.dtype), extent, chunk, tile, tensor.dtype)
                 into[slices(tile, shared)].copy_(made)
 
     def whole(self, tensor: Tensor) -> torch.Tensor:
         """A tensor with memory of its own, in the checkpoint's dtype."""
-        made = torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype, tensor.name))
+        made = empty(tensor.shape, torch_dtype(tensor.dtype, tensor.name))
         self.read(tensor, boxes.whole(tensor.shape), made)
         return made
 
@@ -103,6 +103,12 @@ class Reader:
         """Let go of the files."""
         self._pool.close()
         self.source.close()
+
+
+def empty(sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Memory of the CPU for values to come: as bytes first, which torch can fill under `use_deterministic_algorithms`,
+    as it cannot every dtype. Pure."""
+    return torch.empty(prod(sizes) * dtype.itemsize, dtype=torch.uint8).view(dtype).view(tuple(sizes))
 
 
 def slices(box: Box, within: Box) -> tuple[slice, ...]:

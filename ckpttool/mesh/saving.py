@@ -66,12 +66,13 @@ def save(
         try:
             _write(state, partial, format, noted)
         except CheckpointException as error:
-            raise _failed(next(iter(error.failures.values()))[0], path, partial) from None
+            raise failed(next(iter(error.failures.values()))[0], path, partial) from None
         except Exception as error:
-            raise _failed(error, path, partial) from None
+            raise failed(error, path, partial) from None
 
 
-def _failed(error: BaseException, path: str, partial: str) -> BaseException:
+def failed(error: BaseException, path: str, partial: str) -> BaseException:
+    """What to raise for an error of DCP's or torch.save's that was to write `path`, made at `partial`."""
     if isinstance(error, OSError):
         return files.failed(error, path, "write")
     if "pickle" in str(error):

@@ -30,7 +30,7 @@ from ckpttool.catalogue import Tensor
 from ckpttool.mesh import agreement
 from ckpttool.mesh.describing import Shape
 from ckpttool.mesh.placements import Piece
-from ckpttool.mesh.reading import Reader, slices, tiles, torch_dtype
+from ckpttool.mesh.reading import Reader, empty, slices, tiles, torch_dtype
 
 # What neither gloo nor nccl is asked to send as it is.
 _AS_BYTES = ("float8", "float4", "uint16", "uint32", "uint64", "complex32", "bits", "int1", "uint1")
@@ -114,7 +114,7 @@ class _Room:
         all of the memory that it is a view of."""
         nbytes = prod(shape) * dtype.itemsize
         if not self.needs(nbytes):
-            return torch.empty(tuple(shape), dtype=dtype)
+            return empty(shape, dtype)
         start, self._taken = self._taken, self._taken + self.needs(nbytes)
         return self._memory[start : start + nbytes].view(dtype).view(tuple(shape))
 
@@ -237,7 +237,7 @@ def _room_of(shape: Shape, piece: Piece) -> torch.Tensor:
     memory, kind = piece.memory, getattr(torch, shape.dtype)
     if memory.dtype == kind and memory.is_contiguous() and memory.device.type == "cpu":
         return memory
-    return torch.empty(piece.box[1], dtype=kind)
+    return empty(piece.box[1], kind)
 
 
 def _bytes(memory: torch.Tensor) -> torch.Tensor:
@@ -267,7 +267,7 @@ def send_pieces(shape: Shape, held: Sequence[Piece], tensor: Tensor | None, read
     for tile in tiles(boxes.whole(shape.sizes), kind.itemsize, _TILE):
         if 0 in tile[1]:
             continue
-        made = torch.empty(tile[1], dtype=as_torch)
+        made = empty(tile[1], as_torch)
 
         def read(tile: Box = tile, made: torch.Tensor = made) -> None:
             assert reader is not None and tensor is not None

@@ -25,6 +25,7 @@ from ckpttool.mesh.describing import Described, Shape
 from ckpttool.mesh.filling import How
 from ckpttool.mesh.loader import Loaded, Wanted, load_parts
 from ckpttool.mesh.placements import like, pieces
+from ckpttool.mesh.reading import empty
 from ckpttool.wording import meant
 
 State = MutableMapping[str, Any]
@@ -152,7 +153,7 @@ class _Own:
             now = self._now[where].get(path[len(where) :]) if path[: len(where)] == where else None
             if now is not None and _is_sharded(now) and tuple(now.size()) == shape.sizes:
                 return like(now, now.dtype)
-        return torch.empty(shape.sizes, dtype=getattr(torch, shape.dtype))
+        return empty(shape.sizes, getattr(torch, shape.dtype))
 
 
 def _tensors(value: Any) -> dict[Path, Any]:

@@ -140,7 +140,7 @@ for name, make, pattern in (
     ("a memo index of 2**31", raw(b"\x80\x02Nr\xff\xff\xff\x7f."), r"`\.metadata`: memo index \d+ in a pickle that has room for 9"),
     ("a key of shared tuples", raw(b"\x80\x04}" + doubled_memoized(60) + b"Ns."), COST),
     ("a Metadata that has no fields", raw(b"\x80\x02" + named("torch.distributed.checkpoint.metadata", "Metadata") + b")\x81."), "no fields"),
-    ("a Metadata whose fields are a list", raw(b"\x80\x02" + named("torch.distributed.checkpoint.metadata", "Metadata") + b")\x81]b."), r"`\.metadata`: a `_Metadata` has a list for its fields"),
+    ("a Metadata whose fields are a list", raw(b"\x80\x02" + named("torch.distributed.checkpoint.metadata", "Metadata") + b")\x81]b."), r"`\.metadata`: a `Metadata` has a list for its fields"),
     ("a Metadata of nothing", raw(b"\x80\x02" + named("torch.distributed.checkpoint.metadata", "Metadata") + b")\x81}b."), "state_dict_metadata"),
     ("no storage data", indexed(lambda i: SET(i, "storage_data", None)), r"`\.metadata`: it has no `storage_data`"),
     ("storage data of words", indexed(lambda i: SET(i, "storage_data", {"a": "b"})), "storage_data"),

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ckpttool
 from ckpttool.mesh import loader, sending
-from ckpttool.mesh.reading import tiles
+from ckpttool.mesh.reading import empty, tiles
 
 Adam = torch.optim.AdamW
 
@@ -186,6 +186,21 @@ def test_tiles_cover_a_box_once() -> None:
         assert np.prod(sizes) * 4 <= 100
         seen[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
     assert seen[2:, :, 5:].all() and seen.sum() == 7 * 3 * 11 and seen.max() == 1
+
+
+@pytest.mark.parametrize("dtype", ["float4_e2m1fn_x2", "float8_e4m3fn", "uint16", "float32", "bool"])
+def test_memory_for_any_dtype_in_a_script_that_is_deterministic(dtype: str) -> None:
+    """torch fills memory then, and cannot fill that of 4-bit floats."""
+    kind = getattr(torch, dtype, None)
+    if kind is None:
+        pytest.skip(f"this torch has no {dtype}")
+    torch.use_deterministic_algorithms(True)
+    try:
+        for sizes in ((), (0, 3), (2, 3)):
+            made = empty(sizes, kind)
+            assert (tuple(made.shape), made.dtype, made.device.type) == (sizes, kind, "cpu")
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_memory_to_send_from_is_used_again_for_modules_of_torch() -> None:
