@@ -24,9 +24,11 @@ from typing import Any
 
 from ckpttool import files, journal
 from ckpttool.catalogue import Catalogue
-from ckpttool.errors import CkptError, RemoteError, StorageError
+from ckpttool.errors import CkptError, OverwriteError, RemoteError, StorageError
 
 _MARK = ".journal"
+# What file systems without hard links say.
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
 
 
@@ -123,9 +125,15 @@ def stage(
         # Somebody else may have made it meanwhile.
         files.check_free(dst, overwrite=overwrite, is_file=is_file)
         try:
-            _swap_in(here.path, dst, here.old)
+            _swap_in(here.path, dst, here.old, overwrite)
             files.sync(str(above))
         except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                raise OverwriteError(
+                    f"`{dst}` exists: another run has made it meanwhile",
+                    hint="pass `--overwrite` to replace it",
+                    file=dst,
+                ) from None
             raise files.failed(error, dst, "write") from None
     except CkptError as error:
         kept = resume and here.journal is not None and isinstance(error, (StorageError, RemoteError))
@@ -162,10 +170,13 @@ def _unmake(folders: list[Path]) -> None:
             folder.rmdir()
 
 
-def _swap_in(partial: str, dst: str, old: str) -> None:
+def _swap_in(partial: str, dst: str, old: str, overwrite: bool) -> None:
     place = Path(dst)
     if place.is_dir() and not place.is_symlink() and not any(place.iterdir()):
         place.rmdir()
+    if not overwrite:
+        _name(partial, dst)
+        return
     if os.path.isfile(partial) and os.path.lexists(dst) and (place.is_symlink() or place.is_file()):
         # A file takes the place of another at once: there is no moment without one.
         os.rename(partial, dst)
@@ -179,6 +190,22 @@ def _swap_in(partial: str, dst: str, old: str) -> None:
         if os.path.lexists(old) and not os.path.lexists(dst):
             os.rename(old, dst)
         raise
+
+
+def _name(partial: str, dst: str) -> None:
+    """Give it its name, which somebody else may have taken this very moment: raises OSError then."""
+    if os.path.isfile(partial):
+        # To rename a file is to replace another.
+        try:
+            os.link(partial, dst)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            os.rename(partial, dst)
+        else:
+            os.unlink(partial)
+    else:
+        os.rename(partial, dst)
 
 
 # Whose it is ----------------------------------------------------------------------------------------------------------
@@ -252,6 +279,9 @@ def _left(dst: str, notes: list[str], resume: bool) -> Stage | None:
         notes.append(f"what an interrupted run had left at `{dst}` was removed (`{Path(one.path).name}`)")
     if taken is not None:
         _put_back(taken, notes)
+        if os.path.lexists(dst):
+            # It had been replaced, and was about to be removed.
+            files.remove(taken.old)
         _set_aside(taken)
     return taken
 

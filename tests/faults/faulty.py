@@ -212,7 +212,7 @@ def save(kind: str, folder: Path, state: Any | None = None) -> Path:
 
 # A disk that fails ----------------------------------------------------------------------------------------------------
 
-WRITING = ("pwrite", "write", "ftruncate", "truncate", "fsync", "rename", "mkdir", "open")
+WRITING = ("pwrite", "write", "ftruncate", "truncate", "fsync", "rename", "link", "mkdir", "open")
 
 
 @contextmanager

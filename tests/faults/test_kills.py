@@ -46,8 +46,8 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A DCP directory of 16 MiB."""
-    return save_dcp(tmp_path_factory.mktemp("src") / "ckpt", {"model": state(32), "step": 3})
+    """A DCP directory of 64 MiB: some of it is copied when the journal is written, every 20 ms."""
+    return save_dcp(tmp_path_factory.mktemp("src") / "ckpt", {"model": state(128), "step": 3})
 
 
 def kill(job: str, src: Path, folder: Path, rounds: int, *, older: bool = False) -> dict[str, Any]:

@@ -41,8 +41,8 @@ from faulty import (
     untouched,
 )
 
-from ckpttool import verbs
-from ckpttool.errors import CkptError, ReadError
+from ckpttool import staging, verbs
+from ckpttool.errors import CkptError, OverwriteError, ReadError
 
 KINDS = ("torch", "dcp", "safetensors")
 
@@ -226,6 +226,8 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, when: str, code: int = errno.EIO) -
         monkeypatch.setattr(files, "check_unchanged", then_refuse)
     else:
         monkeypatch.setattr(os, *patches[when])
+        if when == "rename":
+            monkeypatch.setattr(os, "link", refuse)  # how a file gets a name that may be taken
 
 
 @pytest.mark.parametrize("to", FORMATS)
@@ -682,6 +684,25 @@ def test_two_runs_into_one_dst(to: str, large: Path, out: Path) -> None:
             check_words(Ran(process.returncode, "", err), EXISTS, out / "dst")
     assert names(out) == ["dst"]
     assert json.loads(run("inspect", out / "dst", "--json").out)["format"] == to
+
+
+@pytest.mark.parametrize("name", ["dst", "dst.pt"])
+def test_another_run_is_done_a_moment_before(
+    name: str, src: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """What it has made is not touched, neither a directory nor a file."""
+    real = staging._swap_in
+
+    def swap_in(partial: str, dst: str, *others: Any) -> None:
+        if name == "dst":
+            Path(dst).mkdir()
+        Path(dst, "theirs" if name == "dst" else "").write_bytes(b"theirs")
+        real(partial, dst, *others)
+
+    monkeypatch.setattr(staging, "_swap_in", swap_in)
+    with pytest.raises(OverwriteError, match="another run has made it meanwhile"):
+        verbs.convert(str(src), str(out / name), to="dcp" if name == "dst" else "torch")
+    assert names(out) == [name] and next(path for path in out.rglob("*") if path.is_file()).read_bytes() == b"theirs"
 
 
 def test_two_runs_in_threads_into_one_dst(src: Path, out: Path) -> None:

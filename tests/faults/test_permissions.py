@@ -30,6 +30,11 @@ every_writer = pytest.mark.parametrize("words", WRITERS.values(), ids=WRITERS)
 every_command = pytest.mark.parametrize("words", (WRITERS | READERS).values(), ids=WRITERS | READERS)
 
 
+def naming(words: tuple[str, ...]) -> str:
+    """The call that gives what is made its name: to rename a file might replace another."""
+    return "link" if "torch" in words else "rename"
+
+
 class Place:
     """A directory with `ckpt` and `other` in it, the same checkpoint twice, and `out`, which is empty. They belong to
     somebody else than root, from whom no right can be taken away."""
@@ -106,9 +111,9 @@ def test_a_file_server_that_refuses_to_go_on(words: tuple[str, ...], place: Plac
 
 
 @every_writer
-@pytest.mark.parametrize(("call", "nth"), [("open", 1), ("open", 2), ("pwrite", 1), ("rename", 1)])
+@pytest.mark.parametrize(("call", "nth"), [("open", 1), ("open", 2), ("pwrite", 1), ("naming", 1)])
 def test_a_destination_that_refuses(call: str, nth: int, words: tuple[str, ...], place: Place) -> None:
-    done = place.run(words, call, nth, "EACCES", below=place.out)
+    done = place.run(words, naming(words) if call == "naming" else call, nth, "EACCES", below=place.out)
     check_words(done, STORAGE, place.out / "dst", "permission denied")
     assert ".partial-" not in done.err
     assert os.listdir(place.out) == []
@@ -117,7 +122,7 @@ def test_a_destination_that_refuses(call: str, nth: int, words: tuple[str, ...],
 @every_writer
 def test_a_folder_that_is_read_only_now(words: tuple[str, ...], place: Place) -> None:
     """What was made cannot be given its name, or be removed: it does not look complete, and the next run removes it."""
-    done = place.run(words, "rename", 1, f"555:{place.out}")
+    done = place.run(words, naming(words), 1, f"555:{place.out}")
     check_words(done, STORAGE, place.out / "dst", "permission denied")
     assert ".partial-" not in done.err
     left = os.listdir(place.out)

@@ -415,6 +415,22 @@ def test_what_was_moved_aside_comes_back(aside: Path, src: Path, out: Path) -> N
     assert os.listdir(out) == ["out"]
 
 
+def test_what_was_replaced_and_not_yet_removed(src: Path, out: Path) -> None:
+    """The last moment of a run: the new one is in its place, and the old one is there still."""
+    save_dcp(out / "out", {"w": torch.ones(3)})
+    program = (
+        "import os, signal, sys\nfrom ckpttool import files, verbs\nreal = files.remove\n"
+        "def remove(path):\n    if '.old-' in path:\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    real(path)\n"
+        "files.remove = remove\nverbs.convert(sys.argv[1], sys.argv[2], to='dcp', overwrite=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(src), str(out / "out")], capture_output=True, check=False)
+    assert done.returncode == -signal.SIGKILL and any(".old-" in name for name in os.listdir(out)), done.stderr
+    again = run("convert", src, out / "out", "--to", "dcp", "--overwrite", "--resume")
+    assert again.code == 0, again.err
+    assert os.listdir(out) == ["out"] and len(list(verbs.inspect(str(out / "out")).tensors)) == LAYERS
+
+
 def test_what_was_moved_aside_and_a_run_that_goes_on(aside: Path, src: Path, out: Path) -> None:
     done = run("convert", src, out / "out", "--to", "dcp", "--overwrite", "--resume", "--json")
     assert done.code == 0, done.err
