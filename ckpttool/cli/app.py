@@ -86,7 +86,7 @@ def _root(
     pass
 
 
-def _collect_rarely() -> None:
+def collect_rarely() -> None:
     """What a command makes is needed until it ends: looking through it for garbage, again and again and once more at
     the end, is a sixth of a short command."""
     gc.set_threshold(20_000, 20, 20)
@@ -96,7 +96,7 @@ def _collect_rarely() -> None:
 def main() -> None:
     """`ckpttool`, as the shell calls it."""
     catch_signals()
-    _collect_rarely()
+    collect_rarely()
     silent = False
     if "WORLD_SIZE" in os.environ:
         # Only under torchrun: it imports much of what writes.
