@@ -153,6 +153,16 @@ class Chunks(Sequence[Chunk]):
         made.file, made.offset, made.nbytes = file, offset, nbytes
         return made
 
+    @classmethod
+    def filled(
+        cls, offsets: list[Ints], sizes: list[Ints], file: array[int], offset: array[int], nbytes: array[int],
+        records: dict[int, Record],
+    ) -> Chunks:  # fmt: skip
+        """Plain chunks from columns that are kept as they are, and the records that some lie in, by their numbers."""
+        made = cls.items(offsets, sizes, file, offset, nbytes)
+        made.item, made.records = False, records
+        return made
+
     def add(self, offsets: Ints, sizes: Ints, extent: Extent) -> None:
         n = len(self.offsets)
         self.offsets.append(offsets)
@@ -179,19 +189,20 @@ class Chunks(Sequence[Chunk]):
         return made
 
     def extent(self, i: int) -> Extent:
-        # A plan asks for a million of them: this is `Extent(...)` at half the time.
-        made: Extent = _tuple(Extent, (
+        """That of chunk `i`, which is there."""
+        return self.at(i).extent
+
+    def at(self, i: int) -> Chunk:
+        """Chunk `i`, which is there: as `chunks[i]`, at half the time."""
+        # A plan asks for a million of them: this is `Chunk(..., Extent(...))` at half the time.
+        extent = _tuple(Extent, (
             self.file[i], self.offset[i], self.nbytes[i],
             self.strides.get(i) if self.strides else None,
             self.codecs.get(i, ()) if self.codecs else (),
             self.records.get(i) if self.records else None,
             self.item, False, None,
         ))  # fmt: skip
-        return made
-
-    def at(self, i: int) -> Chunk:
-        """Chunk `i`, which is there: as `chunks[i]`, at half the time."""
-        made: Chunk = _tuple(Chunk, (self.offsets[i], self.sizes[i], self.extent(i)))
+        made: Chunk = _tuple(Chunk, (self.offsets[i], self.sizes[i], extent))
         return made
 
     def __len__(self) -> int:
@@ -202,12 +213,10 @@ class Chunks(Sequence[Chunk]):
             return [self[k] for k in range(*i.indices(len(self)))]
         if not -len(self) <= i < len(self):
             raise IndexError(i)
-        i %= len(self)
-        return Chunk(self.offsets[i], self.sizes[i], self.extent(i))
+        return self.at(i % len(self))
 
     def __iter__(self) -> Iterator[Chunk]:
-        for i in range(len(self)):
-            yield Chunk(self.offsets[i], self.sizes[i], self.extent(i))
+        return map(self.at, range(len(self)))
 
 
 class Part(NamedTuple):

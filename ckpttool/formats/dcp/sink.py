@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -190,18 +190,28 @@ class _Creating:
         if keeper != tensor.path:
             shared = self._made.tensor(keeper)
             return replace(tensor, chunks=shared.chunks, alias=keeper)
-        chunks, ends = Chunks(), self._ends
-        frames = _frames_of(tensor.dtype, tensor.chunks)
-        for offsets, sizes, rank in zip(tensor.chunks.offsets, tensor.chunks.sizes, tensor.chunks.file, strict=True):
-            head, nbytes, size = frames[sizes]
-            if not nbytes and tensor.numel:
-                # It may begin where another one does, and DCP tells items by where they begin.
-                continue
-            number = self._numbers[rank]
+        laid, ends, numbers = tensor.chunks, self._ends, self._numbers
+        frames = _frames_of(tensor.dtype, laid)
+        taken: Sequence[int] = range(len(laid))
+        if tensor.numel and any(not nbytes for _, nbytes, _ in frames.values()):
+            # One without bytes may begin where another one does, and DCP tells items by where they begin.
+            taken = [i for i in taken if frames[laid.sizes[i]][1]]
+        # Columns at once: there are a million of them where 256 ranks become 128.
+        files, starts, lengths = array("l"), array("q"), array("q")
+        records: dict[int, Record] = {}
+        for n, i in enumerate(taken):
+            head, nbytes, size = frames[laid.sizes[i]]
+            number = numbers[laid.file[i]]
             payload = ends[number] + head
-            record = Record(number, payload, nbytes) if nbytes else None
-            chunks.add(offsets, sizes, Extent(number, payload, nbytes, record=record))
+            files.append(number)
+            starts.append(payload)
+            lengths.append(nbytes)
+            if nbytes:
+                records[n] = Record(number, payload, nbytes)
             ends[number] += size
+        chunks = Chunks.filled(
+            [laid.offsets[i] for i in taken], [laid.sizes[i] for i in taken], files, starts, lengths, records
+        )
         return replace(tensor, chunks=chunks, alias=None)
 
     def _entry(self, path: Path, name: str) -> StoredTensor | Item:
