@@ -28,6 +28,9 @@ JOBS: dict[str, tuple[str, dict[str, Any], str, bool]] = {
 }
 
 
+LAYERS = 128
+
+
 def state(layers: int) -> dict[str, torch.Tensor]:
     """Half a MiB a layer."""
     block = torch.arange(1 << 17, dtype=torch.float32).reshape(256, 512)
@@ -47,7 +50,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A DCP directory of 64 MiB: some of it is copied when the journal is written, every 20 ms."""
-    return save_dcp(tmp_path_factory.mktemp("src") / "ckpt", {"model": state(128), "step": 3})
+    return save_dcp(tmp_path_factory.mktemp("src") / "ckpt", {"model": state(LAYERS), "step": 3})
 
 
 def kill(job: str, src: Path, folder: Path, rounds: int, *, older: bool = False) -> dict[str, Any]:
@@ -76,7 +79,7 @@ def kill(job: str, src: Path, folder: Path, rounds: int, *, older: bool = False)
 
 def check_whole(path: Path, job: str) -> None:
     """What an undisturbed run makes, by the library that owns the format: the others are compared with it."""
-    wanted = state(32)
+    wanted = state(LAYERS)
     if job.endswith("torch"):
         found = torch.load(path, weights_only=True)["model"]
     elif job == "export":
