@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from ckpttool.catalogue import Record
-from ckpttool.containers import torchpickle
+from ckpttool.catalogue import Link, Object, Record
+from ckpttool.containers import picklewriter, torchpickle
 from ckpttool.containers.torchpickle import Around, Slot
 from ckpttool.containers.torchzip import ALIGNMENT, CENTRAL, END, END64, LOCAL, LOCATOR64
+from ckpttool.contract import Loss
 from ckpttool.crc import crc32
+from ckpttool.errors import LossError
 
 
 @dataclass(slots=True)
@@ -179,6 +181,17 @@ def _arranged(root: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> _Col
         ends.append(len(heads))
         at = payload + nbytes + (len(_descriptor(0, nbytes, at)) if nbytes else 0)
     return _Columns(b"\n".join(spelt), headers, payloads, array("q", sizes), bytes(heads), ends, at)
+
+
+def losses(objects: Iterable[Object]) -> list[Loss]:
+    """Values that pickle has no words for; a link is written as the tensor that it refers to."""
+    found = []
+    for entry in objects:
+        try:
+            picklewriter.dump(entry.value, leaf=lambda writer, value: isinstance(value, Link))
+        except LossError as error:
+            found.append(Loss(entry.name, error.message))
+    return found
 
 
 def _serialization_id(data: bytes) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -9,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ckpttool.errors import CkptError
+from ckpttool.errors import CkptError, StorageError
 from ckpttool.mesh import devices
 
 T = TypeVar("T")
@@ -72,6 +73,14 @@ def together() -> Iterator[None]:
     for number, theirs in enumerate(gathered(_sendable(mine))):
         if theirs is not None:
             raise (mine or theirs) if number == rank() else theirs
+
+
+def check_sees(partial: str, hint: str) -> None:
+    """Raises StorageError, the same on every rank, where one does not see a directory that rank 0 has made: what it
+    wrote elsewhere would be missing. A collective."""
+    with together():
+        if not os.path.isdir(partial):
+            raise StorageError(f"rank {rank()} does not see `{os.path.dirname(partial)}` as rank 0 does", hint=hint)
 
 
 def first_reads(read: Callable[[], T] | None) -> T | None:

@@ -101,12 +101,7 @@ def run(
     """
     device = devices.take(rank.kind)
     with _group(rank):
-        with agreement.together():
-            if not os.path.isdir(partial):
-                raise StorageError(
-                    f"rank {rank.number} does not see `{os.path.dirname(partial)}` as rank 0 does",
-                    hint="all ranks must write to one shared file system",
-                )
+        agreement.check_sees(partial, "all ranks must write to one shared file system")
         mesh = init_device_mesh(device.type, placing.mesh.sizes, mesh_dim_names=placing.mesh.names)
         with agreement.together():
             made = shell.build(laid, placing, mesh, path)

@@ -156,13 +156,10 @@ def _staged(path: str, is_file: bool, overwrite: bool) -> Iterator[str]:
                 if not is_file:
                     os.makedirs(partial, exist_ok=True)
         partial = str(agreement.from_first(partial))
-        with agreement.together():
-            if not is_file and not os.path.isdir(partial):
-                # What it wrote elsewhere would be missing.
-                raise StorageError(
-                    f"rank {agreement.rank()} does not see `{os.path.dirname(partial)}` as rank 0 does",
-                    hint='all ranks must write to one shared file system; `format="torch"` is written by rank 0 alone',
-                )
+        if not is_file:
+            agreement.check_sees(
+                partial, 'all ranks must write to one shared file system; `format="torch"` is written by rank 0 alone'
+            )
         yield partial
         with agreement.together():
             stack.close()

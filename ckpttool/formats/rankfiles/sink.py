@@ -21,8 +21,8 @@ from typing import Any
 
 from ckpttool import files, nesting, ranks
 from ckpttool.boxes import Ints
-from ckpttool.catalogue import Catalogue, Chunks, Entry, Extent, File, Link, Path, Record, Tensor, dotted
-from ckpttool.containers import picklewriter, torchtree, torchzipwriter
+from ckpttool.catalogue import Catalogue, Chunks, Entry, Extent, File, Path, Record, Tensor, dotted
+from ckpttool.containers import torchtree, torchzipwriter
 from ckpttool.containers.torchpickle import Around
 from ckpttool.contract import Crcs, Loss, Sink, SinkOptions
 from ckpttool.errors import LossError
@@ -223,9 +223,4 @@ def losses(catalogue: Catalogue, path: str) -> list[Loss]:
                 f"it belongs to rank {rank}, and {world} ranks have no file for it "
                 f"(`--drop {entry.part.kind}` leaves `{dotted(root)}` out)",
             ))  # fmt: skip
-    for item in catalogue.objects:
-        try:
-            picklewriter.dump(item.value, leaf=lambda writer, value: isinstance(value, Link))
-        except LossError as error:
-            found.append(Loss(item.name, error.message))
-    return found
+    return found + torchzipwriter.losses(catalogue.objects)

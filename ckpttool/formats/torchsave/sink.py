@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from ckpttool import files, nesting
-from ckpttool.catalogue import Catalogue, Chunks, Entry, Extent, File, Link, Tensor
-from ckpttool.containers import picklewriter, torchtree, torchzipwriter
+from ckpttool.catalogue import Catalogue, Chunks, Entry, Extent, File, Tensor
+from ckpttool.containers import torchtree, torchzipwriter
 from ckpttool.contract import Crcs, Loss, Sink
-from ckpttool.errors import LossError
 
 _ROOT = "archive"  # what torch calls it when it saves to a buffer; the name of the file is not known here
 
@@ -62,10 +61,4 @@ def create(path: str, laid: Catalogue) -> Sink:
 
 def losses(catalogue: Catalogue) -> list[Loss]:
     """Nothing, but for values that pickle has no words for."""
-    found = []
-    for entry in catalogue.objects:
-        try:
-            picklewriter.dump(entry.value, leaf=lambda writer, value: isinstance(value, Link))
-        except LossError as error:
-            found.append(Loss(entry.name, error.message))
-    return found
+    return torchzipwriter.losses(catalogue.objects)
