@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.version import __version__
 
 if TYPE_CHECKING:
-    from ckpttool.checkpoint import Checkpoint, LazyTensor
     from ckpttool.errors import CkptError
-    from ckpttool.mesh.ending import exit_on_error
-    from ckpttool.mesh.loader import Loaded, load
-    from ckpttool.mesh.saving import save
-    from ckpttool.mesh.stateful import load_into
+    from ckpttool.operations.open import Checkpoint, LazyTensor
+    from ckpttool.training.exit_on_error import exit_on_error
+    from ckpttool.training.load import Loaded, load
+    from ckpttool.training.load_into import load_into
+    from ckpttool.training.save import save
     from ckpttool.verbs import (
         Conversion,
         Diff,
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 
 # Looked up when first used, so that `ckpttool --help` does not import what it does not need.
 _HOMES = {
-    "Checkpoint": "checkpoint",
-    "LazyTensor": "checkpoint",
+    "Checkpoint": "operations.open",
+    "LazyTensor": "operations.open",
     "CkptError": "errors",
-    "exit_on_error": "mesh.ending",
-    "Loaded": "mesh.loader",
-    "load": "mesh.loader",
-    "load_into": "mesh.stateful",
-    "save": "mesh.saving",
+    "exit_on_error": "training.exit_on_error",
+    "Loaded": "training.load",
+    "load": "training.load",
+    "load_into": "training.load_into",
+    "save": "training.save",
 }
 
 
@@ -67,7 +67,7 @@ def open(
 
     Raises `CkptError` with what is wrong and what to do.
     """
-    from ckpttool.checkpoint import Checkpoint
+    from ckpttool.operations.open import Checkpoint
 
     return Checkpoint(fspath(path), shapes)
 

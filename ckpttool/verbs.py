@@ -9,34 +9,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckpttool.conversion import convert
-    from ckpttool.diffing import Diff, diff
-    from ckpttool.exporting.local import export
-    from ckpttool.exporting.planning import Exported
-    from ckpttool.figures import Shown
-    from ckpttool.looking import inspect, show
-    from ckpttool.making import Conversion
-    from ckpttool.repairing import Repaired, repair
-    from ckpttool.resharding import Resharding, reshard
-    from ckpttool.verifying import Finding, Report, verify
+    from ckpttool.operations.convert import convert
+    from ckpttool.operations.diff import Diff, diff
+    from ckpttool.operations.export import export
+    from ckpttool.operations.export.plan import Exported
+    from ckpttool.operations.inspect import inspect, show
+    from ckpttool.operations.repair import Repaired, repair
+    from ckpttool.operations.reshard import Resharding, reshard
+    from ckpttool.operations.show import Shown
+    from ckpttool.operations.verify import Finding, Report, verify
+    from ckpttool.operations.write import Conversion
 
 HOMES = {
-    "Conversion": "making",
-    "Diff": "diffing",
-    "Exported": "exporting.planning",
-    "Finding": "verifying",
-    "Repaired": "repairing",
-    "Report": "verifying",
-    "Resharding": "resharding",
-    "Shown": "figures",
-    "convert": "conversion",
-    "diff": "diffing",
-    "export": "exporting.local",
-    "inspect": "looking",
-    "repair": "repairing",
-    "reshard": "resharding",
-    "show": "looking",
-    "verify": "verifying",
+    "Conversion": "operations.write",
+    "Diff": "operations.diff",
+    "Exported": "operations.export.plan",
+    "Finding": "operations.verify",
+    "Repaired": "operations.repair",
+    "Report": "operations.verify",
+    "Resharding": "operations.reshard",
+    "Shown": "operations.show",
+    "convert": "operations.convert",
+    "diff": "operations.diff",
+    "export": "operations.export",
+    "inspect": "operations.inspect",
+    "repair": "operations.repair",
+    "reshard": "operations.reshard",
+    "show": "operations.inspect",
+    "verify": "operations.verify",
 }
 
 

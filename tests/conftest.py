@@ -16,7 +16,7 @@ def gpus(request: pytest.FixtureRequest) -> int:
     sys.path.append(str(Path(__file__).with_name("mesh")))
     import through_host
 
-    from ckpttool.mesh import devices
+    from ckpttool.training import devices
 
     through_host.register_if_needed()
     if devices.kind() == "cpu":

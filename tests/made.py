@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpttool import nesting
-from ckpttool.boxes import Box, whole
-from ckpttool.catalogue import Catalogue, Chunk, Chunks, Extent, File, Path, Record, Tensor
-from ckpttool.dtypes import DTYPES
+from ckpttool.catalogue import flatten as nesting
+from ckpttool.catalogue.boxes import Box, whole
+from ckpttool.catalogue.dtypes import DTYPES
+from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, File, Path, Record, Tensor
 
 GAP = b"\xa5\xa5\xa5"  # odd, so that nothing is aligned by luck
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ckpttool import formats
-from ckpttool.contract import Source
+from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import ReadError
 
 HERE = Path(__file__).resolve().parent.parent / "samples" / "checkpoints"

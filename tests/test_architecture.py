@@ -16,151 +16,26 @@ from ckpttool.cli.app import COMMANDS
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "ckpttool"
 
-GEOMETRY = {"errors", "dtypes", "boxes", "crc", "version", "escapes", "wording"}
-DATA = GEOMETRY | {"catalogue", "contract", "aliases", "faults"}
-PURE = {"patterns", "parts", "ranks", "meshes", "layout", "chunking", "placing", "policies", "optimkeys", "plan"}
-CONCRETE = {"formats.dcp", "formats.safetensors", "formats.torchsave", "formats.rankfiles"}
-MOVING = {"gather", "checksums", "journal", "staging", "transfer", "workers"}
-
-# What the modules of each group may import of ours.
-LAYERS: list[tuple[set[str], set[str]]] = [
-    ({"errors", "version", "escapes", "boxes", "crc", "formats.strangers"}, set()),
-    ({"dtypes", "wording"}, {"errors"}),
-    ({"catalogue"}, GEOMETRY),
-    ({"aliases", "faults"}, GEOMETRY | {"catalogue"}),
-    ({"contract"}, {"catalogue", "boxes"}),
-    (PURE, DATA | PURE | {"containers"}),
-    ({"mirrors"}, {"errors"}),
-    ({"files"}, {"errors", "mirrors"}),
-    ({"nesting"}, DATA | {"containers"}),
-    ({"containers"}, DATA | {"containers", "nesting", "files", "mirrors"}),
-    ({"formats.rankfiles"}, DATA | {"containers", "nesting", "files", "mirrors", "parts", "ranks", "optimkeys"}),
-    (CONCRETE, DATA | {"containers", "nesting", "files", "mirrors", "parts", "ranks"}),
-    ({"formats"}, {"contract", "errors", "files", "mirrors", "formats.strangers", "wording"} | CONCRETE),
-    (MOVING, DATA | MOVING | {"plan", "files", "mirrors"}),
-    ({"mounting"}, DATA | PURE | {"nesting"}),
-    ({"producers"}, DATA | PURE | {"producers", "formats", "mounting", "nesting", "files", "mirrors", "containers"}),
-    ({"opening"}, DATA | {"producers", "mounting", "files", "mirrors", "parts", "containers", "optimkeys"}),
-    ({"hub"}, {"hub", "errors", "files", "version", "exporting"}),
-    ({"figures"}, DATA | MOVING | {"plan", "files"}),
-    ({"checkpoint"}, DATA | MOVING | {"opening", "files"}),
-    ({"sharing"}, DATA | MOVING | {"files"}),
-    ({"rereading"}, DATA | PURE | MOVING | {"containers"}),
-    (
-        {"making"},
-        DATA
-        | PURE
-        | MOVING
-        | {"files", "formats", "mirrors", "opening", "mounting", "producers", "rereading", "sharing"},
-    ),
-    (
-        {"conversion"},
-        DATA
-        | PURE
-        | MOVING
-        | {"rulefiles", "files", "formats", "opening", "making", "manifests", "producers", "containers"},
-    ),
-    (
-        {"engines"},
-        DATA | PURE | MOVING | {"files", "making", "mesh", "rereading", "sharing"},
-    ),
-    (
-        {"resharding"},
-        DATA
-        | PURE
-        | MOVING
-        | {"rulefiles", "files", "formats", "opening", "making", "manifests", "engines", "sharing"},
-    ),
-    (
-        {"exporting"},
-        DATA
-        | PURE
-        | MOVING
-        | {
-            "containers",
-            "exporting",
-            "files",
-            "formats",
-            "formats.safetensors",
-            "making",
-            "manifests",
-            "mirrors",
-            "opening",
-            "producers",
-            "rereading",
-            "rulefiles",
-        },
-    ),
-    ({"rulefiles"}, {"errors", "files", "patterns"}),
-    ({"folders"}, {"files"}),
-    ({"elements"}, DATA | MOVING | {"plan", "files"}),
-    ({"manifests"}, DATA | MOVING | {"containers", "elements", "files", "folders", "mirrors", "opening", "workers"}),
-    (
-        {"verifying"},
-        DATA
-        | PURE
-        | MOVING
-        | {"verifying", "containers", "elements", "files", "folders", "manifests", "mirrors", "opening", "workers"},
-    ),
-    (
-        {"repairing"},
-        DATA | MOVING | {"files", "folders", "formats.dcp", "manifests", "mirrors", "verifying", "workers"},
-    ),
-    (
-        {"diffing"},
-        DATA | PURE | MOVING | {"diffing", "differences", "containers", "files", "opening", "rulefiles"},
-    ),
-    ({"looking"}, DATA | {"figures", "opening"}),
-    (
-        {"verbs"},
-        {"conversion", "diffing", "exporting", "figures", "looking", "making", "repairing", "resharding", "verifying"},
-    ),
-    ({"summary"}, DATA | {"summary", "containers"}),
-    (
-        {"mesh"},
-        DATA | PURE | MOVING | {"mesh", "files", "mirrors", "opening", "containers", "nesting", "formats.dcp"},
-    ),
-    ({"differences"}, {"boxes", "dtypes"}),
-    (
-        {"resume"},
-        DATA
-        | PURE
-        | MOVING
-        | {
-            "differences",
-            "resume",
-            "mesh",
-            "files",
-            "formats",
-            "opening",
-            "containers",
-            "figures",
-            "verbs",
-            "elements",
-        },
-    ),
-    ({"report"}, {"report", "escapes", "wording"}),
-    (
-        {"cli"},
-        DATA
-        | {
-            "cli",
-            "diffing",
-            "summary",
-            "report",
-            "resume",
-            "verbs",
-            "formats",
-            "producers",
-            "patterns",
-            "figures",
-            "sharing",
-        }
-        | {"hub", "verifying"},
-    ),
-    ({""}, {"verbs", "checkpoint", "mesh", "errors", "version"}),
-    ({"__main__"}, {"cli"}),
+# From the bottom to the top: a module imports its own folder and the rows above its own, never one beside or below.
+LAYERS: list[set[str]] = [
+    {"errors", "version"},
+    {"text"},
+    {"storage", "catalogue"},
+    {"layout", "serialization"},
+    {"formats", "transfer"},
+    {"producers"},
+    {"training"},
+    {"operations"},
+    {""},
+    {"cli"},
+    {"__main__"},
 ]
+PURE = {"errors", "text", "catalogue", "layout"}
+# Arrows that go down, and are wanted from these modules alone.
+ONLY = {
+    ("formats", "layout"): {"formats.rankfiles.flat.optimizer"},
+    ("training", "formats.dcp"): {"training.reshard_engine.engine"},
+}
 
 
 def modules() -> dict[str, ast.Module]:
@@ -177,29 +52,8 @@ every = pytest.mark.parametrize("name", MODULES)
 
 
 def layer_of(name: str) -> str:
-    """`cli`, `summary`, `containers` and each format are one layer; a format never imports another."""
-    first, _, rest = name.partition(".")
-    if first == "formats" and rest:
-        return f"formats.{rest.partition('.')[0]}"
-    return (
-        first
-        if first
-        in (
-            "cli",
-            "summary",
-            "containers",
-            "producers",
-            "optimkeys",
-            "mesh",
-            "resume",
-            "hub",
-            "exporting",
-            "report",
-            "verifying",
-            "diffing",
-        )
-        else name
-    )
+    """The folder or module at the top of the package that a module belongs to."""
+    return name.partition(".")[0]
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
@@ -224,17 +78,26 @@ def foreign(tree: ast.AST) -> set[str]:
     return {name.partition(".")[0] for name in imported(tree)} - {"ckpttool", "__future__"}
 
 
+class WithoutTypeChecking(ast.NodeTransformer):
+    """Leaves out what is imported for type checkers only."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | None:
+        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            return None
+        return self.generic_visit(node)
+
+
+def without_type_checking(tree: ast.Module) -> ast.AST:
+    """A module without what it imports for type checkers only."""
+    return WithoutTypeChecking().visit(ast.parse(ast.unparse(tree)))  # type: ignore[no-any-return]
+
+
 def at_import(tree: ast.Module) -> ast.Module:
     """What runs when a module is imported: no function bodies, nothing for type checkers only."""
 
-    class Stripped(ast.NodeTransformer):
+    class Stripped(WithoutTypeChecking):
         def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
             return None
-
-        def visit_If(self, node: ast.If) -> ast.AST | None:
-            if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-                return None
-            return self.generic_visit(node)
 
     copied = ast.parse(ast.unparse(tree))
     Stripped().visit(copied)
@@ -249,22 +112,43 @@ def calls(tree: ast.AST) -> set[str]:
 @every
 def test_imports_go_down(name: str) -> None:
     layer = layer_of(name)
-    allowed = [may for group, may in LAYERS if layer in group]
-    assert allowed, f"say in LAYERS what {name} may import, and in docs/explanation/design.md what it is"
-    beyond = {layer_of(used) for used in ours(MODULES[name])} - allowed[0] - {layer}
+    below = set().union(*LAYERS[: next(i for i, row in enumerate(LAYERS) if layer in row)])
+    beyond = {used for used in ours(MODULES[name]) if layer_of(used) not in {layer, *below}}
     assert not beyond, f"{name} imports {sorted(beyond)}"
 
 
 def test_every_layer_is_there() -> None:
-    assert {module for group, _ in LAYERS for module in group} == {layer_of(name) for name in MODULES}
+    assert set().union(*LAYERS) == {layer_of(name) for name in MODULES}
+
+
+def test_the_root_is_small() -> None:
+    assert len([entry for entry in PACKAGE.iterdir() if entry.name != "__pycache__"]) <= 17
+
+
+@every
+def test_a_format_does_not_import_another(name: str) -> None:
+    own = ".".join(name.split(".")[:2])
+    others = {".".join(used.split(".")[:2]) for used in ours(MODULES[name]) if used.startswith("formats.")}
+    if name.startswith("formats."):
+        assert others - {"formats.detect"} <= {own} or name == "formats.detect"
+
+
+@pytest.mark.parametrize("arrow", ONLY)
+def test_few_modules_import_that(arrow: tuple[str, str]) -> None:
+    above, below = arrow
+    users = {
+        name for name, tree in MODULES.items()
+        if layer_of(name) == above and any(f"{used}.".startswith(f"{below}.") for used in ours(tree))
+    }  # fmt: skip
+    assert users == ONLY[arrow]
 
 
 def test_no_module_needs_itself() -> None:
-    graph = {name: ours(at_import(tree)) for name, tree in MODULES.items()}
+    graph = {name: ours(without_type_checking(tree)) for name, tree in MODULES.items()}
     done: set[str] = set()
 
     def walk(name: str, above: tuple[str, ...]) -> None:
-        assert name not in above, " -> ".join((*above, name))
+        assert name not in above, " -> ".join((*above[above.index(name) :], name))
         if name not in done:
             for used in graph[name]:
                 walk(used, (*above, name))
@@ -274,44 +158,50 @@ def test_no_module_needs_itself() -> None:
         walk(name, ())
 
 
-@pytest.mark.parametrize("name", sorted((DATA | PURE) - {"version"}))
+@pytest.mark.parametrize("name", [name for name in MODULES if layer_of(name) in PURE])
 def test_the_pure_modules_do_no_io(name: str) -> None:
     assert not foreign(MODULES[name]) & {"os", "io", "pathlib", "threading", "torch", "numpy", "subprocess", "shutil"}
     assert "open" not in calls(MODULES[name])
 
 
-@pytest.mark.parametrize("name", ["errors", "dtypes", "boxes", "catalogue", "contract", "files", *sorted(PURE)])
+@pytest.mark.parametrize("name", [*(name for name in MODULES if layer_of(name) in PURE), "storage.files"])
 def test_the_lower_layers_need_the_standard_library_only(name: str) -> None:
     assert foreign(MODULES[name]) <= sys.stdlib_module_names
 
 
 @every
 def test_torch_and_numpy_are_imported_when_they_are_needed(name: str) -> None:
-    if layer_of(name) not in ("mesh", "hub") and not name.startswith(
-        "resume.worker"
-    ):  # themselves imported when they are needed
+    if not name.startswith(("training", "storage.hub", "operations.verify_resume.worker")):  # imported on use
         assert not foreign(at_import(MODULES[name])) & {"torch", "numpy", "safetensors", "zstandard", "huggingface_hub"}
 
 
 def test_one_module_computes_crcs() -> None:
-    assert {name for name, tree in MODULES.items() if "isal" in foreign(tree)} == {"crc"}
-    assert {name for name, tree in MODULES.items() if "zlib" in foreign(tree)} == {"crc"}
+    assert {name for name, tree in MODULES.items() if "isal" in foreign(tree)} == {"storage.crc"}
+    assert {name for name, tree in MODULES.items() if "zlib" in foreign(tree)} == {"storage.crc"}
 
 
 def test_torch_is_needed_for_values_only() -> None:
-    users = {layer_of(name) for name, tree in MODULES.items() if "torch" in foreign(tree)} - {"mesh", "resume"}
-    assert users == {"transfer", "checkpoint", "figures", "sharing", "engines", "exporting"}
+    users = {name for name, tree in MODULES.items() if "torch" in foreign(tree) and layer_of(name) != "training"}
+    assert {name for name in users if not name.startswith("operations.verify_resume")} == {
+        "operations.export.architecture_process",
+        "operations.open",
+        "operations.reshard.engines",
+        "operations.show",
+        "transfer.execute",
+        "transfer.processes",
+    }
 
 
 def test_one_package_speaks_to_the_hub() -> None:
-    assert {layer_of(name) for name, tree in MODULES.items() if "huggingface_hub" in foreign(tree)} <= {"hub"}
+    users = {name for name, tree in MODULES.items() if "huggingface_hub" in foreign(tree)}
+    assert users and all(name.startswith("storage.hub.") for name in users)
 
 
 @every
 def test_only_the_cli_talks(name: str) -> None:
     if layer_of(name) != "cli":
         assert not foreign(MODULES[name]) & {"typer", "click", "rich", "tabulate", "argparse"}
-    if layer_of(name) != "cli" and name != "mesh.ending":  # which ends the scripts of others
+    if layer_of(name) != "cli" and name != "training.exit_on_error":  # which ends the scripts of others
         assert not calls(MODULES[name]) & {"print", "input", "sys.stdout.write", "sys.stderr.write", "sys.exit", "exit"}
 
 
@@ -321,13 +211,13 @@ def test_nothing_of_a_checkpoint_is_run(name: str) -> None:
     called = calls(tree)
     assert not called & {"pickle.load", "pickle.loads", "torch.load", "torch.jit.load", "eval", "exec", "__import__"}
     # The package itself imports its own modules when they are asked for, and so do stores and commands.
-    own = name in ("", "verbs", "mirrors", "cli.app")
+    own = name in ("", "storage.stores", "cli.app")
     unwanted = {"find_class", "system", "popen"} | (set() if own else {"import_module"})
     assert not {c for c in called if c.rpartition(".")[2] in unwanted}
     assert not foreign(tree) & {"marshal", "shelve", "dill", "cloudpickle", "joblib", "runpy"}
-    if name != "exporting.expected":  # starts our own `exporting.metamodel`, which needs torch, in a process of its own
+    if name != "operations.export.architecture":  # starts our own `architecture_process`, which needs torch
         assert "subprocess" not in foreign(tree)
-    if name != "containers.pickles":
+    if name != "serialization.unpickler":
         assert "pickle" not in foreign(tree)
 
 
@@ -345,10 +235,10 @@ def test_what_is_public_is_documented(name: str) -> None:
             assert ast.get_docstring(node), f"{name}.{node.name} has no docstring"
 
 
-def test_the_design_page_names_every_module() -> None:
+def test_the_design_page_names_every_package() -> None:
     page = (ROOT / "docs" / "explanation" / "design.md").read_text(encoding="utf-8")
-    missing = {layer_of(n).partition(".")[0] for n in MODULES if n} - {"__main__", "version"}
-    assert not {name for name in missing if not any(f"`{name}{end}`" in page for end in ("", "/", "/x"))}
+    packages = {name for name in MODULES if any(other.startswith(f"{name}.") for other in MODULES if name)}
+    assert not {name for name in packages if f"`{name.replace('.', '/')}/`" not in page}
 
 
 RUN = """

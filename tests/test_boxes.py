@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made import grid, within
 
-from ckpttool import boxes
-from ckpttool.boxes import Box
+from ckpttool.catalogue import boxes
+from ckpttool.catalogue.boxes import Box
 
 quick = settings(max_examples=100, deadline=None)
 

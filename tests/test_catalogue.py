@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.aliases import find_aliases
-from ckpttool.catalogue import Catalogue, Chunk, Chunks, Extent, File, Object, Part, Record, Tensor, dotted
-from ckpttool.dtypes import dtype
+from ckpttool.catalogue.aliases import find_aliases
+from ckpttool.catalogue.dtypes import dtype
+from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, File, Object, Part, Record, Tensor, dotted
+from ckpttool.catalogue.validation import validate
 from ckpttool.errors import CorruptError
-from ckpttool.faults import validate
 
 numbers = st.integers(0, 1 << 62)
 ints = st.lists(st.integers(0, 100), max_size=3).map(tuple)

@@ -17,10 +17,10 @@ from originals import HERE, NAMES, original, path_of
 
 import ckpttool
 from ckpttool import formats
-from ckpttool.catalogue import Path as Key
-from ckpttool.catalogue import Tensor
+from ckpttool.catalogue.entries import Path as Key
+from ckpttool.catalogue.entries import Tensor
 from ckpttool.errors import CkptError, ReadError, UsageError
-from ckpttool.files import Pool
+from ckpttool.storage.files import Pool
 
 
 def leaves(tree: Any, path: Key = ()) -> Iterator[tuple[Key, Any]]:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool import checksums
-from ckpttool.catalogue import Record
-from ckpttool.checksums import Pieces, combine
+from ckpttool.catalogue.entries import Record
+from ckpttool.transfer import checksums
+from ckpttool.transfer.checksums import Pieces, combine
 
 quick = settings(max_examples=100, deadline=None)
 

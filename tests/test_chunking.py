@@ -15,12 +15,15 @@ from hypothesis import strategies as st
 from originals import HERE, original
 from test_layout import by_name, flattened, started, tied
 
-from ckpttool import chunking, meshes, parts, plan
-from ckpttool.boxes import Box, tiling_fault
-from ckpttool.catalogue import Catalogue, Chunks, Extent
-from ckpttool.chunking import Rules
+from ckpttool.catalogue import parts
+from ckpttool.catalogue.boxes import Box, tiling_fault
+from ckpttool.catalogue.entries import Catalogue, Chunks, Extent
 from ckpttool.errors import UsageError
-from ckpttool.meshes import Mesh
+from ckpttool.layout import meshes
+from ckpttool.layout import rechunk as chunking
+from ckpttool.layout.meshes import Mesh
+from ckpttool.layout.rechunk import Rules
+from ckpttool.transfer import plan
 
 
 def boxes_of(catalogue: Catalogue) -> dict[str, list[tuple[int, Box]]]:

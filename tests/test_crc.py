@@ -9,7 +9,7 @@ import zlib
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool import crc
+from ckpttool.storage import crc
 
 
 @settings(max_examples=200, deadline=None)

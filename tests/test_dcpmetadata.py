@@ -27,12 +27,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckpttool.dtypes import DTYPES
+from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.errors import CkptError, CorruptError
-from ckpttool.formats.dcp import classes
 from ckpttool.formats.dcp import metadata as dcpmetadata
-from ckpttool.formats.dcp import runs as dcpruns
-from ckpttool.formats.dcp import spelling as dcpspelling
+from ckpttool.formats.dcp import metadata_classes as classes
+from ckpttool.formats.dcp import metadata_fast as dcpruns
+from ckpttool.formats.dcp import metadata_writer as dcpspelling
 from ckpttool.formats.dcp.metadata import Item, StoredTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "faults"))

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.differences import Comparison, Difference, Tolerance, compare
-from ckpttool.dtypes import dtype
+from ckpttool.catalogue.dtypes import dtype
+from ckpttool.operations.diff.elements import Comparison, Difference, Tolerance, compare
 
 FLOATS = [
     "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpttool import files
 from ckpttool.errors import CkptError, CorruptError, OverwriteError, ReadError, StorageError, UsageError
-from ckpttool.files import Pool, inside
-from ckpttool.staging import staged
+from ckpttool.storage import files
+from ckpttool.storage.files import Pool, inside
+from ckpttool.transfer.staging import staged
 
 # Reading and writing --------------------------------------------------------------------------------------------------
 

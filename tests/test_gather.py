@@ -13,12 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made import Made, bits, within
 
-from ckpttool import boxes, gather
-from ckpttool.boxes import Box
-from ckpttool.catalogue import Tensor
-from ckpttool.dtypes import DTYPES
+from ckpttool.catalogue import boxes
+from ckpttool.catalogue.boxes import Box
+from ckpttool.catalogue.dtypes import DTYPES
+from ckpttool.catalogue.entries import Tensor
 from ckpttool.errors import CorruptError
-from ckpttool.files import Pool
+from ckpttool.storage.files import Pool
+from ckpttool.transfer import read as gather
 
 TORCH = {name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
 PLAIN = {name: kind for name, kind in TORCH.items() if DTYPES[name].kind in ("float", "int", "bool", "complex")}

@@ -12,14 +12,15 @@ import pytest
 import torch
 
 import ckpttool
-from ckpttool import layout, parts
-from ckpttool.boxes import Box
-from ckpttool.catalogue import Catalogue, Object, Part, Tensor, dotted
-from ckpttool.containers.stubs import stub_type
+from ckpttool.catalogue import parts
+from ckpttool.catalogue.boxes import Box
+from ckpttool.catalogue.entries import Catalogue, Object, Part, Tensor, dotted
+from ckpttool.catalogue.flatten import links, unflatten
+from ckpttool.catalogue.patterns import renamer
+from ckpttool.catalogue.values import stub_type
 from ckpttool.errors import UsageError
-from ckpttool.nesting import links, unflatten
-from ckpttool.patterns import renamer
-from ckpttool.summary import summarise
+from ckpttool.layout import select as layout
+from ckpttool.operations.inspect.summary import summarise
 
 
 def started(state: dict[Any, Any], cuts: dict[str, Sequence[Box]] | None = None) -> Catalogue:

@@ -12,10 +12,10 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from ckpttool import meshes
-from ckpttool.boxes import tiling_fault
+from ckpttool.catalogue.boxes import tiling_fault
 from ckpttool.errors import UsageError
-from ckpttool.meshes import Mesh
+from ckpttool.layout import meshes
+from ckpttool.layout.meshes import Mesh
 
 
 def of_torch(mesh: Mesh, placed: dict[str, int]) -> list[Placement]:

@@ -8,7 +8,8 @@ import struct
 
 import pytest
 
-from ckpttool.containers import opcodes, pickleweight
+from ckpttool.serialization import pickle_limits as pickleweight
+from ckpttool.serialization import pickle_opcodes as opcodes
 
 FEW = 16
 ROW = b"\x94" * 100

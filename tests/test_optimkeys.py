@@ -17,11 +17,13 @@ from optimizers import OPTIMIZERS, Tree, spelt, trained
 from safetensors.torch import save_file
 
 import ckpttool
-from ckpttool import layout, optimkeys, parts
-from ckpttool.catalogue import Catalogue, File, Object, Part, Tensor, dotted
+from ckpttool.catalogue import parts
+from ckpttool.catalogue.entries import Catalogue, File, Object, Part, Tensor, dotted
+from ckpttool.catalogue.flatten import unflatten
 from ckpttool.errors import CkptError, CorruptError, LossError, UsageError
-from ckpttool.nesting import unflatten
-from ckpttool.optimkeys.naming import ways
+from ckpttool.layout import select as layout
+from ckpttool.layout.optimizer import respell as optimkeys
+from ckpttool.layout.optimizer.names import ways
 
 WAYS = [(a, b) for a in optimkeys.SPELLINGS for b in optimkeys.SPELLINGS]
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from originals import NAMES, opened
 
-from ckpttool import parts
-from ckpttool.catalogue import Object, Part, Path, dotted
+from ckpttool.catalogue import parts
+from ckpttool.catalogue.entries import Object, Part, Path, dotted
+from ckpttool.catalogue.parts import assign, kind_of_key, matcher
 from ckpttool.errors import UsageError
-from ckpttool.parts import assign, kind_of_key, matcher
 
 W, ONE = torch.zeros(2, 2), torch.tensor(1.0)
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpttool.catalogue.patterns import any_of, compile_pattern, renamer, rule
 from ckpttool.errors import UsageError
-from ckpttool.patterns import any_of, compile_pattern, renamer, rule
 
 NAME = "model.layers.10.attn.weight"
 

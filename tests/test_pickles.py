@@ -25,13 +25,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool import nesting
-from ckpttool.catalogue import Catalogue
-from ckpttool.containers import harm, opcodes, pickles, picklewriter, stubs, torchpickle
-from ckpttool.containers.stubs import Known, Stub, TorchSize, stub_name, stub_type
-from ckpttool.containers.torchpickle import KNOWN, Slot, StorageRef, TensorRef
+from ckpttool.catalogue import flatten as nesting
+from ckpttool.catalogue import values as stubs
+from ckpttool.catalogue.entries import Catalogue
+from ckpttool.catalogue.values import Known, Stub, TorchSize, stub_name, stub_type
 from ckpttool.errors import CorruptError, LossError
 from ckpttool.formats.dcp import metadata as dcpmetadata
+from ckpttool.serialization import (
+    pickle_opcodes as opcodes,
+)
+from ckpttool.serialization import (
+    pickler as picklewriter,
+)
+from ckpttool.serialization import (
+    torch_pickle as torchpickle,
+)
+from ckpttool.serialization import (
+    unpickler as pickles,
+)
+from ckpttool.serialization import (
+    unsafe_globals as harm,
+)
+from ckpttool.serialization.torch_pickle import KNOWN, Slot, StorageRef, TensorRef
 
 
 def load(data: bytes) -> Any:
@@ -585,8 +600,8 @@ def words(data: bytes) -> list[Any]:
 
 
 def test_torch_is_not_imported() -> None:
-    modules = "pickles, torchpickle, torchzip, torchlegacy, torchexport, torchmodule, torchtree"
-    code = f"import sys; from ckpttool.containers import {modules}; sys.exit('torch' in sys.modules)"
+    modules = "unpickler, torch_pickle, torch_zip, torch_legacy, torch_export, torch_module, torch_tree"
+    code = f"import sys; from ckpttool.serialization import {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -637,7 +652,7 @@ def test_names_of_all_languages_are_kept(name: str) -> None:
 def test_tuples_without_end_do_not_fill_the_stack(where: bytes, level: bytes) -> None:
     """In another process, which a hash of them would end with a SIGSEGV."""
     program = (
-        "from ckpttool.containers import torchpickle\n"
+        "from ckpttool.serialization import torch_pickle as torchpickle\n"
         "from ckpttool.errors import CorruptError\n"
         f"data = {where!r}.replace(b'%b', b')' + {level!r} * 1_000_000)\n"
         "try:\n    torchpickle.load(data, 'it')\n"
@@ -688,7 +703,7 @@ def test_nesting_that_is_let_through_does_no_harm() -> None:
     """As deep as can be without being followed, as a key, where the stack is that of a thread."""
     level = b"N0\x85"
     data = b"\x80\x04})" + level * (pickles._FEW_TUPLES - 2) + b"K\x01s."
-    program = f"import threading; from ckpttool.containers import pickles; data = {data!r}\n"
+    program = f"import threading; from ckpttool.serialization import unpickler as pickles; data = {data!r}\n"
     program += "t = threading.Thread(target=lambda: print(len(pickles.load(data, what='it')))); t.start(); t.join()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from ckpttool.containers import opcodes, pickles, pickleweight
 from ckpttool.errors import CorruptError
+from ckpttool.serialization import pickle_limits as pickleweight
+from ckpttool.serialization import pickle_opcodes as opcodes
+from ckpttool.serialization import unpickler as pickles
 
 PAIR = b"K\x01K\x02\x86"
 

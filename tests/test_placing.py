@@ -6,12 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool import boxes, chunking, meshes, placing
-from ckpttool.catalogue import Catalogue, Chunks, Extent, Part, Tensor
-from ckpttool.chunking import Rules
-from ckpttool.dtypes import dtype
-from ckpttool.meshes import Mesh
-from ckpttool.placing import Placing
+from ckpttool.catalogue import boxes
+from ckpttool.catalogue.dtypes import dtype
+from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, Part, Tensor
+from ckpttool.layout import mesh as placing
+from ckpttool.layout import meshes
+from ckpttool.layout import rechunk as chunking
+from ckpttool.layout.mesh import Placing
+from ckpttool.layout.meshes import Mesh
+from ckpttool.layout.rechunk import Rules
 
 MODEL = Part("model", ("model",))
 

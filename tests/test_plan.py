@@ -15,12 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made import grid, within
 
-from ckpttool import boxes, layout
-from ckpttool.boxes import Box
-from ckpttool.catalogue import Catalogue, Chunk, Chunks, Extent, File, Tensor
-from ckpttool.dtypes import dtype
+from ckpttool.catalogue import boxes
+from ckpttool.catalogue.boxes import Box
+from ckpttool.catalogue.dtypes import dtype
+from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, File, Tensor
 from ckpttool.errors import CorruptError
-from ckpttool.plan import plan, tiles
+from ckpttool.layout import select as layout
+from ckpttool.transfer.plan import plan, tiles
 
 quick = settings(max_examples=100, deadline=None)
 

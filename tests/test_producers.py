@@ -25,12 +25,12 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from ckpttool import convert, inspect, producers
-from ckpttool.contract import NO_HINTS
+from ckpttool.catalogue.protocols import NO_HINTS
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.producers import PRODUCERS, recognise, runs
-from ckpttool.producers.listing import Listing
-from ckpttool.producers.mounts import shapes_of_moments
+from ckpttool.producers.directory import Listing
 from ckpttool.producers.names import step_in
+from ckpttool.producers.reader import shapes_of_moments
 
 SAMPLES = sorted(folder.name for folder in HERE.glob("run_*"))
 TARGETS = ("torch", "dcp", "safetensors")

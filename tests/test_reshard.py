@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from ckpttool import verbs
-from ckpttool.boxes import Box
+from ckpttool.catalogue.boxes import Box
 from ckpttool.errors import CkptError, LossError, ReadError, UsageError
 
 W4 = HERE / "dcp_fsdp2_w4" / "ckpt"

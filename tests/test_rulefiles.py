@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpttool import rulefiles
 from ckpttool.errors import ReadError, UsageError
+from ckpttool.operations import arguments as rulefiles
 
 
 @pytest.fixture

@@ -16,11 +16,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
 
-from ckpttool.containers import sharded, torchpickle
-from ckpttool.containers.stubs import Stub, stub_type
-from ckpttool.containers.torchpickle import TensorRef
-from ckpttool.dtypes import DTYPES
+from ckpttool.catalogue.dtypes import DTYPES
+from ckpttool.catalogue.values import Stub, stub_type
 from ckpttool.errors import CkptError, CorruptError, ReadError
+from ckpttool.serialization import dtensor as sharded
+from ckpttool.serialization import torch_pickle as torchpickle
+from ckpttool.serialization.torch_pickle import TensorRef
 
 Layout = tuple[tuple[int, ...], list[Any]]
 

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.containers import stheader
-from ckpttool.containers.stheader import Entry, Spec, build_header, looks_like, read_header
-from ckpttool.dtypes import BY_SAFETENSORS, dtype
+from ckpttool.catalogue.dtypes import BY_SAFETENSORS, dtype
 from ckpttool.errors import CorruptError, LossError
+from ckpttool.serialization import safetensors_header as stheader
+from ckpttool.serialization.safetensors_header import Entry, Spec, build_header, looks_like, read_header
 
 NAME = "`Model.safetensors`"
 

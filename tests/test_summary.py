@@ -13,17 +13,17 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool import parts
-from ckpttool.catalogue import Catalogue, Chunks, Extent, File, Link, Object, Part, Record, Tensor
-from ckpttool.containers import stubs
-from ckpttool.dtypes import DTYPES
+from ckpttool.catalogue import parts
+from ckpttool.catalogue import values as stubs
+from ckpttool.catalogue.dtypes import DTYPES
+from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Link, Object, Part, Record, Tensor
 from ckpttool.errors import CorruptError
 from ckpttool.escapes import cut, safe
-from ckpttool.summary import summarise
-from ckpttool.summary.document import document
-from ckpttool.summary.hyperparameters import tables
-from ckpttool.summary.tree import Line, lines, ranges
-from ckpttool.summary.values import describe, jsonable, type_name
+from ckpttool.operations.inspect.document import document
+from ckpttool.operations.inspect.format_value import describe, jsonable, type_name
+from ckpttool.operations.inspect.hyperparameters import tables
+from ckpttool.operations.inspect.module_tree import Line, lines, ranges
+from ckpttool.operations.inspect.summary import summarise
 
 
 class Block(nn.Module):

@@ -15,10 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.containers import torchlegacy
-from ckpttool.containers.stubs import Stub, stub_name
-from ckpttool.containers.torchpickle import StorageRef, TensorRef
+from ckpttool.catalogue.values import Stub, stub_name
 from ckpttool.errors import CkptError, CorruptError
+from ckpttool.serialization import torch_legacy as torchlegacy
+from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
 
 MAGIC = 0x1950A86A20F9469CFC6C
 

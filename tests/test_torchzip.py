@@ -19,12 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.serialization import config
 
-from ckpttool.containers import torchzip
-from ckpttool.containers.torchpickle import Slot, TensorRef
-from ckpttool.containers.torchzip import Archive, load_tree, open_archive, resolve_item
-from ckpttool.containers.torchzipwriter import lay_out
-from ckpttool.dtypes import DTYPES, dtype
+from ckpttool.catalogue.dtypes import DTYPES, dtype
 from ckpttool.errors import CkptError, CorruptError
+from ckpttool.serialization import torch_zip as torchzip
+from ckpttool.serialization.torch_pickle import Slot, TensorRef
+from ckpttool.serialization.torch_zip import Archive, load_tree, open_archive, resolve_item
+from ckpttool.serialization.torch_zip_writer import lay_out
 
 
 def saved(state: Any, **options: Any) -> bytes:

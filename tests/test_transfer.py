@@ -23,14 +23,17 @@ from made import Made, bits, grid, laid_down, stored, within
 from test_gather import WHOLE
 
 import ckpttool
-from ckpttool import chunking, gather, layout, transfer
-from ckpttool.boxes import Box
-from ckpttool.catalogue import Catalogue, Chunks, Tensor
-from ckpttool.dtypes import DTYPES, dtype
+from ckpttool.catalogue.boxes import Box
+from ckpttool.catalogue.dtypes import DTYPES, dtype
+from ckpttool.catalogue.entries import Catalogue, Chunks, Tensor
 from ckpttool.errors import CorruptError, StorageError
-from ckpttool.files import Pool
-from ckpttool.plan import plan
-from ckpttool.transfer import Transferred, budget
+from ckpttool.layout import rechunk as chunking
+from ckpttool.layout import select as layout
+from ckpttool.storage.files import Pool
+from ckpttool.transfer import execute as transfer
+from ckpttool.transfer import read as gather
+from ckpttool.transfer.execute import Transferred, budget
+from ckpttool.transfer.plan import plan
 
 FLOATS = [name for name, kind in WHOLE.items() if DTYPES[name].kind == "float" and not name.startswith("float4")]
 
@@ -444,7 +447,7 @@ def test_a_write_that_fails_on_its_way_to_the_disk_is_told(tmp_path: Path, monke
             raise OSError(errno.EIO, "Input/output error")
         fsync(fd)
 
-    monkeypatch.setattr("ckpttool.transfer.FLUSH", 1)
+    monkeypatch.setattr("ckpttool.transfer.execute.FLUSH", 1)
     monkeypatch.setattr(Pool, "read_into", slowly)
     monkeypatch.setattr(os, "fsync", failing)
     torch.save({str(i): torch.ones(1000) for i in range(8)}, tmp_path / "a.pt")

@@ -17,11 +17,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.catalogue import Link
-from ckpttool.containers import pickles, picklewriter, torchpickle
-from ckpttool.containers.stubs import Stub, TorchSize, is_stub_type, stub_type
-from ckpttool.containers.typedjson import MAX_DEPTH, decode, encode
+from ckpttool.catalogue.entries import Link
+from ckpttool.catalogue.values import Stub, TorchSize, is_stub_type, stub_type
 from ckpttool.errors import CorruptError, LossError
+from ckpttool.serialization import pickler as picklewriter
+from ckpttool.serialization import torch_pickle as torchpickle
+from ckpttool.serialization import unpickler as pickles
+from ckpttool.serialization.typed_json import MAX_DEPTH, decode, encode
 
 
 def there_and_back(value: Any) -> Any:
@@ -220,7 +222,7 @@ def test_shared_is_no_cycle() -> None:
 
 
 def test_shared_without_end_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpttool.containers.typedjson.MAX_VALUES", 1000)
+    monkeypatch.setattr("ckpttool.serialization.typed_json.MAX_VALUES", 1000)
     value: Any = [1]
     for _ in range(40):
         value = [value, value]

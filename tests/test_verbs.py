@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 import ckpttool
 from ckpttool import formats
 from ckpttool.errors import CkptError, CorruptError, LossError, OverwriteError, ReadError, StorageError, UsageError
-from ckpttool.files import Pool
+from ckpttool.storage.files import Pool
 
 FULL, MODEL, DDP = (path_of(name) for name in ("torch_full", "torch_model", "torch_ddp"))
 SHARDED = path_of("dcp_fsdp2_w4")
@@ -438,7 +438,7 @@ def test_the_source_is_never_the_destination(tmp_path: Path) -> None:
 
 
 def test_too_little_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpttool.files.free_space", lambda path: 1000)
+    monkeypatch.setattr("ckpttool.storage.files.free_space", lambda path: 1000)
     with pytest.raises(StorageError, match=r"needs \d+ bytes, but 1000 are free"):
         ckpttool.convert(FULL, str(tmp_path / "out.pt"))
     assert os.listdir(tmp_path) == []
@@ -464,7 +464,7 @@ SHOWN = ("float64", "float32", "float16", "bfloat16", "float8_e5m2", "float8_e4m
 def test_show_is_what_torch_computes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tile: int
 ) -> None:
-    monkeypatch.setattr("ckpttool.gather.TILE", tile)
+    monkeypatch.setattr("ckpttool.transfer.read.TILE", tile)
     real = dtype if dtype.is_complex or dtype.is_floating_point else torch.float32
     values = (torch.randn((13, 17), dtype=torch.complex64 if dtype.is_complex else None) * 20).to(real).to(dtype)
     odd = dtype.is_floating_point and dtype not in (torch.float8_e4m3fn,)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ckpttool import convert, inspect
-from ckpttool.catalogue import Tensor
+from ckpttool.catalogue.entries import Tensor
 from ckpttool.errors import LossError, UsageError
 
 

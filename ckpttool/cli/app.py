@@ -12,7 +12,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from ckpttool.cli.failures import Commands, catch_signals, stopped_early
+from ckpttool.cli.errors import Commands, catch_signals, stopped_early
 from ckpttool.cli.parsing import without_adapters
 from ckpttool.cli.terminal import out
 from ckpttool.errors import INTERRUPTED, TERMINATED
@@ -100,7 +100,7 @@ def main() -> None:
     silent = False
     if "WORLD_SIZE" in os.environ:
         # Only under torchrun: it imports much of what writes.
-        from ckpttool import sharing
+        from ckpttool.transfer import processes as sharing
 
         silent = sharing.is_silent()
     if silent:

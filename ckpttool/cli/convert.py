@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ckpttool.cli.conversion_result import tell
 from ckpttool.cli.options import (
     AsJson,
     Check,
@@ -27,7 +28,6 @@ from ckpttool.cli.options import (
     complete_producer,
 )
 from ckpttool.cli.progress import Progress
-from ckpttool.cli.telling import tell
 from ckpttool.cli.terminal import err
 
 

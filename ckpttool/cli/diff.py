@@ -13,10 +13,10 @@ import typer
 from ckpttool.cli.options import AsJson, Quiet, Shapes, Tensors, Threads, Verbose, complete_part
 from ckpttool.cli.progress import Progress
 from ckpttool.cli.terminal import Painted, Piece, Terminal, answer, bold, dim, err
-from ckpttool.wording import duration, plural, size
+from ckpttool.text import duration, plural, size
 
 if TYPE_CHECKING:
-    from ckpttool.diffing import Only, Side, Total
+    from ckpttool.operations.diff import Only, Side, Total
     from ckpttool.verbs import Diff
 
 _SHOWN = 20
@@ -124,8 +124,8 @@ def _names(made: Diff) -> Iterator[str]:
 
 
 def _document(made: Diff) -> dict[str, Any]:
-    from ckpttool.diffing import ABSENT
-    from ckpttool.summary.values import jsonable
+    from ckpttool.operations.diff import ABSENT
+    from ckpttool.operations.inspect.format_value import jsonable
 
     rows = [
         {"name": one.name, "part": one.part, "at": one.at}
@@ -144,7 +144,7 @@ def _document(made: Diff) -> dict[str, Any]:
 
 
 def _total(total: Total) -> dict[str, Any]:
-    from ckpttool.summary.values import jsonable
+    from ckpttool.operations.inspect.format_value import jsonable
 
     said: dict[str, Any] = jsonable(asdict(total))
     del said["sums"]
@@ -292,8 +292,8 @@ def _element(value: Any) -> str:
 
 
 def _objects(terminal: Terminal, made: Diff, verbose: bool) -> None:
-    from ckpttool.diffing import ABSENT
-    from ckpttool.summary.values import describe
+    from ckpttool.operations.diff import ABSENT
+    from ckpttool.operations.inspect.format_value import describe
 
     if not made.objects:
         return

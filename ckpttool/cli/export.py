@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ckpttool.cli.conversion_result import tell
 from ckpttool.cli.options import (
     AsJson,
     Check,
@@ -22,12 +23,11 @@ from ckpttool.cli.options import (
     complete_part,
 )
 from ckpttool.cli.progress import Progress
-from ckpttool.cli.telling import tell
 from ckpttool.cli.terminal import err
-from ckpttool.wording import count, plural, size
+from ckpttool.text import count, plural, size
 
 if TYPE_CHECKING:
-    from ckpttool.hub import Sent
+    from ckpttool.storage.hub import Sent
     from ckpttool.verbs import Exported
 
 

@@ -10,13 +10,13 @@ import typer
 from ckpttool.cli.options import AsJson, Checkpoint, Quiet, Shapes, Tensors, Verbose
 from ckpttool.cli.places import box
 from ckpttool.cli.terminal import Painted, Piece, Terminal, bold, dim, out
-from ckpttool.wording import count, meant, plural, size
+from ckpttool.text import count, meant, plural, size
 
 if TYPE_CHECKING:
-    from ckpttool.catalogue import Catalogue, Chunks, Part, Tensor
-    from ckpttool.summary import ObjectLine, PartLine, Summary
-    from ckpttool.summary.hyperparameters import Table
-    from ckpttool.summary.tree import Line
+    from ckpttool.catalogue.entries import Catalogue, Chunks, Part, Tensor
+    from ckpttool.operations.inspect.hyperparameters import Table
+    from ckpttool.operations.inspect.module_tree import Line
+    from ckpttool.operations.inspect.summary import ObjectLine, PartLine, Summary
 
 _OBJECTS = 40  # lines, unless -v
 _COLUMNS = 6
@@ -41,8 +41,8 @@ def inspect(
     With --tensors, one line for each tensor that matches and where its chunks lie.
     """
     from ckpttool import verbs
+    from ckpttool.catalogue.patterns import any_of
     from ckpttool.errors import UsageError
-    from ckpttool.patterns import any_of
 
     catalogue = verbs.inspect(path, shapes=shapes)
     wanted = any_of(tensors) if tensors else None
@@ -61,8 +61,8 @@ def inspect(
 
 
 def _print_json(terminal: Terminal, catalogue: Catalogue, path: str, wanted: Callable[[str], bool] | None) -> None:
-    from ckpttool.summary import step
-    from ckpttool.summary.document import document
+    from ckpttool.operations.inspect.document import document
+    from ckpttool.operations.inspect.summary import step
 
     for piece in document(catalogue, path, step(catalogue), wanted or (lambda name: True)):
         terminal.write(piece)
@@ -71,7 +71,7 @@ def _print_json(terminal: Terminal, catalogue: Catalogue, path: str, wanted: Cal
 def _print(
     terminal: Terminal, catalogue: Catalogue, path: str, depth: int, wanted: Callable[[str], bool] | None, verbose: bool
 ) -> None:
-    from ckpttool.summary import summarise
+    from ckpttool.operations.inspect.summary import summarise
 
     _run(terminal, catalogue, path, verbose)
     summary = summarise(catalogue, depth=depth, limit=1000 if verbose else max(terminal.width or 0, _VALUE))
@@ -141,7 +141,7 @@ def _header(terminal: Terminal, catalogue: Catalogue, path: str, summary: Summar
 
 
 def _fact(value: Any) -> str:
-    from ckpttool.summary.values import describe
+    from ckpttool.operations.inspect.format_value import describe
 
     return value if isinstance(value, str) else describe(value)
 

@@ -16,14 +16,14 @@ def complete_format(incomplete: str) -> list[str]:
 
 def complete_producer(incomplete: str) -> list[str]:
     """Layouts that can be written, for the shell's completion."""
-    from ckpttool.producers.writing import WRITABLE
+    from ckpttool.producers.writable import WRITABLE
 
     return [row.name for row in WRITABLE if row.name.startswith(incomplete)]
 
 
 def complete_part(incomplete: str) -> list[str]:
     """Kinds of parts, for the shell's completion."""
-    from ckpttool.catalogue import KINDS
+    from ckpttool.catalogue.entries import KINDS
 
     return [kind for kind in KINDS if kind.startswith(incomplete)]
 

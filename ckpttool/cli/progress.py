@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from ckpttool.cli.terminal import ReaderGone, Terminal
-from ckpttool.wording import duration, size
+from ckpttool.text import duration, size
 
 _PATIENCE = 1.0  # seconds before anything is said
 _REDRAW = 0.1

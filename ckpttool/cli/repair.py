@@ -12,7 +12,7 @@ import typer
 from ckpttool.cli.options import AsJson, DryRun, Overwrite, Quiet, Source, Threads
 from ckpttool.cli.progress import Progress
 from ckpttool.cli.terminal import Painted, bold, dim, err, out
-from ckpttool.wording import duration, plural, size
+from ckpttool.text import duration, plural, size
 
 
 def repair(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ckpttool.cli.conversion_result import tell
 from ckpttool.cli.options import (
     AsJson,
     Check,
@@ -25,9 +26,8 @@ from ckpttool.cli.options import (
     Verbose,
 )
 from ckpttool.cli.progress import Progress
-from ckpttool.cli.telling import tell
 from ckpttool.cli.terminal import err
-from ckpttool.wording import plural
+from ckpttool.text import plural
 
 if TYPE_CHECKING:
     from ckpttool.verbs import Resharding

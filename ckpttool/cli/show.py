@@ -11,10 +11,10 @@ import typer
 from ckpttool.cli.options import AsJson, Checkpoint, Quiet, Shapes
 from ckpttool.cli.places import box
 from ckpttool.cli.terminal import Terminal, bold, dim, out
-from ckpttool.wording import size
+from ckpttool.text import size
 
 if TYPE_CHECKING:
-    from ckpttool.figures import Shown
+    from ckpttool.operations.show import Shown
 
 
 def show(
@@ -65,7 +65,7 @@ def _print(terminal: Terminal, shown: Shown) -> None:
 
 
 def _document(shown: Shown) -> dict[str, Any]:
-    from ckpttool.summary.values import jsonable
+    from ckpttool.operations.inspect.format_value import jsonable
 
     said: dict[str, Any] = jsonable(asdict(shown))
     names = ("rank", "file", "offsets", "sizes")

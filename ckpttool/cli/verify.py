@@ -13,10 +13,10 @@ import typer
 from ckpttool.cli.options import AsJson, Checkpoint, Quiet, Shapes, Threads, Verbose
 from ckpttool.cli.progress import Progress
 from ckpttool.cli.terminal import Painted, Terminal, answer, bold, dim, err
-from ckpttool.wording import duration, plural, size
+from ckpttool.text import duration, plural, size
 
 if TYPE_CHECKING:
-    from ckpttool.verifying import Finding, Report
+    from ckpttool.operations.verify import Finding, Report
 
 _SHOWN = 20
 _TITLES = {

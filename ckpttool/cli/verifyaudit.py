@@ -10,11 +10,11 @@ import typer
 from ckpttool.cli.options import AsJson, Checkpoint, Quiet, Shapes, Verbose
 from ckpttool.cli.terminal import Painted, Piece, Terminal, answer, bold, dim
 from ckpttool.errors import DIFFERS, DONE
-from ckpttool.wording import size
+from ckpttool.text import size
 
 if TYPE_CHECKING:
-    from ckpttool.resume.audit import Audit
-    from ckpttool.summary.hyperparameters import Table
+    from ckpttool.operations.inspect.hyperparameters import Table
+    from ckpttool.operations.verify_resume.audit import Audit
 
 _STYLES = {"ok": "green", "note": "dim", "differs": "yellow", "fails": "red"}
 _VERDICTS = {"exactly": "green", "with differences": "yellow", "no": "red"}
@@ -43,7 +43,7 @@ def audit(
 
     The exit code is 1 when it cannot go on.
     """
-    from ckpttool.resume.audit import audit as look
+    from ckpttool.operations.verify_resume.audit import audit as look
 
     made = look(path, recipe=recipe, values=values, shapes=shapes)
     exit_code = DIFFERS if made.verdict == "no" else DONE
@@ -58,7 +58,7 @@ def audit(
 
 
 def _tables(made: Audit) -> list[Table]:
-    from ckpttool.summary import hyperparameters
+    from ckpttool.operations.inspect import hyperparameters
 
     assert made.catalogue is not None
     entries = made.catalogue.entries

@@ -17,7 +17,7 @@ def init(
     quiet: Quiet = False,
 ) -> None:
     """Write a commented recipe that runs as it is, to be changed into yours."""
-    from ckpttool.resume.recipes import write
+    from ckpttool.operations.verify_resume.recipe import write
 
     write(path)
     terminal = out()

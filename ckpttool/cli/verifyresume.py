@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import typer
 
+from ckpttool.cli.verify_resume import trial
 from ckpttool.cli.verifyaudit import audit
 from ckpttool.cli.verifyinit import init
-from ckpttool.cli.verifytrial import trial
 
 verify_resume = typer.Typer(
     name="verify-resume",

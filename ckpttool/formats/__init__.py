@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import stat
 
-from ckpttool import mirrors
-from ckpttool.contract import NO_HINTS, Format, OpenOptions, Source
+from ckpttool.catalogue.protocols import NO_HINTS, Format, OpenOptions, Source
 from ckpttool.errors import CkptError, ReadError, UsageError
-from ckpttool.files import failed
-from ckpttool.formats import dcp, rankfiles, safetensors, strangers, torchsave
-from ckpttool.wording import meant
+from ckpttool.formats import dcp, rankfiles, safetensors, torchsave
+from ckpttool.formats import detect as strangers
+from ckpttool.storage import stores as mirrors
+from ckpttool.storage.files import failed
+from ckpttool.text import meant
 
 # Rank files are torch.save files too, and recognised by more than that: they come first.
 FORMATS: tuple[Format, ...] = (dcp.FORMAT, safetensors.FORMAT, rankfiles.FORMAT, torchsave.FORMAT)

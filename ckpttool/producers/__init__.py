@@ -16,10 +16,13 @@ import re
 from dataclasses import replace
 
 from ckpttool import formats
-from ckpttool.contract import OpenOptions, Source
+from ckpttool.catalogue.protocols import OpenOptions, Source
 from ckpttool.errors import CkptError, some
-from ckpttool.producers import huggingface, mounts, rankfamilies, runs, torchnative
-from ckpttool.producers.listing import Listing
+from ckpttool.producers import huggingface, runs
+from ckpttool.producers import reader as mounts
+from ckpttool.producers import torchtitan as torchnative
+from ckpttool.producers import verl as rankfamilies
+from ckpttool.producers.directory import Listing
 from ckpttool.producers.pieces import Producer
 from ckpttool.producers.runs import Found
 

@@ -12,7 +12,7 @@ model or optimizer has `_1` in its name. Beside LOCAL files the optimizer is sav
 
 from __future__ import annotations
 
-from ckpttool.producers.listing import Listing
+from ckpttool.producers.directory import Listing
 from ckpttool.producers.pieces import ASSET, EACH, KNOWN, MANY, SET, VALUES, Layout, Mount, Piece, Producer, lay_out
 
 ASSETS = (

@@ -12,10 +12,10 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ckpttool import ranks
-from ckpttool.catalogue import Catalogue, Path
+from ckpttool.catalogue import ranks
+from ckpttool.catalogue.entries import Catalogue, Path
 from ckpttool.errors import some
-from ckpttool.producers.listing import Listing
+from ckpttool.producers.directory import Listing
 
 ONE, EACH, SET, MANY = "one", "one per rank", "one set of all ranks", "one of many"
 VALUES, ASSET, KNOWN = "json", "asset", "known"

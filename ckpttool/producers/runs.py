@@ -14,12 +14,14 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from ckpttool import formats, mirrors
+from ckpttool import formats
 from ckpttool.errors import CkptError, ReadError, some
-from ckpttool.producers import rankfamilies, torchnative
-from ckpttool.producers.listing import Listing
+from ckpttool.producers import torchtitan as torchnative
+from ckpttool.producers import verl as rankfamilies
+from ckpttool.producers.directory import Listing
 from ckpttool.producers.names import STEPS, is_unfinished, step_in
 from ckpttool.producers.pieces import Producer
+from ckpttool.storage import stores as mirrors
 
 Recognise = Callable[[Listing], Producer | None]
 

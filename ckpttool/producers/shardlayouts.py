@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import re
 
-from ckpttool.catalogue import Object, Part
-from ckpttool.dtypes import DTYPES
+from ckpttool.catalogue.dtypes import DTYPES
+from ckpttool.catalogue.entries import Object, Part
 from ckpttool.errors import UsageError
 from ckpttool.formats import named
-from ckpttool.producers.arranging import Arranging
-from ckpttool.producers.composing import Arranged, Component, Constant
+from ckpttool.producers.arrange import Arranging
 from ckpttool.producers.names import step_in
+from ckpttool.producers.writer import Arranged, Component, Constant
 
 _TORCH, _DCP, _RANKS = named("torch"), named("dcp"), named("rankfiles")
 _VERL_RNG = {"python": "random", "numpy": "numpy", "torch": "cpu"}

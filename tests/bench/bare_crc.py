@@ -18,7 +18,7 @@ def main() -> None:
     `ckpttool verify` instead, timed likewise without the start of Python."""
     words = sys.argv[1:]
     if words[0] == "--verify":
-        from ckpttool.verifying import verify
+        from ckpttool.operations.verify import verify
 
         began = time.monotonic()
         if verify(words[1], threads=2).findings:

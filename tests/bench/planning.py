@@ -25,11 +25,15 @@ LIMITS = {64: (10.0, 2048), 256: (10.0, 2048), 1024: (60.0, 8192)}  # seconds, M
 
 def plan_only(root: Path, onto: int) -> None:
     """Plan, and print how many chunks, jobs and pieces, the seconds, of them the processor's, and the peak RSS."""
-    from ckpttool import chunking, layout, making, meshes, plan
+    from ckpttool.catalogue.protocols import SinkOptions
+    from ckpttool.catalogue.validation import validate
     from ckpttool.cli.app import collect_rarely
-    from ckpttool.contract import SinkOptions
-    from ckpttool.faults import validate
     from ckpttool.formats import FORMATS
+    from ckpttool.layout import meshes
+    from ckpttool.layout import rechunk as chunking
+    from ckpttool.layout import select as layout
+    from ckpttool.operations import write as making
+    from ckpttool.transfer import plan
 
     collect_rarely()  # as the command does
     began, used = time.perf_counter(), time.process_time()

@@ -16,7 +16,7 @@ from running import FULL, environment, run, spawn
 from ckpttool.cli.progress import Progress
 from ckpttool.cli.terminal import Terminal, bold, shorten, wants_colour
 from ckpttool.errors import UsageError
-from ckpttool.wording import count, duration, parse_size, plural, size
+from ckpttool.text import count, duration, parse_size, plural, size
 
 
 class Screen(io.StringIO):

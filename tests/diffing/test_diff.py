@@ -17,9 +17,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from ckpttool import convert
-from ckpttool.diffing import ABSENT, Diff, diff
 from ckpttool.errors import CorruptError, ReadError, UsageError
-from ckpttool.resharding import reshard
+from ckpttool.operations.diff import ABSENT, Diff, diff
+from ckpttool.operations.reshard import reshard
 
 SAMPLES = Path(__file__).resolve().parents[2] / "samples" / "checkpoints"
 FSDP2 = SAMPLES / "dcp_fsdp2_w4" / "ckpt"
@@ -333,7 +333,7 @@ def test_a_file_that_is_damaged_or_missing(tmp_path: Path) -> None:
 def test_a_change_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = saved(tmp_path / "a.safetensors", state())
     other = saved(tmp_path / "b.safetensors", state())
-    from ckpttool.diffing import walking
+    from ckpttool.operations.diff import tensors as walking
 
     before = walking.compare
 

@@ -12,10 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made import Made, bits, grid, random
 
-from ckpttool.catalogue import Tensor
-from ckpttool.differences import Comparison, Difference, Tolerance
-from ckpttool.diffing import walking, widening
-from ckpttool.dtypes import DTYPES
+from ckpttool.catalogue.dtypes import DTYPES
+from ckpttool.catalogue.entries import Tensor
+from ckpttool.operations.diff import promote as widening
+from ckpttool.operations.diff import tensors as walking
+from ckpttool.operations.diff.elements import Comparison, Difference, Tolerance
 
 DTYPES_HERE = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool,

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 from ckpttool.errors import CorruptError, LossError, OverwriteError, UsageError
-from ckpttool.exporting import expected
+from ckpttool.operations.export import architecture as expected
 
 
 def run(*words: str | Path) -> Result:

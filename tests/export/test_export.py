@@ -17,8 +17,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from ckpttool import errors, verbs
-from ckpttool.exporting import config, planning
-from ckpttool.exporting.assets import CARD
+from ckpttool.operations.export import config
+from ckpttool.operations.export import plan as planning
+from ckpttool.operations.export.assets import CARD
 
 
 def weights() -> dict[str, torch.Tensor]:

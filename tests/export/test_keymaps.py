@@ -19,9 +19,10 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckpttool import errors, verbs
-from ckpttool.catalogue import Catalogue, Chunk, Chunks, Extent, File, Tensor
-from ckpttool.dtypes import DTYPES
-from ckpttool.exporting import keymaps, views
+from ckpttool.catalogue.dtypes import DTYPES
+from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, File, Tensor
+from ckpttool.operations.export import key_maps as keymaps
+from ckpttool.operations.export import views
 
 NAMES = {
     "model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output", "model.layers": "layers",

@@ -129,7 +129,7 @@ def test_torch_loads_it(src: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_reshard_goes_on(src: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With another cut: rows are gathered, and a record of the source is read by both runs."""
     verbs.reshard(str(src), str(tmp_path / "whole"), to_world=3)
-    monkeypatch.setattr("ckpttool.transfer.TASK", 1 << 16)
+    monkeypatch.setattr("ckpttool.transfer.execute.TASK", 1 << 16)
     interrupted_reshard(src, out / "out", monkeypatch)
     done = verbs.reshard(str(src), str(out / "out"), to_world=3, resume=True)
     assert content(out / "out") == content(tmp_path / "whole")
@@ -290,7 +290,7 @@ def test_a_bit_that_flipped_meanwhile(
 @pytest.mark.parametrize("seed", range(10))
 def test_a_journal_that_lies(seed: int, src: Path, out: Path, whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Damaged, or with lines whose own checksum is right."""
-    from ckpttool import journal
+    from ckpttool.transfer import journal
 
     wanted, some = whole("torch"), random.Random(seed)
     interrupted(src, out / "out.pt", 8, monkeypatch, to="torch")
@@ -353,7 +353,7 @@ def test_a_run_on_another_machine(src: Path, out: Path, monkeypatch: pytest.Monk
     made, log = left(out)
     lines = log.read_bytes().splitlines(keepends=True)
     log.write_bytes(b"")
-    from ckpttool import journal
+    from ckpttool.transfer import journal
 
     with log.open("r+b") as stream:
         journal.put(stream.fileno(), {"host": "elsewhere", "boot": "other", "pid": 1})
@@ -380,7 +380,7 @@ def test_where_there_are_no_locks(src: Path, out: Path, monkeypatch: pytest.Monk
     ended = subprocess.Popen(["true"])
     ended.wait()
     owner = json.loads(log.read_bytes().splitlines()[0][9:])
-    from ckpttool import journal
+    from ckpttool.transfer import journal
 
     log.write_bytes(b"")
     with log.open("r+b") as stream:
@@ -442,6 +442,6 @@ def test_what_was_moved_aside_and_a_run_that_goes_on(aside: Path, src: Path, out
 def test_a_full_disk_and_then_room(src: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What lies there counts as room: it is not needed twice."""
     interrupted(src, out / "out.pt", LAYERS - 2, monkeypatch, to="torch")
-    monkeypatch.setattr("ckpttool.files.free_space", lambda path: 5 * (256 << 10))
+    monkeypatch.setattr("ckpttool.storage.files.free_space", lambda path: 5 * (256 << 10))
     check_words(run("convert", src, out / "fresh.pt"), STORAGE, "are free")
     assert verbs.convert(str(src), str(out / "out.pt"), resume=True).resumed

@@ -28,20 +28,21 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from ckpttool import nesting
-from ckpttool.aliases import find_aliases
-from ckpttool.catalogue import Catalogue, Chunks, Object, Tensor
-from ckpttool.catalogue import Path as Key
-from ckpttool.containers import typedjson
-from ckpttool.contract import SinkOptions, Source
-from ckpttool.dtypes import DTYPES
+from ckpttool.catalogue import flatten as nesting
+from ckpttool.catalogue.aliases import find_aliases
+from ckpttool.catalogue.dtypes import DTYPES
+from ckpttool.catalogue.entries import Catalogue, Chunks, Object, Tensor
+from ckpttool.catalogue.entries import Path as Key
+from ckpttool.catalogue.protocols import SinkOptions, Source
+from ckpttool.catalogue.validation import validate
 from ckpttool.errors import CkptError, CorruptError, LossError, ReadError
-from ckpttool.faults import validate
-from ckpttool.formats.dcp import FORMAT, opening
+from ckpttool.formats.dcp import FORMAT
+from ckpttool.formats.dcp import decompress as dcpscratch
 from ckpttool.formats.dcp import index as dcpindex
-from ckpttool.formats.dcp import scratch as dcpscratch
+from ckpttool.formats.dcp import reader as opening
 from ckpttool.formats.dcp.items import Items
 from ckpttool.formats.dcp.metadata import StoredTensor
+from ckpttool.serialization import typed_json as typedjson
 
 TESTS = Path(__file__).resolve().parents[1]
 SAMPLES = TESTS.parent / "samples"

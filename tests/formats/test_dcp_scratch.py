@@ -18,9 +18,10 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckpttool
-from ckpttool import formats, transfer
+from ckpttool import formats
 from ckpttool.errors import CorruptError, StorageError
-from ckpttool.formats.dcp import scratch
+from ckpttool.formats.dcp import decompress as scratch
+from ckpttool.transfer import execute as transfer
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS.parent / "samples")]

@@ -16,17 +16,23 @@ import pytest
 import torch
 from made import within
 
-from ckpttool import boxes, files, nesting
-from ckpttool.catalogue import Extent, Tensor
-from ckpttool.containers import sharded, torchzip
-from ckpttool.containers.torchpickle import TensorRef
-from ckpttool.contract import NO_HINTS, OpenOptions
-from ckpttool.dtypes import DTYPES
+from ckpttool.catalogue import boxes
+from ckpttool.catalogue import flatten as nesting
+from ckpttool.catalogue.dtypes import DTYPES
+from ckpttool.catalogue.entries import Extent, Tensor
+from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions
+from ckpttool.catalogue.validation import validate
 from ckpttool.errors import CkptError, CorruptError, UsageError
-from ckpttool.faults import validate
-from ckpttool.formats.rankfiles import FORMAT, flat, flatoptim, flatunits
-from ckpttool.formats.rankfiles.flatpieces import Parameter, Rebuilt
-from ckpttool.optimkeys import walking
+from ckpttool.formats.rankfiles import FORMAT
+from ckpttool.formats.rankfiles.flat import model as flat
+from ckpttool.formats.rankfiles.flat import optimizer as flatoptim
+from ckpttool.formats.rankfiles.flat import units as flatunits
+from ckpttool.formats.rankfiles.flat.pieces import Parameter, Rebuilt
+from ckpttool.layout.optimizer import walking
+from ckpttool.serialization import dtensor as sharded
+from ckpttool.serialization import torch_zip as torchzip
+from ckpttool.serialization.torch_pickle import TensorRef
+from ckpttool.storage import files
 
 HERE = Path(__file__).resolve().parent
 SAMPLES = HERE.parents[1] / "samples"

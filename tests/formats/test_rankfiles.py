@@ -21,13 +21,15 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from ckpttool import convert, formats, inspect, nesting
-from ckpttool.aliases import find_aliases
-from ckpttool.catalogue import Catalogue, Tensor
-from ckpttool.contract import NO_HINTS, OpenOptions, Source
+from ckpttool import convert, formats, inspect
+from ckpttool.catalogue import flatten as nesting
+from ckpttool.catalogue.aliases import find_aliases
+from ckpttool.catalogue.entries import Catalogue, Tensor
+from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, Source
+from ckpttool.catalogue.validation import validate
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
-from ckpttool.faults import validate
-from ckpttool.formats.rankfiles import FORMAT, sets
+from ckpttool.formats.rankfiles import FORMAT
+from ckpttool.formats.rankfiles import discover as sets
 from ckpttool.verbs import show
 
 SAMPLES = HERE.parent

@@ -24,15 +24,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ckpttool import chunking, faults, layout, parts, verbs
-from ckpttool.aliases import find_aliases
-from ckpttool.catalogue import Catalogue, Part, Tensor
-from ckpttool.contract import Sink, SinkOptions
-from ckpttool.dtypes import DTYPES
+from ckpttool import verbs
+from ckpttool.catalogue import parts
+from ckpttool.catalogue import validation as faults
+from ckpttool.catalogue.aliases import find_aliases
+from ckpttool.catalogue.dtypes import DTYPES
+from ckpttool.catalogue.entries import Catalogue, Part, Tensor
+from ckpttool.catalogue.protocols import Sink, SinkOptions
 from ckpttool.errors import CkptError, CorruptError, LossError, ReadError
 from ckpttool.formats import torchsave
 from ckpttool.formats.safetensors import FORMAT
 from ckpttool.formats.safetensors import index as stindex
+from ckpttool.layout import rechunk as chunking
+from ckpttool.layout import select as layout
 
 SAMPLES = Path(__file__).resolve().parents[2] / "samples"
 sys.path.insert(0, str(SAMPLES))

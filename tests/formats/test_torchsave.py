@@ -21,13 +21,14 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool import catalogue as catalogues
-from ckpttool import faults, nesting
-from ckpttool.aliases import find_aliases
-from ckpttool.catalogue import Catalogue, Chunks, Link, Object, Tensor
-from ckpttool.containers.stubs import Stub, stub_name
-from ckpttool.contract import SinkOptions
-from ckpttool.dtypes import DTYPES
+from ckpttool.catalogue import entries as catalogues
+from ckpttool.catalogue import flatten as nesting
+from ckpttool.catalogue import validation as faults
+from ckpttool.catalogue.aliases import find_aliases
+from ckpttool.catalogue.dtypes import DTYPES
+from ckpttool.catalogue.entries import Catalogue, Chunks, Link, Object, Tensor
+from ckpttool.catalogue.protocols import SinkOptions
+from ckpttool.catalogue.values import Stub, stub_name
 from ckpttool.errors import CkptError, CorruptError, LossError, ReadError
 from ckpttool.formats.torchsave import FORMAT
 

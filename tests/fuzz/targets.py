@@ -9,12 +9,27 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpttool import files, nesting
-from ckpttool.catalogue import Catalogue
-from ckpttool.containers import harm, stheader, torchpickle, torchtree, torchzip
+from ckpttool.catalogue import flatten as nesting
+from ckpttool.catalogue.entries import Catalogue
 from ckpttool.errors import CorruptError
 from ckpttool.formats.dcp import metadata as dcpmetadata
 from ckpttool.formats.safetensors import index as stindex
+from ckpttool.serialization import (
+    safetensors_header as stheader,
+)
+from ckpttool.serialization import (
+    torch_pickle as torchpickle,
+)
+from ckpttool.serialization import (
+    torch_tree as torchtree,
+)
+from ckpttool.serialization import (
+    torch_zip as torchzip,
+)
+from ckpttool.serialization import (
+    unsafe_globals as harm,
+)
+from ckpttool.storage import files
 
 SAMPLES = Path(__file__).resolve().parents[2] / "samples" / "checkpoints"
 _LARGEST_SEED = 4000

@@ -41,7 +41,7 @@ def use(hub: Hub, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     for module in (_http, file_download):
         if hasattr(module, "time"):
             monkeypatch.setattr(module, "time", Clock())
-    monkeypatch.setattr("ckpttool.hub.sending._WAIT", 0.01)
+    monkeypatch.setattr("ckpttool.storage.hub.upload._WAIT", 0.01)
 
 
 def patience(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:

@@ -20,9 +20,10 @@ from huggingface_hub import constants
 from safetensors.torch import load, load_file, save, save_file
 from typer.testing import CliRunner
 
-from ckpttool import mirrors, verbs
+from ckpttool import verbs
 from ckpttool.cli.app import application
 from ckpttool.errors import RemoteError, UsageError
+from ckpttool.storage import stores as mirrors
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = ROOT / "samples" / "checkpoints" / "dcp_single" / "ckpt"

@@ -23,11 +23,13 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import ckpttool
-from ckpttool import mirrors, verbs
-from ckpttool.catalogue import Catalogue
+from ckpttool import verbs
+from ckpttool.catalogue.entries import Catalogue
 from ckpttool.cli.app import application
 from ckpttool.errors import CkptError, CorruptError, RemoteError, UsageError
-from ckpttool.hub import address, watching
+from ckpttool.storage import stores as mirrors
+from ckpttool.storage.hub import address
+from ckpttool.storage.hub import progress as watching
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT / "samples" / "checkpoints"

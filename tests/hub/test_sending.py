@@ -15,9 +15,9 @@ from hubclient import check_told_to_nobody, everything_logged, patience
 from hubserver import READER, Fault, Handler, Hub, drop, stall
 from huggingface_hub import constants
 
-from ckpttool import hub as hubs
 from ckpttool.errors import CkptError, RemoteError, StorageError, UsageError
-from ckpttool.exporting.outgoing import Outgoing
+from ckpttool.storage import hub as hubs
+from ckpttool.storage.outgoing import Outgoing
 
 
 class Files:
@@ -197,7 +197,7 @@ def test_progress_is_of_what_is_there(hub: Hub) -> None:
 def test_progress_does_not_go_back(
     hub: Hub, part: int | None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("ckpttool.hub.client.disable_progress_bars", lambda: None)
+    monkeypatch.setattr("ckpttool.storage.hub.client.disable_progress_bars", lambda: None)
     hub.part, told = part, []
     hub.fail("PUT", "/lfs/", status=503, skip=1 if part else 0, times=1)
     files = Files(model__safetensors=weights(1))
@@ -257,7 +257,7 @@ def test_what_the_hub_lists_afterwards_is_compared(hub: Hub, monkeypatch: pytest
 
 
 def test_no_room(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpttool.hub.sending.free_space", lambda path: 1000)
+    monkeypatch.setattr("ckpttool.storage.hub.upload.free_space", lambda path: 1000)
     with pytest.raises(StorageError, match="needs 300000 bytes"):
         hubs.send(shards().outgoing(), "hf://me/model")
 

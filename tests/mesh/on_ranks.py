@@ -22,7 +22,7 @@ import through_host
 import torch
 import torch.distributed as dist
 
-from ckpttool.mesh import devices
+from ckpttool.training import devices
 
 
 def verdict(case: list[str]) -> str:

@@ -26,7 +26,7 @@ sys.path += [str(ROOT / "samples"), str(ROOT / "tests" / "upstream")]
 from reading import detached, difference  # noqa: E402
 from training import Block, Run, Sizes, Transformer, seed  # noqa: E402
 
-from ckpttool.mesh import devices  # noqa: E402
+from ckpttool.training import devices  # noqa: E402
 
 SMALL = Sizes(vocab=17, width=6, hidden=10, layers=1)
 Wrap = Callable[[nn.Module], nn.Module]

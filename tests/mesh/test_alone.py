@@ -25,8 +25,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.fsdp import fully_shard
 
 import ckpttool
-from ckpttool.mesh import loader, sending
-from ckpttool.mesh.reading import empty, tiles
+from ckpttool.training import broadcast as sending
+from ckpttool.training import load as loader
+from ckpttool.training.read import empty, tiles
 
 Adam = torch.optim.AdamW
 

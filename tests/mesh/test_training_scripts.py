@@ -47,7 +47,7 @@ def test_one_rank_says_what_is_wrong() -> None:
 def test_a_rank_that_is_alone_with_an_error_says_it(tmp_path: Path) -> None:
     script = tmp_path / "alone.py"
     script.write_text(
-        "import time, ckpttool, ckpttool.mesh.ending as ending, torch.distributed as dist\n"
+        "import time, ckpttool, ckpttool.training.exit_on_error as ending, torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
         "ending._WAIT = 1\n"
         "with ckpttool.exit_on_error():\n"

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from training import Run, Sizes
 
 import ckpttool
-from ckpttool.mesh import saving
+from ckpttool.training import save as saving
 
 
 def refused(run: Run, path: str | Path, *words: str, **options: Any) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ckpttool.report import trial_page
-from ckpttool.resume.results import (
+from ckpttool.operations.verify_resume.trial.report_ import trial_page
+from ckpttool.operations.verify_resume.trial.results import (
     Check,
     Compared,
     Drift,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ckpttool.resume.trial import trial
+from ckpttool.operations.verify_resume.trial import trial
 
 HERE = Path(__file__).resolve().parent
 

@@ -22,8 +22,8 @@ from typer.testing import CliRunner, Result
 from ckpttool import convert
 from ckpttool.cli.app import application
 from ckpttool.errors import CorruptError, ReadError, UsageError
-from ckpttool.resume import audit as auditing
-from ckpttool.resume.audit import Audit, audit
+from ckpttool.operations.verify_resume import audit as auditing
+from ckpttool.operations.verify_resume.audit import Audit, audit
 
 SAMPLES = Path(__file__).resolve().parents[2] / "samples"
 STEPS = 3

@@ -18,15 +18,16 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckpttool.errors import UsageError
-from ckpttool.resume import comparing, routes
-from ckpttool.resume.jobs import Job, Seen
-from ckpttool.resume.results import Check, Compared, Finding, Report, Step
-from ckpttool.resume.states import State, held
-from ckpttool.resume.values import same
-from ckpttool.resume.verdicts import judge
-from ckpttool.resume.worker.gradients import _joined
-from ckpttool.resume.worker.recording import Writer, leaves, plain
-from ckpttool.resume.worker.shardings import shape_of_shard
+from ckpttool.operations.verify_resume.trial import compare as comparing
+from ckpttool.operations.verify_resume.trial import route as routes
+from ckpttool.operations.verify_resume.trial.diagnose_values import same
+from ckpttool.operations.verify_resume.trial.job import Job, Seen
+from ckpttool.operations.verify_resume.trial.results import Check, Compared, Finding, Report, Step
+from ckpttool.operations.verify_resume.trial.state import State, held
+from ckpttool.operations.verify_resume.trial.verdicts import judge
+from ckpttool.operations.verify_resume.worker.gradients import _joined
+from ckpttool.operations.verify_resume.worker.record import Writer, leaves, plain
+from ckpttool.operations.verify_resume.worker.shard_checks import shape_of_shard
 
 
 def report() -> Report:

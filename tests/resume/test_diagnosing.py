@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from ckpttool.resume.diagnosing import diagnose
-from ckpttool.resume.results import Finding
-from ckpttool.resume.states import State, held
+from ckpttool.operations.verify_resume.trial.diagnose import diagnose
+from ckpttool.operations.verify_resume.trial.results import Finding
+from ckpttool.operations.verify_resume.trial.state import State, held
 
 SHAPES = {"embed.weight": (8, 4), "up.weight": (4, 4), "down.weight": (4, 4), "norm.weight": (4,), "one.bias": (1,)}
 

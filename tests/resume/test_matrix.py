@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ckpttool.errors import UsageError
-from ckpttool.resume.trial import trial
+from ckpttool.operations.verify_resume.trial import trial
 
 HERE = Path(__file__).resolve().parent
 RECIPE = HERE / "recipe_kinds.py"

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from planting import EXCLUDED, FAULTS, plant, recipe
 
-from ckpttool.report import trial_page
-from ckpttool.resume.results import Finding, Report
-from ckpttool.resume.trial import trial
+from ckpttool.operations.verify_resume.trial import trial
+from ckpttool.operations.verify_resume.trial.report_ import trial_page
+from ckpttool.operations.verify_resume.trial.results import Finding, Report
 
 STATE = ("model", "optimizer", "scheduler", "rng", "dataloader")
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from ckpttool.cli.app import application
 from ckpttool.errors import OverwriteError, StorageError, UsageError
-from ckpttool.resume import recipes
+from ckpttool.operations.verify_resume import recipe as recipes
 
 ROOT = Path(__file__).resolve().parents[2]
 STEP = "def step(state, i):\n    return 0.0\n"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ckpttool.errors import CkptError, OverwriteError, UsageError
-from ckpttool.resume.trial import trial
+from ckpttool.operations.verify_resume.trial import trial
 
 HERE = Path(__file__).resolve().parent
 RECIPE = str(HERE / "recipe_kinds.py")
@@ -113,7 +113,7 @@ def test_what_is_done_to_the_checkpoint_on_its_way_is_seen(tmp_path: Path) -> No
     def flipped(source: str, to: str) -> None:
         import shutil
 
-        from ckpttool.opening import opened
+        from ckpttool.producers.open import opened
 
         shutil.copytree(source, to)
         with opened(to) as checkpoint:

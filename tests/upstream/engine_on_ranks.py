@@ -15,7 +15,7 @@ import through_host
 
 from ckpttool import verbs
 from ckpttool.errors import CkptError
-from ckpttool.mesh import engine
+from ckpttool.training.reshard_engine import engine
 
 
 def main() -> None:

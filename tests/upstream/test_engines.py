@@ -22,10 +22,11 @@ from reading import path_of
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from ckpttool import opening, verbs
-from ckpttool.catalogue import Tensor
-from ckpttool.containers import typedjson
-from ckpttool.mesh.reading import Reader
+from ckpttool import verbs
+from ckpttool.catalogue.entries import Tensor
+from ckpttool.producers import open as opening
+from ckpttool.serialization import typed_json as typedjson
+from ckpttool.training.read import Reader
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
@@ -399,7 +400,8 @@ def ended(running: subprocess.Popen[str]) -> tuple[str, str]:
 @pytest.mark.long
 def test_a_signal_to_torchrun_leaves_nothing(tmp_path: Path) -> None:
     script = tmp_path / "slow.py"
-    script.write_text("import time\nfrom ckpttool.mesh import engine\nfrom ckpttool.cli.app import main\n"
+    script.write_text("import time\nfrom ckpttool.training.reshard_engine import engine\n"
+                      "from ckpttool.cli.app import main\n"
                       "engine._save = lambda *arguments: time.sleep(600)\nmain()\n")  # fmt: skip
     out = tmp_path / "there" / "out"
     command = [*TORCHRUN, "--nproc-per-node", "2", script, "reshard", W4, out, "--to-world", "2", "--engine", "mesh"]
@@ -431,9 +433,10 @@ def test_there_and_back_again(tmp_path: Path) -> None:
 
 def test_what_torch_saves_otherwise_is_refused(tmp_path: Path) -> None:
     """The index is not believed to be what was laid out; it is compared."""
-    from ckpttool import chunking, layout
     from ckpttool.errors import CorruptError
-    from ckpttool.formats.dcp import joining
+    from ckpttool.formats.dcp import combine as joining
+    from ckpttool.layout import rechunk as chunking
+    from ckpttool.layout import select as layout
 
     torch.save({"model": {"w": torch.arange(12.0).reshape(4, 3)}}, tmp_path / "w.pt")
     dcp.save({"model.w": torch.arange(12.0).reshape(4, 3)}, checkpoint_id=tmp_path / "saved", no_dist=True)

@@ -17,7 +17,7 @@ from reading import difference
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
 from ckpttool import convert
-from ckpttool.optimkeys import SPELLINGS
+from ckpttool.layout.optimizer.respell import SPELLINGS
 
 WAYS = [(before, after) for before in SPELLINGS for after in SPELLINGS if before != after]
 # That the state is torch's own is tested for all of them beside the code.

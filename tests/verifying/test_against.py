@@ -12,8 +12,8 @@ import torch
 
 from ckpttool import convert
 from ckpttool.errors import CorruptError
-from ckpttool.resharding import reshard
-from ckpttool.verifying import verify
+from ckpttool.operations.reshard import reshard
+from ckpttool.operations.verify import verify
 
 SAMPLES = Path(__file__).resolve().parents[2] / "samples" / "checkpoints"
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import damage
 import pytest
 
-from ckpttool import convert, manifests
+from ckpttool import convert
 from ckpttool.errors import CorruptError
-from ckpttool.verifying import verify
+from ckpttool.operations import manifest as manifests
+from ckpttool.operations.verify import verify
 
 SHORT, LONG = 40, 500
 COUNTS = [SHORT, pytest.param(LONG, marks=pytest.mark.long)]

@@ -14,9 +14,9 @@ import damage
 import pytest
 import torch
 
-from ckpttool import mirrors
 from ckpttool.errors import CkptError, OverwriteError, ReadError, StorageError
-from ckpttool.verifying import Finding, Report, verify
+from ckpttool.operations.verify import Finding, Report, verify
+from ckpttool.storage import stores as mirrors
 
 SAMPLES = Path(__file__).resolve().parents[2] / "samples" / "checkpoints"
 EVERY = sorted(str(path.relative_to(SAMPLES)) for path in SAMPLES.glob("*/ckpt*"))
@@ -268,9 +268,9 @@ def test_what_elements_are(name: str, tensor: torch.Tensor) -> None:
     """As torch counts them, for every spelling of small dtypes."""
     import numpy as np
 
-    from ckpttool.dtypes import dtype
-    from ckpttool.gather import unsigned
-    from ckpttool.verifying.values import counts
+    from ckpttool.catalogue.dtypes import dtype
+    from ckpttool.operations.verify.values import counts
+    from ckpttool.transfer.read import unsigned
 
     kind = dtype(str(tensor.dtype))
     bits = np.frombuffer(tensor.view(torch.uint8).numpy().tobytes(), unsigned(kind))

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from typer.testing import CliRunner, Result
 
 from ckpttool.errors import CkptError, CorruptError, OverwriteError, ReadError, UsageError
-from ckpttool.repairing import repair
-from ckpttool.verifying import verify
+from ckpttool.operations.repair import repair
+from ckpttool.operations.verify import verify
 
 SAMPLES = Path(__file__).resolve().parents[2] / "samples" / "checkpoints"
 
@@ -285,7 +285,7 @@ def test_a_dry_run_says_what_is_in_the_way(tmp_path: Path, monkeypatch: pytest.M
     src = copied("dcp_nocollectives_w2", tmp_path / "src")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "x").touch()
-    monkeypatch.setattr("ckpttool.files.free_space", lambda path: 10)
+    monkeypatch.setattr("ckpttool.storage.files.free_space", lambda path: 10)
     made = repair(src, tmp_path / "out", dry_run=True)
     assert made.notes[0] == f"`{tmp_path / 'out'}` exists: pass `--overwrite` to replace it"
     assert "but 10 are free" in made.notes[1]

@@ -15,31 +15,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpttool.catalogue import Catalogue
-from ckpttool.contract import NO_HINTS, Format, Loss, OpenOptions, Sink, SinkOptions
+from ckpttool.catalogue.entries import Catalogue
+from ckpttool.catalogue.protocols import NO_HINTS, Format, Loss, OpenOptions, Sink, SinkOptions
 from ckpttool.formats.dcp import index
 
 if TYPE_CHECKING:
-    from ckpttool.formats.dcp.opening import DcpSource
+    from ckpttool.formats.dcp.reader import DcpSource
 
 # What reads and what writes is imported on use: every command of the tool asks whether a path is such a directory.
 
 
 def open(path: str, options: OpenOptions = NO_HINTS) -> DcpSource:
     """The catalogue of a directory, or of the directory that an index file lies in."""
-    from ckpttool.formats.dcp import opening
+    from ckpttool.formats.dcp import reader as opening
 
     return opening.open_directory(path)
 
 
 def _create(path: str, laid: Catalogue, options: SinkOptions) -> Sink:
-    from ckpttool.formats.dcp import sink
+    from ckpttool.formats.dcp import writer as sink
 
     return sink.create(path, laid, options)
 
 
 def _losses(catalogue: Catalogue, path: str) -> list[Loss]:
-    from ckpttool.formats.dcp import sink
+    from ckpttool.formats.dcp import writer as sink
 
     return sink.losses(catalogue, path)
 

@@ -15,12 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpttool import files, mirrors
-from ckpttool.boxes import Ints
-from ckpttool.catalogue import File
+from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.entries import File
 from ckpttool.errors import CorruptError, ReadError, some
 from ckpttool.formats.dcp import metadata as dcpmetadata
 from ckpttool.formats.dcp.metadata import Item, KeyPath, Metadata, StoredTensor
+from ckpttool.storage import files
+from ckpttool.storage import stores as mirrors
 
 NAME = ".metadata"
 SUFFIX = ".distcp"

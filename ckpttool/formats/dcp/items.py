@@ -17,18 +17,32 @@ from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool.boxes import Ints
-from ckpttool.catalogue import Extent, File, Record
-from ckpttool.containers import opcodes, stheader, torchpickle, torchzip, torchzipwriter
-from ckpttool.containers.stheader import Header
-from ckpttool.containers.torchpickle import Slot, TensorRef
-from ckpttool.containers.torchzip import Archive, Read
-from ckpttool.crc import crc32
-from ckpttool.dtypes import Dtype
+from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.dtypes import Dtype
+from ckpttool.catalogue.entries import Extent, File, Record
 from ckpttool.errors import CorruptError
-from ckpttool.files import Pool
-from ckpttool.formats.dcp import scratch as dcpscratch
+from ckpttool.formats.dcp import decompress as dcpscratch
 from ckpttool.formats.dcp.metadata import Item
+from ckpttool.serialization import (
+    pickle_opcodes as opcodes,
+)
+from ckpttool.serialization import (
+    safetensors_header as stheader,
+)
+from ckpttool.serialization import (
+    torch_pickle as torchpickle,
+)
+from ckpttool.serialization import (
+    torch_zip as torchzip,
+)
+from ckpttool.serialization import (
+    torch_zip_writer as torchzipwriter,
+)
+from ckpttool.serialization.safetensors_header import Header
+from ckpttool.serialization.torch_pickle import Slot, TensorRef
+from ckpttool.serialization.torch_zip import Archive, Read
+from ckpttool.storage.crc import crc32
+from ckpttool.storage.files import Pool
 
 ROOT = "archive"  # what torch.save calls it when it writes to a stream
 _WINDOW = 4096  # an archive of one tensor has some 700 bytes before its payload and 900 after

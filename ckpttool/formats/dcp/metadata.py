@@ -30,14 +30,16 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple, cast
 
-from ckpttool.boxes import Ints
-from ckpttool.catalogue import check_shape
-from ckpttool.containers import opcodes, pickles
-from ckpttool.containers.stubs import stub_name
-from ckpttool.dtypes import Dtype, dtype
+from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.dtypes import Dtype, dtype
+from ckpttool.catalogue.entries import check_shape
+from ckpttool.catalogue.values import stub_name
 from ckpttool.errors import CkptError, CorruptError
-from ckpttool.formats.dcp import classes, runs
-from ckpttool.formats.dcp.runs import Row, Run, Runs
+from ckpttool.formats.dcp import metadata_classes as classes
+from ckpttool.formats.dcp import metadata_fast as runs
+from ckpttool.formats.dcp.metadata_fast import Row, Run, Runs
+from ckpttool.serialization import pickle_opcodes as opcodes
+from ckpttool.serialization import unpickler as pickles
 
 KeyPath = tuple["str | int", ...]
 _DTYPE = re.compile(r"torch\.\w+")

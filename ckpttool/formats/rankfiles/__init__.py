@@ -17,8 +17,8 @@ from __future__ import annotations
 import glob
 import os
 
-from ckpttool.catalogue import Catalogue
-from ckpttool.contract import NO_HINTS, Format, Loss, OpenOptions, Sink, SinkOptions, Source
+from ckpttool.catalogue.entries import Catalogue
+from ckpttool.catalogue.protocols import NO_HINTS, Format, Loss, OpenOptions, Sink, SinkOptions, Source
 
 # What reads, merges and writes is imported on use: every command of the tool asks whether a path is a set.
 
@@ -30,7 +30,7 @@ def is_pattern(path: str) -> bool:
 
 def recognise(path: str) -> bool:
     """Whether these are rank files, or this is one."""
-    from ckpttool.formats.rankfiles import sets
+    from ckpttool.formats.rankfiles import discover as sets
 
     return sets.recognise(path)
 
@@ -40,19 +40,20 @@ def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
 
     Raises ReadError when there are several, CorruptError for a file that is not whole.
     """
-    from ckpttool.formats.rankfiles import opening, sets
+    from ckpttool.formats.rankfiles import discover as sets
+    from ckpttool.formats.rankfiles import reader as opening
 
     return opening.open_set(sets.find(path), options)
 
 
 def _create(path: str, laid: Catalogue, options: SinkOptions) -> Sink:
-    from ckpttool.formats.rankfiles import sink
+    from ckpttool.formats.rankfiles import writer as sink
 
     return sink.create(path, laid, options)
 
 
 def _losses(catalogue: Catalogue, path: str) -> list[Loss]:
-    from ckpttool.formats.rankfiles import sink
+    from ckpttool.formats.rankfiles import writer as sink
 
     return sink.losses(catalogue, path)
 

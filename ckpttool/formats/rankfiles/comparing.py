@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ckpttool import boxes, files
-from ckpttool.boxes import Ints
-from ckpttool.catalogue import Extent, File, Object
-from ckpttool.containers import typedjson
-from ckpttool.containers.stubs import Stub
+from ckpttool.catalogue import boxes
+from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.entries import Extent, File, Object
+from ckpttool.catalogue.values import Stub
 from ckpttool.errors import LossError
+from ckpttool.serialization import typed_json as typedjson
+from ckpttool.storage import files
 
 _TILE = 1 << 20
 _MOST_READ = 1 << 30  # bytes of all comparisons together

@@ -13,8 +13,8 @@ index), as `safetensors.torch.save_model` does.
 
 from __future__ import annotations
 
-from ckpttool.catalogue import Catalogue
-from ckpttool.contract import NO_HINTS, Format, Loss, OpenOptions, Sink, SinkOptions, Source
+from ckpttool.catalogue.entries import Catalogue
+from ckpttool.catalogue.protocols import NO_HINTS, Format, Loss, OpenOptions, Sink, SinkOptions, Source
 
 SUFFIX = ".safetensors"
 
@@ -23,7 +23,7 @@ SUFFIX = ".safetensors"
 
 def recognise(path: str) -> bool:
     """Whether this is a safetensors file, whole or not, or a directory that has some."""
-    from ckpttool.formats.safetensors import opening
+    from ckpttool.formats.safetensors import reader as opening
 
     return opening.recognise(path)
 
@@ -33,19 +33,19 @@ def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
 
     Raises CorruptError for files that contradict themselves or each other.
     """
-    from ckpttool.formats.safetensors import opening
+    from ckpttool.formats.safetensors import reader as opening
 
     return opening.open_path(path)
 
 
 def _create(path: str, laid: Catalogue, options: SinkOptions) -> Sink:
-    from ckpttool.formats.safetensors import sink
+    from ckpttool.formats.safetensors import writer as sink
 
     return sink.create(path, laid, options)
 
 
 def _losses(catalogue: Catalogue, path: str) -> list[Loss]:
-    from ckpttool.formats.safetensors import sink
+    from ckpttool.formats.safetensors import writer as sink
 
     return sink.losses(catalogue, one_file=is_file(path))
 

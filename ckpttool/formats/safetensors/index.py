@@ -12,8 +12,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ckpttool.containers import strictjson
 from ckpttool.errors import CorruptError
+from ckpttool.serialization import strict_json as strictjson
 
 INDEX = ".safetensors.index.json"
 MAX_SHARD_SIZE = 5 * 10**9  # huggingface_hub's MAX_SHARD_SIZE; transformers 5 passes 50 GB

@@ -1,292 +1,132 @@
-"""safetensors files of a model -> one catalogue: which files there are, and what their headers say together.
-
-A tensor's path is its name, dots and all. A file of torch's `HuggingFaceStorageWriter(save_distributed=True)` holds
-pieces: `__metadata__.DCP_SHARDING_INFO` is `{name: {"saved_offsets": [..]}}` as JSON in a string, and the size of the
-whole is written nowhere (torch 2.8 to 2.13 take the furthest end of a piece).
-"""
+"""A file, an index, a directory or a training state as a catalogue; how the files are read, see `reader`."""
 
 from __future__ import annotations
 
+import json
 import os
-import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from typing import Any
 
-from ckpttool import files
-from ckpttool.boxes import Ints
-from ckpttool.catalogue import Catalogue, Chunks, Extent, File, Part, Tensor
-from ckpttool.containers import stheader, strictjson
-from ckpttool.containers.stheader import Entry, Header
-from ckpttool.errors import CorruptError, ReadError, some
+from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, Tensor
+from ckpttool.catalogue.protocols import Source
+from ckpttool.errors import CkptError, CorruptError, ReadError, some
 from ckpttool.formats.safetensors import SUFFIX
 from ckpttool.formats.safetensors import index as stindex
-from ckpttool.formats.safetensors import placing as stfiles
+from ckpttool.formats.safetensors import state_json as statefile
+from ckpttool.formats.safetensors.model_files import (
+    SHARDED,
+    mount,
+    open_directory,
+    open_file,
+    open_indexed,
+    rank_files,
+    read_json,
+    read_range,
+)
+from ckpttool.formats.safetensors.state_json import Wanted
+from ckpttool.serialization import safetensors_header as stheader
+from ckpttool.serialization.safetensors_header import Header
+from ckpttool.storage import files
 
-SHARDED = "sharded"
-MODEL = Part("model")
-SHARDING = "DCP_SHARDING_INFO"
-_DCP_KEYS = {SHARDING, "DCP_VERSION"}
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-_RANK_FILE = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
-_NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
-_NO_SIZES = "the files do not say how large the whole tensors are: that the last one is missing would go unnoticed"
+
+class _SafeSource:
+    def __init__(self, catalogue: Catalogue) -> None:
+        self.catalogue = catalogue
+
+    def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
+        return chunk.extent
+
+    def close(self) -> None:
+        """Nothing is kept open."""
 
 
-def read_range(path: str, offset: int, nbytes: int) -> bytes:
-    """These bytes of a file, which is not kept open."""
-    pool = files.Pool()
+def recognise(path: str) -> bool:
+    """Whether this is a safetensors file, whole or not, or a directory that has some."""
     try:
-        return pool.read(path, offset, nbytes)
-    finally:
-        pool.close()
+        if not os.path.isdir(path):
+            return _looks_like_file(path)
+        names = os.listdir(path)
+        return (
+            _is_state(path, names)
+            or any(name.endswith((SUFFIX, stindex.INDEX)) for name in names)
+            or (SHARDED in names and bool(rank_files(os.path.join(path, SHARDED))))
+        )
+    except (OSError, CorruptError, ReadError):
+        return False
 
 
-def read_json(path: str) -> bytes:
-    """A whole file of JSON, unless it is absurdly long."""
-    size = files.size_of(path)
-    most = strictjson.MAX_JSON
-    if size > most:
-        raise CorruptError(f"`{path}`: {size} bytes of JSON are more than the {most} that we read", file=path)
-    strictjson.check_beginning(read_range(path, 0, min(size, 1 << 16)), f"`{path}`")
-    return read_range(path, 0, size)
+def _looks_like_file(path: str) -> bool:
+    head = _head(path, 9)
+    # A file that is cut before its header, or whose header is too long, is known by its name only.
+    named = path.endswith(SUFFIX) and head[8:9] in (b"", b"{")
+    return stheader.looks_like(head) or named or (path.endswith(stindex.INDEX) and head[:1] == b"{")
 
 
-def rank_files(root: str) -> list[str]:
-    """Files with pieces of tensors in a directory, if that is there."""
-    return sorted(n for n in os.listdir(root) if _RANK_FILE.fullmatch(n)) if os.path.isdir(root) else []
+def _head(path: str, most: int) -> bytes:
+    return read_range(path, 0, min(files.size_of(path), most))
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A tensor of one file, or a box of a larger one: `Piece(0, (4, 0), Entry(...))`."""
-
-    file: int
-    offsets: Ints
-    entry: Entry
+def _is_state(root: str, names: Sequence[str]) -> bool:
+    return statefile.NAME in names and statefile.looks_like(_head(os.path.join(root, statefile.NAME), 4096))
 
 
-class Reader:
-    """Headers of several files, joined to one catalogue: tensors by name, pieces of one tensor together."""
+def open_path(path: str) -> Source:
+    """The catalogue of a file, an index or a directory.
 
-    def __init__(self, root: str, layout: str) -> None:
-        self.catalogue = Catalogue("safetensors", facts={"layout": layout})
-        self.metadata: dict[str, str] = {}
-        self._root = root
-        self._pieces: dict[str, list[Piece]] = {}
-
-    def add(self, name: str, rank: int | None = None, *, given: bool = False) -> None:
-        """Take in the tensors of a file, which may be a link out of the directory when a person has `given` it.
-
-        Raises CorruptError for a name that another file has too.
-        """
-        path = os.path.join(self._root, name) if given else files.inside(self._root, name)
-        file, header = mount(self.catalogue, path, name, rank)
-        self.metadata |= {k: v for k, v in header.metadata.items() if k not in _DCP_KEYS}
-        offsets = _saved_offsets(header, f"`{path}`")
-        for tensor, entry in header.tensors.items():
-            piece = Piece(file, offsets.get(tensor) or (0,) * len(entry.shape), entry)
-            before = self._pieces.setdefault(tensor, [])
-            if before and not (offsets and rank is not None):
-                first = self.catalogue.files[before[0].file].name
-                raise CorruptError(
-                    f"`{self._root}`: tensor `{tensor}` is in `{first}` and in `{name}`",
-                    hint="files of two checkpoints lie in one directory; name one of the files itself",
-                    tensor=tensor, found=[first, name],
-                )  # fmt: skip
-            before.append(piece)
-
-    def file_of(self, tensor: str) -> str | None:
-        pieces = self._pieces.get(tensor)
-        return self.catalogue.files[pieces[0].file].name if pieces else None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._pieces)
-
-    def finish(self, order: Iterable[str] = (), ties: dict[str, str] | None = None) -> Catalogue:
-        """The catalogue with everything in it, `order` first; `ties` are names in an index that mean other tensors."""
-        for name in dict.fromkeys([*order, *self._pieces]):
-            self.catalogue.add(self._tensor(name, self._pieces[name]))
-        remarks: dict[str, str] = {}
-        for name, kept in (self.metadata | (ties or {})).items():
-            first = self.catalogue.entries.get((kept,))
-            if isinstance(first, Tensor) and (name,) not in self.catalogue.entries and name not in stfiles.RESERVED:
-                self.catalogue.add(replace(first, path=(name,)))
-            else:
-                remarks[name] = kept
-        if remarks:
-            self.catalogue.facts["metadata"] = remarks
-        return self.catalogue
-
-    def _tensor(self, name: str, pieces: list[Piece]) -> Tensor:
-        first = pieces[0].entry
-        chunks = Chunks()
-        shape = list(first.shape)
-        for file, offsets, entry in ((p.file, p.offsets, p.entry) for p in pieces):
-            if entry.dtype != first.dtype or len(entry.shape) != len(shape):
-                raise CorruptError(
-                    f"`{self._root}`: tensor `{name}` is {first.dtype} {list(first.shape)} in "
-                    f"`{self.catalogue.files[pieces[0].file].name}`, but {entry.dtype} {list(entry.shape)} in "
-                    f"`{self.catalogue.files[file].name}`",
-                    hint="files of two checkpoints lie in one directory",
-                    tensor=name,
-                )
-            shape = [max(n, o + s) for n, o, s in zip(shape, offsets, entry.shape, strict=True)]
-            chunks.add(offsets, entry.shape, Extent(file, entry.begin, entry.end - entry.begin))
-        return Tensor((name,), first.dtype, tuple(shape), chunks, part=MODEL)
-
-
-def mount(catalogue: Catalogue, path: str, name: str, rank: int | None = None) -> tuple[int, Header]:
-    """Add a file to the catalogue: its number, and its header. Raises CorruptError when that lies."""
+    Raises CorruptError for files that contradict themselves or each other.
+    """
+    if not os.path.isdir(path):
+        root, name = os.path.split(path)
+        indexed = path.endswith(stindex.INDEX)
+        return _SafeSource(open_indexed(root or ".", name) if indexed else open_file(root or ".", name))
     try:
-        size = files.size_of(path)
-    except ReadError:
-        if os.path.lexists(path):
-            raise
-        raise CorruptError(
-            f"`{path}`: is not there, but the index names it", hint="copy the missing file too", file=path
-        ) from None
-    header = stheader.read_header(lambda at, n: read_range(path, at, n), 0, size, name=f"`{path}`")
-    catalogue.files.append(File(path, name, size, rank))
-    return len(catalogue.files) - 1, header
+        names = sorted(os.listdir(path))
+    except OSError as error:
+        raise files.failed(error, path, "read") from None
+    if _is_state(path, names):
+        return _SafeSource(_open_state(path))
+    catalogue = open_directory(path, names)
+    if "config.json" in names:
+        catalogue.facts |= _config(os.path.join(path, "config.json"))
+    return _SafeSource(catalogue)
 
 
-def _saved_offsets(header: Header, where: str) -> dict[str, Ints]:
-    """Where each tensor of a file begins in the whole one, when torch wrote it piece by piece."""
-    text = header.metadata.get(SHARDING)
-    if not text:
+def _config(path: str) -> dict[str, Any]:
+    """What a transformers model says of itself; nothing when it says it badly."""
+    try:
+        config = json.loads(read_json(path))
+    except (CkptError, ValueError, RecursionError):
         return {}
-    table = strictjson.parse(text.encode("utf-8", "replace"), f"{where}: its `{SHARDING}`")
-    try:
-        offsets = {name: tuple(table[name]["saved_offsets"]) for name in header.tensors}
-    except (TypeError, KeyError):
-        raise CorruptError(f"{where}: its `{SHARDING}` does not give the offsets of every tensor") from None
-    for name, at in offsets.items():
-        if len(at) != len(header.tensors[name].shape) or not all(type(n) is int and 0 <= n < 1 << 62 for n in at):
+    return {k: config[k] for k in ("model_type", "architectures") if k in config} if isinstance(config, dict) else {}
+
+
+# A whole training state -----------------------------------------------------------------------------------------------
+
+
+def _open_state(root: str) -> Catalogue:
+    catalogue = Catalogue("safetensors", facts={"layout": "training state"})
+    headers: dict[str, tuple[int, Header]] = {}
+    used: set[tuple[str, str]] = set()
+    where = f"`{os.path.join(root, statefile.NAME)}`"
+
+    def make(wanted: Wanted) -> Tensor:
+        file, name, _ = wanted.place
+        if file not in headers:
+            headers[file] = mount(catalogue, files.inside(root, file), file)
+        number, header = headers[file]
+        entry = header.tensors.get(name)
+        if entry is None:
             raise CorruptError(
-                f"{where}: tensor `{name}`: {list(at)!r:.80} is no offset in its `{SHARDING}`", tensor=name
-            )
-    return offsets
-
-
-# Which files ----------------------------------------------------------------------------------------------------------
-
-
-def open_file(root: str, name: str) -> Catalogue:
-    """One file, as a person has named it: also one of those that an index names."""
-    if _RANK_FILE.fullmatch(name) and len(rank_files(root)) > 1:
-        raise ReadError(
-            f"`{os.path.join(root, name)}`: holds one rank's pieces of tensors",
-            hint=f"name the directory: `{root}`", file=name,
-        )  # fmt: skip
-    reader = Reader(root, "one file")
-    reader.add(name, given=True)
-    catalogue = reader.finish()
-    if _RANK_FILE.fullmatch(name):
-        catalogue.warnings.append(_NO_SIZES)
-    return catalogue
-
-
-def open_directory(root: str, names: Sequence[str]) -> Catalogue:
-    """The model in a directory with these names in it; whole tensors before pieces of the same."""
-    found = [n for n in names if n.endswith(SUFFIX)]
-    ranks = [n for n in found if _RANK_FILE.fullmatch(n)]
-    whole = [n for n in found if n not in ranks]
-    indexes = [n for n in names if n.endswith(stindex.INDEX)]
-    inner = os.path.join(root, SHARDED)
-    if not whole and not indexes:
-        return _open_ranks(root, ranks) if ranks else _open_ranks(inner, rank_files(inner))
-    catalogue = _open_whole(root, whole, indexes)
-    used = {f.name for f in catalogue.files}
-    if aside := [n for n in found if n not in used]:
-        catalogue.warnings.append(f"{len(aside)} safetensors files are left aside: {some(aside)}")
-    if rank_files(inner) and any(not t.shape for t in catalogue.tensors):
-        catalogue.warnings.append(
-            f"torch's consolidation writes 0-d tensors as zeros: `{SHARDED}/` has them as they were saved"
-        )
-    return catalogue
-
-
-def _open_whole(root: str, whole: Sequence[str], indexes: Sequence[str]) -> Catalogue:
-    """Files of whole tensors: one of them, those of an index, or all."""
-    if len(indexes) > 1 and _INDEX not in indexes:
-        raise ReadError(
-            f"`{root}`: has {len(indexes)} indexes, {some(indexes)}", hint="name one of them itself", file=root
-        )
-    index = _INDEX if _INDEX in indexes else next(iter(indexes), None)
-    if index is None:
-        return _open_listed(root, [_SINGLE] if _SINGLE in whole else whole)
-    catalogue = open_indexed(root, index) if _SINGLE not in whole else None
-    # transformers, too, takes the single file where there are both.
-    return catalogue or _open_listed(root, [_SINGLE], f"`{index}` is left aside for `{_SINGLE}`")
-
-
-def _open_listed(root: str, names: Sequence[str], *warnings: str) -> Catalogue:
-    _check_numbers(root, names)
-    reader = Reader(root, "one file" if len(names) == 1 else "several files without an index")
-    for name in names:
-        reader.add(name)
-    catalogue = reader.finish()
-    catalogue.warnings += warnings
-    if len(names) > 1:
-        catalogue.warnings.append(f"there is no index: {len(names)} files are taken as one checkpoint")
-    return catalogue
-
-
-def _check_numbers(root: str, names: Sequence[str]) -> None:
-    """Files that say they are k of n: all n have to be there."""
-    families = Counter((m[1], int(m[3])) for n in names if (m := _NUMBERED.fullmatch(n)))
-    for (stem, count), present in families.items():
-        if present < count:
-            missing = next(n for n in stindex.file_names(stem, count) if n not in names)
-            raise CorruptError(
-                f"`{os.path.join(root, missing)}`: is not there, but `{stem}-...` are {count} files",
-                hint="copy the missing file too", file=missing,
+                f"{where}: says that tensor `{name}` is in `{file}`, which does not have it",
+                hint="the files are not of the same save", tensor=name, file=file,
             )  # fmt: skip
+        used.add((file, name))
+        dtype, shape = statefile.true_type(wanted, entry.dtype, entry.shape, f"`{os.path.join(root, file)}`")
+        extent = Extent(number, entry.begin, entry.end - entry.begin)
+        return Tensor(wanted.path, dtype, shape, Chunks.single(shape, extent), embedded=wanted.embedded)
 
-
-def open_indexed(root: str, index: str) -> Catalogue:
-    """The files that an index names. Raises CorruptError when a tensor is not where it says."""
-    where = f"`{os.path.join(root, index)}`"
-    weight_map, metadata = stindex.parse(read_json(os.path.join(root, index)), where)
-    reader = Reader(root, "indexed")
-    for name in dict.fromkeys(weight_map.values()):
-        reader.add(name)
-    for tensor, file in weight_map.items():
-        held = reader.file_of(tensor)
-        if held != file:
-            raise CorruptError(
-                f"{where}: says that tensor `{tensor}` is in `{file}`, "
-                + (f"but it is in `{held}`" if held else "which does not have it"),
-                hint="the index belongs to another save, or two ranks wrote the same file",
-                tensor=tensor, found=held, expected=file,
-            )  # fmt: skip
-    unlisted = [name for name in reader if name not in weight_map]
-    catalogue = reader.finish(weight_map, {k: v for k, v in metadata.items() if isinstance(v, str)})
-    if unlisted:
-        catalogue.warnings.append(f"{len(unlisted)} tensors are in the files but not in `{index}`: {some(unlisted)}")
-    return catalogue
-
-
-def _open_ranks(root: str, names: Sequence[str]) -> Catalogue:
-    """Pieces of tensors, a file for each rank (and for each number that the rank's tensors were mapped to)."""
-    if not names:
-        raise ReadError(f"`{root}`: has no safetensors files", file=root)
-    numbers = [tuple(map(int, _RANK_FILE.fullmatch(name).groups())) for name in names]  # type: ignore[union-attr]
-    present, count = {k for _, k, _ in numbers}, max(n for _, _, n in numbers)
-    if len(present) < count:
-        missing = next(k for k in range(1, count + 1) if k not in present)
-        raise CorruptError(
-            f"`{root}`: no file is number {missing} of {count}, of any rank", hint="copy the missing files too"
-        )
-    reader = Reader(root, "pieces, a file for each rank")
-    for name, (shard, _, _) in zip(names, numbers, strict=True):
-        reader.add(name, rank=shard - 1)
-    catalogue = reader.finish()
-    catalogue.facts["writer"] = "torch HuggingFaceStorageWriter"
-    catalogue.warnings.append(_NO_SIZES)
-    ranks = {shard for shard, _, _ in numbers}
-    if len(ranks) != max(ranks):
-        catalogue.warnings.append(f"the files are of {len(ranks)} ranks, but the last of them is rank {max(ranks) - 1}")
+    statefile.parse(read_json(os.path.join(root, statefile.NAME)), catalogue, make, where)
+    spare = [n for file, (_, header) in headers.items() for n in header.tensors if (file, n) not in used]
+    if spare:
+        catalogue.warnings.append(f"{len(spare)} tensors are in the files but not in `{statefile.NAME}`: {some(spare)}")
     return catalogue

@@ -12,34 +12,34 @@ tensor, tied tensors sharing one.
 
 from __future__ import annotations
 
-from ckpttool.catalogue import Catalogue
-from ckpttool.contract import NO_HINTS, Format, Loss, OpenOptions, Sink, SinkOptions, Source
+from ckpttool.catalogue.entries import Catalogue
+from ckpttool.catalogue.protocols import NO_HINTS, Format, Loss, OpenOptions, Sink, SinkOptions, Source
 
 # What reads and what writes is imported on use: a command needs one format, or two.
 
 
 def recognise(path: str) -> bool:
     """Whether this is a file of one of the kinds above, whole or not."""
-    from ckpttool.formats.torchsave import opening
+    from ckpttool.formats.torchsave import reader as opening
 
     return opening.recognise(path)
 
 
 def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
     """The catalogue of one file. Raises CorruptError when it is cut or contradicts itself."""
-    from ckpttool.formats.torchsave import opening
+    from ckpttool.formats.torchsave import reader as opening
 
     return opening.open_file(path)
 
 
 def _create(path: str, laid: Catalogue, options: SinkOptions) -> Sink:
-    from ckpttool.formats.torchsave import sink
+    from ckpttool.formats.torchsave import writer as sink
 
     return sink.create(path, laid)
 
 
 def _losses(catalogue: Catalogue, path: str) -> list[Loss]:
-    from ckpttool.formats.torchsave import sink
+    from ckpttool.formats.torchsave import writer as sink
 
     return sink.losses(catalogue)
 

@@ -1,0 +1,53 @@
+"""Tensors that are the same bytes: tied weights, and what no optimizer has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ckpttool.catalogue.entries import Catalogue, Path, Tensor
+from ckpttool.errors import some
+
+
+def find_aliases(tensors: Iterable[Tensor]) -> dict[Path, Path]:
+    """Tensors that have the same extents as an earlier one, and which one. Pure.
+
+    Tensors without elements have no bytes to share. An alias has the same dtype, shape and boxes too: a transposed
+    view of the same storage is another tensor, and so are the same bytes in another order.
+    """
+    first: dict[tuple[object, ...], Path] = {}
+    aliases: dict[Path, Path] = {}
+    for tensor in tensors:
+        if not tensor.numel:
+            continue
+        c = tensor.chunks
+        key = (
+            tensor.dtype.name, tensor.shape, tuple(c.offsets), tuple(c.sizes),
+            c.file.tobytes(), c.offset.tobytes(), c.nbytes.tobytes(), tuple(c.strides.items()), tuple(c.codecs.items()),
+        )  # fmt: skip
+        kept = first.setdefault(key, tensor.path)
+        if kept != tensor.path:
+            aliases[tensor.path] = kept
+    return aliases
+
+
+def one_moment_for_two(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> list[str]:
+    """A word about optimizer state of which two kinds (`exp_avg`, `exp_avg_sq`) are the same bytes. Pure.
+
+    No optimizer has that. `full_optim_state_dict` of FSDP1, and `FSDP.optim_state_dict` with `offload_to_cpu`, write it
+    on CPUs: what was gathered last, for all.
+    """
+    names = {_owner(path) for path, kept in aliases.items() if _owner(path) == _owner(kept) and path[-1] != kept[-1]}
+    state = (catalogue.tensor(path) for path in aliases if _owner(path) in names)
+    found = [tensor.name for tensor in state if tensor.part.kind == "optimizer" and tensor.numel > 1]
+    if not found:
+        return []
+    return [
+        f"the optimizer's state is wrong: {len(found)} moments are the same bytes as another one of their parameter "
+        f"({some(found)}); FSDP1 saves that of a full state dict on CPUs"
+    ]
+
+
+def _owner(path: Path) -> Path:
+    """The parameter that a piece of optimizer state is for: all but the last key, or the last word of a flat one."""
+    last = path[-1] if path else ""
+    return (*path[:-1], last.rpartition(".")[0]) if isinstance(last, str) and "." in last else path[:-1]

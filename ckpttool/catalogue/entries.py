@@ -1,0 +1,416 @@
+"""The catalogue: what a checkpoint holds, as named tensors, each a tiling of boxes, each box a run of bytes in a file.
+
+This is the one data structure of the library. A format opens a path and returns one; a layout makes another one out
+of it; a plan compares the two. Nothing here does I/O.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+from ckpttool.catalogue import boxes
+from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.dtypes import Dtype
+from ckpttool.errors import CkptError, CorruptError
+
+Path = tuple[Hashable, ...]
+
+
+MAX_DIMENSIONS = 64  # as many as torch's own operations take
+MAX_ELEMENTS = 1 << 58  # of 16 bytes each, and no file is longer than 2**63 bytes
+
+
+def check_shape(shape: Sequence[int]) -> None:
+    """Raises CorruptError for a shape that no tensor can have: 100,000 sizes of 2**62 take hours to multiply. Pure."""
+    if len(shape) > MAX_DIMENSIONS:
+        raise CorruptError(
+            f"a tensor of {len(shape)} dimensions, more than {MAX_DIMENSIONS}",
+            found=len(shape), expected=MAX_DIMENSIONS,
+        )  # fmt: skip
+    if any(size >= 1 << 63 for size in shape):
+        raise CorruptError("a tensor with a size of 2**63 or more")
+    if prod(shape) >= MAX_ELEMENTS:
+        raise CorruptError("a tensor of 2**58 elements or more", found=prod(shape), expected=MAX_ELEMENTS)
+
+
+def dotted(path: Path) -> str:
+    """The name of a path for people: `("optim", "state", 0, "exp_avg")` is `optim.state.0.exp_avg`. Pure."""
+    return ".".join(map(str, path))
+
+
+class Record(NamedTuple):
+    """A run of bytes with a checksum, e.g. a storage in a torch.save archive: `Record(0, 704, 4096, 0x1c291ca3)`.
+
+    `crc` is CRC-32, or None when the writer left none (or it is not known yet: a sink that is still empty).
+    """
+
+    file: int
+    offset: int
+    nbytes: int
+    crc: int | None = None
+
+
+class Extent(NamedTuple):
+    """Where the bytes of a chunk lie: `Extent(file=0, offset=704, nbytes=4096)`.
+
+    `strides` (elements) is None for row-major; otherwise `nbytes` spans from the first to the last element.
+    `codec` names what has to be done to the elements after reading: `swap` (big endian), `conj`, `neg`.
+    `record` is the checksummed run that the extent lies in. An extent with `item` set is a whole DCP item whose
+    payload is found only when it is opened: `Source.resolve` turns it into one without. Bytes that had to be decoded
+    stay where they are while their `lease` is held; they are `checked` if their CRC was compared then.
+    """
+
+    file: int
+    offset: int
+    nbytes: int
+    strides: Ints | None = None
+    codec: tuple[str, ...] = ()
+    record: Record | None = None
+    item: bool = False
+    checked: bool = False
+    lease: object = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether the bytes are the row-major, native elements themselves."""
+        return self.strides is None and not self.codec and not self.item
+
+    def shifted(self, by: int) -> Extent:
+        """The same place when `by` other files come before its own. Pure."""
+        record = self.record
+        return self._replace(
+            file=self.file + by, record=record._replace(file=record.file + by) if record is not None else None
+        )
+
+
+class Chunk(NamedTuple):
+    """A box of a tensor and where it lies: `Chunk((0, 0), (4, 13), Extent(...))`."""
+
+    offsets: Ints
+    sizes: Ints
+    extent: Extent
+
+
+_tuple: Any = tuple.__new__
+
+
+class Chunks(Sequence[Chunk]):
+    """The chunks of one tensor, held as columns: a checkpoint of 256 ranks has 768,000 of them.
+
+    In a catalogue that is laid out but not created yet, `file` is the rank that is to hold the chunk and `offset`
+    and `nbytes` mean nothing.
+    """
+
+    __slots__ = ("codecs", "file", "item", "nbytes", "offset", "offsets", "records", "sizes", "strides")
+
+    def __init__(self, *, item: bool = False) -> None:
+        self.offsets: list[Ints] = []
+        self.sizes: list[Ints] = []
+        self.file: array[int] = array("l")
+        self.offset: array[int] = array("q")
+        self.nbytes: array[int] = array("q")
+        self.strides: dict[int, Ints] = {}
+        self.codecs: dict[int, tuple[str, ...]] = {}
+        self.records: dict[int, Record] = {}
+        self.item = item
+
+    @classmethod
+    def of(cls, chunks: Iterable[Chunk]) -> Chunks:
+        made = cls()
+        for chunk in chunks:
+            made.add(chunk.offsets, chunk.sizes, chunk.extent)
+        return made
+
+    @classmethod
+    def single(cls, shape: Ints, extent: Extent) -> Chunks:
+        """One chunk that is the whole tensor."""
+        return cls.of([Chunk((0,) * len(shape), shape, extent)])
+
+    @classmethod
+    def placed(cls, placed: Iterable[tuple[boxes.Box, int]]) -> Chunks:
+        """Boxes with the rank that is to hold each, for a catalogue that is only laid out."""
+        return cls.of(Chunk(offsets, sizes, Extent(rank, 0, 0)) for (offsets, sizes), rank in placed)
+
+    @classmethod
+    def on(cls, offsets: list[Ints], sizes: list[Ints], ranks: Sequence[int]) -> Chunks:
+        """The same from columns, of which the boxes are kept as they are: tensors of one shape may share them."""
+        made = cls()
+        made.offsets, made.sizes, made.file = offsets, sizes, array("l", ranks)
+        made.offset = made.nbytes = array("q", bytes(8 * len(ranks)))
+        return made
+
+    @classmethod
+    def items(
+        cls, offsets: list[Ints], sizes: list[Ints], file: array[int], offset: array[int], nbytes: array[int]
+    ) -> Chunks:
+        """Unopened DCP items, from columns that are kept as they are."""
+        made = cls(item=True)
+        made.offsets, made.sizes = offsets, sizes
+        made.file, made.offset, made.nbytes = file, offset, nbytes
+        return made
+
+    @classmethod
+    def filled(
+        cls, offsets: list[Ints], sizes: list[Ints], file: array[int], offset: array[int], nbytes: array[int],
+        records: dict[int, Record],
+    ) -> Chunks:  # fmt: skip
+        """Plain chunks from columns that are kept as they are, and the records that some lie in, by their numbers."""
+        made = cls.items(offsets, sizes, file, offset, nbytes)
+        made.item, made.records = False, records
+        return made
+
+    def add(self, offsets: Ints, sizes: Ints, extent: Extent) -> None:
+        n = len(self.offsets)
+        self.offsets.append(offsets)
+        self.sizes.append(sizes)
+        self.file.append(extent.file)
+        self.offset.append(extent.offset)
+        self.nbytes.append(extent.nbytes)
+        if extent.strides is not None:
+            self.strides[n] = extent.strides
+        if extent.codec:
+            self.codecs[n] = extent.codec
+        if extent.record is not None:
+            self.records[n] = extent.record
+        if extent.item:
+            self.item = True
+
+    def shifted(self, by: int) -> Chunks:
+        """The same chunks when `by` other files come before theirs. Pure."""
+        made = Chunks(item=self.item)
+        made.offsets, made.sizes, made.offset, made.nbytes = self.offsets, self.sizes, self.offset, self.nbytes
+        made.file = array("l", [file + by for file in self.file])
+        made.strides, made.codecs = self.strides, self.codecs
+        made.records = {i: record._replace(file=record.file + by) for i, record in self.records.items()}
+        return made
+
+    def extent(self, i: int) -> Extent:
+        """That of chunk `i`, which is there."""
+        return self.at(i).extent
+
+    def at(self, i: int) -> Chunk:
+        """Chunk `i`, which is there: as `chunks[i]`, at half the time."""
+        # A plan asks for a million of them: this is `Chunk(..., Extent(...))` at half the time.
+        extent = _tuple(Extent, (
+            self.file[i], self.offset[i], self.nbytes[i],
+            self.strides.get(i) if self.strides else None,
+            self.codecs.get(i, ()) if self.codecs else (),
+            self.records.get(i) if self.records else None,
+            self.item, False, None,
+        ))  # fmt: skip
+        made: Chunk = _tuple(Chunk, (self.offsets[i], self.sizes[i], extent))
+        return made
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return [self[k] for k in range(*i.indices(len(self)))]
+        if not -len(self) <= i < len(self):
+            raise IndexError(i)
+        return self.at(i % len(self))
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return map(self.at, range(len(self)))
+
+
+class Part(NamedTuple):
+    """What a piece of the checkpoint is for, and under which key it hangs: `Part("model", ("app", "model"))`."""
+
+    kind: str
+    root: Path = ()
+
+    def __str__(self) -> str:
+        return self.kind if not self.root or self.root == (self.kind,) else f"{self.kind} ({dotted(self.root)})"
+
+
+OTHER = Part("other")
+KINDS = ("model", "optimizer", "scheduler", "rng", "dataloader", "scaler", "progress", "other")
+
+
+@dataclass(slots=True, eq=False)
+class Tensor:
+    """A tensor: its key path, element type, shape and chunks.
+
+    `embedded` tensors do not stand at their path themselves: an object's value refers to them with a `Link`.
+    `origin` is, after a layout, the tensor of the source that the elements come from; `alias`, the path of the
+    tensor of the same catalogue that has the same extents (tied weights).
+    """
+
+    path: Path
+    dtype: Dtype
+    shape: Ints
+    chunks: Chunks
+    part: Part = OTHER
+    embedded: bool = False
+    origin: Tensor | None = None
+    alias: Path | None = None
+
+    @property
+    def name(self) -> str:
+        return dotted(self.path)
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class Link(NamedTuple):
+    """Stands in an object's value for a tensor of the catalogue; `storage`: for its bare storage."""
+
+    path: Path
+    storage: bool = False
+
+
+_UNREAD = object()
+
+
+class Object:
+    """A value that is not a tensor: a number, a string, a list, an inert stub. Read when it is first asked for.
+
+    `Object(("optim", "param_groups", 0, "lr"), 0.001)`. `origin` is, after a layout, its path in the source.
+    """
+
+    __slots__ = ("_read", "_value", "nbytes", "origin", "part", "path")
+
+    def __init__(
+        self,
+        path: Path,
+        value: Any = _UNREAD,
+        *,
+        read: Callable[[], Any] | None = None,
+        part: Part = OTHER,
+        nbytes: int = 0,
+    ) -> None:
+        self.path = path
+        self._value = value
+        self._read = read
+        self.part = part
+        self.nbytes = nbytes
+        self.origin: Path = path
+
+    @property
+    def name(self) -> str:
+        return dotted(self.path)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether `value` is there without reading anything."""
+        return self._value is not _UNREAD
+
+    @property
+    def value(self) -> Any:
+        if self._value is _UNREAD:
+            assert self._read is not None
+            self._value = self._read()
+        return self._value
+
+    def at(self, path: Path, *, part: Part | None = None, change: Callable[[Any], Any] | None = None) -> Object:
+        """The same value under another path, `change(value)` of it if given. `origin` stays the path in the source."""
+        made = Object(
+            path,
+            read=(lambda: change(self.value)) if change is not None else (lambda: self.value),
+            part=part or self.part,
+            nbytes=self.nbytes,
+        )
+        made.origin = self.origin
+        return made
+
+
+Entry = Tensor | Object
+
+
+class Container(NamedTuple):
+    """A list or an ordered dict on the way to a leaf; a path not listed is a plain dict.
+
+    `kind` is `list`, `dict` or `OrderedDict`; `attrs` are Python attributes set on it (`_metadata` of a state dict).
+    """
+
+    kind: str
+    attrs: Any = None
+
+
+@dataclass(slots=True)
+class File:
+    """A file of the checkpoint: `File("/data/run/__0_0.distcp", "__0_0.distcp", 4096, rank=0)`.
+
+    One that an index names but that is not there is `missing`, of size 0. A `scratch` file is room for what has to be
+    decoded first: no part of the checkpoint, and perhaps not there yet.
+    """
+
+    location: str
+    name: str
+    size: int
+    rank: int | None = None
+    missing: bool = False
+    scratch: bool = False
+
+
+@dataclass(slots=True)
+class Catalogue:
+    """Everything a checkpoint holds, in the order in which it was saved.
+
+    `facts` is what else the format can tell, for the header of `inspect`: `writer`, `torch`, `layout`, ...
+    `containers[()]` is the root itself. `faults` are what is wrong with the checkpoint as a whole, found when it was
+    opened: `inspect` shows them, everything else stops at the first. One with the fact `concerns`, a list of names, is
+    about what is called so or lies below, and does not stop what is done with the rest; nor does one with the fact
+    `absent`, the name of a part that could not be opened, stop `--only` others. `replicas` are further copies of
+    tensors, each in a file of its own: a sink of one file per rank has one in every file, and the transfer fills them
+    too.
+    """
+
+    format: str
+    files: list[File] = field(default_factory=list)
+    entries: dict[Path, Entry] = field(default_factory=dict)
+    containers: dict[Path, Container] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    faults: list[CkptError] = field(default_factory=list)
+    replicas: list[Tensor] = field(default_factory=list)
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        return (e for e in self.entries.values() if isinstance(e, Tensor))
+
+    @property
+    def objects(self) -> Iterator[Object]:
+        return (e for e in self.entries.values() if isinstance(e, Object))
+
+    def add(self, entry: Entry) -> None:
+        if entry.path in self.entries:
+            raise CorruptError(f"two entries are called `{dotted(entry.path)}`", tensor=dotted(entry.path))
+        self.entries[entry.path] = entry
+
+    def tensor(self, path: Path) -> Tensor:
+        entry = self.entries[path]
+        assert isinstance(entry, Tensor)
+        return entry
+
+    def first(self, tensor: Tensor) -> Tensor:
+        """The tensor whose bytes this one shares; itself when it has its own."""
+        while tensor.alias is not None:
+            tensor = self.tensor(tensor.alias)
+        return tensor
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks wrote the files; 1 when nothing says otherwise."""
+        return max((f.rank for f in self.files if f.rank is not None), default=0) + 1
+
+    @property
+    def own_files(self) -> list[File]:
+        """The files of the checkpoint itself."""
+        return [f for f in self.files if not f.scratch]
+
+    def nbytes(self) -> int:
+        """Bytes of all files on disk."""
+        return sum(f.size for f in self.own_files)

@@ -1,0 +1,201 @@
+"""Which part of the training state is what: model, optimizer, scheduler, rng, dataloader, scaler, progress, other.
+
+Told by the names that training code uses, and by shape where a name says nothing: a dict with `state` and
+`param_groups` is an optimizer whatever it is called. A part is found at any depth (`app.model`, `app.optim`); tensors
+at the root beside known keys are the model (torchtitan).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from ckpttool.catalogue.entries import KINDS, OTHER, Catalogue, Object, Part, Path, Tensor, dotted
+from ckpttool.errors import UsageError
+from ckpttool.text import meant
+
+_NAMES = (
+    ("optimizer", r"(.*_)?(optim|optimizer|optimizers|opt)(_state(s|_dict)?)?(_\d+)?|optimizer_\w+|optim_\w+"),
+    ("scheduler", r"(.*_)?(lr_)?schedulers?(_state(_dict)?)?|lr_scheduler\w*|sched|opt_param_scheduler"),
+    ("rng", r"(.*_)?rng(_state(s|_dict)?)?|random_states?|rng_\w+|(torch|cuda|numpy|python)_rng\w*"),
+    ("dataloader", r"(train_|val_)?(data_?loaders?|dl|samplers?|dataset)(_state(_dict)?)?|data_iter\w*"),
+    ("scaler", r"(grad_|loss_)?scaler(_state(_dict)?)?"),
+    (
+        "progress",
+        r"(global_|current_|train_|total_)?(step|steps|epoch|epochs|iteration|iter|iter_num|num_steps)"
+        r"|progress|train_state|trainer_state|(num_)?tokens(_seen)?|consumed_\w+|best_\w+|loops",
+    ),
+    ("model", r"(.*_)?(model|models|network|net|module|ema|state_dict|model_state(_dict)?|params|weights)(_\d+)?"),
+)
+_PATTERNS = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _NAMES)
+_COUNTER = re.compile(r"(global_|current_|total_)?(step|epoch|iteration)s?", re.IGNORECASE)
+_DEPTH = 4
+
+
+def kind_of_key(key: object) -> str | None:
+    """The kind that a key names, `optim_state_dict` -> `optimizer`; None for a key that says nothing. Pure."""
+    if not isinstance(key, str):
+        return None
+    return next((kind for kind, pattern in _PATTERNS if pattern.fullmatch(key)), None)
+
+
+class _Node:
+    __slots__ = ("children", "entry")
+
+    def __init__(self) -> None:
+        self.children: dict[Any, _Node] = {}
+        self.entry: Tensor | Object | None = None
+
+
+def assign(catalogue: Catalogue) -> None:
+    """Set `part` of every entry."""
+    root = _tree(catalogue)
+    for path, part in _parts_below(root, (), 0):
+        _mark(_at(root, path), part)
+
+
+def _tree(catalogue: Catalogue) -> _Node:
+    root = _Node()
+    for path, entry in catalogue.entries.items():
+        node = root
+        for key in path:
+            found = node.children.get(key)
+            if found is None:
+                found = node.children[key] = _Node()
+            node = found
+        node.entry = entry
+    return root
+
+
+def _at(root: _Node, path: Path) -> _Node:
+    for key in path:
+        root = root.children[key]
+    return root
+
+
+def _mark(node: _Node, part: Part) -> None:
+    todo = [node]
+    while todo:
+        node = todo.pop()
+        if node.entry is not None:
+            node.entry.part = part
+        todo.extend(node.children.values())
+
+
+def _leaves(node: _Node) -> Iterator[_Node]:
+    todo = [node]
+    while todo:
+        node = todo.pop()
+        if node.entry is not None:
+            yield node
+        todo.extend(node.children.values())
+
+
+def _has_tensor(node: _Node) -> bool:
+    return any(isinstance(leaf.entry, Tensor) for leaf in _leaves(node))
+
+
+def _shape_of(node: _Node) -> str | None:
+    """The kind that a dict's own keys give away."""
+    keys = node.children.keys()
+    if {"state", "param_groups"} <= keys:
+        return "optimizer"
+    if keys and all(isinstance(key, str) and key.startswith(("state.", "param_groups.")) for key in keys):
+        # Flattened, as `flatten_optimizer_state_dict=True` makes it.
+        return "optimizer" if any(key.startswith("param_groups.") for key in keys) else None
+    if "last_epoch" in keys and ("_step_count" in keys or "base_lrs" in keys):
+        return "scheduler"
+    if {"scale", "growth_factor"} <= keys:
+        return "scaler"
+    return None
+
+
+def _parts_below(node: _Node, path: Path, depth: int) -> Iterator[tuple[Path, Part]]:
+    """Roots of the parts at and below `node`; a later one overrules what an earlier one marked."""
+    kinds = {key: _shape_of(child) or kind_of_key(key) for key, child in node.children.items()}
+    shape = _shape_of(node)
+    if shape is not None:
+        yield path, Part(shape, path)
+        return
+    telling = {key for key, kind in kinds.items() if kind and _tells(kind, node.children[key])}
+    if all(isinstance(node.children[key].entry, Tensor) for key in telling):
+        # A state dict whose buffer is called `tokens_seen` is a state dict.
+        telling = set()
+    deeper = {
+        key for key, child in node.children.items()
+        if key not in telling and depth < _DEPTH and child.children and _has_parts(child, depth + 1)
+    }  # fmt: skip
+    if not telling and not deeper:
+        yield path, Part("model" if _has_tensor(node) else "other", path)
+        return
+    yield path, OTHER._replace(root=path)
+    has_model = any(kinds[key] == "model" for key in telling)
+    for key, child in node.children.items():
+        here = (*path, key)
+        kind = kinds[key] if key in telling else None
+        if kind is not None:
+            yield here, Part(kind, here)
+        elif key in deeper:
+            yield from _parts_below(child, here, depth + 1)
+        elif isinstance(child.entry, Tensor) and not has_model:
+            # Tensors beside the optimizer and no model of that name: they are the model (torchtitan).
+            yield here, Part("model", path)
+        elif not has_model and _has_tensor(child) and not deeper:
+            yield here, Part("model", path)
+
+
+def _tells(kind: str, child: _Node) -> bool:
+    """Whether a key of a known name is a part here. A module called `net` or `module` is none unless it holds tensors
+    below it, and a tensor called `scaler` in a model is no grad scaler."""
+    if kind == "model":
+        return bool(child.children) and _has_tensor(child)
+    if kind in ("optimizer", "scheduler", "scaler"):
+        return bool(child.children) or isinstance(child.entry, Object)
+    if kind == "progress" and isinstance(child.entry, Tensor):
+        # Beside the parameters of torchtitan, a tensor `tokens_seen` is a buffer of the model like any other.
+        return bool(_COUNTER.fullmatch(str(child.entry.path[-1])))
+    return True
+
+
+def _has_parts(node: _Node, depth: int) -> bool:
+    """Whether this dict divides into parts of its own, as `{"app": {"model": ..., "optim": ...}}` does."""
+    kinds = {_shape_of(c) or kind_of_key(k) for k, c in node.children.items() if c.children}
+    if {"model", "optimizer"} <= kinds or _shape_of(node) is not None:
+        return True
+    return depth < _DEPTH and len(node.children) <= 16 and any(
+        c.children and _has_parts(c, depth + 1) for c in node.children.values()
+    )  # fmt: skip
+
+
+def parts(catalogue: Catalogue) -> list[Part]:
+    """The parts in order of appearance, kinds in the order of `KINDS`."""
+    seen = dict.fromkeys(entry.part for entry in catalogue.entries.values())
+    return sorted(seen, key=lambda part: KINDS.index(part.kind))
+
+
+def stop_at_absent(catalogue: Catalogue, only: Sequence[str]) -> None:
+    """Raise the fault of a part that could not be opened, unless others alone are wanted."""
+    for fault in catalogue.faults:
+        root = fault.facts.get("absent")
+        if root is not None and (not only or {root, root.partition(".")[0], kind_of_key(root)} & {*only}):
+            raise fault
+
+
+def matcher(names: Iterable[str], catalogue: Catalogue) -> Callable[[Part], bool]:
+    """Whether a part is one of those named on the command line: by kind (`model`) or by root key (`ema`).
+
+    Raises UsageError for a name that is no part here, with those that are.
+    """
+    have = parts(catalogue)
+    wanted: set[Part] = set()
+    for name in names:
+        # A root key is the more exact name: `--only model` with `model` and `ema` there means `model`.
+        found = [p for p in have if dotted(p.root) == name] or [p for p in have if p.kind == name]
+        if not found:
+            there = [p.kind if not p.root else dotted(p.root) for p in have]
+            known = list(dict.fromkeys([*there, *(p.kind for p in have)]))
+            hint = f"the parts are {', '.join(f'`{n}`' for n in there)}"
+            raise UsageError(f"there is no part `{name}`", hint=meant(name, known, hint))
+        wanted.update(found)
+    return wanted.__contains__

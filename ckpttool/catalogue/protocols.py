@@ -1,0 +1,131 @@
+"""What a format promises: how it is recognised, opened (a `Source`) and laid down empty (a `Sink`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.entries import Catalogue, Chunk, Extent, Tensor
+
+Crcs = Mapping[tuple[int, int], int]
+"""CRC-32 of each record that was filled, by `(file, offset)` of the destination."""
+
+
+class Source(Protocol):
+    """An open checkpoint. Everything that its index says is in `catalogue`; payloads are read by the transfer."""
+
+    catalogue: Catalogue
+
+    def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
+        """Where the elements of `chunk` lie; the chunk's own extent unless that is an unopened item. Thread-safe.
+
+        Raises CorruptError when what is there does not fit the tensor.
+        """
+
+    def close(self) -> None:
+        """Let go of files and scratch space."""
+
+
+class Run(NamedTuple):
+    """Bytes of a file of the catalogue: `Run(file=0, offset=704, nbytes=1462)`. A `packed` one is compressed."""
+
+    file: int
+    offset: int
+    nbytes: int
+    packed: bool = False
+
+
+@runtime_checkable
+class Itemised(Protocol):
+    """A source whose files are made of whole archives, of which the catalogue's chunks are not all."""
+
+    def items(self) -> Iterator[tuple[str, Run]]:
+        """The others, each with the name that the index has for it."""
+
+
+class Sink(Protocol):
+    """A checkpoint of full size whose payloads are still empty, lying at the staging path given to `create`.
+
+    Every chunk of `catalogue` has its final extent; an extent with a `record` wants that record's CRC at `finish`.
+    """
+
+    catalogue: Catalogue
+
+    def finish(self, crcs: Crcs) -> None:
+        """Write what could only be known after the payloads: checksums, and the format's commit mark."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """One thing that a format cannot hold: `Loss("lr_scheduler.last_epoch", "not a tensor")`."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class OpenOptions:
+    """What a checkpoint does not say about itself: `OpenOptions({"embed.weight": (29, 7)})`.
+
+    `shapes` are those of the model's parameters, for files of flat parameters; `ordered` says whether they come in the
+    order in which the model registers them (a safetensors file is sorted).
+    """
+
+    shapes: Mapping[str, Ints] | None = None
+    ordered: bool = True
+
+
+NO_HINTS = OpenOptions()
+TENSOR_CLASS = re.compile(r"sharded_tensor|dtensor(:\w+){0,2}")
+
+
+@dataclass(frozen=True, slots=True)
+class SinkOptions:
+    """How a sink may be laid down. `max_shard_size` is bytes of payload per file, for formats that split by size.
+    `one_file` is `is_file` of what the user typed: `create` gets a staging name, which does not tell. `world` is the
+    number of ranks, also of those that hold no chunk; `tensor_class` what a sharded tensor is written as in files of
+    one rank: `sharded_tensor`, or `dtensor:cuda:fsdp` with the device and the dimension of its mesh, `cpu` and none
+    when left out."""
+
+    max_shard_size: int | None = None
+    one_file: bool = False
+    world: int = 1
+    tensor_class: str = "sharded_tensor"
+
+
+class Opener(Protocol):
+    """How a format is opened. Raises ReadError or CorruptError."""
+
+    def __call__(self, path: str, options: OpenOptions = ...) -> Source: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A row of the table of formats, e.g. `Format("dcp", "torch.distributed.checkpoint directory", ...)`.
+
+    `create(path, laid, options)` gets a path that does not exist yet: a file if `is_file(path as the user typed it)`,
+    else a directory, and a catalogue whose chunks say which rank holds them (all 0 unless `chunked`).
+    `losses` says what of a catalogue it could not hold. Formats that are only read have no `create`. `to` is what
+    `--to` calls the format when that is not its name; `even` says that its chunks are always those that FSDP makes.
+    """
+
+    name: str
+    title: str
+    recognise: Callable[[str], bool]
+    open: Opener
+    create: Callable[[str, Catalogue, SinkOptions], Sink] | None = None
+    losses: Callable[[Catalogue, str], list[Loss]] | None = None
+    is_file: Callable[[str], bool] = lambda path: False
+    chunked: bool = False
+    splits: bool = False  # by `max_shard_size`
+    suffixes: tuple[str, ...] = ()
+    to: str | None = None
+    even: bool = False
+
+    @property
+    def target(self) -> str:
+        """What `--to` calls it."""
+        return self.to or self.name

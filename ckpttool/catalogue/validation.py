@@ -1,0 +1,116 @@
+"""What is wrong with a catalogue, as far as it tells: holes, overlaps, missing files, extents outside of them; and
+which of its faults stop what is asked for. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from math import prod
+from operator import add, le
+
+from ckpttool.catalogue import boxes
+from ckpttool.catalogue.entries import Catalogue, Chunks, File, Path, Tensor
+from ckpttool.errors import CkptError, CorruptError, some
+
+
+def validate(catalogue: Catalogue, paths: Collection[Path] | None = None) -> None:
+    """Prove what everything after relies on: each tensor's chunks tile it exactly, and each extent lies inside its
+    file and is as large as its box. Raises the first of its faults, or CorruptError with the file and the tensor.
+    With `paths`, of these entries alone: what is wrong with others, which nobody asked for, stops nobody."""
+    absent = [fault for fault in catalogue.faults if "absent" in fault.facts and paths is None]
+    if absent:
+        raise absent[0]
+    wanted = catalogue.entries if paths is None else paths
+    stop_at_fault(catalogue, (entry.name for entry in catalogue.entries.values() if entry.path in wanted))
+    sizes = [f.size for f in catalogue.files]
+    for tensor in catalogue.tensors:
+        if tensor.path in wanted:
+            for fault in faults_of(tensor, catalogue.files, sizes):
+                raise fault
+
+
+def faults_of(tensor: Tensor, files: Sequence[File], sizes: list[int] | None = None) -> Iterator[CorruptError]:
+    """What is wrong with one tensor, as far as the index and the sizes of the files tell: its chunks do not tile it, a
+    file is missing, a chunk lies outside of its file or is not as large as its box. Pure."""
+    chunks = tensor.chunks
+    if len(chunks) != 1 or chunks.sizes[0] != tensor.shape or any(chunks.offsets[0]):
+        fault = boxes.tiling_fault(tensor.shape, chunks.offsets, chunks.sizes)
+        if fault is not None:
+            yield CorruptError(
+                f"tensor `{tensor.name}` {list(tensor.shape)} is not covered exactly: {fault}",
+                hint="a rank's file is missing, or the index belongs to another save",
+                tensor=tensor.name, shape=list(tensor.shape),
+            )  # fmt: skip
+    if chunks.item and _inside(chunks, sizes or [f.size for f in files]):
+        return
+    for i in range(len(chunks)):
+        fault_here = _chunk_fault(tensor, i, files)
+        if fault_here is not None:
+            yield fault_here
+
+
+def _chunk_fault(tensor: Tensor, i: int, files: Sequence[File]) -> CorruptError | None:
+    chunks = tensor.chunks
+    file, offset, nbytes = files[chunks.file[i]], chunks.offset[i], chunks.nbytes[i]
+    if file.missing and nbytes:
+        missing = [f.name for f in files if f.missing]
+        return CorruptError(
+            f"`{file.name}` is missing, and with it a part of tensor `{tensor.name}`"
+            if len(missing) == 1
+            else f"{len(missing)} files are missing ({some(missing)}), and with them a part of tensor `{tensor.name}`",
+            hint="copy what is missing from where the checkpoint was saved",
+            file=file.name, tensor=tensor.name,
+        )  # fmt: skip
+    if offset < 0 or nbytes < 0 or offset + nbytes > file.size:
+        return CorruptError(
+            f"`{file.name}`: tensor `{tensor.name}`: bytes {offset}..{offset + nbytes} are outside the file, "
+            f"which has {file.size}",
+            hint="the file is truncated, or not the one that the index was written for",
+            file=file.name, tensor=tensor.name, found=file.size, expected=offset + nbytes, offset=offset, nbytes=nbytes,
+        )  # fmt: skip
+    if chunks.item:
+        return None
+    strides = chunks.strides.get(i)
+    elements = prod(chunks.sizes[i]) if strides is None else boxes.span(chunks.sizes[i], strides)
+    needed = elements * tensor.dtype.itemsize
+    if nbytes == needed:
+        return None
+    return CorruptError(
+        f"`{file.name}`: tensor `{tensor.name}`: {nbytes} bytes at {offset}..{offset + nbytes}, "
+        f"but {tensor.dtype} {list(chunks.sizes[i])} needs {needed}",
+        file=file.name, tensor=tensor.name, found=nbytes, expected=needed, offset=offset, nbytes=nbytes,
+    )  # fmt: skip
+
+
+def _inside(chunks: Chunks, sizes: list[int]) -> bool:
+    """Whether every item lies inside its file; a large checkpoint has too many to look at one by one."""
+    if not chunks:
+        return True
+    ends = map(add, chunks.offset, chunks.nbytes)
+    return min(chunks.offset) >= 0 <= min(chunks.nbytes) and all(map(le, ends, map(sizes.__getitem__, chunks.file)))
+
+
+def stop_at_fault(catalogue: Catalogue, names: Iterable[str]) -> None:
+    """Raise the first fault that concerns the whole checkpoint, or one of these names of entries. A part that could
+    not be opened at all (the fact `absent`) has none: whoever asks for parts sees to it."""
+    faults = [fault for fault in catalogue.faults if "absent" not in fault.facts]
+    named = {above for name in names for above in _upwards(name)} if faults else set()
+    for fault in faults:
+        about = fault.facts.get("concerns")
+        if about is None or not named.isdisjoint(about):
+            raise fault
+
+
+def concerns(fault: CkptError, name: str | None) -> bool:
+    """Whether a fault is about the entry of this name; with None, about the checkpoint as a whole. Pure."""
+    about = fault.facts.get("concerns")
+    if about is None or name is None:
+        return about is None
+    return not set(_upwards(name)).isdisjoint(about)
+
+
+def _upwards(name: str) -> Iterator[str]:
+    """`a.b.c`, `a.b`, `a` and the name of the root."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""

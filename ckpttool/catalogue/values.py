@@ -1,0 +1,185 @@
+"""What stands for a class or an object that a pickle names and that is not imported: which one, how it was called.
+
+TorchSize            a `torch.Size`
+a subclass of Stub   a name that was only mentioned: a class, `torch.float32`
+a Stub               a name that was called, and what was put into it after
+Known                a name that is answered with something real
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ckpttool.errors import CorruptError
+from ckpttool.serialization.allowance import spend
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class TorchSize(tuple[int, ...]):
+    """A `torch.Size`, so that it is written back as one."""
+
+    __slots__ = ()
+
+
+class StubType(type):
+    """Calling a stub class remembers the call (pickle's REDUCE); `cls.__new__` is what NEWOBJ does."""
+
+    module: str
+    name: str
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        made: Any = cls.__new__(cls, *args, **kwargs)  # type: ignore[arg-type]
+        made.how = "call"
+        return made
+
+    @property
+    def full_name(cls) -> str:
+        """`module.name` of what the stub stands for."""
+        return f"{cls.module}.{cls.name}"
+
+
+# What most stubs have of everything; of a ShardedTensor's hundreds, lists of their own took most of the memory.
+_NOTHING: list[Any] = []  # never added to
+_NO_KWARGS: dict[str, Any] = {}
+
+
+class Stub(metaclass=StubType):
+    """An object of a class that was not imported: which one, how it was made, and what was put into it after."""
+
+    __slots__ = ("args", "how", "kwargs", "pairs", "state", "target", "values")
+    module: ClassVar[str] = ""
+    name: ClassVar[str] = ""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    how: str  # "call" or "new"
+    target: Any  # what was called, when that was no name but an instance: a `functools.partial`
+    state: list[Any]  # of BUILD, none or one
+    values: list[Any]  # of APPEND and ADDITEMS
+    pairs: list[tuple[Any, Any]]  # of SETITEM
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        self = object.__new__(cls)
+        if kwargs:
+            spend(len(kwargs))
+        self.args, self.kwargs, self.how, self.target = args, kwargs or _NO_KWARGS, "new", None
+        self.state = self.values = self.pairs = _NOTHING
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Stub:
+        # Protocol 2 spells `cls.__new__(cls, *args, **kwargs)` as a call of `partial(cls.__new__, ...)`.
+        kind = type(self)
+        maker = self.args[0] if self.args else None
+        if isinstance(maker, StubType) and maker.name.endswith(".__new__"):
+            kind = stub_type(maker.module, maker.name.removesuffix(".__new__"))
+        made: Stub = kind(*args, **kwargs)
+        made.target = self
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = [state]
+
+    def append(self, value: Any) -> None:
+        if not self.values:
+            self.values = []
+        self.values.append(value)
+
+    add = append
+
+    def extend(self, values: Any) -> None:
+        if not self.values:
+            self.values = []
+        self.values.extend(values)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if not self.pairs:
+            self.pairs = []
+        self.pairs.append((key, value))
+
+    def __repr__(self) -> str:
+        return f"<{stub_name(self)}>"
+
+
+def check_spelling(module: str, name: str) -> None:
+    """Raises CorruptError for what nothing can be called."""
+    # Opcode GLOBAL ends a name at a newline and takes what follows for opcodes: written out, such a name would run.
+    for part in (module, name):
+        if " " in part or not part.isprintable():
+            said = ascii(part)
+            said = said if len(said) <= 80 else said[:77] + "..."
+            raise CorruptError(f"{said} is not what a module, class or function can be called", found=said)
+
+
+def stub_type(module: str, name: str) -> type[Stub]:
+    """A new inert class that stands for `module.name`. Raises CorruptError for what nothing can be called."""
+    check_spelling(module, name)
+    attributes = {"module": module, "name": name, "__slots__": ()}
+    made: type[Stub] = StubType(name.rpartition(".")[2] or "Stub", (Stub,), attributes)  # type: ignore[assignment]
+    return made
+
+
+def is_stub_type(value: Any) -> bool:
+    """Whether this is a name that a pickle mentioned without calling it."""
+    return isinstance(value, StubType)
+
+
+def stub_name(value: Any) -> str | None:
+    """`torch.float32` for the stub class that stands for it or an instance of that; None for anything else."""
+    kind = type(value) if isinstance(value, Stub) else value
+    return kind.full_name if isinstance(kind, StubType) else None
+
+
+class Known:
+    """A name that is answered with something real. A pickle may mention it and call it, but not change it."""
+
+    __slots__ = ("answer", "module", "name")
+
+    def __init__(self, module: str, name: str, answer: Callable[..., Any]) -> None:
+        self.module, self.name, self.answer = module, name, answer
+
+    def __call__(self, *args: Any) -> Any:
+        try:
+            return self.answer(*args)
+        except TypeError:
+            raise CorruptError(f"a pickle calls `{self.module}.{self.name}` with the wrong arguments") from None
+
+    def __setstate__(self, state: Any) -> None:
+        # BUILD would set attributes, here and for every file read after.
+        raise CorruptError(f"a pickle changes `{self.module}.{self.name}`")
+
+
+def children(value: Any) -> Iterator[tuple[Any, Any]]:
+    """The keys and values directly inside a value; an attribute of a stub has a string key."""
+    if isinstance(value, dict):
+        yield from value.items()
+        if getattr(value, "__dict__", None):
+            yield "__dict__", vars(value)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from enumerate(value)
+    elif isinstance(value, Stub):
+        yield from (("target", v) for v in [value.target] if v is not None)
+        yield from (("args", v) for v in [value.args] if v)
+        yield from (("kwargs", v) for v in [value.kwargs] if v)
+        yield from (("state", v) for v in value.state)
+        yield from enumerate(value.values)
+        yield from value.pairs
+
+
+def walk(value: Any) -> Iterator[Any]:
+    """Every value in a tree and every key that is more than a string or a number, each shared one once."""
+    seen: set[int] = set()
+    todo = [value]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, (dict, list, tuple, set, frozenset, Stub)):
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
+            for key, child in children(node):
+                todo.append(child)
+                if not isinstance(key, (str, int)):
+                    todo.append(key)
+        yield node

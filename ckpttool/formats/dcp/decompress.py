@@ -1,0 +1,276 @@
+"""Compressed items of a DCP directory, decoded into files without a name.
+
+    transform_descriptors   ["stream.zstd/1"]      what to apply when reading, in the order listed   (torch 2.7)
+    item                    zstd frames            length is that of the frames
+
+Upstream: `torch/distributed/checkpoint/_extension.py`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import IO, Any, NamedTuple
+
+from ckpttool.catalogue.entries import File
+from ckpttool.errors import CkptError, CorruptError, ReadError
+from ckpttool.formats.dcp.metadata import Item
+from ckpttool.storage.files import Pool, failed
+
+_BLOCK = 1 << 20
+_SEGMENT = 1 << 30
+_SEGMENTS = 4
+RESERVED = 32
+MAX_TRANSFORMS = 8
+_MAX_WINDOW = 1 << 27  # bytes that zstd may keep; its own tools take no more unless told
+
+
+class Placed(NamedTuple):
+    """Where the bytes of an item are, decoded: `Placed(3, 0, 1462)`."""
+
+    file: int
+    offset: int
+    length: int
+
+
+# Compressed items -----------------------------------------------------------------------------------------------------
+
+
+def _unpacked(stream: IO[bytes], transforms: tuple[str, ...], name: str) -> IO[bytes]:
+    """The stream through its transforms, in the order listed: writers list them ready for reading."""
+    if len(transforms) > MAX_TRANSFORMS:
+        raise CorruptError(f"{name}: written through {len(transforms)} transforms, more than {MAX_TRANSFORMS}")
+    for descriptor in transforms:
+        kind, _, version = descriptor.partition("/")
+        if kind.partition("@")[0] != "stream.zstd" or version.partition(".")[0] not in ("1", ""):
+            raise ReadError(
+                f"{name}: written through `{descriptor}`, which is not known here",
+                hint="save the checkpoint again without that extension",
+                found=descriptor,
+            )
+        stream = _zstd(stream, name)
+    return stream
+
+
+def _zstd(stream: IO[bytes], name: str) -> IO[bytes]:
+    with suppress(ImportError):
+        import zstandard
+
+        reader: IO[bytes] = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).stream_reader(
+            stream, read_across_frames=True
+        )
+        return reader
+    with suppress(ImportError):
+        from compression import zstd
+
+        decompressor: IO[bytes] = zstd.ZstdFile(stream)
+        return decompressor
+    raise ReadError(f"{name}: compressed with zstd, which this Python cannot read", hint="pip install ckpttool[zstd]")
+
+
+class _Range(io.RawIOBase):
+    """A part of a file as a stream."""
+
+    def __init__(self, pool: Pool, location: str, offset: int, length: int) -> None:
+        self._pool, self._location, self._at, self._end = pool, location, offset, offset + length
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        n = min(len(buffer), self._end - self._at)
+        buffer[:n] = self._pool.read(self._location, self._at, n)
+        self._at += n
+        return n
+
+
+class Lease:
+    """Held by whoever may still read what was decoded: its segment is not emptied before."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _Segment:
+    """A temporary file without a name, written by one thread at a time. Others read it at `/dev/fd`."""
+
+    def __init__(self, file: int, entry: File) -> None:
+        import tempfile  # and with it `random` and `hashlib`, which nobody needs who only looks
+
+        try:
+            # As long-lived as the source. Unbuffered: nothing is left to fail when it is closed.
+            self.stream = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise _refused(error) from None
+        self.items: list[Item] = []
+        self.size = 0
+        self.file = file
+        self._entry = entry
+        self._lease: weakref.ref[Lease] | None = None
+        entry.location, entry.size = f"/dev/fd/{self.stream.fileno()}", 0
+
+    def add(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            written = os.pwrite(self.stream.fileno(), view, self.size)
+            self.size += written
+            view = view[written:]
+
+    def note(self) -> None:
+        """What was added is whole, and may be read."""
+        self._entry.size = self.size
+
+    def lease(self) -> Lease:
+        lease = self._lease() if self._lease is not None else None
+        if lease is None:
+            lease = Lease()
+            self._lease = weakref.ref(lease)
+        return lease
+
+    @property
+    def is_read(self) -> bool:
+        return self._lease is not None and self._lease() is not None
+
+    def empty(self) -> None:
+        # The same file under the same number: a descriptor that somebody keeps open reads what comes next.
+        try:
+            self.stream.truncate(0)
+        except OSError as error:
+            raise _refused(error) from None
+        self.items.clear()
+        self.size = self._entry.size = 0
+
+
+def _refused(error: OSError) -> CkptError:
+    # `gettempdir` itself fails where no directory can be written to.
+    import tempfile
+
+    return failed(error, tempfile.tempdir or os.environ.get("TMPDIR", "the temporary directory"), "write")
+
+
+class Scratch:
+    """Decoded items. A thread has a segment to itself while it decodes; of those that are full, the last few are kept,
+    and those that somebody holds a lease of, so that a compressed checkpoint of any size needs little.
+
+    A file number means the same segment for as long as the source is open, and all numbers are taken when it is
+    opened: one that came later would, in a catalogue of several sources, be a file of the next one.
+    """
+
+    def __init__(self, files: list[File], pool: Pool) -> None:
+        self._files, self._pool = files, pool
+        self._free: list[int] = []
+        self._done: dict[Item, tuple[Placed, _Segment]] = {}
+        self._busy: dict[Item, threading.Lock] = {}
+        self._idle: list[_Segment] = []
+        self._full: list[_Segment] = []
+        self._made: list[_Segment] = []
+        self._changed = threading.Condition()
+
+    def reserve(self, segments: int) -> None:
+        """Enter files that are not there yet, so that they have numbers when catalogues are mounted together."""
+        for _ in range(segments):
+            self._free.append(self._enter())
+
+    def _enter(self) -> int:
+        self._files.append(File("", "(decompressed)", 0, scratch=True))
+        return len(self._files) - 1
+
+    def decode(
+        self, item: Item, most: int, name: str, *, keep: bool = False, check: Callable[[Placed], None] | None = None
+    ) -> tuple[Placed, Lease]:
+        """Decode an item; it stays where it is while the lease is held, with `keep` until the end. `most` bounds what
+        it may become. `check` is called each time that it was decoded, and raises when the bytes are not right."""
+        with self._changed:
+            if item in self._done:
+                return self._leased(item)
+            busy = self._busy.setdefault(item, threading.Lock())
+        with busy:
+            with self._changed:
+                if item in self._done:
+                    return self._leased(item)
+                segment = self._kept() if keep else self._take()
+            placed = None
+            try:
+                placed = self._unpack(item, segment, most, name, check)
+            finally:
+                with self._changed:
+                    if placed is not None:
+                        self._done[item] = placed, segment
+                        segment.items.append(item)
+                        self._busy.pop(item, None)
+                    # Before anybody can empty it.
+                    lease = segment.lease()
+                    if not keep:
+                        (self._full if segment.size >= _SEGMENT else self._idle).append(segment)
+                        self._changed.notify()
+            return placed, lease
+
+    def _leased(self, item: Item) -> tuple[Placed, Lease]:
+        placed, segment = self._done[item]
+        return placed, segment.lease()
+
+    def _kept(self) -> _Segment:
+        """One that is never emptied. These are made while the source is being opened, so their number is their own."""
+        number = self._enter()
+        segment = _Segment(number, self._files[number])
+        self._made.append(segment)
+        return segment
+
+    def _take(self) -> _Segment:
+        """A segment with room, for one thread; the lock is held."""
+        while True:
+            if self._idle:
+                return self._idle.pop()
+            unread = next((segment for segment in self._full if not segment.is_read), None)
+            if unread is not None and (len(self._full) > _SEGMENTS or not self._free):
+                self._full.remove(unread)
+                for item in unread.items:
+                    del self._done[item]
+                unread.empty()
+                return unread
+            if self._free:
+                made = _Segment(self._free[0], self._files[self._free[0]])
+                self._made.append(made)
+                del self._free[0]
+                return made
+            if self._full:
+                # All are being read: one grows instead.
+                smallest = min(self._full, key=lambda segment: segment.size)
+                self._full.remove(smallest)
+                return smallest
+            # Each is another thread's, which is decoding.
+            self._changed.wait()
+
+    def _unpack(
+        self, item: Item, segment: _Segment, most: int, name: str, check: Callable[[Placed], None] | None
+    ) -> Placed:
+        source = io.BufferedReader(_Range(self._pool, self._files[item.file].location, item.offset, item.length))
+        stream = _unpacked(source, item.transforms, name)
+        start = segment.size
+        try:
+            while data := stream.read(_BLOCK):
+                segment.add(data)
+                if segment.size - start > most:
+                    raise CorruptError(f"{name}: decompresses to more than {most} bytes", expected=most)
+            placed = Placed(segment.file, start, segment.size - start)
+            segment.note()
+            if check is not None:
+                check(placed)
+            return placed
+        # What there is of it is written over.
+        except BaseException as error:
+            segment.size = start
+            segment.note()
+            if isinstance(error, OSError):
+                raise _refused(error) from None
+            if isinstance(error, CkptError) or not isinstance(error, Exception):
+                raise
+            # zstandard.ZstdError, or what the other library has for it.
+            raise CorruptError(f"{name}: cannot be decompressed: {str(error).lower()}") from None
+
+    def close(self) -> None:
+        for segment in self._made:
+            segment.stream.close()

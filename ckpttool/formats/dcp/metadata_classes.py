@@ -1,0 +1,175 @@
+"""What stands for the classes that a `.metadata` names: slots for the fields that are read, and nothing else of theirs.
+
+The objects of a large run are many (256 ranks x 2,930 tensors: 750,000 chunks), so they give up their state dicts as
+soon as they have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from ckpttool.catalogue import values as stubs
+from ckpttool.errors import CorruptError
+from ckpttool.formats.dcp.metadata_fast import Runs
+from ckpttool.serialization import unsafe_globals as harm
+
+
+def _no_fields(state: Any, kind: str) -> CorruptError:
+    return CorruptError(f"a `{kind}` has a {type(state).__name__} for its fields")
+
+
+class Chunk:
+    """`ChunkStorageMetadata`: where a chunk begins in its tensor, and its sizes, both a `torch.Size`."""
+
+    __slots__ = ("offsets", "sizes")
+    offsets: Any
+    sizes: Any
+
+    def __setstate__(self, state: Any) -> None:
+        if type(state) is not dict:
+            raise _no_fields(state, "ChunkStorageMetadata")
+        get = state.get
+        self.offsets, self.sizes = get("offsets"), get("sizes")
+        # The unpickler's memo holds on to the dict: 200 bytes each, two million of them.
+        state.clear()
+
+
+class Index:
+    """`MetadataIndex`: the name of an item, the offsets of a tensor's chunk, and a hint at its number."""
+
+    __slots__ = ("fqn", "index", "offset")
+    fqn: Any
+    index: Any
+    offset: Any
+
+    def __setstate__(self, state: Any) -> None:
+        if type(state) is not dict:
+            raise _no_fields(state, "MetadataIndex")
+        get = state.get
+        self.fqn, self.offset, self.index = get("fqn"), get("offset"), get("index")
+        state.clear()
+
+
+class Info:
+    """`_StorageInfo`: file, offset and length in bytes, and what was done to the bytes, of an item."""
+
+    __slots__ = ("length", "offset", "path", "transforms")
+    length: Any
+    offset: Any
+    path: Any
+    transforms: Any
+
+    def __setstate__(self, state: Any) -> None:
+        if type(state) is not dict:
+            raise _no_fields(state, "_StorageInfo")
+        get = state.get
+        self.path, self.offset, self.length = get("relative_path"), get("offset"), get("length")
+        self.transforms = get("transform_descriptors")
+        state.clear()
+
+
+class Properties:
+    """`TensorProperties`: dtype and layout of a tensor, and how many properties there were."""
+
+    __slots__ = ("count", "dtype", "layout")
+
+    def __setstate__(self, state: Any) -> None:
+        # 5 or 6 in what is known; only the first two are of use.
+        if type(state) is not tuple or len(state) < 2:
+            raise CorruptError("a `TensorProperties` is not a tuple of a dtype, a layout, ...")
+        self.dtype, self.count = state[0], len(state)
+        args = state[1].args if isinstance(state[1], stubs.Stub) else ()
+        self.layout = args[0] if args and isinstance(args[0], str) else "torch.strided"
+
+
+class _Fields:
+    __slots__ = ("fields",)
+    theirs: ClassVar[str]  # what torch calls it
+
+    def __setstate__(self, state: Any) -> None:
+        if type(state) is not dict:
+            raise _no_fields(state, self.theirs)
+        self.fields: dict[str, Any] = state
+
+
+class TensorMeta(_Fields):
+    """A tensor: `properties`, `size` and `chunks`."""
+
+    __slots__ = ()
+    theirs = "TensorStorageMetadata"
+
+
+class BytesMeta(_Fields):
+    """An object: nothing is said of it."""
+
+    __slots__ = ()
+    theirs = "BytesStorageMetadata"
+
+
+class StorageMeta(_Fields):
+    """Of the save: `checkpoint_id`, `save_id`, `load_id`, `modules`."""
+
+    __slots__ = ()
+    theirs = "StorageMeta"
+
+
+class Root(_Fields):
+    """The whole index."""
+
+    __slots__ = ()
+    theirs = "Metadata"
+
+
+CLASSES: dict[str, type] = {
+    "Metadata": Root,
+    "MCoreMetadata": Root,
+    "TensorStorageMetadata": TensorMeta,
+    "BytesStorageMetadata": BytesMeta,
+    "ChunkStorageMetadata": Chunk,
+    "TensorProperties": Properties,
+    "MetadataIndex": Index,
+    "_StorageInfo": Info,
+    "StorageMeta": StorageMeta,
+}
+
+
+def size(sizes: Any) -> Any:
+    """What stands for `torch.Size`. Raises CorruptError for what is not a tuple of integers."""
+    # Given a tuple of integers, the same one: no tuple gets another name by this, see `pickleweight`.
+    if type(sizes) is not tuple or not all(type(n) is int for n in sizes):
+        raise CorruptError("a `torch.Size` is not made of a tuple of integers")
+    return sizes
+
+
+class Names(Mapping[tuple[str, str], Any]):
+    """Our classes by the name of theirs. `seen` remembers the module of each, `harmful` names that run commands.
+
+    All of them have a `__setstate__`, so that a pickle cannot set attributes on them, nor on the classes themselves.
+    """
+
+    def __init__(self, runs: Runs | None) -> None:
+        self.seen: dict[str, str] = {}
+        self.harmful: list[str] = []
+        self._runs: Mapping[tuple[str, str], Any] = {} if runs is None else runs
+
+    def __contains__(self, key: Any) -> bool:
+        if key == ("torch", "Size") or key[1] in CLASSES or key in self._runs:
+            return True
+        if harm.is_harmful(*key):
+            self.harmful.append(".".join(key))
+        return False
+
+    def __getitem__(self, key: tuple[str, str]) -> Any:
+        if key == ("torch", "Size"):
+            return size
+        if key in self._runs:
+            return self._runs[key]
+        self.seen[key[1]] = key[0]
+        return CLASSES[key[1]]
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return len(CLASSES)

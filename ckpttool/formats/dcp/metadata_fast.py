@@ -1,0 +1,229 @@
+"""The regular part of a large index, read without the unpickler.
+
+A run of 256 ranks has 750,000 chunks, each told twice, and after the first few all are spelt alike but for a name and
+some numbers. In brackets what the memo has; `\\x94` puts something into it.
+
+    [ChunkStorageMetadata] NEW  [offsets] [Size] ints SIZE  [sizes] [Size] ints SIZE  ub
+    [MetadataIndex] NEW  [fqn] text \\x94 [index] int [offset] [Size] ints SIZE  ub
+    [_StorageInfo] NEW  [relative_path] [path] [offset] int [length] int  ub
+    NEW = `)\\x81\\x94}\\x94(`   SIZE = `\\x94\\x85\\x94R\\x94`
+
+So spell Python's picklers protocols 4 and 5, whatever the torch. A regular expression takes such runs apart, into
+columns. In their place the pickle gets one call, of `Run`, and as many entries for the memo, so that all numbers in
+it stay right; the unpickler reads that: what stands between runs (the first use of a name or a file), and the
+references that the runs take for granted, which `Run` compares. A reference to something inside a run finds `SKIPPED`,
+which is of no type that a reader of the index accepts: whatever fails here is read again, whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import repeat
+from typing import Any, ClassVar, NoReturn
+
+from ckpttool.catalogue.boxes import Ints
+from ckpttool.errors import CorruptError
+
+Row = tuple[Any, Any, Any, Any, Any, Any, Any]
+
+_INT = rb"(?:K.|M..|J....|\x8a\x05.{5}|\x8a\x06.{6})"
+_GET = rb"(?:h.|j....)"
+_COLUMNS = {"text": rb"\x8c.[^\x94]*", "int": _INT, "ints": rb"\(?" + _INT + rb"+[\x85\x86\x87t]", "path": _GET}
+_NEW, _SIZE = b")\x81\x94}\x94(", b"\x94\x85\x94R\x94"
+_MEMOS = 8  # of a chunk; and of an item, which is a MetadataIndex with its _StorageInfo
+# Bytes as they are; columns; and in brackets what is referred to: our class, or the string itself.
+_CHUNK = (
+    "[ChunkStorageMetadata]", _NEW, "[offsets]", "[Size]", "ints", _SIZE, "[sizes]", "[Size]", "ints", _SIZE, b"ub",
+)  # fmt: skip
+_PLACED = (
+    "[MetadataIndex]", _NEW, "[fqn]", "text", b"\x94", "[index]", "int", "[offset]", "[Size]", "ints", _SIZE, b"ub",
+    "[_StorageInfo]", _NEW, "[relative_path]", "path", "[offset]", "int", "[length]", "int", b"ub",
+)  # fmt: skip
+_LOOK = 1 << 20  # bytes to find the first regular entry in
+_MODULE = "ckpttool index"
+_TAKEN = _MODULE.encode() + b"\n"
+
+
+class Irregular(Exception):
+    """Something that only looks like a run."""
+
+
+class _Skipped:
+    __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]
+
+
+SKIPPED = _Skipped()
+
+
+class Run:
+    """What was read from one run: of chunks `offsets` and `sizes`, of items `rows`. A column is as long as the run."""
+
+    __slots__ = ("_expected", "_paths", "columns", "used")
+
+    def __setstate__(self, state: Any) -> NoReturn:
+        raise CorruptError("a pickle changes what stands for a run of the index")
+
+    def __init__(self, columns: list[list[Any]], expected: tuple[Any, ...]) -> None:
+        self.columns = columns
+        self._expected = expected
+        self._paths: dict[bytes, Any] = {}
+        self.used = False
+
+    def resolve(self, found: tuple[Any, ...]) -> Run:
+        """Told what its references refer to: those that the pattern expects, then the paths. Raises CorruptError."""
+        n = len(self._expected)
+        if any(have is not want and have != want for have, want in zip(found, self._expected, strict=False)):
+            raise CorruptError("a run of the index refers to something else")
+        if len(self.columns) > 2:
+            self._paths = dict(zip(dict.fromkeys(self.columns[3]), found[n:], strict=True))
+        return self
+
+    def _use(self) -> None:
+        if self.used:
+            raise CorruptError("a run of the index comes twice")
+        self.used = True
+
+    def chunks(self) -> tuple[list[Ints], list[Ints]]:
+        self._use()
+        offsets, sizes = self.columns
+        return offsets, sizes
+
+    def rows(self) -> Iterator[Row]:
+        """For each item: fqn, offsets, hint, path, start, length and None for the transforms."""
+        self._use()
+        names, hints, offsets, paths, starts, lengths = self.columns
+        return zip(names, offsets, hints, map(self._paths.__getitem__, paths), starts, lengths, repeat(None))
+
+
+class _Numbers(dict[bytes, int]):
+    def __missing__(self, token: bytes) -> int:
+        made = self[token] = int.from_bytes(
+            token[2 if token[0] == 0x8A else 1 :], "little", signed=token[0] in b"J\x8a"
+        )
+        return made
+
+
+class _Tuples(dict[bytes, Ints]):
+    _ints = re.compile(_INT, re.S).findall
+    _closed: ClassVar = {b"\x85": 1, b"\x86": 2, b"\x87": 3}
+
+    def __init__(self, numbers: _Numbers) -> None:
+        self._numbers = numbers
+
+    def __missing__(self, token: bytes) -> Ints:
+        marked = token[:1] == b"("
+        made = tuple(map(self._numbers.__getitem__, self._ints(token[marked:-1])))
+        if marked != (token[-1:] == b"t") or self._closed.get(token[-1:], len(made)) != len(made):
+            raise Irregular
+        self[token] = made
+        return made
+
+
+class _Texts(dict[bytes, str]):
+    def __missing__(self, token: bytes) -> str:
+        if token[1] != len(token) - 2:
+            raise Irregular
+        made = self[token] = str(token[2:], "utf-8", "surrogatepass")
+        return made
+
+
+def _pattern(words: Iterable[str | bytes], references: Iterator[bytes], *, take: bool) -> bytes:
+    made = b""
+    for word in words:
+        if isinstance(word, bytes):
+            made += re.escape(word)
+        elif word.startswith("["):
+            made += next(references)
+        else:
+            made += b"(%b)" % _COLUMNS[word] if take else _COLUMNS[word]
+    return made
+
+
+class Runs(Mapping[tuple[str, str], Any]):
+    """All runs of an index, `data` without them, and what the names in their places stand for."""
+
+    def __init__(self, data: bytes, middle: int, expected: Mapping[str, Any]) -> None:
+        self._all: list[Run] = []
+        self._expected = expected
+        self._source, self._at = data, 0
+        self._pieces: list[bytes] = []
+        numbers = _Numbers()
+        tuples = _Tuples(numbers)
+        self._tables: dict[str, Any] = {"text": _Texts(), "int": numbers, "ints": tuples}
+        self._take_out(_CHUNK, 0, middle)
+        self._take_out(_PLACED, middle, len(data))
+        self.data = b"".join([*self._pieces, data[self._at :]])
+        self._source, self._pieces = b"", []
+
+    def _take_out(self, words: tuple[str | bytes, ...], begin: int, end: int) -> None:
+        data = self._source
+        learnt = re.compile(_pattern(words, repeat(b"(" + _GET + b")"), take=False), re.S)
+        first = learnt.search(data, begin, min(end, begin + _LOOK))
+        if first is None:
+            return
+        gets = list(map(re.escape, first.groups()))
+        runs = re.compile(b"(?:" + _pattern(words, iter(gets), take=False) + b"){2,5000}", re.S)
+        rows = re.compile(_pattern(words, iter(gets), take=True), re.S).findall
+        names = [word[1:-1] for word in words if isinstance(word, str) and word.startswith("[")]
+        expected = tuple(self._expected.get(name, name) for name in names)
+        kinds = [word for word in words if isinstance(word, str) and word in _COLUMNS]
+        for found in runs.finditer(data, begin, end):
+            taken = zip(*rows(data, *found.span()), strict=True)
+            columns = [self._decoded(kind, column) for kind, column in zip(kinds, taken, strict=True)]
+            paths = dict.fromkeys(columns[3]) if words is _PLACED else ()
+            given = b"".join((*first.groups(), *paths))
+            self._pieces += (
+                data[self._at : found.start()],
+                b"c%bskipped\n%b0" % (_TAKEN, b"\x94" * (_MEMOS * len(columns[0]))),
+                b"c%brun\n(J%b%btR" % (_TAKEN, len(self._all).to_bytes(4, "little"), given),
+                b"N" if words is _PLACED else b"",
+            )  # fmt: skip
+            self._at = found.end()
+            self._all.append(Run(columns, expected))
+
+    def _decoded(self, kind: str, column: tuple[bytes, ...]) -> list[Any]:
+        return list(column) if kind == "path" else list(map(self._tables[kind].__getitem__, column))
+
+    def all_used(self) -> bool:
+        """Whether the index has each run where one belongs."""
+        return all(run.used for run in self._all)
+
+    def __getitem__(self, key: tuple[str, str]) -> Any:
+        return {(_MODULE, "skipped"): SKIPPED, (_MODULE, "run"): self._resolved}[key]
+
+    def _resolved(self, number: int, *found: Any) -> Run:
+        return self._all[number].resolve(found)
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return iter(((_MODULE, "skipped"), (_MODULE, "run")))
+
+    def __len__(self) -> int:
+        return 2
+
+
+def find(data: bytes, expected: Mapping[str, Any]) -> Runs | None:
+    """The runs of the index that the pickle `data` is, or None. `expected`: what is given for a class's name."""
+    try:
+        whole = _unframed(data)
+        middle = whole.find(b"storage_data")
+        if middle < 0 or not whole.endswith(b".") or _MODULE.encode() in whole:
+            return None
+        return Runs(whole, middle, expected)
+    except (Irregular, ValueError):
+        return None
+
+
+def _unframed(data: bytes) -> bytes:
+    """The pickle without its frames, which every 64 KiB stand in the middle of something and tell nothing."""
+    if data[2:3] != b"\x95":
+        return data
+    pieces, at = [data[:2]], 2
+    while at < len(data):
+        if data[at] != 0x95:
+            raise Irregular
+        start = at + 9
+        at = start + int.from_bytes(data[at + 1 : start], "little")
+        pieces.append(data[start:at])
+    return b"".join(pieces)

@@ -1,0 +1,161 @@
+"""Writes the `.metadata` of a DCP directory, spelt as torch 2.9 to 2.14 spell it; the grammar is in `dcpmetadata`.
+
+`TensorProperties` has five elements, or torch up to 2.14 could not open it; torch 2.6 to 2.8 keep what they do not know
+(`version`) as attributes, as all of them do with `ckpttool`. A large index has millions of objects: what comes again
+and again is put together from pieces that are spelt once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ckpttool.catalogue.boxes import Ints
+from ckpttool.formats.dcp.metadata import Item, Metadata, StoredTensor
+from ckpttool.serialization.pickler import Writer
+
+_MODULE = "torch.distributed.checkpoint.metadata"
+_BATCH = 1000  # as pickle does: the reader's stack stays small
+
+
+class _Spelling:
+    """Opcodes of the classes and keys that come again and again, each a reference to the pickle's memo."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self.size = self._named("torch", "Size")
+        self.chunk = self._new(_MODULE, "ChunkStorageMetadata") + b"}("
+        self.tensor = self._new(_MODULE, "TensorStorageMetadata") + b"}("
+        self.bytes = self._new(_MODULE, "BytesStorageMetadata")
+        self.index = self._new(_MODULE, "MetadataIndex") + b"}("
+        self.info = self._new("torch.distributed.checkpoint.filesystem", "_StorageInfo") + b"}("
+        names = (
+            "offsets", "sizes", "properties", "size", "chunks", "fqn", "offset", "index", "relative_path", "length",
+        )  # fmt: skip
+        self.key = {name: self.text(name) for name in names}
+        self._sizes: dict[Ints, bytes] = {}
+
+    def text(self, value: str) -> bytes:
+        return self._reference(lambda: self._writer.text(value))
+
+    def _named(self, module: str, name: str) -> bytes:
+        return self._reference(lambda: self._writer.named(module, name))
+
+    def _new(self, module: str, name: str) -> bytes:
+        return self._named(module, name) + b")\x81"
+
+    def _reference(self, write: Callable[[], None]) -> bytes:
+        """What `write` writes the second time. The first time is taken off the reader's stack again."""
+        out = self._writer.out
+        write()
+        out += b"0"
+        mark = len(out)
+        write()
+        made = bytes(out[mark:])
+        del out[mark:]
+        return made
+
+    def ints(self, values: Ints) -> bytes:
+        """A `torch.Size`."""
+        found = self._sizes.get(values)
+        if found is None:
+            body = b"".join(map(_integer, values))
+            packed = body + (b")", b"\x85", b"\x86", b"\x87")[len(values)] if len(values) < 4 else b"(" + body + b"t"
+            found = self._sizes[values] = self.size + packed + b"\x85R"
+        return found
+
+
+def _integer(value: int) -> bytes:
+    if 0 <= value < 256:
+        return b"K" + value.to_bytes(1, "little")
+    if -(2**31) <= value < 2**31:
+        return b"J" + value.to_bytes(4, "little", signed=True)
+    return b"\x8a\x08" + value.to_bytes(8, "little", signed=True)
+
+
+def write(metadata: Metadata, flush: Callable[[bytes], object]) -> None:
+    """The pickle of `metadata`, piece by piece."""
+    writer = Writer(protocol=4)
+    spelling = _Spelling(writer)
+    out = writer.out
+
+    def drain() -> None:
+        if len(out) > 1 << 20:
+            flush(bytes(out))
+            out.clear()
+
+    writer.named(_MODULE, "Metadata")
+    out.extend(b")\x81}(")
+    writer.text("state_dict_metadata")
+    out.extend(b"}")
+    for key, entry in metadata.entries.items():
+        out.extend(b"(")
+        writer.text(key)
+        _describe(writer, spelling, entry)
+        out.extend(b"u")
+        drain()
+    writer.text("planner_data")
+    writer.write(metadata.paths)
+    writer.text("storage_data")
+    out.extend(b"}")
+    files = [spelling.text(name) for name in metadata.files]
+    for key, entry in metadata.entries.items():
+        for piece in _placed(spelling, spelling.text(key), entry, files):
+            out.extend(piece)
+            drain()
+    writer.text("storage_meta")
+    writer.named(_MODULE, "StorageMeta")
+    out.extend(b")\x81")
+    writer.write({"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []})
+    out.extend(b"b")
+    for name, value in (("version", "1.0.0"), ("ckpttool", metadata.extra)):
+        writer.text(name)
+        writer.write(value)
+    out.extend(b"ub")
+    flush(writer.done())
+
+
+def _describe(writer: Writer, spelling: _Spelling, entry: StoredTensor | Item) -> None:
+    if isinstance(entry, Item):
+        writer.out += spelling.bytes
+        return
+    key, ints = spelling.key, spelling.ints
+    writer.out += spelling.tensor + key["properties"]
+    writer.named(_MODULE, "TensorProperties")
+    writer.out += b")\x81("
+    writer.named("torch", entry.dtype.name)
+    writer.call("torch.serialization", "_get_layout", ("torch.strided",))
+    writer.write(False)
+    writer.call(_MODULE, "_MEM_FORMAT_ENCODING", (0,))
+    writer.write(False)
+    writer.out += b"tb" + key["size"] + ints(entry.shape) + key["chunks"] + b"]"
+    first, second = spelling.chunk + key["offsets"], key["sizes"]
+    for at in range(0, len(entry.offsets), _BATCH):
+        batch = zip(entry.offsets[at : at + _BATCH], entry.sizes[at : at + _BATCH], strict=True)
+        writer.out += b"("
+        writer.out += b"".join([b"%b%b%b%bub" % (first, ints(o), second, ints(s)) for o, s in batch])
+        writer.out += b"e"
+    writer.out += b"ub"
+
+
+def _placed(spelling: _Spelling, name: bytes, entry: StoredTensor | Item, files: list[bytes]) -> Iterator[bytes]:
+    """Items of `storage_data`, many at a time."""
+    key = spelling.key
+    index, info = spelling.index + key["fqn"] + name, spelling.info + key["relative_path"]
+    offset, length = key["offset"], key["length"]
+    if isinstance(entry, Item):
+        yield b"(%b%bNub%b%b%b%b%b%bubu" % (
+            index, key["index"], info, files[entry.file],
+            offset, _integer(entry.offset), length, _integer(entry.length),
+        )  # fmt: skip
+        return
+    ints, hint = spelling.ints, key["index"]
+    rows = zip(entry.offsets, entry.files, entry.starts, entry.lengths, strict=True)
+    made = [
+        b"%b%b%b%b%bub%b%b%b%b%b%bub" % (
+            index, offset, ints(at), hint, _integer(i),
+            info, files[file], offset, _integer(start), length, _integer(size),
+        )
+        for i, (at, file, start, size) in enumerate(rows)
+    ]  # fmt: skip
+    for at in range(0, len(made), _BATCH):
+        yield b"(" + b"".join(made[at : at + _BATCH]) + b"u"

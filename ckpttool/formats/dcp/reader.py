@@ -1,0 +1,312 @@
+"""An index as a catalogue: tensors as unopened items, objects decoded."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from ckpttool.catalogue import values as stubs
+from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, File, Object, Path, Tensor, dotted
+from ckpttool.catalogue.protocols import Run
+from ckpttool.catalogue.values import stub_name
+from ckpttool.errors import CkptError, CorruptError, ReadError
+from ckpttool.formats.dcp import index as dcpindex
+from ckpttool.formats.dcp import planner_data as dcpkeys
+from ckpttool.formats.dcp.index import Index
+from ckpttool.formats.dcp.items import Items
+from ckpttool.formats.dcp.metadata import Item, StoredTensor
+from ckpttool.serialization import safetensors_header as stheader
+from ckpttool.serialization import torch_tree as torchtree
+from ckpttool.serialization import unpickler as pickles
+from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
+from ckpttool.serialization.torch_zip import Archive
+
+_EAGER = 5_000  # bytes items that are decoded at open; 35 us each
+
+
+class DcpSource:
+    """An open directory; `index` is what it says, and has the file numbers of the catalogue."""
+
+    def __init__(
+        self, catalogue: Catalogue, items: Items, transforms: dict[tuple[int, int], tuple[str, ...]], index: Index
+    ) -> None:
+        self.catalogue = catalogue
+        self.index = index
+        self._items = items
+        self._transforms = transforms
+
+    def items(self) -> Iterator[tuple[str, Run]]:
+        """Items that are no chunk of the catalogue: those of objects, and what several ranks have stored."""
+        for name, entry in self.index.entries.items():
+            # A quantised tensor is the call that makes it.
+            whole = [entry] if isinstance(entry, Item) else map(entry.item, range(len(entry.files)))
+            for item in whole if isinstance(entry, Item) or entry.dtype.kind == "quantized" else ():
+                yield name, Run(item.file, item.offset, item.length, bool(item.transforms))
+        for again in self.index.copies:
+            item = again.again
+            yield again.name, Run(item.file, item.offset, item.length, bool(item.transforms))
+
+    def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
+        extent = chunk.extent
+        if not extent.item:
+            return extent
+        if tensor.dtype.kind == "quantized":
+            raise ReadError(
+                f"tensor `{tensor.name}`: {tensor.dtype} in pieces, each quantised by itself, cannot be put together",
+                hint="leave it out with `--exclude`",
+                tensor=tensor.name,
+            )
+        transforms = self._transforms.get((extent.file, extent.offset), ()) if self._transforms else ()
+        item = Item(extent.file, extent.offset, extent.nbytes, transforms)
+        return self._items.tensor(item, tensor.dtype, chunk.sizes, tensor.name)
+
+    def close(self) -> None:
+        self._items.close()
+
+
+def open_directory(path: str) -> DcpSource:
+    """The catalogue of a directory, or of the directory that an index file lies in."""
+    with pickles.no_garbage_collection():
+        index = dcpindex.read(path)
+        items = Items(index.files)
+        try:
+            return _Opening(index, items).source()
+        except BaseException:
+            items.close()
+            raise
+
+
+class _Opening:
+    """Turns an index into a catalogue; reads small things from the data files on the way."""
+
+    def __init__(self, index: Index, items: Items) -> None:
+        self._index = index
+        self._items = items
+        self._catalogue = Catalogue("dcp", index.files, facts=index.facts, warnings=index.warnings)
+        self._trees: dict[str, tuple[Any, Archive | None] | CkptError] = {}
+        self._transforms: dict[tuple[int, int], tuple[str, ...]] = {}
+        self._is_safetensors = False
+        self._unread: list[tuple[str, str]] = []
+
+    def source(self) -> DcpSource:
+        index, catalogue = self._index, self._catalogue
+        self._note_transforms()
+        if self._transforms:
+            self._items.reserve_scratch()
+        self._is_safetensors = self._probe()
+        if index.copies:
+            # What it compares them with is much, and few directories have any.
+            from ckpttool.formats.dcp import replicas as copies
+
+            catalogue.warnings += copies.settle(index, self._items, is_safetensors=self._is_safetensors)
+        self._read_objects()
+        paths, containers = dcpkeys.restore(index.entries, index.paths, index.extra, self._value)
+        catalogue.containers = containers
+        for name, path in paths.items():
+            entry = index.entries[name]
+            if isinstance(entry, StoredTensor) and name not in self._trees:
+                catalogue.add(self._tensor(name, path, entry))
+            else:
+                self._add_object(name, path)
+        if self._unread:
+            name, why = self._unread[0]
+            more = f", nor {len(self._unread) - 1} objects more" if len(self._unread) > 1 else ""
+            catalogue.warnings.append(f"`{name}` cannot be read{more}: {why}")
+        self._describe()
+        return DcpSource(catalogue, self._items, self._transforms, index)
+
+    # Tensors ---------------------------------------------------------------------------------------------------------
+
+    def _note_transforms(self) -> None:
+        for entry in self._index.entries.values():
+            if isinstance(entry, Item):
+                if entry.transforms:
+                    self._transforms[entry.file, entry.offset] = entry.transforms
+            else:
+                for i, transforms in entry.transforms.items():
+                    self._transforms[entry.files[i], entry.starts[i]] = transforms
+
+    def _probe(self) -> bool:
+        """Whether tensors lie in safetensors blobs. It is the writer's choice for all of them, so one item tells."""
+        for entry in self._index.entries.values():
+            if isinstance(entry, Item):
+                continue
+            for i in range(len(entry.files)):
+                item = entry.item(i)
+                if item.transforms or not item.length or self._index.files[item.file].missing:
+                    continue
+                try:
+                    head = self._items.head(item._replace(length=16), 16)
+                except CkptError:
+                    continue
+                return not head.startswith(b"PK") and stheader.looks_like(head)
+        return False
+
+    def _tensor(self, name: str, path: Path, entry: StoredTensor) -> Tensor:
+        if self._is_safetensors:
+            chunks = self._in_blobs(name, entry)
+        else:
+            chunks = Chunks.items(entry.offsets, entry.sizes, entry.files, entry.starts, entry.lengths)
+            if 0 in entry.shape and entry.dtype.kind != "quantized":
+                self._check_empty(name, path, entry)
+        return Tensor(path, entry.dtype, entry.shape, chunks)
+
+    def _check_empty(self, name: str, path: Path, entry: StoredTensor) -> None:
+        """Nobody comes back to the items of a tensor without elements, which had better have none."""
+        for item in map(entry.item, range(len(entry.files))):
+            file = self._index.files[item.file]
+            if item.length <= 0 or item.offset < 0 or file.missing or item.offset + item.length > file.size:
+                continue  # there is none, or that is told elsewhere
+            try:
+                self._items.check_empty(item, name)
+            except CkptError as error:
+                facts = {**error.facts, "concerns": [dotted(path)]}
+                self._catalogue.faults.append(type(error)(error.message, hint=error.hint, **facts))
+                return
+
+    def _in_blobs(self, name: str, entry: StoredTensor) -> Chunks:
+        """Every item of a file has the offset of its blob: only the blob's own header tells them apart."""
+        chunks = Chunks()
+        seen: set[int] = set()
+        for i, (offsets, sizes) in enumerate(zip(entry.offsets, entry.sizes, strict=True)):
+            file = self._index.files[entry.files[i]]
+            if file.missing or 0 in sizes:
+                if 0 in entry.shape and entry.lengths[i] and not file.missing:
+                    self._check_empty_blob(name, entry.item(i))
+                chunks.add(offsets, sizes, Extent(entry.files[i], 0, 0 if 0 in sizes else entry.lengths[i]))
+                continue
+            if entry.files[i] in seen:
+                raise CorruptError(
+                    f"`{file.name}`: tensor `{name}`: two of its chunks were written under one name, so one is lost",
+                    hint="torch has no other trace of it; save again without `SerializationFormat.SAFETENSORS`",
+                    file=file.name, tensor=name,
+                )  # fmt: skip
+            seen.add(entry.files[i])
+            found = self._items.blob(entry.item(i)).tensors.get(name)
+            if found is None or found.dtype != entry.dtype or found.shape != sizes:
+                holds = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
+                raise CorruptError(
+                    f"`{file.name}`: tensor `{name}`: the header has {holds}, but the index says {entry.dtype} "
+                    f"{list(sizes)}",
+                    file=file.name, tensor=name,
+                )  # fmt: skip
+            chunks.add(offsets, sizes, Extent(entry.files[i], found.begin, found.end - found.begin))
+        return chunks
+
+    def _check_empty_blob(self, name: str, item: Item) -> None:
+        found, file = self._items.blob(item).tensors.get(name), self._index.files[item.file].name
+        if found is not None and 0 not in found.shape:
+            raise CorruptError(
+                f"`{file}`: tensor `{name}`: the header has {found.dtype} {list(found.shape)}, but the index says a "
+                "tensor without elements",
+                file=file, tensor=name,
+            )  # fmt: skip
+
+    # Objects ---------------------------------------------------------------------------------------------------------
+
+    def _read_objects(self) -> None:
+        blobs: list[tuple[Item, str]] = []
+        for name, entry in self._index.entries.items():
+            if isinstance(entry, Item):
+                blobs.append((entry, name))
+            elif entry.dtype.kind == "quantized" and len(entry.files) == 1 and not self._is_safetensors:
+                # Its scale and zero point are in the call that makes it: an object around its integers.
+                blobs.append((entry.item(0), name))
+        blobs.sort()
+        for item, name in blobs[:_EAGER]:
+            self._decode(item, name)
+
+    def _decode(self, item: Item, name: str) -> None:
+        try:
+            self._trees[name] = self._items.tree(item, name)
+        except CkptError as error:
+            self._trees[name] = error
+
+    def _value(self, name: str) -> Any:
+        entry = self._index.entries[name]
+        if name not in self._trees and isinstance(entry, Item):
+            self._decode(entry, name)
+        found = self._trees.get(name)
+        return found[0] if isinstance(found, tuple) else None
+
+    def _add_object(self, name: str, path: Path) -> None:
+        catalogue, entry = self._catalogue, self._index.entries[name]
+        item = entry if isinstance(entry, Item) else entry.item(0)
+        found = self._trees.get(name)
+        if found is None:
+            catalogue.add(Object(path, read=lambda: self._late(item, name), nbytes=item.length))
+        elif isinstance(found, CkptError):
+            self._unread.append((dotted(path), found.message))
+            catalogue.add(Object(path, read=lambda: _raise(found), nbytes=item.length))
+        elif found[1] is None and (self._index.extra is not None or not isinstance(found[0], (dict, list))):
+            # Ours: a dict that was one object goes on being one.
+            catalogue.add(Object(path, found[0], nbytes=item.length))
+        else:
+            self._fill(path, item, *found)
+
+    def _fill(self, path: Path, item: Item, tree: Any, archive: Archive | None) -> None:
+        part = Catalogue("dcp")
+        place: torchtree.Place = _no_storage
+        if archive is not None:
+            place = archive.extent
+        torchtree.fill(part, tree, place, path)
+        for entry in part.entries.values():
+            if isinstance(entry, Object):
+                entry.nbytes = item.length
+            self._catalogue.add(entry)
+        self._catalogue.containers |= part.containers
+        if any(_is_sharded(entry.value) for entry in part.objects):
+            rank = self._index.files[item.file].rank
+            self._catalogue.warnings.append(
+                f"`{dotted(path)}` is one object with DTensor or ShardedTensor inside: only the shards of "
+                f"{'the rank that wrote it' if rank is None else f'rank {rank}'} are there "
+                "(`flatten_state_dict=False` loses the others)"
+            )
+        self._catalogue.warnings += [w for w in part.warnings if not w.startswith("this file is one rank's")]
+
+    def _late(self, item: Item, name: str) -> Any:
+        tree, archive = self._items.tree(item, name)
+        if archive is not None:
+            raise ReadError(
+                f"`{name}`: an object with tensors inside, one of more than {_EAGER} objects, cannot be taken apart",
+                hint="leave it out with `--exclude`",
+            )
+        return tree
+
+    # What a person should know ---------------------------------------------------------------------------------------
+
+    def _describe(self) -> None:
+        catalogue, index = self._catalogue, self._index
+        ours = index.extra.get("by") if index.extra is not None else None
+        if isinstance(ours, str):
+            catalogue.facts["writer"] = ours
+            catalogue.facts.pop("torch", None)
+        per_rank: dict[int, list[File]] = defaultdict(list)
+        for file in index.files:
+            if file.rank is not None:
+                per_rank[file.rank].append(file)
+        most = max(map(len, per_rank.values()), default=1)
+        items = sum(1 if isinstance(e, Item) else len(e.files) for e in index.entries.values())
+        layout = [catalogue.facts["layout"]] if "layout" in catalogue.facts else []
+        if most > 1:
+            layout.append("a file for each item" if items == len(index.files) else f"up to {most} files per rank")
+        elif not layout:
+            layout.append("one file per rank")
+        layout += sorted({t for transforms in self._transforms.values() for t in transforms})
+        if self._is_safetensors:
+            layout.append("tensors as safetensors")
+        catalogue.facts["layout"] = ", ".join(layout)
+
+
+def _raise(error: CkptError) -> NoReturn:
+    raise error
+
+
+def _no_storage(ref: TensorRef | StorageRef) -> NoReturn:
+    raise CorruptError("a tensor in an archive without storages")
+
+
+def _is_sharded(value: Any) -> bool:
+    names = (stub_name(node) or "" for node in stubs.walk(value))
+    return any(n.startswith("torch.distributed.") and n.endswith((".DTensor", ".ShardedTensor")) for n in names)

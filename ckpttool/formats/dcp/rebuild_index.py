@@ -1,0 +1,172 @@
+"""The index of a directory that has lost it: merged from those of its ranks, or made anew after that of another save.
+
+An item does not say whose it is. But ranks of one run write the same items in the same order, step after step, so the
+index of another step says what each item is; where it begins is found by reading the files front to back, as only the
+lengths of objects change. Each item has to be what the other index says: its kind, dtype and shape.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections import defaultdict
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ckpttool.catalogue.entries import File
+from ckpttool.errors import CkptError, CorruptError, ReadError
+from ckpttool.formats import dcp
+from ckpttool.formats.dcp import index as dcpindex
+from ckpttool.formats.dcp import metadata_writer as dcpspelling
+from ckpttool.formats.dcp.index import Index
+from ckpttool.formats.dcp.metadata import Item, Metadata, StoredTensor
+from ckpttool.serialization import torch_zip as torchzip
+from ckpttool.serialization.torch_pickle import TensorRef
+from ckpttool.serialization.torch_zip import Read
+from ckpttool.storage import files
+from ckpttool.storage.files import Pool
+
+_WINDOW = 1 << 20
+_END = b"PK\5\6"
+_LOCATOR = 20  # bytes before the end record, where torch always has a zip64 end record
+_HINT = "`--like` wants another step of the same run, saved by as many ranks"
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One item that the other index has, and the names that share it: `_Slot(0, 1462, ["w"], ...)`."""
+
+    offset: int
+    length: int
+    name: str
+    entry: StoredTensor | Item
+    chunk: int = 0
+
+
+def merged(folder: str) -> Metadata:
+    """One index out of those that the ranks wrote each for itself. Raises CorruptError when they do not agree."""
+    with closing(dcp.open(folder)) as source:
+        index = source.index
+        return _metadata(index, index.entries)
+
+
+def rebuilt(folder: str, like: str) -> Metadata:
+    """An index for the data files in `folder`, after that of the checkpoint at `like`. Raises ReadError when that has
+    none, CorruptError when an item is not what it says, or a file has other items than it says."""
+    with closing(dcp.open(like)) as source:
+        other = source.index
+        placed: dict[tuple[int, int], tuple[int, int]] = {}
+        pool = Pool()
+        with closing(pool):
+            for number, slots in _slots(other).items():
+                _walk(folder, other.files[number], number, slots, pool, placed)
+        entries = {name: _moved(entry, placed) for name, entry in other.entries.items()}
+        return _metadata(other, entries)
+
+
+def write(folder: str, metadata: Metadata) -> None:
+    """Write `.metadata`."""
+    files.write_pieces(os.path.join(folder, dcpindex.NAME), lambda put: dcpspelling.write(metadata, put))
+
+
+def _metadata(index: Index, entries: dict[str, StoredTensor | Item]) -> Metadata:
+    names = [file.name for file in index.files if not file.scratch]
+    return Metadata(dcpindex.NAME, names, entries, index.paths, index.extra)
+
+
+def _slots(index: Index) -> dict[int, list[_Slot]]:
+    """The items of each file, in their order; one that several names share once."""
+    found: dict[int, dict[int, _Slot]] = defaultdict(dict)
+    for name, entry in index.entries.items():
+        for i in range(1 if isinstance(entry, Item) else len(entry.files)):
+            item = entry if isinstance(entry, Item) else entry.item(i)
+            if item.transforms:
+                raise ReadError(f"`{name}`: compressed, and where compressed items end is not to be seen", hint=_HINT)
+            if item.length:
+                found[item.file].setdefault(item.offset, _Slot(item.offset, item.length, name, entry, i))
+    return {number: [slots[at] for at in sorted(slots)] for number, slots in found.items()}
+
+
+def _walk(
+    folder: str, file: File, number: int, slots: list[_Slot], pool: Pool, placed: dict[tuple[int, int], tuple[int, int]]
+) -> None:
+    """Find the items of one file; `placed` gets `(file, old offset) -> (offset, length)`."""
+    location = os.path.join(folder, file.name)
+    if not os.path.isfile(location):
+        raise CorruptError(f"`{file.name}` is missing, and the other checkpoint has it", hint=_HINT, file=file.name)
+    size, at = files.size_of(location), 0
+    read = partial(pool.read, location)
+    for slot in slots:
+        length = slot.length if _ends_at(read, at, slot.length, size) else _length(read, at, size)
+        name = f"`{file.name}`: `{slot.name}` at {at}"
+        if length is None:
+            raise CorruptError(f"{name}: no whole item begins there", hint=_HINT, file=file.name, offset=at)
+        try:
+            _check(read, at, length, name, slot)
+        except CkptError as error:
+            raise CorruptError(error.message, hint=_HINT, file=file.name, offset=at, nbytes=length) from None
+        placed[number, slot.offset] = at, length
+        at += length
+    if at != size:
+        raise CorruptError(
+            f"`{file.name}`: the items that the other checkpoint has end at {at}, but the file has {size} bytes",
+            hint=_HINT, file=file.name, found=size, expected=at,
+        )  # fmt: skip
+
+
+def _check(read: Read, at: int, length: int, name: str, slot: _Slot) -> None:
+    """Whether an item is what the other index says. Raises CorruptError."""
+    entry = slot.entry
+    if isinstance(entry, StoredTensor) and entry.dtype.kind != "quantized":
+        sizes = entry.sizes[slot.chunk]
+        torchzip.resolve_item(read, at, length, name=name, file=0, dtype=entry.dtype, sizes=sizes)
+    else:
+        tree = torchzip.load_tree(torchzip.open_archive(read, at, length, name=name))
+        if isinstance(tree, TensorRef) and isinstance(entry, Item):
+            raise CorruptError(f"{name}: holds a tensor, and an object in the other checkpoint")
+
+
+def _ends_at(read: Read, at: int, length: int, size: int) -> bool:
+    """Whether a whole archive of this length lies there."""
+    if at + length > size:
+        return False
+    try:
+        torchzip.open_archive(read, at, length, name="")
+    except CkptError:
+        return False
+    return read(at, 4) == b"PK\3\4"
+
+
+def _length(read: Read, base: int, size: int) -> int | None:
+    """The length of the archive at `base`: up to the first end record whose own numbers lead back there."""
+    if read(base, min(4, size - base)) != b"PK\3\4":
+        return None
+    at = base
+    while at < size:
+        data = read(at, min(_WINDOW, size - at))
+        found = data.find(_END)
+        while found >= 0:
+            length = at + found + 22 - base
+            if base + length <= size and _leads_back(read, base, length):
+                return length
+            found = data.find(_END, found + 1)
+        at += max(1, len(data) - len(_END) + 1)
+    return None
+
+
+def _leads_back(read: Read, base: int, length: int) -> bool:
+    end = base + length - 22
+    locator = read(max(base, end - _LOCATOR), min(_LOCATOR, end - base))
+    if locator[:4] != b"PK\6\7":
+        return False
+    at64 = int.from_bytes(locator[8:16], "little")
+    return base + at64 + 56 + _LOCATOR == end and read(base + at64, 4) == b"PK\6\6"
+
+
+def _moved(entry: StoredTensor | Item, placed: dict[tuple[int, int], tuple[int, int]]) -> StoredTensor | Item:
+    if isinstance(entry, Item):
+        offset, length = placed[entry.file, entry.offset]
+        return entry._replace(offset=offset, length=length)
+    there = [placed.get((file, start), (0, 0)) for file, start in zip(entry.files, entry.starts, strict=True)]
+    return replace(entry, starts=array("q", [at for at, _ in there]), lengths=array("q", [n for _, n in there]))

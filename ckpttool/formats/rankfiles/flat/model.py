@@ -1,0 +1,377 @@
+"""FSDP1's flat parameters: `LOCAL_STATE_DICT`, whose files have pieces of one dimension and no shapes.
+
+    use_orig_params=True       rank 0             rank 1
+      layers.0.norm.weight     7 elements         0 elements       1-D pieces; end to end they are the parameter
+      layers.0.qkv.weight      140                7
+      layers.0._flat_param     [0, 148) of 296    [148, 296)       ShardedTensor; says the same once more
+    use_orig_params=False
+      layers.0._flat_param     [0, 77) of 154     [77, 154)        all there is: the parameters of the unit, end to end
+    either
+      tokens_seen              0-d                0-d              buffers and ignored parameters, whole on each rank
+
+A unit is a module that FSDP wrapped. Its flat parameter holds the parameters below it that no nested unit holds, in the
+order in which the modules register them, a shared one once. With `use_orig_params=True` each begins at a multiple of 16
+bytes (of the dtype it is computed in) and the end is padded to a multiple of the world size; with False there is no
+padding in the files. Upstream: `torch/distributed/fsdp/_flat_param.py` and `_state_dict_utils.py`, torch 2.0 to 2.13.
+
+Everything here is pure: `place` says where the bytes of a tensor of a rank's file are, nothing is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+from ckpttool.catalogue import boxes
+from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.dtypes import Dtype
+from ckpttool.catalogue.protocols import OpenOptions
+from ckpttool.errors import CkptError, CorruptError, UsageError, some
+from ckpttool.formats.rankfiles.flat.pieces import (
+    FLAT_PARAM,
+    Counted,
+    Parameter,
+    Piece,
+    Place,
+    Rebuilt,
+    Trees,
+    Unit,
+    is_line,
+    part,
+    rebuild,
+)
+from ckpttool.serialization.dtensor import Shard
+from ckpttool.serialization.torch_pickle import TensorRef
+
+
+class Model(NamedTuple):
+    """What became of a model's state dict. `tensors` are the parameters, under every name they have; `whole`, the names
+    that each rank has a whole tensor (or another value) under; `counted`, what the optimizer has ids for, in order."""
+
+    tensors: dict[str, Rebuilt]
+    whole: tuple[str, ...]
+    counted: tuple[Counted, ...]
+
+
+class _Flat(NamedTuple):
+    """A flat parameter as the files have it: the module it stands for, and its pieces, each once."""
+
+    unit: str
+    dtype: Dtype
+    numel: int
+    pieces: tuple[Piece, ...]
+
+
+def is_flat(trees: Trees) -> bool:
+    """Whether these are the model state dicts of a `LOCAL_STATE_DICT` set. Pure."""
+    return any(_unit_of(name) is not None and isinstance(value, Shard) for name, value in trees[0].items())
+
+
+def no_shapes(files: Sequence[str]) -> CkptError:
+    """What is wrong with a set of flat parameters alone. Pure."""
+    what = some(files, 2) if files else "these files"
+    return CorruptError(
+        f"{what}: a LOCAL_STATE_DICT set has flat parameters, and not the shapes of what is in them",
+        hint="pass `--shapes FROM`: a checkpoint of the same model saved by torch or DCP, a safetensors file, or JSON "
+        'of names and shapes in model order, like `{"embed.weight": [29, 7]}`',
+        files=list(files), needs="--shapes",
+    )  # fmt: skip
+
+
+def model(trees: Trees, place: Place, options: OpenOptions, files: Sequence[str] = ()) -> Model:
+    """The parameters of a `LOCAL_STATE_DICT` set. `files` are the names of the ranks' files, for messages. Pure.
+
+    Raises CorruptError when there are no shapes or they do not fit, UsageError when their order has to be known and is
+    not.
+    """
+    if options.shapes is None:
+        raise no_shapes(files)
+    _check_names(trees)
+    flats = {flat.unit: flat for flat in _flat_parameters(trees)}
+    pieces = _pieces_by_name(trees, flats.values(), options.shapes)
+    if pieces:
+        return _from_pieces(trees, place, flats, pieces, options.shapes)
+    return _from_flats(trees, place, flats, options)
+
+
+# What the files hold --------------------------------------------------------------------------------------------------
+
+
+def _unit_of(name: Any) -> str | None:
+    """The module whose flat parameter this is the name of; the root is ""."""
+    unit, _, last = name.rpartition(".") if isinstance(name, str) else ("", "", "")
+    return unit if last == FLAT_PARAM else None
+
+
+def _check_names(trees: Trees) -> None:
+    for rank, tree in enumerate(trees):
+        if tree.keys() != trees[0].keys():
+            odd = sorted(map(str, tree.keys() ^ trees[0].keys()))
+            raise CorruptError(
+                f"rank 0 and rank {rank} do not have the same entries: {some(odd)}",
+                hint="the files are of different saves", ranks=[0, rank],
+            )  # fmt: skip
+
+
+def _flat_parameters(trees: Trees) -> Iterator[_Flat]:
+    for name, first in trees[0].items():
+        unit = _unit_of(name)
+        if unit is None or not isinstance(first, Shard):
+            continue
+        pieces: list[Piece] = []
+        for rank, tree in enumerate(trees):
+            shard = tree[name]
+            if not isinstance(shard, Shard) or (shard.dtype, shard.shape) != (first.dtype, first.shape):
+                raise CorruptError(
+                    f"`{name}`: rank {rank} has {_described(shard)}, but rank 0 {_described(first)}",
+                    hint="the files are of different saves", tensor=name, ranks=[0, rank],
+                )  # fmt: skip
+            for local in shard.pieces:
+                if not is_line(local.ref) or len(local.offsets) != 1 or len(first.shape) != 1:
+                    raise CorruptError(
+                        f"`{name}`: rank {rank}: a flat parameter has one dimension, this has {_described(shard)}",
+                        tensor=name, rank=rank,
+                    )  # fmt: skip
+                start = local.offsets[0]
+                pieces.append(Piece(start, start + local.ref.shape[0], rank, local.ref))
+        _check_line(name, pieces, first.shape[0])
+        yield _Flat(unit, first.dtype, first.shape[0], tuple(pieces))
+
+
+def _check_line(name: str, pieces: Sequence[Piece], numel: int) -> None:
+    fault = boxes.tiling_fault((numel,), [(p.start,) for p in pieces], [(p.stop - p.start,) for p in pieces])
+    if fault is not None:
+        raise CorruptError(
+            f"flat parameter `{name}` of {numel} elements is not covered exactly: {fault}",
+            hint="a rank's file is missing, or of another save", tensor=name, expected=numel,
+        )  # fmt: skip
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, (Shard, TensorRef)):
+        return f"{value.dtype} {list(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
+def _pieces_by_name(trees: Trees, flats: Iterable[_Flat], shapes: Mapping[str, Ints]) -> dict[str, list[TensorRef]]:
+    """What each rank has of every parameter that is there under its own name."""
+    inside = {(p.rank, p.ref.storage.key) for flat in flats for p in flat.pieces}
+    found: dict[str, list[TensorRef]] = {}
+    for name in trees[0]:
+        refs = [tree[name] for tree in trees]
+        if not isinstance(name, str) or not all(map(is_line, refs)):
+            continue
+        held = [ref.shape[0] for ref in refs]
+        views = any((rank, ref.storage.key) in inside for rank, ref in enumerate(refs) if ref.shape[0])
+        # Flat parameters that were moved to the CPU are no longer what the pieces are views of. A buffer has the same
+        # length everywhere, and that length is its shape.
+        if views or len(set(held)) > 1 or (name in shapes and shapes[name] != refs[0].shape):
+            found[name] = refs
+    return found
+
+
+def _owner(name: str, units: Iterable[str]) -> str | None:
+    """The innermost unit that a parameter lies in."""
+    around = [unit for unit in units if not unit or name.startswith(f"{unit}.")]
+    return max(around, key=len, default=None)
+
+
+def _spare(trees: Trees, name: str) -> Iterator[Parameter]:
+    """A tensor of which every rank has all: a parameter that FSDP was told to ignore, or a buffer."""
+    ref = trees[0][name]
+    if isinstance(ref, TensorRef) and ref.dtype.kind in ("float", "complex"):
+        yield Parameter(name, ref.shape, (prod(ref.shape),) * len(trees), certain=False)
+
+
+# use_orig_params=True -------------------------------------------------------------------------------------------------
+
+
+def _from_pieces(
+    trees: Trees, place: Place, flats: Mapping[str, _Flat], pieces: Mapping[str, list[TensorRef]],
+    shapes: Mapping[str, Ints],
+) -> Model:  # fmt: skip
+    first = _tied_pieces(pieces)
+    known = {name: shapes[name] for name in pieces if name in shapes}
+    # A shared parameter may be in the source of the shapes under one of its names only.
+    known = {first[name]: shape for name, shape in known.items()} | known
+    missing = [name for name in pieces if first[name] not in known]
+    if missing:
+        raise _missing_shapes(missing)
+    tensors: dict[str, Rebuilt] = {}
+    counted: list[Counted] = []
+    totals, counts = dict.fromkeys(flats, 0), dict.fromkeys(flats, 0)
+    whole = tuple(name for name in trees[0] if name not in pieces and _unit_of(name) not in flats)
+    for name in trees[0]:
+        if name not in pieces:
+            counted += _spare(trees, name)
+            continue
+        refs = pieces[name]
+        shape, unit = known.get(name, known[first[name]]), _owner(name, flats)
+        line = _line(name, refs)
+        if line.numel != prod(shape):
+            raise CorruptError(
+                f"`{name}`: the pieces of all ranks have {line.numel} elements, but {list(shape)} needs {prod(shape)}",
+                hint="the shapes are those of another model, or a rank's file is missing",
+                tensor=name, found=line.numel, expected=prod(shape),
+            )  # fmt: skip
+        tensors[name] = rebuild(refs[0].dtype, shape, line.pieces, place)
+        if first[name] == name:
+            counted.append(Parameter(name, shape, tuple(ref.shape[0] for ref in refs)))
+            if unit is not None:
+                totals[unit] += line.numel
+                counts[unit] += 1
+    for unit, flat in flats.items():
+        _check_sizes_agree(flat, totals[unit], counts[unit], len(trees))
+    return Model(tensors, whole, tuple(counted))
+
+
+def _missing_shapes(missing: Sequence[str]) -> CkptError:
+    return CorruptError(
+        f"there is no shape for {len(missing)} parameters of the files: {some(missing)}",
+        hint="`--shapes` has to name a checkpoint of the same model, with the same names", missing=list(missing),
+    )  # fmt: skip
+
+
+def _line(name: str, refs: Sequence[TensorRef]) -> _Flat:
+    """The pieces of one parameter, end to end in the order of the ranks."""
+    made: list[Piece] = []
+    end = 0
+    for rank, ref in enumerate(refs):
+        if ref.dtype != refs[0].dtype:
+            raise CorruptError(
+                f"`{name}`: rank {rank} has {ref.dtype}, but rank 0 {refs[0].dtype}",
+                hint="the files are of different saves", tensor=name, ranks=[0, rank],
+            )  # fmt: skip
+        if ref.shape[0]:
+            made.append(Piece(end, end + ref.shape[0], rank, ref))
+            end += ref.shape[0]
+    return _Flat(name, refs[0].dtype, end, tuple(made))
+
+
+def _tied_pieces(pieces: Mapping[str, list[TensorRef]]) -> dict[str, str]:
+    """For each name the first one whose pieces are the same bytes."""
+    names: dict[object, str] = {}
+    first: dict[str, str] = {}
+    for name, refs in pieces.items():
+        where = tuple((r.storage.key, r.offset, r.shape[0]) if r.shape[0] else None for r in refs)
+        first[name] = names.setdefault(where, name) if any(where) else name
+    return first
+
+
+def _check_sizes_agree(flat: _Flat, total: int, count: int, world: int) -> None:
+    # How far each parameter is padded depends on the dtype of the computation, which is not in the files.
+    most = total + 15 * count + world - 1
+    if not total <= flat.numel <= most:
+        raise CorruptError(
+            f"{_module(flat.unit)}: the pieces under the names of its parameters have {total} elements, the flat "
+            f"parameter {flat.numel}",
+            hint="the files are of different saves", tensor=flat.unit, found=flat.numel, expected=total,
+        )  # fmt: skip
+
+
+# use_orig_params=False ------------------------------------------------------------------------------------------------
+
+
+def _from_flats(trees: Trees, place: Place, flats: Mapping[str, _Flat], options: OpenOptions) -> Model:
+    assert options.shapes is not None
+    shapes = options.shapes
+    whole = tuple(n for n in trees[0] if _unit_of(n) not in flats)
+    members: dict[str, list[str]] = {unit: [] for unit in flats}
+    for name in shapes:
+        unit = _owner(name, flats)
+        # What the files have under its own name is a buffer, or a parameter that FSDP ignored.
+        if name not in trees[0] and unit is not None:
+            members[unit].append(name)
+    tensors: dict[str, Rebuilt] = {}
+    counted: list[Counted] = []
+    # The files have everything in the order in which the model has its parameters, flat ones and others.
+    for entry in trees[0]:
+        if (unit := _unit_of(entry)) in flats:
+            assert unit is not None
+            made, unit_tensors = _cut(flats[unit], {name: shapes[name] for name in members[unit]}, place, options)
+            counted.append(made)
+            tensors |= unit_tensors
+        else:
+            counted += _spare(trees, entry)
+    return Model({name: tensors[name] for name in shapes if name in tensors}, whole, tuple(counted))
+
+
+def _cut(
+    flat: _Flat, shapes: Mapping[str, Ints], place: Place, options: OpenOptions
+) -> tuple[Unit, dict[str, Rebuilt]]:  # fmt: skip
+    """What a flat parameter is made of, by the shapes of the parameters that lie in its unit."""
+    first = _ties(flat, shapes)
+    own = [name for name in shapes if first[name] == name]
+    if len(own) > 1 and not options.ordered:
+        raise UsageError(
+            f"{_titled(flat.unit)} holds {len(own)} parameters one after the other, and the shapes that were given are "
+            f"in alphabetical or some other order, not in that of the model",
+            hint="pass `--shapes` a checkpoint that torch or DCP saved, or JSON of names and shapes in the order of "
+            "`model.state_dict()`",
+            unit=flat.unit,
+        )  # fmt: skip
+    tensors: dict[str, Rebuilt] = {}
+    at = 0
+    for name in own:
+        numel = prod(shapes[name])
+        tensors[name] = rebuild(flat.dtype, shapes[name], part(flat.pieces, at, at + numel), place)
+        at += numel
+    tensors |= {name: tensors[first[name]] for name in shapes if first[name] != name}
+    step = max((piece.stop - piece.start for piece in flat.pieces), default=0)
+    return Unit(flat.unit, tuple(Parameter(name, shapes[name]) for name in own), step), tensors
+
+
+def _titled(unit: str) -> str:
+    return f"the flat parameter of {_module(unit)}"
+
+
+def _module(unit: str) -> str:
+    return f"`{unit}`" if unit else "the root"
+
+
+def _ties(flat: _Flat, shapes: Mapping[str, Ints]) -> dict[str, str]:
+    """For each name of a unit the first one of the same parameter, so that those make up the flat parameter.
+
+    Nothing says which names are shared; but they are of the same shape, and their elements are not there twice."""
+    total = sum(map(prod, shapes.values()))
+    if not shapes:
+        raise CorruptError(
+            f"the shapes name no parameter of {_module(flat.unit)}, whose flat parameter has {flat.numel} elements",
+            hint="the shapes are those of another model", unit=flat.unit, found=flat.numel, expected=0,
+        )  # fmt: skip
+    if total == flat.numel:
+        return {name: name for name in shapes}
+    first: dict[Ints, str] = {}
+    again = [name for name, shape in shapes.items() if first.setdefault(shape, name) != name]
+    shared = _only_choice({name: prod(shapes[name]) for name in again}, total - flat.numel)
+    if shared is None:
+        raise CorruptError(
+            f"{_titled(flat.unit)} has {flat.numel} elements, but its {len(shapes)} parameters need {total}: "
+            f"{some(list(shapes))}",
+            hint="the shapes are those of another model; or leave all but one of the names of a shared parameter out",
+            unit=flat.unit, found=flat.numel, expected=total,
+        )  # fmt: skip
+    # Names of one shape are all shared or all not, or there would have been another choice.
+    return {name: first[shape] if name in shared else name for name, shape in shapes.items()}
+
+
+def _only_choice(numels: Mapping[str, int], total: int) -> tuple[str, ...] | None:
+    """The names whose numbers of elements make up `total`; None unless there is exactly one choice.
+
+    One name that does is taken whatever else might add up: shared embeddings, beside layers that are all alike."""
+    if total <= 0:
+        return None
+    single = [name for name, numel in numels.items() if numel == total]
+    if single:
+        return (single[0],) if len(single) == 1 else None
+    # For each sum: what makes it up, or None when two choices do.
+    sums: dict[int, tuple[str, ...] | None] = {0: ()}
+    for name, numel in numels.items():
+        for have, chosen in list(sums.items()):
+            if have + numel <= total and numel:
+                again = have + numel in sums or chosen is None
+                sums[have + numel] = None if again else (*(chosen or ()), name)
+        if len(sums) > 100_000:
+            return None
+    return sums.get(total)

@@ -1,0 +1,386 @@
+"""FSDP1's raw `optimizer.state_dict()`, of which each rank has its own: integer ids and pieces of one dimension.
+
+    use_orig_params=True    {0: {step, exp_avg (106,)}, 3: ...}   an id for each parameter; no state without elements
+    use_orig_params=False   {0: {step, exp_avg (105,)}, 1: ...}   an id for each unit; the last ranks' are padded
+    either                  param_groups [{lr, params: [0, 1, ...]}]                        the same on all ranks
+
+What comes out is what `FSDP.optim_state_dict` gives: `{"state": {name: {...}}, "param_groups": [{..., "params":
+[name, ...]}]}`. State of no dimension (`step`) is one for all ranks, and for all parameters of a unit.
+
+Which parameter an id stands for is told by the order of the model, by how many elements of it each rank has, and by
+`param_names` where the optimizer was given names (torch 2.6); there has to be exactly one answer. Upstream:
+`torch/distributed/fsdp/_optim_utils.py`, torch 2.0 to 2.13. Everything here is pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.entries import Chunks, Extent
+from ckpttool.errors import CorruptError, UsageError, some
+from ckpttool.formats.rankfiles.flat import units as flatunits
+from ckpttool.formats.rankfiles.flat.pieces import (
+    FLAT_PARAM,
+    Counted,
+    Parameter,
+    Piece,
+    Place,
+    Rebuilt,
+    Trees,
+    Unit,
+    is_line,
+    part,
+    rebuild,
+)
+from ckpttool.layout.optimizer.names import is_statistic, ways
+from ckpttool.serialization.dtensor import Shard
+from ckpttool.serialization.torch_pickle import TensorRef
+
+_MOST_DEPTH = 16
+_WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
+_UNTOLD = (
+    "save the optimizer with `FSDP.optim_state_dict`, or give it names (torch 2.6: `AdamW(model.named_parameters())`)"
+)
+
+
+class _Slot(NamedTuple):
+    """An id of the optimizer: `_Slot(4, {0: {...}, 1: {...}}, (46, 3))`. `by_rank` has the state of each rank that has
+    one, `held` how many elements that is; None when there are no such tensors."""
+
+    key: Any
+    by_rank: dict[int, dict[str, Any]]
+    held: Ints | None
+
+
+def is_raw(trees: Trees, *, beside_flat: bool = False) -> bool:
+    """Whether these are raw state dicts of optimizers over flat parameters: state by ids, of plain tensors. Beside a
+    model that was saved by name they have nothing of two dimensions; `beside_flat` parameters, what FSDP was told to
+    ignore has. Pure."""
+    states = [state for tree in trees if isinstance(tree.get("state"), dict) for state in tree["state"].items()]
+    values = [v for _, state in states if isinstance(state, dict) for v in state.values()]
+    return bool(states) and all(type(key) is int for key, _ in states) and all(
+        (isinstance(v, TensorRef) and (beside_flat or len(v.shape) <= 1)) or not hasattr(v, "shape") for v in values
+    )  # fmt: skip
+
+
+def optimizer(
+    trees: Trees, place: Place, counted: Sequence[Counted], ranks: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """The optimizer's state by name, with a `Rebuilt` for each tensor. Pure.
+
+    `counted` is what the model has for it to count, in order: what `flat.model` says, or what `named` makes of a state
+    dict of another kind. `ranks` are those that make up one replica, all of them unless told. Raises CorruptError when
+    state and model do not fit, UsageError when they fit in several ways.
+    """
+    ranks = range(len(trees)) if ranks is None else ranks
+    groups = [[_slot(key, trees, ranks) for key in group["params"]] for group in _groups(trees[ranks[0]])]
+    owners = _owners(_groups(trees[ranks[0]]), groups, counted, len(ranks))
+    made: dict[str, dict[str, Any]] = {}
+    for slot, owner in zip((slot for group in groups for slot in group), owners, strict=True):
+        if slot.by_rank:
+            made |= _state(slot, owner, place, ranks)
+    names = iter(owners)
+    said = []
+    for group in _same_groups(trees, ranks):
+        keys = [name for _ in group["params"] for name in _names(next(names))]
+        said.append({key: _value(value, place, ranks[0]) for key, value in group.items()} | {"params": keys})
+    rest = {key: _value(value, place, ranks[0]) for key, value in trees[ranks[0]].items()}
+    return rest | {"state": made, "param_groups": said}
+
+
+def named(trees: Trees, place: Place) -> list[Parameter]:
+    """The parameters of a model that was saved by name, `DTensor`s or plain tensors, as `optimizer` wants them. Pure.
+
+    FSDP1 copies what it shards, so that a shared parameter is there twice; only the checksums are the same."""
+    sharded = any(isinstance(value, Shard) for value in trees[0].values())
+    names = set(trees[0])
+    seen: set[tuple[object, ...]] = set()
+    found: list[Parameter] = []
+    for name, value in trees[0].items():
+        if not isinstance(value, (Shard, TensorRef)) or value.dtype.kind not in ("float", "complex"):
+            continue
+        refs = [(rank, ref) for rank, tree in enumerate(trees) for ref in _refs(tree.get(name))]
+        places = [(rank, ref.shape, place(rank, ref)) for rank, ref in refs]
+        bytes_of = (value.shape, *((r, shape, *_content(extent)) for r, shape, extent in places if prod(shape)))
+        certain = isinstance(value, Shard) or not (sharded or is_statistic(name, names))
+        found.append(Parameter(name, value.shape, None, certain, bytes_of in seen))
+        seen.add(bytes_of)
+    return found
+
+
+def _refs(value: Any) -> list[TensorRef]:
+    if isinstance(value, Shard):
+        return [piece.ref for piece in value.pieces]
+    return [value] if isinstance(value, TensorRef) else []
+
+
+def _content(extent: Extent) -> tuple[object, ...]:
+    """What is the same for the same bytes; without a checksum, only for the same place."""
+    record = extent.record
+    if record is None or record.crc is None:
+        return extent.file, extent.offset, extent.nbytes
+    return record.crc, record.nbytes, extent.offset - record.offset
+
+
+def _names(owner: Counted) -> list[str]:
+    return [p.name for p in owner.parameters] if isinstance(owner, Unit) else [owner.name]
+
+
+# What the ranks say ---------------------------------------------------------------------------------------------------
+
+
+def _groups(tree: Mapping[str, Any]) -> list[dict[str, Any]]:
+    groups = tree.get("param_groups")
+    if not isinstance(groups, list) or not all(
+        isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups
+    ):
+        raise CorruptError("an optimizer's state without `param_groups` that list their `params`")
+    return groups
+
+
+def _same_groups(trees: Trees, ranks: Sequence[int]) -> list[dict[str, Any]]:
+    groups = _groups(trees[ranks[0]])
+    for rank in ranks[1:]:
+        other = _groups(trees[rank])
+        odd = [key for a, b in zip(groups, other, strict=False) for key in a.keys() | b.keys() if not _same(a, b, key)]
+        if odd or len(groups) != len(other):
+            raise CorruptError(
+                f"the optimizer's `param_groups` are others on rank {rank} than on rank {ranks[0]}: "
+                f"{some(sorted(map(str, odd))) if odd else f'{len(other)} groups, not {len(groups)}'}",
+                hint="the files are of different saves", ranks=[ranks[0], rank],
+            )  # fmt: skip
+    return groups
+
+
+def _same(a: Mapping[str, Any], b: Mapping[str, Any], key: str) -> bool:
+    return key in a and key in b and _alike(a[key], b[key])
+
+
+def _alike(a: Any, b: Any, depth: int = 0) -> bool:
+    """Whether two ranks say the same, as far as plain values tell. Tensors are compared by who reads them."""
+    if type(a) is not type(b):
+        return False
+    if depth < _MOST_DEPTH and isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(_alike(x, y, depth + 1) for x, y in zip(a, b, strict=True))
+    if depth < _MOST_DEPTH and isinstance(a, dict):
+        return a.keys() == b.keys() and all(_alike(a[key], b[key], depth + 1) for key in a)
+    # NaN equals nothing, itself included.
+    return a == b or repr(a) == repr(b) if isinstance(a, (bool, int, float, complex, str, bytes)) else True
+
+
+def _slot(key: Any, trees: Trees, ranks: Sequence[int]) -> _Slot:
+    by_rank = {rank: state for rank in ranks if isinstance(state := trees[rank].get("state", {}).get(key), dict)}
+    held = dict.fromkeys(ranks, 0)
+    told = False
+    for rank, state in by_rank.items():
+        shapes = {name: value.shape for name, value in state.items() if _is_piece(value)}
+        if len(set(shapes.values())) > 1:
+            said = ", ".join(f"`{name}` {list(shape)}" for name, shape in shapes.items())
+            raise CorruptError(
+                f"optimizer state {key} of rank {rank} is not of one size: {said}",
+                hint="only state with a value for each element of a parameter can be rebuilt", rank=rank,
+            )  # fmt: skip
+        for shape in shapes.values():
+            held[rank], told = prod(shape), True
+    return _Slot(key, by_rank, tuple(held[rank] for rank in ranks) if told else None)
+
+
+def _is_piece(value: Any) -> bool:
+    return isinstance(value, TensorRef) and len(value.shape) > 0
+
+
+# Which is which -------------------------------------------------------------------------------------------------------
+
+
+def _owners(
+    groups: Sequence[Mapping[str, Any]], slots: Sequence[Sequence[_Slot]], counted: Sequence[Counted], world: int
+) -> list[Counted]:
+    """What each id stands for, group by group."""
+    told = _by_name(groups, counted)
+    if told is not None:
+        return told
+    known = any(isinstance(c, Unit) or c.held is not None for c in counted)
+    once = [c for c in counted if isinstance(c, Unit) or not c.again]
+    found: list[list[list[Counted]]] = []
+    for some_of in (once, counted) if len(once) < len(counted) else (counted,):
+        found.append(_matched(slots, some_of, world))
+        if not known:
+            # Whether the ids are of parameters or of units, and of which, is to be found out.
+            found.append(_derived(slots, [c for c in some_of if isinstance(c, Parameter) and c.certain], world))
+    answers = [answer for answer in found if answer]
+    if not answers:
+        raise CorruptError(
+            f"the optimizer's state, of {sum(map(len, slots))} parameters or units, does not follow the order and the "
+            f"sizes of the {len(counted)} of the model",
+            hint="the files are of different saves, or FSDP wrapped the model in a way that they do not tell: "
+            f"{_UNTOLD}",
+            found=sum(map(len, slots)), expected=len(counted),
+        )  # fmt: skip
+    if len({tuple(tuple(_names(owner)) for owner in one) for answer in answers for one in answer}) > 1:
+        raise _ambiguous(sum(map(len, slots)), _vague(answers))
+    return list(answers[0][0])
+
+
+def _ambiguous(count: int, names: Sequence[str]) -> UsageError:
+    return UsageError(
+        f"which parameters the {count} ids of the optimizer stand for is not said, and the sizes fit in more ways than "
+        f"one: {some(names)}",
+        hint=_UNTOLD, found=list(names),
+    )  # fmt: skip
+
+
+def _vague(answers: Sequence[Sequence[Sequence[Counted]]]) -> list[str]:
+    """Names that one answer has somewhere else than another."""
+    every = [[name for owner in one for name in _names(owner)] for answer in answers for one in answer]
+    return list(dict.fromkeys(a for one in every[1:] for a, b in zip(one, every[0], strict=False) if a != b))
+
+
+def _by_name(groups: Sequence[Mapping[str, Any]], counted: Sequence[Counted]) -> list[Counted] | None:
+    """By the names that the groups give; None unless all do."""
+    by_name = {f"{c.name}.{FLAT_PARAM}".lstrip(".") if isinstance(c, Unit) else c.name: c for c in counted}
+    found: list[Counted] = []
+    for group in groups:
+        names = group.get("param_names")
+        if not group["params"]:
+            continue
+        if not isinstance(names, list) or len(names) != len(group["params"]):
+            return None
+        for name in names:
+            clean = ".".join(part for part in str(name).split(".") if part not in _WRAPPERS)
+            if clean not in by_name:
+                return None
+            found.append(by_name[clean])
+    return found if found else None
+
+
+def _matched(slots: Sequence[Sequence[_Slot]], counted: Sequence[Counted], world: int) -> list[list[Counted]]:
+    """Up to two ways to give every id something of the model that is as large on each rank, in the model's order."""
+    total = sum(map(len, slots))
+    certain = [c for c in counted if isinstance(c, Unit) or c.certain]
+    for some_of in (certain, counted):
+        if total > len(some_of):
+            continue
+        known = all(isinstance(c, Unit) or c.held is not None for c in some_of)
+        wanted = [[_size(slot, known) for slot in group] for group in slots]
+        fits = ways(wanted, [_expected(c, world, known) for c in some_of])
+        if fits is None:
+            raise _ambiguous(total, [name for c in some_of for name in _names(c)])
+        if fits:
+            rows = [row for group in fits for row in group]
+            return [[some_of[row[0]] for row in rows], [some_of[row[-1]] for row in rows]]
+    return []
+
+
+def _size(slot: _Slot, known: bool) -> Ints | None:
+    return slot.held if known or slot.held is None else (sum(slot.held),)
+
+
+def _expected(counted: Counted, world: int, known: bool) -> Ints:
+    if isinstance(counted, Unit):
+        return (counted.step,) * world
+    return counted.held if known and counted.held is not None else (prod(counted.shape),)
+
+
+def _derived(slots: Sequence[Sequence[_Slot]], parameters: Sequence[Parameter], world: int) -> list[list[Counted]]:
+    """Up to two ways to make units of the model's modules that are as large as the state of the ids."""
+    groups = [group for group in slots if group]
+    if len(groups) != 1 or any(slot.held is not None and len(set(slot.held)) > 1 for slot in groups[0]):
+        return []
+    steps = [slot.held[0] if slot.held is not None else None for slot in groups[0]]
+    return [list(answer) for answer in flatunits.derive(parameters, steps, world)]
+
+
+# Rebuilding -----------------------------------------------------------------------------------------------------------
+
+
+def _state(slot: _Slot, owner: Counted, place: Place, ranks: Sequence[int]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The state of each parameter that an id stands for."""
+    members = owner.parameters if isinstance(owner, Unit) else (owner,)
+    keys = dict.fromkeys(key for state in slot.by_rank.values() for key in state)
+    made: dict[str, dict[str, Any]] = {member.name: {} for member in members}
+    for key in keys:
+        values = {rank: state[key] for rank, state in slot.by_rank.items() if key in state}
+        if len(values) < len(slot.by_rank):
+            raise CorruptError(
+                f"optimizer state `{key}` of {slot.key} is there on rank {min(values)}, but not on rank "
+                f"{min(slot.by_rank.keys() - values.keys())}",
+                hint="the files are of different saves", key=key,
+            )  # fmt: skip
+        whole = isinstance(owner, Parameter) and not owner.certain
+        if whole or not any(map(_is_piece, values.values())):
+            shared = _shared(key, slot, values, place)
+            for member in members:
+                made[member.name][key] = shared
+            continue
+        at = 0
+        pieces = _pieces(key, slot, owner, values, ranks)
+        for member in members:
+            numel = prod(member.shape)
+            kind = next(iter(values.values())).dtype
+            made[member.name][key] = rebuild(kind, member.shape, part(pieces, at, at + numel), place)
+            at += numel
+    yield from made.items()
+
+
+def _pieces(
+    key: str, slot: _Slot, owner: Counted, values: Mapping[int, Any], ranks: Sequence[int]
+) -> list[Piece]:  # fmt: skip
+    """The pieces of one tensor of the state, end to end."""
+    made: list[Piece] = []
+    end = 0
+    kinds = {value.dtype if isinstance(value, TensorRef) else None for value in values.values()}
+    for rank in ranks:
+        value = values.get(rank)
+        if value is None:
+            continue
+        if len(kinds) > 1 or not _is_piece(value) or not is_line(value):
+            raise CorruptError(
+                f"optimizer state `{key}` of {slot.key} is of another kind on rank {rank} than on rank {min(values)}, "
+                f"or no flat piece",
+                hint="the files are of different saves", key=key, rank=rank,
+            )  # fmt: skip
+        if isinstance(owner, Unit):
+            end = ranks.index(rank) * owner.step
+        numel = value.shape[0]
+        made.append(Piece(end, end + numel, rank, value))
+        end += numel
+    need = sum(prod(p.shape) for p in owner.parameters) if isinstance(owner, Unit) else prod(owner.shape)
+    have = sum(piece.stop - piece.start for piece in made)
+    if have < need or (isinstance(owner, Parameter) and have > need):
+        raise CorruptError(
+            f"optimizer state `{key}` of {slot.key} has {have} elements on all ranks, but {some(_names(owner))} "
+            f"{'need' if isinstance(owner, Unit) else 'needs'} {need}",
+            hint="a rank's file is missing, or of another save", key=key, found=have, expected=need,
+        )  # fmt: skip
+    return made
+
+
+def _shared(key: str, slot: _Slot, values: Mapping[int, Any], place: Place) -> Any:
+    """A value that is one for all ranks."""
+    first, *others = sorted(values)
+    value = values[first]
+    for rank in others:
+        if not _alike(value, values[rank]):
+            raise CorruptError(
+                f"optimizer state `{key}` of {slot.key} is {values[rank]!r:.40} on rank {rank}, but {value!r:.40} on "
+                f"rank {first}",
+                hint="the files are of different saves", key=key, ranks=[first, rank],
+            )  # fmt: skip
+    made = _value(value, place, first)
+    if isinstance(made, Rebuilt):
+        return made._replace(copies=tuple((rank, place(rank, values[rank])) for rank in others))
+    return made
+
+
+def _value(value: Any, place: Place, rank: int, depth: int = 0) -> Any:
+    """A value of one rank, tensors and all."""
+    if isinstance(value, TensorRef):
+        return Rebuilt(value.dtype, value.shape, Chunks.single(value.shape, place(rank, value)))
+    if type(value) in (list, tuple) and depth < _MOST_DEPTH:
+        return type(value)(_value(item, place, rank, depth + 1) for item in value)
+    if type(value) is dict and depth < _MOST_DEPTH:
+        return {key: _value(item, place, rank, depth + 1) for key, item in value.items()}
+    return value

@@ -1,0 +1,96 @@
+"""Pieces of flattened tensors and what they become: the vocabulary of `flat` and `flatoptim`. Pure.
+
+    rank 0   [ a a a a b b ]        a (2, 3)   chunks   (0, 0) (1, 3)   (1, 0) (1, 1)   (1, 1) (1, 2)
+    rank 1   [ a a b b b . ]                            rank 0          rank 0          rank 1
+
+A piece of elements is up to `2 * ndim - 1` boxes of a tensor; no element moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from ckpttool.catalogue import boxes
+from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.dtypes import Dtype
+from ckpttool.catalogue.entries import Chunks, Extent
+from ckpttool.serialization.torch_pickle import TensorRef
+
+FLAT_PARAM = "_flat_param"
+
+Trees = Sequence[Mapping[str, Any]]
+"""What each rank's file has at the place of the model or the optimizer, by rank."""
+
+Place = Callable[[int, TensorRef], Extent]
+"""Where the elements of a tensor in the file of a rank lie."""
+
+
+class Rebuilt(NamedTuple):
+    """A tensor of the catalogue in the making: `Rebuilt(float32, (29, 7), Chunks)`. `copies` are where other ranks have
+    the same value once more, `(rank, extent)` each, when it is one that they should agree on."""
+
+    dtype: Dtype
+    shape: Ints
+    chunks: Chunks
+    copies: tuple[tuple[int, Extent], ...] = ()
+
+
+class Piece(NamedTuple):
+    """Elements `start..stop` of a flattened tensor: `Piece(0, 106, 0, TensorRef(...))`."""
+
+    start: int
+    stop: int
+    rank: int
+    ref: TensorRef
+
+
+class Parameter(NamedTuple):
+    """A parameter as an optimizer counts it: `Parameter("embed.weight", (29, 7), (106, 97))`. `held` is how many of its
+    elements each rank has, in the order of the ranks; None when nobody knows. One that is not `certain` may as well be
+    a buffer: every rank has all of it. One that has the bytes of an earlier one may be the same parameter `again`."""
+
+    name: str
+    shape: Ints
+    held: Ints | None = None
+    certain: bool = True
+    again: bool = False
+
+
+class Unit(NamedTuple):
+    """A flat parameter and what it is made of, end to end: `Unit("layers.0", (Parameter(...), ...), 77)`. Each rank has
+    `step` elements of it, the last ranks fewer and padding."""
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    step: int
+
+
+Counted = Unit | Parameter
+"""What an optimizer has an id for."""
+
+
+def rebuild(kind: Dtype, shape: Ints, pieces: Iterable[Piece], place: Place) -> Rebuilt:
+    """A tensor of `shape` made of pieces of its elements. Pure."""
+    chunks = Chunks()
+    for piece in pieces:
+        for (offsets, sizes), at in boxes.flat_range(shape, piece.start, piece.stop):
+            start = piece.ref.offset + at
+            ref = replace(piece.ref, offset=start, shape=sizes, strides=boxes.row_major(sizes))
+            chunks.add(offsets, sizes, place(piece.rank, ref))
+    return Rebuilt(kind, shape, chunks)
+
+
+def part(pieces: Iterable[Piece], start: int, stop: int) -> Iterator[Piece]:
+    """What these pieces hold of elements `start..stop`, counted from `start`. Pure."""
+    for piece in pieces:
+        low, high = max(start, piece.start), min(stop, piece.stop)
+        if low < high:
+            ref = replace(piece.ref, offset=piece.ref.offset + low - piece.start, shape=(high - low,), strides=(1,))
+            yield Piece(low - start, high - start, piece.rank, ref)
+
+
+def is_line(value: Any) -> bool:
+    """Whether a value is a tensor of one dimension without gaps, as all pieces are. Pure."""
+    return isinstance(value, TensorRef) and len(value.shape) == 1 and boxes.is_row_major(value.shape, value.strides)

@@ -1,0 +1,132 @@
+"""Which modules FSDP1 wrapped, when only the sizes of the flat parameters are known. Pure.
+
+    parameters   embed.weight 203   layers.0.up.weight 77   layers.0.up.bias 11   layers.1.up.weight 77 ...
+    ids          0: 105 on each of 2 ranks   1: 44   2: 44
+    units        the root, layers.0, layers.1
+
+verl saves the model of FSDP1 by name, as `DTensor`s, and the optimizer raw, as flat parameters. A unit is a module,
+less the units inside it; ids run through the modules in the order in which the model has them, outer before inner.
+
+What is wrapped is said by class or by size (`torch/distributed/fsdp/wrap.py`), so modules that are alike are wrapped
+alike: the question is asked once for each kind of module, which is the names and shapes in it. Every choice is looked
+at that fits the sizes, each of which is `ceil(elements / ranks)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from ckpttool.catalogue.boxes import Ints
+from ckpttool.errors import UsageError
+from ckpttool.formats.rankfiles.flat.pieces import Parameter, Unit
+
+_MOST_VISITS = 2_000_000
+
+Kind = tuple[tuple[str, Ints], ...]
+"""What is in a module: relative names and shapes."""
+
+
+class _Module:
+    """A module of the model: its own parameters, and the modules in it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.own: list[Parameter] = []
+        self.inner: dict[str, _Module] = {}
+        self.kind: Kind = ()
+
+    def put(self, parameter: Parameter) -> None:
+        module = self
+        for key in parameter.name.split(".")[:-1]:
+            module = module.inner.setdefault(key, _Module(f"{module.name}.{key}".lstrip(".")))
+        module.own.append(parameter)
+
+    def finished(self) -> _Module:
+        """With its kind; a module that is only around another one is that one, as they hold the same."""
+        self.inner = {key: module.finished() for key, module in self.inner.items()}
+        if len(self.inner) == 1 and not self.own:
+            return next(iter(self.inner.values()))
+        below = [p for module in self.inner.values() for p in module.below()]
+        self.kind = tuple((p.name[len(self.name) :].lstrip("."), p.shape) for p in (*self.own, *below))
+        return self
+
+    def below(self) -> list[Parameter]:
+        return [*self.own, *(p for module in self.inner.values() for p in module.below())]
+
+
+class _Unasked(Exception):
+    """A kind of module comes up of which nobody said yet whether it is wrapped."""
+
+
+class _Unfit(Exception):
+    """Under these choices the sizes are not those of the ids."""
+
+
+class _Try:
+    """One choice of the kinds that are wrapped, followed through the model as far as it goes."""
+
+    def __init__(self, wrapped: dict[Kind, bool], steps: Sequence[int | None], world: int) -> None:
+        self._wrapped, self._steps, self._world = wrapped, steps, world
+        self.units: dict[int, Unit] = {}
+        self._ids = 0
+        self.visits = 0
+
+    def visit(self, module: _Module) -> list[Parameter]:
+        """The parameters that are left to the unit around."""
+        self.visits += 1
+        is_unit = self._wrapped.get(module.kind)
+        if is_unit is None:
+            raise _Unasked(module.kind)
+        i = self._ids
+        if is_unit:
+            if i == len(self._steps):
+                raise _Unfit
+            self._ids += 1
+        held = list(module.own)
+        for inner in module.inner.values():
+            held += self.visit(inner)
+        if not is_unit:
+            return held
+        step = -(-sum(prod(p.shape) for p in held) // self._world)
+        # A unit without anything of its own has no flat parameter: it is as if it were not wrapped.
+        if not step or self._steps[i] not in (None, step):
+            raise _Unfit
+        self.units[i] = Unit(module.name, tuple(held), step)
+        return []
+
+    def answer(self, root: _Module) -> tuple[Unit, ...]:
+        if self.visit(root) or self._ids != len(self._steps):
+            raise _Unfit
+        return tuple(self.units[i] for i in range(self._ids))
+
+
+def derive(parameters: Sequence[Parameter], steps: Sequence[int | None], world: int) -> list[tuple[Unit, ...]]:
+    """The units that fit ids of these sizes on each of `world` ranks: none, the one answer, or two of several. `None`
+    for the size of an id that has no state. Pure."""
+    root = _Module("")
+    for parameter in parameters:
+        root.put(parameter)
+    root = root.finished()
+    found: dict[tuple[tuple[Parameter, ...], ...], tuple[Unit, ...]] = {}
+    choices: list[dict[Kind, bool]] = [{}]
+    visits = 0
+    while choices and len(found) < 2:
+        wrapped = choices.pop()
+        attempt = _Try(wrapped, steps, world)
+        try:
+            units = attempt.answer(root)
+        except _Unasked as asked:
+            choices += [{**wrapped, asked.args[0]: said} for said in (False, True)]
+        except _Unfit:
+            pass
+        else:
+            found.setdefault(tuple(unit.parameters for unit in units), units)
+        visits += attempt.visits
+        if visits > _MOST_VISITS:
+            raise UsageError(
+                f"the optimizer has {len(steps)} flat parameters, and there are too many ways to choose modules of "
+                f"those sizes",
+                hint="save the optimizer with `FSDP.optim_state_dict`, which names the parameters",
+            )
+    return list(found.values())

@@ -1,0 +1,148 @@
+"""The file of one rank: an archive or a legacy stream of torch.save, with a `Shard` for each sharded tensor in it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.entries import Extent
+from ckpttool.errors import CkptError, CorruptError
+from ckpttool.serialization import (
+    dtensor as sharded,
+)
+from ckpttool.serialization import (
+    torch_legacy as torchlegacy,
+)
+from ckpttool.serialization import (
+    torch_module as torchmodule,
+)
+from ckpttool.serialization import (
+    torch_zip as torchzip,
+)
+from ckpttool.serialization.dtensor import Shard
+from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
+from ckpttool.storage import files
+from ckpttool.storage import stores as mirrors
+
+_PK = b"PK\3\4"
+_LEGACY_HEAD = 1 << 20
+
+
+@dataclass(slots=True)
+class RankFile:
+    """A file that was opened: its tree, the sharded tensors in it, and where the bytes of a tensor lie in it."""
+
+    path: str
+    size: int
+    tree: Any
+    extent: Callable[[TensorRef | StorageRef], Extent]
+    torch: str
+    shards: list[Shard] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    number: int = 0  # in the catalogue
+    folder: str = ""  # of the set
+
+    @property
+    def name(self) -> str:
+        return os.path.relpath(self.path, self.folder) if self.folder else os.path.basename(self.path)
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that the content says, of any sharded tensor in it."""
+        return next((shard.rank for shard in self.shards if shard.rank is not None), None)
+
+    @property
+    def ranks(self) -> Ints:
+        """The ranks of the job as far as the content knows them."""
+        return tuple(sorted({rank for ranks in {shard.ranks for shard in self.shards} for rank in ranks}))
+
+    def place(self, ref: TensorRef | StorageRef) -> Extent:
+        """The extent of a tensor, in the catalogue's files."""
+        return self.extent(ref).shifted(self.number)
+
+
+def load(pool: files.Pool, path: str) -> RankFile:
+    """The file at `path`. Raises CorruptError when it is not whole or no torch.save file."""
+    size = files.size_of(path)
+    head = pool.read(path, 0, min(size, 512))
+    name = f"`{path}`"
+
+    def read(offset: int, nbytes: int) -> bytes:
+        return pool.read(path, offset, nbytes)
+
+    if torchlegacy.is_stream(head):
+        stream = torchlegacy.open_stream(read, size, name=name)
+        made = RankFile(path, size, stream.tree, stream.extent, "before 1.6 or legacy")
+    else:
+        archive = torchzip.open_archive(read, 0, size, name=name)
+        made = RankFile(path, size, torchzip.load_tree(archive), archive.extent, _torch_versions(archive))
+    dropped = torchmodule.Dropped()
+    try:
+        made.tree = torchmodule.replace_modules(made.tree, dropped)
+        made.tree = sharded.replace(made.tree, made.shards)
+    except CkptError as error:
+        raise type(error)(f"{name}: {error.message}", hint=error.hint, **{"file": path, **error.facts}) from None
+    made.warnings += dropped.warnings()
+    return made
+
+
+def _torch_versions(archive: torchzip.Archive) -> str:
+    if ".format_version" in archive.records:
+        return "2.7 or later"
+    return "2.1 to 2.6" if "byteorder" in archive.records else "1.6 to 2.0"
+
+
+def is_torch(path: str) -> bool:
+    """Whether this begins like a file of torch.save. It may be cut all the same."""
+    try:
+        with open(mirrors.here(path, 0, 64), "rb") as stream:
+            head = stream.read(64)
+    except OSError:
+        return False
+    return head.startswith(_PK) or torchlegacy.is_stream(head)
+
+
+def alike(path: str, other: str) -> bool:
+    """Whether two archives hold mostly the same storages: what every rank of DDP saves, but not another epoch."""
+    pool = files.Pool()
+    try:
+        a, b = (
+            {
+                name: (record.nbytes, record.crc)
+                for name, record in torchzip.open_archive(
+                    partial(pool.read, one), 0, files.size_of(one), name=one
+                ).records.items()
+                if name.startswith("data/") and record.nbytes
+            }
+            for one in (path, other)
+        )
+    except CkptError:
+        return False
+    finally:
+        pool.close()
+    return a.keys() == b.keys() and 2 * sum(a[name] == b[name] and bool(a[name][1]) for name in a) > len(a)
+
+
+def mentions_shards(path: str) -> bool:
+    """Whether the pickle in a file names the class of a sharded tensor; False for what cannot be read."""
+    pool = files.Pool()
+    try:
+        size = files.size_of(path)
+        head = pool.read(path, 0, min(size, 64))
+        if torchlegacy.is_stream(head):
+            return sharded.mentions(pool.read(path, 0, min(size, _LEGACY_HEAD)))
+        if not head.startswith(_PK):
+            return False
+        archive = torchzip.open_archive(lambda at, n: pool.read(path, at, n), 0, size, name=path)
+        if "data.pkl" not in archive.records or "constants.pkl" in archive.records:
+            return False
+        record = archive.payload("data.pkl")
+        return sharded.mentions(archive.read(record.offset, record.nbytes))
+    except (CkptError, CorruptError):
+        return False
+    finally:
+        pool.close()

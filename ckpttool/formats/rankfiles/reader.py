@@ -1,0 +1,221 @@
+"""Opens a set of rank files: reads them one after the other, merges them, and says what contradicts what."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from ckpttool.catalogue.entries import Catalogue, File, Path
+from ckpttool.catalogue.protocols import OpenOptions, Source
+from ckpttool.errors import CkptError, CorruptError, some
+from ckpttool.formats.rankfiles import compare as mixtures
+from ckpttool.formats.rankfiles import rank_file as reading
+from ckpttool.formats.rankfiles.discover import RankSet
+from ckpttool.formats.rankfiles.flat.restore import Rebuilding, is_needed
+from ckpttool.formats.rankfiles.merge import Merging, RankState
+from ckpttool.formats.rankfiles.rank_file import RankFile
+from ckpttool.serialization import torch_tree as torchtree
+from ckpttool.serialization import unpickler as pickles
+from ckpttool.serialization.dtensor import Shard
+from ckpttool.storage import files
+
+_SAME_SAVE = "the files are not of one save: copy all of them again from the same step"
+
+
+def open_set(found: RankSet, options: OpenOptions) -> Source:
+    """The catalogue of a set. Raises CorruptError for a file that is not whole."""
+    catalogue = Catalogue("rankfiles")
+    pool = files.Pool()
+    try:
+        with pickles.no_garbage_collection():
+            _Opening(catalogue, pool, found, options).run()
+    except BaseException:
+        pool.close()
+        raise
+    return torchtree.PlacedSource(catalogue, pool)
+
+
+class _Opening:
+    """Reads the files of a set one after the other, and finds what contradicts what."""
+
+    def __init__(self, catalogue: Catalogue, pool: files.Pool, found: RankSet, options: OpenOptions) -> None:
+        self._catalogue, self._pool, self._set, self._options = catalogue, pool, found, options
+        self._merging = Merging(catalogue, pool)
+        self._folder = found.folder
+        self._expected: dict[str, tuple[int, ...]] = {}  # ranks that a file knows of, by its name
+        self._by: dict[int, str] = {}
+        self._cut: dict[int, CorruptError] = {}  # files that are not whole, by the ranks in their names
+        self._renamed: list[str] = []
+        self._torch: dict[str, None] = {}
+
+    def run(self) -> None:
+        """Fill the catalogue."""
+        names = sorted({rank for part in self._set.parts.values() for rank in part})
+        states = (state for state in map(self._load, names) if state is not None)
+        first = next(states, None)
+        rebuilding: Rebuilding | None = None
+        flat: CkptError | None = None
+        if first is not None and is_needed(first):
+            every = [first, *states]
+            rebuilding = Rebuilding(every, self._options)
+            try:
+                if not self._cut and not self._missing():
+                    rebuilding.run()
+            except CkptError as error:
+                flat = error
+            states = (state for state in every[1:])
+        # One after the other: a tuple of them would hold all trees at once.
+        for state in chain([first], states) if first is not None else ():
+            self._merging.add(state)
+        if self._cut and not self._by:
+            raise next(iter(self._cut.values()))
+        # What a file that is not whole should have had is missing from the rest.
+        self._catalogue.faults[:0] = self._cut.values()
+        misplaced = self._catalogue.faults[:]
+        self._merging.finish(rebuilding.faults if rebuilding is not None else {})
+        if rebuilding is not None:
+            self._catalogue.faults += rebuilding.finish(self._catalogue, self._merging.comparing)
+        if flat is not None:
+            # Pieces differ between ranks as they should: what merging said of them is beside the point.
+            self._catalogue.faults[:] = [*misplaced, flat]
+        # A file that is in the wrong place is why another is missing, and that is why tensors do not fit.
+        self._catalogue.faults[len(misplaced) : len(misplaced)] = self._missing()
+        self._describe()
+
+    def _load(self, named: int) -> RankState | None:
+        """The files of a rank; None for one that cannot be told where it belongs."""
+        loaded: dict[Path, RankFile] = {}
+        for part, members in self._set.parts.items():
+            if named in members:
+                try:
+                    file = reading.load(self._pool, members[named])
+                except CorruptError as error:
+                    self._cut[named] = error
+                    return None
+                file.folder = self._folder
+                file.number = len(self._catalogue.files)
+                self._catalogue.files.append(File(file.path, file.name, file.size, rank=named))
+                loaded[(part,) if part else ()] = file
+        if len(loaded) > 1:
+            mixtures.check_parts({part: self._set.pattern(part) for part in self._set.parts}, loaded)
+        told = {rank for file in loaded.values() for shard in file.shards if (rank := shard.rank) is not None}
+        names = some([file.name for file in loaded.values()])
+        if len(told) > 1:
+            self._fault(f"{names} hold tensors of ranks {', '.join(map(str, sorted(told)))}", _SAME_SAVE)
+            return None
+        rank = next(iter(told), named)
+        for file in loaded.values():
+            self._torch[file.torch] = None
+            self._catalogue.files[file.number].rank = rank
+            if file.ranks:
+                self._expected[file.name] = file.ranks
+        if rank != named and not self._set.alone:
+            if self._set.numbered:
+                self._fault(f"{names} is of rank {rank}: the number in its name is not that of a rank", _ONE_FILE)
+                return None
+            self._renamed.append(f"{names} (rank {rank})")
+        if rank in self._by:
+            self._fault(f"{self._by[rank]} and {names} are both of rank {rank}", _SAME_SAVE, ranks=[rank])
+            return None
+        self._by[rank] = names
+        return RankState(rank, loaded)
+
+    def _fault(self, message: str, hint: str, **facts: object) -> None:
+        self._catalogue.faults.append(CorruptError(message, hint=hint, **facts))
+
+    def _missing(self) -> list[CkptError]:
+        """What is wrong with the set as a set: no file of a rank, one too many, files of several worlds."""
+        faults: list[CkptError] = []
+        worlds: dict[tuple[int, ...], list[str]] = {}
+        for name, known in self._expected.items():
+            worlds.setdefault(known, []).append(name)
+        kept = max(worlds, key=lambda known: len(worlds[known]), default=())
+        for known, names in worlds.items():
+            if len(known) != len(kept):
+                faults.append(_of_another(names, known, worlds[kept], kept))
+        here = set(self._by)
+        # Before torch 2.10 a rank knows the ranks of its own meshes only, as many as any other.
+        expected = {rank for known in worlds if len(known) == len(kept) for rank in known} | set(
+            range(self._set.world or 0)
+        )
+        expected = expected or set(range(max(here, default=0) + 1))
+        missing, extra = sorted(expected - here - self._cut.keys()), sorted(here - expected)
+        if missing:
+            faults.append(self._no_file(missing, len(expected)))
+        for part, members in self._set.parts.items():
+            lacking = sorted({*self._by} - members.keys() - self._cut.keys()) if len(self._set.parts) > 1 else []
+            if lacking and not self._renamed:
+                faults.append(self._no_file(lacking, len(expected), part))
+        if extra and not faults:
+            told = some([self._by[rank].strip("`") for rank in extra])
+            faults.append(
+                CorruptError(
+                    f"{told} {'is' if len(extra) == 1 else 'are'} of rank {', '.join(map(str, extra))}, but the "
+                    f"checkpoint is of ranks {_ranges(sorted(expected))}",
+                    hint="a file of an older save by more ranks was left behind: move it away",
+                    ranks=extra, expected=sorted(expected),
+                )
+            )  # fmt: skip
+        return faults
+
+    def _no_file(self, missing: list[int], world: int, part: str = "") -> CkptError:
+        what = f"`{part}` of " if part else ""
+        have = some([file.name for file in self._catalogue.files])
+        if self._set.alone and len(self._catalogue.files) == 1:
+            return CorruptError(
+                f"{have} is the part of rank {next(iter(self._by), 0)} of a checkpoint of {world} ranks: "
+                f"the rest is in no file beside it",
+                hint=_ONE_FILE, missing=missing,
+            )  # fmt: skip
+        return CorruptError(
+            f"no file of {what}{'rank' if len(missing) == 1 else 'ranks'} {_ranges(missing)} of {world}: "
+            f"found only {have}",
+            hint="copy the missing files from where the checkpoint was saved: every rank has a part of every tensor",
+            missing=missing, expected=world,
+        )  # fmt: skip
+
+    def _describe(self) -> None:
+        ours = self._catalogue
+        kinds = dict.fromkeys(map(_kind, self._merging.shards.values()))
+        plain = "plain, one rank" if len(self._by) < 2 else "plain, the same on each rank"
+        ours.facts |= {
+            "layout": "; ".join([*kinds][:3]) or plain,
+            "writer": "torch.save",
+            "torch": ", ".join(self._torch),
+        }  # fmt: skip
+        if self._renamed:
+            ours.warnings.append(f"names say other ranks than contents, which are believed: {some(self._renamed)}")
+        if self._set.left_out:
+            ours.warnings.append(f"files that belong to no rank, left out: {some(self._set.left_out)}")
+
+
+_ONE_FILE = (
+    "every rank must save to a name of its own, as in `rank{rank}.pt`; if all saved to this one, what the others had "
+    "is overwritten: save again, or whole (`get_model_state_dict` with `full_state_dict=True`)"
+)
+
+
+def _of_another(names: list[str], known: tuple[int, ...], others: list[str], kept: tuple[int, ...]) -> CkptError:
+    return CorruptError(
+        f"{some(names)} {'is' if len(names) == 1 else 'are'} of a save by {len(known)} ranks, {some(others)} by "
+        f"{len(kept)}",
+        hint="two saves are mixed up here: keep the files of one, or name them with a pattern",
+        files=names, found=len(known), expected=len(kept),
+    )  # fmt: skip
+
+
+def _ranges(ranks: list[int]) -> str:
+    """`[0, 1, 2, 5]` is `0-2, 5`. Pure."""
+    found: list[list[int]] = []
+    for rank in ranks:
+        if found and found[-1][1] == rank - 1:
+            found[-1][1] = rank
+        else:
+            found.append([rank, rank])
+    return ", ".join(f"{low}-{high}" if high > low else str(low) for low, high in found)
+
+
+def _kind(shard: Shard) -> str:
+    if shard.kind == "ShardedTensor":
+        return "FSDP1 ShardedTensor"
+    names = f" ({', '.join(shard.names)})" if shard.names else ""
+    return f"DTensor, mesh {'x'.join(map(str, shard.mesh))}{names}"

@@ -1,0 +1,202 @@
+"""Which tensor goes into which safetensors file, under which name. Pure.
+
+A model by the convention of Hugging Face, or a whole training state: each part in files of its own, so that the model's
+load without the rest. A tied tensor is written once; its other names become `metadata`, as `save_model` makes them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import prod
+
+from ckpttool.catalogue.dtypes import DTYPES
+from ckpttool.catalogue.entries import Catalogue, Part, Path, Tensor, dotted
+from ckpttool.errors import LossError
+from ckpttool.formats.safetensors import index as stindex
+from ckpttool.formats.safetensors.state_json import Place
+from ckpttool.serialization import safetensors_header as stheader
+from ckpttool.serialization.safetensors_header import Spec
+
+FORMAT_PT = {"format": "pt"}
+# Keys that the metadata of a header or of an index has already: no tensor's other name can be kept under them.
+RESERVED = frozenset({"format", "total_size"})
+_RAW = DTYPES["uint8"]
+
+
+@dataclass(slots=True)
+class FilePlan:
+    """A file to be written: `FilePlan("model.safetensors", [Spec("w", float32, (64, 13))], {"format": "pt"})`."""
+
+    name: str
+    tensors: list[Spec] = field(default_factory=list)
+    metadata: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Plan:
+    """All files, their indexes (`model.safetensors.index.json` and its bytes), and where each tensor lies."""
+
+    files: list[FilePlan] = field(default_factory=list)
+    indexes: dict[str, bytes] = field(default_factory=dict)
+    places: dict[Path, Place] = field(default_factory=dict)
+
+
+def is_model(catalogue: Catalogue) -> bool:
+    """Whether everything is tensors of one model (or of nothing that says what it is)."""
+    entries = catalogue.entries.values()
+    parts = {entry.part for entry in entries}
+    return (
+        len(parts) == 1 and next(iter(parts)).kind in ("model", "other") and all(isinstance(e, Tensor) for e in entries)
+    )
+
+
+def name_below(tensor: Tensor) -> str:
+    """The dotted name without the root of the part: `model.lm_head.weight` -> `lm_head.weight`."""
+    return dotted(tensor.path[len(tensor.part.root) :])
+
+
+# A model --------------------------------------------------------------------------------------------------------------
+
+
+def collisions(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Pairs that would have one name: `("a", "b")` and `("a.b",)`."""
+    taken: dict[str, Tensor] = {}
+    return [(taken[n], t) for t in tensors if taken.setdefault(n := name_below(t), t) is not t]
+
+
+def plan_model(catalogue: Catalogue, most: int | None, metadata: dict[str, str]) -> Plan:
+    """The files of a model, at most `most` bytes in each; None: one file. Raises LossError when two names collide."""
+    tensors = list(catalogue.tensors)
+    for one, other in collisions(tensors):
+        raise LossError(
+            f"tensors {_keys(one.path)} and {_keys(other.path)} would both be called `{name_below(other)}`",
+            hint="give one of them another name with `--rename`",
+            tensor=name_below(other),
+        )
+    plan = Plan()
+    # No metadata can say that a tensor called `format` is tied: it gets bytes of its own.
+    owners = {t.path: t if name_below(t) in RESERVED else catalogue.first(t) for t in tensors}
+    _Group("model", tensors, owners, metadata, {t.path: name_below(t) for t in tensors}).add_to(plan, most)
+    plan.places |= {path: plan.places[owner.path] for path, owner in owners.items()}
+    return plan
+
+
+def _keys(path: Path) -> str:
+    return "/".join(f"`{key}`" for key in path)
+
+
+@dataclass(slots=True)
+class _Group:
+    """Tensors that share a file, or an index. `owners` says under whose name the bytes of each lie."""
+
+    stem: str
+    tensors: list[Tensor]
+    owners: dict[Path, Tensor]
+    metadata: dict[str, str]
+    names: dict[Path, str]
+
+    def add_to(self, plan: Plan, most: int | None) -> None:
+        kept = [t for t in self.tensors if self.owners[t.path] is t]
+        specs = {self.names[t.path]: _spec(self.names[t.path], t) for t in kept}
+        sizes = [(self.names[t.path], t.nbytes) for t in kept]
+        total = sum(n for _, n in sizes)
+        groups = stindex.split(sizes, total if most is None else most)
+        files = stindex.file_names(self.stem, len(groups))
+        weight_map = {name: file for file, names in zip(files, groups, strict=True) for name in names}
+        metadata = self._metadata(weight_map)
+        # huggingface_hub keeps the metadata of several files in their index.
+        each = FORMAT_PT | metadata if len(files) == 1 else FORMAT_PT
+        for file, names in zip(files, groups, strict=True):
+            plan.files.append(FilePlan(file, [specs[name] for name in names], dict(each)))
+        if len(files) > 1:
+            plan.indexes[self.stem + stindex.INDEX] = stindex.build(weight_map, total, metadata)
+        for tensor in kept:
+            name = self.names[tensor.path]
+            plan.places[tensor.path] = Place(weight_map[name], name, is_raw(tensor))
+
+    def _metadata(self, weight_map: dict[str, str]) -> dict[str, str]:
+        ties = {}
+        for tensor in self.tensors:
+            owner = self.owners[tensor.path]
+            if owner is not tensor and owner.path in self.names:
+                ties[self.names[tensor.path]] = self.names[owner.path]
+        # A remark that names a tensor would be taken for a tie when it is read again.
+        remarks = {k: v for k, v in self.metadata.items() if v not in weight_map and k not in RESERVED}
+        return {k: v for k, v in (remarks | ties).items() if k not in RESERVED}
+
+
+def is_raw(tensor: Tensor) -> bool:
+    """Whether safetensors has no words for this dtype, so that only its bytes can be kept."""
+    kind = tensor.dtype.safetensors
+    return kind is None or (kind == "F4" and not tensor.shape)
+
+
+def _spec(name: str, tensor: Tensor) -> Spec:
+    if is_raw(tensor):
+        return Spec(name, _RAW, (prod(tensor.shape) * tensor.dtype.itemsize,))
+    return Spec(name, tensor.dtype, tensor.shape)
+
+
+# A whole state --------------------------------------------------------------------------------------------------------
+
+
+def plan_state(catalogue: Catalogue, most: int) -> Plan:
+    """The files of a whole training state: those of each part, at most `most` bytes in each."""
+    parts: dict[Part, list[Tensor]] = {}
+    for tensor in catalogue.tensors:
+        parts.setdefault(tensor.part, []).append(tensor)
+    owners = _owners(catalogue)
+    plan = Plan()
+    stems = _stems(list(parts))
+    for part, tensors in parts.items():
+        group = _Group(stems[part], tensors, owners, {}, _unique_names(tensors))
+        if any(owners[t.path] is t for t in tensors):
+            group.add_to(plan, most)
+    plan.places |= {path: plan.places[owner.path] for path, owner in owners.items()}
+    return plan
+
+
+def _owners(catalogue: Catalogue) -> dict[Path, Tensor]:
+    """Under whose name the bytes of each tensor lie: its first name, but one in a model before any other."""
+    ties: dict[Path, list[Tensor]] = {}
+    for tensor in catalogue.tensors:
+        ties.setdefault(catalogue.first(tensor).path, []).append(tensor)
+    owners: dict[Path, Tensor] = {}
+    for path, tied in ties.items():
+        first = catalogue.tensor(path)
+        models = [t for t in tied if t.part.kind == "model"]
+        owner = first if first.part.kind == "model" or not models else models[0]
+        owners |= {t.path: owner for t in tied}
+    return owners
+
+
+def _stems(parts: list[Part]) -> dict[Part, str]:
+    """What the files of each part are called: its kind, or with a second of that kind, its root key too."""
+    stems: dict[Part, str] = {}
+    # With `ema` and `model`, both models, the latter is the one that people mean.
+    for part in sorted(parts, key=lambda p: p.root[-1:] != (p.kind,)):
+        stem, n = part.kind, 1
+        if stem in stems.values():
+            stem = f"{part.kind}-" + re.sub(r"[^A-Za-z0-9_.]", "_", dotted(part.root))
+        while stem in stems.values():
+            n += 1
+            stem = f"{part.kind}-{n}"
+        stems[part] = stem
+    return stems
+
+
+def _unique_names(tensors: list[Tensor]) -> dict[Path, str]:
+    """Names that a header can hold, each once; what they stand for is in the state file."""
+    names: dict[Path, str] = {}
+    taken = {stheader.METADATA}
+    for tensor in tensors:
+        name = name_below(tensor).encode("utf-8", "backslashreplace").decode()
+        free, n = name, 1
+        while free in taken:
+            n += 1
+            free = f"{name}#{n}"
+        taken.add(free)
+        names[tensor.path] = free
+    return names

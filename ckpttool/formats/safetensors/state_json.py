@@ -1,0 +1,195 @@
+"""`ckpttool.json`: what a whole training state needs beside its safetensors files, without pickle.
+
+    {"schema": "ckpttool/state/1", "writer": "ckpttool 0.1.0",
+     "containers": [{"path": [..], "kind": "list" | "dict" | "OrderedDict", "attributes": {..}}, ..],
+     "entries": [{"path": ["model", "w"], "file": "model.safetensors", "name": "w"},
+                 {"path": ["z"], "file": "other.safetensors", "name": "z", "dtype": "complex128", "shape": [2]},
+                 {"path": ["optim", "state", 0], "value": ..}, ..]}
+
+Entries are in the order in which they were saved, one to a line. Keys of a path and values are spelt by `typedjson`. A
+tensor of a dtype that safetensors does not have lies in its file as that many U8, with the truth here. Tied tensors
+name the same tensor of the same file; `"embedded": true` marks one that an object's value refers to.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+from ckpttool.catalogue import dtypes
+from ckpttool.catalogue import flatten as nesting
+from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.dtypes import Dtype
+from ckpttool.catalogue.entries import Catalogue, Container, Object, Path, Tensor, dotted
+from ckpttool.errors import CorruptError, ReadError
+from ckpttool.serialization import strict_json as strictjson
+from ckpttool.serialization import typed_json as typedjson
+
+NAME = "ckpttool.json"
+_FAMILY = "ckpttool/state/"
+SCHEMA = f"{_FAMILY}1"
+# `recognise` looks for it at the start of the file only.
+_MARK = f'"schema": "{_FAMILY}'.encode()
+
+
+class Place(NamedTuple):
+    """Where a tensor lies: `Place("model.safetensors", "w")`. `raw`: as bytes, under a dtype of its own."""
+
+    file: str
+    name: str
+    raw: bool = False
+
+
+class Wanted(NamedTuple):
+    """A tensor that the state file names: `Wanted(("model", "w"), Place(...), False, None)`. `truth` is the dtype and
+    shape of one that lies there raw."""
+
+    path: Path
+    place: Place
+    embedded: bool
+    truth: tuple[Dtype, Ints] | None
+
+
+def looks_like(head: bytes) -> bool:
+    """Whether a file that begins like this is a state file, of this version or another."""
+    return head.lstrip().startswith(b"{") and _MARK in head[:256]
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+
+def build(catalogue: Catalogue, places: Mapping[Path, Place], writer: str) -> bytes:
+    """The state file of a catalogue. Raises LossError for a value that cannot be written as JSON. Pure."""
+    head = {"schema": SCHEMA, "writer": writer}
+    lines = ["{", *(f"{_line(k)}: {_line(v)}," for k, v in head.items())]
+    lines += _array("containers", (_container(p, c) for p, c in catalogue.containers.items()), ",")
+    lines += _array("entries", (_entry(e, places) for e in catalogue.entries.values()), "")
+    return "\n".join([*lines, "}", ""]).encode()
+
+
+def _line(made: Any) -> str:
+    return json.dumps(made, ensure_ascii=False, allow_nan=False)
+
+
+def _array(key: str, items: Iterator[dict[str, Any]], end: str) -> list[str]:
+    lines = [f"  {_line(item)}," for item in items]
+    if lines:
+        lines[-1] = lines[-1].removesuffix(",")
+    return [f"{_line(key)}: [", *lines, f"]{end}"]
+
+
+def _path(path: Path) -> list[Any]:
+    return [typedjson.encode(key, name=dotted(path)) for key in path]
+
+
+def _container(path: Path, container: Container) -> dict[str, Any]:
+    made = {"path": _path(path), "kind": container.kind}
+    if container.attrs:
+        made["attributes"] = typedjson.encode(container.attrs, name=dotted(path))
+    return made
+
+
+def _entry(entry: Tensor | Object, places: Mapping[Path, Place]) -> dict[str, Any]:
+    made: dict[str, Any] = {"path": _path(entry.path)}
+    if isinstance(entry, Object):
+        return made | {"value": typedjson.encode(entry.value, name=entry.name)}
+    place = places[entry.path]
+    made |= {"file": place.file, "name": place.name}
+    if place.raw:
+        made |= {"dtype": entry.dtype.name, "shape": list(entry.shape)}
+    if entry.embedded:
+        made["embedded"] = True
+    return made
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+def parse(text: bytes, catalogue: Catalogue, make: Callable[[Wanted], Tensor], name: str) -> None:
+    """Add everything that a state file says to the catalogue; `make` turns what it names into a tensor.
+
+    Raises CorruptError for one that we did not write like this, ReadError for one of a later version.
+    """
+    state = strictjson.parse(text, name)
+    schema = state.get("schema") if isinstance(state, dict) else None
+    if schema != SCHEMA:
+        raise ReadError(
+            f"{name}: its schema is `{schema}`, not `{SCHEMA}`", hint="it was written by a later ckpttool: update yours"
+        )
+    for item in _items(state, "containers", name):
+        path = _read_path(item, name)
+        catalogue.containers[path] = _read_container(item, path, name)
+    for item in _items(state, "entries", name):
+        path = _read_path(item, name)
+        if "value" in item:
+            value = typedjson.decode(item["value"], name=f"{name}: `{dotted(path)}`")
+            catalogue.add(Object(path, value, nbytes=len(_line(item["value"]))))
+        else:
+            catalogue.add(make(_wanted(item, path, name)))
+    _check_links(catalogue, name)
+
+
+def _items(state: Mapping[str, Any], key: str, name: str) -> list[dict[str, Any]]:
+    items = state.get(key)
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise CorruptError(f"{name}: `{key}` is not a list of objects")
+    return items
+
+
+def _read_path(item: Mapping[str, Any], name: str) -> Path:
+    path = typedjson.decode(item.get("path"), name=name)
+    try:
+        if isinstance(path, list):
+            hash(tuple(path))
+            return tuple(path)
+    except TypeError:
+        pass
+    raise CorruptError(f"{name}: {item.get('path')!r} is not a path")
+
+
+def _read_container(item: Mapping[str, Any], path: Path, name: str) -> Container:
+    kind, attributes = item.get("kind"), typedjson.decode(item.get("attributes", {}), name=name)
+    try:
+        if kind in ("list", "dict", "OrderedDict"):
+            return Container(kind, typedjson.attributes_of(attributes) or None)
+    except TypeError:
+        pass
+    raise CorruptError(f"{name}: `{dotted(path)}` is no container that we know: {kind!r} with {attributes!r}")
+
+
+def _wanted(item: Mapping[str, Any], path: Path, name: str) -> Wanted:
+    file, stored, shape = item.get("file"), item.get("name"), item.get("shape")
+    if not isinstance(file, str) or not isinstance(stored, str):
+        raise CorruptError(f"{name}: `{dotted(path)}` is neither a value nor a tensor", tensor=dotted(path))
+    embedded = item.get("embedded") is True
+    if "dtype" not in item:
+        return Wanted(path, Place(file, stored), embedded, None)
+    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+        raise CorruptError(f"{name}: tensor `{dotted(path)}`: its shape is {shape!r}", tensor=dotted(path))
+    return Wanted(path, Place(file, stored, True), embedded, (dtypes.dtype(str(item["dtype"])), tuple(shape)))
+
+
+def true_type(wanted: Wanted, stored: Dtype, shape: Ints, where: str) -> tuple[Dtype, Ints]:
+    """The dtype and shape of a tensor, from what its safetensors header says and what the state file does."""
+    if wanted.truth is None:
+        return stored, shape
+    dtype, sizes = wanted.truth
+    if stored.name != "uint8" or len(shape) != 1 or shape[0] != prod(sizes) * dtype.itemsize:
+        raise CorruptError(
+            f"{where}: tensor `{wanted.place.name}` is {stored} {list(shape)}, not the {prod(sizes) * dtype.itemsize} "
+            f"bytes of a {dtype} {list(sizes)}",
+            tensor=dotted(wanted.path),
+        )
+    return dtype, sizes
+
+
+def _check_links(catalogue: Catalogue, name: str) -> None:
+    for entry in catalogue.objects:
+        for link in nesting.links(entry.value):
+            if not isinstance(catalogue.entries.get(link.path), Tensor):
+                raise CorruptError(
+                    f"{name}: `{entry.name}` needs the tensor `{dotted(link.path)}`, which is not there",
+                    tensor=dotted(link.path),
+                )

@@ -1,0 +1,188 @@
+"""A torch.save file, or another that torch keeps tensors in, as a catalogue."""
+
+from __future__ import annotations
+
+import bisect
+import os
+from collections.abc import Collection
+
+from ckpttool.catalogue.entries import Catalogue, File
+from ckpttool.catalogue.protocols import Source
+from ckpttool.errors import CorruptError, ReadError, some
+from ckpttool.serialization import (
+    torch_export as torchexport,
+)
+from ckpttool.serialization import (
+    torch_legacy as torchlegacy,
+)
+from ckpttool.serialization import (
+    torch_module as torchmodule,
+)
+from ckpttool.serialization import (
+    torch_pickle as torchpickle,
+)
+from ckpttool.serialization import (
+    torch_tree as torchtree,
+)
+from ckpttool.serialization import (
+    torch_zip as torchzip,
+)
+from ckpttool.serialization import (
+    unpickler as pickles,
+)
+from ckpttool.serialization.torch_zip import Archive
+from ckpttool.storage import files
+
+_PK = b"PK\3\4"
+
+
+def recognise(path: str) -> bool:
+    """Whether this is a file of one of the kinds above, whole or not."""
+    if not os.path.isfile(path):
+        return False
+    pool = files.Pool()
+    try:
+        size = files.size_of(path)
+        head = pool.read(path, 0, min(size, 512))
+        if head.startswith(_PK):
+            return _is_torch_zip(pool, path, size, head)
+        return torchlegacy.is_stream(head) or torchlegacy.is_tar(head, path)
+    except (CorruptError, ReadError):
+        return False
+    finally:
+        pool.close()
+
+
+def _is_torch_zip(pool: files.Pool, path: str, size: int, head: bytes) -> bool:
+    try:
+        records = _archive(pool, path, size).records
+    except CorruptError:
+        # A truncated file has no directory, but its first record tells.
+        return b"/data.pkl" in head or b"/data/0" in head
+    return "data.pkl" in records or "archive_format" in records
+
+
+def _reader(pool: files.Pool, path: str) -> torchzip.Read:
+    return lambda offset, nbytes: pool.read(path, offset, nbytes)
+
+
+def _archive(pool: files.Pool, path: str, size: int) -> Archive:
+    return torchzip.open_archive(_reader(pool, path), 0, size, name=f"`{path}`")
+
+
+def open_file(path: str) -> Source:
+    """The catalogue of one file. Raises CorruptError when it is cut or contradicts itself."""
+    size = files.size_of(path)
+    catalogue = Catalogue("torch", [File(path, os.path.basename(path), size)])
+    pool = files.Pool()
+    try:
+        with pickles.no_garbage_collection():
+            _read(catalogue, pool, path, size)
+    except BaseException:
+        pool.close()
+        raise
+    return torchtree.PlacedSource(catalogue, pool)
+
+
+def _read(catalogue: Catalogue, pool: files.Pool, path: str, size: int) -> None:
+    head = pool.read(path, 0, min(size, 512))
+    read, name = _reader(pool, path), f"`{path}`"
+    if torchlegacy.is_stream(head):
+        _read_stream(catalogue, torchlegacy.open_stream(read, size, name=name))
+    elif not head.startswith(_PK) and torchlegacy.is_tar(head, path):
+        _read_stream(catalogue, torchlegacy.open_tar(read, path, name=name))
+    else:
+        _read_zip(catalogue, torchzip.open_archive(read, 0, size, name=name))
+
+
+def _read_stream(catalogue: Catalogue, stream: torchlegacy.Stream) -> None:
+    catalogue.facts |= {
+        "layout": stream.layout, "writer": "torch.save", "torch": "0.1" if stream.layout == "tar" else "before 1.6",
+    }  # fmt: skip
+    torchtree.fill(catalogue, stream.tree, stream.extent)
+    used: dict[int, set[torchtree.Span]] = {}
+    starts = sorted((offset, nbytes, key) for key, (offset, nbytes) in stream.storages.items())
+    for tensor in catalogue.tensors:
+        for extent in (chunk.extent for chunk in tensor.chunks if chunk.extent.nbytes):
+            i = bisect.bisect_right(starts, extent.offset, key=lambda s: s[0]) - 1
+            used.setdefault(starts[i][0], set()).add(torchtree.span_of(extent))
+    catalogue.warnings += torchtree.storage_warnings([(f"storage {key}", o, n) for o, n, key in starts], used)
+    catalogue.warnings.append(f"a {stream.layout} file has no checksums: what it holds cannot be checked")
+
+
+def _read_zip(catalogue: Catalogue, archive: Archive) -> None:
+    catalogue.facts |= {"layout": "zip", "writer": "torch.save", "torch": _torch_versions(archive)}
+    nested: Collection[str] = ()
+    if torchexport.is_export(archive):
+        catalogue.facts |= {"layout": "pt2", "writer": "torch.export", "torch": "2.7 or later"}
+        exported = torchexport.Exported(archive)
+        torchtree.fill(catalogue, exported.tree, exported.extent)
+        nested = exported.nested
+        catalogue.warnings.append("a torch.export program: its graph is left out, only its tensors are shown")
+        if exported.left_out:
+            catalogue.warnings.append(f"entries that are no tensors are left out: {some(exported.left_out)}")
+    elif "constants.pkl" in archive.records:
+        catalogue.facts |= {"layout": "TorchScript", "writer": "torch.jit"}
+        del catalogue.facts["torch"]
+        _read_script(catalogue, archive)
+    else:
+        tree = torchzip.load_tree(archive)
+        data = archive.payload("data.pkl")
+        start = archive.read(data.offset, min(2, data.nbytes))
+        catalogue.facts["protocol"] = start[1] if start[:1] == b"\x80" else 0
+        torchtree.fill(catalogue, tree, archive.extent)
+    catalogue.warnings += _archive_warnings(catalogue, archive, nested)
+
+
+def _read_script(catalogue: Catalogue, archive: Archive) -> None:
+    dropped = torchmodule.Dropped()
+    tree = torchmodule.script_tensors(torchzip.load_tree(archive), dropped)
+    loaded = torchpickle.load(archive.content("constants.pkl"), f"{archive.name}: constants.pkl")
+    constants = torchmodule.script_tensors(loaded, dropped)
+    # Their storages are numbered apart, and lie in a folder of their own.
+    apart = {id(ref) for ref in constants.values()}
+    if constants:
+        tree.setdefault("constants", constants)
+    torchtree.fill(catalogue, tree, lambda ref: archive.extent(ref, "constants" if id(ref) in apart else "data"))
+    catalogue.warnings.append("a TorchScript program: its code is left out, only its tensors are shown")
+    catalogue.warnings += dropped.attribute_warnings()
+
+
+def _torch_versions(archive: Archive) -> str:
+    if ".format_version" in archive.records:
+        return "2.7 or later"
+    return "2.1 to 2.6" if "byteorder" in archive.records else "1.6 to 2.0"
+
+
+# What a person should know about the container ------------------------------------------------------------------------
+
+
+def _archive_warnings(catalogue: Catalogue, archive: Archive, nested: Collection[str]) -> list[str]:
+    used: dict[int, set[torchtree.Span]] = {}
+    for tensor in catalogue.tensors:
+        for chunk in tensor.chunks:
+            record = chunk.extent.record
+            if record is not None:
+                used.setdefault(record.offset, set()).add(torchtree.span_of(chunk.extent))
+    storages = {
+        name: r for name, r in archive.records.items() if _is_storage(name) and r.nbytes > 0 and name not in nested
+    }
+    # A record that nobody asked for is not looked up now either: what is wrong with it does not matter.
+    spans = [
+        (name, archive.payload(name).offset if name in archive.located else -1, r.nbytes)
+        for name, r in storages.items()
+    ]
+    said = torchtree.storage_warnings(spans, used)
+    unchecked = sum(not r.crc for r in storages.values())
+    if unchecked:
+        said.append(f"{unchecked} of {len(storages)} storages have no checksum: what they hold cannot be checked")
+    if archive.swapped:
+        said.append("written on a big-endian machine; values are swapped when they are read")
+    return said
+
+
+def _is_storage(record: str) -> bool:
+    folder, _, name = record.rpartition("/")
+    return folder in ("data", "constants") or (
+        folder + "/" in torchexport.FOLDERS.values() and not name.endswith((".json", ".pt"))
+    )

@@ -1,0 +1,293 @@
+"""Which parameter each id of an optimizer stands for. Pure.
+
+    model        embed (29, 7)    qkv (21, 7)    norm (7,)    rope (7,)     in the order of the state dict
+    group 0      id 0 (29, 7)     id 1 (21, 7)
+    group 1                                      id 2 (7,)                  or is it rope?
+
+torch numbers parameters group by group, and a group has them in the order of the model. That order is the state
+dict's, less its buffers and the second names of tied tensors; which of the rest a group left out is told by the shapes
+of its state. Every way in which all groups fit is looked at in one pass over the model: there has to be exactly one.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from ckpttool.catalogue.aliases import find_aliases
+from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.entries import Catalogue, Path, Tensor, dotted
+from ckpttool.errors import CorruptError, UsageError, some
+from ckpttool.layout import select as layout
+from ckpttool.layout.optimizer import walking
+from ckpttool.layout.optimizer.parse import Group, Item, Optimizer
+
+# State that is shaped like its parameter, whatever the optimizer: those of torch.optim, then of others.
+LIKE = {
+    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "sum",
+    "exp_inf", "prev", "step_size", "ax", "variance",
+    "momentum", "hessian", "state1", "state2", "master_weights", "exp_avg_slow", "exp_avg_diff", "previous_grad",
+}  # fmt: skip
+# Rows and columns of a factored second moment: torch.optim.Adafactor; transformers, fairseq.
+_FACTORED = (("row_var", "col_var", 1), ("exp_avg_sq_row", "exp_avg_sq_col", 0))
+_STATISTICS = re.compile(r"(.*\.)?(running_mean|running_var)")
+_MOST_WORK = 2_000_000
+_MANUAL = (
+    "say in the training script which is which: save the optimizer with names (torch 2.6: "
+    "`AdamW(model.named_parameters())`), or by `get_state_dict`"
+)
+_BUFFERS = (
+    "`--shapes` with the names of `model.named_parameters()` leaves buffers out, which may be enough; which group or "
+    f"frozen parameter is which it does not tell: {_MANUAL}"
+)
+_OTHER_MODEL = (
+    "`--model-from` names the model that was trained with it; pieces that FSDP1's `optimizer.state_dict()` has on each "
+    "rank are nobody's by name: `FSDP.optim_state_dict` saves names"
+)
+
+
+def name_ids(found: Sequence[Optimizer], source: Catalogue) -> list[dict[int, str]]:
+    """For each of these optimizers, all spelt by ids, the name of each id; `source` has the model.
+
+    Raises UsageError when the model does not say which parameter is which, CorruptError when it cannot be the model.
+    """
+    names: list[dict[int, str]] = [{} for _ in found]
+    unnamed = [(i, group) for i, optimizer in enumerate(found) for group in optimizer.groups if group.params]
+    if not unnamed:
+        return names
+    if all(_own_names(group) is not None for _, group in unnamed) and not layout.models(source):
+        for i, group in unnamed:
+            names[i] |= dict(zip(group.params, _own_names(group) or (), strict=True))
+        return _distinct(found, names)
+    model = _parameters(source)
+    known = _names(source)
+    left: list[tuple[int, Group]] = []
+    for i, group in unnamed:
+        own = _own_names(group)
+        clean = own and [name if name in known else layout.strip_wrappers(name) for name in own]
+        if clean and known.issuperset(clean):
+            names[i] |= dict(zip(group.params, clean, strict=True))
+        else:
+            left.append((i, group))
+    if left:
+        for done in names:
+            for name in done.values():
+                model.pop(name, None)
+        _check_ordered(source, found[left[0][0]], model)
+        for (i, group), places in zip(
+            left, _places(left, found, model, "parameter order" in source.facts), strict=True
+        ):
+            order = list(model)
+            names[i] |= {key: order[place] for key, place in zip(group.params, places, strict=True)}
+    return _distinct(found, names)
+
+
+def _own_names(group: Group) -> list[str] | None:
+    value = group.value("param_names")
+    fits = isinstance(value, list) and len(value) == len(group.params) and all(isinstance(v, str) for v in value)
+    return value if fits else None
+
+
+def _distinct(found: Sequence[Optimizer], names: list[dict[int, str]]) -> list[dict[int, str]]:
+    for optimizer, named in zip(found, names, strict=True):
+        twice = [name for name, count in Counter(named.values()).items() if count > 1]
+        if twice:
+            raise CorruptError(f"`{optimizer.name}` has two parameters called `{twice[0]}`", found=twice[0])
+    return names
+
+
+# The model ------------------------------------------------------------------------------------------------------------
+
+
+def _names(source: Catalogue) -> set[str]:
+    root, tensors = _model(source)
+    return {dotted(tensor.path[len(root) :]) for tensor in tensors}
+
+
+def _parameters(source: Catalogue) -> dict[str, Ints]:
+    """What may be a parameter of the model, with its shape, in the order of the state dict."""
+    root, tensors = _model(source)
+    names = _names(source)
+    aliases = find_aliases(t.origin or t for t in tensors)
+    made: dict[str, Ints] = {}
+    for tensor in tensors:
+        name = dotted(tensor.path[len(root) :])
+        tied = tensor.alias is not None or (tensor.origin or tensor).path in aliases
+        if not tied and tensor.dtype.kind in ("float", "complex") and not is_statistic(name, names):
+            made[name] = tensor.shape
+    # What `--shapes` does not list is a buffer.
+    order = source.facts.get("parameter order")
+    return made if order is None else {name: made[name] for name in order if name in made}
+
+
+def is_statistic(name: str, names: set[str]) -> bool:
+    """Whether this is one of the two buffers of a normalisation layer, which always come together."""
+    found = _STATISTICS.fullmatch(name)
+    return found is not None and {f"{found[1] or ''}running_mean", f"{found[1] or ''}running_var"} <= names
+
+
+def _model(source: Catalogue) -> tuple[Path, list[Tensor]]:
+    models = layout.models(source)
+    if not models:
+        raise UsageError(
+            "the optimizer calls its parameters by numbers, and there is no model here to say which they are",
+            hint="name one with `--model-from`: the model that was trained with this optimizer",
+        )
+    rank = layout.model_rank(models[0][0])
+    rivals = [root for root, _ in models if layout.model_rank(root) == rank]
+    if len(rivals) > 1:
+        raise UsageError(
+            f"the optimizer calls its parameters by numbers, and there are several models: "
+            f"{some([dotted(root) for root in rivals])}",
+            hint="take one of them and its optimizer alone: `--only`, then `--optim-from`",
+        )
+    root, paths = models[0]
+    entries = [source.entries[path] for path in paths]
+    return root, [entry for entry in entries if isinstance(entry, Tensor)]
+
+
+def _check_ordered(source: Catalogue, optimizer: Optimizer, model: dict[str, Ints]) -> None:
+    """safetensors files are sorted by name, and so is what was made of them: a state dict's order is gone, and by shape
+    alone state could be given to another layer that is as large."""
+    root, tensors = _model(source)
+    tensors = [t for t in tensors if len(t.chunks) and source.files]
+    names = [dotted(tensor.path[len(root) :]) for tensor in tensors]
+    if "parameter order" in source.facts or len(tensors) < 2 or not walking.is_by_name(tensors, names):
+        return
+    direct = any(map(walking.is_safetensors(source), tensors))
+    # Nothing says of another format where it came from: when no two are of one shape, the shapes tell.
+    if direct or (len(tensors) > 2 and len(set(model.values())) < len(model)):
+        raise UsageError(
+            f"`{optimizer.name}` calls its parameters by numbers, in the order of a model that is here only "
+            + ("as safetensors, which sorts it by name" if direct else "sorted by name, as safetensors leaves it"),
+            hint=walking.hint_of_order(source),
+        )
+
+
+# Shapes ---------------------------------------------------------------------------------------------------------------
+
+
+def shape_told(items: Sequence[Item]) -> Ints | None:
+    """The shape of the parameter that this state is for; None when it does not tell. Pure."""
+    shapes = {str(i.below[0]): i.entry.shape for i in items if len(i.below) == 1 and isinstance(i.entry, Tensor)}
+    like = {shape for name, shape in shapes.items() if name in LIKE}
+    if len(like) == 1:
+        return like.pop()
+    for row, column, kept in _FACTORED:
+        if not like and row in shapes and column in shapes and shapes[column]:
+            return (*shapes[row][: len(shapes[row]) - kept], shapes[column][-1])
+    # What has one element may be a count.
+    rest = {shape for shape in shapes.values() if prod(shape) > 1}
+    return rest.pop() if len(rest) == 1 and not like else None
+
+
+def _places(
+    left: list[tuple[int, Group]], found: Sequence[Optimizer], model: dict[str, Ints], is_told: bool
+) -> list[list[int]]:
+    wanted = [[shape_told(found[i].state.get(key, ())) for key in group.params] for i, group in left]
+    have = list(model.values())
+    who = found[left[0][0]].name
+    _check_counts(wanted, have, who)
+    fits = ways(wanted, have)
+    if fits is None:
+        raise UsageError(f"`{who}`: its groups fit the parameters of the model in more ways than can be told apart",
+                         hint=_MANUAL)  # fmt: skip
+    if not fits:
+        raise CorruptError(
+            f"`{who}`: the shapes of its state do not follow the order of the model's parameters",
+            hint=_OTHER_MODEL,
+        )
+    vague = [(left[g][1].params[k], places) for g, row in enumerate(fits) for k, places in enumerate(row) if places[1:]]
+    if vague:
+        names = list(model)
+        key, places = vague[0]
+        raise UsageError(
+            f"`{who}`: {len(vague)} of its ids fit more than one parameter, such as {key}: "
+            f"{some([names[place] for place in places])}",
+            hint=_MANUAL if is_told else _BUFFERS,
+            found=[names[place] for place in places],
+        )
+    return [[places[0] for places in row] for row in fits]
+
+
+def _check_counts(wanted: list[list[Ints | None]], have: list[Ints], who: str) -> None:
+    asked, there = sum(map(len, wanted)), Counter(have)
+    if asked > len(have):
+        raise CorruptError(f"`{who}` has {asked} parameters, but the model has {len(have)}", hint=_OTHER_MODEL)
+    for shape, count in Counter(shape for row in wanted for shape in row if shape is not None).items():
+        if count > there[shape]:
+            raise CorruptError(
+                f"`{who}` has state for {_parameters_of(count, shape)}, but the model has {there[shape] or 'none'}",
+                hint=_OTHER_MODEL, found=count, expected=there[shape],
+            )  # fmt: skip
+
+
+def _parameters_of(count: int, shape: Ints) -> str:
+    return f"{count} parameter{'s' * (count != 1)} of shape {list(shape)}"
+
+
+State = tuple[int, ...]
+
+
+def ways(wanted: Sequence[Sequence[Ints | None]], have: Sequence[Ints]) -> list[list[list[int]]] | None:
+    """The places in `have` that each of `wanted` can take: every group in order, no place twice, shapes the same.
+
+    An empty list when there is no way, None when there are too many to follow. `wanted` None fits any shape. A state
+    of the search is how far each group has come; places that cannot be passed over, as later ones are too few of
+    their shape, keep the states few. Pure.
+    """
+    total, slack, at = sum(map(len, wanted)), Counter(have), _positions(wanted)
+    for group in at:
+        slack.subtract({shape: len(ks) for shape, ks in group.items()})
+    seen: Counter[Ints] = Counter()
+    layers: list[dict[State, list[State]]] = []
+    current: dict[State, list[State]] = {(0,) * len(wanted): []}
+    followed = 0
+    for place, shape in enumerate(have):
+        seen[shape] += 1
+        after: dict[State, list[State]] = defaultdict(list)
+        for state in current:
+            used = sum(bisect_left(group.get(shape, ()), k) for group, k in zip(at, state, strict=True))
+            spare = seen[shape] - used <= slack[shape]
+            for g, k in enumerate(state):
+                if k < len(wanted[g]) and (wanted[g][k] == shape or (spare and wanted[g][k] is None)):
+                    after[(*state[:g], k + 1, *state[g + 1 :])].append(state)
+            if spare and total - sum(state) < len(have) - place:
+                after[state].append(state)
+            followed += len(wanted) * len(wanted)
+            if followed > _MOST_WORK:
+                return None
+        layers.append(after)
+        current = after
+    end = tuple(map(len, wanted))
+    return _collected(wanted, layers, end) if end in current or not total else []
+
+
+def _positions(wanted: Sequence[Sequence[Ints | None]]) -> list[dict[Ints, list[int]]]:
+    made: list[dict[Ints, list[int]]] = []
+    for row in wanted:
+        made.append(defaultdict(list))
+        for k, shape in enumerate(row):
+            if shape is not None:
+                made[-1][shape].append(k)
+    return made
+
+
+def _collected(wanted: Sequence[Sequence[Any]], layers: list[dict[State, list[State]]], end: State) -> list[Any]:
+    """Back along every way that came to the end."""
+    found: list[list[set[int]]] = [[set() for _ in row] for row in wanted]
+    reached = {end}
+    for place in range(len(layers) - 1, -1, -1):
+        before: set[State] = set()
+        for state in reached:
+            for previous in layers[place].get(state, ()):
+                before.add(previous)
+                for g, (was, now) in enumerate(zip(previous, state, strict=True)):
+                    if was != now:
+                        found[g][was].add(place)
+        reached = before
+    return [[sorted(places) for places in row] for row in found]

@@ -1,0 +1,99 @@
+"""The parameters of each group in the order of the model, as `AdamW(model.parameters())` has them. Pure.
+
+    param_groups [{params: [norm.w, layers.0.w]}]    model layers.0.w, norm.w    ->    [{params: [layers.0.w, norm.w]}]
+
+FSDP1 with flat parameters has them unit by unit, the root's first. Where the next optimizer is known to be made of the
+model's parameters as they come, and numbers them, the ids have to be given in that order. Who knows it, best first:
+
+    --shapes      lists the parameters in the order of the model
+    the model     when it is not sorted by name: what was a safetensors file once is so in any format
+    the groups    when they go through the model as a model does, and are not sorted by name either
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckpttool.catalogue.entries import Catalogue, Entry, Object, Tensor, dotted
+from ckpttool.errors import UsageError
+from ckpttool.layout import select as layout
+from ckpttool.layout.optimizer import parse as found
+from ckpttool.layout.optimizer import respell as optimkeys
+from ckpttool.layout.optimizer.parse import Optimizer
+from ckpttool.layout.optimizer.walking import hint_of_order, is_sorted, walks
+
+_LISTS = ("params", "param_names")
+
+
+def numbered(catalogue: Catalogue, source: Catalogue) -> Catalogue:
+    """The optimizers spelt by ids in the order of the model in `source`. Those that have ids already keep them.
+
+    Raises UsageError when neither the model nor the groups are known to be in that order.
+    """
+    if all(optimizer.spelling == "id" for optimizer in found.optimizers(catalogue)):
+        return catalogue
+    named = optimkeys.respell(catalogue, "fqn", source)
+    places = _places(source)
+    said: list[str] = []
+    for optimizer in found.optimizers(named):
+        missing = next((name for name in optimizer.params if name not in places), None)
+        if missing is not None:
+            if "parameter order" in source.facts:
+                raise UsageError(
+                    f"`--shapes` does not list `{missing}`, which `{optimizer.name}` has", found=missing,
+                    hint="it has to list all parameters, by the names that the source has for them",
+                )  # fmt: skip
+            _check_own_order(optimizer, source)
+        elif any(sorted(group.params, key=places.__getitem__) != group.params for group in optimizer.groups):
+            who = "`--shapes`" if "parameter order" in source.facts else "the model"
+            said.append(f"`{optimizer.name}`: its parameters are numbered in the order of {who}, not of its groups")
+    entries = [_ordered(entry, places) if _lists_names(entry) else entry for entry in named.entries.values()]
+    made = optimkeys.respell(layout.rebuilt(named, entries, named.containers), "id", source)
+    made.warnings = [*made.warnings, *said]
+    return made
+
+
+def _places(source: Catalogue) -> dict[str, int]:
+    """Where in the model each parameter is; empty when its order is not known."""
+    told = source.facts.get("parameter order")
+    if told is not None:
+        return {name: place for place, name in enumerate(told)}
+    for root, paths in layout.models(source)[:1]:
+        tensors = [entry for entry in map(source.entries.__getitem__, paths) if isinstance(entry, Tensor)]
+        names = [dotted(tensor.path[len(root) :]) for tensor in tensors]
+        if walks(names) and not is_sorted(source, tensors, names):
+            return {name: place for place, name in enumerate(names)}
+    return {}
+
+
+def _check_own_order(optimizer: Optimizer, source: Catalogue) -> None:
+    """Groups may be in an order that is not the model's, and nothing else here has it."""
+    lists = [group.params for group in optimizer.groups if len(group.params) > 1]
+    if not lists:
+        return
+    flat = "FSDP1" in f"{source.facts.get('layout')} {source.facts.get('mounted')}"
+    by_name = max(map(len, lists)) > 2 and all(names == sorted(names) for names in lists)
+    if flat or by_name or not all(map(walks, lists)):
+        why = "sorted by name" if by_name else "as FSDP1 has them" if flat else "not in the order of a model"
+        raise UsageError(
+            f"the parameters of `{optimizer.name}` are to be numbered in the order of the model, which is not "
+            f"known: its groups list them {why}, and the model is no help",
+            hint=hint_of_order(source),
+        )
+
+
+def _lists_names(entry: Entry) -> bool:
+    below = entry.path[len(entry.part.root) :]
+    return entry.part.kind == "optimizer" and len(below) == 3 and below[0] == "param_groups" and below[2] in _LISTS
+
+
+def _ordered(entry: Entry, places: dict[str, int]) -> Entry:
+    names = entry.value if isinstance(entry, Object) else None
+    if (
+        not isinstance(entry, Object)
+        or not isinstance(names, list)
+        or not all(isinstance(name, str) and name in places for name in names)
+    ):
+        return entry
+    ordered: Sequence[str] = sorted(names, key=places.__getitem__)
+    return entry if ordered == names else entry.at(entry.path, change=lambda value: list(ordered))

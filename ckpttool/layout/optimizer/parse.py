@@ -1,0 +1,265 @@
+"""The optimizers of a catalogue, taken apart: what is kept for each parameter, and the groups. Pure.
+
+    nested   (*root, "state", KEY, "exp_avg")            (*root, "param_groups", 0, "lr"), (..., 0, "params")
+    flat     (*root, "state.layers.0.w.exp_avg")         (*root, "param_groups.layers.0.w.lr")
+
+KEY is an id or a name. Up to torch 2.3, DCP keeps `param_groups` as one value.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ckpttool.catalogue.entries import Catalogue, Container, Entry, Object, Part, Path, Tensor, dotted
+from ckpttool.errors import CorruptError, UsageError, some
+from ckpttool.layout import select as layout
+from ckpttool.serialization import typed_json as typedjson
+
+
+class Item(NamedTuple):
+    """An entry and its path below its parameter or group: `Item(("exp_avg",), Tensor(...))`."""
+
+    below: Path
+    entry: Entry
+
+
+@dataclass(slots=True)
+class Group:
+    """A parameter group: `Group(params=["w", "b"], items=[Item(("lr",), Object(...))], listed=Object(...), place=1)`.
+
+    `params` are ids or names, `items` the hyper-parameters without the list of `params` itself: that is `listed`
+    (flat optimizers have none), before which `place` of the items stood.
+    """
+
+    params: list[Any] = field(default_factory=list)
+    items: list[Item] = field(default_factory=list)
+    listed: Object | None = None
+    place: int = 0
+
+    def value(self, key: str) -> Any:
+        """A hyper-parameter that is one object; None when there is no such object."""
+        found = (i.entry for i in self.items if i.below == (key,))
+        return next((entry.value for entry in found if isinstance(entry, Object)), None)
+
+
+@dataclass(slots=True)
+class Optimizer:
+    """One optimizer: `Optimizer(("optim",), Part("optimizer", ("optim",)), "id", [Group(...)], {0: [Item(...)]})`.
+
+    `loose` is state that belongs to no parameter, by its key. `containers` have paths below `root`, spelt as they were.
+    """
+
+    root: Path
+    part: Part
+    spelling: str
+    groups: list[Group] = field(default_factory=list)
+    state: dict[Any, list[Item]] = field(default_factory=dict)
+    loose: dict[Any, list[Item]] = field(default_factory=dict)
+    containers: dict[Path, Container] = field(default_factory=dict)
+    entries: set[Path] = field(default_factory=set)
+
+    @property
+    def name(self) -> str:
+        return dotted(self.root) or "the optimizer"
+
+    def has(self, path: Path) -> bool:
+        """Whether a dict or list is this optimizer's."""
+        return path[len(self.root) :] in self.containers and path[: len(self.root)] == self.root
+
+    @property
+    def params(self) -> list[Any]:
+        return [key for group in self.groups for key in group.params]
+
+
+def optimizers(catalogue: Catalogue) -> list[Optimizer]:
+    """Every optimizer, however it is spelt. Raises CorruptError for groups that list no parameters, and for state that
+    no group lists."""
+    found: dict[Path, list[Entry]] = defaultdict(list)
+    flat: dict[Path, bool] = {}
+    for entry in catalogue.entries.values():
+        place = _place(entry) if entry.part.kind == "optimizer" else None
+        if place is not None:
+            root, is_flat = place
+            found[root].append(entry)
+            if flat.setdefault(root, is_flat) != is_flat:
+                raise CorruptError(
+                    f"`{dotted(root)}` has both nested and flattened keys, such as `{entry.name}`", found=entry.name
+                )
+    made = [(_flat if flat[root] else _nested)(root, entries) for root, entries in found.items()]
+    by_root = {optimizer.root: optimizer for optimizer in made}
+    for path, container in catalogue.containers.items():
+        for depth in range(len(path)):
+            if path[:depth] in by_root and _is_own(path[depth]):
+                by_root[path[:depth]].containers[path[depth:]] = container
+    for optimizer, entries in zip(made, found.values(), strict=True):
+        optimizer.entries = {entry.path for entry in entries}
+    return made
+
+
+def _place(entry: Entry) -> tuple[Path, bool] | None:
+    """The root of the optimizer that an entry belongs to, and whether it is flat."""
+    for depth in range(len(entry.part.root), len(entry.path)):
+        if _is_own(entry.path[depth]):
+            return entry.path[:depth], entry.path[depth] not in ("state", "param_groups")
+    return None
+
+
+def _is_own(key: Hashable) -> bool:
+    return key in ("state", "param_groups") or (isinstance(key, str) and layout.flattened(key) is not None)
+
+
+# Nested ---------------------------------------------------------------------------------------------------------------
+
+
+def _nested(root: Path, entries: list[Entry]) -> Optimizer:
+    made = Optimizer(root, entries[0].part, "fqn")
+    groups: dict[Hashable, Group] = {}
+    for entry in _opened(entries, len(root)):
+        key, *tail = entry.path[len(root) :]
+        if not tail:
+            if not isinstance(entry, Object) or entry.value not in ({}, []):
+                raise CorruptError(f"`{entry.name}` is not the {key} of an optimizer", found=entry.name)
+        elif key == "state":
+            made.state.setdefault(tail[0], []).append(Item(tuple(tail[1:]), entry))
+        elif tail[1:] == ["params"] and isinstance(entry, Object):
+            group = groups.setdefault(tail[0], Group())
+            group.listed, group.params, group.place = entry, _listed(entry), len(group.items)
+        else:
+            groups.setdefault(tail[0], Group()).items.append(Item(tuple(tail[1:]), entry))
+    made.groups = list(groups.values())
+    for i, group in enumerate(made.groups):
+        if group.listed is None:
+            raise CorruptError(f"group {i} of `{made.name}` lists no `params`", found=made.name)
+    kinds = {type(key) for key in made.params}
+    if kinds == {int}:
+        made.spelling = "id"
+        # DCP makes strings of integer keys.
+        made.state = {_as_id(key): items for key, items in made.state.items()}
+    elif kinds - {str}:
+        raise CorruptError(f"the `params` of `{made.name}` are neither names nor numbers", found=made.name)
+    elif not kinds and any(type(key) is int for key in made.state):
+        made.spelling = "id"
+    if len(set(made.params)) < len(made.params):
+        twice = next(key for key, count in Counter(made.params).items() if count > 1)
+        raise CorruptError(f"the groups of `{made.name}` list `{twice}` twice", found=twice)
+    _part_loose(made)
+    return made
+
+
+def _opened(entries: list[Entry], depth: int) -> list[Entry]:
+    """With `param_groups` that are one value taken apart."""
+    made: list[Entry] = []
+    for entry in entries:
+        tail = entry.path[depth:]
+        whole = entry.value if isinstance(entry, Object) and tail[:1] == ("param_groups",) and len(tail) < 3 else None
+        if len(tail) == 1 and isinstance(whole, list) and whole and all(isinstance(v, dict) for v in whole):
+            rows = [((*entry.path, i, key), v) for i, group in enumerate(whole) for key, v in group.items()]
+        elif len(tail) == 2 and isinstance(whole, dict):
+            rows = [((*entry.path, key), v) for key, v in whole.items()]
+        else:
+            made.append(entry)
+            continue
+        origin = entry.origin if isinstance(entry, Object) else entry.path
+        for path, v in rows:
+            value = Object(path, v, part=entry.part)
+            value.origin = origin
+            made.append(value)
+    return made
+
+
+def _listed(entry: Object) -> list[Any]:
+    if not isinstance(entry.value, list):
+        raise CorruptError(f"`{entry.name}` is not a list of parameters", found=entry.name)
+    return list(entry.value)
+
+
+def _as_id(key: Any) -> Any:
+    if isinstance(key, str) and len(key) < 10 and key.isascii() and key.isdecimal() and str(int(key)) == key:
+        return int(key)
+    return key
+
+
+def _part_loose(made: Optimizer) -> None:
+    """Keep what is no parameter's apart: torch copies such state as it is. A number is always a parameter's."""
+    known = set(made.params)
+    made.loose = {key: items for key, items in made.state.items() if key not in known}
+    strays = [str(key) for key in made.loose if type(key) is int]
+    if strays:
+        raise CorruptError(
+            f"`{made.name}` has state of the ids {some(strays)}, which no group lists",
+            hint="`param_groups` and `state` are of two different saves",
+            found=strays,
+        )  # fmt: skip
+    made.state = {key: items for key, items in made.state.items() if key in known}
+
+
+# Flat -----------------------------------------------------------------------------------------------------------------
+
+
+def _flat(root: Path, entries: list[Entry]) -> Optimizer:
+    made = Optimizer(root, entries[0].part, "flat")
+    depth = len(root)
+    values: dict[str, list[Item]] = {}
+    states: list[tuple[str, Entry]] = []
+    for entry in entries:
+        key, below = str(entry.path[depth]), entry.path[depth + 1 :]
+        _, name, last = parts = layout.flattened(key) or ("", key, "")
+        if parts[0] == "param_groups.":
+            values.setdefault(name, []).append(Item((last[1:], *below), entry))
+        else:
+            states.append((key[len("state.") :], entry))
+    for key, entry in states:
+        owner = _owner(key, values)
+        if owner is None:
+            raise CorruptError(
+                f"`{entry.name}`: `{made.name}` has no hyper-parameters of the parameter that it is about",
+                hint="its `param_groups.` keys are missing; `--drop optimizer` leaves the optimizer out",
+                found=entry.name,
+            )  # fmt: skip
+        rest = key[len(owner) + 1 :].split(".")
+        made.state.setdefault(owner, []).append(Item((*rest, *entry.path[depth + 1 :]), entry))
+    made.groups = _regrouped(made.name, values)
+    return made
+
+
+def _owner(key: str, names: dict[str, list[Item]]) -> str | None:
+    """The parameter of `layers.0.w.preconditioner.0`: the longest one that it begins with."""
+    name, dot, _ = key.rpartition(".")
+    while dot and name not in names:
+        name, dot, _ = name.rpartition(".")
+    return name if dot or name in names else None
+
+
+def _regrouped(root: str, values: dict[str, list[Item]]) -> list[Group]:
+    """Parameters with the same hyper-parameters in one group, in the order in which they come."""
+    groups: dict[Any, Group] = {}
+    for name, items in values.items():
+        group = groups.setdefault(frozenset(map(_told, items)), Group(items=items, place=len(items)))
+        group.params.append(name)
+        tensors = {item.below: _bytes_of(item.entry) for item in items if isinstance(item.entry, Tensor)}
+        for ours in group.items if tensors else ():
+            if _bytes_of(ours.entry) != tensors.get(ours.below):
+                raise UsageError(
+                    f"`{root}` keeps the hyper-parameter `{dotted(ours.below)}` as a tensor for each parameter, so it "
+                    f"is not known whether `{group.params[0]}` and `{name}` were in one group",
+                    hint="keep it flat: `--optim-keys flat`",
+                )
+    return list(groups.values())
+
+
+def _bytes_of(entry: Entry) -> Path | None:
+    return (entry.alias or entry.path) if isinstance(entry, Tensor) else None
+
+
+def _told(item: Item) -> Any:
+    """What tells two values apart. Of plain ones `repr` does: 1 is not 1.0, nor True."""
+    if isinstance(item.entry, Tensor):
+        return item.below, item.entry.dtype, item.entry.shape
+    value = item.entry.value
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return item.below, repr(value)
+    return item.below, json.dumps(typedjson.encode(value, name=item.entry.name))

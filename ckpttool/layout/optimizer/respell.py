@@ -1,0 +1,170 @@
+"""The optimizer's spelling: how its state says which parameter it belongs to. Pure.
+
+    id     state {0: {exp_avg}}                    param_groups [{lr, params: [0, 1]}]          optimizer.state_dict()
+    fqn    state {"layers.0.w": {exp_avg}}         param_groups [{lr, params: ["layers.0.w"]}]  FSDP, get_state_dict
+    flat   "state.layers.0.w.exp_avg"              "param_groups.layers.0.w.lr"    flatten_optimizer_state_dict=True
+
+Names are in the middle: ids are named by `naming`, an optimizer by names is written by `spelling`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ckpttool.catalogue.entries import Catalogue, Entry, Object, Part, Path, Tensor
+from ckpttool.errors import CkptError, CorruptError, UsageError
+from ckpttool.layout import select as layout
+from ckpttool.layout.optimizer import names as naming
+from ckpttool.layout.optimizer import parse as found
+from ckpttool.layout.optimizer import write as spelling
+from ckpttool.layout.optimizer.parse import Optimizer
+
+SPELLINGS = ("fqn", "id", "flat")
+
+
+def respell(catalogue: Catalogue, wanted: str, source: Catalogue | None = None) -> Catalogue:
+    """Every optimizer of the catalogue in the given spelling. `source` is where the model is, if not here.
+
+    What is spelt so already stays as it is. Raises UsageError for a spelling that is none, or when ids could be those
+    of several parameters; CorruptError when optimizer and model contradict each other.
+    """
+    if wanted not in SPELLINGS:
+        there = ", ".join(f"`{name}`" for name in SPELLINGS)
+        raise UsageError(f"there is no spelling `{wanted}` of an optimizer's keys", hint=f"one of {there}")
+    changed = [optimizer for optimizer in found.optimizers(catalogue) if optimizer.spelling != wanted]
+    if not changed:
+        return catalogue
+    numbered = [optimizer for optimizer in changed if optimizer.spelling == "id"]
+    for optimizer, names in zip(numbered, naming.name_ids(numbered, source or catalogue), strict=True):
+        _name(optimizer, names)
+    said: list[str] = []
+    made: dict[Path, spelling.Spelt] = {}
+    for optimizer in changed:
+        said += [f"`{optimizer.name}`: {remark}" for remark in _remarks(optimizer, wanted)]
+        if wanted == "flat":
+            made[optimizer.root] = spelling.flat(optimizer)
+        elif wanted == "fqn":
+            names_again = dict.fromkeys([*optimizer.state, *optimizer.params])
+            made[optimizer.root] = spelling.nested(optimizer, {name: name for name in names_again})
+        else:
+            made[optimizer.root] = spelling.nested(optimizer, _numbers(optimizer))
+    respelt = _replaced(catalogue, changed, made)
+    if wanted == "id":
+        said += _unclear_again(respelt, changed)
+    respelt.warnings = [*catalogue.warnings, *said]
+    return respelt
+
+
+def respell_root(catalogue: Catalogue, name: str) -> Catalogue:
+    """The one optimizer under the key `name`: `optim` -> `optimizer`. Raises UsageError when there is none, or several.
+    Pure."""
+    roots = {e.part.root for e in catalogue.entries.values() if e.part.kind == "optimizer"}
+    if len(roots) != 1:
+        raise UsageError(
+            f"`--optim-root {name}`: there are {len(roots) or 'no'} optimizers here, and one is needed",
+            hint="`--rename OLD=NEW` renames anything",
+        )
+    root = roots.pop()
+    new = (*root[:-1], name)
+    moved = {
+        path: (*new, *path[len(root) :]) for path, e in catalogue.entries.items() if e.part == Part("optimizer", root)
+    }
+    made = layout.move(catalogue, moved)
+    for path in moved.values():
+        made.entries[path].part = Part("optimizer", new)
+    if not root and len(moved) == len(catalogue.entries) and () in made.containers:
+        # The dict at the root was the optimizer's own.
+        made.containers[new] = made.containers.pop(())
+    return made
+
+
+def origins(catalogue: Catalogue) -> set[Path]:
+    """Where in the source its entries come from. Pure."""
+    return {
+        entry.origin if isinstance(entry, Object) else (entry.origin or entry).path
+        for entry in catalogue.entries.values()
+    }
+
+
+def _numbers(optimizer: Optimizer) -> dict[str, int]:
+    """As torch numbers: group by group, a parameter that comes again keeps its number."""
+    made: dict[str, int] = {}
+    for number, name in enumerate(optimizer.params):
+        made.setdefault(name, number)
+    return made
+
+
+def _name(optimizer: Optimizer, told: Mapping[int, str]) -> None:
+    names: dict[Any, str] = dict(told)
+    optimizer.state = {names[key]: items for key, items in optimizer.state.items()}
+    for group in optimizer.groups:
+        group.params = [names[key] for key in group.params]
+    optimizer.containers = {
+        (path[0], names.get(path[1], path[1]), *path[2:]) if path[:1] == ("state",) and path[1:] else path: container
+        for path, container in optimizer.containers.items()
+    }  # fmt: skip
+
+
+def _replaced(catalogue: Catalogue, changed: list[Optimizer], made: dict[Path, spelling.Spelt]) -> Catalogue:
+    """With the new entries of each optimizer where its first one stood."""
+    at = {path: optimizer.root for optimizer in changed for path in optimizer.entries}
+    entries: list[Entry] = []
+    done: set[Path] = set()
+    for path, entry in catalogue.entries.items():
+        root = at.get(path)
+        if root is None:
+            entries.append(entry)
+        elif root not in done:
+            done.add(root)
+            entries += made[root][0]
+    containers = {
+        path: container for path, container in catalogue.containers.items()
+        if not any(optimizer.has(path) for optimizer in changed)
+    }  # fmt: skip
+    for _, below in made.values():
+        containers |= below
+    respelt = layout.rebuilt(catalogue, _retied(entries), containers)
+    if len(respelt.entries) != len(entries):
+        raise CorruptError("two values of the optimizer have one name in the new spelling")
+    return respelt
+
+
+def _retied(entries: list[Entry]) -> Iterator[Entry]:
+    """Of tensors that share their bytes, the first keeps them. Their `alias` still is a path of before."""
+    firsts: dict[Path, Path] = {}
+    for entry in entries:
+        if isinstance(entry, Tensor):
+            first = firsts.setdefault(entry.alias or entry.path, entry.path)
+            alias = None if first == entry.path else first
+            entry = entry if alias == entry.alias else layout.again(entry, alias=alias)
+        yield entry
+
+
+# What is lost ---------------------------------------------------------------------------------------------------------
+
+
+def _remarks(optimizer: Optimizer, wanted: str) -> list[str]:
+    if wanted == "flat":
+        return spelling.lost_when_flat(optimizer)
+    if optimizer.spelling == "flat":
+        count = len(optimizer.groups)
+        return [
+            "flat keys do not say which parameters were in one group: "
+            f"those with the same hyper-parameters are, which makes {count} group{'s' * (count != 1)}"
+        ]
+    return []
+
+
+def _unclear_again(respelt: Catalogue, changed: list[Optimizer]) -> list[str]:
+    """Whether the ids could be given their names again, with what will be in the file."""
+    before = {optimizer.root: {n: name for name, n in _numbers(optimizer).items()} for optimizer in changed}
+    again = [optimizer for optimizer in found.optimizers(respelt) if optimizer.root in before]
+    try:
+        names = naming.name_ids(again, respelt)
+    except CkptError as error:
+        return [f"whose the ids are is not written, and cannot be found again: {error.message}"]
+    for optimizer, named in zip(again, names, strict=True):
+        if named != before[optimizer.root]:
+            return [f"`{optimizer.name}`: its ids are those of its groups, but the model here is in another order"]
+    return []

@@ -1,0 +1,154 @@
+"""Values that belong to a rank or a data-parallel replica, when there is another number of those. Pure.
+
+    rng.rank0.torch .. rng.rank3.torch, onto 8 ranks
+    keep    under the old rank; ranks 4 to 7 are left without
+    rank0   every new rank has what rank 0 had
+    drop    left out
+
+No policy makes up a state: two ranks with one random state draw the same dropout masks, and a data loader's position
+means nothing to a loader that sees other samples. What each did is said, one line for each kind of value.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from ckpttool.catalogue import ranks
+from ckpttool.catalogue.entries import Catalogue, Entry, Object, Path, Tensor, dotted
+from ckpttool.errors import LossError, UsageError
+from ckpttool.layout import select as layout
+from ckpttool.layout.meshes import Mesh
+from ckpttool.text import meant, plural
+
+CHOICES = {"rng": ("keep", "rank0", "drop"), "dataloader": ("keep", "drop")}
+
+
+def check(kind: str, policy: str) -> None:
+    """Raises UsageError for a policy that there is not."""
+    if policy not in CHOICES[kind]:
+        there = ", ".join(f"`{choice}`" for choice in CHOICES[kind])
+        raise UsageError(
+            f"`--{kind} {policy}`: there is no such policy", hint=meant(policy, CHOICES[kind], f"one of {there}")
+        )
+
+
+def applied(catalogue: Catalogue, kind: str, policy: str, mesh: Mesh, *, files: bool) -> tuple[Catalogue, list[str]]:
+    """The catalogue with the values of `kind` as the policy says, and what it did. With `files`, each value goes into
+    the file of its rank, and one that has none cannot be kept.
+
+    Raises UsageError when no rank 0 has what all are to get; LossError for a value without a file.
+    """
+    if not any(e.part.kind == kind for e in catalogue.entries.values()):
+        return catalogue, []
+    if policy == "drop":
+        gone = [e for e in catalogue.entries.values() if e.part.kind == kind]
+        made = layout.select(catalogue, lambda e: e.part.kind != kind)
+        return made, [f"{kind}: left out, {plural(len(gone), 'value')} (`--{kind} drop`)"]
+    said: list[str] = []
+    for root, holders in _owned(catalogue, kind).items():
+        world = _holders(root, catalogue, mesh)
+        if policy == "rank0":
+            catalogue = _from_first(catalogue, root, holders, world)
+            said.append(_told_first(root, sorted(holders), world))
+        else:
+            _check_kept(kind, root, holders, world, files)
+            said.append(_told_kept(kind, root, sorted(holders), world))
+    whole = [o for o in catalogue.entries.values() if o.part.kind == kind and ranks.of(o.path) is None]
+    if not said:
+        said.append(f"{kind}: kept, {plural(len(whole), 'value')} that belong to no rank")
+    return catalogue, said
+
+
+def _owned(catalogue: Catalogue, kind: str) -> dict[Path, dict[int, Path]]:
+    """Where the ranks' values stand: `{("rng",): {0: ("rng", "rank0"), ...}}`."""
+    found: dict[Path, dict[int, Path]] = {}
+    for path, entry in catalogue.entries.items():
+        at = ranks.of(path)
+        if entry.part.kind == kind and at is not None:
+            found.setdefault(path[: at[0]], {})[at[1]] = path[: at[0] + 1]
+    return found
+
+
+def _holders(root: Path, catalogue: Catalogue, mesh: Mesh) -> int:
+    """How many there are to have such a value: ranks, or, where the key says `dp_rank_3`, data-parallel replicas."""
+    depth = len(root)
+    keys = (path[depth] for path in catalogue.entries if len(path) > depth and path[:depth] == root)
+    if any(str(key).startswith("dp_") and ranks.of((key,)) for key in keys):
+        return mesh.world // dict(zip(mesh.names, mesh.sizes, strict=True)).get("tp", 1)
+    return mesh.world
+
+
+def _from_first(catalogue: Catalogue, root: Path, holders: dict[int, Path], world: int) -> Catalogue:
+    first = holders.get(0)
+    if first is None:
+        raise UsageError(
+            f"`--rng rank0`: `{dotted(root)}` has no value of rank 0, only of {_listed(holders)}",
+            hint="`--rng keep` or `--rng drop`",
+        )
+    depth = len(first)
+    others = {path for rank, path in holders.items() if rank}
+    made = layout.select(catalogue, lambda e: e.path[:depth] not in others)
+    entries: list[Entry] = []
+    containers = dict(made.containers)
+    for entry in made.entries.values():
+        entries.append(entry)
+    for rank in range(1, world):
+        place = (*root, re.sub(r"\d+$", str(rank), str(first[-1])))
+        moved = {path: place + path[depth:] for path in made.entries if path[:depth] == first}
+        entries += [_copied(made.entries[path], new, moved) for path, new in moved.items()]
+        containers |= {place + p[depth:]: c for p, c in made.containers.items() if p[:depth] == first}
+    return layout.rebuilt(made, entries, containers)
+
+
+def _copied(entry: Entry, new: Path, moved: dict[Path, Path]) -> Entry:
+    if isinstance(entry, Tensor):
+        # Bytes of its own: in files of one rank, the first is not there to be tied to.
+        return layout.again(entry, path=new, alias=None)
+
+    def change(value: Any) -> Any:
+        return layout.relinked(value, moved)
+
+    return entry.at(new, change=change) if isinstance(entry, Object) else entry
+
+
+def _check_kept(kind: str, root: Path, holders: dict[int, Path], world: int, files: bool) -> None:
+    gone = [rank for rank in sorted(holders) if rank >= world]
+    if files and gone:
+        drops = " or ".join(f"`--{kind} {choice}`" for choice in CHOICES[kind][1:])
+        raise LossError(
+            f"`{dotted(root)}` has values of {_listed(gone)}, and a world of {world} has no file for them",
+            hint=f"{drops} leaves them out, `--to dcp` keeps them",
+            lost=[dotted(holders[rank]) for rank in gone],
+        )
+
+
+def _told_kept(kind: str, root: Path, holders: list[int], world: int) -> str:
+    said = f"{dotted(root)}: kept under {_listed(holders)} (`--{kind} keep`)"
+    without = [rank for rank in range(world) if rank not in set(holders)]
+    gone = [rank for rank in holders if rank >= world]
+    if without:
+        said += f"; {_listed(without)} of the new world {'has' if len(without) == 1 else 'have'} none"
+    if gone:
+        said += f"; {_listed(gone)} {'is' if len(gone) == 1 else 'are'} not in the new world"
+    return said
+
+
+def _told_first(root: Path, holders: list[int], world: int) -> str:
+    said = f"{dotted(root)}: {_listed(range(world))} {'has' if world == 1 else 'all have'} what rank 0 had"
+    gone = [rank for rank in holders if rank]
+    return f"{said} (`--rng rank0`)" + (f"; the values of {_listed(gone)} are left out" if gone else "")
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    """`rank 3`, `ranks 0 to 3`, `ranks 0, 2 to 5`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][1] + 1 == number:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    spelt = [str(low) if low == high else f"{low} to {high}" for low, high in runs]
+    shown = ", ".join(spelt[:8]) + (", ..." if len(spelt) > 8 else "")
+    return f"rank{'s' if len(spelt) > 1 or ' ' in shown else ''} {shown}"

@@ -1,0 +1,1 @@
+"""What ckpttool does: one module or package for each command."""

@@ -1,0 +1,309 @@
+"""How two arrays of one dtype differ, fed tile by tile as bits: whatever torch has, and no torch.
+
+count, first, both values      by their bits: NaN is NaN, and -0.0 is not 0.0
+absolute, relative, cosine     by their values, widened to float64
+ulp                            how many numbers of the dtype lie between the two, and one more
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.dtypes import Dtype
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+# Exponent bits, mantissa bits, bias, and what the largest exponents are: infinities and NaN as in IEEE, all of them
+# numbers but one pattern, or a single NaN where -0 would be.
+_SMALL = {
+    "float8_e4m3fn": (4, 3, 7, "last"),
+    "float8_e5m2": (5, 2, 15, "ieee"),
+    "float8_e4m3fnuz": (4, 3, 8, "zero"),
+    "float8_e5m2fnuz": (5, 2, 16, "zero"),
+}
+
+
+class Tolerance(NamedTuple):
+    """How far apart two elements may be and still pass for the same: `Tolerance(1e-8, 1e-5, 0)`.
+
+    They are close when `|a - b| <= absolute + relative * |b|`, as `torch.isclose` has it, or when they are at most
+    `ulp` numbers of a floating-point dtype apart. So are two NaN, and two infinities of one sign.
+    """
+
+    absolute: float = 0.0
+    relative: float = 0.0
+    ulp: int = 0
+
+
+@dataclass(slots=True)
+class Difference:
+    """`Difference("float32", 64, 1, 3, (0.5, 0.25), (1056964608, 1048576000), 0.25, 0.5, 8388608, 0.99, 0)`: one of 64
+    elements differs, element 3.
+
+    `first` is the index in row-major order, `values` and `bits` are both sides' there. `absolute`, `relative` (to the
+    larger of the two) and `ulp` are the largest over all elements in which both are numbers; `relative` and `cosine`
+    are None where they mean nothing, `ulp` for what is not floating point. `nans` elements are NaN on one side only.
+    With a tolerance `beyond` counts the elements that are not close, and `first` is the first of those.
+    """
+
+    dtype: str
+    numel: int = 0
+    differing: int = 0
+    first: int | None = None
+    values: tuple[Any, Any] | None = None
+    bits: tuple[int, int] | None = None
+    absolute: float | None = None
+    relative: float | None = None
+    ulp: int | None = None
+    cosine: float | None = None
+    nans: int = 0
+    beyond: int | None = None
+
+    def index(self, shape: Ints) -> list[int] | None:
+        """The first differing element by its indices in a tensor of this shape. Pure."""
+        if self.first is None:
+            return None
+        rest, found = self.first, []
+        for size in reversed(shape):
+            rest, at = divmod(rest, size)
+            found.append(at)
+        return found[::-1]
+
+
+class Comparison:
+    """Takes tiles of two arrays of `dtype`, in any order, and says how they differ.
+
+    made = Comparison(dtype("bfloat16"))
+    made.feed(a, b, at=0)           # flat, of any numpy dtype of the element's size; `at` counts elements
+    made.result().differing
+    """
+
+    def __init__(self, dtype: Dtype, *, cosine: bool = True, tolerance: Tolerance | None = None) -> None:
+        self.dtype = dtype
+        self._made = Difference(dtype.name, beyond=None if tolerance is None else 0)
+        self._tolerance = tolerance
+        self._wants_cosine = cosine
+        self._dot = self._a = self._b = 0.0
+
+    def feed(self, a: Array, b: Array, at: int = 0) -> None:
+        """Compare two flat runs of elements that begin at element `at`."""
+        import numpy as np
+
+        made = self._made
+        one, two = _bits(a, self.dtype), _bits(b, self.dtype)
+        made.numel += len(one)
+        where = np.flatnonzero((one != two).reshape(len(one), -1).any(axis=1))
+        self._sum_up(one, two, same=not len(where))
+        if not len(where):
+            return
+        made.differing += len(where)
+        one, two = one[where], two[where]
+        self._measure(one, two)
+        if self._tolerance is not None:
+            apart = ~_close(one, two, self.dtype, self._tolerance)
+            made.beyond = (made.beyond or 0) + int(apart.sum())
+            where, one, two = where[apart], one[apart], two[apart]
+        if len(where) and (made.first is None or at + int(where[0]) < made.first):
+            made.first = at + int(where[0])
+            made.values = _value(one[:1], self.dtype), _value(two[:1], self.dtype)
+            made.bits = _integer(one[0]), _integer(two[0])
+
+    def merge(self, other: Comparison) -> None:
+        """Add what another one has found about other elements of the same two arrays."""
+        made, more = self._made, other._made
+        self._dot, self._a, self._b = (x + y for x, y in zip(self.sums, other.sums, strict=True))
+        made.numel += more.numel
+        made.differing += more.differing
+        made.nans += more.nans
+        if made.beyond is not None:
+            made.beyond += more.beyond or 0
+        if more.first is not None and (made.first is None or more.first < made.first):
+            made.first, made.values, made.bits = more.first, more.values, more.bits
+        made.absolute = larger(made.absolute, more.absolute)
+        made.relative = larger(made.relative, more.relative)
+        made.ulp = larger(made.ulp, more.ulp)
+
+    @property
+    def sums(self) -> tuple[float, float, float]:
+        """`a·b`, `a·a` and `b·b`: what a cosine is made of."""
+        return self._dot, self._a, self._b
+
+    def result(self) -> Difference:
+        """How the two differ, as far as they were fed."""
+        made = self._made
+        if self._wants_cosine and has_values(self.dtype):
+            made.cosine = cosine(*self.sums) if made.differing else 1.0
+        return made
+
+    def _sum_up(self, one: Array, two: Array, same: bool) -> None:
+        import numpy as np
+
+        if not self._wants_cosine or not has_values(self.dtype) or self.dtype.kind == "complex":
+            return
+        a = _wide(one, self.dtype)
+        b = a if same else _wide(two, self.dtype)
+        finite = np.isfinite(a) & np.isfinite(b)
+        if not finite.all():
+            a, b = a[finite], b[finite]
+        with np.errstate(over="ignore"):
+            self._a += float(np.dot(a, a))
+            self._b += float(np.dot(b, b))
+            self._dot += float(np.dot(a, b))
+
+    def _measure(self, one: Array, two: Array) -> None:
+        import numpy as np
+
+        made = self._made
+        if not has_values(self.dtype):
+            return
+        if self.dtype.kind == "int":
+            # Exact, and without an overflow: the smaller from the larger, as the unsigned of the same size.
+            a, b = values_of(one, self.dtype), values_of(two, self.dtype)
+            apart = np.where(a > b, one - two, two - one)
+            made.absolute = max(made.absolute or 0, int(apart.max()))
+            return
+        a, b = _wide(one, self.dtype), _wide(two, self.dtype)
+        known = ~(np.isnan(a) | np.isnan(b))
+        made.nans += int((np.isnan(a) ^ np.isnan(b)).sum())
+        if not known.any():
+            return
+        a, b = a[known], b[known]
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            apart = np.abs(a - b)
+            size = np.maximum(np.abs(a), np.abs(b))
+            relative = np.where(np.isinf(apart), np.inf, np.where(size > 0, apart / size, 0.0))
+        made.absolute = max(made.absolute or 0.0, float(apart.max()))
+        made.relative = max(made.relative or 0.0, float(relative.max()))
+        if self.dtype.kind == "float":
+            made.ulp = max(made.ulp or 0, int(_distances(one[known], two[known], self.dtype).max()))
+
+
+def larger(one: Any, other: Any) -> Any:
+    """The larger of two figures of which either may be None. Pure."""
+    return other if one is None else one if other is None else max(one, other)
+
+
+def cosine(dot: float, a: float, b: float) -> float | None:
+    """Of two vectors from `a·b`, `a·a` and `b·b`; None when one is zero, or squares are beyond float64. Pure."""
+    if not (0 < a < math.inf and 0 < b < math.inf and math.isfinite(dot)):
+        return None
+    return dot / math.sqrt(a) / math.sqrt(b)
+
+
+def compare(a: Array, b: Array, dtype: Dtype) -> Difference:
+    """How two whole arrays of one shape differ."""
+    made = Comparison(dtype)
+    made.feed(a.reshape(-1), b.reshape(-1))
+    return made.result()
+
+
+def _bits(array: Array, dtype: Dtype) -> Array:
+    """As unsigned integers of the element's size; an element of 16 bytes as two of them."""
+    import numpy as np
+
+    array = np.ascontiguousarray(array)
+    if dtype.itemsize == 16:
+        return array.view(np.uint64).reshape(-1, 2)
+    return array.view(np.dtype(f"u{dtype.itemsize}"))
+
+
+def _integer(bits: Any) -> int:
+    return int.from_bytes(bits.tobytes(), "little")
+
+
+def has_values(dtype: Dtype) -> bool:
+    """Whether an element is a number that can be calculated with. Pure."""
+    if dtype.kind == "int":
+        return dtype.name.lstrip("uint") in ("8", "16", "32", "64")
+    return dtype.kind in ("float", "complex") and dtype.name != "float4_e2m1fn_x2"
+
+
+def _value(bits: Array, dtype: Dtype) -> Any:
+    if not has_values(dtype):
+        return bool(bits[0]) if dtype.kind == "bool" else _integer(bits[0])
+    return values_of(bits, dtype)[0].item()
+
+
+def values_of(bits: Array, dtype: Dtype) -> Array:
+    """Elements as numpy can calculate with them; small floats as float32."""
+    import numpy as np
+
+    if dtype.name == "bfloat16":
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    if dtype.name == "complex32":
+        return bits.view(np.float16).astype(np.float32).view(np.complex64)
+    if dtype.kind == "float" and dtype.itemsize == 1:
+        return _table(dtype.name)[bits]
+    return bits.reshape(-1).view(np.dtype(dtype.name))
+
+
+def _wide(bits: Array, dtype: Dtype) -> Array:
+    import numpy as np
+
+    with np.errstate(invalid="ignore"):  # a NaN that signals
+        return values_of(bits, dtype).astype(np.complex128 if dtype.kind == "complex" else np.float64)
+
+
+@cache
+def _table(name: str) -> Array:
+    """What each of the 256 patterns of an 8-bit float is."""
+    import numpy as np
+
+    if name == "float8_e8m0fnu":
+        return np.array([math.ldexp(1.0, i - 127) for i in range(255)] + [math.nan], dtype=np.float32)
+    exponent_bits, mantissa_bits, bias, special = _SMALL[name]
+    found = []
+    for pattern in range(256):
+        sign = -1.0 if pattern >> 7 else 1.0
+        exponent, mantissa = (pattern & 127) >> mantissa_bits, pattern & ((1 << mantissa_bits) - 1)
+        top = exponent == (1 << exponent_bits) - 1
+        if special == "ieee" and top:
+            value = math.nan if mantissa else math.inf
+        elif (special == "last" and pattern & 127 == 127) or (special == "zero" and pattern == 128):
+            value = math.nan
+        elif exponent:
+            value = math.ldexp(mantissa + (1 << mantissa_bits), exponent - bias - mantissa_bits)
+        else:
+            value = math.ldexp(mantissa, 1 - bias - mantissa_bits)
+        found.append(sign * value)
+    return np.array(found, dtype=np.float32)
+
+
+def _close(one: Array, two: Array, dtype: Dtype, tolerance: Tolerance) -> Array:
+    """Which elements, given as bits that differ, are within a tolerance. Those without values never are."""
+    import numpy as np
+
+    if not has_values(dtype):
+        return np.zeros(len(one), dtype=bool)
+    if dtype.kind == "int":
+        a, b = values_of(one, dtype), values_of(two, dtype)
+        apart, allowed = np.where(a > b, one - two, two - one).astype(np.float64), np.abs(b.astype(np.float64))
+        close: Array = apart <= tolerance.absolute + tolerance.relative * allowed
+        return close
+    a, b = _wide(one, dtype), _wide(two, dtype)
+    with np.errstate(over="ignore", invalid="ignore"):
+        apart = np.abs(a - b)
+        close = np.isfinite(apart) & (apart <= tolerance.absolute + tolerance.relative * np.abs(b))
+    if dtype.kind == "float" and tolerance.ulp:
+        known = ~(np.isnan(a) | np.isnan(b))
+        close[known] |= _distances(one[known], two[known], dtype) <= np.uint64(tolerance.ulp)
+    close |= (a == b) | (np.isnan(a) & np.isnan(b))
+    return close
+
+
+def _distances(one: Array, two: Array, dtype: Dtype) -> Array:
+    """How many numbers of the dtype apart. Floats of one sign are ordered as their bits are."""
+    import numpy as np
+
+    top = one.dtype.type(0 if dtype.name == "float8_e8m0fnu" else 1 << (one.dtype.itemsize * 8 - 1))
+    # How far each is from zero: less than 2**63, so that a sum fits.
+    a, b = (one & ~top).astype(np.uint64), (two & ~top).astype(np.uint64)
+    found: Array = np.where(((one ^ two) & top) != 0, a + b, np.where(a > b, a - b, b - a))
+    return found

@@ -1,0 +1,95 @@
+"""What transformers says of a config: the names and shapes of the model's tensors, of its files, and what it ties.
+
+Run as a program, `python -m ckpttool.operations.export.architecture_process DIR OUT`: torch and transformers take
+400 MB, which the process that copies is to have no part in. The model is built on the meta device, without weights; no
+code of DIR runs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+
+def describe(folder: str) -> dict[str, Any]:
+    """`{"memory": {name: shape}, "files": {name: shape}, "tied": {name: name}, "prefix", "missing", "unexpected"}`, or
+    `{"why_not": text}`. `missing` and `unexpected` are patterns of names that transformers passes over."""
+    import torch
+    import transformers
+
+    quiet: Any = transformers.utils.logging
+    quiet.set_verbosity_error()
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    named = getattr(config, "architectures", None) or []
+    if not named:
+        return {"why_not": "the config names no architecture"}
+    kind = getattr(transformers, str(named[0]), None)
+    if kind is None:
+        return {"why_not": f"transformers {transformers.__version__} has no `{named[0]}`"}
+    if getattr(config, "quantization_config", None) is not None:
+        return {"why_not": "the model is quantized"}
+    with torch.device("meta"):
+        model = kind(config)
+    memory = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    tied = _tied(model, memory)
+    return {
+        "architecture": str(named[0]),
+        "transformers": transformers.__version__,
+        "memory": memory,
+        "files": _in_files(model, tied),
+        "tied": tied,
+        "prefix": getattr(model, "base_model_prefix", ""),
+        "missing": sorted(getattr(model, "_keys_to_ignore_on_load_missing", None) or ()),
+        "unexpected": [*sorted(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *_passed(model)],
+    }
+
+
+def _tied(model: Any, memory: dict[str, Any]) -> dict[str, str]:
+    found = getattr(model, "all_tied_weights_keys", None)
+    if found is None:
+        # transformers 4 ties the parameters themselves when the model is made.
+        model.tie_weights()
+        first: dict[int, str] = {}
+        found = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            kept = first.setdefault(id(parameter), name)
+            if kept != name:
+                found[name] = kept
+    return {name: kept for name, kept in found.items() if name in memory and kept in memory}
+
+
+def _in_files(model: Any, tied: dict[str, str]) -> dict[str, Any]:
+    """transformers 5 stacks what the files of some families hold apart."""
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:
+        pass
+    else:
+        state = revert_weight_conversion(model, state)
+    return {name: list(tensor.shape) for name, tensor in state.items()}
+
+
+def _passed(model: Any) -> list[str]:
+    """Buffers that were saved once and are not any more."""
+    names = [name for name, _ in model.named_buffers()]
+    passed = [r"rotary_emb\.inv_freq"] if any(name.endswith("rotary_emb.inv_freq") for name in names) else []
+    return passed + ([r"(^|\.)position_ids$"] if any(name.endswith("position_ids") for name in names) else [])
+
+
+def main(folder: str, out: str) -> None:
+    """Write what there is to say to the file `out`, what went wrong included."""
+    try:
+        said = describe(folder)
+    except ImportError:
+        said = {"why_not": "transformers is not installed"}
+    # Whatever it is, the config is what it is about, and the other process says it in one line.
+    except Exception as error:
+        said = {"why_not": f"transformers cannot make the model: {type(error).__name__}: {error}".partition("\n")[0]}
+    with open(out, "w", encoding="utf-8") as stream:
+        json.dump(said, stream)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])

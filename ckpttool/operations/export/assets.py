@@ -1,0 +1,230 @@
+"""What lies beside the weights of a model: config, tokenizer, chat template, code. Copied as files and never re-saved;
+of `config.json` the dtype is brought in line with what is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path as FilePath
+from typing import Any
+
+from ckpttool.catalogue.entries import Catalogue
+from ckpttool.errors import CorruptError, ReadError, UsageError, some
+from ckpttool.operations.export import config as configs
+from ckpttool.producers.huggingface import ASSETS as KNOWN
+from ckpttool.serialization import strict_json as strictjson
+from ckpttool.storage import files
+from ckpttool.storage import stores as mirrors
+from ckpttool.storage.outgoing import Outgoing
+from ckpttool.text import plural
+
+CONFIG, CARD, ADAPTER = "config.json", "README.md", "adapter_config.json"
+_WANTED = re.compile(
+    r"[^.].*\.(json|txt|model|jinja|tiktoken|bpe|py|md|vocab|spm)|(LICENSE|LICENCE|NOTICE|USE_POLICY)[^/]*", re.I
+)
+# What a run leaves of itself, and lists of files that are not those that are written.
+_UNWANTED = re.compile(
+    r".*\.index\.json|trainer_state\.json|ckpttool\.json|(all|train|eval|predict|test)_results\.json|latest.*\.txt"
+    r"|dataloader.*\.json|metadata\.json|.*_args\.json",
+    re.I,
+)
+_KNOWN = re.compile(KNOWN)
+# What makes a directory a model of its own, to which its card belongs.
+_WEIGHTS = re.compile(r".*\.(safetensors|gguf|pth)|pytorch_model.*\.bin|adapter_model\.bin")
+_FOLDERS = ("additional_chat_templates",)
+_NOT_WITH_ADAPTER = (CONFIG, "generation_config.json")
+_LARGEST_CONFIG = 16 << 20
+_BLOCK = 1 << 20
+
+
+@dataclass(slots=True)
+class Assets:
+    """The files that go along: by name, where each lies. `config` is what `config.json` says, if it is there; `text`
+    is the file itself. `notes` say what is not taken, and why."""
+
+    folder: str
+    paths: dict[str, str] = field(default_factory=dict)
+    config: Mapping[str, Any] | None = None
+    text: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def config_path(self) -> str:
+        """The config, for messages."""
+        return self.paths.get(CONFIG, os.path.join(self.folder, CONFIG))
+
+
+def collect(folder: str | None, source: str, catalogue: Catalogue) -> Assets | None:
+    """The assets in a folder, or in the mirror of one; without one, those that lie beside the weights in the run
+    directory that is the source.
+
+    The card of a folder that is another model, as that which training began with, is about that model, and is left
+    out. Raises UsageError for a folder that is none or has nothing, and ReadError for a link that leads out of it;
+    beside the source, such links are left out and said.
+    """
+    if folder is not None:
+        typed = mirrors.as_typed(folder)
+        if not os.path.isdir(folder):
+            raise UsageError(f"`--assets {typed}`: not a directory", hint="name the directory that has `config.json`")
+        made = _in(folder, strict=True)
+        if CARD in made.paths and _is_another_model(folder, source):
+            del made.paths[CARD]
+            made.notes.append(
+                f"`{CARD}` of `{typed}` is not copied: it is about the model there; a card of your own is taken from "
+                "an `--assets` directory without weights"
+            )
+        if not made.paths:
+            raise UsageError(f"`--assets {typed}`: has no config, tokenizer or anything of the kind")
+        return made
+    found = _beside(source, catalogue)
+    if found is None:
+        return None
+    made = _in(found, strict=False)
+    if not made.paths:
+        return None
+    are = "is" if len(made.paths) == 1 else "are"
+    where = f"{are} taken from `{mirrors.as_typed(found)}`"
+    made.notes.insert(0, f"{plural(len(made.paths), 'file')} {where}: {some(sorted(made.paths), 5)}")
+    return made
+
+
+def _is_another_model(folder: str, source: str) -> bool:
+    """Whether a folder has weights, and is not where the source lies."""
+    above, below = (
+        (mirrors.as_typed(folder), source)
+        if mirrors.is_elsewhere(source)
+        else (os.path.realpath(folder), os.path.realpath(source))
+    )
+    if below == above or below.startswith(f"{above}/"):
+        return False
+    return any(map(_WEIGHTS.fullmatch, os.listdir(folder)))
+
+
+def _beside(source: str, catalogue: Catalogue) -> str | None:
+    names = catalogue.facts.get("assets") or ()
+    run = catalogue.facts.get("run", ())
+    base: str | None = next((found["path"] for found in run if found["taken"]), None)
+    mirror = next(filter(None, (mirrors.of(file.location) for file in catalogue.own_files)), None)
+    if mirror is not None:
+        # What lies in a store is known by its address, and seen as a folder.
+        base = mirror.path if base is None else mirror.root + base.removeprefix(mirror.address)
+    base = source if base is None else base
+    if not os.path.isdir(base):
+        # One file of a model that lies in a directory of its own.
+        base = os.path.dirname(os.path.abspath(base)) if catalogue.format == "safetensors" else ""
+        return base if base and os.path.isfile(os.path.join(base, CONFIG)) else None
+    folders = [base, *(os.path.join(base, os.path.dirname(name)) for name in names)]
+    folders += [path for name in names if os.path.isdir(path := os.path.join(base, name))]
+    for marks in ((CONFIG, ADAPTER), ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        for folder in dict.fromkeys(os.path.normpath(f) for f in folders):
+            if any(os.path.isfile(os.path.join(folder, mark)) for mark in marks):
+                return folder
+    return None
+
+
+def _in(folder: str, *, strict: bool) -> Assets:
+    made = Assets(folder)
+    try:
+        names = sorted(os.listdir(folder))
+        for sub in _FOLDERS:
+            if os.path.isdir(os.path.join(folder, sub)):
+                names += sorted(f"{sub}/{name}" for name in os.listdir(os.path.join(folder, sub)))
+    except OSError as error:
+        raise files.failed(error, folder, "read") from None
+    for name in names:
+        if not _WANTED.fullmatch(os.path.basename(name)) or _UNWANTED.fullmatch(name):
+            continue
+        if not strict and not _KNOWN.fullmatch(os.path.basename(name)):
+            # In a directory that somebody names, a text is an asset; in that of a run it may be anything.
+            continue
+        path = os.path.join(folder, name)
+        try:
+            kept = files.inside(folder, name)
+        except CorruptError:
+            text = f"`{path}`: a link that leads out of `{folder}`, which is not followed"
+            if strict:
+                raise ReadError(text, hint="put the file itself there, or take the link away", file=path) from None
+            made.notes.append(text)
+            continue
+        if os.path.isfile(kept):
+            made.paths[name] = kept
+    if CONFIG in made.paths:
+        made.text, made.config = _config(made.paths[CONFIG])
+    elif "params.json" in made.paths:
+        # Meta's, which says no more of the model than how wide its heads are; not an asset of transformers.
+        made.config = _config(made.paths["params.json"])[1]
+    return made
+
+
+def _config(path: str) -> tuple[str, Mapping[str, Any]]:
+    if files.size_of(path) > _LARGEST_CONFIG:
+        raise CorruptError(f"`{path}`: a config of more than {_LARGEST_CONFIG} bytes", file=path)
+    try:
+        text = FilePath(mirrors.here(path)).read_bytes().decode()
+    except OSError as error:
+        raise files.failed(error, path, "read") from None
+    except UnicodeDecodeError:
+        raise CorruptError(f"`{path}`: not UTF-8", file=path) from None
+    try:
+        # Infinity is in configs of transformers.
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = strictjson.parse(text.encode(), f"`{path}`")
+    if not isinstance(found, dict):
+        raise CorruptError(f"`{path}`: not an object of JSON", file=path)
+    return text, found
+
+
+def outgoing(assets: Assets, dtype: str | None, *, adapter: bool) -> tuple[list[Outgoing], list[str]]:
+    """The files to be written, and what is changed in them. `dtype` is that of the weights; None leaves the config."""
+    made: list[Outgoing] = []
+    notes: list[str] = []
+    for name, path in sorted(assets.paths.items()):
+        if adapter and name in _NOT_WITH_ADAPTER:
+            continue
+        if name == CONFIG and dtype is not None:
+            text, changed = configs.with_dtype(assets.text, dtype)
+            for key, old in changed:
+                notes.append(f"`{key}` of `config.json` is `{dtype}` now, as the weights are, and was `{old}`")
+            made.append(of_bytes(name, text.encode()))
+        else:
+            made.append(_copy(name, path))
+    return made, notes
+
+
+def of_bytes(name: str, data: bytes) -> Outgoing:
+    """A file of known bytes."""
+
+    def put(append: Callable[[bytes], object]) -> None:
+        append(data)
+
+    def write(path: str) -> None:
+        files.write_pieces(path, put)
+
+    return Outgoing(name, len(data), write)
+
+
+def _copy(name: str, path: str) -> Outgoing:
+    size = files.size_of(path)
+    before = files.fingerprint([path])
+
+    def write(there: str) -> None:
+        files.write_pieces(there, _blocks(path))
+        files.check_unchanged(before)
+
+    return Outgoing(name, size, write)
+
+
+def _blocks(path: str) -> Callable[[Callable[[bytes], object]], None]:
+    def write(put: Callable[[bytes], object]) -> None:
+        try:
+            with open(mirrors.here(path), "rb") as stream:
+                while block := stream.read(_BLOCK):
+                    put(block)
+        except OSError as error:
+            raise files.failed(error, path, "read") from None
+
+    return write

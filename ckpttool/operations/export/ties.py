@@ -1,0 +1,177 @@
+"""Tied weights: which tensors are one, and which of their names is written.
+
+Tensors with the same extents are one in the source. Sharded checkpoints keep each name for itself, so that a head that
+is tied to the embedding is there twice: such pairs are compared byte by byte. What transformers would tie decides,
+where its config says so; a layer norm that is still all ones is nobody's twin.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from ckpttool.catalogue import boxes
+from ckpttool.catalogue.entries import Catalogue, Path, Tensor
+from ckpttool.catalogue.protocols import Source
+from ckpttool.errors import some
+from ckpttool.layout.select import again, rebuilt
+from ckpttool.storage.files import Pool
+from ckpttool.transfer import read as gather
+from ckpttool.transfer.plan import tiles
+
+# Names of embeddings and of the heads that may be tied to them; the first that matches is the one to keep.
+_RANKS = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"shared\.weight",
+        r"(.*\.)?(wte|tok_embeddings|word_embeddings|embed_in)\.weight|(?!.*(encoder|decoder)).*embed_tokens\.weight",
+        r"embed_tokens\.weight|.*embed_tokens\.weight",
+        r"(.*\.)?(lm_head|embed_out|output|decoder|output_projection)\.weight",
+    )
+)
+_TILE = 1 << 20  # elements
+_FIRST = 1 << 12  # bytes that tell most tensors apart
+
+
+@dataclass(slots=True)
+class Tied:
+    """The model with each tied tensor once. `notes` say where source and config disagree."""
+
+    catalogue: Catalogue
+    notes: list[str] = field(default_factory=list)
+
+
+def by_model(laid: Catalogue, tied: Mapping[str, str], same: Callable[[Tensor, Tensor], bool]) -> Tied:
+    """Tensors that transformers ties, `{"lm_head.weight": "model.embed_tokens.weight"}`, once if they are one or have
+    the same bytes; everything else with bytes of its own."""
+    made = Tied(laid)
+    alias: dict[Path, Path] = {}
+    apart: list[str] = []
+    for name, kept in tied.items():
+        one, other = laid.entries.get((name,)), laid.entries.get((kept,))
+        if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one is other:
+            continue
+        if laid.first(one) is laid.first(other) or same(one, other):
+            alias[one.path] = other.path
+        else:
+            apart.append(name)
+            made.notes.append(
+                f"the config ties `{name}` to `{kept}`, but their values differ: both are written, and transformers "
+                "will not tie them; `tie_word_embeddings` of the config should be false"
+            )
+    own = [t.name for t in laid.tensors if t.alias is not None and t.path not in alias and t.name not in apart]
+    if own:
+        made.notes.append(f"one tensor in the source, but not tied by the config, so that each is written: {some(own)}")
+    made.catalogue = _with(laid, alias)
+    return made
+
+
+def by_names(laid: Catalogue, config: bool | None, same: Callable[[Tensor, Tensor], bool]) -> Tied:
+    """What is one tensor in the source, and embeddings with heads of the same bytes. `config` is what
+    `tie_word_embeddings` says: when it is false, each has bytes of its own."""
+    made = Tied(laid)
+    ranked = {t.path: _rank(t.name) for t in laid.tensors}
+    groups: dict[Path, list[Tensor]] = {}
+    for tensor in laid.tensors:
+        groups.setdefault(laid.first(tensor).path, []).append(tensor)
+    merged = _merged([group for group in groups.values() if ranked[group[0].path] is not None], same)
+    merged += [group for group in groups.values() if ranked[group[0].path] is None and len(group) > 1]
+    alias: dict[Path, Path] = {}
+    for group in merged:
+        if len(group) == 1:
+            continue
+        names = [t.name for t in group]
+        if config is False:
+            made.notes.append(f"{some(names)} are the same, but the config ties nothing: each is written")
+            continue
+        kept = min(group, key=lambda t: len(_RANKS) if ranked[t.path] is None else ranked[t.path] or 0)
+        alias |= {t.path: kept.path for t in group if t is not kept}
+    heads = [t.name for t in laid.tensors if ranked[t.path] == len(_RANKS) - 1 and t.path not in alias]
+    if config and heads and len(merged) > 1 and not alias:
+        made.notes.append(f"`tie_word_embeddings` of the config is true, but {some(heads)} has values of its own")
+    made.catalogue = _with(laid, alias)
+    return made
+
+
+def _rank(name: str) -> int | None:
+    return next((rank for rank, pattern in enumerate(_RANKS) if pattern.fullmatch(name)), None)
+
+
+def _merged(groups: Sequence[list[Tensor]], same: Callable[[Tensor, Tensor], bool]) -> list[list[Tensor]]:
+    """Groups whose tensors have the same bytes as one."""
+    made: list[list[Tensor]] = []
+    for group in groups:
+        twin = next((other for other in made if _alike(other[0], group[0]) and same(other[0], group[0])), None)
+        if twin is None:
+            made.append(list(group))
+        else:
+            twin += group
+    return made
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return len(one.shape) == 2 and (one.shape, one.dtype) == (other.shape, other.dtype)
+
+
+def _with(laid: Catalogue, alias: Mapping[Path, Path]) -> Catalogue:
+    return rebuilt(laid, [again(t, alias=alias.get(t.path)) for t in laid.tensors], {})
+
+
+def same_bytes(source: Source) -> Callable[[Tensor, Tensor], bool]:
+    """Whether two tensors of a layout have the same dtype, shape and bytes: reads both, up to the first difference."""
+
+    def same(one: Tensor, other: Tensor) -> bool:
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            return False
+        pool = Pool()
+        try:
+            # numpy takes longer to import than most pairs take to tell apart.
+            if not _begin_alike(*(_beginning(source, pool, tensor) for tensor in (one, other))):
+                return False
+            for offsets, sizes in tiles(boxes.whole(one.shape), _TILE):
+                if _read(source, pool, one, offsets, sizes) != _read(source, pool, other, offsets, sizes):
+                    return False
+        finally:
+            pool.close()
+        return True
+
+    return same
+
+
+def _beginning(source: Source, pool: Pool, tensor: Tensor) -> bytes:
+    """The first bytes of a tensor's first row, as far as they lie in the file as they are."""
+    origin = tensor.origin or tensor
+    if not origin.chunks:
+        return b""  # a tensor without elements may have none
+    chunk = origin.chunks.at(0)
+    extent = source.resolve(origin, chunk)
+    if any(chunk.offsets) or not extent.plain:
+        return b""
+    row = (chunk.sizes[-1] if chunk.sizes else 1) * origin.dtype.itemsize
+    return pool.read(source.catalogue.files[extent.file].location, extent.offset, min(row, extent.nbytes, _FIRST))
+
+
+def _begin_alike(one: bytes, other: bytes) -> bool:
+    n = min(len(one), len(other))
+    return one[:n] == other[:n]
+
+
+def _read(source: Source, pool: Pool, tensor: Tensor, offsets: boxes.Ints, sizes: boxes.Ints) -> bytes:
+    import numpy as np
+
+    origin = tensor.origin or tensor
+    made = np.empty(sizes, gather.unsigned(origin.dtype))
+    left = prod(sizes)
+    for chunk in origin.chunks:
+        shared = boxes.overlap((offsets, sizes), (chunk.offsets, chunk.sizes))
+        if shared is None:
+            continue
+        target = gather.part(made, shared, (offsets, sizes))
+        extent = source.resolve(origin, chunk)
+        gather.fill(target, pool, source.catalogue.files, extent, chunk, shared, origin.dtype)
+        left -= prod(shared[1])
+        if not left:
+            break
+    return made.tobytes()

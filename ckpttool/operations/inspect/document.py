@@ -1,0 +1,82 @@
+"""What `inspect --json` says: the schema `ckpttool/inspect/1`. Pure.
+
+{"schema": "ckpttool/inspect/1", "format": "dcp", "world_size": 4, "path": ..., "bytes": ..., "files": [...], facts,
+ "tensors": [{"name", "path", "part", "dtype", "shape", "nbytes",
+                  "chunks": [{"offsets", "sizes", "file", "rank"}]}],
+ "objects": [{"name", "path", "part", "type", "value"}],
+ "warnings": ["..."]}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ckpttool.catalogue.aliases import find_aliases
+from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor
+from ckpttool.operations.inspect.format_value import describe, jsonable, peek, type_name
+from ckpttool.operations.inspect.warnings import findings
+
+SCHEMA = "ckpttool/inspect/1"
+_OURS = ("tensors", "objects", "warnings")
+
+
+def document(
+    catalogue: Catalogue, path: str, step: float | None, wanted: Callable[[str], bool] = lambda name: True
+) -> Iterator[str]:
+    """The document as JSON text in pieces, a tensor or an object a line: a large checkpoint has hundreds of megabytes
+    of it. `wanted` chooses tensors by name."""
+    head: dict[str, Any] = {
+        "schema": SCHEMA,
+        "format": catalogue.format,
+        "world_size": catalogue.world_size,
+        "path": path,
+        "step": step,
+        "bytes": catalogue.nbytes(),
+        "files": [{"name": f.name, "bytes": f.size, "rank": f.rank} for f in catalogue.own_files],
+    }
+    for key, value in catalogue.facts.items():
+        if key not in _OURS:
+            head.setdefault(str(key), jsonable(value, catalogue.entries))
+    yield "{" + ",\n ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items())
+    yield ',\n "tensors": ['
+    yield from _lines(_tensor(t, catalogue) for t in catalogue.tensors if wanted(t.name))
+    yield '],\n "objects": ['
+    yield from _lines(_object(o, catalogue) for o in catalogue.objects)
+    warnings = [*catalogue.warnings, *findings(catalogue, find_aliases(catalogue.tensors))]
+    yield f'],\n "warnings": {json.dumps(warnings)}}}\n'
+
+
+def _lines(items: Iterator[dict[str, Any]]) -> Iterator[str]:
+    for i, item in enumerate(items):
+        yield f"{',' if i else ''}\n  {json.dumps(item)}"
+
+
+def path_json(path: Path) -> list[Any]:
+    """A key path for JSON: strings and integers as they are."""
+    return [key if isinstance(key, (str, int)) else describe(key) for key in path]
+
+
+def _tensor(tensor: Tensor, catalogue: Catalogue) -> dict[str, Any]:
+    files, chunks = catalogue.files, tensor.chunks
+    return {
+        "name": tensor.name,
+        "path": path_json(tensor.path),
+        "part": tensor.part.kind,
+        "dtype": tensor.dtype.name,
+        "shape": tensor.shape,
+        "nbytes": tensor.nbytes,
+        "chunks": [
+            {"offsets": offsets, "sizes": sizes, "file": files[file].name, "rank": files[file].rank}
+            for offsets, sizes, file in zip(chunks.offsets, chunks.sizes, chunks.file, strict=True)
+        ],
+    }
+
+
+def _object(entry: Object, catalogue: Catalogue) -> dict[str, Any]:
+    said = {"name": entry.name, "path": path_json(entry.path), "part": entry.part.kind}
+    value, instead = peek(entry)
+    if instead is not None:
+        return {**said, "type": "unread", "value": instead}
+    return {**said, "type": type_name(value), "value": jsonable(value, catalogue.entries)}

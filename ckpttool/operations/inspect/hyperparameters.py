@@ -1,0 +1,112 @@
+"""Hyper-parameters of an optimizer, one column per distinct set of values. Pure.
+
+param_groups.<index>.<name>   a list of dicts, `params` among them: torch's own layout
+param_groups.<fqn>.<name>     torchtitan, OLMo-core (`flatten_optimizer_state_dict`): folded by equal values
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ckpttool.catalogue.entries import Entry, Object, Path, Tensor
+from ckpttool.operations.inspect.format_value import Tensors, describe, peek
+from ckpttool.operations.inspect.module_tree import ranges
+
+GROUPS = "param_groups"
+_VALUE = 24
+
+
+@dataclass(slots=True)
+class Column:
+    """Groups with equal values: `Column(["0"], 14, {"lr": "0.01", "betas": "(0.9, 0.95)"})`. `params` is None when the
+    file does not say how many parameters are in them."""
+
+    groups: list[str]
+    params: int | None
+    values: dict[str, str]
+    flat: bool = False
+
+    @property
+    def title(self) -> str:
+        if self.flat:
+            return f"{len(self.groups)} parameter{'s' if len(self.groups) != 1 else ''}"
+        return f"group {self.groups[0]}" if len(self.groups) == 1 else f"groups {ranges(map(int, self.groups))}"
+
+
+@dataclass(slots=True)
+class Table:
+    """The hyper-parameters below one root, `("optim",)`; `paths` are the entries that it shows."""
+
+    root: Path
+    columns: list[Column]
+    paths: set[Path] = field(default_factory=set)
+
+    @property
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(name for column in self.columns for name in column.values))
+
+
+@dataclass(slots=True)
+class _Group:
+    flat: bool
+    params: int | None = None
+    values: dict[str, str] = field(default_factory=dict)
+
+
+def tables(entries: Iterable[Entry], tensors: Tensors) -> list[Table]:
+    """One table for each `param_groups` in `entries`."""
+    found: dict[Path, tuple[Table, dict[str, _Group]]] = {}
+    for entry in entries:
+        place = _place(entry.path)
+        if place is None:
+            continue
+        root, group, name, flat = place
+        table, groups = found.setdefault(root, (Table(root, []), {}))
+        table.paths.add(entry.path)
+        here = groups.setdefault(group, _Group(flat))
+        if name == "params":
+            value = peek(entry)[0] if isinstance(entry, Object) else None
+            here.params = len(value) if isinstance(value, (list, tuple)) else None
+        elif isinstance(entry, Tensor):
+            here.values[name] = f"<tensor {entry.dtype} {list(entry.shape)}>"
+        else:
+            value, instead = peek(entry)
+            here.values[name] = instead or describe(value, tensors, _VALUE)
+    for table, groups in found.values():
+        table.columns = _folded(groups)
+    return [table for table, _ in found.values()]
+
+
+def _place(path: Path) -> tuple[Path, str, str, bool] | None:
+    """Root, group, name, and whether the group is a parameter; None for a path without param groups.
+
+    A flattened optimizer has the whole rest in one key: `("optimizer", "param_groups.layers.0.weight.lr")`.
+    """
+    for i, key in enumerate(path):
+        if not isinstance(key, str) or not (key == GROUPS or key.startswith(f"{GROUPS}.")):
+            continue
+        rest = path[i + 1 :]
+        if key == GROUPS and len(rest) == 2 and isinstance(rest[0], int):
+            return path[:i], str(rest[0]), str(rest[1]), False
+        words = ".".join(map(str, (key, *rest))).split(".")[1:]
+        if len(words) < 2:
+            return None
+        # A single number is an index that lost its type, as in a file without the paths.
+        return path[:i], ".".join(words[:-1]), words[-1], not (len(words) == 2 and _is_index(words[0]))
+    return None
+
+
+def _is_index(word: str) -> bool:
+    return word.isdecimal() and len(word) < 6
+
+
+def _folded(groups: dict[str, _Group]) -> list[Column]:
+    columns: dict[tuple[object, ...], Column] = {}
+    for name, group in groups.items():
+        key = (group.flat, *group.values.items())
+        column = columns.setdefault(key, Column([], None, group.values, group.flat))
+        column.groups.append(name)
+        if group.params is not None:
+            column.params = (column.params or 0) + group.params
+    return list(columns.values())

@@ -1,0 +1,153 @@
+"""What `inspect` shows of a catalogue. Pure: it reads nothing but what the catalogue holds or opens by itself.
+
+summarise(catalogue) -> Summary     for people: parts, trees, hyper-parameters, objects, warnings
+document(catalogue)  -> JSON text   for programs, piece by piece
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ckpttool.catalogue.aliases import find_aliases
+from ckpttool.catalogue.entries import KINDS, Catalogue, Entry, Object, Part, Path, Tensor, dotted
+from ckpttool.operations.inspect import hyperparameters
+from ckpttool.operations.inspect import module_tree as tree
+from ckpttool.operations.inspect.format_value import LIMIT, describe, peek
+from ckpttool.operations.inspect.warnings import findings
+
+DEPTH = 4
+_PROGRESS = ("global_step", "step", "steps", "num_steps", "iteration", "iter", "current_step", "total_step")
+
+
+@dataclass(slots=True)
+class PartLine:
+    """`PartLine(Part("model", ("model",)), 19, 1250, 5000, {"float32": 4992, "int64": 8}, 0)`: tensors, parameters,
+    bytes (tied ones once), bytes by dtype, objects."""
+
+    part: Part
+    tensors: int = 0
+    parameters: int = 0
+    nbytes: int = 0
+    dtypes: dict[str, int] = field(default_factory=dict)
+    objects: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectLine:
+    """`ObjectLine("scheduler.last_epoch", "3", 1)`; `times` > 1 for neighbours whose names differ in one number."""
+
+    name: str
+    text: str
+    times: int = 1
+
+
+@dataclass(slots=True)
+class Summary:
+    """What the human view of `inspect` prints, in its order."""
+
+    step: float | None
+    parts: list[PartLine]
+    trees: list[tuple[Part, list[tree.Line]]]
+    hyperparameters: list[hyperparameters.Table]
+    objects: list[ObjectLine]
+    ties: list[tuple[str, str]]
+    warnings: list[str]
+
+
+def summarise(catalogue: Catalogue, *, depth: int = DEPTH, limit: int = LIMIT) -> Summary:
+    """`depth` is the levels of the module trees, `limit` the characters of a value."""
+    aliases = find_aliases(catalogue.tensors)
+    by_part: dict[Part, list[Entry]] = {}
+    for entry in catalogue.entries.values():
+        by_part.setdefault(entry.part, []).append(entry)
+    ordered = sorted(by_part, key=lambda part: KINDS.index(part.kind))
+    optimizers = [entry for part in ordered if part.kind == "optimizer" for entry in by_part[part]]
+    tables = hyperparameters.tables(optimizers, catalogue.entries)
+    shown = {path for table in tables for path in table.paths}
+    rest = (e for part in ordered for e in by_part[part] if isinstance(e, Object) and e.path not in shown)
+    return Summary(
+        step=step(catalogue),
+        parts=[_part(part, by_part[part], aliases) for part in ordered],
+        trees=[
+            (part, tree.lines((e for e in by_part[part] if isinstance(e, Tensor)), part.root, aliases, depth))
+            for part in ordered if part.kind == "model"
+        ],
+        hyperparameters=tables,
+        objects=_folded(ObjectLine(e.name, value_text(e, catalogue, limit)) for e in rest),
+        ties=[(dotted(path), dotted(kept)) for path, kept in aliases.items()],
+        warnings=[*catalogue.warnings, *findings(catalogue, aliases)],
+    )  # fmt: skip
+
+
+def _part(part: Part, entries: Iterable[Entry], aliases: Mapping[Path, Path]) -> PartLine:
+    line = PartLine(part)
+    for entry in entries:
+        if isinstance(entry, Object):
+            line.objects += 1
+            continue
+        line.tensors += 1
+        line.dtypes.setdefault(entry.dtype.name, 0)
+        if entry.path not in aliases:
+            line.parameters += entry.numel
+            line.nbytes += entry.nbytes
+            line.dtypes[entry.dtype.name] += entry.nbytes
+    line.dtypes = dict(sorted(line.dtypes.items(), key=lambda item: -item[1]))
+    return line
+
+
+def step(catalogue: Catalogue) -> float | None:
+    """How far the training was, from an object that says so: the progress part first, then the optimizer's steps."""
+    said: dict[tuple[str, object], Object] = {}
+    for entry in catalogue.objects:
+        if entry.part.kind in ("progress", "optimizer") and entry.path and entry.path[-1] in _PROGRESS:
+            said.setdefault((entry.part.kind, entry.path[-1]), entry)
+    for kind in ("progress", "optimizer"):
+        for name in _PROGRESS:
+            found = said.get((kind, name))
+            value = peek(found)[0] if found is not None else catalogue.facts.get("step")
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                return value
+    return None
+
+
+def value_text(entry: Object, catalogue: Catalogue, limit: int = LIMIT) -> str:
+    """One line for an object's value; its size where it is large, the reason where it cannot be read."""
+    value, instead = peek(entry)
+    return describe(value, catalogue.entries, limit) if instead is None else instead
+
+
+_NUMBER = re.compile(r"\d+")
+
+
+def _folded(lines: Iterable[ObjectLine]) -> list[ObjectLine]:
+    """Neighbours with one value whose names differ in one number, as one line: `state.0-7.step`."""
+    runs: list[list[ObjectLine]] = []
+    for line in lines:
+        if runs and runs[-1][0].text == line.text and _differing(runs[-1][0].name, line.name) is not None:
+            place = _differing(runs[-1][0].name, line.name)
+            if len(runs[-1]) == 1 or place == _differing(runs[-1][0].name, runs[-1][1].name):
+                runs[-1].append(line)
+                continue
+        runs.append([line])
+    return [_run(lines) for lines in runs]
+
+
+def _differing(a: str, b: str) -> int | None:
+    """Which number of two names differs, when nothing else does."""
+    if _NUMBER.sub("#", a) != _NUMBER.sub("#", b):
+        return None
+    differing = [i for i, (x, y) in enumerate(zip(_NUMBER.findall(a), _NUMBER.findall(b), strict=True)) if x != y]
+    return differing[0] if len(differing) == 1 else None
+
+
+def _run(lines: list[ObjectLine]) -> ObjectLine:
+    if len(lines) == 1:
+        return lines[0]
+    place = _differing(lines[0].name, lines[1].name)
+    assert place is not None
+    numbers = tree.ranges(int(_NUMBER.findall(line.name)[place]) for line in lines)
+    at = list(_NUMBER.finditer(lines[0].name))[place]
+    name = lines[0].name
+    return ObjectLine(name[: at.start()] + numbers + name[at.end() :], lines[0].text, len(lines))

@@ -1,0 +1,107 @@
+"""What a person would want to be told about a checkpoint that opens without an error. Pure; each one line."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+
+from ckpttool.catalogue.aliases import one_moment_for_two
+from ckpttool.catalogue.entries import Catalogue, Path, Tensor
+
+_UNEVEN = 1.5  # times the mean
+_SHOWN = 3
+
+
+def findings(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> list[str]:
+    """Warnings that need no more than the catalogue."""
+    twice = _stored_twice(catalogue, aliases)
+    known = {*aliases, *(tensor.path for tensors in twice for tensor in tensors)}
+    return [
+        *one_moment_for_two(catalogue, aliases),
+        *_uneven_ranks(catalogue),
+        *(
+            f"{_names([t.name for t in tensors])} hold the same bytes, stored {_places(tensors)} times"
+            for tensors in twice
+        ),
+        *_probably_tied(catalogue, known),
+    ]
+
+
+def _uneven_ranks(catalogue: Catalogue) -> Iterator[str]:
+    loads: dict[int, int] = defaultdict(int)
+    for file in catalogue.files:
+        if file.rank is not None:
+            loads[file.rank] += file.size
+    world = catalogue.world_size
+    if world < 2 or not any(loads.values()) or any(file.missing for file in catalogue.files):
+        return
+    mean = sum(loads.values()) / world
+    heaviest = max(loads, key=lambda rank: loads[rank])
+    if loads[heaviest] > _UNEVEN * mean:
+        yield (
+            f"rank {heaviest} wrote {loads[heaviest]:,} bytes, {loads[heaviest] / mean:.1f} times the mean of "
+            f"{world} ranks: saving and loading wait for it"
+        )
+
+
+def _stored_twice(catalogue: Catalogue, aliases: Collection[Path]) -> list[list[Tensor]]:
+    """Equal bytes in two places, as far as checksums tell. Vectors are left out: all ones or zeros are no news."""
+    same: dict[tuple[object, ...], list[Tensor]] = defaultdict(list)
+    for tensor in catalogue.tensors:
+        chunks = tensor.chunks
+        if tensor.part.kind != "model" or tensor.path in aliases or len(tensor.shape) < 2 or len(chunks) != 1:
+            continue
+        extent = chunks.extent(0)
+        record = extent.record
+        if extent.plain and record is not None and record.crc and record.nbytes == extent.nbytes == tensor.nbytes:
+            same[tensor.dtype.name, tensor.shape, record.crc].append(tensor)
+    return [tensors for tensors in same.values() if _places(tensors) > 1]
+
+
+def _places(tensors: list[Tensor]) -> int:
+    # The same storage under two names has one record.
+    return len({(t.chunks.file[0], t.chunks.offset[0]) for t in tensors})
+
+
+def _probably_tied(catalogue: Catalogue, told: Collection[Path]) -> Iterator[str]:
+    """A matrix that the optimizer does not know, of the shape of exactly one that it knows: a tied weight that was
+    stored twice, as DCP does."""
+    known = _with_state(catalogue)
+    if not known:
+        return
+    strangers: dict[tuple[object, ...], list[Tensor]] = defaultdict(list)
+    partners: dict[tuple[object, ...], list[Tensor]] = defaultdict(list)
+    for tensor in catalogue.tensors:
+        if tensor.part.kind == "model" and len(tensor.shape) >= 2 and tensor.path not in told:
+            here = partners if _fqn(tensor) in known else strangers
+            here[tensor.part, tensor.dtype.name, tensor.shape].append(tensor)
+    for key, tensors in strangers.items():
+        if len(tensors) == 1 == len(partners.get(key, ())):
+            yield (
+                f"`{tensors[0].name}` is probably `{partners[key][0].name}` stored a second time: "
+                "same dtype and shape, and the optimizer knows only one of them"
+            )
+
+
+def _fqn(tensor: Tensor) -> str:
+    """The name below the part's root."""
+    return ".".join(map(str, tensor.path[len(tensor.part.root) :]))
+
+
+def _with_state(catalogue: Catalogue) -> set[str]:
+    """Names of the parameters that have optimizer state under their name."""
+    found: set[str] = set()
+    for tensor in catalogue.tensors:
+        if tensor.part.kind != "optimizer":
+            continue
+        before, state, after = f".{_fqn(tensor)}".partition(".state.")
+        if state and not before.strip("."):
+            found.add(after.rpartition(".")[0])
+    return found
+
+
+def _names(names: list[str]) -> str:
+    quoted = [f"`{name}`" for name in names]
+    if len(quoted) > _SHOWN:
+        return f"{', '.join(quoted[:_SHOWN])} and {len(quoted) - _SHOWN} more"
+    return f"{', '.join(quoted[:-1])} and {quoted[-1]}"

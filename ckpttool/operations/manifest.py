@@ -1,0 +1,230 @@
+"""A manifest: SHA-256 of every file of a checkpoint, and of every tensor's values however they are stored.
+
+    {"algorithm": "sha256",                                         as Megatron Core's `integrity.json`, and read by it
+     "files": {"__0_0.distcp": "9f86d0...", ".metadata": "..."},
+     "schema": "ckpttool/manifest/1", "by": "ckpttool 0.1.0",       ours, from here on
+     "sizes": {"__0_0.distcp": 4096, ...},
+     "tensors": [{"name": "model.w", "dtype": "float32", "shape": [8, 4], "sha256": "..."}, ...]}
+
+Upstream: `megatron/core/dist_checkpointing/validation.py`, which hashes the files that lie in the directory itself. A
+tensor's hash is of its elements in row-major order, little endian: the same in every format, for any number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+from ckpttool.catalogue.aliases import find_aliases
+from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.entries import Catalogue, Path, Tensor
+from ckpttool.catalogue.protocols import Source
+from ckpttool.errors import CorruptError, OverwriteError, ReadError, UsageError
+from ckpttool.producers import open as opening
+from ckpttool.serialization import strict_json as strictjson
+from ckpttool.storage import files, folders
+from ckpttool.storage import stores as mirrors
+from ckpttool.transfer import elements
+from ckpttool.transfer.execute import DEFAULT_THREADS
+from ckpttool.transfer.threads import Progress, Work, on_threads
+from ckpttool.version import __version__
+
+NAME = "integrity.json"
+SCHEMA = "ckpttool/manifest/1"
+_ALGORITHM = "sha256"
+_BUFFER = 1 << 20
+_LARGEST = 1 << 30
+
+
+class Hashed(NamedTuple):
+    """A tensor in a manifest: `Hashed("model.w", "float32", (8, 4), "9f86d0...")`."""
+
+    name: str
+    dtype: str
+    shape: Ints
+    sha256: str
+
+
+@dataclass(slots=True)
+class Manifest:
+    """What a manifest says: `Manifest({"__0_0.distcp": "9f86d0..."}, {"__0_0.distcp": 4096}, [Hashed(...)])`. One of
+    Megatron has no sizes and no tensors."""
+
+    files: dict[str, str] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    tensors: list[Hashed] = field(default_factory=list)
+
+
+# Making ---------------------------------------------------------------------------------------------------------------
+
+
+def make(
+    root: str, names: Sequence[str], source: Source, threads: int, progress: Progress | None = None
+) -> Manifest:  # fmt: skip
+    """The manifest of these files below `root`, and of the tensors of `source`, which is what they hold and is valid.
+    Raises ReadError, CorruptError or StorageError for a file that cannot be read."""
+    sizes = {name: files.size_of(os.path.join(root, name)) for name in names}
+    total = sum(sizes.values()) + sum(t.nbytes for t in source.catalogue.tensors)
+    work = Work(total, progress)
+    hashed = of_files(root, names, threads, work)
+    values = of_tensors(source, list(source.catalogue.tensors), threads, work)
+    tensors = [Hashed(t.name, t.dtype.name, t.shape, values[t.path]) for t in source.catalogue.tensors]
+    return Manifest(hashed, sizes, tensors)
+
+
+def write_for(dst: str, path: str, threads: int | None = None) -> None:
+    """The manifest of a checkpoint that was just written, read back through its own reader. Raises what `make` and
+    `write` do; the checkpoint stays."""
+    with opening.opened(dst) as source:
+        root, names = files_of(dst, source.catalogue)
+        write(path, make(root, names, source, threads or DEFAULT_THREADS))
+
+
+def check_wanted(path: str | None, dst: str, *, is_file: bool, dry_run: bool) -> None:
+    """Raises UsageError for a manifest that would be DST itself or where there will be no directory, OverwriteError for
+    one that is there; inside of DST it goes with what was there before. To be called before anything is written."""
+    if path is None:
+        return
+    here, there = os.path.realpath(path), os.path.realpath(dst)
+    if here == there or path.endswith(os.sep):
+        raise UsageError(f"the manifest cannot be `{path}`", hint=f"name a file: `{dst.rstrip('/')}.json`")
+    folder = os.path.dirname(here)
+    if folder == there and not is_file:
+        return
+    if here.startswith(there + os.sep) or not os.path.isdir(folder):
+        raise UsageError(
+            f"there is no directory `{os.path.dirname(path)}` for the manifest", hint="make it, or name another file"
+        )
+    if not dry_run:
+        check_free(path)
+
+
+def of_files(root: str, names: Iterable[str], threads: int, work: Work) -> dict[str, str]:
+    """The SHA-256 of each file, in hexadecimal."""
+    found: dict[str, str] = dict.fromkeys(names, "")
+
+    def hash_one(name: str) -> None:
+        made, path = sha256(), os.path.join(root, name)
+        buffer = memoryview(bytearray(_BUFFER))
+        try:
+            with open(mirrors.here(path), "rb", buffering=0) as stream:
+                while n := stream.readinto(buffer):
+                    made.update(buffer[:n])
+                    work.note(n)
+        except OSError as error:
+            raise files.failed(error, path, "read") from None
+        found[name] = made.hexdigest()
+
+    on_threads(iter(list(found)), hash_one, threads, work)
+    return found
+
+
+def of_tensors(source: Source, tensors: Sequence[Tensor], threads: int, work: Work) -> dict[Path, str]:
+    """The SHA-256 of the values of each tensor; those that share their bytes are read once."""
+    aliases = find_aliases(tensors)
+    found: dict[Path, str] = {}
+    lock, pool = threading.Lock(), files.Pool()
+
+    def hash_one(tensor: Tensor) -> None:
+        made = sha256()
+        for _, bits in elements.of(tensor, source, pool, _BUFFER):
+            made.update(bits.reshape(-1).view("u1").data)
+            work.note(bits.nbytes)
+        with lock:
+            found[tensor.path] = made.hexdigest()
+
+    with closing(pool):
+        on_threads((t for t in tensors if t.path not in aliases), hash_one, threads, work)
+    return found | {path: found[kept] for path, kept in aliases.items()}
+
+
+# On disk --------------------------------------------------------------------------------------------------------------
+
+
+def check_free(path: str) -> None:
+    """Raises OverwriteError when there is something already."""
+    if os.path.lexists(path):
+        raise OverwriteError(
+            f"`{path}` exists", hint="check it with `--manifest`, remove it, or name another file", file=path
+        )
+
+
+def write(path: str, manifest: Manifest) -> None:
+    """A new file, which appears whole or not at all. Raises OverwriteError or StorageError."""
+    check_free(path)
+    said = {
+        "algorithm": _ALGORITHM, "files": manifest.files, "schema": SCHEMA, "by": f"ckpttool {__version__}",
+        "sizes": manifest.sizes,
+    }  # fmt: skip
+    head = json.dumps(said, indent=1)[:-2]
+    rows = (
+        json.dumps({"name": t.name, "dtype": t.dtype, "shape": list(t.shape), "sha256": t.sha256})
+        for t in manifest.tensors
+    )
+    text = head + ',\n "tensors": [\n  ' + ",\n  ".join(rows) + "\n ]\n}\n"
+    draft = files.partial_name(path)
+    files.remove(draft)
+    try:
+        files.write_file(draft, text.encode())
+        files.sync(draft)
+        try:
+            os.rename(draft, path)
+        except OSError as error:
+            raise files.failed(error, path, "write") from None
+    finally:
+        files.remove(draft)
+
+
+def read(path: str) -> Manifest:
+    """A manifest of ours or of Megatron. Raises ReadError, or CorruptError for one that says something else."""
+    size = files.size_of(path)
+    if size > _LARGEST:
+        raise CorruptError(f"`{path}`: {size} bytes of JSON are more than the {_LARGEST} that we read", file=path)
+    pool = files.Pool()
+    with closing(pool):
+        said = strictjson.parse(pool.read(path, 0, size), f"`{path}`")
+    if not isinstance(said, dict) or not isinstance(said.get("files"), dict):
+        raise CorruptError(
+            f"`{path}`: is no manifest: it has no `files`", hint="`--write-manifest` writes one", file=path
+        )
+    if said.get("algorithm", _ALGORITHM) != _ALGORITHM:
+        raise ReadError(f"`{path}`: hashes of `{said['algorithm']}`, and only sha256 is known here", file=path)
+    sizes = said.get("sizes", {})
+    if not all(_is_hash(value) for value in said["files"].values()) or not isinstance(sizes, dict):
+        raise CorruptError(f"`{path}`: something in `files` is no SHA-256 in hexadecimal", file=path)
+    tensors = said.get("tensors", [])
+    if not isinstance(tensors, list):
+        raise CorruptError(f"`{path}`: `tensors` is not a list", file=path)
+    known = {name: n for name, n in sizes.items() if type(n) is int}
+    return Manifest(said["files"], known, [_hashed(row, path) for row in tensors])
+
+
+def _is_hash(value: Any) -> bool:
+    return isinstance(value, str) and len(value) == 64 and all(c in "0123456789abcdefABCDEF" for c in value)
+
+
+def _hashed(row: Any, path: str) -> Hashed:
+    match row:
+        case {"name": str() as name, "dtype": str() as dtype, "shape": [*shape], "sha256": str() as found} if _is_hash(
+            found
+        ) and all(type(n) is int for n in shape):
+            return Hashed(name, dtype, tuple(shape), found.lower())
+    raise CorruptError(f"`{path}`: {row!r:.80} is no tensor of a manifest", file=path)
+
+
+def files_of(path: str, catalogue: Catalogue) -> tuple[str, list[str]]:
+    """The root of a checkpoint and the names of its files below it: all that lie in a directory, indexes too, but for
+    manifests and what a save left that stopped; or the one file. Raises ReadError."""
+    if os.path.isdir(path):
+        return path, [name for name in folders.all_below(path) if os.path.basename(name) != NAME]
+    found = [file.location for file in catalogue.own_files if not file.missing]
+    root = os.path.dirname(os.path.abspath(path))
+    if len(found) > 1 or not os.path.isfile(path):
+        return root, sorted({os.path.relpath(os.path.abspath(location), root) for location in found})
+    return root, [os.path.basename(path)]

@@ -1,0 +1,139 @@
+"""Figures about one tensor, read tile by tile: what `ckpttool show` prints."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.catalogue import boxes
+from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.dtypes import Dtype
+from ckpttool.catalogue.entries import Tensor
+from ckpttool.catalogue.protocols import Source
+from ckpttool.storage.crc import crc32
+from ckpttool.storage.files import Pool
+from ckpttool.transfer import checksums
+from ckpttool.transfer import read as gather
+from ckpttool.transfer.plan import tiles
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+FIRST = 8
+_BLOCK = 1 << 20
+
+
+@dataclass(slots=True)
+class Shown:
+    """One tensor: `chunks` are `(rank, file, offsets, sizes)`; figures are None where the dtype has none."""
+
+    name: str
+    part: str
+    dtype: str
+    shape: Ints
+    nbytes: int
+    chunks: list[tuple[int | None, str, Ints, Ints]] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+    min: float | None = None
+    max: float | None = None
+    mean: float | None = None
+    norm: float | None = None
+    nans: int | None = None
+    infs: int | None = None
+
+
+def look(tensor: Tensor, source: Source) -> Shown:
+    """Read a tensor in tiles and sum it up. Figures leave NaN and infinite elements out.
+
+    Raises CorruptError when its bytes are not those that were written, as far as there are checksums of them alone.
+    """
+    shown = Shown(tensor.name, str(tensor.part), tensor.dtype.name, tensor.shape, tensor.nbytes)
+    catalogue = source.catalogue
+    for chunk in tensor.chunks:
+        file = catalogue.files[chunk.extent.file]
+        shown.chunks.append((file.rank, file.name, chunk.offsets, chunk.sizes))
+    if not tensor.numel or not _is_counted(tensor.dtype):
+        return shown
+    pool = Pool()
+    try:
+        _check(tensor, source, pool)
+        _sum_up(shown, tensor, source, pool)
+    finally:
+        pool.close()
+    return shown
+
+
+def _check(tensor: Tensor, source: Source, pool: Pool) -> None:
+    for chunk in tensor.chunks:
+        extent = source.resolve(tensor, chunk)
+        record = extent.record
+        # What a storage holds of other tensors is not read for this one.
+        if record is None or record.crc is None or record.nbytes != extent.nbytes:
+            continue
+        location, crc = source.catalogue.files[record.file].location, 0
+        for at in range(0, record.nbytes, _BLOCK):
+            crc = crc32(pool.read(location, record.offset + at, min(_BLOCK, record.nbytes - at)), crc)
+        if crc != record.crc:
+            raise checksums.mismatch(location, [tensor.name], record, crc)
+
+
+def _is_counted(kind: Dtype) -> bool:
+    # What an element of the others is, no torch says: their bytes are for kernels to read.
+    if kind.kind == "int":
+        return kind.name.lstrip("uint") in ("8", "16", "32", "64")
+    return kind.kind not in ("quantized", "bits") and not kind.name.startswith("float4")
+
+
+def _sum_up(shown: Shown, tensor: Tensor, source: Source, pool: Pool) -> None:
+    import numpy as np
+
+    total, norm, count = 0.0, 0.0, 0
+    low, high, nans, infs = math.inf, -math.inf, 0, 0
+    for box in tiles(boxes.whole(tensor.shape), gather.TILE // tensor.dtype.itemsize):
+        bits: Array = np.empty(box[1], gather.unsigned(tensor.dtype))
+        for chunk in tensor.chunks:
+            shared = boxes.overlap((chunk.offsets, chunk.sizes), box)
+            if shared is not None:
+                extent = source.resolve(tensor, chunk)
+                into = gather.part(bits, shared, box)
+                gather.fill(into, pool, source.catalogue.files, extent, chunk, shared, tensor.dtype)
+        values = decoded(bits.reshape(-1), tensor.dtype)
+        if not shown.values:
+            shown.values = values[:FIRST].tolist()
+        if tensor.dtype.kind == "complex":
+            values = np.abs(values)
+        finite = values[np.isfinite(values)] if tensor.dtype.kind in ("float", "complex") else values
+        nans += int(np.isnan(values).sum()) if finite.size != values.size else 0
+        infs += int(values.size - finite.size)
+        if finite.size:
+            wide = finite.astype(np.float64)
+            largest = float(np.abs(wide).max()) or 1.0
+            # The squares of a float64 may be larger than any, and so may a sum.
+            norm = math.hypot(norm, largest * math.sqrt(float(np.square(wide / largest).sum())))
+            with np.errstate(over="ignore"):
+                total += float(wide.sum())
+            count += wide.size
+            low, high = min(low, float(wide.min())), max(high, float(wide.max()))
+    shown.nans, shown.infs = nans, infs - nans
+    if count:
+        shown.mean, shown.norm = total / count, norm
+        shown.min, shown.max = low, high
+
+
+def decoded(bits: Array, kind: Dtype) -> Array:
+    """Elements given as bits, as numbers that numpy can add up: bfloat16 and 8-bit floats widened. `bits` is flat."""
+    import numpy as np
+
+    if kind.name == "bfloat16":
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    if kind.name == "complex32":
+        return bits.view(np.float16).astype(np.float32).view(np.complex64)
+    if kind.kind == "float" and kind.itemsize == 1:
+        import torch
+
+        small: Array = torch.frombuffer(bits, dtype=torch.uint8).view(getattr(torch, kind.name)).float().numpy()
+        return small
+    return bits.view(np.dtype(kind.name))

@@ -1,0 +1,256 @@
+"""What an optimizer has for each parameter: its state, its group, its step. Reads nothing but steps, a number each."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpttool.catalogue.aliases import one_moment_for_two
+from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor, dotted
+from ckpttool.errors import CkptError, some
+from ckpttool.layout import select as layout
+from ckpttool.layout.optimizer import names as naming
+from ckpttool.layout.optimizer import parse as found
+from ckpttool.layout.optimizer.parse import Group, Item, Optimizer
+from ckpttool.operations.verify_resume.audit.checks import Checks, named
+from ckpttool.text import plural
+
+# What the classes of torch.optim read of a group in every step, told by what is known to be there.
+_NEEDED = {"betas": ("lr", "eps", "weight_decay"), "momentum": ("lr", "weight_decay", "dampening", "nesterov")}
+_NEED_BETAS = {"exp_avg", "exp_avg_sq", "exp_inf"}
+_SECOND_GROUP = ("params", "param_names")
+
+ReadNumber = Callable[[Tensor], float]
+"""The value of a tensor of one element."""
+
+
+@dataclass(slots=True)
+class Known:
+    """What was found of one optimizer: the names of its parameters in the model's spelling, or its own numbers, and the
+    step that each says: `Known(optimizer, {"w": "w"}, {"w": 6.0})`. `is_named` is False when numbers are nobody's."""
+
+    optimizer: Optimizer
+    names: dict[Any, str] = field(default_factory=dict)
+    steps: dict[str, float] = field(default_factory=dict)
+    is_named: bool = True
+
+    @property
+    def step(self) -> float | None:
+        """The step that most parameters say."""
+        return Counter(self.steps.values()).most_common(1)[0][0] if self.steps else None
+
+
+def look(catalogue: Catalogue, aliases: Mapping[Path, Path], read: ReadNumber, checks: Checks) -> list[Known]:
+    """Look at every optimizer, and say what is there of each parameter. `aliases` are the tied tensors."""
+    try:
+        optimizers = found.optimizers(catalogue)
+    except CkptError as error:
+        checks.fails("optimizer state", error.message, hint=error.hint)
+        return []
+    for said in one_moment_for_two(catalogue, aliases):
+        checks.fails("optimizer state", said)
+    shapes = _shapes(catalogue)
+    made = []
+    for optimizer in optimizers:
+        where = f" of `{optimizer.name}`" if len(optimizers) > 1 else ""
+        known = _one(optimizer, catalogue, shapes, read, checks, where)
+        if known.is_named and shapes and optimizer.groups:
+            _cover(known, catalogue, aliases, set(shapes), checks, where)
+        made.append(known)
+    return made
+
+
+def _one(
+    optimizer: Optimizer, catalogue: Catalogue, shapes: dict[str, Ints], read: ReadNumber, checks: Checks, where: str
+) -> Known:
+    if not optimizer.groups:
+        checks.fails("param groups", f"none{where}: no learning rate, and nobody knows which parameter is which")
+        return Known(optimizer, is_named=False)
+    known = _named(optimizer, catalogue, checks)
+    before = len(checks.of("fails")) + len(checks.of("differs"))
+    for group in optimizer.groups:
+        _state_of_group(group, known, checks, where)
+    if known.is_named:
+        _shapes_of_state(known, shapes, checks, where)
+    if len(checks.of("fails")) + len(checks.of("differs")) == before:
+        _say_complete(known, checks, where)
+    _steps(known, read, checks, where)
+    _groups(optimizer, checks, where)
+    return known
+
+
+def _named(optimizer: Optimizer, catalogue: Catalogue, checks: Checks) -> Known:
+    keys = dict.fromkeys([*optimizer.params, *optimizer.state])
+    if optimizer.spelling != "id":
+        return Known(optimizer, {key: layout.strip_wrappers(str(key)) for key in keys})
+    try:
+        (names,) = naming.name_ids([optimizer], catalogue)
+    except CkptError as error:
+        checks.note(
+            "param groups", f"whose state is whose was not checked: {error.message}",
+            hint=error.hint if "--shapes" in (error.hint or "") else None,
+        )  # fmt: skip
+        return Known(optimizer, {key: str(key) for key in keys}, is_named=False)
+    return Known(optimizer, {key: layout.strip_wrappers(names[key]) for key in keys if key in names})
+
+
+def _shapes(catalogue: Catalogue) -> dict[str, Ints]:
+    """The tensors of the model that is trained, by names without wrappers."""
+    models = layout.models(catalogue)
+    if not models:
+        return {}
+    root, paths = models[0]
+    made = {}
+    for path in paths:
+        entry = catalogue.entries[path]
+        if isinstance(entry, Tensor):
+            made[layout.strip_wrappers(dotted(path[len(root) :]))] = entry.shape
+    return made
+
+
+# State ----------------------------------------------------------------------------------------------------------------
+
+
+def _kinds(items: list[Item]) -> set[str]:
+    return {str(item.below[0]) for item in items if item.below}
+
+
+def _state_of_group(group: Group, known: Known, checks: Checks, where: str) -> None:
+    state = known.optimizer.state
+    have = {key: _kinds(state.get(key, [])) for key in group.params}
+    kinds = set().union(*have.values()) if have else set()
+    without = [known.names[key] for key in group.params if not have[key]]
+    if not kinds:
+        if group.params and any(item.below[:1] == ("betas",) for item in group.items):
+            checks.fails(
+                "optimizer state",
+                f"{plural(len(group.params), 'parameter')}{where} without any: the moments would begin at zero",
+                without,
+            )
+        return
+    if without:
+        checks.differs(
+            "optimizer state",
+            f"{named(without)}{where} without any: it begins anew there, unless they never had a gradient",
+            without,
+        )
+    for kind in sorted(kinds):
+        lacking = [known.names[key] for key in group.params if have[key] and kind not in have[key]]
+        if lacking:
+            checks.fails("optimizer state", f"{named(lacking)}{where} without `{kind}`, which the others have", lacking)
+    needed = _NEED_BETAS & kinds
+    if needed and not any(item.below[:1] == ("betas",) for item in group.items):
+        checks.fails("param groups", f"a group{where} has `{sorted(needed)[0]}` of its parameters, but no `betas`")
+
+
+def _shapes_of_state(known: Known, shapes: dict[str, Ints], checks: Checks, where: str) -> None:
+    wrong, names = [], []
+    for key, items in known.optimizer.state.items():
+        shape = shapes.get(known.names.get(key, ""))
+        for item in items if shape is not None else ():
+            tensor = item.entry
+            if isinstance(tensor, Tensor) and item.below[0] in naming.LIKE and tensor.shape != shape:
+                wrong.append(f"`{tensor.name}` is {list(tensor.shape)}, and its parameter {list(shape or ())}")
+                names.append(tensor.name)
+    if wrong:
+        more = f", and {len(wrong) - 1:,} more" if wrong[1:] else ""
+        checks.fails("optimizer state", f"shapes{where} that are not their parameter's: {wrong[0]}{more}", names)
+
+
+def _say_complete(known: Known, checks: Checks, where: str) -> None:
+    state = known.optimizer.state
+    kinds = sorted(set().union(*map(_kinds, state.values())) - {"step"}) if state else []
+    if kinds:
+        said = ", ".join(f"`{kind}`" for kind in kinds)
+        checks.ok("optimizer state", f"{said} of each of {plural(len(state), 'parameter')}{where}")
+    else:
+        checks.ok("optimizer state", f"none needed{where}: no moments are kept")
+
+
+# Steps ----------------------------------------------------------------------------------------------------------------
+
+
+def _steps(known: Known, read: ReadNumber, checks: Checks, where: str) -> None:
+    """Every parameter has taken the same steps."""
+    unread: list[str] = []
+    for key, items in known.optimizer.state.items():
+        for item in items:
+            if item.below != ("step",):
+                continue
+            try:
+                known.steps[known.names.get(key, str(key))] = _number(item, read)
+            except CkptError as error:
+                unread.append(error.message)
+    for i, group in enumerate(known.optimizer.groups):
+        # Fused optimizers of old keep one for the group.
+        step = group.value("step")
+        if isinstance(step, (int, float)) and not isinstance(step, bool):
+            known.steps[f"group {i}"] = float(step)
+    if unread:
+        checks.fails("step", f"{plural(len(unread), 'step')}{where} cannot be read: {unread[0]}")
+    by_step: dict[float, list[str]] = defaultdict(list)
+    for name, step in known.steps.items():
+        by_step[step].append(name)
+    if len(by_step) == 1:
+        checks.ok("step", f"{known.step:g} for each of {plural(len(known.steps), 'parameter')}{where}")
+    elif by_step:
+        usual = max(by_step, key=lambda step: len(by_step[step]))
+        others = [name for step, names in by_step.items() if step != usual for name in names]
+        odd = "; ".join(
+            f"{step:g} for {some(names)}" for step, names in sorted(by_step.items()) if step != usual
+        )  # fmt: skip
+        checks.differs(
+            "step", f"not one{where}: {usual:g} for {plural(len(by_step[usual]), 'parameter')}, but {odd}", others
+        )
+
+
+def _number(item: Item, read: ReadNumber) -> float:
+    if isinstance(item.entry, Tensor):
+        return read(item.entry)
+    return float(item.entry.value)
+
+
+# Groups ---------------------------------------------------------------------------------------------------------------
+
+
+def _groups(optimizer: Optimizer, checks: Checks, where: str) -> None:
+    """Every group has the hyper-parameters that the others have, and those that its optimizer reads."""
+    keys = [{str(item.below[0]) for item in group.items} - set(_SECOND_GROUP) for group in optimizer.groups]
+    every = set().union(*keys)
+    lacking: list[str] = []
+    for i, have in enumerate(keys):
+        needed = {key for told, needs in _NEEDED.items() if told in have for key in needs}
+        lacking += [f"group {i} has no `{key}`" for key in sorted((every | needed | {"lr"}) - have)]
+    if lacking:
+        checks.fails("param groups", f"{'; '.join(lacking[:4])}{where}", lacking)
+        return
+    count = len(optimizer.params)
+    checks.ok("param groups", f"{plural(len(keys), 'group')}{where}, {plural(count, 'parameter')}, each in one of them")
+
+
+def _cover(
+    known: Known, catalogue: Catalogue, aliases: Mapping[Path, Path], names: set[str], checks: Checks, where: str
+) -> None:
+    """Each parameter of the groups is in the model, and who of the model is in no group."""
+    in_groups = {known.names[key] for key in known.optimizer.params if key in known.names}
+    strangers = sorted(in_groups - names)
+    if strangers:
+        checks.fails("param groups", f"{named(strangers)}{where}, and the model has none of that name", strangers)
+        return
+    root, paths = layout.models(catalogue)[0]
+    left = []
+    for path in paths:
+        tensor = catalogue.entries[path]
+        name = layout.strip_wrappers(dotted(path[len(root) :]))
+        if isinstance(tensor, Object) or path in aliases or name in in_groups:
+            continue
+        if tensor.dtype.kind in ("float", "complex") and not naming.is_statistic(name, names):
+            left.append(name)
+    if left:
+        checks.note(
+            "param groups", f"{plural(len(left), 'tensor')} of the model in no group{where}: {some(left)}; right for "
+            "buffers, frozen parameters and second names of tied weights", left,
+        )  # fmt: skip

@@ -1,0 +1,254 @@
+"""Starts the ranks of a run, by torchrun's own launcher, and says where they were when they do not come to their end.
+
+Each run has processes of its own, which share nothing with those of another but what lies in files.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing import forkserver
+from typing import Any, TypeVar
+
+from ckpttool import errors
+from ckpttool.errors import BUG, CkptError, UsageError
+from ckpttool.operations.verify_resume import worker
+from ckpttool.operations.verify_resume.trial.job import Job
+from ckpttool.operations.verify_resume.trial.results import Failure, Stuck
+
+ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+"""Read by libraries when they are loaded, so set before a process starts."""
+
+T = TypeVar("T")
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_FRAME = re.compile(r'\s*File "([^"]+)", line (\d+) in (.+)')
+
+
+class Ended(Exception):
+    """A run ended before its end."""
+
+    def __init__(self, failure: Failure, cause: CkptError | None) -> None:
+        super().__init__(failure.says)
+        self.failure = failure
+        self.cause = cause
+
+
+class Crew:
+    """Who runs the jobs: fresh processes for each, started from this one."""
+
+    is_first = True
+    says = "fresh processes"
+
+    def start(self, job: Job, name: str) -> None:
+        """Run a job, and wait for its end. Raises Ended."""
+        launch(job, name)
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What `make` returns in the process that speaks for all."""
+        return make()
+
+
+def launch(job: Job, name: str) -> None:
+    """Run a job on as many fresh processes as its mesh has ranks, and wait for them.
+
+    Raises Ended when a rank fails or takes too long; the others are ended too.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from ckpttool.operations.verify_resume.worker.entry import begin
+
+    path, world = job.write(), world_of(job.dims)
+    logs = DefaultLogsSpecs(log_dir=os.path.join(job.folder, "logs"), redirects=Std.ALL)
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=world, logs_specs=logs, max_restarts=0, rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0", local_addr="127.0.0.1", run_id=f"ckpttool-{os.getpid()}-{name}",
+        start_method=_START,
+    )  # fmt: skip
+    with _environment(), _signals(), _quiet(), _without_main():
+        try:
+            elastic_launch(config, begin)(path, dict(os.environ))
+        except ChildFailedError as error:
+            failed = {local: failure.exitcode for local, failure in error.failures.items()}
+            raise _ended(job, name, world, failed) from None
+        except SignalException as stop:
+            if stop.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            # By whatever the command line does with this signal.
+            os.kill(os.getpid(), stop.sigval)
+            raise KeyboardInterrupt from None
+
+
+def world_of(dims: Mapping[str, int]) -> int:
+    """How many ranks a mesh has."""
+    made = 1
+    for size in dims.values():
+        made *= size
+    return made
+
+
+# A fork of a process that has imported this much is not safe on macOS.
+_START = "spawn" if sys.platform == "darwin" else "forkserver"
+_PRELOADED = ["ckpttool.operations.verify_resume.worker.run", "torch._dynamo", "torch._inductor.config", "fsspec"]
+
+
+def prepare() -> None:
+    """Start the process that the ranks are forked from: it imports torch, which takes seconds, and does nothing else.
+    Meanwhile there is something else to do."""
+    if _START == "forkserver":
+        multiprocessing.set_forkserver_preload(_PRELOADED)
+        with _environment():
+            forkserver.ensure_running()
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """A rank needs nothing of the program that asks for the trial: it would be imported, and may ask again. An empty
+    module is imported in its place."""
+    main: Any = sys.modules["__main__"]
+    kept = {name: vars(main)[name] for name in ("__file__", "__spec__") if name in vars(main)}
+    main.__spec__, main.__file__ = None, worker.__file__
+    try:
+        yield
+    finally:
+        del main.__spec__, main.__file__
+        vars(main).update(kept)
+
+
+@contextmanager
+def _environment() -> Iterator[None]:
+    kept = {name: os.environ.get(name) for name in ENVIRONMENT}
+    os.environ.update(ENVIRONMENT)
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """The launcher takes the signals for itself, and does not give them back."""
+    kept = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What it logs when a rank fails is told by us."""
+    loggers = [logging.getLogger(name) for name in (
+        "torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing.spawn"
+    )]  # fmt: skip
+    loggers += [log for name, log in logging.root.manager.loggerDict.items()
+                if name.startswith("torch.distributed.elastic") and isinstance(log, logging.Logger)]  # fmt: skip
+    kept = [log.level for log in loggers]
+    for log in loggers:
+        log.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for log, level in zip(loggers, kept, strict=True):
+            log.setLevel(level)
+
+
+# Where they were ------------------------------------------------------------------------------------------------------
+
+
+def _ended(job: Job, name: str, world: int, failed: Mapping[int, int]) -> Ended:
+    ranks = [_stuck(job, rank) for rank in range(world)]
+    told = [one for one in ranks if one.error is not None]
+    if told:
+        # The others fail as well, when the one that they talk to is gone.
+        first = min(told, key=lambda one: json.loads(_text(job, one.rank, "error.json"))["at"])
+        where = f" ({first.where})" if first.where else ""
+        failure = Failure(name, f"run {name}: rank {first.rank} failed in {first.phase}{where}: {first.error}", ranks)
+        return Ended(failure, _cause(job, first.rank))
+    late = [one for one in ranks if _timed_out(job, one.rank)]
+    if late:
+        first = _hung(late)
+        where = f", at {first.where}" if first.where else ""
+        says = f"run {name}: rank {first.rank} was still in {first.phase} after {job.limit:g} s{where}"
+        return Ended(Failure(name, says, ranks), None)
+    rank, code = min(failed.items())
+    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+    says = f"run {name}: the process of rank {rank} ended {how} in {ranks[rank].phase}"
+    return Ended(Failure(name, says, ranks), None)
+
+
+def _hung(late: list[Stuck]) -> Stuck:
+    """Of those that waited too long, the one that the others wait for: in an earlier phase, or in no collective."""
+    waits = ("distributed_c10d.py", "/_functional_collectives.py", "/autograd/graph.py")
+    return min(late, key=lambda one: any(w in line for line in one.stack[:3] for w in waits))
+
+
+def _stuck(job: Job, rank: int) -> Stuck:
+    phase = _text(job, rank, "phase") or "the start of its process"
+    stack, where = _stack(_text(job, rank, "stack"), job.recipe)
+    said = _text(job, rank, "error.json")
+    if not said:
+        return Stuck(rank, phase, where, stack)
+    error = json.loads(said)
+    message = error["message"] if error["ours"] else f"{error['type']}: {error['message']}"
+    return Stuck(rank, error["phase"], error["where"], stack, message)
+
+
+def _timed_out(job: Job, rank: int) -> bool:
+    return _text(job, rank, "stack").startswith("Timeout")
+
+
+def _stack(text: str, recipe: str) -> tuple[list[str], str | None]:
+    """The frames of the main thread, innermost first, and the innermost one of the recipe."""
+    main = text.rpartition("most recent call first):\n")[2]
+    frames = [(m[1], int(m[2]), m[3]) for m in map(_FRAME.match, main.splitlines()) if m]
+    folder = os.path.dirname(os.path.abspath(recipe))
+    mine = next(((f, line, what) for f, line, what in frames if os.path.dirname(f) == folder), None)
+    where = f"{os.path.basename(mine[0])}:{mine[1]} in {mine[2]}" if mine is not None else None
+    return [f"{file}:{line} in {what}" for file, line, what in frames], where
+
+
+def _text(job: Job, rank: int, what: str) -> str:
+    try:
+        with open(os.path.join(job.folder, f"rank{rank}.{what}"), encoding="utf-8", errors="replace") as stream:
+            return stream.read()
+    except OSError:
+        return ""
+
+
+def _cause(job: Job, rank: int) -> CkptError | None:
+    """The error that the rank raised, if it is one of ours."""
+    error: dict[str, Any] = json.loads(_text(job, rank, "error.json"))
+    if not error["ours"]:
+        return None
+    kind = getattr(errors, error["type"], CkptError)
+    made: CkptError = kind(error["message"], hint=error["hint"], **error["facts"])
+    return made
+
+
+def logged(job: Job, rank: int) -> str:
+    """Where what a rank printed lies."""
+    return os.path.join(job.folder, "logs", "*", "attempt_0", str(rank), "stderr.log")
+
+
+def as_error(ended: Ended) -> CkptError:
+    """What to tell of a run that failed before there was anything to compare."""
+    if ended.cause is not None and ended.cause.exit_code != BUG:
+        return ended.cause
+    return UsageError(
+        ended.failure.says, hint="`--keep FOLDER` keeps what its ranks printed", run=ended.failure.run,
+        ranks=[f"rank {one.rank}: {one.phase}" for one in ended.failure.ranks],
+    )  # fmt: skip

@@ -1,0 +1,95 @@
+"""The route that a checkpoint takes between the run that saved it and the one that resumes.
+
+safetensors              convert --to safetensors; so dcp, torch, fsdp1
+reshard:4                reshard --to-world 4
+reshard:shard=2+tp=2     reshard --to-mesh shard=2,tp=2
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckpttool import formats, verbs
+from ckpttool.errors import UsageError
+from ckpttool.layout import meshes
+from ckpttool.operations.verify_resume.trial.results import Leg
+from ckpttool.text import meant
+
+Step = str | Callable[[str, str], None]
+"""A stage as it is typed, or a function that makes a checkpoint of another: `f(source, destination)`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    says: str
+    format: str
+    make: Callable[[str, str], object]
+
+
+def parse(via: str | Sequence[Step], dims: Mapping[str, int], *, other_mesh: bool) -> list[_Stage]:
+    """The stages of a route onto the mesh `dims`. A route that says nothing of another mesh ends with a reshard onto
+    it, if what comes last has chunks. Raises UsageError for a stage that is none."""
+    steps: list[Step] = [one for one in via.split(",") if one] if isinstance(via, str) else [*via]
+    stages = [_stage(step, dims) for step in steps]
+    onto = meshes.Mesh(tuple(dims), tuple(dims.values()))
+    last = steps[-1] if steps else "dcp"
+    said = isinstance(last, str) and (last.startswith("reshard:") or (last == "dcp" and steps and len(dims) == 1))
+    if other_mesh and not said and (last == "dcp" or not steps):
+        stages.append(_resharding(onto))
+    return stages
+
+
+def _stage(step: Step, dims: Mapping[str, int]) -> _Stage:
+    if not isinstance(step, str):
+        function = step
+        return _Stage(getattr(step, "__name__", "a function"), "changed", lambda source, to: function(source, to))
+    word, colon, rest = step.strip().partition(":")
+    if word == "reshard" and colon:
+        if rest.isdecimal():
+            return _resharding(meshes.over_world(int(rest)))
+        return _resharding(meshes.parse(rest.replace("+", ",")))
+    rows = {row.target: row for row in formats.FORMATS if row.create}
+    if colon or word not in rows:
+        hint = meant(
+            word, [*rows, "reshard:N"], f"stages are {', '.join(f'`{name}`' for name in rows)} and `reshard:N`"
+        )
+        raise UsageError(f"`--via {step}`: there is no such stage", hint=hint)
+    world = 1
+    for size in dims.values():
+        world *= size
+    onto = world if rows[word].chunked else None
+
+    def make(source: str, to: str) -> object:
+        return verbs.convert(source, to, to=word, to_world=onto)
+
+    return _Stage(f"convert --to {word}" + (f" --to-world {onto}" if onto else ""), word, make)
+
+
+def _resharding(mesh: meshes.Mesh) -> _Stage:
+    if mesh.names == ("shard",):
+        return _Stage(
+            f"reshard --to-world {mesh.world}", "resharded",
+            lambda source, to: verbs.reshard(source, to, to_world=mesh.world),
+        )  # fmt: skip
+    return _Stage(
+        f"reshard --to-mesh {mesh}", "resharded", lambda source, to: verbs.reshard(source, to, to_mesh=str(mesh))
+    )
+
+
+def follow(stages: Sequence[_Stage], source: str, folder: str, tell: Callable[[str], None]) -> list[Leg]:
+    """Send the checkpoint at `source` through the stages, each into a place of its own in `folder`.
+
+    Raises what the commands raise."""
+    os.makedirs(folder, exist_ok=True)
+    legs: list[Leg] = []
+    for number, stage in enumerate(stages, 1):
+        began = time.monotonic()
+        tell(stage.says)
+        to = os.path.join(folder, f"{number}-{stage.format}" + (".pt" if stage.format == "torch" else ""))
+        stage.make(source, to)
+        legs.append(Leg(stage.says, to, stage.format, time.monotonic() - began))
+        source = to
+    return legs

@@ -1,0 +1,99 @@
+"""What a rank does from its start to its end; see `jobs.Job`."""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+
+from ckpttool.errors import ReadError
+from ckpttool.operations.verify_resume.trial.job import BUILT, END, RESUMED, Job, Seen
+from ckpttool.operations.verify_resume.worker import (
+    build as building,
+)
+from ckpttool.operations.verify_resume.worker import (
+    gradients,
+    starting,
+)
+from ckpttool.operations.verify_resume.worker import (
+    save_load as keeping,
+)
+from ckpttool.operations.verify_resume.worker import (
+    shard_checks as shardings,
+)
+from ckpttool.operations.verify_resume.worker.build import Built
+from ckpttool.operations.verify_resume.worker.observe import Observer
+from ckpttool.operations.verify_resume.worker.phases import Watch
+from ckpttool.operations.verify_resume.worker.record import record
+
+
+def run(job: Job, watch: Watch, *, leave: bool = True) -> Seen:
+    """Do all of the job, and write down what was seen. `leave` ends the process group."""
+    switched_on = starting.deterministic(job)
+    watch.enter("process group")
+    mesh = starting.join(job)
+    seen = Seen(watch.rank, list(mesh.get_coordinate() or []), switched_on=switched_on)
+    watch.enter("build")
+    built = building.build(job, mesh)
+    if job.deterministic:
+        seen.switched_on += starting.settle(built.model)
+    if job.gradients_of is not None:
+        watch.enter("gradients")
+        gradients.again(job, built)
+    else:
+        _train(job, watch, built, seen)
+    watch.enter("end")
+    seen.write(job.folder)
+    dist.barrier()
+    watch.end()
+    if leave:
+        dist.destroy_process_group()
+    return seen
+
+
+def _train(job: Job, watch: Watch, built: Built, seen: Seen) -> None:
+    observer = Observer(built)
+    number = 0
+    if job.load is None:
+        for number in range(job.before):
+            watch.enter(f"step {number}")
+            seen.steps.append(observer.step(number))
+        number = job.before
+    else:
+        number = _resume(job, watch, built, seen)
+    seen.first_step = number
+    watch.enter("recording the state")
+    # Before it is saved: what saving does to it is then seen in the steps that follow.
+    seen.shared = record(built, os.path.join(job.folder, RESUMED))
+    shardings.check(built, seen)
+    if job.save_natively is not None:
+        watch.enter("saving by torch")
+        keeping.save_natively(built, job.save_natively, number)
+    if job.save is not None:
+        watch.enter("saving")
+        keeping.save(built, job.save, number)
+    for after in range(number, number + job.after):
+        watch.enter(f"step {after}")
+        seen.steps.append(observer.step(after))
+    watch.enter("recording the end")
+    record(built, os.path.join(job.folder, END))
+    if job.keep_gradients:
+        watch.enter("gradients")
+        seen.gradients = gradients.keep(job, built, observer.inputs)
+
+
+def _resume(job: Job, watch: Watch, built: Built, seen: Seen) -> int:
+    assert job.load is not None
+    watch.enter("recording what was built")
+    record(built, os.path.join(job.folder, BUILT), optimizer=False)
+    watch.enter("loading")
+    if job.natively:
+        return keeping.load_natively(built, job.load)
+    found, notes = keeping.load(built, job.load)
+    seen.notes += notes
+    number = found if found is not None else job.first
+    if number is None:
+        raise ReadError(
+            f"`{job.load}` does not say at which step it was saved", hint="pass `--first-step`", file=job.load
+        )
+    return number

@@ -1,0 +1,201 @@
+"""Saving and resuming: by ckpttool, which is judged, and by torch alone, which is what it is judged against."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    StateDictType,
+)
+from torch.utils import _pytree
+
+from ckpttool.catalogue import parts, ranks
+from ckpttool.operations.verify_resume.worker import setup as randomness
+from ckpttool.operations.verify_resume.worker.build import Built
+from ckpttool.operations.verify_resume.worker.record import plain
+from ckpttool.training import fsdp1
+from ckpttool.training import load as loader
+from ckpttool.training import save as saving
+
+_COUNTERS = ("step", "global_step", "current_step", "train_step", "iteration", "iter", "iter_num")
+
+
+@dataclass(slots=True)
+class Sealed:
+    """A value that DCP keeps as one object, whatever is in it."""
+
+    value: Any
+
+
+def save(built: Built, path: str, step: int) -> None:
+    """By ckpttool, as DCP."""
+    more: dict[str, Any] = {built.saved_as(key): value for key, value in built.others.items()}
+    more |= {built.saved_as(key): model for key, model in built.averaged.items()}
+    more["rng"] = randomness.captured(built.generators)
+    saving.save(path, built.model, built.optimizer, **more, step=step)
+
+
+def load(built: Built, path: str) -> tuple[int | None, list[str]]:
+    """By ckpttool, whatever the format. Returns the step it was saved at, if it says, and notes on what was not in
+    it."""
+    loaded = loader.load(path, built.model, built.optimizer, model_key="model" if built.averaged else None)
+    for key, model in built.averaged.items():
+        loader.load(path, model, model_key=built.saved_as(key))
+    told = {key: _part(loaded.rest, built.saved_as(key), kind) for key, kind in built.kinds.items()}
+    notes = _restore(built, told)
+    without = randomness.restore(_part(loaded.rest, "rng", "rng"), built.generators)
+    if without:
+        notes.append(f"rank {dist.get_rank()} finds no random state of its own ({', '.join(without)})")
+    return _step(loaded.rest), notes
+
+
+def _restore(built: Built, told: Mapping[str, Any]) -> list[str]:
+    """Give each its state. A rank that has none of its own takes that of the others, if theirs are all alike: it is
+    then a state of the run, and not of a rank. Every rank calls it."""
+    notes = []
+    for key, value in built.others.items():
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, told[key])
+        there = [one for one in every if one is not None]
+        mine = told[key]
+        if mine is None and there and len({repr(plain(one)) for one in there}) == 1:
+            mine = there[0]
+            notes.append(f"`{key}` is alike on all ranks that saved it, and rank {dist.get_rank()} takes theirs")
+        if mine is None:
+            notes.append(f"rank {dist.get_rank()} finds no `{key}` of its own, which stays as newly built")
+        else:
+            value.load_state_dict(mine)
+    return notes
+
+
+def _part(rest: Mapping[Any, Any], key: str, kind: str) -> Any:
+    if key in rest:
+        return rest[key]
+    alike = [name for name in rest if parts.kind_of_key(name) == kind]
+    return rest[alike[0]] if len(alike) == 1 else None
+
+
+def _step(rest: Mapping[Any, Any]) -> int | None:
+    for name in _COUNTERS:
+        value = rest.get(name)
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return None
+
+
+# By torch alone -------------------------------------------------------------------------------------------------------
+
+
+def save_natively(built: Built, path: str, step: int) -> None:
+    """By torch's DCP."""
+    mine = {
+        "others": {key: value.state_dict() for key, value in built.others.items()},
+        "rng": randomness.captured(built.generators),
+        "step": step,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state: dict[str, Any] = {**_states(built), ranks.key(dist.get_rank()): Sealed(mine)}
+        torch_dcp.save(state, checkpoint_id=path)
+
+
+def load_natively(built: Built, path: str) -> int:
+    """By torch's DCP, what `save_natively` saved. A rank that there was not then keeps its own random state. Returns
+    the step."""
+    metadata = torch_dcp.FileSystemReader(path).read_metadata()
+    mine = ranks.key(dist.get_rank())
+    key = mine if mine in metadata.state_dict_metadata else ranks.key(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state: dict[str, Any] = {**_states(built), key: Sealed(None)}
+        torch_dcp.load(state, checkpoint_id=path)
+        _set(built, state)
+    told = state[key].value
+    _restore(built, {
+        name: told["others"][name] if key == mine or built.kinds[name] not in ranks.KINDS else None
+        for name in built.others
+    })  # fmt: skip
+    if key == mine:
+        randomness.restore(told["rng"], built.generators)
+    return int(told["step"])
+
+
+def _states(built: Built) -> dict[str, Any]:
+    """Model and optimizer in torch's own state dicts: shards, and under FSDP1 whole tensors, as its sharded ones cannot
+    all be loaded again."""
+    averaged = {built.saved_as(key): _of_model(model) for key, model in built.averaged.items()}
+    if not fsdp1.is_fsdp1(built.model):
+        model, optim = get_state_dict(built.model, built.optimizer)
+        return {"model": model, "optim": optim, **averaged}
+    with _whole(built.model):
+        _step_without_change(built)
+        optim = FullyShardedDataParallel.optim_state_dict(built.model, built.optimizer)
+        # What is gathered may share its memory, and DCP loads into it.
+        optim = _pytree.tree_map_only(torch.Tensor, torch.clone, optim)
+    return {"model": _of_model(built.model), "optim": optim, **averaged}
+
+
+def _of_model(model: nn.Module) -> dict[str, Any]:
+    if not fsdp1.is_fsdp1(model):
+        return dict(get_model_state_dict(model))
+    with _whole(model):
+        return _pytree.tree_map_only(torch.Tensor, torch.clone, dict(model.state_dict()))  # type: ignore[no-any-return]
+
+
+def _set(built: Built, state: dict[str, Any]) -> None:
+    for key, model in built.averaged.items():
+        if fsdp1.is_fsdp1(model):
+            with _whole(model):
+                model.load_state_dict(state[built.saved_as(key)])
+        else:
+            set_model_state_dict(model, state[built.saved_as(key)])
+    if not fsdp1.is_fsdp1(built.model):
+        set_state_dict(
+            built.model, built.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
+        )  # fmt: skip
+        return
+    with _whole(built.model):
+        built.model.load_state_dict(state["model"])
+        ready = FullyShardedDataParallel.optim_state_dict_to_load(built.model, built.optimizer, state["optim"])
+        built.optimizer.load_state_dict(ready)
+
+
+def _whole(model: nn.Module) -> Any:
+    return FullyShardedDataParallel.state_dict_type(
+        model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=False, offload_to_cpu=False),
+        FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False),
+    )  # fmt: skip
+
+
+def _step_without_change(built: Built) -> None:
+    """An optimizer has no state before its first step, and DCP loads into what is there."""
+    if built.optimizer.state:
+        return
+    kept = [dict(group) for group in built.optimizer.param_groups]
+    for group in built.optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+        group["lr"] = torch.tensor(0.0) if isinstance(group["lr"], torch.Tensor) else 0.0
+        group["weight_decay"] = 0.0
+    built.optimizer.step()
+    built.optimizer.zero_grad(set_to_none=True)
+    for group, before in zip(built.optimizer.param_groups, kept, strict=True):
+        group.update(before)

@@ -1,0 +1,123 @@
+"""What lies in a directory: one look at it, sizes and the listings below it on demand."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from ckpttool.errors import CkptError, CorruptError
+from ckpttool.serialization import strict_json as strictjson
+from ckpttool.storage import stores as mirrors
+from ckpttool.storage.files import failed
+
+_LARGEST_JSON = 64 << 20
+_DEEPEST = 4
+
+
+class Listing:
+    """`Listing("/run/checkpoint-200")`: `names` are `["optimizer_0/", "random_states_0.pkl", ...]`, sorted, folders
+    with a slash."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.name = os.path.basename(os.path.abspath(path))
+        self._folders: dict[str, Listing] = {}
+        self._sizes: dict[str, int] = {}
+        self._json: dict[str, Any] = {}
+        try:
+            with os.scandir(path) as entries:
+                self.names = sorted(entry.name + ("/" if entry.is_dir() else "") for entry in entries)
+        except OSError as error:
+            raise failed(error, path, "read") from None
+        self._there = frozenset(self.names)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._there
+
+    @property
+    def folders(self) -> list[str]:
+        """The names of the directories in it, without the slash."""
+        return [name[:-1] for name in self.names if name.endswith("/")]
+
+    def matching(self, pattern: str) -> Iterator[re.Match[str]]:
+        """Matches of whole names, in their order."""
+        compiled = re.compile(pattern)
+        return (found for name in self.names if (found := compiled.fullmatch(name)) is not None)
+
+    def has(self, pattern: str) -> bool:
+        """Whether a whole name matches."""
+        return any(True for _ in self.matching(pattern))
+
+    def at(self, name: str) -> str:
+        """The path of something in it."""
+        return os.path.join(self.path, name)
+
+    def folder(self, name: str) -> Listing:
+        """The listing of a directory in it, with or without the slash."""
+        name = name.rstrip("/")
+        if name not in self._folders:
+            self._folders[name] = Listing(self.at(name))
+        return self._folders[name]
+
+    def size(self, name: str) -> int:
+        """Bytes of a file, 0 for one that is gone; of everything below a directory."""
+        if name not in self._sizes:
+            if name.endswith("/"):
+                self._sizes[name] = self.folder(name).nbytes()
+            else:
+                try:
+                    self._sizes[name] = os.stat(self.at(name)).st_size
+                except OSError:
+                    self._sizes[name] = 0
+        return self._sizes[name]
+
+    def nbytes(self, depth: int = 0) -> int:
+        """Bytes of all files in it and below. A link that leads around in a circle ends at a few levels."""
+        total = 0
+        for name in self.names:
+            if not name.endswith("/"):
+                total += self.size(name)
+            elif depth < _DEEPEST:
+                try:
+                    total += self.folder(name).nbytes(depth + 1)
+                except CkptError:
+                    continue
+        return total
+
+    def json(self, name: str) -> Any:
+        """What a small JSON file says; None when it is not there. Raises CorruptError for one that is no JSON."""
+        if name not in self:
+            return None
+        if name not in self._json:
+            try:
+                with open(mirrors.here(self.at(name)), "rb") as stream:
+                    text = stream.read(_LARGEST_JSON + 1)
+            except OSError as error:
+                raise failed(error, self.at(name), "read") from None
+            if len(text) > _LARGEST_JSON:
+                raise CorruptError(f"`{self.at(name)}`: more than {_LARGEST_JSON} bytes of JSON", file=self.at(name))
+            try:
+                # A loss that is not a number is `NaN` in the Trainer's file.
+                self._json[name] = json.loads(text)
+            except (ValueError, RecursionError):
+                self._json[name] = strictjson.parse(text, f"`{self.at(name)}`")
+        return self._json[name]
+
+    def facts(self, name: str) -> dict[str, Any]:
+        """The object that a small JSON file holds; empty when there is none, or nothing that can be read."""
+        try:
+            found = self.json(name)
+        except CkptError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def text(self, name: str) -> str:
+        """The first kilobyte of a file of text; empty when it cannot be read."""
+        try:
+            with open(mirrors.here(self.at(name), 0, 1024), "rb") as stream:
+                return stream.read(1024).decode("utf-8", "replace").strip()
+        except OSError:
+            return ""

@@ -1,0 +1,382 @@
+"""Sharded tensors in the pickle of one rank: what a `DTensor` or a `ShardedTensor` says of itself, without its class.
+
+    _rebuild_from_type_v2(_rebuild_wrapper_subclass, class, (class, dtype, size, stride, ...), state)
+    DTensor        state (None, {"_local_tensor": tensor, "_spec": DTensorSpec})
+                   DTensorSpec {mesh, placements, tensor_meta, shard_order (2.10), use_strided_... (2.12)}
+                   DeviceMesh  to 2.9   {mesh (a tensor), mesh_dim_names, _flatten_mesh_list, _coordinate_on_dim}
+                               from 2.10 {_layout, _mesh_dim_names, _flatten_rank_map, _rank, _coordinate_on_dim}
+    ShardedTensor  state ([Shard, ...], ShardedTensorMetadata, ProcessGroupState, sharding spec, init_rrefs)
+                   Shard (None, {tensor, metadata: ShardMetadata (None, {shard_offsets, shard_sizes, placement})})
+
+Sources: `torch/distributed/tensor/` (`_tensor/` to 2.4), `torch/distributed/device_mesh.py` and
+`torch/distributed/_shard/` of torch 2.0 to 2.15. Classes are told by the last part of their names, which moved between
+modules. A `DTensor` says which boxes it has by mesh, coordinate and placements only, see `cuts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from dataclasses import replace as changed
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple
+
+from ckpttool.catalogue.boxes import Ints, row_major
+from ckpttool.catalogue.dtypes import DTYPES, Dtype
+from ckpttool.catalogue.entries import dotted
+from ckpttool.catalogue.values import Stub, stub_name
+from ckpttool.errors import CkptError, CorruptError, ReadError
+from ckpttool.serialization import dtensor_offsets as cuts
+from ckpttool.serialization.dtensor_offsets import Place, Placement, Runs
+from ckpttool.serialization.torch_pickle import TensorRef
+
+_CLASSES = ("DTensor", "ShardedTensor")
+_MAX_DEPTH = 256
+_MOST_RANKS, _MOST_PARTS = 1 << 20, 1 << 12  # of a job, of a dimension: what is made of them must not take for ever
+
+
+class Piece(NamedTuple):
+    """A box of a sharded tensor that this rank has, and where: `Piece((15, 0), (14, 7), TensorRef(...))`."""
+
+    offsets: Ints
+    sizes: Ints
+    ref: TensorRef
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shard:
+    """What one rank has of a tensor: `Shard("DTensor", float32, (29, 7), (Piece(...),), 1, 2, (2,), ("Shard(0)",))`.
+
+    `ranks` are those that the tensor's mesh (the mesh that this one was cut out of, where it says) or process group
+    counts; `within` those of the tensor's own mesh.
+    """
+
+    kind: str
+    dtype: Dtype
+    shape: Ints
+    pieces: tuple[Piece, ...]
+    rank: int | None
+    world: int | None
+    mesh: Ints = ()
+    placements: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    ranks: Ints = ()
+    within: Ints = ()
+
+
+def mentions(data: bytes) -> bool:
+    """Whether a pickle, or a part of one, names the class of a sharded tensor. It may have none all the same."""
+    return (
+        b"\nDTensor\n" in data or b"\nShardedTensor\n" in data or b"\x07DTensor" in data or b"\x0dShardedTensor" in data
+    )
+
+
+def replace(tree: Any, found: list[Shard] | None = None) -> Any:
+    """`tree` with a `Shard` in place of each stub of a sharded tensor; dicts, lists and stubs are changed in place.
+    `found` gets every one. Raises CorruptError or ReadError for one that is not what torch writes.
+    """
+    return _Replacing(found if found is not None else []).replace(tree, ())
+
+
+class _Replacing:
+    def __init__(self, found: list[Shard]) -> None:
+        self._found = found
+        self._done: dict[int, Any] = {}
+        self._known = _Known({}, {})
+
+    def replace(self, value: Any, path: tuple[Any, ...]) -> Any:
+        if not isinstance(value, (dict, list, tuple, Stub)):
+            return value
+        if id(value) in self._done:
+            return self._done[id(value)]
+        if len(path) > _MAX_DEPTH:
+            raise CorruptError(f"`{dotted(path[:4])}...` is nested more than {_MAX_DEPTH} deep")
+        if isinstance(value, tuple):
+            items = [self.replace(v, (*path, i)) for i, v in enumerate(value)]
+            same = all(new is old for new, old in zip(items, value, strict=True))
+            made: Any = value if same else tuple(items)
+            self._done[id(value)] = made
+            return made
+        if isinstance(value, Stub) and (call := _wrapper(value)) is not None:
+            made = self._done[id(value)] = self._named(call, path)
+            self._found.append(made)
+            return made
+        self._done[id(value)] = value
+        if isinstance(value, dict):
+            for key, child in value.items():
+                if isinstance(child, (dict, list, tuple, Stub)):
+                    value[key] = self.replace(child, (*path, key))
+        elif isinstance(value, list):
+            for i, child in enumerate(value):
+                if isinstance(child, (dict, list, tuple, Stub)):
+                    value[i] = self.replace(child, (*path, i))
+        else:
+            value.args = self.replace(value.args, (*path, "args"))
+            value.state = self.replace(value.state, (*path, "state"))
+            value.values = self.replace(value.values, path)
+            value.pairs = [(k, self.replace(v, (*path, k))) for k, v in value.pairs]
+        return value
+
+    def _named(self, call: _Call, path: tuple[Any, ...]) -> Shard:
+        try:
+            return _dtensor(call, self._known) if call.kind == "DTensor" else _sharded_tensor(call)
+        except CkptError as error:
+            name = dotted(path)
+            raise type(error)(
+                f"tensor `{name}`: {error.message}", hint=error.hint, **{**error.facts, "tensor": name}
+            ) from None
+        except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+            # Anything may stand anywhere in a pickle that was made up; each of these would need a question of its own.
+            name = dotted(path)
+            raise CorruptError(f"tensor `{name}`: not a {call.kind} as torch writes it: {error}", tensor=name) from None
+
+
+class _Call(NamedTuple):
+    kind: str
+    dtype: Dtype | None
+    shape: Ints
+    state: tuple[Any, ...]
+
+
+def _wrapper(stub: Stub) -> _Call | None:
+    """The call that rebuilds a sharded tensor, if this is one."""
+    if len(stub.args) != 4:
+        return None
+    function, kind, args, state = stub.args
+    name = _last(kind)
+    if name not in _CLASSES or _last(function) != "_rebuild_wrapper_subclass":
+        return None
+    if not isinstance(args, tuple) or len(args) < 3 or not isinstance(state, tuple):
+        raise CorruptError(f"a {name} is not rebuilt from a dtype, a size and a state")
+    return _Call(name, DTYPES.get(_last(args[1])), _ints(args[2], "size"), state)
+
+
+def _last(value: Any) -> str:
+    return (stub_name(value) or "").rpartition(".")[2]
+
+
+def _ints(value: Any, what: str) -> Ints:
+    if isinstance(value, int) and type(value) is int and value >= 0:
+        return (value,)
+    if isinstance(value, (tuple, list)) and all(type(v) is int and v >= 0 for v in value):
+        return tuple(value)
+    raise CorruptError(f"its {what} is {value!r:.80}, not a tuple of integers", found=repr(value)[:80])
+
+
+def _state(value: Any) -> dict[str, Any]:
+    """The attributes of an object: its state is a dict, or with `__slots__` a pair of two."""
+    found: dict[str, Any] = {}
+    states = value.state if isinstance(value, Stub) else ()
+    for state in states:
+        for part in state if isinstance(state, tuple) else (state,):
+            if isinstance(part, dict):
+                found |= part
+    return found
+
+
+def _local(value: Any, what: str) -> TensorRef:
+    if not isinstance(value, TensorRef):
+        raise ReadError(
+            f"its {what} is no plain tensor, but `{stub_name(value) or type(value).__name__}`",
+            hint="convert it to a plain tensor before it is saved: we cannot tell what its bytes mean",
+        )
+    return value
+
+
+# ShardedTensor --------------------------------------------------------------------------------------------------------
+
+
+def _sharded_tensor(call: _Call) -> Shard:
+    if len(call.state) < 4 or not isinstance(call.state[0], list):
+        raise CorruptError("a ShardedTensor without its shards, metadata and process group")
+    shards, metadata, group = call.state[:3]
+    shape = _ints(_state(metadata).get("size", call.shape), "size")
+    pieces: list[Piece] = []
+    for shard in shards:
+        state = _state(shard)
+        box = _state(state.get("metadata"))
+        offsets, sizes = _ints(box.get("shard_offsets"), "offset"), _ints(box.get("shard_sizes"), "shard's size")
+        ref = _local(state.get("tensor"), "shard")
+        if ref.shape != sizes or len(offsets) != len(shape) or len(sizes) != len(shape):
+            raise CorruptError(
+                f"a shard {list(ref.shape)} where its metadata says {list(sizes)} at {list(offsets)} of {list(shape)}",
+                found=list(ref.shape), expected=list(sizes),
+            )  # fmt: skip
+        pieces.append(Piece(offsets, sizes, ref))
+    dtype = pieces[0].ref.dtype if pieces else call.dtype
+    if dtype is None:
+        raise CorruptError("a ShardedTensor without a dtype")
+    told = _state(group)
+    rank, world = told.get("global_rank"), told.get("global_world_size")
+    if type(rank) is not int or type(world) is not int or not 0 <= rank < world or world > _MOST_RANKS:
+        raise CorruptError(f"its process group says rank {rank!r} of {world!r}")
+    return Shard("ShardedTensor", dtype, shape, tuple(pieces), rank, world, ranks=_all_ranks(world))
+
+
+# DTensor --------------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4)
+def _all_ranks(world: int) -> Ints:
+    return tuple(range(world))
+
+
+class _Mesh(NamedTuple):
+    shape: Ints
+    names: tuple[str, ...]
+    coordinate: Ints | None
+    rank: int | None
+    ranks: Ints
+    within: Ints
+
+
+class _Known(NamedTuple):
+    """What the tensors of a file share, found once: the mesh, by its identity, and how a shape is cut on it."""
+
+    meshes: dict[int, _Mesh]
+    runs: dict[tuple[Any, ...], list[Runs]]
+
+
+def _dtensor(call: _Call, known: _Known) -> Shard:
+    attributes: dict[str, Any] = {}
+    for part in call.state:
+        if isinstance(part, dict):
+            attributes |= part
+    spec = _spec(attributes.get("_spec"))
+    stub = spec.get("mesh")
+    mesh = known.meshes.get(id(stub))
+    if mesh is None:
+        mesh = known.meshes[id(stub)] = _mesh(_mesh_state(stub))
+    placements = [_placement(p) for p in spec.get("placements") or ()]
+    if len(placements) != len(mesh.shape) or any(p.dim >= len(call.shape) for p in placements):
+        raise CorruptError(f"placements {[*map(str, placements)]} of {list(call.shape)} on a mesh {list(mesh.shape)}")
+    local = _local(attributes.get("_local_tensor"), "local tensor")
+    pieces: tuple[Piece, ...] = ()
+    if mesh.coordinate is not None:
+        order = None if any(p.factor > 1 for p in placements) else _shard_order(spec.get("shard_order"))
+        key = (id(stub), local.shape, call.shape, *placements, *(order or {}).items())
+        runs = known.runs.get(key)
+        if runs is None:
+            place = Place(mesh.shape, mesh.coordinate)
+            runs = known.runs[key] = cuts.of_local(local.shape, call.shape, place, placements, order)
+        pieces = tuple(_boxes(local, runs))
+    world = max(mesh.ranks) + 1 if mesh.ranks else None
+    return Shard(
+        "DTensor", local.dtype, call.shape, pieces, mesh.rank, world,
+        mesh.shape, tuple(map(str, placements)), mesh.names, mesh.ranks, mesh.within,
+    )  # fmt: skip
+
+
+def _spec(value: Any) -> dict[str, Any]:
+    """The attributes of a spec, or the arguments of the call that makes one: ours, see `formats/rankfiles/spelling`."""
+    args = value.args if isinstance(value, Stub) else ()
+    return dict(zip(("mesh", "placements"), args, strict=False)) | _state(value)
+
+
+def _mesh_state(value: Any) -> dict[str, Any]:
+    """The attributes of a mesh; of one that we spelt, a call for all ranks in a row, those that the call gives it."""
+    state, args = _state(value), value.args if isinstance(value, Stub) else ()
+    if len(args) == 2 and isinstance(args[1], list) and type(state.get("_rank")) is int and state["_rank"] in args[1]:
+        state |= {"_flatten_rank_map": args[1], "_coordinate_on_dim": [args[1].index(state["_rank"])]}
+    return state
+
+
+def _mesh(state: dict[str, Any]) -> _Mesh:
+    ranks = _ints(state.get("_flatten_rank_map") or state.get("_flatten_mesh_list") or (), "mesh's ranks")
+    layout = state.get("_layout")
+    if layout is not None:
+        shape, strides = _layout(layout)
+    elif "mesh" not in state:
+        shape, strides = (len(ranks),), ()
+    else:
+        shape, strides = (tensor.shape if isinstance(tensor := state.get("mesh"), TensorRef) else ()), ()
+    coordinate = state.get("_coordinate_on_dim")
+    if coordinate is not None:
+        coordinate = _ints(coordinate, "coordinate")
+        if len(coordinate) != len(shape) or any(c >= n for c, n in zip(coordinate, shape, strict=True)):
+            raise CorruptError(f"coordinate {list(coordinate)} on a mesh {list(shape)}")
+    names = tuple(map(str, state.get("_mesh_dim_names") or state.get("mesh_dim_names") or ()))
+    within, rank = ranks, state.get("_rank")
+    if coordinate is not None and len(ranks) == prod(shape) and not strides:
+        rank = ranks[sum(c * s for c, s in zip(coordinate, row_major(shape), strict=True))]
+    elif coordinate is not None and strides and rank in ranks and prod(shape) <= len(ranks):
+        # A mesh that was cut out of a larger one has the larger one's ranks, and steps through them from its own.
+        start = ranks.index(rank) - sum(c * s for c, s in zip(coordinate, strides, strict=True))
+        steps = (start + sum(map(_times, c, strides)) for c in product(*map(range, shape)))
+        within = tuple(ranks[at] for at in steps if 0 <= at < len(ranks))
+    return _Mesh(shape, names, coordinate, rank if type(rank) is int else None, ranks, within)
+
+
+def _times(a: int, b: int) -> int:
+    return a * b
+
+
+def _layout(stub: Any) -> tuple[Ints, Ints]:
+    """Shape and strides of a mesh: `axes` of a shape and a stride each since 2.13, before two nested tuples."""
+    state = _state(stub)
+    axes = state.get("axes")
+    if axes is None:
+        args = stub.args if isinstance(stub, Stub) else ()
+        shape, stride = state.get("shape", args[0] if args else ()), state.get("stride", args[1] if args[1:] else ())
+        pairs = [(shape, stride)] if isinstance(shape, int) else [*zip(shape, stride, strict=True)]
+    else:
+        pairs = [(_state(axis).get("shape"), _state(axis).get("stride")) for axis in axes]
+    sizes = [tuple(_flat(size)) for size, _ in pairs]
+    strides = [tuple(_flat(stride)) for _, stride in pairs]
+    # An axis that was made of several is stepped through by several strides; one is right only where it is one.
+    plain = all(len(s) == 1 for s in strides)
+    return tuple(map(prod, sizes)), tuple(s[0] for s in strides) if plain else ()
+
+
+def _flat(value: Any) -> Iterator[int]:
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _flat(item)
+    else:
+        yield _ints(value, "mesh's layout")[0]
+
+
+def _placement(stub: Any) -> Placement:
+    name, state = _last(stub), _state(stub)
+    match name:
+        case "Replicate":
+            return Placement(-1)
+        case "Shard" | "_StridedShard":
+            args = stub.args if isinstance(stub, Stub) else ()
+            dim, factor = state.get("dim", args[0] if args else None), state.get("split_factor", 1)
+            if type(dim) is int and dim >= 0 and type(factor) is int and 1 <= factor <= _MOST_PARTS:
+                return Placement(dim, factor)
+        case _ if "Partial" in name:
+            raise ReadError(
+                "a partial DTensor: each rank has a summand of it, not a piece",
+                hint="sum it up before it is saved: `tensor.redistribute(placements=[Replicate()])`",
+                found=name,
+            )
+    raise ReadError(f"placement `{stub_name(stub) or stub!r:.80}` is not one that we know", found=name)
+
+
+def _shard_order(value: Any) -> dict[int, Ints] | None:
+    """Which mesh dimensions cut a dimension of the tensor, in the order in which they do; `((0, (1, 0)),)`."""
+    order: dict[int, Ints] = {}
+    for entry in value if isinstance(value, (tuple, list)) else ():
+        pair = entry.args if isinstance(entry, Stub) else entry
+        if not isinstance(pair, tuple) or len(pair) != 2 or type(pair[0]) is not int:
+            raise CorruptError("a shard order that is not of a dimension and its mesh dimensions")
+        order[pair[0]] = _ints(pair[1], "shard order")
+    return order
+
+
+def _boxes(local: TensorRef, runs: list[Runs]) -> Iterator[Piece]:
+    """The boxes of a local tensor, one unless a `_StridedShard` was cut from left to right."""
+    if all(len(r) == 1 for r in runs):
+        yield Piece(tuple(r[0][0] for r in runs), local.shape, local)
+        return
+    starts = [[0, *(sum(n for _, n in r[:i]) for i in range(1, len(r)))] for r in runs]
+    for choice in product(*(range(len(r)) for r in runs)):
+        offsets = tuple(r[i][0] for r, i in zip(runs, choice, strict=True))
+        sizes = tuple(r[i][1] for r, i in zip(runs, choice, strict=True))
+        skipped = sum(s[i] * step for s, i, step in zip(starts, choice, local.strides, strict=True))
+        ref = local if sizes == local.shape else changed(local, offset=local.offset + skipped, shape=sizes)
+        yield Piece(offsets, sizes, ref)

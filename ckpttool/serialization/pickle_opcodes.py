@@ -1,0 +1,225 @@
+"""Looks through a pickle before the machine runs it: where it ends, and whether it asks for too much.
+
+CPython's machine makes room for the highest memo index that a pickle names: nine bytes, `80 02 4e 72 ff ff ff 7f 2e`,
+take 32 GiB. And an extension code can stand for a class that this process has loaded, past `find_class`. What else
+could take all the memory or time there is, `pickleweight` counts.
+Source: `pickletools` and `Modules/_pickle.c` of Python 3.10 to 3.14.
+"""
+
+from __future__ import annotations
+
+import pickletools
+import re
+import struct
+from collections.abc import Callable
+from functools import lru_cache
+
+from ckpttool.errors import CorruptError
+from ckpttool.serialization import pickle_limits as pickleweight
+
+MAX_PICKLE = 1 << 31  # bytes
+_LARGE = 1 << 20
+_TEXTLESS = 15
+_PIECE = 1 << 13  # bytes of opcodes that are looked through at once
+_LONG_ROW = 16
+_WINDOW = 1 << 16
+_LONGEST_LINE = 1 << 26  # bytes; the text of protocol 0 ends where its line does
+_STOP, _BINPUT, _PUT, _PAIR = ord("."), ord("r"), ord("p"), frozenset(b"ci")
+# EXT1, EXT2, EXT4; NEXT_BUFFER, READONLY_BUFFER; and DUP, which no pickler writes: 50 of them make a tuple of tuples
+# whose hash takes years.
+_REFUSED = frozenset(b"\x82\x83\x84\x97\x982")
+
+# Bytes of argument behind each opcode, or of the length before it (negative: see `_LENGTHS`), or None: up to a newline.
+_ARGUMENT: list[int | None] = [0] * 256
+_LENGTHS = {
+    pickletools.TAKEN_FROM_ARGUMENT1: "<B", pickletools.TAKEN_FROM_ARGUMENT4: "<i",
+    pickletools.TAKEN_FROM_ARGUMENT4U: "<I", pickletools.TAKEN_FROM_ARGUMENT8U: "<Q",
+}  # fmt: skip
+for _op in pickletools.opcodes:
+    _n = 0 if _op.arg is None else _op.arg.n
+    _ARGUMENT[ord(_op.code)] = None if _n == pickletools.UP_TO_NEWLINE else _n
+_CODES = frozenset(ord(op.code) for op in pickletools.opcodes)
+_FIXED = frozenset(code for code in _CODES if (_ARGUMENT[code] if _ARGUMENT[code] is not None else -1) >= 0)  # type: ignore[operator]
+_PUTS = (b"p", b"q", b"r", b"\x94")
+
+
+_SHORT_TEXT = b"\x8c(?:" + b"|".join(re.escape(bytes((n,))) + b".{%d}" % n for n in range(256)) + b")"
+
+
+@lru_cache
+def _run(top: int) -> re.Pattern[bytes]:
+    """Matches many opcodes in a row whose arguments have a fixed length; memo indexes below `(top + 1) << 16`."""
+    by_length: dict[int, bytes] = {}
+    for code in sorted(_CODES - _REFUSED - {_STOP, _BINPUT}):
+        n = _ARGUMENT[code]
+        if n is not None and n >= 0:
+            by_length[n] = by_length.get(n, b"") + re.escape(bytes((code,)))
+    bare = b"[" + by_length.pop(0) + b"]*"
+    fixed = [b"[" + codes + b"]" + b"." * n for n, codes in by_length.items()]
+    fixed.append(b"r..[\\x00-" + re.escape(bytes((top,))) + b"]\\x00")
+    if top > _TEXTLESS:
+        # SHORT_BINUNICODE too, where compiling that pays: an index of a million names has little else of variable
+        # length (1.4 s -> 0.6 s).
+        fixed.append(_SHORT_TEXT)
+    return re.compile(b"(?:" + bare + b"(?:" + b"|".join(fixed) + b")){0,5000}" + bare, re.S)
+
+
+def tuples(data: bytes, end: int) -> int:
+    """The most tuples that a pickle which ends there can make."""
+    return sum(data.count(code, 0, end) for code in (b"\x85", b"\x86", b"\x87", b"t"))
+
+
+_row = re.compile(b"\\x94*").match
+
+
+def end_of(data: bytes, start: int = 0, *, limit: int | None = None) -> int | None:
+    """Where the pickle at `start` ends; None when `data` ends first.
+
+    Raises CorruptError for what no pickle of its size needs: a memo index or a length past `limit` (the length of
+    `data`), an extension code, an opcode that there is not.
+    """
+    return _walk(data, start, len(data) if limit is None else limit, None)
+
+
+def find_end(read: Callable[[int, int], bytes], size: int) -> int | None:
+    """Where the pickle that begins `size` bytes ends; None when they end first. Reads windows of them, and never a text
+    that is longer: a text of a tebibyte in a hole costs nothing.
+
+    `read(offset, nbytes)` gives bytes of it. Raises CorruptError as `end_of` does.
+    """
+    run = _run(min(size >> 16, _TEXTLESS)).match
+    at, window = 0, _WINDOW
+    while at < size and window <= _LONGEST_LINE:
+        data = read(at, min(window, size - at))
+        whole = 0
+        try:
+            while whole < len(data):
+                matched = run(data, whole)
+                assert matched is not None
+                whole = matched.end()
+                found = data[whole]
+                if found == _STOP:
+                    return at + whole + 1
+                whole = _after(data, whole, found, size, size)
+        except (IndexError, struct.error, ValueError):
+            pass
+        if whole == 0 and len(data) < window:
+            return None
+        window = _WINDOW if whole else window * 4
+        at += whole
+    return None
+
+
+def check(data: bytes) -> int | None:
+    """`end_of(data)`, once it is known that the machine can run this pickle without taking all the memory or all the
+    time that there is. Raises CorruptError when it cannot."""
+    heavy, shared = pickleweight.is_heavy(data, len(data)), pickleweight.may_share(data, len(data))
+    if not (heavy or shared):
+        return end_of(data)
+    code = _Code()
+    end = _walk(data, 0, len(data), code)
+    if end is None:
+        return None
+    if heavy:
+        pickleweight.check_objects(b"".join(code.pieces), end)
+    if shared and (code.has_lines or pickleweight.shares_tuples(code.pieces, code.rows)):
+        pickleweight.check_keys(data, end, lambda data, at: _after(data, at, data[at], len(data), len(data)))
+    return end
+
+
+def check_beginning(window: bytes, size: int) -> None:
+    """Raises CorruptError when a pickle of `size` bytes that begins like this cannot be one, before all of it is read:
+    a file may be a hole of any length."""
+    if size > MAX_PICKLE:
+        raise CorruptError(
+            f"a pickle of {size} bytes is more than the {MAX_PICKLE} that we read", found=size, expected=MAX_PICKLE
+        )
+    _walk(window, 0, size, None)
+
+
+class _Code:
+    """The opcodes of a pickle without their text: pieces of whole ones, `N` in the place of each that has text.
+
+    `rows` has for each piece how many MEMOIZE behind it were left out; they number what has text.
+    """
+
+    def __init__(self) -> None:
+        self.pieces: list[bytearray] = []
+        self.rows: list[int] = []
+        self.has_lines = False  # numbers what it memoizes in text, as protocol 0 does
+        self._before = b""
+
+    def add(self, data: bytes, begin: int, at: int, after: int) -> int:
+        """Those at `begin..at`, all of a fixed length, and the one at `at..after`. Returns where the next begins."""
+        if not self.pieces or self.rows[-1] or len(self.pieces[-1]) > _PIECE:
+            self.pieces.append(bytearray(self._before))
+            self.rows.append(0)
+        piece = self.pieces[-1]
+        if data[at] in _FIXED:
+            piece += data[begin:after]
+            self._before = b""
+            return after
+        piece += data[begin:at]
+        piece += b"N"
+        self._before = b"N"
+        self.has_lines |= data[at] in b"pg"
+        row = _row(data, after).end() - after  # type: ignore[union-attr]
+        if row < _LONG_ROW:
+            return after
+        self.rows[-1] = row
+        return after + row
+
+
+def _walk(data: bytes, start: int, limit: int, code: _Code | None) -> int | None:
+    """Where the pickle at `start` ends; `code` is given its opcodes."""
+    memo = limit
+    if limit > _LARGE:
+        # Each index is given to something. In a file that is mostly a hole, hardly anything is.
+        memo = min(limit, sum(map(data.count, _PUTS)))
+    top = min(memo >> 16, 255)
+    run = _run(top if code is None else min(top, _TEXTLESS)).match
+    at = start
+    try:
+        while True:
+            matched = run(data, at)
+            assert matched is not None
+            begin, at = at, matched.end()
+            found = data[at]
+            after = at + 1 if found == _STOP else _after(data, at, found, limit, memo)
+            # The reader of a large DCP index leaves thousands of MEMOIZE behind a name (0.2 s -> 0.0 s).
+            at = _row(data, after).end() if code is None else code.add(data, begin, at, after)  # type: ignore[union-attr]
+            if found == _STOP:
+                return after
+    except (IndexError, struct.error, ValueError):
+        return None
+
+
+def _after(data: bytes, at: int, code: int, limit: int, memo: int) -> int:
+    """Where the opcode after this one is. Raises IndexError, struct.error or ValueError when `data` ends before."""
+    if code not in _CODES or code in _REFUSED:
+        raise CorruptError(f"opcode {code:#04x} at byte {at} is not one that a checkpoint needs")
+    n = _ARGUMENT[code]
+    if n is None:
+        end = data.index(b"\n", at)
+        if code in _PAIR:
+            end = data.index(b"\n", end + 1)
+        if code == _PUT:
+            _check_memo(data[at + 1 : end], memo)
+        return end + 1
+    if n >= 0:
+        if code == _BINPUT:
+            _check_memo(struct.unpack_from("<I", data, at + 1)[0], memo)
+        return at + 1 + n
+    spelt = _LENGTHS[n]
+    length = struct.unpack_from(spelt, data, at + 1)[0]
+    if not 0 <= length <= limit:
+        raise CorruptError(f"a value of {length} bytes at byte {at}, in a pickle of at most {limit}")
+    return at + 1 + struct.calcsize(spelt) + int(length)
+
+
+def _check_memo(index: int | bytes, limit: int) -> None:
+    if isinstance(index, bytes):
+        digits = index.strip()
+        index = int(digits) if digits.isdigit() and len(digits) < 20 else limit + 1
+    if index > limit:
+        raise CorruptError(f"memo index {index} in a pickle that has room for {limit}")

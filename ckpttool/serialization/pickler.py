@@ -1,0 +1,260 @@
+"""Writes trees of plain values and stubs as pickles, byte for byte the same for the same tree."""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ckpttool.catalogue.values import Known, Stub, StubType, TorchSize, check_spelling, stub_type
+from ckpttool.errors import LossError
+
+_BATCH = 1000
+
+
+def spelt_text(value: str) -> bytes:
+    """A string in a pickle, where nothing refers to it."""
+    data = value.encode("utf-8", "surrogatepass")
+    return b"X" + struct.pack("<I", len(data)) + data
+
+
+class Writer:
+    """Writes a tree as a pickle of protocol 2, as `torch.save` does, or 4.
+
+    `leaf` is asked first for every value that is not a number, a string or None: it may write the value with the
+    writer's own methods (a tensor, as a call with a persistent id), `remember` it, and return True.
+    """
+
+    def __init__(
+        self,
+        protocol: int = 2,
+        leaf: Callable[[Writer, Any], bool] | None = None,
+    ) -> None:
+        self.out = bytearray(b"\x80" + bytes([protocol]))
+        self.protocol = protocol
+        self._leaf = leaf
+        self._memo: dict[Any, int] = {}
+        self._keep: list[Any] = []  # so that ids in the memo stay taken
+        self._count = 0
+        self.frozen = False  # nothing new comes into the memo
+
+    def done(self) -> bytes:
+        self.out += b"."
+        return bytes(self.out)
+
+    # The memo ------------------------------------------------------------------------------------------------
+
+    def _put(self, key: Any) -> None:
+        if self.frozen:
+            return
+        n = self._count
+        self._count += 1
+        self._memo[key] = n
+        if n < 256:
+            self.out += b"q" + bytes((n,))
+        else:
+            self.out += b"r" + struct.pack("<I", n)
+
+    def _get(self, key: Any) -> bool:
+        n = self._memo.get(key)
+        if n is None:
+            return False
+        self.out += b"h" + bytes((n,)) if n < 256 else b"j" + struct.pack("<I", n)
+        return True
+
+    # Values --------------------------------------------------------------------------------------------------
+
+    def named(self, module: str, name: str) -> None:
+        """A class or function by name."""
+        key = ("global", module, name)
+        if self._get(key):
+            return
+        if "." in name and self.protocol < 4:
+            # Protocol 2 has no dotted names.
+            owner, _, last = name.rpartition(".")
+            self.named("builtins", "getattr")
+            self.write_tuple((stub_type(module, owner), last))
+            self.out += b"R"
+        else:
+            check_spelling(module, name)
+            self.out += b"c" + module.encode() + b"\n" + name.encode() + b"\n"
+        self._put(key)
+
+    def call(self, module: str, name: str, args: tuple[Any, ...]) -> None:
+        """`module.name(*args)`, to be called when the pickle is loaded."""
+        self.named(module, name)
+        self.write_tuple(args)
+        self.out += b"R"
+
+    def persistent(self, pid: Any) -> None:
+        self.write(pid)
+        self.out += b"Q"
+
+    def text(self, value: str) -> None:
+        key = ("str", value)
+        if self._get(key):
+            return
+        self.out += spelt_text(value)
+        self._put(key)
+
+    def integer(self, value: int) -> None:
+        if 0 <= value < 256:
+            self.out += b"K" + bytes((value,))
+        elif 0 <= value < 65536:
+            self.out += b"M" + struct.pack("<H", value)
+        elif -(2**31) <= value < 2**31:
+            self.out += b"J" + struct.pack("<i", value)
+        else:
+            data = value.to_bytes((value.bit_length() >> 3) + 1, "little", signed=True)
+            if len(data) < 256:
+                self.out += b"\x8a" + bytes((len(data),)) + data
+            else:
+                self.out += b"\x8b" + struct.pack("<i", len(data)) + data
+
+    def write_tuple(self, values: tuple[Any, ...]) -> None:
+        if len(values) <= 3:
+            for value in values:
+                self.write(value)
+            self.out += (b")", b"\x85", b"\x86", b"\x87")[len(values)]
+        else:
+            self.out += b"("
+            for value in values:
+                self.write(value)
+            self.out += b"t"
+
+    def write(self, value: Any) -> None:
+        """Any value of the grammar at the top of this module. Raises LossError for another one."""
+        kind = type(value)
+        if value is None:
+            self.out += b"N"
+        elif kind is bool:
+            self.out += b"\x88" if value else b"\x89"
+        elif kind is int:
+            self.integer(value)
+        elif kind is float:
+            self.out += b"G" + struct.pack(">d", value)
+        elif kind is str:
+            self.text(value)
+        elif not self._get(id(value)):
+            self._write_new(value)
+
+    def remember(self, value: Any) -> None:
+        """What was just written is `value`: the next time it is only referred to."""
+        if not self.frozen:
+            self._keep.append(value)
+            self._put(id(value))
+
+    def apart(self, value: Any) -> bytes:
+        """How a value is written here, without writing it: it may be repeated at any later place of this pickle. It
+        refers to what was written before, and nothing can refer into it."""
+        start = len(self.out)
+        self.frozen = True
+        try:
+            self.write(value)
+            return bytes(self.out[start:])
+        finally:
+            self.frozen = False
+            del self.out[start:]
+
+    def _write_new(self, value: Any) -> None:  # noqa: C901 - one flat table of kinds
+        if self._leaf is not None and self._leaf(self, value):
+            return
+        match value:
+            case TorchSize():
+                self.call("torch", "Size", (tuple(value),))
+                self.remember(value)
+            case tuple():
+                self.write_tuple(value)
+                if value:
+                    self.remember(value)
+            case list():
+                self.out += b"]"
+                self.remember(value)
+                self._appends(value)
+            case OrderedDict():
+                self.call("collections", "OrderedDict", ())
+                self.remember(value)
+                self._set_items(list(value.items()))
+                if vars(value):
+                    self.write(dict(vars(value)))
+                    self.out += b"b"
+            case dict():
+                self.out += b"}"
+                self.remember(value)
+                self._set_items(list(value.items()))
+            case bytes():
+                self._bytes(value)
+                self.remember(value)
+            case bytearray():
+                self.call("builtins", "bytearray", (bytes(value),))
+                self.remember(value)
+            case set() | frozenset():
+                # Sorted where that can be done, so that equal sets make equal files.
+                self.call("builtins", type(value).__name__, (sorted(value, key=repr),))
+                self.remember(value)
+            case complex():
+                self.call("builtins", "complex", (value.real, value.imag))
+            case Stub():
+                self._stub(value)
+            case StubType():
+                self.named(value.module, value.name)
+            case Known():
+                self.named(value.module, value.name)
+            case _:
+                raise LossError(f"a value of class `{type(value).__module__}.{type(value).__name__}` cannot be pickled")
+
+    def _bytes(self, value: bytes) -> None:
+        if self.protocol >= 4:
+            self.out += (
+                b"B" + struct.pack("<I", len(value)) if len(value) < 2**32 else b"\x8e" + struct.pack("<Q", len(value))
+            )
+            self.out += value
+        else:
+            # pickle itself spells b"" `bytes()`, which `torch.load(weights_only=True)` refuses.
+            self.call("_codecs", "encode", (value.decode("latin1"), "latin1"))
+
+    def _appends(self, values: list[Any]) -> None:
+        self._fill([(value,) for value in values], b"a", b"e")
+
+    def _set_items(self, pairs: list[tuple[Any, Any]]) -> None:
+        self._fill(pairs, b"s", b"u")
+
+    def _fill(self, items: Sequence[tuple[Any, ...]], one: bytes, many: bytes) -> None:
+        # In batches, as pickle does: a reader keeps no more than one on its stack.
+        for start in range(0, len(items), _BATCH):
+            batch = items[start : start + _BATCH]
+            if len(batch) > 1:
+                self.out += b"("
+            for item in batch:
+                for value in item:
+                    self.write(value)
+            self.out += many if len(batch) > 1 else one
+
+    def _stub(self, value: Stub) -> None:
+        if value.target is not None:
+            self.write(value.target)
+        else:
+            self.named(type(value).module, type(value).name)
+        self.write_tuple(value.args)
+        if value.kwargs:
+            self.write(value.kwargs)
+            self.out += b"\x92"
+        else:
+            self.out += b"\x81" if value.how == "new" else b"R"
+        self.remember(value)
+        self._appends(value.values)
+        self._set_items(value.pairs)
+        for state in value.state:
+            self.write(state)
+            self.out += b"b"
+
+
+def dump(value: Any, *, protocol: int = 2, leaf: Callable[[Writer, Any], bool] | None = None) -> bytes:
+    """`value` as a pickle; see `Writer`. Raises LossError for what cannot be pickled or is nested too deeply."""
+    writer = Writer(protocol, leaf)
+    try:
+        writer.write(value)
+    except RecursionError:
+        raise LossError("a value is nested too deeply to be written") from None
+    return writer.done()

@@ -1,0 +1,271 @@
+"""A safetensors header at (file, offset), both ways.
+
+    [u64 LE: n][n bytes of JSON, padded with spaces][payload: every tensor, row-major, little endian, no gaps]
+    {"__metadata__": {str: str}, name: {"dtype": "F32", "shape": [64, 13], "data_offsets": [begin, end]}, ...}
+
+Upstream: safetensors 0.8 `tensor.rs` (`prepare` writes, `read_metadata` and `validate` read). Offsets count from the
+start of the payload. torch's own writers (DCP's `SerializationFormat.SAFETENSORS`, `HuggingFaceStorageWriter`) make
+the same; its consolidation neither pads nor sorts.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.dtypes import BY_SAFETENSORS, Dtype
+from ckpttool.catalogue.entries import check_shape
+from ckpttool.errors import CorruptError, LossError
+from ckpttool.serialization import strict_json as strictjson
+
+Read = Callable[[int, int], bytes]
+"""`read(offset, nbytes)` of the file that the header lies in, absolute offsets."""
+
+MAX_HEADER = 100_000_000  # upstream's MAX_HEADER_SIZE: a longer one cannot be opened there
+METADATA = "__metadata__"
+
+# The enum of `tensor.rs`, which is sorted by alignment; files hold their tensors in descending order of it.
+_ORDER = (
+    "BOOL", "F4", "F6_E2M3", "F6_E3M2", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ",
+    "I16", "U16", "F16", "BF16", "I32", "U32", "F32", "C64", "F64", "I64", "U64",
+)  # fmt: skip
+_RANK = {name: -n for n, name in enumerate(_ORDER)}
+_LENGTH = struct.Struct("<Q")
+
+
+class Entry(NamedTuple):
+    """A tensor of the header: `Entry(float32, (64, 13), 4096, 7424)`; begin and end are absolute in the file."""
+
+    dtype: Dtype
+    shape: Ints
+    begin: int
+    end: int
+
+
+class Header(NamedTuple):
+    """A header that was read and found true: `Header({"w": Entry(...)}, {"format": "pt"}, 4096, 7424)`.
+
+    `tensors` are in the order of their bytes; `payload` and `end` are where those begin and end, absolute.
+    """
+
+    tensors: dict[str, Entry]
+    metadata: dict[str, str]
+    payload: int
+    end: int
+
+
+class Spec(NamedTuple):
+    """A tensor to be written: `Spec("w", float32, (64, 13))`."""
+
+    name: str
+    dtype: Dtype
+    shape: Ints
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+def looks_like(head: bytes) -> bool:
+    """Whether a file that begins with these nine bytes or more is a safetensors file."""
+    return len(head) > 8 and head[8:9] == b"{" and 2 <= _LENGTH.unpack_from(head)[0] <= MAX_HEADER
+
+
+def read_header(read: Read, base: int, length: int, *, name: str, exact: bool = True) -> Header:
+    """The header of the safetensors file in the `length` bytes at `base`.
+
+    `name` goes before each message as it is. With `exact` the payload ends where the bytes do, as in a file of its
+    own; without, other data may follow. Raises CorruptError when the header lies about anything.
+    """
+    text, payload = _read_text(read, base, length, name)
+    table = _parse(text, name)
+    metadata = table.pop(METADATA, None)
+    metadata = {} if metadata is None else metadata
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise CorruptError(f"{name}: `{METADATA}` in the header is not an object of strings")
+    found = {tensor: _entry(tensor, info, payload, name) for tensor, info in table.items()}
+    # Writers need not list tensors in the order of their bytes.
+    tensors = dict(sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)))
+    end = _check_tiling(tensors, payload, name)
+    limit = base + length
+    if end > limit:
+        last = next(tensor for tensor, entry in tensors.items() if entry.end > limit)
+        raise CorruptError(
+            f"{name}: tensor `{last}`: ends at byte {tensors[last].end}, but the file ends at {limit}",
+            hint="the file is truncated or still being written",
+            tensor=last, found=limit, expected=end,
+        )  # fmt: skip
+    if exact and end < limit:
+        raise CorruptError(
+            f"{name}: the file has {limit} bytes, but the tensors in its header end at {end}",
+            hint="something was appended to the file, or its header was changed",
+            found=limit, expected=end,
+        )  # fmt: skip
+    return Header(tensors, metadata, payload, end)
+
+
+def _read_text(read: Read, base: int, length: int, name: str) -> tuple[bytes, int]:
+    if length < _LENGTH.size:
+        raise CorruptError(
+            f"{name}: a safetensors file begins with 8 bytes of header length, but this has {length}",
+            hint="the file is truncated or still being written",
+            found=length, expected=_LENGTH.size,
+        )  # fmt: skip
+    (size,) = _LENGTH.unpack(read(base, _LENGTH.size))
+    if size > MAX_HEADER:
+        raise CorruptError(
+            f"{name}: a header of {size} bytes is more than the {MAX_HEADER} that safetensors allows",
+            hint="this may not be a safetensors file",
+            found=size, expected=MAX_HEADER,
+        )  # fmt: skip
+    payload = base + _LENGTH.size + size
+    if payload > base + length:
+        raise CorruptError(
+            f"{name}: a header of {size} bytes ends at {payload}, but the file ends at {base + length}",
+            hint="the file is truncated or still being written",
+            found=base + length, expected=payload,
+        )  # fmt: skip
+    return read(base + _LENGTH.size, size), payload
+
+
+def _parse(text: bytes, name: str) -> dict[str, Any]:
+    if text[:1] != b"{":
+        raise CorruptError(
+            f"{name}: the header begins with {text[:1]!r}, not with `{{`", hint="this may not be a safetensors file"
+        )
+    table = strictjson.parse(text, f"{name}: the header")
+    assert isinstance(table, dict)
+    return table
+
+
+def _is_ints(value: Any) -> bool:
+    # JSON's true is an int to Python, and 1.0 is equal to one.
+    return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
+
+
+def _entry(tensor: str, info: Any, payload: int, name: str) -> Entry:
+    where = f"{name}: tensor `{tensor}`"
+    if not isinstance(info, dict):
+        raise CorruptError(f"{where}: its entry in the header is not an object", tensor=tensor)
+    for key in ("dtype", "shape", "data_offsets"):
+        if key not in info:
+            raise CorruptError(f"{where}: has no `{key}` in the header", tensor=tensor, expected=key)
+    spelt, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
+    dtype = BY_SAFETENSORS.get(spelt) if isinstance(spelt, str) else None
+    if dtype is None:
+        raise CorruptError(f"{where}: unknown dtype `{spelt!s:.80}`", tensor=tensor, found=spelt)
+    if not _is_ints(shape):
+        raise CorruptError(f"{where}: its shape {shape!r:.80} is not a list of sizes", tensor=tensor, found=shape)
+    if not _is_ints(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise CorruptError(
+            f"{where}: its data_offsets {offsets!r:.80} are not a begin and an end", tensor=tensor, found=offsets
+        )
+    try:
+        check_shape(shape)
+    except CorruptError as error:
+        raise CorruptError(f"{where}: {error.message}", tensor=tensor, **error.facts) from None
+    begin, end = offsets
+    sizes = _to_torch(dtype, tuple(shape), where)
+    nbytes = prod(sizes) * dtype.itemsize
+    if end - begin != nbytes:
+        raise CorruptError(
+            f"{where}: {end - begin} bytes at {payload + begin}..{payload + end}, but {dtype} {shape} needs {nbytes}",
+            tensor=tensor, found=end - begin, expected=nbytes,
+        )  # fmt: skip
+    return Entry(dtype, sizes, payload + begin, payload + end)
+
+
+def _check_tiling(tensors: Mapping[str, Entry], payload: int, name: str) -> int:
+    at, before = payload, "the header"
+    for tensor, entry in tensors.items():
+        if entry.begin != at:
+            fault = "overlaps" if entry.begin < at else f"leaves a hole of {entry.begin - at} bytes after"
+            raise CorruptError(
+                f"{name}: tensor `{tensor}` begins at byte {entry.begin}, not {at}: it {fault} {before}",
+                hint="the header was changed after it was written",
+                tensor=tensor, found=entry.begin, expected=at,
+            )  # fmt: skip
+        at, before = entry.end, f"`{tensor}`"
+    return at
+
+
+# torch counts the bytes of a float4_e2m1fn_x2 tensor, two values each, where safetensors counts values along the last
+# dimension (`bindings/python/src/lib.rs` doubles and halves it).
+
+
+def _to_torch(dtype: Dtype, shape: Ints, where: str) -> Ints:
+    if dtype.safetensors != "F4":
+        return shape
+    if not shape or shape[-1] % 2:
+        raise CorruptError(f"{where}: an odd number of 4-bit values in the last dimension of {list(shape)}")
+    return (*shape[:-1], shape[-1] // 2)
+
+
+def _to_safetensors(dtype: Dtype, shape: Ints) -> Ints:
+    return (*shape[:-1], shape[-1] * 2) if dtype.safetensors == "F4" else shape
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+
+def why_not(name: str, dtype: Dtype, shape: Ints) -> str | None:
+    """Why no safetensors file can hold this tensor, or None. Pure."""
+    if dtype.safetensors is None:
+        return f"safetensors has no dtype {dtype}"
+    if name == METADATA:
+        return f"safetensors keeps the name `{METADATA}` for itself"
+    if not shape and dtype.safetensors == "F4":
+        return f"safetensors has no 0-d {dtype}"
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return "its name is not UTF-8"
+    return None
+
+
+def build_header(tensors: Iterable[Spec], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Length and header of a file of these tensors, byte for byte as safetensors 0.8 writes them.
+
+    Tensors are sorted as upstream sorts them: that is the order of the payload. Upstream shuffles the keys of
+    `metadata`; here they keep theirs. Raises LossError for what a header cannot say.
+    """
+    table: dict[str, Any] = {}
+    if metadata is not None:
+        table[METADATA] = dict(metadata)
+    at = 0
+    for spec in sorted(tensors, key=lambda t: (_RANK.get(t.dtype.safetensors or "", 0), t.name)):
+        name, dtype, shape = spec
+        why = why_not(name, dtype, shape)
+        if why is not None:
+            raise LossError(f"tensor `{name}` {dtype} {list(shape)} cannot be written: {why}", tensor=name)
+        if name in table:
+            raise LossError(f"two tensors would be called `{name}`", tensor=name)
+        end = at + spec.nbytes
+        table[name] = {
+            "dtype": dtype.safetensors, "shape": _to_safetensors(dtype, shape), "data_offsets": [at, end],
+        }  # fmt: skip
+        at = end
+    try:
+        text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError as error:
+        # Names are UTF-8, or `why_not` says so. JSON can spell half a character, and safetensors does not read it back.
+        said = ascii(error.object[max(error.start - 20, 0) : error.end + 20])
+        raise LossError(
+            f"`{METADATA}` has {said}, which is not UTF-8",
+            hint="torch and DCP keep no such metadata: convert to one of them",
+        ) from None
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER:
+        raise LossError(
+            f"a header of {len(text)} bytes is more than the {MAX_HEADER} that safetensors can read back",
+            hint="pass a smaller `--max-shard-size`",
+            found=len(text), expected=MAX_HEADER,
+        )  # fmt: skip
+    return _LENGTH.pack(len(text)) + text

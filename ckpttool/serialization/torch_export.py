@@ -1,0 +1,153 @@
+"""What torch.export saves: an archive without a pickle of its own. Read only.
+
+    <root>/data/weights/<model>_weights_config.json      {"config": {name: {"path_name", "use_pickle", "tensor_meta"}}}
+           data/weights/weight_0 ...                     raw elements, or a torch.save archive (`use_pickle`)
+           data/constants/<model>_constants_config.json  the same for constants: `tensor_0` ..., `custom_obj_0` ...
+           data/weights/<model>.pt                       instead, up to torch 2.8: one torch.save archive
+           archive_format = pt2, models/<model>.json, data/sample_inputs/...
+
+Upstream: `torch/export/pt2_archive` and `torch/_export/serde/schema.py` of torch 2.7 to 2.15. Tensors that share a
+weight record are tied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ckpttool.catalogue import boxes
+from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.dtypes import DTYPES
+from ckpttool.catalogue.entries import Extent, check_shape
+from ckpttool.errors import CorruptError
+from ckpttool.serialization import strict_json as strictjson
+from ckpttool.serialization import torch_zip as torchzip
+from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
+from ckpttool.serialization.torch_zip import Archive
+
+FOLDERS = {"weights": "data/weights/", "constants": "data/constants/"}
+
+# `ScalarType` of the schema; not `c10::ScalarType`.
+_DTYPES = {
+    1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float16", 7: "float32", 8: "float64",
+    9: "complex32", 10: "complex64", 11: "complex128", 12: "bool", 13: "bfloat16", 28: "uint16",
+    29: "float8_e4m3fn", 30: "float8_e5m2", 31: "float8_e4m3fnuz", 32: "float8_e5m2fnuz", 33: "float8_e8m0fnu",
+    34: "uint32", 35: "uint64",
+}  # fmt: skip
+_STRIDED = 7
+
+
+def is_export(archive: Archive) -> bool:
+    """Whether this archive is one of torch.export's."""
+    return "data.pkl" not in archive.records and "archive_format" in archive.records
+
+
+class Exported:
+    """The tree of an exported program, `{name: tensor, ..., "constants": {...}}`, and where its tensors lie.
+
+    With several models in the archive each has a dict of its own. `left_out` names what is no tensor.
+    """
+
+    def __init__(self, archive: Archive) -> None:
+        self._archive = archive
+        self._inner: dict[str, tuple[Archive, str]] = {}
+        self.left_out: list[str] = []
+        self.nested: set[str] = set()  # records that are archives themselves
+        if "byteorder" in archive.records:
+            archive.swapped = archive.content("byteorder") == b"big"
+        models = sorted({m for kind in FOLDERS for m in self._models(kind)})
+        trees = {model: self._model(model) for model in models}
+        self.tree: Any = next(iter(trees.values())) if len(trees) == 1 else trees
+
+    def _models(self, kind: str) -> list[str]:
+        folder = FOLDERS[kind]
+        names = [r.removeprefix(folder) for r in self._archive.records if r.startswith(folder)]
+        return [n.removesuffix(end) for n in names for end in (f"_{kind}_config.json", ".pt") if n.endswith(end)]
+
+    def _model(self, model: str) -> dict[str, Any]:
+        tree = self._part(model, "weights")
+        constants = self._part(model, "constants")
+        if constants and "constants" not in tree:
+            tree["constants"] = constants
+        return tree
+
+    def _part(self, model: str, kind: str) -> dict[str, Any]:
+        folder = FOLDERS[kind]
+        whole = f"{folder}{model}.pt"
+        if whole in self._archive.records:
+            tree = self._load(whole)
+            return tree if isinstance(tree, dict) else {}
+        record = f"{folder}{model}_{kind}_config.json"
+        if record not in self._archive.records:
+            return {}
+        try:
+            config = strictjson.parse(self._archive.content(record), f"{self._archive.name}: `{record}`")["config"]
+            items = [(name, folder + meta["path_name"], meta) for name, meta in config.items()]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CorruptError(f"{self._archive.name}: `{record}` is not a table of tensors: {error!r}") from None
+        made = {}
+        for name, path, meta in items:
+            ref = self._load(path) if meta.get("use_pickle") else self._described(name, path, meta.get("tensor_meta"))
+            if isinstance(ref, TensorRef):
+                made[name] = ref
+            else:
+                self.left_out.append(name)
+        return made
+
+    def _load(self, record: str) -> Any:
+        """What a record that is itself a torch.save archive holds: a tensor, or a dict of them."""
+        self.nested.add(record)
+        at = self._archive.payload(record)
+        name = f"{self._archive.name}: `{record}`"
+        inner = torchzip.open_archive(self._archive.read, at.offset, at.nbytes, name=name, file=at.file)
+        tree = torchzip.load_tree(inner)
+        if isinstance(tree, dict):
+            return {key: self._within(inner, record, value) for key, value in tree.items()}
+        return self._within(inner, record, tree)
+
+    def _within(self, inner: Archive, record: str, value: Any) -> Any:
+        if not isinstance(value, TensorRef):
+            return value
+        key = f"{record}:{value.storage.key}"
+        self._inner[key] = inner, value.storage.key
+        return replace(value, storage=replace(value.storage, key=key))
+
+    def _described(self, name: str, record: str, meta: Any) -> TensorRef | None:
+        if not isinstance(meta, dict) or meta.get("layout") != _STRIDED:
+            return None
+        kind = _DTYPES.get(meta.get("dtype", 0))
+        if kind is None:
+            raise CorruptError(f"{self._archive.name}: tensor `{name}` has the unknown dtype {meta.get('dtype')}")
+        shape, strides = _ints(meta, "sizes", name), _ints(meta, "strides", name)
+        (offset,) = _ints({"storage_offset": [meta.get("storage_offset")]}, "storage_offset", name)
+        dtype = DTYPES[kind]
+        listed = self._archive.records.get(record)
+        nbytes = listed.nbytes if listed else 0
+        storage = StorageRef(record.removeprefix("data/"), None, nbytes)
+        need = (offset + boxes.span(shape, strides)) * dtype.itemsize if 0 not in shape else 0
+        if need > nbytes:
+            raise CorruptError(
+                f"{self._archive.name}: tensor `{name}` {dtype} {list(shape)} needs {need} bytes, "
+                f"but record `{record}` has {nbytes}",
+                tensor=name, found=nbytes, expected=need,
+            )  # fmt: skip
+        return TensorRef(storage, dtype, offset, shape, strides)
+
+    def extent(self, ref: TensorRef | StorageRef) -> Extent:
+        """Where the elements of a tensor lie."""
+        key = ref.key if isinstance(ref, StorageRef) else ref.storage.key
+        archive, own = self._inner.get(key, (self._archive, key))
+        if isinstance(ref, StorageRef):
+            return archive.extent(replace(ref, key=own))
+        return archive.extent(replace(ref, storage=replace(ref.storage, key=own)))
+
+
+def _ints(meta: dict[str, Any], key: str, name: str) -> Ints:
+    values = meta.get(key)
+    numbers: list[Any] = [
+        v.get("as_int") if isinstance(v, dict) else v for v in (values if isinstance(values, list) else ())
+    ]
+    if not isinstance(values, list) or not all(type(n) is int and n >= 0 for n in numbers):
+        raise CorruptError(f"tensor `{name}`: its {key} is {values!r:.80}, not integers", tensor=name)
+    check_shape(numbers)
+    return tuple(numbers)

@@ -1,0 +1,248 @@
+"""What torch wrote before 1.6: the legacy stream, and the tar of the first releases. Read only.
+
+    legacy    pickle(magic) pickle(1001) pickle(sys_info) pickle(tree) pickle([storage key, ...])
+              then for each key, in that order:  int64 elements, raw bytes                      nothing aligned
+    tar       sys_info, pickle, and
+              storages:  pickle(n)  n x (pickle((key, location, class)) int64 elements, raw bytes)
+                         pickle([(key of a view, key of its root, offset, elements), ...])
+              tensors:   pickle(n)  n x (pickle((key, storage key, class)) int32 dimensions, 4 bytes,
+                                         int64 sizes, int64 strides, int64 offset)
+
+Upstream: `_legacy_save` and `_legacy_load` of `torch/serialization.py`; torch 0.2 to 1.5, and later ones with
+`_use_new_zipfile_serialization=False`, write the stream; torch 0.1 wrote the tar. Neither has checksums. Numbers and
+elements are little endian whatever `sys_info` says: `torch/csrc/serialization.cpp` swaps them on the way out and in.
+In the tree of a tar a tensor is a persistent id, its key as text.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckpttool.catalogue import boxes
+from ckpttool.catalogue.dtypes import BY_STORAGE
+from ckpttool.catalogue.entries import Extent
+from ckpttool.catalogue.values import stub_name
+from ckpttool.errors import CorruptError
+from ckpttool.serialization import pickle_opcodes as opcodes
+from ckpttool.serialization import torch_pickle as torchpickle
+from ckpttool.serialization import unpickler as pickles
+from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
+from ckpttool.storage import stores as mirrors
+
+Read = Callable[[int, int], bytes]
+
+MAGIC = 0x1950A86A20F9469CFC6C
+PROTOCOL = 1001
+_SPELT = b"l\xfc\x9cF\xf9 j\xa8P\x19."  # the magic number as protocols 2 to 5 spell it, behind LONG1 and its length
+_SPELT_0 = b"L119547037146038801333356L\n."
+_MEMBERS = frozenset(("sys_info", "pickle", "tensors", "storages"))
+_MAX_PICKLE = 1 << 30
+
+
+@dataclass(slots=True)
+class Stream:
+    """A legacy or tar file that was opened: its tree, and where each storage's bytes are, `(offset, nbytes)`."""
+
+    name: str
+    layout: str  # "legacy" or "tar"
+    tree: Any
+    storages: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def extent(self, ref: TensorRef | StorageRef) -> Extent:
+        """Where the elements of a tensor (or of a bare storage) lie. Raises CorruptError when the storage is short."""
+        storage = ref if isinstance(ref, StorageRef) else ref.storage
+        if isinstance(ref, TensorRef) and 0 in ref.shape:
+            return Extent(0, 0, 0)
+        at = self.storages.get(storage.key)
+        if at is None:
+            raise CorruptError(f"{self.name}: has no storage `{storage.key}`", hint="the file is incomplete")
+        kind = storage.dtype
+        itemsize = kind.itemsize if kind else 1
+        start, numel = storage.view or (0, storage.numel)
+        offset, nbytes = at[0] + start * itemsize, numel * itemsize
+        if start < 0 or numel < 0 or offset + nbytes > at[0] + at[1]:
+            raise CorruptError(
+                f"{self.name}: storage `{storage.key}` has {at[1]} bytes, but {start * itemsize + nbytes} are needed",
+                hint="the file is truncated or was changed after it was written",
+                found=at[1], expected=start * itemsize + nbytes,
+            )  # fmt: skip
+        if isinstance(ref, StorageRef):
+            return Extent(0, offset, nbytes)
+        strides = None if boxes.is_row_major(ref.shape, ref.strides) else ref.strides
+        size = boxes.span(ref.shape, ref.strides) * ref.dtype.itemsize
+        return Extent(0, offset + ref.offset * ref.dtype.itemsize, size, strides, ref.codec)
+
+
+def is_stream(head: bytes) -> bool:
+    """Whether a file that begins like this (64 bytes are enough) is a legacy stream."""
+    return head.startswith(_SPELT_0) or (head.startswith(b"\x80") and _SPELT[1:] in head[:32])
+
+
+def is_tar(head: bytes, path: str) -> bool:
+    """Whether a file that begins like this (512 bytes) is torch's tar: other checkpoints are tars as well."""
+    if head[257:262] != b"ustar":
+        return False
+    import tarfile
+
+    try:
+        with tarfile.open(mirrors.here(path), "r:") as archive:
+            return set(archive.getnames()) >= _MEMBERS
+    except (tarfile.TarError, OSError, ValueError):
+        return False
+
+
+class _Cursor:
+    """Reads pickles and numbers one after the other, between two offsets of a file."""
+
+    def __init__(self, read: Read, at: int, end: int, name: str) -> None:
+        self._read, self.at, self._end, self._name = read, at, end, name
+
+    def take(self, nbytes: int) -> bytes:
+        data = self._read(self.at, self._room(nbytes))
+        self.at += nbytes
+        return data
+
+    def skip(self, nbytes: int) -> int:
+        """Passes over bytes that are not read now; where they are."""
+        at = self.at
+        self.at += self._room(nbytes)
+        return at
+
+    def _room(self, nbytes: int) -> int:
+        if nbytes < 0 or self.at + nbytes > self._end:
+            raise CorruptError(
+                f"{self._name}: ends at byte {self._end}, but {nbytes} bytes are needed at {self.at}",
+                hint="the file is truncated", found=self._end, expected=self.at + nbytes,
+            )  # fmt: skip
+        return nbytes
+
+    def pickle(self, what: str, persistent: Callable[[Any], Any] | None = None) -> Any:
+        start, room = self.at, self._end - self.at
+        end = opcodes.find_end(lambda at, nbytes: self._read(start + at, nbytes), room)
+        if end is None:
+            raise CorruptError(f"{self._name}: {what}: not a whole pickle", hint="the file is truncated")
+        if end > _MAX_PICKLE:
+            raise CorruptError(
+                f"{self._name}: {what}: a pickle of {end} bytes is more than the {_MAX_PICKLE} that we read",
+                found=end, expected=_MAX_PICKLE,
+            )  # fmt: skip
+        data = self._read(start, end)
+        self.at += end
+        return pickles.load(
+            data, what=f"{self._name}: {what}", known=torchpickle.KNOWN, persistent=persistent
+        )  # fmt: skip
+
+    def int64(self) -> int:
+        return int.from_bytes(self.take(8), "little", signed=True)
+
+
+def open_stream(read: Read, size: int, *, name: str) -> Stream:
+    """A legacy file of `size` bytes. Raises CorruptError when it is not one, or not whole."""
+    cursor = _Cursor(read, 0, size, name)
+    if cursor.pickle("magic number") != MAGIC or cursor.pickle("version") != PROTOCOL:
+        raise CorruptError(f"{name}: not a legacy torch.save file of version {PROTOCOL}")
+    cursor.pickle("system information")
+    refs: dict[str, StorageRef] = {}
+
+    def persistent(pid: Any) -> Any:
+        made = torchpickle.persistent_load(pid)
+        if isinstance(made, StorageRef):
+            # A storage that was first seen untyped counts bytes; each mention counts by its own class.
+            refs.setdefault(made.key, made)
+        return made
+
+    stream = Stream(name, "legacy", cursor.pickle("tree", persistent))
+    keys = cursor.pickle("storage keys")
+    if not isinstance(keys, list):
+        raise CorruptError(f"{name}: the storage keys are not a list")
+    for key in map(str, keys):
+        ref = refs.get(key)
+        if ref is None or key in stream.storages:
+            raise CorruptError(f"{name}: storage `{key}` is listed, but no tensor names it")
+        numel = cursor.int64()
+        nbytes = numel * (ref.dtype.itemsize if ref.dtype else 1)
+        stream.storages[key] = cursor.skip(nbytes), nbytes
+    return stream
+
+
+# The tar --------------------------------------------------------------------------------------------------------------
+
+
+def open_tar(read: Read, path: str, *, name: str) -> Stream:
+    """The tar of torch 0.1. Raises CorruptError when a member is missing or cut."""
+    import tarfile
+
+    try:
+        with tarfile.open(mirrors.here(path), "r:") as archive:
+            members = {m.name: (m.offset_data, m.offset_data + m.size) for m in archive.getmembers() if m.isreg()}
+    except (tarfile.TarError, OSError, ValueError) as error:
+        raise CorruptError(f"{name}: not a whole tar: {error}") from None
+    missing = sorted(_MEMBERS - members.keys())
+    if missing:
+        raise CorruptError(f"{name}: has no member `{missing[0]}`")
+    stream = Stream(name, "tar", None)
+    storages = _tar_storages(_Cursor(read, *members["storages"], name), stream)
+    tensors = _tar_tensors(_Cursor(read, *members["tensors"], name), storages)
+
+    def persistent(pid: Any) -> Any:
+        if isinstance(pid, tuple):
+            return pid[0] if pid else None
+        made = tensors.get(str(pid)) or storages.get(str(pid))
+        if made is None:
+            raise CorruptError(f"the tree names tensor `{pid}`, which is not there")
+        return made
+
+    stream.tree = _Cursor(read, *members["pickle"], name).pickle("tree", persistent)
+    return stream
+
+
+def _tar_storages(cursor: _Cursor, stream: Stream) -> dict[str, StorageRef]:
+    refs: dict[str, StorageRef] = {}
+    for _ in range(_count(cursor, "storages")):
+        match cursor.pickle("storage"):
+            case (int() | str() as key, str() as location, kind):
+                pass
+            case _:
+                raise CorruptError(f"{stream.name}: a storage that is not (key, location, class)")
+        dtype = BY_STORAGE.get((stub_name(kind) or "").rpartition(".")[2])
+        if dtype is None:
+            raise CorruptError(f"{stream.name}: unknown dtype: storage class `{stub_name(kind)}`")
+        numel = cursor.int64()
+        refs[str(key)] = StorageRef(str(key), dtype, numel, location)
+        stream.storages[str(key)] = cursor.skip(numel * dtype.itemsize), numel * dtype.itemsize
+    views = cursor.pickle("views")
+    for view in views if isinstance(views, list) else ():
+        match view:
+            case (target, root, int() as offset, int() as numel) if str(root) in refs:
+                refs[str(target)] = replace(refs[str(root)], view=(offset, numel))
+            case _:
+                raise CorruptError(f"{stream.name}: a storage view that is not (key, root, offset, size)")
+    return refs
+
+
+def _tar_tensors(cursor: _Cursor, storages: dict[str, StorageRef]) -> dict[str, TensorRef]:
+    tensors: dict[str, TensorRef] = {}
+    for _ in range(_count(cursor, "tensors")):
+        match cursor.pickle("tensor"):
+            case (int() | str() as key, int() | str() as storage, _) if str(storage) in storages:
+                pass
+            case _:
+                raise CorruptError("a tensor of the tar is not (key, storage, class)")
+        (dims,) = struct.unpack("<i", cursor.take(8)[:4])
+        if not 0 <= dims <= 64:
+            raise CorruptError(f"tensor `{key}` of the tar has {dims} dimensions")
+        numbers = struct.unpack(f"<{2 * dims + 1}q", cursor.take(8 * (2 * dims + 1)))
+        tensors[str(key)] = torchpickle.rebuild(
+            storages[str(storage)], numbers[-1], numbers[:dims], numbers[dims : 2 * dims]
+        )
+    return tensors
+
+
+def _count(cursor: _Cursor, what: str) -> int:
+    count = cursor.pickle(f"number of {what}")
+    if type(count) is not int or count < 0:
+        raise CorruptError(f"the number of {what} is {count!r}")
+    return count

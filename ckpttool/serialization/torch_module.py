@@ -1,0 +1,149 @@
+"""Modules that were saved whole, as state dicts: `nn.Module` pickles and TorchScript files, out of inert stubs.
+
+    nn.Module     state {"training", "_parameters": {name: tensor}, "_buffers": {...}, "_modules": {name: module},
+                  "_non_persistent_buffers_set": {name}, ...}
+    TorchScript   state {attribute: tensor | value | module}
+
+Upstream: `torch/nn/modules/module.py` (`state_dict`), torch 1.0 to 2.15; `torch/csrc/jit/serialization`, a script,
+whose pickle does not tell parameters, buffers and other tensor attributes apart.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpttool.catalogue.values import Stub, stub_name
+from ckpttool.errors import CorruptError, some
+from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
+
+_MAX_DEPTH = 64
+_OWN = ("_parameters", "_buffers", "_modules")
+
+
+@dataclass(slots=True)
+class Dropped:
+    """What a state dict leaves out of a module: `Dropped(["TinyNet"], ["scratch"], {"training"})`."""
+
+    modules: list[str] = field(default_factory=list)
+    buffers: list[str] = field(default_factory=list)
+    attributes: set[str] = field(default_factory=set)
+
+    def warnings(self) -> list[str]:
+        """What a person should know about the view that they get."""
+        if not self.modules:
+            return []
+        said = [
+            f"holds {some(self.modules, 5)} as a whole object; its parameters and buffers are shown as a state dict"
+        ]
+        if self.buffers:
+            said.append(f"non-persistent buffers left out: {some(self.buffers, 5)}")
+        return said + self.attribute_warnings()
+
+    def attribute_warnings(self) -> list[str]:
+        """About what is no tensor."""
+        return [f"attributes of modules left out: {some(sorted(self.attributes), 5)}"] if self.attributes else []
+
+
+def is_module(value: Any) -> bool:
+    """Whether this stub was an `nn.Module`."""
+    state = _state(value)
+    return state is not None and all(isinstance(state.get(own), dict) for own in _OWN)
+
+
+def _state(value: Any) -> dict[Any, Any] | None:
+    if isinstance(value, Stub) and value.state and isinstance(value.state[-1], dict):
+        return value.state[-1]
+    return None
+
+
+def replace_modules(value: Any, dropped: Dropped) -> Any:
+    """`value` with a state dict in place of each module that stands in its dicts and lists. Containers without modules
+    stay the very same objects."""
+    return _replace(value, dropped, {}, 0)
+
+
+def _replace(value: Any, dropped: Dropped, done: dict[int, Any], depth: int) -> Any:
+    if isinstance(value, Stub):
+        return state_dict(value, dropped) if is_module(value) else value
+    if not isinstance(value, (dict, list)) or depth > _MAX_DEPTH:
+        return value
+    if id(value) not in done:
+        done[id(value)] = value  # a container inside itself stays as it is
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        new = {k: made for k, v in items if (made := _replace(v, dropped, done, depth + 1)) is not v}
+        if new:
+            copy = value.copy()
+            for key, made in new.items():
+                copy[key] = made
+            done[id(value)] = copy
+    return done[id(value)]
+
+
+def state_dict(module: Stub, dropped: Dropped) -> OrderedDict[str, Any]:
+    """The state dict of a module, in the order of `nn.Module.state_dict`."""
+    made: OrderedDict[str, Any] = OrderedDict()
+    dropped.modules.append(stub_name(module) or "")
+    _collect(module, "", made, dropped, 0)
+    return made
+
+
+# Every module has these; nobody misses them.
+_USUAL = {
+    "training", "_is_full_backward_hook", "_non_persistent_buffers_set", "call_super_init", "dump_patches", *_OWN,
+}  # fmt: skip
+
+
+def _collect(module: Any, prefix: str, made: OrderedDict[str, Any], dropped: Dropped, depth: int) -> None:
+    if depth > _MAX_DEPTH:
+        raise CorruptError(f"the module `{prefix[:80]}` is nested more than {_MAX_DEPTH} deep")
+    state = _state(module) or {}
+    passing = state.get("_non_persistent_buffers_set")
+    passing = passing if isinstance(passing, (set, frozenset, list)) else ()
+    for own in ("_parameters", "_buffers"):
+        for name, value in state.get(own, {}).items():
+            if value is None:
+                continue
+            if own == "_buffers" and name in passing:
+                dropped.buffers.append(f"{prefix}{name}")
+            else:
+                made[f"{prefix}{name}"] = value
+    dropped.attributes.update(
+        str(k) for k, v in state.items() if k not in _USUAL and v is not None and not (isinstance(v, dict) and not v)
+    )
+    for name, child in state.get("_modules", {}).items():
+        if is_module(child):
+            _collect(child, f"{prefix}{name}.", made, dropped, depth + 1)
+        elif child is not None:
+            made[f"{prefix}{name}"] = child
+
+
+def script_tensors(root: Any, dropped: Dropped) -> OrderedDict[str, Any]:
+    """Every tensor of a TorchScript object, under the dotted path of its attribute."""
+    made: OrderedDict[str, Any] = OrderedDict()
+    _collect_script(root, "", made, dropped, 0)
+    return made
+
+
+def _collect_script(value: Any, prefix: str, made: OrderedDict[str, Any], dropped: Dropped, depth: int) -> None:
+    if depth > _MAX_DEPTH:
+        raise CorruptError(f"the script's object `{prefix[:80]}` is nested more than {_MAX_DEPTH} deep")
+    if isinstance(value, (TensorRef, StorageRef)):
+        made[prefix] = value
+        return
+    items: Any = ()
+    if isinstance(value, Stub) and (stub_name(value) or "").startswith("torch.jit._pickle.") and value.args:
+        # `restore_type_tag([...], "List[Tensor]")` and its like: a container with its type.
+        value = value.args[0]
+    if isinstance(value, Stub):
+        parts = value.state[-1] if value.state else value.args
+        items = parts.items() if isinstance(parts, dict) else enumerate(parts if isinstance(parts, tuple) else (parts,))
+    elif isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    elif value is not None and (name := prefix.rpartition(".")[2]) not in _USUAL:
+        dropped.attributes.add(name)
+    for key, child in items:
+        _collect_script(child, f"{prefix}.{key}" if prefix else str(key), made, dropped, depth + 1)

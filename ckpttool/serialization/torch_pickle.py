@@ -1,0 +1,318 @@
+"""torch's vocabulary inside a pickle: which calls rebuild a tensor, and how a tensor is spelt when one is written.
+
+Sources: `torch/_utils.py`, `torch/_tensor.py` and `torch/serialization.py` of torch 2.0 to 2.15.
+A storage is a persistent id `("storage", torch.FloatStorage, key, location, numel)`; a tensor is a call
+`torch._utils._rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks[, {"conj": True}])`.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
+from typing import Any
+
+from ckpttool.catalogue import boxes
+from ckpttool.catalogue import values as stubs
+from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.dtypes import BY_STORAGE, Dtype, dtype
+from ckpttool.catalogue.entries import check_shape
+from ckpttool.catalogue.values import Known, Stub, stub_name, stub_type
+from ckpttool.errors import CorruptError
+from ckpttool.serialization import pickler as picklewriter
+from ckpttool.serialization import unpickler as pickles
+from ckpttool.serialization.pickler import Writer, spelt_text
+
+
+@dataclass(frozen=True, slots=True)
+class StorageRef:
+    """A storage of the file: `StorageRef("0", float32, 52, "cpu")`. `numel` counts elements, or bytes when `dtype` is
+    None (untyped). `view` is a legacy file's `(offset, numel)` of a view into the storage."""
+
+    key: str
+    dtype: Dtype | None
+    numel: int
+    location: str = "cpu"
+    view: tuple[int, int] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * (self.dtype.itemsize if self.dtype else 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorRef:
+    """A tensor as a pickle describes it; offset and strides in elements. `wrapper` is the class it had beyond
+    Tensor, Parameter and Buffer; `attributes` are names of Python attributes that were set on it. A tensor on the
+    meta device is none of these: it stays a stub of the call that makes it."""
+
+    storage: StorageRef
+    dtype: Dtype
+    offset: int
+    shape: Ints
+    strides: Ints
+    codec: tuple[str, ...] = ()
+    wrapper: str | None = None
+    attributes: tuple[str, ...] = ()
+
+
+MAX_REPEATED = 1 << 30  # bytes that a tensor may claim beyond its storage, by strides of 0; or 64 times the storage
+
+
+def _ints(value: Any) -> Ints:
+    if isinstance(value, (tuple, list)) and all(type(v) is int and v >= 0 for v in value):
+        check_shape(value)
+        return tuple(value)
+    raise CorruptError(f"a tensor's size or stride is {value!r:.80}, not a tuple of integers")
+
+
+def _rebuild(storage: Any, kind: Dtype, offset: Any, size: Any, stride: Any, flags: Any) -> TensorRef:
+    shape, strides = _ints(size), _ints(stride)
+    if not isinstance(storage, StorageRef) or type(offset) is not int or offset < 0 or len(shape) != len(strides):
+        raise CorruptError("a tensor is not rebuilt from a storage, an offset, a size and a stride")
+    flags = flags if isinstance(flags, dict) else {}
+    ref = TensorRef(
+        storage, kind, offset, shape, strides,
+        codec=tuple(name for name in ("conj", "neg") if flags.get(name)),
+    )  # fmt: skip
+    have = storage.nbytes if storage.view is None else storage.view[1] * kind.itemsize
+    need = (offset + boxes.span(shape, strides)) * kind.itemsize if 0 not in shape else 0
+    if need > have:
+        raise CorruptError(
+            f"a tensor {kind} {list(shape)} needs {need} bytes of a storage that has {have}", found=have, expected=need
+        )
+    claimed = prod(shape) * kind.itemsize
+    if claimed > max(have, min(64 * have, 1 << 62), MAX_REPEATED):
+        raise CorruptError(
+            f"a tensor {kind} {list(shape)} with strides {list(strides)} claims {claimed} bytes of a storage that has "
+            f"{have}",
+            hint="no tensor repeats its elements that often: the file was made to fill a disk",
+            found=have, expected=claimed,
+        )  # fmt: skip
+    return ref
+
+
+def _tensor_v2(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Any:
+    if not isinstance(storage, StorageRef) or storage.dtype is None:
+        raise CorruptError("a tensor is rebuilt from something that is not a typed storage")
+    return _rebuild(storage, storage.dtype, offset, size, stride, rest[2] if len(rest) > 2 else None)
+
+
+def _tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Any:
+    if len(rest) < 3 or (name := stub_name(rest[2])) is None:
+        raise CorruptError("a tensor is rebuilt without a dtype")
+    return _rebuild(storage, dtype(name), offset, size, stride, rest[3] if len(rest) > 3 else None)
+
+
+def rebuild(storage: StorageRef, offset: int, shape: Ints, strides: Ints) -> TensorRef:
+    """A tensor over a typed storage. Raises CorruptError when the storage is too small for it."""
+    made: TensorRef = _tensor_v2(storage, offset, shape, strides)
+    return made
+
+
+def _parameter(data: Any, *rest: Any) -> Any:
+    return _with_attributes(data, None)
+
+
+def _parameter_with_state(data: Any, requires_grad: Any, hooks: Any, state: Any, *rest: Any) -> Any:
+    return _with_attributes(data, state)
+
+
+# FSDP1 sets the first on every tensor of a full state dict, `nn.Buffer` and `nn.Parameter` the others on themselves.
+_UNTOLD = {"_has_been_cloned", "persistent", "_is_buffer", "_is_param"}
+
+
+def _with_attributes(data: Any, state: Any) -> Any:
+    if not isinstance(data, (TensorRef, Stub)):
+        # A tuple that came back from a call would be one more name for it: see `pickleweight`.
+        raise CorruptError("a parameter is made of something that is no tensor")
+    if isinstance(data, Stub):
+        return data
+    parts = state if isinstance(state, tuple) else (state,)
+    names = [str(k) for part in parts if isinstance(part, dict) for k in part if k not in _UNTOLD]
+    return replace(data, attributes=(*data.attributes, *names)) if names else data
+
+
+_PLAIN = {
+    "torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer",
+    "torch.nn.Parameter", "torch.nn.Buffer",
+}  # fmt: skip
+
+
+# One class for all: making one for each of a file's DTensors takes as long as reading the file.
+_REBUILT = stub_type("torch._tensor", "_rebuild_from_type_v2")
+
+
+def _from_type_v2(function: Any, kind: Any, args: Any, state: Any) -> Any:
+    if isinstance(function, Known) and function.module == "torch._utils" and isinstance(args, tuple):
+        made = _with_attributes(function(*args), state)
+        name = stub_name(kind)
+        if isinstance(made, TensorRef):
+            return made if name in _PLAIN else replace(made, wrapper=name)
+    return _REBUILT(function, kind, args, state)
+
+
+def _from_type(function: Any, kind: Any, args: Any, attributes: Any) -> Any:
+    return _from_type_v2(function, kind, args, attributes)
+
+
+KNOWN = {
+    (module, name): Known(module, name, answer)
+    for module, name, answer in (
+        ("torch._utils", "_rebuild_tensor", _tensor_v2),
+        ("torch._utils", "_rebuild_tensor_v2", _tensor_v2),
+        ("torch._utils", "_rebuild_tensor_v3", _tensor_v3),
+        ("torch._utils", "_rebuild_parameter", _parameter),
+        ("torch._utils", "_rebuild_parameter_with_state", _parameter_with_state),
+        ("torch._tensor", "_rebuild_from_type", _from_type),
+        ("torch._tensor", "_rebuild_from_type_v2", _from_type_v2),
+    )
+}
+
+
+def persistent_load(pid: Any) -> Any:
+    """A storage for a persistent id. Legacy files also hold `("module", class, file, source)` for modules."""
+    if not isinstance(pid, tuple) or not pid:
+        raise CorruptError("a persistent id is not a tuple")
+    if pid[0] == "module" and len(pid) >= 2 and stubs.is_stub_type(pid[1]):
+        return pid[1]
+    if pid[0] != "storage" or len(pid) < 5:
+        raise CorruptError(f"a persistent id of an unknown kind: {pid[0]!r}")
+    _, kind, key, location, numel, *rest = pid
+    name = (stub_name(kind) or "").rpartition(".")[2]
+    if type(numel) is not int or numel < 0 or not isinstance(key, (str, int)):
+        raise CorruptError("a storage without a key or a size")
+    known = BY_STORAGE.get(name)
+    if known is None and name != "UntypedStorage":
+        raise CorruptError(f"unknown dtype: storage class `{stub_name(kind)}`", found=stub_name(kind))
+    view = None
+    if rest and rest[0] is not None:
+        match rest[0]:
+            case (str(), int() as start, int() as size):
+                view = (start, size)
+            case _:
+                raise CorruptError("a storage view that is not (key, offset, size)")
+    return StorageRef(str(key), known, numel, str(location), view)
+
+
+def load(stream: io.BufferedIOBase | io.BytesIO | bytes, what: str) -> Any:
+    """The tree of a torch pickle: plain values and stubs, with a `TensorRef` for each tensor."""
+    return pickles.load(stream, what=what, known=KNOWN, persistent=persistent_load)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A tensor (or, with `bare`, only its storage) to be written into a pickle: a storage of its own called `key`,
+    contiguous elements."""
+
+    key: str
+    dtype: Dtype
+    shape: Ints
+    bare: bool = False
+
+    @property
+    def numel(self) -> int:
+        n = 1
+        for size in self.shape:
+            n *= size
+        return n
+
+
+@cache
+def _storage_class(name: str | None) -> type[Stub]:
+    return stub_type("torch", name) if name else stub_type("torch.storage", "UntypedStorage")
+
+
+def write_slot(writer: Writer, slot: Slot) -> None:
+    """The call that rebuilds a plain CPU tensor, spelt as torch spells it."""
+    name = slot.dtype.storage
+    numel = slot.numel
+    if name is None:
+        numel *= slot.dtype.itemsize
+    pid = ("storage", _storage_class(name), slot.key, "cpu", numel)
+    if slot.bare:
+        writer.persistent(pid)
+        return
+    function = "_rebuild_tensor_v2" if name is not None else "_rebuild_tensor_v3"
+    writer.named("torch._utils", function)
+    writer.out += b"("
+    writer.persistent(pid)
+    writer.integer(0)
+    writer.write_tuple(slot.shape)
+    writer.write_tuple(boxes.row_major(slot.shape))
+    writer.write(False)
+    writer.call("collections", "OrderedDict", ())
+    if name is None:
+        writer.named("torch", slot.dtype.name)
+    writer.out += b"tR"
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What is written in the place of a tensor: `make()`, a stub that may have the tensor in it. `kind` is the same for
+    tensors whose stubs are written alike, but for the key of the storage: `Around(((29, 7), float32), make)`."""
+
+    kind: Hashable
+    make: Callable[[], Stub]
+
+
+_HOLE = "<storage>"
+
+
+class _Leaves:
+    """Writes tensors, and what is `around` them: a file of 4,000 sharded tensors says much the same 4,000 times, so of
+    each kind it is spelt twice, and then repeated (35 s -> 8 s for 64 ranks)."""
+
+    def __init__(
+        self, slot_of: Callable[[Any], Slot | None], around: Callable[[Any], Around | None] | None = None
+    ) -> None:
+        self._slot_of, self._around = slot_of, around
+        self._alike: dict[Hashable, list[bytes]] = {}  # what comes before the key of the storage, and after
+        self._inside = False
+
+    def __call__(self, writer: Writer, value: Any) -> bool:
+        around = self._around(value) if self._around is not None and not self._inside else None
+        if around is not None:
+            self._repeat(writer, around, value)
+            return True
+        slot = self._slot_of(value)
+        if slot is None:
+            return False
+        write_slot(writer, replace(slot, key=_HOLE) if writer.frozen else slot)
+        writer.remember(value)
+        return True
+
+    def _repeat(self, writer: Writer, around: Around, value: Any) -> None:
+        alike = self._alike.get(around.kind)
+        if not alike:
+            self._inside = True
+            if alike is None:
+                # What tensors share is in the memo after this.
+                writer.write(around.make())
+                self._alike[around.kind] = []
+                self._inside = False
+                return
+            alike = self._alike[around.kind] = writer.apart(around.make()).split(spelt_text(_HOLE))
+            self._inside = False
+        writer.out += alike[0]
+        # A rank without rows may have no tensor there.
+        for after in alike[1:]:
+            slot = self._slot_of(value)
+            assert slot is not None
+            writer.out += spelt_text(slot.key)
+            writer.out += after
+
+
+def dump(
+    tree: Any,
+    slot_of: Callable[[Any], Slot | None],
+    around: Callable[[Any], Around | None] | None = None,
+) -> bytes:
+    """A pickle of `tree` as torch.save writes it. `slot_of` says for each value whether it is a tensor, and where;
+    `around`, for each tensor, what else is written there.
+
+    A slot that was written before is written again with the same key, so that tensors go on sharing a storage.
+    """
+    return picklewriter.dump(tree, protocol=2, leaf=_Leaves(slot_of, around))

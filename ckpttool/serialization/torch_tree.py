@@ -1,0 +1,197 @@
+"""What a torch file holds, as entries of a catalogue: the same for every container that torch has had.
+
+A tree of plain values, stubs, `TensorRef`s and `StorageRef`s becomes key paths by `nesting`; a module that was saved
+whole becomes its state dict by `torchmodule`; what is lost from view becomes a warning. `Slots` is for the way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ckpttool.catalogue import flatten as nesting
+from ckpttool.catalogue import values as stubs
+from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.dtypes import DTYPES
+from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, Link, Object, Path, Tensor, dotted
+from ckpttool.catalogue.values import stub_name
+from ckpttool.errors import CorruptError, LossError, some
+from ckpttool.serialization import torch_module as torchmodule
+from ckpttool.serialization.dtensor import Shard
+from ckpttool.serialization.torch_pickle import Slot, StorageRef, TensorRef
+from ckpttool.storage import files
+
+
+class PlacedSource:
+    """A source whose chunks say themselves where they lie, as those of torch.save files do."""
+
+    def __init__(self, catalogue: Catalogue, pool: files.Pool) -> None:
+        self.catalogue = catalogue
+        self._pool = pool
+
+    def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
+        return chunk.extent
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+Place = Callable[[TensorRef | StorageRef], Extent]
+
+
+def fill(
+    catalogue: Catalogue, tree: Any, place: Place, root: Path = (), *, shards: dict[Path, Shard] | None = None
+) -> None:
+    """Add a tree to the catalogue at `root`; `place` says where the bytes of a tensor are. Adds warnings on it too.
+    Every `Shard` in the tree becomes a tensor with the chunks that its rank has, and is put into `shards`."""
+    dropped = torchmodule.Dropped()
+    if torchmodule.is_module(tree):
+        catalogue.facts["layout"] = f"{catalogue.facts.get('layout', '')} nn.Module".strip()
+    tree = torchmodule.replace_modules(tree, dropped)
+    wrapped: dict[str, list[str]] = {}
+    tagged: list[str] = []
+
+    def placed(ref: TensorRef | StorageRef, path: Path) -> Extent:
+        try:
+            return place(ref)
+        except CorruptError as error:
+            raise type(error)(
+                f"{error.message} (tensor `{dotted(path)}`)", hint=error.hint, **{**error.facts, "tensor": dotted(path)}
+            ) from None
+
+    def make(ref: Any, path: Path, embedded: bool) -> Tensor:
+        if isinstance(ref, Shard):
+            if shards is not None:
+                shards[path] = ref
+            chunks = Chunks.of(Chunk(p.offsets, p.sizes, placed(p.ref, path)) for p in ref.pieces)
+            return Tensor(path, ref.dtype, ref.shape, chunks, embedded=embedded)
+        if isinstance(ref, StorageRef):
+            kind, shape = (ref.dtype or DTYPES["uint8"]), (ref.view[1] if ref.view else ref.numel,)
+        else:
+            kind, shape = ref.dtype, ref.shape
+            if ref.wrapper:
+                wrapped.setdefault(ref.wrapper, []).append(dotted(path))
+            if ref.attributes:
+                tagged.append(f"{dotted(path)} ({', '.join(ref.attributes)})")
+        return Tensor(path, kind, shape, Chunks.single(shape, placed(ref, path)), embedded=embedded)
+
+    nesting.flatten(tree, catalogue, (TensorRef, Shard), make, root, bare=StorageRef)
+    catalogue.warnings += dropped.warnings()
+    for kind, names in wrapped.items():
+        catalogue.warnings.append(f"{len(names)} tensors of class `{kind}` are taken as plain tensors: {some(names)}")
+    if tagged:
+        catalogue.warnings.append(f"Python attributes of {len(tagged)} tensors are left out: {some(tagged)}")
+    catalogue.warnings += _object_warnings(catalogue.objects)
+
+
+def _object_warnings(objects: Iterable[Object]) -> list[str]:
+    sharded: list[str] = []
+    meta: list[str] = []
+    for entry in objects:
+        names = {name for node in stubs.walk(entry.value) if (name := stub_name(node))}
+        if any(n.startswith("torch.distributed.") and n.endswith((".DTensor", ".ShardedTensor")) for n in names):
+            sharded.append(entry.name)
+        if "torch._utils._rebuild_meta_tensor_no_storage" in names:
+            meta.append(entry.name)
+    said = []
+    if sharded:
+        said.append(
+            f"this file is one rank's part of a sharded checkpoint: {len(sharded)} entries are DTensor or "
+            f"ShardedTensor objects, kept as they are: {some(sharded)}"
+        )
+    if meta:
+        said.append(f"{len(meta)} tensors are on the meta device and have no values: {some(meta)}")
+    return said
+
+
+Span = tuple[int, int, Ints | None]
+"""What a tensor uses of a storage: offset and number of bytes, and strides."""
+
+
+def span_of(extent: Extent) -> Span:
+    """What tells two views of one storage apart. Pure."""
+    return extent.offset, extent.nbytes, extent.strides
+
+
+def storage_warnings(storages: list[tuple[str, int, int]], used: dict[int, set[Span]]) -> list[str]:
+    """About storages, each `(name, offset, nbytes)`, that do not match the spans used of them by offset. Pure."""
+    larger: list[str] = []
+    unused: list[str] = []
+    shared: list[str] = []
+    slack = waste = twice = 0
+    for name, offset, nbytes in storages:
+        spans = used.get(offset)
+        if spans is None:
+            unused.append(name)
+            waste += nbytes
+            continue
+        bytes_used = covered(spans)
+        if nbytes > bytes_used:
+            larger.append(name)
+            slack += nbytes - bytes_used
+        if len(spans) > 1 and (again := sum(size for _, size, _ in spans) - bytes_used) > 0:
+            shared.append(name)
+            twice += again
+    said = []
+    if larger:
+        said.append(
+            f"{len(larger)} storages are larger than the tensors that use them, by {slack} bytes: {some(larger)}"
+        )
+    if shared:
+        said.append(
+            f"tensors overlap in {len(shared)} storages without being the same; each is written by itself, "
+            f"{twice} bytes more than here: {some(shared)}"
+        )
+    if unused:
+        said.append(f"{len(unused)} storages of {waste} bytes belong to no tensor: {some(unused)}")
+    return said
+
+
+def covered(spans: Iterable[Span]) -> int:
+    """Bytes that are in at least one span. Pure."""
+    total, end = 0, 0
+    for offset, nbytes, _ in sorted(spans, key=lambda span: span[:2]):
+        total += max(0, offset + nbytes - max(offset, end))
+        end = max(end, offset + nbytes)
+    return total
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+
+class Slots:
+    """Gives each tensor of a catalogue its storage, numbered in the order in which the pickle mentions them; tied ones
+    share it. `shape_of` says how much of a tensor this file has, all of it when that is not given."""
+
+    def __init__(self, catalogue: Catalogue, shape_of: Callable[[Tensor], Ints] = lambda tensor: tensor.shape) -> None:
+        self._catalogue = catalogue
+        self._shape_of = shape_of
+        self._keys: dict[Path, str] = {}
+
+    def of(self, value: Any) -> Slot | None:
+        """For `torchzipwriter.lay_out`: the slot of a tensor, or of what a link refers to."""
+        if isinstance(value, Tensor):
+            return self._slot(value, bare=False)
+        if isinstance(value, Link):
+            tensor = self._catalogue.entries.get(value.path)
+            if not isinstance(tensor, Tensor):
+                raise LossError(
+                    f"an object needs the tensor `{dotted(value.path)}`, which is left out",
+                    hint="keep both or leave both out", tensor=dotted(value.path),
+                )  # fmt: skip
+            return self._slot(tensor, bare=value.storage)
+        return None
+
+    def _slot(self, tensor: Tensor, *, bare: bool) -> Slot:
+        key = self._keys.setdefault(self._first(tensor).path, str(len(self._keys)))
+        return Slot(key, tensor.dtype, self._shape_of(tensor), bare)
+
+    def _first(self, tensor: Tensor) -> Tensor:
+        while tensor.alias is not None:
+            tensor = self._catalogue.tensor(tensor.alias)
+        return tensor
+
+    def key(self, tensor: Tensor) -> str | None:
+        """The storage of a tensor; None for one that this file does not mention, such as an embedded one that no object
+        refers to."""
+        return self._keys.get(self._first(tensor).path)

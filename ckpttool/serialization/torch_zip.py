@@ -1,0 +1,326 @@
+"""A torch.save archive at (file, offset): its records as extents. `torchzipwriter` writes one.
+
+    [local header, name, padding][payload][descriptor]   for each record:
+        <root>/  data.pkl  .format_version  .storage_alignment  byteorder  data/0 ...  version  .data/serialization_id
+    [central directory][zip64 end][zip64 locator][end]
+
+Upstream: `caffe2/serialize/inline_container.cc` (PyTorchStreamWriter) over miniz. Seen: torch 1.6 to 2.15. A `.distcp`
+item of DCP is a whole such archive with the root `archive`, so everything here works at an offset inside a file.
+CRCs and sizes in local headers are zero; the central directory has them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpttool.catalogue import boxes
+from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.dtypes import Dtype
+from ckpttool.catalogue.entries import Extent, Record
+from ckpttool.errors import CorruptError
+from ckpttool.serialization import pickle_opcodes as opcodes
+from ckpttool.serialization import torch_pickle as torchpickle
+from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
+from ckpttool.storage.crc import crc32
+
+Read = Callable[[int, int], bytes]
+"""`read(offset, nbytes)` of the file that the archive lies in, absolute offsets."""
+
+END = struct.Struct("<4s4H2LH")
+END64 = struct.Struct("<4sQ2H2L4Q")
+LOCATOR64 = struct.Struct("<4sLQL")
+CENTRAL = struct.Struct("<4s6H3L5H2L")
+LOCAL = struct.Struct("<4s5H3L2H")
+_TAIL = 4096  # the end records and the central directory of a small archive, in one read
+ALIGNMENT = 64
+MAX_DIRECTORY = 1 << 28  # bytes: three million records
+MAX_NAME = 4096  # bytes of a record's name
+_WINDOW = 1 << 20
+_MAX_WORD = 16  # bytes of `byteorder`
+_ENCRYPTED = 0x2041  # bits of the flags: the record, strongly, or its header
+_GAP = 1 << 16  # bytes between two records: a descriptor, and a field that `zip` adds to local headers only
+
+
+@dataclass(slots=True)
+class Archive:
+    """An archive that was opened: `records["data/0"]` is its place, absolute in the file, with its CRC."""
+
+    name: str  # for errors
+    file: int
+    base: int
+    root: str
+    records: dict[str, Record]
+    read: Read
+    end: int  # of the payloads, absolute: where the directory begins
+    swapped: bool = False
+    has_crcs: bool = True
+    _payloads: dict[str, Record] = field(default_factory=dict)
+
+    def payload(self, record: str) -> Record:
+        """Where the bytes of a record lie, once its local header has been read."""
+        found = self._payloads.get(record)
+        if found is None:
+            listed = self.records.get(record)
+            if listed is None:
+                raise CorruptError(f"{self.name}: has no record `{record}`", hint="the file is incomplete")
+            found = self._payloads[record] = _locate(self, record, listed)
+        return found
+
+    @property
+    def located(self) -> Collection[str]:
+        """The records that somebody has asked for."""
+        return self._payloads.keys()
+
+    def content(self, record: str) -> bytes:
+        """The bytes of a small record. Raises CorruptError when they are not those that the writer made the CRC of."""
+        at = self.payload(record)
+        data = self.read(at.offset, at.nbytes)
+        if at.crc and (found := crc32(data)) != at.crc:
+            raise CorruptError(
+                f"{self.name}: record `{record}` has CRC {found:08x}, but the writer left {at.crc:08x}",
+                hint="its bytes changed after they were written; take another copy of the checkpoint",
+                found=f"{found:08x}", expected=f"{at.crc:08x}",
+            )  # fmt: skip
+        return data
+
+    def extent(self, ref: TensorRef | StorageRef, folder: str = "data") -> Extent:
+        """Where the elements of a tensor (or of a bare storage) lie. Raises CorruptError when the storage is short.
+
+        The storages of a TorchScript file's constants are in a `folder` of their own.
+        """
+        if isinstance(ref, StorageRef):
+            record = self.payload(f"{folder}/{ref.key}")
+            self._check_size(ref, record)
+            swap = ("swap",) if self.swapped and ref.dtype and ref.dtype.word > 1 else ()
+            return Extent(self.file, record.offset, ref.nbytes, None, swap, record)
+        if 0 in ref.shape:
+            return Extent(self.file, self.base, 0)
+        record = self.payload(f"{folder}/{ref.storage.key}")
+        self._check_size(ref.storage, record)
+        plain = boxes.is_row_major(ref.shape, ref.strides)
+        elements = boxes.span(ref.shape, ref.strides)
+        codec = ref.codec
+        if self.swapped and ref.dtype.word > 1:
+            codec = ("swap", *codec)
+        return Extent(
+            self.file, record.offset + ref.offset * ref.dtype.itemsize, elements * ref.dtype.itemsize,
+            None if plain else ref.strides, codec, record,
+        )  # fmt: skip
+
+    def _check_size(self, storage: StorageRef, record: Record) -> None:
+        if record.nbytes < storage.nbytes:
+            raise CorruptError(
+                f"{self.name}: record `data/{storage.key}` has {record.nbytes} bytes, but its storage needs "
+                f"{storage.nbytes}",
+                hint="the file is truncated or was changed after it was written",
+                found=record.nbytes, expected=storage.nbytes,
+            )  # fmt: skip
+
+
+def _not_an_archive(name: str, why: str) -> CorruptError:
+    return CorruptError(f"{name}: not a whole torch.save archive: {why}", hint="the file is truncated or damaged")
+
+
+def open_archive(read: Read, base: int, length: int, *, name: str, file: int = 0) -> Archive:
+    """The archive in `length` bytes at `base`. Raises CorruptError when it is not one, or not whole."""
+    if length < END.size:
+        raise _not_an_archive(name, f"it has {length} bytes")
+    tail_at = max(0, length - _TAIL)
+    tail = read(base + tail_at, length - tail_at)
+    end = len(tail) - END.size
+    if tail[end : end + 4] != b"PK\5\6":
+        end = tail.rfind(b"PK\5\6")
+        if end < 0 or end + END.size > len(tail):
+            raise _not_an_archive(name, "no end record")
+    _, disk, _, _, count, size, at, comment = END.unpack_from(tail, end)
+    if disk or comment or end + END.size != len(tail):
+        raise _not_an_archive(name, "bytes after the end record")
+    said, behind = (count, size, at), tail_at + end
+    if end >= LOCATOR64.size and tail[end - LOCATOR64.size : end - LOCATOR64.size + 4] == b"PK\6\7":
+        at64 = LOCATOR64.unpack_from(tail, end - LOCATOR64.size)[2]
+        if at64 + END64.size > length:
+            raise _not_an_archive(name, "its zip64 end record is outside")
+        data = tail[at64 - tail_at :] if at64 >= tail_at else read(base + at64, END64.size)
+        if len(data) < END64.size or data[:4] != b"PK\6\6":
+            raise _not_an_archive(name, "no zip64 end record")
+        count, size, at = END64.unpack_from(data)[7:]
+        full = (0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF)
+        if any(short not in (wide, most) for short, wide, most in zip(said, (count, size, at), full, strict=True)):
+            raise _not_an_archive(name, "its two end records differ")
+        behind = at64
+    if at + size > length or count * CENTRAL.size > size:
+        raise _not_an_archive(name, "its directory is outside")
+    if at + size != behind:
+        # Other readers could take what is between for the directory, or for another archive.
+        raise _not_an_archive(name, f"its directory ends at {at + size}, but the end record is at {behind}")
+    if size > MAX_DIRECTORY:
+        raise _not_an_archive(name, f"its directory has {size} bytes, more than {MAX_DIRECTORY}")
+    directory = tail[at - tail_at : at - tail_at + size] if at >= tail_at else read(base + at, size)
+    records, root = _read_directory(directory, count, name, base, file, at)
+    archive = Archive(name, file, base, root, records, read, base + at)
+    archive.has_crcs = any(r.crc for r in records.values())
+    return archive
+
+
+def _read_directory(
+    directory: bytes, count: int, name: str, base: int, file: int, limit: int
+) -> tuple[dict[str, Record], str]:
+    records: dict[str, Record] = {}
+    root: str | None = None
+    at = 0
+    taken: list[tuple[int, int]] = []
+    strays: list[str] = []
+    for _ in range(count):
+        if at + CENTRAL.size > len(directory):
+            raise _not_an_archive(name, "its directory is cut")
+        (
+            signature, _, _, flags, method, _, _, crc, packed, nbytes, name_len, extra_len, comment_len, *_, offset
+        ) = CENTRAL.unpack_from(directory, at)  # fmt: skip
+        if signature != b"PK\1\2":
+            raise _not_an_archive(name, "its directory is damaged")
+        at += CENTRAL.size
+        spelt = directory[at : at + name_len]
+        record = spelt.decode("utf-8", "replace")
+        extra = directory[at + name_len : at + name_len + extra_len]
+        at += name_len + extra_len + comment_len
+        if 0xFFFFFFFF in (packed, nbytes, offset):
+            packed, nbytes, offset = _zip64(extra, packed, nbytes, offset, name)
+        top, _, short = record.partition("/")
+        if root is None:
+            root = top
+        taken.append((offset, offset + LOCAL.size + name_len + packed))
+        if top != root or not short:
+            strays.append(record)
+            # A stray record beside the root is no part of the checkpoint.
+            continue
+        if not short.isprintable() or "\\" in short or name_len > MAX_NAME or _climbs(short) or "\ufffd" in short:
+            raise CorruptError(f"{name}: a record has the name `{short:.80}`, which no record of torch has")
+        if flags & _ENCRYPTED:
+            raise CorruptError(f"{name}: record `{short}` is encrypted", hint="torch cannot read it either")
+        if short in records:
+            raise CorruptError(f"{name}: two records are called `{short}`")
+        if offset + LOCAL.size > limit:
+            raise _not_an_archive(name, f"record `{short}` is outside")
+        if method == 0 and packed != nbytes:
+            raise CorruptError(f"{name}: record `{short}` has {packed} bytes, but says {nbytes}")
+        if method == 0 and offset + LOCAL.size + name_len + nbytes > limit:
+            raise _not_an_archive(name, f"record `{short}` is outside")
+        # Deflated code of a TorchScript file is listed and never read.
+        records[short] = Record(file, base + offset, nbytes if method == 0 else -1, crc)
+    if at != len(directory):
+        raise _not_an_archive(name, f"its directory has more than the {count} records that it says")
+    _check_apart(taken, limit, name)
+    _check_one(records, strays, name)
+    return records, root or ""
+
+
+def _climbs(short: str) -> bool:
+    return short[0] == "/" or (".." in short and ".." in short.split("/"))
+
+
+def _check_apart(taken: list[tuple[int, int]], limit: int, name: str) -> None:
+    """Records lie one behind the other, from the first byte on: what reads from the front finds the same ones."""
+    before = 0
+    for start, end in sorted(taken):
+        if start < before:
+            raise CorruptError(f"{name}: two of its records overlap at byte {start}", found=start, expected=before)
+        if start - before > (_GAP if before else 0):
+            raise _not_an_archive(name, f"{start - before} bytes before {start} are in no record")
+        before = end
+    if limit - before > _GAP:
+        raise _not_an_archive(name, f"{limit - before} bytes before its directory are in no record")
+
+
+def _check_one(records: dict[str, Record], strays: list[str], name: str) -> None:
+    """Other readers ignore case, or take the first root that has one."""
+    if second := next((s for s in strays if s.lower().rpartition("/")[2] == "data.pkl"), None):
+        raise CorruptError(f"{name}: has a second pickle, `{second}`: which is meant cannot be told", found=second)
+    lowered: dict[str, str] = {}
+    for short in records:
+        if lowered.setdefault(short.lower(), short) != short:
+            raise CorruptError(f"{name}: two records are called `{short}`, but for capitals", found=short)
+
+
+def _zip64(extra: bytes, packed: int, nbytes: int, offset: int, name: str) -> tuple[int, int, int]:
+    at = 0
+    while at + 4 <= len(extra):
+        kind, size = struct.unpack_from("<HH", extra, at)
+        if kind == 1:
+            data = extra[at + 4 : at + 4 + size]
+            # A field that is cut says less than it promises.
+            words = len(data) // 8
+            wide = iter(struct.unpack(f"<{words}Q", data[: words * 8]))
+            nbytes, packed, offset = (next(wide, -1) if v == 0xFFFFFFFF else v for v in (nbytes, packed, offset))
+            if min(nbytes, packed, offset) < 0:
+                break
+            return packed, nbytes, offset
+        at += 4 + size
+    raise _not_an_archive(name, "a zip64 field is missing")
+
+
+def _locate(archive: Archive, record: str, listed: Record) -> Record:
+    if listed.nbytes < 0:
+        raise CorruptError(
+            f"{archive.name}: record `{record}` is compressed, which torch never does",
+            hint="somebody packed it again: unpack it, and pack it with `zip -0`",
+        )
+    full = f"{archive.root}/{record}".encode()
+    head = archive.read(listed.offset, min(LOCAL.size + len(full), archive.end - listed.offset))
+    if len(head) < LOCAL.size:
+        raise CorruptError(f"{archive.name}: record `{record}` has no local header at {listed.offset}")
+    signature, _, _, method, _, _, crc, packed, nbytes, name_len, extra_len = LOCAL.unpack_from(head)
+    # Writers that do not know yet leave zeros, and those of large records a mark.
+    if crc not in (0, listed.crc) or not {packed, nbytes} <= {0, 0xFFFFFFFF, listed.nbytes}:
+        raise CorruptError(
+            f"{archive.name}: the local header of record `{record}` gives another size or CRC than the directory",
+            hint="the file was put together by hand; other readers see something else in it",
+        )
+    if signature != b"PK\3\4" or method != 0 or name_len != len(full) or head[LOCAL.size :] != full:
+        raise CorruptError(f"{archive.name}: record `{record}` has no local header at {listed.offset}")
+    offset = listed.offset + LOCAL.size + name_len + extra_len
+    if offset + listed.nbytes > archive.end:
+        raise _not_an_archive(archive.name, f"record `{record}` is outside")
+    # Writers leave 0 when they were told not to compute CRCs, or not to write data (`skip_data`). A record whose CRC
+    # is really 0 goes unchecked.
+    return Record(listed.file, offset, listed.nbytes, listed.crc if listed.crc or not listed.nbytes else None)
+
+
+def load_tree(archive: Archive) -> Any:
+    """The tree of the archive's `data.pkl`, with a `TensorRef` for each tensor; see `torchpickle`."""
+    if "data.pkl" not in archive.records:
+        raise CorruptError(f"{archive.name}: a zip file without `data.pkl`", hint="not made by torch.save")
+    if "byteorder" in archive.records:
+        if (nbytes := archive.payload("byteorder").nbytes) > _MAX_WORD:
+            raise CorruptError(f"{archive.name}: byte order of {nbytes} bytes is neither `little` nor `big`")
+        order = archive.content("byteorder")
+        if order not in (b"little", b"big"):
+            raise CorruptError(f"{archive.name}: byte order {order!r} is neither `little` nor `big`")
+        archive.swapped = order == b"big"
+    at = archive.payload("data.pkl")
+    if at.nbytes > _WINDOW:
+        try:
+            opcodes.check_beginning(archive.read(at.offset, _WINDOW), at.nbytes)
+        except CorruptError as error:
+            raise CorruptError(f"{archive.name}: data.pkl: {error.message}", **error.facts) from None
+    return torchpickle.load(archive.content("data.pkl"), f"{archive.name}: data.pkl")
+
+
+# One tensor: an item of DCP -------------------------------------------------------------------------------------------
+
+
+def resolve_item(read: Read, base: int, length: int, *, name: str, file: int, dtype: Dtype, sizes: Ints) -> Extent:
+    """The extent of the one tensor in a DCP item. Raises CorruptError when it is not what the metadata says."""
+    archive = open_archive(read, base, length, name=name, file=file)
+    ref = load_tree(archive)
+    if not isinstance(ref, TensorRef):
+        raise CorruptError(f"{name}: holds a value where the metadata says a tensor")
+    if ref.shape != sizes or ref.dtype != dtype:
+        raise CorruptError(
+            f"{name}: holds {ref.dtype} {list(ref.shape)}, but the metadata says {dtype} {list(sizes)}",
+            hint="the data file and `.metadata` are not of the same save",
+            found=f"{ref.dtype} {list(ref.shape)}", expected=f"{dtype} {list(sizes)}",
+        )  # fmt: skip
+    return archive.extent(ref)

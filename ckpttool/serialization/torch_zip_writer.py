@@ -1,0 +1,221 @@
+"""A torch.save archive laid out with holes to fill: everything but the payloads is known before they are copied.
+
+    pieces      what is known now: local headers, `data.pkl`, `version`, ...
+    storages    where each payload goes
+    patches     what depends on the payloads' CRCs: a descriptor behind each, the central directory
+
+As torch 2.7 and later write it; see `torchzip` for the parts of an archive, and where they come from.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from ckpttool.catalogue.entries import Link, Object, Record
+from ckpttool.catalogue.protocols import Loss
+from ckpttool.errors import LossError
+from ckpttool.serialization import pickler as picklewriter
+from ckpttool.serialization import torch_pickle as torchpickle
+from ckpttool.serialization.torch_pickle import Around, Slot
+from ckpttool.serialization.torch_zip import ALIGNMENT, CENTRAL, END, END64, LOCAL, LOCATOR64
+from ckpttool.storage.crc import crc32
+
+
+@dataclass(slots=True)
+class Layout:
+    """An archive laid out at `base`, payloads still empty.
+
+    `pieces` are the bytes that are known now, `(offset, data)`; `storages[key]` is where each payload goes; `size` is
+    that of the whole archive. `patches` gives what depends on the payloads.
+    """
+
+    base: int
+    size: int
+    pieces: list[tuple[int, bytes]]
+    storages: dict[str, Record]
+    _directory: _Directory
+
+    def patches(self, crc_of: Callable[[Record], int]) -> list[tuple[int, bytes]]:
+        """Descriptors and central directory, once the CRC of each storage is known."""
+        return self._directory.patches(crc_of)
+
+
+class _Columns(NamedTuple):
+    """Where the records of an archive lie within it. Columns, which the archives of many ranks share: one record of
+    each of 256 ranks and 4,000 tensors is a million."""
+
+    names: bytes  # with a newline between two
+    headers: array[int]
+    payloads: array[int]
+    nbytes: array[int]
+    locals: bytes  # the local headers, one behind the other
+    ends: array[int]  # of each of them there
+    end: int
+
+
+class _Directory:
+    """What is said of each record after its payload: its descriptor, and its entry in the central directory."""
+
+    def __init__(self, base: int, file: int, columns: _Columns, known: dict[int, int]) -> None:
+        self._base, self._file, self._columns, self._known = base, file, columns, known
+
+    def size(self) -> int:
+        return len(self._bytes([0] * len(self._columns.headers)))
+
+    def patches(self, crc_of: Callable[[Record], int]) -> list[tuple[int, bytes]]:
+        base, columns, known = self._base, self._columns, self._known
+        crcs: list[int] = []
+        made: list[tuple[int, bytes]] = []
+        for i, (header, at, nbytes) in enumerate(
+            zip(columns.headers, columns.payloads, columns.nbytes, strict=True)
+        ):  # fmt: skip
+            crc = known.get(i)
+            if crc is None:
+                crc = crc_of(Record(self._file, base + at, nbytes)) if nbytes else 0
+            crcs.append(crc)
+            if nbytes:
+                made.append((base + at + nbytes, _descriptor(crc, nbytes, header)))
+        made.append((base + columns.end, self._bytes(crcs)))
+        return made
+
+    def _bytes(self, crcs: Sequence[int]) -> bytes:
+        out = bytearray()
+        columns = self._columns
+        names = columns.names.split(b"\n")
+        for name, crc, nbytes, header in zip(names, crcs, columns.nbytes, columns.headers, strict=True):
+            extra = b""
+            if nbytes >= 0xFFFFFFFF or header >= 0xFFFFFFFF:
+                large = [v for v in (nbytes, nbytes, header) if v >= 0xFFFFFFFF]
+                extra = struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large)
+            size, at = min(nbytes, 0xFFFFFFFF), min(header, 0xFFFFFFFF)
+            out += CENTRAL.pack(
+                b"PK\1\2", 0, 0, _flags(nbytes), 0, 0, 0, crc, size, size, len(name), len(extra), 0, 0, 0, 0, at
+            )  # fmt: skip
+            out += name + extra
+        start, end64 = columns.end, columns.end + len(out)
+        n, size = len(names), len(out)
+        out += END64.pack(b"PK\6\6", END64.size - 12, 0x031E, 0x2D, 0, 0, n, n, size, start)
+        out += LOCATOR64.pack(b"PK\6\7", 0, end64, 1)
+        out += END.pack(
+            b"PK\5\6", 0, 0, min(n, 0xFFFF), min(n, 0xFFFF), min(size, 0xFFFFFFFF), min(start, 0xFFFFFFFF), 0
+        )
+        return bytes(out)
+
+
+def _descriptor(crc: int, nbytes: int, header: int) -> bytes:
+    large = nbytes >= 0xFFFFFFFF or header >= 0xFFFFFFFF
+    return struct.pack("<4sLQQ" if large else "<4sLLL", b"PK\7\10", crc, nbytes, nbytes)
+
+
+_crc = lru_cache(maxsize=4096)(crc32)
+
+
+def lay_out(
+    tree: Any,
+    slot_of: Callable[[Any], Slot | None],
+    *,
+    base: int = 0,
+    file: int = 0,
+    root: str,
+    around: Callable[[Any], Around | None] | None = None,
+) -> Layout:
+    """Lay out an archive of `tree` at `base` of a file. `slot_of` says which values are tensors, and `around` what is
+    written around one; see `torchpickle`.
+
+    Storages follow in the order in which the pickle first mentions them, 64-byte aligned within the archive, as torch
+    2.7 and later write them.
+    """
+    sizes: dict[str, int] = {}
+
+    def noting(value: Any) -> Slot | None:
+        slot = slot_of(value)
+        if slot is not None:
+            sizes.setdefault(slot.key, slot.numel * slot.dtype.itemsize)
+        return slot
+
+    data = torchpickle.dump(tree, noting, around)
+    before = {
+        "data.pkl": data,
+        ".format_version": b"1",
+        ".storage_alignment": str(ALIGNMENT).encode(),
+        "byteorder": b"little",
+    }
+    after = {"version": b"3\n", ".data/serialization_id": _serialization_id(data)}
+    names = (*before, *(f"data/{key}" for key in sizes), *after)
+    columns = _arranged(root, names, (*map(len, before.values()), *sizes.values(), *map(len, after.values())))
+
+    known: dict[int, int] = {}
+    pieces: list[tuple[int, bytes]] = []
+    contents = [*before.values(), *[None] * len(sizes), *after.values()]
+    begin = 0
+    for i, (content, end) in enumerate(zip(contents, columns.ends, strict=True)):
+        pieces.append((base + columns.headers[i], columns.locals[begin:end]))
+        begin = end
+        if content is not None:
+            known[i] = _crc(content)
+            pieces.append((base + columns.payloads[i], content))
+    storages = {
+        key: Record(file, base + columns.payloads[i], nbytes, None if nbytes else 0)
+        for i, (key, nbytes) in enumerate(sizes.items(), len(before))
+    }
+    directory = _Directory(base, file, columns, known)
+    return Layout(base, columns.end + directory.size(), pieces, storages, directory)
+
+
+# Most ranks of a checkpoint have archives that differ in a few bytes of the pickle and in nothing else.
+@lru_cache(maxsize=4)
+def _arranged(root: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> _Columns:
+    headers, payloads, ends = array("q"), array("q"), array("q")
+    spelt = [f"{root}/{name}".encode() for name in names]
+    heads = bytearray()
+    at = 0
+    for name, nbytes in zip(spelt, sizes, strict=True):
+        header, payload = _local_header(name, at, nbytes)
+        heads += header
+        headers.append(at)
+        payloads.append(payload)
+        ends.append(len(heads))
+        at = payload + nbytes + (len(_descriptor(0, nbytes, at)) if nbytes else 0)
+    return _Columns(b"\n".join(spelt), headers, payloads, array("q", sizes), bytes(heads), ends, at)
+
+
+def losses(objects: Iterable[Object]) -> list[Loss]:
+    """Values that pickle has no words for; a link is written as the tensor that it refers to."""
+    found = []
+    for entry in objects:
+        try:
+            picklewriter.dump(entry.value, leaf=lambda writer, value: isinstance(value, Link))
+        except LossError as error:
+            found.append(Loss(entry.name, error.message))
+    return found
+
+
+def _serialization_id(data: bytes) -> bytes:
+    # torch makes this of the names and CRCs; it tells one save from another and nothing reads it back.
+    from hashlib import sha256
+
+    digest = int.from_bytes(sha256(data).digest()[:17], "big")
+    return f"{digest:040d}"[-40:].encode()
+
+
+def _flags(nbytes: int) -> int:
+    # UTF-8 names; and, but for empty records, sizes in a descriptor behind the payload.
+    return 0x0808 if nbytes else 0x0800
+
+
+def _local_header(name: bytes, at: int, nbytes: int) -> tuple[bytes, int]:
+    """The local header of a record at `at`, and where its payload starts, both within the archive."""
+    zip64 = b""
+    if nbytes >= 0xFFFFFFFF or at >= 0xFFFFFFFF:
+        values = [v for v in (nbytes, nbytes, at) if v >= 0xFFFFFFFF]
+        zip64 = struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values)
+    start = at + LOCAL.size + len(name) + len(zip64) + 4
+    padding = -start % ALIGNMENT
+    extra = zip64 + struct.pack("<HH", 0x4246, padding) + b"Z" * padding
+    head = LOCAL.pack(b"PK\3\4", 0, _flags(nbytes), 0, 0, 0, 0, 0, 0, len(name), len(extra))
+    return head + name + extra, start + padding

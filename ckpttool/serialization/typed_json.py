@@ -1,0 +1,300 @@
+"""Any value of an object as JSON, and back exactly: what a whole training state keeps beside its tensors.
+
+What JSON has is written plainly, so that a person can read it and `jq` can pick it apart:
+
+    null  true  3  0.001  -0.0  "text"  [..]  {"lr": 0.001}
+
+The rest is an object with a key that begins with `$`, which says what it is:
+
+    {"$float": "nan"}                  nan, inf, -inf; `nan:fff8000000000000` for the bits of another NaN
+    {"$int": "0x1f.."}                 an integer of more than 64 bits
+    {"$complex": [1.0, 0.0]}
+    {"$str": "7aCA"}                   text with lone surrogates: base64 of its UTF-8
+    {"$bytes": "AAE="}  {"$bytearray": "AAE="}
+    {"$tuple": [..]}  {"$size": [..]}  {"$set": [..]}  {"$frozenset": [..]}
+    {"$dict": [[key, value], ..]}      keys that are not strings, or a key that itself begins with `$`
+    {"$OrderedDict": [[key, value], ..], "attributes": {..}}
+    {"$name": [module, name]}          a class or an enum that a pickle only mentioned: `["torch", "float32"]`
+    {"$call": [module, name], "args": [..], "kwargs": {..}, "values": [..], "pairs": [[key, value], ..], "state": [..]}
+    {"$new": ..}                       an object of a class that was not imported, made by a call or by `__new__`;
+                                       "target" is the object that was called when that was not a name
+    {"$function": [module, name]}      a function that the unpickler answers itself: `["builtins", "set"]`
+    {"$tensor": [key, ..]}  {"$storage": [key, ..]}   the tensor at this path of the checkpoint
+
+Integers up to 64 bits are JSON numbers: Python reads them whole, a reader that makes doubles of them (JavaScript, jq
+before 1.7) rounds those beyond 2**53. What a pickle shared comes back as copies.
+"""
+
+from __future__ import annotations
+
+import struct
+from base64 import b64decode, b64encode
+from collections import OrderedDict
+from collections.abc import Callable
+from math import isfinite, isnan
+from typing import Any, NoReturn
+
+from ckpttool.catalogue import values as stubs
+from ckpttool.catalogue.entries import Link
+from ckpttool.catalogue.values import Known, Stub, TorchSize, is_stub_type, stub_type
+from ckpttool.errors import CorruptError, LossError
+from ckpttool.serialization import torch_pickle as torchpickle
+from ckpttool.serialization import unpickler as pickles
+
+MAX_DEPTH = 100
+MAX_VALUES = 10_000_000  # lists that hold one list twice, forty deep, would be 2**40 values once unshared
+
+_FUNCTIONS: dict[tuple[str, str], Known] = {**pickles.REAL, **torchpickle.KNOWN}
+_NAN = struct.pack(">d", float("nan"))
+
+
+def encode(value: Any, *, name: str = "value") -> Any:
+    """`value` as what `json.dumps` takes. `name` is what messages call it.
+
+    Raises LossError for a value that holds itself, is nested too deeply, or is none of `pickles`'s grammar.
+    """
+    return _Encoder(name).encode(value, 0)
+
+
+class _Encoder:
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._open: set[int] = set()  # the containers that we are inside of
+        self._count = 0
+
+    def encode(self, value: Any, depth: int) -> Any:
+        self._count += 1
+        if depth > MAX_DEPTH or self._count > MAX_VALUES:
+            what = f"is nested more than {MAX_DEPTH} deep" if depth > MAX_DEPTH else f"has over {MAX_VALUES} values"
+            raise LossError(f"`{self._name}` {what}: it cannot be written as JSON", name=self._name)
+        if not isinstance(value, (dict, list, tuple, set, frozenset, Stub)):
+            return self._leaf(value)
+        if id(value) in self._open:
+            raise LossError(
+                f"`{self._name}` cannot be written as JSON: a {_kind(value)} in it holds itself", name=self._name
+            )
+        self._open.add(id(value))
+        made = self._container(value, depth + 1)
+        self._open.remove(id(value))
+        return made
+
+    def _leaf(self, value: Any) -> Any:
+        match value:
+            case None | bool():
+                return value
+            case int():
+                return value if -(2**63) <= value < 2**64 else {"$int": hex(value)}
+            case float():
+                return value if isfinite(value) else {"$float": _spell_float(value)}
+            case complex():
+                return {"$complex": [self._leaf(value.real), self._leaf(value.imag)]}
+            case str():
+                return value if _is_text(value) else {"$str": _base64(value.encode("utf-8", "surrogatepass"))}
+            case bytes():
+                return {"$bytes": _base64(value)}
+            case bytearray():
+                return {"$bytearray": _base64(value)}
+        if is_stub_type(value):
+            return {"$name": [value.module, value.name]}
+        if isinstance(value, Known):
+            return {"$function": [value.module, value.name]}
+        raise LossError(f"`{self._name}` cannot be written as JSON: it holds a {_kind(value)}", name=self._name)
+
+    def _container(self, value: Any, depth: int) -> Any:
+        match value:
+            case Link():
+                return {"$storage" if value.storage else "$tensor": self._all(value.path, depth)}
+            case TorchSize():
+                return {"$size": self._all(value, depth)}
+            case tuple():
+                return {"$tuple": self._all(value, depth)}
+            case list():
+                return self._all(value, depth)
+            case set() | frozenset():
+                # Equal sets make equal files.
+                return {f"${type(value).__name__}": sorted(self._all(value, depth), key=repr)}
+            case OrderedDict():
+                made: dict[str, Any] = {"$OrderedDict": self._pairs(list(value.items()), depth)}
+                return made | {"attributes": self.encode(dict(vars(value)), depth)} if vars(value) else made
+            case dict() if all(type(k) is str and not k.startswith("$") and _is_text(k) for k in value):
+                return {k: self.encode(v, depth) for k, v in value.items()}
+            case dict():
+                return {"$dict": self._pairs(list(value.items()), depth)}
+        return self._stub(value, depth)
+
+    def _stub(self, stub: Stub, depth: int) -> Any:
+        made: dict[str, Any] = {f"${stub.how}": [type(stub).module, type(stub).name]}
+        if stub.target is not None:
+            made["target"] = self.encode(stub.target, depth)
+        if stub.args:
+            made["args"] = self._all(stub.args, depth)
+        if stub.kwargs:
+            made["kwargs"] = self.encode(stub.kwargs, depth)
+        if stub.values:
+            made["values"] = self._all(stub.values, depth)
+        if stub.pairs:
+            made["pairs"] = self._pairs(stub.pairs, depth)
+        if stub.state:
+            made["state"] = self._all(stub.state, depth)
+        return made
+
+    def _all(self, values: Any, depth: int) -> list[Any]:
+        return [self.encode(v, depth) for v in values]
+
+    def _pairs(self, pairs: list[tuple[Any, Any]], depth: int) -> list[Any]:
+        return [[self.encode(k, depth), self.encode(v, depth)] for k, v in pairs]
+
+
+def _kind(value: Any) -> str:
+    name = stubs.stub_name(value) or type(value).__name__
+    return f"`{name}`"
+
+
+def _is_text(value: str) -> bool:
+    return value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value)
+
+
+def _spell_float(value: float) -> str:
+    bits = struct.pack(">d", value)
+    return f"nan:{bits.hex()}" if isnan(value) and bits != _NAN else repr(value)
+
+
+def _base64(data: bytes | bytearray) -> str:
+    return b64encode(data).decode("ascii")
+
+
+# Back -----------------------------------------------------------------------------------------------------------------
+
+
+def decode(made: Any, *, name: str = "value") -> Any:
+    """The value that `encode` made this JSON of. Raises CorruptError for JSON that it does not make."""
+    try:
+        return _Decoder(name).decode(made)
+    except RecursionError:
+        raise CorruptError(f"{name}: nested too deeply") from None
+
+
+class _Decoder:
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._types: dict[tuple[str, str], type[Stub]] = {}
+
+    def decode(self, made: Any) -> Any:
+        if isinstance(made, list):
+            return [self.decode(v) for v in made]
+        if not isinstance(made, dict):
+            return made
+        tags = [k for k in made if k.startswith("$")]
+        if not tags:
+            return {k: self.decode(v) for k, v in made.items()}
+        read = _READERS.get(tags[0])
+        if len(tags) > 1 or read is None:
+            self._refuse(f"`{'`, `'.join(tags)}` is no kind of value", hint="it was written by a later ckpttool")
+        fields = {k: v for k, v in made.items() if k != tags[0]}
+        try:
+            if not fields.keys() <= _FIELDS.get(tags[0], set()):
+                raise TypeError
+            return read(self, made[tags[0]], fields)
+        except (TypeError, ValueError, OverflowError):
+            self._refuse(f"a malformed `{tags[0]}`")
+
+    def _refuse(self, why: str, hint: str | None = None) -> NoReturn:
+        raise CorruptError(f"{self._name}: {why}", hint=hint)
+
+    def all(self, made: Any) -> list[Any]:
+        if not isinstance(made, list):
+            raise TypeError
+        return [self.decode(v) for v in made]
+
+    def pairs(self, made: Any) -> list[tuple[Any, Any]]:
+        return [(self.decode(k), self.decode(v)) for k, v in made]
+
+    def function(self, made: Any) -> Known:
+        found = _FUNCTIONS.get(_two_names(made))
+        if found is None:
+            raise TypeError
+        return found
+
+    def type(self, made: Any) -> type[Stub]:
+        module, name = _two_names(made)
+        if (module, name) not in self._types:
+            try:
+                self._types[module, name] = stub_type(module, name)
+            except CorruptError as error:
+                self._refuse(error.message)
+        return self._types[module, name]
+
+    def object(self, how: str, made: Any, fields: dict[str, Any]) -> Stub:
+        kind = self.type(made)
+        stub = kind.__new__(kind, *self.all(fields.get("args", [])))
+        stub.how = how
+        stub.target = self.decode(fields.get("target"))
+        kwargs = self.decode(fields.get("kwargs", {}))
+        if not isinstance(kwargs, dict):
+            raise TypeError
+        stub.kwargs = kwargs
+        stub.values = self.all(fields.get("values", []))
+        stub.pairs = self.pairs(fields.get("pairs", []))
+        stub.state = self.all(fields.get("state", []))
+        return stub
+
+    def ordered(self, made: Any, fields: dict[str, Any]) -> OrderedDict[Any, Any]:
+        ordered: OrderedDict[Any, Any] = OrderedDict(self.pairs(made))
+        vars(ordered).update(attributes_of(self.decode(fields.get("attributes", {}))))
+        return ordered
+
+
+def attributes_of(made: Any) -> dict[str, Any]:
+    """Attributes that an OrderedDict can be given. Raises TypeError for others: one called `items` would hide it."""
+    if not isinstance(made, dict) or not all(isinstance(k, str) and not hasattr(OrderedDict, k) for k in made):
+        raise TypeError
+    return made
+
+
+def _two_names(made: Any) -> tuple[str, str]:
+    module, name = made
+    if not isinstance(module, str) or not isinstance(name, str):
+        raise TypeError
+    return module, name
+
+
+def _read_float(text: Any) -> float:
+    if not isinstance(text, str):
+        raise TypeError
+    if not text.startswith("nan:"):
+        return float(text)
+    bits = bytes.fromhex(text[4:])
+    if len(bits) != 8:
+        raise ValueError
+    value: float = struct.unpack(">d", bits)[0]
+    return value
+
+
+def _bytes(text: Any) -> bytes:
+    if not isinstance(text, str):
+        raise TypeError
+    return b64decode(text, validate=True)
+
+
+_READERS: dict[str, Callable[[_Decoder, Any, dict[str, Any]], Any]] = {
+    "$float": lambda d, made, _: _read_float(made),
+    "$int": lambda d, made, _: int(made, 16),
+    "$complex": lambda d, made, _: complex(*d.all(made)),
+    "$str": lambda d, made, _: _bytes(made).decode("utf-8", "surrogatepass"),
+    "$bytes": lambda d, made, _: _bytes(made),
+    "$bytearray": lambda d, made, _: bytearray(_bytes(made)),
+    "$tuple": lambda d, made, _: tuple(d.all(made)),
+    "$size": lambda d, made, _: TorchSize(d.all(made)),
+    "$set": lambda d, made, _: set(d.all(made)),
+    "$frozenset": lambda d, made, _: frozenset(d.all(made)),
+    "$dict": lambda d, made, _: dict(d.pairs(made)),
+    "$OrderedDict": lambda d, made, fields: d.ordered(made, fields),
+    "$name": lambda d, made, _: d.type(made),
+    "$call": lambda d, made, fields: d.object("call", made, fields),
+    "$new": lambda d, made, fields: d.object("new", made, fields),
+    "$function": lambda d, made, _: d.function(made),
+    "$tensor": lambda d, made, _: Link(tuple(d.all(made))),
+    "$storage": lambda d, made, _: Link(tuple(d.all(made)), storage=True),
+}
+_OBJECT_FIELDS = {"target", "args", "kwargs", "values", "pairs", "state"}
+_FIELDS = {"$call": _OBJECT_FIELDS, "$new": _OBJECT_FIELDS, "$OrderedDict": {"attributes"}}

@@ -1,0 +1,313 @@
+"""Pickles without execution: an unpickler that imports nothing and builds inert stubs.
+
+A pickle is a program for a stack machine. Ours runs on CPython's own machine, but every name that the program asks
+for (`find_class`) is answered with a class made on the spot that remembers how it was called and does nothing. The
+few names that are answered with something real are listed in `REAL` and checked there.
+
+Grammar of what comes back: Python's plain values (None, bool, int, float, complex, str, bytes, bytearray, tuple, list,
+dict, OrderedDict, set, frozenset), `TorchSize`, subclasses of `Stub` (a name that was only mentioned: a class, an enum
+member's class, `torch.float32`), instances of them (a name that was called), and what the caller's `known` names
+return.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import pickle
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import copy_context
+from itertools import chain
+from typing import Any
+
+from ckpttool.catalogue.values import Known, Stub, StubType, TorchSize, stub_type
+from ckpttool.errors import CkptError, CorruptError
+from ckpttool.serialization import pickle_opcodes as opcodes
+from ckpttool.serialization.allowance import copying, hashing, spend
+from ckpttool.serialization.unsafe_globals import is_harmful, noted
+
+
+def _encode(text: Any = "", encoding: Any = "latin1") -> bytes:
+    # How protocol 2 spells bytes. Any other codec could be made to do work (or to import).
+    if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
+        raise CorruptError("a pickle calls `_codecs.encode` in a way that pickle itself never does")
+    spend(len(text))
+    return text.encode("latin1")
+
+
+def _bytes(*args: Any) -> bytes:
+    # How protocol 2 spells b"".
+    if args:
+        raise CorruptError("a pickle calls `bytes` in a way that pickle itself never does")
+    return b""
+
+
+def _bytearray(*args: Any) -> bytearray:
+    # `bytearray(10**12)` would allocate a terabyte.
+    match args:
+        case ():
+            return bytearray()
+        case (bytes() as data,) | (bytearray() as data,):
+            spend(len(data))
+            return bytearray(data)
+        case (str() as text, str() as encoding) if encoding in ("latin1", "latin-1"):
+            spend(len(text))
+            return bytearray(text.encode("latin1"))
+    raise CorruptError("a pickle calls `bytearray` in a way that pickle itself never does")
+
+
+def _complex(*args: Any) -> complex:
+    if len(args) == 2 and all(isinstance(a, (int, float)) for a in args):
+        return complex(*args)
+    raise CorruptError("a pickle calls `complex` in a way that pickle itself never does")
+
+
+def _attribute(owner: Any, name: Any) -> Any:
+    # A nested class in protocol 2: `getattr(ShardedTensor, "ProcessGroupState")`.
+    if isinstance(owner, StubType) and isinstance(name, str):
+        return stub_type(owner.module, f"{owner.name}.{name}")
+    raise CorruptError("a pickle calls `getattr` on something that is not a class")
+
+
+def _list_of(kind: Callable[[Any], Any]) -> Callable[..., Any]:
+    def make(*args: Any) -> Any:
+        if not args:
+            return kind(())
+        if len(args) == 1 and isinstance(args[0], (list, tuple)):
+            hashing(args[0])
+            return kind(args[0])
+        raise CorruptError(f"a pickle calls `{kind.__name__}` in a way that pickle itself never does")
+
+    return make
+
+
+def _size(*args: Any) -> TorchSize:
+    if len(args) == 1 and isinstance(args[0], tuple) and all(isinstance(n, int) for n in args[0]):
+        spend(len(args[0]))
+        return TorchSize(args[0])
+    raise CorruptError("a pickle calls `torch.Size` in a way that pickle itself never does")
+
+
+class _Ordered(OrderedDict[Any, Any]):
+    """An OrderedDict whose attributes a pickle can set, but not so that they hide its methods."""
+
+    def __setstate__(self, state: Any) -> None:
+        if not isinstance(state, dict) or not all(isinstance(k, str) and not hasattr(OrderedDict, k) for k in state):
+            raise CorruptError("a pickle gives an `OrderedDict` attributes that it cannot have")
+        spend(len(state))
+        vars(self).update(state)
+
+
+def _ordered(*args: Any) -> OrderedDict[Any, Any]:
+    if not args:
+        return _Ordered()
+    if len(args) == 1 and isinstance(args[0], (list, tuple)) and all(
+        isinstance(p, (list, tuple)) and len(p) == 2 for p in args[0]
+    ):  # fmt: skip
+        hashing(pair[0] for pair in args[0])
+        return _Ordered(args[0])
+    raise CorruptError("a pickle calls `OrderedDict` in a way that pickle itself never does")
+
+
+REAL: dict[tuple[str, str], Known] = {
+    (module, name): Known(module, name, answer)
+    for module, name, answer in (
+        ("collections", "OrderedDict", _ordered),
+        ("_codecs", "encode", _encode),
+        ("torch", "Size", _size),
+        ("builtins", "set", _list_of(set)),
+        ("builtins", "frozenset", _list_of(frozenset)),
+        ("builtins", "bytes", _bytes),
+        ("builtins", "bytearray", _bytearray),
+        ("builtins", "complex", _complex),
+        ("builtins", "getattr", _attribute),
+    )
+}
+REAL |= {("__builtin__", known.name): known for (module, _), known in REAL.items() if module == "builtins"}
+
+_MANY = 100_000
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """For the length of a block that makes millions of objects that all stay: the collector would look through them
+    again and again (9.3 s -> 1.6 s)."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+        if was and gc.get_count()[0] > _MANY and not gc.get_freeze_count():
+            # Moves them to the oldest generation; as young ones they would be looked through twice yet. Not for a few,
+            # nor for what failed: the collector hardly ever looks there, and whoever reads many pickles would keep all.
+            gc.freeze()
+            gc.unfreeze()
+    finally:
+        if was:
+            gc.enable()
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(
+        self, stream: Any, known: Mapping[tuple[str, str], Any], persistent: Callable[[Any], Any] | None
+    ) -> None:
+        super().__init__(stream, encoding="latin1")
+        self._known = known
+        self._persistent = persistent
+        self._stubs: dict[tuple[str, str], type[Stub]] = {}
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        key = (module, name)
+        if key in self._known:
+            return self._known[key]
+        if key in REAL:
+            return REAL[key]
+        if key not in self._stubs:
+            self._stubs[key] = stub_type(module, name)
+            asked = noted.get()
+            if asked is not None and is_harmful(module, name):
+                asked.add(f"{module}.{name}")
+        return self._stubs[key]
+
+    def persistent_load(self, pid: Any, /) -> Any:
+        if self._persistent is None:
+            raise CorruptError("the pickle refers to something outside itself")
+        return self._persistent(pid)
+
+
+def load(
+    stream: io.BufferedIOBase | io.BytesIO | bytes,
+    *,
+    what: str,
+    known: Mapping[tuple[str, str], Any] | None = None,
+    persistent: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Read one pickle from `stream` without running anything in it; what follows it is left in the stream.
+
+    `what` names it for errors. `known` answers some names with something better than a stub; `persistent` answers
+    persistent ids. Raises CorruptError for anything that is not a whole pickle.
+    """
+    start = 0 if isinstance(stream, bytes) else stream.tell()
+    data = stream if isinstance(stream, bytes) else stream.read()
+    try:
+        end = opcodes.check(data)
+        if end is None:
+            raise CorruptError(f"{what}: not a whole pickle: it ends too early")
+        if not isinstance(stream, bytes):
+            stream.seek(start + end)
+        with no_garbage_collection(), copying(len(data)):
+            return _loaded(opcodes.tuples(data, end), _Unpickler(io.BytesIO(data), known or {}, persistent))
+    except CkptError as error:
+        if what in error.message:
+            raise
+        raise type(error)(f"{what}: {error.message}", hint=error.hint, **error.facts) from None
+    except RecursionError:
+        raise CorruptError(f"{what}: the pickle is nested too deeply") from None
+    except MemoryError:
+        raise CorruptError(f"{what}: the pickle asks for more memory than there is") from None
+    # The machine raises whatever the operation at hand raises when a pickle is cut or made up.
+    except Exception as error:
+        raise CorruptError(f"{what}: not a whole pickle: {error}".rstrip(".")) from None
+
+
+# Python's hash of a tuple calls itself for each tuple in it, in C and with nothing to stop it, until the stack is full:
+# a SIGSEGV at 100,000 or so. A key of fewer does no harm anywhere.
+MAX_NESTED = 2000
+_FEW_TUPLES = 20_000
+_LEVEL = 256  # bytes of stack that one takes, and as many to spare
+_stack_size = threading.Lock()
+
+
+def _loaded(count: int, unpickler: _Unpickler) -> Any:
+    """What the machine makes of a pickle of at most `count` tuples: if they are many, on a stack that all fit on."""
+    if count < _FEW_TUPLES:
+        return unpickler.load()
+    made: list[Any] = []
+    failed: list[BaseException] = []
+    context = copy_context()
+
+    def load() -> None:
+        try:
+            made.append(context.run(unpickler.load))
+            check_depths(made[0])
+        # Whatever it is, the thread that waits raises it.
+        except BaseException as error:
+            failed.append(error)
+
+    with _stack_size:
+        before = threading.stack_size((16 << 20) + (count * _LEVEL >> 12 << 12))
+        try:
+            thread = threading.Thread(target=load, name="unpickler", daemon=True)
+            thread.start()
+        except RuntimeError:
+            raise MemoryError from None
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    if failed:
+        raise failed[0]
+    return made[0]
+
+
+_LEAVES = frozenset({str, int, float, bool, type(None), bytes, StubType, Known})
+
+
+def check_depths(tree: Any) -> None:
+    """Raises CorruptError for tuples nested so deep that their hash would end the process: as a key, it was computed on
+    the stack above, but whoever puts it into another dict computes it again."""
+    seen: set[int] = set()
+    depths: dict[int, int] = {}
+    todo = [tree]
+    while todo:
+        node = todo.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        below: Iterable[Any]
+        kind = type(node)
+        if kind is list:
+            below = node
+        elif kind is dict:
+            below = (*node.values(), *node)
+        elif isinstance(node, Stub):
+            below = (node.target, node.args or None, node.kwargs or None, *node.state, *node.values)
+            if node.pairs:
+                below = chain(below, *node.pairs)
+        elif isinstance(node, tuple):
+            below = _inside(node, depths)
+        elif isinstance(node, dict):
+            below = (*node.values(), *node, *getattr(node, "__dict__", {}).values())
+        elif isinstance(node, (list, set, frozenset)):
+            below = node
+        else:
+            continue
+        todo += [value for value in below if type(value) not in _LEAVES]
+
+
+def _inside(top: tuple[Any, ...], depths: dict[int, int]) -> list[Any]:
+    """What is in a tuple and in the tuples in it; `depths` remembers how deep each is."""
+    below: list[Any] = []
+    if id(top) in depths:
+        return below
+    path, left, deepest = [top], [iter(top)], [1]
+    while path:
+        for item in left[-1]:
+            if not isinstance(item, tuple):
+                below.append(item)
+            elif id(item) in depths:
+                deepest[-1] = max(deepest[-1], depths[id(item)] + 1)
+            else:
+                path.append(item)
+                left.append(iter(item))
+                deepest.append(1)
+                break
+        else:
+            left.pop()
+            depth = depths[id(path.pop())] = deepest.pop()
+            if deepest:
+                deepest[-1] = max(deepest[-1], depth + 1)
+            if depth > MAX_NESTED:
+                raise CorruptError(f"tuples nested more than {MAX_NESTED} deep")
+    return below

@@ -1,0 +1,59 @@
+"""Names in pickles that run commands where they are loaded by others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from ckpttool.catalogue.values import Stub, StubType, walk
+
+# Names that run commands or code when called. They are never called here, but neither do we pass them on.
+_HARMFUL_MODULES = frozenset({
+    "os", "posix", "nt", "subprocess", "sys", "shutil", "socket", "runpy", "importlib", "pty", "ctypes", "code",
+    "commands", "webbrowser", "pip", "pdb", "bdb", "timeit", "cProfile", "profile", "asyncio", "multiprocessing",
+    "signal", "tempfile", "urllib", "http", "requests", "pickle", "_pickle", "marshal", "types", "operator", "imp",
+    "concurrent", "threading", "_thread", "builtins", "__builtin__",
+})  # fmt: skip
+_HARMLESS = frozenset({
+    *((m, n) for m in ("builtins", "__builtin__") for n in (
+        "int", "long", "float", "bool", "str", "unicode", "bytes", "list", "dict", "tuple", "set", "frozenset",
+        "bytearray", "complex", "object", "slice", "range", "xrange", "type", "NoneType", "Ellipsis", "NotImplemented",
+        "print", "len", "abs", "sum",
+        "min", "max", "sorted", "reversed", "enumerate", "zip", "map", "filter", "getattr",
+        "Exception", "ValueError", "KeyError", "RuntimeError", "TypeError",
+    )),
+    ("types", "SimpleNamespace"), ("types", "MappingProxyType"), ("operator", "itemgetter"),
+    ("operator", "attrgetter"), ("tempfile", "SpooledTemporaryFile"),
+})  # fmt: skip
+
+
+def is_harmful(module: str, name: str) -> bool:
+    """Whether loading a pickle that names this elsewhere could run a command. A courtesy, not a scanner: any name
+    of an unknown class can do that too."""
+    return module.partition(".")[0] in _HARMFUL_MODULES and (module, name) not in _HARMLESS
+
+
+def harmful_names(value: Any) -> set[str]:
+    """The names in this tree that `is_harmful` knows."""
+    found: set[str] = set()
+    for node in walk(value):
+        kind = node if isinstance(node, StubType) else type(node) if isinstance(node, Stub) else None
+        if kind is not None and is_harmful(kind.module, kind.name):
+            found.add(kind.full_name)
+    return found
+
+
+noted: ContextVar[set[str] | None] = ContextVar("noted", default=None)
+
+
+@contextmanager
+def noting_harm() -> Iterator[set[str]]:
+    """The harmful names that any pickle asks for which is loaded in the block, also those that leave no value."""
+    asked: set[str] = set()
+    token = noted.set(asked)
+    try:
+        yield asked
+    finally:
+        noted.reset(token)

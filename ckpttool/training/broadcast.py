@@ -1,0 +1,293 @@
+"""Strategy `broadcast`: rank 0 reads, the others receive, a module at a time.
+
+`set_model_state_dict` sends what a model can take as it is. For one call over the whole model it would keep every
+tensor that it sent alive on rank 0 (768 MiB for 768 MiB), so it is called for each module. What it cannot send (gloo
+has no 8-bit floats and no unsigned integers of 16 bits and more) and what FSDP1 keeps in pieces goes as bytes, in
+tiles of which each rank keeps its share. Sharded state of the optimizer, twice as much as the model, goes to each rank
+without what the others hold.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from math import prod
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from ckpttool.catalogue import boxes, dtypes
+from ckpttool.catalogue.boxes import Box
+from ckpttool.catalogue.entries import Tensor
+from ckpttool.training import collectives as agreement
+from ckpttool.training.contents import Shape
+from ckpttool.training.placements import Piece
+from ckpttool.training.read import Reader, empty, slices, tiles, torch_dtype
+
+# What neither gloo nor nccl is asked to send as it is.
+_AS_BYTES = ("float8", "float4", "uint16", "uint32", "uint64", "complex32", "bits", "int1", "uint1")
+_TILE = 16 << 20
+_BATCH = 32 << 20
+_SMALL = 1 << 16
+_ALIGNMENT = 64
+
+T = TypeVar("T")
+
+
+def travels(shape: Shape) -> bool:
+    """Whether torch can send a tensor of this dtype by gloo and by nccl."""
+    return not shape.dtype.startswith(_AS_BYTES)
+
+
+def _options() -> StateDictOptions:
+    # What is missing has been dealt with; a call has one module's tensors only, whatever is below it.
+    return StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=True, strict=False)
+
+
+def send_model(parts: Sequence[tuple[nn.Module, Sequence[tuple[str, Tensor | None]]]], reader: Reader | None) -> None:
+    """Fill parameters and buffers of modules, each with the names of those that it has itself. A collective: every rank
+    calls it with the same names, rank 0 with what to read."""
+
+    if reader is None:
+        for module, _ in parts:
+            agreement.first_reads(None)
+            _set(module, {})
+        return
+    rooms = (_Room(), _Room())
+    reads = [
+        _Whole(reader, names, rooms[i % 2] if _copies(module) else None) for i, (module, names) in enumerate(parts)
+    ]
+    with closing(ahead(reads)) as ready:
+        for (module, _), read in zip(parts, ready, strict=True):
+            _set(module, agreement.first_reads(read) or {})
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """Reads whole tensors of a module, by their names."""
+
+    reader: Reader
+    names: Sequence[tuple[str, Tensor | None]]
+    room: _Room | None  # None: memory of their own
+
+    def __call__(self) -> dict[str, torch.Tensor]:
+        there = [(name, tensor) for name, tensor in self.names if tensor is not None]
+        if self.room is None:
+            return {name: self.reader.whole(tensor) for name, tensor in there}
+        self.room.clear(sum(self.room.needs(tensor.nbytes) for _, tensor in there))
+        made: dict[str, torch.Tensor] = {}
+        for name, tensor in there:
+            made[name] = self.room.take(tensor.shape, torch_dtype(tensor.dtype, tensor.name))
+            self.reader.read(tensor, boxes.whole(tensor.shape), made[name])
+        return made
+
+
+class _Room:
+    """Memory that tensors are read into before they are sent, used again for the next but one: fresh memory, which the
+    system clears page by page, costs more than reading and sending."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._taken = 0
+
+    def needs(self, nbytes: int) -> int:
+        """What a tensor takes of it, as memory of torch's own begins."""
+        return -(-nbytes // _ALIGNMENT) * _ALIGNMENT if nbytes >= _SMALL else 0
+
+    def clear(self, nbytes: int) -> None:
+        """What was taken is not used any more, and so much will be."""
+        self._taken = 0
+        if len(self._memory) < nbytes:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # let go of the old before
+            self._memory = torch.empty(nbytes, dtype=torch.uint8)
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of values to come. A small one has memory of its own: one without dimensions is sent by pickle, with
+        all of the memory that it is a view of."""
+        nbytes = prod(shape) * dtype.itemsize
+        if not self.needs(nbytes):
+            return empty(shape, dtype)
+        start, self._taken = self._taken, self._taken + self.needs(nbytes)
+        return self._memory[start : start + nbytes].view(dtype).view(tuple(shape))
+
+
+def _copies(module: nn.Module) -> bool:
+    """Whether a module copies what it loads, as torch's do; one with a way of its own may keep it."""
+    hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
+    # FSDP2 gives each parameter's module one, which looks at the parameter only.
+    foreign = any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
+    return not foreign and type(module)._load_from_state_dict is nn.Module._load_from_state_dict
+
+
+def _set(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        set_model_state_dict(module, state, options=_options())
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A tensor that is sent, what this rank holds of it, and, on rank 0, where it is read."""
+
+    shape: Shape
+    held: Sequence[Piece]
+    tensor: Tensor | None
+
+
+def send_small(sent: Sequence[Sent], reader: Reader | None) -> None:
+    """Send small tensors that every rank holds whole (`step`), all in one message. A collective."""
+
+    def read() -> list[torch.Tensor]:
+        assert reader is not None
+        return [reader.whole(one.tensor) for one in sent if one.tensor is not None]
+
+    values = agreement.from_first(agreement.first_reads(read if reader is not None else None))
+    for value, one in zip(values, sent, strict=True):
+        for piece in one.held:
+            piece.memory.copy_(value[slices(piece.box, boxes.whole(value.shape))])
+
+
+def send_shares(sent: Sequence[Sent], reader: Reader | None) -> None:
+    """Send of each tensor to each rank what it holds of it, and nothing else, some tensors at a time. Rank 0 reads the
+    next ones, its own shares into their place, while some are on their way. A collective; by the CPU."""
+    everyone = agreement.to_first([[piece.box for piece in one.held] for one in sent])
+    batches = _batches(sent)
+    if reader is None or everyone is None:
+        for batch in batches:
+            agreement.first_reads(None)
+            _receive([(sent[i].shape, piece) for i in batch for piece in sent[i].held])
+        return
+    rooms = (_Room(), _Room())
+    others = list(enumerate(everyone))[1:]
+    reads = []
+    for number, batch in enumerate(batches):
+        wanted = [(sent[i], [(rank, box) for rank, of in others for box in of[i]]) for i in batch]
+        reads.append(_Shares(reader, wanted, rooms[number % 2]))
+    with closing(ahead(reads)) as ready:
+        for read in ready:
+            there = agreement.first_reads(read)
+            assert there is not None
+            for work in [dist.isend(memory, dst=rank) for rank, memory in there]:
+                work.wait()
+
+
+def _batches(sent: Sequence[Sent]) -> list[list[int]]:
+    """Numbers of tensors that are sent together: a message alone has to be waited for as long as a few MiB take."""
+    made: list[list[int]] = []
+    room = 0
+    for i, one in enumerate(sent):
+        nbytes = prod(one.shape.sizes) * dtypes.dtype(one.shape.dtype).itemsize
+        if nbytes > room:
+            made.append([])
+            room = _BATCH
+        made[-1].append(i)
+        room -= nbytes
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class _Shares:
+    """Reads what rank 0 holds of some tensors to where it belongs, and what others hold, as bytes, each with the rank
+    that it goes to."""
+
+    reader: Reader
+    wanted: Sequence[tuple[Sent, Sequence[tuple[int, Box]]]]
+    room: _Room
+
+    def __call__(self) -> list[tuple[int, torch.Tensor]]:
+        made: list[tuple[int, torch.Tensor]] = []
+        self.room.clear(sum(self._needs(one, to) for one, to in self.wanted))
+        for one, to in self.wanted:
+            tensor = one.tensor
+            assert tensor is not None
+            for piece in one.held:
+                self.reader.read(tensor, piece.box, piece.memory)
+            read: dict[Box, torch.Tensor] = {}
+            for rank, box in to:
+                if box not in read:
+                    read[box] = self.room.take(box[1], torch_dtype(tensor.dtype, tensor.name))
+                    self.reader.read(tensor, box, read[box])
+                made.append((rank, _bytes(read[box])))
+        return made
+
+    def _needs(self, one: Sent, to: Sequence[tuple[int, Box]]) -> int:
+        itemsize = dtypes.dtype(one.shape.dtype).itemsize
+        return sum(self.room.needs(prod(box[1]) * itemsize) for box in {box for _, box in to})
+
+
+def _receive(pieces: Sequence[tuple[Shape, Piece]]) -> None:
+    rooms = [_room_of(shape, piece) for shape, piece in pieces]
+    for work in [dist.irecv(_bytes(room), src=0) for room in rooms]:
+        work.wait()
+    for (_, piece), room in zip(pieces, rooms, strict=True):
+        if room is not piece.memory:
+            piece.memory.copy_(room)
+
+
+def _room_of(shape: Shape, piece: Piece) -> torch.Tensor:
+    """Where a piece is received: in its place, or, where that is of another dtype or has gaps, beside it."""
+    memory, kind = piece.memory, getattr(torch, shape.dtype)
+    if memory.dtype == kind and memory.is_contiguous() and memory.device.type == "cpu":
+        return memory
+    return empty(piece.box[1], kind)
+
+
+def _bytes(memory: torch.Tensor) -> torch.Tensor:
+    return memory.reshape(-1).view(torch.uint8)
+
+
+def ahead(reads: Iterable[Callable[[], T]]) -> Generator[Callable[[], T], None, None]:
+    """Each read, which is under way before it is asked for: a thread reads one while the one before is being sent."""
+    pool = ThreadPoolExecutor(1, "reading")
+    try:
+        pending: deque[Future[T]] = deque()
+        for read in reads:
+            pending.append(pool.submit(read))
+            if len(pending) > 1:
+                yield pending.popleft().result
+        while pending:
+            yield pending.popleft().result
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def send_pieces(shape: Shape, held: Sequence[Piece], tensor: Tensor | None, reader: Reader | None) -> None:
+    """Send a tensor of any dtype in tiles of bytes, of which each rank keeps what it holds. A collective."""
+    kind = dtypes.dtype(shape.dtype)
+    as_torch = torch_dtype(kind, tensor.name if tensor is not None else shape.dtype)
+    device = agreement.sending_device()
+    for tile in tiles(boxes.whole(shape.sizes), kind.itemsize, _TILE):
+        if 0 in tile[1]:
+            continue
+        made = empty(tile[1], as_torch)
+
+        def read(tile: Box = tile, made: torch.Tensor = made) -> None:
+            assert reader is not None and tensor is not None
+            reader.read(tensor, tile, made)
+
+        agreement.first_reads(read if reader is not None else None)
+        raw = made.reshape(-1).view(torch.uint8).to(device)
+        dist.broadcast(raw, src=0)
+        made = raw.view(as_torch).reshape(tile[1])
+        for piece in held:
+            shared = boxes.overlap(piece.box, tile)
+            if shared is not None:
+                piece.memory[slices(shared, piece.box)].copy_(made[slices(shared, tile)])
+
+
+def is_cut(value: Any) -> bool:
+    """Whether ranks hold different parts of a tensor, as its placements say on each of them alike."""
+    return isinstance(value, DTensor) and not all(placement.is_replicate() for placement in value.placements)
+
+
+def is_simple(value: Any) -> bool:
+    """Whether torch's functions take a tensor: a DTensor, or a plain one."""
+    return type(value) in (torch.Tensor, nn.Parameter, nn.Buffer) or isinstance(value, DTensor)

@@ -1,0 +1,62 @@
+"""Ends a training script at an error of the checkpoint's with two lines from one rank, not with a traceback from each.
+
+with ckpttool.exit_on_error():
+    ckpttool.load("run7/step-1000", model, optimizer)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from torch.distributed.distributed_c10d import _get_default_store
+
+from ckpttool.errors import CkptError
+from ckpttool.escapes import safe
+from ckpttool.training import collectives as agreement
+
+# Seconds in which rank 0 has the same error if it has it at all: what ckpttool raises, it raises on every rank.
+_WAIT = 10
+_KEY = "ckpttool/said"
+
+
+@contextmanager
+def exit_on_error() -> Iterator[None]:
+    """A `CkptError` in the block ends the process: rank 0 writes `error:` and `hint:` to stderr, and every rank exits
+    with the error's exit code. A rank that is alone with an error says it itself, with its number."""
+    try:
+        yield
+    except CkptError as error:
+        if agreement.rank() == 0:
+            _say(error, "")
+        elif not _is_said():
+            _say(error, f"rank {agreement.rank()}: ")
+        _note_said()
+        raise SystemExit(error.exit_code) from None
+
+
+def _say(error: CkptError, who: str) -> None:
+    hint = f"hint: {safe(error.hint)}\n" if error.hint else ""
+    # In one piece: the ranks share a terminal.
+    sys.stderr.write(f"error: {who}{safe(error.message)}\n{hint}")
+    sys.stderr.flush()
+
+
+# The store, unlike a collective, is there however few ranks come.
+
+
+def _note_said() -> None:
+    if agreement.is_distributed() and agreement.rank() == 0:
+        _get_default_store().set(_KEY, b"")
+
+
+def _is_said() -> bool:
+    """Whether rank 0 has said its error. torchrun ends the others once one has exited: they wait until it has."""
+    try:
+        _get_default_store().wait([_KEY], timedelta(seconds=_WAIT))
+    except Exception as error:
+        # A store that is gone was rank 0's own, and it with it.
+        return "timeout" not in str(error).lower()
+    return True

@@ -1,0 +1,224 @@
+"""Loads a checkpoint of any format into the model and the optimizer of a training script, whatever mesh they are on.
+
+    parallel     every rank reads the bytes of its own shards from the files, and nothing is sent
+    broadcast    rank 0 reads, module by module, and the others receive: for slow storage, or files only it can see
+
+Both fill the memory that the model has; no rank ever holds the checkpoint. What the checkpoint says beside tensors
+is small and known to every rank, so hyper-parameters are set on each of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpttool.catalogue import parts
+from ckpttool.catalogue.entries import Catalogue, Path
+from ckpttool.catalogue.validation import validate
+from ckpttool.errors import UsageError, some
+from ckpttool.producers import open as opening
+from ckpttool.text import meant, size
+from ckpttool.training import (
+    collectives as agreement,
+)
+from ckpttool.training import (
+    contents as describing,
+)
+from ckpttool.training import (
+    fill as filling,
+)
+from ckpttool.training import (
+    fsdp1,
+)
+from ckpttool.training import (
+    match as matching,
+)
+from ckpttool.training.contents import Described
+from ckpttool.training.materialize import materialise
+from ckpttool.training.read import Reader, filesystem
+
+log = logging.getLogger("ckpttool")
+
+STRATEGIES = ("auto", "parallel", "broadcast")
+# Storage that many processes reading at once make slower, or that only some of them may see.
+_SLOW = ("nfs", "cifs", "smb", "9p", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.goofys", "davfs")
+
+
+@dataclass(slots=True)
+class Loaded:
+    """What was loaded, and what else the checkpoint holds.
+
+    `rest` is nested as it was saved: `loaded.rest["scheduler"]`, `loaded.rest["step"]`. Of what belongs to a rank
+    (random states, data loaders) it is this rank's own; `without_own` names what other ranks saved and this one did
+    not. `bytes_read` are of this rank. `uninitialised` is what was on the meta device and is not in the checkpoint.
+    `left` are other models and optimizers that the checkpoint has.
+    """
+
+    path: str
+    format: str
+    strategy: str
+    why: str
+    bytes_read: int = 0
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    uninitialised: list[str] = field(default_factory=list)
+    without_own: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    rest: dict[Any, Any] = field(default_factory=dict)
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    strategy: str = "auto",
+    strict: bool = True,
+    model_key: str | None = None,
+    optimizer_key: str | None = None,
+    strip_prefix: str | None = None,
+    device: torch.device | str | None = None,
+    shapes: str | None = None,
+) -> Loaded:
+    """Load the checkpoint at `path` into `model` and `optimizer`, in place. Every rank calls it.
+
+    The model may be wrapped by FSDP2, FSDP1, HSDP, tensor parallelism, DDP or not at all, and be on the meta device,
+    on some ranks or all; `device` says where it goes then. The optimizer need not have stepped. `model_key` and
+    `optimizer_key` say which part to take when the checkpoint has several; `strip_prefix` is taken off the
+    checkpoint's names; `shapes` is `--shapes` of the command line. With `strict=False` missing and unexpected names
+    are returned and not refused.
+
+    Raises `CkptError`, the same on every rank, before anything is changed unless reading itself fails, or the optimizer
+    cannot make sense of the state that it is handed.
+    """
+    if model is None and optimizer is not None:
+        raise UsageError("an optimizer is loaded with its model, which knows the names of the parameters")
+    wanted = Wanted(model, optimizer, model_key, optimizer_key, f"{strip_prefix.rstrip('.')}." if strip_prefix else "")
+    return load_parts(os.fspath(path), wanted, strategy=strategy, strict=strict, device=device, shapes=shapes)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What to load: `Wanted(model, optimizer, "ema", None)`. `own` are objects of the script's, by their place, and
+    whether they have sharded tensors."""
+
+    model: nn.Module | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    model_key: str | None = None
+    optimizer_key: str | None = None
+    prefix: str = ""
+    own: dict[Path, bool] = field(default_factory=dict)
+
+
+def load_parts(
+    path: str, wanted: Wanted, *, strategy: str, strict: bool, device: torch.device | str | None, shapes: str | None,
+    check: Callable[[dict[Any, Any], Described], None] | None = None, fill: Callable[[filling.How], None] | None = None,
+) -> Loaded:  # fmt: skip
+    """As `load`; `check` may refuse the rest before anything is changed, `fill` hands out what is `own`."""
+    if strategy not in STRATEGIES:
+        hint = meant(strategy, list(STRATEGIES), "one of `auto`, `parallel`, `broadcast`")
+        raise UsageError(f"there is no strategy `{strategy}`", hint=hint)
+    chosen, why = choose(path, strategy)
+    log.info("loading `%s` by `%s`: %s", path, chosen, why)
+    with ExitStack() as stack:
+        reader, told = stack.enter_context(_opened(path, chosen, shapes, wanted))
+        made = Loaded(path, told.format, chosen, why, left=told.left)
+        with agreement.together():
+            made.rest = describing.nested_rest(told, agreement.rank())
+            made.without_own = describing.without_own(told, agreement.rank())
+            if check is not None:
+                check(made.rest, told)
+        how = filling.How(reader, told, broadcast=chosen == "broadcast", strict=strict)
+        if wanted.model is not None:
+            _fill(wanted.model, wanted.optimizer, how, device, made)
+        if fill is not None:
+            fill(how)
+        made.bytes_read = reader.nbytes if reader is not None else 0
+    if made.uninitialised:
+        log.warning("`%s`: what is in no checkpoint is left to chance: %s", path, some(made.uninitialised))
+    if made.without_own:
+        log.warning("`%s`: rank %d saved no %s", path, agreement.rank(), ", ".join(made.without_own))
+    log.info("loaded `%s`: %s read by rank %d", path, size(made.bytes_read), agreement.rank())
+    return made
+
+
+def _fill(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, how: filling.How, device: torch.device | str | None,
+    made: Loaded,
+) -> None:  # fmt: skip
+    if fsdp1.is_fsdp1(model):
+        matched = fsdp1.fill(model, optimizer, how)
+    else:
+        with agreement.together():
+            job = filling.prepare(model, optimizer, how)
+        if how.broadcast:
+            matching.check_alike(job.matched, job.held or ())
+        # What is not in the checkpoint has no values of its own either.
+        values = model.state_dict(keep_vars=True)
+        without = [name for name in job.matched.missing if (value := values.get(name)) is not None and value.is_meta]
+        made.uninitialised = without + materialise(model, device, how.strict)
+        filling.fill(model, optimizer, job, how)
+        matched = job.matched
+    made.missing, made.unexpected = matched.missing, matched.unexpected
+
+
+@contextmanager
+def _opened(path: str, strategy: str, shapes: str | None, wanted: Wanted) -> Iterator[tuple[Reader | None, Described]]:
+    """The reader, on ranks that read, and what the checkpoint says, on all."""
+    reader: Reader | None = None
+    told: Described | None = None
+    reads = strategy == "parallel" or agreement.rank() == 0
+    with ExitStack() as stack:
+        with agreement.together():
+            if reads:
+                source = opening.open_source(path, shapes)
+                reader = Reader(source)
+                stack.callback(reader.close)
+                with opening.naming(path):
+                    _check(source.catalogue, path, wanted)
+                    told = describing.describe(
+                        source.catalogue, path, reader.whole, wanted.model_key, wanted.optimizer_key, wanted.prefix,
+                        wanted=(wanted.model is not None, wanted.optimizer is not None), own=wanted.own,
+                    )  # fmt: skip
+        if strategy == "broadcast":
+            sent = agreement.from_first(told.for_others() if told is not None else None)
+            told = told or sent
+        assert told is not None
+        yield reader, told
+
+
+def _check(catalogue: Catalogue, path: str, wanted: Wanted) -> None:
+    """What is loaded, and the rest, has to be whole. A model or an optimizer that nobody asked for need not be: one
+    that cannot be opened is a warning. Raises CorruptError."""
+    unwanted = {kind for kind in ("model", "optimizer") if getattr(wanted, kind) is None}
+    entries = {
+        path: entry for path, entry in catalogue.entries.items()
+        if entry.part.kind not in unwanted or any(path[: len(where)] == where for where in wanted.own)
+    }  # fmt: skip
+    absent = [fault for fault in catalogue.faults if parts.kind_of_key(fault.facts.get("absent")) in unwanted]
+    validate(replace(catalogue, entries=entries, faults=[fault for fault in catalogue.faults if fault not in absent]))
+    for fault in absent:
+        log.warning("`%s`: not asked for, and damaged: %s", path, fault.message)
+
+
+def choose(path: str, strategy: str) -> tuple[str, str]:
+    """The strategy, the same on every rank, and why."""
+    if strategy != "auto":
+        return strategy, "asked for"
+    if not agreement.is_distributed():
+        return "parallel", "there is one process"
+    there = agreement.gathered((os.path.exists(path), filesystem(path)))
+    blind = [rank for rank, (exists, _) in enumerate(there) if not exists]
+    if there[0][0] and blind:
+        return "broadcast", f"rank {blind[0]} does not see the path, rank 0 does"
+    slow = [(rank, kind) for rank, (_, kind) in enumerate(there) if kind.startswith(_SLOW)]
+    if slow:
+        return "broadcast", f"rank {slow[0][0]} sees it on {slow[0][1]}, which is slow for many readers"
+    return "parallel", f"all ranks see it on {there[0][1] or 'their disks'}, and each reads its own share"

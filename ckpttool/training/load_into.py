@@ -1,0 +1,208 @@
+"""The in-place counterpart of `load`, for a nested dict of the objects of a training script.
+
+state = {"model": model, "optim": optimizer, "scheduler": scheduler, "step": 0}
+load_into(path, state)        # state["step"] is 1000 now, the others are as they were saved
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, MutableMapping
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from ckpttool.catalogue import flatten as nesting
+from ckpttool.catalogue import parts
+from ckpttool.catalogue.entries import Path, dotted
+from ckpttool.errors import UsageError
+from ckpttool.text import meant
+from ckpttool.training import collectives as agreement
+from ckpttool.training import contents as describing
+from ckpttool.training.contents import Described, Shape
+from ckpttool.training.fill import How
+from ckpttool.training.load import Loaded, Wanted, load_parts
+from ckpttool.training.placements import like, pieces
+from ckpttool.training.read import empty
+
+State = MutableMapping[str, Any]
+
+
+def load_into(
+    path: str | os.PathLike[str],
+    state: State,
+    *,
+    strategy: str = "auto",
+    strict: bool = True,
+    device: torch.device | str | None = None,
+    shapes: str | None = None,
+) -> Loaded:
+    """Load the checkpoint at `path` into every object in `state`, in place. Every rank calls it.
+
+    A model and an optimizer are loaded as by `load`, an object with `load_state_dict` gets what was saved under its
+    key, and any other value is replaced by it. What an object's `state_dict` has in shards it gets in shards. A key
+    that the checkpoint does not have is looked up by its kind (`scheduler` for `lr_scheduler`). `strict=False` leaves
+    what is not there as it was, and names it in `missing`.
+
+    Raises `CkptError`, the same on every rank.
+    """
+    path = os.fspath(path)
+    leaves = list(_leaves(state, ()))
+    models = {where: value for where, value in leaves if isinstance(value, nn.Module)}
+    optimizers = {where: value for where, value in leaves if isinstance(value, torch.optim.Optimizer)}
+    others = {w: v for w, v in leaves if w not in models and w not in optimizers}
+    if optimizers and not models:
+        raise UsageError("an optimizer is loaded with its model, which knows the names of the parameters")
+    with agreement.together():
+        own = _Own({where: value for where, value in others.items() if hasattr(value, "load_state_dict")})
+    missing: list[str] = []
+
+    def check(rest: dict[Any, Any], told: Described) -> None:
+        own.find(told)
+        missing.extend(dotted(where) for where in others if where not in own.found and not _find(rest, where))
+        if missing and strict:
+            there = [dotted(where) for where, _ in _leaves(rest, ())]
+            hint = meant(missing[0], there, "`strict=False` leaves what is not there as it was")
+            raise UsageError(f"`{path}` does not hold `{missing[0]}`", hint=hint, missing=missing)
+
+    made: Loaded | None = None
+    for wanted in _jobs(models, optimizers):
+        first = made is None
+        done = load_parts(
+            path, replace(wanted, own=own.sharded), strategy=strategy, strict=strict, device=device, shapes=shapes,
+            check=check if first else None, fill=own.fill if first else None,
+        )  # fmt: skip
+        made = done if made is None else _joined(made, done)
+    assert made is not None
+    with agreement.together():
+        for where, value in others.items():
+            found = [] if where in own.found else _find(made.rest, where)
+            if found:
+                _restore(state, where, value, found[0])
+    made.missing += missing
+    return made
+
+
+def _leaves(state: Any, where: Path) -> Iterator[tuple[Path, Any]]:
+    for key, value in state.items():
+        if isinstance(value, MutableMapping) and value and not hasattr(value, "load_state_dict"):
+            yield from _leaves(value, (*where, key))
+        else:
+            yield (*where, key), value
+
+
+def _jobs(models: dict[Path, nn.Module], optimizers: dict[Path, torch.optim.Optimizer]) -> Iterator[Wanted]:
+    """Each model, with the optimizer beside it that has its parameters. A key says which part only where there are
+    several: one model is found whatever it was saved as."""
+    if not models:
+        yield Wanted()
+    left = dict(optimizers)
+    for where, model in models.items():
+        ours = {id(parameter) for parameter in model.parameters()}
+        mine = [w for w, o in left.items() if any(id(p) in ours for group in o.param_groups for p in group["params"])]
+        model_key = dotted(where) if len(models) > 1 else None
+        key = dotted(mine[0]) if len(optimizers) > 1 and mine else None
+        yield Wanted(model, left.pop(mine[0]) if mine else None, model_key, key)
+        for more in mine[1:]:
+            # Another optimizer of this model: the model is read again, which changes nothing.
+            yield Wanted(model, left.pop(more), model_key, dotted(more))
+    if left:
+        raise UsageError(
+            f"the optimizer `{dotted(next(iter(left)))}` has parameters of none of the models",
+            hint="make the optimizer after the model is wrapped or sharded, of `model.parameters()`",
+        )
+
+
+class _Own:
+    """Objects of the script that get what they saved, in the shards that they have it in: `sharded` says of which that
+    is known beforehand. `found` are those that the checkpoint has so."""
+
+    def __init__(self, objects: dict[Path, Any]) -> None:
+        self._objects = objects
+        self._now = {where: _tensors(value) for where, value in objects.items()}
+        self.sharded = {where: any(map(_is_sharded, now.values())) for where, now in self._now.items()}
+        self.found: set[Path] = set()
+
+    def find(self, told: Described) -> None:
+        """Look for them in the checkpoint."""
+        there = {path[:depth] for path in told.own.entries for depth in range(1, len(path) + 1)}
+        self.found = self._objects.keys() & there
+
+    def fill(self, how: How) -> None:
+        """Hand each what it saved. A collective."""
+        told = how.told.own
+        values = {entry.path: describing.opened(entry.value) for entry in told.objects}
+        with nullcontext() if how.broadcast else agreement.together():
+            for path, value in values.items():
+                if isinstance(value, Shape):
+                    values[path] = room = self._room(path, value)
+                    how.get(("own", *path), value, pieces(room, dotted(path)))
+        made = nesting.unflatten(told, lambda entry: values[entry.path])
+        with agreement.together():
+            for where in sorted(self.found):
+                value = made
+                for key in where:
+                    value = value[key]
+                self._objects[where].load_state_dict(value)
+
+    def _room(self, path: Path, shape: Shape) -> Any:
+        for where in self.found:
+            now = self._now[where].get(path[len(where) :]) if path[: len(where)] == where else None
+            if now is not None and _is_sharded(now) and tuple(now.size()) == shape.sizes:
+                return like(now, now.dtype)
+        return empty(shape.sizes, getattr(torch, shape.dtype))
+
+
+def _tensors(value: Any) -> dict[Path, Any]:
+    """What an object would save now, of tensors."""
+    state = value.state_dict() if hasattr(value, "state_dict") else {}
+    return {where: now for where, now in _leaves(state, ()) if isinstance(now, (torch.Tensor, ShardedTensor))}
+
+
+def _is_sharded(value: Any) -> bool:
+    return isinstance(value, (DTensor, ShardedTensor))
+
+
+def _joined(made: Loaded, more: Loaded) -> Loaded:
+    return replace(
+        made,
+        bytes_read=made.bytes_read + more.bytes_read,
+        missing=made.missing + more.missing,
+        unexpected=made.unexpected + more.unexpected,
+        uninitialised=made.uninitialised + more.uninitialised,
+        left=[part for part in made.left if part in more.left],
+    )
+
+
+def _find(rest: dict[Any, Any], where: Path) -> list[Any]:
+    """What was saved under a key, in a list; empty when nothing was."""
+    node: Any = rest
+    for key in where:
+        if not isinstance(node, dict):
+            return []
+        if key not in node:
+            kind = parts.kind_of_key(key)
+            alike = [there for there in node if kind is not None and parts.kind_of_key(there) == kind]
+            if len(alike) != 1:
+                return []
+            key = alike[0]
+        node = node[key]
+    return [node]
+
+
+def _restore(state: State, where: Path, value: Any, saved: Any) -> None:
+    if hasattr(value, "load_state_dict"):
+        value.load_state_dict(saved)
+        return
+    *above, last = where
+    for key in above:
+        state = state[str(key)] if str(key) in state else state[key]  # type: ignore[index]
+    if isinstance(value, torch.Tensor) and isinstance(saved, torch.Tensor) and value.shape == saved.shape:
+        value.copy_(saved)
+    else:
+        state[last] = saved  # type: ignore[index]

@@ -1,0 +1,287 @@
+"""A checkpoint through torch itself: every rank of a real mesh gets its shards by broadcast, and DCP saves them.
+
+    rank 0 reads, module by module  ->  set_model_state_dict, set_optimizer_state_dict  ->  DCP, each rank its file
+
+What is of no model and no optimizer, and every object, is copied as bytes by rank 0, into a file of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.device_mesh import init_device_mesh
+
+from ckpttool.catalogue.boxes import Box
+from ckpttool.catalogue.entries import Catalogue, Path, Tensor
+from ckpttool.catalogue.protocols import Source
+from ckpttool.errors import CkptError, StorageError
+from ckpttool.formats.dcp import combine as joining
+from ckpttool.layout.mesh import Placing
+from ckpttool.storage import stores as mirrors
+from ckpttool.training import collectives as agreement
+from ckpttool.training import connections, devices
+from ckpttool.training import fill as filling
+from ckpttool.training import save as saving
+from ckpttool.training.materialize import materialise
+from ckpttool.training.read import Reader
+from ckpttool.training.reshard_engine import meta_model as shell
+from ckpttool.training.reshard_engine import optimizer_state as moments
+from ckpttool.transfer import checksums, plan
+from ckpttool.transfer.execute import Transferred, transfer
+from ckpttool.transfer.threads import Progress
+
+# Seconds in which a collective has to end: rank 0 reads a module in the longest of them.
+_PATIENCE = 1800
+
+
+class Lost(Exception):
+    """Another rank went away in the middle of a collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Which of the processes this is, on what it holds tensors, and where they find each other:
+    `Rank(2, 4, "cpu", store)`."""
+
+    number: int
+    world: int
+    kind: str
+    store: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a process may use: `Room("node3", 64 << 30, "cuda", 80 << 30)`. `memory` is what its node has free for all
+    processes on it, `own` what its own accelerator has, of a kind of `devices`."""
+
+    host: str
+    memory: int
+    kind: str
+    own: int
+
+
+def room() -> Room:
+    """Of this process."""
+    kind = devices.kind()
+    return Room(socket.gethostname(), _free_memory(), kind, devices.free_memory(kind))
+
+
+def _free_memory() -> int:
+    """Bytes that the system would give without swapping, or that the container is still allowed."""
+    free: list[int] = []
+    with suppress(OSError, ValueError, IndexError), open("/proc/meminfo", encoding="ascii") as told:
+        free += [int(line.split()[1]) << 10 for line in told if line.startswith("MemAvailable:")]
+    with suppress(OSError, ValueError):
+        most, used = (_number(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+        free.append(most - used)
+    if not free:
+        free.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return max(0, min(free))
+
+
+def _number(path: str) -> int:
+    with open(path, encoding="ascii") as told:
+        return int(told.read())
+
+
+def run(
+    source: Source, laid: Catalogue, placing: Placing, partial: str, rank: Rank, *, path: str,
+    threads: int | None, memory: int | None, progress: Progress | None,
+) -> Transferred:  # fmt: skip
+    """Write `laid` at `partial`, a directory that every rank sees. Every rank calls it; rank 0 has the figures.
+
+    Raises CkptError, the same on every rank, or Lost.
+    """
+    device = devices.take(rank.kind)
+    with _group(rank):
+        agreement.check_sees(partial, "all ranks must write to one shared file system")
+        mesh = init_device_mesh(device.type, placing.mesh.sizes, mesh_dim_names=placing.mesh.names)
+        with agreement.together():
+            made = shell.build(laid, placing, mesh, path)
+        done = _copy_rest(source, laid, made, partial, threads, memory)
+        _fill(made, source, device, progress)
+        _save(laid, made, partial)
+        _check_source(source, laid, made, rank, done)
+        with agreement.together():
+            if rank.number == 0:
+                joining.join(partial, laid, done.rest)
+        return done.moved
+
+
+@contextmanager
+def _group(rank: Rank) -> Iterator[None]:
+    """The process group. A rank that fails leaves it at once, so that nobody waits for it."""
+    leave = dist.destroy_process_group if rank.kind == "cpu" else devices.abort
+    try:
+        with connections.shut_on_failure():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                dist.init_process_group(
+                    devices.backends(rank.kind), store=rank.store, rank=rank.number, world_size=rank.world,
+                    timeout=timedelta(seconds=_PATIENCE),
+                )  # fmt: skip
+            yield
+        leave = dist.destroy_process_group
+    except torch.OutOfMemoryError as error:
+        said = str(error).partition("\n")[0]
+        raise StorageError(f"rank {rank.number}: {said}", hint="`--engine bytes` needs no GPU") from None
+    except (RuntimeError, ConnectionError) as error:
+        if isinstance(error, NotImplementedError) or not _is_of_the_group(error):
+            raise
+        raise Lost(str(error)) from error
+    finally:
+        if dist.is_initialized():
+            with suppress(Exception):
+                leave()
+
+
+def _is_of_the_group(error: BaseException) -> bool:
+    """Whether it says that a connection broke: torch has no class of its own for what gloo raises, nor has every
+    backend (nccl, xccl, hccl)."""
+    if isinstance(error, (dist.DistError, ConnectionError)):
+        return True
+    said = str(error).lower()
+    return any(word in said for word in ("gloo", "ccl", "connection", "timed out", "socket", "tcpstore"))
+
+
+# Filling --------------------------------------------------------------------------------------------------------------
+
+
+def _fill(made: shell.Shell, source: Source, device: torch.device, progress: Progress | None) -> None:
+    reader = None
+    if agreement.rank() == 0:
+        reader = _Watched(source, progress, sum(t.nbytes for t in made.told.tensors.values()))
+    how = filling.How(reader, made.told, broadcast=True)
+    with agreement.together():
+        job = filling.prepare(made.model, None, how)
+    materialise(made.model, device, strict=False)
+    filling.fill(made.model, None, job, how)
+    moments.fill(made, how)
+
+
+class _Watched(Reader):
+    """Says how far it is after each tensor."""
+
+    def __init__(self, source: Source, progress: Progress | None, total: int) -> None:
+        super().__init__(source)
+        self._progress, self._total = progress, total
+
+    def read(self, tensor: Tensor, box: Box, memory: torch.Tensor) -> None:
+        """As `Reader.read`."""
+        super().read(tensor, box, memory)
+        if self._progress is not None:
+            self._progress(min(self.nbytes, self._total), self._total)
+
+
+# Saving ---------------------------------------------------------------------------------------------------------------
+
+
+class _Planner(DefaultSavePlanner):  # type: ignore[misc] # torch is not looked into
+    """Leaves out what ranks without elements would save: their chunks say nothing."""
+
+    def create_local_plan(self) -> Any:
+        """As torch's."""
+        made = super().create_local_plan()
+        made.items[:] = [
+            item for item in made.items
+            if item.tensor_data is None or item.tensor_data.chunk.sizes.numel() or not item.tensor_data.size.numel()
+        ]  # fmt: skip
+        return made
+
+
+class _Writer(torch_dcp.FileSystemWriter):  # type: ignore[misc]
+    """Writes where rank 0 has made room, and nowhere else: torch's would make the directory again that rank 0, having
+    failed, has removed."""
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        """Nothing to prepare."""
+        return plan
+
+
+def _save(laid: Catalogue, made: shell.Shell, partial: str) -> None:
+    spelt = joining.names(laid)
+    state = {spelt[path]: value for path, value in made.state().items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            torch_dcp.save(state, storage_writer=_Writer(partial), planner=planner)
+        except CheckpointException as error:
+            raise saving.failed(next(iter(error.failures.values()))[0], partial, partial) from None
+
+
+@dataclass(slots=True)
+class _Done:
+    moved: Transferred
+    rest: Catalogue | None = None
+
+
+def _copy_rest(
+    source: Source, laid: Catalogue, made: shell.Shell, partial: str, threads: int | None, memory: int | None
+) -> _Done:
+    done = _Done(Transferred())
+    with agreement.together():
+        sink = joining.create_rest(partial, laid, made.slots) if agreement.rank() == 0 else None
+        if sink is not None:
+            done.moved = transfer(
+                plan.plan(sink.catalogue), source, sink.catalogue, total=0, threads=threads, memory=memory
+            )
+            sink.finish(done.moved.crcs)
+            done.rest = sink.catalogue
+    return done
+
+
+def _check_source(source: Source, laid: Catalogue, made: shell.Shell, rank: Rank, done: _Done) -> None:
+    """torch knows of no checksums: what the shell was filled from is checked apart, a share by each rank."""
+    said = (0, 0)
+    with agreement.together():
+        read, checked, without = _records(source, laid, made.slots)
+        ours = checksums.Pieces()
+        for i, record in enumerate(read.records()):
+            if i % rank.world == rank.number:
+                ours.touch(record, read.used(record))
+        moved = transfer((), source, laid, total=0, earlier=ours)
+        first = rank.number == 0
+        said = (moved.checked + first * checked, moved.unchecked + first * without)
+    for checked, unchecked in agreement.gathered(said):
+        done.moved.checked += checked
+        done.moved.unchecked += unchecked
+
+
+def _records(source: Source, laid: Catalogue, paths: Iterable[Path]) -> tuple[checksums.Pieces, int, int]:
+    """The records that tensors come from; the bytes that were checked when they were decoded, and of those that nobody
+    left a checksum of."""
+    read, checked, without = checksums.Pieces(), 0, 0
+    digested = {i for i, file in enumerate(source.catalogue.files) if mirrors.is_digested(file.location)}
+    for path in paths:
+        tensor = laid.tensor(path)
+        origin = tensor.origin or tensor
+        for chunk in origin.chunks:
+            extent = source.resolve(origin, chunk)
+            nbytes = prod(chunk.sizes) * origin.dtype.itemsize
+            has_none = extent.record is None or extent.record.crc is None
+            if extent.checked or (has_none and extent.file in digested):
+                checked += nbytes
+            elif extent.record is None or has_none:
+                without += nbytes
+            else:
+                read.touch(extent.record, nbytes)
+    return read, checked, without
+
+
+def as_error(lost: Lost) -> CkptError:
+    """What to say when no rank has said why it went."""
+    return StorageError(f"lost touch with another rank: {lost}", hint="look at what that rank, or its node, says")

@@ -1,0 +1,128 @@
+"""The state of a shell's optimizer, received by `set_optimizer_state_dict`, a module at a time.
+
+What that function makes of the rest of an optimizer is not asked for: `betas` would be a list, and what a fresh
+optimizer lacks (`initial_lr`) would be gone on all ranks but the first. Hyper-parameters are known to every rank.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
+from ckpttool.catalogue.entries import Tensor
+from ckpttool.training import broadcast as sending
+from ckpttool.training import collectives as agreement
+from ckpttool.training.contents import Shape
+from ckpttool.training.fill import How
+from ckpttool.training.placements import like, pieces
+from ckpttool.training.read import Reader
+from ckpttool.training.reshard_engine.meta_model import Shell
+
+
+class _Of(NamedTuple):
+    """The state of one parameter: `_Of("w", "model.layers.0.w", Parameter(...), {"exp_avg": Shape(...)})`."""
+
+    leaf: str
+    name: str
+    parameter: nn.Parameter
+    state: dict[str, Shape]
+
+
+class _Part(torch.optim.Optimizer):  # type: ignore[misc] # torch is not looked into
+    """The part of an optimizer that belongs to one module."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        """Never called: the state is there from the start."""
+        raise AssertionError
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the state as it came: torch's would cast moments to the dtype of their parameter."""
+        names = [name for group in state_dict["param_groups"] for name in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for name, parameter in zip(names, parameters, strict=True):
+            if name in state_dict["state"]:
+                self.state[parameter] = dict(state_dict["state"][name])
+
+
+def fill(made: Shell, how: How) -> None:
+    """Fill the state of the shell's optimizer. A collective: every rank calls it."""
+    by_module: dict[int, tuple[nn.Module, dict[str, _Of]]] = {}
+    for slot in made.slots.values():
+        if slot.key is not None:
+            assert made.told.optimizer is not None
+            _, found = by_module.setdefault(id(slot.node), (slot.node, {}))
+            of = found.setdefault(slot.leaf, _Of(slot.leaf, slot.name, slot.value, {}))
+            of.state[slot.key] = made.told.optimizer.state[slot.name][slot.key,]
+    for module, found in by_module.values():
+        filled = _fill_module(module, list(found.values()), how)
+        assert made.optimizer is not None
+        for of, state in zip(found.values(), filled, strict=True):
+            made.optimizer.state[of.parameter] = state
+
+
+def _fill_module(module: nn.Module, parameters: list[_Of], how: How) -> list[dict[str, Any]]:
+    made = [{key: _room(of.parameter, shape) for key, shape in of.state.items()} for of in parameters]
+    sent = [_sent(of) if agreement.is_distributed() else [] for of in parameters]
+    for of, state, keys in zip(parameters, made, sent, strict=True):
+        for key, shape in of.state.items():
+            if key not in keys:
+                how.get(("optimizer", of.name, key), shape, pieces(state[key], f"{of.name}.{key}"))
+    live = [i for i, keys in enumerate(sent) if keys]
+    if live:
+        tensors = [
+            (parameters[i].leaf, {key: how.told.tensors["optimizer", parameters[i].name, key] for key in sent[i]})
+            for i in live
+        ]
+        part = _Part([parameters[i].parameter for i in live])
+        for i in live:
+            part.state[parameters[i].parameter] = {key: made[i][key] for key in sent[i]}
+        _send(module, part, tensors, how.reader)
+        for i in live:
+            _keep(made[i], part.state[parameters[i].parameter])
+    return made
+
+
+def _keep(rooms: dict[str, Any], came: dict[str, Any]) -> None:
+    """What came, where it belongs: for an accelerator it came by memory, of which there is less than all need."""
+    for key, value in came.items():
+        if rooms[key].device.type == value.device.type:
+            rooms[key] = value
+        else:
+            rooms[key].copy_(value)
+
+
+def _room(parameter: nn.Parameter, shape: Shape) -> Any:
+    """Memory that is cut as the parameter is, or whole for what has another shape; a `step` is on the CPU."""
+    dtype = getattr(torch, shape.dtype)
+    if tuple(parameter.shape) == shape.sizes:
+        return like(parameter, dtype)
+    return torch.empty(shape.sizes, dtype=dtype, device=parameter.device if shape.sizes else "cpu")
+
+
+def _sent(of: _Of) -> list[str]:
+    """What torch's function can send. It learns the device from a tensor that has dimensions."""
+    keys = [key for key, shape in of.state.items() if sending.travels(shape)]
+    return keys if any(of.state[key].sizes for key in keys) else []
+
+
+def _send(
+    module: nn.Module, part: _Part, tensors: Sequence[tuple[str, dict[str, Tensor]]], reader: Reader | None
+) -> None:
+    def read() -> dict[str, Any]:
+        assert reader is not None
+        state = {name: {key: reader.whole(tensor) for key, tensor in kept.items()} for name, kept in tensors}
+        return {"state": state, "param_groups": [{"params": [name for name, _ in tensors]}]}
+
+    told = agreement.first_reads(read if reader is not None else None) or {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=True, strict=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        set_optimizer_state_dict(module, part, told, options=options)

@@ -1,0 +1,218 @@
+"""Saves what `load` loads, by torch's own functions, and so that it appears complete or not at all.
+
+    dcp      a directory; every rank writes its shards            {"model", "optim", ...}
+    torch    one file; rank 0 writes everything, gathered         the same
+    fsdp1    a directory of `rank{R}.pt`; FSDP1's sharded state   the same
+
+Random states and data loaders belong to a rank, and are saved for each.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from ckpttool.catalogue import parts, ranks
+from ckpttool.errors import StorageError, UsageError
+from ckpttool.storage import files
+from ckpttool.text import meant, size
+from ckpttool.training import collectives as agreement
+from ckpttool.training.fsdp1 import is_fsdp1, sharded
+from ckpttool.transfer import staging
+from ckpttool.version import __version__
+
+FORMATS = ("dcp", "torch", "fsdp1")
+
+# Bytes: a disk that has less left has perhaps no room for one more tensor.
+_LITTLE = 64 << 20
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    format: str = "dcp",
+    overwrite: bool = False,
+    **extra: Any,
+) -> None:
+    """Save model and optimizer with what else is given: values, or objects with a `state_dict`, such as a scheduler
+    or a second model, also in dicts. Every rank calls it.
+
+    Raises `CkptError`, the same on every rank; then there is nothing at `path`, or what was there before.
+    """
+    path = os.fspath(path)
+    with agreement.together():
+        _check(format, model, extra)
+    with agreement.together():
+        state = _state(model, optimizer, format)
+        state |= {name: _value(value, format) for name, value in extra.items()}
+    if format != "fsdp1":
+        _apart(state, extra, format)
+    noted = _noted(state, extra) if format == "dcp" else []
+    with _staged(path, format == "torch", overwrite) as partial, agreement.together():
+        try:
+            _write(state, partial, format, noted)
+        except CheckpointException as error:
+            raise failed(next(iter(error.failures.values()))[0], path, partial) from None
+        except Exception as error:
+            raise failed(error, path, partial) from None
+
+
+def failed(error: BaseException, path: str, partial: str) -> BaseException:
+    """What to raise for an error of DCP's or torch.save's that was to write `path`, made at `partial`."""
+    if isinstance(error, OSError):
+        return files.failed(error, path, "write")
+    if "pickle" in str(error):
+        return UsageError(
+            f"`{path}`: what is to be saved cannot be pickled: {error}",
+            hint="pass values, and objects that have a `state_dict`",
+        )
+    if not isinstance(error, RuntimeError):
+        return error
+    # What torch makes of a full disk.
+    free = shutil.disk_usage(os.path.dirname(partial)).free
+    is_full = free < _LITTLE
+    return StorageError(
+        f"`{path}`: cannot save: {error} ({size(free)} are free)",
+        hint="free some space, or write somewhere else" if is_full else None,
+    )
+
+
+def _check(format: str, model: nn.Module, extra: dict[str, Any]) -> None:
+    if format not in FORMATS:
+        hint = meant(format, list(FORMATS), "one of `dcp`, `torch`, `fsdp1`")
+        raise UsageError(f"there is no format `{format}` to save in", hint=hint)
+    if format == "fsdp1" and not is_fsdp1(model):
+        raise UsageError("the model is not wrapped by FSDP1", hint='`format="dcp"` saves every model in shards')
+    taken = {"model", "optim"} & extra.keys()
+    if taken:
+        raise UsageError(f"`{taken.pop()}` is what the model or its optimizer is saved as")
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None, format: str) -> dict[str, Any]:
+    """Under FSDP1 by its own functions: `get_state_dict` cannot load again what it saves without a mesh."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if is_fsdp1(model) and format != "torch":
+            with sharded(model):
+                state: dict[str, Any] = {"model": model.state_dict()}
+                if optimizer is not None:
+                    state["optim"] = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+            return state
+        options = StateDictOptions(full_state_dict=format == "torch", cpu_offload=format == "torch" and _off_cpu(model))
+        state = {"model": get_model_state_dict(model, options=options)}
+        if optimizer is not None:
+            state["optim"] = get_optimizer_state_dict(model, optimizer, options=options)
+        return state
+
+
+def _off_cpu(model: nn.Module) -> bool:
+    """What is on the CPU already must not be offloaded: a segmentation fault or wrong moments in torch 2.13."""
+    return any(parameter.device.type != "cpu" for parameter in model.parameters())
+
+
+def _value(value: Any, format: str) -> Any:
+    if isinstance(value, nn.Module):
+        return _state(value, None, format)["model"]
+    if isinstance(value, Mapping) and not hasattr(value, "state_dict"):
+        made = {key: _value(below, format) for key, below in value.items()}
+        return made if any(made[key] is not below for key, below in value.items()) else value
+    return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def _apart(state: dict[str, Any], extra: dict[str, Any], format: str) -> None:
+    """Put what belongs to a rank under its key, `rng.rank3`: of one file, rank 0 writes all of them. So does one rank
+    alone, or many that resume from what it saved would all draw the same numbers."""
+    own = [name for name in extra if parts.kind_of_key(name) in ranks.KINDS]
+    for name in own:
+        mine = {ranks.key(agreement.rank()): state[name]}
+        state[name] = mine
+        if format == "torch":
+            state[name] = {key: value for one in agreement.gathered(mine) for key, value in one.items()}
+
+
+@contextmanager
+def _staged(path: str, is_file: bool, overwrite: bool) -> Iterator[str]:
+    """Where all ranks write. Rank 0 makes it `path` when all are done."""
+    with ExitStack() as stack:
+        partial = ""
+        with agreement.together():
+            if agreement.rank() == 0:
+                partial = stack.enter_context(staging.staged(path, overwrite=overwrite, is_file=is_file))
+                partial = os.path.abspath(partial)
+                if not is_file:
+                    os.makedirs(partial, exist_ok=True)
+        partial = str(agreement.from_first(partial))
+        if not is_file:
+            agreement.check_sees(
+                partial, 'all ranks must write to one shared file system; `format="torch"` is written by rank 0 alone'
+            )
+        yield partial
+        with agreement.together():
+            stack.close()
+
+
+def _noted(state: dict[str, Any], extra: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """Where keys are no strings, on every rank: `[("scheduler", "milestones", 5)]`. DCP makes strings of them, and a
+    scheduler looks its milestones up by number."""
+    mine = [path for name in extra for path in _paths(state[name], (name,)) if set(map(type, path)) - {str}]
+    return list(dict.fromkeys(path for one in agreement.gathered(mine) for path in one))
+
+
+def _paths(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """To what torch does not look into, as far as only dicts are on the way."""
+    if not isinstance(tree, Mapping):
+        yield path
+        return
+    for key, value in tree.items():
+        yield from _paths(value, (*path, key))
+
+
+class _Planner(DefaultSavePlanner):  # type: ignore[misc]
+    """Keeps what DCP has no words for where our own sink of that format keeps it: in an attribute of the index, which
+    torch does not mind."""
+
+    def __init__(self, noted: list[tuple[Any, ...]]) -> None:
+        super().__init__()
+        self._noted = noted
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        if self._noted:
+            setattr(metadata, "ckpttool", {"format": 1, "by": f"ckpttool {__version__}", "keys": self._noted})  # noqa: B010
+        return plans, metadata
+
+
+def _write(state: dict[str, Any], partial: str, format: str, noted: list[tuple[Any, ...]]) -> None:
+    if format == "dcp":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch_dcp.save(state, checkpoint_id=partial, planner=_Planner(noted))
+        return
+    if format == "torch":
+        if agreement.rank() == 0:
+            _to_file(state, partial)
+        return
+    _to_file(state, os.path.join(partial, f"rank{agreement.rank()}.pt"))
+
+
+def _to_file(state: dict[str, Any], path: str) -> None:
+    with open(path, "wb") as stream:
+        torch.save(state, stream)
+        stream.flush()
+        os.fsync(stream.fileno())

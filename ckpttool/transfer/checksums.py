@@ -1,0 +1,150 @@
+"""CRC-32 of records whose pieces are read apart, by different threads, in any order."""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+
+from ckpttool.catalogue.entries import Record
+from ckpttool.errors import CorruptError, some
+from ckpttool.storage.crc import crc32
+
+_POLYNOMIAL = 0xEDB88320
+
+
+def _multiply(a: int, b: int) -> int:
+    """a * b modulo the CRC polynomial, bits reflected."""
+    product = 0
+    bit = 1 << 31
+    while bit:
+        if a & bit:
+            product ^= b
+            if not a & (bit - 1):
+                break
+        bit >>= 1
+        b = (b >> 1) ^ _POLYNOMIAL if b & 1 else b >> 1
+    return product
+
+
+@lru_cache(maxsize=4096)
+def _shift(nbytes: int) -> int:
+    """x to the power of 8 * nbytes modulo the polynomial: what appending zero bytes multiplies a CRC by."""
+    power, result = 1 << 23, 1 << 31  # x**8 and 1
+    while nbytes:
+        if nbytes & 1:
+            result = _multiply(power, result)
+        power = _multiply(power, power)
+        nbytes >>= 1
+    return result
+
+
+def combine(first: int, second: int, nbytes: int) -> int:
+    """The CRC of two runs of bytes behind each other; `nbytes` is the length of the second. Pure.
+
+    Method: zlib's `crc32_combine` (Mark Adler).
+    """
+    return _multiply(_shift(nbytes), first) ^ second if first else second
+
+
+def mismatch(location: str, names: Sequence[str], record: Record, found: int) -> CorruptError:
+    """What is wrong with a record whose bytes have another CRC than its writer left; `names` are the tensors in it."""
+    return CorruptError(
+        f"`{location}`: tensor {some(names)}: bytes {record.offset}..{record.offset + record.nbytes} have CRC "
+        f"{found:08x}, but the writer left {record.crc:08x}",
+        hint="these bytes changed after they were written; take another copy of the checkpoint",
+        file=location, tensor=names[0] if names else None, found=f"{found:08x}", expected=f"{record.crc:08x}",
+        offset=record.offset, nbytes=record.nbytes,
+    )  # fmt: skip
+
+
+class Pieces:
+    """CRCs of parts of records, collected until a record is whole. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._pieces: defaultdict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
+        self._records: dict[tuple[int, int], Record] = {}
+        self._used: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self._lock = threading.Lock()
+
+    def add(self, record: Record, offset: int, nbytes: int, crc: int) -> None:
+        """`nbytes` at `offset` (absolute) of the record have this CRC."""
+        key = (record.file, record.offset)
+        with self._lock:
+            self._records[key] = record
+            self._pieces[key].append((offset, nbytes, crc))
+            self._used[key] += nbytes
+
+    def touch(self, record: Record, nbytes: int) -> None:
+        """`nbytes` of the record were used in a way that gave no CRC."""
+        key = (record.file, record.offset)
+        with self._lock:
+            self._records[key] = record
+            self._used[key] += nbytes
+
+    def records(self) -> list[Record]:
+        return list(self._records.values())
+
+    def used(self, record: Record) -> int:
+        return self._used[(record.file, record.offset)]
+
+    def gaps(self, record: Record) -> list[tuple[int, int]]:
+        """What is not covered yet, as `(offset, nbytes)`."""
+        return [(at, n) for at, n, crc in self._runs(record) if crc is None]
+
+    def crc(self, record: Record, crc_of: Callable[[int, int], int] | None = None) -> int:
+        """The CRC of the whole record; gaps are asked of `crc_of(offset, nbytes)`."""
+        total = 0
+        for at, nbytes, crc in self._runs(record):
+            if crc is None:
+                assert crc_of is not None
+                crc = crc_of(at, nbytes)
+            total = combine(total, crc, nbytes)
+        return total
+
+    def packed(self) -> bytes:
+        """All of it as a row of 64-bit integers, to be told to another process."""
+        row = array("q")
+        for key, record in self._records.items():
+            pieces = self._pieces.get(key, ())
+            crc = -1 if record.crc is None else record.crc
+            row.extend((record.file, record.offset, record.nbytes, crc, self._used[key], len(pieces)))
+            for piece in pieces:
+                row.extend(piece)
+        return row.tobytes()
+
+    def unpack(self, row: Sequence[int]) -> None:
+        """Add what another process has told."""
+        at = 0
+        while at < len(row):
+            file, offset, nbytes, crc, used, count = row[at : at + 6]
+            key, at = (file, offset), at + 6
+            self._records[key] = Record(file, offset, nbytes, None if crc < 0 else crc)
+            self._used[key] += used
+            for i in range(at, at + 3 * count, 3):
+                self._pieces[key].append((row[i], row[i + 1], row[i + 2]))
+            at += 3 * count
+
+    def _runs(self, record: Record) -> Iterator[tuple[int, int, int | None]]:
+        """The record front to back: pieces, and gaps between them. A piece that overlaps an earlier one is left out,
+        so that what it adds counts as a gap."""
+        at, end = record.offset, record.offset + record.nbytes
+        for offset, nbytes, crc in sorted(self._pieces.get((record.file, record.offset), ())):
+            if offset < at:
+                continue
+            if offset > at:
+                yield at, offset - at, None
+            yield offset, nbytes, crc
+            at = offset + nbytes
+        if at < end:
+            yield at, end - at, None
+
+
+def of(parts: Iterable[bytes | memoryview]) -> int:
+    """The CRC of several buffers behind each other."""
+    crc = 0
+    for part in parts:
+        crc = crc32(part, crc)
+    return crc

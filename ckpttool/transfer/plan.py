@@ -1,0 +1,208 @@
+"""plan(source, destination) -> what has to be copied where: each destination chunk with the pieces that fill it. Pure.
+
+Jobs come in destination order (file, then offset), so that a sink can be written front to back and each byte moves
+once. Two catalogues with the same boxes give one piece per job.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import accumulate, chain, islice
+from math import prod
+from operator import itemgetter
+from typing import NamedTuple
+
+from ckpttool.catalogue import boxes
+from ckpttool.catalogue.boxes import Box, Ints
+from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Tensor
+from ckpttool.errors import CorruptError
+
+
+class Piece(NamedTuple):
+    """Part of a source chunk: `Piece(chunk 3 of the source tensor, rows 4..7)`. `box` is in the tensor's elements."""
+
+    chunk: Chunk
+    box: Box
+
+
+class Job(NamedTuple):
+    """One destination chunk, the tensor that it belongs to, and the pieces that fill it exactly."""
+
+    tensor: Tensor
+    source: Tensor
+    chunk: Chunk
+    pieces: tuple[Piece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.chunk.extent.nbytes
+
+
+class _Finder:
+    """Which chunks of a tensor a box touches; a bisection along the dimension in which they differ most."""
+
+    def __init__(self, chunks: Chunks) -> None:
+        self._chunks = chunks
+        self._dim = -1
+        if len(chunks) > 8:
+            dims = range(len(chunks.offsets[0]))
+            self._dim = max(dims, key=lambda d: len({o[d] for o in chunks.offsets}), default=-1)
+        order = range(len(chunks))
+        if self._dim >= 0:
+            order = sorted(order, key=lambda i: chunks.offsets[i][self._dim])  # type: ignore[assignment]
+            self._starts = [chunks.offsets[i][self._dim] for i in order]
+            self._longest = max(s[self._dim] for s in chunks.sizes)
+        self._order = order
+
+    def touching(self, box: Box) -> Iterator[tuple[int, Box]]:
+        candidates = self._order
+        if self._dim >= 0:
+            low = box[0][self._dim]
+            first = bisect_right(self._starts, low - self._longest)
+            last = bisect_left(self._starts, low + box[1][self._dim])
+            candidates = self._order[first:last]
+        chunks = self._chunks
+        for i in candidates:
+            shared = boxes.overlap(box, (chunks.offsets[i], chunks.sizes[i]))
+            if shared is not None:
+                yield i, shared
+
+
+def meeting(one: Chunks, other: Chunks) -> Iterator[tuple[int, int, Box]]:
+    """The boxes that lie in one chunk of either of two tilings of a tensor, each with the numbers of the two chunks, in
+    the order of the chunks of `one`. Pure."""
+    finder = _Finder(other)
+    for i, box in enumerate(zip(one.offsets, one.sizes, strict=True)):
+        for j, shared in finder.touching(box):
+            yield i, j, shared
+
+
+_Found = tuple[tuple[int, Box], ...]
+
+
+class _Fit:
+    """Which chunks of one tiling fill each chunk of another, and with which of their elements. Tensors of one shape,
+    cut in the same way on both sides, share it: a model has few shapes, and looking is most of the work."""
+
+    def __init__(self, have: Chunks) -> None:
+        self._finder = _Finder(have)
+        self._single = len(have) == 1
+        self._known: dict[int, _Found] = {}
+
+    def of(self, chunk: Chunk, i: int) -> _Found | None:
+        """The numbers of the chunks that fill `chunk`, the `i`-th of the other tiling, and the boxes to take of each;
+        None when they do not fill it exactly."""
+        found = self._known.get(i)
+        if found is None:
+            box = (chunk.offsets, chunk.sizes)
+            # A tensor in one piece has been validated: that is the whole.
+            found = ((0, box),) if self._single else tuple(self._finder.touching(box))
+            if not self._single and sum([prod(shared[1]) for _, shared in found]) != prod(chunk.sizes):
+                return None
+            self._known[i] = found
+        return found
+
+
+class _Fits:
+    """The fit of each tensor, made when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._tilings: dict[tuple[tuple[Ints, ...], tuple[Ints, ...]], int] = {}
+        self._made: dict[tuple[int, int], _Fit] = {}
+        self._of: dict[int, _Fit] = {}
+
+    def of(self, tensor: Tensor, source: Tensor) -> _Fit:
+        fit = self._of.get(id(tensor))
+        if fit is None:
+            key = (self._number(source.chunks), self._number(tensor.chunks))
+            fit = self._made.get(key)
+            if fit is None:
+                fit = self._made[key] = _Fit(source.chunks)
+            self._of[id(tensor)] = fit
+        return fit
+
+    def _number(self, chunks: Chunks) -> int:
+        """The same for tilings of the same boxes in the same order."""
+        return self._tilings.setdefault((tuple(chunks.offsets), tuple(chunks.sizes)), len(self._tilings))
+
+
+_Order = list[tuple[int, Tensor, int]]  # offset, tensor, number of the chunk
+
+
+def plan(destination: Catalogue, share: tuple[int, int] = (0, 1)) -> Iterator[Job]:
+    """The jobs that fill a created catalogue from the origins of its tensors, or the share `(k, n)` of them. Pure.
+
+    Raises CorruptError when the pieces do not fill a chunk exactly (the source was not validated).
+    """
+    files = _in_order(destination)
+    fits = _Fits()
+    for _, tensor, i in islice(chain.from_iterable(files), *_share(files, *share)):
+        source = tensor.origin
+        assert source is not None
+        yield _job(tensor, source, i, fits.of(tensor, source))
+
+
+def _in_order(destination: Catalogue) -> list[_Order]:
+    """The chunks to be filled, by file and then by where they lie."""
+    by_file: dict[int, _Order] = defaultdict(list)
+    for tensor in chain(destination.tensors, destination.replicas):
+        if tensor.alias is not None or not tensor.numel:
+            continue
+        chunks = tensor.chunks
+        for i, (file, offset) in enumerate(zip(chunks.file, chunks.offset, strict=False)):
+            by_file[file].append((offset, tensor, i))
+    for order in by_file.values():
+        order.sort(key=itemgetter(0))
+    return [by_file[file] for file in sorted(by_file)]
+
+
+def _share(files: list[_Order], k: int, n: int) -> tuple[int, int | None]:
+    """Which run of the jobs is share `k` of `n`: about as many bytes as each of the others, and whole files where they
+    come out so within an eighth of a share."""
+    if n == 1:
+        return 0, None
+    ends = list(accumulate(tensor.chunks.nbytes[i] for order in files for _, tensor, i in order))
+    firsts = list(accumulate(map(len, files)))[:-1]
+
+    def cut(k: int) -> int:
+        if k in (0, n):
+            return len(ends) * (k // n)
+        wanted = ends[-1] * k // n if ends else 0
+        near = min(firsts, key=lambda at: abs(ends[at - 1] - wanted), default=None)
+        if near is not None and abs(ends[near - 1] - wanted) * 8 * n <= ends[-1]:
+            return near
+        return bisect_left(ends, wanted)
+
+    return cut(k), cut(k + 1)
+
+
+def _job(tensor: Tensor, source: Tensor, i: int, fit: _Fit) -> Job:
+    chunk, have = tensor.chunks.at(i), source.chunks
+    found = fit.of(chunk, i)
+    if found is None:
+        raise CorruptError(
+            f"tensor `{tensor.name}`: {list(chunk.sizes)} at {list(chunk.offsets)} is not covered exactly"
+        )
+    return Job(tensor, source, chunk, tuple([Piece(have.at(j), box) for j, box in found]))
+
+
+def tiles(box: Box, most: int) -> Iterator[Box]:
+    """Cut a box into boxes of at most `most` elements that follow each other in row-major order. Pure."""
+    offsets, sizes = box
+    if prod(sizes) <= most or not sizes:
+        yield box
+        return
+    dim = next(i for i, size in enumerate(sizes) if size > 1)
+    row = prod(sizes[dim + 1 :])
+    step = max(1, most // row) if row else sizes[dim]
+    for low in range(0, sizes[dim], step):
+        part = (
+            (*offsets[:dim], offsets[dim] + low, *offsets[dim + 1 :]),
+            (*sizes[:dim], min(step, sizes[dim] - low), *sizes[dim + 1 :]),
+        )
+        if step == 1 and row > most:
+            yield from tiles(part, most)
+        else:
+            yield part

@@ -1,0 +1,98 @@
+"""Reads a box of a chunk into a numpy array, whatever its strides and codec, in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.catalogue import boxes
+from ckpttool.catalogue.boxes import Box, Ints
+from ckpttool.catalogue.dtypes import Dtype
+from ckpttool.catalogue.entries import Chunk, Extent, File
+from ckpttool.storage.files import Pool
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+TILE = 8 << 20
+
+
+def unsigned(kind: Dtype) -> str:
+    """numpy's name for elements that are only moved about: `u4` for float32. (numpy knows no bfloat16.)"""
+    return f"V{kind.itemsize}" if kind.itemsize > 8 else f"u{kind.itemsize}"
+
+
+def part(array: Array, box: Box, within: Box) -> Array:
+    """The view of `array`, which holds the box `within`, that holds `box`."""
+    index: Any = tuple(slice(o - w, o - w + s) for o, w, s in zip(box[0], within[0], box[1], strict=True))
+    # The ellipsis keeps this a view when there are no dimensions.
+    view: Array = array[(..., *index)]
+    return view
+
+
+def fill(target: Array, pool: Pool, files: Sequence[File], extent: Extent, chunk: Chunk, box: Box, kind: Dtype) -> None:
+    """Read `box` (in the tensor's elements) of `chunk`, which lies at `extent`, into `target`.
+
+    `target` has the box's sizes and the type `unsigned(kind)`. Raises CorruptError when the file is too short.
+    """
+    if not target.size:
+        return
+    strides = extent.strides or boxes.row_major(chunk.sizes)
+    first = sum((o - c) * s for o, c, s in zip(box[0], chunk.offsets, strides, strict=True))
+    location = files[extent.file].location
+    if not extent.codec:
+        _read(target, pool, location, extent.offset, first, box[1], strides, kind)
+        return
+    import numpy as np
+
+    dense: Array = np.empty(box[1], target.dtype)
+    _read(dense, pool, location, extent.offset, first, box[1], strides, kind)
+    _decode(dense, extent.codec, kind)
+    target[...] = dense
+
+
+def _read(
+    target: Array, pool: Pool, location: str, start: int, first: int, sizes: Ints, strides: Ints, kind: Dtype
+) -> None:
+    span = boxes.span(sizes, strides) * kind.itemsize
+    dense = prod(sizes) * kind.itemsize
+    if span > kind.itemsize and (span > 2 * TILE or (span > 4 * dense and span > 1 << 16)):
+        # Mostly other elements in between: halve along the dimension that lies furthest apart.
+        dim = max((i for i in range(len(sizes)) if sizes[i] > 1), key=lambda i: strides[i])
+        half = sizes[dim] // 2
+        for low, n in ((0, half), (half, sizes[dim] - half)):
+            part = target[(slice(None),) * dim + (slice(low, low + n),)]
+            rest = (*sizes[:dim], n, *sizes[dim + 1 :])
+            _read(part, pool, location, start, first + low * strides[dim], rest, strides, kind)
+        return
+    import numpy as np
+    from numpy.lib.stride_tricks import as_strided
+
+    data = bytearray(span)
+    pool.read_into(location, start + first * kind.itemsize, memoryview(data))
+    flat = np.frombuffer(data, unsigned(kind))
+    target[...] = as_strided(flat, sizes, tuple(s * kind.itemsize for s in strides), writeable=False)
+
+
+def _decode(dense: Array, codec: tuple[str, ...], kind: Dtype) -> None:
+    """Undo in place what an extent's codec names, on the bits of the elements."""
+    import numpy as np
+
+    words = dense.reshape(-1).view(f"u{kind.word}")
+    for step in codec:
+        if step == "swap":
+            words.byteswap(inplace=True)
+        elif step == "conj":
+            if kind.kind == "complex":
+                words[1::2] ^= _sign(words)
+        elif kind.kind in ("float", "complex"):
+            words ^= _sign(words)
+        else:
+            np.negative(words, out=words)
+
+
+def _sign(words: Array) -> Any:
+    return words.dtype.type(1 << (8 * words.dtype.itemsize - 1))
