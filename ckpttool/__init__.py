@@ -16,48 +16,59 @@ from ckpttool.version import __version__
 
 if TYPE_CHECKING:
     from ckpttool.errors import CkptError
+    from ckpttool.operations.convert import convert
+    from ckpttool.operations.diff import Diff, diff
+    from ckpttool.operations.export import export
+    from ckpttool.operations.export.plan import Exported
+    from ckpttool.operations.inspect import inspect
     from ckpttool.operations.open import Checkpoint, LazyTensor
+    from ckpttool.operations.repair import Repaired, repair
+    from ckpttool.operations.reshard import Resharding, reshard
+    from ckpttool.operations.show import Shown, show
+    from ckpttool.operations.verify import Finding, Report, verify
+    from ckpttool.operations.write import Conversion
     from ckpttool.training.exit_on_error import exit_on_error
     from ckpttool.training.load import Loaded, load
     from ckpttool.training.load_into import load_into
     from ckpttool.training.save import save
-    from ckpttool.verbs import (
-        Conversion,
-        Diff,
-        Exported,
-        Finding,
-        Repaired,
-        Report,
-        Resharding,
-        Shown,
-        convert,
-        diff,
-        export,
-        inspect,
-        repair,
-        reshard,
-        show,
-        verify,
-    )
 
-# Looked up when first used, so that `ckpttool --help` does not import what it does not need.
-_HOMES = {
+# The module of each public name, imported when the name is first used: `ckpttool --help` imports what it needs.
+_MODULES = {
     "Checkpoint": "operations.open",
-    "LazyTensor": "operations.open",
     "CkptError": "errors",
-    "exit_on_error": "training.exit_on_error",
+    "Conversion": "operations.write",
+    "Diff": "operations.diff",
+    "Exported": "operations.export.plan",
+    "Finding": "operations.verify",
+    "LazyTensor": "operations.open",
     "Loaded": "training.load",
+    "Repaired": "operations.repair",
+    "Report": "operations.verify",
+    "Resharding": "operations.reshard",
+    "Shown": "operations.show",
+    "convert": "operations.convert",
+    "diff": "operations.diff",
+    "exit_on_error": "training.exit_on_error",
+    "export": "operations.export",
+    "inspect": "operations.inspect",
     "load": "training.load",
     "load_into": "training.load_into",
+    "repair": "operations.repair",
+    "reshard": "operations.reshard",
     "save": "training.save",
+    "show": "operations.show",
+    "verify": "operations.verify",
 }
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name, "verbs")
-    if home == "verbs" and name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module `ckpttool` has no attribute `{name}`")
-    return getattr(import_module(f"ckpttool.{home}"), name)
+    return getattr(import_module(f"ckpttool.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def open(

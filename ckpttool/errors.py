@@ -6,7 +6,6 @@ goes into `hint`, which is printed on a line of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 DONE = 0
@@ -87,9 +86,3 @@ class RemoteError(CkptError):
 
     exit_code = 8
     kind = "remote"
-
-
-def some(names: Sequence[str], most: int = 3) -> str:
-    """The first few of many names, for a message. Pure."""
-    shown = ", ".join(f"`{name}`" for name in names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -1,4 +1,4 @@
-"""Numbers as people read and type them, and the names they meant. Pure."""
+"""Text for people: sizes and counts, names and near names, untrusted text made safe to print. Pure."""
 
 from __future__ import annotations
 
@@ -84,3 +84,24 @@ def meant(name: str, names: Sequence[str], otherwise: str) -> str:
     """A hint for a name that is none: the nearest ones, or else what `otherwise` says."""
     near = near_names(name, names)
     return f"did you mean {', '.join(f'`{n}`' for n in near)}?" if near else otherwise
+
+
+def some(names: Sequence[str], most: int = 3) -> str:
+    """The first few of many names, for a message. Pure."""
+    shown = ", ".join(f"`{name}`" for name in names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def safe(text: str) -> str:
+    """`text` with everything that a terminal would not print as itself written as an escape. Pure."""
+    if text.isprintable():
+        return text
+    # A lone surrogate has no escape in `unicode_escape`'s strict mode, hence the error handler.
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode("ascii") for c in text
+    )
+
+
+def cut(text: str, limit: int) -> str:
+    """`text`, or its beginning and `...` when it is longer than `limit`. Pure."""
+    return text if len(text) <= limit else text[: max(limit - 3, 0)] + "..."

@@ -34,7 +34,7 @@ PURE = {"errors", "text", "catalogue", "layout"}
 # Arrows that go down, and are wanted from these modules alone.
 ONLY = {
     ("formats", "layout"): {"formats.rankfiles.flat.optimizer"},
-    ("training", "formats.dcp"): {"training.reshard_engine.engine"},
+    ("training", "formats.dcp"): {"training.reshard_engine.engine", "training.reshard_engine.meta_model"},
 }
 
 
@@ -166,7 +166,7 @@ def test_the_pure_modules_do_no_io(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*(name for name in MODULES if layer_of(name) in PURE), "storage.files"])
 def test_the_lower_layers_need_the_standard_library_only(name: str) -> None:
-    assert foreign(MODULES[name]) <= sys.stdlib_module_names
+    assert foreign(without_type_checking(MODULES[name])) <= sys.stdlib_module_names
 
 
 @every

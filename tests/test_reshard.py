@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from ckpttool import verbs
+import ckpttool
 from ckpttool.catalogue.boxes import Box
 from ckpttool.errors import CkptError, LossError, ReadError, UsageError
 
@@ -77,9 +77,9 @@ def boxes_in(path: Path) -> dict[str, set[Box]]:
 def test_the_boxes_are_those_that_torch_saves(tmp_path: Path, name: str, flags: dict[str, Any], way: str) -> None:
     source = HERE / name / "ckpt"
     if way == "through one rank":
-        verbs.reshard(source, tmp_path / "one", to_world=1)
+        ckpttool.reshard(source, tmp_path / "one", to_world=1)
         source = tmp_path / "one"
-    verbs.reshard(source, tmp_path / "out", **flags)
+    ckpttool.reshard(source, tmp_path / "out", **flags)
     found, expected = boxes_in(tmp_path / "out"), boxes_in(HERE / name / "ckpt")
     if way == "through one rank":
         # Stored as a second tensor, without an optimizer's state and in one piece, it could be a buffer.
@@ -103,7 +103,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One checkpoint in the layout of each mesh."""
     folder = tmp_path_factory.mktemp("sources")
     for number, flags in enumerate(MESHES.values()):
-        verbs.reshard(TP, folder / str(number), **flags)
+        ckpttool.reshard(TP, folder / str(number), **flags)
     return {name: folder / str(number) for number, name in enumerate(MESHES)}
 
 
@@ -117,7 +117,7 @@ def whole() -> dict[str, Any]:
 def test_from_anything_onto_anything(
     tmp_path: Path, sources: dict[str, Path], whole: dict[str, Any], source: str, onto: str
 ) -> None:
-    verbs.reshard(sources[source], tmp_path / "dst", **MESHES[onto])
+    ckpttool.reshard(sources[source], tmp_path / "dst", **MESHES[onto])
     assert_same(loaded(tmp_path / "dst"), whole)
     found, expected = boxes_in(tmp_path / "dst"), boxes_in(sources[onto])
     if source in ("w1", "ddp"):
@@ -129,7 +129,7 @@ def test_from_anything_onto_anything(
 def test_there_and_back_again(tmp_path: Path) -> None:
     before = W4
     for world in (8, 3, 4):
-        made = verbs.reshard(before, tmp_path / str(world), to_world=world, check=True)
+        made = ckpttool.reshard(before, tmp_path / str(world), to_world=world, check=True)
         assert (made.world, made.mesh, made.engine) == (world, f"shard={world}", "bytes")
         before = tmp_path / str(world)
     assert_same(loaded(before), loaded(W4))
@@ -138,7 +138,7 @@ def test_there_and_back_again(tmp_path: Path) -> None:
 
 def test_like_another_checkpoint(tmp_path: Path) -> None:
     """Trained otherwise, but of the same model: the boxes and the files of each tensor."""
-    verbs.reshard(HERE / "dcp_fsdp2_w2" / "ckpt", tmp_path / "like", like=W4)
+    ckpttool.reshard(HERE / "dcp_fsdp2_w2" / "ckpt", tmp_path / "like", like=W4)
     assert boxes_in(tmp_path / "like") == boxes_in(W4)
     # FSDP2 also saves pieces without elements.
     assert places_in(tmp_path / "like").items() < places_in(W4).items()
@@ -151,19 +151,19 @@ def places_in(path: Path) -> dict[tuple[str, Any], str]:
 
 
 def test_a_file_becomes_dcp_and_rank_files_stay(tmp_path: Path) -> None:
-    assert verbs.reshard(HERE / "torch_full" / "ckpt.pt", tmp_path / "full", to_world=2).format == "dcp"
-    assert verbs.reshard(HERE / "rank_fsdp1_w2" / "ckpt", tmp_path / "ranks", to_world=3).format == "rankfiles"
+    assert ckpttool.reshard(HERE / "torch_full" / "ckpt.pt", tmp_path / "full", to_world=2).format == "dcp"
+    assert ckpttool.reshard(HERE / "rank_fsdp1_w2" / "ckpt", tmp_path / "ranks", to_world=3).format == "rankfiles"
     assert sorted(p.name for p in (tmp_path / "ranks").iterdir()) == ["rank0.pt", "rank1.pt", "rank2.pt"]
 
 
 def test_rules_in_a_file(tmp_path: Path) -> None:
     rules = tmp_path / "tp.rules"
     rules.write_text("# column-parallel\n*.up.*=tp:0\n\n*.down.weight=tp:1  # row-parallel\n")
-    verbs.reshard(TP, tmp_path / "out", to_mesh="shard=2,tp=2", placements=f"@{rules}")
+    ckpttool.reshard(TP, tmp_path / "out", to_mesh="shard=2,tp=2", placements=f"@{rules}")
     assert boxes_in(tmp_path / "out") == boxes_in(TP)
     rules.write_text("\n*.up.*\n")
     with pytest.raises(UsageError, match=r"tp.rules` line 2: `--placements \*.up.\*` is not of the form"):
-        verbs.reshard(TP, tmp_path / "other", to_mesh="shard=2,tp=2", placements=f"@{rules}")
+        ckpttool.reshard(TP, tmp_path / "other", to_mesh="shard=2,tp=2", placements=f"@{rules}")
 
 
 def random_states(path: Path) -> dict[str, Any]:
@@ -188,20 +188,20 @@ def told(world: int) -> dict[str, Any]:
 
 
 def test_random_states_are_kept_under_their_ranks(tmp_path: Path, with_rng: Path) -> None:
-    more = verbs.reshard(with_rng, tmp_path / "5", to_world=5)
+    more = ckpttool.reshard(with_rng, tmp_path / "5", to_world=5)
     assert_same(random_states(tmp_path / "5"), told(3))
     assert more.policies == [
         "rng: kept under ranks 0 to 2 (`--rng keep`); ranks 3 to 4 of the new world have none",
         "dataloader: kept under ranks 0 to 1 (`--dataloader keep`); ranks 2 to 4 of the new world have none",
     ]
-    fewer = verbs.reshard(with_rng, tmp_path / "2", to_mesh="shard=1,tp=2")
+    fewer = ckpttool.reshard(with_rng, tmp_path / "2", to_mesh="shard=1,tp=2")
     assert_same(random_states(tmp_path / "2"), told(3))
     assert fewer.policies[0].endswith("; rank 2 is not in the new world")
     assert fewer.policies[1].endswith("; rank 1 is not in the new world")  # one replica of two ranks
 
 
 def test_all_ranks_get_the_random_state_of_rank_0(tmp_path: Path, with_rng: Path) -> None:
-    made = verbs.reshard(with_rng, tmp_path / "out", to_world=5, rng="rank0", check=True)
+    made = ckpttool.reshard(with_rng, tmp_path / "out", to_world=5, rng="rank0", check=True)
     first = rngs(1)["rank0"]
     expected = {f"rng.rank{r}.{key}": value for r in range(5) for key, value in first.items()}
     assert_same(random_states(tmp_path / "out"), expected)
@@ -211,17 +211,17 @@ def test_all_ranks_get_the_random_state_of_rank_0(tmp_path: Path, with_rng: Path
 
 
 def test_random_states_are_left_out(tmp_path: Path, with_rng: Path) -> None:
-    made = verbs.reshard(with_rng, tmp_path / "out", to_world=5, rng="drop", dataloader="drop")
+    made = ckpttool.reshard(with_rng, tmp_path / "out", to_world=5, rng="drop", dataloader="drop")
     assert loaded(tmp_path / "out").keys() == {"model.w"}
     assert [said.partition(":")[0] for said in made.policies] == ["rng", "dataloader"]
 
 
 def test_rank_files_have_the_values_of_their_ranks(tmp_path: Path, with_rng: Path) -> None:
     with pytest.raises(LossError, match="`rng` has values of rank 2, and a world of 2 has no file"):
-        verbs.reshard(with_rng, tmp_path / "kept", to_world=2, to="fsdp1", dataloader="drop")
+        ckpttool.reshard(with_rng, tmp_path / "kept", to_world=2, to="fsdp1", dataloader="drop")
     flags: dict[str, Any] = {"to": "fsdp1", "dataloader": "drop"}
-    verbs.reshard(with_rng, tmp_path / "first", to_world=5, rng="rank0", **flags)
-    verbs.reshard(with_rng, tmp_path / "four", to_world=4, **flags)
+    ckpttool.reshard(with_rng, tmp_path / "first", to_world=5, rng="rank0", **flags)
+    ckpttool.reshard(with_rng, tmp_path / "four", to_world=4, **flags)
     for rank in range(5):
         with fakeranks.as_rank(rank, 5):
             state = torch.load(tmp_path / "first" / f"rank{rank}.pt", weights_only=False)
@@ -236,11 +236,11 @@ def test_nothing_is_left_of_what_fails(tmp_path: Path) -> None:
     before = sorted(p.name for p in tmp_path.iterdir())
     for flags in ({"to_world": 2, "placements": "*.nothing=shard:0"}, {"to_mesh": "shard=2", "rng": "x"}, {}):
         with pytest.raises(UsageError):
-            verbs.reshard(W4, tmp_path / "out", **flags)
+            ckpttool.reshard(W4, tmp_path / "out", **flags)
     with pytest.raises(ReadError):
-        verbs.reshard(tmp_path / "none", tmp_path / "out", to_world=2)
+        ckpttool.reshard(tmp_path / "none", tmp_path / "out", to_world=2)
     with pytest.raises(CkptError):
-        verbs.reshard(W4, W4 / "inside", to_world=2)
+        ckpttool.reshard(W4, W4 / "inside", to_world=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == before
 
 
@@ -248,28 +248,28 @@ def test_nothing_is_left_of_what_fails(tmp_path: Path) -> None:
 def test_only_the_model_has_the_boxes_that_it_has_beside_the_rest(tmp_path: Path, flags: dict[str, Any]) -> None:
     """Though nothing is left that says which tensors are parameters: the source is one file."""
     full = HERE / "torch_full" / "ckpt.pt"
-    verbs.reshard(full, tmp_path / "all", to="dcp", **flags)
-    made = verbs.reshard(full, tmp_path / "only", to="dcp", only="model", check=True, **flags)
+    ckpttool.reshard(full, tmp_path / "all", to="dcp", **flags)
+    made = ckpttool.reshard(full, tmp_path / "only", to="dcp", only="model", check=True, **flags)
     whole = {name: cut for name, cut in boxes_in(tmp_path / "all").items() if name.startswith("model.")}
     assert boxes_in(tmp_path / "only") == {name.removeprefix("model."): cut for name, cut in whole.items()}
     kept = {n.removeprefix("model."): v for n, v in loaded(tmp_path / "all").items() if n.startswith("model.")}
     assert_same(loaded(tmp_path / "only"), kept)
     assert made.dropped and not made.policies
     for other in ("only", "all"):
-        verbs.reshard(full, tmp_path / f"like {other}", like=tmp_path / other, only="model")
+        ckpttool.reshard(full, tmp_path / f"like {other}", like=tmp_path / other, only="model")
         assert boxes_in(tmp_path / f"like {other}") == boxes_in(tmp_path / "only")
 
 
 def test_a_part_that_is_left_out(tmp_path: Path) -> None:
-    made = verbs.reshard(W4, tmp_path / "out", to_world=2, drop=["optim", "scheduler"])
+    made = ckpttool.reshard(W4, tmp_path / "out", to_world=2, drop=["optim", "scheduler"])
     expected = {n: v for n, v in loaded(W4).items() if not n.startswith(("optim.", "scheduler."))}
     assert_same(loaded(tmp_path / "out"), expected)
     assert all(name.startswith(("optim.", "scheduler.")) for name in made.dropped)
-    verbs.reshard(W4, tmp_path / "ranks", to_world=2, to="fsdp1", only="model", drop="scheduler")
+    ckpttool.reshard(W4, tmp_path / "ranks", to_world=2, to="fsdp1", only="model", drop="scheduler")
     with pytest.raises(UsageError, match="there is no part `optimiser`"):
-        verbs.reshard(W4, tmp_path / "none", to_world=2, drop="optimiser")
+        ckpttool.reshard(W4, tmp_path / "none", to_world=2, drop="optimiser")
     with pytest.raises(UsageError, match="nothing is left to write"):
-        verbs.reshard(tmp_path / "out", tmp_path / "none", to_world=2, only="model", drop="model")
+        ckpttool.reshard(tmp_path / "out", tmp_path / "none", to_world=2, only="model", drop="model")
     assert not (tmp_path / "none").exists()
 
 
@@ -285,6 +285,6 @@ def test_what_is_left_out_may_be_damaged(tmp_path: Path) -> None:
     (tmp_path / "saved" / ".metadata").write_bytes(pickle.dumps(index))
     for flags in ({}, {"only": "optim"}, {"drop": "model"}):
         with pytest.raises(CkptError, match="exp_avg"):
-            verbs.reshard(tmp_path / "saved", tmp_path / "out", to_world=2, **flags)
-    verbs.reshard(tmp_path / "saved", tmp_path / "out", to_world=2, only="model")
+            ckpttool.reshard(tmp_path / "saved", tmp_path / "out", to_world=2, **flags)
+    ckpttool.reshard(tmp_path / "saved", tmp_path / "out", to_world=2, only="model")
     assert_same(loaded(tmp_path / "out"), {"w": state["model"]["w"]})

@@ -18,12 +18,12 @@ from ckpttool.catalogue import values as stubs
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Link, Object, Part, Record, Tensor
 from ckpttool.errors import CorruptError
-from ckpttool.escapes import cut, safe
 from ckpttool.operations.inspect.document import document
 from ckpttool.operations.inspect.format_value import describe, jsonable, type_name
 from ckpttool.operations.inspect.hyperparameters import tables
 from ckpttool.operations.inspect.module_tree import Line, lines, ranges
 from ckpttool.operations.inspect.summary import summarise
+from ckpttool.text import cut, safe
 
 
 class Block(nn.Module):

@@ -9,6 +9,7 @@ import random
 import struct
 from argparse import Namespace
 from collections import OrderedDict, defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpttool.catalogue import typed_json
 from ckpttool.catalogue.entries import Link
+from ckpttool.catalogue.typed_json import MAX_DEPTH, encode
 from ckpttool.catalogue.values import Stub, TorchSize, is_stub_type, stub_type
 from ckpttool.errors import CorruptError, LossError
 from ckpttool.serialization import pickler as picklewriter
 from ckpttool.serialization import torch_pickle as torchpickle
 from ckpttool.serialization import unpickler as pickles
-from ckpttool.serialization.typed_json import MAX_DEPTH, decode, encode
+
+decode = partial(typed_json.decode, functions={**pickles.REAL, **torchpickle.KNOWN})
 
 
 def there_and_back(value: Any) -> Any:
@@ -222,7 +226,7 @@ def test_shared_is_no_cycle() -> None:
 
 
 def test_shared_without_end_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpttool.serialization.typed_json.MAX_VALUES", 1000)
+    monkeypatch.setattr("ckpttool.catalogue.typed_json.MAX_VALUES", 1000)
     value: Any = [1]
     for _ in range(40):
         value = [value, value]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
-from ckpttool.errors import some
+from ckpttool.text import some
 
 
 def find_aliases(tensors: Iterable[Tensor]) -> dict[Path, Path]:

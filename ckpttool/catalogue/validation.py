@@ -9,7 +9,8 @@ from operator import add, le
 
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.entries import Catalogue, Chunks, File, Path, Tensor
-from ckpttool.errors import CkptError, CorruptError, some
+from ckpttool.errors import CkptError, CorruptError
+from ckpttool.text import some
 
 
 def validate(catalogue: Catalogue, paths: Collection[Path] | None = None) -> None:

@@ -9,13 +9,26 @@ Known                a name that is answered with something real
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ckpttool.errors import CorruptError
-from ckpttool.serialization.allowance import spend
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+copies_left: ContextVar[list[int] | None] = ContextVar("copies_left", default=None)
+"""How many elements or bytes the values of the pickle that is being read may still copy; None outside of one."""
+
+
+def spend(count: int) -> None:
+    """Charge a copy of so many elements or bytes. Raises CorruptError when the pickle has none left."""
+    left = copies_left.get()
+    if left is not None:
+        left[0] -= count
+        if left[0] < 0:
+            raise CorruptError("a pickle copies the same values again and again")
 
 
 class TorchSize(tuple[int, ...]):

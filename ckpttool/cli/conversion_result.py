@@ -12,7 +12,7 @@ from ckpttool.cli.terminal import Painted, Piece, Terminal, bold, dim, err, out
 from ckpttool.text import duration, plural, size
 
 if TYPE_CHECKING:
-    from ckpttool.verbs import Conversion
+    from ckpttool import Conversion
 
 _SHOWN = 20
 _ENOUGH = 64 << 20  # bytes without which a rate says nothing

@@ -123,11 +123,11 @@ def convert(
     DST appears complete or not at all. What the format cannot hold is refused, unless it is left out by --only, --drop
     or --exclude.
     """
-    from ckpttool import verbs
+    import ckpttool
 
     with ExitStack() as stack:
         progress = None if quiet or as_json else stack.enter_context(Progress(err()))
-        made = verbs.convert(
+        made = ckpttool.convert(
             src, dst, to=to, producer=producer, only=only or (), drop=drop or (), tensors=tensors or (),
             exclude=exclude or (), rename=rename or (), strip_wrappers=strip_wrappers, strip_prefix=strip_prefix,
             dtype=dtype or (), max_shard_size=max_shard_size, to_world=to_world, tensor_class=tensor_class,

@@ -16,8 +16,8 @@ from ckpttool.cli.terminal import Painted, Piece, Terminal, answer, bold, dim, e
 from ckpttool.text import duration, plural, size
 
 if TYPE_CHECKING:
+    from ckpttool import Diff
     from ckpttool.operations.diff import Only, Side, Total
-    from ckpttool.verbs import Diff
 
 _SHOWN = 20
 _VALUE = 40  # characters of an object's value, unless -v
@@ -81,11 +81,11 @@ def diff(
 
     Any two formats and any two numbers of ranks. Ends with 0 when they are the same, with 1 when they differ.
     """
-    from ckpttool import verbs
+    import ckpttool
 
     with ExitStack() as stack:
         progress = None if quiet or as_json else stack.enter_context(Progress(err()))
-        made = verbs.diff(
+        made = ckpttool.diff(
             a, b, only=only or (), drop=drop or (), tensors=tensors or (), exclude=exclude or (), rename=rename or (),
             strip_wrappers=strip_wrappers, strip_prefix=strip_prefix, rtol=_number("--rtol", rtol),
             atol=_number("--atol", atol), ulp=ulp, ignore_dtype=ignore_dtype, sharded=sharding, shapes=shapes,

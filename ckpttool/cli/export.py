@@ -27,8 +27,8 @@ from ckpttool.cli.terminal import err
 from ckpttool.text import count, plural, size
 
 if TYPE_CHECKING:
+    from ckpttool import Exported
     from ckpttool.storage.hub import Sent
-    from ckpttool.verbs import Exported
 
 
 def export(
@@ -111,11 +111,11 @@ def export(
     Weights without wrappers, tied ones once, split and indexed; config, tokenizer and code as files; compared with what
     the config says before anything is written. DST appears complete or not at all.
     """
-    from ckpttool import verbs
+    import ckpttool
 
     with ExitStack() as stack:
         progress = None if quiet or as_json else stack.enter_context(Progress(err()))
-        made = verbs.export(
+        made = ckpttool.export(
             src, dst, only=only or (), exclude=exclude or (), rename=rename or (), strip_prefix=strip_prefix,
             key_map=key_map, head_dim=head_dim, dtype=dtype or (), max_shard_size=max_shard_size, assets=assets,
             strict=not no_strict, card=not no_card, shapes=shapes, overwrite=overwrite, dry_run=dry_run,

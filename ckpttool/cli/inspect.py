@@ -40,11 +40,11 @@ def inspect(
 
     With --tensors, one line for each tensor that matches and where its chunks lie.
     """
-    from ckpttool import verbs
+    import ckpttool
     from ckpttool.catalogue.patterns import any_of
     from ckpttool.errors import UsageError
 
-    catalogue = verbs.inspect(path, shapes=shapes)
+    catalogue = ckpttool.inspect(path, shapes=shapes)
     wanted = any_of(tensors) if tensors else None
     if tensors and not any(map(wanted or bool, (t.name for t in catalogue.tensors))):
         hint = meant(tensors[0], [t.name for t in catalogue.tensors], "`--tensors '*'` lists all")

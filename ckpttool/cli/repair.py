@@ -35,11 +35,11 @@ def repair(
 
     DST appears whole or not at all.
     """
-    from ckpttool import verbs
+    import ckpttool
 
     with ExitStack() as stack:
         progress = None if quiet or as_json else stack.enter_context(Progress(err()))
-        made = verbs.repair(
+        made = ckpttool.repair(
             src, dst, merge=merge or (), like=like, overwrite=overwrite, dry_run=dry_run, threads=threads,
             progress=progress,
         )  # fmt: skip

@@ -30,7 +30,7 @@ from ckpttool.cli.terminal import err
 from ckpttool.text import plural
 
 if TYPE_CHECKING:
-    from ckpttool.verbs import Resharding
+    from ckpttool import Resharding
 
 
 def reshard(
@@ -96,11 +96,11 @@ def reshard(
 
     Alone it needs no process group; under torchrun the processes share the copies. DST appears complete or not at all.
     """
-    from ckpttool import verbs
+    import ckpttool
 
     with ExitStack() as stack:
         progress = None if quiet or as_json else stack.enter_context(Progress(err()))
-        made = verbs.reshard(
+        made = ckpttool.reshard(
             src, dst, to_world=to_world, to_mesh=to_mesh, like=like, to=to, engine=engine,
             placements=placements or (), shard=shard or (), replicate=replicate or (), rng=rng, dataloader=dataloader,
             only=only or (), drop=drop or (),

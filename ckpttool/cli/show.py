@@ -25,9 +25,9 @@ def show(
     quiet: Quiet = False,
 ) -> None:
     """Show one tensor: where it lies, a few values, and what they are like."""
-    from ckpttool import verbs
+    import ckpttool
 
-    shown = verbs.show(path, tensor, shapes=shapes)
+    shown = ckpttool.show(path, tensor, shapes=shapes)
     terminal = out()
     if as_json:
         terminal.write(json.dumps(_document(shown)) + "\n")

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import NamedTuple, TextIO
 
 from ckpttool.errors import DONE, StorageError
-from ckpttool.escapes import cut, safe
+from ckpttool.text import cut, safe
 
 _CODES = {"bold": "1", "dim": "2", "red": "1;31", "green": "32", "yellow": "33"}
 _GAP = 2

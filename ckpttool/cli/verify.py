@@ -52,11 +52,11 @@ def verify(
     Every checksum that the writer left is compared, and the index with the files. Ends with 4 for damage, with 1 for a
     NaN or a difference, else with 0.
     """
-    from ckpttool import verbs
+    import ckpttool
 
     with ExitStack() as stack:
         progress = None if quiet or as_json else stack.enter_context(Progress(err()))
-        report = verbs.verify(
+        report = ckpttool.verify(
             path, against=against, manifest=manifest, write_manifest=write_manifest, check_values=values,
             shapes=shapes, threads=threads, progress=progress,
         )  # fmt: skip

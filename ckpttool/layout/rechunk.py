@@ -19,11 +19,11 @@ from math import prod
 from ckpttool.catalogue import boxes, ranks
 from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, File, Path, Tensor, dotted
 from ckpttool.catalogue.patterns import any_of
-from ckpttool.errors import UsageError, some
+from ckpttool.errors import UsageError
 from ckpttool.layout import meshes
 from ckpttool.layout.meshes import Mesh, Placements
 from ckpttool.layout.select import again, flattened, rebuilt
-from ckpttool.text import meant, plural, size
+from ckpttool.text import meant, plural, size, some
 
 
 def whole(catalogue: Catalogue) -> Catalogue:

@@ -21,13 +21,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 
-from ckpttool.errors import CkptError, CorruptError, OverwriteError, ReadError, StorageError, UsageError, some
+from ckpttool.errors import CkptError, CorruptError, OverwriteError, ReadError, StorageError, UsageError
 from ckpttool.formats.dcp import rebuild_index as rebuilding
 from ckpttool.operations import manifest as manifests
 from ckpttool.operations import verify as verifying
 from ckpttool.operations.verify import Report
 from ckpttool.storage import files, folders
 from ckpttool.storage import stores as mirrors
+from ckpttool.text import some
 from ckpttool.transfer import staging
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.threads import Progress, Work, on_threads

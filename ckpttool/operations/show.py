@@ -1,9 +1,10 @@
-"""Figures about one tensor, read tile by tile: what `ckpttool show` prints."""
+"""`show`: where one tensor lies, a few of its values, and figures over all of them, read tile by tile."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+import os
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.catalogue import boxes
@@ -11,8 +12,12 @@ from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Tensor
 from ckpttool.catalogue.protocols import Source
+from ckpttool.catalogue.validation import validate
+from ckpttool.errors import UsageError
+from ckpttool.producers.open import naming, opened
 from ckpttool.storage.crc import crc32
 from ckpttool.storage.files import Pool
+from ckpttool.text import meant
 from ckpttool.transfer import checksums
 from ckpttool.transfer import read as gather
 from ckpttool.transfer.plan import tiles
@@ -43,6 +48,24 @@ class Shown:
     norm: float | None = None
     nans: int | None = None
     infs: int | None = None
+
+
+def show(path: str | os.PathLike[str], tensor: str, *, shapes: str | None = None) -> Shown:
+    """One tensor of the checkpoint at `path`: where it lies, a few values, and figures over all of them. Reads only
+    its bytes. Raises UsageError, with the nearest names, when there is no such tensor."""
+    path = os.fspath(path)
+    with opened(path, shapes) as source:
+        found = [t for t in source.catalogue.tensors if t.name == tensor]
+        if not found:
+            if any(o.name == tensor for o in source.catalogue.objects):
+                hint = "it is an object; `ckpttool inspect` shows its value"
+                raise UsageError(f"`{path}`: `{tensor}` is not a tensor", hint=hint)
+            names = [t.name for t in source.catalogue.tensors]
+            hint = meant(tensor, names, f"`ckpttool inspect {path} --tensors '*'` lists them")
+            raise UsageError(f"`{path}`: there is no tensor `{tensor}`", hint=hint)
+        with naming(path):
+            validate(replace(source.catalogue, entries={found[0].path: found[0]}))
+            return look(found[0], source)
 
 
 def look(tensor: Tensor, source: Source) -> Shown:

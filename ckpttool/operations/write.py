@@ -16,12 +16,13 @@ from typing import Any
 from ckpttool import formats, producers
 from ckpttool.catalogue.entries import Catalogue, Container, Object, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Format, Sink, SinkOptions, Source
-from ckpttool.errors import CkptError, CorruptError, LossError, OverwriteError, StorageError, UsageError, some
+from ckpttool.errors import CkptError, CorruptError, LossError, OverwriteError, StorageError, UsageError
 from ckpttool.producers import open as opening
 from ckpttool.producers.directory import Listing
 from ckpttool.producers.mount import Mounted
 from ckpttool.storage import files
 from ckpttool.storage import stores as mirrors
+from ckpttool.text import some
 from ckpttool.transfer import journal, plan, staging
 from ckpttool.transfer import readback as rereading
 from ckpttool.transfer.execute import BUFFER, Transferred, budget, transfer

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from ckpttool import formats
 from ckpttool.catalogue.protocols import OpenOptions, Source
-from ckpttool.errors import CkptError, some
+from ckpttool.errors import CkptError
 from ckpttool.producers import huggingface, runs
 from ckpttool.producers import reader as mounts
 from ckpttool.producers import torchtitan as torchnative
@@ -25,6 +25,7 @@ from ckpttool.producers import verl as rankfamilies
 from ckpttool.producers.directory import Listing
 from ckpttool.producers.pieces import Producer
 from ckpttool.producers.runs import Found
+from ckpttool.text import some
 
 PRODUCERS: tuple[Producer, ...] = (
     *huggingface.PRODUCERS,

@@ -14,8 +14,9 @@ from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Chunk, Extent, Part, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Itemised, Run, Source
 from ckpttool.catalogue.validation import concerns
-from ckpttool.errors import CkptError, UsageError, some
+from ckpttool.errors import CkptError, UsageError
 from ckpttool.layout import select as layout
+from ckpttool.text import some
 
 _ROOTS = {"model": ("model",), "optimizer": ("optim",)}
 

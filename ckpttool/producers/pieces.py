@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 
 from ckpttool.catalogue import ranks
 from ckpttool.catalogue.entries import Catalogue, Path
-from ckpttool.errors import some
 from ckpttool.producers.directory import Listing
+from ckpttool.text import some
 
 ONE, EACH, SET, MANY = "one", "one per rank", "one set of all ranks", "one of many"
 VALUES, ASSET, KNOWN = "json", "asset", "known"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -12,16 +11,16 @@ from dataclasses import replace
 from typing import Any
 
 from ckpttool import formats
-from ckpttool.catalogue import parts, ranks
+from ckpttool.catalogue import parts, ranks, typed_json
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, File, Part, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import OpenOptions, Source
-from ckpttool.errors import CkptError, CorruptError, ReadError, some
+from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.producers.directory import Listing
 from ckpttool.producers.mount import Mounted
 from ckpttool.producers.names import STEPS, step_in
 from ckpttool.producers.pieces import EACH, ONE, SET, VALUES, Layout, Mount, Producer
-from ckpttool.serialization import typed_json as typedjson
+from ckpttool.text import some
 
 # What the format of DCP says of files that are pieces here, or are named below.
 _ABOUT_OTHERS = re.compile(r"\d+ files are not mentioned by the index: ")
@@ -213,7 +212,7 @@ def _spelt(catalogue: Catalogue) -> str:
             sums = [r.crc if r is not None and r.crc else id(entry) for r in records]
             said.append((entry.name, entry.dtype.name, entry.shape, sums))
         else:
-            said.append((entry.name, json.dumps(typedjson.encode(entry.value, name=entry.name))))
+            said.append((entry.name, typed_json.key(entry.value, name=entry.name)))
     return repr(said)
 
 

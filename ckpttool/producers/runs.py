@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from ckpttool import formats
-from ckpttool.errors import CkptError, ReadError, some
+from ckpttool.errors import CkptError, ReadError
 from ckpttool.producers import torchtitan as torchnative
 from ckpttool.producers import verl as rankfamilies
 from ckpttool.producers.directory import Listing
 from ckpttool.producers.names import STEPS, is_unfinished, step_in
 from ckpttool.producers.pieces import Producer
 from ckpttool.storage import stores as mirrors
+from ckpttool.text import some
 
 Recognise = Callable[[Listing], Producer | None]
 

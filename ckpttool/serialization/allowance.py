@@ -5,32 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
-from ckpttool.errors import CorruptError
+from ckpttool.catalogue.values import copies_left, spend
 
-_left: ContextVar[list[int] | None] = ContextVar("_left", default=None)
 _MOST_COPIED = 16 << 20  # elements or bytes, and the length of the pickle eight times
 
 
 @contextmanager
 def copying(nbytes: int) -> Iterator[None]:
     """While a pickle of so many bytes is read."""
-    token = _left.set([_MOST_COPIED + 8 * nbytes])
+    token = copies_left.set([_MOST_COPIED + 8 * nbytes])
     try:
         yield
     finally:
-        _left.reset(token)
-
-
-def spend(count: int) -> None:
-    """So many elements or bytes are to be copied. Raises CorruptError when that is more than the pickle may have."""
-    left = _left.get()
-    if left is not None:
-        left[0] -= count
-        if left[0] < 0:
-            raise CorruptError("a pickle copies the same values again and again")
+        copies_left.reset(token)
 
 
 def hashing(values: Iterable[Any]) -> None:

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpttool.catalogue.values import Stub, stub_name
-from ckpttool.errors import CorruptError, some
+from ckpttool.errors import CorruptError
 from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
+from ckpttool.text import some
 
 _MAX_DEPTH = 64
 _OWN = ("_parameters", "_buffers", "_modules")

@@ -15,11 +15,12 @@ from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, Link, Object, Path, Tensor, dotted
 from ckpttool.catalogue.values import stub_name
-from ckpttool.errors import CorruptError, LossError, some
+from ckpttool.errors import CorruptError, LossError
 from ckpttool.serialization import torch_module as torchmodule
 from ckpttool.serialization.dtensor import Shard
 from ckpttool.serialization.torch_pickle import Slot, StorageRef, TensorRef
 from ckpttool.storage import files
+from ckpttool.text import some
 
 
 class PlacedSource:

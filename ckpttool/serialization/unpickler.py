@@ -23,10 +23,10 @@ from contextvars import copy_context
 from itertools import chain
 from typing import Any
 
-from ckpttool.catalogue.values import Known, Stub, StubType, TorchSize, stub_type
+from ckpttool.catalogue.values import Known, Stub, StubType, TorchSize, spend, stub_type
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.serialization import pickle_opcodes as opcodes
-from ckpttool.serialization.allowance import copying, hashing, spend
+from ckpttool.serialization.allowance import copying, hashing
 from ckpttool.serialization.unsafe_globals import is_harmful, noted
 
 

@@ -14,7 +14,7 @@ from datetime import timedelta
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ckpttool.errors import CkptError
-from ckpttool.escapes import safe
+from ckpttool.text import safe
 from ckpttool.training import collectives as agreement
 
 # Seconds in which rank 0 has the same error if it has it at all: what ckpttool raises, it raises on every rank.

@@ -21,8 +21,9 @@ from torch.distributed.fsdp import (
 )
 
 from ckpttool.catalogue.entries import Path
-from ckpttool.errors import UsageError, some
+from ckpttool.errors import UsageError
 from ckpttool.layout import select as layout
+from ckpttool.text import some
 from ckpttool.training import collectives as agreement
 from ckpttool.training import fill as filling
 from ckpttool.training import match as matching

@@ -22,9 +22,9 @@ from torch import nn
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Path
 from ckpttool.catalogue.validation import validate
-from ckpttool.errors import UsageError, some
+from ckpttool.errors import UsageError
 from ckpttool.producers import open as opening
-from ckpttool.text import meant, size
+from ckpttool.text import meant, size, some
 from ckpttool.training import (
     collectives as agreement,
 )

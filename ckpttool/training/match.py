@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpttool.errors import CorruptError, UsageError, some
+from ckpttool.errors import CorruptError, UsageError
 from ckpttool.layout import select as layout
 from ckpttool.storage.crc import crc32
-from ckpttool.text import near_names
+from ckpttool.text import near_names, some
 from ckpttool.training import collectives as agreement
 from ckpttool.training.contents import Described, Group, Optimizer, Shape
 

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ckpttool.errors import UsageError, some
+from ckpttool.errors import UsageError
+from ckpttool.text import some
 from ckpttool.training import collectives as agreement
 from ckpttool.training import devices
 

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 
 from ckpttool.catalogue.entries import Record
-from ckpttool.errors import CorruptError, some
+from ckpttool.errors import CorruptError
 from ckpttool.storage.crc import crc32
+from ckpttool.text import some
 
 _POLYNOMIAL = 0xEDB88320
 

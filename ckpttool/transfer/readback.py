@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 
+from ckpttool.catalogue import typed_json
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.entries import Catalogue, Chunks, Object, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Format, Source
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import CorruptError
 from ckpttool.layout import select as layout
-from ckpttool.serialization import typed_json as typedjson
 from ckpttool.transfer import plan
 from ckpttool.transfer.execute import Transferred, transfer
 
@@ -61,7 +60,7 @@ def _same_tensors(catalogue: Catalogue, ties: dict[Path, Path]) -> dict[Path, Pa
 
 
 def _spelt(entry: Object, ties: Mapping[Path, Path]) -> str:
-    return json.dumps(typedjson.encode(layout.relinked(entry.value, ties), name=entry.name))
+    return typed_json.key(layout.relinked(entry.value, ties), name=entry.name)
 
 
 def _resolved(there: Tensor, tensor: Tensor, source: Source) -> Tensor:

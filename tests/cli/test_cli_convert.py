@@ -10,7 +10,7 @@ import pytest
 import torch
 from running import FULL, SAMPLES, run
 
-from ckpttool import verbs
+import ckpttool
 
 DEFAULTS = {
     "to": None, "producer": None, "only": (), "drop": (), "tensors": (), "exclude": (), "rename": (),
@@ -25,11 +25,11 @@ DEFAULTS = {
 def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
-    def convert(src: str, dst: str, **options: Any) -> verbs.Conversion:
+    def convert(src: str, dst: str, **options: Any) -> ckpttool.Conversion:
         found.update(options, src=src, dst=dst)
-        return verbs.Conversion(src, "torch", dst, "dcp")
+        return ckpttool.Conversion(src, "torch", dst, "dcp")
 
-    monkeypatch.setattr(verbs, "convert", convert)
+    monkeypatch.setattr(ckpttool, "convert", convert)
     return found
 
 
@@ -106,13 +106,13 @@ def test_the_pieces_of_a_producers_layout(tmp_path: Path) -> None:
 
 
 def test_notes_are_warnings_on_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = verbs.Conversion("a", "torch", "b", "dcp", notes=["`x` is \x1b odd"])
-    monkeypatch.setattr(verbs, "convert", lambda *args, **options: made)
+    made = ckpttool.Conversion("a", "torch", "b", "dcp", notes=["`x` is \x1b odd"])
+    monkeypatch.setattr(ckpttool, "convert", lambda *args, **options: made)
     assert run("convert", "a", "b").stderr == "warning: `x` is \\x1b odd\n"
 
 
 def test_too_little_space_is_seen_in_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = verbs.Conversion("a", "torch", "b", "dcp", files=[("b", 10)], disk=10**9, free=10**6, dry_run=True)
-    monkeypatch.setattr(verbs, "convert", lambda *args, **options: made)
+    made = ckpttool.Conversion("a", "torch", "b", "dcp", files=[("b", 10)], disk=10**9, free=10**6, dry_run=True)
+    monkeypatch.setattr(ckpttool, "convert", lambda *args, **options: made)
     result = run("convert", "a", "b", "-n", env={"FORCE_COLOR": "1"})
     assert "\x1b[1;31m1.00 GB needed, 1.00 MB free\x1b[0m" in result.stdout

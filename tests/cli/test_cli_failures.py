@@ -15,7 +15,8 @@ import pytest
 import torch
 from running import FULL, environment, run, spawn
 
-from ckpttool import errors, verbs
+import ckpttool
+from ckpttool import errors
 
 KINDS = [
     errors.UsageError, errors.ReadError, errors.CorruptError, errors.LossError, errors.OverwriteError,
@@ -27,7 +28,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def fail(*args: Any, **options: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(verbs, "inspect", fail)
+    monkeypatch.setattr(ckpttool, "inspect", fail)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -136,11 +137,11 @@ def test_nothing_of_a_file_reaches_the_terminal_raw(tmp_path: Path) -> None:
 
 SLEEPY = """
 import sys, time
-from ckpttool import verbs
+import ckpttool
 def sleep(*args, **options):
     print("started", file=sys.stderr, flush=True)
     time.sleep(60)
-verbs.inspect = sleep
+ckpttool.inspect = sleep
 """
 
 
@@ -217,7 +218,7 @@ def slow(*args, **kwargs):
     finally:
         time.sleep(1)
         print("cleaned", file=sys.stderr, flush=True)
-verbs.inspect = slow
+ckpttool.inspect = slow
 """
     )
     process = spawn("inspect", "x", code=code)

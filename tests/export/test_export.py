@@ -16,7 +16,8 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from ckpttool import errors, verbs
+import ckpttool
+from ckpttool import errors
 from ckpttool.operations.export import config
 from ckpttool.operations.export import plan as planning
 from ckpttool.operations.export.assets import CARD
@@ -65,7 +66,7 @@ def test_only_the_model_without_wrappers(tmp_path: Path) -> None:
     wrapped = {"module._orig_mod." + n.replace("layers.0.", "layers.0._fsdp_wrapped_module."): v
                for n, v in weights().items()}  # fmt: skip
     state = {"model": wrapped, "optim": {"state": {0: {"step": torch.tensor(1.0)}}, "param_groups": []}, "epoch": 3}
-    made = verbs.export(saved(tmp_path / "a.pt", state), tmp_path / "out", check=True)
+    made = ckpttool.export(saved(tmp_path / "a.pt", state), tmp_path / "out", check=True)
     assert same(found(tmp_path / "out"), weights())
     assert {"optimizer (optim)", "progress (epoch)"} <= set(made.dropped)
 
@@ -73,7 +74,7 @@ def test_only_the_model_without_wrappers(tmp_path: Path) -> None:
 def test_two_names_that_become_one_are_refused(tmp_path: Path) -> None:
     state = {"a.module.w": torch.ones(2), "a.w": torch.zeros(2)}
     with pytest.raises(errors.UsageError, match=r"would both be called `a\.w`"):
-        verbs.export(saved(tmp_path / "a.pt", state), tmp_path / "out")
+        ckpttool.export(saved(tmp_path / "a.pt", state), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -81,23 +82,23 @@ def test_of_two_models_one_is_asked_for(tmp_path: Path) -> None:
     state = {"model": weights(), "ema": {name: value * 2 for name, value in weights().items()}}
     path = saved(tmp_path / "a.pt", state)
     with pytest.raises(errors.UsageError, match="2 models") as caught:
-        verbs.export(path, tmp_path / "out")
+        ckpttool.export(path, tmp_path / "out")
     assert "--only ema" in (caught.value.hint or "")
-    verbs.export(path, tmp_path / "out", only="ema")
+    ckpttool.export(path, tmp_path / "out", only="ema")
     assert same(found(tmp_path / "out"), state["ema"])
     with pytest.raises(errors.UsageError, match="no part `emu`"):
-        verbs.export(path, tmp_path / "other", only="emu")
+        ckpttool.export(path, tmp_path / "other", only="emu")
 
 
 def test_no_model_is_said(tmp_path: Path) -> None:
     with pytest.raises(errors.UsageError, match="there is no model here"):
-        verbs.export(saved(tmp_path / "a.pt", {"epoch": 3}), tmp_path / "out")
+        ckpttool.export(saved(tmp_path / "a.pt", {"epoch": 3}), tmp_path / "out")
 
 
 def test_renaming_by_rules_and_by_files_of_rules(tmp_path: Path) -> None:
     path = saved(tmp_path / "a.pt", {f"net.{name}": value for name, value in weights().items()})
     (tmp_path / "rules.txt").write_text("# the author's own names\nmodel.layers.*=model.blocks.*   # all\n\n")
-    verbs.export(
+    ckpttool.export(
         path, tmp_path / "out", strip_prefix="net", rename=[f"@{tmp_path}/rules.txt", "lm_head=head"], exclude="*.ids"
     )
     expected = {name.replace("layers", "blocks").replace("lm_head", "head"): v for name, v in weights().items()}
@@ -105,10 +106,10 @@ def test_renaming_by_rules_and_by_files_of_rules(tmp_path: Path) -> None:
     assert same(found(tmp_path / "out"), expected)
     (tmp_path / "rules.txt").write_text("a=b\nnonsense\n")
     with pytest.raises(errors.UsageError, match="line 2"):
-        verbs.export(path, tmp_path / "other", rename=f"@{tmp_path}/rules.txt")
+        ckpttool.export(path, tmp_path / "other", rename=f"@{tmp_path}/rules.txt")
     for flags in ({"rename": "nothing=x"}, {"exclude": "nothing*"}, {"strip_prefix": "nothing"}):
         with pytest.raises(errors.UsageError, match="matches nothing"):
-            verbs.export(path, tmp_path / "other", **flags)  # type: ignore[arg-type]
+            ckpttool.export(path, tmp_path / "other", **flags)  # type: ignore[arg-type]
 
 
 def test_an_adapter_is_written_as_peft_does(tmp_path: Path) -> None:
@@ -124,7 +125,7 @@ def test_an_adapter_is_written_as_peft_does(tmp_path: Path) -> None:
     (tmp_path / "base" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     (tmp_path / "base" / "config.json").write_text("{}")
     path = saved(tmp_path / "a.pt", {"model": state})
-    made = verbs.export(path, tmp_path / "out", assets=tmp_path / "base", check=True)
+    made = ckpttool.export(path, tmp_path / "out", assets=tmp_path / "base", check=True)
     assert made.adapter
     assert sorted(os.listdir(tmp_path / "out")) == [CARD, "adapter_config.json", "adapter_model.safetensors"]
     # The names that `get_peft_model_state_dict` gives.
@@ -139,7 +140,7 @@ def test_an_adapter_is_written_as_peft_does(tmp_path: Path) -> None:
     assert "2 tensors of the base model" in made.dropped
     state |= {f"{base}.lora_A.other.weight": torch.randn(2, 4)}
     with pytest.raises(errors.UsageError, match="2 adapters"):
-        verbs.export(saved(tmp_path / "b.pt", {"model": state}), tmp_path / "both")
+        ckpttool.export(saved(tmp_path / "b.pt", {"model": state}), tmp_path / "both")
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -150,9 +151,9 @@ def test_a_manifest_of_what_is_written(inside: bool, tmp_path: Path) -> None:
     (tmp_path / "base" / "config.json").write_text('{"model_type": "own", "dtype": "float32"}')
     listed = out / "integrity.json" if inside else tmp_path / "m.json"
     options: dict[str, Any] = {"assets": tmp_path / "base", "dtype": "bfloat16", "max_shard_size": 300}
-    verbs.export(path, out, manifest=listed, dry_run=True, **options)
+    ckpttool.export(path, out, manifest=listed, dry_run=True, **options)
     assert not out.exists() and not listed.exists()
-    verbs.export(path, out, manifest=listed, **options)
+    ckpttool.export(path, out, manifest=listed, **options)
     said = json.loads(listed.read_text())
     there = {file.name: file.read_bytes() for file in out.iterdir() if file != listed}
     assert len(there) > 4 and {"config.json", CARD} < there.keys()
@@ -161,15 +162,15 @@ def test_a_manifest_of_what_is_written(inside: bool, tmp_path: Path) -> None:
     assert {row["name"]: row["sha256"] for row in said["tensors"]} == {
         name: digest(tensor.contiguous().view(torch.uint8).numpy().tobytes()) for name, tensor in found(out).items()
     }
-    assert verbs.verify(out, manifest=listed).findings == []
+    assert ckpttool.verify(out, manifest=listed).findings == []
     (out / "config.json").write_text("{}")
-    assert [f.file for f in verbs.verify(out, manifest=listed).findings] == ["config.json"]
+    assert [f.file for f in ckpttool.verify(out, manifest=listed).findings] == ["config.json"]
     if inside:
-        verbs.export(path, out, manifest=listed, overwrite=True, **options)
-        assert verbs.verify(out).findings == []
+        ckpttool.export(path, out, manifest=listed, overwrite=True, **options)
+        assert ckpttool.verify(out).findings == []
     else:
         with pytest.raises(errors.OverwriteError, match=r"m\.json"):
-            verbs.export(path, tmp_path / "again", manifest=listed, **options)
+            ckpttool.export(path, tmp_path / "again", manifest=listed, **options)
         assert not (tmp_path / "again").exists()
 
 
@@ -178,19 +179,19 @@ def test_a_manifest_of_an_adapter(tmp_path: Path) -> None:
     path = saved(tmp_path / "a.pt", {f"{name}.default.weight": torch.randn(2, 2) for name in names})
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    verbs.export(path, tmp_path / "out", assets=tmp_path / "base", manifest=tmp_path / "m.json")
+    ckpttool.export(path, tmp_path / "out", assets=tmp_path / "base", manifest=tmp_path / "m.json")
     said = json.loads((tmp_path / "m.json").read_text())
     assert set(said["files"]) == set(os.listdir(tmp_path / "out"))
     assert [row["name"] for row in said["tensors"]] == [f"{name}.weight" for name in names]
-    assert verbs.verify(tmp_path / "out", manifest=tmp_path / "m.json").findings == []
+    assert ckpttool.verify(tmp_path / "out", manifest=tmp_path / "m.json").findings == []
 
 
 def test_where_no_manifest_can_be(tmp_path: Path) -> None:
     path, out = saved(tmp_path / "a.pt", weights()), tmp_path / "out"
     with pytest.raises(errors.OverwriteError, match=r"README\.md` is a file of the checkpoint"):
-        verbs.export(path, out, manifest=out / "README.md")
+        ckpttool.export(path, out, manifest=out / "README.md")
     with pytest.raises(errors.UsageError, match="`--manifest` is of files that are here") as caught:
-        verbs.export(path, "hf://me/model", manifest=tmp_path / "m.json")
+        ckpttool.export(path, "hf://me/model", manifest=tmp_path / "m.json")
     assert "hf upload" in (caught.value.hint or "")
     assert [p.name for p in tmp_path.iterdir()] == ["a.pt"]
 
@@ -216,7 +217,7 @@ def test_tied_weights_are_written_once_unless_the_config_says_no(
     path, state = tied(tmp_path / "a", sharded=sharded)
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text(json.dumps({} if said is None else {"tie_word_embeddings": said}))
-    made = verbs.export(path, tmp_path / "out", assets=tmp_path / "base")
+    made = ckpttool.export(path, tmp_path / "out", assets=tmp_path / "base")
     names = found(tmp_path / "out").keys()
     if said is False:
         assert names == state.keys()
@@ -230,7 +231,7 @@ def test_tied_weights_are_written_once_unless_the_config_says_no(
 def test_a_head_of_its_own_is_no_tie_whatever_the_config_says(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text('{"tie_word_embeddings": true}')
-    made = verbs.export(saved(tmp_path / "a.pt", weights()), tmp_path / "out", assets=tmp_path / "base")
+    made = ckpttool.export(saved(tmp_path / "a.pt", weights()), tmp_path / "out", assets=tmp_path / "base")
     assert same(found(tmp_path / "out"), weights())
     assert any("has values of its own" in note for note in made.notes)
 
@@ -241,7 +242,7 @@ def test_a_head_of_its_own_is_no_tie_whatever_the_config_says(tmp_path: Path) ->
 def test_dtypes_are_cast_as_torch_casts(tmp_path: Path) -> None:
     state = {**weights(), "quantized": torch.randn(4).to(torch.float8_e4m3fn)}
     path = saved(tmp_path / "a.pt", state)
-    made = verbs.export(path, tmp_path / "out", dtype=["*norm.weight=float32", "float16"], check=True)
+    made = ckpttool.export(path, tmp_path / "out", dtype=["*norm.weight=float32", "float16"], check=True)
     there = found(tmp_path / "out")
     for name, value in state.items():
         plain = "norm" in name or not value.is_floating_point() or value.element_size() == 1
@@ -251,7 +252,7 @@ def test_dtypes_are_cast_as_torch_casts(tmp_path: Path) -> None:
     assert any("too large for their new dtype" in note for note in made.notes)
     assert made.parameters == {"float16": 240, "float32": 16, "int64": 5, "float8_e4m3fn": 4, "bool": 2}
     with pytest.raises(errors.UsageError, match="matches nothing"):
-        verbs.export(path, tmp_path / "other", dtype="nothing*=float32")
+        ckpttool.export(path, tmp_path / "other", dtype="nothing*=float32")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -261,7 +262,7 @@ def test_rounding_is_torchs_to_the_bit(tmp_path: Path, dtype: torch.dtype) -> No
     bits[::4] = bits[::4] & ~0xFFFF | 0x8000
     values = bits.view(torch.float32).view(64, 64)
     path = saved(tmp_path / "a.pt", {"w": values})
-    verbs.export(path, tmp_path / "out", dtype=str(dtype).removeprefix("torch."))
+    ckpttool.export(path, tmp_path / "out", dtype=str(dtype).removeprefix("torch."))
     made, expected = found(tmp_path / "out")["w"], values.to(dtype)
     number = ~expected.isnan()
     assert torch.equal(made.isnan(), expected.isnan())
@@ -270,7 +271,7 @@ def test_rounding_is_torchs_to_the_bit(tmp_path: Path, dtype: torch.dtype) -> No
 
 
 def test_files_are_split_as_huggingface_hub_splits_them(tmp_path: Path) -> None:
-    made = verbs.export(saved(tmp_path / "a.pt", weights()), tmp_path / "out", max_shard_size=400, check=True)
+    made = ckpttool.export(saved(tmp_path / "a.pt", weights()), tmp_path / "out", max_shard_size=400, check=True)
     wanted = split_torch_state_dict_into_shards(weights(), max_shard_size=400)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["weight_map"] == wanted.tensor_to_filename
@@ -287,7 +288,7 @@ def test_files_are_split_as_huggingface_hub_splits_them(tmp_path: Path) -> None:
 def test_the_same_source_gives_the_same_bytes_and_each_file_alone(tmp_path: Path) -> None:
     path = saved(tmp_path / "a.pt", {"model": weights()})
     for name in ("one", "two"):
-        verbs.export(path, tmp_path / name / "out", max_shard_size="400B")
+        ckpttool.export(path, tmp_path / name / "out", max_shard_size="400B")
     folders = [{f.name: f.read_bytes() for f in (tmp_path / n / "out").iterdir()} for n in ("one", "two")]
     assert folders[0] == folders[1]
     seen: list[tuple[int, int]] = []
@@ -304,7 +305,7 @@ def test_the_same_source_gives_the_same_bytes_and_each_file_alone(tmp_path: Path
 def test_what_safetensors_cannot_hold_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path / "a.pt", {**weights(), "z": torch.zeros(2, dtype=torch.complex128)})
     with pytest.raises(errors.LossError, match="complex128") as caught:
-        verbs.export(path, tmp_path / "out")
+        ckpttool.export(path, tmp_path / "out")
     assert "--exclude 'z'" in (caught.value.hint or "")
 
 
@@ -316,7 +317,7 @@ def test_nothing_is_left_when_the_source_is_damaged(tmp_path: Path) -> None:
     text[place] ^= 1
     data.write_bytes(text)
     with pytest.raises(errors.CorruptError, match="CRC"):
-        verbs.export(path, tmp_path / "out")
+        ckpttool.export(path, tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
 
 
@@ -344,7 +345,7 @@ def base(folder: Path) -> Path:
 def test_assets_are_copied_as_files_and_one_word_is_changed(tmp_path: Path) -> None:
     folder = base(tmp_path / "base")
     path = saved(tmp_path / "a.pt", weights())
-    made = verbs.export(path, tmp_path / "out", assets=folder, dtype="bfloat16")
+    made = ckpttool.export(path, tmp_path / "out", assets=folder, dtype="bfloat16")
     copied = {"tokenizer.json", "merges.txt", "chat_template.jinja", "modeling_own.py", "LICENSE"}
     copied |= {"additional_chat_templates/tool.jinja"}
     assert set(made.assets) == copied | {"config.json"}
@@ -375,16 +376,16 @@ def test_links_that_lead_out_of_the_assets_are_not_followed(tmp_path: Path) -> N
     (tmp_path / "secret.json").write_text("{}")
     (folder / "inside.json").symlink_to("tokenizer.json")
     path = saved(tmp_path / "a.pt", weights())
-    made = verbs.export(path, tmp_path / "out", assets=folder)
+    made = ckpttool.export(path, tmp_path / "out", assets=folder)
     assert not (tmp_path / "out" / "inside.json").is_symlink()
     assert "inside.json" in made.assets
     (folder / "vocab.json").symlink_to(tmp_path / "secret.json")
     with pytest.raises(errors.ReadError, match="leads out"):
-        verbs.export(path, tmp_path / "other", assets=folder)
+        ckpttool.export(path, tmp_path / "other", assets=folder)
     torch.save(weights(), folder / "pytorch_model.bin")
     for name in ("model.safetensors.index.json", "trainer_state.json"):
         (folder / name).unlink()
-    made = verbs.export(folder, tmp_path / "beside")
+    made = ckpttool.export(folder, tmp_path / "beside")
     assert any("leads out" in note for note in made.notes)
     assert "vocab.json" not in made.assets
     assert "tokenizer.json" in made.assets
@@ -392,19 +393,19 @@ def test_links_that_lead_out_of_the_assets_are_not_followed(tmp_path: Path) -> N
 
 def test_a_card_is_made_when_there_is_none(tmp_path: Path) -> None:
     path = saved(tmp_path / "a.pt", weights())
-    verbs.export(path, tmp_path / "out", dtype="bfloat16")
+    ckpttool.export(path, tmp_path / "out", dtype="bfloat16")
     card = (tmp_path / "out" / CARD).read_text()
     assert all(text in card for text in ("# out", "`a.pt`, torch", "263 in 7 tensors", "bfloat16", "sha256:"))
     assert "training checkpoint, and cast." in card and "from float32 to bfloat16 |" in card
     assert str(tmp_path) not in card
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / CARD).write_text("mine")
-    made = verbs.export(path, tmp_path / "mine", assets=tmp_path / "base")
+    made = ckpttool.export(path, tmp_path / "mine", assets=tmp_path / "base")
     assert ((tmp_path / "mine" / CARD).read_text(), made.card) == ("mine", False)
-    verbs.export(path, tmp_path / "same")
+    ckpttool.export(path, tmp_path / "same")
     card = (tmp_path / "same" / CARD).read_text()
     assert "training checkpoint bit for bit." in card and "| Cast |" not in card
-    verbs.export(path, tmp_path / "bare", card=False)
+    ckpttool.export(path, tmp_path / "bare", card=False)
     assert os.listdir(tmp_path / "bare") == ["model.safetensors"]
 
 
@@ -413,23 +414,23 @@ def test_the_card_of_a_base_model_is_not_that_of_the_export(tmp_path: Path) -> N
     (folder / "README.md").write_text("# The base\n")
     (folder / "pytorch_model.bin").unlink()
     # A folder of config, tokenizer and a card, which somebody has made for this.
-    made = verbs.export(path, tmp_path / "own", assets=folder)
+    made = ckpttool.export(path, tmp_path / "own", assets=folder)
     assert (tmp_path / "own" / "README.md").read_text() == "# The base\n" and not made.card
     # A model of its own.
     torch.save(weights(), folder / "pytorch_model.bin")
     (folder / "model.safetensors.index.json").unlink()
     (folder / "trainer_state.json").unlink()
-    made = verbs.export(path, tmp_path / "out", assets=folder)
+    made = ckpttool.export(path, tmp_path / "out", assets=folder)
     card = (tmp_path / "out" / "README.md").read_text()
     assert "The base" not in card and "| Made by | ckpttool" in card and made.card
     assert "README.md" not in made.assets and "tokenizer.json" in made.assets
     note = next(note for note in made.notes if "README.md" in note)
     assert note.startswith(f"`README.md` of `{folder}` is not copied: it is about the model there")
-    verbs.export(path, tmp_path / "none", assets=folder, card=False)
+    ckpttool.export(path, tmp_path / "none", assets=folder, card=False)
     assert not (tmp_path / "none" / "README.md").exists()
     # The model itself, in other files: its card is about it.
     for n, assets in enumerate((None, folder)):
-        verbs.export(folder, tmp_path / f"same{n}", assets=assets)
+        ckpttool.export(folder, tmp_path / f"same{n}", assets=assets)
         assert (tmp_path / f"same{n}" / "README.md").read_text() == "# The base\n"
 
 
@@ -438,10 +439,10 @@ def test_assets_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for folder, why in (("nowhere", "not a directory"), ("empty", "has no config")):
         with pytest.raises(errors.UsageError, match=why):
-            verbs.export(path, tmp_path / "out", assets=tmp_path / folder)
+            ckpttool.export(path, tmp_path / "out", assets=tmp_path / folder)
     (tmp_path / "empty" / "config.json").write_text("{")
     with pytest.raises(errors.CorruptError, match=r"config\.json"):
-        verbs.export(path, tmp_path / "out", assets=tmp_path / "empty")
+        ckpttool.export(path, tmp_path / "out", assets=tmp_path / "empty")
 
 
 # The destination ------------------------------------------------------------------------------------------------------
@@ -449,18 +450,18 @@ def test_assets_that_are_none(tmp_path: Path) -> None:
 
 def test_the_destination_is_whole_or_not_there(tmp_path: Path) -> None:
     path = saved(tmp_path / "a.pt", weights())
-    plan = verbs.export(path, tmp_path / "out", dry_run=True)
+    plan = ckpttool.export(path, tmp_path / "out", dry_run=True)
     assert not (tmp_path / "out").exists()
-    made = verbs.export(path, tmp_path / "out")
+    made = ckpttool.export(path, tmp_path / "out")
     assert made.files == plan.files == [(n, (tmp_path / "out" / n).stat().st_size) for n, _ in made.files]
     with pytest.raises(errors.OverwriteError):
-        verbs.export(path, tmp_path / "out")
-    verbs.export(path, tmp_path / "out", overwrite=True, max_shard_size=400)
+        ckpttool.export(path, tmp_path / "out")
+    ckpttool.export(path, tmp_path / "out", overwrite=True, max_shard_size=400)
     assert not (tmp_path / "out" / "model.safetensors").exists()
     with pytest.raises(errors.UsageError, match="an export is a directory"):
-        verbs.export(path, tmp_path / "x.safetensors")
+        ckpttool.export(path, tmp_path / "x.safetensors")
     with pytest.raises(errors.UsageError, match="source"):
-        verbs.export(tmp_path / "out", tmp_path / "out" / "in", overwrite=True)
+        ckpttool.export(tmp_path / "out", tmp_path / "out" / "in", overwrite=True)
 
 
 def test_an_embedding_and_a_head_without_rows_or_chunks(tmp_path: Path) -> None:
@@ -477,5 +478,5 @@ def test_an_embedding_and_a_head_without_rows_or_chunks(tmp_path: Path) -> None:
         metadata.state_dict_metadata[f"model.{name}.weight"].chunks = []
     metadata.storage_data = {i: info for i, info in metadata.storage_data.items() if "norm" in i.fqn}
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    verbs.export(path, tmp_path / "out")
+    ckpttool.export(path, tmp_path / "out")
     assert found(tmp_path / "out")["norm.weight"].tolist() == [1, 1, 1, 1]

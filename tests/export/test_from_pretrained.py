@@ -12,7 +12,7 @@ import transformers
 from families import BRIEF, FAMILIES, KINDS, Trained, inputs
 from safetensors.torch import load_file
 
-from ckpttool import verbs
+import ckpttool
 
 SHORT = {("fsdp2", "gpt2", "accelerate"), ("fsdp2", "mixtral", "dcp"), ("fsdp2", "t5", "ranks")}
 ALL = [(mode, family, kind) for mode in ("fsdp1", "fsdp2") for family in FAMILIES for kind in KINDS]
@@ -39,7 +39,7 @@ def test_what_was_trained_is_loaded_bit_for_bit(
     mode: str, family: str, kind: str, trained: Trained, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = trained(mode) / family
-    made = verbs.export(folder / kind, tmp_path / "out", assets=folder / "expected", check=True)
+    made = ckpttool.export(folder / kind, tmp_path / "out", assets=folder / "expected", check=True)
     assert made.compared.startswith(transformers.AutoConfig.from_pretrained(folder / "expected").architectures[0])
 
     ours, theirs = (load_file(at / "model.safetensors") for at in (tmp_path / "out", folder / "expected"))
@@ -63,7 +63,9 @@ def test_split_and_cast_it_is_what_transformers_would_save(
     trained: Trained, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = trained("fsdp2") / "gpt2"
-    verbs.export(folder / "dcp", tmp_path / "out", assets=folder / "expected", dtype="bfloat16", max_shard_size="20kB")
+    ckpttool.export(
+        folder / "dcp", tmp_path / "out", assets=folder / "expected", dtype="bfloat16", max_shard_size="20kB"
+    )
     expected, _ = load(folder / "expected", caplog)
     expected.to(torch.bfloat16).save_pretrained(tmp_path / "theirs", max_shard_size="20kB")
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2

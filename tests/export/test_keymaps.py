@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ckpttool import errors, verbs
+import ckpttool
+from ckpttool import errors
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, File, Tensor
 from ckpttool.operations.export import key_maps as keymaps
@@ -79,7 +80,7 @@ def test_what_torchtitan_saved_of_llama_is_loaded_by_transformers(tmp_path: Path
     state, turned = meta_llama()
     torch_dcp.save({**turned, "train_state": {"step": 3}}, checkpoint_id=tmp_path / "step-3", no_dist=True)
     assets(families.made("llama").config, tmp_path / "base")
-    made = verbs.export(tmp_path / "step-3", tmp_path / "out", assets=tmp_path / "base", check=True)
+    made = ckpttool.export(tmp_path / "step-3", tmp_path / "out", assets=tmp_path / "base", check=True)
     assert made.key_map == "llama-meta"
     found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert all(torch.equal(value, state[name]) for name, value in found.state_dict().items())
@@ -98,7 +99,7 @@ def test_rows_are_put_in_order_whatever_the_shards(world: int, tmp_path: Path) -
                 name: distribute_tensor(value, grid, [Shard(0)], src_data_rank=None) for name, value in turned.items()
             }
             torch.save({"model": sharded}, source / f"rank{rank}.pt")
-    verbs.export(source, tmp_path / "out", head_dim=8, check=True)
+    ckpttool.export(source, tmp_path / "out", head_dim=8, check=True)
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert found.keys() == state.keys()
     assert all(torch.equal(found[name], value) for name, value in state.items())
@@ -109,7 +110,7 @@ def test_consolidated_files_of_meta_go_by_their_params(tmp_path: Path) -> None:
     (tmp_path / "params").mkdir()
     (tmp_path / "params" / "params.json").write_text(json.dumps({"dim": 32, "n_heads": 4}))
     torch.save({**turned, "rope.freqs": torch.ones(4)}, tmp_path / "consolidated.00.pth")
-    made = verbs.export(tmp_path / "consolidated.00.pth", tmp_path / "out", assets=tmp_path / "params")
+    made = ckpttool.export(tmp_path / "consolidated.00.pth", tmp_path / "out", assets=tmp_path / "params")
     assert "rope.freqs" in made.dropped
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(found[name], value) for name, value in state.items())
@@ -118,11 +119,11 @@ def test_consolidated_files_of_meta_go_by_their_params(tmp_path: Path) -> None:
 def test_without_the_width_of_a_head_there_is_no_guess(tmp_path: Path) -> None:
     torch.save(meta_llama()[1], tmp_path / "a.pt")
     with pytest.raises(errors.UsageError, match="how many a head has") as caught:
-        verbs.export(tmp_path / "a.pt", tmp_path / "out")
+        ckpttool.export(tmp_path / "a.pt", tmp_path / "out")
     assert "--head-dim" in (caught.value.hint or "")
     with pytest.raises(errors.UsageError, match="no heads of 12"):
-        verbs.export(tmp_path / "a.pt", tmp_path / "out", head_dim=12)
-    made = verbs.export(tmp_path / "a.pt", tmp_path / "out", key_map="none")
+        ckpttool.export(tmp_path / "a.pt", tmp_path / "out", head_dim=12)
+    made = ckpttool.export(tmp_path / "a.pt", tmp_path / "out", key_map="none")
     assert not made.key_map
     assert "tok_embeddings.weight" in load_file(tmp_path / "out" / "model.safetensors")
 
@@ -156,7 +157,7 @@ def test_experts_that_are_stacked_are_files_of_their_own(tmp_path: Path) -> None
     torch_dcp.save(titan, checkpoint_id=tmp_path / "titan", no_dist=True)
     assets(model.config, tmp_path / "base")
     for source in ("in-memory.pt", "titan"):
-        verbs.export(tmp_path / source, tmp_path / f"of-{source}", assets=tmp_path / "base", check=True)
+        ckpttool.export(tmp_path / source, tmp_path / f"of-{source}", assets=tmp_path / "base", check=True)
         found = load_file(tmp_path / f"of-{source}" / "model.safetensors")
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], value) for name, value in expected.items())
@@ -170,7 +171,7 @@ def test_a_map_of_ones_own(tmp_path: Path) -> None:
         {"from": "old", "to": None},
     ]
     (tmp_path / "map.json").write_text(json.dumps({"name": "mine", "rules": rules}))
-    made = verbs.export(tmp_path / "a.pt", tmp_path / "out", key_map=str(tmp_path / "map.json"))
+    made = ckpttool.export(tmp_path / "a.pt", tmp_path / "out", key_map=str(tmp_path / "map.json"))
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert sorted(found) == ["blocks.0.other", "layer.0.0.a", "layer.0.0.b", "layer.0.1.a", "layer.0.1.b"]
     assert torch.equal(found["layer.0.1.b"], values[1, 2:])
@@ -191,19 +192,19 @@ def test_a_map_that_is_none(said: Any, why: str, tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
     (tmp_path / "map.json").write_text(json.dumps(said))
     with pytest.raises(errors.UsageError, match=why):
-        verbs.export(tmp_path / "a.pt", tmp_path / "out", key_map=str(tmp_path / "map.json"))
+        ckpttool.export(tmp_path / "a.pt", tmp_path / "out", key_map=str(tmp_path / "map.json"))
 
 
 def test_a_map_that_does_not_fit(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3, 2)}, tmp_path / "a.pt")
     with pytest.raises(errors.UsageError, match="no key map `llama`") as caught:
-        verbs.export(tmp_path / "a.pt", tmp_path / "out", key_map="llama")
+        ckpttool.export(tmp_path / "a.pt", tmp_path / "out", key_map="llama")
     assert "llama-meta" in (caught.value.hint or "")
     with pytest.raises(errors.UsageError, match="no rule of it is about"):
-        verbs.export(tmp_path / "a.pt", tmp_path / "out", key_map="llama-meta")
+        ckpttool.export(tmp_path / "a.pt", tmp_path / "out", key_map="llama-meta")
     (tmp_path / "map.json").write_text(json.dumps({"rules": [{"from": "w", "to": ["a", "b"]}]}))
     with pytest.raises(errors.UsageError, match="cannot be cut"):
-        verbs.export(tmp_path / "a.pt", tmp_path / "out", key_map=str(tmp_path / "map.json"))
+        ckpttool.export(tmp_path / "a.pt", tmp_path / "out", key_map=str(tmp_path / "map.json"))
 
 
 def test_the_maps_that_come_along_name_each_tensor_once() -> None:

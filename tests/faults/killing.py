@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ckpttool import verbs
+import ckpttool
 
 Marks = dict[str, str]
 
@@ -41,7 +41,7 @@ def child(said: dict[str, Any], more: dict[str, Any], report: Path | None = None
         return pid
     code = 1
     try:
-        done = getattr(verbs, said["verb"])(
+        done = getattr(ckpttool, said["verb"])(
             said["src"], str(Path(said["out"], said["dst"])), **said["keywords"], **more
         )
         if report is not None:
@@ -61,7 +61,7 @@ def main(said: dict[str, Any]) -> dict[str, Any]:
     dst, report, reference, older = (out / said["dst"], *(out.parent / name for name in ("report", "whole", "older")))
     before = marks(src)
     # Here first, so that no child has to import anything: it would be killed doing that.
-    getattr(verbs, said["verb"])(said["src"], str(dst), **said["keywords"])
+    getattr(ckpttool, said["verb"])(said["src"], str(dst), **said["keywords"])
     times = []
     for _ in range(3):
         remove(dst)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from faulty import FORMATS, STORAGE, faulty_disk, mark, save_dcp, untouched
 
-from ckpttool import verbs
+import ckpttool
 from ckpttool.errors import CkptError
 
 
@@ -20,7 +20,7 @@ def test_every_call(code: int, stays: bool, to: str, tmp_path: Path) -> None:
     src, out = save_dcp(tmp_path / "ckpt"), tmp_path / "out"
     out.mkdir()
     with faulty_disk(code, -1, stays=False) as calls:
-        verbs.convert(str(src), str(out / "dst"), to=to, threads=1)
+        ckpttool.convert(str(src), str(out / "dst"), to=to, threads=1)
     count, whole = len(calls), {name: said.split()[-1] for name, said in mark(out / "dst").items()}
     assert count > 8, calls
     failed = 0
@@ -29,7 +29,7 @@ def test_every_call(code: int, stays: bool, to: str, tmp_path: Path) -> None:
             remove(out / "dst")
             with faulty_disk(code, nth, stays=stays) as calls:
                 try:
-                    verbs.convert(str(src), str(out / "dst"), to=to, threads=1)
+                    ckpttool.convert(str(src), str(out / "dst"), to=to, threads=1)
                 except CkptError as error:
                     failed += 1
                     assert error.exit_code == STORAGE, (nth, calls, error)

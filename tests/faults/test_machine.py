@@ -41,7 +41,7 @@ from faulty import (
     untouched,
 )
 
-from ckpttool import verbs
+import ckpttool
 from ckpttool.errors import CkptError, OverwriteError, ReadError
 from ckpttool.transfer import staging
 
@@ -560,7 +560,7 @@ def test_a_source_that_changes(change: Callable[[Path], None], kind: str, tmp_pa
         calls.append(done)
 
     with pytest.raises(ReadError) as caught:
-        verbs.convert(str(src), str(out / "dst"), to="torch", progress=progress)
+        ckpttool.convert(str(src), str(out / "dst"), to="torch", progress=progress)
     assert "changed while it was being read" in caught.value.message
     assert caught.value.hint is not None and "still being written" in caught.value.hint
     assert names(out) == []
@@ -702,7 +702,7 @@ def test_another_run_is_done_a_moment_before(
 
     monkeypatch.setattr(staging, "_swap_in", swap_in)
     with pytest.raises(OverwriteError, match="another run has made it meanwhile"):
-        verbs.convert(str(src), str(out / name), to="dcp" if name == "dst" else "torch")
+        ckpttool.convert(str(src), str(out / name), to="dcp" if name == "dst" else "torch")
     assert names(out) == [name] and next(path for path in out.rglob("*") if path.is_file()).read_bytes() == b"theirs"
 
 
@@ -712,7 +712,7 @@ def test_two_runs_in_threads_into_one_dst(src: Path, out: Path) -> None:
 
     def work() -> None:
         try:
-            verbs.convert(str(src), str(out / "dst.pt"))
+            ckpttool.convert(str(src), str(out / "dst.pt"))
         except CkptError as error:
             failures.append(error)
         except BaseException as error:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from faulty import ROOT, SAMPLES
 
-from ckpttool import verbs
+import ckpttool
 from ckpttool.errors import CkptError
 
 SOURCES = {
@@ -86,7 +86,7 @@ def try_all(kind: str, folder: Path, rounds: int, seed: int) -> None:
                 if act == "inspect":
                     look(str(copy))
                 else:
-                    verbs.convert(str(copy), str(dst), to=to, threads=1)
+                    ckpttool.convert(str(copy), str(dst), to=to, threads=1)
             except CkptError as error:
                 assert error.message and error.exit_code in (2, 3, 4, 5), (kind, seed, number, act, error)
                 assert not dst.exists()
@@ -105,7 +105,7 @@ def look(path: str) -> None:
     from ckpttool.operations.inspect.document import document
     from ckpttool.operations.inspect.summary import step, summarise
 
-    catalogue = verbs.inspect(path)
+    catalogue = ckpttool.inspect(path)
     summarise(catalogue, depth=3, limit=100)
     for _ in document(catalogue, path, step(catalogue), lambda name: True):
         pass

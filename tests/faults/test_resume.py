@@ -21,7 +21,7 @@ import pytest
 import torch
 from faulty import STORAGE, USAGE, check_words, run, save_dcp, save_safetensors, shell, spawn
 
-from ckpttool import verbs
+import ckpttool
 from ckpttool.errors import CkptError, CorruptError, StorageError
 
 SINKS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -78,7 +78,7 @@ def interrupted(src: Path, dst: Path, after: int, monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", pwrite)
         with pytest.raises(StorageError, match="no space left") as caught:
-            verbs.convert(str(src), str(dst), threads=1, resume=True, **keywords)
+            ckpttool.convert(str(src), str(dst), threads=1, resume=True, **keywords)
     assert "the same command goes on from what has been copied" in str(caught.value.hint)
     assert not dst.exists()
 
@@ -95,7 +95,7 @@ def whole(src: Path, tmp_path: Path) -> Callable[..., dict[str, str]]:
 
     def make(kind: str) -> dict[str, str]:
         name, keywords = SINKS[kind]
-        verbs.convert(str(src), str(tmp_path / "whole" / name), **keywords)
+        ckpttool.convert(str(src), str(tmp_path / "whole" / name), **keywords)
         return content(tmp_path / "whole" / name)
 
     return make
@@ -111,7 +111,7 @@ def test_it_goes_on(kind: str, src: Path, out: Path, whole: Any, monkeypatch: py
     wanted = whole(kind)
     interrupted(src, out / name, LAYERS // 3 + 1, monkeypatch, **keywords)
     interrupted(src, out / name, LAYERS // 3 + 1, monkeypatch, **keywords)
-    done = verbs.convert(str(src), str(out / name), threads=1, resume=True, check=True, **keywords)
+    done = ckpttool.convert(str(src), str(out / name), threads=1, resume=True, check=True, **keywords)
     assert content(out / name) == wanted
     assert os.listdir(out) == [name]
     assert 8 * (128 << 10) <= done.resumed < done.bytes
@@ -120,7 +120,7 @@ def test_it_goes_on(kind: str, src: Path, out: Path, whole: Any, monkeypatch: py
 
 def test_torch_loads_it(src: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupted(src, out / "out.pt", 5, monkeypatch, to="torch")
-    assert verbs.convert(str(src), str(out / "out.pt"), resume=True).resumed
+    assert ckpttool.convert(str(src), str(out / "out.pt"), resume=True).resumed
     found, wanted = torch.load(out / "out.pt", weights_only=True), state()
     assert found["step"] == 7
     assert all(torch.equal(found["model"][name], value) for name, value in wanted["model"].items())
@@ -128,10 +128,10 @@ def test_torch_loads_it(src: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_reshard_goes_on(src: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With another cut: rows are gathered, and a record of the source is read by both runs."""
-    verbs.reshard(str(src), str(tmp_path / "whole"), to_world=3)
+    ckpttool.reshard(str(src), str(tmp_path / "whole"), to_world=3)
     monkeypatch.setattr("ckpttool.transfer.execute.TASK", 1 << 16)
     interrupted_reshard(src, out / "out", monkeypatch)
-    done = verbs.reshard(str(src), str(out / "out"), to_world=3, resume=True)
+    done = ckpttool.reshard(str(src), str(out / "out"), to_world=3, resume=True)
     assert content(out / "out") == content(tmp_path / "whole")
     assert 0 < done.resumed < done.bytes and done.checked == done.bytes
 
@@ -148,14 +148,14 @@ def interrupted_reshard(src: Path, dst: Path, monkeypatch: pytest.MonkeyPatch) -
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", pwrite)
         with pytest.raises(StorageError):
-            verbs.reshard(str(src), str(dst), to_world=3, resume=True, threads=1)
+            ckpttool.reshard(str(src), str(dst), to_world=3, resume=True, threads=1)
 
 
 def test_without_a_checksum_in_either(tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """safetensors has none: with `--resume` they are counted, so that there is something to check."""
     src = save_safetensors(tmp_path / "ckpt.safetensors", state()["model"])
     interrupted(src, out / "out.safetensors", 6, monkeypatch, to="safetensors")
-    done = verbs.convert(str(src), str(out / "out.safetensors"), resume=True)
+    done = ckpttool.convert(str(src), str(out / "out.safetensors"), resume=True)
     assert done.resumed >= 5 * (256 << 10)
     assert (out / "out.safetensors").read_bytes()[-(LAYERS << 18) :] == src.read_bytes()[-(LAYERS << 18) :]
 
@@ -205,7 +205,7 @@ def test_without_it_nothing_stays(src: Path, out: Path, monkeypatch: pytest.Monk
     """What is left is removed by a run that was not told to go on, and it says so."""
     interrupted(src, out / "out", 5, monkeypatch, to="dcp")
     made, _ = left(out)
-    done = verbs.convert(str(src), str(out / "out"), to="dcp")
+    done = ckpttool.convert(str(src), str(out / "out"), to="dcp")
     assert os.listdir(out) == ["out"] and done.resumed == 0
     assert [note for note in done.notes if made.name in note and "was removed" in note]
 
@@ -254,16 +254,16 @@ def test_it_starts_anew(
     wanted = whole("dcp")
     interrupted(src, out / "out", 6, monkeypatch, **SINKS["dcp"][1])
     change(src, *left(out))
-    done = verbs.convert(str(src), str(out / "out"), resume=True, **SINKS["dcp"][1])
+    done = ckpttool.convert(str(src), str(out / "out"), resume=True, **SINKS["dcp"][1])
     assert done.resumed == 0 or change in (another_length, no_file)
     assert content(out / "out") == wanted and os.listdir(out) == ["out"]
 
 
 def test_other_flags(src: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupted(src, out / "out", 6, monkeypatch, to="dcp")
-    done = verbs.convert(str(src), str(out / "out"), to="dcp", exclude="*.3.weight", resume=True)
+    done = ckpttool.convert(str(src), str(out / "out"), to="dcp", exclude="*.3.weight", resume=True)
     assert done.resumed == 0 and any("with other flags: started anew" in note for note in done.notes)
-    assert len(list(verbs.inspect(str(out / "out")).tensors)) == LAYERS - 1
+    assert len(list(ckpttool.inspect(str(out / "out")).tensors)) == LAYERS - 1
 
 
 @pytest.mark.parametrize("kind", SINKS)
@@ -283,7 +283,7 @@ def test_a_bit_that_flipped_meanwhile(
                 old = stream.read(1)[0]
                 stream.seek(at)
                 stream.write(bytes((old ^ 1 << some.randrange(8),)))
-    verbs.convert(str(src), str(out / name), resume=True, **keywords)
+    ckpttool.convert(str(src), str(out / name), resume=True, **keywords)
     assert content(out / name) == wanted
 
 
@@ -312,7 +312,7 @@ def test_a_journal_that_lies(seed: int, src: Path, out: Path, whole: Any, monkey
             stream.flush()
             for one in said:
                 journal.put(stream.fileno(), one)
-    verbs.convert(str(src), str(out / "out.pt"), to="torch", resume=True)
+    ckpttool.convert(str(src), str(out / "out.pt"), to="torch", resume=True)
     assert content(out / "out.pt") == wanted
 
 
@@ -326,7 +326,7 @@ def test_a_source_that_was_damaged_all_along(src: Path, out: Path, monkeypatch: 
         stream.write(bytes((old ^ 1,)))
     interrupted(src, out / "out.safetensors", 8, monkeypatch, to="safetensors", only="model")
     with pytest.raises(CorruptError, match="CRC"):
-        verbs.convert(str(src), str(out / "out.safetensors"), resume=True, only="model")
+        ckpttool.convert(str(src), str(out / "out.safetensors"), resume=True, only="model")
     assert os.listdir(out) == []
 
 
@@ -340,10 +340,10 @@ def test_a_run_that_is_still_going_on(src: Path, out: Path, monkeypatch: pytest.
     def progress(done: int, total: int) -> None:
         if not inner:
             inner.append(True)
-            inner.append(verbs.convert(str(src), str(out / "out.pt"), resume=True))
+            inner.append(ckpttool.convert(str(src), str(out / "out.pt"), resume=True))
 
     with pytest.raises(CkptError, match="exists"):
-        verbs.convert(str(src), str(out / "out.pt"), progress=progress)
+        ckpttool.convert(str(src), str(out / "out.pt"), progress=progress)
     assert inner[1].resumed == 0 and os.listdir(out) == ["out.pt"]
 
 
@@ -359,11 +359,11 @@ def test_a_run_on_another_machine(src: Path, out: Path, monkeypatch: pytest.Monk
         journal.put(stream.fileno(), {"host": "elsewhere", "boot": "other", "pid": 1})
     with log.open("ab") as stream:
         stream.write(b"".join(lines[1:]))
-    done = verbs.convert(str(src), str(out / "first.pt"))
+    done = ckpttool.convert(str(src), str(out / "first.pt"))
     assert not any("elsewhere" in note for note in done.notes)
-    done = verbs.convert(str(src), str(out / "out.pt"))
+    done = ckpttool.convert(str(src), str(out / "out.pt"))
     assert any("elsewhere" in note and made.name in note for note in done.notes) and made.exists()
-    done = verbs.convert(str(src), str(out / "out.pt"), overwrite=True, resume=True)
+    done = ckpttool.convert(str(src), str(out / "out.pt"), overwrite=True, resume=True)
     assert done.resumed and sorted(os.listdir(out)) == ["first.pt", "out.pt"]
 
 
@@ -375,7 +375,7 @@ def test_where_there_are_no_locks(src: Path, out: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr("fcntl.flock", flock)
     interrupted(src, out / "out.pt", 6, monkeypatch, to="torch")
-    verbs.convert(str(src), str(out / "out.pt"), to="torch")
+    ckpttool.convert(str(src), str(out / "out.pt"), to="torch")
     log = left(out)[1]
     ended = subprocess.Popen(["true"])
     ended.wait()
@@ -385,7 +385,7 @@ def test_where_there_are_no_locks(src: Path, out: Path, monkeypatch: pytest.Monk
     log.write_bytes(b"")
     with log.open("r+b") as stream:
         journal.put(stream.fileno(), owner | {"pid": ended.pid})
-    verbs.convert(str(src), str(out / "out.pt"), to="torch", overwrite=True)
+    ckpttool.convert(str(src), str(out / "out.pt"), to="torch", overwrite=True)
     assert os.listdir(out) == ["out.pt"]
 
 
@@ -394,10 +394,10 @@ def aside(src: Path, out: Path) -> Iterator[Path]:
     """A directory that was moved aside by a run that was killed before it put another in its place."""
     old = save_dcp(out / "out", {"w": torch.ones(3)})
     program = (
-        "import os, signal, sys\nfrom ckpttool import verbs\nreal = os.rename\n"
+        "import os, signal, sys\nimport ckpttool\nreal = os.rename\n"
         "def rename(old, new):\n    if new == sys.argv[2]:\n        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    real(old, new)\n"
-        "os.rename = rename\nverbs.convert(sys.argv[1], sys.argv[2], to='dcp', overwrite=True)\n"
+        "os.rename = rename\nckpttool.convert(sys.argv[1], sys.argv[2], to='dcp', overwrite=True)\n"
     )
     before = content(old)
     done = subprocess.run([sys.executable, "-c", program, str(src), str(out / "out")], capture_output=True, check=False)
@@ -410,7 +410,7 @@ def test_what_was_moved_aside_comes_back(aside: Path, src: Path, out: Path) -> N
     done = run("convert", src, out / "out", "--to", "dcp")
     assert done.code == 6 and "exists" in done.err, done.err
     assert os.listdir(out) == ["out"]
-    assert [t.name for t in verbs.inspect(str(aside)).tensors] == ["w"]
+    assert [t.name for t in ckpttool.inspect(str(aside)).tensors] == ["w"]
     assert run("convert", src, out / "out", "--to", "dcp", "--overwrite").code == 0
     assert os.listdir(out) == ["out"]
 
@@ -419,16 +419,16 @@ def test_what_was_replaced_and_not_yet_removed(src: Path, out: Path) -> None:
     """The last moment of a run: the new one is in its place, and the old one is there still."""
     save_dcp(out / "out", {"w": torch.ones(3)})
     program = (
-        "import os, signal, sys\nfrom ckpttool import files, verbs\nreal = files.remove\n"
+        "import os, signal, sys\nimport ckpttool\nfrom ckpttool.storage import files\nreal = files.remove\n"
         "def remove(path):\n    if '.old-' in path:\n        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    real(path)\n"
-        "files.remove = remove\nverbs.convert(sys.argv[1], sys.argv[2], to='dcp', overwrite=True)\n"
+        "files.remove = remove\nckpttool.convert(sys.argv[1], sys.argv[2], to='dcp', overwrite=True)\n"
     )
     done = subprocess.run([sys.executable, "-c", program, str(src), str(out / "out")], capture_output=True, check=False)
     assert done.returncode == -signal.SIGKILL and any(".old-" in name for name in os.listdir(out)), done.stderr
     again = run("convert", src, out / "out", "--to", "dcp", "--overwrite", "--resume")
     assert again.code == 0, again.err
-    assert os.listdir(out) == ["out"] and len(list(verbs.inspect(str(out / "out")).tensors)) == LAYERS
+    assert os.listdir(out) == ["out"] and len(list(ckpttool.inspect(str(out / "out")).tensors)) == LAYERS
 
 
 def test_what_was_moved_aside_and_a_run_that_goes_on(aside: Path, src: Path, out: Path) -> None:
@@ -436,7 +436,7 @@ def test_what_was_moved_aside_and_a_run_that_goes_on(aside: Path, src: Path, out
     assert done.code == 0, done.err
     said = json.loads(done.out)
     assert said["resumed"] == said["bytes"] and any("is back" in note for note in said["notes"])
-    assert os.listdir(out) == ["out"] and len(list(verbs.inspect(str(aside)).tensors)) == LAYERS
+    assert os.listdir(out) == ["out"] and len(list(ckpttool.inspect(str(aside)).tensors)) == LAYERS
 
 
 def test_a_full_disk_and_then_room(src: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,4 +444,4 @@ def test_a_full_disk_and_then_room(src: Path, out: Path, monkeypatch: pytest.Mon
     interrupted(src, out / "out.pt", LAYERS - 2, monkeypatch, to="torch")
     monkeypatch.setattr("ckpttool.storage.files.free_space", lambda path: 5 * (256 << 10))
     check_words(run("convert", src, out / "fresh.pt"), STORAGE, "are free")
-    assert verbs.convert(str(src), str(out / "out.pt"), resume=True).resumed
+    assert ckpttool.convert(str(src), str(out / "out.pt"), resume=True).resumed

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from ckpttool.catalogue import flatten as nesting
+from ckpttool.catalogue import typed_json
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue, Chunks, Object, Tensor
@@ -42,7 +43,6 @@ from ckpttool.formats.dcp import index as dcpindex
 from ckpttool.formats.dcp import reader as opening
 from ckpttool.formats.dcp.items import Items
 from ckpttool.formats.dcp.metadata import StoredTensor
-from ckpttool.serialization import typed_json as typedjson
 
 TESTS = Path(__file__).resolve().parents[1]
 SAMPLES = TESTS.parent / "samples"
@@ -710,7 +710,7 @@ def described(source: Source) -> dict[Key, Any]:
         if isinstance(entry, Tensor):
             made[path] = (entry.dtype, entry.shape, elements(source, entry).tobytes(), entry.embedded)
         else:
-            made[path] = json.dumps(typedjson.encode(entry.value))
+            made[path] = json.dumps(typed_json.encode(entry.value))
     return made
 
 

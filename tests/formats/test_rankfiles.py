@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from ckpttool import convert, formats, inspect
+from ckpttool import convert, formats, inspect, show
 from ckpttool.catalogue import flatten as nesting
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.entries import Catalogue, Tensor
@@ -30,7 +30,6 @@ from ckpttool.catalogue.validation import validate
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
 from ckpttool.formats.rankfiles import FORMAT
 from ckpttool.formats.rankfiles import discover as sets
-from ckpttool.verbs import show
 
 SAMPLES = HERE.parent
 sys.path.insert(0, str(SAMPLES))

@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ckpttool import verbs
+import ckpttool
 from ckpttool.catalogue import parts
 from ckpttool.catalogue import validation as faults
 from ckpttool.catalogue.aliases import find_aliases
@@ -660,7 +660,7 @@ def test_torch_reads_the_directory(tmp_path: Path, most: int | None) -> None:
 
 
 def test_pieces_become_whole(tmp_path: Path) -> None:
-    verbs.convert(str(sample("hf_sharded_w2")), str(tmp_path / "x.safetensors"))
+    ckpttool.convert(str(sample("hf_sharded_w2")), str(tmp_path / "x.safetensors"))
     assert_same(safetensors.torch.load_file(tmp_path / "x.safetensors"), reference("hf_sharded_w2"))
 
 
@@ -678,10 +678,10 @@ def test_names_below_the_root_of_the_model(tmp_path: Path) -> None:
 def test_metadata_of_the_source_is_kept(tmp_path: Path) -> None:
     safetensors.torch.save_file(some_state(), tmp_path / "a.safetensors", {"format": "np", "step": "3"})
     for target in ("b.safetensors", "c.safetensors"):
-        verbs.convert(str(tmp_path / "a.safetensors"), str(tmp_path / target))
+        ckpttool.convert(str(tmp_path / "a.safetensors"), str(tmp_path / target))
     with safetensors.safe_open(tmp_path / "b.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "step": "3"}
-    verbs.convert(str(tmp_path / "a.safetensors"), str(tmp_path / "d"), to="safetensors", max_shard_size=40)
+    ckpttool.convert(str(tmp_path / "a.safetensors"), str(tmp_path / "d"), to="safetensors", max_shard_size=40)
     assert json.loads((tmp_path / "d/model.safetensors.index.json").read_text())["metadata"]["step"] == "3"
     with safetensors.safe_open(next((tmp_path / "d").glob("*.safetensors")), "pt") as file:
         assert file.metadata() == {"format": "pt"}
@@ -689,7 +689,7 @@ def test_metadata_of_the_source_is_kept(tmp_path: Path) -> None:
 
 def test_remark_that_would_become_a_tie(tmp_path: Path) -> None:
     safetensors.torch.save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors", {"best": "v", "step": "3"})
-    verbs.convert(str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors"), rename=["w=v"])
+    ckpttool.convert(str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors"), rename=["w=v"])
     check(read(tmp_path / "b.safetensors"), {"v": torch.ones(2)})
     with safetensors.safe_open(tmp_path / "b.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "step": "3"}
@@ -784,7 +784,7 @@ def training_state() -> dict[str, Any]:
 
 
 def back_to_torch(path: Path, out: Path) -> Any:
-    verbs.convert(str(path), str(out), to="torch")
+    ckpttool.convert(str(path), str(out), to="torch")
     return torch.load(out, weights_only=False)
 
 
@@ -886,14 +886,14 @@ TORCH_SAMPLES = sorted(f.name for f in (SAMPLES / "checkpoints").glob("torch_*")
 def test_every_torch_sample_comes_back(tmp_path: Path, name: str) -> None:
     lost.package()
     try:
-        verbs.convert(str(sample(name)), str(tmp_path / "direct.pt"), to="torch")
-        verbs.convert(str(sample(name)), str(tmp_path / "out"), to="safetensors")
+        ckpttool.convert(str(sample(name)), str(tmp_path / "direct.pt"), to="torch")
+        ckpttool.convert(str(sample(name)), str(tmp_path / "out"), to="safetensors")
     except LossError as error:
         assert "safetensors has no dtype" in error.message
         return
     except CkptError as error:
         pytest.skip(f"not converted at all: {error.message}")
-    verbs.convert(str(tmp_path / "out"), str(tmp_path / "back.pt"), to="torch")
+    ckpttool.convert(str(tmp_path / "out"), str(tmp_path / "back.pt"), to="torch")
     direct, back = (torch.load(tmp_path / f"{n}.pt", weights_only=False) for n in ("direct", "back"))
     if name == "torch_unknown_classes":
         direct, back = lost.shown(direct), lost.shown(back)

@@ -20,7 +20,7 @@ from huggingface_hub import constants
 from safetensors.torch import load, load_file, save, save_file
 from typer.testing import CliRunner
 
-from ckpttool import verbs
+import ckpttool
 from ckpttool.cli.app import application
 from ckpttool.errors import RemoteError, UsageError
 from ckpttool.storage import stores as mirrors
@@ -154,7 +154,7 @@ def test_assets_that_rot_on_the_way(hub: Hub, tmp_path: Path) -> None:
     large = there.commits[there.refs["main"]].files["tokenizer.model"]
     (hub.store / str(large.sha256)).write_bytes(b"u" * 300_000)
     with pytest.raises(RemoteError, match=r"`hf://org/base/tokenizer\.model`: what arrived is not"):
-        verbs.export(SAMPLE, tmp_path / "out", assets="hf://org/base")
+        ckpttool.export(SAMPLE, tmp_path / "out", assets="hf://org/base")
     assert not (tmp_path / "out").exists() and not mirrors._mounted
 
 
@@ -171,7 +171,7 @@ def test_flags_that_make_no_sense(hub: Hub, tmp_path: Path) -> None:
         (str(tmp_path / "out"), {"private": True}), (str(tmp_path / "out"), {"stage": "x"}),
     ):  # fmt: skip
         with pytest.raises(UsageError) as raised:
-            verbs.export(SAMPLE, dst, **flags)
+            ckpttool.export(SAMPLE, dst, **flags)
         assert raised.value.hint
     assert not hub.seen
 
@@ -201,7 +201,7 @@ def test_xet_refuses(hub: Hub, monkeypatch: pytest.MonkeyPatch, status: int) -> 
     over_xet(monkeypatch)
     hub.fail("GET", "/xet-write-token/", status=status)
     with pytest.raises(RemoteError, match=str(status)) as raised:
-        verbs.export(SAMPLE, "hf://me/model")
+        ckpttool.export(SAMPLE, "hf://me/model")
     assert raised.value.hint and "127.0.0.1" not in raised.value.message
     assert hub.history("me/model") == ["initial commit"]
 

@@ -23,7 +23,6 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import ckpttool
-from ckpttool import verbs
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.cli.app import application
 from ckpttool.errors import CkptError, CorruptError, RemoteError, UsageError
@@ -79,28 +78,28 @@ def check_same(hub: Hub, folder: Path, name: str) -> None:
     if below:
         src, here = f"{src}/{below[0]}", f"{here}/{below[0]}"
     try:
-        expected = outline(verbs.inspect(here))
+        expected = outline(ckpttool.inspect(here))
     except CkptError as error:
         with pytest.raises(type(error)) as raised:
-            verbs.inspect(src)
+            ckpttool.inspect(src)
         assert raised.value.message.replace(src, here) == error.message.replace(str(SAMPLES / name), here)
         return
-    assert outline(verbs.inspect(src)) == expected
+    assert outline(ckpttool.inspect(src)) == expected
     with ckpttool.open(src) as far, ckpttool.open(here) as near:
         for one, other in zip(far.tensors(), near.tensors(), strict=True):
             np.testing.assert_array_equal(one.bits(), other.bits())
     try:
-        verbs.convert(here, folder / "near.pt")
+        ckpttool.convert(here, folder / "near.pt")
     except CkptError:
         return
-    verbs.convert(src, folder / "far.pt")
+    ckpttool.convert(src, folder / "far.pt")
     assert (folder / "far.pt").read_bytes() == (folder / "near.pt").read_bytes()
 
 
 def test_inspect_reads_headers_and_no_weights(hub: Hub) -> None:
     files = {f"model-0000{i}-of-00003.safetensors": large(prefix=f"{i}.") for i in (1, 2, 3)}
     hub.make("org/name", files)
-    catalogue = verbs.inspect("hf://org/name")
+    catalogue = ckpttool.inspect("hf://org/name")
     assert sum(t.nbytes for t in catalogue.tensors) > 11 << 20
     assert fetched(hub) <= 3 * (64 << 10), "a block of each file"
     assert len(hub.asked("GET", "/cdn/")) == 3
@@ -110,7 +109,7 @@ def test_inspect_reads_headers_and_no_weights(hub: Hub) -> None:
 def test_show_reads_one_tensor(hub: Hub) -> None:
     data = large(8)
     hub.make("org/name", {"model.safetensors": data})
-    shown = verbs.show("hf://org/name/model.safetensors", "layers.3.weight")
+    shown = ckpttool.show("hf://org/name/model.safetensors", "layers.3.weight")
     assert shown.chunks[0][1] == "model.safetensors"
     assert shown.nbytes <= fetched(hub) <= shown.nbytes + 3 * (64 << 10)
 
@@ -118,10 +117,10 @@ def test_show_reads_one_tensor(hub: Hub) -> None:
 def test_convert_takes_each_file_once(hub: Hub, tmp_path: Path) -> None:
     data = large()
     hub.make("org/name", {"model.safetensors": data, "config.json": b"{}"})
-    verbs.convert("hf://org/name", tmp_path / "ckpt", to="dcp", to_world=8)
+    ckpttool.convert("hf://org/name", tmp_path / "ckpt", to="dcp", to_world=8)
     assert len(data) <= fetched(hub) <= len(data) + (64 << 10)
     back = tmp_path / "back.safetensors"
-    verbs.convert(tmp_path / "ckpt", back)
+    ckpttool.convert(tmp_path / "ckpt", back)
     (tmp_path / "given.safetensors").write_bytes(data)
     expected = load_file(tmp_path / "given.safetensors")
     found = load_file(back)
@@ -129,7 +128,7 @@ def test_convert_takes_each_file_once(hub: Hub, tmp_path: Path) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     # Again: from the cache.
     before = fetched(hub)
-    verbs.convert("hf://org/name", tmp_path / "again.pt")
+    ckpttool.convert("hf://org/name", tmp_path / "again.pt")
     assert fetched(hub) == before
 
 
@@ -164,15 +163,15 @@ def test_checksums_of_the_file_itself_are_compared_too(hub: Hub, tmp_path: Path)
     hub.make("org/name", {"x.pt": (tmp_path / "x.pt").read_bytes()})
     said = told("convert", "hf://org/name/x.pt", str(tmp_path / "out.safetensors"))
     assert "checked checksums of 1.20 MB of the source" in said and "without" not in said
-    near, far = verbs.verify(tmp_path / "x.pt"), verbs.verify("hf://org/name/x.pt")
+    near, far = ckpttool.verify(tmp_path / "x.pt"), ckpttool.verify("hf://org/name/x.pt")
     assert (far.checked, far.unchecked, far.records) == (near.checked, 0, near.records + 1)
     # Whole as the Hub has it, and damaged before it came there.
     data = bytearray((tmp_path / "x.pt").read_bytes())
     data[len(data) // 2] ^= 1
     hub.commit("org/name", {"x.pt": bytes(data)})
-    assert [finding.kind for finding in verbs.verify("hf://org/name/x.pt").findings] == ["checksum"]
+    assert [finding.kind for finding in ckpttool.verify("hf://org/name/x.pt").findings] == ["checksum"]
     with pytest.raises(CorruptError, match="CRC"):
-        verbs.convert("hf://org/name/x.pt", tmp_path / "other.safetensors")
+        ckpttool.convert("hf://org/name/x.pt", tmp_path / "other.safetensors")
 
 
 def test_what_does_not_arrive_is_not_called_damaged(hub: Hub) -> None:
@@ -181,11 +180,11 @@ def test_what_does_not_arrive_is_not_called_damaged(hub: Hub) -> None:
     oid = hub.repos["org/name"].commits[hub.repos["org/name"].refs["main"]].files["model.safetensors"].sha256
     (hub.store / str(oid)).write_bytes(corrupt(data))
     with pytest.raises(RemoteError, match="what arrived is not what the Hub has"):
-        verbs.verify("hf://org/name")
+        ckpttool.verify("hf://org/name")
     (hub.store / str(oid)).write_bytes(data)
     hub.fail("GET", "/cdn/", status=503, skip=1)
     with pytest.raises(RemoteError, match=r"in trouble.*\(503\)"):
-        verbs.verify("hf://org/name")
+        ckpttool.verify("hf://org/name")
 
 
 def slowly(handler: Handler) -> bool:
@@ -212,9 +211,9 @@ def test_progress_counts_what_is_fetched(
     hub.make("org/name", {"model.safetensors": data})
     hub.fail("GET", "/cdn/", act=slowly)
     doing = {
-        "convert": lambda: verbs.convert("hf://org/name", tmp_path / "out.pt", progress=lambda *n: told.append(n)),
-        "export": lambda: verbs.export("hf://org/name", tmp_path / "out", progress=lambda *n: told.append(n)),
-        "verify": lambda: verbs.verify("hf://org/name", progress=lambda *n: told.append(n)),
+        "convert": lambda: ckpttool.convert("hf://org/name", tmp_path / "out.pt", progress=lambda *n: told.append(n)),
+        "export": lambda: ckpttool.export("hf://org/name", tmp_path / "out", progress=lambda *n: told.append(n)),
+        "verify": lambda: ckpttool.verify("hf://org/name", progress=lambda *n: told.append(n)),
     }
     doing[how]()
     assert "%" not in capfd.readouterr().err, "the library has no bar of its own"
@@ -250,7 +249,7 @@ def test_progress_over_xet() -> None:
 
 def test_a_dry_run_downloads_nothing(hub: Hub, tmp_path: Path) -> None:
     hub.make("org/name", {"model.safetensors": large()})
-    verbs.convert("hf://org/name", tmp_path / "ckpt", to="dcp", dry_run=True)
+    ckpttool.convert("hf://org/name", tmp_path / "ckpt", to="dcp", dry_run=True)
     assert fetched(hub) <= 64 << 10
 
 
@@ -259,8 +258,8 @@ def test_what_other_tools_cached_is_used(hub: Hub, tmp_path: Path) -> None:
     for name in ("model.safetensors", "config.json"):
         hf_hub_download("org/name", name, endpoint=hub.url, cache_dir=constants.HF_HUB_CACHE)
     before = fetched(hub)
-    verbs.inspect("hf://org/name")
-    verbs.convert("hf://org/name", tmp_path / "out.pt")
+    ckpttool.inspect("hf://org/name")
+    ckpttool.convert("hf://org/name", tmp_path / "out.pt")
     assert fetched(hub) == before
 
 
@@ -270,17 +269,17 @@ def test_without_the_hub_from_the_cache(hub: Hub, tmp_path: Path, monkeypatch: p
         path = hf_hub_download("org/name", name, endpoint=hub.url, cache_dir=constants.HF_HUB_CACHE)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     asked = len(hub.seen)
-    verbs.convert("hf://org/name", tmp_path / "out.pt")
+    ckpttool.convert("hf://org/name", tmp_path / "out.pt")
     assert len(hub.seen) == asked
     with pytest.raises(CkptError, match="is not in the cache"):
-        verbs.inspect("hf://org/other")
+        ckpttool.inspect("hf://org/other")
     blob = Path(os.path.realpath(Path(path).with_name("model.safetensors")))
     data = bytearray(blob.read_bytes())
     data[-1] ^= 1
     blob.chmod(0o644)
     blob.write_bytes(data)
     with pytest.raises(RemoteError, match="is not what the Hub had"):
-        verbs.convert("hf://org/name", tmp_path / "other.pt")
+        ckpttool.convert("hf://org/name", tmp_path / "other.pt")
 
 
 def test_a_model_is_loaded(hub: Hub, tmp_path: Path) -> None:
@@ -302,8 +301,8 @@ def test_the_revision_is_pinned(hub: Hub, tmp_path: Path) -> None:
         bits = opened["layers.0.weight"].bits()
     (tmp_path / "first.safetensors").write_bytes(first)
     np.testing.assert_array_equal(bits.view(np.float32), load_file(tmp_path / "first.safetensors")["layers.0.weight"])
-    verbs.convert(f"hf://org/name@{old}", tmp_path / "old.safetensors")
-    verbs.convert("hf://org/name", tmp_path / "new.safetensors")
+    ckpttool.convert(f"hf://org/name@{old}", tmp_path / "old.safetensors")
+    ckpttool.convert("hf://org/name", tmp_path / "new.safetensors")
     assert not torch.equal(
         load_file(tmp_path / "old.safetensors")["layers.0.weight"],
         load_file(tmp_path / "new.safetensors")["layers.0.weight"],
@@ -312,10 +311,10 @@ def test_the_revision_is_pinned(hub: Hub, tmp_path: Path) -> None:
 
 def test_nothing_is_left_in_the_scratch_folder(hub: Hub, tmp_path: Path) -> None:
     hub.make("org/name", {"model.safetensors": large(1)})
-    verbs.inspect("hf://org/name")
-    verbs.convert("hf://org/name", tmp_path / "out.pt")
+    ckpttool.inspect("hf://org/name")
+    ckpttool.convert("hf://org/name", tmp_path / "out.pt")
     with pytest.raises(CkptError):
-        verbs.show("hf://org/name", "not there")
+        ckpttool.show("hf://org/name", "not there")
     assert os.listdir(tmp_path / "tmp") == []
     assert not mirrors._mounted
 
@@ -335,12 +334,12 @@ def test_a_body_of_the_right_size_and_other_bytes_is_refused(hub: Hub, tmp_path:
     oid = hub.repos["org/name"].commits[hub.repos["org/name"].refs["main"]].files["model.safetensors"].sha256
     (hub.store / str(oid)).write_bytes(corrupt(data))
     with pytest.raises(RemoteError, match="what arrived is not what the Hub has") as raised:
-        verbs.convert("hf://org/name", tmp_path / "out.pt")
+        ckpttool.convert("hf://org/name", tmp_path / "out.pt")
     assert not (tmp_path / "out.pt").exists()
     assert "hf://org/name/model.safetensors" in raised.value.message
     # The bad copy is not in the way of the next run.
     (hub.store / str(oid)).write_bytes(data)
-    verbs.convert("hf://org/name", tmp_path / "out.pt")
+    ckpttool.convert("hf://org/name", tmp_path / "out.pt")
 
 
 def test_a_cached_file_that_has_rotted_is_fetched_anew(hub: Hub, tmp_path: Path) -> None:
@@ -350,7 +349,7 @@ def test_a_cached_file_that_has_rotted_is_fetched_anew(hub: Hub, tmp_path: Path)
     real = Path(os.path.realpath(blob))
     real.chmod(0o644)
     real.write_bytes(corrupt(data))
-    verbs.convert("hf://org/name", tmp_path / "out.safetensors")
+    ckpttool.convert("hf://org/name", tmp_path / "out.safetensors")
     (tmp_path / "given.safetensors").write_bytes(data)
     given = load_file(tmp_path / "given.safetensors")
     assert all(torch.equal(given[name], tensor) for name, tensor in load_file(tmp_path / "out.safetensors").items())
@@ -371,23 +370,23 @@ def test_a_cached_file_that_has_rotted_is_fetched_anew(hub: Hub, tmp_path: Path)
 def test_what_is_not_there(hub: Hub, text: str, said: str) -> None:
     hub.make("org/name", {"model.safetensors": large(1)})
     with pytest.raises((RemoteError, UsageError)) as raised:
-        verbs.inspect(text)
+        ckpttool.inspect(text)
     assert said in raised.value.message
     assert raised.value.hint
 
 
 def test_who_may_not_read(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.make("org/secret", {"model.safetensors": large(1)}, private=True)
-    verbs.inspect("hf://org/secret")
+    ckpttool.inspect("hf://org/secret")
     monkeypatch.setenv("HF_TOKEN", READER)
-    verbs.inspect("hf://org/secret")
+    ckpttool.inspect("hf://org/secret")
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     with pytest.raises(RemoteError, match=r"the token is not valid.*401"):
-        verbs.inspect("hf://org/secret")
+        ckpttool.inspect("hf://org/secret")
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nonexistent")
     with pytest.raises(RemoteError, match="no such repository, or one that is hidden"):
-        verbs.inspect("hf://org/secret")
+        ckpttool.inspect("hf://org/secret")
 
 
 FAULTS = {
@@ -425,7 +424,7 @@ def test_what_the_hub_may_do(hub: Hub, tmp_path: Path, monkeypatch: pytest.Monke
     if fault in ("stall", "freeze"):
         patience(monkeypatch, 0.3)
     with pytest.raises(RemoteError, match=said) as raised:
-        verbs.convert("hf://org/name", tmp_path / "out.pt")
+        ckpttool.convert("hf://org/name", tmp_path / "out.pt")
     assert raised.value.hint
     assert raised.value.exit_code == 8
     assert "hf://org/name" in raised.value.message
@@ -446,14 +445,14 @@ def test_what_stops_in_the_middle_is_gone_on_with(
     data = large(1)
     hub.make("org/name", {"model.safetensors": data})
     hub.fail("GET", STORE, act=fault, skip=1, times=2)
-    verbs.convert("hf://org/name", tmp_path / "out.pt")
+    ckpttool.convert("hf://org/name", tmp_path / "out.pt")
     assert hub.failed == 2 and hub.asked("GET", STORE)[-1].sent < len(data) // 2
 
 
 def test_one_drop_is_nobodys_business(hub: Hub, tmp_path: Path) -> None:
     hub.make("org/name", {"model.safetensors": large(1)})
     hub.fail("GET", "/cdn/", act=drop, times=1)
-    verbs.convert("hf://org/name", tmp_path / "out.pt")
+    ckpttool.convert("hf://org/name", tmp_path / "out.pt")
 
 
 def test_the_token_is_told_to_nobody(
@@ -479,20 +478,20 @@ def test_the_token_is_told_to_nobody(
 def test_a_server_that_is_not_there(hub: Hub) -> None:
     hub.close()
     with pytest.raises(RemoteError, match="cannot be reached"):
-        verbs.inspect("hf://org/name")
+        ckpttool.inspect("hf://org/name")
 
 
 def test_hf_is_not_a_folder(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="is not on this machine") as raised:
-        verbs.convert(SAMPLES / "dcp_single", "hf://org/name", to="dcp")
+        ckpttool.convert(SAMPLES / "dcp_single", "hf://org/name", to="dcp")
     assert "ckpttool export" in str(raised.value.hint)
     assert not (tmp_path / "hf:").exists()
 
 
 def test_nothing_of_the_client_is_imported_for_a_file(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
-    code = "import sys, ckpttool.verbs as v; v.inspect(sys.argv[1]); assert 'huggingface_hub' not in sys.modules"
+    code = "import sys, ckpttool as v; v.inspect(sys.argv[1]); assert 'huggingface_hub' not in sys.modules"
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "model.safetensors")], check=True, timeout=60)
 
 

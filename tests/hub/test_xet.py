@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from huggingface_hub.utils._xet import abort_xet_session
 from safetensors.torch import save, save_file
 
-from ckpttool import verbs
+import ckpttool
 from ckpttool.errors import RemoteError
 
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
@@ -61,7 +61,7 @@ def test_sending(store: Hub, tmp_path: Path, fault: str) -> None:
         store.fail(method, "^/cas/", **how)
     save_file({"w": torch.randn(300, 300)}, tmp_path / "x.safetensors")
     with pytest.raises(RemoteError, match=said) as raised:
-        verbs.export(tmp_path / "x.safetensors", "hf://me/model")
+        ckpttool.export(tmp_path / "x.safetensors", "hf://me/model")
     check(raised.value)
     # What it asks first may fail, and each of its requests is tried three times at most.
     assert 1 <= store.failed <= 9 and store.history("me/model") == before
@@ -76,7 +76,7 @@ def test_reading(store: Hub, tmp_path: Path, fault: str, monkeypatch: pytest.Mon
     for method in ("GET", "POST", "HEAD"):
         store.fail(method, "^/cas/", **how)
     with pytest.raises(RemoteError, match=said) as raised:
-        verbs.convert("hf://org/name", tmp_path / "out.pt")
+        ckpttool.convert("hf://org/name", tmp_path / "out.pt")
     check(raised.value)
     assert 1 <= store.failed <= 9 and not (tmp_path / "out.pt").exists()
     assert os.listdir(tmp_path / "tmp") == []

@@ -9,8 +9,7 @@ from typing import Any
 
 from reading import path_of, reference_of
 
-from ckpttool import convert
-from ckpttool.verbs import reshard
+from ckpttool import convert, reshard
 
 Step = tuple[str, dict[str, Any]]
 

@@ -13,7 +13,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1] / "mesh"))
 import through_host
 
-from ckpttool import verbs
+import ckpttool
 from ckpttool.errors import CkptError
 from ckpttool.training.reshard_engine import engine
 
@@ -27,7 +27,7 @@ def main() -> None:
     for case in json.loads(cases.read_text()):
         engine._free_memory = lambda: free() if case.get("free") is None else case["free"]  # noqa: B023
         try:
-            said[case["name"]] = asdict(verbs.reshard(case["source"], case["out"], **case["flags"]))
+            said[case["name"]] = asdict(ckpttool.reshard(case["source"], case["out"], **case["flags"]))
         except CkptError as error:
             said[case["name"]] = f"{type(error).__name__}: {error.message} | {error.hint}"
         except Exception:

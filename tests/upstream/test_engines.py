@@ -22,10 +22,10 @@ from reading import path_of
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from ckpttool import verbs
+import ckpttool
+from ckpttool.catalogue import typed_json
 from ckpttool.catalogue.entries import Tensor
 from ckpttool.producers import open as opening
-from ckpttool.serialization import typed_json as typedjson
 from ckpttool.training.read import Reader
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,7 +76,7 @@ def sources(once: Once) -> dict[str, str]:
     def make(folder: Path) -> None:
         for name, state in ODD.items():
             torch.save(state(), folder / f"{name}.pt")
-        verbs.reshard(folder / "odd.pt", folder / "odd dcp", to_world=3)
+        ckpttool.reshard(folder / "odd.pt", folder / "odd dcp", to_world=3)
 
     folder = once("engine-sources", make)
     found = {name: path_of(sample) for name, sample in SAMPLES.items()} | {"ranks": path_of("rank_fsdp1_w2")}
@@ -119,7 +119,7 @@ def check_case(source: str, onto: str, sources: dict[str, str], launched: Launch
     there = said[f"{source} {onto}"]
     assert isinstance(there, dict), there
     assert there["engine"] == "mesh"
-    made = verbs.reshard(sources[source], tmp_path / "bytes", engine="bytes", **flags_of(source, onto))
+    made = ckpttool.reshard(sources[source], tmp_path / "bytes", engine="bytes", **flags_of(source, onto))
     same = ("checked", "unchecked", "tensors", "objects", "bytes", "ties", "dropped", "policies", "world", "mesh")
     assert {key: there[key] for key in same} == {key: json.loads(json.dumps(getattr(made, key))) for key in same}
     assert_equal(tmp_path / "bytes", folder / str(pairs.index((source, onto))))
@@ -156,7 +156,7 @@ def test_the_engines_agree_on_gpus(gpus: int, sources: dict[str, str], launched:
         assert isinstance(there, dict), there
         assert re.fullmatch(r"asked for, on \w+", there["why"]), "not on a GPU"
         made = tmp_path / f"{source} {mesh}"
-        verbs.reshard(sources[source], made, engine="bytes", **meshes[mesh])
+        ckpttool.reshard(sources[source], made, engine="bytes", **meshes[mesh])
         assert_equal(made, folder / str(number))
 
 
@@ -192,7 +192,7 @@ def boxes_of(tensor: Tensor) -> list[Any]:
 
 
 def spelt(entry: Any) -> str:
-    return json.dumps(typedjson.encode(entry.value, name=entry.name))
+    return json.dumps(typed_json.encode(entry.value, name=entry.name))
 
 
 def raw(value: torch.Tensor) -> torch.Tensor:
@@ -286,10 +286,10 @@ def test_a_process_alone_has_no_mesh(tmp_path: Path, capsys: pytest.CaptureFixtu
     from ckpttool.errors import UsageError
 
     with pytest.raises(UsageError, match="`--engine mesh`: not under torchrun") as caught:
-        verbs.reshard(W4, tmp_path / "out", to_world=2, engine="mesh")
+        ckpttool.reshard(W4, tmp_path / "out", to_world=2, engine="mesh")
     assert caught.value.hint is not None and "torchrun --nproc-per-node 2 -m ckpttool reshard" in caught.value.hint
     with pytest.raises(UsageError, match="there is no engine `meshes`") as caught:
-        verbs.reshard(W4, tmp_path / "out", to_world=2, engine="meshes")
+        ckpttool.reshard(W4, tmp_path / "out", to_world=2, engine="meshes")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -427,7 +427,7 @@ def test_there_and_back_again(tmp_path: Path) -> None:
         )  # fmt: skip
         assert json.loads(done.stdout)["engine"] == "mesh", done.stderr[-3000:]
         before = out
-    verbs.reshard(W4, tmp_path / "bytes", to_world=4)
+    ckpttool.reshard(W4, tmp_path / "bytes", to_world=4)
     assert_equal(tmp_path / "bytes", before)
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 from reading import path_of
 
-from ckpttool import verbs
+import ckpttool
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = Path(path_of("dcp_fsdp2_w4"))
@@ -73,7 +73,7 @@ def test_the_result_is_that_of_one_process(tmp_path: Path, way: str, processes: 
     code, out, said = ended(start(processes, "reshard", SOURCE, tmp_path / "out", *flags, way=way))
     assert (code, said) == (0, [])
     assert out.startswith("wrote ") and out.count("wrote ") == 1 and f"{processes} processes" in out
-    verbs.reshard(SOURCE, tmp_path / "alone", to_mesh="replicate=2,shard=3")
+    ckpttool.reshard(SOURCE, tmp_path / "alone", to_mesh="replicate=2,shard=3")
     assert list(files(tmp_path / "out")) == list(files(tmp_path / "alone"))
 
 

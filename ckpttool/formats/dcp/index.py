@@ -17,11 +17,12 @@ from typing import Any
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import File
-from ckpttool.errors import CorruptError, ReadError, some
+from ckpttool.errors import CorruptError, ReadError
 from ckpttool.formats.dcp import metadata as dcpmetadata
 from ckpttool.formats.dcp.metadata import Item, KeyPath, Metadata, StoredTensor
 from ckpttool.storage import files
 from ckpttool.storage import stores as mirrors
+from ckpttool.text import some
 
 NAME = ".metadata"
 SUFFIX = ".distcp"

@@ -7,12 +7,13 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
-from ckpttool.errors import CkptError, some
+from ckpttool.errors import CkptError
 from ckpttool.formats.dcp import items as dcpitems
 from ckpttool.formats.dcp.index import Copy, Index
 from ckpttool.formats.dcp.items import Items
 from ckpttool.formats.dcp.metadata import Item, StoredTensor
 from ckpttool.serialization import pickler as picklewriter
+from ckpttool.text import some
 
 
 def settle(index: Index, items: Items, *, is_safetensors: bool) -> list[str]:

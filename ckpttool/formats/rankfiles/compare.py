@@ -18,11 +18,12 @@ from typing import Any
 
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Entry, Object, Path, Tensor, dotted
-from ckpttool.errors import CorruptError, ReadError, some
+from ckpttool.errors import CorruptError, ReadError
 from ckpttool.formats.rankfiles.comparing import Comparing
 from ckpttool.formats.rankfiles.rank_file import RankFile
 from ckpttool.serialization.dtensor import Shard
 from ckpttool.serialization.torch_pickle import TensorRef
+from ckpttool.text import some
 
 _COUNTERS = {
     "progress": re.compile(

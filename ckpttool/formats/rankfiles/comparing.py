@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
-from ckpttool.catalogue import boxes
+from ckpttool.catalogue import boxes, typed_json
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Extent, File, Object
 from ckpttool.catalogue.values import Stub
 from ckpttool.errors import LossError
-from ckpttool.serialization import typed_json as typedjson
 from ckpttool.storage import files
 
 _TILE = 1 << 20
@@ -75,11 +71,7 @@ def same_value(a: Object, b: Object) -> bool:
     if x is None or isinstance(x, (bool, int, str, bytes)):
         return bool(x == y)
     try:
-        return _spelt(a.name, x) == _spelt(b.name, y)
+        return typed_json.key(x) == typed_json.key(y)
     except LossError:
         # A value that holds itself: nobody can say, so each rank keeps its own.
         return False
-
-
-def _spelt(name: str, value: Any) -> str:
-    return json.dumps(typedjson.encode(value, name=name))

@@ -20,13 +20,14 @@ from typing import Any
 from ckpttool.catalogue import parts, ranks
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Entry, Extent, Object, Path, Tensor, dotted
-from ckpttool.errors import CkptError, CorruptError, some
+from ckpttool.errors import CkptError, CorruptError
 from ckpttool.formats.rankfiles.compare import TwoSaves
 from ckpttool.formats.rankfiles.comparing import Comparing, same_value
 from ckpttool.formats.rankfiles.rank_file import RankFile
 from ckpttool.serialization import torch_tree as torchtree
 from ckpttool.serialization.dtensor import Shard
 from ckpttool.storage import files
+from ckpttool.text import some
 
 _MOST_FAULTS = 100
 _MOST_BUFFERS = 2  # names: `running_mean` and `running_var`

@@ -6,7 +6,7 @@ from itertools import chain
 
 from ckpttool.catalogue.entries import Catalogue, File, Path
 from ckpttool.catalogue.protocols import OpenOptions, Source
-from ckpttool.errors import CkptError, CorruptError, some
+from ckpttool.errors import CkptError, CorruptError
 from ckpttool.formats.rankfiles import compare as mixtures
 from ckpttool.formats.rankfiles import rank_file as reading
 from ckpttool.formats.rankfiles.discover import RankSet
@@ -17,6 +17,7 @@ from ckpttool.serialization import torch_tree as torchtree
 from ckpttool.serialization import unpickler as pickles
 from ckpttool.serialization.dtensor import Shard
 from ckpttool.storage import files
+from ckpttool.text import some
 
 _SAME_SAVE = "the files are not of one save: copy all of them again from the same step"
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Part, Tensor
-from ckpttool.errors import CorruptError, ReadError, some
+from ckpttool.errors import CorruptError, ReadError
 from ckpttool.formats.safetensors import SUFFIX
 from ckpttool.formats.safetensors import index as stindex
 from ckpttool.formats.safetensors import sharding as stfiles
@@ -23,6 +23,7 @@ from ckpttool.serialization import safetensors_header as stheader
 from ckpttool.serialization import strict_json as strictjson
 from ckpttool.serialization.safetensors_header import Entry, Header
 from ckpttool.storage import files
+from ckpttool.text import some
 
 SHARDED = "sharded"
 MODEL = Part("model")

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, Tensor
 from ckpttool.catalogue.protocols import Source
-from ckpttool.errors import CkptError, CorruptError, ReadError, some
+from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.formats.safetensors import SUFFIX
 from ckpttool.formats.safetensors import index as stindex
 from ckpttool.formats.safetensors import state_json as statefile
@@ -27,6 +27,7 @@ from ckpttool.formats.safetensors.state_json import Wanted
 from ckpttool.serialization import safetensors_header as stheader
 from ckpttool.serialization.safetensors_header import Header
 from ckpttool.storage import files
+from ckpttool.text import some
 
 
 class _SafeSource:

@@ -18,14 +18,16 @@ from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool.catalogue import dtypes
+from ckpttool.catalogue import dtypes, typed_json
 from ckpttool.catalogue import flatten as nesting
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Catalogue, Container, Object, Path, Tensor, dotted
 from ckpttool.errors import CorruptError, ReadError
 from ckpttool.serialization import strict_json as strictjson
-from ckpttool.serialization import typed_json as typedjson
+from ckpttool.serialization import torch_pickle, unpickler
+
+_FUNCTIONS = {**unpickler.REAL, **torch_pickle.KNOWN}
 
 NAME = "ckpttool.json"
 _FAMILY = "ckpttool/state/"
@@ -81,20 +83,20 @@ def _array(key: str, items: Iterator[dict[str, Any]], end: str) -> list[str]:
 
 
 def _path(path: Path) -> list[Any]:
-    return [typedjson.encode(key, name=dotted(path)) for key in path]
+    return [typed_json.encode(key, name=dotted(path)) for key in path]
 
 
 def _container(path: Path, container: Container) -> dict[str, Any]:
     made = {"path": _path(path), "kind": container.kind}
     if container.attrs:
-        made["attributes"] = typedjson.encode(container.attrs, name=dotted(path))
+        made["attributes"] = typed_json.encode(container.attrs, name=dotted(path))
     return made
 
 
 def _entry(entry: Tensor | Object, places: Mapping[Path, Place]) -> dict[str, Any]:
     made: dict[str, Any] = {"path": _path(entry.path)}
     if isinstance(entry, Object):
-        return made | {"value": typedjson.encode(entry.value, name=entry.name)}
+        return made | {"value": typed_json.encode(entry.value, name=entry.name)}
     place = places[entry.path]
     made |= {"file": place.file, "name": place.name}
     if place.raw:
@@ -124,7 +126,7 @@ def parse(text: bytes, catalogue: Catalogue, make: Callable[[Wanted], Tensor], n
     for item in _items(state, "entries", name):
         path = _read_path(item, name)
         if "value" in item:
-            value = typedjson.decode(item["value"], name=f"{name}: `{dotted(path)}`")
+            value = typed_json.decode(item["value"], name=f"{name}: `{dotted(path)}`", functions=_FUNCTIONS)
             catalogue.add(Object(path, value, nbytes=len(_line(item["value"]))))
         else:
             catalogue.add(make(_wanted(item, path, name)))
@@ -139,7 +141,7 @@ def _items(state: Mapping[str, Any], key: str, name: str) -> list[dict[str, Any]
 
 
 def _read_path(item: Mapping[str, Any], name: str) -> Path:
-    path = typedjson.decode(item.get("path"), name=name)
+    path = typed_json.decode(item.get("path"), name=name, functions=_FUNCTIONS)
     try:
         if isinstance(path, list):
             hash(tuple(path))
@@ -150,10 +152,11 @@ def _read_path(item: Mapping[str, Any], name: str) -> Path:
 
 
 def _read_container(item: Mapping[str, Any], path: Path, name: str) -> Container:
-    kind, attributes = item.get("kind"), typedjson.decode(item.get("attributes", {}), name=name)
+    kind = item.get("kind")
+    attributes = typed_json.decode(item.get("attributes", {}), name=name, functions=_FUNCTIONS)
     try:
         if kind in ("list", "dict", "OrderedDict"):
-            return Container(kind, typedjson.attributes_of(attributes) or None)
+            return Container(kind, typed_json.attributes_of(attributes) or None)
     except TypeError:
         pass
     raise CorruptError(f"{name}: `{dotted(path)}` is no container that we know: {kind!r} with {attributes!r}")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path as FilePath
 
+from ckpttool.catalogue import typed_json
 from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Path, Tensor
 from ckpttool.catalogue.protocols import Crcs, Loss, Sink, SinkOptions
 from ckpttool.errors import LossError
@@ -18,7 +19,6 @@ from ckpttool.formats.safetensors.model_files import MODEL
 from ckpttool.formats.safetensors.sharding import FilePlan
 from ckpttool.formats.safetensors.state_json import Place
 from ckpttool.serialization import safetensors_header as stheader
-from ckpttool.serialization import typed_json as typedjson
 from ckpttool.storage import files
 from ckpttool.version import __version__
 
@@ -137,7 +137,7 @@ def _state_losses(catalogue: Catalogue) -> list[Loss]:
     lost = []
     for entry in catalogue.objects:
         try:
-            typedjson.encode(entry.value, name=entry.name)
+            typed_json.encode(entry.value, name=entry.name)
         except LossError as error:
             lost.append(Loss(entry.name, error.message))
     return lost

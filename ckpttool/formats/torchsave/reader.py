@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 from ckpttool.catalogue.entries import Catalogue, File
 from ckpttool.catalogue.protocols import Source
-from ckpttool.errors import CorruptError, ReadError, some
+from ckpttool.errors import CorruptError, ReadError
 from ckpttool.serialization import (
     torch_export as torchexport,
 )
@@ -32,6 +32,7 @@ from ckpttool.serialization import (
 )
 from ckpttool.serialization.torch_zip import Archive
 from ckpttool.storage import files
+from ckpttool.text import some
 
 _PK = b"PK\3\4"
 

@@ -21,10 +21,11 @@ from typing import Any
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor, dotted
-from ckpttool.errors import CorruptError, UsageError, some
+from ckpttool.errors import CorruptError, UsageError
 from ckpttool.layout import select as layout
 from ckpttool.layout.optimizer import walking
 from ckpttool.layout.optimizer.parse import Group, Item, Optimizer
+from ckpttool.text import some
 
 # State that is shaped like its parameter, whatever the optimizer: those of torch.optim, then of others.
 LIKE = {

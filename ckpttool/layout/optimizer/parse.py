@@ -8,16 +8,16 @@ KEY is an id or a name. Up to torch 2.3, DCP keeps `param_groups` as one value.
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ckpttool.catalogue import typed_json
 from ckpttool.catalogue.entries import Catalogue, Container, Entry, Object, Part, Path, Tensor, dotted
-from ckpttool.errors import CorruptError, UsageError, some
+from ckpttool.errors import CorruptError, UsageError
 from ckpttool.layout import select as layout
-from ckpttool.serialization import typed_json as typedjson
+from ckpttool.text import some
 
 
 class Item(NamedTuple):
@@ -262,4 +262,4 @@ def _told(item: Item) -> Any:
     value = item.entry.value
     if value is None or isinstance(value, (bool, int, float, str)):
         return item.below, repr(value)
-    return item.below, json.dumps(typedjson.encode(value, name=item.entry.name))
+    return item.below, typed_json.key(value, name=item.entry.name)

@@ -15,9 +15,10 @@ from functools import partial
 from typing import Any
 
 from ckpttool.catalogue.entries import Container, Entry, Object, Path, Tensor
-from ckpttool.errors import LossError, some
+from ckpttool.errors import LossError
 from ckpttool.layout import select as layout
 from ckpttool.layout.optimizer.parse import Item, Optimizer
+from ckpttool.text import some
 
 Spelt = tuple[list[Entry], dict[Path, Container]]
 """Entries under their new paths, and containers. A tensor's `alias` is still that of before, or its own old path."""

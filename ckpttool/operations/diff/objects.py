@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
+from ckpttool.catalogue import typed_json
 from ckpttool.catalogue.values import TorchSize
-from ckpttool.errors import LossError
 from ckpttool.operations.diff.elements import Tolerance
 from ckpttool.operations.diff.results import ABSENT
-from ckpttool.serialization import typed_json as typedjson
 
 _DEEPEST = 100
 
@@ -59,7 +57,9 @@ class _Walk:
             return struct.pack("<d", one) == struct.pack("<d", other)
         if type(one) is type(other) and isinstance(one, (str, bytes, bytearray, int)):
             return bool(one == other)
-        return one is not ABSENT and other is not ABSENT and _spelt(one) == _spelt(other)
+        return (
+            one is not ABSENT and other is not ABSENT and typed_json.key_or_repr(one) == typed_json.key_or_repr(other)
+        )
 
 
 def _get(values: Any, i: int) -> Any:
@@ -75,10 +75,3 @@ def _close(one: float, other: float, tolerance: Tolerance) -> bool:
         return True
     apart = abs(one - other)
     return math.isfinite(apart) and apart <= tolerance.absolute + tolerance.relative * abs(other)
-
-
-def _spelt(value: Any) -> str:
-    try:
-        return json.dumps(typedjson.encode(value))
-    except LossError:
-        return repr(value)

@@ -13,7 +13,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from ckpttool.catalogue.boxes import Ints
-from ckpttool.errors import CorruptError, some
+from ckpttool.errors import CorruptError
+from ckpttool.text import some
 
 _PATIENCE = 600.0  # seconds; torch and transformers take five of a quiet machine
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "USE_TF": "0"}

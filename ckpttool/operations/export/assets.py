@@ -12,14 +12,14 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from ckpttool.catalogue.entries import Catalogue
-from ckpttool.errors import CorruptError, ReadError, UsageError, some
+from ckpttool.errors import CorruptError, ReadError, UsageError
 from ckpttool.operations.export import config as configs
 from ckpttool.producers.huggingface import ASSETS as KNOWN
 from ckpttool.serialization import strict_json as strictjson
 from ckpttool.storage import files
 from ckpttool.storage import stores as mirrors
 from ckpttool.storage.outgoing import Outgoing
-from ckpttool.text import plural
+from ckpttool.text import plural, some
 
 CONFIG, CARD, ADAPTER = "config.json", "README.md", "adapter_config.json"
 _WANTED = re.compile(

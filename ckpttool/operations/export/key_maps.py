@@ -25,12 +25,12 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from ckpttool.catalogue.entries import Catalogue, Entry, Path, Tensor
-from ckpttool.errors import UsageError, some
+from ckpttool.errors import UsageError
 from ckpttool.layout.select import again, rebuilt
 from ckpttool.operations.export.views import Slice, Viewed, halves, piece
 from ckpttool.serialization import strict_json as strictjson
 from ckpttool.storage.files import failed
-from ckpttool.text import meant
+from ckpttool.text import meant, some
 
 _NUMBER = re.compile(r"\\\{(\w+)\\\}")
 _ENOUGH = 65_536

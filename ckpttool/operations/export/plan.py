@@ -14,7 +14,7 @@ from typing import Any
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue, Tensor, dotted
 from ckpttool.catalogue.patterns import any_of, rule
-from ckpttool.errors import UsageError, some
+from ckpttool.errors import UsageError
 from ckpttool.formats.safetensors.index import MAX_SHARD_SIZE
 from ckpttool.layout import select as layout
 from ckpttool.operations import write as making
@@ -44,7 +44,7 @@ from ckpttool.operations.write import Conversion
 from ckpttool.producers import open as opening
 from ckpttool.storage import stores as mirrors
 from ckpttool.storage.outgoing import Outgoing
-from ckpttool.text import parse_size
+from ckpttool.text import parse_size, some
 from ckpttool.transfer.threads import Progress
 
 # Tiles of a cast are held several times over; smaller ones are as fast, and leave room for torch itself.

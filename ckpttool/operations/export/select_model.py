@@ -11,8 +11,9 @@ from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Entry, Part, Tensor, dotted
 from ckpttool.catalogue.patterns import any_of, renamer
 from ckpttool.catalogue.validation import validate
-from ckpttool.errors import UsageError, some
+from ckpttool.errors import UsageError
 from ckpttool.layout import select as layout
+from ckpttool.text import some
 
 _MODEL = Part("model")
 _ADAPTER = re.compile(r"(?:^|\.)lora_(?:[AB]|embedding_[AB]|magnitude_vector)(?:\.([^.]+))?(?:\.weight|\.bias)?$")

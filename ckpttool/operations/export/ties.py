@@ -15,9 +15,9 @@ from math import prod
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.protocols import Source
-from ckpttool.errors import some
 from ckpttool.layout.select import again, rebuilt
 from ckpttool.storage.files import Pool
+from ckpttool.text import some
 from ckpttool.transfer import read as gather
 from ckpttool.transfer.plan import tiles
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.protocols import SinkOptions, Source
-from ckpttool.errors import LossError, some
+from ckpttool.errors import LossError
 from ckpttool.formats import named
 from ckpttool.formats.safetensors import sharding as placing
 from ckpttool.layout import rechunk as chunking
@@ -16,6 +16,7 @@ from ckpttool.operations.export.assets import of_bytes
 from ckpttool.serialization import safetensors_header as stheader
 from ckpttool.storage import files
 from ckpttool.storage.outgoing import Outgoing
+from ckpttool.text import some
 from ckpttool.transfer import plan
 from ckpttool.transfer.execute import transfer
 from ckpttool.transfer.threads import Progress

@@ -1,19 +1,14 @@
-"""Looking at a checkpoint: what its index says, and one tensor of it."""
+"""`inspect`: what the index of a checkpoint says, without reading its weights."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.validation import validate
-from ckpttool.errors import CkptError, UsageError, some
-from ckpttool.producers.open import naming, opened
-from ckpttool.text import meant
-
-if TYPE_CHECKING:
-    from ckpttool.operations.show import Shown
+from ckpttool.errors import CkptError
+from ckpttool.producers.open import opened
+from ckpttool.text import some
 
 
 def inspect(path: str | os.PathLike[str], *, shapes: str | None = None) -> Catalogue:
@@ -38,23 +33,3 @@ def _folded(faults: list[CkptError]) -> list[str]:
         f"{some([fault.facts['tensor'] for fault in (one, *more)])}; of the first: {one.message}"
         for what, (one, *more) in groups.items()
     ]  # fmt: skip
-
-
-def show(path: str | os.PathLike[str], tensor: str, *, shapes: str | None = None) -> Shown:
-    """One tensor of the checkpoint at `path`: where it lies, a few values, and figures over all of them. Reads only
-    its bytes. Raises UsageError, with the nearest names, when there is no such tensor."""
-    from ckpttool.operations.show import look
-
-    path = os.fspath(path)
-    with opened(path, shapes) as source:
-        found = [t for t in source.catalogue.tensors if t.name == tensor]
-        if not found:
-            if any(o.name == tensor for o in source.catalogue.objects):
-                hint = "it is an object; `ckpttool inspect` shows its value"
-                raise UsageError(f"`{path}`: `{tensor}` is not a tensor", hint=hint)
-            names = [t.name for t in source.catalogue.tensors]
-            hint = meant(tensor, names, f"`ckpttool inspect {path} --tensors '*'` lists them")
-            raise UsageError(f"`{path}`: there is no tensor `{tensor}`", hint=hint)
-        with naming(path):
-            validate(replace(source.catalogue, entries={found[0].path: found[0]}))
-            return look(found[0], source)

@@ -15,7 +15,7 @@ from typing import Any
 from ckpttool.catalogue.entries import Link, Object, Path, Tensor
 from ckpttool.catalogue.values import Stub, TorchSize, is_stub_type, stub_name
 from ckpttool.errors import CkptError
-from ckpttool.escapes import cut, safe
+from ckpttool.text import cut, safe
 
 LIMIT = 72
 _DEPTH = 6

@@ -3,21 +3,19 @@ and however they are cut. See docs/explanation/equality.md."""
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
 from contextlib import closing
 from typing import NamedTuple
 
-from ckpttool.catalogue import boxes
+from ckpttool.catalogue import boxes, typed_json
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.boxes import Box
 from ckpttool.catalogue.entries import Catalogue, Entry, Object, Path, Tensor
 from ckpttool.catalogue.protocols import Source
-from ckpttool.errors import CkptError, LossError
+from ckpttool.errors import CkptError
 from ckpttool.layout import select as layout
 from ckpttool.operations.verify.findings import DIFFERENCE, Finding, Report
-from ckpttool.serialization import typed_json as typedjson
 from ckpttool.storage.files import Pool
 from ckpttool.transfer import elements
 from ckpttool.transfer.plan import tiles
@@ -103,11 +101,7 @@ def _object(one: Object, other: Object, here: dict[Path, Path], there: dict[Path
 
 
 def _spelt(entry: Object, same: dict[Path, Path]) -> str:
-    value = layout.relinked(entry.value, same)
-    try:
-        return json.dumps(typedjson.encode(value, name=entry.name))
-    except LossError:
-        return repr(value)
+    return typed_json.key_or_repr(layout.relinked(entry.value, same))
 
 
 def _ties(here: Catalogue, there: Catalogue) -> Iterator[Finding]:

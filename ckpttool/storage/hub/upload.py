@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub import errors as theirs
 
-from ckpttool.errors import RemoteError, StorageError, UsageError, some
+from ckpttool.errors import RemoteError, StorageError, UsageError
 from ckpttool.storage.files import failed, free_space
 from ckpttool.storage.hub import client
 from ckpttool.storage.hub import errors as failing
@@ -34,6 +34,7 @@ from ckpttool.storage.hub import progress as watching
 from ckpttool.storage.hub.address import Address, parse
 from ckpttool.storage.hub.errors import speaking
 from ckpttool.storage.hub.listing import Digests, Entry
+from ckpttool.text import some
 
 if TYPE_CHECKING:
     from ckpttool.storage.outgoing import Outgoing

@@ -27,7 +27,7 @@ from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.protocols import OpenOptions
-from ckpttool.errors import CkptError, CorruptError, UsageError, some
+from ckpttool.errors import CkptError, CorruptError, UsageError
 from ckpttool.formats.rankfiles.flat.pieces import (
     FLAT_PARAM,
     Counted,
@@ -43,6 +43,7 @@ from ckpttool.formats.rankfiles.flat.pieces import (
 )
 from ckpttool.serialization.dtensor import Shard
 from ckpttool.serialization.torch_pickle import TensorRef
+from ckpttool.text import some
 
 
 class Model(NamedTuple):

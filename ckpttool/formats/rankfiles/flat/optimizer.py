@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Chunks, Extent
-from ckpttool.errors import CorruptError, UsageError, some
+from ckpttool.errors import CorruptError, UsageError
 from ckpttool.formats.rankfiles.flat import units as flatunits
 from ckpttool.formats.rankfiles.flat.pieces import (
     FLAT_PARAM,
@@ -38,6 +38,7 @@ from ckpttool.formats.rankfiles.flat.pieces import (
 from ckpttool.layout.optimizer.names import is_statistic, ways
 from ckpttool.serialization.dtensor import Shard
 from ckpttool.serialization.torch_pickle import TensorRef
+from ckpttool.text import some
 
 _MOST_DEPTH = 16
 _WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ckpttool.errors import some
+from ckpttool.text import some
 
 State = Literal["ok", "note", "differs", "fails"]
 

@@ -10,13 +10,13 @@ from typing import Any
 from ckpttool.catalogue.aliases import one_moment_for_two
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor, dotted
-from ckpttool.errors import CkptError, some
+from ckpttool.errors import CkptError
 from ckpttool.layout import select as layout
 from ckpttool.layout.optimizer import names as naming
 from ckpttool.layout.optimizer import parse as found
 from ckpttool.layout.optimizer.parse import Group, Item, Optimizer
 from ckpttool.operations.verify_resume.audit.checks import Checks, named
-from ckpttool.text import plural
+from ckpttool.text import plural, some
 
 # What the classes of torch.optim read of a group in every step, told by what is known to be there.
 _NEEDED = {"betas": ("lr", "eps", "weight_decay"), "momentum": ("lr", "weight_decay", "dampening", "nesterov")}

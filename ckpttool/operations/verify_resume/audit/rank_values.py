@@ -10,9 +10,9 @@ from typing import Any
 from ckpttool.catalogue import ranks
 from ckpttool.catalogue.entries import Catalogue, Entry, Object, Path, Tensor
 from ckpttool.catalogue.values import Stub
-from ckpttool.errors import CkptError, some
+from ckpttool.errors import CkptError
 from ckpttool.operations.verify_resume.audit.checks import Checks
-from ckpttool.text import plural
+from ckpttool.text import plural, some
 
 KINDS = ("python", "numpy", "torch", "cuda")
 _WORDS = (

@@ -71,7 +71,7 @@ class _Trial:
     def run(self, name: str, says: str, dims: Mapping[str, int], **more: Any) -> Job:
         """Start the ranks of a run and wait for them. Raises Ended."""
         wanted = self.wanted
-        self.tell(f"run {name}: {says} on {plural(launching.world_of(dims), 'rank')}")
+        self.tell(f"run {name}: {says} on {plural(jobs.world_of(dims), 'rank')}")
         # What is not restored must not come out the same by chance: only A has this seed.
         seed = _SEED if name in ("A", "alone") else _SEED + 1_000
         job = Job(
@@ -80,7 +80,7 @@ class _Trial:
         )  # fmt: skip
         began = time.monotonic()
         self.crew.start(job, name)
-        seen = jobs.seen(job.folder, launching.world_of(dims))
+        seen = jobs.seen(job.folder, jobs.world_of(dims))
         self.seen[name], self.jobs[name] = seen, job
         if not job.gradients_of:
             self.report.runs.append(comparing.run_of(name, job, seen, time.monotonic() - began))
@@ -92,7 +92,7 @@ class _Trial:
         if (run, moment) not in self.kept:
             job = self.jobs[run]
             folder = os.path.join(job.folder, moment)
-            self.kept[run, moment] = states.read(folder, launching.world_of(job.dims))
+            self.kept[run, moment] = states.read(folder, jobs.world_of(job.dims))
         return self.kept[run, moment]
 
     def of(self, name: str) -> Run:
@@ -270,7 +270,7 @@ def _check_shards(made: _Trial, name: str) -> None:
 def _check_gradients(made: _Trial, a: Job) -> None:
     wanted = made.wanted
     if not wanted.gradients:
-        alone = launching.world_of(wanted.dims) == 1
+        alone = jobs.world_of(wanted.dims) == 1
         why = "it has one rank" if alone else "that takes a run of one rank" if inside.is_started() else "not asked for"
         made.report.checks.append(Check("gradients reduced", "A", 0, None, f"not checked: {why}"))
         return

@@ -10,6 +10,7 @@ from typing import Any
 from ckpttool.errors import UsageError
 from ckpttool.layout import meshes
 from ckpttool.operations.verify_resume import recipe as recipes
+from ckpttool.operations.verify_resume.trial import job as jobs
 from ckpttool.operations.verify_resume.trial import launch as launching
 from ckpttool.operations.verify_resume.trial import route as routes
 from ckpttool.operations.verify_resume.trial import torchrun as inside
@@ -59,11 +60,11 @@ def understood(
     dims = _dims(read, mesh, world if world is not None else None if mesh else inside.world() or 2)
     onto = dims if to_world is None and to_mesh is None else _dims(read, to_mesh, to_world)
     found = _device(device)
-    _check_devices(found, max(launching.world_of(dims), launching.world_of(onto)))
+    _check_devices(found, max(jobs.world_of(dims), jobs.world_of(onto)))
     return Wanted(
         read.path, tuple(os.path.abspath(path) for path in checkpoints), dims, onto,
         routes.parse(via, onto, other_mesh=dict(dims) != dict(onto)), steps, more, found, deterministic,
-        gradients and launching.world_of(dims) > 1 and not checkpoints and not inside.is_started(), limit, first_step,
+        gradients and jobs.world_of(dims) > 1 and not checkpoints and not inside.is_started(), limit, first_step,
     )  # fmt: skip
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 from ckpttool.catalogue.dtypes import dtype
-from ckpttool.errors import some
 from ckpttool.operations.diff.elements import Comparison
 from ckpttool.operations.verify_resume.trial import state as states
 from ckpttool.operations.verify_resume.trial.diagnose import compared, diagnose
@@ -18,7 +17,7 @@ from ckpttool.operations.verify_resume.trial.diagnose_values import rank_of, sam
 from ckpttool.operations.verify_resume.trial.job import Job, Seen
 from ckpttool.operations.verify_resume.trial.results import Check, Compared, Drift, Finding, Memory, Report, Run, Step
 from ckpttool.operations.verify_resume.trial.state import State
-from ckpttool.text import plural, size
+from ckpttool.text import plural, size, some
 
 _ORDER = ("model", "optimizer", "scheduler", "scaler", "rng", "dataloader")
 _MOST_OF_END = 3

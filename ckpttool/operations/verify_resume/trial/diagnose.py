@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.catalogue import dtypes
-from ckpttool.errors import some
 from ckpttool.operations.diff.elements import Comparison, Difference
 from ckpttool.operations.verify_resume.trial.diagnose_values import changed
 from ckpttool.operations.verify_resume.trial.results import Finding
 from ckpttool.operations.verify_resume.trial.state import Held, State
-from ckpttool.text import plural
+from ckpttool.text import plural, some
 
 if TYPE_CHECKING:
     import numpy as np

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 BUILT, RESUMED, END = "built", "resumed", "end"
+ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+"""Read by libraries when they are loaded, so set before a process starts."""
 
 
 @dataclass(slots=True)
@@ -96,3 +98,11 @@ def seen(folder: str, world: int) -> list[Seen]:
         with open(os.path.join(folder, f"rank{rank}.json"), encoding="utf-8") as stream:
             found.append(Seen(**json.load(stream)))
     return found
+
+
+def world_of(dims: Mapping[str, int]) -> int:
+    """How many ranks a mesh has."""
+    made = 1
+    for size in dims.values():
+        made *= size
+    return made

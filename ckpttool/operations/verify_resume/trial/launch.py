@@ -20,11 +20,8 @@ from typing import Any, TypeVar
 from ckpttool import errors
 from ckpttool.errors import BUG, CkptError, UsageError
 from ckpttool.operations.verify_resume import worker
-from ckpttool.operations.verify_resume.trial.job import Job
+from ckpttool.operations.verify_resume.trial.job import ENVIRONMENT, Job, world_of
 from ckpttool.operations.verify_resume.trial.results import Failure, Stuck
-
-ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
-"""Read by libraries when they are loaded, so set before a process starts."""
 
 T = TypeVar("T")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -85,14 +82,6 @@ def launch(job: Job, name: str) -> None:
             # By whatever the command line does with this signal.
             os.kill(os.getpid(), stop.sigval)
             raise KeyboardInterrupt from None
-
-
-def world_of(dims: Mapping[str, int]) -> int:
-    """How many ranks a mesh has."""
-    made = 1
-    for size in dims.values():
-        made *= size
-    return made
 
 
 # A fork of a process that has imported this much is not safe on macOS.

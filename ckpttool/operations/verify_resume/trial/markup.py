@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ckpttool.escapes import safe
+from ckpttool.text import safe
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2024; --soft: #60646c; --line: #d9dde3; --page: #fcfcfd; --card: #ffffff;

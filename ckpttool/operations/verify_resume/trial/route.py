@@ -12,9 +12,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckpttool import formats, verbs
+from ckpttool import formats
 from ckpttool.errors import UsageError
 from ckpttool.layout import meshes
+from ckpttool.operations.convert import convert
+from ckpttool.operations.reshard import reshard
 from ckpttool.operations.verify_resume.trial.results import Leg
 from ckpttool.text import meant
 
@@ -63,7 +65,7 @@ def _stage(step: Step, dims: Mapping[str, int]) -> _Stage:
     onto = world if rows[word].chunked else None
 
     def make(source: str, to: str) -> object:
-        return verbs.convert(source, to, to=word, to_world=onto)
+        return convert(source, to, to=word, to_world=onto)
 
     return _Stage(f"convert --to {word}" + (f" --to-world {onto}" if onto else ""), word, make)
 
@@ -72,11 +74,9 @@ def _resharding(mesh: meshes.Mesh) -> _Stage:
     if mesh.names == ("shard",):
         return _Stage(
             f"reshard --to-world {mesh.world}", "resharded",
-            lambda source, to: verbs.reshard(source, to, to_world=mesh.world),
+            lambda source, to: reshard(source, to, to_world=mesh.world),
         )  # fmt: skip
-    return _Stage(
-        f"reshard --to-mesh {mesh}", "resharded", lambda source, to: verbs.reshard(source, to, to_mesh=str(mesh))
-    )
+    return _Stage(f"reshard --to-mesh {mesh}", "resharded", lambda source, to: reshard(source, to, to_mesh=str(mesh)))
 
 
 def follow(stages: Sequence[_Stage], source: str, folder: str, tell: Callable[[str], None]) -> list[Leg]:

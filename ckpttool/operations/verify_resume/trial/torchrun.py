@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ckpttool.errors import UsageError
 from ckpttool.layout import meshes
-from ckpttool.operations.verify_resume.trial.job import Job
-from ckpttool.operations.verify_resume.trial.launch import Crew, world_of
+from ckpttool.operations.verify_resume.trial.job import Job, world_of
+from ckpttool.operations.verify_resume.trial.launch import Crew
 
 if TYPE_CHECKING:
     from ckpttool.operations.verify_resume.worker.phases import Watch

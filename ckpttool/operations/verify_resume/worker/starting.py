@@ -12,8 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ckpttool.operations.verify_resume.trial.job import Job
-from ckpttool.operations.verify_resume.trial.launch import ENVIRONMENT
+from ckpttool.operations.verify_resume.trial.job import ENVIRONMENT, Job
 from ckpttool.training import devices
 
 

@@ -27,10 +27,11 @@ before 1.7) rounds those beyond 2**53. What a pickle shared comes back as copies
 
 from __future__ import annotations
 
+import json
 import struct
 from base64 import b64decode, b64encode
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import isfinite, isnan
 from typing import Any, NoReturn
 
@@ -38,22 +39,33 @@ from ckpttool.catalogue import values as stubs
 from ckpttool.catalogue.entries import Link
 from ckpttool.catalogue.values import Known, Stub, TorchSize, is_stub_type, stub_type
 from ckpttool.errors import CorruptError, LossError
-from ckpttool.serialization import torch_pickle as torchpickle
-from ckpttool.serialization import unpickler as pickles
 
 MAX_DEPTH = 100
 MAX_VALUES = 10_000_000  # lists that hold one list twice, forty deep, would be 2**40 values once unshared
 
-_FUNCTIONS: dict[tuple[str, str], Known] = {**pickles.REAL, **torchpickle.KNOWN}
 _NAN = struct.pack(">d", float("nan"))
 
 
 def encode(value: Any, *, name: str = "value") -> Any:
     """`value` as what `json.dumps` takes. `name` is what messages call it.
 
-    Raises LossError for a value that holds itself, is nested too deeply, or is none of `pickles`'s grammar.
+    Raises LossError for a value that holds itself, is nested too deeply, or has no spelling here.
     """
     return _Encoder(name).encode(value, 0)
+
+
+def key(value: Any, *, name: str = "value") -> str:
+    """The JSON of `value` as text: equal for two values exactly when they are the same, bit for bit and type for type
+    (1 is not 1.0, a tuple not a list). Raises LossError as `encode` does."""
+    return json.dumps(encode(value, name=name))
+
+
+def key_or_repr(value: Any) -> str:
+    """`key`, or the `repr` of a value that has no JSON."""
+    try:
+        return key(value)
+    except LossError:
+        return repr(value)
 
 
 class _Encoder:
@@ -166,17 +178,24 @@ def _base64(data: bytes | bytearray) -> str:
 # Back -----------------------------------------------------------------------------------------------------------------
 
 
-def decode(made: Any, *, name: str = "value") -> Any:
-    """The value that `encode` made this JSON of. Raises CorruptError for JSON that it does not make."""
+Functions = Mapping[tuple[str, str], Known]
+
+
+def decode(made: Any, *, name: str = "value", functions: Functions | None = None) -> Any:
+    """The value that `encode` made this JSON of; `functions` are those that `$function` may name, by module and name.
+
+    Raises CorruptError for JSON that `encode` does not make.
+    """
     try:
-        return _Decoder(name).decode(made)
+        return _Decoder(name, functions or {}).decode(made)
     except RecursionError:
         raise CorruptError(f"{name}: nested too deeply") from None
 
 
 class _Decoder:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, functions: Functions) -> None:
         self._name = name
+        self._functions = functions
         self._types: dict[tuple[str, str], type[Stub]] = {}
 
     def decode(self, made: Any) -> Any:
@@ -210,7 +229,7 @@ class _Decoder:
         return [(self.decode(k), self.decode(v)) for k, v in made]
 
     def function(self, made: Any) -> Known:
-        found = _FUNCTIONS.get(_two_names(made))
+        found = self._functions.get(_two_names(made))
         if found is None:
             raise TypeError
         return found
