@@ -10,7 +10,7 @@ from ckpttool.errors import CkptError, ReadError, UsageError
 from ckpttool.formats import dcp, rankfiles, safetensors, torchsave
 from ckpttool.formats import detect as strangers
 from ckpttool.storage import stores as mirrors
-from ckpttool.storage.files import failed
+from ckpttool.storage.files import failed, is_pattern
 from ckpttool.text import meant
 
 # Rank files are torch.save files too, and recognised by more than that: they come first.
@@ -52,12 +52,12 @@ def writable(name: str | None, dst: str) -> Format:
 
 def detect(path: str) -> Format:
     """The format of what lies at `path`, by content. Raises ReadError."""
-    if not rankfiles.is_pattern(path):
+    if not is_pattern(path):
         _check_readable(path)
     for row in FORMATS:
         if row.recognise(path):
             return row
-    if rankfiles.is_pattern(path):
+    if is_pattern(path):
         raise ReadError(f"`{path}`: matches no files of ranks", hint="name a file or a directory", file=path)
     if os.path.isdir(path):
         raise _unknown_directory(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import mmap
 import os
 import re
@@ -25,6 +26,11 @@ _OPEN_FILES = 64
 # took 0.7 s so, and 0.9 to 5 s in calls of 1 MiB.
 WRITE = 256 << 10
 PAGE = mmap.PAGESIZE
+
+
+def is_pattern(path: str) -> bool:
+    """Return whether a path is a glob pattern that does not name an existing file."""
+    return glob.has_magic(path) and not os.path.lexists(path)
 
 
 def failed(error: OSError, path: str, doing: str) -> CkptError:

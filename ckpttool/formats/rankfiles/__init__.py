@@ -14,18 +14,10 @@ save plain tensors. Names: see `sets`. Sharded tensors: see `containers/sharded`
 
 from __future__ import annotations
 
-import glob
-import os
-
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.protocols import NO_HINTS, Format, Loss, OpenOptions, Sink, SinkOptions, Source
 
 # What reads, merges and writes is imported on use: every command of the tool asks whether a path is a set.
-
-
-def is_pattern(path: str) -> bool:
-    """Whether this is a glob, and no file that happens to have such a name."""
-    return glob.has_magic(path) and not os.path.lexists(path)
 
 
 def recognise(path: str) -> bool:

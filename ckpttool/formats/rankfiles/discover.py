@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ckpttool.errors import CorruptError, ReadError
-from ckpttool.formats.rankfiles import is_pattern
 from ckpttool.formats.rankfiles import rank_file as reading
 from ckpttool.storage import files
+from ckpttool.storage.files import is_pattern
 from ckpttool.text import some
 
 _END = r"\.(?P<ending>(?:pt|pth|bin|ckpt|th)(?:\.tar)?|tar)"

@@ -16,8 +16,6 @@ from __future__ import annotations
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.protocols import NO_HINTS, Format, Loss, OpenOptions, Sink, SinkOptions, Source
 
-SUFFIX = ".safetensors"
-
 # What reads and what writes is imported on use: a command needs one format, or two.
 
 
@@ -52,7 +50,7 @@ def _losses(catalogue: Catalogue, path: str) -> list[Loss]:
 
 def is_file(path: str) -> bool:
     """Whether a person who types this means one file."""
-    return path.endswith(SUFFIX)
+    return path.endswith(".safetensors")
 
 
 FORMAT = Format(
@@ -64,5 +62,5 @@ FORMAT = Format(
     losses=_losses,
     is_file=is_file,
     splits=True,
-    suffixes=(SUFFIX,),
+    suffixes=(".safetensors",),
 )

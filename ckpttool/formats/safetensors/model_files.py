@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Part, Tensor
 from ckpttool.errors import CorruptError, ReadError
-from ckpttool.formats.safetensors import SUFFIX
 from ckpttool.formats.safetensors import index as stindex
 from ckpttool.formats.safetensors import sharding as stfiles
+from ckpttool.formats.safetensors.sharding import SUFFIX
 from ckpttool.serialization import safetensors_header as stheader
 from ckpttool.serialization import strict_json as strictjson
 from ckpttool.serialization.safetensors_header import Entry, Header

@@ -10,7 +10,6 @@ from typing import Any
 from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CkptError, CorruptError, ReadError
-from ckpttool.formats.safetensors import SUFFIX
 from ckpttool.formats.safetensors import index as stindex
 from ckpttool.formats.safetensors import state_json as statefile
 from ckpttool.formats.safetensors.model_files import (
@@ -23,6 +22,7 @@ from ckpttool.formats.safetensors.model_files import (
     read_json,
     read_range,
 )
+from ckpttool.formats.safetensors.sharding import SUFFIX
 from ckpttool.formats.safetensors.state_json import Wanted
 from ckpttool.serialization import safetensors_header as stheader
 from ckpttool.serialization.safetensors_header import Header

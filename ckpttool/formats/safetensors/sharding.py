@@ -19,6 +19,8 @@ from ckpttool.formats.safetensors.state_json import Place
 from ckpttool.serialization import safetensors_header as stheader
 from ckpttool.serialization.safetensors_header import Spec
 
+SUFFIX = ".safetensors"
+
 FORMAT_PT = {"format": "pt"}
 # Keys that the metadata of a header or of an index has already: no tensor's other name can be kept under them.
 RESERVED = frozenset({"format", "total_size"})

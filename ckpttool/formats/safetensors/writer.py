@@ -11,12 +11,11 @@ from ckpttool.catalogue import typed_json
 from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Path, Tensor
 from ckpttool.catalogue.protocols import Crcs, Loss, Sink, SinkOptions
 from ckpttool.errors import LossError
-from ckpttool.formats.safetensors import SUFFIX
 from ckpttool.formats.safetensors import index as stindex
 from ckpttool.formats.safetensors import sharding as stfiles
 from ckpttool.formats.safetensors import state_json as statefile
 from ckpttool.formats.safetensors.model_files import MODEL
-from ckpttool.formats.safetensors.sharding import FilePlan
+from ckpttool.formats.safetensors.sharding import SUFFIX, FilePlan
 from ckpttool.formats.safetensors.state_json import Place
 from ckpttool.serialization import safetensors_header as stheader
 from ckpttool.storage import files
