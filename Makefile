@@ -9,7 +9,7 @@ TIME ?= 60
 # Tests that start torch processes take a gigabyte each.
 WORKERS ?= 2
 
-.PHONY: help demo test test-all test-gpu check format lint types bench fuzz samples docs clean
+.PHONY: help demo test test-all test-gpu check format format-write lint types bench fuzz samples docs docs-serve clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -54,8 +54,18 @@ bench: $(BIN)/.ready  ## Measure against torch, accelerate, safetensors and cat 
 fuzz: $(BIN)/.ready  ## Throw changed files at each parser, guided by coverage (TIME=60 seconds each)
 	$(BIN)/python tests/fuzz/fuzz.py --time "$(TIME)"
 
+docs: $(BIN)/.docs-ready  ## Build the documentation as a site, in site/ (`make docs-serve` to look at it)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+docs-serve: $(BIN)/.docs-ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+$(BIN)/.docs-ready: $(BIN)/.ready
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[docs]'
+	touch $@
+
 samples: $(BIN)/.ready  ## Make the sample checkpoints anew
 	$(BIN)/python samples/make.py
 
 clean:  ## Remove what the targets made
-	rm -rf $(VENV) demo bench.json .pytest_cache .mypy_cache .ruff_cache build dist ckpttool.egg-info
+	rm -rf $(VENV) demo site bench.json .pytest_cache .mypy_cache .ruff_cache build dist ckpttool.egg-info
