@@ -33,7 +33,8 @@ def test_zlib_is_used_where_there_is_no_wheel() -> None:
     said = (
         "import sys, zlib\n"
         "sys.modules['isal'] = None\n"
-        "from ckpttool import checksums, crc\n"
+        "from ckpttool.storage import crc\n"
+        "from ckpttool.transfer import checksums\n"
         "assert crc.crc32 is zlib.crc32\n"
         "assert checksums.of([b'abc', b'def']) == zlib.crc32(b'abcdef')\n"
     )

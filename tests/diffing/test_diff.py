@@ -349,7 +349,7 @@ def test_a_change_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 MEMORY = r"""
 import re, sys
-from ckpttool.diffing import diff
+from ckpttool.operations.diff import diff
 made = diff(sys.argv[1], sys.argv[2], threads=2)
 # What a parent had counts in `ru_maxrss`, and not here.
 peak = int(re.search(r"VmHWM:\s*(\d+) kB", open("/proc/self/status").read())[1])

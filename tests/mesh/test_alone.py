@@ -219,7 +219,7 @@ def test_memory_to_send_from_is_used_again_for_modules_of_torch() -> None:
 
 DYING = """
 import os, sys, torch, torch.distributed as dist, ckpttool
-from ckpttool.mesh.reading import Reader
+from ckpttool.training.read import Reader
 dist.init_process_group("gloo")
 if dist.get_rank() == 0:
     Reader.read = lambda *_: os._exit(9)

@@ -298,7 +298,7 @@ def test_a_process_alone_has_no_mesh(tmp_path: Path, capsys: pytest.CaptureFixtu
 FAILING = """
 import os, signal, sys, time
 import torch
-from ckpttool.mesh import {module} as module
+from ckpttool.training.reshard_engine import {module} as module
 from ckpttool.cli.app import main
 from ckpttool.errors import StorageError
 how, rank = sys.argv.pop(1), os.environ["RANK"]
@@ -317,7 +317,11 @@ def failing(*arguments):
 module.{function} = failing
 main()
 """
-WHERE = {"loading": ("moments", "_fill_module"), "saving": ("engine", "_save"), "making": ("shell", "build")}
+WHERE = {
+    "loading": ("optimizer_state", "_fill_module"),
+    "saving": ("engine", "_save"),
+    "making": ("meta_model", "build"),
+}
 
 
 @pytest.mark.parametrize(
@@ -366,8 +370,8 @@ def test_a_rank_that_fails_need_not_end_for_others_to_hear_of_it(tmp_path: Path)
     """Rank 1 goes only once rank 0 has said what went wrong, and rank 0 is in a collective with it before that."""
     script = tmp_path / "staying.py"
     script.write_text(
-        "import os, time\nfrom ckpttool import sharing\nfrom ckpttool.cli import failures\n"
-        "said, telling = os.environ['SAID'], failures._Report.failed\n"
+        "import os, time\nfrom ckpttool.transfer import processes\nfrom ckpttool.cli import errors\n"
+        "said, telling = os.environ['SAID'], errors._Report.failed\n"
         "def noting(report, error):\n"
         "    code = telling(report, error)\n"
         "    os.environ['RANK'] == '0' and open(said, 'w').close()\n"
@@ -375,8 +379,8 @@ def test_a_rank_that_fails_need_not_end_for_others_to_hear_of_it(tmp_path: Path)
         "def waiting():\n"
         "    while not os.path.exists(said):\n"
         "        time.sleep(0.05)\n"
-        "failures._Report.failed, sharing.wait_to_be_ended = noting, waiting\n"
-        + FAILING.format(module="moments", function="_fill_module")
+        "errors._Report.failed, processes.wait_to_be_ended = noting, waiting\n"
+        + FAILING.format(module="optimizer_state", function="_fill_module")
     )
     command = [*TORCHRUN, "--nproc-per-node", "2", script, "raises", "reshard", W4, tmp_path / "out", "--to-world", "2"]
     running = subprocess.Popen(

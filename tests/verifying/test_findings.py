@@ -321,7 +321,7 @@ def test_none_is_written_of_what_is_damaged(dcp: Path, tmp_path: Path) -> None:
 def test_torch_is_not_needed(dcp: Path, tmp_path: Path) -> None:
     code = """
 import sys
-from ckpttool.verifying import verify
+from ckpttool.operations.verify import verify
 report = verify(sys.argv[1], check_values=True, write_manifest=sys.argv[2], against=sys.argv[1])
 print(report.whole, report.values > 0, report.hashed > 0, "torch" in sys.modules)
 """
