@@ -104,9 +104,9 @@ def _json(made: Report) -> Any:
 
 
 def _write_page(path: str, said: Any) -> None:
-    from ckpttool.operations.verify_resume.trial import report_ as report
+    from ckpttool.operations.verify_resume.trial.html import trial_page
 
-    page = report.trial_page(said)
+    page = trial_page(said)
     try:
         with open(path, "w", encoding="utf-8") as stream:
             stream.write(page)

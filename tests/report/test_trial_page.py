@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ckpttool.operations.verify_resume.trial.report_ import trial_page
+from ckpttool.operations.verify_resume.trial.html import trial_page
 from ckpttool.operations.verify_resume.trial.results import (
     Check,
     Compared,

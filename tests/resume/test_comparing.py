@@ -20,11 +20,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ckpttool.errors import UsageError
 from ckpttool.operations.verify_resume.trial import compare as comparing
 from ckpttool.operations.verify_resume.trial import route as routes
+from ckpttool.operations.verify_resume.trial.compare import judge
 from ckpttool.operations.verify_resume.trial.diagnose_values import same
 from ckpttool.operations.verify_resume.trial.job import Job, Seen
 from ckpttool.operations.verify_resume.trial.results import Check, Compared, Finding, Report, Step
 from ckpttool.operations.verify_resume.trial.state import State, held
-from ckpttool.operations.verify_resume.trial.verdicts import judge
 from ckpttool.operations.verify_resume.worker.gradients import _joined
 from ckpttool.operations.verify_resume.worker.record import Writer, leaves, plain
 from ckpttool.operations.verify_resume.worker.shard_checks import shape_of_shard

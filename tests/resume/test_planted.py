@@ -9,7 +9,7 @@ import pytest
 from planting import EXCLUDED, FAULTS, plant, recipe
 
 from ckpttool.operations.verify_resume.trial import trial
-from ckpttool.operations.verify_resume.trial.report_ import trial_page
+from ckpttool.operations.verify_resume.trial.html import trial_page
 from ckpttool.operations.verify_resume.trial.results import Finding, Report
 
 STATE = ("model", "optimizer", "scheduler", "rng", "dataloader")

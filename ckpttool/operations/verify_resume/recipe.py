@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from ckpttool.errors import OverwriteError, UsageError
-from ckpttool.operations.verify_resume import recipe_template as starting
+from ckpttool.operations.verify_resume import recipe_template
 from ckpttool.storage.files import failed
 from ckpttool.text import meant
 
@@ -187,7 +187,7 @@ def write(path: str | os.PathLike[str]) -> None:
         )
     try:
         with open(path, "x", encoding="utf-8") as stream:
-            stream.write(starting.recipe(os.path.basename(path)))
+            stream.write(recipe_template.recipe(os.path.basename(path)))
     except FileExistsError:
         raise OverwriteError(f"`{path}` exists", hint="name another file", file=path) from None
     except OSError as error:

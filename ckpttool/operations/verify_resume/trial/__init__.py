@@ -41,11 +41,11 @@ from ckpttool.operations.verify_resume.trial import (
     torchrun as inside,
 )
 from ckpttool.operations.verify_resume.trial.arguments import Wanted, understood
+from ckpttool.operations.verify_resume.trial.compare import judge
 from ckpttool.operations.verify_resume.trial.diagnose import diagnose
 from ckpttool.operations.verify_resume.trial.job import BUILT, END, RESUMED, Job, Seen
 from ckpttool.operations.verify_resume.trial.launch import Crew, Ended
 from ckpttool.operations.verify_resume.trial.results import Check, Report, Run
-from ckpttool.operations.verify_resume.trial.verdicts import judge
 from ckpttool.text import plural
 
 _RULES = {

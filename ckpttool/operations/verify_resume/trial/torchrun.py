@@ -51,10 +51,10 @@ class _Inside(Crew):
     says = "the processes that torchrun started"
 
     def __init__(self, device: str) -> None:
-        from ckpttool.operations.verify_resume.worker import starting
+        from ckpttool.operations.verify_resume.worker import setup
         from ckpttool.training import collectives as agreement
 
-        starting.join_group(device)
+        setup.join_group(device)
         self._agreement = agreement
         self.is_first = agreement.rank() == 0
 

@@ -14,7 +14,7 @@ from ckpttool.catalogue import parts, ranks
 from ckpttool.errors import UsageError
 from ckpttool.operations.verify_resume import recipe as recipes
 from ckpttool.operations.verify_resume.trial.job import Job
-from ckpttool.operations.verify_resume.worker import starting
+from ckpttool.operations.verify_resume.worker import setup
 
 
 @dataclass(slots=True)
@@ -48,9 +48,9 @@ class Built:
 def build(job: Job, mesh: DeviceMesh) -> Built:
     """Seed, and build what the recipe says. Raises UsageError for what cannot be tried."""
     recipe = recipes.load(job.recipe)
-    starting.seed(job, mesh, own=False)
+    setup.seed(job, mesh, own=False)
     state = recipes.built(recipe, mesh)
-    starting.seed(job, mesh, own=True)
+    setup.seed(job, mesh, own=True)
     made = Built(recipe, mesh, state, state["model"], state["optimizer"])
     for key, value in state.items():
         if key in ("model", "optimizer"):

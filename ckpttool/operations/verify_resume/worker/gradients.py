@@ -25,7 +25,7 @@ from torch.utils import _pytree
 from ckpttool.operations.verify_resume.trial import state as states
 from ckpttool.operations.verify_resume.trial.job import END, Job
 from ckpttool.operations.verify_resume.worker import record as recording
-from ckpttool.operations.verify_resume.worker import starting
+from ckpttool.operations.verify_resume.worker import setup
 from ckpttool.operations.verify_resume.worker.build import Built
 from ckpttool.training import fsdp1
 
@@ -47,7 +47,7 @@ def keep(job: Job, built: Built, inputs: tuple[Any, Any] | None) -> str:
     writer = recording.Writer(folder if rank == 0 else None)
     sent = [one.detach().cpu() if isinstance(one, torch.Tensor) else one for one in leaves]
     found: list[Any] | None = [None] * len(told) if rank == 0 else None
-    dist.gather_object((starting.replica(job, built.mesh), sent), found)
+    dist.gather_object((setup.replica(job, built.mesh), sent), found)
     told_leaves: list[Any] = []
     if found is not None:
         # Ranks that share a batch are one.

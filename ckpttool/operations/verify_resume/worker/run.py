@@ -8,20 +8,8 @@ import torch.distributed as dist
 
 from ckpttool.errors import ReadError
 from ckpttool.operations.verify_resume.trial.job import BUILT, END, RESUMED, Job, Seen
-from ckpttool.operations.verify_resume.worker import (
-    build as building,
-)
-from ckpttool.operations.verify_resume.worker import (
-    gradients,
-    starting,
-)
-from ckpttool.operations.verify_resume.worker import (
-    save_load as keeping,
-)
-from ckpttool.operations.verify_resume.worker import (
-    shard_checks as shardings,
-)
-from ckpttool.operations.verify_resume.worker.build import Built
+from ckpttool.operations.verify_resume.worker import gradients, save_load, setup, shard_checks
+from ckpttool.operations.verify_resume.worker.build import Built, build
 from ckpttool.operations.verify_resume.worker.observe import Observer
 from ckpttool.operations.verify_resume.worker.phases import Watch
 from ckpttool.operations.verify_resume.worker.record import record
@@ -29,14 +17,14 @@ from ckpttool.operations.verify_resume.worker.record import record
 
 def run(job: Job, watch: Watch, *, leave: bool = True) -> Seen:
     """Do all of the job, and write down what was seen. `leave` ends the process group."""
-    switched_on = starting.deterministic(job)
+    switched_on = setup.deterministic(job)
     watch.enter("process group")
-    mesh = starting.join(job)
+    mesh = setup.join(job)
     seen = Seen(watch.rank, list(mesh.get_coordinate() or []), switched_on=switched_on)
     watch.enter("build")
-    built = building.build(job, mesh)
+    built = build(job, mesh)
     if job.deterministic:
-        seen.switched_on += starting.settle(built.model)
+        seen.switched_on += setup.settle(built.model)
     if job.gradients_of is not None:
         watch.enter("gradients")
         gradients.again(job, built)
@@ -65,13 +53,13 @@ def _train(job: Job, watch: Watch, built: Built, seen: Seen) -> None:
     watch.enter("recording the state")
     # Before it is saved: what saving does to it is then seen in the steps that follow.
     seen.shared = record(built, os.path.join(job.folder, RESUMED))
-    shardings.check(built, seen)
+    shard_checks.check(built, seen)
     if job.save_natively is not None:
         watch.enter("saving by torch")
-        keeping.save_natively(built, job.save_natively, number)
+        save_load.save_natively(built, job.save_natively, number)
     if job.save is not None:
         watch.enter("saving")
-        keeping.save(built, job.save, number)
+        save_load.save(built, job.save, number)
     for after in range(number, number + job.after):
         watch.enter(f"step {after}")
         seen.steps.append(observer.step(after))
@@ -88,8 +76,8 @@ def _resume(job: Job, watch: Watch, built: Built, seen: Seen) -> int:
     record(built, os.path.join(job.folder, BUILT), optimizer=False)
     watch.enter("loading")
     if job.natively:
-        return keeping.load_natively(built, job.load)
-    found, notes = keeping.load(built, job.load)
+        return save_load.load_natively(built, job.load)
+    found, notes = save_load.load(built, job.load)
     seen.notes += notes
     number = found if found is not None else job.first
     if number is None:

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 from torch.utils import _pytree
 
 from ckpttool.catalogue import parts, ranks
-from ckpttool.operations.verify_resume.worker import setup as randomness
+from ckpttool.operations.verify_resume.worker import setup
 from ckpttool.operations.verify_resume.worker.build import Built
 from ckpttool.operations.verify_resume.worker.record import plain
 from ckpttool.training import fsdp1
@@ -47,7 +47,7 @@ def save(built: Built, path: str, step: int) -> None:
     """By ckpttool, as DCP."""
     more: dict[str, Any] = {built.saved_as(key): value for key, value in built.others.items()}
     more |= {built.saved_as(key): model for key, model in built.averaged.items()}
-    more["rng"] = randomness.captured(built.generators)
+    more["rng"] = setup.captured(built.generators)
     saving.save(path, built.model, built.optimizer, **more, step=step)
 
 
@@ -59,7 +59,7 @@ def load(built: Built, path: str) -> tuple[int | None, list[str]]:
         loader.load(path, model, model_key=built.saved_as(key))
     told = {key: _part(loaded.rest, built.saved_as(key), kind) for key, kind in built.kinds.items()}
     notes = _restore(built, told)
-    without = randomness.restore(_part(loaded.rest, "rng", "rng"), built.generators)
+    without = setup.restore(_part(loaded.rest, "rng", "rng"), built.generators)
     if without:
         notes.append(f"rank {dist.get_rank()} finds no random state of its own ({', '.join(without)})")
     return _step(loaded.rest), notes
@@ -108,7 +108,7 @@ def save_natively(built: Built, path: str, step: int) -> None:
     """By torch's DCP."""
     mine = {
         "others": {key: value.state_dict() for key, value in built.others.items()},
-        "rng": randomness.captured(built.generators),
+        "rng": setup.captured(built.generators),
         "step": step,
     }
     with warnings.catch_warnings():
@@ -134,7 +134,7 @@ def load_natively(built: Built, path: str) -> int:
         for name in built.others
     })  # fmt: skip
     if key == mine:
-        randomness.restore(told["rng"], built.generators)
+        setup.restore(told["rng"], built.generators)
     return int(told["step"])
 
 
