@@ -221,6 +221,11 @@ def test_nothing_of_a_checkpoint_is_run(name: str) -> None:
         assert "pickle" not in foreign(tree)
 
 
+def test_one_module_renders_templates() -> None:
+    users = {name for name, tree in MODULES.items() if foreign(tree) & {"jinja2", "markupsafe"}}
+    assert users == {"operations.verify_resume.trial.html"}
+
+
 def test_no_module_is_named_like_one_of_the_standard_library() -> None:
     # `torchrun ckpttool` puts this directory on `sys.path`.
     assert not {name for name in MODULES if "." not in name} & set(sys.stdlib_module_names)
