@@ -19,9 +19,8 @@ from ckpttool.catalogue import parts
 from ckpttool.catalogue.boxes import Box, tiling_fault
 from ckpttool.catalogue.entries import Catalogue, Chunks, Extent
 from ckpttool.errors import UsageError
-from ckpttool.layout import meshes
 from ckpttool.layout import rechunk as chunking
-from ckpttool.layout.meshes import Mesh
+from ckpttool.layout.mesh import Mesh, mesh_boxes, parse_mesh
 from ckpttool.layout.rechunk import Rules
 from ckpttool.transfer import plan
 
@@ -146,7 +145,7 @@ def test_whole_tensors_are_spread_over_the_ranks() -> None:
 
 # A mesh ---------------------------------------------------------------------------------------------------------------
 
-SHARD2_TP2 = meshes.parse("shard=2,tp=2")
+SHARD2_TP2 = parse_mesh("shard=2,tp=2")
 
 
 def rows_of(catalogue: Catalogue) -> dict[str, list[Box]]:
@@ -192,7 +191,7 @@ def test_weights_that_are_left_whole_are_told_where_nothing_says_what_they_are()
         "1 weight (32 B) that the optimizer has no state of is left whole: `model.base.weight`; "
         "`reshard --shard PATTERN` cuts those that are frozen parameters"
     ]
-    mesh = meshes.parse("shard=2")
+    mesh = parse_mesh("shard=2")
     for rules in (Rules(shard=("base.weight",)), Rules(replicate=("base.weight",))):
         assert chunking.over_mesh(started(state), mesh, rules).warnings == []
     del state["optim"]
@@ -205,7 +204,7 @@ def test_the_first_rule_counts_and_a_dimension_may_be_chosen_for_both() -> None:
     assert found["model.layers.0.w"] == COLUMNS
     assert found["model.layers.1.w"] == COLUMNS
     only = Rules(placements=(("*.w", "shard:1"),))
-    found = rows_of(chunking.over_mesh(started(by_name()), meshes.parse("shard=2"), only))
+    found = rows_of(chunking.over_mesh(started(by_name()), parse_mesh("shard=2"), only))
     assert found["model.layers.0.w"] == [((0, 0), (4, 1)), ((0, 1), (4, 1))]
 
 
@@ -218,14 +217,14 @@ def test_shard_and_replicate_overrule_the_guess_and_the_optimizer_follows() -> N
     state = by_name()
     state["model"]["buffer"] = torch.zeros(4, 2)
     rules = Rules(shard=("buffer",), replicate=("model.layers.1.*",))
-    laid = chunking.over_mesh(started(state), meshes.parse("shard=2"), rules)
+    laid = chunking.over_mesh(started(state), parse_mesh("shard=2"), rules)
     cut = {t.name for t in laid.tensors if len(t.chunks) > 1}
     assert cut == {"model.layers.0.w", "optim.state.layers.0.w.exp_avg", "model.buffer"}
 
 
 def test_each_box_is_on_the_rank_of_its_replicas_that_has_least() -> None:
     state = {f"w{i}": torch.zeros(4, 2) for i in range(4)}
-    laid = chunking.over_mesh(started(state), meshes.parse("replicate=2,shard=2"))
+    laid = chunking.over_mesh(started(state), parse_mesh("replicate=2,shard=2"))
     load = dict.fromkeys(range(4), 0)
     for tensor in laid.tensors:
         for rank, (offsets, sizes) in boxes_of(laid)[tensor.name]:
@@ -289,7 +288,7 @@ def test_any_boxes_onto_any_mesh(
             where = ({"shard": 0} if "shard" in mesh.names else {}) | (
                 {"tp": int(placed[tensor.name][3:])} if tensor.name in placed else {}
             )
-            held = dict(meshes.boxes(tensor.shape, mesh, where))
+            held = dict(mesh_boxes(tensor.shape, mesh, where))
             assert {(c.offsets, c.sizes) for c in tensor.chunks} == set(held)
             assert all(c.extent.file in held[c.offsets, c.sizes] for c in tensor.chunks)
     created(laid)

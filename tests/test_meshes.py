@@ -14,8 +14,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from ckpttool.catalogue.boxes import tiling_fault
 from ckpttool.errors import UsageError
-from ckpttool.layout import meshes
-from ckpttool.layout.meshes import Mesh
+from ckpttool.layout.mesh import Mesh, mesh_boxes, parse_mesh, parse_placements
 
 
 def of_torch(mesh: Mesh, placed: dict[str, int]) -> list[Placement]:
@@ -45,7 +44,7 @@ def test_every_rank_has_the_box_that_torch_gives_it(
     placed = {name: data.draw(dims) for name in names if name != "replicate"}
     if placed.get("tp") == placed["shard"] and shape[placed["tp"]] % prod(mesh.sizes[-2:]):
         return  # torch itself does not agree with FSDP2 about strided shards that do not divide
-    held = {rank: box for box, ranks in meshes.boxes(shape, mesh, placed) for rank in ranks}
+    held = {rank: box for box, ranks in mesh_boxes(shape, mesh, placed) for rank in ranks}
     for rank, coordinate in enumerate(product(*map(range, mesh.sizes))):
         local, offset = _compute_local_shape_and_global_offset(
             shape, mesh.sizes, lambda dim, at=coordinate: at[dim], of_torch(mesh, placed)
@@ -62,16 +61,16 @@ def test_every_rank_has_the_box_that_torch_gives_it(
 def test_boxes_tile_the_tensor(shape: tuple[int, ...], sizes: tuple[int, int, int], data: st.DataObject) -> None:
     dims = st.integers(0, len(shape) - 1)
     mesh = Mesh(("replicate", "shard", "tp"), sizes)
-    held = list(meshes.boxes(shape, mesh, {"shard": data.draw(dims), "tp": data.draw(dims)}))
+    held = list(mesh_boxes(shape, mesh, {"shard": data.draw(dims), "tp": data.draw(dims)}))
     assert tiling_fault(shape, [box[0] for box, _ in held], [box[1] for box, _ in held]) is None
     assert all(len(ranks) == sizes[0] for _, ranks in held)
 
 
 def test_parse() -> None:
-    mesh = meshes.parse("ddp=2, fsdp=4,tp=2")
+    mesh = parse_mesh("ddp=2, fsdp=4,tp=2")
     assert mesh == Mesh(("replicate", "shard", "tp"), (2, 4, 2))
     assert (mesh.world, str(mesh)) == (16, "replicate=2,shard=4,tp=2")
-    assert meshes.placements("tp:1,dp:0", mesh) == {"tp": 1, "shard": 0}
+    assert parse_placements("tp:1,dp:0", mesh) == {"tp": 1, "shard": 0}
 
 
 @pytest.mark.parametrize(
@@ -88,10 +87,10 @@ def test_parse() -> None:
 )
 def test_meshes_that_are_none(text: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        meshes.parse(text)
+        parse_mesh(text)
 
 
 @pytest.mark.parametrize("text", ["pp:0", "tp", "tp:x", "replicate:0", "tp:0,tp:1"])
 def test_placements_that_are_none(text: str) -> None:
     with pytest.raises(UsageError, match="--placements"):
-        meshes.placements(text, meshes.parse("replicate=2,shard=2,tp=2"))
+        parse_placements(text, parse_mesh("replicate=2,shard=2,tp=2"))

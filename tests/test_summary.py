@@ -16,7 +16,8 @@ from torch import nn
 from ckpttool.catalogue import parts
 from ckpttool.catalogue import values as stubs
 from ckpttool.catalogue.dtypes import DTYPES
-from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Link, Object, Part, Record, Tensor
+from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Object, Part, Record, Tensor
+from ckpttool.catalogue.values import Link
 from ckpttool.errors import CorruptError
 from ckpttool.operations.inspect.document import document
 from ckpttool.operations.inspect.format_value import describe, jsonable, type_name

@@ -19,9 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpttool.catalogue import typed_json
-from ckpttool.catalogue.entries import Link
 from ckpttool.catalogue.typed_json import MAX_DEPTH, encode
-from ckpttool.catalogue.values import Stub, TorchSize, is_stub_type, stub_type
+from ckpttool.catalogue.values import Link, Stub, TorchSize, is_stub_type, stub_type
 from ckpttool.errors import CorruptError, LossError
 from ckpttool.serialization import pickler as picklewriter
 from ckpttool.serialization import torch_pickle as torchpickle

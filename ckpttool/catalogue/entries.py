@@ -264,13 +264,6 @@ class Tensor:
         return prod(self.shape) * self.dtype.itemsize
 
 
-class Link(NamedTuple):
-    """Stands in an object's value for a tensor of the catalogue; `storage`: for its bare storage."""
-
-    path: Path
-    storage: bool = False
-
-
 _UNREAD = object()
 
 

@@ -11,8 +11,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
-from ckpttool.catalogue.entries import Catalogue, Container, Link, Object, Path, Tensor, dotted
-from ckpttool.catalogue.values import Stub, TorchSize, children
+from ckpttool.catalogue.entries import Catalogue, Container, Object, Path, Tensor, dotted
+from ckpttool.catalogue.values import Link, Stub, TorchSize, children
 from ckpttool.errors import CorruptError, LossError
 
 MAX_DEPTH = 256

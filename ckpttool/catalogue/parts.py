@@ -3,6 +3,11 @@
 Told by the names that training code uses, and by shape where a name says nothing: a dict with `state` and
 `param_groups` is an optimizer whatever it is called. A part is found at any depth (`app.model`, `app.optim`); tensors
 at the root beside known keys are the model (torchtitan).
+
+A value that every rank has under one name (random number generators, data loaders) has the key of its rank behind the
+key of its part:
+
+    saved by rank 3 at   rng.torch        in the catalogue   rng.rank3.torch
 """
 
 from __future__ import annotations
@@ -31,6 +36,10 @@ _NAMES = (
 _PATTERNS = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _NAMES)
 _COUNTER = re.compile(r"(global_|current_|total_)?(step|epoch|iteration)s?", re.IGNORECASE)
 _DEPTH = 4
+
+PER_RANK = ("rng", "dataloader")
+"""The kinds of which every rank has values of its own."""
+_RANK_KEY = re.compile(r"(?:dp_)?rank_?(\d+)")
 
 
 def kind_of_key(key: object) -> str | None:
@@ -199,3 +208,33 @@ def matcher(names: Iterable[str], catalogue: Catalogue) -> Callable[[Part], bool
             raise UsageError(f"there is no part `{name}`", hint=meant(name, known, hint))
         wanted.update(found)
     return wanted.__contains__
+
+
+# Values of one rank ---------------------------------------------------------------------------------------------------
+
+
+def rank_key(rank: int) -> str:
+    """Return the key of a rank: `rank3`. Pure."""
+    return f"rank{rank}"
+
+
+def with_rank(path: Path, rank: int) -> Path:
+    """Return the path in the catalogue of the value that `rank` has at `path`: the key of the rank stands behind the
+    last key of a kind in `PER_RANK`, else at the end. Pure."""
+    depth = next((i for i in range(len(path), 0, -1) if kind_of_key(path[i - 1]) in PER_RANK), len(path))
+    return (*path[:depth], rank_key(rank), *path[depth:])
+
+
+def find_rank(path: Path) -> tuple[int, int] | None:
+    """Return the depth and the number of the rank's key in a path: `("rng", "rank3", "torch")` is `(1, 3)`. Pure."""
+    for depth, key in enumerate(path):
+        match = _RANK_KEY.fullmatch(key) if isinstance(key, str) else None
+        if match is not None:
+            return depth, int(match[1])
+    return None
+
+
+def without_rank(path: Path) -> Path:
+    """Return the path that the value has in the file of its own rank. Pure."""
+    found = find_rank(path)
+    return path if found is None else (*path[: found[0]], *path[found[0] + 1 :])

@@ -36,8 +36,7 @@ from math import isfinite, isnan
 from typing import Any, NoReturn
 
 from ckpttool.catalogue import values as stubs
-from ckpttool.catalogue.entries import Link
-from ckpttool.catalogue.values import Known, Stub, TorchSize, is_stub_type, stub_type
+from ckpttool.catalogue.values import Known, Link, Stub, TorchSize, is_stub_type, stub_type
 from ckpttool.errors import CorruptError, LossError
 
 MAX_DEPTH = 100

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ckpttool.errors import CorruptError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from ckpttool.catalogue.entries import Path
 
 
 copies_left: ContextVar[list[int] | None] = ContextVar("copies_left", default=None)
@@ -29,6 +31,13 @@ def spend(count: int) -> None:
         left[0] -= count
         if left[0] < 0:
             raise CorruptError("a pickle copies the same values again and again")
+
+
+class Link(NamedTuple):
+    """Stands in an object's value for a tensor of the catalogue; `storage`: for its bare storage."""
+
+    path: Path
+    storage: bool = False
 
 
 class TorchSize(tuple[int, ...]):

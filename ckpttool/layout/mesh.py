@@ -1,22 +1,115 @@
-"""Which mesh, and which placements on it, give the boxes of a layout: chunks -> what a script would say to torch. Pure.
+"""Device meshes and placements: which ranks hold which box of a tensor. Integers only; pure.
 
-    boxes [0:4, :] [4:8, :] of an [8, 7] on 2 ranks      shard=2, and {"shard": 0}
+    replicate=2,shard=4,tp=2     16 ranks, outermost dimension first, as `init_device_mesh` numbers them
+    tp:1,shard:0                 a tensor cut along its dimension 1 by `tp`, along 0 by `shard`
 
-A layout says which boxes each tensor has, not how they came about: `--like` copies them from another checkpoint, and a
-process that is to hold tensors on a real mesh has to be told in terms of dimensions.
+A dimension of a tensor that several dimensions of the mesh cut is cut by the innermost first: tensor parallelism, then
+FSDP. That is what FSDP2 calls `_StridedShard`. Every cut is `torch.chunk`'s: `ceil(n / parts)` each, the last shorter,
+some ranks with nothing. Source: `torch/distributed/fsdp/_fully_shard/_fsdp_param.py` of torch 2.13.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
-from ckpttool.catalogue import boxes
-from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.boxes import Box, Ints
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
-from ckpttool.layout import meshes
-from ckpttool.layout.meshes import Mesh, Placements
+from ckpttool.errors import UsageError
+from ckpttool.text import meant
+
+Placements = Mapping[str, int]
+"""Which dimension of a tensor each dimension of the mesh cuts: `{"shard": 0, "tp": 1}`; one not named replicates."""
+
+_NAMES = {"shard": "shard", "dp": "shard", "fsdp": "shard", "replicate": "replicate", "ddp": "replicate", "tp": "tp"}
+_MOST = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """A mesh of ranks: `Mesh(("replicate", "shard"), (2, 4))`, outermost dimension first."""
+
+    names: tuple[str, ...]
+    sizes: Ints
+
+    @property
+    def world(self) -> int:
+        return prod(self.sizes)
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True))
+
+
+def world_mesh(ranks: int) -> Mesh:
+    """All ranks in one dimension, sharded. Raises UsageError for a number that is none."""
+    if not 1 <= ranks <= _MOST:
+        raise UsageError(f"`--to-world {ranks}`: a world has at least one rank and at most {_MOST}")
+    return Mesh(("shard",), (ranks,))
+
+
+def parse_mesh(text: str) -> Mesh:
+    """The mesh that `shard=4,tp=2` says. Raises UsageError for a dimension that is none, or is there twice."""
+    names: list[str] = []
+    sizes: list[int] = []
+    for part in text.split(","):
+        name, equals, size = part.strip().partition("=")
+        if name not in _NAMES:
+            hint = meant(name, list(_NAMES), "the dimensions are `replicate`, `shard` and `tp`, outermost first")
+            raise UsageError(f"`--to-mesh {text}`: there is no mesh dimension `{name}`", hint=hint)
+        if not equals or not (size.isascii() and size.isdecimal()) or not 1 <= int(size) <= _MOST:
+            raise UsageError(
+                f"`--to-mesh {text}`: `{part.strip()}` is not a dimension and its size", hint="write `shard=4,tp=2`"
+            )
+        if _NAMES[name] in names:
+            raise UsageError(f"`--to-mesh {text}`: the dimension `{_NAMES[name]}` is there twice")
+        names.append(_NAMES[name])
+        sizes.append(int(size))
+    if prod(sizes) > _MOST:
+        raise UsageError(f"`--to-mesh {text}`: a world of {prod(sizes)} ranks; at most {_MOST}")
+    return Mesh(tuple(names), tuple(sizes))
+
+
+def parse_placements(text: str, mesh: Mesh) -> dict[str, int]:
+    """What a rule says of a tensor: `tp:0,shard:1` is `{"tp": 0, "shard": 1}`. Raises UsageError."""
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, dim = part.strip().partition(":")
+        name = _NAMES.get(name, name)
+        if name not in mesh.names:
+            raise UsageError(
+                f"`--placements ...={text}`: the mesh has no dimension `{name}`", hint=f"it is `--to-mesh {mesh}`"
+            )
+        if name == "replicate" or not (dim.isascii() and dim.isdecimal()) or name in found:
+            raise UsageError(
+                f"`--placements ...={text}`: `{part.strip()}` is not a mesh dimension and a dimension of the tensor",
+                hint="write `tp:0`, or `tp:1,shard:0`",
+            )
+        found[name] = int(dim)
+    return found
+
+
+def mesh_boxes(shape: Ints, mesh: Mesh, placed: Placements) -> Iterator[tuple[Box, list[int]]]:
+    """Every box of a tensor that is not empty, in row-major order of the mesh, and the ranks that hold it. Pure.
+
+    `placed` names dimensions that the tensor has. Boxes are disjoint and tile the tensor.
+    """
+    cutting = [(i, placed[name]) for i, name in enumerate(mesh.names) if name in placed]
+    held: dict[Box, list[int]] = {}
+    for rank, coordinate in enumerate(product(*map(range, mesh.sizes))):
+        offsets, sizes = [0] * len(shape), list(shape)
+        for i, dim in reversed(cutting):
+            step = -(-sizes[dim] // mesh.sizes[i])
+            low = min(coordinate[i] * step, sizes[dim])
+            offsets[dim] += low
+            sizes[dim] = min(step, sizes[dim] - low)
+        if 0 not in sizes:
+            held.setdefault((tuple(offsets), tuple(sizes)), []).append(rank)
+    yield from held.items()
+
+
+# Boxes -> mesh and placements -----------------------------------------------------------------------------------------
 
 ORDER = ("replicate", "shard", "tp")
 """The dimensions of a mesh, outermost first, as FSDP2 takes them."""
@@ -25,7 +118,7 @@ _Key = tuple[Ints, tuple[Ints, ...], tuple[Ints, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Placing:
+class Sharding:
     """A mesh, and how it cuts each tensor: `Placing(Mesh(("shard",), (4,)), {("model", "w"): {"shard": 0}})`. Tensors
     that are whole are not listed."""
 
@@ -33,17 +126,17 @@ class Placing:
     placements: dict[Path, Placements]
 
 
-def find(laid: Catalogue, mesh: Mesh | None, world: int) -> Placing | str:
+def find_sharding(laid: Catalogue, mesh: Mesh | None, world: int) -> Sharding | str:
     """How `mesh`, or, where that is not known, one of `world` ranks, makes the boxes of the layout; or why none does.
     Embedded tensors are no tensors of a mesh. Pure."""
     if mesh is not None:
         if [name for name in ORDER if name in mesh.names] != list(mesh.names):
             return f"FSDP2 takes the dimensions of a mesh in the order {', '.join(ORDER)}, and this is `{mesh}`"
         found = _on(laid, mesh)
-        return found if isinstance(found, Placing) else f"FSDP2 does not cut tensor `{found.name}` as it is laid out"
+        return found if isinstance(found, Sharding) else f"FSDP2 does not cut tensor `{found.name}` as it is laid out"
     for shape in _factors(world):
         found = _on(laid, shape)
-        if isinstance(found, Placing):
+        if isinstance(found, Sharding):
             return found
     return f"no mesh of {world} ranks has the chunks of that layout"
 
@@ -60,7 +153,7 @@ def _factors(world: int) -> Iterator[Mesh]:
     yield from sorted(tried, key=lambda mesh: len(mesh.names))
 
 
-def _on(laid: Catalogue, mesh: Mesh) -> Placing | Tensor:
+def _on(laid: Catalogue, mesh: Mesh) -> Sharding | Tensor:
     """What the mesh does to each tensor; the first that it cannot cut so."""
     known: dict[_Key, Placements | None] = {}
     made: dict[Path, Placements] = {}
@@ -75,14 +168,14 @@ def _on(laid: Catalogue, mesh: Mesh) -> Placing | Tensor:
         if found is None:
             return tensor
         made[tensor.path] = found
-    return Placing(mesh, made)
+    return Sharding(mesh, made)
 
 
 def _placements(key: _Key, mesh: Mesh) -> Placements | None:
     shape, offsets, sizes = key
     wanted = set(zip(offsets, sizes, strict=True))
     for placed in _candidates(shape, mesh):
-        if {box for box, _ in meshes.boxes(shape, mesh, placed)} == wanted:
+        if {box for box, _ in mesh_boxes(shape, mesh, placed)} == wanted:
             return placed
     return None
 
@@ -101,7 +194,7 @@ def _candidates(shape: Ints, mesh: Mesh) -> Iterator[Placements]:
         yield {name: dim for name, dim in (("shard", shard), ("tp", tp)) if dim is not None}
 
 
-def held(laid: Catalogue, placing: Placing) -> tuple[int, int]:
+def bytes_per_rank(laid: Catalogue, placing: Sharding) -> tuple[int, int]:
     """Bytes that the fullest rank of the mesh holds of the layout, and those of the largest tensor. Ties count once.
     Pure."""
     most = largest = 0
@@ -124,7 +217,7 @@ def same_boxes(one: Tensor, other: Tensor) -> bool:
     return _boxes(one) == _boxes(other)
 
 
-def _boxes(tensor: Tensor) -> set[boxes.Box]:
+def _boxes(tensor: Tensor) -> set[Box]:
     there = set(zip(tensor.chunks.offsets, tensor.chunks.sizes, strict=True))
     # A rank without elements may have a chunk without.
     return {box for box in there if 0 not in box[1]} if tensor.numel else set()

@@ -15,11 +15,11 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from ckpttool.catalogue import ranks
+from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Entry, Object, Path, Tensor, dotted
 from ckpttool.errors import LossError, UsageError
 from ckpttool.layout import select as layout
-from ckpttool.layout.meshes import Mesh
+from ckpttool.layout.mesh import Mesh
 from ckpttool.text import meant, plural
 
 CHOICES = {"rng": ("keep", "rank0", "drop"), "dataloader": ("keep", "drop")}
@@ -55,7 +55,7 @@ def applied(catalogue: Catalogue, kind: str, policy: str, mesh: Mesh, *, files: 
         else:
             _check_kept(kind, root, holders, world, files)
             said.append(_told_kept(kind, root, sorted(holders), world))
-    whole = [o for o in catalogue.entries.values() if o.part.kind == kind and ranks.of(o.path) is None]
+    whole = [o for o in catalogue.entries.values() if o.part.kind == kind and parts.find_rank(o.path) is None]
     if not said:
         said.append(f"{kind}: kept, {plural(len(whole), 'value')} that belong to no rank")
     return catalogue, said
@@ -65,7 +65,7 @@ def _owned(catalogue: Catalogue, kind: str) -> dict[Path, dict[int, Path]]:
     """Where the ranks' values stand: `{("rng",): {0: ("rng", "rank0"), ...}}`."""
     found: dict[Path, dict[int, Path]] = {}
     for path, entry in catalogue.entries.items():
-        at = ranks.of(path)
+        at = parts.find_rank(path)
         if entry.part.kind == kind and at is not None:
             found.setdefault(path[: at[0]], {})[at[1]] = path[: at[0] + 1]
     return found
@@ -75,7 +75,7 @@ def _holders(root: Path, catalogue: Catalogue, mesh: Mesh) -> int:
     """How many there are to have such a value: ranks, or, where the key says `dp_rank_3`, data-parallel replicas."""
     depth = len(root)
     keys = (path[depth] for path in catalogue.entries if len(path) > depth and path[:depth] == root)
-    if any(str(key).startswith("dp_") and ranks.of((key,)) for key in keys):
+    if any(str(key).startswith("dp_") and parts.find_rank((key,)) for key in keys):
         return mesh.world // dict(zip(mesh.names, mesh.sizes, strict=True)).get("tp", 1)
     return mesh.world
 

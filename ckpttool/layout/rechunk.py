@@ -16,12 +16,11 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ckpttool.catalogue import boxes, ranks
+from ckpttool.catalogue import boxes, parts
 from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, File, Path, Tensor, dotted
 from ckpttool.catalogue.patterns import any_of
 from ckpttool.errors import UsageError
-from ckpttool.layout import meshes
-from ckpttool.layout.meshes import Mesh, Placements
+from ckpttool.layout.mesh import Mesh, Placements, mesh_boxes, parse_placements, world_mesh
 from ckpttool.layout.select import again, flattened, rebuilt
 from ckpttool.text import meant, plural, size, some
 
@@ -58,7 +57,7 @@ def like(catalogue: Catalogue, reference: Catalogue, name: str) -> Catalogue:
 
     def place(tensor: Tensor) -> Chunks:
         there = by_name.get(tensor.name)
-        if there is None and tensor.part.kind in ranks.KINDS:
+        if there is None and tensor.part.kind in parts.PER_RANK:
             # What belongs to a rank is of this world, not of a layout.
             return Chunks.placed([(boxes.whole(tensor.shape), 0)])
         if there is None:
@@ -118,7 +117,7 @@ NO_RULES = Rules()
 
 def over_world(catalogue: Catalogue, ranks: int, *, everywhere: bool = False) -> Catalogue:
     """`over_mesh` for ranks in one dimension. Pure."""
-    return over_mesh(catalogue, meshes.over_world(ranks), everywhere=everywhere)
+    return over_mesh(catalogue, world_mesh(ranks), everywhere=everywhere)
 
 
 def over_mesh(catalogue: Catalogue, mesh: Mesh, rules: Rules = NO_RULES, *, everywhere: bool = False) -> Catalogue:
@@ -185,7 +184,7 @@ class _Boxes:
 
     @classmethod
     def of(cls, shape: boxes.Ints, mesh: Mesh, placed: Placements) -> _Boxes:
-        found = list(meshes.boxes(shape, mesh, placed))
+        found = list(mesh_boxes(shape, mesh, placed))
         sizes = [box[1] for box, _ in found]
         return cls([box[0] for box, _ in found], sizes, [held for _, held in found], [prod(s) for s in sizes])
 
@@ -306,7 +305,7 @@ class _Ruling:
     def __init__(self, rules: Rules, mesh: Mesh, default: Placements) -> None:
         self._default = default
         self._placements = [
-            (f"--placements {pattern}={text}", any_of([pattern]), meshes.placements(text, mesh))
+            (f"--placements {pattern}={text}", any_of([pattern]), parse_placements(text, mesh))
             for pattern, text in rules.placements
         ]
         self._flags = [

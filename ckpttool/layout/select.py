@@ -13,9 +13,9 @@ from typing import Any
 
 from ckpttool.catalogue.aliases import find_aliases, one_moment_for_two
 from ckpttool.catalogue.dtypes import ALIASES, DTYPES, Dtype
-from ckpttool.catalogue.entries import Catalogue, Container, Entry, Link, Object, Part, Path, Tensor, dotted
+from ckpttool.catalogue.entries import Catalogue, Container, Entry, Object, Part, Path, Tensor, dotted
 from ckpttool.catalogue.patterns import any_of, compile_pattern, rule
-from ckpttool.catalogue.values import Stub
+from ckpttool.catalogue.values import Link, Stub
 from ckpttool.errors import UsageError
 from ckpttool.text import meant
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ckpttool.catalogue import parts, ranks
+from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Entry, Object, Part, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Loss
 from ckpttool.errors import LossError
@@ -182,9 +182,9 @@ class Arranging:
             if entry.part.kind != "rng" or (isinstance(entry, Tensor) and entry.embedded):
                 continue
             below = entry.path[max(0, len(entry.part.root) - 1) :]
-            found = ranks.of(below)
+            found = parts.find_rank(below)
             rank = found[1] if found is not None else 0
-            inside = ranks.without(below)[1:] or below
+            inside = parts.without_rank(below)[1:] or below
             kind = _generator(inside, entry)
             if rank >= self.wanted.world:
                 self.lose(entry, f"it is of rank {rank}, and {self.wanted.world} ranks have no file for it")

@@ -14,7 +14,7 @@ from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Object, Path, dotted
 from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, Source
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
-from ckpttool.layout.optimizer.walking import is_model_order
+from ckpttool.layout.optimizer.names import is_model_order
 from ckpttool.producers.mount import Mounted
 from ckpttool.serialization import strict_json as strictjson
 from ckpttool.serialization import unsafe_globals as harm

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ckpttool.catalogue import ranks
+from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Path
 from ckpttool.producers.directory import Listing
 from ckpttool.text import some
@@ -166,7 +166,7 @@ def _single(piece: Piece, match: re.Match[str], above: Path) -> Mount:
     root, rank = _root(piece, match, above), None
     if piece.how == EACH:
         rank = int(match["rank"])
-        root = (*root, ranks.key(rank))
+        root = (*root, parts.rank_key(rank))
     index = _number(match)[0]
     return Mount(
         match.string, root, piece.below, (match.string,), rank, piece.shapes_from.replace("{i}", str(index)), piece.how

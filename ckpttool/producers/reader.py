@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpttool import formats
-from ckpttool.catalogue import parts, ranks, typed_json
+from ckpttool.catalogue import parts, typed_json
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, File, Part, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import OpenOptions, Source
@@ -131,7 +131,7 @@ class _Opening:
         if len(spelt) == 1:
             return self._mount(made, replace(mount, name=mount.names[0], names=mount.names[:1], how=ONE))
         for rank, name in _by_rank(mount):
-            root = (*mount.root, ranks.key(rank))
+            root = (*mount.root, parts.rank_key(rank))
             fault = self._mount(made, replace(mount, name=name, names=(name,), root=root, rank=rank, how=EACH))
             if fault is not None:
                 return fault
@@ -194,7 +194,7 @@ def _is_set(pattern: str, mount: Mount) -> bool:
 
 
 def _by_rank_only(mount: Mount) -> bool:
-    return bool(mount.root) and parts.kind_of_key(mount.root[-1]) in ranks.KINDS
+    return bool(mount.root) and parts.kind_of_key(mount.root[-1]) in parts.PER_RANK
 
 
 def _by_rank(mount: Mount) -> list[tuple[int, str]]:

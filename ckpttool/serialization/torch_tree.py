@@ -13,8 +13,8 @@ from ckpttool.catalogue import flatten as nesting
 from ckpttool.catalogue import values as stubs
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import DTYPES
-from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, Link, Object, Path, Tensor, dotted
-from ckpttool.catalogue.values import stub_name
+from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, Object, Path, Tensor, dotted
+from ckpttool.catalogue.values import Link, stub_name
 from ckpttool.errors import CorruptError, LossError
 from ckpttool.serialization import torch_module as torchmodule
 from ckpttool.serialization.dtensor import Shard

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from ckpttool.catalogue.entries import Link, Object, Record
+from ckpttool.catalogue.entries import Object, Record
 from ckpttool.catalogue.protocols import Loss
+from ckpttool.catalogue.values import Link
 from ckpttool.errors import LossError
 from ckpttool.serialization import pickler as picklewriter
 from ckpttool.serialization import torch_pickle as torchpickle

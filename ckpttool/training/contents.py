@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ckpttool.catalogue import flatten as nesting
-from ckpttool.catalogue import parts, ranks
+from ckpttool.catalogue import parts
 from ckpttool.catalogue import values as stubs
 from ckpttool.catalogue.boxes import Ints
-from ckpttool.catalogue.entries import Catalogue, Link, Object, Part, Path, Tensor, dotted
-from ckpttool.catalogue.values import Stub
+from ckpttool.catalogue.entries import Catalogue, Object, Part, Path, Tensor, dotted
+from ckpttool.catalogue.values import Link, Stub
 from ckpttool.errors import CkptError, UsageError
 from ckpttool.layout import select as layout
 from ckpttool.layout.optimizer import parse as found
@@ -239,7 +239,7 @@ def nested_rest(told: Described, rank: int) -> dict[Any, Any]:
         return of is None or of == rank
 
     kept = layout.select(told.rest, is_mine)
-    moved = {path: ranks.without(path) for path, entry in kept.entries.items() if _rank_of(entry) is not None}
+    moved = {path: parts.without_rank(path) for path, entry in kept.entries.items() if _rank_of(entry) is not None}
     kept = layout.move(kept, moved)
     made = nesting.unflatten(kept, lambda entry: opened(entry.value) if isinstance(entry, Object) else None)
     return made if isinstance(made, dict) else {"value": made}
@@ -256,7 +256,7 @@ def without_own(told: Described, rank: int) -> list[str]:
 
 
 def _rank_of(entry: Tensor | Object) -> int | None:
-    of = ranks.of(entry.path) if entry.part.kind in ranks.KINDS else None
+    of = parts.find_rank(entry.path) if entry.part.kind in parts.PER_RANK else None
     # `dp_rank_0` of torchtitan is a number on one dimension of a mesh: its data loader looks for its own.
     return None if of is None or str(entry.path[of[0]]).startswith("dp_") else of[1]
 

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from ckpttool.catalogue import parts, ranks
+from ckpttool.catalogue import parts
 from ckpttool.errors import StorageError, UsageError
 from ckpttool.storage import files
 from ckpttool.text import meant, size
@@ -138,9 +138,9 @@ def _value(value: Any, format: str) -> Any:
 def _apart(state: dict[str, Any], extra: dict[str, Any], format: str) -> None:
     """Put what belongs to a rank under its key, `rng.rank3`: of one file, rank 0 writes all of them. So does one rank
     alone, or many that resume from what it saved would all draw the same numbers."""
-    own = [name for name in extra if parts.kind_of_key(name) in ranks.KINDS]
+    own = [name for name in extra if parts.kind_of_key(name) in parts.PER_RANK]
     for name in own:
-        mine = {ranks.key(agreement.rank()): state[name]}
+        mine = {parts.rank_key(agreement.rank()): state[name]}
         state[name] = mine
         if format == "torch":
             state[name] = {key: value for one in agreement.gathered(mine) for key, value in one.items()}

@@ -29,9 +29,9 @@ def plan_only(root: Path, onto: int) -> None:
     from ckpttool.catalogue.validation import validate
     from ckpttool.cli.app import collect_rarely
     from ckpttool.formats import FORMATS
-    from ckpttool.layout import meshes
     from ckpttool.layout import rechunk as chunking
     from ckpttool.layout import select as layout
+    from ckpttool.layout.mesh import world_mesh
     from ckpttool.operations import write as making
     from ckpttool.transfer import plan
 
@@ -39,7 +39,7 @@ def plan_only(root: Path, onto: int) -> None:
     began, used = time.perf_counter(), time.process_time()
     with making.given(str(root)) as have, tempfile.TemporaryDirectory(dir=root.parent) as scratch:
         validate(have.catalogue)
-        laid = chunking.over_mesh(layout.start(have.catalogue), meshes.over_world(onto))
+        laid = chunking.over_mesh(layout.start(have.catalogue), world_mesh(onto))
         create = FORMATS[0].create
         assert create is not None
         sink = create(str(Path(scratch, "out")), laid, SinkOptions(world=onto))

@@ -28,7 +28,7 @@ from ckpttool.formats.rankfiles.flat import model as flat
 from ckpttool.formats.rankfiles.flat import optimizer as flatoptim
 from ckpttool.formats.rankfiles.flat import units as flatunits
 from ckpttool.formats.rankfiles.flat.pieces import Parameter, Rebuilt
-from ckpttool.layout.optimizer import walking
+from ckpttool.layout.optimizer import names as model_names
 from ckpttool.serialization import dtensor as sharded
 from ckpttool.serialization import torch_zip as torchzip
 from ckpttool.serialization.torch_pickle import TensorRef
@@ -330,10 +330,10 @@ def test_a_flat_parameter_needs_the_order_of_the_model() -> None:
 def test_the_order_of_a_model_is_told(name: str) -> None:
     state = torch.load(SAMPLES / "checkpoints" / name / "reference.pt", weights_only=False)
     names = list(state.get("model", state))
-    assert walking.is_model_order(names)
-    assert not walking.is_model_order(sorted(names))
+    assert model_names.is_model_order(names)
+    assert not model_names.is_model_order(sorted(names))
     # DCP lists what all ranks have by the rank that saved it.
-    assert not walking.is_model_order([*names[::2], *names[1::2]])
+    assert not model_names.is_model_order([*names[::2], *names[1::2]])
 
 
 def test_a_missing_rank_is_a_hole() -> None:

@@ -26,9 +26,9 @@ from ckpttool.catalogue import flatten as nesting
 from ckpttool.catalogue import validation as faults
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.dtypes import DTYPES
-from ckpttool.catalogue.entries import Catalogue, Chunks, Link, Object, Tensor
+from ckpttool.catalogue.entries import Catalogue, Chunks, Object, Tensor
 from ckpttool.catalogue.protocols import SinkOptions
-from ckpttool.catalogue.values import Stub, stub_name
+from ckpttool.catalogue.values import Link, Stub, stub_name
 from ckpttool.errors import CkptError, CorruptError, LossError, ReadError
 from ckpttool.formats.torchsave import FORMAT
 

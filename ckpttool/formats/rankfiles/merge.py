@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpttool.catalogue import parts, ranks
+from ckpttool.catalogue import parts
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Entry, Extent, Object, Path, Tensor, dotted
 from ckpttool.errors import CkptError, CorruptError
@@ -180,7 +180,7 @@ class Merging:
             # An empty dict is no model; what this rank has there may be one.
             self._tell_kinds()
         for unit in own:
-            made = state.under(unit, at=(*unit, ranks.key(state.rank)))
+            made = state.under(unit, at=(*unit, parts.rank_key(state.rank)))
             self._own.setdefault(unit, {})[state.rank] = made
 
     def _introduce(self, path: Path, entry: Entry, state: RankState) -> None:
@@ -267,9 +267,9 @@ class Merging:
             unit = owner
             if self._kind(path) not in _STATE:
                 # `spread` puts the key of the rank behind the part, and at the end of a path that has none.
-                depth = ranks.of(ranks.spread(owner, 0))
+                depth = parts.find_rank(parts.with_rank(owner, 0))
                 assert depth is not None
-                unit = owner[: depth[0]] if ranks.of(owner) is None else owner
+                unit = owner[: depth[0]] if parts.find_rank(owner) is None else owner
             self._units[path] = unit
         return unit
 
@@ -439,7 +439,7 @@ class Merging:
         assert holder is not None
         for rank in self._seen:
             if rank not in own and rank not in self._absent.get(unit, ()):
-                own[rank] = holder.under(unit, at=(*unit, ranks.key(rank)))
+                own[rank] = holder.under(unit, at=(*unit, parts.rank_key(rank)))
             if rank in own:
                 found.append(own[rank])
         return found

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from ckpttool.catalogue import flatten as nesting
-from ckpttool.catalogue import ranks
+from ckpttool.catalogue import parts
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, Extent, File, Path, Record, Tensor, dotted
 from ckpttool.catalogue.protocols import Crcs, Loss, Sink, SinkOptions
@@ -166,8 +166,8 @@ class _Placing:
 
 def _owner(entry: Entry) -> int | None:
     """The rank whose value this is: `rng.rank3.torch`. A module or a parameter may be called `rank3` too."""
-    found = ranks.of(entry.path)
-    if found is None or entry.part.kind in ("model", "optimizer") or entry.path[found[0]] != ranks.key(found[1]):
+    found = parts.find_rank(entry.path)
+    if found is None or entry.part.kind in ("model", "optimizer") or entry.path[found[0]] != parts.rank_key(found[1]):
         return None
     return found[1]
 
@@ -179,7 +179,7 @@ def _seen_by(laid: Catalogue, rank: int) -> Catalogue:
         owner = _owner(entry)
         if owner is not None and owner != rank:
             continue
-        here = path if owner is None else ranks.without(path)
+        here = path if owner is None else parts.without_rank(path)
         if here in seen.entries:
             raise LossError(
                 f"`{dotted(path)}` cannot have the place of `{dotted(here)}` in the file of rank {rank}: it is taken",
@@ -189,7 +189,7 @@ def _seen_by(laid: Catalogue, rank: int) -> Catalogue:
         for depth in range(len(path)):
             container = laid.containers.get(path[:depth])
             if container is not None:
-                seen.containers[path[:depth] if owner is None else ranks.without(path[:depth])] = container
+                seen.containers[path[:depth] if owner is None else parts.without_rank(path[:depth])] = container
     return seen
 
 
@@ -197,7 +197,7 @@ def _owned(laid: Catalogue) -> Iterator[tuple[Path, int, Entry]]:
     """The values of single ranks: what each belongs to, and its rank."""
     for entry in laid.entries.values():
         owner = _owner(entry)
-        found = ranks.of(entry.path)
+        found = parts.find_rank(entry.path)
         if owner is not None and found is not None:
             yield entry.path[: found[0]], owner, entry
 

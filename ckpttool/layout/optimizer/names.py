@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -23,7 +23,6 @@ from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor, dotted
 from ckpttool.errors import CorruptError, UsageError
 from ckpttool.layout import select as layout
-from ckpttool.layout.optimizer import walking
 from ckpttool.layout.optimizer.parse import Group, Item, Optimizer
 from ckpttool.text import some
 
@@ -157,15 +156,15 @@ def _check_ordered(source: Catalogue, optimizer: Optimizer, model: dict[str, Int
     root, tensors = _model(source)
     tensors = [t for t in tensors if len(t.chunks) and source.files]
     names = [dotted(tensor.path[len(root) :]) for tensor in tensors]
-    if "parameter order" in source.facts or len(tensors) < 2 or not walking.is_by_name(tensors, names):
+    if "parameter order" in source.facts or len(tensors) < 2 or not is_sorted_by_dtype(tensors, names):
         return
-    direct = any(map(walking.is_safetensors(source), tensors))
+    direct = any(map(is_safetensors(source), tensors))
     # Nothing says of another format where it came from: when no two are of one shape, the shapes tell.
     if direct or (len(tensors) > 2 and len(set(model.values())) < len(model)):
         raise UsageError(
             f"`{optimizer.name}` calls its parameters by numbers, in the order of a model that is here only "
             + ("as safetensors, which sorts it by name" if direct else "sorted by name, as safetensors leaves it"),
-            hint=walking.hint_of_order(source),
+            hint=order_hint(source),
         )
 
 
@@ -292,3 +291,64 @@ def _collected(wanted: Sequence[Sequence[Any]], layers: list[dict[State, list[St
                         found[g][was].add(place)
         reached = before
     return [[sorted(places) for places in row] for row in found]
+
+
+# Order of names -------------------------------------------------------------------------------------------------------
+#
+# embed.w, layers.0.q.w, layers.0.k.w, norm.w      as a model walks its modules
+# embed.w, layers.0.k.w, layers.0.q.w, norm.w      sorted, as safetensors does
+
+
+def is_model_order(names: Sequence[str]) -> bool:
+    """Whether names come as a model walks them, and are not just sorted, which nothing but chance tells from it: what
+    came from safetensors is. Pure."""
+    return follows_modules(names) and (len(names) < 3 or list(names) != sorted(names))
+
+
+def follows_modules(names: Sequence[str]) -> bool:
+    """Whether the names of a module come in one run, its own before those of modules in it. DCP without key paths
+    lists tensors by the rank that saved them. Pure."""
+    done: set[str] = set()
+    nested: set[str] = set()
+    around: list[str] = []
+    for name in names:
+        keys = name.split(".")[:-1]
+        modules = [".".join(keys[: i + 1]) for i in range(len(keys))]
+        done |= set(around) - set(modules)
+        if done & set(modules) or (modules[-1] if modules else "") in nested:
+            return False
+        nested |= {"", *modules[:-1]} if modules else set()
+        around = modules
+    return True
+
+
+def is_sorted(source: Catalogue, tensors: Sequence[Tensor], names: Sequence[str]) -> bool:
+    """Whether these tensors of a model may be sorted by name: each file of safetensors is. Pure."""
+    return any(map(is_safetensors(source), tensors)) or is_sorted_by_dtype(tensors, names)
+
+
+def is_sorted_by_dtype(tensors: Sequence[Tensor], names: Sequence[str]) -> bool:
+    """Whether tensors are in the order of their names, those of each dtype apart, as safetensors has them. Pure."""
+    apart: dict[str, list[str]] = defaultdict(list)
+    for tensor, name in zip(tensors, names, strict=True):
+        apart[tensor.dtype.name].append(name)
+    return all(one == sorted(one) for one in apart.values())
+
+
+def is_safetensors(source: Catalogue) -> Callable[[Tensor], bool]:
+    """What tells whether a tensor is in a safetensors file. Pure."""
+    return lambda t: (
+        bool(len(t.chunks) and source.files) and source.files[t.chunks.file[0]].name.endswith(".safetensors")
+    )
+
+
+def order_hint(source: Catalogue) -> str:
+    """Where the order may come from. Pure."""
+    listed = '`json.dump([[name, list(p.shape)] for name, p in model.named_parameters()], open("order.json", "w"))`'
+    tried = source.facts.get("shapes without order")
+    if tried is not None:
+        return f"`--shapes {tried}` is not in the order of a model either; pass the file that {listed} makes"
+    return (
+        "pass `--shapes FROM`, a torch.save file or DCP directory that has the model's order, or the JSON file that "
+        f"{listed} makes"
+    )

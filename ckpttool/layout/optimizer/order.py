@@ -19,8 +19,8 @@ from ckpttool.errors import UsageError
 from ckpttool.layout import select as layout
 from ckpttool.layout.optimizer import parse as found
 from ckpttool.layout.optimizer import respell as optimkeys
+from ckpttool.layout.optimizer.names import follows_modules, is_sorted, order_hint
 from ckpttool.layout.optimizer.parse import Optimizer
-from ckpttool.layout.optimizer.walking import hint_of_order, is_sorted, walks
 
 _LISTS = ("params", "param_names")
 
@@ -61,7 +61,7 @@ def _places(source: Catalogue) -> dict[str, int]:
     for root, paths in layout.models(source)[:1]:
         tensors = [entry for entry in map(source.entries.__getitem__, paths) if isinstance(entry, Tensor)]
         names = [dotted(tensor.path[len(root) :]) for tensor in tensors]
-        if walks(names) and not is_sorted(source, tensors, names):
+        if follows_modules(names) and not is_sorted(source, tensors, names):
             return {name: place for place, name in enumerate(names)}
     return {}
 
@@ -73,12 +73,12 @@ def _check_own_order(optimizer: Optimizer, source: Catalogue) -> None:
         return
     flat = "FSDP1" in f"{source.facts.get('layout')} {source.facts.get('mounted')}"
     by_name = max(map(len, lists)) > 2 and all(names == sorted(names) for names in lists)
-    if flat or by_name or not all(map(walks, lists)):
+    if flat or by_name or not all(map(follows_modules, lists)):
         why = "sorted by name" if by_name else "as FSDP1 has them" if flat else "not in the order of a model"
         raise UsageError(
             f"the parameters of `{optimizer.name}` are to be numbered in the order of the model, which is not "
             f"known: its groups list them {why}, and the model is no help",
-            hint=hint_of_order(source),
+            hint=order_hint(source),
         )
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from ckpttool.catalogue.entries import Link, Object, Path, Tensor
-from ckpttool.catalogue.values import Stub, TorchSize, is_stub_type, stub_name
+from ckpttool.catalogue.entries import Object, Path, Tensor
+from ckpttool.catalogue.values import Link, Stub, TorchSize, is_stub_type, stub_name
 from ckpttool.errors import CkptError
 from ckpttool.text import cut, safe
 

@@ -15,11 +15,10 @@ from ckpttool.catalogue.patterns import rule, several
 from ckpttool.catalogue.protocols import Format, SinkOptions
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import UsageError
-from ckpttool.layout import meshes
 from ckpttool.layout import rank_policies as policies
 from ckpttool.layout import rechunk as chunking
 from ckpttool.layout import select as layout
-from ckpttool.layout.meshes import Mesh
+from ckpttool.layout.mesh import Mesh, parse_mesh, world_mesh
 from ckpttool.layout.optimizer import respell as optimkeys
 from ckpttool.layout.rechunk import Rules
 from ckpttool.operations import arguments as rulefiles
@@ -142,14 +141,14 @@ def _understood(
 ) -> _Wanted:  # fmt: skip
     given = [name for name, value in (("--to-world", to_world), ("--to-mesh", to_mesh), ("--like", like)) if value]
     if to_world is not None and to_world < 1:
-        meshes.over_world(to_world)
+        world_mesh(to_world)
     if len(given) != 1:
         said = " and ".join(f"`{name}`" for name in given) + " exclude each other" if given else "onto what?"
         raise UsageError(said, hint="pass one of `--to-world N`, `--to-mesh shard=4,tp=2` and `--like OTHER`")
     engines.check(engine)
     policies.check("rng", rng)
     policies.check("dataloader", dataloader)
-    mesh = meshes.over_world(to_world) if to_world else meshes.parse(to_mesh) if to_mesh else None
+    mesh = world_mesh(to_world) if to_world else parse_mesh(to_mesh) if to_mesh else None
     if mesh is None and rules != chunking.NO_RULES:
         raise UsageError("`--like` says where each tensor lies, and leaves nothing to a rule", hint="leave one out")
     target = _target(to) if to is not None else None
@@ -200,7 +199,7 @@ def _laid(have: Given, wanted: _Wanted, target: Format, made: Resharding) -> Lai
             _check_even(mesh, wanted.rules, target)
         else:
             other = _opened_like(stack, wanted.like or "", target)
-            mesh, made.mesh = meshes.over_world(other.world_size), wanted.like or ""
+            mesh, made.mesh = world_mesh(other.world_size), wanted.like or ""
         made.world = mesh.world
         for kind, policy in (("rng", wanted.rng), ("dataloader", wanted.dataloader)):
             laid, said = policies.applied(laid, kind, policy, mesh, files=target.even)

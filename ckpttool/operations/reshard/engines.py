@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.protocols import Format
 from ckpttool.errors import UsageError
-from ckpttool.layout import mesh as placing
-from ckpttool.layout.mesh import Placing
-from ckpttool.layout.meshes import Mesh
+from ckpttool.layout.mesh import Mesh, Sharding, bytes_per_rank, find_sharding
 from ckpttool.operations import write as making
 from ckpttool.operations.write import Conversion, Given, How, Laid
 from ckpttool.storage import files
@@ -42,7 +40,7 @@ class Engine:
 
     name: str
     why: str
-    placing: Placing | None = None
+    placing: Sharding | None = None
     kind: str = "cpu"
     memory: int = 0
 
@@ -61,15 +59,15 @@ def choose(name: str | None, laid: Laid, mesh: Mesh | None, target: Format, how:
     if name == "bytes":
         return Engine("bytes", "asked for")
     against, hint = _against_processes(laid.options.world, crew)
-    found: Placing | None = None
+    found: Sharding | None = None
     if not against:
         against, hint = _against_layout(laid.catalogue, target), "`--engine bytes` writes it"
     if not against and name is None and how.max_memory is not None:
         against = "`--max-memory` holds for bytes only"
     if not against:
-        placed = placing.find(laid.catalogue, mesh, laid.options.world)
-        found = placed if isinstance(placed, Placing) else None
-        against = "" if isinstance(placed, Placing) else placed
+        placed = find_sharding(laid.catalogue, mesh, laid.options.world)
+        found = placed if isinstance(placed, Sharding) else None
+        against = "" if isinstance(placed, Sharding) else placed
     kind, needed = "cpu", 0
     if found is not None:
         kind, needed, against = _fits(laid.catalogue, found, crew)
@@ -113,11 +111,11 @@ def _against_layout(laid: Catalogue, target: Format) -> str:
     return ""
 
 
-def _fits(laid: Catalogue, found: Placing, crew: Crew) -> tuple[str, int, str]:
+def _fits(laid: Catalogue, found: Sharding, crew: Crew) -> tuple[str, int, str]:
     """The kind of device, the bytes that a process needs, and what speaks against it."""
     from ckpttool.training.reshard_engine import engine
 
-    most, largest = placing.held(laid, found)
+    most, largest = bytes_per_rank(laid, found)
     room = engine.room()
     rooms = crew.exchange("room", [room.host, room.memory, room.kind, room.own])
     own = min(own for *_, own in rooms)
@@ -168,7 +166,7 @@ def write(
 
 
 def _through_torch(
-    engine: Engine, placed: Placing, have: Given, laid: Laid, partial: str, how: How, crew: Crew
+    engine: Engine, placed: Sharding, have: Given, laid: Laid, partial: str, how: How, crew: Crew
 ) -> Transferred:
     from ckpttool.training.reshard_engine import engine as through
 

@@ -29,7 +29,7 @@ from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.formats.dcp import combine as joining
-from ckpttool.layout.mesh import Placing
+from ckpttool.layout.mesh import Sharding
 from ckpttool.storage import stores as mirrors
 from ckpttool.training import collectives as agreement
 from ckpttool.training import connections, devices
@@ -98,7 +98,7 @@ def _number(path: str) -> int:
 
 
 def run(
-    source: Source, laid: Catalogue, placing: Placing, partial: str, rank: Rank, *, path: str,
+    source: Source, laid: Catalogue, placing: Sharding, partial: str, rank: Rank, *, path: str,
     threads: int | None, memory: int | None, progress: Progress | None,
 ) -> Transferred:  # fmt: skip
     """Write `laid` at `partial`, a directory that every rank sees. Every rank calls it; rank 0 has the figures.

@@ -24,8 +24,7 @@ from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor, dotted
 from ckpttool.errors import CkptError
 from ckpttool.formats.dcp import combine as joining
 from ckpttool.layout import select as layout
-from ckpttool.layout.mesh import Placing, same_boxes
-from ckpttool.layout.meshes import Placements
+from ckpttool.layout.mesh import Placements, Sharding, same_boxes
 from ckpttool.layout.optimizer import parse as found
 from ckpttool.layout.optimizer import respell as optimkeys
 from ckpttool.training.contents import Described, Group, Optimizer, Shape
@@ -83,14 +82,14 @@ class Shell:
         return made
 
 
-def build(laid: Catalogue, placing: Placing, mesh: DeviceMesh, path: str) -> Shell:
+def build(laid: Catalogue, placing: Sharding, mesh: DeviceMesh, path: str) -> Shell:
     """The shell of everything that is of a model or an optimizer, and of whatever else is cut. `mesh` is
     `placing.mesh`, for real; `path` is for messages."""
     return _Building(laid, placing, mesh, path).shell()
 
 
 class _Building:
-    def __init__(self, laid: Catalogue, placing: Placing, mesh: DeviceMesh, path: str) -> None:
+    def __init__(self, laid: Catalogue, placing: Sharding, mesh: DeviceMesh, path: str) -> None:
         self._laid, self._placing, self._mesh = laid, placing, mesh
         self._keeper = joining.keepers(laid)
         self._root: nn.Module = _Node()

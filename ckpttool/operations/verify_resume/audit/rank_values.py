@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from ckpttool.catalogue import ranks
+from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Entry, Object, Path, Tensor
 from ckpttool.catalogue.values import Stub
 from ckpttool.errors import CkptError
@@ -37,13 +37,13 @@ def look(catalogue: Catalogue, checks: Checks) -> None:
 
 def _world(catalogue: Catalogue) -> int:
     """How many ranks there were: those that wrote files, or as many as have a value of their own here."""
-    own = (_rank_of(entry, catalogue) for entry in catalogue.entries.values() if entry.part.kind in ranks.KINDS)
+    own = (_rank_of(entry, catalogue) for entry in catalogue.entries.values() if entry.part.kind in parts.PER_RANK)
     return max(catalogue.world_size, *(rank + 1 for rank in own if rank is not None), 1)
 
 
 def _rank_of(entry: Entry, catalogue: Catalogue) -> int | None:
     """The rank that a value belongs to: by the key of a rank, or by its place in a list of all ranks (Composer)."""
-    named = ranks.of(entry.path)
+    named = parts.find_rank(entry.path)
     if named is not None:
         return named[1]
     depth = len(entry.part.root)
@@ -91,7 +91,7 @@ def _generators(catalogue: Catalogue, checks: Checks) -> None:
 
 def _kinds(entry: Entry) -> Iterator[str]:
     """The kinds of generator that an entry is a state of, by its name, or else by what it is."""
-    below = ".".join(map(str, ranks.without(entry.path)[len(entry.part.root) :]))
+    below = ".".join(map(str, parts.without_rank(entry.path)[len(entry.part.root) :]))
     root = str(entry.part.root[-1]) if entry.part.root else ""
     if isinstance(entry, Object):
         value = _value(entry)

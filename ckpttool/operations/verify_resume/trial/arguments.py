@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.errors import UsageError
-from ckpttool.layout import meshes
+from ckpttool.layout.mesh import parse_mesh, world_mesh
 from ckpttool.operations.verify_resume import recipe as recipes
 from ckpttool.operations.verify_resume.trial import job as jobs
 from ckpttool.operations.verify_resume.trial import launch as launching
@@ -70,11 +70,11 @@ def understood(
 
 def _dims(recipe: recipes.Recipe, mesh: str | None, world: int | None) -> dict[str, int]:
     if mesh is not None:
-        found = meshes.parse(mesh)
+        found = parse_mesh(mesh)
         return dict(zip(found.names, found.sizes, strict=True))
     assert world is not None
     if world < 1:
-        meshes.over_world(world)
+        world_mesh(world)
     return recipes.dimensions(recipe, world)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from ckpttool.catalogue import ranks
+from ckpttool.catalogue import parts
 from ckpttool.operations.verify_resume.trial.results import Finding
 from ckpttool.operations.verify_resume.trial.state import State
 
@@ -38,7 +38,7 @@ def changed(before: State, after: State, fresh: State | None) -> Iterator[Findin
         kind = before.kinds.get(root) or after.kinds.get(root) or root
         if kind == "optimizer":
             yield from _hyperparameters(root, found)
-        elif kind in ranks.KINDS:
+        elif kind in parts.PER_RANK:
             yield from _of_ranks(root, kind, found, before, after, fresh)
         else:
             yield from _of_the_run(root, kind, found, after, fresh)
@@ -57,9 +57,9 @@ def same(was: Any, now: Any) -> bool:
 
 def rank_of(state: State, name: str) -> int | None:
     """The rank whose value it is: 3 for `rng.rank3.torch`."""
-    if state.kind_of(name) not in ranks.KINDS:
+    if state.kind_of(name) not in parts.PER_RANK:
         return None
-    found = ranks.of(tuple(name.split(".")))
+    found = parts.find_rank(tuple(name.split(".")))
     return found[1] if found is not None else None
 
 
@@ -128,7 +128,7 @@ def _of_ranks(
 
 def _took(mine: list[_Changed], before: State, rank: int, other: int) -> bool:
     """Whether everything that changed at `rank` is what `other` had."""
-    there = [f".{ranks.key(rank)}", f".{ranks.key(other)}"]
+    there = [f".{parts.rank_key(rank)}", f".{parts.rank_key(other)}"]
     return rank >= 0 and all(
         same(one.now, before.objects.get(f"{one.name}.".replace(f"{there[0]}.", f"{there[1]}.", 1)[:-1], _GONE))
         for one in mine

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ckpttool import formats
 from ckpttool.errors import UsageError
-from ckpttool.layout import meshes
+from ckpttool.layout.mesh import Mesh, parse_mesh, world_mesh
 from ckpttool.operations.convert import convert
 from ckpttool.operations.reshard import reshard
 from ckpttool.operations.verify_resume.trial.results import Leg
@@ -36,7 +36,7 @@ def parse(via: str | Sequence[Step], dims: Mapping[str, int], *, other_mesh: boo
     it, if what comes last has chunks. Raises UsageError for a stage that is none."""
     steps: list[Step] = [one for one in via.split(",") if one] if isinstance(via, str) else [*via]
     stages = [_stage(step, dims) for step in steps]
-    onto = meshes.Mesh(tuple(dims), tuple(dims.values()))
+    onto = Mesh(tuple(dims), tuple(dims.values()))
     last = steps[-1] if steps else "dcp"
     said = isinstance(last, str) and (last.startswith("reshard:") or (last == "dcp" and steps and len(dims) == 1))
     if other_mesh and not said and (last == "dcp" or not steps):
@@ -51,8 +51,8 @@ def _stage(step: Step, dims: Mapping[str, int]) -> _Stage:
     word, colon, rest = step.strip().partition(":")
     if word == "reshard" and colon:
         if rest.isdecimal():
-            return _resharding(meshes.over_world(int(rest)))
-        return _resharding(meshes.parse(rest.replace("+", ",")))
+            return _resharding(world_mesh(int(rest)))
+        return _resharding(parse_mesh(rest.replace("+", ",")))
     rows = {row.target: row for row in formats.FORMATS if row.create}
     if colon or word not in rows:
         hint = meant(
@@ -70,7 +70,7 @@ def _stage(step: Step, dims: Mapping[str, int]) -> _Stage:
     return _Stage(f"convert --to {word}" + (f" --to-world {onto}" if onto else ""), word, make)
 
 
-def _resharding(mesh: meshes.Mesh) -> _Stage:
+def _resharding(mesh: Mesh) -> _Stage:
     if mesh.names == ("shard",):
         return _Stage(
             f"reshard --to-world {mesh.world}", "resharded",

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from ckpttool.errors import UsageError
-from ckpttool.layout import meshes
+from ckpttool.layout.mesh import parse_mesh
 from ckpttool.operations.verify_resume.trial.job import Job, world_of
 from ckpttool.operations.verify_resume.trial.launch import Crew
 
@@ -37,8 +37,8 @@ def check(world_: int | None, mesh: str | None, to_world: int | None, to_mesh: s
     """Raises UsageError for a run on another number of ranks than there are processes."""
     there = world()
     for flag, wanted in (
-        ("--world", world_), ("--mesh", meshes.parse(mesh).world if mesh else None), ("--to-world", to_world),
-        ("--to-mesh", meshes.parse(to_mesh).world if to_mesh else None),
+        ("--world", world_), ("--mesh", parse_mesh(mesh).world if mesh else None), ("--to-world", to_world),
+        ("--to-mesh", parse_mesh(to_mesh).world if to_mesh else None),
     ):  # fmt: skip
         if wanted is not None and wanted != there:
             raise UsageError(

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ckpttool.catalogue import parts, ranks
+from ckpttool.catalogue import parts
 from ckpttool.errors import UsageError
 from ckpttool.operations.verify_resume import recipe as recipes
 from ckpttool.operations.verify_resume.trial.job import Job
@@ -41,7 +41,7 @@ class Built:
         """The key in a checkpoint: what is a model, or belongs to a rank, has one that says so."""
         if key in self.averaged:
             return key if parts.kind_of_key(key) == "model" else f"{key}_model"
-        own = self.kinds[key] in ranks.KINDS
+        own = self.kinds[key] in parts.PER_RANK
         return f"data_iter_{key}" if own and parts.kind_of_key(key) != self.kinds[key] else key
 
 

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ckpttool.catalogue import ranks
+from ckpttool.catalogue import parts
 from ckpttool.operations.verify_resume.trial.state import INDEX, TENSORS
 from ckpttool.operations.verify_resume.worker.build import Built
 from ckpttool.operations.verify_resume.worker.setup import digests
@@ -57,7 +57,7 @@ def record(built: Built, folder: str, *, optimizer: bool = True) -> dict[str, st
             writer.add(name, gathered(value))
     shared = _others(built, objects, rank)
     for name, value in digests(built.generators).items():
-        objects[f"rng.{ranks.key(rank)}.{name}"] = value
+        objects[f"rng.{parts.rank_key(rank)}.{name}"] = value
     with open(os.path.join(folder, f"rank{rank}.json"), "w", encoding="utf-8") as stream:
         json.dump({"objects": objects, "boxes": boxes, "pieces": pieces}, stream)
     names = [tied for key, model in built.models.items() for tied in tied_names(model, key)]
@@ -199,8 +199,8 @@ def _others(built: Built, objects: dict[str, Any], rank: int) -> dict[str, str]:
     shared: dict[str, str] = {}
     for key, value in built.others.items():
         told = dict(leaves(value.state_dict(), ()))
-        if built.kinds[key] in ranks.KINDS:
-            objects |= {".".join((key, ranks.key(rank), *path)): one for path, one in told.items()}
+        if built.kinds[key] in parts.PER_RANK:
+            objects |= {".".join((key, parts.rank_key(rank), *path)): one for path, one in told.items()}
             continue
         shared[key] = hashlib.sha256(repr(sorted(told.items())).encode()).hexdigest()
         if rank == 0:

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 )
 from torch.utils import _pytree
 
-from ckpttool.catalogue import parts, ranks
+from ckpttool.catalogue import parts
 from ckpttool.operations.verify_resume.worker import setup
 from ckpttool.operations.verify_resume.worker.build import Built
 from ckpttool.operations.verify_resume.worker.record import plain
@@ -113,7 +113,7 @@ def save_natively(built: Built, path: str, step: int) -> None:
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        state: dict[str, Any] = {**_states(built), ranks.key(dist.get_rank()): Sealed(mine)}
+        state: dict[str, Any] = {**_states(built), parts.rank_key(dist.get_rank()): Sealed(mine)}
         torch_dcp.save(state, checkpoint_id=path)
 
 
@@ -121,8 +121,8 @@ def load_natively(built: Built, path: str) -> int:
     """By torch's DCP, what `save_natively` saved. A rank that there was not then keeps its own random state. Returns
     the step."""
     metadata = torch_dcp.FileSystemReader(path).read_metadata()
-    mine = ranks.key(dist.get_rank())
-    key = mine if mine in metadata.state_dict_metadata else ranks.key(0)
+    mine = parts.rank_key(dist.get_rank())
+    key = mine if mine in metadata.state_dict_metadata else parts.rank_key(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         state: dict[str, Any] = {**_states(built), key: Sealed(None)}
@@ -130,7 +130,7 @@ def load_natively(built: Built, path: str) -> int:
         _set(built, state)
     told = state[key].value
     _restore(built, {
-        name: told["others"][name] if key == mine or built.kinds[name] not in ranks.KINDS else None
+        name: told["others"][name] if key == mine or built.kinds[name] not in parts.PER_RANK else None
         for name in built.others
     })  # fmt: skip
     if key == mine:
