@@ -186,9 +186,9 @@ def test_torch_is_needed_for_values_only() -> None:
         "operations.export.architecture_process",
         "operations.open",
         "operations.reshard.engines",
-        "operations.show",
         "transfer.execute",
         "transfer.processes",
+        "transfer.read",
     }
 
 

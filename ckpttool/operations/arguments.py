@@ -1,4 +1,4 @@
-"""Rules `PATTERN=VALUE` of the command line, those of files among them."""
+"""Parses arguments that several operations take: rules `PATTERN=VALUE`, sizes, and the memory limit."""
 
 from __future__ import annotations
 
@@ -8,17 +8,34 @@ from collections.abc import Iterator, Sequence
 from ckpttool.catalogue.patterns import rule, several
 from ckpttool.errors import ReadError, UsageError
 from ckpttool.storage.files import failed
+from ckpttool.text import parse_size
+
+# What Python, the catalogue and the buffers of the standard library need on top of the transfer's own.
+BASE_MEMORY = 48 << 20
+
+
+def size(value: int | str | None, flag: str) -> int | None:
+    """Return a size in bytes, which may be given as text such as `5GB`. Raises UsageError."""
+    return parse_size(value, flag) if isinstance(value, str) else value
+
+
+def memory(value: int | str | None) -> int | None:
+    """Return the value of `--max-memory` in bytes. Raises UsageError when it is less than the tool itself needs."""
+    limit = size(value, "--max-memory")
+    if limit is not None and limit < BASE_MEMORY:
+        raise UsageError(f"`--max-memory`: at least {BASE_MEMORY >> 20} MiB are needed")
+    return limit
 
 
 def rules(value: str | Sequence[str], flag: str) -> list[str]:
-    """Rules, with those of `@FILE` in its place: one a line, and comments after ` #`.
+    """Return the rules of an option. `@FILE` is replaced by the rules in the file: one a line, comments after ` #`.
 
-    Raises UsageError for a line that is no rule, ReadError for what is no text file.
+    Raises UsageError for a line that is not a rule, ReadError for a file that is not text.
     """
-    found: list[str] = []
+    result: list[str] = []
     for text in several(value):
-        found += _of_file(text[1:], flag) if text.startswith("@") else [text]
-    return found
+        result += _of_file(text[1:], flag) if text.startswith("@") else [text]
+    return result
 
 
 def _of_file(path: str, flag: str) -> Iterator[str]:
@@ -31,11 +48,11 @@ def _of_file(path: str, flag: str) -> Iterator[str]:
         raise ReadError(f"`{path}`: not a text file", hint="write one rule a line", file=path) from None
     for number, line in enumerate(lines, 1):
         # A name may have a `#` in it.
-        said = re.sub(r"(^|\s)#.*", "", line).strip()
-        if not said:
+        text = re.sub(r"(^|\s)#.*", "", line).strip()
+        if not text:
             continue
         try:
-            rule(said, flag)
+            rule(text, flag)
         except UsageError as error:
             raise UsageError(f"`{path}` line {number}: {error.message}", hint=error.hint, file=path) from None
-        yield said
+        yield text

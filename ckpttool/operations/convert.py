@@ -18,7 +18,7 @@ from ckpttool.errors import UsageError
 from ckpttool.layout import rechunk as chunking
 from ckpttool.layout import select as layout
 from ckpttool.layout.optimizer import respell as optimkeys
-from ckpttool.operations import arguments as rulefiles
+from ckpttool.operations import arguments
 from ckpttool.operations import manifest as manifests
 from ckpttool.operations import write as making
 from ckpttool.operations.write import Conversion, How, Laid
@@ -26,7 +26,6 @@ from ckpttool.producers import open as opening
 from ckpttool.producers import writable as writing
 from ckpttool.producers.arrange import Wanted
 from ckpttool.storage import files
-from ckpttool.text import parse_size
 from ckpttool.transfer.threads import Progress
 
 
@@ -72,11 +71,11 @@ def convert(
     began = time.monotonic()
     src, dst = os.fspath(src), os.fspath(dst)
     only, drop, tensors, exclude, dtype = map(several, (only, drop, tensors, exclude, dtype))
-    rename = rulefiles.rules(rename, "--rename")
-    max_shard_size = _in_bytes(max_shard_size, "--max-shard-size")
-    max_memory = _in_bytes(max_memory, "--max-memory")
+    rename = arguments.rules(rename, "--rename")
+    max_shard_size = arguments.size(max_shard_size, "--max-shard-size")
+    max_memory = arguments.memory(max_memory)
     target = _target(to, producer, dst)
-    _check_arguments(dst, target, to_world, max_shard_size, max_memory, tensor_class)
+    _check_arguments(dst, target, to_world, max_shard_size, tensor_class)
     making.check_apart(dst, src, model_from, optim_from)
     listed = None if manifest is None else os.fspath(manifest)
     manifests.check_wanted(listed, dst, is_file=target.is_file(dst), dry_run=dry_run)
@@ -164,16 +163,11 @@ def _small_integer(source: Source, tensor: Tensor) -> int | None:
     return int.from_bytes(data, "little", signed=tensor.dtype.name.startswith("int"))
 
 
-def _in_bytes(value: int | str | None, flag: str) -> int | None:
-    return parse_size(value, flag) if isinstance(value, str) else value
-
-
 def _check_arguments(
     dst: str,
     target: Format,
     to_world: int | None,
     max_shard_size: int | None,
-    max_memory: int | None,
     tensor_class: str | None,
 ) -> None:
     if tensor_class is not None:
@@ -201,8 +195,6 @@ def _check_arguments(
             raise UsageError(
                 f"`{dst}` is one file, which `--max-shard-size` cannot split", hint="name a directory instead"
             )
-    if max_memory is not None and max_memory < making.BASE_MEMORY:
-        raise UsageError(f"`--max-memory`: at least {making.BASE_MEMORY >> 20} MiB are needed")
 
 
 def _start(

@@ -30,8 +30,8 @@ from ckpttool.producers import open as opening
 from ckpttool.serialization import strict_json as strictjson
 from ckpttool.storage import files, folders
 from ckpttool.storage import stores as mirrors
-from ckpttool.transfer import elements
 from ckpttool.transfer.execute import DEFAULT_THREADS
+from ckpttool.transfer.read import read_tiles
 from ckpttool.transfer.threads import Progress, Work, on_threads
 from ckpttool.version import __version__
 
@@ -133,7 +133,7 @@ def of_tensors(source: Source, tensors: Sequence[Tensor], threads: int, work: Wo
 
     def hash_one(tensor: Tensor) -> None:
         made = sha256()
-        for _, bits in elements.of(tensor, source, pool, _BUFFER):
+        for _, bits in read_tiles(tensor, source, pool, _BUFFER):
             made.update(bits.reshape(-1).view("u1").data)
             work.note(bits.nbytes)
         with lock:

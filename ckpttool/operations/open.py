@@ -19,7 +19,7 @@ from ckpttool.errors import UsageError
 from ckpttool.producers import open as opening
 from ckpttool.storage.files import Pool
 from ckpttool.text import near_names
-from ckpttool.transfer import read as gather
+from ckpttool.transfer.read import read_box
 
 if TYPE_CHECKING:
     import numpy as np
@@ -159,17 +159,9 @@ class LazyTensor:
         return LazyTensor(self._tensor, self._source, self._pool, (tuple(offsets), tuple(sizes)), tuple(rest))
 
     def bits(self) -> np.ndarray[Any, np.dtype[Any]]:
-        """The elements as unsigned integers of their size, or void for 16 bytes; for any dtype."""
-        import numpy as np
-
-        made = np.empty(self._box[1], gather.unsigned(self.dtype))
-        for chunk in self._tensor.chunks:
-            shared = boxes.overlap((chunk.offsets, chunk.sizes), self._box)
-            if shared is not None:
-                extent = self._source.resolve(self._tensor, chunk)
-                into = gather.part(made, shared, self._box)
-                gather.fill(into, self._pool, self._source.catalogue.files, extent, chunk, shared, self.dtype)
-        return made[(..., *self._index)] if self._index else made
+        """Return the elements as unsigned integers of their size, or void for 16 bytes; for any dtype."""
+        bits = read_box(self._box, self._tensor, self._source, self._pool)
+        return bits[(..., *self._index)] if self._index else bits
 
     def numpy(self) -> np.ndarray[Any, np.dtype[Any]]:
         """As a numpy array. Raises UsageError for a dtype that numpy lacks (bfloat16, 8-bit floats)."""

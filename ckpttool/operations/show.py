@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Tensor
@@ -19,13 +18,7 @@ from ckpttool.storage.crc import crc32
 from ckpttool.storage.files import Pool
 from ckpttool.text import meant
 from ckpttool.transfer import checksums
-from ckpttool.transfer import read as gather
-from ckpttool.transfer.plan import tiles
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, np.dtype[Any]]
+from ckpttool.transfer.read import numbers, read_tiles
 
 FIRST = 8
 _BLOCK = 1 << 20
@@ -115,15 +108,8 @@ def _sum_up(shown: Shown, tensor: Tensor, source: Source, pool: Pool) -> None:
 
     total, norm, count = 0.0, 0.0, 0
     low, high, nans, infs = math.inf, -math.inf, 0, 0
-    for box in tiles(boxes.whole(tensor.shape), gather.TILE // tensor.dtype.itemsize):
-        bits: Array = np.empty(box[1], gather.unsigned(tensor.dtype))
-        for chunk in tensor.chunks:
-            shared = boxes.overlap((chunk.offsets, chunk.sizes), box)
-            if shared is not None:
-                extent = source.resolve(tensor, chunk)
-                into = gather.part(bits, shared, box)
-                gather.fill(into, pool, source.catalogue.files, extent, chunk, shared, tensor.dtype)
-        values = decoded(bits.reshape(-1), tensor.dtype)
+    for _, bits in read_tiles(tensor, source, pool):
+        values = numbers(bits.reshape(-1), tensor.dtype)
         if not shown.values:
             shown.values = values[:FIRST].tolist()
         if tensor.dtype.kind == "complex":
@@ -144,19 +130,3 @@ def _sum_up(shown: Shown, tensor: Tensor, source: Source, pool: Pool) -> None:
     if count:
         shown.mean, shown.norm = total / count, norm
         shown.min, shown.max = low, high
-
-
-def decoded(bits: Array, kind: Dtype) -> Array:
-    """Elements given as bits, as numbers that numpy can add up: bfloat16 and 8-bit floats widened. `bits` is flat."""
-    import numpy as np
-
-    if kind.name == "bfloat16":
-        return (bits.astype(np.uint32) << 16).view(np.float32)
-    if kind.name == "complex32":
-        return bits.view(np.float16).astype(np.float32).view(np.complex64)
-    if kind.kind == "float" and kind.itemsize == 1:
-        import torch
-
-        small: Array = torch.frombuffer(bits, dtype=torch.uint8).view(getattr(torch, kind.name)).float().numpy()
-        return small
-    return bits.view(np.dtype(kind.name))

@@ -17,6 +17,7 @@ from ckpttool import formats, producers
 from ckpttool.catalogue.entries import Catalogue, Container, Object, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Format, Sink, SinkOptions, Source
 from ckpttool.errors import CkptError, CorruptError, LossError, OverwriteError, StorageError, UsageError
+from ckpttool.operations import arguments
 from ckpttool.producers import open as opening
 from ckpttool.producers.directory import Listing
 from ckpttool.producers.mount import Mounted
@@ -29,8 +30,6 @@ from ckpttool.transfer.execute import BUFFER, Transferred, budget, transfer
 from ckpttool.transfer.processes import ALONE, Crew
 from ckpttool.transfer.threads import Progress
 
-# What Python, the catalogue and the buffers of the standard library need on top of our own.
-BASE_MEMORY = 48 << 20
 _TORCH_MEMORY = 230 << 20
 _NUMPY_MEMORY = 24 << 20
 
@@ -449,7 +448,7 @@ def _plan_only(made: Conversion, target: Format, laid: Laid, how: How) -> None:
 def expected_memory(laid: Catalogue, cast: object, threads: int | None, memory: int | None) -> int:
     """Bytes that the process is expected to hold at most while it fills `laid`; `cast` is whether values change."""
     count, tile = budget(threads, memory)
-    held = BASE_MEMORY + count * BUFFER
+    held = arguments.BASE_MEMORY + count * BUFFER
     if cast:
         held += _TORCH_MEMORY + 4 * count * tile
     elif any(_may_be_gathered(tensor) for tensor in laid.tensors):

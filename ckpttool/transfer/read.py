@@ -1,16 +1,18 @@
-"""Reads a box of a chunk into a numpy array, whatever its strides and codec, in bounded memory."""
+"""Reads elements of tensors as numpy arrays, whatever their chunks, strides and codecs, in bounded memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Box, Ints
 from ckpttool.catalogue.dtypes import Dtype
-from ckpttool.catalogue.entries import Chunk, Extent, File
+from ckpttool.catalogue.entries import Chunk, Extent, File, Tensor
+from ckpttool.catalogue.protocols import Source
 from ckpttool.storage.files import Pool
+from ckpttool.transfer.plan import tiles
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,8 +22,51 @@ if TYPE_CHECKING:
 TILE = 8 << 20
 
 
+def read_tiles(tensor: Tensor, source: Source, pool: Pool, nbytes: int = TILE) -> Iterator[tuple[Box, Array]]:
+    """Yield a tensor's boxes of at most `nbytes` in row-major order, each with its elements as `read_box` returns them.
+
+    Raises CorruptError when a file is too short.
+    """
+    if tensor.numel:
+        for box in tiles(boxes.whole(tensor.shape), max(1, nbytes // tensor.dtype.itemsize)):
+            yield box, read_box(box, tensor, source, pool)
+
+
+def read_box(box: Box, tensor: Tensor, source: Source, pool: Pool) -> Array:
+    """Return the elements of one box of a validated tensor as a contiguous array of the type `unsigned(tensor.dtype)`.
+
+    Raises CorruptError when a file is too short.
+    """
+    import numpy as np
+
+    bits: Array = np.empty(box[1], unsigned(tensor.dtype))
+    for i, (offsets, sizes) in enumerate(zip(tensor.chunks.offsets, tensor.chunks.sizes, strict=True)):
+        shared = boxes.overlap((offsets, sizes), box)
+        if shared is not None:
+            chunk = tensor.chunks.at(i)
+            extent = source.resolve(tensor, chunk)
+            fill(part(bits, shared, box), pool, source.catalogue.files, extent, chunk, shared, tensor.dtype)
+    return bits
+
+
+def numbers(bits: Array, kind: Dtype) -> Array:
+    """Return a flat array of bits as numbers that numpy can calculate with: bfloat16 and 8-bit floats are widened."""
+    import numpy as np
+
+    if kind.name == "bfloat16":
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    if kind.name == "complex32":
+        return bits.view(np.float16).astype(np.float32).view(np.complex64)
+    if kind.kind == "float" and kind.itemsize == 1:
+        import torch
+
+        small: Array = torch.frombuffer(bits, dtype=torch.uint8).view(getattr(torch, kind.name)).float().numpy()
+        return small
+    return bits.view(np.dtype(kind.name))
+
+
 def unsigned(kind: Dtype) -> str:
-    """numpy's name for elements that are only moved about: `u4` for float32. (numpy knows no bfloat16.)"""
+    """Return numpy's name for the bits of an element: `u4` for float32. (numpy has no bfloat16.)"""
     return f"V{kind.itemsize}" if kind.itemsize > 8 else f"u{kind.itemsize}"
 
 

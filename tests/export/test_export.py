@@ -18,9 +18,8 @@ from safetensors.torch import load_file
 
 import ckpttool
 from ckpttool import errors
-from ckpttool.operations.export import config
 from ckpttool.operations.export import plan as planning
-from ckpttool.operations.export.assets import CARD
+from ckpttool.operations.export.assets import CARD, with_dtype
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -368,7 +367,7 @@ def test_assets_are_copied_as_files_and_one_word_is_changed(tmp_path: Path) -> N
     ],
 )  # fmt: skip
 def test_the_dtype_of_a_config(text: str, changed: str) -> None:
-    assert config.with_dtype(text, "bfloat16")[0] == changed
+    assert with_dtype(text, "bfloat16")[0] == changed
 
 
 def test_links_that_lead_out_of_the_assets_are_not_followed(tmp_path: Path) -> None:

@@ -1,4 +1,8 @@
-"""An export to a directory: every file of the plan made beside it, and all of them given their place in one rename."""
+"""Exports a model as `from_pretrained` and the tools of the Hub expect it: weights, index, config, tokenizer.
+
+The weights of each file are planned and transferred alone, so that a file can be written, sent and removed before the
+next one is begun. An export to a directory is written beside it and renamed once it is complete.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from collections.abc import Sequence
 from ckpttool import formats
 from ckpttool.catalogue.patterns import several
 from ckpttool.errors import StorageError, UsageError
-from ckpttool.operations import arguments as rulefiles
+from ckpttool.operations import arguments
 from ckpttool.operations import manifest as manifests
 from ckpttool.operations import write as making
 from ckpttool.operations.export import to_store as remote
@@ -61,7 +65,7 @@ def export(
     began = time.monotonic()
     src, dst = os.fspath(src), os.fspath(dst)
     only, exclude, dtype = map(several, (only, exclude, dtype))
-    rename = rulefiles.rules(rename, "--rename")
+    rename = arguments.rules(rename, "--rename")
     wanted = Wanted(
         only, exclude, rename, strip_prefix, key_map, head_dim, dtype, max_shard_size,
         os.fspath(assets) if assets is not None else None, strict, card, shapes, threads, max_memory,

@@ -17,16 +17,12 @@ from ckpttool.catalogue.patterns import any_of, rule
 from ckpttool.errors import UsageError
 from ckpttool.formats.safetensors.index import MAX_SHARD_SIZE
 from ckpttool.layout import select as layout
+from ckpttool.operations import arguments
 from ckpttool.operations import write as making
 from ckpttool.operations.export import (
     architecture as expected,
 )
 from ckpttool.operations.export import assets as beside
-from ckpttool.operations.export import (
-    config,
-    ties,
-    weights,
-)
 from ckpttool.operations.export import (
     key_maps as keymaps,
 )
@@ -36,6 +32,10 @@ from ckpttool.operations.export import (
 from ckpttool.operations.export import (
     select_model as choosing,
 )
+from ckpttool.operations.export import (
+    ties,
+    weights,
+)
 from ckpttool.operations.export.architecture import Expected
 from ckpttool.operations.export.assets import Assets
 from ckpttool.operations.export.select_model import Chosen
@@ -44,7 +44,7 @@ from ckpttool.operations.write import Conversion
 from ckpttool.producers import open as opening
 from ckpttool.storage import stores as mirrors
 from ckpttool.storage.outgoing import Outgoing
-from ckpttool.text import parse_size, some
+from ckpttool.text import some
 from ckpttool.transfer.threads import Progress
 
 # Tiles of a cast are held several times over; smaller ones are as fast, and leave room for torch itself.
@@ -120,12 +120,8 @@ def planned(src: str, destination: str, wanted: Wanted, progress: Progress | Non
 
     `progress(done, total)` counts bytes of weights over all files. Raises the errors of `ckpttool.errors`.
     """
-    most = parse_size(wanted.max_shard_size, "--max-shard-size") if isinstance(wanted.max_shard_size, str) else None
-    most = most or (wanted.max_shard_size if isinstance(wanted.max_shard_size, int) else None) or MAX_SHARD_SIZE
-    memory = wanted.max_memory
-    memory = parse_size(memory, "--max-memory") if isinstance(memory, str) else memory
-    if memory is not None and memory < making.BASE_MEMORY:
-        raise UsageError(f"`--max-memory`: at least {making.BASE_MEMORY >> 20} MiB are needed")
+    most = arguments.size(wanted.max_shard_size, "--max-shard-size") or MAX_SHARD_SIZE
+    memory = arguments.memory(wanted.max_memory)
     with making.given(src, wanted.shapes) as have, _mounted(wanted.assets) as assets:
         with opening.naming(src):
             viewed = Viewed(have.source)
@@ -184,7 +180,7 @@ def _mapped(chosen: Chosen, viewed: Viewed, said: Mapping[str, Any] | None, want
     keymap = keymaps.chosen(wanted.key_map, names, said)
     if keymap is None:
         return chosen
-    head = wanted.head_dim or (config.head_dim(said) if said is not None else None)
+    head = wanted.head_dim or (beside.head_dim(said) if said is not None else None)
     mapped = keymaps.apply(keymap, chosen.catalogue, viewed, head)
     if len(mapped.unknown) == len(names):
         raise UsageError(
@@ -223,7 +219,7 @@ def _tied(laid: Catalogue, model: Expected | str, found: Assets | None, viewed: 
         return laid
     else:
         said = found.config if found is not None else None
-        tied = ties.by_names(laid, config.ties_words(said) if said is not None else None, same)
+        tied = ties.by_names(laid, beside.ties_words(said) if said is not None else None, same)
     made.notes += tied.notes
     return tied.catalogue
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
-from math import prod
 
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
@@ -18,8 +18,8 @@ from ckpttool.catalogue.protocols import Source
 from ckpttool.layout.select import again, rebuilt
 from ckpttool.storage.files import Pool
 from ckpttool.text import some
-from ckpttool.transfer import read as gather
 from ckpttool.transfer.plan import tiles
+from ckpttool.transfer.read import read_box
 
 # Names of embeddings and of the heads that may be tied to them; the first that matches is the one to keep.
 _RANKS = tuple(
@@ -125,53 +125,32 @@ def same_bytes(source: Source) -> Callable[[Tensor, Tensor], bool]:
     def same(one: Tensor, other: Tensor) -> bool:
         if (one.shape, one.dtype) != (other.shape, other.dtype):
             return False
-        pool = Pool()
-        try:
-            # numpy takes longer to import than most pairs take to tell apart.
-            if not _begin_alike(*(_beginning(source, pool, tensor) for tensor in (one, other))):
+        pair = one.origin or one, other.origin or other
+        with closing(Pool()) as pool:
+            # numpy takes longer to import than comparing the beginnings of most pairs.
+            if not _begin_alike(*(_beginning(source, pool, tensor) for tensor in pair)):
                 return False
-            for offsets, sizes in tiles(boxes.whole(one.shape), _TILE):
-                if _read(source, pool, one, offsets, sizes) != _read(source, pool, other, offsets, sizes):
+            for box in tiles(boxes.whole(one.shape), _TILE):
+                bits, other_bits = (read_box(box, tensor, source, pool).tobytes() for tensor in pair)
+                if bits != other_bits:
                     return False
-        finally:
-            pool.close()
         return True
 
     return same
 
 
 def _beginning(source: Source, pool: Pool, tensor: Tensor) -> bytes:
-    """The first bytes of a tensor's first row, as far as they lie in the file as they are."""
-    origin = tensor.origin or tensor
-    if not origin.chunks:
+    """Return the first bytes of a tensor's first row, as far as they lie in the file as they are."""
+    if not tensor.chunks:
         return b""  # a tensor without elements may have none
-    chunk = origin.chunks.at(0)
-    extent = source.resolve(origin, chunk)
+    chunk = tensor.chunks.at(0)
+    extent = source.resolve(tensor, chunk)
     if any(chunk.offsets) or not extent.plain:
         return b""
-    row = (chunk.sizes[-1] if chunk.sizes else 1) * origin.dtype.itemsize
+    row = (chunk.sizes[-1] if chunk.sizes else 1) * tensor.dtype.itemsize
     return pool.read(source.catalogue.files[extent.file].location, extent.offset, min(row, extent.nbytes, _FIRST))
 
 
 def _begin_alike(one: bytes, other: bytes) -> bool:
     n = min(len(one), len(other))
     return one[:n] == other[:n]
-
-
-def _read(source: Source, pool: Pool, tensor: Tensor, offsets: boxes.Ints, sizes: boxes.Ints) -> bytes:
-    import numpy as np
-
-    origin = tensor.origin or tensor
-    made = np.empty(sizes, gather.unsigned(origin.dtype))
-    left = prod(sizes)
-    for chunk in origin.chunks:
-        shared = boxes.overlap((offsets, sizes), (chunk.offsets, chunk.sizes))
-        if shared is None:
-            continue
-        target = gather.part(made, shared, (offsets, sizes))
-        extent = source.resolve(origin, chunk)
-        gather.fill(target, pool, source.catalogue.files, extent, chunk, shared, origin.dtype)
-        left -= prod(shared[1])
-        if not left:
-            break
-    return made.tobytes()

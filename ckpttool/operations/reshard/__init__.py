@@ -21,13 +21,13 @@ from ckpttool.layout import select as layout
 from ckpttool.layout.mesh import Mesh, parse_mesh, world_mesh
 from ckpttool.layout.optimizer import respell as optimkeys
 from ckpttool.layout.rechunk import Rules
-from ckpttool.operations import arguments as rulefiles
+from ckpttool.operations import arguments
 from ckpttool.operations import manifest as manifests
 from ckpttool.operations import write as making
 from ckpttool.operations.reshard import engines
 from ckpttool.operations.write import Conversion, Given, How, Laid
 from ckpttool.producers import open as opening
-from ckpttool.text import meant, parse_size
+from ckpttool.text import meant
 from ckpttool.transfer import processes as sharing
 from ckpttool.transfer.threads import Progress
 
@@ -100,13 +100,11 @@ def reshard(
     crew = sharing.meet()
     with crew.together():
         # Within, so that a mistake is told once.
-        placed = [rule(text, "--placements") for text in rulefiles.rules(placements, "--placements")]
+        placed = [rule(text, "--placements") for text in arguments.rules(placements, "--placements")]
         rules = Rules(tuple(placed), tuple(several(shard)), tuple(several(replicate)))
         wanted = _understood(to_world, to_mesh, like, to, engine, rules, rng, dataloader)
         wanted = replace(wanted, only=several(only), drop=several(drop))
-        memory = parse_size(max_memory, "--max-memory") if isinstance(max_memory, str) else max_memory
-        if memory is not None and memory < making.BASE_MEMORY:
-            raise UsageError(f"`--max-memory`: at least {making.BASE_MEMORY >> 20} MiB are needed")
+        memory = arguments.memory(max_memory)
         made = Resharding(src, "", dst, "", dry_run=dry_run, processes=crew.size)
         making.check_apart(dst, src, wanted.like)
         listed = None if manifest is None else os.fspath(manifest)

@@ -17,8 +17,8 @@ from ckpttool.errors import CkptError
 from ckpttool.layout import select as layout
 from ckpttool.operations.verify.findings import DIFFERENCE, Finding, Report
 from ckpttool.storage.files import Pool
-from ckpttool.transfer import elements
 from ckpttool.transfer.plan import tiles
+from ckpttool.transfer.read import read_box
 from ckpttool.transfer.threads import Progress, Work, on_threads
 
 _TILE = 4 << 20
@@ -132,8 +132,8 @@ def _values(
     def look(task: tuple[_Pair, Box]) -> None:
         pair, box = task
         try:
-            mine = elements.within(box, pair.here, source, one)
-            theirs = elements.within(box, pair.there, other, two)
+            mine = read_box(box, pair.here, source, one)
+            theirs = read_box(box, pair.there, other, two)
         except CkptError as error:
             with lock:
                 failures.append(Finding.of(error, "unreadable", tensor=pair.here.name))

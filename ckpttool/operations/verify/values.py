@@ -23,8 +23,8 @@ from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CkptError
 from ckpttool.operations.verify.findings import NAN, NOTE, SUSPECT, Finding, Report
 from ckpttool.storage.files import Pool
-from ckpttool.transfer import elements
 from ckpttool.transfer.plan import tiles
+from ckpttool.transfer.read import read_box
 from ckpttool.transfer.threads import Progress, Work, on_threads
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def check(source: Source, unreadable: set[str], report: Report, threads: int, pr
     def look(task: tuple[Tensor, Box]) -> None:
         tensor, box = task
         try:
-            bits = elements.within(box, tensor, source, pool)
+            bits = read_box(box, tensor, source, pool)
         except CkptError as error:
             with lock:
                 failures.append(Finding.of(error, "unreadable", tensor=tensor.name))

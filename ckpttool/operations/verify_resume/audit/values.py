@@ -13,11 +13,10 @@ from ckpttool.catalogue.entries import Catalogue, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.layout import select as layout
-from ckpttool.operations.show import decoded
 from ckpttool.operations.verify_resume.audit.checks import Checks, named
 from ckpttool.storage.files import Pool
 from ckpttool.text import plural, size
-from ckpttool.transfer import elements
+from ckpttool.transfer.read import numbers, read_tiles
 
 # Means of squares: torch.optim's, Adafactor's, and those of others.
 _SQUARES = re.compile(r"(max_)?exp_avg_sq(_row|_col)?|square_avg|(row|col)_var|variance|sum|acc_delta|exp_inf")
@@ -38,9 +37,9 @@ class Seen:
 
 def number(tensor: Tensor, source: Source, pool: Pool) -> float:
     """The value of a tensor of one element. Raises CorruptError when it has none, or more."""
-    for _, bits in elements.of(tensor, source, pool):
+    for _, bits in read_tiles(tensor, source, pool):
         if tensor.numel == 1:
-            return float(decoded(bits.reshape(-1), tensor.dtype)[0])
+            return float(numbers(bits.reshape(-1), tensor.dtype)[0])
     raise CorruptError(f"`{tensor.name}` is {list(tensor.shape)}, and not one number", tensor=tensor.name)
 
 
@@ -80,8 +79,8 @@ def _one(tensor: Tensor, source: Source, pool: Pool, seen: Seen, firsts: dict[st
     squares = tensor.part.kind == "optimizer" and _SQUARES.fullmatch(last) is not None
     nans = infs = negative = 0
     filled = False
-    for _, bits in elements.of(tensor, source, pool):
-        values = decoded(bits.reshape(-1), tensor.dtype)
+    for _, bits in read_tiles(tensor, source, pool):
+        values = numbers(bits.reshape(-1), tensor.dtype)
         with np.errstate(invalid="ignore"):
             finite = np.isfinite(values)
             if not finite.all():

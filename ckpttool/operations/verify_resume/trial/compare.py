@@ -313,9 +313,9 @@ def gradients(report: Report, run: str, sharded: str, alone: str) -> None:
 def _numbers(held: states.Held) -> Any:
     import numpy as np
 
-    from ckpttool.operations.show import decoded
+    from ckpttool.transfer.read import numbers
 
-    return decoded(np.array(held.bits), dtype(held.dtype)).astype(np.float64)
+    return numbers(np.array(held.bits), dtype(held.dtype)).astype(np.float64)
 
 
 def _check(report: Report, check: Check) -> None:
