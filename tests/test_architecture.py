@@ -286,3 +286,19 @@ def test_importing_the_library_imports_little() -> None:
     code = "import sys, ckpttool; print(sorted({'torch', 'numpy', 'typer'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+SEARCHES = {"startswith", "endswith", "match", "fullmatch", "search", "findall", "find", "index", "split", "partition"}
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if layer_of(name) != "cli"])
+def test_warnings_are_chosen_by_kind(name: str) -> None:
+    """No code looks for words in the text of a warning."""
+    for node in ast.walk(MODULES[name]):
+        searched: list[ast.expr] = []
+        if isinstance(node, ast.Compare) and any(isinstance(op, (ast.In, ast.NotIn)) for op in node.ops):
+            searched = node.comparators
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in SEARCHES:
+            searched = [node.func.value, *node.args]
+        read = {ast.unparse(part) for one in searched for part in ast.walk(one)}
+        assert not any(part.endswith(".text") or part == "str(warning)" for part in read), ast.unparse(node)

@@ -18,6 +18,7 @@ from ckpttool.catalogue import values as stubs
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Object, Part, Record, Tensor
 from ckpttool.catalogue.values import Link
+from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CorruptError
 from ckpttool.operations.inspect.document import document
 from ckpttool.operations.inspect.format_value import describe, jsonable, type_name
@@ -337,7 +338,7 @@ def test_the_document() -> None:
     weight = torch.ones(5, 3)
     cuts = {"model.w": made.grid((5, 3), (2, 1))}
     found = catalogue({"model": {"w": weight}, "optim": {"state": {0: {"step": 3}}, "param_groups": []}}, cuts=cuts)
-    found.warnings.append("look")
+    found.warnings.append(Warning("left-out", "look"))
     found.facts["writer"] = "torch"
     said = json.loads("".join(document(found, "run/", 3)))
     assert list(said)[:3] == ["schema", "format", "world_size"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
+from ckpttool.catalogue.warning import Warning
 from ckpttool.text import some
 
 
@@ -30,7 +31,7 @@ def find_aliases(tensors: Iterable[Tensor]) -> dict[Path, Path]:
     return aliases
 
 
-def one_moment_for_two(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> list[str]:
+def one_moment_for_two(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> list[Warning]:
     """A word about optimizer state of which two kinds (`exp_avg`, `exp_avg_sq`) are the same bytes. Pure.
 
     No optimizer has that. `full_optim_state_dict` of FSDP1, and `FSDP.optim_state_dict` with `offload_to_cpu`, write it
@@ -42,8 +43,11 @@ def one_moment_for_two(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> li
     if not found:
         return []
     return [
-        f"the optimizer's state is wrong: {len(found)} moments are the same bytes as another one of their parameter "
-        f"({some(found)}); FSDP1 saves that of a full state dict on CPUs"
+        Warning(
+            "suspect-values",
+            f"the optimizer's state is wrong: {len(found)} moments are the same bytes as another one of their "
+            f"parameter ({some(found)}); FSDP1 saves that of a full state dict on CPUs",
+        )
     ]
 
 

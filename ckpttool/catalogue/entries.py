@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
+from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError
 
 Path = tuple[Hashable, ...]
@@ -366,7 +367,7 @@ class Catalogue:
     entries: dict[Path, Entry] = field(default_factory=dict)
     containers: dict[Path, Container] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[Warning] = field(default_factory=list)
     faults: list[CkptError] = field(default_factory=list)
     replicas: list[Tensor] = field(default_factory=list)
 

@@ -19,6 +19,7 @@ from math import prod
 from ckpttool.catalogue import boxes, parts
 from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, File, Path, Tensor, dotted
 from ckpttool.catalogue.patterns import any_of
+from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import UsageError
 from ckpttool.layout.mesh import Mesh, Placements, mesh_boxes, parse_placements, world_mesh
 from ckpttool.layout.select import again, flattened, rebuilt
@@ -127,7 +128,7 @@ def over_mesh(catalogue: Catalogue, mesh: Mesh, rules: Rules = NO_RULES, *, ever
 
     Raises UsageError for rules that match nothing, contradict each other or do not fit a tensor.
     """
-    warnings: list[str] = []
+    warnings: list[Warning] = []
     cut = cuts(catalogue, mesh, rules, untrained=everywhere, warnings=warnings)
     holders = _Ranks(mesh)
 
@@ -193,7 +194,7 @@ class _Boxes:
 
 
 def cuts(
-    catalogue: Catalogue, mesh: Mesh, rules: Rules, *, untrained: bool = False, warnings: list[str] | None = None
+    catalogue: Catalogue, mesh: Mesh, rules: Rules, *, untrained: bool = False, warnings: list[Warning] | None = None
 ) -> dict[Path, Placements]:
     """The tensors that are cut, and along which dimension by which dimension of the mesh. Pure.
 
@@ -204,7 +205,9 @@ def cuts(
 
 
 class _Cutting:
-    def __init__(self, catalogue: Catalogue, mesh: Mesh, rules: Rules, untrained: bool, warnings: list[str]) -> None:
+    def __init__(
+        self, catalogue: Catalogue, mesh: Mesh, rules: Rules, untrained: bool, warnings: list[Warning]
+    ) -> None:
         self._tensors = [t for t in catalogue.tensors if not t.embedded]
         self._mesh = mesh
         self._guessed = _sharded(catalogue, untrained)
@@ -250,11 +253,12 @@ class _Cutting:
             and str(tensor.path[-1]).rpartition(".")[2] == "weight"
         ]  # fmt: skip
         if left:
-            self._warnings.append(
+            text = (
                 f"{plural(len(left), 'weight')} ({size(sum(tensor.nbytes for tensor in left))}) that the optimizer has "
                 f"no state of {'is' if len(left) == 1 else 'are'} left whole: {some([t.name for t in left])}; "
                 "`reshard --shard PATTERN` cuts those that are frozen parameters"
             )
+            self._warnings.append(Warning("placement", text))
 
     def _placements(self, tensor: Tensor, names: Sequence[str]) -> tuple[bool, Placements | None]:
         """Whether a rule is about the tensor; and what it gets, None to stay whole."""
@@ -289,10 +293,11 @@ class _Cutting:
                 yield state, choices[0] if choices else self._default
         if unsure:
             shapes = ", ".join(str(list(shape)) for shape in sorted(unsure)[:3])
-            self._warnings.append(
+            text = (
                 f"the optimizer names its parameters by number, and several placements fit {shapes}: its state is cut "
                 "as the first of them; `ckpttool convert --optim-keys fqn` first tells them apart"
             )
+            self._warnings.append(Warning("placement", text))
 
     def _by_source(self, state: Tensor) -> Placements | None:
         """State of a parameter in another shape (a factored moment, `step`): cut if the source cuts it."""

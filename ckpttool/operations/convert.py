@@ -14,6 +14,7 @@ from ckpttool.catalogue.entries import Catalogue, Path, Tensor, dotted
 from ckpttool.catalogue.patterns import any_of, renamer, rule, several
 from ckpttool.catalogue.protocols import TENSOR_CLASS, Format, SinkOptions, Source
 from ckpttool.catalogue.validation import stop_at_fault, validate
+from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import UsageError
 from ckpttool.layout import rechunk as chunking
 from ckpttool.layout import select as layout
@@ -144,7 +145,7 @@ def _arranged(
     wanted = Wanted(world, FilePath(dst.rstrip("/")).name, read)
     arranging, arranged = writing.arrange(row, laid, wanted)
     folded |= arranging.folded
-    arranged.laid.warnings = [*laid.warnings, *arranging.notes]
+    arranged.laid.warnings = [*laid.warnings, *(Warning("framework", note) for note in arranging.notes)]
     return arranged.laid, row.format(arranged), tensor_class or row.tensor_class
 
 

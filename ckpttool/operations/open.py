@@ -54,7 +54,7 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def warnings(self) -> list[str]:
-        return self.catalogue.warnings
+        return [str(warning) for warning in self.catalogue.warnings]
 
     def __getitem__(self, name: str | Path) -> Any:
         path = self._names.get(name) if isinstance(name, str) else name

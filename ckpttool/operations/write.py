@@ -146,7 +146,7 @@ def _write(have: Given, laid: Laid, dst: str, target: Format, made: Conversion, 
         partial = stage.path
         sink = _create(target, partial, laid)
         made.bytes += sum(tensor.nbytes for tensor in sink.catalogue.replicas)
-        made.notes += sink.catalogue.warnings
+        made.notes += map(str, sink.catalogue.warnings)
         made.notes += _unsaid(laid.catalogue, sink.catalogue)
         _note_files(made, sink, partial, dst)
         check_place(how.manifest, dst, (name for name, _ in made.files))
@@ -380,7 +380,7 @@ def _summarise(made: Conversion, source: Source, to_write: Laid, target: Format)
         e.origin if isinstance(e, Object) else (e.origin or e).path for e in source.catalogue.entries.values()
     )
     made.dropped = [dotted(path) for path in there if path not in kept]
-    made.notes[:0] = [*source.catalogue.warnings, *laid.warnings]
+    made.notes[:0] = map(str, source.catalogue.warnings + laid.warnings)
     # `format` says which library wrote the file, and is said anew.
     remarks = {str(name) for name in source.catalogue.facts.get("metadata", ())} - {"format"}
     if remarks and target.name != source.catalogue.format:
@@ -437,7 +437,7 @@ def _plan_only(made: Conversion, target: Format, laid: Laid, how: How) -> None:
         partial = str(FilePath(scratch, name or "out"))
         sink = _create(target, partial, laid)
         made.bytes += sum(tensor.nbytes for tensor in sink.catalogue.replicas)
-        made.notes += sink.catalogue.warnings
+        made.notes += map(str, sink.catalogue.warnings)
         _note_files(made, sink, partial, made.destination)
     check_place(how.manifest, made.destination, (name for name, _ in made.files))
     if made.disk > made.free:

@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from ckpttool import formats
 from ckpttool.catalogue.protocols import OpenOptions, Source
+from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError
 from ckpttool.producers import huggingface, runs
 from ckpttool.producers import reader as mounts
@@ -94,10 +95,12 @@ def _describe(source: Source, found: list[Found], taken: Found, listing: Listing
     newer = found[found.index(taken) + 1 :]
     if newer:
         said = "; ".join(f"`{f.name}`: {f.why_not}" for f in newer[-3:])
-        catalogue.warnings.insert(0, f"`{taken.name}` is taken, as what is newer is not complete: {said}")
+        text = f"`{taken.name}` is taken, as what is newer is not complete: {said}"
+        catalogue.warnings.insert(0, Warning("chosen", text))
     pointer = runs.pointed(listing)
     if pointer is not None and pointer[1] != taken.step:
-        catalogue.warnings.append(f"`{pointer[0]}` names step {pointer[1]}, but step {taken.step} is taken")
+        text = f"`{pointer[0]}` names step {pointer[1]}, but step {taken.step} is taken"
+        catalogue.warnings.append(Warning("chosen", text))
 
 
 def _with_run(source: Source, listing: Listing, row: Producer) -> Source:
@@ -111,9 +114,8 @@ def _with_run(source: Source, listing: Listing, row: Producer) -> Source:
     if found:
         source.catalogue.facts["run"] = _table(found, None)
         lies = "lies" if len(found) == 1 else "lie"
-        source.catalogue.warnings.insert(
-            0, f"the model in the directory itself is taken; {some([f.name for f in reversed(found)])} {lies} in it too"
-        )
+        text = f"the model in the directory itself is taken; {some([f.name for f in reversed(found)])} {lies} in it too"
+        source.catalogue.warnings.insert(0, Warning("chosen", text))
     return source
 
 

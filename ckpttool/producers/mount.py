@@ -14,6 +14,7 @@ from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Chunk, Extent, Part, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Itemised, Run, Source
 from ckpttool.catalogue.validation import concerns
+from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, UsageError
 from ckpttool.layout import select as layout
 from ckpttool.text import some
@@ -100,13 +101,11 @@ class Mounted:
             and parts.kind_of_key(fault.facts.get("absent")) != kind
         ]  # fmt: skip
         self.mount(other, root, theirs)
-        self.catalogue.warnings.append(f"{kind} taken from `{name}`")
+        self.catalogue.warnings.append(Warning("chosen", f"{kind} taken from `{name}`"))
         strangers = _strangers(self.catalogue)
         if strangers:
-            self.catalogue.warnings.append(
-                f"the optimizer has state of {len(strangers)} parameters that the model does not have: "
-                f"{some(strangers)}"
-            )
+            text = f"the optimizer has state of {len(strangers)} parameters that the model does not have: "
+            self.catalogue.warnings.append(Warning("unmatched-optimizer", text + some(strangers)))
 
     def _named(self) -> Catalogue:
         """Ours, with a bare model (or optimizer) moved under a key, so that another part has room beside it."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from ckpttool import producers
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Object, Path, dotted
 from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, Source
+from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
 from ckpttool.layout.optimizer.names import is_model_order
 from ckpttool.producers.mount import Mounted
@@ -56,7 +58,7 @@ def _opened(path: str, options: OpenOptions) -> tuple[Source, set[str]]:
         raise
     source.closing(lambda: mirrors.unmount(mirror))
     catalogue = source.catalogue
-    catalogue.warnings[:] = map(mirrors.as_typed, catalogue.warnings)
+    catalogue.warnings[:] = [replace(w, text=mirrors.as_typed(w.text)) for w in catalogue.warnings]
     catalogue.faults[:] = map(mirrors.in_their_words, catalogue.faults)
     for found in catalogue.facts.get("run", ()):
         found["path"] = mirrors.as_typed(found["path"])
@@ -136,18 +138,24 @@ def harmful_attributes(catalogue: Catalogue) -> Iterator[tuple[Path, str]]:
                 yield path, called
 
 
-def _warnings(catalogue: Catalogue, asked: set[str]) -> Iterator[str]:
+def _warnings(catalogue: Catalogue, asked: set[str]) -> Iterator[Warning]:
     hidden = set(asked)
     for name, called in harmful(o for o in catalogue.objects if o.is_read):
         hidden.discard(called)
-        yield f"`{name}` names `{called}`, which runs code where it is loaded; not here"
+        yield _unsafe(f"`{name}` names `{called}`, which runs code where it is loaded; not here", called)
     for path, called in harmful_attributes(catalogue):
         hidden.discard(called)
-        yield (
+        yield _unsafe(
             f"the attributes of `{dotted(path)}` name `{called}`, which runs code where it is loaded; not here, and "
-            "they are not passed on"
+            "they are not passed on",
+            called,
         )
-    told = "\n".join(catalogue.warnings)
-    for called in sorted(name for name in hidden if f"`{name}`" not in told):
+    hidden.difference_update(name for w in catalogue.warnings if w.kind == "unsafe-global" for name in w.names)
+    for called in sorted(hidden):
         # A pickle can call a function and throw away what it returned.
-        yield f"a pickle names `{called}`, which runs code where it is loaded, outside of every entry; not here"
+        text = f"a pickle names `{called}`, which runs code where it is loaded, outside of every entry; not here"
+        yield _unsafe(text, called)
+
+
+def _unsafe(text: str, called: str) -> Warning:
+    return Warning("unsafe-global", text, names=(called,))

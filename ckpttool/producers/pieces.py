@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Path
+from ckpttool.catalogue.warning import Warning
 from ckpttool.producers.directory import Listing
 from ckpttool.text import some
 
@@ -68,7 +69,7 @@ class Layout:
 
     mounts: list[Mount] = field(default_factory=list)
     assets: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[Warning] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     strangers: list[str] = field(default_factory=list)
 
@@ -128,7 +129,7 @@ def lay_out(listing: Listing, pieces: Iterable[Piece], wants: Sequence[str] = ()
     have = {m.root[len(root)] for m in made.mounts if len(m.root) > len(root)}
     lacking = [want for want in wants if want not in have]
     if lacking:
-        made.warnings.append(f"there is no {' and no '.join(lacking)} in it")
+        made.warnings.append(Warning("missing-part", f"there is no {' and no '.join(lacking)} in it"))
     return made
 
 
@@ -141,7 +142,8 @@ def _set_aside(made: Layout, root: Path) -> None:
         if first is mount or mount.root == root or first.how == mount.how == MANY:
             kept.append(mount)
         else:
-            made.warnings.append(f"`{mount.name}` is left aside for `{first.name}`")
+            text = f"`{mount.name}` is left aside for `{first.name}`"
+            made.warnings.append(Warning("superseded-file", text, file=mount.name))
     made.mounts = kept
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import os
-import re
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -15,15 +14,13 @@ from ckpttool.catalogue import parts, typed_json
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, File, Part, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import OpenOptions, Source
+from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.producers.directory import Listing
 from ckpttool.producers.mount import Mounted
 from ckpttool.producers.names import STEPS, step_in
 from ckpttool.producers.pieces import EACH, ONE, SET, VALUES, Layout, Mount, Producer
 from ckpttool.text import some
-
-# What the format of DCP says of files that are pieces here, or are named below.
-_ABOUT_OTHERS = re.compile(r"\d+ files are not mentioned by the index: ")
 
 
 def open_source(row: Producer, listing: Listing, options: OpenOptions) -> Source:
@@ -39,12 +36,13 @@ def open_source(row: Producer, listing: Listing, options: OpenOptions) -> Source
     catalogue.facts["producer"] = row.name
     if (step := step_in(listing.name, STEPS)) is not None:
         catalogue.facts["step"] = step
-    catalogue.warnings[:] = [w for w in catalogue.warnings if not _ABOUT_OTHERS.search(w)]
+    # Files that a DCP index does not mention are pieces here, or are named below.
+    catalogue.warnings[:] = [w for w in catalogue.warnings if w.kind != "unlisted-file"]
     if layout.assets:
         catalogue.facts["assets"] = [name.rstrip("/") for name in layout.assets]
     catalogue.warnings += layout.warnings
     if layout.strangers:
-        catalogue.warnings.append(f"{some(layout.strangers)}: not known here, and left out")
+        catalogue.warnings.append(Warning("left-out", f"{some(layout.strangers)}: not known here, and left out"))
     catalogue.faults += [
         CorruptError(text, hint="copy what is missing, or name another checkpoint", file=listing.path, **about)
         for text, about in [*((text, {}) for text in layout.missing), *_too_few(layout, catalogue)]
@@ -76,7 +74,7 @@ class _Opening:
         self._listing = listing
         self._mounts = layout.mounts
         self._options = options
-        self._told: dict[str, list[str]] = {}
+        self._told: dict[Warning, list[str]] = {}
 
     def source(self) -> Source:
         if not self._mounts:
@@ -250,10 +248,10 @@ def _part(theirs: Catalogue, below: str) -> Part | None:
     return inside
 
 
-def _folded(told: Mapping[str, list[str]]) -> list[str]:
+def _folded(told: Mapping[Warning, list[str]]) -> list[Warning]:
     """Warnings of the mounts with the name of where they come from; what all ranks say is said once."""
     said = []
     for warning, names in told.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        said.append(f"`{names[0]}`{more}: {warning}" if names[0] else warning)
+        said.append(warning.prefixed(f"`{names[0]}`{more}") if names[0] else warning)
     return said

@@ -16,6 +16,7 @@ Upstream: pytorch-lightning `fabric/strategies/fsdp.py`, composer `utils/checkpo
 from __future__ import annotations
 
 from ckpttool.catalogue.entries import Catalogue
+from ckpttool.catalogue.warning import Warning
 from ckpttool.producers.directory import Listing
 from ckpttool.producers.pieces import ASSET, KNOWN, SET, Layout, Mount, Piece, Producer, lay_out
 
@@ -83,7 +84,8 @@ def _olmo_core(listing: Listing) -> Layout:
     if "train/" in listing:
         made.merge(lay_out(listing.folder("train"), _OLMO_TRAIN), "train")
     else:
-        made.warnings.append("there is no `train/` in it: no progress, no data loader, no random states")
+        text = "there is no `train/` in it: no progress, no data loader, no random states"
+        made.warnings.append(Warning("missing-part", text))
     return made
 
 
@@ -94,7 +96,8 @@ def _is_olmo_whole(listing: Listing) -> bool:
 def _olmo_whole(listing: Listing) -> Layout:
     made = lay_out(listing, _OLMO_WHOLE, ("model", "optim"))
     if "train.pt" not in listing:
-        made.warnings.append("there is no `train.pt` in it: no progress, no random states")
+        text = "there is no `train.pt` in it: no progress, no random states"
+        made.warnings.append(Warning("missing-part", text))
     return made
 
 

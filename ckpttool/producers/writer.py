@@ -23,6 +23,7 @@ from ckpttool.catalogue import flatten as nesting
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, File, Object, Path, Tensor
 from ckpttool.catalogue.protocols import Crcs, Format, Loss, Sink, SinkOptions
+from ckpttool.catalogue.warning import Warning
 from ckpttool.layout import rechunk as chunking
 from ckpttool.layout import select as layout
 from ckpttool.storage import files
@@ -107,7 +108,7 @@ class Arranged:
                 file.name = os.path.relpath(file.location, path)
             made.files += sink.catalogue.files
             name = component.name.replace("{rank}", "*")
-            made.warnings += [f"`{name}`: {w}" if name else w for w in sink.catalogue.warnings]
+            made.warnings += [w.prefixed(f"`{name}`") if name else w for w in sink.catalogue.warnings]
             constants = {component.inner(c.path): c.data for c in component.made}
             known |= _fill(sink.catalogue, constants, start)
             for inner, entry in sink.catalogue.entries.items():
@@ -122,7 +123,8 @@ class Arranged:
             }  # fmt: skip
             sinks.append((sink, start))
         if options.max_shard_size is not None and not any(c.format and c.format.splits for c in self.components):
-            made.warnings.append("`--max-shard-size` splits nothing here: no piece is of safetensors")
+            text = "`--max-shard-size` splits nothing here: no piece is of safetensors"
+            made.warnings.append(Warning("no-effect", text))
         made.entries = {p: found[p] for p in laid.entries if p in found}
         return _Composite(made, sinks, known)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpttool.catalogue.values import Stub, stub_name
+from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CorruptError
 from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
 from ckpttool.text import some
@@ -31,20 +32,21 @@ class Dropped:
     buffers: list[str] = field(default_factory=list)
     attributes: set[str] = field(default_factory=set)
 
-    def warnings(self) -> list[str]:
+    def warnings(self) -> list[Warning]:
         """What a person should know about the view that they get."""
         if not self.modules:
             return []
-        said = [
-            f"holds {some(self.modules, 5)} as a whole object; its parameters and buffers are shown as a state dict"
-        ]
+        text = f"holds {some(self.modules, 5)} as a whole object; its parameters and buffers are shown as a state dict"
+        warnings = [Warning("converted", text)]
         if self.buffers:
-            said.append(f"non-persistent buffers left out: {some(self.buffers, 5)}")
-        return said + self.attribute_warnings()
+            warnings.append(Warning("left-out", f"non-persistent buffers left out: {some(self.buffers, 5)}"))
+        return warnings + self.attribute_warnings()
 
-    def attribute_warnings(self) -> list[str]:
+    def attribute_warnings(self) -> list[Warning]:
         """About what is no tensor."""
-        return [f"attributes of modules left out: {some(sorted(self.attributes), 5)}"] if self.attributes else []
+        if not self.attributes:
+            return []
+        return [Warning("left-out", f"attributes of modules left out: {some(sorted(self.attributes), 5)}")]
 
 
 def is_module(value: Any) -> bool:

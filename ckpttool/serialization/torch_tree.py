@@ -15,6 +15,7 @@ from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, Object, Path, Tensor, dotted
 from ckpttool.catalogue.values import Link, stub_name
+from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CorruptError, LossError
 from ckpttool.serialization import torch_module as torchmodule
 from ckpttool.serialization.dtensor import Shard
@@ -79,13 +80,15 @@ def fill(
     nesting.flatten(tree, catalogue, (TensorRef, Shard), make, root, bare=StorageRef)
     catalogue.warnings += dropped.warnings()
     for kind, names in wrapped.items():
-        catalogue.warnings.append(f"{len(names)} tensors of class `{kind}` are taken as plain tensors: {some(names)}")
+        text = f"{len(names)} tensors of class `{kind}` are taken as plain tensors: {some(names)}"
+        catalogue.warnings.append(Warning("converted", text))
     if tagged:
-        catalogue.warnings.append(f"Python attributes of {len(tagged)} tensors are left out: {some(tagged)}")
+        text = f"Python attributes of {len(tagged)} tensors are left out: {some(tagged)}"
+        catalogue.warnings.append(Warning("left-out", text))
     catalogue.warnings += _object_warnings(catalogue.objects)
 
 
-def _object_warnings(objects: Iterable[Object]) -> list[str]:
+def _object_warnings(objects: Iterable[Object]) -> list[Warning]:
     sharded: list[str] = []
     meta: list[str] = []
     for entry in objects:
@@ -94,15 +97,17 @@ def _object_warnings(objects: Iterable[Object]) -> list[str]:
             sharded.append(entry.name)
         if "torch._utils._rebuild_meta_tensor_no_storage" in names:
             meta.append(entry.name)
-    said = []
+    warnings = []
     if sharded:
-        said.append(
+        text = (
             f"this file is one rank's part of a sharded checkpoint: {len(sharded)} entries are DTensor or "
             f"ShardedTensor objects, kept as they are: {some(sharded)}"
         )
+        warnings.append(Warning("rank-part", text))
     if meta:
-        said.append(f"{len(meta)} tensors are on the meta device and have no values: {some(meta)}")
-    return said
+        text = f"{len(meta)} tensors are on the meta device and have no values: {some(meta)}"
+        warnings.append(Warning("no-values", text))
+    return warnings
 
 
 Span = tuple[int, int, Ints | None]
@@ -114,7 +119,7 @@ def span_of(extent: Extent) -> Span:
     return extent.offset, extent.nbytes, extent.strides
 
 
-def storage_warnings(storages: list[tuple[str, int, int]], used: dict[int, set[Span]]) -> list[str]:
+def storage_warnings(storages: list[tuple[str, int, int]], used: dict[int, set[Span]]) -> list[Warning]:
     """About storages, each `(name, offset, nbytes)`, that do not match the spans used of them by offset. Pure."""
     larger: list[str] = []
     unused: list[str] = []
@@ -133,19 +138,20 @@ def storage_warnings(storages: list[tuple[str, int, int]], used: dict[int, set[S
         if len(spans) > 1 and (again := sum(size for _, size, _ in spans) - bytes_used) > 0:
             shared.append(name)
             twice += again
-    said = []
+    warnings = []
     if larger:
-        said.append(
-            f"{len(larger)} storages are larger than the tensors that use them, by {slack} bytes: {some(larger)}"
-        )
+        text = f"{len(larger)} storages are larger than the tensors that use them, by {slack} bytes: {some(larger)}"
+        warnings.append(Warning("unused-storage", text))
     if shared:
-        said.append(
+        text = (
             f"tensors overlap in {len(shared)} storages without being the same; each is written by itself, "
             f"{twice} bytes more than here: {some(shared)}"
         )
+        warnings.append(Warning("overlapping-storage", text))
     if unused:
-        said.append(f"{len(unused)} storages of {waste} bytes belong to no tensor: {some(unused)}")
-    return said
+        text = f"{len(unused)} storages of {waste} bytes belong to no tensor: {some(unused)}"
+        warnings.append(Warning("unused-storage", text))
+    return warnings
 
 
 def covered(spans: Iterable[Span]) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import File
+from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CorruptError, ReadError
 from ckpttool.formats.dcp import metadata as dcpmetadata
 from ckpttool.formats.dcp.metadata import Item, KeyPath, Metadata, StoredTensor
@@ -54,7 +55,7 @@ class Index:
     extra: dict[str, Any] | None
     copies: list[Copy] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[Warning] = field(default_factory=list)
 
 
 def index_files(path: str) -> tuple[str, list[str]]:
@@ -170,12 +171,14 @@ class _Merged:
         index.extra = index.extra or metadata.extra
         index.facts = {**metadata.facts, **index.facts}
         for called in metadata.harmful:
-            index.warnings.append(f"`{metadata.name}` names `{called}`, which runs code where torch opens it; not here")
+            text = f"`{metadata.name}` names `{called}`, which runs code where torch opens it; not here"
+            index.warnings.append(Warning("unsafe-global", text, file=metadata.name, names=(called,)))
         if metadata.strays:
-            index.warnings.append(
+            text = (
                 f"`{metadata.name}` places {len(metadata.strays)} items that belong to no tensor, or to one twice: "
                 f"{some(sorted(set(metadata.strays)))}"
             )
+            index.warnings.append(Warning("unlisted-tensor", text, file=metadata.name))
 
     def _file(self, name: str) -> int:
         number = self._numbers.get(name)
@@ -188,7 +191,7 @@ class _Merged:
             size = files.size_of(location) if os.path.exists(location) else None
         missing = size is None
         if missing:
-            self.index.warnings.append(f"file `{name}` is missing")
+            self.index.warnings.append(Warning("missing-file", f"file `{name}` is missing", file=name))
         ranked = _DATA.search(name)
         number = self._numbers[name] = len(self.index.files)
         self.index.files.append(File(location, name, size or 0, int(ranked[1]) if ranked else None, missing))
@@ -231,11 +234,12 @@ def _check_ranks(index: Index, names: list[str]) -> None:
     ranks = [int(m[1]) for name in names if (m := _OF_RANK.fullmatch(name))]
     absent = sorted(set(range(max(ranks, default=-1) + 1)) - set(ranks))
     if absent:
-        index.warnings.append(f"no index of ranks {', '.join(map(str, absent))}: objects of theirs may be missing")
+        text = f"no index of ranks {', '.join(map(str, absent))}: objects of theirs may be missing"
+        index.warnings.append(Warning("missing-index", text))
 
 
-def _about_others(sizes: Mapping[str, int], mentioned: set[str], indexes: set[str]) -> list[str]:
-    said = []
+def _about_others(sizes: Mapping[str, int], mentioned: set[str], indexes: set[str]) -> list[Warning]:
+    warnings = []
     left = {name: size for name, size in sizes.items() if name not in mentioned | indexes}
     stale = sorted(name for name in left if name.endswith(SUFFIX))
     drafts = sorted(name for name in left if name.endswith((".metadata.tmp", ".metadata.bck")))
@@ -243,17 +247,16 @@ def _about_others(sizes: Mapping[str, int], mentioned: set[str], indexes: set[st
     others = sorted(set(left) - {*stale, *drafts, *indices})
     if stale:
         total = sum(left[name] for name in stale)
-        said.append(
-            f"{len(stale)} data files of {total} bytes are not mentioned by the index, left over from another save: "
-            f"{some(stale)}"
-        )
+        text = f"{len(stale)} data files of {total} bytes are not mentioned by the index, left over from another save: "
+        warnings.append(Warning("stale-file", text + some(stale)))
     if drafts or indices:
-        said.append(
-            f"other indexes lie beside it, from a save that stopped or from another one: {some(drafts + indices)}"
-        )
+        text = f"other indexes lie beside it, from a save that stopped or from another one: {some(drafts + indices)}"
+        warnings.append(Warning("stale-index", text))
     if others:
-        said.append(f"{len(others)} files are not mentioned by the index: {some(others)}")
+        text = f"{len(others)} files are not mentioned by the index: {some(others)}"
+        warnings.append(Warning("unlisted-file", text, names=tuple(others)))
     empty = sorted(name for name, size in sizes.items() if not size and name.endswith(SUFFIX))
     if empty:
-        said.append(f"{len(empty)} data files are empty, as a save leaves them that stopped: {some(empty)}")
-    return said
+        text = f"{len(empty)} data files are empty, as a save leaves them that stopped: {some(empty)}"
+        warnings.append(Warning("empty-file", text))
+    return warnings

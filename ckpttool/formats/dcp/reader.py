@@ -10,6 +10,7 @@ from ckpttool.catalogue import values as stubs
 from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, File, Object, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Run
 from ckpttool.catalogue.values import stub_name
+from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.formats.dcp import index as dcpindex
 from ckpttool.formats.dcp import planner_data as dcpkeys
@@ -112,7 +113,7 @@ class _Opening:
         if self._unread:
             name, why = self._unread[0]
             more = f", nor {len(self._unread) - 1} objects more" if len(self._unread) > 1 else ""
-            catalogue.warnings.append(f"`{name}` cannot be read{more}: {why}")
+            catalogue.warnings.append(Warning("unreadable", f"`{name}` cannot be read{more}: {why}"))
         self._describe()
         return DcpSource(catalogue, self._items, self._transforms, index)
 
@@ -258,12 +259,13 @@ class _Opening:
         self._catalogue.containers |= part.containers
         if any(_is_sharded(entry.value) for entry in part.objects):
             rank = self._index.files[item.file].rank
-            self._catalogue.warnings.append(
+            text = (
                 f"`{dotted(path)}` is one object with DTensor or ShardedTensor inside: only the shards of "
                 f"{'the rank that wrote it' if rank is None else f'rank {rank}'} are there "
                 "(`flatten_state_dict=False` loses the others)"
             )
-        self._catalogue.warnings += [w for w in part.warnings if not w.startswith("this file is one rank's")]
+            self._catalogue.warnings.append(Warning("lost-shards", text))
+        self._catalogue.warnings += [w for w in part.warnings if w.kind != "rank-part"]
 
     def _late(self, item: Item, name: str) -> Any:
         tree, archive = self._items.tree(item, name)

@@ -7,6 +7,7 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
+from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError
 from ckpttool.formats.dcp import items as dcpitems
 from ckpttool.formats.dcp.index import Copy, Index
@@ -16,7 +17,7 @@ from ckpttool.serialization import pickler as picklewriter
 from ckpttool.text import some
 
 
-def settle(index: Index, items: Items, *, is_safetensors: bool) -> list[str]:
+def settle(index: Index, items: Items, *, is_safetensors: bool) -> list[Warning]:
     """Give entries of `index` that differ from rank to rank a name for each. What a person should know of them."""
     return _Copies(index, items, is_safetensors).settle()
 
@@ -25,7 +26,7 @@ class _Copies:
     def __init__(self, index: Index, items: Items, is_safetensors: bool) -> None:
         self._index, self._items, self._is_safetensors = index, items, is_safetensors
 
-    def settle(self) -> list[str]:
+    def settle(self) -> list[Warning]:
         by_name: dict[str, list[Copy]] = defaultdict(list)
         for copy in self._index.copies:
             by_name[copy.name].append(copy)
@@ -45,16 +46,20 @@ class _Copies:
                 twice += 1
         for name in apart:
             self._keep_apart(name, by_name[name])
-        said: list[str] = []
+        warnings: list[Warning] = []
         if twice:
-            said.append(f"{twice} entries are stored by several ranks, alike; one copy is read")
+            text = f"{twice} entries are stored by several ranks, alike; one copy is read"
+            warnings.append(Warning("replicated", text))
         if apart:
-            said.append(f"{len(apart)} entries differ from rank to rank and are kept for each: {some(apart)}")
+            text = f"{len(apart)} entries differ from rank to rank and are kept for each: {some(apart)}"
+            warnings.append(Warning("per-rank", text))
         if unlike:
-            said.append(f"{len(unlike)} tensors have replicas that differ; the first is read: {some(unlike)}")
+            text = f"{len(unlike)} tensors have replicas that differ; the first is read: {some(unlike)}"
+            warnings.append(Warning("differing-replicas", text))
         if unknown:
-            said.append(f"{len(unknown)} entries are stored by several ranks and were not compared: {some(unknown)}")
-        return said
+            text = f"{len(unknown)} entries are stored by several ranks and were not compared: {some(unknown)}"
+            warnings.append(Warning("not-compared", text))
+        return warnings
 
     def _is_same(self, copy: Copy) -> bool | None:
         try:

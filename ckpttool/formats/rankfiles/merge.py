@@ -20,6 +20,7 @@ from typing import Any
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Entry, Extent, Object, Path, Tensor, dotted
+from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.formats.rankfiles.compare import TwoSaves
 from ckpttool.formats.rankfiles.comparing import Comparing, same_value
@@ -392,19 +393,20 @@ class Merging:
             holders = sorted(set(self._seen) - set().union(*map(self._absent.__getitem__, within)))
             have = some([self._names[rank].strip("`") for rank in holders])
             what = f"`{dotted(unit)}`" if unit else "the state"
-            self._catalogue.warnings.append(
+            text = (
                 f"{what} is empty on {'rank' if len(ranks_of) == 1 else 'ranks'} "
                 f"{', '.join(map(str, ranks_of))}, and taken from {have}"
             )
+            self._catalogue.warnings.append(Warning("per-rank", text))
         if some_ranks:
-            self._catalogue.warnings.append(
-                f"{len(some_ranks)} entries are in the files of some ranks only, and kept: {some(some_ranks)}"
-            )
+            text = f"{len(some_ranks)} entries are in the files of some ranks only, and kept: {some(some_ranks)}"
+            self._catalogue.warnings.append(Warning("per-rank", text))
         if self._unread:
-            self._catalogue.warnings.append(
+            text = (
                 f"{len(self._unread)} tensors that several ranks have were not compared, which would take reading "
                 f"them: {some([dotted(path) for path in self._unread])}"
             )
+            self._catalogue.warnings.append(Warning("not-compared", text))
 
     def _spread(self) -> None:
         if not self._own:
@@ -428,9 +430,8 @@ class Merging:
         ours.entries = made
         objects = [dotted(unit) for unit in self._own if self._kind(unit) not in _PER_RANK]
         if objects:
-            ours.warnings.append(
-                f"{len(objects)} values differ between the ranks and are kept for each: {some(objects)}"
-            )
+            text = f"{len(objects)} values differ between the ranks and are kept for each: {some(objects)}"
+            ours.warnings.append(Warning("per-rank", text))
 
     def _of_each(self, unit: Path) -> list[Catalogue]:
         """What each rank has at a unit, under the key of the rank."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Extent
+from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.serialization import (
     dtensor as sharded,
@@ -42,7 +43,7 @@ class RankFile:
     extent: Callable[[TensorRef | StorageRef], Extent]
     torch: str
     shards: list[Shard] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[Warning] = field(default_factory=list)
     number: int = 0  # in the catalogue
     folder: str = ""  # of the set
 

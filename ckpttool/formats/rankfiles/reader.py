@@ -6,6 +6,7 @@ from itertools import chain
 
 from ckpttool.catalogue.entries import Catalogue, File, Path
 from ckpttool.catalogue.protocols import OpenOptions, Source
+from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.formats.rankfiles import compare as mixtures
 from ckpttool.formats.rankfiles import rank_file as reading
@@ -184,9 +185,11 @@ class _Opening:
             "torch": ", ".join(self._torch),
         }  # fmt: skip
         if self._renamed:
-            ours.warnings.append(f"names say other ranks than contents, which are believed: {some(self._renamed)}")
+            text = f"names say other ranks than contents, which are believed: {some(self._renamed)}"
+            ours.warnings.append(Warning("renamed-rank", text))
         if self._set.left_out:
-            ours.warnings.append(f"files that belong to no rank, left out: {some(self._set.left_out)}")
+            text = f"files that belong to no rank, left out: {some(self._set.left_out)}"
+            ours.warnings.append(Warning("left-out", text))
 
 
 _ONE_FILE = (

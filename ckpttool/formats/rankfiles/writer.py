@@ -24,6 +24,7 @@ from ckpttool.catalogue import parts
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, Extent, File, Path, Record, Tensor, dotted
 from ckpttool.catalogue.protocols import Crcs, Loss, Sink, SinkOptions
+from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import LossError
 from ckpttool.formats.rankfiles import sharded_pickle as spelling
 from ckpttool.serialization import torch_tree as torchtree
@@ -202,17 +203,18 @@ def _owned(laid: Catalogue) -> Iterator[tuple[Path, int, Entry]]:
             yield entry.path[: found[0]], owner, entry
 
 
-def _left_without(laid: Catalogue, world: int) -> list[str]:
+def _left_without(laid: Catalogue, world: int) -> list[Warning]:
     have: dict[Path, set[int]] = {}
     for root, rank, _ in _owned(laid):
         have.setdefault(root, set()).add(rank)
-    said = []
+    warnings = []
     for root, holders in have.items():
         without = [str(rank) for rank in range(world) if rank not in holders]
         if without:
             shown = ", ".join(without[:8]) + (", ..." if len(without) > 8 else "")
-            said.append(f"the files of {len(without)} ranks have no `{dotted(root)}`, as these saved none: {shown}")
-    return said
+            text = f"the files of {len(without)} ranks have no `{dotted(root)}`, as these saved none: {shown}"
+            warnings.append(Warning("per-rank", text))
+    return warnings
 
 
 def losses(catalogue: Catalogue, path: str) -> list[Loss]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Part, Tensor
+from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CorruptError, ReadError
 from ckpttool.formats.safetensors import index as stindex
 from ckpttool.formats.safetensors import sharding as stfiles
@@ -33,7 +34,10 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _RANK_FILE = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
-_NO_SIZES = "the files do not say how large the whole tensors are: that the last one is missing would go unnoticed"
+_NO_SIZES = Warning(
+    "unknown-shape",
+    "the files do not say how large the whole tensors are: that the last one is missing would go unnoticed",
+)
 
 
 def read_range(path: str, offset: int, nbytes: int) -> bytes:
@@ -202,11 +206,11 @@ def open_directory(root: str, names: Sequence[str]) -> Catalogue:
     catalogue = _open_whole(root, whole, indexes)
     used = {f.name for f in catalogue.files}
     if aside := [n for n in found if n not in used]:
-        catalogue.warnings.append(f"{len(aside)} safetensors files are left aside: {some(aside)}")
+        text = f"{len(aside)} safetensors files are left aside: {some(aside)}"
+        catalogue.warnings.append(Warning("unused-file", text))
     if rank_files(inner) and any(not t.shape for t in catalogue.tensors):
-        catalogue.warnings.append(
-            f"torch's consolidation writes 0-d tensors as zeros: `{SHARDED}/` has them as they were saved"
-        )
+        text = f"torch's consolidation writes 0-d tensors as zeros: `{SHARDED}/` has them as they were saved"
+        catalogue.warnings.append(Warning("suspect-values", text))
     return catalogue
 
 
@@ -221,10 +225,11 @@ def _open_whole(root: str, whole: Sequence[str], indexes: Sequence[str]) -> Cata
         return _open_listed(root, [_SINGLE] if _SINGLE in whole else whole)
     catalogue = open_indexed(root, index) if _SINGLE not in whole else None
     # transformers, too, takes the single file where there are both.
-    return catalogue or _open_listed(root, [_SINGLE], f"`{index}` is left aside for `{_SINGLE}`")
+    text = f"`{index}` is left aside for `{_SINGLE}`"
+    return catalogue or _open_listed(root, [_SINGLE], Warning("superseded-file", text, file=index))
 
 
-def _open_listed(root: str, names: Sequence[str], *warnings: str) -> Catalogue:
+def _open_listed(root: str, names: Sequence[str], *warnings: Warning) -> Catalogue:
     _check_numbers(root, names)
     reader = Reader(root, "one file" if len(names) == 1 else "several files without an index")
     for name in names:
@@ -232,7 +237,8 @@ def _open_listed(root: str, names: Sequence[str], *warnings: str) -> Catalogue:
     catalogue = reader.finish()
     catalogue.warnings += warnings
     if len(names) > 1:
-        catalogue.warnings.append(f"there is no index: {len(names)} files are taken as one checkpoint")
+        text = f"there is no index: {len(names)} files are taken as one checkpoint"
+        catalogue.warnings.append(Warning("no-index", text))
     return catalogue
 
 
@@ -267,7 +273,8 @@ def open_indexed(root: str, index: str) -> Catalogue:
     unlisted = [name for name in reader if name not in weight_map]
     catalogue = reader.finish(weight_map, {k: v for k, v in metadata.items() if isinstance(v, str)})
     if unlisted:
-        catalogue.warnings.append(f"{len(unlisted)} tensors are in the files but not in `{index}`: {some(unlisted)}")
+        text = f"{len(unlisted)} tensors are in the files but not in `{index}`: {some(unlisted)}"
+        catalogue.warnings.append(Warning("unlisted-tensor", text, file=index))
     return catalogue
 
 
@@ -290,5 +297,6 @@ def _open_ranks(root: str, names: Sequence[str]) -> Catalogue:
     catalogue.warnings.append(_NO_SIZES)
     ranks = {shard for shard, _, _ in numbers}
     if len(ranks) != max(ranks):
-        catalogue.warnings.append(f"the files are of {len(ranks)} ranks, but the last of them is rank {max(ranks) - 1}")
+        text = f"the files are of {len(ranks)} ranks, but the last of them is rank {max(ranks) - 1}"
+        catalogue.warnings.append(Warning("per-rank", text))
     return catalogue

@@ -9,6 +9,7 @@ from typing import Any
 
 from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, Tensor
 from ckpttool.catalogue.protocols import Source
+from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.formats.safetensors import index as stindex
 from ckpttool.formats.safetensors import state_json as statefile
@@ -129,5 +130,6 @@ def _open_state(root: str) -> Catalogue:
     statefile.parse(read_json(os.path.join(root, statefile.NAME)), catalogue, make, where)
     spare = [n for file, (_, header) in headers.items() for n in header.tensors if (file, n) not in used]
     if spare:
-        catalogue.warnings.append(f"{len(spare)} tensors are in the files but not in `{statefile.NAME}`: {some(spare)}")
+        text = f"{len(spare)} tensors are in the files but not in `{statefile.NAME}`: {some(spare)}"
+        catalogue.warnings.append(Warning("unlisted-tensor", text, file=statefile.NAME))
     return catalogue

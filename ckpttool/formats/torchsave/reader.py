@@ -8,6 +8,7 @@ from collections.abc import Collection
 
 from ckpttool.catalogue.entries import Catalogue, File
 from ckpttool.catalogue.protocols import Source
+from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CorruptError, ReadError
 from ckpttool.serialization import (
     torch_export as torchexport,
@@ -108,7 +109,8 @@ def _read_stream(catalogue: Catalogue, stream: torchlegacy.Stream) -> None:
             i = bisect.bisect_right(starts, extent.offset, key=lambda s: s[0]) - 1
             used.setdefault(starts[i][0], set()).add(torchtree.span_of(extent))
     catalogue.warnings += torchtree.storage_warnings([(f"storage {key}", o, n) for o, n, key in starts], used)
-    catalogue.warnings.append(f"a {stream.layout} file has no checksums: what it holds cannot be checked")
+    text = f"a {stream.layout} file has no checksums: what it holds cannot be checked"
+    catalogue.warnings.append(Warning("no-checksum", text))
 
 
 def _read_zip(catalogue: Catalogue, archive: Archive) -> None:
@@ -119,9 +121,11 @@ def _read_zip(catalogue: Catalogue, archive: Archive) -> None:
         exported = torchexport.Exported(archive)
         torchtree.fill(catalogue, exported.tree, exported.extent)
         nested = exported.nested
-        catalogue.warnings.append("a torch.export program: its graph is left out, only its tensors are shown")
+        text = "a torch.export program: its graph is left out, only its tensors are shown"
+        catalogue.warnings.append(Warning("left-out", text))
         if exported.left_out:
-            catalogue.warnings.append(f"entries that are no tensors are left out: {some(exported.left_out)}")
+            text = f"entries that are no tensors are left out: {some(exported.left_out)}"
+            catalogue.warnings.append(Warning("left-out", text))
     elif "constants.pkl" in archive.records:
         catalogue.facts |= {"layout": "TorchScript", "writer": "torch.jit"}
         del catalogue.facts["torch"]
@@ -145,7 +149,8 @@ def _read_script(catalogue: Catalogue, archive: Archive) -> None:
     if constants:
         tree.setdefault("constants", constants)
     torchtree.fill(catalogue, tree, lambda ref: archive.extent(ref, "constants" if id(ref) in apart else "data"))
-    catalogue.warnings.append("a TorchScript program: its code is left out, only its tensors are shown")
+    text = "a TorchScript program: its code is left out, only its tensors are shown"
+    catalogue.warnings.append(Warning("left-out", text))
     catalogue.warnings += dropped.attribute_warnings()
 
 
@@ -158,7 +163,7 @@ def _torch_versions(archive: Archive) -> str:
 # What a person should know about the container ------------------------------------------------------------------------
 
 
-def _archive_warnings(catalogue: Catalogue, archive: Archive, nested: Collection[str]) -> list[str]:
+def _archive_warnings(catalogue: Catalogue, archive: Archive, nested: Collection[str]) -> list[Warning]:
     used: dict[int, set[torchtree.Span]] = {}
     for tensor in catalogue.tensors:
         for chunk in tensor.chunks:
@@ -173,13 +178,15 @@ def _archive_warnings(catalogue: Catalogue, archive: Archive, nested: Collection
         (name, archive.payload(name).offset if name in archive.located else -1, r.nbytes)
         for name, r in storages.items()
     ]
-    said = torchtree.storage_warnings(spans, used)
+    warnings = torchtree.storage_warnings(spans, used)
     unchecked = sum(not r.crc for r in storages.values())
     if unchecked:
-        said.append(f"{unchecked} of {len(storages)} storages have no checksum: what they hold cannot be checked")
+        text = f"{unchecked} of {len(storages)} storages have no checksum: what they hold cannot be checked"
+        warnings.append(Warning("no-checksum", text))
     if archive.swapped:
-        said.append("written on a big-endian machine; values are swapped when they are read")
-    return said
+        text = "written on a big-endian machine; values are swapped when they are read"
+        warnings.append(Warning("byte-order", text))
+    return warnings
 
 
 def _is_storage(record: str) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckpttool.catalogue.entries import Catalogue, Entry, Object, Tensor, dotted
+from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import UsageError
 from ckpttool.layout import select as layout
 from ckpttool.layout.optimizer import parse as found
@@ -34,7 +35,7 @@ def numbered(catalogue: Catalogue, source: Catalogue) -> Catalogue:
         return catalogue
     named = optimkeys.respell(catalogue, "fqn", source)
     places = _places(source)
-    said: list[str] = []
+    warnings: list[Warning] = []
     for optimizer in found.optimizers(named):
         missing = next((name for name in optimizer.params if name not in places), None)
         if missing is not None:
@@ -46,10 +47,11 @@ def numbered(catalogue: Catalogue, source: Catalogue) -> Catalogue:
             _check_own_order(optimizer, source)
         elif any(sorted(group.params, key=places.__getitem__) != group.params for group in optimizer.groups):
             who = "`--shapes`" if "parameter order" in source.facts else "the model"
-            said.append(f"`{optimizer.name}`: its parameters are numbered in the order of {who}, not of its groups")
+            text = f"`{optimizer.name}`: its parameters are numbered in the order of {who}, not of its groups"
+            warnings.append(Warning("optimizer-keys", text))
     entries = [_ordered(entry, places) if _lists_names(entry) else entry for entry in named.entries.values()]
     made = optimkeys.respell(layout.rebuilt(named, entries, named.containers), "id", source)
-    made.warnings = [*made.warnings, *said]
+    made.warnings = [*made.warnings, *warnings]
     return made
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckpttool.catalogue.entries import Catalogue, Entry, Object, Part, Path, Tensor
+from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, UsageError
 from ckpttool.layout import select as layout
 from ckpttool.layout.optimizer import names as naming
@@ -52,7 +53,7 @@ def respell(catalogue: Catalogue, wanted: str, source: Catalogue | None = None) 
     respelt = _replaced(catalogue, changed, made)
     if wanted == "id":
         said += _unclear_again(respelt, changed)
-    respelt.warnings = [*catalogue.warnings, *said]
+    respelt.warnings = [*catalogue.warnings, *(Warning("optimizer-keys", text) for text in said)]
     return respelt
 
 

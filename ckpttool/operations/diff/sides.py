@@ -47,8 +47,8 @@ def lay_out(sources: tuple[Source, Source], paths: tuple[str, str], chosen: Chos
     for path, catalogue in zip(paths, (one, other), strict=True):
         with opening.naming(path):
             parts.stop_at_absent(catalogue, chosen.only)
-        harmful = [f"`{path}`: {said}" for said in catalogue.warnings if "runs code" in said]
-        notes += [said for said in harmful if said not in notes]
+        harmful = [f"`{path}`: {warning}" for warning in catalogue.warnings if warning.kind == "unsafe-global"]
+        notes += [text for text in harmful if text not in notes]
     laid = _selected((one, other), chosen)
     laid = _spelt_alike(laid, (one, other), paths, notes)
     if chosen.only:
@@ -118,7 +118,7 @@ def _spelt_alike(laid: Two, sources: Two, paths: tuple[str, str], notes: list[st
         notes.append(f"the optimizers are compared by the keys that they have: {error.message}")
         return laid
     for path, made, before in zip(paths, spelt, laid, strict=True):
-        notes += [f"`{path}`: {said}" for said in made.warnings if said not in before.warnings]
+        notes += [f"`{path}`: {warning}" for warning in made.warnings if warning not in before.warnings]
     return spelt[0], spelt[1]
 
 

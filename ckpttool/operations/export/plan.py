@@ -291,7 +291,7 @@ def _summarise(made: Exported, laid: Catalogue, source: Catalogue) -> None:
             made.bytes += tensor.nbytes
             count[tensor.dtype.name] += tensor.numel
     made.parameters = dict(count.most_common())
-    made.notes[:0] = [*making.taken_of_run(source), *source.warnings, *laid.warnings]
+    made.notes[:0] = [*making.taken_of_run(source), *map(str, source.warnings + laid.warnings)]
 
 
 def _unviewed(tensor: Tensor) -> str:

@@ -6,6 +6,7 @@ import os
 
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.validation import validate
+from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError
 from ckpttool.producers.open import opened
 from ckpttool.text import some
@@ -19,7 +20,9 @@ def inspect(path: str | os.PathLike[str], *, shapes: str | None = None) -> Catal
             validate(catalogue)
         except CkptError as error:
             # What is wrong stops a conversion; whoever looks wants to see the rest all the same.
-            catalogue.warnings[:0] = [f"damaged: {text}" for text in _folded(catalogue.faults or [error])]
+            catalogue.warnings[:0] = [
+                Warning("damaged", f"damaged: {text}") for text in _folded(catalogue.faults or [error])
+            ]
         return catalogue
 
 

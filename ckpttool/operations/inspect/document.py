@@ -15,8 +15,8 @@ from typing import Any
 
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor
+from ckpttool.operations.inspect import warnings
 from ckpttool.operations.inspect.format_value import describe, jsonable, peek, type_name
-from ckpttool.operations.inspect.warnings import findings
 
 SCHEMA = "ckpttool/inspect/1"
 _OURS = ("tensors", "objects", "warnings")
@@ -44,8 +44,8 @@ def document(
     yield from _lines(_tensor(t, catalogue) for t in catalogue.tensors if wanted(t.name))
     yield '],\n "objects": ['
     yield from _lines(_object(o, catalogue) for o in catalogue.objects)
-    warnings = [*catalogue.warnings, *findings(catalogue, find_aliases(catalogue.tensors))]
-    yield f'],\n "warnings": {json.dumps(warnings)}}}\n'
+    findings = [*catalogue.warnings, *warnings.findings(catalogue, find_aliases(catalogue.tensors))]
+    yield f'],\n "warnings": {json.dumps([str(warning) for warning in findings])}}}\n'
 
 
 def _lines(items: Iterator[dict[str, Any]]) -> Iterator[str]:

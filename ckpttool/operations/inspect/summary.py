@@ -77,7 +77,7 @@ def summarise(catalogue: Catalogue, *, depth: int = DEPTH, limit: int = LIMIT) -
         hyperparameters=tables,
         objects=_folded(ObjectLine(e.name, value_text(e, catalogue, limit)) for e in rest),
         ties=[(dotted(path), dotted(kept)) for path, kept in aliases.items()],
-        warnings=[*catalogue.warnings, *findings(catalogue, aliases)],
+        warnings=[str(warning) for warning in (*catalogue.warnings, *findings(catalogue, aliases))],
     )  # fmt: skip
 
 

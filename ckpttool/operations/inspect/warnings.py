@@ -7,12 +7,13 @@ from collections.abc import Collection, Iterator, Mapping
 
 from ckpttool.catalogue.aliases import one_moment_for_two
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
+from ckpttool.catalogue.warning import Warning
 
 _UNEVEN = 1.5  # times the mean
 _SHOWN = 3
 
 
-def findings(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> list[str]:
+def findings(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> list[Warning]:
     """Warnings that need no more than the catalogue."""
     twice = _stored_twice(catalogue, aliases)
     known = {*aliases, *(tensor.path for tensors in twice for tensor in tensors)}
@@ -20,14 +21,17 @@ def findings(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> list[str]:
         *one_moment_for_two(catalogue, aliases),
         *_uneven_ranks(catalogue),
         *(
-            f"{_names([t.name for t in tensors])} hold the same bytes, stored {_places(tensors)} times"
+            Warning(
+                "stored-twice",
+                f"{_names([t.name for t in tensors])} hold the same bytes, stored {_places(tensors)} times",
+            )
             for tensors in twice
         ),
         *_probably_tied(catalogue, known),
     ]
 
 
-def _uneven_ranks(catalogue: Catalogue) -> Iterator[str]:
+def _uneven_ranks(catalogue: Catalogue) -> Iterator[Warning]:
     loads: dict[int, int] = defaultdict(int)
     for file in catalogue.files:
         if file.rank is not None:
@@ -38,9 +42,10 @@ def _uneven_ranks(catalogue: Catalogue) -> Iterator[str]:
     mean = sum(loads.values()) / world
     heaviest = max(loads, key=lambda rank: loads[rank])
     if loads[heaviest] > _UNEVEN * mean:
-        yield (
+        yield Warning(
+            "uneven-ranks",
             f"rank {heaviest} wrote {loads[heaviest]:,} bytes, {loads[heaviest] / mean:.1f} times the mean of "
-            f"{world} ranks: saving and loading wait for it"
+            f"{world} ranks: saving and loading wait for it",
         )
 
 
@@ -63,7 +68,7 @@ def _places(tensors: list[Tensor]) -> int:
     return len({(t.chunks.file[0], t.chunks.offset[0]) for t in tensors})
 
 
-def _probably_tied(catalogue: Catalogue, told: Collection[Path]) -> Iterator[str]:
+def _probably_tied(catalogue: Catalogue, told: Collection[Path]) -> Iterator[Warning]:
     """A matrix that the optimizer does not know, of the shape of exactly one that it knows: a tied weight that was
     stored twice, as DCP does."""
     known = _with_state(catalogue)
@@ -77,9 +82,10 @@ def _probably_tied(catalogue: Catalogue, told: Collection[Path]) -> Iterator[str
             here[tensor.part, tensor.dtype.name, tensor.shape].append(tensor)
     for key, tensors in strangers.items():
         if len(tensors) == 1 == len(partners.get(key, ())):
-            yield (
+            yield Warning(
+                "stored-twice",
                 f"`{tensors[0].name}` is probably `{partners[key][0].name}` stored a second time: "
-                "same dtype and shape, and the optimizer knows only one of them"
+                "same dtype and shape, and the optimizer knows only one of them",
             )
 
 

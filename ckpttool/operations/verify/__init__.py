@@ -13,7 +13,6 @@ against      against another checkpoint
 from __future__ import annotations
 
 import os
-import re
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -46,12 +45,18 @@ from ckpttool.transfer.threads import Progress
 
 __all__ = ["Finding", "Report", "verify"]
 
-# What the formats say of files, which is found here file by file.
-_SAID = re.compile(
-    r"file `.*` is missing|\d+ data files of \d+ bytes are not mentioned|other indexes lie beside it|"
-    r"\d+ data files are empty|no index of ranks|\d+ safetensors files are left aside|a .* file has no checksums|"
-    r"1 files are not mentioned by the index: `integrity.json`$|"
-    r"\d+ of \d+ storages have no checksum|this file is one rank's|.*: \d+ data files of \d+ bytes are not mentioned"
+# Warnings of the readers about what is found here file by file.
+_FOUND_HERE = frozenset(
+    {
+        "empty-file",
+        "missing-file",
+        "missing-index",
+        "no-checksum",
+        "rank-part",
+        "stale-file",
+        "stale-index",
+        "unused-file",
+    }
 )
 
 
@@ -175,9 +180,11 @@ def _remarks(catalogue: Catalogue) -> list[Finding]:
     """What the readers have noticed. What would run code elsewhere is more than a remark: no writer of checkpoints
     leaves it, and nothing passes it on."""
     return [
-        Finding(DAMAGE, "harmful", said) if "runs code" in said else Finding(NOTE, "remark", said)
-        for said in catalogue.warnings
-        if not _SAID.match(said)
+        Finding(DAMAGE, "harmful", warning.text)
+        if warning.kind == "unsafe-global"
+        else Finding(NOTE, "remark", warning.text)
+        for warning in catalogue.warnings
+        if warning.kind not in _FOUND_HERE and warning.names != (manifests.NAME,)
     ]
 
 

@@ -51,7 +51,7 @@ def look(catalogue: Catalogue, aliases: Mapping[Path, Path], read: ReadNumber, c
         checks.fails("optimizer state", error.message, hint=error.hint)
         return []
     for said in one_moment_for_two(catalogue, aliases):
-        checks.fails("optimizer state", said)
+        checks.fails("optimizer state", said.text)
     shapes = _shapes(catalogue)
     made = []
     for optimizer in optimizers:

@@ -1,0 +1,69 @@
+"""Typed warnings: what a person should know about a checkpoint that can be read all the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Kind = Literal[
+    "byte-order",  # values are stored in the other byte order
+    "chosen",  # one checkpoint, model or part was taken of several
+    "converted",  # a module or a tensor subclass is shown as plain tensors
+    "damaged",  # a fault that stops every operation but `inspect`
+    "differing-replicas",  # several ranks have stored different values of one tensor
+    "empty-file",  # data files of no bytes
+    "framework",  # what a framework expects of the files written for it, or what was made for it
+    "left-out",  # code, attributes, buffers or files that are not part of the catalogue
+    "lost-shards",  # shards of other ranks are in no file
+    "missing-file",  # a file that an index names
+    "missing-index",  # the index of a rank
+    "missing-part",  # a part that such checkpoints have
+    "no-checksum",  # bytes that cannot be verified
+    "no-effect",  # an option that changes nothing
+    "no-index",  # several files were taken as one checkpoint without an index
+    "no-values",  # tensors on the meta device
+    "not-compared",  # several ranks have stored an entry, and whether it is the same is not known
+    "optimizer-keys",  # how the keys of an optimizer were rewritten
+    "overlapping-storage",  # tensors that share some of their bytes
+    "per-rank",  # entries that only some ranks have, or that each rank has its own of
+    "placement",  # how tensors were sharded where the rules leave it open
+    "rank-part",  # one file of a sharded checkpoint
+    "renamed-rank",  # rank files whose names and contents disagree
+    "replicated",  # equal copies, one of which is read
+    "stale-file",  # data files of another save
+    "stale-index",  # indexes of another save
+    "stored-twice",  # equal tensors that are probably tied
+    "superseded-file",  # a file that another one is taken in place of
+    "suspect-values",  # values that a known defect of the writer has changed
+    "uneven-ranks",  # one rank wrote much more than the others
+    "unknown-shape",  # shards without the shape of the whole tensor
+    "unlisted-file",  # files that the index does not mention
+    "unlisted-tensor",  # tensors that the index does not mention
+    "unmatched-optimizer",  # optimizer state of parameters that the model does not have
+    "unreadable",  # an object that cannot be read
+    "unsafe-global",  # a name in a pickle that runs code where it is loaded; `names` has it
+    "unused-file",  # files that are not part of what was opened
+    "unused-storage",  # bytes that no tensor uses
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Warning:
+    """Class for one warning: ``Warning("missing-file", "file `a.pt` is missing", file="a.pt")``.
+
+    Code selects warnings by `kind` and never by `text`, which is for people. `names` are the files or the globals that
+    the warning is about, where code needs them.
+    """
+
+    kind: Kind
+    text: str
+    file: str | None = None
+    tensor: str | None = None
+    names: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.text
+
+    def prefixed(self, prefix: str) -> Warning:
+        """Return the same warning with `prefix: ` before its text. Pure."""
+        return replace(self, text=f"{prefix}: {self.text}")
