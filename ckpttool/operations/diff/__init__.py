@@ -76,11 +76,34 @@ def diff(
         laid = sides.lay_out((sources[0], sources[1]), paths, chosen, made.notes)
         for side, source, catalogue in zip((made.a, made.b), sources, laid, strict=True):
             _count(side, source, catalogue)
-        comparing = _Comparing(made, (sources[0], sources[1]), laid, tolerance, ignore_dtype, sharded)
-        comparing.run(threads or DEFAULT_THREADS, progress)
+        compare_sources(
+            (sources[0], sources[1]), laid, made, tolerance=tolerance, ignore_dtype=ignore_dtype, sharded=sharded,
+            threads=threads, progress=progress,
+        )  # fmt: skip
         files.check_unchanged(before)
     made.seconds = time.monotonic() - began
     return made
+
+
+def compare_sources(
+    sources: tuple[Source, Source],
+    catalogues: sides.Two,
+    result: Diff | None = None,
+    *,
+    tolerance: Tolerance | None = None,
+    ignore_dtype: bool = False,
+    sharded: bool = False,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Diff:
+    """Compare two open sources, entry by entry, and return `result` with every difference.
+
+    `catalogues` say what is compared of each, under which names. Raises what reading the sources raises.
+    """
+    result = result or Diff(Side("A"), Side("B"))
+    comparing = _Comparing(result, sources, catalogues, tolerance, ignore_dtype, sharded)
+    comparing.run(threads or DEFAULT_THREADS, progress)
+    return result
 
 
 def _tolerance(rtol: float | None, atol: float | None, ulp: int | None) -> Tolerance | None:
