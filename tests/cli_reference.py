@@ -10,23 +10,24 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from typer.main import get_command
+import click
 
 GENERATED = re.compile(r"^<!-- (ckpttool(?: [\w-]+)*) -->\n(.*?)^<!-- end -->\n", re.MULTILINE | re.DOTALL)
 
 
 def commands() -> dict[str, Any]:
-    """`{"ckpttool": ..., "ckpttool inspect": ..., ...}`, as typer has them."""
+    """`{"ckpttool": ..., "ckpttool inspect": ..., ...}`."""
     from ckpttool.cli.app import application
 
-    group: Any = get_command(application())
-    return dict(_below("ckpttool", group))
+    return dict(_below("ckpttool", application()))
 
 
 def _below(name: str, command: Any) -> Iterator[tuple[str, Any]]:
     yield name, command
-    for word, inner in getattr(command, "commands", {}).items():
-        yield from _below(f"{name} {word}", inner)
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for word in command.list_commands(context):
+            yield from _below(f"{name} {word}", command.get_command(context, word))
 
 
 def options(command: Any) -> list[Any]:
@@ -46,7 +47,12 @@ def by_hand(page: str) -> str:
 
 def _section(name: str, command: Any) -> str:
     arguments = [p for p in command.params if p.param_type_name == "argument"]
-    words = [name, *(p.metavar for p in arguments), "[OPTIONS]", *(["COMMAND"] if hasattr(command, "commands") else [])]
+    words = [
+        name,
+        *(p.metavar for p in arguments),
+        "[OPTIONS]",
+        *(["COMMAND"] if isinstance(command, click.Group) else []),
+    ]
     lines = ["", f"    {' '.join(filter(None, words))}", "", _prose(command.help), ""]
     if arguments or options(command):
         lines += [f"| {'argument or option' if arguments else 'option'} | what it does |", "|---|---|"]
@@ -56,7 +62,7 @@ def _section(name: str, command: Any) -> str:
 
 
 def _spelt(option: Any) -> str:
-    value = "" if option.is_flag else f" {option.metavar}"
+    value = "" if option.is_flag or not option.metavar else f" {option.metavar}"
     return ", ".join(f"`{spelling}{value}`" for spelling in option.opts)
 
 
@@ -65,10 +71,10 @@ def _help(param: Any) -> str:
 
 
 def _notes(param: Any) -> Iterator[str]:
-    if param.default is not None and param.default is not False and not param.required:
+    if isinstance(param.default, (int, str)) and not isinstance(param.default, bool):
         yield f"Default: {param.default}"
-    if getattr(param, "min", None) is not None:
-        yield f"At least {param.min}"
+    if getattr(param.type, "min", None) is not None:
+        yield f"At least {param.type.min}"
 
 
 def _prose(text: str) -> str:

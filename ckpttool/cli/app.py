@@ -1,4 +1,4 @@
-"""The command line's entry point: which commands there are, and `--version`."""
+"""The command line's entry point: the commands, `--version` and shell completion."""
 
 from __future__ import annotations
 
@@ -6,89 +6,154 @@ import atexit
 import gc
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from importlib import import_module
-from typing import Annotated, NamedTuple
+from typing import Any, NamedTuple
 
-import typer
+import click
 
-from ckpttool.cli.errors import Commands, catch_signals, stopped_early
-from ckpttool.cli.parsing import without_adapters
+from ckpttool.cli.errors import catch_signals, exit_code_of, stopped_early
+from ckpttool.cli.options import OUTPUT, Option
 from ckpttool.cli.terminal import out
-from ckpttool.errors import INTERRUPTED, TERMINATED
+from ckpttool.errors import INTERRUPTED, TERMINATED, UsageError
 from ckpttool.version import __version__
 
-without_adapters()
+_COMPLETE = "_CKPTTOOL_COMPLETE"  # the variable in which a completion script asks
 
 
-class Command(NamedTuple):
-    """Where a command is described, and what `--help` says of it in a line of 80 columns."""
+class Described(NamedTuple):
+    """The module of a command, and its line in `ckpttool --help`, at most 60 characters."""
 
     module: str
     summary: str
 
 
-# In the order of `--help`. Describing a command takes as long as inspecting a checkpoint: of one that is named on the
-# command line no other one is imported.
+# In the order of `--help`. A command's module is imported when the command is run.
 COMMANDS = {
-    "inspect": Command("inspect", "What a checkpoint holds, without reading its weights."),
-    "show": Command("show", "One tensor: where it lies, values, mean, norm, NaN."),
-    "diff": Command("diff", "How two checkpoints differ, of any formats and worlds."),
-    "verify": Command("verify", "Is it whole? Every checksum, size and range is compared."),
-    "repair": Command("repair", "A copy with everything put right that needs no guess."),
-    "convert": Command("convert", "Any format to any other, bit for bit, optimizer and all."),
-    "export": Command("export", "The model for transformers, vLLM and the Hub."),
-    "reshard": Command("reshard", "Onto another number of ranks, or another mesh."),
-    "formats": Command("formats", "What can be read and written."),
-    "verify-resume": Command("verifyresume", "Does training go on as if nothing had happened?"),
+    "inspect": Described("inspect", "Show what a checkpoint holds, without reading its weights."),
+    "show": Described("show", "Show one tensor: shards, values, mean, norm, NaN."),
+    "diff": Described("diff", "Compare two checkpoints of any format and world size."),
+    "verify": Described("verify", "Is it whole? Check every checksum, size and range."),
+    "repair": Described("repair", "Write a repaired copy; only lossless fixes."),
+    "convert": Described("convert", "Convert to another format, bit for bit."),
+    "export": Described("export", "Export the model for transformers, vLLM and the Hub."),
+    "reshard": Described("reshard", "Reshard for another number of ranks or another mesh."),
+    "formats": Described("formats", "List the formats that can be read and written."),
+    "verify-resume": Described("verify_resume", "Check that training resumes exactly from a checkpoint."),
 }
 
 
-def application(names: Iterable[str] = tuple(COMMANDS)) -> typer.Typer:
-    """The command line with these commands."""
-    made = typer.Typer(
+class Application(click.Group):
+    """The group of all commands. It imports the one that is run, and ends in an exit code whatever happens."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        module = import_module(f"ckpttool.cli.{COMMANDS[name].module}")
+        command: click.Command = getattr(module, name.replace("-", "_"))
+        return command
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.summary) for name, command in COMMANDS.items()])
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
+        if instruction := os.environ.get(_COMPLETE):
+            from click.shell_completion import shell_complete
+
+            sys.exit(shell_complete(self, {}, "ckpttool", _COMPLETE, instruction))
+        words = list(sys.argv[1:] if args is None else args)
+        sys.exit(exit_code_of(self, words))
+
+
+def _print_version(context: click.Context, param: click.Parameter, value: bool) -> None:
+    if value:
+        out().line(f"ckpttool {__version__}")
+        context.exit()
+
+
+def _completion_script(shell: str) -> tuple[str, str]:
+    """Return the shell's name (`$SHELL` if `shell` is empty) and its script. Raises UsageError for other shells."""
+    from click.shell_completion import get_completion_class
+
+    name = shell or os.path.basename(os.environ.get("SHELL", ""))
+    complete = get_completion_class(name)
+    if complete is None:
+        raise UsageError(f"there is no completion for the shell `{name}`", hint="name one: bash, zsh or fish")
+    return name, complete(Application(), {}, "ckpttool", _COMPLETE).source()
+
+
+def _show_completion(context: click.Context, param: click.Parameter, shell: str | None) -> None:
+    if shell is not None:
+        out().write(_completion_script(shell)[1])
+        context.exit()
+
+
+def _install_completion(context: click.Context, param: click.Parameter, shell: str | None) -> None:
+    if shell is None:
+        return
+    name, script = _completion_script(shell)
+    config = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    folder = os.path.join(config, "fish/completions" if name == "fish" else "ckpttool")
+    path = os.path.join(folder, "ckpttool.fish" if name == "fish" else f"completion.{name}")
+    os.makedirs(folder, exist_ok=True)
+    with open(path, "w", encoding="utf-8") as stream:
+        stream.write(script)
+    if name != "fish":  # fish reads its folder by itself
+        startup, line = os.path.expanduser(f"~/.{name}rc"), f'source "{path}"\n'
+        with open(startup, "a+", encoding="utf-8") as stream:
+            stream.seek(0)
+            if line not in stream.read():
+                stream.write(line)
+    out().line(f"wrote {path}; it is used by each new {name}")
+    context.exit()
+
+
+def application() -> Application:
+    """Return the command line."""
+    return Application(
         name="ckpttool",
-        cls=Commands,
-        help="Inspect, convert, reshard, compare, verify and publish the checkpoints of PyTorch training, bit for bit.",
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
+        help="Inspect, convert, reshard, compare, verify and export PyTorch training checkpoints, bit for bit.",
+        epilog="`ckpttool COMMAND --help` shows a command's options and examples.\n\nMore: docs/reference/cli.md",
         no_args_is_help=True,
         context_settings={"help_option_names": ["-h", "--help"]},
+        params=[
+            Option(
+                "--version",
+                is_flag=True,
+                is_eager=True,
+                expose_value=False,
+                callback=_print_version,
+                section=OUTPUT,
+                help="Print the version and exit.",
+            ),
+            *(
+                Option(
+                    name,
+                    metavar="[SHELL]",
+                    is_flag=False,
+                    flag_value="",
+                    is_eager=True,
+                    expose_value=False,
+                    callback=callback,
+                    section=OUTPUT,
+                    help=help,
+                )
+                for name, callback, help in (
+                    ("--install-completion", _install_completion, "Install completion for bash, zsh or fish."),
+                    ("--show-completion", _show_completion, "Print the completion script."),
+                )
+            ),
+        ],
     )
-    made.callback()(_root)
-    for name in names:
-        module, summary = COMMANDS[name]
-        command = getattr(import_module(f"ckpttool.cli.{module}"), name.replace("-", "_"))
-        if isinstance(command, typer.Typer):
-            made.add_typer(command, short_help=summary)
-        else:
-            made.command(short_help=summary)(command)
-    return made
-
-
-def _asked() -> Iterable[str]:
-    """The command that the command line names, or all."""
-    first = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
-    return (first,) if first in COMMANDS else COMMANDS
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        out().line(f"ckpttool {__version__}")
-        raise typer.Exit
-
-
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    pass
 
 
 def collect_rarely() -> None:
-    """What a command makes is needed until it ends: looking through it for garbage, again and again and once more at
-    the end, is a sixth of a short command."""
+    """Run the garbage collector rarely. Nearly everything that a command allocates is needed until it ends, and
+    looking through it again and again takes a sixth of a short command."""
     gc.set_threshold(20_000, 20, 20)
     atexit.register(gc.freeze)
 
@@ -100,25 +165,24 @@ def main() -> None:
     silent = False
     if "WORLD_SIZE" in os.environ:
         # Only under torchrun: it imports much of what writes.
-        from ckpttool.transfer import processes as sharing
+        from ckpttool.transfer import processes
 
-        silent = sharing.is_silent()
+        silent = processes.is_silent()
     if silent:
-        # Of several processes all are needed for what is shared, one for the rest; only one speaks.
+        # All processes divide the work of these two; one does the rest, and one prints.
         if not {"reshard", "trial"} & {*sys.argv[1:]}:
             return
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:
-        application(_asked())(prog_name="ckpttool")
+        application().main()
     except KeyboardInterrupt as stop:
         # No command has begun yet.
         sys.exit(stopped_early(stop))
     except SystemExit as stop:
         if stop.code in (INTERRUPTED, TERMINATED):
-            # All is said and cleaned up. A thread may be in the middle of importing torch, whose own threads abort an
-            # ordinary exit.
+            # A thread may be in the middle of importing torch, whose own threads abort an ordinary exit.
             sys.stderr.flush()
             os._exit(stop.code)
         if silent and stop.code:
-            sharing.wait_to_be_ended()
+            processes.wait_to_be_ended()
         raise

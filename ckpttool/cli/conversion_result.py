@@ -19,7 +19,7 @@ _ENOUGH = 64 << 20  # bytes without which a rate says nothing
 _TITLES = 12  # characters before the text of a line
 
 
-def tell(
+def print_result(
     made: Conversion, schema: str, *, as_json: bool, quiet: bool, verbose: bool, checked: bool,
     more: Iterable[tuple[str, str]] = (), waited: float = 0.0,
 ) -> None:  # fmt: skip

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
-from ckpttool.cli.options import AsJson, Quiet, Shapes, Tensors, Threads, Verbose, complete_part
-from ckpttool.cli.progress import Progress
+from ckpttool.cli import options
+from ckpttool.cli.options import COMPARISON, Argument, Option
+from ckpttool.cli.progress import progress_on_stderr
 from ckpttool.cli.terminal import Painted, Piece, Terminal, answer, bold, dim, err
 from ckpttool.text import duration, plural, size
 
@@ -26,71 +26,54 @@ _WIDE = 110  # columns of a terminal that shows all figures
 _NARROW = ("max ulp", "cosine", "elements", "A", "B")  # what others leave to --json: the rest says how bad it is
 
 
-def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint of any format.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="The other one; of any format too.")],
-    only: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--only", metavar="PART", autocompletion=complete_part,
-            help="Only this part (model, optimizer, ...; or its key), its key off the names. Repeatable.",
-        ),
-    ] = None,
-    drop: Annotated[
-        list[str] | None,
-        typer.Option("--drop", metavar="PART", autocompletion=complete_part, help="Not this part. Repeatable."),
-    ] = None,
-    tensors: Tensors = None,
-    exclude: Annotated[
-        list[str] | None, typer.Option("--exclude", metavar="GLOB", help="Not what matches. Repeatable.")
-    ] = None,
-    rename: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--rename", metavar="OLD=NEW", help="What A calls OLD is NEW in B, as in convert; or @FILE. Repeatable."
-        ),
-    ] = None,
-    strip_wrappers: Annotated[
-        bool,
-        typer.Option("--strip-wrappers", help="Take `module.`, `_orig_mod.` and other wrappers off both sides' names."),
-    ] = False,
-    strip_prefix: Annotated[
-        str | None, typer.Option("--strip-prefix", metavar="P", help="Take one prefix off the models' names.")
-    ] = None,
-    rtol: Annotated[
-        str | None, typer.Option("--rtol", metavar="R", help="Elements are equal within R times that of B.")
-    ] = None,
-    atol: Annotated[str | None, typer.Option("--atol", metavar="A", help="Elements are equal within A.")] = None,
-    ulp: Annotated[
-        int | None,
-        typer.Option("--ulp", metavar="N", min=0, help="Elements are equal when at most N numbers of the dtype apart."),
-    ] = None,
-    ignore_dtype: Annotated[
-        bool, typer.Option("--ignore-dtype", help="Another dtype is no difference when the values are equal.")
-    ] = False,
-    sharding: Annotated[
-        bool, typer.Option("--sharding", help="How tensors are cut, and over which ranks, has to be the same too.")
-    ] = False,
-    shapes: Shapes = None,
-    threads: Threads = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-) -> None:  # fmt: skip
-    """Show how two checkpoints differ: names, dtypes, shapes, values, ties and objects.
+@options.command(
+    "diff",
+    Argument("a", metavar="A", help="A checkpoint of any format."),
+    Argument("b", metavar="B", help="The checkpoint to compare it with, of any format."),
+    options.reworded(
+        options.ONLY,
+        "Include only this part (model, optimizer, ...; or its key), and remove its key from the names. Repeatable.",
+    ),
+    options.DROP,
+    options.TENSORS,
+    options.EXCLUDE,
+    options.SHAPES,
+    options.reworded(options.RENAME, "Rename OLD in A to NEW, as in convert; @FILE reads rules. Repeatable."),
+    options.STRIP_WRAPPERS,
+    options.STRIP_PREFIX,
+    Option(
+        "--rtol", metavar="R", type=float, section=COMPARISON, help="Relative tolerance of elements, relative to B."
+    ),
+    Option("--atol", metavar="A", type=float, section=COMPARISON, help="Absolute tolerance of elements."),
+    Option("--ulp", metavar="N", type=click.IntRange(min=0), section=COMPARISON, help="Tolerance in ULPs."),
+    Option(
+        "--ignore-dtype",
+        is_flag=True,
+        section=COMPARISON,
+        help="Do not count a different dtype as a difference if the values are equal.",
+    ),
+    Option(
+        "--sharding",
+        "sharded",
+        is_flag=True,
+        section=COMPARISON,
+        help="Count a different sharding as a difference.",
+    ),
+    options.THREADS,
+    options.AS_JSON,
+    options.QUIET,
+    options.VERBOSE,
+    examples=("step-900 step-1000", "step-1000 model.safetensors --only model --ulp 1"),
+)
+def diff(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
+    """Compare two checkpoints: names, dtypes, shapes, values, tied weights and objects.
 
-    Any two formats and any two numbers of ranks. Ends with 0 when they are the same, with 1 when they differ.
+    Formats and world sizes may differ. The exit code is 0 if they are the same, 1 if they differ.
     """
     import ckpttool
 
-    with ExitStack() as stack:
-        progress = None if quiet or as_json else stack.enter_context(Progress(err()))
-        made = ckpttool.diff(
-            a, b, only=only or (), drop=drop or (), tensors=tensors or (), exclude=exclude or (), rename=rename or (),
-            strip_wrappers=strip_wrappers, strip_prefix=strip_prefix, rtol=_number("--rtol", rtol),
-            atol=_number("--atol", atol), ulp=ulp, ignore_dtype=ignore_dtype, sharded=sharding, shapes=shapes,
-            threads=threads, progress=progress,
-        )  # fmt: skip
+    with progress_on_stderr(not (quiet or as_json)) as progress:
+        made = ckpttool.diff(**arguments, progress=progress)
     with answer(made.exit_code) as terminal:
         if as_json:
             terminal.write(json.dumps(_document(made)) + "\n")
@@ -100,16 +83,7 @@ def diff(
         else:
             _print(terminal, made, verbose)
     if made.exit_code:
-        raise typer.Exit(made.exit_code)
-
-
-def _number(flag: str, text: str | None) -> float | None:
-    from ckpttool.errors import UsageError
-
-    try:
-        return None if text is None else float(text)
-    except ValueError:
-        raise UsageError(f"`{flag} {text}` is not a number", hint=f"write one like `{flag} 1e-5`") from None
+        raise click.exceptions.Exit(made.exit_code)
 
 
 def _names(made: Diff) -> Iterator[str]:

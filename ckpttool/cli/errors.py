@@ -1,9 +1,9 @@
-"""What went wrong -> words on stderr -> exit code. The one place where a command ends otherwise than by returning.
+"""Turns exceptions and signals into a message on stderr and an exit code.
 
 CkptError             error: ... / hint: ...            its own code
-typer's usage errors  error: ... / hint: ...            2
+click's usage errors  error: ... / hint: ...            2
 Ctrl-C, SIGTERM       interrupted, nothing was written  130, 143
-stdout was closed     nothing                           that of the answer, as `| head` has what it wanted
+stdout was closed     nothing                           that of the answer: `| head` has read what it needs
 anything else         bug: ... / hint: ...              70, with the traceback under -v or CKPTTOOL_DEBUG=1
 """
 
@@ -15,29 +15,20 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-from typer.core import TyperGroup
+import click
 
 from ckpttool.cli.terminal import Painted, ReaderGone, err, out
 from ckpttool.errors import BUG, DONE, INTERRUPTED, TERMINATED, CkptError, StorageError, UsageError
+from ckpttool.text import near_names
 
 SCHEMA = "ckpttool/error/1"
 
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM or SIGHUP, raised where Ctrl-C would be."""
-
-
-class _Stopped(Exception):
-    """An interrupt on its way out; typer would turn a KeyboardInterrupt into an exit without a word."""
-
-    def __init__(self, exit_code: int, said: str, kept: bool = False) -> None:
-        super().__init__(said)
-        self.exit_code = exit_code
-        self.kept = kept
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
@@ -48,8 +39,8 @@ def _stop(signum: int, frame: FrameType | None) -> None:
 
 
 def catch_signals() -> None:
-    """Treat SIGTERM and SIGHUP (a connection that drops) like Ctrl-C: raise in the main thread. What a shell has told
-    us to ignore (`&`, `nohup`) stays ignored."""
+    """Treat SIGTERM and SIGHUP (a dropped connection) like Ctrl-C: raise in the main thread. Signals that the shell has
+    set to be ignored (`&`, `nohup`) stay ignored."""
     signal.signal(signal.SIGTERM, _stop)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
         signal.signal(signal.SIGHUP, _stop)
@@ -58,95 +49,104 @@ def catch_signals() -> None:
 
 
 def stopped_early(stop: KeyboardInterrupt) -> int:
-    """The last word and the exit code for a signal that came before there was a command line to be read."""
-    stopped = _as_stopped(stop)
-    return _Report([]).stopped(stopped)
+    """Report a signal that arrived before the command line was parsed. Return the exit code."""
+    return _Report([]).stopped(stop)
 
 
-def _as_stopped(stop: KeyboardInterrupt) -> _Stopped:
-    code, said = (TERMINATED, "terminated") if isinstance(stop, Terminated) else (INTERRUPTED, "interrupted")
-    return _Stopped(code, said, getattr(stop, "kept", False))
+def exit_code_of(command: click.Command, words: list[str]) -> int:
+    """Run `command` with the `words` of the command line, report what goes wrong and return the exit code."""
+    _make_writable()
+    code = _run(command, words, _Report(words))
+    _settle_stdout()
+    return code
+
+
+def _run(command: click.Command, words: list[str], report: _Report) -> int:
+    try:
+        code = _invoke(command, words)
+        out().flush()
+    except KeyboardInterrupt as stop:
+        return report.stopped(stop)
+    except ReaderGone as gone:
+        return gone.exit_code
+    except BrokenPipeError:  # click writes the help by itself
+        return DONE
+    except CkptError as error:
+        return report.failed(error)
+    except MemoryError:
+        return report.failed(StorageError("out of memory", hint="give the process more, or pass `--max-memory`"))
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        return report.failed(StorageError(f"`{error.filename}`: {reason}" if error.filename else reason))
+    except click.exceptions.NoArgsIsHelpError as error:
+        err().write(f"{error.format_message()}\n")
+        return UsageError.exit_code
+    except click.UsageError as error:
+        return report.failed(_translate(error))
+    except Exception as error:
+        return report.bug(error)
+    return code
+
+
+def _invoke(command: click.Command, words: list[str]) -> int:
+    try:
+        with command.make_context("ckpttool", list(words)) as context:
+            command.invoke(context)
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    return DONE
 
 
 def _make_writable() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell: `>&-`
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-        # A name in a script that the locale cannot spell is shown escaped.
+        # Characters that the locale cannot encode are escaped.
         getattr(sys, name).reconfigure(errors="backslashreplace")
 
 
-class Commands(TyperGroup):
-    """The group of all commands, ending in an exit code whatever happens."""
-
-    def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
-        words = list(sys.argv[1:] if args is None else args)
-        _make_writable()
-        # typer takes care of completion requests before it looks at standalone_mode.
-        code = self._run(words, _Report(words), {**extra, "standalone_mode": False, "prog_name": "ckpttool"})
-        _settle_stdout()
-        sys.exit(code)
-
-    def _run(self, words: list[str], report: _Report, extra: dict[str, Any]) -> int:
-        try:
-            code = super().main(words, **extra)
-            out().flush()
-        except _Stopped as stopped:
-            return report.stopped(stopped)
-        except ReaderGone as gone:
-            return gone.exit_code
-        except CkptError as error:
-            return report.failed(error)
-        except MemoryError:
-            return report.failed(StorageError("out of memory", hint="give the process more, or pass `--max-memory`"))
-        except OSError as error:
-            why = (error.strerror or str(error)).lower()
-            said = f"`{error.filename}`: {why}" if error.filename else why
-            return report.failed(StorageError(said))
-        except Exception as error:
-            if type(error).__name__ == "NoArgsIsHelpError":
-                return _show_help(error)
-            usage = _as_usage_error(error)
-            return report.failed(usage) if usage is not None else report.bug(error)
-        return code if isinstance(code, int) else DONE
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt as stop:
-            raise _as_stopped(stop) from None
+def _settle_stdout() -> None:
+    """Discard output that stdout does not accept: Python would try again at exit, and print a traceback."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Report:
-    """Says what went wrong: on stderr for people, on stdout for `--json`."""
+    """Prints an error: on stderr for people, on stdout for `--json`."""
 
     def __init__(self, words: list[str]) -> None:
-        # Looked for here, because the command line may be what is wrong.
+        # Searched for, because the command line itself may be the error.
         flags = words[: words.index("--")] if "--" in words else words
         self._json = "--json" in flags
         self._verbose = any(re.fullmatch(r"--verbose|-[a-zA-Z]*v[a-zA-Z]*", flag) for flag in flags)
 
     def failed(self, error: CkptError) -> int:
-        return self._say("error: ", error.kind, error.message, error.hint, error.exit_code, error.facts)
+        return self._print("error: ", error.kind, error.message, error.hint, error.exit_code, error.facts)
 
-    def stopped(self, stopped: _Stopped) -> int:
-        hint = "the same command goes on from what has been copied" if stopped.kept else None
-        return self._say("", str(stopped), f"{stopped}, nothing was written", hint, stopped.exit_code, {})
+    def stopped(self, stop: KeyboardInterrupt) -> int:
+        kind, exit_code = ("terminated", TERMINATED) if isinstance(stop, Terminated) else ("interrupted", INTERRUPTED)
+        kept = getattr(stop, "kept", False)
+        hint = "run the same command again to continue from what has been copied" if kept else None
+        return self._print("", kind, f"{kind}, nothing was written", hint, exit_code, {})
 
     def bug(self, error: Exception) -> int:
         if self._verbose or os.environ.get("CKPTTOOL_DEBUG") == "1":
             for line in "".join(traceback.format_exception(error)).splitlines():
                 err().line(line)
-        said = f"{type(error).__name__}: {error}".partition("\n")[0]
-        hint = "this is our mistake, not yours: run it again with `-v` and report what it prints"
-        return self._say("bug: ", "bug", said, hint, BUG, {})
+        message = f"{type(error).__name__}: {error}".partition("\n")[0]
+        hint = "this is a mistake in ckpttool: run it again with `-v` and report what it prints"
+        return self._print("bug: ", "bug", message, hint, BUG, {})
 
-    def _say(self, title: str, kind: str, message: str, hint: str | None, exit_code: int, facts: dict[str, Any]) -> int:
+    def _print(
+        self, title: str, kind: str, message: str, hint: str | None, exit_code: int, facts: dict[str, Any]
+    ) -> int:
         try:
             if self._json:
-                said = {**facts, "kind": kind, "message": message, "hint": hint, "exit_code": exit_code}
+                error = {**facts, "kind": kind, "message": message, "hint": hint, "exit_code": exit_code}
                 terminal = out()
-                terminal.write(json.dumps({"schema": SCHEMA, "error": said}, default=str) + "\n")
+                terminal.write(json.dumps({"schema": SCHEMA, "error": error}, default=str) + "\n")
             else:
                 terminal = err()
                 terminal.line(Painted(title, "red"), message)
@@ -154,44 +154,23 @@ class _Report:
                     terminal.line(Painted("hint: ", "dim"), hint)
             terminal.flush()
         except (ReaderGone, StorageError):
-            pass  # nobody is there to be told
+            pass  # the stream is closed or full, and there is no other
         return exit_code
 
 
-def _settle_stdout() -> None:
-    """Throw away what stdout did not take: Python would try again at exit, and complain with a traceback."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _show_help(error: Any) -> int:
-    terminal = err()
-    terminal.write(f"{error.ctx.get_help()}\n")
-    return UsageError.exit_code
-
-
-def _as_usage_error(error: Any) -> UsageError | None:
-    """typer's complaint in our words: lower case, backticks, and a hint. None for anything else."""
-    # typer has kept its classes in different places; what they have in common is how they are asked.
-    if not hasattr(error, "format_message") or not hasattr(error, "exit_code"):
-        return None
-    context = getattr(error, "ctx", None)
-    command = context.command_path if context is not None else "ckpttool"
-    message = _backticks(error.format_message()).strip()
+def _translate(error: click.UsageError) -> UsageError:
+    """Return click's error with our wording: lower case, backticks, and a hint."""
+    command = error.ctx.command_path if error.ctx is not None else "ckpttool"
+    message = re.sub(r"'([^']*)'", r"`\1`", error.format_message()).strip()
     hint = f"`{command} --help` shows what it takes"
-    if type(error).__name__ == "NoSuchOption":
+    if isinstance(error, click.NoSuchOption):
         message = f"`{command}` has no option `{error.option_name}`"
         if error.possibilities:
             hint = f"did you mean `{error.possibilities[0]}`?"
-    elif unknown := re.match(r"No such command (`[^`]*`)", message):
-        near = re.findall(r"`[^`]*`", message[unknown.end() :])
-        message = f"there is no command {unknown[1]}"
-        hint = f"did you mean {near[0]}?" if near else f"`{command} --help` lists the commands"
+    elif isinstance(error, click.exceptions.NoSuchCommand) and error.ctx is not None:
+        group = error.ctx.command
+        near = near_names(error.command_name, group.list_commands(error.ctx) if isinstance(group, click.Group) else [])
+        message = f"there is no command `{error.command_name}`"
+        hint = f"did you mean `{near[0]}`?" if near else f"`{command} --help` lists the commands"
     message = re.sub(r"(?:^|(?<=: ))[A-Z](?=[a-z])", lambda first: first[0].lower(), message)
     return UsageError(message.rstrip("."), hint=hint)
-
-
-def _backticks(text: str) -> str:
-    return re.sub(r"'([^']*)'", r"`\1`", text)

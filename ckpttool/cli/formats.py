@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 
-from ckpttool.cli.options import AsJson, Quiet
+from ckpttool.cli import options
 from ckpttool.cli.terminal import bold, out
 
 
-def formats(as_json: AsJson = False, quiet: Quiet = False) -> None:
+@options.command("formats", options.AS_JSON, options.QUIET)
+def formats(as_json: bool, quiet: bool) -> None:
     """List the formats that can be read and written."""
     from ckpttool.formats import FORMATS
 

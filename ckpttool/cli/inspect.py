@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
-from ckpttool.cli.options import AsJson, Checkpoint, Quiet, Shapes, Tensors, Verbose
-from ckpttool.cli.places import box
-from ckpttool.cli.terminal import Painted, Piece, Terminal, bold, dim, out
+from ckpttool.cli import options
+from ckpttool.cli.options import SELECTION, Option
+from ckpttool.cli.terminal import Painted, Piece, Terminal, bold, box, dim, out
 from ckpttool.text import count, meant, plural, size
 
 if TYPE_CHECKING:
@@ -27,18 +27,30 @@ _RUN = 20  # checkpoints of a run, unless -v
 _TITLES = {"producer": "producer", "writer": "written by", "torch": "torch", "layout": "layout"}
 
 
+@options.command(
+    "inspect",
+    options.CHECKPOINT,
+    Option(
+        "--depth",
+        metavar="N",
+        type=click.IntRange(min=1),
+        default=4,
+        section=SELECTION,
+        help="Levels of the module tree to show.",
+    ),
+    options.TENSORS,
+    options.SHAPES,
+    options.AS_JSON,
+    options.QUIET,
+    options.VERBOSE,
+    examples=("step-1000", "step-1000 --tensors 'model.layers.0.*'", "hf://org/model --depth 6"),
+)
 def inspect(
-    path: Checkpoint,
-    depth: Annotated[int, typer.Option("--depth", metavar="N", min=1, help="Levels of the module tree.")] = 4,
-    tensors: Tensors = None,
-    shapes: Shapes = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    path: str, depth: int, tensors: Sequence[str], shapes: str | None, as_json: bool, quiet: bool, verbose: bool
 ) -> None:
-    """Show what a checkpoint holds, without reading a weight or running anything in it.
+    """Show what a checkpoint holds, without reading its weights or executing its pickles.
 
-    With --tensors, one line for each tensor that matches and where its chunks lie.
+    With --tensors, show one line for each matching tensor, with the location of its shards.
     """
     import ckpttool
     from ckpttool.catalogue.patterns import any_of

@@ -1,87 +1,243 @@
-"""Options that several commands share, each defined once: the same flag means the same thing everywhere."""
+"""The commands' options: the classes that print `--help` in sections, and each option that several commands share."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
-import typer
+import click
+
+Param = TypeVar("Param", bound="Argument | Option")
+
+# The sections of `--help`, in order.
+SELECTION = "Selection"
+NAMES = "Names"
+FORMAT = "Format"
+LAYOUT = "Layout"
+COMPARISON = "Comparison"
+HUB = "Hugging Face Hub"
+RUN = "Execution"
+OUTPUT = "Output"
 
 
-def complete_format(incomplete: str) -> list[str]:
-    """Names of formats that can be written, for the shell's completion."""
+class Argument(click.Argument):
+    """A positional argument with a help text."""
+
+    def __init__(self, name: str, *, help: str, **settings: Any) -> None:
+        super().__init__([name], **settings)
+        self.help = help
+
+
+class Option(click.Option):
+    """An option in a section of `--help`."""
+
+    def __init__(self, *names: str, section: str, help: str, **settings: Any) -> None:
+        show_default = settings.get("default") is not True  # of a flag that turns something off
+        super().__init__(names, help=help, show_default=show_default, **settings)
+        self.section = section
+
+
+class Command(click.Command):
+    """A command whose `--help` has a section for its arguments and for each kind of option, and examples."""
+
+    def __init__(
+        self, name: str, callback: Callable[..., None], params: Sequence[click.Parameter], examples: Sequence[str]
+    ) -> None:
+        super().__init__(name, callback=callback, help=inspect.cleandoc(callback.__doc__ or ""), params=[*params])
+        self.examples = examples
+
+    def sections(self, context: click.Context) -> dict[str, list[click.Parameter]]:
+        """Return the parameters by the title of their section, in the order of `--help`."""
+        sections: dict[str, list[click.Parameter]] = {"Arguments": []}
+        for param in self.get_params(context):
+            title = "Arguments" if isinstance(param, click.Argument) else getattr(param, "section", OUTPUT)
+            sections.setdefault(title, []).append(param)
+        return {title: params for title, params in sections.items() if params}
+
+    def format_arguments(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write nothing: the arguments are the first of the sections."""
+
+    def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, params in self.sections(context).items():
+            with formatter.section(title):
+                formatter.write_dl([_help_record(param, context) for param in params])
+
+    def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        if self.examples:
+            with formatter.section("Examples"):
+                for example in self.examples:
+                    formatter.write(f"{'':>{formatter.current_indent}}{context.command_path} {example}\n")
+        page = "docs/reference/cli.md#" + context.command_path.removeprefix("ckpttool ").replace(" ", "-")
+        formatter.write_paragraph()
+        formatter.write_text(f"More: {page}")
+
+
+class Commands(click.Group):
+    """A group whose `--help` lists the commands in the order in which they were given."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+def _help_record(param: click.Parameter, context: click.Context) -> tuple[str, str]:
+    if isinstance(param, Argument):
+        return param.make_metavar(context), param.help or ""
+    return param.get_help_record(context) or ("", "")
+
+
+def command(
+    name: str, *params: click.Parameter, examples: Sequence[str] = ()
+) -> Callable[[Callable[..., None]], Command]:
+    """Make a function a command. Its docstring is the help; it is called with the values of `params` by name."""
+    return lambda callback: Command(name, callback, params, examples)
+
+
+def reworded(param: Param, help: str) -> Param:
+    """Return `param` with another help text."""
+    param = copy.copy(param)
+    param.help = help
+    return param
+
+
+# Completion -----------------------------------------------------------------------------------------------------------
+
+
+def _formats(context: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     from ckpttool.formats import FORMATS
 
     return [row.target for row in FORMATS if row.create and row.target.startswith(incomplete)]
 
 
-def complete_producer(incomplete: str) -> list[str]:
-    """Layouts that can be written, for the shell's completion."""
+def _producers(context: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     from ckpttool.producers.writable import WRITABLE
 
     return [row.name for row in WRITABLE if row.name.startswith(incomplete)]
 
 
-def complete_part(incomplete: str) -> list[str]:
-    """Kinds of parts, for the shell's completion."""
+def _parts(context: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     from ckpttool.catalogue.entries import KINDS
 
     return [kind for kind in KINDS if kind.startswith(incomplete)]
 
 
-Checkpoint = Annotated[
-    str,
-    typer.Argument(
-        metavar="PATH", help="A checkpoint: a file, a directory, a run directory, or a quoted pattern of rank files."
-    ),
-]
-Source = Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint to read. It is never touched.")]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace DST. The old one stays until the new one is complete.")
-]
-Resume = Annotated[
-    bool,
-    typer.Option(
-        "--resume",
-        help="Go on from what an interrupted run has copied, after checking it; keep it when this one stops.",
-    ),
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", "-n", help="Show the plan and write nothing.")]
-Threads = Annotated[
-    int | None, typer.Option("--threads", "-j", metavar="N", min=1, help="How many threads move bytes.")
-]
-MaxMemory = Annotated[
-    str | None, typer.Option("--max-memory", metavar="SIZE", help="Bound the buffers: 2GB, 512MiB, ...")
-]
-Check = Annotated[bool, typer.Option("--check", help="Read DST back and compare it with SRC before it gets its name.")]
-Manifest = Annotated[
-    str | None,
-    typer.Option("--manifest", metavar="FILE", help="Write a manifest of DST too: SHA-256 by file and tensor."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, errors too.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print bare values only, and no progress.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Leave nothing out; show where a bug of ours is.")]
-Only = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--only", metavar="PART", autocompletion=complete_part,
-        help="Only this part (model, optimizer, ...; or its key). Repeatable.",
-    ),
-]  # fmt: skip
-Drop = Annotated[
-    list[str] | None,
-    typer.Option("--drop", metavar="PART", autocompletion=complete_part, help="Not this part. Repeatable."),
-]
-Shapes = Annotated[
-    str | None,
-    typer.Option(
-        "--shapes", metavar="FROM",
-        help="Who knows the parameters in their order: a checkpoint, or JSON. For flat files and numbered optimizers.",
-    ),
-]  # fmt: skip
-Tensors = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--tensors", metavar="GLOB",
-        help="Only tensors whose dotted name matches; `*` crosses dots, `re:` begins a regular expression. Repeatable.",
-    ),
-]  # fmt: skip
+# Arguments ------------------------------------------------------------------------------------------------------------
+
+CHECKPOINT = Argument(
+    "path",
+    metavar="PATH",
+    help="A checkpoint: a file, a directory, a run directory, or a quoted pattern of rank files.",
+)
+SOURCE = Argument("src", metavar="SRC", help="The checkpoint to read. It is never changed.")
+DESTINATION = Argument("dst", metavar="DST", help="The file or directory to write, like `cp`.")
+
+# What is read and written ---------------------------------------------------------------------------------------------
+
+ONLY = Option(
+    "--only",
+    metavar="PART",
+    multiple=True,
+    shell_complete=_parts,
+    section=SELECTION,
+    help="Include only this part (model, optimizer, ...; or its key). Repeatable.",
+)
+DROP = Option(
+    "--drop",
+    metavar="PART",
+    multiple=True,
+    shell_complete=_parts,
+    section=SELECTION,
+    help="Exclude this part. Repeatable.",
+)
+TENSORS = Option(
+    "--tensors",
+    metavar="GLOB",
+    multiple=True,
+    section=SELECTION,
+    help="Include only tensors whose dotted name matches; `*` also matches dots, `re:` starts a regular expression. "
+    "Repeatable.",
+)
+EXCLUDE = Option(
+    "--exclude", metavar="GLOB", multiple=True, section=SELECTION, help="Exclude matching tensors. Repeatable."
+)
+SHAPES = Option(
+    "--shapes",
+    metavar="FROM",
+    section=SELECTION,
+    help="Parameter names, shapes and order (a checkpoint or JSON); needed for FSDP1 flat parameters and "
+    "integer-keyed optimizers.",
+)
+RENAME = Option(
+    "--rename",
+    metavar="OLD=NEW",
+    multiple=True,
+    section=NAMES,
+    help="Rename OLD to NEW; `*` captures; @FILE reads rules. Repeatable.",
+)
+STRIP_WRAPPERS = Option(
+    "--strip-wrappers",
+    is_flag=True,
+    section=NAMES,
+    help="Remove `module.`, `_orig_mod.`, `_fsdp_wrapped_module.` and `_checkpoint_wrapped_module.` from names.",
+)
+STRIP_PREFIX = Option(
+    "--strip-prefix", metavar="P", section=NAMES, help="Remove this prefix from the names of the model."
+)
+TO = Option(
+    "--to",
+    metavar="FORMAT",
+    shell_complete=_formats,
+    section=FORMAT,
+    help="torch, dcp, safetensors or fsdp1. Default: from the suffix of DST.",
+)
+PRODUCER = Option(
+    "--producer",
+    metavar="NAME",
+    shell_complete=_producers,
+    section=FORMAT,
+    help="Write the directory layout that a framework resumes from: accelerate, torchtitan, verl or trainer. "
+    "Replaces --to.",
+)
+DTYPE = Option(
+    "--dtype",
+    metavar="[PATTERN=]DTYPE",
+    multiple=True,
+    section=FORMAT,
+    help="Cast floating-point tensors: bfloat16, or 'norm*=float32' for some. Repeatable; the first match applies.",
+)
+MAX_SHARD_SIZE = Option(
+    "--max-shard-size", metavar="SIZE", section=FORMAT, help="Split into files of at most this size: 5GB, 512MiB, ..."
+)
+
+# Execution and output -------------------------------------------------------------------------------------------------
+
+OVERWRITE = Option(
+    "--overwrite", is_flag=True, section=RUN, help="Replace DST. The old one is kept until the new one is complete."
+)
+RESUME = Option(
+    "--resume",
+    is_flag=True,
+    section=RUN,
+    help="Continue an interrupted run: check and keep what it has copied. If this run is interrupted, keep its copies.",
+)
+DRY_RUN = Option("--dry-run", "-n", is_flag=True, section=RUN, help="Show the plan and write nothing.")
+CHECK = Option("--check", is_flag=True, section=RUN, help="Verify DST against SRC before committing it.")
+MANIFEST = Option(
+    "--manifest",
+    metavar="FILE",
+    section=RUN,
+    help="Also write a manifest of DST: SHA-256 of each file and tensor.",
+)
+THREADS = Option(
+    "--threads",
+    "-j",
+    metavar="N",
+    type=click.IntRange(min=1),
+    section=RUN,
+    help="Number of threads that read and write.",
+)
+MAX_MEMORY = Option("--max-memory", metavar="SIZE", section=RUN, help="Limit the buffers: 2GB, 512MiB, ...")
+AS_JSON = Option("--json", "as_json", is_flag=True, section=OUTPUT, help="Print one JSON object, also for an error.")
+QUIET = Option("--quiet", "-q", is_flag=True, section=OUTPUT, help="Print bare values only, and no progress.")
+VERBOSE = Option("--verbose", "-v", is_flag=True, section=OUTPUT, help="Full output; tracebacks for internal errors.")

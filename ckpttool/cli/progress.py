@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
-from ckpttool.cli.terminal import ReaderGone, Terminal
+from ckpttool.cli.terminal import ReaderGone, Terminal, err
 from ckpttool.text import duration, size
 
 _PATIENCE = 1.0  # seconds before anything is said
@@ -65,6 +65,16 @@ class Progress:
             with contextlib.suppress(ReaderGone):
                 self._terminal.write("\r\x1b[K")
                 self._terminal.flush()
+
+
+@contextlib.contextmanager
+def progress_on_stderr(shown: bool) -> Iterator[Progress | None]:
+    """Return a Progress on stderr for the length of a `with` block, or None if it is not `shown`."""
+    if not shown:
+        yield None
+        return
+    with Progress(err()) as progress:
+        yield progress
 
 
 def _words(done: int, total: int, moved: int, seconds: float) -> str:

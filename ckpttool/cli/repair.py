@@ -3,57 +3,60 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
 from dataclasses import asdict
-from typing import Annotated
+from typing import Any
 
-import typer
-
-from ckpttool.cli.options import AsJson, DryRun, Overwrite, Quiet, Source, Threads
-from ckpttool.cli.progress import Progress
+from ckpttool.cli import options
+from ckpttool.cli.options import SELECTION, Option
+from ckpttool.cli.progress import progress_on_stderr
 from ckpttool.cli.terminal import Painted, bold, dim, err, out
 from ckpttool.text import duration, plural, size
 
 
-def repair(
-    src: Source,
-    dst: Annotated[str, typer.Argument(metavar="DST", help="The directory to write, like `cp`.")],
-    merge: Annotated[
-        list[str] | None,
-        typer.Option("--merge", metavar="DIR", help="A directory of another node with files of this save. Repeatable."),
-    ] = None,
-    like: Annotated[
-        str | None, typer.Option("--like", metavar="OTHER", help="Another step of the run, for a lost `.metadata`.")
-    ] = None,
-    overwrite: Overwrite = False,
-    dry_run: DryRun = False,
-    threads: Threads = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-) -> None:
-    """Write a copy with everything put right that can be without guessing, and verify it.
+@options.command(
+    "repair",
+    options.SOURCE,
+    options.reworded(options.DESTINATION, "The directory to write, like `cp`."),
+    Option(
+        "--merge",
+        metavar="DIR",
+        multiple=True,
+        section=SELECTION,
+        help="Directory of another node with files of the same save. Repeatable.",
+    ),
+    Option(
+        "--like",
+        metavar="OTHER",
+        section=SELECTION,
+        help="Another step of the same run, to rebuild a missing `.metadata` from.",
+    ),
+    options.OVERWRITE,
+    options.DRY_RUN,
+    options.THREADS,
+    options.AS_JSON,
+    options.QUIET,
+    examples=("node0/step-1000 repaired --merge node1/step-1000", "step-1000 repaired --like step-900"),
+)
+def repair(as_json: bool, quiet: bool, **arguments: Any) -> None:
+    """Write a repaired copy of a checkpoint, with lossless fixes only, and verify it.
 
-    DST appears whole or not at all.
+    DST is written completely or not at all.
     """
     import ckpttool
 
-    with ExitStack() as stack:
-        progress = None if quiet or as_json else stack.enter_context(Progress(err()))
-        made = ckpttool.repair(
-            src, dst, merge=merge or (), like=like, overwrite=overwrite, dry_run=dry_run, threads=threads,
-            progress=progress,
-        )  # fmt: skip
+    with progress_on_stderr(not (quiet or as_json)) as progress:
+        result = ckpttool.repair(**arguments, progress=progress)
     terminal = out()
     if as_json:
-        terminal.write(json.dumps({"schema": "ckpttool/repair/1", **asdict(made)}) + "\n")
+        terminal.write(json.dumps({"schema": "ckpttool/repair/1", **asdict(result)}) + "\n")
     elif not quiet:
-        terminal.line("would write " if made.dry_run else "wrote ", bold(made.destination))
+        terminal.line("would write " if result.dry_run else "wrote ", bold(result.destination))
         rows = [
-            *zip(("done", *[""] * len(made.done)), made.done, strict=False),
-            ("files", f"{plural(made.files, 'file')}, {size(made.bytes)}"),
-            ("checked", f"{plural(made.records, 'checksum')} over {size(made.checked)}"),
-            ("time", duration(made.seconds)),
+            *zip(("done", *[""] * len(result.done)), result.done, strict=False),
+            ("files", f"{plural(result.files, 'file')}, {size(result.bytes)}"),
+            ("checked", f"{plural(result.records, 'checksum')} over {size(result.checked)}"),
+            ("time", duration(result.seconds)),
         ]
         terminal.table([(dim(title), text) for title, text in rows], cut=(1,), prose=(1,))
-        for note in made.notes:
+        for note in result.notes:
             err().line(Painted("warning: ", "yellow"), note)

@@ -1,120 +1,108 @@
-"""`ckpttool reshard`: onto another number of ranks, or another mesh."""
+"""`ckpttool reshard`: the same checkpoint for another number of ranks, or another mesh."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from ckpttool.cli.conversion_result import tell
-from ckpttool.cli.options import (
-    AsJson,
-    Check,
-    Drop,
-    DryRun,
-    Manifest,
-    MaxMemory,
-    Only,
-    Overwrite,
-    Quiet,
-    Resume,
-    Shapes,
-    Source,
-    Threads,
-    Verbose,
-)
-from ckpttool.cli.progress import Progress
-from ckpttool.cli.terminal import err
+from ckpttool.cli import options
+from ckpttool.cli.conversion_result import print_result
+from ckpttool.cli.options import LAYOUT, RUN, Option
+from ckpttool.cli.progress import progress_on_stderr
 from ckpttool.text import plural
 
 if TYPE_CHECKING:
     from ckpttool import Resharding
 
 
-def reshard(
-    src: Source,
-    dst: Annotated[str, typer.Argument(metavar="DST", help="The directory to write, like `cp`.")],
-    to_world: Annotated[
-        int | None, typer.Option("--to-world", metavar="N", help="Onto N ranks, as FSDP cuts parameters.")
-    ] = None,
-    to_mesh: Annotated[
-        str | None,
-        typer.Option("--to-mesh", metavar="MESH", help="Onto a mesh: shard=4,tp=2 or replicate=2,shard=4."),
-    ] = None,
-    like: Annotated[
-        str | None, typer.Option("--like", metavar="OTHER", help="With the chunks and ranks of another checkpoint.")
-    ] = None,
-    to: Annotated[
-        str | None, typer.Option("--to", metavar="FORMAT", help="dcp or fsdp1; by default as SRC, and dcp for a file.")
-    ] = None,
-    engine: Annotated[
-        str | None,
-        typer.Option(
-            "--engine",
-            metavar="ENGINE",
-            help="bytes copies; mesh loads into torch, on as many processes as ranks, and is the default there.",
-        ),
-    ] = None,
-    placements: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--placements",
-            metavar="GLOB=DIM:N",
-            help="Cut parameters by a mesh dimension along theirs: 'layers.*.wq.weight=tp:0'; or @FILE. Repeatable.",
-        ),
-    ] = None,
-    shard: Annotated[
-        list[str] | None, typer.Option("--shard", metavar="GLOB", help="These are parameters: cut them. Repeatable.")
-    ] = None,
-    replicate: Annotated[
-        list[str] | None,
-        typer.Option("--replicate", metavar="GLOB", help="These are buffers: keep them whole. Repeatable."),
-    ] = None,
-    rng: Annotated[
-        str, typer.Option("--rng", metavar="POLICY", help="Random states of the ranks: keep, rank0 or drop.")
-    ] = "keep",
-    dataloader: Annotated[
-        str, typer.Option("--dataloader", metavar="POLICY", help="Data loaders of the ranks: keep or drop.")
-    ] = "keep",
-    only: Only = None,
-    drop: Drop = None,
-    shapes: Shapes = None,
-    overwrite: Overwrite = False,
-    resume: Resume = False,
-    dry_run: DryRun = False,
-    threads: Threads = None,
-    max_memory: MaxMemory = None,
-    check: Check = False,
-    manifest: Manifest = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-) -> None:
-    """Write a checkpoint in the chunks that another number of ranks, or another mesh, would save.
+@options.command(
+    "reshard",
+    options.SOURCE,
+    options.reworded(options.DESTINATION, "The directory to write, like `cp`."),
+    Option("--to-world", metavar="N", type=int, section=LAYOUT, help="Shard for N ranks, as FSDP does."),
+    Option("--to-mesh", metavar="MESH", section=LAYOUT, help="Shard for a mesh: shard=4,tp=2 or replicate=2,shard=4."),
+    Option("--like", metavar="OTHER", section=LAYOUT, help="Use the sharding and ranks of another checkpoint."),
+    Option(
+        "--placements",
+        metavar="GLOB=DIM:N",
+        multiple=True,
+        section=LAYOUT,
+        help="Shard matching parameters over mesh dimension DIM along tensor dimension N: 'layers.*.wq.weight=tp:0' "
+        "is Shard(0) over tp; @FILE reads rules. Repeatable.",
+    ),
+    Option(
+        "--shard",
+        metavar="GLOB",
+        multiple=True,
+        section=LAYOUT,
+        help="Treat matching tensors as parameters: shard them. Repeatable.",
+    ),
+    Option(
+        "--replicate",
+        metavar="GLOB",
+        multiple=True,
+        section=LAYOUT,
+        help="Treat matching tensors as buffers: replicate them. Repeatable.",
+    ),
+    Option(
+        "--rng",
+        metavar="POLICY",
+        default="keep",
+        section=LAYOUT,
+        help="RNG states of the ranks: keep, rank0 or drop.",
+    ),
+    Option(
+        "--dataloader",
+        metavar="POLICY",
+        default="keep",
+        section=LAYOUT,
+        help="Data loader states of the ranks: keep or drop.",
+    ),
+    options.reworded(options.TO, "dcp or fsdp1. Default: the format of SRC; dcp for a single file."),
+    options.ONLY,
+    options.DROP,
+    options.SHAPES,
+    Option(
+        "--engine",
+        metavar="ENGINE",
+        section=RUN,
+        help="bytes copies files; mesh loads into torch with one process per rank, and is the default there.",
+    ),
+    options.CHECK,
+    options.MANIFEST,
+    options.OVERWRITE,
+    options.RESUME,
+    options.DRY_RUN,
+    options.THREADS,
+    options.MAX_MEMORY,
+    options.AS_JSON,
+    options.QUIET,
+    options.VERBOSE,
+    examples=("step-1000 step-1000-w16 --to-world 16", "step-1000 step-1000-tp --to-mesh shard=4,tp=2 --dry-run"),
+)
+def reshard(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
+    """Reshard a checkpoint for another number of ranks or another mesh.
 
-    Alone it needs no process group; under torchrun the processes share the copies. DST appears complete or not at all.
+    No process group is needed; under torchrun the processes divide the work. DST is written completely or not at all.
     """
     import ckpttool
 
-    with ExitStack() as stack:
-        progress = None if quiet or as_json else stack.enter_context(Progress(err()))
-        made = ckpttool.reshard(
-            src, dst, to_world=to_world, to_mesh=to_mesh, like=like, to=to, engine=engine,
-            placements=placements or (), shard=shard or (), replicate=replicate or (), rng=rng, dataloader=dataloader,
-            only=only or (), drop=drop or (),
-            shapes=shapes, overwrite=overwrite, resume=resume, dry_run=dry_run, threads=threads, max_memory=max_memory,
-            check=check, manifest=manifest, progress=progress,
-        )  # fmt: skip
-    tell(
-        made, "ckpttool/reshard/1", as_json=as_json, quiet=quiet, verbose=verbose, checked=check, more=[*_more(made)]
-    )  # fmt: skip
+    with progress_on_stderr(not (quiet or as_json)) as progress:
+        result = ckpttool.reshard(**arguments, progress=progress)
+    print_result(
+        result,
+        "ckpttool/reshard/1",
+        as_json=as_json,
+        quiet=quiet,
+        verbose=verbose,
+        checked=arguments["check"],
+        more=[*_rows(result)],
+    )
 
 
-def _more(made: Resharding) -> Iterator[tuple[str, str]]:
-    yield "onto", f"{plural(made.world, 'rank')}, {made.mesh}"
-    shared = f", {made.processes} processes" if made.processes > 1 else ""
-    yield "engine", f"{made.engine}{shared} ({made.why})"
-    for said in made.policies:
-        yield "of a rank", said
+def _rows(result: Resharding) -> Iterator[tuple[str, str]]:
+    yield "layout", f"{plural(result.world, 'rank')}, {result.mesh}"
+    shared = f", {result.processes} processes" if result.processes > 1 else ""
+    yield "engine", f"{result.engine}{shared} ({result.why})"
+    for policy in result.policies:
+        yield "per rank", policy

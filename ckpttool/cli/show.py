@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from ckpttool.cli.options import AsJson, Checkpoint, Quiet, Shapes
-from ckpttool.cli.places import box
-from ckpttool.cli.terminal import Terminal, bold, dim, out
+from ckpttool.cli import options
+from ckpttool.cli.terminal import Terminal, bold, box, dim, out
 from ckpttool.text import size
 
 if TYPE_CHECKING:
     from ckpttool.operations.show import Shown
 
 
-def show(
-    path: Checkpoint,
-    tensor: Annotated[str, typer.Argument(metavar="TENSOR", help="Its dotted name, as `inspect --tensors` shows it.")],
-    shapes: Shapes = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-) -> None:
-    """Show one tensor: where it lies, a few values, and what they are like."""
+@options.command(
+    "show",
+    options.CHECKPOINT,
+    options.Argument("tensor", metavar="TENSOR", help="Its dotted name, as `inspect --tensors` shows it."),
+    options.SHAPES,
+    options.AS_JSON,
+    options.QUIET,
+    examples=("step-1000 model.embed.weight",),
+)
+def show(path: str, tensor: str, shapes: str | None, as_json: bool, quiet: bool) -> None:
+    """Show one tensor: the location of its shards, the first values, and statistics."""
     import ckpttool
 
     shown = ckpttool.show(path, tensor, shapes=shapes)

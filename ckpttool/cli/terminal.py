@@ -171,6 +171,15 @@ def shorten(text: str, width: int) -> str:
     return f"{text[:front]}...{text[len(text) - (keep - front) :] if keep > front else ''}"
 
 
+def box(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> str:
+    """Return the region of a tensor as an index: `[0:4, :]` for rows 0 to 3 of a matrix."""
+    slices = [
+        ":" if low == 0 and size == full else f"{low}:{low + size}"
+        for low, size, full in zip(offsets, sizes, shape, strict=True)
+    ]
+    return f"[{', '.join(slices)}]"
+
+
 def out() -> Terminal:
     """stdout: the answer."""
     return Terminal(sys.stdout)

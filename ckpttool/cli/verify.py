@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
-from ckpttool.cli.options import AsJson, Checkpoint, Quiet, Shapes, Threads, Verbose
-from ckpttool.cli.progress import Progress
-from ckpttool.cli.terminal import Painted, Terminal, answer, bold, dim, err
+from ckpttool.cli import options
+from ckpttool.cli.options import COMPARISON, Option
+from ckpttool.cli.progress import progress_on_stderr
+from ckpttool.cli.terminal import Painted, Terminal, answer, bold, dim
 from ckpttool.text import duration, plural, size
 
 if TYPE_CHECKING:
@@ -26,40 +26,51 @@ _TITLES = {
 _MARKS = {"damage": "red", "difference": "red", "nan": "red", "suspect": "yellow"}
 
 
-def verify(
-    path: Checkpoint,
-    against: Annotated[
-        str | None, typer.Option("--against", metavar="OTHER", help="Compare with a checkpoint that should be equal.")
-    ] = None,
-    manifest: Annotated[
-        str | None,
-        typer.Option("--manifest", metavar="FILE", help="Compare with a manifest: SHA-256 by file and tensor."),
-    ] = None,
-    write_manifest: Annotated[
-        str | None, typer.Option("--write-manifest", metavar="FILE", help="Write a manifest, if nothing is damaged.")
-    ] = None,
-    values: Annotated[
-        bool, typer.Option("--values", help="Look at every element too: NaN, infinite, all zero, denormal.")
-    ] = False,
-    shapes: Shapes = None,
-    threads: Threads = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-) -> None:
-    """Read a checkpoint from end to end and say everything that is wrong with it.
+@options.command(
+    "verify",
+    options.CHECKPOINT,
+    options.SHAPES,
+    Option(
+        "--against",
+        metavar="OTHER",
+        section=COMPARISON,
+        help="Compare with a checkpoint that should be equal.",
+    ),
+    Option(
+        "--manifest",
+        metavar="FILE",
+        section=COMPARISON,
+        help="Compare with a manifest: SHA-256 of each file and tensor.",
+    ),
+    Option(
+        "--write-manifest",
+        metavar="FILE",
+        section=COMPARISON,
+        help="Write a manifest, if nothing is damaged.",
+    ),
+    Option(
+        "--values",
+        "check_values",
+        is_flag=True,
+        section=COMPARISON,
+        help="Check every element: NaN, infinite, all zero, denormal.",
+    ),
+    options.THREADS,
+    options.AS_JSON,
+    options.QUIET,
+    options.VERBOSE,
+    examples=("step-1000", "step-1000 --values", "copy --against step-1000"),
+)
+def verify(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
+    """Read a whole checkpoint and report all damage.
 
-    Every checksum that the writer left is compared, and the index with the files. Ends with 4 for damage, with 1 for a
-    NaN or a difference, else with 0.
+    Every stored checksum is compared, and the index with the files. The exit code is 4 for damage, 1 for NaN or a
+    difference, else 0.
     """
     import ckpttool
 
-    with ExitStack() as stack:
-        progress = None if quiet or as_json else stack.enter_context(Progress(err()))
-        report = ckpttool.verify(
-            path, against=against, manifest=manifest, write_manifest=write_manifest, check_values=values,
-            shapes=shapes, threads=threads, progress=progress,
-        )  # fmt: skip
+    with progress_on_stderr(not (quiet or as_json)) as progress:
+        report = ckpttool.verify(**arguments, progress=progress)
     with answer(report.exit_code) as terminal:
         if as_json:
             said = {
@@ -76,7 +87,7 @@ def verify(
         else:
             _print(terminal, report, verbose)
     if report.exit_code:
-        raise typer.Exit(report.exit_code)
+        raise click.exceptions.Exit(report.exit_code)
 
 
 def _print(terminal: Terminal, report: Report, verbose: bool) -> None:

@@ -1,112 +1,248 @@
-"""`ckpttool verify-resume trial`: trains, resumes, and compares."""
+"""`ckpttool verify-resume`: whether training resumes exactly from a checkpoint."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
-from ckpttool.cli.options import AsJson, Quiet, Verbose
-from ckpttool.cli.terminal import Painted, Terminal, answer, dim, err
+from ckpttool.cli import options
+from ckpttool.cli.options import OUTPUT, RUN, Argument, Option
+from ckpttool.cli.terminal import Painted, Piece, Terminal, answer, bold, dim, err, out
 from ckpttool.errors import DIFFERS, DONE, UsageError
-from ckpttool.text import duration, plural
+from ckpttool.text import duration, plural, size
 
 if TYPE_CHECKING:
+    from ckpttool.operations.inspect.hyperparameters import Table
+    from ckpttool.operations.verify_resume.audit import Audit
     from ckpttool.operations.verify_resume.trial.results import Report
 
-_COLOURS = {"same": "green", "differs": "red", "failed": "red"}
+_VERDICTS = {"same": "green", "differs": "red", "failed": "red"}
+_STATES = {"ok": "green", "note": "dim", "differs": "yellow", "fails": "red"}
+_RESUMABLE = {"exactly": "green", "with differences": "yellow", "no": "red"}
+_TRAINING, _RESUMING = "Training", "Resuming"  # sections of `trial --help`
 _SHOWN = 10
+_NAMES = 20  # names below a check, under -v
+
+# audit ----------------------------------------------------------------------------------------------------------------
 
 
-def trial(
-    recipe: Annotated[
-        str, typer.Option("--recipe", metavar="FILE", help="The Python file that builds what is trained and steps.")
-    ],
-    checkpoints: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[CKPT]...", help="Checkpoints to resume from, each compared with the first."),
-    ] = None,
-    world: Annotated[
-        int | None, typer.Option("--world", metavar="N", min=1, help="Train on N ranks; 2 without this.")
-    ] = None,
-    mesh: Annotated[
-        str | None, typer.Option("--mesh", metavar="MESH", help="Train on a mesh: shard=2,tp=2 or replicate=2,shard=2.")
-    ] = None,
-    via: Annotated[
-        str | None,
-        typer.Option(
-            "--via", metavar="ROUTE",
-            help="Send the save through safetensors, dcp, torch, fsdp1, reshard:N: any chain, with commas.",
-        ),
-    ] = None,
-    to_world: Annotated[int | None, typer.Option("--to-world", metavar="N", help="Resume on N ranks.")] = None,
-    to_mesh: Annotated[str | None, typer.Option("--to-mesh", metavar="MESH", help="Resume on a mesh.")] = None,
-    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Steps to train before the save.")] = 4,
-    more: Annotated[int, typer.Option("--more", metavar="N", min=1, help="Steps to train after it.")] = 4,
-    first_step: Annotated[
-        int | None,
-        typer.Option("--first-step", metavar="I", min=0, help="The step to go on with, of a CKPT that says none."),
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option("--device", metavar="DEVICE", help="cpu, or cuda, xpu, ... where there is one.")
-    ] = None,
-    no_deterministic: Annotated[
-        bool, typer.Option("--no-deterministic", help="Do not have torch refuse what is not deterministic.")
-    ] = False,
-    no_gradients: Annotated[
-        bool, typer.Option("--no-gradients", help="Do not check the gradients against those of one rank.")
-    ] = False,
-    limit: Annotated[
-        int, typer.Option("--time-limit", metavar="SECONDS", min=1, help="For each phase and step of a rank.")
-    ] = 300,
-    html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write the report as a page.")] = None,
-    keep: Annotated[
-        str | None, typer.Option("--keep", metavar="FOLDER", help="Keep there what the runs leave behind.")
-    ] = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-) -> None:  # fmt: skip
-    """Train, save, resume in fresh processes, train on, and compare everything bit for bit.
+@options.command(
+    "audit",
+    options.CHECKPOINT,
+    Option(
+        "--recipe",
+        metavar="FILE",
+        section=RUN,
+        help="Build the model of this recipe, and compare names and shapes with it.",
+    ),
+    Option(
+        "--values/--no-values",
+        default=None,
+        section=RUN,
+        help="Read weights and moments and check for NaN, infinities and negative moments. Default: up to 1 GiB.",
+    ),
+    options.SHAPES,
+    options.AS_JSON,
+    options.QUIET,
+    options.VERBOSE,
+    examples=("step-1000", "step-1000 --recipe recipe.py"),
+)
+def audit(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
+    """Check that all state needed to resume is there.
 
-    Exit 0 when training goes on as if nothing had happened, 1 when it does not.
+    Nothing is trained. The exit code is 1 if training cannot resume.
     """
-    from ckpttool.operations.verify_resume.trial import trial as try_it
+    from ckpttool.operations.verify_resume import audit as operation
 
-    tell = None if quiet or as_json else lambda said: err().line(dim(said))
-    made = try_it(
-        recipe, checkpoints or (), world=world, mesh=mesh, via=via or (), to_world=to_world, to_mesh=to_mesh,
-        steps=steps, more=more, first_step=first_step, device=device, deterministic=not no_deterministic,
-        gradients=not no_gradients, limit=limit, keep=keep, tell=tell,
-    )  # fmt: skip
-    said = _json(made)
-    if html is not None:
-        _write_page(html, said)
-    exit_code = DONE if made.verdict == "same" else DIFFERS
+    result = operation.audit(**arguments)
+    exit_code = DIFFERS if result.verdict == "no" else DONE
     with answer(exit_code) as terminal:
         if as_json:
-            terminal.write(json.dumps(said) + "\n")
+            terminal.write(json.dumps(_audit_document(result)) + "\n")
         elif quiet:
-            terminal.line(made.verdict)
+            terminal.line(result.verdict)
         else:
-            _tell(terminal, made, verbose)
+            _print_audit(terminal, result, verbose)
+    raise click.exceptions.Exit(exit_code)
+
+
+def _tables(result: Audit) -> list[Table]:
+    from ckpttool.operations.inspect import hyperparameters
+
+    assert result.catalogue is not None
+    entries = result.catalogue.entries
+    return hyperparameters.tables((e for e in entries.values() if e.part.kind == "optimizer"), entries)
+
+
+def _audit_document(result: Audit) -> dict[str, Any]:
+    tables = [
+        {"optimizer": ".".join(map(str, table.root)), "groups": [
+            {"groups": column.groups, "parameters": column.params, "values": column.values} for column in table.columns
+        ]}
+        for table in _tables(result)
+    ]  # fmt: skip
+    return {**result.as_dict(), "hyperparameters": tables}
+
+
+def _print_audit(terminal: Terminal, result: Audit, verbose: bool) -> None:
+    from ckpttool.cli.inspect import hyperparameters
+
+    terminal.line(bold(result.path))
+    terminal.write("\n")
+    rows = [("format", result.format)]
+    if result.world_size > 1:
+        rows.append(("world size", str(result.world_size)))
+    if result.step is not None:
+        rows.append(("step", f"{result.step:,g}"))
+    terminal.table([(dim(title), text) for title, text in rows], cut=(1,))
+    terminal.write("\n")
+    terminal.table(
+        [_part_row(part) for part in result.parts], ("part", "", "tensors", "objects", "bytes"), right=(2, 3, 4)
+    )
+    for table in _tables(result):
+        hyperparameters(terminal, table, verbose)
+    terminal.heading("checks")
+    shown: list[tuple[Piece, ...]] = []
+    for check in result.checks:
+        mark = Painted(check.state, _STATES[check.state])
+        shown.append((mark, check.what, check.says))
+        if check.hint and check.state != "ok":
+            shown.append(("", "", dim(f"hint: {check.hint}")))
+        if verbose and len(check.names) > 1:
+            shown += [("", "", dim(name)) for name in check.names[:_NAMES]]
+    terminal.table(shown, prose=(2,))
+    terminal.write("\n")
+    terminal.line(Painted(result.says, _RESUMABLE[result.verdict]))
+
+
+def _part_row(part: Any) -> tuple[Piece, ...]:
+    if not part.present:
+        return (bold(part.kind), Painted("missing", "yellow"), "", "", "")
+    numbers = (f"{part.tensors:,}", f"{part.objects:,}", size(part.bytes) if part.tensors else "")
+    return (bold(part.kind), "there", *numbers)
+
+
+# trial ----------------------------------------------------------------------------------------------------------------
+
+
+@options.command(
+    "trial",
+    Argument(
+        "checkpoints",
+        nargs=-1,
+        metavar="[CKPT]...",
+        help="Checkpoints to resume from; each run is compared with that of the first.",
+    ),
+    Option(
+        "--recipe", metavar="FILE", required=True, section=_TRAINING, help="Python file that builds and trains a model."
+    ),
+    Option("--world", metavar="N", type=click.IntRange(min=1), section=_TRAINING, help="Train on N ranks. Default: 2."),
+    Option("--mesh", metavar="MESH", section=_TRAINING, help="Train on a mesh: shard=2,tp=2 or replicate=2,shard=2."),
+    Option(
+        "--steps",
+        metavar="N",
+        type=click.IntRange(min=1),
+        default=4,
+        section=_TRAINING,
+        help="Steps to train before the save.",
+    ),
+    Option(
+        "--more",
+        metavar="N",
+        type=click.IntRange(min=1),
+        default=4,
+        section=_TRAINING,
+        help="Steps to train after the save.",
+    ),
+    Option("--device", metavar="DEVICE", section=_TRAINING, help="cpu, cuda, xpu, ..."),
+    Option(
+        "--no-deterministic",
+        "deterministic",
+        flag_value=False,
+        default=True,
+        section=_TRAINING,
+        help="Allow nondeterministic operations in torch.",
+    ),
+    Option(
+        "--via",
+        metavar="ROUTE",
+        default=(),
+        section=_RESUMING,
+        help="Convert or reshard the save before resuming (comma-separated steps): safetensors, dcp, torch, fsdp1, "
+        "reshard:N.",
+    ),
+    Option("--to-world", metavar="N", type=int, section=_RESUMING, help="Resume on N ranks."),
+    Option("--to-mesh", metavar="MESH", section=_RESUMING, help="Resume on a mesh."),
+    Option(
+        "--first-step",
+        metavar="I",
+        type=click.IntRange(min=0),
+        section=_RESUMING,
+        help="The step to resume at, if CKPT does not contain one.",
+    ),
+    Option(
+        "--no-gradients",
+        "gradients",
+        flag_value=False,
+        default=True,
+        section=RUN,
+        help="Do not compare the gradients with those of one rank.",
+    ),
+    Option(
+        "--time-limit",
+        "limit",
+        metavar="SECONDS",
+        type=click.IntRange(min=1),
+        default=300,
+        section=RUN,
+        help="Time limit for each phase and step of a rank.",
+    ),
+    Option("--html", metavar="FILE", section=OUTPUT, help="Also write the report as an HTML page."),
+    Option("--keep", metavar="FOLDER", section=OUTPUT, help="Keep the files of the runs in this folder."),
+    options.AS_JSON,
+    options.QUIET,
+    options.VERBOSE,
+    examples=("--recipe recipe.py", "--recipe recipe.py --via safetensors --to-world 4"),
+)
+def trial(html: str | None, as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
+    """Train, save, convert, resume, and compare every step.
+
+    The runs that resume are new processes; state and steps are compared bit for bit. The exit code is 0 if training
+    resumes exactly, 1 if it does not.
+    """
+    from ckpttool.operations.verify_resume.trial import trial as run
+
+    tell = None if quiet or as_json else lambda message: err().line(dim(message))
+    result = run(**arguments, tell=tell)
+    document = _trial_document(result)
+    if html is not None:
+        _write_page(html, document)
+    exit_code = DONE if result.verdict == "same" else DIFFERS
+    with answer(exit_code) as terminal:
+        if as_json:
+            terminal.write(json.dumps(document) + "\n")
+        elif quiet:
+            terminal.line(result.verdict)
+        else:
+            _print_trial(terminal, result, verbose)
             if html is not None:
                 err().line(dim("wrote "), html)
-    raise typer.Exit(exit_code)
+    raise click.exceptions.Exit(exit_code)
 
 
-def _json(made: Report) -> Any:
+def _trial_document(result: Report) -> Any:
     from ckpttool.operations.inspect.format_value import jsonable
 
-    return jsonable(made.as_dict())
+    return jsonable(result.as_dict())
 
 
-def _write_page(path: str, said: Any) -> None:
+def _write_page(path: str, document: Any) -> None:
     from ckpttool.operations.verify_resume.trial.html import trial_page
 
-    page = trial_page(said)
+    page = trial_page(document)
     try:
         with open(path, "w", encoding="utf-8") as stream:
             stream.write(page)
@@ -114,59 +250,61 @@ def _write_page(path: str, said: Any) -> None:
         raise UsageError(f"`{path}` cannot be written: {(error.strerror or str(error)).lower()}") from None
 
 
-def _tell(terminal: Terminal, made: Report, verbose: bool) -> None:
-    terminal.line(Painted(made.verdict, _COLOURS[made.verdict]), "  ", made.says)
+def _print_trial(terminal: Terminal, result: Report, verbose: bool) -> None:
+    terminal.line(Painted(result.verdict, _VERDICTS[result.verdict]), "  ", result.says)
     terminal.write("\n")
-    about = list(_about(made))
+    about = list(_about(result))
     indent = max(len(title) for title, _ in about) + 4
     for title, text in about:
         terminal.paragraph(text, mark=dim(f"  {title}".ljust(indent)), indent=indent)
-    if made.compared:
+    if result.compared:
         terminal.heading("compared")
         terminal.table(
             [(row.what, f"{row.run} with {row.against}", f"{row.count - row.differing:,} of {row.count:,} equal",
-              _mark(row.equal), row.says) for row in made.compared],
+              _mark(row.equal), row.says) for row in result.compared],
             cut=(4,), prose=(4,),
         )  # fmt: skip
-    if made.checks:
+    if result.checks:
         terminal.heading("sharding")
-        terminal.table([(one.what, one.run, _mark(one.passed), one.says) for one in made.checks], cut=(3,), prose=(3,))
-    _tell_steps(terminal, made, verbose)
-    if made.findings:
-        terminal.heading("found", plural(len(made.findings), "difference"))
-        shown = made.findings if verbose else made.findings[:_SHOWN]
+        terminal.table(
+            [(one.what, one.run, _mark(one.passed), one.says) for one in result.checks], cut=(3,), prose=(3,)
+        )
+    _print_losses(terminal, result, verbose)
+    if result.findings:
+        terminal.heading("found", plural(len(result.findings), "difference"))
+        shown = result.findings if verbose else result.findings[:_SHOWN]
         for one in shown:
             terminal.paragraph(f"{one.kind}: {one.says}", mark=Painted("- ", "red"))
             if one.hint:
                 terminal.paragraph(one.hint, mark=dim("  hint: "))
-        if len(shown) < len(made.findings):
-            terminal.line(dim(f"  {len(made.findings) - len(shown):,} more, shown by -v"))
-    if made.failure is not None:
+        if len(shown) < len(result.findings):
+            terminal.line(dim(f"  {len(result.findings) - len(shown):,} more, shown by -v"))
+    if result.failure is not None:
         terminal.heading("ranks")
-        for stuck in made.failure.ranks:
+        for stuck in result.failure.ranks:
             where = stuck.where or "not in the recipe"
             terminal.line(f"  rank {stuck.rank}: {stuck.phase}, {where}", f": {stuck.error}" if stuck.error else "")
             for frame in stuck.stack if verbose else ():
                 terminal.line(dim(f"    {frame}"))
-    for note in made.notes:
+    for note in result.notes:
         terminal.paragraph(note, mark=Painted("note: ", "yellow"))
 
 
-def _about(made: Report) -> Iterator[tuple[str, str]]:
-    yield "rule", made.rule_says
-    for leg in made.route:
+def _about(result: Report) -> Iterator[tuple[str, str]]:
+    yield "rule", result.rule_says
+    for leg in result.route:
         yield "route", f"{leg.says}  {duration(leg.seconds)}"
-    for run in made.runs:
+    for run in result.runs:
         rate = f", {run.steps_per_second:.3g} steps/s" if run.steps_per_second else ""
         since = f", resumed at step {run.resumed_at}" if run.resumed_at is not None else ""
         yield (
             f"run {run.name}",
             f"{plural(run.world, 'rank')}, {run.mesh}{since}, {plural(len(run.steps), 'step')}{rate}",
         )
-    for drift in made.drifts:
+    for drift in result.drifts:
         yield "drift", f"losses by {drift.loss_relative:.2g} of themselves from A's; reported, not judged"
-    yield "switched on", ", ".join(made.deterministic)
-    yield "time", duration(made.seconds)
+    yield "switched on", ", ".join(result.deterministic)
+    yield "time", duration(result.seconds)
 
 
 def _mark(equal: bool | None) -> Painted:
@@ -175,13 +313,43 @@ def _mark(equal: bool | None) -> Painted:
     return Painted("same", "green") if equal else Painted("differs", "red")
 
 
-def _tell_steps(terminal: Terminal, made: Report, verbose: bool) -> None:
-    if not verbose or not made.runs:
+def _print_losses(terminal: Terminal, result: Report, verbose: bool) -> None:
+    if not verbose or not result.runs:
         return
     terminal.heading("losses")
-    numbers = sorted({step.number for run in made.runs for step in run.steps})
+    numbers = sorted({step.number for run in result.runs for step in run.steps})
     rows = []
     for number in numbers:
-        told = [next((f"{s.loss:.9g}" for s in run.steps if s.number == number), "") for run in made.runs]
+        told = [next((f"{s.loss:.9g}" for s in run.steps if s.number == number), "") for run in result.runs]
         rows.append((f"step {number}", *told))
-    terminal.table(rows, headers=("", *(run.name for run in made.runs)), right=range(1, len(made.runs) + 1))
+    terminal.table(rows, headers=("", *(run.name for run in result.runs)), right=range(1, len(result.runs) + 1))
+
+
+# init -----------------------------------------------------------------------------------------------------------------
+
+
+@options.command(
+    "init",
+    Argument("path", metavar="FILE", default="recipe.py", help="The file to write. An existing one is not replaced."),
+    options.QUIET,
+)
+def init(path: str, quiet: bool) -> None:
+    """Write a commented, runnable recipe template."""
+    from ckpttool.operations.verify_resume.recipe import write
+
+    write(path)
+    terminal = out()
+    if quiet:
+        terminal.line(path)
+        return
+    terminal.line("wrote ", bold(path))
+    terminal.line(dim("  try it   "), f"ckpttool verify-resume trial --recipe {path}")
+    terminal.line(dim("  then     "), "replace its model, optimizer and data with yours")
+
+
+verify_resume = options.Commands(
+    "verify-resume",
+    help="Check that training resumes exactly from a checkpoint.",
+    commands=[audit, trial, init],
+    no_args_is_help=True,
+)

@@ -75,7 +75,7 @@ def test_a_bug_is_one_line_and_how_to_report_it(monkeypatch: pytest.MonkeyPatch)
     assert result.exit_code == 70
     assert result.stderr.splitlines() == [
         "bug: ZeroDivisionError: oops",
-        "hint: this is our mistake, not yours: run it again with `-v` and report what it prints",
+        "hint: this is a mistake in ckpttool: run it again with `-v` and report what it prints",
     ]
     for words, env in ((["-v"], {}), ([], {"CKPTTOOL_DEBUG": "1"})):
         assert "Traceback (most recent call last)" in run("inspect", "x", *words, env=env).stderr

@@ -64,12 +64,24 @@ def test_help_fits_80_columns(words: list[str]) -> None:
 )  # fmt: skip
 def test_completion(typed: str, expected: str) -> None:
     words = typed.split()
-    env = environment(_CKPTTOOL_COMPLETE="complete_bash", COMP_WORDS=f"ckpttool {typed}", COMP_CWORD=str(len(words)))
+    env = environment(_CKPTTOOL_COMPLETE="bash_complete", COMP_WORDS=f"ckpttool {typed}", COMP_CWORD=str(len(words)))
     process = spawn(env=env)
-    assert expected in process.communicate(timeout=30)[0].split()
+    assert f"plain,{expected}" in process.communicate(timeout=30)[0].split()
 
 
 def test_the_completion_script() -> None:
-    # typer asks which shell it runs in; in a test that is none.
-    process = spawn("--show-completion", "bash", env=environment(_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1"))
-    assert "_CKPTTOOL_COMPLETE=complete_bash" in process.communicate(timeout=30)[0]
+    for words, shell in ((["--show-completion", "bash"], "/bin/zsh"), (["--show-completion"], "/bin/bash")):
+        process = spawn(*words, env=environment(SHELL=shell))
+        assert "_CKPTTOOL_COMPLETE=bash_complete" in process.communicate(timeout=30)[0]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_is_installed_once(tmp_path: Path, shell: str) -> None:
+    env = environment(HOME=str(tmp_path), XDG_CONFIG_HOME="", SHELL=f"/bin/{shell}")
+    for _ in range(2):
+        process = spawn("--install-completion", env=env)
+        assert process.communicate(timeout=30)[1] == ""
+        assert process.returncode == 0
+    script = tmp_path / ".config" / "ckpttool" / f"completion.{shell}"
+    assert f"_CKPTTOOL_COMPLETE={shell}_complete" in script.read_text()
+    assert (tmp_path / f".{shell}rc").read_text() == f'source "{script}"\n'

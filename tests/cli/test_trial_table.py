@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from ckpttool.cli import verify_resume as verifytrial
+from ckpttool.cli import verify_resume
 from ckpttool.cli.terminal import Terminal
 from ckpttool.operations.verify_resume.trial.results import Report
 
@@ -17,7 +17,7 @@ MADE = Report("recipe.py", "control", RULE, deterministic=["torch.use_determinis
 def told(width: int | None) -> list[str]:
     terminal = Terminal(io.StringIO())
     terminal.width = width
-    verifytrial._tell(terminal, MADE, False)
+    verify_resume._print_trial(terminal, MADE, False)
     return terminal.stream.getvalue().splitlines()  # type: ignore[attr-defined]
 
 

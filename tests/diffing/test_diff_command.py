@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from click.testing import CliRunner, Result
 
 SAMPLES = Path(__file__).resolve().parents[2] / "samples" / "checkpoints"
 DCP = SAMPLES / "dcp_fsdp2_w4" / "ckpt"

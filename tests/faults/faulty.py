@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT / "samples" / "checkpoints"

@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from ckpttool.cli.app import application
 

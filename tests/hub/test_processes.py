@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from hubclient import patience
 from hubserver import WRITER, Handler, Hub, stall
 from huggingface_hub import constants
 from safetensors.torch import load, load_file, save, save_file
-from typer.testing import CliRunner
 
 import ckpttool
 from ckpttool.cli.app import application

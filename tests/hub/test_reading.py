@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from hubclient import check_told_to_nobody, everything_logged, patience
 from hubserver import READER, Handler, Hub, cut, drop, freeze, stall
 from huggingface_hub import constants, hf_hub_download
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 import ckpttool
 from ckpttool.catalogue.entries import Catalogue

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from click.testing import CliRunner, Result
 
 from ckpttool.cli.app import application
 from ckpttool.errors import OverwriteError, StorageError, UsageError
