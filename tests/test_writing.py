@@ -149,7 +149,7 @@ def test_a_step_that_only_the_state_says(tmp_path: Path) -> None:
     convert(source, tmp_path / "checkpoint-3", producer="trainer", check=True)
     assert read(tmp_path / "checkpoint-3/trainer_state.json")["global_step"] == 3
     convert(source, tmp_path / "global_step_3", producer="verl", check=True)
-    with pytest.raises(LossError, match="verl knows the step by the name of the directory"):
+    with pytest.raises(LossError, match="verl reads the step from the directory's name"):
         convert(source, tmp_path / "last", producer="verl")
 
 
@@ -158,14 +158,14 @@ def test_a_step_that_only_the_name_says(tmp_path: Path) -> None:
     convert(source, tmp_path / "checkpoint-7", producer="trainer", drop="step")
     assert read(tmp_path / "checkpoint-7/trainer_state.json")["global_step"] == 7
     for producer in ("trainer", "torchtitan"):
-        with pytest.raises(UsageError, match="nothing here says which it is"):
+        with pytest.raises(UsageError, match="the source does not contain it"):
             convert(source, tmp_path / "last", producer=producer, drop="step")
 
 
 def test_torchtitan_to_trainer(tmp_path: Path) -> None:
     """What has a counterpart is carried over, what has none is named."""
     source = path_of("run_torchtitan_w2")
-    with pytest.raises(LossError, match=r"4 would be lost .*the Trainer keeps no such value"):
+    with pytest.raises(LossError, match=r"4 would be lost .*the Trainer stores no such value"):
         convert(source, tmp_path / "checkpoint-3", producer="trainer")
     exclude = "train_state.ntokens_seen"
     convert(source, tmp_path / "checkpoint-3", producer="trainer", drop="dataloader", exclude=exclude, check=True)
@@ -266,7 +266,7 @@ def test_a_model_that_is_split(tmp_path: Path) -> None:
 def test_nothing_to_split(tmp_path: Path) -> None:
     source = path_of("run_trainer_fsdp2_w2")
     made = convert(source, tmp_path / "checkpoint-4", producer="trainer", max_shard_size="1GB")
-    assert "`--max-shard-size` splits nothing here: no piece is of safetensors" in made.notes
+    assert "`--max-shard-size` has no effect: no component is of safetensors" in made.notes
 
 
 def test_ids_in_the_order_of_the_model(tmp_path: Path) -> None:
@@ -307,7 +307,7 @@ def test_a_plan_lists_the_pieces(tmp_path: Path) -> None:
 
 
 def test_what_has_no_place_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(LossError, match=r"`step`.*accelerate keeps no such value"):
+    with pytest.raises(LossError, match=r"`step`.*accelerate stores no such value"):
         convert(path_of("rank_fsdp1_w2"), tmp_path / "out", producer="accelerate")
     assert not (tmp_path / "out").exists()
 
@@ -337,7 +337,7 @@ def test_flags_that_do_not_go_with_verl(tmp_path: Path) -> None:
 
 
 def test_a_layout_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no layout of a producer `acelerate`") as caught:
+    with pytest.raises(UsageError, match="no layout of a producer is called `acelerate`") as caught:
         convert(path_of("rank_fsdp1_w2"), tmp_path / "out", producer="acelerate")
     assert "accelerate" in str(caught.value.hint)
 

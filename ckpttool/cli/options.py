@@ -111,9 +111,9 @@ def _formats(context: click.Context, param: click.Parameter, incomplete: str) ->
 
 
 def _producers(context: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    from ckpttool.producers.writable import WRITABLE
+    from ckpttool.producers.writable import LAYOUTS
 
-    return [row.name for row in WRITABLE if row.name.startswith(incomplete)]
+    return [layout.name for layout in LAYOUTS if layout.name.startswith(incomplete)]
 
 
 def _parts(context: click.Context, param: click.Parameter, incomplete: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 
-from ckpttool.catalogue.protocols import NO_HINTS, Format, OpenOptions, Source
+from ckpttool.catalogue.protocols import Format
 from ckpttool.errors import CkptError, ReadError, UsageError
 from ckpttool.formats import dcp, rankfiles, safetensors, torchsave
 from ckpttool.formats import detect as strangers
@@ -119,8 +119,3 @@ def _unknown_directory(path: str) -> ReadError:
         hint="a DCP directory has `.metadata`, a safetensors one `*.safetensors`; for one file, name the file itself",
         file=path,
     )
-
-
-def open_source(path: str, options: OpenOptions = NO_HINTS) -> Source:
-    """Open the checkpoint at `path`, whatever its format. Raises ReadError or CorruptError."""
-    return detect(path).open(path, options)

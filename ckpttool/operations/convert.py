@@ -24,8 +24,9 @@ from ckpttool.operations import manifest as manifests
 from ckpttool.operations import write as making
 from ckpttool.operations.write import Conversion, How, Laid
 from ckpttool.producers import open as opening
-from ckpttool.producers import writable as writing
-from ckpttool.producers.arrange import Wanted
+from ckpttool.producers import writable
+from ckpttool.producers.arrange import Destination, LayoutBuilder
+from ckpttool.producers.components import WritableLayout
 from ckpttool.storage import files
 from ckpttool.transfer.threads import Progress
 
@@ -86,7 +87,7 @@ def convert(
     with making.given(src, shapes, model_from, optim_from) as have:
         source = have.source
         with opening.naming(have.known):
-            row = writing.chosen(producer, source.catalogue, to_world) if producer is not None else None
+            row = writable.choose(producer, source.catalogue, to_world) if producer is not None else None
             spell = _speller(row, target, optim_keys)
             laid, folded = _start(source.catalogue, only, drop, optim_keys, optim_root, spell)
             laid = _lay_out(laid, tensors, exclude, rename, strip_wrappers, strip_prefix)
@@ -113,23 +114,23 @@ def _target(to: str | None, producer: str | None, dst: str) -> Format:
             f"`--producer {producer}` and `--to {to}` both say what is to be written",
             hint="a producer's layout is of several formats; leave `--to` out",
         )
-    return writing.named(producer).format()
+    return writable.as_format(writable.named(producer))
 
 
 def _speller(
-    row: writing.Writable | None, target: Format, optim_keys: str | None
+    row: WritableLayout | None, target: Format, optim_keys: str | None
 ) -> Callable[[Catalogue, Catalogue], Catalogue] | None:
     """What spells the optimizers as they are to be; None when they stay as they are."""
     if row is not None:
         if optim_keys not in (None, row.keys):
             raise UsageError(f"`--optim-keys {optim_keys}`: {row.name} has `{row.keys}`", hint="leave it out")
-        return row.spell
+        return lambda laid, source: writable.spell_optimizers(row, laid, source)
     keys = optim_keys or ("fqn" if target.even else None)
     return None if keys is None else lambda laid, source: optimkeys.respell(laid, keys, source)
 
 
 def _arranged(
-    row: writing.Writable, laid: Catalogue, source: Source, dst: str, world: int, folded: set[Path],
+    row: WritableLayout, laid: Catalogue, source: Source, dst: str, world: int, folded: set[Path],
     tensor_class: str | None,
 ) -> tuple[Catalogue, Format, str | None]:  # fmt: skip
     """The state as a framework keeps it, and the layout as a format that is written like any other."""
@@ -142,11 +143,11 @@ def _arranged(
     def read(tensor: Tensor) -> int | None:
         return _small_integer(source, tensor.origin or tensor)
 
-    wanted = Wanted(world, FilePath(dst.rstrip("/")).name, read)
-    arranging, arranged = writing.arrange(row, laid, wanted)
-    folded |= arranging.folded
-    arranged.laid.warnings = [*laid.warnings, *(Warning("framework", note) for note in arranging.notes)]
-    return arranged.laid, row.format(arranged), tensor_class or row.tensor_class
+    builder = LayoutBuilder(laid, Destination(world, FilePath(dst.rstrip("/")).name, read))
+    output = row.build(builder)
+    folded |= builder.folded
+    output.catalogue.warnings = [*laid.warnings, *(Warning("framework", note) for note in builder.notes)]
+    return output.catalogue, writable.as_format(row, output), tensor_class or row.tensor_class
 
 
 def _small_integer(source: Source, tensor: Tensor) -> int | None:

@@ -19,8 +19,8 @@ from ckpttool.catalogue.protocols import Format, Sink, SinkOptions, Source
 from ckpttool.errors import CkptError, CorruptError, LossError, OverwriteError, StorageError, UsageError
 from ckpttool.operations import arguments
 from ckpttool.producers import open as opening
-from ckpttool.producers.directory import Listing
-from ckpttool.producers.mount import Mounted
+from ckpttool.producers.combined import CombinedSource
+from ckpttool.producers.directory import Directory
 from ckpttool.storage import files
 from ckpttool.storage import stores as mirrors
 from ckpttool.text import some
@@ -257,7 +257,7 @@ def check_free(dst: str, target: Format, overwrite: bool, dry_run: bool) -> list
 def _check_is_checkpoint(dst: str) -> None:
     """Raises OverwriteError for a directory of something else: `--overwrite` removes all that is in it."""
     try:
-        if producers.recognise(Listing(dst)) is None:
+        if producers.recognise(Directory(dst)) is None:
             formats.detect(dst)
     except CkptError:
         raise OverwriteError(
@@ -288,7 +288,7 @@ def _open_all(stack: ExitStack, src: str, shapes: str | None, model_from: str | 
     if model_from is None and optim_from is None:
         return stack.enter_context(opening.opened(src, shapes))
     source = opening.open_source(src, shapes)
-    mounted = Mounted.over(source)
+    mounted = CombinedSource.over(source)
     stack.callback(mounted.close)
     for kind, path in (("model", model_from), ("optimizer", optim_from)):
         if path is not None:
@@ -375,7 +375,7 @@ def _summarise(made: Conversion, source: Source, to_write: Laid, target: Format)
             made.bytes += tensor.nbytes
     made.objects = sum(1 for _ in laid.objects)
     # What gave way to a part from elsewhere is left out too.
-    there = dict.fromkeys(source.given_way) if isinstance(source, Mounted) else {}
+    there = dict.fromkeys(source.given_way) if isinstance(source, CombinedSource) else {}
     there |= dict.fromkeys(
         e.origin if isinstance(e, Object) else (e.origin or e).path for e in source.catalogue.entries.values()
     )

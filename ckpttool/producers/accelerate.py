@@ -1,186 +1,185 @@
-"""What accelerate and the Trainer of transformers resume from.
+"""accelerate: what `Accelerator.save_state` leaves, and what `load_state` resumes from.
 
-Upstream: `load_accelerator_state` and `load_fsdp_model` of accelerate 1.15, `_load_from_checkpoint`,
-`_load_optimizer_and_scheduler` and `_load_rng_state` of transformers 5.23.
+    model.safetensors pytorch_model.bin pytorch_model_fsdp.bin      the model, whole
+    pytorch_model_fsdp_0/ optimizer_0/                              DCP, keys under `model`, `optimizer`
+    pytorch_model_fsdp_rank3.bin pytorch_model_fsdp_0_rank3.bin     LOCAL; SHARDED without DCP: one file per rank
+    optimizer.bin scheduler.bin sampler.bin dl_state_dict.bin scaler.pt custom_checkpoint_0.pkl random_states_3.pkl
+
+The second model or optimizer has `_1` in its name. Beside LOCAL files the optimizer is saved through DCP, which has the
+shapes of the parameters. Written layouts:
+
+    accelerate:sharded   FSDP with SHARDED_STATE_DICT   pytorch_model_fsdp_0/ optimizer_0/
+    accelerate:full      FSDP with FULL_STATE_DICT      pytorch_model_fsdp.bin optimizer.bin
+    accelerate:ddp       one process, or DDP            model.safetensors optimizer.bin
+
+Upstream: accelerate 1.15 `checkpointing.py` (`load_accelerator_state`) and `utils/fsdp_utils.py` (`load_fsdp_model`).
 """
 
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 from ckpttool.catalogue.entries import Catalogue, Object, Part
-from ckpttool.catalogue.protocols import Format
 from ckpttool.catalogue.values import stub_name
-from ckpttool.errors import UsageError
-from ckpttool.formats import named
-from ckpttool.producers.arrange import Arranging
-from ckpttool.producers.names import step_in
-from ckpttool.producers.writer import Arranged, Component
+from ckpttool.producers.components import (
+    ASSETS,
+    IGNORED,
+    PER_RANK,
+    RANK_FILES,
+    SHARD,
+    Layout,
+    Pattern,
+    Producer,
+    WritableLayout,
+    match_components,
+    require_indexed_files,
+)
+from ckpttool.producers.directory import Directory
 
-_TORCH, _DCP, _SAFE = named("torch"), named("dcp"), named("safetensors")
+if TYPE_CHECKING:
+    from ckpttool.producers.arrange import LayoutBuilder
+    from ckpttool.producers.writer import OutputLayout
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+_I = r"(_(?P<i>\d+))?"
+# The Trainer of transformers has the same files of these.
+STATE = (
+    Pattern(r"pytorch_model_fsdp_(?P<i>\d+)/", "model", key="model"),
+    Pattern(rf"pytorch_model_fsdp{_I}\.bin", "model"),
+    Pattern(rf"pytorch_model_fsdp{_I}_rank(?P<rank>\d+)\.bin", "model", RANK_FILES, shapes_from="optimizer_{i}/"),
+    Pattern(r"model\.safetensors\.index\.json", "model"),
+    Pattern(rf"model{_I}\.safetensors", "model"),
+    Pattern(r"model-\d+-of-\d+\.safetensors", kind=IGNORED),
+    Pattern(rf"pytorch_model{_I}\.bin", "model"),
+    Pattern(r"pytorch_model-\d+-of-\d+\.bin", "model", SHARD),
+    Pattern(r"pytorch_model\.bin\.index\.json", kind=IGNORED),
+    Pattern(r"adapter_model\.(safetensors|bin)", "model"),
+    Pattern(r"optimizer_(?P<i>\d+)/", "optimizer", key="optimizer"),
+    Pattern(rf"optimizer{_I}\.(bin|pt)", "optimizer"),
+    Pattern(rf"optimizer{_I}_rank(?P<rank>\d+)\.bin", "optimizer", RANK_FILES),
+)
+REST = (
+    Pattern(rf"scheduler{_I}\.(bin|pt)", "scheduler"),
+    Pattern(r"scaler\.pt", "scaler"),
+    *ASSETS,
+)
+_PATTERNS = (
+    *STATE,
+    Pattern(rf"sampler{_I}\.bin", "sampler"),
+    Pattern(rf"dl_state_dict{_I}\.bin", "dataloader"),
+    Pattern(r"random_states_(?P<rank>\d+)\.pkl", "rng", PER_RANK),
+    Pattern(r"custom_checkpoint_(?P<n>\d+)\.pkl", "custom_checkpoint_{n}"),
+    *REST,
+)
 
 
-# accelerate -----------------------------------------------------------------------------------------------------------
+def _recognise(directory: Directory) -> bool:
+    return directory.has(r"random_states_\d+\.pkl|optimizer\.bin|pytorch_model_fsdp(_\d+)?(/|\.bin|_rank\d+\.bin)")
 
 
-def _is_sampler(laid: Catalogue, part: Part) -> bool:
-    """Whether this is the sampler of accelerate, which it saves as an object: nobody else's can be set in its place."""
-    entry = laid.entries.get(part.root)
-    return isinstance(entry, Object) and (stub_name(entry.value) or "").startswith("accelerate.")
+def _layout(directory: Directory) -> Layout:
+    layout = match_components(directory, _PATTERNS, ("model", "optimizer", "rng"))
+    return require_indexed_files(directory, layout)
 
 
-_ACCELERATE_RNG = {"python": "random_state", "numpy": "numpy_random_seed", "torch": "torch_manual_seed"}
+# Writing --------------------------------------------------------------------------------------------------------------
+
+_RNG = {"python": "random_state", "numpy": "numpy_random_seed", "torch": "torch_manual_seed"}
+_OWN_RNG = re.compile(r"step|(torch|xm)_\w*seed")
 
 
 def _numbered(stem: str, number: int) -> str:
     return f"{stem}_{number}" if number else stem
 
 
-def accelerate_sharded(a: Arranging) -> Arranged:
-    """For FSDP with `SHARDED_STATE_DICT`."""
-    _sharded(a)
-    return _accelerate_rest(a)
+def _write_sharded(builder: LayoutBuilder) -> OutputLayout:
+    add_sharded(builder)
+    return _write_rest(builder)
 
 
-def _sharded(a: Arranging, most: int | None = None) -> None:
-    for n, part in [*a.numbered("model")][:most]:
-        root = (_numbered("model", n),)
-        a.take(part, a.piece(Component(f"pytorch_model_fsdp_{n}", _DCP, root, ("model",))), root)
-    for n, part in [*a.numbered("optimizer")][:most]:
-        root = (_numbered("optimizer", n),)
-        a.take(part, a.piece(Component(f"optimizer_{n}", _DCP, root, ("optimizer",))), root)
+def add_sharded(builder: LayoutBuilder, limit: int | None = None) -> None:
+    """Add models and optimizers as DCP directories, the first `limit` of each."""
+    for kind, stem in (("model", "pytorch_model_fsdp"), ("optimizer", "optimizer")):
+        for n, part in [*builder.numbered(kind)][:limit]:
+            builder.add_part(part, f"{stem}_{n}", "dcp", (_numbered(kind, n),), key=(kind,))
 
 
-def accelerate_full(a: Arranging) -> Arranged:
-    """For FSDP with `FULL_STATE_DICT`."""
-    return _accelerate_whole(a, "pytorch_model_fsdp", ".bin", _TORCH)
+def _write_full(builder: LayoutBuilder) -> OutputLayout:
+    return _write_whole(builder, "pytorch_model_fsdp", ".bin", "torch")
 
 
-def accelerate_ddp(a: Arranging) -> Arranged:
-    """For one process, or DDP."""
-    if a.laid.format in ("dcp", "rankfiles") and not any(t.alias for t in a.laid.tensors if t.part.kind == "model"):
-        # It cannot be seen whether two tensors were one. `load_model` of safetensors refuses a tied tensor that is
-        # there under both names, `load_state_dict` takes it.
-        return _accelerate_whole(a, "pytorch_model", ".bin", _TORCH)
-    return _accelerate_whole(a, "model", ".safetensors", _SAFE)
+def _write_ddp(builder: LayoutBuilder) -> OutputLayout:
+    catalogue = builder.catalogue
+    ties_known = any(t.alias for t in catalogue.tensors if t.part.kind == "model")
+    if catalogue.format in ("dcp", "rankfiles") and not ties_known:
+        # These formats do not store ties. `load_model` of safetensors refuses a tied tensor that is there under both
+        # names, `load_state_dict` takes it.
+        return _write_whole(builder, "pytorch_model", ".bin", "torch")
+    return _write_whole(builder, "model", ".safetensors", "safetensors")
 
 
-def _accelerate_whole(a: Arranging, stem: str, suffix: str, form: Format) -> Arranged:
-    for n, part in a.numbered("model"):
-        root = (_numbered("model", n),)
-        a.take(part, a.piece(Component(_numbered(stem, n) + suffix, form, root)), root)
-    for n, part in a.numbered("optimizer"):
-        root = (_numbered("optimizer", n),)
-        a.take(part, a.piece(Component(_numbered("optimizer", n) + ".bin", _TORCH, root)), root)
-    return _accelerate_rest(a)
+def _write_whole(builder: LayoutBuilder, stem: str, suffix: str, format: str) -> OutputLayout:
+    for n, part in builder.numbered("model"):
+        builder.add_part(part, _numbered(stem, n) + suffix, format, (_numbered("model", n),))
+    _add_torch(builder, "optimizer")
+    return _write_rest(builder)
 
 
-def _accelerate_rest(a: Arranging) -> Arranged:
-    for n, part in a.numbered("scheduler"):
-        root = (_numbered("scheduler", n),)
-        a.take(part, a.piece(Component(_numbered("scheduler", n) + ".bin", _TORCH, root)), root)
-    for part in a.parts("scaler")[:1]:
-        a.take(part, a.piece(Component("scaler.pt", _TORCH, ("scaler",))), ("scaler",))
-    loaders = [*a.stateful_loaders()]
-    for part in a.parts("dataloader"):
-        found = re.fullmatch(r"(sampler|dataloader)((_\d+)?)", str(part.root[-1])) if len(part.root) == 1 else None
-        if found is not None and (part in loaders or (found[1] == "sampler" and _is_sampler(a.laid, part))):
-            stem = "sampler" if found[1] == "sampler" else "dl_state_dict"
-            a.take(part, a.piece(Component(f"{stem}{found[2]}.bin", _TORCH, part.root)), part.root)
-    for name in dict.fromkeys(str(e.path[0]) for e in a.left() if e.path and e.part.kind == "other"):
+def _add_torch(builder: LayoutBuilder, kind: str) -> None:
+    for n, part in builder.numbered(kind):
+        name = _numbered(kind, n)
+        builder.add_part(part, f"{name}.bin", "torch", (name,))
+
+
+def _write_rest(builder: LayoutBuilder) -> OutputLayout:
+    _add_torch(builder, "scheduler")
+    builder.add_scaler()
+    loaders = [*builder.stateful_loaders()]
+    for part in builder.parts("dataloader"):
+        match = re.fullmatch(r"(sampler|dataloader)((_\d+)?)", str(part.root[-1])) if len(part.root) == 1 else None
+        if match is not None and (part in loaders or (match[1] == "sampler" and _is_sampler(builder.catalogue, part))):
+            stem = "sampler" if match[1] == "sampler" else "dl_state_dict"
+            builder.add_part(part, f"{stem}{match[2]}.bin", "torch", part.root)
+    for name in dict.fromkeys(str(e.path[0]) for e in builder.remaining() if e.path and e.part.kind == "other"):
         if re.fullmatch(r"custom_checkpoint_\d+", name):
-            piece = a.piece(Component(f"{name}.pkl", _TORCH, (name,)))
-            for entry in [e for e in a.left() if e.path[0] == name]:
-                a.put(entry, piece, entry.path)
-    pieces: dict[int, int] = {}
-
-    def of_rank(rank: int) -> tuple[int, tuple[str, ...]]:
-        root = ("rng", f"rank{rank}")
-        if rank not in pieces:
-            pieces[rank] = a.piece(Component(f"random_states_{rank}.pkl", _TORCH, root))
-        return pieces[rank], root
-
-    own = re.compile(r"step|(torch|xm)_\w*seed")
-    a.note_without(a.generators(_ACCELERATE_RNG, lambda inside: own.fullmatch(str(inside[0])), of_rank))
-    return a.done("accelerate keeps no such value")
+            component = builder.component(f"{name}.pkl", "torch", (name,))
+            for entry in [e for e in builder.remaining() if e.path[0] == name]:
+                builder.add(entry, component, entry.path)
+    builder.add_generator_files("random_states_{rank}.pkl", _RNG, _OWN_RNG)
+    return builder.finish("accelerate stores no such value")
 
 
-# Trainer --------------------------------------------------------------------------------------------------------------
+def _is_sampler(catalogue: Catalogue, part: Part) -> bool:
+    """Whether this is the sampler of accelerate, which is saved as an object; no other object can take its place."""
+    entry = catalogue.entries.get(part.root)
+    return isinstance(entry, Object) and (stub_name(entry.value) or "").startswith("accelerate.")
 
-# Without these it stops: a batch size, which it compares with its own to warn, and the state of its own control, which
-# it updates when it saves. Every other value has a default.
-_CONTROL = dict.fromkeys(
-    ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log"), False
+
+_SHARDED = WritableLayout("accelerate:sharded", "fqn", _write_sharded, chunked=True)
+_FULL = WritableLayout("accelerate:full", "fqn", _write_full)
+_DDP = WritableLayout("accelerate:ddp", "id", _write_ddp)
+
+
+def was_saved_as(source: Catalogue, pattern: str) -> bool:
+    """Whether the source has a component whose file or folder matches."""
+    return any(re.fullmatch(pattern, str(component["path"])) for component in source.facts.get("mounted", ()))
+
+
+def _choose(source: Catalogue, to_world: int | None) -> WritableLayout:
+    """The layout of the source; else the one for FSDP when the source is sharded, or is to be."""
+    if was_saved_as(source, r"pytorch_model_fsdp(_\d+)?\.bin") and to_world is None:
+        return _FULL
+    is_sharded = any(len(t.chunks) > 1 for t in source.tensors if not t.embedded)
+    return _SHARDED if is_sharded or (to_world or 1) > 1 else _DDP
+
+
+ACCELERATE = Producer(
+    "accelerate",
+    "what `Accelerator.save_state` of accelerate leaves",
+    _recognise,
+    _layout,
+    writes=(_SHARDED, _FULL, _DDP),
+    choose=_choose,
 )
-_LEAST = {
-    "train_batch_size": 0,
-    "log_history": [],
-    "stateful_callbacks": {"TrainerControl": {"args": _CONTROL, "attributes": {}}},
-}
-_TRAINER_RNG = {"python": "python", "numpy": "numpy", "torch": "cpu"}
-
-
-def trainer(a: Arranging) -> Arranged:
-    """For one process or DDP: the model whole, the optimizer by ids."""
-    model, optimizer = a.one("model"), a.one("optimizer")
-    if model is not None:
-        a.take(model, a.piece(Component("model.safetensors", _SAFE, ("model",))), ("model",))
-    if optimizer is not None:
-        a.take(optimizer, a.piece(Component("optimizer.pt", _TORCH, ("optimizer",))), ("optimizer",))
-    return _trainer_rest(a)
-
-
-def trainer_sharded(a: Arranging) -> Arranged:
-    """For FSDP with `SHARDED_STATE_DICT`: accelerate saves model and optimizer."""
-    _sharded(a, 1)
-    return _trainer_rest(a)
-
-
-def _trainer_rest(a: Arranging) -> Arranged:
-    scheduler = a.one("scheduler")
-    if scheduler is not None:
-        a.take(scheduler, a.piece(Component("scheduler.pt", _TORCH, ("scheduler",))), ("scheduler",))
-    for part in a.parts("scaler")[:1]:
-        a.take(part, a.piece(Component("scaler.pt", _TORCH, ("scaler",))), ("scaler",))
-    for entry in [e for e in a.left() if e.path[:1] == ("training_args",)]:
-        if entry.path == ("training_args",):
-            a.put(entry, a.piece(Component("training_args.bin", _TORCH, ("training_args",))), entry.path)
-    _trainer_state(a)
-    pieces: dict[int, int] = {}
-
-    def of_rank(rank: int) -> tuple[int, tuple[str, ...]]:
-        alone = a.wanted.world == 1
-        root = ("rng",) if alone else ("rng", f"rank{rank}")
-        if rank not in pieces:
-            pieces[rank] = a.piece(Component("rng_state.pth" if alone else f"rng_state_{rank}.pth", _TORCH, root))
-        return pieces[rank], root
-
-    own = re.compile(r"cuda|npu|hpu|mlu|musa|xla")
-    a.note_without(a.generators(_TRAINER_RNG, lambda inside: own.fullmatch(str(inside[0])), of_rank))
-    return a.done("the Trainer keeps no such value")
-
-
-def _trainer_state(a: Arranging) -> None:
-    """Its own, or the least that it needs: the step. It skips as many batches of the first epochs."""
-    found = [e for e in a.left() if e.part.kind == "progress" and e.path[:1] == ("trainer_state",)]
-    step = next((a.number(e) for e in found if e.path[1:] == ("global_step",)), None)
-    if step is not None:
-        piece = a.piece(Component("trainer_state.json", None, ("trainer_state",)))
-        for entry in found:
-            a.put(entry, piece, entry.path)
-    else:
-        step = a.step()
-        step = step_in(a.wanted.name) if step is None else step
-        if step is None:
-            raise UsageError(
-                "the Trainer goes on from the step in `trainer_state.json`, and nothing here says which it is",
-                hint="call the destination `checkpoint-N`",
-            )
-        a.piece(Component("trainer_state.json", None, ("trainer_state",), plain={"global_step": step, **_LEAST}))
-        a.notes.append(
-            f"`trainer_state.json` is made with step {step} and no history; what it does not say is as the Trainer has "
-            "it by default, such as 500 for `logging_steps`, `eval_steps` and `save_steps`"
-        )
-    a.fold_step(step)
-    if a.wanted.name != f"checkpoint-{step}":
-        a.notes.append(f"the Trainer finds the newest checkpoint by its name, which would be `checkpoint-{step}`")

@@ -1,20 +1,24 @@
-"""Which part of a training state is which piece of a producer's layout: the steps that all layouts are made of. Pure.
+"""Arranging a training state in the layout of a framework: the steps that all layouts are made of. Pure.
 
-A layout takes parts one after the other and says where each goes. What nobody has taken in the end is lost, by name.
+A layout adds parts to components one after the other. What is in no component in the end is lost, by name.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from ckpttool import formats
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Entry, Object, Part, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Loss
 from ckpttool.errors import LossError
-from ckpttool.layout import select as layout
-from ckpttool.producers.writer import Arranged, Component
+from ckpttool.layout import select
+from ckpttool.producers.components import Constant
+from ckpttool.producers.runs import step_in
+from ckpttool.producers.writer import OutputComponent, OutputLayout
 
 # What the state of a generator is called: by torch scripts, accelerate, the Trainer, verl.
 _GENERATORS = {
@@ -26,41 +30,41 @@ _STEPS = r"(global_|current_|train_|total_)?(step|steps|iteration|iter|iter_num|
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What a layout is to know beside the state: `Wanted(2, "checkpoint-400", read)`.
+class Destination:
+    """What a layout depends on beside the state: `Destination(2, "checkpoint-400", read_integer)`.
 
-    `world` is the number of ranks, `name` what the destination is called, `read` the value of a small tensor of
-    integers.
+    `name` is the base name of the destination, `read_integer` returns the value of a small tensor of integers.
     """
 
-    world: int
+    world_size: int
     name: str
-    read: Callable[[Tensor], int | None]
+    read_integer: Callable[[Tensor], int | None]
 
 
-class Arranging:
-    """A state on its way into a layout. Every `take` gives one part its piece."""
+class LayoutBuilder:
+    """A state on its way into a layout: each part is added to a component. `folded` are the paths in the source of
+    entries that the layout stores by other means."""
 
-    def __init__(self, laid: Catalogue, wanted: Wanted) -> None:
-        self.laid, self.wanted = laid, wanted
-        self.components: list[Component] = []
+    def __init__(self, catalogue: Catalogue, destination: Destination) -> None:
+        self.catalogue, self.destination = catalogue, destination
         self.notes: list[str] = []
-        self.folded: set[Path] = set()  # by where they lie in the source
+        self.folded: set[Path] = set()
+        self._components: list[OutputComponent] = []
         self._folded: set[Path] = set()
         self._moved: dict[Path, Path] = {}
-        self._places: dict[Path, int] = {}
+        self._component_of: dict[Path, int] = {}
         self._parts: dict[Path, Part] = {}
-        self._added: list[Object] = []
+        self._values: list[Object] = []
         self._lost: dict[Path, str] = {}
 
-    # What is there ----------------------------------------------------------------------------------------------------
+    # What the state has -----------------------------------------------------------------------------------------------
 
     def parts(self, kind: str) -> list[Part]:
         """The parts of a kind, in order of appearance."""
-        return [part for part in parts.parts(self.laid) if part.kind == kind]
+        return [part for part in parts.parts(self.catalogue) if part.kind == kind]
 
     def numbered(self, kind: str) -> Iterator[tuple[int, Part]]:
-        """The parts of a kind with the number that each has in its name; the one without a number is the first."""
+        """The parts of a kind with the number in the name of each; the one without a number is the first."""
         found = self.parts(kind)
         numbers = {p: int(m[1]) for p in found if p.root and (m := re.search(r"_(\d+)$", str(p.root[-1])))}
         plain = [p for p in found if p not in numbers]
@@ -72,155 +76,192 @@ class Arranging:
             yield 0, plain[0]
         yield from ((number, part) for part, number in numbers.items())
 
-    def one(self, kind: str) -> Part | None:
-        """The first of a kind, for layouts that know no second."""
+    def first(self, kind: str) -> Part | None:
+        """The first part of a kind, for layouts with one of it."""
         return next((part for _, part in self.numbered(kind)), None)
 
-    def left(self) -> Iterator[Entry]:
-        """What nothing has been done with so far."""
-        for path, entry in self.laid.entries.items():
-            if path not in self._places and path not in self._lost and path not in self._folded:
-                yield entry
-
-    # What becomes of it -----------------------------------------------------------------------------------------------
-
-    def piece(self, component: Component) -> int:
-        """Add a piece to the layout."""
-        self.components.append(component)
-        return len(self.components) - 1
-
-    def take(self, part: Part, number: int, root: Path) -> None:
-        """A whole part into a piece, under `root`."""
-        for path, entry in self.laid.entries.items():
-            if entry.part == part and path not in self._places:
-                self.put(entry, number, (*root, *path[len(part.root) :]), Part(part.kind, root))
-
-    def put(self, entry: Entry, number: int, path: Path, part: Part | None = None) -> None:
-        """One entry into a piece."""
-        self._moved[entry.path] = path
-        self._places[entry.path] = number
-        if part is not None:
-            self._parts[path] = part
-
     def stateful_loaders(self) -> Iterator[Part]:
-        """Data loaders as torchdata's `StatefulDataLoader` says them, which accelerate and verl both use."""
+        """The data loaders with the keys of torchdata's `StatefulDataLoader`, which accelerate and verl both use."""
         for part in self.parts("dataloader"):
-            keys = {
-                path[len(part.root)] for path, e in self.laid.entries.items() if e.part == part and path != part.root
-            }
+            depth = len(part.root)
+            keys = {p[depth] for p, e in self.catalogue.entries.items() if e.part == part and p != part.root}
             if "_snapshot" in keys and keys & {"_num_yielded", "_steps_since_snapshot"}:
                 yield part
 
-    def add(self, number: int, entry: Object) -> None:
-        """A value that the source has elsewhere, or in another form."""
-        self._added.append(entry)
-        self._places[entry.path] = number
+    def remaining(self) -> Iterator[Entry]:
+        """The entries that are neither in a component, nor folded, nor lost."""
+        for path, entry in self.catalogue.entries.items():
+            if path not in self._component_of and path not in self._lost and path not in self._folded:
+                yield entry
+
+    # Where it goes ----------------------------------------------------------------------------------------------------
+
+    def component(
+        self,
+        name: str,
+        format: str | None,
+        root: Path = (),
+        *,
+        key: Path = (),
+        values: Mapping[str, Any] | None = None,
+        constants: Sequence[Constant] = (),
+    ) -> int:
+        """Add a component and return its number. See `OutputComponent`; `format` is a name, None for JSON."""
+        row = formats.named(format) if format is not None else None
+        self._components.append(OutputComponent(name, row, root, key, values or {}, constants))
+        return len(self._components) - 1
+
+    def add_part(self, part: Part, name: str, format: str, root: Path, key: Path = ()) -> None:
+        """Add a component that has one part."""
+        self.add_part_to(self.component(name, format, root, key=key), part, root)
+
+    def add_part_to(self, component: int, part: Part, root: Path) -> None:
+        """Add a whole part to a component, under `root`."""
+        for path, entry in self.catalogue.entries.items():
+            if entry.part == part and path not in self._component_of:
+                self.add(entry, component, (*root, *path[len(part.root) :]), Part(part.kind, root))
+
+    def add(self, entry: Entry, component: int, path: Path, part: Part | None = None) -> None:
+        """Add one entry to a component."""
+        self._moved[entry.path] = path
+        self._component_of[entry.path] = component
+        if part is not None:
+            self._parts[path] = part
+
+    def add_value(self, component: int, entry: Object) -> None:
+        """Add a value that the source does not have, or has in another form."""
+        self._values.append(entry)
+        self._component_of[entry.path] = component
+
+    def add_scaler(self) -> None:
+        """Add the first gradient scaler, as accelerate and the Trainer save it."""
+        for part in self.parts("scaler")[:1]:
+            self.add_part(part, "scaler.pt", "torch", ("scaler",))
 
     def fold(self, entry: Entry) -> None:
-        """Leave an entry out that the layout says by other means, or that says nothing."""
+        """Leave out an entry that the layout stores by other means, or that has no meaning."""
         self._folded.add(entry.path)
         self.folded.add(entry.origin if isinstance(entry, Object) else (entry.origin or entry).path)
 
     def lose(self, entry: Entry, why: str) -> None:
-        """Say why an entry has no place."""
+        """Record why an entry has no place in the layout."""
         self._lost.setdefault(entry.path, why)
 
-    def done(self, otherwise: str) -> Arranged:
-        """The layout; `otherwise` is why what is left has no place in it."""
-        for entry in list(self.left()):
-            second = entry.part.kind in ("model", "optimizer", "scheduler")
-            self.lose(entry, _second(entry.part) if second else otherwise)
-        kept = layout.select(self.laid, lambda entry: entry.path not in self._folded)
-        moved = layout.move(kept, {old: new for old, new in self._moved.items() if old in kept.entries})
+    def finish(self, otherwise: str) -> OutputLayout:
+        """Return the layout; `otherwise` is why the remaining entries have no place in it.
+
+        Raises LossError when two values go to the same path.
+        """
+        for entry in list(self.remaining()):
+            kind, name = entry.part.kind, dotted(entry.part.root)
+            if kind in ("model", "optimizer", "scheduler"):
+                self.lose(entry, f"there is a place for another {kind} than `{name}`, and no second one")
+            else:
+                self.lose(entry, otherwise)
+        kept = select.select(self.catalogue, lambda entry: entry.path not in self._folded)
+        moved = select.move(kept, {old: new for old, new in self._moved.items() if old in kept.entries})
         for path, part in self._parts.items():
             if path in moved.entries:
                 moved.entries[path].part = part
-        places = {self._moved.get(path, path): number for path, number in self._places.items()}
-        for entry in self._added:
-            if entry.path in moved.entries:
-                raise LossError(f"`{entry.name}` is there already, with another value")
-            moved.entries[entry.path] = entry
+        component_of = {self._moved.get(path, path): number for path, number in self._component_of.items()}
+        for value in self._values:
+            if value.path in moved.entries:
+                raise LossError(f"`{value.name}` is there already, with another value")
+            moved.entries[value.path] = value
         lost = [
             Loss(entry.name, why)
             for path, why in self._lost.items()
-            if not (isinstance(entry := self.laid.entries[path], Tensor) and entry.embedded)
+            if not (isinstance(entry := self.catalogue.entries[path], Tensor) and entry.embedded)
         ]
-        return Arranged(moved, self.components, places, lost)
+        return OutputLayout(moved, self._components, component_of, lost)
 
     # Values that several layouts have ---------------------------------------------------------------------------------
 
     def step(self) -> int | None:
-        """The step that the state says it is of."""
-        for entry in self.laid.entries.values():
-            if entry.part.kind == "progress" and re.fullmatch(_STEPS, str(entry.path[-1])) and len(entry.path) <= 2:
-                value = self.number(entry)
-                if value is not None:
-                    return value
-        said = self.laid.facts.get("step")
-        return said if isinstance(said, int) else None
+        """The step that the state has."""
+        for entry in self.catalogue.entries.values():
+            if _is_step(entry) and (value := self.integer(entry)) is not None:
+                return value
+        step = self.catalogue.facts.get("step")
+        return step if isinstance(step, int) else None
 
-    def number(self, entry: Entry) -> int | None:
-        """The value of an entry that counts something."""
+    def step_or_name(self) -> int | None:
+        """The step that the state has, else the one in the name of the destination."""
+        step = self.step()
+        return step_in(self.destination.name) if step is None else step
+
+    def integer(self, entry: Entry) -> int | None:
+        """The value of an entry that is one integer; else None."""
         if isinstance(entry, Tensor):
-            return self.wanted.read(entry)
+            return self.destination.read_integer(entry)
         return entry.value if type(entry.value) is int else None
 
     def fold_step(self, step: int | None) -> None:
-        """Leave out what says the step that the layout says by its own means."""
-        for entry in list(self.left()):
-            named = entry.part.kind == "progress" and re.fullmatch(_STEPS, str(entry.path[-1]))
-            if named and len(entry.path) <= 2 and step is not None and self.number(entry) == step:
+        """Fold the entries that are the same step as the one that the layout stores."""
+        for entry in list(self.remaining()):
+            if step is not None and _is_step(entry) and self.integer(entry) == step:
                 self.fold(entry)
 
-    def generators(
-        self, names: dict[str, str], own: Callable[[Path], object], place: Callable[[int], tuple[int, Path]]
+    def add_generators(
+        self, names: Mapping[str, str], is_own: Callable[[Path], object], place: Callable[[int], tuple[int, Path]]
     ) -> set[int]:
-        """The states of the generators, of each rank under the names that the framework has for them; what ranks have
-        any. `own` knows the framework's other values, `place(rank)` is the piece of a rank and the root there."""
-        seen: set[int] = set()
-        for entry in list(self.left()):
+        """Add the states of random number generators, and return the ranks that have any.
+
+        Args: `names` are the framework's names of the generators, `is_own(path)` tells other values of the framework,
+        `place(rank)` returns the component of a rank and the root in it.
+        """
+        with_state: set[int] = set()
+        for entry in list(self.remaining()):
             if entry.part.kind != "rng" or (isinstance(entry, Tensor) and entry.embedded):
                 continue
-            below = entry.path[max(0, len(entry.part.root) - 1) :]
-            found = parts.find_rank(below)
-            rank = found[1] if found is not None else 0
-            inside = parts.without_rank(below)[1:] or below
-            kind = _generator(inside, entry)
-            if rank >= self.wanted.world:
-                self.lose(entry, f"it is of rank {rank}, and {self.wanted.world} ranks have no file for it")
-            elif kind is not None or own(inside):
-                seen.add(rank)
-                number, root = place(rank)
-                self.put(
-                    entry,
-                    number,
-                    (*root, names[kind], *inside[1:]) if kind else (*root, *inside),
-                    Part("rng", root[:1]),
-                )
-            elif inside[-1:] == ("step",) and isinstance(entry, Object) and entry.value == 0:
-                # How many batches accelerate has gathered gradients of.
+            path = entry.path[max(0, len(entry.part.root) - 1) :]
+            of_rank = parts.find_rank(path)
+            rank = of_rank[1] if of_rank is not None else 0
+            below = parts.without_rank(path)[1:] or path
+            kind = _generator(below, entry)
+            if rank >= self.destination.world_size:
+                count = self.destination.world_size
+                self.lose(entry, f"it is of rank {rank}, and {count} ranks have no file for it")
+            elif kind is not None or is_own(below):
+                with_state.add(rank)
+                component, root = place(rank)
+                renamed = (names[kind], *below[1:]) if kind else below
+                self.add(entry, component, (*root, *renamed), Part("rng", root[:1]))
+            elif below[-1:] == ("step",) and isinstance(entry, Object) and entry.value == 0:
+                # How many batches accelerate has accumulated gradients of.
                 self.fold(entry)
             else:
                 self.lose(entry, "it is not in the form in which this framework keeps the state of its generators")
-        return seen
+        return with_state
 
-    def note_without(self, seen: set[int]) -> None:
-        """Say which ranks have no generators, when some have."""
-        without = [str(rank) for rank in range(self.wanted.world) if rank not in seen]
-        if seen and without:
+    def add_generator_files(self, name: str, names: Mapping[str, str], own: re.Pattern[str]) -> None:
+        """Add the states of generators in a file per rank, `{rank}` in its name; without that, in one file."""
+        components: dict[int, int] = {}
+        world_size = self.destination.world_size
+
+        def place(rank: int) -> tuple[int, Path]:
+            root = ("rng", f"rank{rank}") if "{rank}" in name else ("rng",)
+            if rank not in components:
+                components[rank] = self.component(name.replace("{rank}", str(rank)), "torch", root)
+            return components[rank], root
+
+        with_state = self.add_generators(names, lambda below: own.fullmatch(str(below[0])), place)
+        without = [str(rank) for rank in range(world_size) if rank not in with_state]
+        if with_state and without:
             shown = ", ".join(without[:8]) + (", ..." if len(without) > 8 else "")
             self.notes.append(f"no states of random number generators for {len(without)} ranks: {shown}")
 
 
-def _generator(inside: Path, entry: Entry) -> str | None:
+def _is_step(entry: Entry) -> bool:
+    is_progress = entry.part.kind == "progress" and len(entry.path) <= 2
+    return is_progress and re.fullmatch(_STEPS, str(entry.path[-1])) is not None
+
+
+def _generator(path: Path, entry: Entry) -> str | None:
     """Which generator a value belongs to: tensors are torch's, tuples the others'."""
-    if len(inside) != 1:
+    if len(path) != 1:
         return None
-    kind = next((k for k, pattern in _GENERATORS.items() if re.fullmatch(pattern, str(inside[0]))), None)
+    kind = next((k for k, pattern in _GENERATORS.items() if re.fullmatch(pattern, str(path[0]))), None)
     if isinstance(entry, Tensor):
         return kind if kind == "torch" and entry.dtype.name == "uint8" and len(entry.shape) == 1 else None
     return kind if kind in ("python", "numpy") and isinstance(entry.value, tuple) else None
-
-
-def _second(part: Part) -> str:
-    return f"there is a place for another {part.kind} than `{dotted(part.root)}`, and no second one"

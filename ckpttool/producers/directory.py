@@ -17,14 +17,14 @@ _LARGEST_JSON = 64 << 20
 _DEEPEST = 4
 
 
-class Listing:
-    """`Listing("/run/checkpoint-200")`: `names` are `["optimizer_0/", "random_states_0.pkl", ...]`, sorted, folders
+class Directory:
+    """`Directory("/run/checkpoint-200")`: `names` are `["optimizer_0/", "random_states_0.pkl", ...]`, sorted, folders
     with a slash."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.name = os.path.basename(os.path.abspath(path))
-        self._folders: dict[str, Listing] = {}
+        self._folders: dict[str, Directory] = {}
         self._sizes: dict[str, int] = {}
         self._json: dict[str, Any] = {}
         try:
@@ -55,11 +55,11 @@ class Listing:
         """The path of something in it."""
         return os.path.join(self.path, name)
 
-    def folder(self, name: str) -> Listing:
+    def folder(self, name: str) -> Directory:
         """The listing of a directory in it, with or without the slash."""
         name = name.rstrip("/")
         if name not in self._folders:
-            self._folders[name] = Listing(self.at(name))
+            self._folders[name] = Directory(self.at(name))
         return self._folders[name]
 
     def size(self, name: str) -> int:

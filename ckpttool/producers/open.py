@@ -1,43 +1,142 @@
-"""Opening a checkpoint of any format: its parts told apart, and a word about names that would run commands elsewhere.
+"""The one entry of the read side: what lies at a path (`resolve`), and opening it (`open_source`).
 
-Nothing in a checkpoint runs here. But whoever looks at one wants to know that it would, and nothing of that kind is
-passed on to a new one.
+Nothing in a checkpoint is executed. Names in its pickles that would run code elsewhere are reported.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from ckpttool import producers
+from ckpttool import formats, producers
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Object, Path, dotted
-from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, Source
+from ckpttool.catalogue.protocols import NO_HINTS, Format, OpenOptions, Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
 from ckpttool.layout.optimizer.names import is_model_order
-from ckpttool.producers.mount import Mounted
-from ckpttool.serialization import strict_json as strictjson
-from ckpttool.serialization import unsafe_globals as harm
-from ckpttool.storage import stores as mirrors
+from ckpttool.producers import dinov2, reader, runs, transformers
+from ckpttool.producers.combined import CombinedSource
+from ckpttool.producers.components import Producer
+from ckpttool.producers.directory import Directory
+from ckpttool.serialization import strict_json, unsafe_globals
+from ckpttool.storage import stores
 from ckpttool.storage.files import failed
+from ckpttool.text import some
 
 _LARGEST_SHAPES = 64 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What lies at a path: a checkpoint of one `format`, or a `directory` that a `producer` left.
+
+    `path` is that of the checkpoint itself; `run` is the run that it was chosen from, or that lies beside it.
+    """
+
+    path: str
+    format: Format | None = None
+    producer: Producer | None = None
+    directory: Directory | None = None
+    run: runs.Run | None = None
+
+
+def resolve(path: str) -> Resolved:
+    """Recognise what lies at `path`; of a run, its newest complete checkpoint. Raises ReadError."""
+    if not os.path.isdir(path):
+        return Resolved(path, formats.detect(path))
+    directory = Directory(path)
+    producer = producers.recognise(directory)
+    if producer is not None:
+        return Resolved(path, None, producer, directory, _beside(directory, producer))
+    is_run_of_rank_files = len(dinov2.rank_files(directory)) > 1
+    row = None if is_run_of_rank_files else next((row for row in formats.FORMATS if row.recognise(path)), None)
+    run = runs.find(directory) if row is None else None
+    if run is None or run.chosen is None:
+        # The error of `detect` knows what else the directory has.
+        return Resolved(path, row or formats.detect(path))
+    return replace(resolve(run.chosen.path), run=run)
+
+
+def _beside(directory: Directory, producer: Producer) -> runs.Run | None:
+    """The run around the last model of the Trainer, which saves that beside the checkpoints."""
+    if producer not in (transformers.TRAINER, transformers.PRETRAINED) or not directory.has(transformers.CHECKPOINT):
+        return None
+    try:
+        found = [c for c in runs.in_directory(directory) if re.fullmatch(transformers.CHECKPOINT, f"{c.name}/")]
+    except CkptError:
+        return None
+    return runs.Run(directory, found, None) if found else None
+
+
+def open_resolved(resolved: Resolved, options: OpenOptions = NO_HINTS) -> Source:
+    """Open what `resolve` recognised. Raises ReadError or CorruptError."""
+    if resolved.producer is not None and resolved.directory is not None:
+        source = reader.open_directory(resolved.producer, resolved.directory, options)
+    else:
+        assert resolved.format is not None
+        source = resolved.format.open(resolved.path, options)
+    if resolved.run is not None:
+        _describe_run(source.catalogue, resolved.run)
+    return source
+
+
+def _describe_run(catalogue: Catalogue, run: runs.Run) -> None:
+    """Add the checkpoints of a run to the facts, and to the warnings why another may have been meant."""
+    chosen = run.chosen
+    if chosen is not None:
+        # Of some layouts only the contents tell who wrote them.
+        producer = catalogue.facts.get("producer", chosen.producer)
+        if producer is not None:
+            catalogue.facts["producer"] = producer
+    catalogue.facts["run"] = [
+        {
+            "name": c.name,
+            "path": c.path,
+            "step": c.step,
+            "bytes": c.nbytes,
+            "producer": catalogue.facts.get("producer") if c is chosen else c.producer,
+            "format": c.format,
+            "complete": c.complete,
+            "why_not": c.why_not,
+            "taken": c is chosen,
+        }
+        for c in run.checkpoints
+    ]
+    if chosen is None:
+        names = [c.name for c in reversed(run.checkpoints)]
+        lies = "lies" if len(names) == 1 else "lie"
+        text = f"the model in the directory itself is taken; {some(names)} {lies} in it too"
+        catalogue.warnings.insert(0, Warning("chosen", text))
+        return
+    if run.newer:
+        reasons = "; ".join(f"`{c.name}`: {c.why_not}" for c in run.newer[-3:])
+        text = f"`{chosen.name}` is taken, as what is newer is not complete: {reasons}"
+        catalogue.warnings.insert(0, Warning("chosen", text))
+    pointer = runs.pointer(run.directory)
+    if pointer is not None and pointer[1] != chosen.step:
+        text = f"`{pointer[0]}` names step {pointer[1]}, but step {chosen.step} is taken"
+        catalogue.warnings.append(Warning("chosen", text))
+
+
 def open_source(path: str, shapes: str | None = None) -> Source:
-    """The checkpoint at `path`, or what a framework left in a directory. `shapes` is a checkpoint or a JSON file that
-    knows the parameters' shapes. Raises ReadError or CorruptError."""
+    """Open the checkpoint at `path`, or what a framework left in a directory; of a run, the newest complete one.
+
+    Args: `shapes` is a checkpoint or a JSON file that has the shapes of the parameters.
+    Raises ReadError or CorruptError.
+    """
     options = NO_HINTS if shapes is None else shapes_from(shapes)
-    source, asked = _opened(path, options)
+    source, named = _opened(path, options)
     if options.shapes and options.ordered:
         source.catalogue.facts["parameter order"] = tuple(options.shapes)
     elif options.shapes:
         source.catalogue.facts["shapes without order"] = shapes
     try:
         parts.assign(source.catalogue)
-        source.catalogue.warnings += _warnings(source.catalogue, asked)
+        source.catalogue.warnings += _warnings(source.catalogue, named)
     except BaseException:
         source.close()
         raise
@@ -45,24 +144,24 @@ def open_source(path: str, shapes: str | None = None) -> Source:
 
 
 def _opened(path: str, options: OpenOptions) -> tuple[Source, set[str]]:
-    """What lies at a path or an address, and the harm that its pickles name."""
-    mirror = mirrors.mount(path)
+    """The source at a path or an address, and the names in its pickles that run code."""
+    mirror = stores.mount(path)
     if mirror is None:
-        with naming(path), harm.noting_harm() as asked:
-            return producers.open_source(path, options), asked
+        with naming(path), unsafe_globals.noting_harm() as named:
+            return open_resolved(resolve(path), options), named
     try:
-        with naming(path), harm.noting_harm() as asked:
-            source = Mounted.over(producers.open_source(mirror.path, options))
+        with naming(path), unsafe_globals.noting_harm() as named:
+            source = CombinedSource.over(open_resolved(resolve(mirror.path), options))
     except BaseException:
-        mirrors.unmount(mirror)
+        stores.unmount(mirror)
         raise
-    source.closing(lambda: mirrors.unmount(mirror))
+    source.closing(lambda: stores.unmount(mirror))
     catalogue = source.catalogue
-    catalogue.warnings[:] = [replace(w, text=mirrors.as_typed(w.text)) for w in catalogue.warnings]
-    catalogue.faults[:] = map(mirrors.in_their_words, catalogue.faults)
-    for found in catalogue.facts.get("run", ()):
-        found["path"] = mirrors.as_typed(found["path"])
-    return source, asked
+    catalogue.warnings[:] = [replace(w, text=stores.as_typed(w.text)) for w in catalogue.warnings]
+    catalogue.faults[:] = map(stores.in_their_words, catalogue.faults)
+    for checkpoint in catalogue.facts.get("run", ()):
+        checkpoint["path"] = stores.as_typed(checkpoint["path"])
+    return source, named
 
 
 @contextmanager
@@ -71,7 +170,7 @@ def naming(path: str | None) -> Iterator[None]:
     try:
         yield
     except CkptError as raised:
-        error = mirrors.in_their_words(raised)
+        error = stores.in_their_words(raised)
         if path is None or path.rstrip("/") in error.message or not isinstance(error, CorruptError | ReadError):
             raise error from None
         raise type(error)(f"`{path}`: {error.message}", hint=error.hint, **{"file": path, **error.facts}) from None
@@ -94,8 +193,8 @@ def shapes_from(path: str) -> OpenOptions:
 
 def _shapes_in(path: str) -> dict[str, tuple[int, ...]]:
     try:
-        with open(mirrors.here(path), "rb") as stream:
-            listed = strictjson.parse(stream.read(_LARGEST_SHAPES + 1)[:_LARGEST_SHAPES], f"`{path}`")
+        with open(stores.here(path), "rb") as stream:
+            listed = strict_json.parse(stream.read(_LARGEST_SHAPES + 1)[:_LARGEST_SHAPES], f"`{path}`")
     except OSError as error:
         raise failed(error, path, "read") from None
     pairs = list(listed.items()) if isinstance(listed, dict) else listed
@@ -126,7 +225,7 @@ def opened(path: str, shapes: str | None = None) -> Iterator[Source]:
 def harmful(objects: Iterable[Object]) -> Iterator[tuple[str, str]]:
     """Entries whose values name something that runs commands, and what."""
     for entry in objects:
-        for called in sorted(harm.harmful_names(entry.value)):
+        for called in sorted(unsafe_globals.harmful_names(entry.value)):
             yield entry.name, called
 
 
@@ -134,25 +233,25 @@ def harmful_attributes(catalogue: Catalogue) -> Iterator[tuple[Path, str]]:
     """Dicts whose attributes name something that runs commands, and what."""
     for path, container in catalogue.containers.items():
         if container.attrs:
-            for called in sorted(harm.harmful_names(container.attrs)):
+            for called in sorted(unsafe_globals.harmful_names(container.attrs)):
                 yield path, called
 
 
-def _warnings(catalogue: Catalogue, asked: set[str]) -> Iterator[Warning]:
-    hidden = set(asked)
+def _warnings(catalogue: Catalogue, named: set[str]) -> Iterator[Warning]:
+    elsewhere = set(named)
     for name, called in harmful(o for o in catalogue.objects if o.is_read):
-        hidden.discard(called)
+        elsewhere.discard(called)
         yield _unsafe(f"`{name}` names `{called}`, which runs code where it is loaded; not here", called)
     for path, called in harmful_attributes(catalogue):
-        hidden.discard(called)
+        elsewhere.discard(called)
         yield _unsafe(
             f"the attributes of `{dotted(path)}` name `{called}`, which runs code where it is loaded; not here, and "
             "they are not passed on",
             called,
         )
-    hidden.difference_update(name for w in catalogue.warnings if w.kind == "unsafe-global" for name in w.names)
-    for called in sorted(hidden):
-        # A pickle can call a function and throw away what it returned.
+    elsewhere.difference_update(name for w in catalogue.warnings if w.kind == "unsafe-global" for name in w.names)
+    for called in sorted(elsewhere):
+        # A pickle can call a function and discard its result.
         text = f"a pickle names `{called}`, which runs code where it is loaded, outside of every entry; not here"
         yield _unsafe(text, called)
 

@@ -1,4 +1,4 @@
-"""Opening what a producer left: every mount by the format that it has, all of them in one catalogue."""
+"""Opening the directory of a framework: each component by its own format, all of them in one catalogue."""
 
 from __future__ import annotations
 
@@ -12,246 +12,260 @@ from typing import Any
 from ckpttool import formats
 from ckpttool.catalogue import parts, typed_json
 from ckpttool.catalogue.boxes import Ints
-from ckpttool.catalogue.entries import Catalogue, File, Part, Path, Tensor, dotted
-from ckpttool.catalogue.protocols import OpenOptions, Source
+from ckpttool.catalogue.entries import Catalogue, File, Part, Tensor, dotted
+from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError
-from ckpttool.producers.directory import Listing
-from ckpttool.producers.mount import Mounted
-from ckpttool.producers.names import STEPS, step_in
-from ckpttool.producers.pieces import EACH, ONE, SET, VALUES, Layout, Mount, Producer
-from ckpttool.text import some
+from ckpttool.producers.combined import CombinedSource
+from ckpttool.producers.components import JSON, PER_RANK, RANK_FILES, SINGLE, Component, Layout, Producer
+from ckpttool.producers.directory import Directory
+from ckpttool.producers.runs import STEPS, step_in
+from ckpttool.text import plural, some
 
 
-def open_source(row: Producer, listing: Listing, options: OpenOptions) -> Source:
-    """The catalogue of a directory of this producer. What cannot be opened is a fault of it, unless it is all there is.
-    Raises ReadError or CorruptError."""
-    layout = row.mounts(listing)
-    opening = _Opening(listing, layout, options)
-    source = opening.source()
+def open_directory(producer: Producer, directory: Directory, options: OpenOptions) -> Source:
+    """Open a directory of a framework. A component that cannot be opened is a fault, unless it is the only one.
+
+    Raises ReadError or CorruptError.
+    """
+    layout = producer.layout(directory)
+    source = _Opening(directory, layout, options).source()
     catalogue = source.catalogue
-    if row.confirms is not None and not row.confirms(catalogue):
-        # Somebody else's directory of that name.
+    if producer.confirm is not None and not producer.confirm(catalogue):
         return source
-    catalogue.facts["producer"] = row.name
-    if (step := step_in(listing.name, STEPS)) is not None:
+    catalogue.facts["producer"] = producer.name
+    if (step := step_in(directory.name, STEPS)) is not None:
         catalogue.facts["step"] = step
-    # Files that a DCP index does not mention are pieces here, or are named below.
+    # Files that a DCP index does not mention are other components, or are named as unknown.
     catalogue.warnings[:] = [w for w in catalogue.warnings if w.kind != "unlisted-file"]
     if layout.assets:
         catalogue.facts["assets"] = [name.rstrip("/") for name in layout.assets]
     catalogue.warnings += layout.warnings
-    if layout.strangers:
-        catalogue.warnings.append(Warning("left-out", f"{some(layout.strangers)}: not known here, and left out"))
+    if layout.unknown:
+        catalogue.warnings.append(Warning("left-out", f"{some(layout.unknown)}: not known here, and left out"))
     catalogue.faults += [
-        CorruptError(text, hint="copy what is missing, or name another checkpoint", file=listing.path, **about)
-        for text, about in [*((text, {}) for text in layout.missing), *_too_few(layout, catalogue)]
+        CorruptError(text, hint="copy what is missing, or name another checkpoint", file=directory.path, **facts)
+        for text, facts in [*((text, {}) for text in layout.missing), *_too_few_ranks(layout, catalogue)]
     ]
     return source
 
 
-def _too_few(layout: Layout, catalogue: Catalogue) -> list[tuple[str, dict[str, list[str]]]]:
-    """Sets of one file per rank that end before the last rank which has written anything, and what that concerns."""
-    last: dict[Path, str] = {m.root[:-1]: m.name for m in layout.mounts if m.how == EACH}
-    sets = {m.name: m.names for m in layout.mounts if m.how == SET and "*" in m.name and not m.glob}
-    ranks_of = {name: 1 + max(rank for rank, _ in _by_rank(m)) for m in layout.mounts if (name := m.name) in sets}
-    ranks_of |= {name: 1 + (m.rank or 0) for m in layout.mounts if (name := m.name) in last.values()}
-    world = catalogue.world_size
-    roots = {m.name: m.root[:1] for m in layout.mounts if m.root}
+def _too_few_ranks(layout: Layout, catalogue: Catalogue) -> list[tuple[str, dict[str, list[str]]]]:
+    """Sets of one file per rank that end before the last rank of the checkpoint, and the parts that they are."""
+    components = layout.components
+    last_file = {c.root[:-1]: c.name for c in components if c.kind == PER_RANK}.values()
+    sets = [c for c in components if c.kind == RANK_FILES and "*" in c.name and not c.glob]
+    counts = {c.name: 1 + max(rank for rank, _ in _by_rank(c)) for c in sets}
+    counts |= {c.name: 1 + (c.rank or 0) for c in components if c.name in last_file}
+    world_size = catalogue.world_size
+    roots = {c.name: c.root[:1] for c in components if c.root}
     return [
         (
-            f"`{name}` is of {count} rank{'s' if count > 1 else ''}, but {world} have written: the rest is missing",
+            f"`{name}` is of {plural(count, 'rank')}, but {world_size} have written: the rest is missing",
             {"concerns": [dotted(roots[name])]} if name in roots else {},
         )
-        for name, count in ranks_of.items() if count < world
-    ]  # fmt: skip
+        for name, count in counts.items()
+        if count < world_size
+    ]
 
 
 class _Opening:
-    """Opens the mounts of a layout one after the other."""
+    """Opens the components of a layout one after the other."""
 
-    def __init__(self, listing: Listing, layout: Layout, options: OpenOptions) -> None:
-        self._listing = listing
-        self._mounts = layout.mounts
+    def __init__(self, directory: Directory, layout: Layout, options: OpenOptions) -> None:
+        self._directory = directory
+        self._components = layout.components
         self._options = options
-        self._told: dict[Warning, list[str]] = {}
+        self._warnings: dict[Warning, list[str]] = {}  # and the components that each is of
 
     def source(self) -> Source:
-        if not self._mounts:
-            raise ReadError(f"`{self._listing.path}`: none of the files that it should have", file=self._listing.path)
-        first = self._mounts[0]
-        if len(self._mounts) == 1 and not (first.root or first.below) and first.how != VALUES:
+        path = self._directory.path
+        if not self._components:
+            raise ReadError(f"`{path}`: none of the files that it should have", file=path)
+        first = self._components[0]
+        if len(self._components) == 1 and not (first.root or first.key) and first.kind != JSON:
             return self._open(first)
-        made = Mounted(Catalogue(""))
+        combined = CombinedSource(Catalogue(""))
         try:
-            faults = [fault for mount in self._mounts if (fault := self._mount(made, mount)) is not None]
+            faults = [f for component in self._components if (f := self._add(combined, component)) is not None]
         except BaseException:
-            made.close()
+            combined.close()
             raise
-        if not made.catalogue.entries:
-            made.close()
-            raise faults[0] if faults else ReadError(f"`{self._listing.path}`: holds nothing", file=self._listing.path)
-        made.catalogue.faults += faults
-        made.catalogue.warnings += _folded(self._told)
-        return made
+        if not combined.catalogue.entries:
+            combined.close()
+            raise faults[0] if faults else ReadError(f"`{path}`: holds nothing", file=path)
+        combined.catalogue.faults += faults
+        combined.catalogue.warnings += _named(self._warnings)
+        return combined
 
-    def _mount(self, made: Mounted, mount: Mount) -> CkptError | None:
-        """Put one mount into the catalogue; what is wrong with it otherwise."""
-        where = mount.name.rstrip("/")
+    def _add(self, combined: CombinedSource, component: Component) -> CkptError | None:
+        """Add one component to the catalogue; return the error if it cannot be opened."""
+        name = component.name.rstrip("/")
         try:
-            if mount.how == VALUES:
-                values = self._listing.json(mount.name)
-                made.add_values(values if isinstance(values, dict) else {"value": values}, mount.root)
-                _list(made.catalogue, mount, Catalogue("json", [File(mount.name, mount.name, 0)]))
+            if component.kind == JSON:
+                values = self._directory.json(component.name)
+                combined.add_values(values if isinstance(values, dict) else {"value": values}, component.root)
+                _list(combined.catalogue, component, Catalogue("json", [File(component.name, component.name, 0)]))
                 return None
-            if mount.how == SET and len(mount.names) > 1 and not (mount.glob or _is_set(self._pattern(mount), mount)):
-                return self._mount_plain(made, mount)
-            source = self._open(mount, made.catalogue)
+            if component.kind == RANK_FILES and len(component.files) > 1 and not self._is_one_format(component):
+                return self._add_by_rank(combined, component)
+            source = self._open(component, combined.catalogue)
         except (CorruptError, ReadError) as error:
-            named = self._listing.path in error.message or not where
-            message = error.message if named else f"`{where}`: {error.message}"
-            absent = {"absent": dotted(mount.root)} if mount.root else {}
-            return type(error)(message, hint=error.hint, **{"file": self._listing.at(where), **error.facts, **absent})
-        theirs = source.catalogue
-        _note(made.catalogue, theirs, mount)
-        for warning in theirs.warnings:
-            self._told.setdefault(warning, []).append(where)
-        theirs.warnings = []
-        made.mount(source, mount.root, _part(theirs, mount.below))
+            is_named = self._directory.path in error.message or not name
+            message = error.message if is_named else f"`{name}`: {error.message}"
+            absent = {"absent": dotted(component.root)} if component.root else {}
+            return type(error)(message, hint=error.hint, **{"file": self._directory.at(name), **error.facts, **absent})
+        catalogue = source.catalogue
+        if not combined.catalogue.format:
+            # The facts of the first component are those of the whole.
+            combined.catalogue.format = catalogue.format
+            combined.catalogue.facts |= {k: v for k, v in catalogue.facts.items() if k == "torch"}
+        _list(combined.catalogue, component, catalogue)
+        for warning in catalogue.warnings:
+            self._warnings.setdefault(warning, []).append(name)
+        catalogue.warnings = []
+        combined.mount(source, component.root, _part_below(catalogue, component.key))
         return None
 
-    def _mount_plain(self, made: Mounted, mount: Mount) -> CkptError | None:
-        """Files by rank with nothing in them that says so: once what is the same in all, else for each rank."""
-        spelt = set()
-        for name in mount.names if not _by_rank_only(mount) else ():
-            with closing(self._open(Mount(name))) as source:
-                spelt.add(_spelt(source.catalogue))
-        if len(spelt) == 1:
-            return self._mount(made, replace(mount, name=mount.names[0], names=mount.names[:1], how=ONE))
-        for rank, name in _by_rank(mount):
-            root = (*mount.root, parts.rank_key(rank))
-            fault = self._mount(made, replace(mount, name=name, names=(name,), root=root, rank=rank, how=EACH))
+    def _add_by_rank(self, combined: CombinedSource, component: Component) -> CkptError | None:
+        """Add files of ranks that no format joins: once if they are equal, else one per rank."""
+        if not _is_rank_local(component) and self._are_equal(component.files):
+            single = replace(component, name=component.files[0], files=component.files[:1], kind=SINGLE)
+            return self._add(combined, single)
+        for rank, name in _by_rank(component):
+            root = (*component.root, parts.rank_key(rank))
+            of_rank = replace(component, name=name, files=(name,), root=root, rank=rank, kind=PER_RANK)
+            fault = self._add(combined, of_rank)
             if fault is not None:
                 return fault
         return None
 
-    def _open(self, mount: Mount, opened: Catalogue | None = None) -> Source:
+    def _are_equal(self, files: tuple[str, ...]) -> bool:
+        contents = set()
+        for name in files:
+            with closing(self._open(Component(name))) as source:
+                contents.add(_digest(source.catalogue))
+        return len(contents) == 1
+
+    def _is_one_format(self, component: Component) -> bool:
+        """Whether a format joins the files of all ranks. It does not join values that each rank has of its own."""
+        if component.glob:
+            return True
+        pattern = self._pattern(component)
+        return not _is_rank_local(component) and any(row.recognise(pattern) for row in formats.FORMATS)
+
+    def _open(self, component: Component, opened: Catalogue | None = None) -> Source:
         options = self._options
-        if options.shapes is None and mount.shapes_from and opened is not None:
-            options = self._shapes(mount.shapes_from)
-        path = self._listing.at(mount.name) if mount.name else self._listing.path
-        if "*" in mount.name:
-            path = self._listing.at(mount.names[0]) if len(mount.names) == 1 else self._pattern(mount)
-        source = formats.open_source(path.rstrip("/") or path, options)
-        folder = mount.name.rpartition("/")[0]
+        if options.shapes is None and component.shapes_from and opened is not None:
+            options = self._shapes(component.shapes_from)
+        path = self._directory.at(component.name) if component.name else self._directory.path
+        if "*" in component.name:
+            path = self._directory.at(component.files[0]) if len(component.files) == 1 else self._pattern(component)
+        source = _open_format(path.rstrip("/") or path, options)
+        folder = component.name.rpartition("/")[0]
         for file in source.catalogue.files:
             if folder and not file.scratch:
                 file.name = f"{folder}/{file.name}"
-            if mount.rank is not None:
-                file.rank = mount.rank
+            if component.rank is not None:
+                file.rank = component.rank
         return source
 
-    def _pattern(self, mount: Mount) -> str:
-        return os.path.join(glob.escape(self._listing.path), mount.pattern)
+    def _pattern(self, component: Component) -> str:
+        return os.path.join(glob.escape(self._directory.path), component.pattern)
 
     def _shapes(self, name: str) -> OpenOptions:
-        """The shapes of parameters from their moments: an optimizer of DCP keeps both names and shapes."""
-        if name not in self._listing:
+        """The shapes of parameters from their moments: an optimizer of DCP has both names and shapes."""
+        if name not in self._directory:
             return self._options
-        source = formats.open_source(self._listing.at(name.rstrip("/")))
-        try:
+        with closing(_open_format(self._directory.at(name.rstrip("/")))) as source:
             return shapes_of_moments(source.catalogue)
-        finally:
-            source.close()
 
 
 def shapes_of_moments(catalogue: Catalogue) -> OpenOptions:
-    """`state.<name>.exp_avg` has the shape of its parameter; of several, `step` is the one that has not.
+    """The shapes of parameters, which are those of their moments: `state.<name>.exp_avg`, unlike `state.<name>.step`.
 
-    The order of the model is that of the names in `param_groups`, when there is only one of those. Pure.
+    The order of the model is that of the names in `param_groups` if there is one group. Pure.
     """
-    found: dict[str, Tensor] = {}
+    moments: dict[str, Tensor] = {}
     for tensor in catalogue.tensors:
         below = tensor.path[1:]
         if len(below) == 3 and below[0] == "state" and isinstance(below[1], str):
-            first = found.setdefault(below[1], tensor)
+            first = moments.setdefault(below[1], tensor)
             if (tensor.numel, len(tensor.shape)) > (first.numel, len(first.shape)):
-                found[below[1]] = tensor
+                moments[below[1]] = tensor
     groups = [o for o in catalogue.objects if o.path[1:2] == ("param_groups",) and o.path[-1] == "params"]
     order: list[str] = []
     for group in groups:
-        value = group.value
-        order += [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
-    shapes: Mapping[str, Ints] = {name: found[name].shape for name in dict.fromkeys([*order, *found]) if name in found}
-    return OpenOptions(shapes, ordered=len(groups) == 1 and set(order) == set(found)) if shapes else OpenOptions()
+        names = group.value
+        order += [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    names = [name for name in dict.fromkeys([*order, *moments]) if name in moments]
+    shapes: Mapping[str, Ints] = {name: moments[name].shape for name in names}
+    return OpenOptions(shapes, ordered=len(groups) == 1 and set(order) == set(moments)) if shapes else OpenOptions()
 
 
-def _is_set(pattern: str, mount: Mount) -> bool:
-    """Whether the files are put together by a format; one for each rank of what every rank has its own of is not."""
-    return not _by_rank_only(mount) and any(row.recognise(pattern) for row in formats.FORMATS)
+def _open_format(path: str, options: OpenOptions = NO_HINTS) -> Source:
+    return formats.detect(path).open(path, options)
 
 
-def _by_rank_only(mount: Mount) -> bool:
-    return bool(mount.root) and parts.kind_of_key(mount.root[-1]) in parts.PER_RANK
+def _is_rank_local(component: Component) -> bool:
+    return bool(component.root) and parts.kind_of_key(component.root[-1]) in parts.PER_RANK
 
 
-def _by_rank(mount: Mount) -> list[tuple[int, str]]:
-    begin, _, end = mount.name.partition("*")
-    return [(int(name[len(begin) : len(name) - len(end)]), name) for name in mount.names]
+def _by_rank(component: Component) -> list[tuple[int, str]]:
+    begin, _, end = component.name.partition("*")
+    return [(int(name[len(begin) : len(name) - len(end)]), name) for name in component.files]
 
 
-def _spelt(catalogue: Catalogue) -> str:
-    """Everything that a small file says, tensors by their checksums."""
-    said: list[object] = []
+def _digest(catalogue: Catalogue) -> str:
+    """The contents of a small file, tensors by their checksums."""
+    values: list[object] = []
     for entry in catalogue.entries.values():
         if isinstance(entry, Tensor):
             records = [entry.chunks.extent(i).record for i in range(len(entry.chunks))]
-            # A tensor without a checksum is like no other.
-            sums = [r.crc if r is not None and r.crc else id(entry) for r in records]
-            said.append((entry.name, entry.dtype.name, entry.shape, sums))
+            # A tensor without a checksum is equal to no other.
+            crcs = [r.crc if r is not None and r.crc else id(entry) for r in records]
+            values.append((entry.name, entry.dtype.name, entry.shape, crcs))
         else:
-            said.append((entry.name, typed_json.key(entry.value, name=entry.name)))
-    return repr(said)
+            values.append((entry.name, typed_json.key(entry.value, name=entry.name)))
+    return repr(values)
 
 
-def _note(made: Catalogue, theirs: Catalogue, mount: Mount) -> None:
-    """The facts of the first are those of the whole; each mount is listed."""
-    if not made.format:
-        made.format = theirs.format
-        made.facts |= {k: v for k, v in theirs.facts.items() if k == "torch"}
-    _list(made, mount, theirs)
+def _list(combined: Catalogue, component: Component, catalogue: Catalogue) -> None:
+    """Add a component to the facts, the files of all ranks as one."""
+    mounted: list[dict[str, Any]] = combined.facts.setdefault("mounted", [])
+    root, path = component.root, component.name
+    if component.kind == PER_RANK:
+        root = root[:-1]
+        if mounted and mounted[-1].get("root") == dotted(root):
+            mounted[-1]["files"] += 1
+            return
+        before, _, after = path.rpartition(str(component.rank))
+        path = f"{before}*{after}"
+    mounted.append(
+        {
+            "path": path,
+            "root": dotted(root),
+            "format": catalogue.format,
+            "layout": catalogue.facts.get("layout"),
+            "files": len(catalogue.own_files),
+        }
+    )
 
 
-def _list(made: Catalogue, mount: Mount, theirs: Catalogue) -> None:
-    pieces: list[dict[str, Any]] = made.facts.setdefault("mounted", [])
-    if mount.how == EACH and pieces and pieces[-1].get("root") == dotted(mount.root[:-1]):
-        pieces[-1]["files"] += 1
-        return
-    root, path = mount.root, mount.name
-    if mount.how == EACH:
-        before, _, after = path.rpartition(str(mount.rank))
-        root, path = root[:-1], f"{before}*{after}"
-    layout = theirs.facts.get("layout")
-    pieces.append({
-        "path": path, "root": dotted(root), "format": theirs.format, "layout": layout,
-        "files": len(theirs.own_files),
-    })  # fmt: skip
-
-
-def _part(theirs: Catalogue, below: str) -> Part | None:
-    """Everything as one part below the key that all of it hangs under; None when it does not."""
-    if not below or any(path[:1] != (below,) or len(path) < 2 for path in theirs.entries):
+def _part_below(catalogue: Catalogue, key: str) -> Part | None:
+    """Everything as one part below the key around all of it; None when there is no such key."""
+    if not key or any(path[:1] != (key,) or len(path) < 2 for path in catalogue.entries):
         return None
-    inside = Part("other", (below,))
-    for entry in theirs.entries.values():
-        entry.part = inside
-    return inside
+    part = Part("other", (key,))
+    for entry in catalogue.entries.values():
+        entry.part = part
+    return part
 
 
-def _folded(told: Mapping[Warning, list[str]]) -> list[Warning]:
-    """Warnings of the mounts with the name of where they come from; what all ranks say is said once."""
-    said = []
-    for warning, names in told.items():
+def _named(warnings: Mapping[Warning, list[str]]) -> list[Warning]:
+    """Warnings of components with the name of each, and once where all ranks have the same."""
+    named = []
+    for warning, names in warnings.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        said.append(warning.prefixed(f"`{names[0]}`{more}") if names[0] else warning)
-    return said
+        named.append(warning.prefixed(f"`{names[0]}`{more}") if names[0] else warning)
+    return named

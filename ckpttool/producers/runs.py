@@ -3,7 +3,7 @@
     checkpoint-100/ checkpoint-200/ tmp-checkpoint-300/     step-10/  step1000/  step1000-unsharded/  ep1-ba20/
     global_step_20/ latest_checkpointed_iteration.txt       epoch=0-step=100.ckpt   model_0009999.rank_3.pth
 
-Told from listings and small files only: a run of hundreds of steps is looked through in a moment.
+Told from directorys and small files only: a run of hundreds of steps is looked through in a moment.
 """
 
 from __future__ import annotations
@@ -11,20 +11,16 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ckpttool import formats
 from ckpttool.errors import CkptError, ReadError
-from ckpttool.producers import torchtitan as torchnative
-from ckpttool.producers import verl as rankfamilies
-from ckpttool.producers.directory import Listing
-from ckpttool.producers.names import STEPS, is_unfinished, step_in
-from ckpttool.producers.pieces import Producer
+from ckpttool.producers import dinov2, recognise
+from ckpttool.producers.components import Producer, is_dcp
+from ckpttool.producers.directory import Directory
 from ckpttool.storage import stores as mirrors
 from ckpttool.text import some
-
-Recognise = Callable[[Listing], Producer | None]
 
 _FILE = re.compile(r".*\.(ckpt|pt|pth|bin|safetensors)")
 _DATA = re.compile(r".*\.(distcp|safetensors|pt|pth|bin|ckpt|pkl)")
@@ -39,10 +35,23 @@ _INDEX_MOST = 1 << 30  # and of the one that is to be taken
 # A string in a pickle: its length, its bytes.
 _NAMED = re.compile(rb"(?:\x8c(?P<short>.)|X(?P<long>.{4}))(?P<name>[\w.-]+\.distcp)", re.DOTALL)
 
+# Words that count steps, and words that count something else where nothing counts steps.
+STEPS = (
+    re.compile(r"(?:^|[^a-z])(?:global_?)?steps?[-_=]?(\d+)", re.IGNORECASE),
+    re.compile(r"(?:^|[^a-z])ba(\d+)", re.IGNORECASE),
+)
+NUMBERS = (
+    *STEPS,
+    re.compile(r"(?:^|[^a-z])(?:checkpoint|ckpt|iter|iteration)[-_=]?(\d+)", re.IGNORECASE),
+    re.compile(r"^(\d+)$"),
+    re.compile(r"(?:^|[^a-z])(?:epoch|ep)[-_=]?(\d+)", re.IGNORECASE),
+)
+_UNFINISHED = re.compile(r"^(tmp[-_.]|\.)|([-_.])(tmp|partial|incomplete|unfinished)$|\.partial-\d+$", re.IGNORECASE)
+
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A checkpoint of a run: `Found("checkpoint-200", "/run/checkpoint-200", 200, 4096, "accelerate", "dcp", None)`.
+class RunCheckpoint:
+    """A checkpoint of a run: `RunCheckpoint("step-200", "/run/step-200", 200, 4096, "torchtitan", "dcp", None)`.
 
     `why_not` says why it is not complete, None when nothing speaks against it. `path` has a `*` for the ranks when it
     is no directory of its own. `producer` is None for a layout that only the contents tell.
@@ -61,87 +70,124 @@ class Found:
         return self.why_not is None
 
 
-def checkpoints(listing: Listing, recognise: Recognise) -> list[Found]:
-    """The checkpoints in a directory, by step; none when it is no run."""
-    found = [*_folders(listing, recognise), *_files(listing), *_sets(listing)]
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The checkpoints of a run, oldest first, and the one to open; None where the directory has a model of its own."""
+
+    directory: Directory
+    checkpoints: list[RunCheckpoint]
+    chosen: RunCheckpoint | None
+
+    @property
+    def newer(self) -> list[RunCheckpoint]:
+        """The checkpoints after the chosen one, which are not complete."""
+        return self.checkpoints[self.checkpoints.index(self.chosen) + 1 :] if self.chosen is not None else []
+
+
+def checkpoints(path: str) -> list[RunCheckpoint]:
+    """The checkpoints of a run, oldest first; none when `path` is no run. Raises ReadError."""
+    return _search(Directory(path))[1] if os.path.isdir(path) else []
+
+
+def find(directory: Directory) -> Run | None:
+    """The run in a directory, with its newest complete checkpoint chosen; None when there is none.
+
+    Raises ReadError when no checkpoint is complete, or nothing says which is the newest.
+    """
+    inner, found = _search(directory)
+    return Run(inner, found, _newest(directory.path, found)) if found else None
+
+
+def _search(directory: Directory) -> tuple[Directory, list[RunCheckpoint]]:
+    for inner in (directory, *_below(directory)):
+        if found := in_directory(inner):
+            return inner, found
+    return directory, []
+
+
+def in_directory(directory: Directory) -> list[RunCheckpoint]:
+    """The checkpoints in a directory itself, by step; none when it is no run."""
+    found = [*_folders(directory), *_files(directory), *_rank_files(directory)]
     if not any(f.producer or f.format for f in found):
         found = []
     return sorted(found, key=lambda f: (-1 if f.step is None else f.step, f.name))
 
 
-def below(listing: Listing, depth: int = 1) -> Iterator[Listing]:
-    """Where frameworks put the checkpoints of a run that is named by an outer directory; the last version first."""
-    names = [name for name in listing.folders if _BELOW.fullmatch(name)]
+def _below(directory: Directory, depth: int = 1) -> Iterator[Directory]:
+    """The folders in which frameworks put the checkpoints of a run; the last version first."""
+    names = [name for name in directory.folders if _BELOW.fullmatch(name)]
     for name in sorted(names, key=lambda n: (len(n), n), reverse=True):
-        inner = listing.folder(name)
+        inner = directory.folder(name)
         yield inner
         if depth < _DEEPEST:
-            yield from below(inner, depth + 1)
+            yield from _below(inner, depth + 1)
 
 
-def newest(path: str, found: list[Found], recognise: Recognise) -> Found:
-    """The complete one of the highest step; those above it that only a closer look shows not to be are marked in
-    `found`. Raises ReadError with the list when there is none."""
+def _newest(path: str, found: list[RunCheckpoint]) -> RunCheckpoint:
+    """The complete checkpoint of the highest step. Newer ones whose indexes show that they are not complete are marked
+    in `found`."""
     for i in reversed(range(len(found))):
         if found[i].complete:
-            why_not = _looked_into(found[i], recognise)
+            why_not = _check_indexes(found[i])
             if why_not is None:
-                _check_told(path, found[i], found)
+                _require_step(path, found[i], found)
                 return found[i]
             found[i] = replace(found[i], why_not=why_not)
-    said = "; ".join(f"`{f.name}`: {f.why_not}" for f in found[-5:])
+    reasons = "; ".join(f"`{f.name}`: {f.why_not}" for f in found[-5:])
     more = f"; and {len(found) - 5} before them" if len(found) > 5 else ""
     count = "the one checkpoint in it is not" if len(found) == 1 else f"none of its {len(found)} checkpoints is"
     raise ReadError(
-        f"`{path}`: {count} complete: {said}{more}",
+        f"`{path}`: {count} complete: {reasons}{more}",
         hint=f"name one to open it all the same: `{found[-1].path}`",
-        file=path, found=[f.name for f in found],
-    )  # fmt: skip
+        file=path,
+        found=[f.name for f in found],
+    )
 
 
-def _check_told(path: str, taken: Found, found: list[Found]) -> None:
+def _require_step(path: str, chosen: RunCheckpoint, found: list[RunCheckpoint]) -> None:
     """Raises ReadError when nothing says which of several is the newest."""
     complete = [f.name for f in found if f.complete]
-    if taken.step is None and len(complete) > 1:
+    if chosen.step is None and len(complete) > 1:
         raise ReadError(
             f"`{path}`: has {len(complete)} checkpoints, {some(complete)}, and nothing says which is the newest",
-            hint=f"name one: `{taken.path}`",
-            file=path, found=complete,
-        )  # fmt: skip
+            hint=f"name one: `{chosen.path}`",
+            file=path,
+            found=complete,
+        )
 
 
-def _looked_into(found: Found, recognise: Recognise) -> str | None:
-    """Why a checkpoint is not complete, by all that its indexes say."""
-    if not os.path.isdir(found.path):
+def _check_indexes(checkpoint: RunCheckpoint) -> str | None:
+    """Why a checkpoint is not complete, by all that its indexes name."""
+    if not os.path.isdir(checkpoint.path):
         return None
-    listing = Listing(found.path)
-    return _why_not(listing, found.name, recognise(listing), found.format, _INDEX_MOST)
+    directory = Directory(checkpoint.path)
+    return _why_not(directory, checkpoint.name, recognise(directory), checkpoint.format, _INDEX_MOST)
 
 
-def pointed(listing: Listing) -> tuple[str, int] | None:
-    """A file that names the newest checkpoint, and the step that it says."""
-    for name in listing.names:
-        if name.endswith("/") and _is_pointer(listing, name[:-1]):
-            step = step_in(os.path.basename(os.path.realpath(listing.at(name[:-1]))))
+def pointer(directory: Directory) -> tuple[str, int] | None:
+    """The file or link that names the newest checkpoint, and the step in it; None when there is none."""
+    for name in directory.names:
+        if name.endswith("/") and _is_pointer(directory, name[:-1]):
+            step = step_in(os.path.basename(os.path.realpath(directory.at(name[:-1]))))
             if step is not None:
                 return name[:-1], step
         elif _POINTERS.fullmatch(name):
-            text = listing.text(name)
+            text = directory.text(name)
             step = int(text) if text.isascii() and text.isdecimal() else step_in(text.rstrip("/").rpartition("/")[2])
             if step is not None:
                 return name, step
     return None
 
 
-# What a checkpoint is told by ----------------------------------------------------------------------------------------
+# Checkpoints ----------------------------------------------------------------------------------------------------------
 
 
-def _folders(listing: Listing, recognise: Recognise) -> Iterator[Found]:
-    for name in listing.folders:
-        if _is_pointer(listing, name):
+def _folders(directory: Directory) -> Iterator[RunCheckpoint]:
+    for name in directory.folders:
+        if _is_pointer(directory, name):
             continue
         try:
-            inner = listing.folder(name)
+            inner = directory.folder(name)
         except CkptError:
             continue
         row = recognise(inner)
@@ -153,105 +199,105 @@ def _folders(listing: Listing, recognise: Recognise) -> Iterator[Found]:
             said = inner.facts("trainer_state.json").get("global_step")
             step = said if isinstance(said, int) else None
         why_not = _why_not(inner, name, row, kind, _INDEX_READ)
-        producer = row.name if row is not None and row.confirms is None else None
-        yield Found(name, listing.at(name), step, inner.nbytes(), producer, kind, why_not)
+        producer = row.name if row is not None and row.confirm is None else None
+        yield RunCheckpoint(name, directory.at(name), step, inner.nbytes(), producer, kind, why_not)
 
 
-def _is_pointer(listing: Listing, name: str) -> bool:
+def _is_pointer(directory: Directory, name: str) -> bool:
     """Whether a folder is a link to one beside it: `latest` -> `step-20`."""
-    path = listing.at(name)
-    return os.path.islink(path) and os.path.dirname(os.path.realpath(path)) == os.path.realpath(listing.path)
+    path = directory.at(name)
+    return os.path.islink(path) and os.path.dirname(os.path.realpath(path)) == os.path.realpath(directory.path)
 
 
-def _files(listing: Listing) -> Iterator[Found]:
+def _files(directory: Directory) -> Iterator[RunCheckpoint]:
     """Checkpoints of one file each: those of Lightning, or what a script called `model_step_100.pt`."""
-    for name in listing.names:
-        if _FILE.fullmatch(name) and not re.fullmatch(rankfamilies.DINO_FILE, name):
+    for name in directory.names:
+        if _FILE.fullmatch(name) and not re.fullmatch(dinov2.RANK_FILE, name):
             step = step_in(name, STEPS)
             if step is None:
                 continue
-            size = listing.size(name)
+            size = directory.size(name)
             kind = "safetensors" if name.endswith(".safetensors") else "torch"
-            yield Found(name, listing.at(name), step, size, None, kind, None if size else "an empty file")
+            yield RunCheckpoint(name, directory.at(name), step, size, None, kind, None if size else "an empty file")
 
 
-def _sets(listing: Listing) -> Iterator[Found]:
+def _rank_files(directory: Directory) -> Iterator[RunCheckpoint]:
     """Checkpoints of DINOv2: files of all steps in one directory."""
-    for name, names in rankfamilies.dino_names(listing).items():
-        there = {int(m["rank"]) for n in names if (m := re.fullmatch(rankfamilies.DINO_FILE, n))}
+    for name, names in dinov2.rank_files(directory).items():
+        there = {int(m["rank"]) for n in names if (m := re.fullmatch(dinov2.RANK_FILE, n))}
         absent = sorted(set(range(max(there) + 1)) - there)
-        why_not = f"the file of rank {absent[0]} is missing" if absent else _empty(listing, names)
-        size = sum(map(listing.size, names))
-        step = rankfamilies.step_of_dino(name)
-        path = os.path.join(glob.escape(listing.path), f"{glob.escape(name)}.rank_*.pth")
-        yield Found(f"{name}.rank_*.pth", path, step, size, "DINOv2", "torch", why_not)
+        why_not = f"the file of rank {absent[0]} is missing" if absent else _empty(directory, names)
+        size = sum(map(directory.size, names))
+        step = dinov2.step_of(name)
+        path = os.path.join(glob.escape(directory.path), f"{glob.escape(name)}.rank_*.pth")
+        yield RunCheckpoint(f"{name}.rank_*.pth", path, step, size, "DINOv2", "torch", why_not)
 
 
-def _format(listing: Listing, row: Producer | None) -> str | None:
+def _format(directory: Directory, row: Producer | None) -> str | None:
     """The format of the first thing that is mounted, by its name."""
-    if torchnative.is_dcp(listing):
+    if is_dcp(directory):
         return "dcp"
-    if listing.has(r".*\.safetensors(\.index\.json)?") or "sharded/" in listing:
+    if directory.has(r".*\.safetensors(\.index\.json)?") or "sharded/" in directory:
         return "safetensors"
     if row is not None:
-        names = [m.name for m in row.mounts(listing).mounts]
+        names = [m.name for m in row.layout(directory).components]
         if any(name.endswith("/") for name in names):
             return "dcp"
         return "rankfiles" if any("*" in name for name in names) else "torch"
-    if listing.has(_DATA.pattern):
-        return next((f.name for f in formats.FORMATS if f.recognise(listing.path)), None)
+    if directory.has(_DATA.pattern):
+        return next((f.name for f in formats.FORMATS if f.recognise(directory.path)), None)
     return None
 
 
-def _why_not(listing: Listing, name: str, row: Producer | None, kind: str | None, most: int) -> str | None:
+def _why_not(directory: Directory, name: str, row: Producer | None, kind: str | None, most: int) -> str | None:
     if is_unfinished(name):
         return "its name says that the save did not end"
-    if not listing.names:
+    if not directory.names:
         return "an empty directory"
     if row is None and kind is None:
         return "no checkpoint that we know"
     if row is not None:
-        layout = row.mounts(listing)
+        layout = row.layout(directory)
         if layout.missing:
             return layout.missing[0]
-        folders = [m.name for m in layout.mounts if m.name.endswith("/")]
+        folders = [m.name for m in layout.components if m.name.endswith("/")]
         for folder in folders:
-            why_not = _dcp_why_not(listing.folder(folder), most)
+            why_not = _dcp_why_not(directory.folder(folder), most)
             if why_not is not None:
                 return f"`{folder}`: {why_not}"
-        for mount in layout.mounts:
-            above, inner = listing, mount.names
-            if "/" in mount.name.rstrip("/"):
-                above = listing.folder(mount.name.partition("/")[0])
-                inner = tuple(n.partition("/")[2] for n in mount.names)
+        for component in layout.components:
+            above, inner = directory, component.files
+            if "/" in component.name.rstrip("/"):
+                above = directory.folder(component.name.partition("/")[0])
+                inner = tuple(n.partition("/")[2] for n in component.files)
             why_not = _empty(above, [n for n in inner if not n.endswith("/")])
             if why_not is not None:
                 return why_not
-    if torchnative.is_dcp(listing):
-        return _dcp_why_not(listing, most)
-    return _empty(listing, [n for n in listing.names if _DATA.fullmatch(n)])
+    if is_dcp(directory):
+        return _dcp_why_not(directory, most)
+    return _empty(directory, [n for n in directory.names if _DATA.fullmatch(n)])
 
 
-def _empty(listing: Listing, names: list[str] | tuple[str, ...]) -> str | None:
-    empty = [name for name in names if not name.endswith("/") and not listing.size(name)]
+def _empty(directory: Directory, names: list[str] | tuple[str, ...]) -> str | None:
+    empty = [name for name in names if not name.endswith("/") and not directory.size(name)]
     return f"{some(empty)} {'is' if len(empty) == 1 else 'are'} empty" if empty else None
 
 
-def _dcp_why_not(listing: Listing, most: int) -> str | None:
+def _dcp_why_not(directory: Directory, most: int) -> str | None:
     """A directory of DCP is complete when its index is there, which is written last, and every file that it names."""
-    indexes = [m.string for m in listing.matching(r"\.metadata|__\d+\.metadata")]
+    indexes = [m.string for m in directory.matching(r"\.metadata|__\d+\.metadata")]
     if not indexes:
-        begun = [m.string for m in listing.matching(r".*\.metadata\.tmp")]
+        begun = [m.string for m in directory.matching(r".*\.metadata\.tmp")]
         return f"no `.metadata`, only {some(begun)}" if begun else "no `.metadata`: the save did not end"
     for index in indexes:
-        if not listing.size(index):
+        if not directory.size(index):
             return f"`{index}` is empty"
-        if listing.size(index) <= most:
-            named = _named_in(_read(listing, index, most))
-            gone = [name for name in named if name not in listing]
+        if directory.size(index) <= most:
+            named = _named_in(_read(directory, index, most))
+            gone = [name for name in named if name not in directory]
             if gone:
                 return f"{some(gone)} {'is' if len(gone) == 1 else 'are'} missing"
-            why_not = _empty(listing, named)
+            why_not = _empty(directory, named)
             if why_not is not None:
                 return why_not
     return None
@@ -267,9 +313,22 @@ def _named_in(pickle: bytes) -> list[str]:
     return sorted(found)
 
 
-def _read(listing: Listing, name: str, most: int) -> bytes:
+def _read(directory: Directory, name: str, most: int) -> bytes:
     try:
-        with open(mirrors.here(listing.at(name), 0, most), "rb") as stream:
+        with open(mirrors.here(directory.at(name), 0, most), "rb") as stream:
             return stream.read(most)
     except OSError:
         return b""
+
+
+# Names ----------------------------------------------------------------------------------------------------------------
+
+
+def step_in(name: str, patterns: Sequence[re.Pattern[str]] = NUMBERS) -> int | None:
+    """The step that a name says: `epoch=0-step=100.ckpt` -> 100; None for one that says nothing. Pure."""
+    return next((int(found[1]) for pattern in patterns if (found := pattern.search(name))), None)
+
+
+def is_unfinished(name: str) -> bool:
+    """Whether a name is one that a writer gives before it renames: `tmp_step-10`, `.checkpoint-20`. Pure."""
+    return _UNFINISHED.search(name) is not None

@@ -1,142 +1,107 @@
-"""Frameworks that save through DCP, or as torch does it itself.
+"""torchtitan: one DCP directory, to read and to resume from.
 
-    Lightning, Fabric     x.ckpt/{.metadata, __R_0.distcp, meta.pt}      modules and optimizers; the rest in meta.pt
-    Composer              ep1-ba20/{.metadata, __R_0.distcp}             everything under `state`, and `rng` by rank
-    torchtitan            step-10/{.metadata, __R_0.distcp}              model keys at the root, flattened optimizer
-                          step-10/{sharded/, model-*.safetensors}        the last one, for transformers
-    OLMo-core, OLMo       step10/{config.json, .metadata.json, train/rank0.pt, model_and_optim/.metadata}
-    OLMo, unsharded       step10-unsharded/{model,optim,train}.pt, config.yaml
-    OLMo, old             step10/rank0.pt, config.yaml                   FSDP1, a file for each rank
-    torch_checkpointing   step-10/{app_0.pt, app_1.pt, metadata.pkl}     written as tmp_step-10, then renamed
+    step-10/{.metadata, __R_0.distcp}          keys of the model at the root, beside them
+        optimizer.state.<name>.exp_avg  optimizer.param_groups.<name>.lr  lr_scheduler.*
+        train_state.{step, ntokens_seen}  dataloader.{dp_rank_R, world_size}
+    step-10/{sharded/, model-*.safetensors}    the last step, for transformers
 
-Upstream: pytorch-lightning `fabric/strategies/fsdp.py`, composer `utils/checkpoint.py`, torchtitan
-`components/checkpoint.py`, OLMo-core `train/checkpoint.py`, OLMo `checkpoint.py`, torch_checkpointing 0.1.1.
+Upstream: torchtitan `components/checkpoint.py` and `trainer.py`.
 """
 
 from __future__ import annotations
 
+import re
+from typing import TYPE_CHECKING
+
+from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue
-from ckpttool.catalogue.warning import Warning
-from ckpttool.producers.directory import Listing
-from ckpttool.producers.pieces import ASSET, KNOWN, SET, Layout, Mount, Piece, Producer, lay_out
+from ckpttool.errors import UsageError
+from ckpttool.producers.components import (
+    IGNORED,
+    Constant,
+    Layout,
+    Pattern,
+    Producer,
+    WritableLayout,
+    dcp_layout,
+    is_dcp,
+)
+from ckpttool.producers.directory import Directory
 
-_DCP = r"(\.metadata|__\d+\.metadata|.*\.distcp)"
-_IN_DCP = (Piece(rf"{_DCP}|\.metadata\.tmp|__\d+\.metadata\.tmp|\.metadata\.bck", how=KNOWN),)
+if TYPE_CHECKING:
+    from ckpttool.producers.arrange import LayoutBuilder
+    from ckpttool.producers.writer import OutputLayout
 
-
-def is_dcp(listing: Listing) -> bool:
-    """Whether the files of DCP lie in a directory, the index or not."""
-    return listing.has(_DCP)
-
-
-def _beside_dcp(listing: Listing, pieces: tuple[Piece, ...] = ()) -> Layout:
-    made = lay_out(listing, (*_IN_DCP, *pieces))
-    made.mounts.insert(0, Mount(""))
-    return made
-
-
-def _lightning(listing: Listing) -> Layout:
-    return _beside_dcp(listing, (Piece(r"meta\.pt"),))
+# Reading --------------------------------------------------------------------------------------------------------------
 
 
-def _is_composer(listing: Listing) -> bool:
-    return is_dcp(listing) and listing.name.startswith("ep") and "-ba" in listing.name
+def _recognise(directory: Directory) -> bool:
+    is_step = directory.name.removeprefix("step-").isdecimal()
+    return is_step and (is_dcp(directory) or "sharded/" in directory)
 
 
-def _composer(listing: Listing) -> Layout:
-    return _beside_dcp(listing, (Piece(r".*\.symlink", how=KNOWN), Piece(r"composer_metadata\.json", how=ASSET)))
+def _layout(directory: Directory) -> Layout:
+    return dcp_layout(directory, (Pattern(r".*\.safetensors(\.index\.json)?|sharded/", kind=IGNORED),))
 
 
-def _says_composer(catalogue: Catalogue) -> bool:
-    return any(path[:1] == ("state",) for path in catalogue.entries)
-
-
-def _is_titan(listing: Listing) -> bool:
-    return listing.name.removeprefix("step-").isdecimal() and (is_dcp(listing) or "sharded/" in listing)
-
-
-def _titan(listing: Listing) -> Layout:
-    return _beside_dcp(listing, (Piece(r".*\.safetensors(\.index\.json)?|sharded/", how=KNOWN),))
-
-
-def _says_titan(catalogue: Catalogue) -> bool:
-    """A model at the root with its optimizer beside it; a step that is only a model could be anybody's."""
+def _confirm(catalogue: Catalogue) -> bool:
+    """Whether a model lies at the root with its optimizer beside it; a step with only a model may be anybody's."""
     roots = {str(path[0]).partition(".")[0] for path in catalogue.entries if path}
     return "model" not in roots and ("train_state" in roots or {"optimizer", "lr_scheduler"} <= roots)
 
 
-_OLMO_CORE = (
-    Piece(r"model_and_optim/"),
-    Piece(r"config\.(json|yaml)|\.metadata\.json|data_paths\.txt", how=ASSET),
+# Writing --------------------------------------------------------------------------------------------------------------
+
+
+def _write(builder: LayoutBuilder) -> OutputLayout:
+    optimizer = builder.first("optimizer")
+    constants = _train_state(builder, training=optimizer is not None)
+    component = builder.component("", "dcp", constants=constants)
+    for kind, root in (("model", ()), ("optimizer", ("optimizer",)), ("scheduler", ("lr_scheduler",))):
+        part = builder.first(kind)
+        if part is not None:
+            builder.add_part_to(component, part, root)
+    for entry in list(builder.remaining()):
+        is_loader = entry.part.root == ("dataloader",)
+        if entry.path[:1] == ("train_state",) or (
+            is_loader and re.fullmatch(r"dp_rank_\d+|world_size", str(entry.path[-1]))
+        ):
+            builder.add(entry, component, entry.path)
+    if optimizer is not None and not builder.parts("dataloader"):
+        builder.notes.append(
+            'no state of torchtitan\'s data loader: set `exclude_from_loading = ["dataloader"]` of its checkpoint'
+        )
+    return builder.finish("torchtitan stores no such value")
+
+
+def _train_state(builder: LayoutBuilder, *, training: bool) -> list[Constant]:
+    """Return the step and the tokens seen, as tensors, unless the source has its own."""
+    step = builder.step_or_name()
+    if not training:
+        return []
+    if step is None:
+        raise UsageError(
+            "torchtitan reads the step from `train_state`, and the source does not contain it",
+            hint="call the destination `step-N`",
+        )
+    if builder.destination.name != f"step-{step}":
+        builder.notes.append(f"torchtitan finds a checkpoint by its name, which would be `step-{step}`")
+    if any(path[:2] == ("train_state", "step") for path in builder.catalogue.entries):
+        return []
+    builder.fold_step(step)
+    builder.notes.append(f"`train_state` is made with step {step} and no tokens seen")
+    constants = [
+        Constant(("train_state", "step"), DTYPES["int32"], step.to_bytes(4, "little")),
+        Constant(("train_state", "ntokens_seen"), DTYPES["int64"], bytes(8)),
+    ]
+    return [constant for constant in constants if constant.path not in builder.catalogue.entries]
+
+
+TORCHTITAN = Producer(
+    "torchtitan",
+    "a `step-N` of torchtitan",
+    _recognise,
+    _layout,
+    _confirm,
+    writes=(WritableLayout("torchtitan", "flat", _write, chunked=True),),
 )
-_OLMO_TRAIN = (Piece(r"rank(?P<rank>\d+)\.pt", how=SET),)
-_OLMO_WHOLE = (
-    Piece(r"model\.(pt|safetensors)", "model"),
-    Piece(r"optim\.(pt|safetensors)", "optim"),
-    Piece(r"train\.pt"),
-    Piece(r"config\.yaml", how=ASSET),
-)
-_OLMO_OLD = (Piece(r"rank(?P<rank>\d+)\.pt", how=SET), Piece(r"config\.yaml", how=ASSET))
-
-
-def _olmo_core(listing: Listing) -> Layout:
-    made = lay_out(listing, (*_OLMO_CORE, Piece(r"train/", how=KNOWN)))
-    if "train/" in listing:
-        made.merge(lay_out(listing.folder("train"), _OLMO_TRAIN), "train")
-    else:
-        text = "there is no `train/` in it: no progress, no data loader, no random states"
-        made.warnings.append(Warning("missing-part", text))
-    return made
-
-
-def _is_olmo_whole(listing: Listing) -> bool:
-    return "config.yaml" in listing and listing.has(r"model\.(pt|safetensors)")
-
-
-def _olmo_whole(listing: Listing) -> Layout:
-    made = lay_out(listing, _OLMO_WHOLE, ("model", "optim"))
-    if "train.pt" not in listing:
-        text = "there is no `train.pt` in it: no progress, no random states"
-        made.warnings.append(Warning("missing-part", text))
-    return made
-
-
-def _is_olmo_old(listing: Listing) -> bool:
-    return "config.yaml" in listing and listing.has(r"rank\d+\.pt")
-
-
-def _olmo_old(listing: Listing) -> Layout:
-    return lay_out(listing, _OLMO_OLD)
-
-
-_TORCH_CHECKPOINTING = (
-    Piece(r"(checkpoint|other)_(?P<rank>\d+)\.pt", how=SET),
-    Piece(r"(?P<item>model)_(?P<rank>\d+)\.pt", "{item}", SET),
-    Piece(r"(?P<item>\w+?)_(?P<rank>\d+)\.pt", "{item}", SET),
-    Piece(r"metadata\.pkl", how=KNOWN),
-)
-
-
-def _is_torch_checkpointing(listing: Listing) -> bool:
-    return "metadata.pkl" in listing and listing.has(r"\w+_\d+\.pt")
-
-
-def _torch_checkpointing(listing: Listing) -> Layout:
-    return lay_out(listing, _TORCH_CHECKPOINTING)
-
-
-PRODUCERS = (
-    Producer(
-        "Lightning", "a sharded checkpoint of Lightning or Fabric",
-        lambda listing: "meta.pt" in listing and is_dcp(listing), _lightning,
-    ),
-    Producer("Composer", "a sharded checkpoint of Composer", _is_composer, _composer, _says_composer),
-    Producer("torchtitan", "a `step-N` of torchtitan", _is_titan, _titan, _says_titan),
-    Producer(
-        "OLMo-core", "a `stepN` of OLMo-core, or of OLMo in its new form",
-        lambda listing: "model_and_optim/" in listing, _olmo_core,
-    ),
-    Producer("OLMo", "a `stepN-unsharded` of OLMo", _is_olmo_whole, _olmo_whole),
-    Producer("OLMo, old", "a `stepN` of OLMo in its old form", _is_olmo_old, _olmo_old),
-    Producer("torch_checkpointing", "a `step-N` of torch_checkpointing", _is_torch_checkpointing, _torch_checkpointing),
-)  # fmt: skip

@@ -1,115 +1,159 @@
-"""Frameworks that leave one torch.save file for each rank.
+"""verl: one torch.save file per rank of FSDP, to read and, of FSDP2, to resume from.
 
-    verl      global_step_20/{actor,critic}/{model,optim,extra_state}_world_size_8_rank_3.pt, fsdp_config.json,
-              global_step_20/actor/huggingface/, global_step_20/data.pt
-    DINOv2    model_0009999.rank_3.pth ..             several steps in one directory; LOCAL flat parameters
+    global_step_20/{actor,critic}/{model,optim,extra_state}_world_size_8_rank_3.pt, fsdp_config.json
+    global_step_20/actor/huggingface/, global_step_20/data.pt
 
-Upstream: verl `utils/checkpoint/fsdp_checkpoint_manager.py` and `trainer/ppo/ray_trainer.py`, DINOv2
-`fsdp/__init__.py`.
+        model {name: DTensor}  optim {"state": {0: ...}, ...}  extra_state {"lr_scheduler": ..., "rng": {...}}
+
+Upstream: verl `utils/checkpoint/fsdp_checkpoint_manager.py` and `trainer/ppo/ray_trainer.py`.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from ckpttool.catalogue.entries import Path
-from ckpttool.producers.directory import Listing
-from ckpttool.producers.pieces import ASSET, KNOWN, SET, Layout, Piece, Producer, lay_out
+from ckpttool.catalogue.entries import Object, Part, Path
+from ckpttool.errors import UsageError
+from ckpttool.producers.components import (
+    ASSET,
+    IGNORED,
+    RANK_FILES,
+    Layout,
+    Pattern,
+    Producer,
+    WritableLayout,
+    match_components,
+)
+from ckpttool.producers.directory import Directory
+
+if TYPE_CHECKING:
+    from ckpttool.producers.arrange import LayoutBuilder
+    from ckpttool.producers.writer import OutputLayout
+
+# Reading --------------------------------------------------------------------------------------------------------------
 
 _OF_WORLD = r"_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.pt"
-_VERL = (
-    Piece(rf"model{_OF_WORLD}", "model", SET),
-    Piece(rf"optim{_OF_WORLD}", "optimizer", SET),
-    Piece(rf"extra_state{_OF_WORLD}", how=SET),
-    Piece(r"data\.pt", "dataloader"),
-    Piece(r"huggingface/|lora_adapter/|lora_train_meta\.json", how=ASSET),
-    Piece(r"fsdp_config\.json", how=KNOWN),
-)
-_ROLE_FILE = rf"(model|optim|extra_state){_OF_WORLD}"
-DINO_FILE = r"(?P<name>.+)\.rank_(?P<rank>\d+)\.pth"
-_DINO = (
-    Piece(DINO_FILE, how=SET),
-    Piece(r"last_checkpoint\.rank_\d+", how=KNOWN),
+_RANK_FILE = rf"(model|optim|extra_state){_OF_WORLD}"
+_PATTERNS = (
+    Pattern(rf"model{_OF_WORLD}", "model", RANK_FILES),
+    Pattern(rf"optim{_OF_WORLD}", "optimizer", RANK_FILES),
+    Pattern(rf"extra_state{_OF_WORLD}", kind=RANK_FILES),
+    Pattern(r"data\.pt", "dataloader"),
+    Pattern(r"huggingface/|lora_adapter/|lora_train_meta\.json", kind=ASSET),
+    Pattern(r"fsdp_config\.json", kind=IGNORED),
 )
 
 
-def _roles(listing: Listing) -> list[str]:
-    """The models of a step of verl, each a directory of its own."""
-    if listing.has(_ROLE_FILE):
+def _roles(directory: Directory) -> list[str]:
+    """The models of a step, each a directory of its own."""
+    if directory.has(_RANK_FILE):
         return []
-    return [name for name in ("actor", "critic") if f"{name}/" in listing and listing.folder(name).has(_ROLE_FILE)]
+    roles = [name for name in ("actor", "critic") if f"{name}/" in directory]
+    return [name for name in roles if directory.folder(name).has(_RANK_FILE)]
 
 
-def _is_verl(listing: Listing) -> bool:
-    return listing.has(_ROLE_FILE) or bool(_roles(listing))
+def _recognise(directory: Directory) -> bool:
+    return directory.has(_RANK_FILE) or bool(_roles(directory))
 
 
-def _verl(listing: Listing) -> Layout:
-    roles = _roles(listing)
-    made = lay_out(listing, (*(Piece(f"{role}/", how=KNOWN) for role in roles), *_VERL))
+def _layout(directory: Directory) -> Layout:
+    roles = _roles(directory)
+    layout = match_components(directory, (*(Pattern(f"{role}/", kind=IGNORED) for role in roles), *_PATTERNS))
     if not roles:
-        return _joint(listing, made)
-    outer = made.mounts
-    made.mounts = []
+        return _join_optimizer(directory, layout)
+    beside_roles = layout.components
+    layout.components = []
     for role in roles:
-        inner = listing.folder(role)
-        # One model needs no name of its own; the keys are then those of any other checkpoint.
+        folder = directory.folder(role)
+        # A single model has the keys of any other checkpoint, without the name of its role.
         root: Path = (role,) if len(roles) > 1 else ()
-        laid = lay_out(inner, _VERL, ("model", "optimizer"), root)
-        made.merge(_joint(inner, laid), role)
-    made.mounts += outer
-    return made
+        inner = match_components(folder, _PATTERNS, ("model", "optimizer"), root)
+        layout.merge(_join_optimizer(folder, inner), role)
+    layout.components += beside_roles
+    return layout
 
 
-def _joint(listing: Listing, made: Layout) -> Layout:
-    """Model and optimizer as one set: FSDP1's optimizer is flat, and only the model says what its pieces are."""
-    _check_config(listing, made)
-    sets = [m for m in made.mounts if m.how == SET and m.root[-1:] in (("model",), ("optimizer",))]
+def _join_optimizer(directory: Directory, layout: Layout) -> Layout:
+    """Open model and optimizer as one set: the optimizer of FSDP1 is flat, and needs the model's parameters."""
+    _check_world_size(directory, layout)
+    sets = [c for c in layout.components if c.kind == RANK_FILES and c.root[-1:] in (("model",), ("optimizer",))]
     if len(sets) == 2 and sets[0].name.removeprefix("model") == sets[1].name.removeprefix("optim"):
         model, optim = sets
         end = model.name.removeprefix("model")
         joint = replace(
-            model, name=f"{{model,optim}}{end}", root=model.root[:-1], names=(*model.names, *optim.names),
+            model,
+            name=f"{{model,optim}}{end}",
+            root=model.root[:-1],
+            files=(*model.files, *optim.files),
             glob=f"[mo][op][dt]*{end}",
-        )  # fmt: skip
-        made.mounts = [joint, *(m for m in made.mounts if m not in sets)]
-    return made
+        )
+        layout.components = [joint, *(c for c in layout.components if c not in sets)]
+    return layout
 
 
-def _check_config(listing: Listing, made: Layout) -> None:
-    said = listing.facts("fsdp_config.json").get("world_size")
-    worlds = {int(m["world"]) for m in listing.matching(_ROLE_FILE)}
-    if isinstance(said, int) and worlds and worlds != {said}:
-        found = ", ".join(map(str, sorted(worlds)))
-        made.missing.append(f"`fsdp_config.json` says a world of {said} ranks, but the files are of {found}")
-    elif len(worlds) > 1:
-        found = ", ".join(map(str, sorted(worlds)))
-        made.missing.append(f"files of worlds of {found} ranks lie in one directory")
+def _check_world_size(directory: Directory, layout: Layout) -> None:
+    configured = directory.facts("fsdp_config.json").get("world_size")
+    in_names = {int(m["world"]) for m in directory.matching(_RANK_FILE)}
+    sizes = ", ".join(map(str, sorted(in_names)))
+    if isinstance(configured, int) and in_names and in_names != {configured}:
+        layout.missing.append(f"`fsdp_config.json` has world size {configured}, but the files are of {sizes}")
+    elif len(in_names) > 1:
+        layout.missing.append(f"files of worlds of {sizes} ranks lie in one directory")
 
 
-def dino_names(listing: Listing) -> dict[str, list[str]]:
-    """The files of each checkpoint in a directory of DINOv2: `{"model_0009999": ["model_0009999.rank_0.pth", ...]}`."""
-    found: dict[str, list[str]] = {}
-    for match in listing.matching(DINO_FILE):
-        found.setdefault(match["name"], []).append(match.string)
-    return found
+# Writing --------------------------------------------------------------------------------------------------------------
+
+_RNG = {"python": "random", "numpy": "numpy", "torch": "cpu"}
 
 
-def _dino(listing: Listing) -> Layout:
-    return lay_out(listing, _DINO)
+def _write(builder: LayoutBuilder) -> OutputLayout:
+    """A model of FSDP2 in one file per rank; the step is the name of the directory."""
+    world_size, name = builder.destination.world_size, builder.destination.name
+    if world_size == 1:
+        raise UsageError(
+            "verl's FSDP2 has DTensors on one rank too, and a world of one is written with plain tensors",
+            hint="pass `--to-world 2`, or more",
+        )
+    is_role = name in ("actor", "critic")
+    folder = "" if is_role else "actor/"
+    of_rank = f"_world_size_{world_size}_rank_{{rank}}.pt"
+    for kind, stem in (("model", "model"), ("optimizer", "optim")):
+        part = builder.first(kind)
+        if part is not None:
+            builder.add_part(part, f"{folder}{stem}{of_rank}", "rankfiles", (stem,))
+    extra = builder.component(f"{folder}extra_state{of_rank}", "rankfiles")
+    scheduler = builder.first("scheduler")
+    if scheduler is not None:
+        builder.add_part_to(extra, scheduler, ("lr_scheduler",))
+    else:
+        # verl reads this key; its value may be None.
+        builder.add_value(extra, Object(("lr_scheduler",), None, part=Part("scheduler", ("lr_scheduler",))))
+    builder.add_generators(_RNG, lambda below: below == ("cuda",), lambda rank: (extra, ("rng", f"rank{rank}")))
+    config = {"FSDP_version": 2, "world_size": world_size}
+    builder.component(f"{folder}fsdp_config.json", None, ("fsdp_config",), values=config)
+    for part in [*builder.stateful_loaders()][:1] if not is_role else ():
+        builder.add_part(part, "data.pt", "torch", ("dataloader",))
+    step = builder.step()
+    if not is_role and step is not None:
+        if name == f"global_step_{step}":
+            builder.fold_step(step)
+        else:
+            builder.notes.append(f"verl reads the step from the directory's name, which would be `global_step_{step}`")
+    for entry in list(builder.remaining()):
+        if entry.part.kind == "progress":
+            builder.lose(entry, "verl reads the step from the directory's name, `global_step_N`")
+        elif is_role and entry.part.kind == "dataloader":
+            builder.lose(entry, f"`data.pt` lies beside `{name}/`, in `global_step_N`")
+    return builder.finish("verl stores no such value")
 
 
-def step_of_dino(name: str) -> int | None:
-    """`model_0009999` -> 9999; None for a name without a number. Pure."""
-    found = re.search(r"(\d+)$", name)
-    return int(found[1]) if found else None
-
-
-PRODUCERS = (
-    Producer("verl", "a `global_step_N` of verl, or a model in it", _is_verl, _verl),
-    Producer(
-        "DINOv2", "files `<name>.rank_R.pth` of DINOv2",
-        lambda listing: len(dino_names(listing)) == 1, _dino,
+VERL = Producer(
+    "verl",
+    "a `global_step_N` of verl, or a model in it",
+    _recognise,
+    _layout,
+    writes=(
+        WritableLayout("verl", "id", _write, chunked=True, even=True, ordered=True, tensor_class="dtensor:cuda:fsdp"),
     ),
-)  # fmt: skip
+)

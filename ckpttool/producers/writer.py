@@ -1,12 +1,12 @@
-"""A directory of several pieces laid down empty, as one sink: what a producer leaves, each piece by its own format.
+"""A directory of several components created empty, as one sink: what a framework leaves, each by its own format.
 
-    component                                                catalogue               in the piece
-    Component("pytorch_model_fsdp_0", DCP, ("model",), ("model",))   model.w         model.w
-    Component("random_states_1.pkl", TORCH, ("rng", "rank1"))        rng.rank1.step  step
-    Component("trainer_state.json", None, ("trainer_state",))        trainer_state.global_step   {"global_step": 3}
+    component                                                               catalogue          in the component
+    OutputComponent("pytorch_model_fsdp_0", DCP, ("model",), ("model",))    model.w            model.w
+    OutputComponent("random_states_1.pkl", TORCH, ("rng", "rank1"))         rng.rank1.step     step
+    OutputComponent("trainer_state.json", None, ("trainer_state",))         trainer_state.x    {"x": 3}
 
-The catalogue has the paths that the producer's reader gives, so that a transfer and `--check` need no words of their
-own. Files of the pieces stand behind each other in it.
+The catalogue has the paths that the reader of the framework's directories gives, so that a transfer and `--check` treat
+it like any other. The files of the components are numbered one after the other.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from itertools import chain
 from typing import Any
 
 from ckpttool.catalogue import flatten as nesting
-from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, File, Object, Path, Tensor
 from ckpttool.catalogue.protocols import Crcs, Format, Loss, Sink, SinkOptions
 from ckpttool.catalogue.warning import Warning
-from ckpttool.layout import rechunk as chunking
-from ckpttool.layout import select as layout
+from ckpttool.layout import rechunk, select
+from ckpttool.producers.components import Constant
 from ckpttool.storage import files
 from ckpttool.storage.crc import crc32
 
@@ -33,46 +32,37 @@ _SCRATCH = ".piece"
 
 
 @dataclass(frozen=True, slots=True)
-class Component:
-    """A piece of a layout: `Component("optimizer_0", dcp.FORMAT, ("optimizer",), ("optimizer",))`.
+class OutputComponent:
+    """A component to write: `OutputComponent("optimizer_0", dcp.FORMAT, ("optimizer",), ("optimizer",))`.
 
     `name` is a path below the destination, with `{rank}` for a file of each rank, empty for the destination itself;
-    `root` is where the reader mounts it, `around` the key around everything in it. Without a format it is JSON, and
-    `plain` is what is written in it beside the entries.
+    `root` is its root in the catalogue, `key` the key around everything in it. Without a format it is JSON, and
+    `values` are written in it beside the entries.
     """
 
     name: str
     format: Format | None
     root: Path = ()
-    around: Path = ()
-    plain: Mapping[str, Any] = field(default_factory=dict)
-    made: Sequence[Constant] = ()
+    key: Path = ()
+    values: Mapping[str, Any] = field(default_factory=dict)
+    constants: Sequence[Constant] = ()
 
     def inner(self, path: Path) -> Path:
         """The path in the piece."""
-        return (*self.around, *path[len(self.root) :])
+        return (*self.key, *path[len(self.root) :])
 
     def outer(self, path: Path) -> Path:
         """The path in the catalogue."""
-        return (*self.root, *path[len(self.around) :])
+        return (*self.root, *path[len(self.key) :])
 
 
 @dataclass(frozen=True, slots=True)
-class Constant:
-    """A tensor of no source, known before anything is copied: `Constant(("train_state", "step"), int32, b"...")`."""
+class OutputLayout:
+    """What is written where. `component_of` is the number of the component of each entry; `lost` is what has none."""
 
-    path: Path
-    dtype: Dtype
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Arranged:
-    """What is to be written where. `places` has the component of each entry, by its number; `lost` what has none."""
-
-    laid: Catalogue
-    components: Sequence[Component]
-    places: Mapping[Path, int]
+    catalogue: Catalogue
+    components: Sequence[OutputComponent]
+    component_of: Mapping[Path, int]
     lost: Sequence[Loss]
 
     def losses(self, laid: Catalogue, path: str) -> list[Loss]:
@@ -109,7 +99,7 @@ class Arranged:
             made.files += sink.catalogue.files
             name = component.name.replace("{rank}", "*")
             made.warnings += [w.prefixed(f"`{name}`") if name else w for w in sink.catalogue.warnings]
-            constants = {component.inner(c.path): c.data for c in component.made}
+            constants = {component.inner(c.path): c.data for c in component.constants}
             known |= _fill(sink.catalogue, constants, start)
             for inner, entry in sink.catalogue.entries.items():
                 if inner not in constants:
@@ -119,11 +109,11 @@ class Arranged:
             ]
             made.containers |= {
                 component.outer(p): c for p, c in sink.catalogue.containers.items()
-                if p[: len(component.around)] == component.around
+                if p[: len(component.key)] == component.key
             }  # fmt: skip
             sinks.append((sink, start))
         if options.max_shard_size is not None and not any(c.format and c.format.splits for c in self.components):
-            text = "`--max-shard-size` splits nothing here: no piece is of safetensors"
+            text = "`--max-shard-size` has no effect: no component is of safetensors"
             made.warnings.append(Warning("no-effect", text))
         made.entries = {p: found[p] for p in laid.entries if p in found}
         return _Composite(made, sinks, known)
@@ -147,22 +137,22 @@ class _Composite:
             sink.finish(share)
 
 
-def _pieces(arranged: Arranged, laid: Catalogue) -> Iterator[tuple[Component, Catalogue]]:
+def _pieces(layout: OutputLayout, laid: Catalogue) -> Iterator[tuple[OutputComponent, Catalogue]]:
     """Each component with what it holds. There is one for each rank, so that the state is gone through once for all."""
-    held: list[list[Entry]] = [[] for _ in arranged.components]
+    held: list[list[Entry]] = [[] for _ in layout.components]
     for path, entry in laid.entries.items():
-        number = arranged.places.get(path)
+        number = layout.component_of.get(path)
         if number is None and isinstance(entry, Tensor) and entry.embedded:
             # It goes with the object that it is in.
             above = (path[:depth] for depth in range(len(path)))
-            number = next((arranged.places[p] for p in above if p in arranged.places), None)
+            number = next((layout.component_of[p] for p in above if p in layout.component_of), None)
         if number is not None:
             held[number].append(entry)
-    for component, entries in zip(arranged.components, held, strict=True):
+    for component, entries in zip(layout.components, held, strict=True):
         yield component, _piece(component, laid, entries, alone=len(held) == 1)
 
 
-def _piece(component: Component, laid: Catalogue, entries: list[Entry], *, alone: bool) -> Catalogue:
+def _piece(component: OutputComponent, laid: Catalogue, entries: list[Entry], *, alone: bool) -> Catalogue:
     """What a component holds, under the paths that it has there."""
     depth = len(component.root)
     containers = {
@@ -170,17 +160,17 @@ def _piece(component: Component, laid: Catalogue, entries: list[Entry], *, alone
         if path[:depth] == component.root and _within(path, entries, alone=alone)
     }  # fmt: skip
     # A tensor that was tied to one of another piece gets bytes of its own.
-    taken = layout.select(layout.rebuilt(laid, entries, containers), lambda entry: True)
+    taken = select.select(select.rebuilt(laid, entries, containers), lambda entry: True)
     # An entry of a list keeps its index when it goes with all of its list, as it does here.
-    piece = layout.move(taken, {path: component.inner(path) for path in taken.entries})
-    for constant in component.made:
+    piece = select.move(taken, {path: component.inner(path) for path in taken.entries})
+    for constant in component.constants:
         shape: tuple[int, ...] = ()
         chunks = Chunks.placed([(((), ()), 0)])
         inner = component.inner(constant.path)
         piece.entries[inner] = Tensor(inner, constant.dtype, shape, chunks)
     piece.containers = {component.inner(path): container for path, container in containers.items()}
     if component.format is None or not component.format.chunked:
-        piece = chunking.whole(piece)
+        piece = rechunk.whole(piece)
     # What is known of the whole has been said of it.
     piece.files, piece.warnings, piece.facts = laid.files, [], {}
     return piece
@@ -191,10 +181,10 @@ def _within(path: Path, entries: list[Entry], *, alone: bool) -> bool:
     return (bool(path) or alone) and any(entry.path[: len(path)] == path for entry in entries)
 
 
-def _created(component: Component, location: str, piece: Catalogue, options: SinkOptions) -> Sink:
+def _created(component: OutputComponent, location: str, piece: Catalogue, options: SinkOptions) -> Sink:
     _make_folder(component, location)
     if component.format is None:
-        return _create_json(location, piece, component.plain)
+        return _create_json(location, piece, component.values)
     assert component.format.create is not None
     if "{rank}" in component.name:
         return _create_by_rank(component.format, location, piece, options)
@@ -204,7 +194,7 @@ def _created(component: Component, location: str, piece: Catalogue, options: Sin
     return component.format.create(location, piece, replace(options, one_file=one_file))
 
 
-def _make_folder(component: Component, location: str) -> None:
+def _make_folder(component: OutputComponent, location: str) -> None:
     """The directory of the piece, when it has one below the destination."""
     if os.path.dirname(component.name):
         os.makedirs(os.path.dirname(location), exist_ok=True)
@@ -287,12 +277,12 @@ def _is_plain(entry: Entry) -> bool:
 # Back into the one catalogue ------------------------------------------------------------------------------------------
 
 
-def _back(component: Component, entry: Entry, start: int, laid: Catalogue) -> Entry:
+def _back(component: OutputComponent, entry: Entry, start: int, laid: Catalogue) -> Entry:
     # An object is the one that was laid out: its links have the paths of the whole.
     return _moved(component, entry, start) if isinstance(entry, Tensor) else laid.entries[component.outer(entry.path)]
 
 
-def _moved(component: Component, tensor: Tensor, start: int) -> Tensor:
+def _moved(component: OutputComponent, tensor: Tensor, start: int) -> Tensor:
     alias = component.outer(tensor.alias) if tensor.alias is not None else None
     return replace(tensor, path=component.outer(tensor.path), alias=alias, chunks=tensor.chunks.shifted(start))
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.errors import CorruptError, ReadError, UsageError
-from ckpttool.producers.huggingface import ASSETS as KNOWN
+from ckpttool.producers.components import ASSET_NAMES
 from ckpttool.serialization import strict_json as strictjson
 from ckpttool.storage import files
 from ckpttool.storage import stores as mirrors
@@ -30,7 +30,7 @@ _UNWANTED = re.compile(
     r"|dataloader.*\.json|metadata\.json|.*_args\.json",
     re.I,
 )
-_KNOWN = re.compile(KNOWN)
+_KNOWN = re.compile(ASSET_NAMES)
 # What makes a directory a model of its own, to which its card belongs.
 _WEIGHTS = re.compile(r".*\.(safetensors|gguf|pth)|pytorch_model.*\.bin|adapter_model\.bin")
 _FOLDERS = ("additional_chat_templates",)

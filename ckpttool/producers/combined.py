@@ -9,20 +9,19 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from ckpttool.catalogue import flatten as nesting
-from ckpttool.catalogue import parts
+from ckpttool.catalogue import flatten, parts
 from ckpttool.catalogue.entries import Catalogue, Chunk, Extent, Part, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Itemised, Run, Source
 from ckpttool.catalogue.validation import concerns
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, UsageError
-from ckpttool.layout import select as layout
+from ckpttool.layout import select
 from ckpttool.text import some
 
 _ROOTS = {"model": ("model",), "optimizer": ("optim",)}
 
 
-class Mounted:
+class CombinedSource:
     """Sources whose files stand behind each other in one catalogue. Itself a `Source`, and closes what is mounted.
 
     `given_way` are entries that another source's took the place of.
@@ -36,7 +35,7 @@ class Mounted:
         self._closing = ExitStack()
 
     @classmethod
-    def over(cls, source: Source) -> Mounted:
+    def over(cls, source: Source) -> CombinedSource:
         """One source as it stands, for others to be mounted beside it."""
         made = cls(source.catalogue)
         made._hold(source, 0)
@@ -56,8 +55,8 @@ class Mounted:
         self._hold(other, shift)
         theirs = other.catalogue
         depth = len(part.root) if part is not None else 0
-        alone = theirs if part is None else layout.select(theirs, lambda entry: entry.part == part)
-        moved = layout.move(alone, {path: (*root, *path[depth:]) for path in alone.entries})
+        alone = theirs if part is None else select.select(theirs, lambda entry: entry.part == part)
+        moved = select.move(alone, {path: (*root, *path[depth:]) for path in alone.entries})
         for entry in moved.entries.values():
             if isinstance(entry, Tensor):
                 entry = replace(entry, origin=None, chunks=entry.chunks.shifted(shift))
@@ -79,7 +78,7 @@ class Mounted:
 
     def add_values(self, values: Mapping[str, Any], root: Path = ()) -> None:
         """Add plain values, such as those of a JSON file, under `root`."""
-        nesting.flatten(dict(values), self.catalogue, (), _no_tensor, root)
+        flatten.flatten(dict(values), self.catalogue, (), _no_tensor, root)
 
     def replace_part(self, kind: str, other: Source, name: str) -> None:
         """Take the part `kind` of `other` in place of ours. Raises UsageError when it has none, or several."""
@@ -91,7 +90,7 @@ class Mounted:
         self.given_way += [path for path, entry in before.entries.items() if entry.part.kind == kind]
         made = self._named()
         root = next((p.root for p in parts.parts(made) if p.kind == kind), _ROOTS[kind])
-        self.catalogue = layout.select(made, lambda entry: entry.part.kind != kind)
+        self.catalogue = select.select(made, lambda entry: entry.part.kind != kind)
         self.catalogue.files = list(before.files)
         self.catalogue.warnings = [*before.warnings]
         left = [entry.name for entry in before.entries.values() if entry.part.kind != kind]
@@ -116,7 +115,7 @@ class Mounted:
             root = _ROOTS[part.kind]
             alone = all(entry.part == part for entry in made.entries.values())
             moved = {path: (*root, *path) for path, entry in made.entries.items() if entry.part == part}
-            made = layout.move(made, moved)
+            made = select.move(made, moved)
             for path in moved.values():
                 made.entries[path].part = Part(part.kind, root)
             # The dict at the root was the model's own only when nothing else is in it.
@@ -175,7 +174,7 @@ def _strangers(catalogue: Catalogue) -> list[str]:
     for path, entry in catalogue.entries.items():
         if entry.part.kind == "optimizer":
             below = path[len(entry.part.root) :]
-            flat = layout.flattened(below[0]) if below and isinstance(below[0], str) else None
+            flat = select.flattened(below[0]) if below and isinstance(below[0], str) else None
             if flat is not None:
                 named[flat[1]] = None
             elif len(below) > 1 and below[0] == "state" and isinstance(below[1], str):

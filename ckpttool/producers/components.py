@@ -1,0 +1,283 @@
+"""Components of a checkpoint directory: the terms in which each framework's layout is described. Pure but for listings.
+
+Pattern(r"random_states_(?P<rank>\\d+)\\.pkl", "rng", PER_RANK)     one object per rank   -> ("rng", "rank3")
+Pattern(r"pytorch_model_fsdp_(?P<i>\\d+)/", "model", key="model")   a DCP directory       -> ("model",), ("model_1",)
+Pattern(r"model_world_size_(?P<world>\\d+)_rank_(?P<rank>\\d+)\\.pt", "model", RANK_FILES)   all ranks' files as one
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from ckpttool.catalogue import parts
+from ckpttool.catalogue.dtypes import Dtype
+from ckpttool.catalogue.entries import Catalogue, Path
+from ckpttool.catalogue.warning import Warning
+from ckpttool.producers.directory import Directory
+from ckpttool.text import some
+
+if TYPE_CHECKING:
+    from ckpttool.producers.arrange import LayoutBuilder
+    from ckpttool.producers.writer import OutputLayout
+
+SINGLE, PER_RANK, RANK_FILES, SHARD = "one", "one per rank", "one set of all ranks", "one of several files"
+JSON, ASSET, IGNORED = "json", "asset", "ignored"
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """A kind of file or folder (`/` at the end) and what it contains: `Pattern(r"optimizer\\.bin", "optimizer")`.
+
+    The group `rank` is a rank, `world` the world size, `i` the number of one of several models or optimizers. `key` is
+    a key around everything in the component, which is not repeated. An empty `root` leaves the keys as they are. Other
+    groups of the pattern can be used in `root`: `custom_{n}`.
+    """
+
+    pattern: str
+    root: str = ""
+    kind: str = SINGLE
+    key: str = ""
+    shapes_from: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """What is opened, and its root in the catalogue: `Component("optimizer_0/", ("optimizer",), "optimizer")`.
+
+    `name` may have a `*` for the ranks; `files` are all names that it stands for. `rank` is that of a file of one rank.
+    `shapes_from` is another component, an optimizer whose moments have the shapes of the parameters. `glob` is the
+    pattern of rank files of several parts.
+    """
+
+    name: str
+    root: Path = ()
+    key: str = ""
+    files: tuple[str, ...] = ()
+    rank: int | None = None
+    shapes_from: str = ""
+    kind: str = SINGLE
+    glob: str = ""
+
+    @property
+    def pattern(self) -> str:
+        """The glob pattern of the files of all ranks, below the directory."""
+        before, star, after = self.name.partition("*")
+        return self.glob or f"{glob.escape(before)}{star}{glob.escape(after)}"
+
+
+@dataclass(slots=True)
+class Layout:
+    """The components of a directory. `missing` are reasons why the checkpoint is not complete."""
+
+    components: list[Component] = field(default_factory=list)
+    assets: list[str] = field(default_factory=list)
+    warnings: list[Warning] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+    def merge(self, other: Layout, folder: str) -> None:
+        """Add the layout of a folder of the directory."""
+        self.components += [
+            replace(
+                c,
+                name=f"{folder}/{c.name}",
+                files=tuple(f"{folder}/{name}" for name in c.files),
+                shapes_from=f"{folder}/{c.shapes_from}" if c.shapes_from else "",
+                glob=f"{folder}/{c.glob}" if c.glob else "",
+            )
+            for c in other.components
+        ]
+        self.assets += [f"{folder}/{name}" for name in other.assets]
+        self.unknown += [f"{folder}/{name}" for name in other.unknown]
+        self.warnings += other.warnings
+        self.missing += [f"`{folder}/`: {text}" for text in other.missing]
+
+
+@dataclass(frozen=True, slots=True)
+class WritableLayout:
+    """A layout that a framework resumes from: `WritableLayout("accelerate:sharded", "fqn", build, chunked=True)`.
+
+    `keys` is how the framework keys optimizer state; `ordered` says that parameter ids always follow the order of the
+    model. `chunked`, `even` and `splits` are those of `Format`; `tensor_class` is the default class of sharded tensors.
+    """
+
+    name: str
+    keys: str
+    build: Callable[[LayoutBuilder], OutputLayout]
+    chunked: bool = False
+    even: bool = False
+    splits: bool = False
+    ordered: bool = False
+    tensor_class: str = "sharded_tensor"
+
+    @property
+    def framework(self) -> str:
+        """The name without the variant."""
+        return self.name.partition(":")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Producer:
+    """A framework: `Producer("accelerate", "what `Accelerator.save_state` leaves", recognise, layout)`.
+
+    `recognise` looks at the listing and at small JSON files only, `layout` lists the components. `confirm` checks the
+    opened catalogue where a plain directory of the format has the same files; without it the producer is not named.
+    `writes` are the layouts that the framework resumes from; `choose(source, to_world)` picks one of several.
+    """
+
+    name: str
+    title: str
+    recognise: Callable[[Directory], bool]
+    layout: Callable[[Directory], Layout]
+    confirm: Callable[[Catalogue], bool] | None = None
+    writes: tuple[WritableLayout, ...] = ()
+    choose: Callable[[Catalogue, int | None], WritableLayout] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A tensor that is in no source: `Constant(("train_state", "step"), int32, b"...")`."""
+
+    path: Path
+    dtype: Dtype
+    data: bytes
+
+
+# Files that several frameworks have -----------------------------------------------------------------------------------
+
+ASSET_NAMES = (
+    r"(config|generation_config|added_tokens|special_tokens_map|chat_template|adapter_config|quantization_config"
+    r"|[a-z_]*processor_config|[a-z_]*tokenizer_config|tokenizer|vocab|modules|preprocessor)\.json"
+    r"|(all|train|eval|predict|test)_results\.json|vocab\.txt|merges\.txt|.*\.model|.*\.jinja|.*\.tiktoken|README\.md|LICENSE.*|.*\.py"
+)
+# Of a Git repository around the files, not of the model.
+REPOSITORY = Pattern(r"\.git(/|attributes|ignore|keep|modules)", kind=IGNORED)
+ASSETS = (Pattern(ASSET_NAMES, kind=ASSET), REPOSITORY)
+_DCP_FILE = r"\.metadata|__\d+\.metadata|.*\.distcp"
+_DCP = Pattern(rf"{_DCP_FILE}|\.metadata\.tmp|__\d+\.metadata\.tmp|\.metadata\.bck", kind=IGNORED)
+
+
+def is_dcp(directory: Directory) -> bool:
+    """Whether the directory has files of DCP, with or without their index."""
+    return directory.has(_DCP_FILE)
+
+
+def dcp_layout(directory: Directory, patterns: Iterable[Pattern] = ()) -> Layout:
+    """The layout of a DCP directory with other files beside the data."""
+    layout = match_components(directory, (_DCP, *patterns))
+    layout.components.insert(0, Component(""))
+    return layout
+
+
+def require_indexed_files(directory: Directory, layout: Layout) -> Layout:
+    """Add the files to `missing` that an index of weights names and that are not there."""
+    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        weight_map = directory.facts(index).get("weight_map")
+        if isinstance(weight_map, dict):
+            absent = sorted({str(name) for name in weight_map.values()} - set(directory.names))
+            layout.missing += [f"`{name}` is missing, but `{index}` names it" for name in absent[:3]]
+    return layout
+
+
+# Matching -------------------------------------------------------------------------------------------------------------
+
+
+def match_components(
+    directory: Directory, patterns: Iterable[Pattern], expected: Sequence[str] = (), root: Path = ()
+) -> Layout:
+    """Match each name with the first pattern that fits, in the order of the patterns; other names are `unknown`.
+
+    Args: `expected` are roots that a complete save of the framework always has; a warning names those that lack.
+    """
+    layout = Layout()
+    remaining = dict.fromkeys(directory.names)
+    for pattern in patterns:
+        compiled = re.compile(pattern.pattern)
+        matches = [m for name in remaining if (m := compiled.fullmatch(name)) is not None]
+        for match in matches:
+            del remaining[match.string]
+        if pattern.kind == ASSET:
+            layout.assets += [m.string for m in matches]
+        elif pattern.kind == RANK_FILES:
+            _add_rank_files(layout, pattern, matches, root)
+        elif pattern.kind != IGNORED:
+            layout.components += [_component(pattern, m, root) for m in sorted(matches, key=_number)]
+            if pattern.kind == PER_RANK and matches:
+                _check_ranks(layout, [m.string for m in matches], [int(m["rank"]) for m in matches], None)
+    layout.unknown += remaining
+    _drop_duplicates(layout, root)
+    present = {c.root[len(root)] for c in layout.components if len(c.root) > len(root)}
+    absent = [name for name in expected if name not in present]
+    if absent:
+        layout.warnings.append(Warning("missing-part", f"there is no {' and no '.join(absent)} in it"))
+    return layout
+
+
+def _drop_duplicates(layout: Layout, root: Path) -> None:
+    """Keep the first of two components of the same part, such as `model.safetensors` beside `pytorch_model.bin`."""
+    first_of: dict[Path, Component] = {}
+    kept = []
+    for component in layout.components:
+        first = first_of.setdefault(component.root, component)
+        if first is component or component.root == root or first.kind == component.kind == SHARD:
+            kept.append(component)
+        else:
+            text = f"`{component.name}` is ignored, as `{first.name}` has the same part"
+            layout.warnings.append(Warning("superseded-file", text, file=component.name))
+    layout.components = kept
+
+
+def _groups(match: re.Match[str]) -> dict[str, str]:
+    return {key: value for key, value in match.groupdict().items() if value}
+
+
+def _number(match: re.Match[str]) -> tuple[int, int]:
+    groups = _groups(match)
+    return int(groups.get("i", "0").strip("_")), int(groups.get("rank", "0"))
+
+
+def _component(pattern: Pattern, match: re.Match[str], above: Path) -> Component:
+    index, rank = _number(match)
+    root = above
+    if pattern.root:
+        first, *rest = pattern.root.format_map(match.groupdict()).split("/")
+        root = (*above, f"{first}_{index}" if index else first, *rest)
+    per_rank = pattern.kind == PER_RANK
+    return Component(
+        match.string,
+        (*root, parts.rank_key(rank)) if per_rank else root,
+        pattern.key,
+        (match.string,),
+        rank if per_rank else None,
+        pattern.shapes_from.replace("{i}", str(index)),
+        pattern.kind,
+    )
+
+
+def _add_rank_files(layout: Layout, pattern: Pattern, found: list[re.Match[str]], above: Path) -> None:
+    """Add files that differ only in their rank as one component."""
+    sets: dict[str, list[re.Match[str]]] = {}
+    for match in found:
+        begin, end = match.span("rank")
+        sets.setdefault(f"{match.string[:begin]}*{match.string[end:]}", []).append(match)
+    for name, matches in sets.items():
+        matches.sort(key=_number)
+        files = tuple(m.string for m in matches)
+        world_size = _groups(matches[0]).get("world")
+        _check_ranks(layout, files, [int(m["rank"]) for m in matches], int(world_size) if world_size else None)
+        layout.components.append(replace(_component(pattern, matches[0], above), name=name, files=files))
+
+
+def _check_ranks(layout: Layout, files: Sequence[str], present: list[int], world_size: int | None) -> None:
+    """Add the ranks to `missing` that have no file. Ranks count from 0."""
+    count = world_size if world_size is not None else max(present) + 1
+    if world_size is None or count <= 1 << 20:
+        absent = sorted(set(range(count)) - set(present))
+        if absent:
+            which = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {', '.join(map(str, absent[:5]))}"
+            more = f" and {len(absent) - 5} more" if len(absent) > 5 else ""
+            layout.missing.append(f"the file of {which}{more} of {count} is missing beside {some(files, 1)}")

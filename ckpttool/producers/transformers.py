@@ -1,0 +1,183 @@
+"""transformers: what the Trainer and `save_pretrained` leave, and what the Trainer resumes from.
+
+    checkpoint-N/    model and optimizer as accelerate saves them, optimizer.pt scheduler.pt scaler.pt
+                     trainer_state.json training_args.bin rng_state.pth rng_state_3.pth
+    model directory  config.json beside model*.safetensors or pytorch_model*.bin
+
+Written layouts:
+
+    trainer           one process, or DDP              model.safetensors optimizer.pt
+    trainer:sharded   FSDP with SHARDED_STATE_DICT     pytorch_model_fsdp_0/ optimizer_0/
+
+Upstream: transformers 5.23 `trainer.py` (`_load_from_checkpoint`, `_load_optimizer_and_scheduler`, `_load_rng_state`).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from ckpttool.catalogue.entries import Catalogue
+from ckpttool.errors import UsageError
+from ckpttool.producers import accelerate
+from ckpttool.producers.components import (
+    ASSET,
+    IGNORED,
+    JSON,
+    PER_RANK,
+    REPOSITORY,
+    SHARD,
+    Component,
+    Layout,
+    Pattern,
+    Producer,
+    WritableLayout,
+    match_components,
+    require_indexed_files,
+)
+from ckpttool.producers.directory import Directory
+
+if TYPE_CHECKING:
+    from ckpttool.producers.arrange import LayoutBuilder
+    from ckpttool.producers.writer import OutputLayout
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+# The output directory of the Trainer has its last model too, beside the checkpoints.
+CHECKPOINT = r"checkpoint-\d+/"
+_TRAINER = (
+    *accelerate.STATE,
+    Pattern(r"rng_state_(?P<rank>\d+)\.pth", "rng", PER_RANK),
+    Pattern(r"rng_state\.pth", "rng"),
+    Pattern(r"trainer_state\.json", "trainer_state", JSON),
+    Pattern(r"training_args\.bin", "training_args"),
+    *accelerate.REST,
+    Pattern(CHECKPOINT, kind=IGNORED),
+    Pattern(r"(runs|logs|wandb)/", kind=IGNORED),
+)
+_WEIGHTS = r"(?!training_args).*\.(bin|pt|pth|ckpt|h5|msgpack|onnx|gguf|ot)"
+_BESIDE_WEIGHTS = (
+    Pattern(r"pytorch_model\.bin\.index\.json", kind=IGNORED),
+    REPOSITORY,
+    Pattern(rf"(?!{_WEIGHTS}$).*[^/]", kind=ASSET),
+    Pattern(r".*/", kind=IGNORED),
+)
+_PYTORCH = (Pattern(r"pytorch_model\.bin"), Pattern(r"pytorch_model-\d+-of-\d+\.bin", kind=SHARD), *_BESIDE_WEIGHTS)
+_SAFETENSORS = (Pattern(r".*\.safetensors(\.index\.json)?", kind=IGNORED), *_BESIDE_WEIGHTS)
+
+
+def _is_trainer(directory: Directory) -> bool:
+    return "trainer_state.json" in directory
+
+
+def _trainer(directory: Directory) -> Layout:
+    layout = match_components(directory, _TRAINER, ("model", "optimizer", "rng"))
+    return require_indexed_files(directory, layout)
+
+
+def _is_pretrained(directory: Directory) -> bool:
+    if not directory.has(r"(adapter_)?config\.json"):
+        return False
+    if "ckpttool.json" in directory or directory.has(r"\.metadata|__\d+\.metadata"):
+        return False
+    return directory.has(r".*\.safetensors|pytorch_model(-\d+-of-\d+)?\.bin")
+
+
+def _pretrained(directory: Directory) -> Layout:
+    """The safetensors reader joins the files of a model; files of torch.save are listed here."""
+    if directory.has(r".*\.safetensors"):
+        layout = match_components(directory, _SAFETENSORS)
+        layout.components = [Component("")]
+    else:
+        layout = match_components(directory, _PYTORCH)
+    return require_indexed_files(directory, layout)
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+# The Trainer fails without these: a batch size, which it compares with its own to warn, and the state of its control,
+# which it updates when it saves. Every other value has a default.
+_CONTROL = dict.fromkeys(
+    ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log"), False
+)
+_REQUIRED = {
+    "train_batch_size": 0,
+    "log_history": [],
+    "stateful_callbacks": {"TrainerControl": {"args": _CONTROL, "attributes": {}}},
+}
+_RNG = {"python": "python", "numpy": "numpy", "torch": "cpu"}
+_OWN_RNG = re.compile(r"cuda|npu|hpu|mlu|musa|xla")
+
+
+def _write_trainer(builder: LayoutBuilder) -> OutputLayout:
+    """The model whole, the optimizer keyed by parameter ids."""
+    for kind, name, format in (("model", "model.safetensors", "safetensors"), ("optimizer", "optimizer.pt", "torch")):
+        part = builder.first(kind)
+        if part is not None:
+            builder.add_part(part, name, format, (kind,))
+    return _write_rest(builder)
+
+
+def _write_sharded(builder: LayoutBuilder) -> OutputLayout:
+    accelerate.add_sharded(builder, limit=1)
+    return _write_rest(builder)
+
+
+def _write_rest(builder: LayoutBuilder) -> OutputLayout:
+    scheduler = builder.first("scheduler")
+    if scheduler is not None:
+        builder.add_part(scheduler, "scheduler.pt", "torch", ("scheduler",))
+    builder.add_scaler()
+    for entry in [e for e in builder.remaining() if e.path == ("training_args",)]:
+        builder.add(entry, builder.component("training_args.bin", "torch", entry.path), entry.path)
+    _write_state(builder)
+    name = "rng_state.pth" if builder.destination.world_size == 1 else "rng_state_{rank}.pth"
+    builder.add_generator_files(name, _RNG, _OWN_RNG)
+    return builder.finish("the Trainer stores no such value")
+
+
+def _write_state(builder: LayoutBuilder) -> None:
+    """Add `trainer_state.json`: that of the source, or the least that the Trainer needs. It skips as many batches of
+    the first epochs as the step says."""
+    entries = [e for e in builder.remaining() if e.part.kind == "progress" and e.path[:1] == ("trainer_state",)]
+    step = next((builder.integer(e) for e in entries if e.path[1:] == ("global_step",)), None)
+    if step is not None:
+        component = builder.component("trainer_state.json", None, ("trainer_state",))
+        for entry in entries:
+            builder.add(entry, component, entry.path)
+    else:
+        step = builder.step_or_name()
+        if step is None:
+            raise UsageError(
+                "the Trainer reads the step from `trainer_state.json`, and the source does not contain it",
+                hint="call the destination `checkpoint-N`",
+            )
+        builder.component("trainer_state.json", None, ("trainer_state",), values={"global_step": step, **_REQUIRED})
+        builder.notes.append(
+            f"`trainer_state.json` is made with step {step} and no history; other values are the Trainer's defaults, "
+            "such as 500 for `logging_steps`, `eval_steps` and `save_steps`"
+        )
+    builder.fold_step(step)
+    if builder.destination.name != f"checkpoint-{step}":
+        builder.notes.append(f"the Trainer finds the newest checkpoint by its name, which would be `checkpoint-{step}`")
+
+
+_WHOLE = WritableLayout("trainer", "id", _write_trainer, splits=True, ordered=True)
+_SHARDED = WritableLayout("trainer:sharded", "fqn", _write_sharded, chunked=True)
+
+
+def _choose(source: Catalogue, to_world: int | None) -> WritableLayout:
+    """The layout of the source if the Trainer saved it; else whole tensors."""
+    is_sharded = accelerate.was_saved_as(source, r"pytorch_model_fsdp_\d+/")
+    return _SHARDED if is_sharded and source.facts.get("producer") == TRAINER.name else _WHOLE
+
+
+TRAINER = Producer(
+    "transformers Trainer",
+    "a `checkpoint-N` of the Trainer of transformers",
+    _is_trainer,
+    _trainer,
+    writes=(_WHOLE, _SHARDED),
+    choose=_choose,
+)
+PRETRAINED = Producer("transformers", "a model directory of transformers", _is_pretrained, _pretrained)
