@@ -78,7 +78,7 @@ def _result(
         *zip(("checked", *[""] * len(checked)), checked if narrow else ["; ".join(checked)], strict=False),
         *((title, f"{len(changes):,}") for title, changes in _changes(made)),
     ]
-    terminal.table([(dim(title), text) for title, text in rows], cut=(1,), prose=(1,))
+    terminal.table([(dim(title), text) for title, text in rows], wrap=(1,))
 
 
 def _checked(made: Conversion, check: bool) -> list[str]:
@@ -101,7 +101,7 @@ def _plan(terminal: Terminal, made: Conversion, more: Iterable[tuple[str, str]])
         (dim("disk"), Painted(f"{size(made.disk)} needed, {size(made.free)} free", "red" if short else "")),
         (dim("memory"), f"about {size(made.memory)} at most"),
     ]
-    terminal.table(rows, cut=(1,))
+    terminal.table(rows, wrap=(1,))
 
 
 def _files(terminal: Terminal, made: Conversion, verbose: bool) -> None:
@@ -149,6 +149,6 @@ def _rule(old: str, new: str) -> tuple[str, str]:
 
 def _some(terminal: Terminal, rows: Rows, verbose: bool, right: tuple[int, ...] = ()) -> None:
     shown = rows if verbose else rows[:_SHOWN]
-    terminal.table(shown, right=right, cut=(0, 1))
+    terminal.table(shown, right=right, wrap=(0, 1))
     if len(shown) < len(rows):
         terminal.line(dim(f"  {len(rows) - len(shown):,} more, shown by -v"))

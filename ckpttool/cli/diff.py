@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _SHOWN = 20
 _VALUE = 40  # characters of an object's value, unless -v
 _WHOLE = 400
-_WIDE = 110  # columns of a terminal that shows all figures
+_WIDE = 140  # columns of a terminal that shows all figures
 _NARROW = ("max ulp", "cosine", "elements", "A", "B")  # what others leave to --json: the rest says how bad it is
 
 
@@ -130,16 +130,16 @@ def _total(total: Total) -> dict[str, Any]:
 
 def _print(terminal: Terminal, made: Diff, verbose: bool) -> None:
     terminal.line(bold(made.a.path), " and ", bold(made.b.path), " ", _verdict(made))
-    terminal.table([(dim(title), text) for title, text in _facts(made)], cut=(1,), prose=(1,))
+    terminal.table([(dim(title), text) for title, text in _facts(made)], wrap=(1,))
     if not made.same or verbose:
         _parts(terminal, made)
     for title, found in (("only in A", made.only_a), ("only in B", made.only_b)):
         if found:
             _heading(terminal, title, len(found))
-            _rows(terminal, [_of_one_side(one) for one in found], verbose, cut=(0,))
+            _rows(terminal, [_of_one_side(one) for one in found], verbose, wrap=(0,))
     if made.kinds:
         _heading(terminal, "a tensor in one, an object in the other", len(made.kinds))
-        _rows(terminal, [[name] for name in made.kinds], verbose, cut=(0,))
+        _rows(terminal, [[name] for name in made.kinds], verbose, wrap=(0,))
     _layouts(terminal, made, verbose)
     _values(terminal, made, verbose)
     _objects(terminal, made, verbose)
@@ -187,7 +187,7 @@ def _parts(terminal: Terminal, made: Diff) -> None:
     ]  # fmt: skip
     kept = _kept(terminal, headers)
     shown = [[row[i] for i in kept] for row in rows]
-    terminal.table(shown, [headers[i] for i in kept], right=range(1, len(kept)), cut=(0,))
+    terminal.table(shown, [headers[i] for i in kept], right=range(1, len(kept)), wrap=(0,))
 
 
 def _kept(terminal: Terminal, headers: Sequence[str]) -> list[int]:
@@ -230,7 +230,7 @@ def _layouts(terminal: Terminal, made: Diff, verbose: bool) -> None:
             rows.append([one.name, "sharding", *one.sharding])
     if rows:
         _heading(terminal, "layout", len(rows))
-        _rows(terminal, rows, verbose, ("tensor", "", "A", "B"), cut=(0, 2, 3))
+        _rows(terminal, rows, verbose, ("tensor", "", "A", "B"), wrap=(0, 2, 3))
     for one in made.tensors if verbose else ():
         if one.why is not None:
             terminal.paragraph(f"{one.name}: its values were not compared, as {one.why}")
@@ -258,7 +258,7 @@ def _values(terminal: Terminal, made: Diff, verbose: bool) -> None:
     kept = _kept(terminal, headers)
     shown = [[row[i] for i in kept] for row in rows]
     right = [place for place, i in enumerate(kept) if headers[i] not in ("tensor", "first at")]
-    _rows(terminal, shown, verbose, [headers[i] for i in kept], cut=(0,), right=right)
+    _rows(terminal, shown, verbose, [headers[i] for i in kept], wrap=(0,), right=right)
 
 
 def _element(value: Any) -> str:
@@ -277,7 +277,7 @@ def _objects(terminal: Terminal, made: Diff, verbose: bool) -> None:
         return dim("-") if value is ABSENT else describe(value, limit=_WHOLE if verbose else _VALUE)
 
     rows: list[list[Piece]] = [[one.name + one.at, shown(one.a), shown(one.b)] for one in made.objects]
-    _rows(terminal, rows, verbose, ("value", "A", "B"), cut=(2, 1, 0), prose=(1, 2))
+    _rows(terminal, rows, verbose, ("value", "A", "B"), wrap=(0,), clip=(1, 2))
 
 
 def _heading(terminal: Terminal, title: str, n: int) -> None:
@@ -289,11 +289,11 @@ def _rows(
     rows: list[list[Piece]],
     verbose: bool,
     headers: Sequence[str] = (),
-    cut: Sequence[int] = (),
-    prose: Sequence[int] = (),
+    wrap: Sequence[int] = (),
+    clip: Sequence[int] = (),
     right: Sequence[int] = (),
 ) -> None:
     shown = rows if verbose else rows[:_SHOWN]
-    terminal.table(shown, headers, cut=cut, prose=prose, right=right)
+    terminal.table(shown, headers, wrap=wrap, clip=clip, right=right)
     if len(shown) < len(rows):
         terminal.line(dim(f"  {len(rows) - len(shown):,} more, shown by -v"))

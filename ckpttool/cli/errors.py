@@ -20,7 +20,7 @@ from typing import Any
 
 import click
 
-from ckpttool.cli.terminal import Painted, ReaderGone, err, out
+from ckpttool.cli.terminal import Painted, ReaderGone, dim, err, out
 from ckpttool.errors import BUG, DONE, INTERRUPTED, TERMINATED, CkptError, StorageError, UsageError
 from ckpttool.text import near_names
 
@@ -149,9 +149,9 @@ class _Report:
                 terminal.write(json.dumps({"schema": SCHEMA, "error": error}, default=str) + "\n")
             else:
                 terminal = err()
-                terminal.line(Painted(title, "red"), message)
+                terminal.paragraph(message, mark=Painted(title, "red"), indent=len(title))
                 if hint:
-                    terminal.line(Painted("hint: ", "dim"), hint)
+                    terminal.paragraph(hint, mark=dim("hint: "), indent=6)
             terminal.flush()
         except (ReaderGone, StorageError):
             pass  # the stream is closed or full, and there is no other

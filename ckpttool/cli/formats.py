@@ -33,5 +33,5 @@ def formats(as_json: bool, quiet: bool) -> None:
     else:
         terminal.table(
             [(bold(f.name), f"read, write (--to {f.target})" if f.create else "read", f.title) for f in FORMATS],
-            ("format", "can", "what it is"), cut=(2,), indent=0,
+            ("format", "can", "what it is"), wrap=(2,), indent=0,
         )  # fmt: skip

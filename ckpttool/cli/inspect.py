@@ -121,7 +121,7 @@ def _run(terminal: Terminal, catalogue: Catalogue, path: str, verbose: bool) -> 
         step = "" if found["step"] is None else f"{found['step']:,}"
         name = bold(found["name"]) if found["taken"] else found["name"]
         rows.append([name, step, size(found["bytes"]), found["producer"] or found["format"] or "", state])
-    terminal.table(rows, ("checkpoint", "step", "bytes", "producer", ""), right=(1, 2), cut=(4, 3, 0), prose=(4,))
+    terminal.table(rows, ("checkpoint", "step", "bytes", "producer", ""), right=(1, 2), wrap=(0, 3, 4))
     terminal.write("\n")
 
 
@@ -132,7 +132,7 @@ def _pieces(terminal: Terminal, catalogue: Catalogue) -> None:
         return
     terminal.heading("pieces")
     rows = [(m["root"] or "-", m["path"] or ".", m["format"], plural(m["files"], "file")) for m in mounted]
-    terminal.table(rows, cut=(1, 0))
+    terminal.table(rows, wrap=(0, 1))
 
 
 def _header(terminal: Terminal, catalogue: Catalogue, path: str, summary: Summary) -> None:
@@ -149,7 +149,7 @@ def _header(terminal: Terminal, catalogue: Catalogue, path: str, summary: Summar
     if catalogue.facts.get("assets"):
         rows.append(("assets", ", ".join(catalogue.facts["assets"])))
     rows += [(str(key).replace("_", " "), _fact(value)) for key, value in facts.items() if value not in (None, "", ())]
-    terminal.table([(dim(title), text) for title, text in rows], cut=(1,), prose=(1,))
+    terminal.table([(dim(title), text) for title, text in rows], wrap=(1,))
 
 
 def _fact(value: Any) -> str:
@@ -170,7 +170,7 @@ def _parts(terminal: Terminal, parts: list[PartLine]) -> None:
             size(sum(p.nbytes for p in parts)), f"{sum(p.objects for p in parts):,}", "",
         ])  # fmt: skip
     headers = ("part", "tensors", "parameters", "bytes", "objects", "dtypes")
-    terminal.table(rows, headers, right=(1, 2, 3, 4), cut=(5, 0))
+    terminal.table(rows, headers, right=(1, 2, 3, 4), wrap=(0, 5))
 
 
 def _dtypes(names: Sequence[str]) -> str:
@@ -190,7 +190,7 @@ def _tree(terminal: Terminal, part: Part, lines: list[Line]) -> None:
             what = f"{f'{line.times} x ' if line.times > 1 else ''}{list(line.shape)}"
         numbers = ("tied", "") if line.tied else (count(line.parameters), size(line.nbytes))
         rows.append(("  " * line.depth + line.name + times, what, _dtypes(line.dtypes), *numbers))
-    terminal.table(rows, ("", "shape", "dtype", "parameters", "bytes"), right=(1, 3, 4), cut=(0, 2))
+    terminal.table(rows, ("", "shape", "dtype", "parameters", "bytes"), right=(1, 3, 4), wrap=(0, 2))
 
 
 def _tensors(terminal: Terminal, tensors: list[Tensor], catalogue: Catalogue) -> None:
@@ -202,7 +202,7 @@ def _tensors(terminal: Terminal, tensors: list[Tensor], catalogue: Catalogue) ->
         rows.append((bold(tensor.name), tensor.dtype.name, str(list(tensor.shape)), size(tensor.nbytes), only))
         if len(places) > 1:
             rows += [(f"  {place}", "", "", "", "") for place in places]
-    terminal.table(rows, ("", "dtype", "shape", "bytes", ""), right=(3,), cut=(4, 0))
+    terminal.table(rows, ("", "dtype", "shape", "bytes", ""), right=(3,), wrap=(0, 4))
 
 
 def _places(chunks: Chunks, tensor: Tensor, catalogue: Catalogue) -> list[str]:
@@ -221,7 +221,7 @@ def hyperparameters(terminal: Terminal, table: Table, verbose: bool) -> None:
     if any(c.params is not None for c in columns):
         rows.append([dim("parameters"), *("" if c.params is None else f"{c.params:,}" for c in columns)])
     rows += [[name, *(c.values.get(name, "") for c in columns)] for name in table.names]
-    terminal.table(rows, ("", *(c.title for c in columns)), cut=tuple(range(len(columns), -1, -1)))
+    terminal.table(rows, ("", *(c.title for c in columns)), wrap=range(len(columns) + 1))
     if len(columns) < len(table.columns):
         terminal.line(dim(f"  {len(table.columns) - len(columns)} more, shown by -v"))
 
@@ -231,9 +231,7 @@ def _objects(terminal: Terminal, objects: list[ObjectLine], verbose: bool) -> No
         return
     terminal.heading("objects")
     shown = objects if verbose else objects[:_OBJECTS]
-    terminal.table(
-        [(f"{o.name}{f'  x{o.times}' if o.times > 1 else ''}", o.text) for o in shown], cut=(1, 0), prose=(1,)
-    )
+    terminal.table([(f"{o.name}{f'  x{o.times}' if o.times > 1 else ''}", o.text) for o in shown], wrap=(0,), clip=(1,))
     if len(shown) < len(objects):
         terminal.line(dim(f"  {len(objects) - len(shown):,} more, shown by -v"))
 
@@ -243,7 +241,7 @@ def _ties(terminal: Terminal, ties: list[tuple[str, str]], verbose: bool) -> Non
         return
     terminal.heading("tied", "one run of bytes under several names")
     shown = ties if verbose else ties[:_OBJECTS]
-    terminal.table([(name, f"is {kept}") for name, kept in shown], cut=(1, 0))
+    terminal.table([(name, f"is {kept}") for name, kept in shown], wrap=(0, 1))
     if len(shown) < len(ties):
         terminal.line(dim(f"  {len(ties) - len(shown):,} more, shown by -v"))
 

@@ -1,4 +1,4 @@
-"""How far a conversion is: a bar on a terminal, a line now and then in a batch log."""
+"""Progress of an operation: a bar on a terminal, a line now and then in a log."""
 
 from __future__ import annotations
 
@@ -7,53 +7,65 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from ckpttool.cli.terminal import ReaderGone, Terminal, err
 from ckpttool.text import duration, size
 
-_PATIENCE = 1.0  # seconds before anything is said
+if TYPE_CHECKING:
+    from rich import progress
+
+_FIRST = 1.0  # seconds before a bar is shown
 _REDRAW = 0.1
 _LINE = 30.0
-_ENOUGH = 1.0  # seconds without which a rate is a guess
+_RATE = 1.0  # seconds needed to measure a rate
 _BAR = 24
 
 
 class Progress:
-    """Called with `(done, total)` in bytes, as often as one likes; takes its line off the terminal at the end."""
+    """A callable that shows `(done, total)` in bytes. It may be called often; the bar is removed at the end."""
 
     def __init__(self, terminal: Terminal, clock: Callable[[], float] = time.monotonic) -> None:
         self._terminal = terminal
         self._clock = clock
-        self._next = clock() + (_PATIENCE if terminal.is_terminal else _LINE)
+        self._next = clock() + (_FIRST if terminal.is_terminal else _LINE)
         self._first: tuple[float, int] | None = None
-        self._drawn = False
+        self._bar: progress.Progress | None = None
 
     def __call__(self, done: int, total: int) -> None:
         now = self._clock()
         if self._first is None:
-            # What came before the first byte, an index that was read or a plan that was made, is not the disk's speed.
+            # The time before the first byte, for reading an index or planning, is not the disk's.
             self._first = (now, done)
         if now < self._next:
             return
+        start, before = self._first
+        message = _message(done, total, done - before, now - start)
         try:
-            self._say(done, total, now)
+            if self._terminal.is_terminal:
+                self._next = now + _REDRAW
+                self._draw(done, total, message)
+            else:
+                self._next = now + _LINE
+                self._terminal.write(f"{message}\n")
+                self._terminal.flush()
         except ReaderGone:
-            # Nobody looks any more; that is no reason to stop.
+            # The terminal is gone; the operation goes on without it.
             self._next = math.inf
-            self._drawn = False
+            self._bar = None
 
-    def _say(self, done: int, total: int, now: float) -> None:
-        began, before = self._first or (now, done)
-        said = _words(done, total, done - before, now - began)
-        if self._terminal.is_terminal:
-            self._next = now + _REDRAW
-            self._drawn = True
-            line = f"{_bar(done, total, self._terminal)}  {said}"
-            self._terminal.write("\r" + line[: (self._terminal.width or 80) - 1] + "\x1b[K")
-        else:
-            self._next = now + _LINE
-            self._terminal.write(f"{said}\n")
-        self._terminal.flush()
+    def _draw(self, done: int, total: int, message: str) -> None:
+        if self._bar is None:
+            from rich.progress import BarColumn, Progress, TextColumn
+            from rich.table import Column
+
+            text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True))
+            console = self._terminal.console
+            self._bar = Progress(BarColumn(_BAR), text, console=console, auto_refresh=False, transient=True)
+            self._bar.add_task("")
+            self._bar.start()
+        self._bar.update(self._bar.task_ids[0], completed=done, total=max(total, 1), description=message)
+        self._bar.refresh()
 
     def __enter__(self) -> Progress:  # noqa: PYI034
         return self
@@ -61,10 +73,9 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._drawn:
+        if self._bar is not None:
             with contextlib.suppress(ReaderGone):
-                self._terminal.write("\r\x1b[K")
-                self._terminal.flush()
+                self._bar.stop()
 
 
 @contextlib.contextmanager
@@ -77,26 +88,19 @@ def progress_on_stderr(shown: bool) -> Iterator[Progress | None]:
         yield progress
 
 
-def _words(done: int, total: int, moved: int, seconds: float) -> str:
-    """`moved` bytes in `seconds` are what the rate is made of: too few of either, and there is none yet."""
+def _message(done: int, total: int, moved: int, seconds: float) -> str:
+    """Return the share, the bytes, and the rate if `seconds` are long enough to measure it from `moved` bytes."""
     share = f"{100 * done // total}%" if total else "100%"
-    said = [f"{share:>4}", f"{size(done)} of {size(total)}"]
-    rate = moved / seconds if seconds >= _ENOUGH else 0.0
+    texts = [f"{share:>4}", f"{size(done)} of {size(total)}"]
+    rate = moved / seconds if seconds >= _RATE else 0.0
     if rate:
-        said.append(f"{size(rate)}/s")
+        texts.append(f"{size(rate)}/s")
     if done >= total:
-        said.append("finishing")
+        texts.append("finishing")
     elif rate:
-        said.append(f"{_coarse((total - done) / rate)} left")
-    return "  ".join(said)
+        texts.append(f"{_rounded((total - done) / rate)} left")
+    return "  ".join(texts)
 
 
-def _coarse(seconds: float) -> str:
+def _rounded(seconds: float) -> str:
     return duration(max(round(seconds), 10)) if seconds >= 10 else f"{max(round(seconds), 1)} s"
-
-
-def _bar(done: int, total: int, terminal: Terminal) -> str:
-    full = _BAR * done // total if total else _BAR
-    unicode = "utf" in (terminal.stream.encoding or "").lower()
-    on, off = ("━", "─") if unicode else ("#", ".")
-    return on * full + off * (_BAR - full)

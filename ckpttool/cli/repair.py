@@ -57,6 +57,6 @@ def repair(as_json: bool, quiet: bool, **arguments: Any) -> None:
             ("checked", f"{plural(result.records, 'checksum')} over {size(result.checked)}"),
             ("time", duration(result.seconds)),
         ]
-        terminal.table([(dim(title), text) for title, text in rows], cut=(1,), prose=(1,))
+        terminal.table([(dim(title), text) for title, text in rows], wrap=(1,))
         for note in result.notes:
             err().line(Painted("warning: ", "yellow"), note)

@@ -53,7 +53,7 @@ def _print(terminal: Terminal, shown: Shown) -> None:
     for name, title in (("nans", "NaN"), ("infs", "inf")):
         if getattr(shown, name):
             facts.append((title, f"{getattr(shown, name):,}"))
-    terminal.table([(dim(title), text) for title, text in facts], cut=(1,))
+    terminal.table([(dim(title), text) for title, text in facts], wrap=(1,))
     terminal.heading("values", _how_many(shown))
     terminal.paragraph("  ".join(map(_number, shown.values)) or "none")
     terminal.heading("chunks")
@@ -61,7 +61,7 @@ def _print(terminal: Terminal, shown: Shown) -> None:
         [*([] if rank is None else [f"rank {rank}"]), box(offsets, sizes, shown.shape), file]
         for rank, file, offsets, sizes in shown.chunks
     ]
-    terminal.table(rows, cut=(2, 1))
+    terminal.table(rows, wrap=(1, 2))
 
 
 def _document(shown: Shown) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""Writing to the terminal: colours, widths, tables. Whatever is written goes through `safe` first."""
+"""Writing to the terminal: colours, widths, tables. All text is escaped by `safe` first.
+
+A terminal's tables and colours are rich's, which is imported when the first one is printed. Elsewhere a table is
+tabulate's: as wide as its content, without colours.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,24 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, TextIO
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from ckpttool.errors import DONE, StorageError
-from ckpttool.text import cut, safe
+from ckpttool.text import safe
 
-_CODES = {"bold": "1", "dim": "2", "red": "1;31", "green": "32", "yellow": "33"}
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_STYLES = {"bold": "bold", "dim": "dim", "red": "bold red", "green": "green", "yellow": "yellow"}  # as rich calls them
 _GAP = 2
-_HELD = "\0"  # never in the text itself: `safe` escapes it
-_LEAST = 8  # a column is not cut below this
+_SPACE = "\0"  # for a leading space, which tabulate would remove; `safe` escapes it in the text itself
 
 
 class ReaderGone(Exception):
-    """Whoever read stdout has closed it: `ckpttool ... | head`. `exit_code` is that of the answer."""
+    """Raised when the reader has closed the stream: `ckpttool ... | head`. `exit_code` is that of the answer."""
 
     exit_code = DONE
 
@@ -36,7 +43,7 @@ def _writing() -> Iterator[None]:
 
 
 class Painted(NamedTuple):
-    """Text in a style of `_CODES`, or in none: `Painted("model", "bold")`."""
+    """Text in a style: `bold`, `dim`, `red`, `green`, `yellow`, or none: `Painted("model", "bold")`."""
 
     text: str
     style: str
@@ -56,7 +63,8 @@ def dim(text: str) -> Painted:
 
 
 def wants_colour(stream: TextIO) -> bool:
-    """NO_COLOR wins over FORCE_COLOR, and both over what the stream is (https://no-color.org, force-color.org)."""
+    """Return whether to colour `stream`. NO_COLOR overrides FORCE_COLOR, and both override what the stream is
+    (https://no-color.org, https://force-color.org)."""
     if os.environ.get("NO_COLOR"):
         return False
     if os.environ.get("FORCE_COLOR"):
@@ -65,7 +73,7 @@ def wants_colour(stream: TextIO) -> bool:
 
 
 class Terminal:
-    """A stream that people read. `width` is None when it is no terminal: then nothing is cut."""
+    """A stream that people read. `width` is None if it is not a terminal: then nothing is wrapped or shortened."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -73,34 +81,62 @@ class Terminal:
         self.is_terminal = stream.isatty()
         self.width = shutil.get_terminal_size().columns if self.is_terminal else None
 
+    @cached_property
+    def console(self) -> Console:
+        """This terminal for rich. It raises ReaderGone when the reader is gone."""
+        from rich.console import Console
+
+        class _Console(Console):
+            def on_broken_pipe(self) -> None:
+                raise ReaderGone
+
+        return _Console(
+            file=self.stream,
+            force_terminal=True,
+            color_system="standard" if self.colour else None,
+            no_color=not self.colour,
+            width=self.width,
+            highlight=False,
+            markup=False,
+            emoji=False,
+        )
+
     def write(self, text: str) -> None:
-        """As it is: for JSON and for lines that are already rendered."""
+        """Write `text` as it is: JSON, or what is already rendered."""
         with _writing():
             self.stream.write(text)
 
     def flush(self) -> None:
+        """Flush the stream. Raises ReaderGone or StorageError, as `write`."""
         with _writing():
             self.stream.flush()
 
     def render(self, piece: Piece) -> str:
+        """Return `piece` escaped, with the codes of its style if there are colours."""
         if isinstance(piece, str):
             return safe(piece)
         text = safe(piece.text)
-        return f"\x1b[{_CODES[piece.style]}m{text}\x1b[0m" if self.colour and text and piece.style else text
+        if not (self.colour and text and piece.style):
+            return text
+        from rich.color import ColorSystem
+        from rich.style import Style
+
+        return Style.parse(_STYLES[piece.style]).render(text, color_system=ColorSystem.STANDARD)
 
     def line(self, *pieces: Piece) -> None:
+        """Write one line, which is not wrapped."""
         self.write("".join(map(self.render, pieces)) + "\n")
 
     def heading(self, title: str, aside: str = "") -> None:
-        """A section's title after an empty line."""
+        """Write an empty line and the title of a section."""
         self.write("\n")
         self.line(bold(title), dim(f"  {aside}" if aside else ""))
 
     def paragraph(self, text: str, *, mark: Piece = "  ", indent: int = 2) -> None:
-        """`text` behind `mark`, on a terminal wrapped with the lines below it indented."""
+        """Write `mark` and `text`, on a terminal wrapped with the following lines indented."""
         text = safe(text)
         room = self.width - indent if self.width else None
-        lines = textwrap.wrap(text, max(room, 20), break_on_hyphens=False) if room else [text]
+        lines = textwrap.wrap(text, max(room, 20), break_on_hyphens=False, break_long_words=False) if room else [text]
         for i, line in enumerate(lines or [""]):
             self.line(mark if i == 0 else " " * indent, line)
 
@@ -110,65 +146,71 @@ class Terminal:
         headers: Sequence[str] = (),
         *,
         right: Iterable[int] = (),
-        cut: Sequence[int] = (),
-        prose: Sequence[int] = (),
+        wrap: Iterable[int] = (),
+        clip: Iterable[int] = (),
         indent: int = 2,
     ) -> None:
-        """Columns `right` are set to the right; columns `cut` are shortened, in this order, to fit a terminal: in the
-        middle, as both ends of a name tell something, or if they are in `prose` at the end."""
-        from tabulate import tabulate
-
-        kept = [[_as_painted(cell) for cell in row] for row in rows]
-        if not kept:
+        """Write a table. Columns `right` are aligned to the right. To fit a terminal, the widest of the columns `wrap`
+        and `clip` become narrower: text in `wrap` is continued on the next line, text in `clip` ends with `…`."""
+        lines = [list(row) for row in rows]
+        if not lines:
             return
-        head = [[Painted(title, "dim") for title in headers]] if headers else []
-        columns = max(map(len, kept))
-        room = self.width - indent if self.width else None
-        fitted = _fit([*head, *kept], columns, cut, prose, room)
-        align = ["right" if i in set(right) else "left" for i in range(columns)]
-        cells = [[_hold(self.render(cell)) for cell in row] for row in fitted]
-        text = tabulate(cells, tablefmt="plain", colalign=align, disable_numparse=True)
-        for line in text.replace(_HELD, " ").split("\n"):
+        columns = max(map(len, lines))
+        lines = [row + [""] * (columns - len(row)) for row in lines]
+        if self.width is None:
+            text = self._plain_table(lines, headers, {*right})
+        else:
+            text = self._fitted_table(lines, headers, {*right}, {*wrap}, {*clip}, self.width - indent)
+        for line in text.splitlines():
             self.write(" " * indent + line.rstrip() + "\n")
 
+    def _plain_table(self, rows: list[list[Piece]], headers: Sequence[str], right: set[int]) -> str:
+        from tabulate import tabulate
 
-def _hold(text: str) -> str:
-    """Leading spaces are a tree's indentation; tabulate would take them off."""
+        titles: list[list[Piece]] = [[dim(title) for title in headers]] if headers else []
+        cells = [[_keep_indent(self.render(cell)) for cell in row] for row in [*titles, *rows]]
+        align = ["right" if i in right else "left" for i in range(len(rows[0]))]
+        return tabulate(cells, tablefmt="plain", colalign=align, disable_numparse=True).replace(_SPACE, " ")
+
+    def _fitted_table(
+        self,
+        rows: list[list[Piece]],
+        headers: Sequence[str],
+        right: set[int],
+        wrap: set[int],
+        clip: set[int],
+        width: int,
+    ) -> str:
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(
+            box=None, pad_edge=False, padding=(0, _GAP, 0, 0), show_header=bool(headers), header_style=_STYLES["dim"]
+        )
+        for i in range(len(rows[0])):
+            table.add_column(
+                headers[i] if i < len(headers) else "",
+                justify="right" if i in right else "left",
+                no_wrap=i not in wrap | clip,
+                overflow="fold" if i in wrap else "ellipsis",
+            )
+        for row in rows:
+            cells = [_as_painted(cell) for cell in row]
+            table.add_row(
+                *(Text(safe(c.text), _STYLES.get(c.style, ""), no_wrap=i in clip or None) for i, c in enumerate(cells))
+            )
+        with self.console.capture() as capture:
+            self.console.print(table, width=width)
+        return capture.get()
+
+
+def _keep_indent(text: str) -> str:
     bare = text.lstrip(" ")
-    return _HELD * (len(text) - len(bare)) + bare
+    return _SPACE * (len(text) - len(bare)) + bare
 
 
 def _as_painted(piece: Piece) -> Painted:
     return piece if isinstance(piece, Painted) else Painted(piece, "")
-
-
-def _fit(
-    rows: list[list[Painted]], columns: int, order: Sequence[int], prose: Sequence[int], room: int | None
-) -> list[list[Piece]]:
-    safed = [[cell._replace(text=safe(cell.text)) for cell in row] for row in rows]
-    widths = [max((len(row[i].text) for row in safed if i < len(row)), default=0) for i in range(columns)]
-    over = sum(widths) + _GAP * (columns - 1) - room if room else 0
-    for i in order:
-        if over > 0 and i < columns:
-            taken = min(over, max(widths[i] - _LEAST, 0))
-            widths[i] -= taken
-            over -= taken
-    return [[_cell(cell, widths[i], shorten if i not in prose else cut) for i, cell in enumerate(row)] for row in safed]
-
-
-def _cell(cell: Painted, width: int, shorter: Callable[[str, int], str]) -> Piece:
-    cell = cell._replace(text=shorter(cell.text, width))
-    return cell if cell.style else cell.text
-
-
-def shorten(text: str, width: int) -> str:
-    """`text`, or its two ends with `...` between them. Pure."""
-    if len(text) <= width:
-        return text
-    indent = len(text) - len(text.lstrip(" "))
-    keep = max(width - 3, 2)
-    front = max(keep // 2, min(indent + 4, keep))
-    return f"{text[:front]}...{text[len(text) - (keep - front) :] if keep > front else ''}"
 
 
 def box(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> str:
@@ -181,13 +223,13 @@ def box(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> s
 
 
 def out() -> Terminal:
-    """stdout: the answer."""
+    """Return stdout, for the answer."""
     return Terminal(sys.stdout)
 
 
 @contextmanager
 def answer(exit_code: int) -> Iterator[Terminal]:
-    """stdout for an answer that ends with `exit_code`, whether or not somebody reads it to the end."""
+    """Return stdout for an answer that ends with `exit_code`, also if its reader leaves early."""
     terminal = out()
     try:
         yield terminal
@@ -198,5 +240,5 @@ def answer(exit_code: int) -> Iterator[Terminal]:
 
 
 def err() -> Terminal:
-    """stderr: everything else."""
+    """Return stderr, for all other messages."""
     return Terminal(sys.stderr)

@@ -92,7 +92,7 @@ def verify(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
 
 def _print(terminal: Terminal, report: Report, verbose: bool) -> None:
     terminal.line(bold(report.path), " is ", _verdict(report))
-    terminal.table([(dim(title), text) for title, text in _facts(report)], cut=(1,), prose=(1,))
+    terminal.table([(dim(title), text) for title, text in _facts(report)], wrap=(1,))
     for gravity, title in _TITLES.items():
         found = [finding for finding in report.findings if finding.gravity == gravity]
         if found:

@@ -97,7 +97,7 @@ def _print_audit(terminal: Terminal, result: Audit, verbose: bool) -> None:
         rows.append(("world size", str(result.world_size)))
     if result.step is not None:
         rows.append(("step", f"{result.step:,g}"))
-    terminal.table([(dim(title), text) for title, text in rows], cut=(1,))
+    terminal.table([(dim(title), text) for title, text in rows], wrap=(1,))
     terminal.write("\n")
     terminal.table(
         [_part_row(part) for part in result.parts], ("part", "", "tensors", "objects", "bytes"), right=(2, 3, 4)
@@ -113,7 +113,7 @@ def _print_audit(terminal: Terminal, result: Audit, verbose: bool) -> None:
             shown.append(("", "", dim(f"hint: {check.hint}")))
         if verbose and len(check.names) > 1:
             shown += [("", "", dim(name)) for name in check.names[:_NAMES]]
-    terminal.table(shown, prose=(2,))
+    terminal.table(shown, wrap=(2,))
     terminal.write("\n")
     terminal.line(Painted(result.says, _RESUMABLE[result.verdict]))
 
@@ -262,13 +262,11 @@ def _print_trial(terminal: Terminal, result: Report, verbose: bool) -> None:
         terminal.table(
             [(row.what, f"{row.run} with {row.against}", f"{row.count - row.differing:,} of {row.count:,} equal",
               _mark(row.equal), row.says) for row in result.compared],
-            cut=(4,), prose=(4,),
+            wrap=(4,),
         )  # fmt: skip
     if result.checks:
         terminal.heading("sharding")
-        terminal.table(
-            [(one.what, one.run, _mark(one.passed), one.says) for one in result.checks], cut=(3,), prose=(3,)
-        )
+        terminal.table([(one.what, one.run, _mark(one.passed), one.says) for one in result.checks], wrap=(3,))
     _print_losses(terminal, result, verbose)
     if result.findings:
         terminal.heading("found", plural(len(result.findings), "difference"))
