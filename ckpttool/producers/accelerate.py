@@ -24,10 +24,6 @@ from ckpttool.catalogue.entries import Catalogue, Object, Part
 from ckpttool.catalogue.values import stub_name
 from ckpttool.producers.components import (
     ASSETS,
-    IGNORED,
-    PER_RANK,
-    RANK_FILES,
-    SHARD,
     Layout,
     Pattern,
     Producer,
@@ -48,17 +44,17 @@ _I = r"(_(?P<i>\d+))?"
 STATE = (
     Pattern(r"pytorch_model_fsdp_(?P<i>\d+)/", "model", key="model"),
     Pattern(rf"pytorch_model_fsdp{_I}\.bin", "model"),
-    Pattern(rf"pytorch_model_fsdp{_I}_rank(?P<rank>\d+)\.bin", "model", RANK_FILES, shapes_from="optimizer_{i}/"),
+    Pattern(rf"pytorch_model_fsdp{_I}_rank(?P<rank>\d+)\.bin", "model", "rank files", shapes_from="optimizer_{i}/"),
     Pattern(r"model\.safetensors\.index\.json", "model"),
     Pattern(rf"model{_I}\.safetensors", "model"),
-    Pattern(r"model-\d+-of-\d+\.safetensors", kind=IGNORED),
+    Pattern(r"model-\d+-of-\d+\.safetensors", kind="ignored"),
     Pattern(rf"pytorch_model{_I}\.bin", "model"),
-    Pattern(r"pytorch_model-\d+-of-\d+\.bin", "model", SHARD),
-    Pattern(r"pytorch_model\.bin\.index\.json", kind=IGNORED),
+    Pattern(r"pytorch_model-\d+-of-\d+\.bin", "model", "shard"),
+    Pattern(r"pytorch_model\.bin\.index\.json", kind="ignored"),
     Pattern(r"adapter_model\.(safetensors|bin)", "model"),
     Pattern(r"optimizer_(?P<i>\d+)/", "optimizer", key="optimizer"),
     Pattern(rf"optimizer{_I}\.(bin|pt)", "optimizer"),
-    Pattern(rf"optimizer{_I}_rank(?P<rank>\d+)\.bin", "optimizer", RANK_FILES),
+    Pattern(rf"optimizer{_I}_rank(?P<rank>\d+)\.bin", "optimizer", "rank files"),
 )
 REST = (
     Pattern(rf"scheduler{_I}\.(bin|pt)", "scheduler"),
@@ -69,7 +65,7 @@ _PATTERNS = (
     *STATE,
     Pattern(rf"sampler{_I}\.bin", "sampler"),
     Pattern(rf"dl_state_dict{_I}\.bin", "dataloader"),
-    Pattern(r"random_states_(?P<rank>\d+)\.pkl", "rng", PER_RANK),
+    Pattern(r"random_states_(?P<rank>\d+)\.pkl", "rng", "per rank"),
     Pattern(r"custom_checkpoint_(?P<n>\d+)\.pkl", "custom_checkpoint_{n}"),
     *REST,
 )

@@ -1,8 +1,8 @@
 """Components of a checkpoint directory: the terms in which each framework's layout is described. Pure but for listings.
 
-Pattern(r"random_states_(?P<rank>\\d+)\\.pkl", "rng", PER_RANK)     one object per rank   -> ("rng", "rank3")
+Pattern(r"random_states_(?P<rank>\\d+)\\.pkl", "rng", "per rank")     one object per rank   -> ("rng", "rank3")
 Pattern(r"pytorch_model_fsdp_(?P<i>\\d+)/", "model", key="model")   a DCP directory       -> ("model",), ("model_1",)
-Pattern(r"model_world_size_(?P<world>\\d+)_rank_(?P<rank>\\d+)\\.pt", "model", RANK_FILES)   all ranks' files as one
+Pattern(r"model_world_size_(?P<world>\\d+)_rank_(?P<rank>\\d+)\\.pt", "model", "rank files")   all ranks' files as one
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import glob
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.dtypes import Dtype
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from ckpttool.producers.arrange import LayoutBuilder
     from ckpttool.producers.writer import OutputLayout
 
-SINGLE, PER_RANK, RANK_FILES, SHARD = "one", "one per rank", "one set of all ranks", "one of several files"
-JSON, ASSET, IGNORED = "json", "asset", "ignored"
+
+Kind = Literal["single", "per rank", "rank files", "shard", "json", "asset", "ignored"]
+"""`rank files` are opened as one set, files `per rank` each by itself; a `shard` is one of several files of a part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Pattern:
 
     pattern: str
     root: str = ""
-    kind: str = SINGLE
+    kind: Kind = "single"
     key: str = ""
     shapes_from: str = ""
 
@@ -59,7 +60,7 @@ class Component:
     files: tuple[str, ...] = ()
     rank: int | None = None
     shapes_from: str = ""
-    kind: str = SINGLE
+    kind: Kind = "single"
     glob: str = ""
 
     @property
@@ -127,6 +128,8 @@ class Producer:
     `recognise` looks at the listing and at small JSON files only, `layout` lists the components. `confirm` checks the
     opened catalogue where a plain directory of the format has the same files; without it the producer is not named.
     `writes` are the layouts that the framework resumes from; `choose(source, to_world)` picks one of several.
+    `checkpoint_folders` is the pattern of the checkpoints beside a final model; `rank_files` that of rank files of
+    several checkpoints in one directory, with the groups `name` and `rank`.
     """
 
     name: str
@@ -136,6 +139,8 @@ class Producer:
     confirm: Callable[[Catalogue], bool] | None = None
     writes: tuple[WritableLayout, ...] = ()
     choose: Callable[[Catalogue, int | None], WritableLayout] | None = None
+    checkpoint_folders: str = ""
+    rank_files: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +160,10 @@ ASSET_NAMES = (
     r"|(all|train|eval|predict|test)_results\.json|vocab\.txt|merges\.txt|.*\.model|.*\.jinja|.*\.tiktoken|README\.md|LICENSE.*|.*\.py"
 )
 # Of a Git repository around the files, not of the model.
-REPOSITORY = Pattern(r"\.git(/|attributes|ignore|keep|modules)", kind=IGNORED)
-ASSETS = (Pattern(ASSET_NAMES, kind=ASSET), REPOSITORY)
+REPOSITORY = Pattern(r"\.git(/|attributes|ignore|keep|modules)", kind="ignored")
+ASSETS = (Pattern(ASSET_NAMES, kind="asset"), REPOSITORY)
 _DCP_FILE = r"\.metadata|__\d+\.metadata|.*\.distcp"
-_DCP = Pattern(rf"{_DCP_FILE}|\.metadata\.tmp|__\d+\.metadata\.tmp|\.metadata\.bck", kind=IGNORED)
+_DCP = Pattern(rf"{_DCP_FILE}|\.metadata\.tmp|__\d+\.metadata\.tmp|\.metadata\.bck", kind="ignored")
 
 
 def is_dcp(directory: Directory) -> bool:
@@ -200,13 +205,13 @@ def match_components(
         matches = [m for name in remaining if (m := compiled.fullmatch(name)) is not None]
         for match in matches:
             del remaining[match.string]
-        if pattern.kind == ASSET:
+        if pattern.kind == "asset":
             layout.assets += [m.string for m in matches]
-        elif pattern.kind == RANK_FILES:
+        elif pattern.kind == "rank files":
             _add_rank_files(layout, pattern, matches, root)
-        elif pattern.kind != IGNORED:
+        elif pattern.kind != "ignored":
             layout.components += [_component(pattern, m, root) for m in sorted(matches, key=_number)]
-            if pattern.kind == PER_RANK and matches:
+            if pattern.kind == "per rank" and matches:
                 _check_ranks(layout, [m.string for m in matches], [int(m["rank"]) for m in matches], None)
     layout.unknown += remaining
     _drop_duplicates(layout, root)
@@ -223,7 +228,7 @@ def _drop_duplicates(layout: Layout, root: Path) -> None:
     kept = []
     for component in layout.components:
         first = first_of.setdefault(component.root, component)
-        if first is component or component.root == root or first.kind == component.kind == SHARD:
+        if first is component or component.root == root or first.kind == component.kind == "shard":
             kept.append(component)
         else:
             text = f"`{component.name}` is ignored, as `{first.name}` has the same part"
@@ -246,7 +251,7 @@ def _component(pattern: Pattern, match: re.Match[str], above: Path) -> Component
     if pattern.root:
         first, *rest = pattern.root.format_map(match.groupdict()).split("/")
         root = (*above, f"{first}_{index}" if index else first, *rest)
-    per_rank = pattern.kind == PER_RANK
+    per_rank = pattern.kind == "per rank"
     return Component(
         match.string,
         (*root, parts.rank_key(rank)) if per_rank else root,

@@ -8,10 +8,10 @@ Upstream: composer `utils/checkpoint.py`.
 from __future__ import annotations
 
 from ckpttool.catalogue.entries import Catalogue
-from ckpttool.producers.components import ASSET, IGNORED, Layout, Pattern, Producer, dcp_layout, is_dcp
+from ckpttool.producers.components import Layout, Pattern, Producer, dcp_layout, is_dcp
 from ckpttool.producers.directory import Directory
 
-_BESIDE_DCP = (Pattern(r".*\.symlink", kind=IGNORED), Pattern(r"composer_metadata\.json", kind=ASSET))
+_BESIDE_DCP = (Pattern(r".*\.symlink", kind="ignored"), Pattern(r"composer_metadata\.json", kind="asset"))
 
 
 def _recognise(directory: Directory) -> bool:

@@ -1,4 +1,4 @@
-"""What lies in a directory: one look at it, sizes and the listings below it on demand."""
+"""A directory listed once; sizes, small files and the folders in it are read on demand."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ckpttool.errors import CkptError, CorruptError
-from ckpttool.serialization import strict_json as strictjson
-from ckpttool.storage import stores as mirrors
+from ckpttool.serialization import strict_json
+from ckpttool.storage import stores
 from ckpttool.storage.files import failed
 
 _LARGEST_JSON = 64 << 20
@@ -32,10 +32,10 @@ class Directory:
                 self.names = sorted(entry.name + ("/" if entry.is_dir() else "") for entry in entries)
         except OSError as error:
             raise failed(error, path, "read") from None
-        self._there = frozenset(self.names)
+        self._names = frozenset(self.names)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._there
+        return name in self._names
 
     @property
     def folders(self) -> list[str]:
@@ -45,7 +45,7 @@ class Directory:
     def matching(self, pattern: str) -> Iterator[re.Match[str]]:
         """Matches of whole names, in their order."""
         compiled = re.compile(pattern)
-        return (found for name in self.names if (found := compiled.fullmatch(name)) is not None)
+        return (match for name in self.names if (match := compiled.fullmatch(name)) is not None)
 
     def has(self, pattern: str) -> bool:
         """Whether a whole name matches."""
@@ -63,7 +63,7 @@ class Directory:
         return self._folders[name]
 
     def size(self, name: str) -> int:
-        """Bytes of a file, 0 for one that is gone; of everything below a directory."""
+        """Bytes of a file, 0 for one that does not exist; of all files below a folder."""
         if name not in self._sizes:
             if name.endswith("/"):
                 self._sizes[name] = self.folder(name).nbytes()
@@ -75,7 +75,7 @@ class Directory:
         return self._sizes[name]
 
     def nbytes(self, depth: int = 0) -> int:
-        """Bytes of all files in it and below. A link that leads around in a circle ends at a few levels."""
+        """Bytes of all files in it and below, to a few levels: links can lead in a circle."""
         total = 0
         for name in self.names:
             if not name.endswith("/"):
@@ -87,14 +87,18 @@ class Directory:
                     continue
         return total
 
+    def read(self, name: str, limit: int) -> bytes:
+        """The first bytes of a file, at most `limit`. Raises OSError."""
+        with open(stores.here(self.at(name), 0, limit), "rb") as stream:
+            return stream.read(limit)
+
     def json(self, name: str) -> Any:
-        """What a small JSON file says; None when it is not there. Raises CorruptError for one that is no JSON."""
+        """The value of a small JSON file; None when it is not there. Raises ReadError, or CorruptError for no JSON."""
         if name not in self:
             return None
         if name not in self._json:
             try:
-                with open(mirrors.here(self.at(name)), "rb") as stream:
-                    text = stream.read(_LARGEST_JSON + 1)
+                text = self.read(name, _LARGEST_JSON + 1)
             except OSError as error:
                 raise failed(error, self.at(name), "read") from None
             if len(text) > _LARGEST_JSON:
@@ -103,21 +107,20 @@ class Directory:
                 # A loss that is not a number is `NaN` in the Trainer's file.
                 self._json[name] = json.loads(text)
             except (ValueError, RecursionError):
-                self._json[name] = strictjson.parse(text, f"`{self.at(name)}`")
+                self._json[name] = strict_json.parse(text, f"`{self.at(name)}`")
         return self._json[name]
 
     def facts(self, name: str) -> dict[str, Any]:
-        """The object that a small JSON file holds; empty when there is none, or nothing that can be read."""
+        """The object in a small JSON file; empty when there is none, or it cannot be read."""
         try:
-            found = self.json(name)
+            value = self.json(name)
         except CkptError:
             return {}
-        return found if isinstance(found, dict) else {}
+        return value if isinstance(value, dict) else {}
 
     def text(self, name: str) -> str:
         """The first kilobyte of a file of text; empty when it cannot be read."""
         try:
-            with open(mirrors.here(self.at(name), 0, 1024), "rb") as stream:
-                return stream.read(1024).decode("utf-8", "replace").strip()
+            return self.read(name, 1024).decode("utf-8", "replace").strip()
         except OSError:
             return ""

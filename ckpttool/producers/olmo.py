@@ -10,15 +10,15 @@ Upstream: OLMo-core `train/checkpoint.py`, OLMo `checkpoint.py`.
 from __future__ import annotations
 
 from ckpttool.catalogue.warning import Warning
-from ckpttool.producers.components import ASSET, IGNORED, RANK_FILES, Layout, Pattern, Producer, match_components
+from ckpttool.producers.components import Layout, Pattern, Producer, match_components
 from ckpttool.producers.directory import Directory
 
-_BY_RANK = (Pattern(r"rank(?P<rank>\d+)\.pt", kind=RANK_FILES),)
-_CONFIG = Pattern(r"config\.yaml", kind=ASSET)
+_BY_RANK = (Pattern(r"rank(?P<rank>\d+)\.pt", kind="rank files"),)
+_CONFIG = Pattern(r"config\.yaml", kind="asset")
 _CORE = (
     Pattern(r"model_and_optim/"),
-    Pattern(r"config\.(json|yaml)|\.metadata\.json|data_paths\.txt", kind=ASSET),
-    Pattern(r"train/", kind=IGNORED),
+    Pattern(r"config\.(json|yaml)|\.metadata\.json|data_paths\.txt", kind="asset"),
+    Pattern(r"train/", kind="ignored"),
 )
 _UNSHARDED = (
     Pattern(r"model\.(pt|safetensors)", "model"),

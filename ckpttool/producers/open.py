@@ -18,7 +18,7 @@ from ckpttool.catalogue.protocols import NO_HINTS, Format, OpenOptions, Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
 from ckpttool.layout.optimizer.names import is_model_order
-from ckpttool.producers import dinov2, reader, runs, transformers
+from ckpttool.producers import reader, runs
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.components import Producer
 from ckpttool.producers.directory import Directory
@@ -52,8 +52,7 @@ def resolve(path: str) -> Resolved:
     producer = producers.recognise(directory)
     if producer is not None:
         return Resolved(path, None, producer, directory, _beside(directory, producer))
-    is_run_of_rank_files = len(dinov2.rank_files(directory)) > 1
-    row = None if is_run_of_rank_files else next((row for row in formats.FORMATS if row.recognise(path)), None)
+    row = None if runs.has_rank_files(directory) else next((r for r in formats.FORMATS if r.recognise(path)), None)
     run = runs.find(directory) if row is None else None
     if run is None or run.chosen is None:
         # The error of `detect` knows what else the directory has.
@@ -62,11 +61,12 @@ def resolve(path: str) -> Resolved:
 
 
 def _beside(directory: Directory, producer: Producer) -> runs.Run | None:
-    """The run around the last model of the Trainer, which saves that beside the checkpoints."""
-    if producer not in (transformers.TRAINER, transformers.PRETRAINED) or not directory.has(transformers.CHECKPOINT):
+    """The run around a final model that lies beside the checkpoints."""
+    folders = producer.checkpoint_folders
+    if not folders or not directory.has(folders):
         return None
     try:
-        found = [c for c in runs.in_directory(directory) if re.fullmatch(transformers.CHECKPOINT, f"{c.name}/")]
+        found = [c for c in runs.in_directory(directory) if re.fullmatch(folders, f"{c.name}/")]
     except CkptError:
         return None
     return runs.Run(directory, found, None) if found else None
@@ -125,7 +125,7 @@ def _describe_run(catalogue: Catalogue, run: runs.Run) -> None:
 def open_source(path: str, shapes: str | None = None) -> Source:
     """Open the checkpoint at `path`, or what a framework left in a directory; of a run, the newest complete one.
 
-    Args: `shapes` is a checkpoint or a JSON file that has the shapes of the parameters.
+    Args: `shapes` is a checkpoint or a "json" file that has the shapes of the parameters.
     Raises ReadError or CorruptError.
     """
     options = NO_HINTS if shapes is None else shapes_from(shapes)

@@ -17,7 +17,7 @@ from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.producers.combined import CombinedSource
-from ckpttool.producers.components import JSON, PER_RANK, RANK_FILES, SINGLE, Component, Layout, Producer
+from ckpttool.producers.components import Component, Layout, Producer
 from ckpttool.producers.directory import Directory
 from ckpttool.producers.runs import STEPS, step_in
 from ckpttool.text import plural, some
@@ -53,8 +53,8 @@ def open_directory(producer: Producer, directory: Directory, options: OpenOption
 def _too_few_ranks(layout: Layout, catalogue: Catalogue) -> list[tuple[str, dict[str, list[str]]]]:
     """Sets of one file per rank that end before the last rank of the checkpoint, and the parts that they are."""
     components = layout.components
-    last_file = {c.root[:-1]: c.name for c in components if c.kind == PER_RANK}.values()
-    sets = [c for c in components if c.kind == RANK_FILES and "*" in c.name and not c.glob]
+    last_file = {c.root[:-1]: c.name for c in components if c.kind == "per rank"}.values()
+    sets = [c for c in components if c.kind == "rank files" and "*" in c.name and not c.glob]
     counts = {c.name: 1 + max(rank for rank, _ in _by_rank(c)) for c in sets}
     counts |= {c.name: 1 + (c.rank or 0) for c in components if c.name in last_file}
     world_size = catalogue.world_size
@@ -83,7 +83,7 @@ class _Opening:
         if not self._components:
             raise ReadError(f"`{path}`: none of the files that it should have", file=path)
         first = self._components[0]
-        if len(self._components) == 1 and not (first.root or first.key) and first.kind != JSON:
+        if len(self._components) == 1 and not (first.root or first.key) and first.kind != "json":
             return self._open(first)
         combined = CombinedSource(Catalogue(""))
         try:
@@ -102,12 +102,12 @@ class _Opening:
         """Add one component to the catalogue; return the error if it cannot be opened."""
         name = component.name.rstrip("/")
         try:
-            if component.kind == JSON:
+            if component.kind == "json":
                 values = self._directory.json(component.name)
                 combined.add_values(values if isinstance(values, dict) else {"value": values}, component.root)
                 _list(combined.catalogue, component, Catalogue("json", [File(component.name, component.name, 0)]))
                 return None
-            if component.kind == RANK_FILES and len(component.files) > 1 and not self._is_one_format(component):
+            if component.kind == "rank files" and len(component.files) > 1 and not self._is_one_format(component):
                 return self._add_by_rank(combined, component)
             source = self._open(component, combined.catalogue)
         except (CorruptError, ReadError) as error:
@@ -130,11 +130,11 @@ class _Opening:
     def _add_by_rank(self, combined: CombinedSource, component: Component) -> CkptError | None:
         """Add files of ranks that no format joins: once if they are equal, else one per rank."""
         if not _is_rank_local(component) and self._are_equal(component.files):
-            single = replace(component, name=component.files[0], files=component.files[:1], kind=SINGLE)
+            single = replace(component, name=component.files[0], files=component.files[:1], kind="single")
             return self._add(combined, single)
         for rank, name in _by_rank(component):
             root = (*component.root, parts.rank_key(rank))
-            of_rank = replace(component, name=name, files=(name,), root=root, rank=rank, kind=PER_RANK)
+            of_rank = replace(component, name=name, files=(name,), root=root, rank=rank, kind="per rank")
             fault = self._add(combined, of_rank)
             if fault is not None:
                 return fault
@@ -234,7 +234,7 @@ def _list(combined: Catalogue, component: Component, catalogue: Catalogue) -> No
     """Add a component to the facts, the files of all ranks as one."""
     mounted: list[dict[str, Any]] = combined.facts.setdefault("mounted", [])
     root, path = component.root, component.name
-    if component.kind == PER_RANK:
+    if component.kind == "per rank":
         root = root[:-1]
         if mounted and mounted[-1].get("root") == dotted(root):
             mounted[-1]["files"] += 1

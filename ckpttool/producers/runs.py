@@ -1,9 +1,9 @@
-"""The run of a training: a directory of checkpoints, which of them are complete, and which is the newest.
+"""A run: a directory of checkpoints, which of them are complete, and which is the newest.
 
     checkpoint-100/ checkpoint-200/ tmp-checkpoint-300/     step-10/  step1000/  step1000-unsharded/  ep1-ba20/
     global_step_20/ latest_checkpointed_iteration.txt       epoch=0-step=100.ckpt   model_0009999.rank_3.pth
 
-Told from directorys and small files only: a run of hundreds of steps is looked through in a moment.
+Only listings and small files are read, so that a run of hundreds of steps takes a moment.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from dataclasses import dataclass, replace
 
 from ckpttool import formats
 from ckpttool.errors import CkptError, ReadError
-from ckpttool.producers import dinov2, recognise
+from ckpttool.producers import PRODUCERS, recognise
 from ckpttool.producers.components import Producer, is_dcp
 from ckpttool.producers.directory import Directory
-from ckpttool.storage import stores as mirrors
 from ckpttool.text import some
 
 _FILE = re.compile(r".*\.(ckpt|pt|pth|bin|safetensors)")
@@ -30,8 +29,8 @@ _POINTERS = re.compile(
 )
 _BELOW = re.compile(r"checkpoints?|lightning_logs|version_\d+")
 _DEEPEST = 3
-_INDEX_READ = 1 << 20  # bytes of a `.metadata` that is looked through for names, of every checkpoint of a run
-_INDEX_MOST = 1 << 30  # and of the one that is to be taken
+_INDEX_READ = 1 << 20  # largest `.metadata` whose names are checked, of every checkpoint of a run
+_INDEX_MOST = 1 << 30  # and of the one to open
 # A string in a pickle: its length, its bytes.
 _NAMED = re.compile(rb"(?:\x8c(?P<short>.)|X(?P<long>.{4}))(?P<name>[\w.-]+\.distcp)", re.DOTALL)
 
@@ -46,6 +45,7 @@ NUMBERS = (
     re.compile(r"^(\d+)$"),
     re.compile(r"(?:^|[^a-z])(?:epoch|ep)[-_=]?(\d+)", re.IGNORECASE),
 )
+# Names that writers give before they rename: `tmp_step-10`, `.checkpoint-20`.
 _UNFINISHED = re.compile(r"^(tmp[-_.]|\.)|([-_.])(tmp|partial|incomplete|unfinished)$|\.partial-\d+$", re.IGNORECASE)
 
 
@@ -53,8 +53,8 @@ _UNFINISHED = re.compile(r"^(tmp[-_.]|\.)|([-_.])(tmp|partial|incomplete|unfinis
 class RunCheckpoint:
     """A checkpoint of a run: `RunCheckpoint("step-200", "/run/step-200", 200, 4096, "torchtitan", "dcp", None)`.
 
-    `why_not` says why it is not complete, None when nothing speaks against it. `path` has a `*` for the ranks when it
-    is no directory of its own. `producer` is None for a layout that only the contents tell.
+    `why_not` is why it is not complete, None if it is. `path` has a `*` for the ranks of files that are not in a
+    directory of their own. `producer` is None for a layout that is recognised by its contents only.
     """
 
     name: str
@@ -196,8 +196,8 @@ def _folders(directory: Directory) -> Iterator[RunCheckpoint]:
         if step is None and row is None and kind is None:
             continue
         if step is None:
-            said = inner.facts("trainer_state.json").get("global_step")
-            step = said if isinstance(said, int) else None
+            value = inner.facts("trainer_state.json").get("global_step")
+            step = value if isinstance(value, int) else None
         why_not = _why_not(inner, name, row, kind, _INDEX_READ)
         producer = row.name if row is not None and row.confirm is None else None
         yield RunCheckpoint(name, directory.at(name), step, inner.nbytes(), producer, kind, why_not)
@@ -210,31 +210,45 @@ def _is_pointer(directory: Directory, name: str) -> bool:
 
 
 def _files(directory: Directory) -> Iterator[RunCheckpoint]:
-    """Checkpoints of one file each: those of Lightning, or what a script called `model_step_100.pt`."""
+    """Checkpoints of one file each: those of Lightning, or `model_step_100.pt` of a script."""
+    of_ranks = [row.rank_files for row in PRODUCERS if row.rank_files]
     for name in directory.names:
-        if _FILE.fullmatch(name) and not re.fullmatch(dinov2.RANK_FILE, name):
-            step = step_in(name, STEPS)
-            if step is None:
-                continue
+        step = step_in(name, STEPS) if _FILE.fullmatch(name) else None
+        if step is not None and not any(re.fullmatch(pattern, name) for pattern in of_ranks):
             size = directory.size(name)
             kind = "safetensors" if name.endswith(".safetensors") else "torch"
             yield RunCheckpoint(name, directory.at(name), step, size, None, kind, None if size else "an empty file")
 
 
+def has_rank_files(directory: Directory) -> bool:
+    """Whether rank files of several checkpoints lie in the directory."""
+    return sum(1 for _ in _rank_files(directory)) > 1
+
+
 def _rank_files(directory: Directory) -> Iterator[RunCheckpoint]:
-    """Checkpoints of DINOv2: files of all steps in one directory."""
-    for name, names in dinov2.rank_files(directory).items():
-        there = {int(m["rank"]) for n in names if (m := re.fullmatch(dinov2.RANK_FILE, n))}
-        absent = sorted(set(range(max(there) + 1)) - there)
-        why_not = f"the file of rank {absent[0]} is missing" if absent else _empty(directory, names)
-        size = sum(map(directory.size, names))
-        step = dinov2.step_of(name)
-        path = os.path.join(glob.escape(directory.path), f"{glob.escape(name)}.rank_*.pth")
-        yield RunCheckpoint(f"{name}.rank_*.pth", path, step, size, "DINOv2", "torch", why_not)
+    """Checkpoints of rank files, all in one directory."""
+    for row in PRODUCERS:
+        files: dict[tuple[str, str], dict[int, str]] = {}
+        for match in directory.matching(row.rank_files) if row.rank_files else ():
+            begin, end = match.span("rank")
+            files.setdefault((match.string[:begin], match.string[end:]), {})[int(match["rank"])] = match.string
+        for (before, after), names in files.items():
+            absent = sorted(set(range(max(names) + 1)) - set(names))
+            why_not = f"the file of rank {absent[0]} is missing" if absent else _empty(directory, list(names.values()))
+            number = re.search(r"(\d+)\D*$", before)
+            yield RunCheckpoint(
+                name=f"{before}*{after}",
+                path=os.path.join(glob.escape(directory.path), f"{glob.escape(before)}*{glob.escape(after)}"),
+                step=int(number[1]) if number else None,
+                nbytes=sum(map(directory.size, names.values())),
+                producer=row.name,
+                format="torch",
+                why_not=why_not,
+            )
 
 
 def _format(directory: Directory, row: Producer | None) -> str | None:
-    """The format of the first thing that is mounted, by its name."""
+    """The format of the first component, by its name."""
     if is_dcp(directory):
         return "dcp"
     if directory.has(r".*\.safetensors(\.index\.json)?") or "sharded/" in directory:
@@ -250,7 +264,7 @@ def _format(directory: Directory, row: Producer | None) -> str | None:
 
 
 def _why_not(directory: Directory, name: str, row: Producer | None, kind: str | None, most: int) -> str | None:
-    if is_unfinished(name):
+    if _UNFINISHED.search(name):
         return "its name says that the save did not end"
     if not directory.names:
         return "an empty directory"
@@ -266,25 +280,20 @@ def _why_not(directory: Directory, name: str, row: Producer | None, kind: str | 
             if why_not is not None:
                 return f"`{folder}`: {why_not}"
         for component in layout.components:
-            above, inner = directory, component.files
-            if "/" in component.name.rstrip("/"):
-                above = directory.folder(component.name.partition("/")[0])
-                inner = tuple(n.partition("/")[2] for n in component.files)
-            why_not = _empty(above, [n for n in inner if not n.endswith("/")])
-            if why_not is not None:
+            if (why_not := _empty(directory, component.files)) is not None:
                 return why_not
     if is_dcp(directory):
         return _dcp_why_not(directory, most)
     return _empty(directory, [n for n in directory.names if _DATA.fullmatch(n)])
 
 
-def _empty(directory: Directory, names: list[str] | tuple[str, ...]) -> str | None:
+def _empty(directory: Directory, names: Sequence[str]) -> str | None:
     empty = [name for name in names if not name.endswith("/") and not directory.size(name)]
     return f"{some(empty)} {'is' if len(empty) == 1 else 'are'} empty" if empty else None
 
 
 def _dcp_why_not(directory: Directory, most: int) -> str | None:
-    """A directory of DCP is complete when its index is there, which is written last, and every file that it names."""
+    """Why a DCP directory is not complete: its index, which is written last, or a file that it names is missing."""
     indexes = [m.string for m in directory.matching(r"\.metadata|__\d+\.metadata")]
     if not indexes:
         begun = [m.string for m in directory.matching(r".*\.metadata\.tmp")]
@@ -293,10 +302,13 @@ def _dcp_why_not(directory: Directory, most: int) -> str | None:
         if not directory.size(index):
             return f"`{index}` is empty"
         if directory.size(index) <= most:
-            named = _named_in(_read(directory, index, most))
-            gone = [name for name in named if name not in directory]
-            if gone:
-                return f"{some(gone)} {'is' if len(gone) == 1 else 'are'} missing"
+            try:
+                named = _named_in(directory.read(index, most))
+            except OSError:
+                continue
+            absent = [name for name in named if name not in directory]
+            if absent:
+                return f"{some(absent)} {'is' if len(absent) == 1 else 'are'} missing"
             why_not = _empty(directory, named)
             if why_not is not None:
                 return why_not
@@ -304,7 +316,7 @@ def _dcp_why_not(directory: Directory, most: int) -> str | None:
 
 
 def _named_in(pickle: bytes) -> list[str]:
-    """The data files that a `.metadata` names, without building what it says."""
+    """The data files that a `.metadata` names, found without unpickling it."""
     found = set()
     for match in _NAMED.finditer(pickle):
         length = match["short"] or match["long"]
@@ -313,22 +325,9 @@ def _named_in(pickle: bytes) -> list[str]:
     return sorted(found)
 
 
-def _read(directory: Directory, name: str, most: int) -> bytes:
-    try:
-        with open(mirrors.here(directory.at(name), 0, most), "rb") as stream:
-            return stream.read(most)
-    except OSError:
-        return b""
-
-
 # Names ----------------------------------------------------------------------------------------------------------------
 
 
 def step_in(name: str, patterns: Sequence[re.Pattern[str]] = NUMBERS) -> int | None:
-    """The step that a name says: `epoch=0-step=100.ckpt` -> 100; None for one that says nothing. Pure."""
-    return next((int(found[1]) for pattern in patterns if (found := pattern.search(name))), None)
-
-
-def is_unfinished(name: str) -> bool:
-    """Whether a name is one that a writer gives before it renames: `tmp_step-10`, `.checkpoint-20`. Pure."""
-    return _UNFINISHED.search(name) is not None
+    """The step in a name: `epoch=0-step=100.ckpt` -> 100; None for a name without one. Pure."""
+    return next((int(match[1]) for pattern in patterns if (match := pattern.search(name))), None)

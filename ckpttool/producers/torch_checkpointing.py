@@ -7,14 +7,14 @@ Upstream: torch_checkpointing 0.1.1.
 
 from __future__ import annotations
 
-from ckpttool.producers.components import IGNORED, RANK_FILES, Layout, Pattern, Producer, match_components
+from ckpttool.producers.components import Layout, Pattern, Producer, match_components
 from ckpttool.producers.directory import Directory
 
 _PATTERNS = (
-    Pattern(r"(checkpoint|other)_(?P<rank>\d+)\.pt", kind=RANK_FILES),
-    Pattern(r"(?P<item>model)_(?P<rank>\d+)\.pt", "{item}", RANK_FILES),
-    Pattern(r"(?P<item>\w+?)_(?P<rank>\d+)\.pt", "{item}", RANK_FILES),
-    Pattern(r"metadata\.pkl", kind=IGNORED),
+    Pattern(r"(checkpoint|other)_(?P<rank>\d+)\.pt", kind="rank files"),
+    Pattern(r"(?P<item>model)_(?P<rank>\d+)\.pt", "{item}", "rank files"),
+    Pattern(r"(?P<item>\w+?)_(?P<rank>\d+)\.pt", "{item}", "rank files"),
+    Pattern(r"metadata\.pkl", kind="ignored"),
 )
 
 

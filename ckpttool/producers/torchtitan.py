@@ -16,16 +16,7 @@ from typing import TYPE_CHECKING
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.errors import UsageError
-from ckpttool.producers.components import (
-    IGNORED,
-    Constant,
-    Layout,
-    Pattern,
-    Producer,
-    WritableLayout,
-    dcp_layout,
-    is_dcp,
-)
+from ckpttool.producers.components import Constant, Layout, Pattern, Producer, WritableLayout, dcp_layout, is_dcp
 from ckpttool.producers.directory import Directory
 
 if TYPE_CHECKING:
@@ -41,7 +32,7 @@ def _recognise(directory: Directory) -> bool:
 
 
 def _layout(directory: Directory) -> Layout:
-    return dcp_layout(directory, (Pattern(r".*\.safetensors(\.index\.json)?|sharded/", kind=IGNORED),))
+    return dcp_layout(directory, (Pattern(r".*\.safetensors(\.index\.json)?|sharded/", kind="ignored"),))
 
 
 def _confirm(catalogue: Catalogue) -> bool:

@@ -21,12 +21,7 @@ from ckpttool.catalogue.entries import Catalogue
 from ckpttool.errors import UsageError
 from ckpttool.producers import accelerate
 from ckpttool.producers.components import (
-    ASSET,
-    IGNORED,
-    JSON,
-    PER_RANK,
     REPOSITORY,
-    SHARD,
     Component,
     Layout,
     Pattern,
@@ -44,26 +39,26 @@ if TYPE_CHECKING:
 # Reading --------------------------------------------------------------------------------------------------------------
 
 # The output directory of the Trainer has its last model too, beside the checkpoints.
-CHECKPOINT = r"checkpoint-\d+/"
+_CHECKPOINT = r"checkpoint-\d+/"
 _TRAINER = (
     *accelerate.STATE,
-    Pattern(r"rng_state_(?P<rank>\d+)\.pth", "rng", PER_RANK),
+    Pattern(r"rng_state_(?P<rank>\d+)\.pth", "rng", "per rank"),
     Pattern(r"rng_state\.pth", "rng"),
-    Pattern(r"trainer_state\.json", "trainer_state", JSON),
+    Pattern(r"trainer_state\.json", "trainer_state", "json"),
     Pattern(r"training_args\.bin", "training_args"),
     *accelerate.REST,
-    Pattern(CHECKPOINT, kind=IGNORED),
-    Pattern(r"(runs|logs|wandb)/", kind=IGNORED),
+    Pattern(_CHECKPOINT, kind="ignored"),
+    Pattern(r"(runs|logs|wandb)/", kind="ignored"),
 )
 _WEIGHTS = r"(?!training_args).*\.(bin|pt|pth|ckpt|h5|msgpack|onnx|gguf|ot)"
 _BESIDE_WEIGHTS = (
-    Pattern(r"pytorch_model\.bin\.index\.json", kind=IGNORED),
+    Pattern(r"pytorch_model\.bin\.index\.json", kind="ignored"),
     REPOSITORY,
-    Pattern(rf"(?!{_WEIGHTS}$).*[^/]", kind=ASSET),
-    Pattern(r".*/", kind=IGNORED),
+    Pattern(rf"(?!{_WEIGHTS}$).*[^/]", kind="asset"),
+    Pattern(r".*/", kind="ignored"),
 )
-_PYTORCH = (Pattern(r"pytorch_model\.bin"), Pattern(r"pytorch_model-\d+-of-\d+\.bin", kind=SHARD), *_BESIDE_WEIGHTS)
-_SAFETENSORS = (Pattern(r".*\.safetensors(\.index\.json)?", kind=IGNORED), *_BESIDE_WEIGHTS)
+_PYTORCH = (Pattern(r"pytorch_model\.bin"), Pattern(r"pytorch_model-\d+-of-\d+\.bin", kind="shard"), *_BESIDE_WEIGHTS)
+_SAFETENSORS = (Pattern(r".*\.safetensors(\.index\.json)?", kind="ignored"), *_BESIDE_WEIGHTS)
 
 
 def _is_trainer(directory: Directory) -> bool:
@@ -179,5 +174,8 @@ TRAINER = Producer(
     _trainer,
     writes=(_WHOLE, _SHARDED),
     choose=_choose,
+    checkpoint_folders=_CHECKPOINT,
 )
-PRETRAINED = Producer("transformers", "a model directory of transformers", _is_pretrained, _pretrained)
+PRETRAINED = Producer(
+    "transformers", "a model directory of transformers", _is_pretrained, _pretrained, checkpoint_folders=_CHECKPOINT
+)

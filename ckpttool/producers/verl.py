@@ -15,16 +15,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.catalogue.entries import Object, Part, Path
 from ckpttool.errors import UsageError
-from ckpttool.producers.components import (
-    ASSET,
-    IGNORED,
-    RANK_FILES,
-    Layout,
-    Pattern,
-    Producer,
-    WritableLayout,
-    match_components,
-)
+from ckpttool.producers.components import Layout, Pattern, Producer, WritableLayout, match_components
 from ckpttool.producers.directory import Directory
 
 if TYPE_CHECKING:
@@ -36,12 +27,12 @@ if TYPE_CHECKING:
 _OF_WORLD = r"_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.pt"
 _RANK_FILE = rf"(model|optim|extra_state){_OF_WORLD}"
 _PATTERNS = (
-    Pattern(rf"model{_OF_WORLD}", "model", RANK_FILES),
-    Pattern(rf"optim{_OF_WORLD}", "optimizer", RANK_FILES),
-    Pattern(rf"extra_state{_OF_WORLD}", kind=RANK_FILES),
+    Pattern(rf"model{_OF_WORLD}", "model", "rank files"),
+    Pattern(rf"optim{_OF_WORLD}", "optimizer", "rank files"),
+    Pattern(rf"extra_state{_OF_WORLD}", kind="rank files"),
     Pattern(r"data\.pt", "dataloader"),
-    Pattern(r"huggingface/|lora_adapter/|lora_train_meta\.json", kind=ASSET),
-    Pattern(r"fsdp_config\.json", kind=IGNORED),
+    Pattern(r"huggingface/|lora_adapter/|lora_train_meta\.json", kind="asset"),
+    Pattern(r"fsdp_config\.json", kind="ignored"),
 )
 
 
@@ -59,7 +50,7 @@ def _recognise(directory: Directory) -> bool:
 
 def _layout(directory: Directory) -> Layout:
     roles = _roles(directory)
-    layout = match_components(directory, (*(Pattern(f"{role}/", kind=IGNORED) for role in roles), *_PATTERNS))
+    layout = match_components(directory, (*(Pattern(f"{role}/", kind="ignored") for role in roles), *_PATTERNS))
     if not roles:
         return _join_optimizer(directory, layout)
     beside_roles = layout.components
@@ -77,7 +68,7 @@ def _layout(directory: Directory) -> Layout:
 def _join_optimizer(directory: Directory, layout: Layout) -> Layout:
     """Open model and optimizer as one set: the optimizer of FSDP1 is flat, and needs the model's parameters."""
     _check_world_size(directory, layout)
-    sets = [c for c in layout.components if c.kind == RANK_FILES and c.root[-1:] in (("model",), ("optimizer",))]
+    sets = [c for c in layout.components if c.kind == "rank files" and c.root[-1:] in (("model",), ("optimizer",))]
     if len(sets) == 2 and sets[0].name.removeprefix("model") == sets[1].name.removeprefix("optim"):
         model, optim = sets
         end = model.name.removeprefix("model")
