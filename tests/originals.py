@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckpttool import formats
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import ReadError
+from ckpttool.formats.detect import detect
 
 HERE = Path(__file__).resolve().parent.parent / "samples" / "checkpoints"
 # Run directories and rank files have references of their own making: see test_producers, test_rankfiles.
@@ -54,7 +54,7 @@ def opened(name: str) -> closing[Source]:
     """A sample as a source; the test is skipped where no format reads it yet."""
     path = path_of(name)
     try:
-        row = formats.detect(path)
+        row = detect(path)
     except ReadError:
         pytest.skip(f"no format reads {name} yet")
     return closing(row.open(path))

@@ -16,10 +16,10 @@ from made import bits
 from originals import HERE, NAMES, original, path_of
 
 import ckpttool
-from ckpttool import formats
 from ckpttool.catalogue.entries import Path as Key
 from ckpttool.catalogue.entries import Tensor
 from ckpttool.errors import CkptError, ReadError, UsageError
+from ckpttool.formats.detect import detect
 from ckpttool.storage.files import Pool
 
 
@@ -48,7 +48,7 @@ def by_text(path: Key) -> tuple[str, ...]:
 @pytest.mark.parametrize("name", NAMES)
 def test_samples_hold_what_was_saved(name: str) -> None:
     try:
-        formats.detect(path_of(name))
+        detect(path_of(name))
     except ReadError:
         pytest.skip(f"no format reads {name}")
     with ckpttool.open(path_of(name)) as ckpt:

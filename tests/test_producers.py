@@ -420,7 +420,7 @@ def test_a_long_run_is_listed_without_reading_its_checkpoints(tmp_path: Path, mo
     first = saved(tmp_path / "run" / "checkpoint_0", world=8)
     for step in range(1, 300):
         shutil.copytree(first, tmp_path / "run" / f"checkpoint_{step}", copy_function=os.link)
-    monkeypatch.setattr("ckpttool.formats.detect", None)
+    monkeypatch.setattr("ckpttool.formats.detect.detect", None)
     monkeypatch.setattr("builtins.open", None)
     began = time.monotonic()
     found = runs.checkpoints(str(tmp_path / "run"))

@@ -26,8 +26,8 @@ from originals import HERE, NAMES, loaded, original, path_of, reference
 from safetensors.torch import save_file
 
 import ckpttool
-from ckpttool import formats
 from ckpttool.errors import CkptError, CorruptError, LossError, OverwriteError, ReadError, StorageError, UsageError
+from ckpttool.formats.detect import detect
 from ckpttool.storage.files import Pool
 
 FULL, MODEL, DDP = (path_of(name) for name in ("torch_full", "torch_model", "torch_ddp"))
@@ -83,7 +83,7 @@ REFUSED = {
 
 def readable(name: str) -> bool:
     try:
-        formats.detect(path_of(name))
+        detect(path_of(name))
     except ReadError:
         return False
     return True

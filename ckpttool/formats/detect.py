@@ -1,12 +1,86 @@
-"""What a file is that is no checkpoint: the things that people find under a checkpoint's name."""
+"""Detects the format of a checkpoint, and says what a file is that is not one (gzip, HTML, a Git LFS pointer)."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from ckpttool.catalogue.protocols import Format
+from ckpttool.errors import CkptError, ReadError
+from ckpttool.formats import FORMATS
+from ckpttool.storage.stores import Location, locate
 
-class Stranger(NamedTuple):
-    """How a file begins, what it is, what to do: `Stranger(b"\\x1f\\x8b", "compressed with gzip", "unpack it")`."""
+_SHOWN = 4
+_INCOMPLETE = "the save or the copy did not end; take another copy, or an older step"
+
+
+def detect(path: str) -> Format:
+    """Return the format of the checkpoint at `path`, by its content. Raises ReadError."""
+    location = locate(path)
+    is_pattern = location.is_pattern()
+    if not is_pattern:
+        _check_readable(location)
+    for row in FORMATS:
+        if row.recognise(location):
+            return row
+    if is_pattern:
+        raise ReadError(f"`{path}`: matches no files of ranks", hint="name a file or a directory", file=path)
+    raise _unknown_directory(location) if location.is_dir() else _unknown_file(location)
+
+
+def _check_readable(location: Location) -> None:
+    """Raises ReadError for what cannot be opened: `recognise` only answers no."""
+    kind = location.kind()
+    if kind == "dir":
+        location.entries()
+    elif kind == "file":
+        location.check_readable()
+    else:
+        # Opening a pipe would wait, reading a device never end.
+        raise ReadError(f"`{location}`: a pipe or a device, neither a file nor a directory", file=location)
+
+
+def _unknown_file(location: Location) -> CkptError:
+    head = location.head(64)
+    if not head:
+        return ReadError(f"`{location}`: is empty", hint=_INCOMPLETE, file=location)
+    other = _other_file(head)
+    if other is not None:
+        return ReadError(f"`{location}`: {other.what}", hint=other.hint, file=location, found=other.what)
+    return ReadError(
+        f"`{location}`: not a checkpoint that we know",
+        hint="we know files of torch.save and safetensors by how they begin, and DCP directories by their `.metadata`",
+        file=location,
+    )
+
+
+def _unknown_directory(location: Location) -> ReadError:
+    names = location.names()
+    if not names:
+        return ReadError(f"`{location}`: an empty directory", hint=_INCOMPLETE, file=location)
+    inside = [name for name in names[:1000] if any(row.recognise(location / name) for row in FORMATS)]
+    if inside:
+        return ReadError(
+            f"`{location}`: is no checkpoint, but has {'one' if len(inside) == 1 else len(inside)} in it",
+            hint=f"name one: `{location / inside[-1]}`",
+            file=location,
+            found=inside,
+        )
+    more = ", ..." if len(names) > _SHOWN else ""
+    return ReadError(
+        f"`{location}`: holds no checkpoint that we know ({', '.join(names[:_SHOWN])}{more})",
+        hint="a DCP directory has `.metadata`, a safetensors one `*.safetensors`; for one file, name the file itself",
+        file=location,
+    )
+
+
+# Files that are not checkpoints ---------------------------------------------------------------------------------------
+
+
+class OtherFile(NamedTuple):
+    """A kind of file that is not a checkpoint, by its first bytes.
+
+    `OtherFile(b"\\x1f\\x8b", "compressed with gzip", "unpack it")`.
+    """
 
     begins: bytes
     what: str
@@ -17,31 +91,33 @@ _UNPACK = "unpack it, then name what comes out"
 _PAGE = "the download was refused or went astray: look at it in a text editor"
 _OTHER = "neither we nor torch can read it"
 
-_STRANGERS = (
-    Stranger(b"version https://git-lfs", "a pointer of git LFS, not the file itself", "fetch the file: `git lfs pull`"),
-    Stranger(b"<!doctype html", "a web page", _PAGE),
-    Stranger(b"<html", "a web page", _PAGE),
-    Stranger(b"<?xml", "an XML document", _PAGE),
-    Stranger(b"{", "a JSON document", "name the checkpoint beside it, or the directory that it is in"),
-    Stranger(b"\x1f\x8b", "compressed with gzip", _UNPACK),
-    Stranger(b"\x28\xb5\x2f\xfd", "compressed with zstd", _UNPACK),
-    Stranger(b"\xfd7zxz\0", "compressed with xz", _UNPACK),
-    Stranger(b"bzh", "compressed with bzip2", _UNPACK),
-    Stranger(b"7z\xbc\xaf", "a 7z archive", _UNPACK),
-    Stranger(b"pk\3\4", "a zip archive, but not one of torch.save", _UNPACK),
-    Stranger(b"gguf", "a GGUF model of llama.cpp", _OTHER),
-    Stranger(b"\x89hdf\r\n", "an HDF5 file, as Keras writes", _OTHER),
-    Stranger(b"\x93numpy", "a NumPy array", "load it with `numpy.load`"),
-    Stranger(b"\x89png", "a picture", _OTHER),
-    Stranger(b"%pdf", "a PDF", _OTHER),
-    Stranger(b"\x7felf", "a program", _OTHER),
-    Stranger(b"\x80", "a bare pickle, which torch.save does not write", "ask who wrote it how it is to be loaded"),
+_OTHER_FILES = (
+    OtherFile(
+        b"version https://git-lfs", "a pointer of git LFS, not the file itself", "fetch the file: `git lfs pull`"
+    ),
+    OtherFile(b"<!doctype html", "a web page", _PAGE),
+    OtherFile(b"<html", "a web page", _PAGE),
+    OtherFile(b"<?xml", "an XML document", _PAGE),
+    OtherFile(b"{", "a JSON document", "name the checkpoint beside it, or the directory that it is in"),
+    OtherFile(b"\x1f\x8b", "compressed with gzip", _UNPACK),
+    OtherFile(b"\x28\xb5\x2f\xfd", "compressed with zstd", _UNPACK),
+    OtherFile(b"\xfd7zxz\0", "compressed with xz", _UNPACK),
+    OtherFile(b"bzh", "compressed with bzip2", _UNPACK),
+    OtherFile(b"7z\xbc\xaf", "a 7z archive", _UNPACK),
+    OtherFile(b"pk\3\4", "a zip archive, but not one of torch.save", _UNPACK),
+    OtherFile(b"gguf", "a GGUF model of llama.cpp", _OTHER),
+    OtherFile(b"\x89hdf\r\n", "an HDF5 file, as Keras writes", _OTHER),
+    OtherFile(b"\x93numpy", "a NumPy array", "load it with `numpy.load`"),
+    OtherFile(b"\x89png", "a picture", _OTHER),
+    OtherFile(b"%pdf", "a PDF", _OTHER),
+    OtherFile(b"\x7felf", "a program", _OTHER),
+    OtherFile(b"\x80", "a bare pickle, which torch.save does not write", "ask who wrote it how it is to be loaded"),
 )
 
 
-def recognise(head: bytes) -> Stranger | None:
-    """The stranger that begins like this; 32 bytes are enough. None for what nobody knows. Pure."""
+def _other_file(head: bytes) -> OtherFile | None:
+    """Return the kind of file that begins like this; 32 bytes are enough. None for an unknown one."""
     low = head.lstrip(b" \t\r\n\xef\xbb\xbf").lower()
     if head and not head.strip(b"\0"):
-        return Stranger(b"\0", "nothing but zeros at its beginning", "the copy did not end; take another one")
-    return next((stranger for stranger in _STRANGERS if low.startswith(stranger.begins)), None)
+        return OtherFile(b"\0", "nothing but zeros at its beginning", "the copy did not end; take another one")
+    return next((other for other in _OTHER_FILES if low.startswith(other.begins)), None)

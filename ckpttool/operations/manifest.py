@@ -28,8 +28,7 @@ from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CorruptError, OverwriteError, ReadError, UsageError
 from ckpttool.producers import open as opening
 from ckpttool.serialization import strict_json as strictjson
-from ckpttool.storage import files, folders
-from ckpttool.storage import stores as mirrors
+from ckpttool.storage import files, folders, mirrors
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.read import read_tiles
 from ckpttool.transfer.threads import Progress, Work, on_threads

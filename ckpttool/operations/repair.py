@@ -26,8 +26,7 @@ from ckpttool.formats.dcp import rebuild_index as rebuilding
 from ckpttool.operations import manifest as manifests
 from ckpttool.operations import verify as verifying
 from ckpttool.operations.verify import Report
-from ckpttool.storage import files, folders
-from ckpttool.storage import stores as mirrors
+from ckpttool.storage import files, folders, mirrors
 from ckpttool.text import some
 from ckpttool.transfer import staging
 from ckpttool.transfer.execute import DEFAULT_THREADS

@@ -17,12 +17,12 @@ from ckpttool import formats, producers
 from ckpttool.catalogue.entries import Catalogue, Container, Object, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Format, Sink, SinkOptions, Source
 from ckpttool.errors import CkptError, CorruptError, LossError, OverwriteError, StorageError, UsageError
+from ckpttool.formats.detect import detect
 from ckpttool.operations import arguments
 from ckpttool.producers import open as opening
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.directory import Directory
-from ckpttool.storage import files
-from ckpttool.storage import stores as mirrors
+from ckpttool.storage import files, mirrors
 from ckpttool.text import some
 from ckpttool.transfer import journal, plan, staging
 from ckpttool.transfer import readback as rereading
@@ -258,7 +258,7 @@ def _check_is_checkpoint(dst: str) -> None:
     """Raises OverwriteError for a directory of something else: `--overwrite` removes all that is in it."""
     try:
         if producers.recognise(Directory(dst)) is None:
-            formats.detect(dst)
+            detect(dst)
     except CkptError:
         raise OverwriteError(
             f"`{dst}` is a directory that holds no checkpoint, and `--overwrite` would remove all that is in it",

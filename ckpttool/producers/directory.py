@@ -10,7 +10,7 @@ from typing import Any
 
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.serialization import strict_json
-from ckpttool.storage import stores
+from ckpttool.storage import mirrors
 from ckpttool.storage.files import failed
 
 _LARGEST_JSON = 64 << 20
@@ -89,7 +89,7 @@ class Directory:
 
     def read(self, name: str, limit: int) -> bytes:
         """The first bytes of a file, at most `limit`. Raises OSError."""
-        with open(stores.here(self.at(name), 0, limit), "rb") as stream:
+        with open(mirrors.here(self.at(name), 0, limit), "rb") as stream:
             return stream.read(limit)
 
     def json(self, name: str) -> Any:

@@ -17,13 +17,14 @@ from ckpttool.catalogue.entries import Catalogue, Object, Path, dotted
 from ckpttool.catalogue.protocols import NO_HINTS, Format, OpenOptions, Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
+from ckpttool.formats.detect import detect
 from ckpttool.layout.optimizer.names import is_model_order
 from ckpttool.producers import reader, runs
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.components import Producer
 from ckpttool.producers.directory import Directory
 from ckpttool.serialization import strict_json, unsafe_globals
-from ckpttool.storage import stores
+from ckpttool.storage import mirrors
 from ckpttool.storage.files import failed
 from ckpttool.text import some
 
@@ -47,7 +48,7 @@ class Resolved:
 def resolve(path: str) -> Resolved:
     """Recognise what lies at `path`; of a run, its newest complete checkpoint. Raises ReadError."""
     if not os.path.isdir(path):
-        return Resolved(path, formats.detect(path))
+        return Resolved(path, detect(path))
     directory = Directory(path)
     producer = producers.recognise(directory)
     if producer is not None:
@@ -56,7 +57,7 @@ def resolve(path: str) -> Resolved:
     run = runs.find(directory) if row is None else None
     if run is None or run.chosen is None:
         # The error of `detect` knows what else the directory has.
-        return Resolved(path, row or formats.detect(path))
+        return Resolved(path, row or detect(path))
     return replace(resolve(run.chosen.path), run=run)
 
 
@@ -145,7 +146,7 @@ def open_source(path: str, shapes: str | None = None) -> Source:
 
 def _opened(path: str, options: OpenOptions) -> tuple[Source, set[str]]:
     """The source at a path or an address, and the names in its pickles that run code."""
-    mirror = stores.mount(path)
+    mirror = mirrors.mount(path)
     if mirror is None:
         with naming(path), unsafe_globals.noting_harm() as named:
             return open_resolved(resolve(path), options), named
@@ -153,14 +154,14 @@ def _opened(path: str, options: OpenOptions) -> tuple[Source, set[str]]:
         with naming(path), unsafe_globals.noting_harm() as named:
             source = CombinedSource.over(open_resolved(resolve(mirror.path), options))
     except BaseException:
-        stores.unmount(mirror)
+        mirrors.unmount(mirror)
         raise
-    source.closing(lambda: stores.unmount(mirror))
+    source.closing(lambda: mirrors.unmount(mirror))
     catalogue = source.catalogue
-    catalogue.warnings[:] = [replace(w, text=stores.as_typed(w.text)) for w in catalogue.warnings]
-    catalogue.faults[:] = map(stores.in_their_words, catalogue.faults)
+    catalogue.warnings[:] = [replace(w, text=mirrors.as_typed(w.text)) for w in catalogue.warnings]
+    catalogue.faults[:] = map(mirrors.in_their_words, catalogue.faults)
     for checkpoint in catalogue.facts.get("run", ()):
-        checkpoint["path"] = stores.as_typed(checkpoint["path"])
+        checkpoint["path"] = mirrors.as_typed(checkpoint["path"])
     return source, named
 
 
@@ -170,7 +171,7 @@ def naming(path: str | None) -> Iterator[None]:
     try:
         yield
     except CkptError as raised:
-        error = stores.in_their_words(raised)
+        error = mirrors.in_their_words(raised)
         if path is None or path.rstrip("/") in error.message or not isinstance(error, CorruptError | ReadError):
             raise error from None
         raise type(error)(f"`{path}`: {error.message}", hint=error.hint, **{"file": path, **error.facts}) from None
@@ -193,7 +194,7 @@ def shapes_from(path: str) -> OpenOptions:
 
 def _shapes_in(path: str) -> dict[str, tuple[int, ...]]:
     try:
-        with open(stores.here(path), "rb") as stream:
+        with open(mirrors.here(path), "rb") as stream:
             listed = strict_json.parse(stream.read(_LARGEST_SHAPES + 1)[:_LARGEST_SHAPES], f"`{path}`")
     except OSError as error:
         raise failed(error, path, "read") from None

@@ -16,6 +16,7 @@ from ckpttool.catalogue.entries import Catalogue, File, Part, Tensor, dotted
 from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError
+from ckpttool.formats.detect import detect
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.components import Component, Layout, Producer
 from ckpttool.producers.directory import Directory
@@ -204,7 +205,7 @@ def shapes_of_moments(catalogue: Catalogue) -> OpenOptions:
 
 
 def _open_format(path: str, options: OpenOptions = NO_HINTS) -> Source:
-    return formats.detect(path).open(path, options)
+    return detect(path).open(path, options)
 
 
 def _is_rank_local(component: Component) -> bool:

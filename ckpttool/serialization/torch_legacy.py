@@ -25,12 +25,12 @@ from ckpttool.catalogue import boxes
 from ckpttool.catalogue.dtypes import BY_STORAGE
 from ckpttool.catalogue.entries import Extent
 from ckpttool.catalogue.values import stub_name
-from ckpttool.errors import CorruptError
+from ckpttool.errors import CkptError, CorruptError
 from ckpttool.serialization import pickle_opcodes as opcodes
 from ckpttool.serialization import torch_pickle as torchpickle
 from ckpttool.serialization import unpickler as pickles
 from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
-from ckpttool.storage import stores as mirrors
+from ckpttool.storage.stores import Location
 
 Read = Callable[[int, int], bytes]
 
@@ -81,16 +81,16 @@ def is_stream(head: bytes) -> bool:
     return head.startswith(_SPELT_0) or (head.startswith(b"\x80") and _SPELT[1:] in head[:32])
 
 
-def is_tar(head: bytes, path: str) -> bool:
+def is_tar(head: bytes, path: Location) -> bool:
     """Whether a file that begins like this (512 bytes) is torch's tar: other checkpoints are tars as well."""
     if head[257:262] != b"ustar":
         return False
     import tarfile
 
     try:
-        with tarfile.open(mirrors.here(path), "r:") as archive:
+        with path.open() as file, tarfile.open(fileobj=file, mode="r:") as archive:
             return set(archive.getnames()) >= _MEMBERS
-    except (tarfile.TarError, OSError, ValueError):
+    except (tarfile.TarError, OSError, ValueError, CkptError):
         return False
 
 
@@ -171,12 +171,12 @@ def open_stream(read: Read, size: int, *, name: str) -> Stream:
 # The tar --------------------------------------------------------------------------------------------------------------
 
 
-def open_tar(read: Read, path: str, *, name: str) -> Stream:
+def open_tar(read: Read, path: Location, *, name: str) -> Stream:
     """The tar of torch 0.1. Raises CorruptError when a member is missing or cut."""
     import tarfile
 
     try:
-        with tarfile.open(mirrors.here(path), "r:") as archive:
+        with path.open() as file, tarfile.open(fileobj=file, mode="r:") as archive:
             members = {m.name: (m.offset_data, m.offset_data + m.size) for m in archive.getmembers() if m.isreg()}
     except (tarfile.TarError, OSError, ValueError) as error:
         raise CorruptError(f"{name}: not a whole tar: {error}") from None

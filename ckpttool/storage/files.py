@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import glob
+import io
 import mmap
 import os
 import re
@@ -15,10 +15,13 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import CkptError, CorruptError, OverwriteError, ReadError, StorageError, UsageError
-from ckpttool.storage import stores as mirrors
+from ckpttool.storage import mirrors
+
+if TYPE_CHECKING:
+    from ckpttool.storage.stores import Location
 
 _OPEN_FILES = 64
 # One system call writes no more, and ends at a multiple of this. Linux caches what a call writes in pieces of memory up
@@ -26,11 +29,6 @@ _OPEN_FILES = 64
 # took 0.7 s so, and 0.9 to 5 s in calls of 1 MiB.
 WRITE = 256 << 10
 PAGE = mmap.PAGESIZE
-
-
-def is_pattern(path: str) -> bool:
-    """Return whether a path is a glob pattern that does not name an existing file."""
-    return glob.has_magic(path) and not os.path.lexists(path)
 
 
 def failed(error: OSError, path: str, doing: str) -> CkptError:
@@ -41,6 +39,12 @@ def failed(error: OSError, path: str, doing: str) -> CkptError:
     if doing == "write" or error.errno == errno.EIO:
         return StorageError(f"`{path}`: cannot {doing}: {reason}", file=path)
     return ReadError(f"`{path}`: cannot read: {reason}", file=path)
+
+
+def _remote(path: str) -> Location | None:
+    """A location that has no descriptor on this machine."""
+    store = getattr(path, "store", None)
+    return None if store is None or store.is_local else path  # type: ignore[return-value] # it has a store
 
 
 class Pool:
@@ -84,24 +88,40 @@ class Pool:
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         """Exactly `nbytes` at `offset`. Raises CorruptError when the file ends before."""
+        remote = _remote(path)
+        if remote is not None:
+            buffer = bytearray(nbytes)
+            self.read_into(remote, offset, memoryview(buffer))
+            return bytes(buffer)
         with self.use(mirrors.here(path, offset, None if self._whole else nbytes)) as fd:
             data = os.pread(fd, nbytes, offset)
             while len(data) < nbytes:
                 more = os.pread(fd, nbytes - len(data), offset + len(data))
                 if not more:
-                    raise _ends(path, offset + len(data), offset + nbytes)
+                    raise ends_early(path, offset + len(data), offset + nbytes)
                 data += more
             return data
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`. Raises CorruptError when the file ends before."""
+        remote = _remote(path)
+        if remote is not None:
+            if self._whole:
+                remote.fetch()
+            remote.fill(offset, buffer)
+            return
         with self.use(mirrors.here(path, offset, None if self._whole else len(buffer))) as fd:
             done = 0
             while done < len(buffer):
                 n = os.preadv(fd, [buffer[done:]], offset + done)
                 if not n:
-                    raise _ends(path, offset + done, offset + len(buffer))
+                    raise ends_early(path, offset + done, offset + len(buffer))
                 done += n
+
+    def read_some(self, path: str, offset: int, buffer: memoryview) -> int:
+        """Fill `buffer`, and return its length."""
+        self.read_into(path, offset, buffer)
+        return len(buffer)
 
     def write(self, path: str, offset: int, data: bytes | memoryview) -> None:
         self.write_all(path, [(offset, data)])
@@ -145,6 +165,74 @@ class _Use:
             raise failed(error, self._path, self._doing) from None
 
 
+class _Stream(io.RawIOBase):
+    def __init__(self, read_into: Callable[[int, memoryview], int], offset: int, nbytes: int) -> None:
+        self._read_into, self._start, self._size, self._at = read_into, offset, nbytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._size)[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        n = self._read_into(self._start + self._at, memoryview(buffer)[: max(0, self._size - self._at)])
+        self._at += n
+        return n
+
+
+def stream(read_into: Callable[[int, memoryview], int], offset: int, nbytes: int) -> io.BufferedReader:
+    """Return a binary stream over a range of a file; `read_into(offset, buffer)` returns the number of bytes read."""
+    return io.BufferedReader(_Stream(read_into, offset, nbytes))
+
+
+class ScratchFile:
+    """A temporary file without a name, which is removed with its last descriptor; `location` is where it is read."""
+
+    def __init__(self) -> None:
+        import tempfile  # and with it `random` and `hashlib`, which most commands do not need
+
+        try:
+            # Unbuffered: nothing is left to fail when it is closed.
+            self._stream = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise self._failed(error) from None
+        self.location = f"/dev/fd/{self._stream.fileno()}"
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Write at an offset."""
+        view = memoryview(data)
+        try:
+            while view:
+                written = os.pwrite(self._stream.fileno(), view, offset)
+                offset += written
+                view = view[written:]
+        except OSError as error:
+            raise self._failed(error) from None
+
+    def empty(self) -> None:
+        """Cut the file to no bytes; descriptors that others hold read what is written next."""
+        try:
+            self._stream.truncate(0)
+        except OSError as error:
+            raise self._failed(error) from None
+
+    def close(self) -> None:
+        """Close it; it is gone when nobody else has it open."""
+        self._stream.close()
+
+    @staticmethod
+    def _failed(error: OSError) -> CkptError:
+        import tempfile
+
+        # `gettempdir` itself fails where no directory can be written to.
+        return failed(error, tempfile.tempdir or os.environ.get("TMPDIR", "the temporary directory"), "write")
+
+
 def pages(nbytes: int) -> memoryview:
     """Memory that begins with a page, `PAGE` bytes more than asked for: see `aligned`."""
     return memoryview(mmap.mmap(-1, nbytes + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
@@ -160,7 +248,8 @@ def aligned(buffer: memoryview, offset: int, nbytes: int) -> memoryview:
     return buffer[start : start + nbytes]
 
 
-def _ends(path: str, found: int, expected: int) -> CorruptError:
+def ends_early(path: str, found: int, expected: int) -> CorruptError:
+    """The error for a file that ends at byte `found`, where bytes up to `expected` are needed."""
     return CorruptError(
         f"`{path}`: ends at byte {found}, but bytes up to {expected} are needed",
         hint="the file is truncated or still being written",
@@ -184,8 +273,8 @@ def size_of(path: str) -> int:
 _SNAPSHOT = re.compile(r"(.*/(?:models|datasets)--[^/]+)/snapshots/[^/]+(?:/|$)", re.S)
 
 
-def inside(root: str, name: str) -> str:
-    """`root/name` for a name that an index gives. Raises CorruptError when it would leave the root."""
+def check_name(root: str, name: str) -> None:
+    """Raises CorruptError for a name in an index that leads out of the checkpoint at `root`."""
     parts = name.replace("\\", "/").split("/")
     drive = "://" in name or (len(name) > 1 and name[1] == ":")
     try:
@@ -197,6 +286,11 @@ def inside(root: str, name: str) -> str:
         raise CorruptError(
             f"`{root}`: the index names the file `{name}`, which is outside the checkpoint", file=root, found=name
         )
+
+
+def inside(root: str, name: str) -> str:
+    """`root/name` for a name that an index gives. Raises CorruptError when it would leave the root."""
+    check_name(root, name)
     path = Path(root, name)
     real, top = os.path.realpath(path), os.path.realpath(root)
     allowed = [top]
@@ -214,8 +308,8 @@ def fingerprint(paths: Iterable[str]) -> Fingerprint:
     """What tells a file from a later version of it: size, modification time, inode."""
     found: Fingerprint = {}
     for path in paths:
-        if mirrors.of(path) is not None:
-            # It is filled while it is read, and is pinned to a commit.
+        if _remote(path) is not None or mirrors.of(path) is not None:
+            # It is pinned to a commit.
             continue
         with suppress(OSError):
             found[path] = _mark(path)
@@ -273,6 +367,22 @@ def write_pieces(path: str, write: Callable[[Callable[[bytes], object]], None]) 
             write(stream.write)
             stream.flush()
             os.fsync(stream.fileno())
+    except OSError as error:
+        raise failed(error, path, "write") from None
+
+
+def rename(path: str, to: str) -> None:
+    """Give a file or a directory another name, in place of a file that has it."""
+    try:
+        os.replace(path, to)
+    except OSError as error:
+        raise failed(error, to, "write") from None
+
+
+def make_directory(path: str) -> None:
+    """Make a directory and those above it. Raises StorageError when it is there already."""
+    try:
+        os.makedirs(path)
     except OSError as error:
         raise failed(error, path, "write") from None
 

@@ -1,146 +1,360 @@
-"""Checkpoints that lie elsewhere: a table of stores, and the folders in which what they hold seems to lie.
+"""Stores, and the locations in them: the one door through which a checkpoint's files are read.
 
-`hf://org/name` is opened as a folder of empty files of the right names and sizes, its *mirror*. Whoever reads a file
-asks first where its bytes are (`here`), and the store brings those that are not there yet. So every format and every
-producer reads a repository as it reads a directory, and of a weight nothing is fetched that nobody looks at.
+    locate("/data/run/step-100")             a file or a directory of this machine
+    locate("hf://org/name@main/step-100")    the same on the Hub, whose files are fetched as they are read
+
+A `Location` is what the user typed together with the store that it is in. Formats, producers and operations pass it on,
+ask it for others (`location / "model.safetensors"`) and read through it. A string that is no `Location` is a path of
+this machine.
 """
 
 from __future__ import annotations
 
+import glob
 import importlib
 import os
+import posixpath
 import re
 from collections.abc import Callable, Iterable
-from types import ModuleType
-from typing import Protocol, runtime_checkable
+from fnmatch import fnmatchcase
+from functools import cache, partial
+from typing import BinaryIO, NamedTuple, TypeVar
 
-from ckpttool.errors import CkptError, CorruptError
+from ckpttool.errors import CkptError, CorruptError, ReadError
+from ckpttool.storage import files
+from ckpttool.storage.files import failed
 
-# A scheme, and the module whose `mount(address)` makes a mirror; imported on use.
-STORES = {"hf": "ckpttool.storage.hub"}
+# A scheme, and the module whose `open_store(address)` gives the store and a name in it; imported on use.
+STORES = {"": "ckpttool.storage.local", "hf": "ckpttool.storage.hub"}
 
+T = TypeVar("T")
 _SCHEME = re.compile(r"([a-z][a-z0-9]*)://")
 
 
-class Mirror(Protocol):
-    """What a store has, as a folder: `root` is the whole of it, `path` the checkpoint in it, `address` its root as
-    people type it. `digests` says whether a file that is read whole is compared with a digest."""
+class Entry(NamedTuple):
+    """A name in a directory: `Entry("step-100", is_dir=True)`. Links are followed."""
 
-    root: str
-    path: str
-    address: str
-    digests: bool
+    name: str
+    is_dir: bool
 
-    def arrive(self, path: str, offset: int, nbytes: int | None) -> str:
-        """A path where these bytes of a file of the mirror can be read; when `nbytes` is None all of it, checked
-        against what the store says of it. Thread-safe."""
+
+class Stat(NamedTuple):
+    """What a store knows of a name: `Stat(4096, "file")`. `kind` is `file`, `dir` or `other` (a pipe, a device)."""
+
+    size: int
+    kind: str
+
+
+class Store:
+    """A place for checkpoints. Names are relative to its root, with `/`; `""` is the root itself.
+
+    A store defines `stat`, `entries` and `read_into`; the rest has defaults in terms of these. All of them are
+    thread-safe, and raise OSError or an error of `ckpttool.errors`.
+    """
+
+    root = ""
+    """The address of the root as users type it; empty for the local store, whose names are paths."""
+    is_local = False
+    has_digests = False
+    """Whether `fetch` compares a file with a digest that the store has of it."""
+
+    def stat(self, name: str) -> Stat:
+        """Return size and kind. Raises FileNotFoundError."""
+        raise NotImplementedError
+
+    def entries(self, name: str) -> list[Entry]:
+        """Return the entries of a directory, sorted by name."""
+        raise NotImplementedError
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
+        """Fill a buffer from an offset and return the number of bytes: fewer than asked for is no error, 0 the end."""
+        raise NotImplementedError
+
+    def fetch(self, name: str) -> None:
+        """Bring a whole file to this machine and compare it with the digest of the store."""
+
+    def open(self, name: str) -> BinaryIO:
+        """Open a whole file as a binary stream."""
+        self.fetch(name)
+        return files.stream(partial(self.read_into, name), 0, self.stat(name).size)
+
+    def check_readable(self, name: str) -> None:
+        """Raises OSError for a file that may not be opened."""
+
+    def missing(self, name: str) -> int:
+        """Return the bytes of a file that `fetch` would bring to this machine."""
+        return 0
+
+    def fetched(self, name: str) -> int:
+        """Return the bytes of a file that `fetch` has brought so far."""
+        return 0
+
+    def sizes(self, name: str) -> dict[str, int]:
+        """Return the sizes of the regular files in a directory, by name; links are left out."""
+        return {e.name: self.stat(posixpath.join(name, e.name)).size for e in self.entries(name) if not e.is_dir}
+
+    def glob(self, pattern: str) -> list[str]:
+        """Return the names that match a pattern, sorted. `*` stands for no `/`, and for no leading dot."""
+        names = [""]
+        for part in pattern.split("/"):
+            names = [posixpath.join(above, name) for above in names for name in self._matching(above, part)]
+        return sorted(names)
+
+    def _matching(self, folder: str, part: str) -> list[str]:
+        try:
+            entries = self.entries(folder)
+        except (OSError, CkptError):
+            return []
+        return [e.name for e in entries if fnmatchcase(e.name, part) and (part[:1] == "." or e.name[:1] != ".")]
+
+    def real(self, name: str) -> str:
+        """Return the name with its links resolved."""
+        return name
 
     def close(self) -> None:
-        """Remove the folder."""
+        """Remove what was kept on this machine for the store alone."""
 
 
-@runtime_checkable
-class Fetching(Mirror, Protocol):
-    """A mirror whose files come from afar, and take their time."""
+class Location(str):
+    """A file or a directory of a store: `Location("hf://org/name/step-100", store)`.
 
-    def missing(self, path: str) -> int:
-        """Bytes of a file that are not on this machine."""
+    It is a string, what the user typed, so that messages and results show that. Its methods ask the store; they raise
+    the errors of `ckpttool.errors`, the questions (`is_dir`, ...) none. Make one with `locate`.
+    """
 
-    def arrived(self, path: str) -> int:
-        """Bytes of a file that have been fetched by now to have all of it. Thread-safe."""
+    __slots__ = ("store",)
+    store: Store
+
+    def __new__(cls, text: str, store: Store) -> Location:  # noqa: PYI034
+        location = super().__new__(cls, text)
+        location.store = store
+        return location
+
+    def __copy__(self) -> Location:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Location:
+        return self
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return locate, (str(self),)
+
+    # Names -----------------------------------------------------------------------------------------------------------
+
+    def __truediv__(self, name: str) -> Location:
+        return Location(os.path.join(self, name) if self else name, self.store)
+
+    @property
+    def key(self) -> str:
+        """The name in the store."""
+        root = self.store.root
+        return self[len(root) :].strip("/") if root else str(self) or "."
+
+    @property
+    def name(self) -> str:
+        """The last part; of a directory that is typed as `.` or `..`, the name that it has."""
+        root = self.store.root
+        if root:
+            # Some producers go by the name of the directory, which the revision is no part of.
+            return posixpath.basename(self.key) or posixpath.basename(root).partition("@")[0]
+        name = os.path.basename(self.rstrip("/"))
+        return os.path.basename(os.path.abspath(self)) if name in ("", ".", "..") else name
+
+    @property
+    def parent(self) -> Location:
+        """The directory that this is in, empty for a bare name; of a root, the root."""
+        root = self.store.root
+        if root:
+            above = posixpath.dirname(self.key)
+            return Location(f"{root}/{above}" if above else root, self.store)
+        return Location(os.path.dirname(self), self.store)
+
+    def absolute(self) -> Location:
+        """The same with all directories above it."""
+        return self if self.store.root else Location(os.path.abspath(self), self.store)
+
+    def real(self) -> Location:
+        """The same without links."""
+        return self if self.store.root else Location(self.store.real(self), self.store)
+
+    def relative_to(self, folder: str) -> str:
+        """The name below a directory of the same store."""
+        return os.path.relpath(self, folder or ".") if not self.store.root else posixpath.relpath(self, folder)
+
+    def is_below(self, folder: str) -> bool:
+        """Whether this is a directory of the same store, or something in it, by the names alone."""
+        return self == folder or self.startswith(folder.rstrip("/") + "/")
+
+    def inside(self, name: str) -> Location:
+        """The location of a name that an index gives. Raises CorruptError when it leaves this directory."""
+        if self.store.is_local:
+            return Location(files.inside(self, name), self.store)
+        files.check_name(self, name)
+        return self / name
+
+    # Questions -------------------------------------------------------------------------------------------------------
+
+    def _kind(self) -> str:
+        try:
+            return self.store.stat(self.key).kind
+        except (OSError, CkptError, ValueError):
+            return ""
+
+    def exists(self) -> bool:
+        """Whether something has this name; a link to nothing has none."""
+        return bool(self._kind())
+
+    def is_dir(self) -> bool:
+        """Whether this is a directory."""
+        return self._kind() == "dir"
+
+    def is_file(self) -> bool:
+        """Whether this is a regular file."""
+        return self._kind() == "file"
+
+    def is_link(self) -> bool:
+        """Whether this is a symbolic link, to something or to nothing."""
+        return self.store.is_local and os.path.islink(self)
+
+    def is_pattern(self) -> bool:
+        """Whether this is a glob pattern and not the name of a file."""
+        return glob.has_magic(self) and not self.exists() and not self.is_link()
+
+    # Contents --------------------------------------------------------------------------------------------------------
+
+    def size(self) -> int:
+        """Bytes of a regular file. Raises ReadError for anything else: a FIFO would block, a device never end."""
+        stat = self._ask(self.store.stat)
+        if stat.kind != "file":
+            what = "a directory" if stat.kind == "dir" else "a pipe or a device"
+            raise ReadError(f"`{self}`: {what}, not a regular file", file=self)
+        return stat.size
+
+    def kind(self) -> str:
+        """`file`, `dir` or `other`. Raises ReadError when nothing is there, or it may not be looked at."""
+        return self._ask(self.store.stat).kind
+
+    def check_readable(self) -> None:
+        """Raises ReadError for a file that may not be opened."""
+        self._ask(self.store.check_readable)
+
+    def entries(self) -> list[Entry]:
+        """The entries of a directory, sorted by name."""
+        return self._ask(self.store.entries)
+
+    def names(self) -> list[str]:
+        """The names in a directory, sorted."""
+        return [entry.name for entry in self.entries()]
+
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the regular files in a directory; links are left out."""
+        return self._ask(self.store.sizes)
+
+    def matches(self) -> list[Location]:
+        """What matches this pattern, sorted."""
+        root = self.store.root
+        names = self._ask(self.store.glob)
+        return [Location(f"{root}/{name}" if root else name, self.store) for name in names]
+
+    def open(self) -> BinaryIO:
+        """Open a whole file as a binary stream."""
+        return self._ask(self.store.open)
+
+    def read(self, offset: int = 0, nbytes: int | None = None) -> bytes:
+        """Exactly these bytes, or the whole file. Raises CorruptError when the file ends before."""
+        if nbytes is None:
+            with self.open() as stream:
+                return self._ask(lambda _: stream.read())
+        data = bytearray(nbytes)
+        self.fill(offset, memoryview(data))
+        return bytes(data)
+
+    def head(self, nbytes: int) -> bytes:
+        """The first bytes of a file, fewer when it ends before."""
+        data = bytearray(min(nbytes, self.size()))
+        done = 0
+        while done < len(data):
+            n = self.read_into(done, memoryview(data)[done:])
+            if not n:
+                break
+            done += n
+        return bytes(data[:done])
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        """Fill a buffer from an offset; see `Store.read_into`."""
+        return self._ask(lambda name: self.store.read_into(name, offset, buffer))
+
+    def fill(self, offset: int, buffer: memoryview) -> None:
+        """Fill all of a buffer from an offset. Raises CorruptError when the file ends before."""
+        done = 0
+        while done < len(buffer):
+            n = self.read_into(offset + done, buffer[done:])
+            if not n:
+                raise files.ends_early(self, offset + done, offset + len(buffer))
+            done += n
+
+    def fetch(self) -> None:
+        """Bring a whole file to this machine and compare it with the digest of its store."""
+        self._ask(self.store.fetch)
+
+    def _ask(self, question: Callable[[str], T]) -> T:
+        try:
+            return question(self.key)
+        except OSError as error:
+            raise failed(error, self, "read") from None
+        except ValueError:
+            raise ReadError(f"{str(self)!r}: no path has a zero byte in it", file=self) from None
+        except CkptError as error:
+            # A disk that is full here, say, is not the fault of the file.
+            if not self.store.is_local and not isinstance(error, CorruptError):
+                error.facts["fetching"] = True
+            raise
+
+
+@cache
+def _local() -> Store:
+    store: Store = importlib.import_module(STORES[""]).LocalStore()
+    return store
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path has the scheme of a store."""
+    scheme = _SCHEME.match(path)
+    return scheme is not None and scheme[1] in STORES
+
+
+def locate(path: str) -> Location:
+    """Return the location of a path or an address; one that is a location already as it is.
+
+    Whoever locates an address closes its `store` in the end. Raises UsageError, RemoteError or ReadError.
+    """
+    if isinstance(path, Location):
+        return path
+    scheme = _SCHEME.match(path)
+    if scheme is None or scheme[1] not in STORES:
+        return Location(path, _local())
+    location: Location = importlib.import_module(STORES[scheme[1]]).locate(path)
+    return location
+
+
+def has_digest(path: str) -> bool:
+    """Whether a file that is read whole is compared with a digest that its store has of it."""
+    return isinstance(path, Location) and path.store.has_digests
 
 
 Progress = Callable[[int, int], None]
-_mounted: dict[str, Mirror] = {}
 
 
-def store(path: str) -> ModuleType | None:
-    """The module that knows about a path; None for one of this machine."""
-    found = _SCHEME.match(path)
-    return importlib.import_module(STORES[found[1]]) if found is not None and found[1] in STORES else None
-
-
-def is_elsewhere(path: str) -> bool:
-    """Whether a path has the scheme of a store."""
-    found = _SCHEME.match(path)
-    return found is not None and found[1] in STORES
-
-
-def mount(path: str) -> Mirror | None:
-    """The mirror of what lies at an address; None for a path of this machine. Raises RemoteError."""
-    module = store(path)
-    if module is None:
-        return None
-    made: Mirror = module.mount(path)
-    lay(made)
-    return made
-
-
-def lay(mirror: Mirror) -> None:
-    """Have the folder of a mirror read as one, until `unmount`."""
-    _mounted[mirror.root] = mirror
-
-
-def unmount(mirror: Mirror) -> None:
-    """Forget a mirror and remove its folder."""
-    _mounted.pop(mirror.root, None)
-    mirror.close()
-
-
-def of(path: str) -> Mirror | None:
-    """The mirror that a path lies in."""
-    for root, mirror in _mounted.items():
-        if path == root or path.startswith(root + os.sep):
-            return mirror
-    return None
-
-
-def here(path: str, offset: int = 0, nbytes: int | None = None) -> str:
-    """Where these bytes of a file can be read: the path itself, unless it lies in a mirror."""
-    mirror = of(path) if _mounted else None
-    if mirror is None:
-        return path
-    try:
-        return mirror.arrive(path, offset, nbytes)
-    except CkptError as error:
-        # A disk that is full here, say, is not the fault of the file.
-        if not isinstance(error, CorruptError):
-            error.facts["fetching"] = True
-        raise
-
-
-def is_digested(path: str) -> bool:
-    """Whether a file that is read whole is compared with a digest that its store has of it."""
-    mirror = of(path) if _mounted else None
-    return mirror is not None and mirror.digests
-
-
-def awaiting(progress: Progress | None, paths: Iterable[str]) -> Progress | None:
-    """A progress that counts, beside what it is told of, the bytes of those files that have to be fetched first."""
-    found = {
-        path: (mirror, n) for path in paths if isinstance(mirror := of(path), Fetching) and (n := mirror.missing(path))
-    }
-    if progress is None or not found:
+def with_fetching(progress: Progress | None, paths: Iterable[str]) -> Progress | None:
+    """Return a progress that also counts the bytes of those files that have to be fetched first."""
+    fetching = [(path, path.store.missing(path.key)) for path in paths if isinstance(path, Location)]
+    missing = [(path, nbytes) for path, nbytes in fetching if nbytes]
+    if progress is None or not missing:
         return progress
-    fetched = sum(n for _, n in found.values())
+    fetched = sum(nbytes for _, nbytes in missing)
 
-    def tell(done: int, total: int) -> None:
-        progress(done + sum(min(n, mirror.arrived(path)) for path, (mirror, n) in found.items()), total + fetched)
+    def report(done: int, total: int) -> None:
+        arrived = sum(min(nbytes, path.store.fetched(path.key)) for path, nbytes in missing)
+        progress(done + arrived, total + fetched)
 
-    return tell
-
-
-def as_typed(text: str) -> str:
-    """A message with addresses in place of the folders that nobody has heard of."""
-    for root, mirror in _mounted.items():
-        text = text.replace(root, mirror.address)
-    return text
-
-
-def in_their_words(error: CkptError) -> CkptError:
-    """An error that names addresses in place of mirrors."""
-    if not _mounted:
-        return error
-    facts = {name: as_typed(value) if isinstance(value, str) else value for name, value in error.facts.items()}
-    hint = None if error.hint is None else as_typed(error.hint)
-    return type(error)(as_typed(error.message), hint=hint, **facts)
+    return report

@@ -21,13 +21,14 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from ckpttool import convert, formats, inspect, show
+from ckpttool import convert, inspect, show
 from ckpttool.catalogue import flatten as nesting
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.entries import Catalogue, Tensor
 from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, Source
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
+from ckpttool.formats.detect import detect
 from ckpttool.formats.rankfiles import FORMAT
 from ckpttool.formats.rankfiles import discover as sets
 
@@ -41,7 +42,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def source_of(path: str | Path, options: OpenOptions = NO_HINTS) -> Source:
-    row = formats.detect(str(path))
+    row = detect(str(path))
     assert row is FORMAT
     return row.open(str(path), options)
 
@@ -350,7 +351,7 @@ def test_no_file_of_the_set_is_written_over(named: str, tmp_path: Path) -> None:
 
 def test_a_pattern_that_matches_nothing(tmp_path: Path) -> None:
     with pytest.raises(ReadError, match="matches no files of ranks"):
-        formats.detect(f"{tmp_path}/*.pt")
+        detect(f"{tmp_path}/*.pt")
 
 
 def test_other_files_of_a_pattern_are_left_out_and_said(tmp_path: Path) -> None:
@@ -364,7 +365,7 @@ def test_other_files_of_a_pattern_are_left_out_and_said(tmp_path: Path) -> None:
 
 
 def test_parts_are_mounted_under_their_names() -> None:
-    row = formats.detect(path_of("rank_fsdp2_w2"))
+    row = detect(path_of("rank_fsdp2_w2"))
     source = row.open(path_of("rank_fsdp2_w2"))
     source.close()
     assert {path[0] for path in source.catalogue.entries} == {"model", "optim", "extra_state"}
@@ -426,9 +427,9 @@ def test_several_steps_in_one_directory(tmp_path: Path) -> None:
 def test_ordinary_files_are_none_of_ours(names: list[str], tmp_path: Path) -> None:
     for i, name in enumerate(names):
         torch.save({"w": torch.full((4,), i), "b": torch.full((3,), i + 9)}, tmp_path / name)
-    assert formats.detect(str(tmp_path / names[0])).name == "torch"
+    assert detect(str(tmp_path / names[0])).name == "torch"
     with pytest.raises(ReadError):
-        formats.detect(str(tmp_path))
+        detect(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", sorted(f.name for f in HERE.glob("torch_*")))

@@ -23,7 +23,7 @@ from safetensors.torch import load, load_file, save, save_file
 import ckpttool
 from ckpttool.cli.app import application
 from ckpttool.errors import RemoteError, UsageError
-from ckpttool.storage import stores as mirrors
+from ckpttool.storage import mirrors
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = ROOT / "samples" / "checkpoints" / "dcp_single" / "ckpt"

@@ -26,7 +26,7 @@ import ckpttool
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.cli.app import application
 from ckpttool.errors import CkptError, CorruptError, RemoteError, UsageError
-from ckpttool.storage import stores as mirrors
+from ckpttool.storage import mirrors
 from ckpttool.storage.hub import address
 from ckpttool.storage.hub import progress as watching
 

@@ -16,7 +16,7 @@ import torch
 
 from ckpttool.errors import CkptError, OverwriteError, ReadError, StorageError
 from ckpttool.operations.verify import Finding, Report, verify
-from ckpttool.storage import stores as mirrors
+from ckpttool.storage import mirrors
 
 SAMPLES = Path(__file__).resolve().parents[2] / "samples" / "checkpoints"
 EVERY = sorted(str(path.relative_to(SAMPLES)) for path in SAMPLES.glob("*/ckpt*"))

@@ -9,7 +9,6 @@ The index says then what neither could: integer keys, lists, empty dicts, and th
 
 from __future__ import annotations
 
-import os
 from array import array
 from collections.abc import Iterable
 from dataclasses import replace
@@ -24,6 +23,7 @@ from ckpttool.formats.dcp import planner_data as dcpkeys
 from ckpttool.formats.dcp import writer as dcpsink
 from ckpttool.formats.dcp.metadata import Item, Metadata, StoredTensor
 from ckpttool.storage import files
+from ckpttool.storage.stores import locate
 
 REST = "rest"
 
@@ -45,7 +45,7 @@ def create_rest(folder: str, laid: Catalogue, saved: Iterable[Path]) -> Sink | N
     rest = _rest(laid, set(saved))
     if not rest.entries:
         return None
-    return dcpsink.create(os.path.join(folder, REST), rest, SinkOptions())
+    return dcpsink.create(locate(folder) / REST, rest, SinkOptions())
 
 
 def _rest(laid: Catalogue, saved: set[Path]) -> Catalogue:
@@ -69,7 +69,7 @@ def join(folder: str, laid: Catalogue, rest: Catalogue | None) -> None:
     saved = _read(folder)
     own, own_names = Metadata(dcpindex.NAME, [], {}), dict[Path, str]()
     if rest is not None:
-        own, own_names = _read(os.path.join(folder, REST)), dcpkeys.spell(rest).names
+        own, own_names = _read(locate(folder) / REST), dcpkeys.spell(rest).names
         _move_in(folder, own)
     spelt, keeper = dcpkeys.spell(laid), keepers(laid)
     entries: dict[str, StoredTensor | Item] = {}
@@ -87,22 +87,18 @@ def join(folder: str, laid: Catalogue, rest: Catalogue | None) -> None:
 
 
 def _read(folder: str) -> Metadata:
-    path = os.path.join(folder, dcpindex.NAME)
-    try:
-        with open(path, "rb") as stream:
-            return dcpmetadata.read(stream, dcpindex.NAME)
-    except OSError as error:
-        raise files.failed(error, path, "read") from None
+    with (locate(folder) / dcpindex.NAME).open() as stream:
+        return dcpmetadata.read(stream, dcpindex.NAME)
 
 
 def _move_in(folder: str, own: Metadata) -> None:
     """The one file of the rest, under a name that no rank of torch's has."""
-    inner = os.path.join(folder, REST)
+    location = locate(folder)
     for i, name in enumerate(own.files):
         new = f"__0_{i + 1}{dcpindex.SUFFIX}"
-        os.rename(os.path.join(inner, name), os.path.join(folder, new))
+        files.rename(location / REST / name, location / new)
         own.files[i] = new
-    files.remove(inner)
+    files.remove(location / REST)
 
 
 def _shifted(entry: StoredTensor | Item, by: int) -> StoredTensor | Item:
@@ -119,10 +115,7 @@ def _as_laid(found: StoredTensor, tensor: Tensor) -> bool:
 
 
 def _write(folder: str, metadata: Metadata) -> None:
-    draft, final = (os.path.join(folder, dcpindex.NAME + end) for end in (".joined", ""))
+    draft, final = (locate(folder) / (dcpindex.NAME + end) for end in (".joined", ""))
     files.write_pieces(draft, lambda flush: dcpspelling.write(metadata, flush))
-    try:
-        os.replace(draft, final)
-    except OSError as error:
-        raise files.failed(error, final, "write") from None
+    files.rename(draft, final)
     files.sync(folder)

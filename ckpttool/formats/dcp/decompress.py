@@ -8,18 +8,18 @@ Upstream: `torch/distributed/checkpoint/_extension.py`.
 
 from __future__ import annotations
 
-import io
-import os
 import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import IO, Any, NamedTuple
+from functools import partial
+from typing import IO, NamedTuple
 
 from ckpttool.catalogue.entries import File
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.formats.dcp.metadata import Item
-from ckpttool.storage.files import Pool, failed
+from ckpttool.storage import files
+from ckpttool.storage.files import Pool, ScratchFile
 
 _BLOCK = 1 << 20
 _SEGMENT = 1 << 30
@@ -72,22 +72,6 @@ def _zstd(stream: IO[bytes], name: str) -> IO[bytes]:
     raise ReadError(f"{name}: compressed with zstd, which this Python cannot read", hint="pip install ckpttool[zstd]")
 
 
-class _Range(io.RawIOBase):
-    """A part of a file as a stream."""
-
-    def __init__(self, pool: Pool, location: str, offset: int, length: int) -> None:
-        self._pool, self._location, self._at, self._end = pool, location, offset, offset + length
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        n = min(len(buffer), self._end - self._at)
-        buffer[:n] = self._pool.read(self._location, self._at, n)
-        self._at += n
-        return n
-
-
 class Lease:
     """Held by whoever may still read what was decoded: its segment is not emptied before."""
 
@@ -95,29 +79,20 @@ class Lease:
 
 
 class _Segment:
-    """A temporary file without a name, written by one thread at a time. Others read it at `/dev/fd`."""
+    """A temporary file that one thread writes at a time, and others read."""
 
     def __init__(self, file: int, entry: File) -> None:
-        import tempfile  # and with it `random` and `hashlib`, which nobody needs who only looks
-
-        try:
-            # As long-lived as the source. Unbuffered: nothing is left to fail when it is closed.
-            self.stream = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
-        except OSError as error:
-            raise _refused(error) from None
+        self.scratch = ScratchFile()
         self.items: list[Item] = []
         self.size = 0
         self.file = file
         self._entry = entry
         self._lease: weakref.ref[Lease] | None = None
-        entry.location, entry.size = f"/dev/fd/{self.stream.fileno()}", 0
+        entry.location, entry.size = self.scratch.location, 0
 
     def add(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            written = os.pwrite(self.stream.fileno(), view, self.size)
-            self.size += written
-            view = view[written:]
+        self.scratch.write(self.size, data)
+        self.size += len(data)
 
     def note(self) -> None:
         """What was added is whole, and may be read."""
@@ -135,20 +110,10 @@ class _Segment:
         return self._lease is not None and self._lease() is not None
 
     def empty(self) -> None:
-        # The same file under the same number: a descriptor that somebody keeps open reads what comes next.
-        try:
-            self.stream.truncate(0)
-        except OSError as error:
-            raise _refused(error) from None
+        # The same file under the same number: a descriptor that another thread keeps open reads what comes next.
+        self.scratch.empty()
         self.items.clear()
         self.size = self._entry.size = 0
-
-
-def _refused(error: OSError) -> CkptError:
-    # `gettempdir` itself fails where no directory can be written to.
-    import tempfile
-
-    return failed(error, tempfile.tempdir or os.environ.get("TMPDIR", "the temporary directory"), "write")
 
 
 class Scratch:
@@ -159,8 +124,8 @@ class Scratch:
     opened: one that came later would, in a catalogue of several sources, be a file of the next one.
     """
 
-    def __init__(self, files: list[File], pool: Pool) -> None:
-        self._files, self._pool = files, pool
+    def __init__(self, entries: list[File], pool: Pool) -> None:
+        self._files, self._pool = entries, pool
         self._free: list[int] = []
         self._done: dict[Item, tuple[Placed, _Segment]] = {}
         self._busy: dict[Item, threading.Lock] = {}
@@ -247,7 +212,8 @@ class Scratch:
     def _unpack(
         self, item: Item, segment: _Segment, most: int, name: str, check: Callable[[Placed], None] | None
     ) -> Placed:
-        source = io.BufferedReader(_Range(self._pool, self._files[item.file].location, item.offset, item.length))
+        read_into = partial(self._pool.read_some, self._files[item.file].location)
+        source = files.stream(read_into, item.offset, item.length)
         stream = _unpacked(source, item.transforms, name)
         start = segment.size
         try:
@@ -264,8 +230,6 @@ class Scratch:
         except BaseException as error:
             segment.size = start
             segment.note()
-            if isinstance(error, OSError):
-                raise _refused(error) from None
             if isinstance(error, CkptError) or not isinstance(error, Exception):
                 raise
             # zstandard.ZstdError, or what the other library has for it.
@@ -273,4 +237,4 @@ class Scratch:
 
     def close(self) -> None:
         for segment in self._made:
-            segment.stream.close()
+            segment.scratch.close()

@@ -8,7 +8,6 @@ Each rank's own index has global sizes, the chunks of that rank, and its copy of
 
 from __future__ import annotations
 
-import os
 import re
 from array import array
 from collections.abc import Mapping
@@ -18,11 +17,10 @@ from typing import Any
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import File
 from ckpttool.catalogue.warning import Warning
-from ckpttool.errors import CorruptError, ReadError
+from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.formats.dcp import metadata as dcpmetadata
 from ckpttool.formats.dcp.metadata import Item, KeyPath, Metadata, StoredTensor
-from ckpttool.storage import files
-from ckpttool.storage import stores as mirrors
+from ckpttool.storage.stores import Location, locate
 from ckpttool.text import some
 
 NAME = ".metadata"
@@ -47,7 +45,7 @@ class Copy:
 class Index:
     """A whole checkpoint's index. File numbers of `entries` are places in `files`."""
 
-    folder: str
+    folder: Location
     name: str
     files: list[File]
     entries: dict[str, StoredTensor | Item]
@@ -58,36 +56,26 @@ class Index:
     warnings: list[Warning] = field(default_factory=list)
 
 
-def index_files(path: str) -> tuple[str, list[str]]:
+def index_files(path: str) -> tuple[Location, list[str]]:
     """The directory and the names of the index files in it, for a path to either. Empty when there are none."""
-    if not os.path.isdir(path):
-        folder, name = os.path.split(path)
-        return folder or ".", [] if name.endswith(SUFFIX) else [name]
-    if os.path.lexists(os.path.join(path, NAME)):
-        return path, [NAME]
-    try:
-        ranked = sorted((int(m[1]), m[0]) for name in os.listdir(path) if (m := _OF_RANK.fullmatch(name)))
-    except OSError as error:
-        raise files.failed(error, path, "read") from None
-    return path, [name for _, name in ranked]
-
-
-def _is_index(path: str) -> bool:
-    try:
-        with open(mirrors.here(path, 0, 2048), "rb") as stream:
-            return dcpmetadata.looks_like(stream.read(2048))
-    except OSError:
-        return False
+    location = locate(path)
+    if not location.is_dir():
+        return location.parent, [] if path.endswith(SUFFIX) else [location.name]
+    names = location.names()
+    if NAME in names:
+        return location, [NAME]
+    ranked = sorted((int(m[1]), m[0]) for name in names if (m := _OF_RANK.fullmatch(name)))
+    return location, [name for _, name in ranked]
 
 
 def looks_like(path: str) -> bool:
     """Whether a path is a DCP directory, complete or not, or the index of one."""
+    location = locate(path)
     try:
-        if os.path.isdir(path):
-            names = os.listdir(path)
-            return NAME in names or any(_OF_RANK.fullmatch(n) or n.endswith(SUFFIX) for n in names)
-        return path.endswith(SUFFIX) or (os.path.isfile(path) and _is_index(path))
-    except OSError:
+        if location.is_dir():
+            return any(n == NAME or _OF_RANK.fullmatch(n) or n.endswith(SUFFIX) for n in location.names())
+        return path.endswith(SUFFIX) or (location.is_file() and dcpmetadata.looks_like(location.head(2048)))
+    except CkptError:
         return False
 
 
@@ -96,10 +84,10 @@ def read(path: str) -> Index:
     folder, names = index_files(path)
     if not names:
         raise _no_index(path, folder)
-    sizes = _listing(folder)
+    sizes = folder.sizes()
     merged = _Merged(folder, sizes)
     for name in names:
-        metadata = _read_one(os.path.join(folder, name), name)
+        metadata = _read_one(folder / name, name)
         ranked = _OF_RANK.fullmatch(name)
         merged.add(metadata, int(ranked[1]) if ranked else 0)
     index = merged.index
@@ -111,21 +99,18 @@ def read(path: str) -> Index:
     return index
 
 
-def _read_one(location: str, name: str) -> Metadata:
-    if not files.size_of(location):
+def _read_one(location: Location, name: str) -> Metadata:
+    if not location.size():
         raise CorruptError(f"`{location}`: is empty", hint="the save did not end; take an older step", file=location)
-    try:
-        with open(mirrors.here(location), "rb") as stream:
-            return dcpmetadata.read(stream, name)
-    except OSError as error:
-        raise files.failed(error, location, "read") from None
+    with location.open() as stream:
+        return dcpmetadata.read(stream, name)
 
 
 def _no_index(path: str, folder: str) -> ReadError:
     if path.endswith(SUFFIX):
         return ReadError(
             f"`{path}`: one data file of a DCP checkpoint, which is a directory",
-            hint=f"name the directory: `{folder}`",
+            hint=f"name the directory: `{folder or '.'}`",
             file=path,
         )
     return ReadError(
@@ -136,17 +121,8 @@ def _no_index(path: str, folder: str) -> ReadError:
     )  # fmt: skip
 
 
-def _listing(folder: str) -> dict[str, int]:
-    """Regular files of a directory and their sizes. Links are left to `files.inside`."""
-    try:
-        with os.scandir(folder) as entries:
-            return {e.name: e.stat().st_size for e in entries if e.is_file(follow_symlinks=False)}
-    except OSError as error:
-        raise files.failed(error, folder, "read") from None
-
-
 class _Merged:
-    def __init__(self, folder: str, sizes: Mapping[str, int]) -> None:
+    def __init__(self, folder: Location, sizes: Mapping[str, int]) -> None:
         self._sizes = sizes
         self._numbers: dict[str, int] = {}
         self._missing: list[str] = []
@@ -185,10 +161,11 @@ class _Merged:
         if number is not None:
             return number
         size = self._sizes.get(name)
-        location = os.path.join(self.index.folder, name)
+        location = self.index.folder / name
         if size is None:
-            location = files.inside(self.index.folder, name)
-            size = files.size_of(location) if os.path.exists(location) else None
+            # A link, or a file in a folder of its own.
+            location = self.index.folder.inside(name)
+            size = location.size() if location.exists() else None
         missing = size is None
         if missing:
             self.index.warnings.append(Warning("missing-file", f"file `{name}` is missing", file=name))

@@ -21,7 +21,6 @@ what they are until then.
 
 from __future__ import annotations
 
-import os
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
@@ -125,7 +124,7 @@ def read(stream: Any, name: str) -> Metadata:
 def _whole(stream: Any, beginning: bytes, name: str) -> bytes:
     """All of a large index, once its beginning could be one and its size is known: it may be a hole in a file."""
     here = stream.tell()
-    size = stream.seek(0, os.SEEK_END)
+    size = stream.seek(0, 2)  # the end
     stream.seek(here)
     try:
         opcodes.check_beginning(beginning, size)

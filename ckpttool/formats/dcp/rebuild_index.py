@@ -7,7 +7,6 @@ lengths of objects change. Each item has to be what the other index says: its ki
 
 from __future__ import annotations
 
-import os
 from array import array
 from collections import defaultdict
 from contextlib import closing
@@ -26,6 +25,7 @@ from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.serialization.torch_zip import Read
 from ckpttool.storage import files
 from ckpttool.storage.files import Pool
+from ckpttool.storage.stores import locate
 
 _WINDOW = 1 << 20
 _END = b"PK\5\6"
@@ -67,7 +67,7 @@ def rebuilt(folder: str, like: str) -> Metadata:
 
 def write(folder: str, metadata: Metadata) -> None:
     """Write `.metadata`."""
-    files.write_pieces(os.path.join(folder, dcpindex.NAME), lambda put: dcpspelling.write(metadata, put))
+    files.write_pieces(locate(folder) / dcpindex.NAME, lambda put: dcpspelling.write(metadata, put))
 
 
 def _metadata(index: Index, entries: dict[str, StoredTensor | Item]) -> Metadata:
@@ -92,10 +92,10 @@ def _walk(
     folder: str, file: File, number: int, slots: list[_Slot], pool: Pool, placed: dict[tuple[int, int], tuple[int, int]]
 ) -> None:
     """Find the items of one file; `placed` gets `(file, old offset) -> (offset, length)`."""
-    location = os.path.join(folder, file.name)
-    if not os.path.isfile(location):
+    location = locate(folder) / file.name
+    if not location.is_file():
         raise CorruptError(f"`{file.name}` is missing, and the other checkpoint has it", hint=_HINT, file=file.name)
-    size, at = files.size_of(location), 0
+    size, at = location.size(), 0
     read = partial(pool.read, location)
     for slot in slots:
         length = slot.length if _ends_at(read, at, slot.length, size) else _length(read, at, size)

@@ -9,7 +9,6 @@ together with those of the next item. Tied tensors share an item.
 
 from __future__ import annotations
 
-import os
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -30,6 +29,7 @@ from ckpttool.formats.dcp.metadata import Item, Metadata, StoredTensor
 from ckpttool.serialization import torch_zip_writer as torchzipwriter
 from ckpttool.serialization.torch_pickle import Slot
 from ckpttool.storage import files
+from ckpttool.storage.stores import locate
 
 
 def losses(catalogue: Catalogue, path: str) -> list[Loss]:
@@ -85,12 +85,9 @@ class _DcpSink:
             yield number, start, data
 
     def _write_index(self) -> None:
-        draft, final = (os.path.join(self._path, dcpindex.NAME + end) for end in (".tmp", ""))
+        draft, final = (locate(self._path) / (dcpindex.NAME + end) for end in (".tmp", ""))
         files.write_pieces(draft, lambda flush: dcpspelling.write(self._metadata, flush))
-        try:
-            os.rename(draft, final)
-        except OSError as error:
-            raise files.failed(error, final, "write") from None
+        files.rename(draft, final)
         files.sync(self._path)
 
 
@@ -142,7 +139,7 @@ class _Creating:
             ranks.add(0)
         for rank in sorted(ranks):
             name = f"__{rank}_0{dcpindex.SUFFIX}"
-            location = os.path.join(self._path, name)
+            location = locate(self._path) / name
             files.create(location, 0)
             self._numbers[rank] = len(self._made.files)
             self._made.files.append(File(location, name, 0, rank))

@@ -10,7 +10,6 @@ A random number generator, a dataloader, tokens seen and losses are a rank's own
 
 from __future__ import annotations
 
-import os
 import re
 import struct
 from collections.abc import Collection, Mapping
@@ -105,8 +104,8 @@ def check_parts(patterns: Mapping[str, str], loaded: Mapping[Path, RankFile]) ->
     found = [patterns[part] for part in (*whole, *weights)]
     choices = " or ".join([f"`'{pattern}'`" for pattern in found[:4]])
     raise ReadError(
-        f"{some([os.path.basename(pattern) for pattern in found], 6)} are checkpoints of their own: files of the first "
-        f"hold model and optimizer, so they are no part of one",
+        f"{some([pattern.rpartition('/')[2] for pattern in found], 6)} are checkpoints of their own: files of the "
+        "first hold model and optimizer, so they are no part of one",
         hint=f"name one: {choices}",
         found=found,
     )  # fmt: skip

@@ -13,17 +13,15 @@ unless the parts differ by a number only; then they are several.
 
 from __future__ import annotations
 
-import glob
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ckpttool.errors import CorruptError, ReadError
+from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.formats.rankfiles import rank_file as reading
 from ckpttool.storage import files
-from ckpttool.storage.files import is_pattern
+from ckpttool.storage.stores import Location, locate
 from ckpttool.text import some
 
 _END = r"\.(?P<ending>(?:pt|pth|bin|ckpt|th)(?:\.tar)?|tar)"
@@ -45,7 +43,7 @@ class Member(NamedTuple):
     """A file by its name: `Member("/run/model_world_size_4_rank_2.pt", "model", 2, 4, ".pt")`. `numbered` names have
     a number where it is not said that it is a rank."""
 
-    path: str
+    path: Location
     stem: str
     rank: int
     world: int | None
@@ -58,19 +56,22 @@ class RankSet:
     """The files of a checkpoint: part -> rank in the name -> path. `parts` has one key of "" for a set of one part.
     `left_out` are files of a directory or a pattern that are no rank's."""
 
-    parts: dict[str, dict[int, str]]
+    parts: dict[str, dict[int, Location]]
     world: int | None = None
     numbered: bool = False
     alone: bool = False
-    left_out: list[str] = field(default_factory=list)
+    left_out: list[Location] = field(default_factory=list)
 
     @property
     def folder(self) -> str:
-        """What the names of files are told from; empty when they lie in one directory."""
-        folders = {
-            os.path.dirname(os.path.abspath(path)) for members in self.parts.values() for path in members.values()
-        }
-        return os.path.commonpath(folders) if len(folders) > 1 else ""
+        """The directory that all files are below; empty when they lie in one."""
+        folders = {path.absolute().parent for members in self.parts.values() for path in members.values()}
+        if len(folders) == 1:
+            return ""
+        above = next(iter(folders))
+        while not all(folder.is_below(above) for folder in folders):
+            above = above.parent
+        return above
 
     def pattern(self, part: str) -> str:
         """What names the files of one part: `/run/full_rank*.pt`."""
@@ -78,15 +79,16 @@ class RankSet:
         found = member(path)
         if found is None:
             return path
-        folder, name = os.path.split(path)
-        if found.numbered or not _FOLDER.fullmatch(os.path.basename(folder)):
-            return os.path.join(folder, _pattern_of(found))
-        return os.path.join(os.path.dirname(folder), "rank*", name)
+        folder = path.parent
+        if found.numbered or not _FOLDER.fullmatch(folder.name):
+            return folder / _pattern_of(found)
+        return folder.parent / "rank*" / path.name
 
 
 def member(path: str) -> Member | None:
-    """What a file's name says; None for a name without a rank. Pure."""
-    name = os.path.basename(path)
+    """What a file's name says; None for a name without a rank."""
+    path = locate(path)
+    name = path.name
     for pattern in _NAMES:
         found = pattern.fullmatch(name)
         if found is not None:
@@ -95,7 +97,7 @@ def member(path: str) -> Member | None:
                 return None
             said = found.groupdict().get("world")
             return Member(path, stem, int(found["rank"]), int(said) if said else None, found["ending"])
-    within = _FOLDER.fullmatch(os.path.basename(os.path.dirname(path)))
+    within = _FOLDER.fullmatch(path.parent.name)
     if within is not None and (found := _NAMED.fullmatch(name)) is not None:
         return Member(path, found["stem"], int(within[1]), None, found["ending"])
     found = _NUMBERED.fullmatch(name)
@@ -106,15 +108,16 @@ def member(path: str) -> Member | None:
 
 def recognise(path: str) -> bool:
     """Whether these are rank files, or this is one."""
-    if is_pattern(path):
-        return bool(_ours(names := _matches(path), told=True) or _with_shards(names, any_of=True))
-    if os.path.isdir(path):
-        return bool(_ours(names := _files_in(path)) or _with_shards(names))
-    if not os.path.isfile(path) or not reading.is_torch(path):
+    location = locate(path)
+    if location.is_pattern():
+        return bool(_ours(names := _matches(location), told=True) or _with_shards(names, any_of=True))
+    if location.is_dir():
+        return bool(_ours(names := _files_in(location)) or _with_shards(names))
+    if not location.is_file() or not reading.is_torch(location):
         return False
-    if reading.mentions_shards(path):
+    if reading.mentions_shards(location):
         return True
-    this = member(path)
+    this = member(location)
     if this is None or this.numbered:
         return False
     return this.world is not None or len(_like(this)) > 1
@@ -122,10 +125,12 @@ def recognise(path: str) -> bool:
 
 def find(path: str) -> RankSet:
     """The set at a directory, around one file, or of a pattern. Raises ReadError when there are several."""
-    if not is_pattern(path) and not os.path.isdir(path):
-        return _around(path)
-    names = _matches(path) if is_pattern(path) else _files_in(path)
-    ours = _ours(names, told=is_pattern(path)) or _told_inside(_with_shards(names, any_of=is_pattern(path)))
+    location = locate(path)
+    is_pattern = location.is_pattern()
+    if not is_pattern and not location.is_dir():
+        return _around(location)
+    names = _matches(location) if is_pattern else _files_in(location)
+    ours = _ours(names, told=is_pattern) or _told_inside(_with_shards(names, any_of=is_pattern))
     if not ours:
         raise ReadError(
             f"`{path}`: no file there is that of a rank", hint="name the files: `'run/*rank*.pt'`", file=path
@@ -136,20 +141,20 @@ def find(path: str) -> RankSet:
     worlds = {world for _, world, _ in groups if world is not None}
     plain = [re.sub(r"\d+", "", stem) for stem, _, _ in groups]
     if len(worlds) > 1 or len(set(plain)) < len(plain):
-        raise _several(path, groups)
+        raise _several(location, groups)
     made = RankSet({}, next(iter(worlds), None), numbered=ours[0].numbered)
     keys = _keys([stem for stem, _, _ in groups])
     for (stem, _, _), members in groups.items():
         _check_once(members)
         made.parts[keys[stem]] = {m.rank: m.path for m in sorted(members, key=lambda m: m.rank)}
     taken = {m.path for m in ours}
-    made.left_out = [name for name in names if name not in taken and (is_pattern(path) or _is_data(name))]
+    made.left_out = [name for name in names if name not in taken and (is_pattern or _is_data(name))]
     return made
 
 
 def _check_once(members: list[Member]) -> None:
     """Raises ReadError for two files of one rank: a pattern can match the checkpoints of several directories."""
-    taken: dict[int, str] = {}
+    taken: dict[int, Location] = {}
     for m in members:
         if m.rank in taken:
             raise ReadError(
@@ -160,9 +165,9 @@ def _check_once(members: list[Member]) -> None:
         taken[m.rank] = m.path
 
 
-def _several(path: str, groups: dict[tuple[str, int | None, str], list[Member]]) -> ReadError:
+def _several(path: Location, groups: dict[tuple[str, int | None, str], list[Member]]) -> ReadError:
     patterns = [_pattern_of(members[0]) for members in groups.values()]
-    folder = path if os.path.isdir(path) else os.path.dirname(path)
+    folder = path if path.is_dir() else path.parent
     worlds = sorted({world for _, world, _ in groups if world is not None})
     if len(worlds) > 1:
         what = f"rank files of saves by {' and by '.join(map(str, worlds))} ranks"
@@ -171,19 +176,19 @@ def _several(path: str, groups: dict[tuple[str, int | None, str], list[Member]])
         what, name = f"{len(groups)} sets of rank files", patterns[-1]
     return ReadError(
         f"`{path}`: has {what}: {some(patterns, 6)}",
-        hint=f"name one: `'{os.path.join(folder, name)}'`",
+        hint=f"name one: `'{folder / name}'`",
         file=path, found=patterns,
     )  # fmt: skip
 
 
 def _pattern_of(found: Member) -> str:
     """The name of a file with a `*` for its rank."""
-    name = os.path.basename(found.path)
+    name = found.path.name
     at = [m for m in re.finditer(r"\d+", name) if int(m[0]) == found.rank][-1]
     return f"{name[: at.start()]}*{name[at.end() :]}"
 
 
-def _around(path: str) -> RankSet:
+def _around(path: Location) -> RankSet:
     this = member(path)
     if this is None:
         beside = _told_inside(_with_shards(_beside(path), any_of=True))
@@ -198,9 +203,9 @@ def _around(path: str) -> RankSet:
 
 def _like(this: Member) -> list[Member]:
     """The files beside this one that are named alike but for the rank."""
-    folder = os.path.dirname(this.path)
-    paths = [os.path.join(folder, name) for name in _listed(folder or ".")]
-    if _FOLDER.fullmatch(os.path.basename(folder)):
+    folder = this.path.parent
+    paths = [folder / name for name in _listed(folder)]
+    if _FOLDER.fullmatch(folder.name):
         paths += [path for path in _beside(this.path) if path not in paths]
     found = [
         other for path in paths
@@ -211,23 +216,22 @@ def _like(this: Member) -> list[Member]:
     return sorted(found, key=lambda m: m.rank)
 
 
-def _beside(path: str) -> list[str]:
+def _beside(path: Location) -> list[Location]:
     """The files whose paths differ from this one by numbers only: in its folder, or in the folders beside that."""
-    folder, name = os.path.split(path)
-    above, within = os.path.split(folder)
+    folder, name = path.parent, path.name
     if any(c.isdigit() for c in name):
-        found = [os.path.join(folder, other) for other in _listed(folder or ".") if _same_but_numbers(other, name)]
+        found = [folder / other for other in _listed(folder) if _same_but_numbers(other, name)]
     else:
-        beside = [other for other in _listed(above or ".") if _same_but_numbers(other, within)]
-        found = [os.path.join(above, other, name) for other in beside]
-    return [other for other in found if os.path.isfile(other)]
+        above = folder.parent
+        found = [above / other / name for other in _listed(above) if _same_but_numbers(other, folder.name)]
+    return [other for other in found if other.is_file()]
 
 
 def _same_but_numbers(a: str, b: str) -> bool:
     return re.sub(r"\d+", "#", a) == re.sub(r"\d+", "#", b)
 
 
-def _with_shards(paths: list[str], *, any_of: bool = False) -> list[str]:
+def _with_shards(paths: list[Location], *, any_of: bool = False) -> list[Location]:
     """Those with sharded tensors inside. A directory is told by the first file of torch.save in it, so that one of a
     thousand others is not read through; of what a person named, every file is looked at."""
     found = [path for path in paths if reading.is_torch(path)]
@@ -236,14 +240,14 @@ def _with_shards(paths: list[str], *, any_of: bool = False) -> list[str]:
     return [path for path in found if reading.mentions_shards(path)]
 
 
-def _told_inside(paths: list[str]) -> list[Member]:
+def _told_inside(paths: list[Location]) -> list[Member]:
     """Files whose contents say of which rank they are. Raises CorruptError for one that is not whole."""
     made: list[Member] = []
-    taken: dict[tuple[str, int], str] = {}
+    taken: dict[tuple[str, int], Location] = {}
     pool = files.Pool()
     try:
         for path in paths:
-            name = os.path.basename(path)
+            name = path.name
             found = _NAMED.fullmatch(name)
             stem, ending = (found["stem"], found["ending"]) if found is not None else (name, "")
             stem = _COUNT.sub("", stem).strip("._-")
@@ -265,34 +269,33 @@ def _told_inside(paths: list[str]) -> list[Member]:
     return made
 
 
-def _is_data(path: str) -> bool:
+def _is_data(path: Location) -> bool:
     """Whether this is a file that somebody would miss."""
     return path.endswith(".safetensors") or reading.is_torch(path)
 
 
-def _listed(folder: str) -> list[str]:
+def _listed(folder: Location) -> list[str]:
     try:
-        with os.scandir(folder) as entries:
-            return sorted(entry.name for entry in entries if not entry.name.startswith("."))[:_MOST]
-    except OSError:
+        return [name for name in folder.names() if not name.startswith(".")][:_MOST]
+    except CkptError:
         return []
 
 
-def _files_in(folder: str) -> list[str]:
+def _files_in(folder: Location) -> list[Location]:
     """The files in a directory; where there are none of torch.save, those in its directories for each rank."""
     names = _listed(folder)
-    found = [path for name in names if os.path.isfile(path := os.path.join(folder, name))]
+    found = [path for name in names if (path := folder / name).is_file()]
     below = [name for name in names if _FOLDER.fullmatch(name)]
-    if below and not any(_NAMED.fullmatch(os.path.basename(path)) for path in found):
-        found += [path for name in below for path in _files_in(os.path.join(folder, name))]
+    if below and not any(_NAMED.fullmatch(path.name) for path in found):
+        found += [path for name in below for path in _files_in(folder / name)]
     return found
 
 
-def _matches(pattern: str) -> list[str]:
-    return [path for path in sorted(glob.glob(pattern))[:_MOST] if os.path.isfile(path)]
+def _matches(pattern: Location) -> list[Location]:
+    return [path for path in pattern.matches()[:_MOST] if path.is_file()]
 
 
-def _ours(paths: Iterable[str], *, told: bool = False) -> list[Member]:
+def _ours(paths: Iterable[Location], *, told: bool = False) -> list[Member]:
     """The rank files among these. Names that say so are believed, numbers of files that look like it inside, or when
     a person has `told` us with a pattern."""
     found = [m for path in paths if (m := member(path)) is not None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +26,7 @@ from ckpttool.serialization import (
 from ckpttool.serialization.dtensor import Shard
 from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
 from ckpttool.storage import files
-from ckpttool.storage import stores as mirrors
+from ckpttool.storage.stores import Location
 
 _PK = b"PK\3\4"
 _LEGACY_HEAD = 1 << 20
@@ -37,7 +36,7 @@ _LEGACY_HEAD = 1 << 20
 class RankFile:
     """A file that was opened: its tree, the sharded tensors in it, and where the bytes of a tensor lie in it."""
 
-    path: str
+    path: Location
     size: int
     tree: Any
     extent: Callable[[TensorRef | StorageRef], Extent]
@@ -49,7 +48,7 @@ class RankFile:
 
     @property
     def name(self) -> str:
-        return os.path.relpath(self.path, self.folder) if self.folder else os.path.basename(self.path)
+        return self.path.relative_to(self.folder) if self.folder else self.path.name
 
     @property
     def rank(self) -> int | None:
@@ -66,9 +65,9 @@ class RankFile:
         return self.extent(ref).shifted(self.number)
 
 
-def load(pool: files.Pool, path: str) -> RankFile:
+def load(pool: files.Pool, path: Location) -> RankFile:
     """The file at `path`. Raises CorruptError when it is not whole or no torch.save file."""
-    size = files.size_of(path)
+    size = path.size()
     head = pool.read(path, 0, min(size, 512))
     name = f"`{path}`"
 
@@ -97,17 +96,16 @@ def _torch_versions(archive: torchzip.Archive) -> str:
     return "2.1 to 2.6" if "byteorder" in archive.records else "1.6 to 2.0"
 
 
-def is_torch(path: str) -> bool:
+def is_torch(path: Location) -> bool:
     """Whether this begins like a file of torch.save. It may be cut all the same."""
     try:
-        with open(mirrors.here(path, 0, 64), "rb") as stream:
-            head = stream.read(64)
-    except OSError:
+        head = path.head(64)
+    except CkptError:
         return False
     return head.startswith(_PK) or torchlegacy.is_stream(head)
 
 
-def alike(path: str, other: str) -> bool:
+def alike(path: Location, other: Location) -> bool:
     """Whether two archives hold mostly the same storages: what every rank of DDP saves, but not another epoch."""
     pool = files.Pool()
     try:
@@ -115,7 +113,7 @@ def alike(path: str, other: str) -> bool:
             {
                 name: (record.nbytes, record.crc)
                 for name, record in torchzip.open_archive(
-                    partial(pool.read, one), 0, files.size_of(one), name=one
+                    partial(pool.read, one), 0, one.size(), name=one
                 ).records.items()
                 if name.startswith("data/") and record.nbytes
             }
@@ -128,11 +126,11 @@ def alike(path: str, other: str) -> bool:
     return a.keys() == b.keys() and 2 * sum(a[name] == b[name] and bool(a[name][1]) for name in a) > len(a)
 
 
-def mentions_shards(path: str) -> bool:
+def mentions_shards(path: Location) -> bool:
     """Whether the pickle in a file names the class of a sharded tensor; False for what cannot be read."""
     pool = files.Pool()
     try:
-        size = files.size_of(path)
+        size = path.size()
         head = pool.read(path, 0, min(size, 64))
         if torchlegacy.is_stream(head):
             return sharded.mentions(pool.read(path, 0, min(size, _LEGACY_HEAD)))

@@ -13,7 +13,6 @@ Upstream: `torch/distributed/fsdp/_state_dict_utils.py` and `_optim_utils.py` of
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -31,6 +30,7 @@ from ckpttool.serialization import torch_tree as torchtree
 from ckpttool.serialization import torch_zip_writer as torchzipwriter
 from ckpttool.serialization.torch_pickle import Around
 from ckpttool.storage import files
+from ckpttool.storage.stores import locate
 
 _ROOT = "archive"  # what torch calls it when it saves to a buffer
 _GAP, _RUN = 4096, 1 << 20  # what is written at once: pieces so near, so many bytes
@@ -52,14 +52,14 @@ class _RankSink:
 
 def create(path: str, laid: Catalogue, options: SinkOptions) -> Sink:
     """An archive of full size for each rank, with holes where the payloads go."""
-    os.mkdir(path)
+    files.make_directory(path)
     made = Catalogue("rankfiles", facts={"layout": "rank files"}, containers=dict(laid.containers))
     made.warnings += _left_without(laid, options.world)
     placing = _Placing(laid, options.world)
     layouts: list[torchzipwriter.Layout] = []
     for rank in range(options.world):
         name = f"rank{rank}.pt"
-        file = File(os.path.join(path, name), name, 0, rank)
+        file = File(locate(path) / name, name, 0, rank)
         slots = torchtree.Slots(laid, _shapes(rank, options.world))
         layouts.append(_write(file, laid, slots, options))
         placing.take(rank, slots, layouts[-1].storages)

@@ -7,7 +7,6 @@ whole is written nowhere (torch 2.8 to 2.13 take the furthest end of a piece).
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,7 +22,7 @@ from ckpttool.formats.safetensors.sharding import SUFFIX
 from ckpttool.serialization import safetensors_header as stheader
 from ckpttool.serialization import strict_json as strictjson
 from ckpttool.serialization.safetensors_header import Entry, Header
-from ckpttool.storage import files
+from ckpttool.storage.stores import Location
 from ckpttool.text import some
 
 SHARDED = "sharded"
@@ -40,28 +39,19 @@ _NO_SIZES = Warning(
 )
 
 
-def read_range(path: str, offset: int, nbytes: int) -> bytes:
-    """These bytes of a file, which is not kept open."""
-    pool = files.Pool()
-    try:
-        return pool.read(path, offset, nbytes)
-    finally:
-        pool.close()
-
-
-def read_json(path: str) -> bytes:
+def read_json(path: Location) -> bytes:
     """A whole file of JSON, unless it is absurdly long."""
-    size = files.size_of(path)
+    size = path.size()
     most = strictjson.MAX_JSON
     if size > most:
         raise CorruptError(f"`{path}`: {size} bytes of JSON are more than the {most} that we read", file=path)
-    strictjson.check_beginning(read_range(path, 0, min(size, 1 << 16)), f"`{path}`")
-    return read_range(path, 0, size)
+    strictjson.check_beginning(path.head(1 << 16), f"`{path}`")
+    return path.read(0, size)
 
 
-def rank_files(root: str) -> list[str]:
+def rank_files(root: Location) -> list[str]:
     """Files with pieces of tensors in a directory, if that is there."""
-    return sorted(n for n in os.listdir(root) if _RANK_FILE.fullmatch(n)) if os.path.isdir(root) else []
+    return [n for n in root.names() if _RANK_FILE.fullmatch(n)] if root.is_dir() else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +66,7 @@ class Piece:
 class Reader:
     """Headers of several files, joined to one catalogue: tensors by name, pieces of one tensor together."""
 
-    def __init__(self, root: str, layout: str) -> None:
+    def __init__(self, root: Location, layout: str) -> None:
         self.catalogue = Catalogue("safetensors", facts={"layout": layout})
         self.metadata: dict[str, str] = {}
         self._root = root
@@ -87,7 +77,7 @@ class Reader:
 
         Raises CorruptError for a name that another file has too.
         """
-        path = os.path.join(self._root, name) if given else files.inside(self._root, name)
+        path = self._root / name if given else self._root.inside(name)
         file, header = mount(self.catalogue, path, name, rank)
         self.metadata |= {k: v for k, v in header.metadata.items() if k not in _DCP_KEYS}
         offsets = _saved_offsets(header, f"`{path}`")
@@ -143,17 +133,17 @@ class Reader:
         return Tensor((name,), first.dtype, tuple(shape), chunks, part=MODEL)
 
 
-def mount(catalogue: Catalogue, path: str, name: str, rank: int | None = None) -> tuple[int, Header]:
+def mount(catalogue: Catalogue, path: Location, name: str, rank: int | None = None) -> tuple[int, Header]:
     """Add a file to the catalogue: its number, and its header. Raises CorruptError when that lies."""
     try:
-        size = files.size_of(path)
+        size = path.size()
     except ReadError:
-        if os.path.lexists(path):
+        if path.exists() or path.is_link():
             raise
         raise CorruptError(
             f"`{path}`: is not there, but the index names it", hint="copy the missing file too", file=path
         ) from None
-    header = stheader.read_header(lambda at, n: read_range(path, at, n), 0, size, name=f"`{path}`")
+    header = stheader.read_header(path.read, 0, size, name=f"`{path}`")
     catalogue.files.append(File(path, name, size, rank))
     return len(catalogue.files) - 1, header
 
@@ -179,12 +169,12 @@ def _saved_offsets(header: Header, where: str) -> dict[str, Ints]:
 # Which files ----------------------------------------------------------------------------------------------------------
 
 
-def open_file(root: str, name: str) -> Catalogue:
+def open_file(root: Location, name: str) -> Catalogue:
     """One file, as a person has named it: also one of those that an index names."""
     if _RANK_FILE.fullmatch(name) and len(rank_files(root)) > 1:
         raise ReadError(
-            f"`{os.path.join(root, name)}`: holds one rank's pieces of tensors",
-            hint=f"name the directory: `{root}`", file=name,
+            f"`{root / name}`: holds one rank's pieces of tensors",
+            hint=f"name the directory: `{root or '.'}`", file=name,
         )  # fmt: skip
     reader = Reader(root, "one file")
     reader.add(name, given=True)
@@ -194,13 +184,13 @@ def open_file(root: str, name: str) -> Catalogue:
     return catalogue
 
 
-def open_directory(root: str, names: Sequence[str]) -> Catalogue:
+def open_directory(root: Location, names: Sequence[str]) -> Catalogue:
     """The model in a directory with these names in it; whole tensors before pieces of the same."""
     found = [n for n in names if n.endswith(SUFFIX)]
     ranks = [n for n in found if _RANK_FILE.fullmatch(n)]
     whole = [n for n in found if n not in ranks]
     indexes = [n for n in names if n.endswith(stindex.INDEX)]
-    inner = os.path.join(root, SHARDED)
+    inner = root / SHARDED
     if not whole and not indexes:
         return _open_ranks(root, ranks) if ranks else _open_ranks(inner, rank_files(inner))
     catalogue = _open_whole(root, whole, indexes)
@@ -214,7 +204,7 @@ def open_directory(root: str, names: Sequence[str]) -> Catalogue:
     return catalogue
 
 
-def _open_whole(root: str, whole: Sequence[str], indexes: Sequence[str]) -> Catalogue:
+def _open_whole(root: Location, whole: Sequence[str], indexes: Sequence[str]) -> Catalogue:
     """Files of whole tensors: one of them, those of an index, or all."""
     if len(indexes) > 1 and _INDEX not in indexes:
         raise ReadError(
@@ -229,7 +219,7 @@ def _open_whole(root: str, whole: Sequence[str], indexes: Sequence[str]) -> Cata
     return catalogue or _open_listed(root, [_SINGLE], Warning("superseded-file", text, file=index))
 
 
-def _open_listed(root: str, names: Sequence[str], *warnings: Warning) -> Catalogue:
+def _open_listed(root: Location, names: Sequence[str], *warnings: Warning) -> Catalogue:
     _check_numbers(root, names)
     reader = Reader(root, "one file" if len(names) == 1 else "several files without an index")
     for name in names:
@@ -242,22 +232,22 @@ def _open_listed(root: str, names: Sequence[str], *warnings: Warning) -> Catalog
     return catalogue
 
 
-def _check_numbers(root: str, names: Sequence[str]) -> None:
+def _check_numbers(root: Location, names: Sequence[str]) -> None:
     """Files that say they are k of n: all n have to be there."""
     families = Counter((m[1], int(m[3])) for n in names if (m := _NUMBERED.fullmatch(n)))
     for (stem, count), present in families.items():
         if present < count:
             missing = next(n for n in stindex.file_names(stem, count) if n not in names)
             raise CorruptError(
-                f"`{os.path.join(root, missing)}`: is not there, but `{stem}-...` are {count} files",
+                f"`{root / missing}`: is not there, but `{stem}-...` are {count} files",
                 hint="copy the missing file too", file=missing,
             )  # fmt: skip
 
 
-def open_indexed(root: str, index: str) -> Catalogue:
+def open_indexed(root: Location, index: str) -> Catalogue:
     """The files that an index names. Raises CorruptError when a tensor is not where it says."""
-    where = f"`{os.path.join(root, index)}`"
-    weight_map, metadata = stindex.parse(read_json(os.path.join(root, index)), where)
+    where = f"`{root / index}`"
+    weight_map, metadata = stindex.parse(read_json(root / index), where)
     reader = Reader(root, "indexed")
     for name in dict.fromkeys(weight_map.values()):
         reader.add(name)
@@ -278,7 +268,7 @@ def open_indexed(root: str, index: str) -> Catalogue:
     return catalogue
 
 
-def _open_ranks(root: str, names: Sequence[str]) -> Catalogue:
+def _open_ranks(root: Location, names: Sequence[str]) -> Catalogue:
     """Pieces of tensors, a file for each rank (and for each number that the rank's tensors were mapped to)."""
     if not names:
         raise ReadError(f"`{root}`: has no safetensors files", file=root)

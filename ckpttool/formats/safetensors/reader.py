@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,13 +20,12 @@ from ckpttool.formats.safetensors.model_files import (
     open_indexed,
     rank_files,
     read_json,
-    read_range,
 )
 from ckpttool.formats.safetensors.sharding import SUFFIX
 from ckpttool.formats.safetensors.state_json import Wanted
 from ckpttool.serialization import safetensors_header as stheader
 from ckpttool.serialization.safetensors_header import Header
-from ckpttool.storage import files
+from ckpttool.storage.stores import Location, locate
 from ckpttool.text import some
 
 
@@ -44,32 +42,29 @@ class _SafeSource:
 
 def recognise(path: str) -> bool:
     """Whether this is a safetensors file, whole or not, or a directory that has some."""
+    location = locate(path)
     try:
-        if not os.path.isdir(path):
-            return _looks_like_file(path)
-        names = os.listdir(path)
+        if not location.is_dir():
+            return _looks_like_file(location)
+        names = location.names()
         return (
-            _is_state(path, names)
+            _is_state(location, names)
             or any(name.endswith((SUFFIX, stindex.INDEX)) for name in names)
-            or (SHARDED in names and bool(rank_files(os.path.join(path, SHARDED))))
+            or (SHARDED in names and bool(rank_files(location / SHARDED)))
         )
-    except (OSError, CorruptError, ReadError):
+    except (CorruptError, ReadError):
         return False
 
 
-def _looks_like_file(path: str) -> bool:
-    head = _head(path, 9)
+def _looks_like_file(path: Location) -> bool:
+    head = path.head(9)
     # A file that is cut before its header, or whose header is too long, is known by its name only.
     named = path.endswith(SUFFIX) and head[8:9] in (b"", b"{")
     return stheader.looks_like(head) or named or (path.endswith(stindex.INDEX) and head[:1] == b"{")
 
 
-def _head(path: str, most: int) -> bytes:
-    return read_range(path, 0, min(files.size_of(path), most))
-
-
-def _is_state(root: str, names: Sequence[str]) -> bool:
-    return statefile.NAME in names and statefile.looks_like(_head(os.path.join(root, statefile.NAME), 4096))
+def _is_state(root: Location, names: Sequence[str]) -> bool:
+    return statefile.NAME in names and statefile.looks_like((root / statefile.NAME).head(4096))
 
 
 def open_path(path: str) -> Source:
@@ -77,23 +72,20 @@ def open_path(path: str) -> Source:
 
     Raises CorruptError for files that contradict themselves or each other.
     """
-    if not os.path.isdir(path):
-        root, name = os.path.split(path)
-        indexed = path.endswith(stindex.INDEX)
-        return _SafeSource(open_indexed(root or ".", name) if indexed else open_file(root or ".", name))
-    try:
-        names = sorted(os.listdir(path))
-    except OSError as error:
-        raise files.failed(error, path, "read") from None
-    if _is_state(path, names):
-        return _SafeSource(_open_state(path))
-    catalogue = open_directory(path, names)
+    location = locate(path)
+    if not location.is_dir():
+        root, name = location.parent, location.name
+        return _SafeSource(open_indexed(root, name) if path.endswith(stindex.INDEX) else open_file(root, name))
+    names = location.names()
+    if _is_state(location, names):
+        return _SafeSource(_open_state(location))
+    catalogue = open_directory(location, names)
     if "config.json" in names:
-        catalogue.facts |= _config(os.path.join(path, "config.json"))
+        catalogue.facts |= _config(location / "config.json")
     return _SafeSource(catalogue)
 
 
-def _config(path: str) -> dict[str, Any]:
+def _config(path: Location) -> dict[str, Any]:
     """What a transformers model says of itself; nothing when it says it badly."""
     try:
         config = json.loads(read_json(path))
@@ -105,16 +97,16 @@ def _config(path: str) -> dict[str, Any]:
 # A whole training state -----------------------------------------------------------------------------------------------
 
 
-def _open_state(root: str) -> Catalogue:
+def _open_state(root: Location) -> Catalogue:
     catalogue = Catalogue("safetensors", facts={"layout": "training state"})
     headers: dict[str, tuple[int, Header]] = {}
     used: set[tuple[str, str]] = set()
-    where = f"`{os.path.join(root, statefile.NAME)}`"
+    where = f"`{root / statefile.NAME}`"
 
     def make(wanted: Wanted) -> Tensor:
         file, name, _ = wanted.place
         if file not in headers:
-            headers[file] = mount(catalogue, files.inside(root, file), file)
+            headers[file] = mount(catalogue, root.inside(file), file)
         number, header = headers[file]
         entry = header.tensors.get(name)
         if entry is None:
@@ -123,11 +115,11 @@ def _open_state(root: str) -> Catalogue:
                 hint="the files are not of the same save", tensor=name, file=file,
             )  # fmt: skip
         used.add((file, name))
-        dtype, shape = statefile.true_type(wanted, entry.dtype, entry.shape, f"`{os.path.join(root, file)}`")
+        dtype, shape = statefile.true_type(wanted, entry.dtype, entry.shape, f"`{root / file}`")
         extent = Extent(number, entry.begin, entry.end - entry.begin)
         return Tensor(wanted.path, dtype, shape, Chunks.single(shape, extent), embedded=wanted.embedded)
 
-    statefile.parse(read_json(os.path.join(root, statefile.NAME)), catalogue, make, where)
+    statefile.parse(read_json(root / statefile.NAME), catalogue, make, where)
     spare = [n for file, (_, header) in headers.items() for n in header.tensors if (file, n) not in used]
     if spare:
         text = f"{len(spare)} tensors are in the files but not in `{statefile.NAME}`: {some(spare)}"

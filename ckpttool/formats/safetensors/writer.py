@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path as FilePath
 
 from ckpttool.catalogue import typed_json
 from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Path, Tensor
@@ -19,6 +17,7 @@ from ckpttool.formats.safetensors.sharding import SUFFIX, FilePlan
 from ckpttool.formats.safetensors.state_json import Place
 from ckpttool.serialization import safetensors_header as stheader
 from ckpttool.storage import files
+from ckpttool.storage.stores import locate
 from ckpttool.version import __version__
 
 
@@ -49,20 +48,14 @@ def create(path: str, laid: Catalogue, options: SinkOptions) -> Sink:
     made = Catalogue("safetensors", containers={} if model else dict(laid.containers))
     made.facts["layout"] = "training state" if not model else "one file" if len(plan.files) == 1 else "indexed"
     if not one_file:
-        _make_directory(path)
+        files.make_directory(path)
     extents = _write_files(made, path, plan.files, one_file)
     _fill(made, laid, plan.places, extents, model)
-    marks = {os.path.join(path, name): data for name, data in plan.indexes.items()}
+    root = locate(path)
+    marks: dict[str, bytes] = {root / name: data for name, data in plan.indexes.items()}
     if state is not None:
-        marks[os.path.join(path, statefile.NAME)] = state
+        marks[root / statefile.NAME] = state
     return _SafeSink(made, marks)
-
-
-def _make_directory(path: str) -> None:
-    try:
-        FilePath(path).mkdir(parents=True)
-    except OSError as error:
-        raise files.failed(error, path, "write") from None
 
 
 def _write_files(
@@ -75,10 +68,10 @@ def _write_files(
         for number, plan in enumerate(plans):
             head = stheader.build_header(plan.tensors, plan.metadata)
             size = len(head) + sum(s.nbytes for s in plan.tensors)
-            location = path if one_file else os.path.join(path, plan.name)
+            location = locate(path) if one_file else locate(path) / plan.name
             files.create(location, size)
             pool.write(location, 0, head)
-            made.files.append(File(location, os.path.basename(location), size))
+            made.files.append(File(location, location.name, size))
             header = stheader.read_header(lambda at, n, h=head: h[at : at + n], 0, size, name=f"`{location}`")  # type: ignore[misc]
             for name, entry in header.tensors.items():
                 extents[plan.name, name] = Extent(number, entry.begin, entry.end - entry.begin)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import os
 from collections.abc import Collection
 
 from ckpttool.catalogue.entries import Catalogue, File
@@ -33,6 +32,7 @@ from ckpttool.serialization import (
 )
 from ckpttool.serialization.torch_zip import Archive
 from ckpttool.storage import files
+from ckpttool.storage.stores import Location, locate
 from ckpttool.text import some
 
 _PK = b"PK\3\4"
@@ -40,15 +40,16 @@ _PK = b"PK\3\4"
 
 def recognise(path: str) -> bool:
     """Whether this is a file of one of the kinds above, whole or not."""
-    if not os.path.isfile(path):
+    location = locate(path)
+    if not location.is_file():
         return False
     pool = files.Pool()
     try:
-        size = files.size_of(path)
-        head = pool.read(path, 0, min(size, 512))
+        size = location.size()
+        head = location.head(512)
         if head.startswith(_PK):
-            return _is_torch_zip(pool, path, size, head)
-        return torchlegacy.is_stream(head) or torchlegacy.is_tar(head, path)
+            return _is_torch_zip(pool, location, size, head)
+        return torchlegacy.is_stream(head) or torchlegacy.is_tar(head, location)
     except (CorruptError, ReadError):
         return False
     finally:
@@ -74,19 +75,20 @@ def _archive(pool: files.Pool, path: str, size: int) -> Archive:
 
 def open_file(path: str) -> Source:
     """The catalogue of one file. Raises CorruptError when it is cut or contradicts itself."""
-    size = files.size_of(path)
-    catalogue = Catalogue("torch", [File(path, os.path.basename(path), size)])
+    location = locate(path)
+    size = location.size()
+    catalogue = Catalogue("torch", [File(location, location.name, size)])
     pool = files.Pool()
     try:
         with pickles.no_garbage_collection():
-            _read(catalogue, pool, path, size)
+            _read(catalogue, pool, location, size)
     except BaseException:
         pool.close()
         raise
     return torchtree.PlacedSource(catalogue, pool)
 
 
-def _read(catalogue: Catalogue, pool: files.Pool, path: str, size: int) -> None:
+def _read(catalogue: Catalogue, pool: files.Pool, path: Location, size: int) -> None:
     head = pool.read(path, 0, min(size, 512))
     read, name = _reader(pool, path), f"`{path}`"
     if torchlegacy.is_stream(head):

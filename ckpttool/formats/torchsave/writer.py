@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +11,7 @@ from ckpttool.catalogue.protocols import Crcs, Loss, Sink
 from ckpttool.serialization import torch_tree as torchtree
 from ckpttool.serialization import torch_zip_writer as torchzipwriter
 from ckpttool.storage import files
+from ckpttool.storage.stores import locate
 
 _ROOT = "archive"  # what torch calls it when it saves to a buffer; the name of the file is not known here
 
@@ -46,7 +46,7 @@ def create(path: str, laid: Catalogue) -> Sink:
             pool.write(path, offset, data)
     finally:
         pool.close()
-    made = Catalogue("torch", [File(path, os.path.basename(path), layout.size)], facts={"layout": "zip"})
+    made = Catalogue("torch", [File(path, locate(path).name, layout.size)], facts={"layout": "zip"})
     made.containers = dict(laid.containers)
     for entry in laid.entries.values():
         if isinstance(entry, Tensor):

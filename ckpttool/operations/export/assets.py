@@ -15,8 +15,7 @@ from ckpttool.catalogue.entries import Catalogue
 from ckpttool.errors import CorruptError, ReadError, UsageError
 from ckpttool.producers.components import ASSET_NAMES
 from ckpttool.serialization import strict_json as strictjson
-from ckpttool.storage import files
-from ckpttool.storage import stores as mirrors
+from ckpttool.storage import files, mirrors
 from ckpttool.storage.outgoing import Outgoing
 from ckpttool.text import plural, some
 

@@ -42,7 +42,7 @@ from ckpttool.operations.export.select_model import Chosen
 from ckpttool.operations.export.views import Viewed
 from ckpttool.operations.write import Conversion
 from ckpttool.producers import open as opening
-from ckpttool.storage import stores as mirrors
+from ckpttool.storage import mirrors
 from ckpttool.storage.outgoing import Outgoing
 from ckpttool.text import some
 from ckpttool.transfer.threads import Progress

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ckpttool.errors import UsageError
 from ckpttool.operations.export.plan import Export
-from ckpttool.storage import stores as mirrors
+from ckpttool.storage import mirrors
 from ckpttool.storage.files import free_space
 from ckpttool.transfer.threads import Progress
 

@@ -21,7 +21,7 @@ from ckpttool.errors import CkptError, CorruptError
 from ckpttool.operations.verify.findings import SUSPECT, Finding, Report, Where
 from ckpttool.operations.verify.structure import is_readable
 from ckpttool.serialization import torch_zip as torchzip
-from ckpttool.storage import stores as mirrors
+from ckpttool.storage import mirrors
 from ckpttool.storage.crc import crc32
 from ckpttool.storage.files import Pool
 from ckpttool.transfer.checksums import Pieces, mismatch

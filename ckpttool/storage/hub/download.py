@@ -54,7 +54,7 @@ def mount(text: str) -> HubMirror:
 
 
 class HubMirror:
-    """`ckpttool.storage.stores.Mirror` of one commit of a repository."""
+    """`ckpttool.storage.mirrors.Mirror` of one commit of a repository."""
 
     digests = True
 

@@ -30,7 +30,7 @@ from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.formats.dcp import combine as joining
 from ckpttool.layout.mesh import Sharding
-from ckpttool.storage import stores as mirrors
+from ckpttool.storage import mirrors
 from ckpttool.training import collectives as agreement
 from ckpttool.training import connections, devices
 from ckpttool.training import fill as filling
