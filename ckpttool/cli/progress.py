@@ -61,7 +61,13 @@ class Progress:
 
             text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True))
             console = self._terminal.console
-            self._bar = Progress(BarColumn(_BAR), text, console=console, auto_refresh=False, transient=True)
+            self._bar = Progress(
+                BarColumn(_BAR, complete_style="green", finished_style="green"),
+                text,
+                console=console,
+                auto_refresh=False,
+                transient=True,
+            )
             self._bar.add_task("")
             self._bar.start()
         self._bar.update(self._bar.task_ids[0], completed=done, total=max(total, 1), description=message)

@@ -37,23 +37,22 @@ _OF_RANK = re.compile(r"__\d+\.metadata")
 
 @dataclass(slots=True)
 class Repaired:
-    """What a repair did, or would do (`dry_run`): `done` are sentences for people, `dropped` the files that were left
-    out. Sizes are bytes."""
+    """The result of a repair, or its plan (`dry_run`). Sizes are bytes."""
 
-    source: str
-    destination: str
-    merged: list[str] = field(default_factory=list)
-    like: str | None = None
-    done: list[str] = field(default_factory=list)
-    dropped: list[str] = field(default_factory=list)
-    files: int = 0
-    bytes: int = 0
-    records: int = 0
-    checked: int = 0
-    unchecked: int = 0
-    notes: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-    dry_run: bool = False
+    source: str  #: path of SRC
+    destination: str  #: path of DST
+    merged: list[str] = field(default_factory=list)  #: paths of `--merge`
+    like: str | None = None  #: path of `--like`
+    done: list[str] = field(default_factory=list)  #: what was repaired, for people
+    dropped: list[str] = field(default_factory=list)  #: files that were left out
+    files: int = 0  #: number of files of DST
+    bytes: int = 0  #: bytes of the files of DST
+    records: int = 0  #: number of checksums compared
+    checked: int = 0  #: bytes whose checksum was compared
+    unchecked: int = 0  #: bytes without a checksum
+    notes: list[str] = field(default_factory=list)  #: warnings, for people
+    seconds: float = 0.0  #: duration
+    dry_run: bool = False  #: whether nothing was written
 
 
 def repair(

@@ -26,21 +26,22 @@ _BLOCK = 1 << 20
 
 @dataclass(slots=True)
 class Shown:
-    """One tensor: `chunks` are `(rank, file, offsets, sizes)`; figures are None where the dtype has none."""
+    """One tensor. Figures are None where the dtype has none."""
 
-    name: str
-    part: str
-    dtype: str
-    shape: Ints
-    nbytes: int
+    name: str  #: dotted name
+    part: str  #: part, with its key if that has another name: `optimizer (optim)`
+    dtype: str  #: dtype, as torch calls it
+    shape: Ints  #: shape
+    nbytes: int  #: bytes
+    #: `rank`, `file`, `offsets` and `sizes` of each shard
     chunks: list[tuple[int | None, str, Ints, Ints]] = field(default_factory=list)
-    values: list[Any] = field(default_factory=list)
-    min: float | None = None
-    max: float | None = None
-    mean: float | None = None
-    norm: float | None = None
-    nans: int | None = None
-    infs: int | None = None
+    values: list[Any] = field(default_factory=list)  #: the first eight elements
+    min: float | None = None  #: minimum, without NaN and infinities; null if there are no numbers
+    max: float | None = None  #: maximum, likewise
+    mean: float | None = None  #: mean, likewise
+    norm: float | None = None  #: 2-norm, likewise
+    nans: int | None = None  #: number of NaN
+    infs: int | None = None  #: number of infinities
 
 
 def show(path: str | os.PathLike[str], tensor: str, *, shapes: str | None = None) -> Shown:

@@ -36,29 +36,29 @@ _NUMPY_MEMORY = 24 << 20
 
 @dataclass(slots=True)
 class Conversion:
-    """What a conversion does (`dry_run`) or did. Sizes are bytes, `memory` is the expected peak of the process."""
+    """The result of a conversion, or its plan (`dry_run`). Sizes are bytes."""
 
-    source: str
-    source_format: str
-    destination: str
-    format: str
-    files: list[tuple[str, int]] = field(default_factory=list)
-    tensors: int = 0
-    objects: int = 0
-    bytes: int = 0
-    disk: int = 0
-    free: int = 0
-    memory: int = 0
-    renamed: list[tuple[str, str]] = field(default_factory=list)
-    cast: list[tuple[str, str, str]] = field(default_factory=list)
-    ties: list[tuple[str, str]] = field(default_factory=list)
-    dropped: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    checked: int = 0
-    unchecked: int = 0
-    resumed: int = 0
-    seconds: float = 0.0
-    dry_run: bool = False
+    source: str  #: path of SRC, as it was typed
+    source_format: str  #: format of SRC
+    destination: str  #: path of DST
+    format: str  #: format of DST
+    files: list[tuple[str, int]] = field(default_factory=list)  #: name and size of each file of DST
+    tensors: int = 0  #: number of tensors, tied ones counted once
+    objects: int = 0  #: number of objects
+    bytes: int = 0  #: bytes of values, tied ones counted once
+    disk: int = 0  #: bytes that the files of DST take
+    free: int = 0  #: bytes that were free on the disk
+    memory: int = 0  #: with `--dry-run`, the expected peak of the process; else 0
+    renamed: list[tuple[str, str]] = field(default_factory=list)  #: pairs: old name, new name
+    cast: list[tuple[str, str, str]] = field(default_factory=list)  #: triples: name, old dtype, new dtype
+    ties: list[tuple[str, str]] = field(default_factory=list)  #: pairs: name, and the name whose bytes it shares
+    dropped: list[str] = field(default_factory=list)  #: names that are in SRC and not in DST
+    notes: list[str] = field(default_factory=list)  #: warnings, for people
+    checked: int = 0  #: bytes of SRC whose checksum, or whose file's digest on the Hub, was compared
+    unchecked: int = 0  #: bytes of SRC without a checksum
+    resumed: int = 0  #: bytes that an interrupted run had copied (`--resume`)
+    seconds: float = 0.0  #: duration
+    dry_run: bool = False  #: whether nothing was written
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,27 +44,24 @@ class Tolerance(NamedTuple):
 
 @dataclass(slots=True)
 class Difference:
-    """`Difference("float32", 64, 1, 3, (0.5, 0.25), (1056964608, 1048576000), 0.25, 0.5, 8388608, 0.99, 0)`: one of 64
-    elements differs, element 3.
+    """The elements that differ between two tensors, of which `first` is an index in row-major order.
 
-    `first` is the index in row-major order, `values` and `bits` are both sides' there. `absolute`, `relative` (to the
-    larger of the two) and `ulp` are the largest over all elements in which both are numbers; `relative` and `cosine`
-    are None where they mean nothing, `ulp` for what is not floating point. `nans` elements are NaN on one side only.
-    With a tolerance `beyond` counts the elements that are not close, and `first` is the first of those.
+    `relative` is to the larger of the two; figures are over the elements that are numbers on both sides. With a
+    tolerance `first` is the first element outside of it.
     """
 
-    dtype: str
-    numel: int = 0
-    differing: int = 0
-    first: int | None = None
-    values: tuple[Any, Any] | None = None
-    bits: tuple[int, int] | None = None
-    absolute: float | None = None
-    relative: float | None = None
-    ulp: int | None = None
-    cosine: float | None = None
-    nans: int = 0
-    beyond: int | None = None
+    dtype: str  #: dtype in which elements were compared
+    numel: int = 0  #: number of elements
+    differing: int = 0  #: elements with different bits
+    first: int | None = None  #: number of the first element that differs, in row-major order
+    values: tuple[Any, Any] | None = None  #: pair: that element
+    bits: tuple[int, int] | None = None  #: pair: its bits, as integers
+    absolute: float | None = None  #: largest absolute difference
+    relative: float | None = None  #: largest relative difference; null where it is undefined
+    ulp: int | None = None  #: largest difference in ULPs; null for integers
+    cosine: float | None = None  #: cosine similarity; null for complex numbers and zeros
+    nans: int = 0  #: elements that are NaN on one side only
+    beyond: int | None = None  #: elements outside of the tolerance; null without one
 
     def index(self, shape: Ints) -> list[int] | None:
         """The first differing element by its indices in a tensor of this shape. Pure."""

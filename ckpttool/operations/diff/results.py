@@ -15,44 +15,38 @@ class Side:
     """One of the two: `Side("run7/step-500", "dcp", 4, 67, 27, 12988)`: world size, tensors, objects, bytes of values,
     of what is compared."""
 
-    path: str
-    format: str = ""
-    world_size: int = 1
-    tensors: int = 0
-    objects: int = 0
-    bytes: int = 0
+    path: str  #: path, as it was typed
+    format: str = ""  #: its format
+    world_size: int = 1  #: number of ranks that wrote it
+    tensors: int = 0  #: tensors that are compared
+    objects: int = 0  #: objects that are compared
+    bytes: int = 0  #: bytes of values that are compared
 
 
 @dataclass(slots=True)
 class Only:
     """What one side has alone: `Only("model.extra", "model", "float32", (3,))`; an object has no dtype and shape."""
 
-    name: str
-    part: str
-    dtype: str | None = None
-    shape: Ints | None = None
+    name: str  #: dotted name
+    part: str  #: part
+    dtype: str | None = None  #: dtype; null for an object
+    shape: Ints | None = None  #: shape; null for an object
 
 
 @dataclass(slots=True)
 class TensorDifference:
-    """A tensor that is not the same: `TensorDifference("model.w", "model", ["values"], ...)`.
+    """A tensor that differs. Pairs are those of A and B."""
 
-    `kinds` are what differs: `dtype`, `shape`, `values`, `tie`, `sharding`. `dtypes`, `shapes`, `ties` and `sharding`
-    are those of A and of B; a tie is the name whose bytes the tensor shares, or None. `values` are figures of the
-    elements, in the dtype in which they were compared; None when they were not (`why` says so, or the shapes differ).
-    `index` is where the first difference lies.
-    """
-
-    name: str
-    part: str
-    kinds: list[str] = field(default_factory=list)
-    dtypes: tuple[str, str] = ("", "")
-    shapes: tuple[Ints, Ints] = ((), ())
-    values: Difference | None = None
-    index: list[int] | None = None
-    ties: tuple[str | None, str | None] | None = None
-    sharding: tuple[str, str] | None = None
-    why: str | None = None
+    name: str  #: name in A
+    part: str  #: part
+    kinds: list[str] = field(default_factory=list)  #: what differs: `dtype`, `shape`, `values`, `tie`, `sharding`
+    dtypes: tuple[str, str] = ("", "")  #: pair
+    shapes: tuple[Ints, Ints] = ((), ())  #: pair
+    values: Difference | None = None  #: figures; null if the values were not compared
+    index: list[int] | None = None  #: index of the first element that differs
+    ties: tuple[str | None, str | None] | None = None  #: pair: the names whose bytes they share, or null
+    sharding: tuple[str, str] | None = None  #: pair, for people
+    why: str | None = None  #: reason why values of the same shape were not compared
 
 
 class Absent:
@@ -72,11 +66,11 @@ class ObjectDifference:
     `at` is where in the value: `["betas"][1]`. One that a side does not have there is `ABSENT`.
     """
 
-    name: str
-    part: str
-    at: str
-    a: Any
-    b: Any
+    name: str  #: dotted name
+    part: str  #: part
+    at: str  #: position in the value, such as `["betas"][1]`
+    a: Any  #: value in A; missing if A has none
+    b: Any  #: value in B; missing if B has none
 
 
 @dataclass(slots=True)
@@ -88,16 +82,16 @@ class Total:
     differ.
     """
 
-    part: str
-    tensors: int = 0
-    equal: int = 0
-    elements: int = 0
-    differing: int = 0
-    beyond: int | None = None
-    absolute: float | None = None
-    relative: float | None = None
-    ulp: int | None = None
-    cosine: float | None = None
+    part: str  #: part
+    tensors: int = 0  #: tensors whose values were compared
+    equal: int = 0  #: those that are equal
+    elements: int = 0  #: elements of all of them
+    differing: int = 0  #: elements with different bits
+    beyond: int | None = None  #: elements outside of the tolerance; null without one
+    absolute: float | None = None  #: largest absolute difference
+    relative: float | None = None  #: largest relative difference
+    ulp: int | None = None  #: largest difference in ULPs
+    cosine: float | None = None  #: cosine similarity over the tensors that differ
     sums: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def count(self, numel: int, found: Comparison | None, differs: bool) -> None:
@@ -121,27 +115,23 @@ class Total:
 
 @dataclass(slots=True)
 class Diff:
-    """How two checkpoints differ. `within` is in words what passes for equal: `rtol 1e-05`, or None for equal bits.
+    """All differences between two checkpoints."""
 
-    `matched` names are on both sides; `bytes` of values were compared. `notes` are sentences for people, `hint` what to
-    type when the names do not fit together.
-    """
-
-    a: Side
-    b: Side
-    within: str | None = None
-    matched: int = 0
-    bytes: int = 0
-    only_a: list[Only] = field(default_factory=list)
-    only_b: list[Only] = field(default_factory=list)
-    tensors: list[TensorDifference] = field(default_factory=list)
-    objects: list[ObjectDifference] = field(default_factory=list)
-    kinds: list[str] = field(default_factory=list)
-    parts: list[Total] = field(default_factory=list)
-    total: Total = field(default_factory=lambda: Total("total"))
-    notes: list[str] = field(default_factory=list)
-    hint: str | None = None
-    seconds: float = 0.0
+    a: Side  #: the first checkpoint
+    b: Side  #: the second checkpoint
+    within: str | None = None  #: tolerance, such as `rtol 1e-05`; null if bits are compared
+    matched: int = 0  #: names on both sides
+    bytes: int = 0  #: bytes of values that were compared, tied ones counted once
+    only_a: list[Only] = field(default_factory=list)  #: names in A only
+    only_b: list[Only] = field(default_factory=list)  #: names in B only
+    tensors: list[TensorDifference] = field(default_factory=list)  #: tensors that differ
+    objects: list[ObjectDifference] = field(default_factory=list)  #: objects that differ
+    kinds: list[str] = field(default_factory=list)  #: names of a tensor on one side and an object on the other
+    parts: list[Total] = field(default_factory=list)  #: figures of each part
+    total: Total = field(default_factory=lambda: Total("total"))  #: figures of all parts
+    notes: list[str] = field(default_factory=list)  #: warnings, for people
+    hint: str | None = None  #: how to make more names match, for people
+    seconds: float = 0.0  #: duration
 
     @property
     def same(self) -> bool:

@@ -53,20 +53,17 @@ _WHILE_CASTING = 24 << 20
 
 @dataclass(slots=True)
 class Exported(Conversion):
-    """What an export does or did: a conversion of the model alone. `parameters` counts elements by dtype; `assets` are
-    files that were copied; `compared` is the class of transformers whose tensors these are, `not_compared` why there is
-    none, and `asked` the seconds that it took to ask; `card` says whether a model card was made; `sent` is what a store
-    says of it (`ckpttool.storage.hub.Sent`)."""
+    """The result of an export, or its plan."""
 
-    parameters: dict[str, int] = field(default_factory=dict)
-    assets: list[str] = field(default_factory=list)
-    key_map: str = ""
-    adapter: bool = False
-    compared: str = ""
-    not_compared: str = ""
-    asked: float = 0.0
-    card: bool = False
-    sent: Any = None
+    parameters: dict[str, int] = field(default_factory=dict)  #: number of elements by dtype, tied ones counted once
+    assets: list[str] = field(default_factory=list)  #: files that were copied: config, tokenizer, template, code
+    key_map: str = ""  #: key map that was applied, or empty
+    adapter: bool = False  #: whether it is a LoRA adapter
+    compared: str = ""  #: class of transformers whose tensors were compared; with `--no-strict`, also what differs
+    not_compared: str = ""  #: reason why they were not compared
+    asked: float = 0.0  #: part of `seconds` that transformers took to build the model
+    card: bool = False  #: whether a model card was written
+    sent: Any = None  #: what was sent to the Hub; null for a directory
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,17 +34,14 @@ from ckpttool.transfer.threads import Progress
 
 @dataclass(slots=True)
 class Resharding(Conversion):
-    """What a reshard does or did: a conversion, onto `world` ranks in a mesh such as `shard=4,tp=2` (the path of the
-    other checkpoint with `--like`), by `engine` and `why` by that, shared by so many `processes`. `policies` says what
-    became of values of one rank.
-    """
+    """The result of a reshard, or its plan."""
 
-    world: int = 1
-    mesh: str = ""
-    engine: str = "bytes"
-    why: str = ""
-    processes: int = 1
-    policies: list[str] = field(default_factory=list)
+    world: int = 1  #: world size of DST
+    mesh: str = ""  #: mesh of DST, such as `shard=4,tp=2`; with `--like`, the path of the other checkpoint
+    engine: str = "bytes"  #: `bytes` or `mesh`
+    why: str = ""  #: reason for the engine, for people; `asked for` with `--engine`
+    processes: int = 1  #: number of processes that divided the work
+    policies: list[str] = field(default_factory=list)  #: what became of the values of single ranks, for people
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,17 +25,16 @@ class Where(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`Finding("damage", "checksum", "`__0_0.distcp`: ...", "__0_0.distcp", "model.w", 704, 4096)`: `nbytes` at
-    `offset` of the file; what is not known of these is None."""
+    """One thing that is wrong."""
 
-    gravity: str
-    kind: str
-    message: str
-    file: str | None = None
-    tensor: str | None = None
-    offset: int | None = None
-    nbytes: int | None = None
-    hint: str | None = None
+    gravity: str  #: `damage`, `difference`, `nan`, `suspect` or `note`
+    kind: str  #: see below
+    message: str  #: for people
+    file: str | None = None  #: file it is in
+    tensor: str | None = None  #: tensor it concerns
+    offset: int | None = None  #: position in the file
+    nbytes: int | None = None  #: length in the file
+    hint: str | None = None  #: for people
 
     @classmethod
     def of(
@@ -69,29 +68,26 @@ def _whole(value: object) -> int | None:
 
 @dataclass(slots=True)
 class Report:
-    """What `verify` found. Sizes are bytes: `read` of payloads, of which `checked` had a checksum that was compared and
-    `unchecked` had none; `records` is how many checksums those were. `manifest` and `against` are the paths that it was
-    compared with, `wrote` the manifest that was written, `hashed` the bytes hashed for either.
-    """
+    """The result of a verification. Sizes are bytes."""
 
-    path: str
-    format: str = ""
-    layout: str = ""
-    files: int = 0
-    bytes: int = 0
-    tensors: int = 0
-    objects: int = 0
-    records: int = 0
-    read: int = 0
-    checked: int = 0
-    unchecked: int = 0
-    values: int = 0
-    manifest: str | None = None
-    wrote: str | None = None
-    hashed: int = 0
-    against: str | None = None
-    seconds: float = 0.0
-    findings: list[Finding] = field(default_factory=list)
+    path: str  #: path, as it was typed
+    format: str = ""  #: its format; empty if it cannot be opened as a whole
+    layout: str = ""  #: its layout
+    files: int = 0  #: number of files
+    bytes: int = 0  #: bytes of the files
+    tensors: int = 0  #: number of tensors
+    objects: int = 0  #: number of objects
+    records: int = 0  #: number of checksums compared
+    read: int = 0  #: bytes of payloads that were read
+    checked: int = 0  #: those whose checksum, or whose file's digest on the Hub, was compared
+    unchecked: int = 0  #: those without a checksum
+    values: int = 0  #: elements that were checked (`--values`)
+    manifest: str | None = None  #: manifest it was compared with
+    wrote: str | None = None  #: manifest that was written
+    hashed: int = 0  #: bytes hashed for a manifest
+    against: str | None = None  #: checkpoint it was compared with
+    seconds: float = 0.0  #: duration
+    findings: list[Finding] = field(default_factory=list)  #: what was found, the most severe first
 
     def add(self, found: Iterable[Finding]) -> None:
         """Take in findings; what was found before is not said twice."""

@@ -60,18 +60,18 @@ class SentFile:
 
 @dataclass(slots=True)
 class Sent:
-    """What was sent, or would be (`dry_run`). `bytes` are those of new and changed files; `commit` is the address of
-    the commit, None when nothing was different; `pull_request` that of the pull request."""
+    """What was sent to the Hub, or would be (`dry_run`)."""
 
-    destination: str
+    destination: str  #: address of the repository
+    #: `name`, `size` and `status` (`new`, `changed`, `unchanged`) of each file
     files: list[SentFile] = field(default_factory=list)
-    removed: list[str] = field(default_factory=list)
-    bytes: int = 0
-    created: bool = False
-    commit: str | None = None
-    oid: str | None = None
-    pull_request: str | None = None
-    dry_run: bool = False
+    removed: list[str] = field(default_factory=list)  #: files that were removed
+    bytes: int = 0  #: bytes of new and changed files
+    created: bool = False  #: whether the repository was created
+    commit: str | None = None  #: address of the commit; null if nothing differed
+    oid: str | None = None  #: hash of the commit
+    pull_request: str | None = None  #: address of the pull request
+    dry_run: bool = False  #: whether nothing was sent
 
 
 def send(

@@ -47,31 +47,29 @@ _SHOULD_BE = ("model", "optimizer", "scheduler", "rng", "dataloader", "scaler", 
 class PartFound:
     """`PartFound("model", True, 19, 0, 4860)`: tensors, objects, bytes of values, tied ones once."""
 
-    kind: str
-    present: bool
-    tensors: int
-    objects: int
-    bytes: int
+    kind: str  #: kind of part
+    present: bool  #: whether it is there
+    tensors: int  #: number of tensors
+    objects: int  #: number of objects
+    bytes: int  #: bytes of values, tied ones counted once
 
 
 @dataclass(slots=True)
 class Audit:
-    """What an audit found. `verdict` is `exactly`, `with differences` or `no`; `values` says whether values were read,
-    or `None` when there were too many to read unasked, and `values_bytes` how many bytes they are.
-    """
+    """The result of an audit."""
 
-    path: str
-    format: str
-    world_size: int
-    step: float | None = None
-    verdict: str = "exactly"
-    says: str = ""
-    parts: list[PartFound] = field(default_factory=list)
-    checks: list[Check] = field(default_factory=list)
-    values: bool | None = False
-    values_bytes: int = 0
-    recipe: str | None = None
-    seconds: float = 0.0
+    path: str  #: path, as it was typed
+    format: str  #: its format
+    world_size: int  #: number of ranks that wrote it
+    step: float | None = None  #: step it was saved at, if known
+    verdict: str = "exactly"  #: `exactly`, `with differences` or `no`
+    says: str = ""  #: the verdict, for people
+    parts: list[PartFound] = field(default_factory=list)  #: parts of the training state
+    checks: list[Check] = field(default_factory=list)  #: checks, one each
+    values: bool | None = False  #: whether values were read; null if they are too many to be read unasked
+    values_bytes: int = 0  #: how many bytes they are
+    recipe: str | None = None  #: recipe whose model was built
+    seconds: float = 0.0  #: duration
     catalogue: Catalogue | None = None
 
     def as_dict(self) -> dict[str, Any]:

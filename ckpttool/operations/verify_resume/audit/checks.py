@@ -19,11 +19,11 @@ class Check:
     nothing had happened; `fails`: it does not go on, or not to any good. `names` are all that the line is about.
     """
 
-    what: str
-    state: State
-    says: str
-    names: list[str] = field(default_factory=list)
-    hint: str | None = None
+    what: str  #: subject
+    state: State  #: `ok`, `note`, `differs` (resume is not exact) or `fails` (no resume)
+    says: str  #: result, for people
+    names: list[str] = field(default_factory=list)  #: all names that it is about
+    hint: str | None = None  #: for people
 
 
 class Checks(list[Check]):

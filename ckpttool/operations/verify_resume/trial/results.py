@@ -19,22 +19,22 @@ class Finding:
     own. `differing` of `of` elements differ, by `absolute` and `relative` at most. What does not apply is None.
     """
 
-    kind: str
-    says: str
-    run: str = "B"
-    name: str | None = None
-    part: str | None = None
-    rank: int | None = None
-    step: int | None = None
-    index: list[int] | None = None
-    expected: Any = None
-    found: Any = None
-    ulp: int | None = None
-    differing: int | None = None
-    of: int | None = None
-    absolute: float | None = None
-    relative: float | None = None
-    hint: str | None = None
+    kind: str  #: kind of difference
+    says: str  #: for people
+    run: str = "B"  #: run it was found in
+    name: str | None = None  #: dotted name
+    part: str | None = None  #: part
+    rank: int | None = None  #: rank
+    step: int | None = None  #: step
+    index: list[int] | None = None  #: index of the element
+    expected: Any = None  #: value in the other run
+    found: Any = None  #: value in this run
+    ulp: int | None = None  #: difference in ULPs
+    differing: int | None = None  #: number of elements that differ
+    of: int | None = None  #: number of elements
+    absolute: float | None = None  #: largest absolute difference
+    relative: float | None = None  #: largest relative difference
+    hint: str | None = None  #: for people
 
 
 @dataclass(slots=True)
@@ -45,13 +45,13 @@ class Step:
     one entry a rank; `digest` is that of all digests. `seconds` are those of the slowest rank.
     """
 
-    number: int
-    losses: list[float]
-    gradient_norm: float | None
-    digest: str
-    batches: list[str | None] = field(default_factory=list)
-    seconds: float = 0.0
-    digests: list[str] = field(default_factory=list)
+    number: int  #: number of the step
+    losses: list[float]  #: loss of each rank; `loss` is their mean
+    gradient_norm: float | None  #: norm of the gradient
+    digest: str  #: digest of `digests`
+    batches: list[str | None] = field(default_factory=list)  #: digest of each rank's batch
+    seconds: float = 0.0  #: duration on the slowest rank
+    digests: list[str] = field(default_factory=list)  #: digest of each rank's parameters
 
     @property
     def loss(self) -> float:
@@ -76,27 +76,27 @@ class Run:
     given `1`, `2`, ... `source` is the checkpoint that it began from, `started` how its processes came to be.
     """
 
-    name: str
-    mesh: str
-    world: int
-    source: str | None = None
-    started: str = "fresh processes"
-    first_step: int = 0
-    resumed_at: int | None = None
-    steps: list[Step] = field(default_factory=list)
-    steps_per_second: float | None = None
-    memory: list[Memory] = field(default_factory=list)
-    seconds: float = 0.0
+    name: str  #: `A` (uninterrupted), `B` (resumed), `control` (resumed by torch), or `1`, `2`, ... for checkpoints
+    mesh: str  #: its mesh
+    world: int  #: its world size
+    source: str | None = None  #: checkpoint it started from
+    started: str = "fresh processes"  #: how its processes were started
+    first_step: int = 0  #: first step
+    resumed_at: int | None = None  #: step it resumed at
+    steps: list[Step] = field(default_factory=list)  #: its steps
+    steps_per_second: float | None = None  #: speed
+    memory: list[Memory] = field(default_factory=list)  #: bytes on each rank, actual and expected
+    seconds: float = 0.0  #: duration
 
 
 @dataclass(slots=True)
 class Leg:
     """One stage of a checkpoint's route: `Leg("convert --to safetensors", ".../1-safetensors", "safetensors")`."""
 
-    says: str
-    path: str
-    format: str
-    seconds: float = 0.0
+    says: str  #: what was done, for people
+    path: str  #: checkpoint that was written
+    format: str  #: its format
+    seconds: float = 0.0  #: duration
 
 
 @dataclass(slots=True)
@@ -104,13 +104,13 @@ class Compared:
     """One row of what was compared: `Compared("model", "B", "A", 31, 0, "bitwise")`; `count` names or steps, of which
     `differing` differ. `equal` is None where it is reported and not judged, or could not be compared: `says` why."""
 
-    what: str
-    run: str
-    against: str
-    count: int
-    differing: int
-    says: str = ""
-    equal: bool | None = True
+    what: str  #: what was compared
+    run: str  #: run
+    against: str  #: run it was compared with
+    count: int  #: number of names or steps
+    differing: int  #: number of those that differ
+    says: str = ""  #: for people
+    equal: bool | None = True  #: whether all are equal; null if it does not count or was not possible
 
 
 @dataclass(slots=True)
@@ -118,11 +118,11 @@ class Check:
     """A check of how a run is sharded: `Check("local shapes", "A", 31, True, "")`; `passed` is None when it was not
     done, and `says` why."""
 
-    what: str
-    run: str
-    count: int
-    passed: bool | None
-    says: str = ""
+    what: str  #: what was checked
+    run: str  #: run
+    count: int  #: number of tensors
+    passed: bool | None  #: result; null if it was not checked
+    says: str = ""  #: for people
 
 
 @dataclass(slots=True)
@@ -130,13 +130,13 @@ class Drift:
     """How far a run on another mesh comes from run A, which is reported and not judged: the largest differences of the
     losses and of the gradient norms, and of the parameters at the end."""
 
-    run: str
-    loss: float
-    loss_relative: float
-    gradient_norm: float | None
-    parameters: float | None
-    parameter: str | None
-    says: str = ""
+    run: str  #: run
+    loss: float  #: largest difference of the loss
+    loss_relative: float  #: largest relative difference of the loss
+    gradient_norm: float | None  #: largest difference of the gradient norm
+    parameters: float | None  #: largest difference of a parameter at the end
+    parameter: str | None  #: name of that parameter
+    says: str = ""  #: for people
 
 
 @dataclass(slots=True)
@@ -154,36 +154,34 @@ class Stuck:
 class Failure:
     """A run that did not come to its end."""
 
-    run: str
-    says: str
-    ranks: list[Stuck] = field(default_factory=list)
+    run: str  #: run
+    says: str  #: for people
+    ranks: list[Stuck] = field(default_factory=list)  #: `rank`, `phase`, `where`, `stack` and `error` of each rank
 
 
 @dataclass(slots=True)
 class Report:
-    """A whole trial. `rule` is `bitwise` (the same mesh: B must be A), `control` (another mesh: B's state must be A's,
-    and its steps those of the control) or `checkpoints` (each given one must be the first); `rule_says` explains it.
-    """
+    """The result of a trial."""
 
-    recipe: str
-    rule: str
-    rule_says: str
-    verdict: Verdict = "same"
-    says: str = ""
-    device: str = "cpu"
-    steps_before: int = 0
-    steps_after: int = 0
-    deterministic: list[str] = field(default_factory=list)
-    runs: list[Run] = field(default_factory=list)
-    route: list[Leg] = field(default_factory=list)
-    compared: list[Compared] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
-    checks: list[Check] = field(default_factory=list)
-    drifts: list[Drift] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    failure: Failure | None = None
-    seconds: float = 0.0
-    folder: str | None = None
+    recipe: str  #: path of the recipe
+    rule: str  #: `bitwise` (same mesh), `control` (other mesh) or `checkpoints`
+    rule_says: str  #: what must be equal under this rule, for people
+    verdict: Verdict = "same"  #: `same`, `differs` or `failed`
+    says: str = ""  #: the verdict, for people
+    device: str = "cpu"  #: device type
+    steps_before: int = 0  #: steps before the save
+    steps_after: int = 0  #: steps after the save
+    deterministic: list[str] = field(default_factory=list)  #: determinism settings
+    runs: list[Run] = field(default_factory=list)  #: the runs
+    route: list[Leg] = field(default_factory=list)  #: stages between save and resume
+    compared: list[Compared] = field(default_factory=list)  #: comparisons, one each
+    findings: list[Finding] = field(default_factory=list)  #: differences
+    checks: list[Check] = field(default_factory=list)  #: checks of the sharding
+    drifts: list[Drift] = field(default_factory=list)  #: how far runs on another mesh are from A
+    notes: list[str] = field(default_factory=list)  #: for people
+    failure: Failure | None = None  #: run that did not finish
+    seconds: float = 0.0  #: duration
+    folder: str | None = None  #: folder of `--keep`
 
     def as_dict(self) -> dict[str, Any]:
         """What `--json` prints, and the page is drawn from. See `docs/reference/json.md`."""
