@@ -375,7 +375,7 @@ def _summarise(made: Conversion, source: Source, to_write: Laid, target: Format)
             made.bytes += tensor.nbytes
     made.objects = sum(1 for _ in laid.objects)
     # What gave way to a part from elsewhere is left out too.
-    there = dict.fromkeys(source.given_way) if isinstance(source, CombinedSource) else {}
+    there = dict.fromkeys(source.replaced) if isinstance(source, CombinedSource) else {}
     there |= dict.fromkeys(
         e.origin if isinstance(e, Object) else (e.origin or e).path for e in source.catalogue.entries.values()
     )

@@ -22,41 +22,38 @@ _ROOTS = {"model": ("model",), "optimizer": ("optim",)}
 
 
 class CombinedSource:
-    """Sources whose files stand behind each other in one catalogue. Itself a `Source`, and closes what is mounted.
-
-    `given_way` are entries that another source's took the place of.
-    """
+    """Several sources with one catalogue, in which their files are numbered one after the other. Itself a `Source`;
+    closing it closes them. `replaced` are the paths of entries that were replaced by those of another source."""
 
     def __init__(self, catalogue: Catalogue) -> None:
         self.catalogue = catalogue
-        self.given_way: list[Path] = []
+        self.replaced: list[Path] = []
         self._sources: list[Source] = []
         self._starts: list[int] = []
         self._closing = ExitStack()
 
     @classmethod
     def over(cls, source: Source) -> CombinedSource:
-        """One source as it stands, for others to be mounted beside it."""
-        made = cls(source.catalogue)
-        made._hold(source, 0)
-        return made
+        """Start with one source as it is."""
+        combined = cls(source.catalogue)
+        combined._append(source, 0)
+        return combined
 
-    def _hold(self, source: Source, start: int) -> None:
+    def _append(self, source: Source, start: int) -> None:
         self._sources.append(source)
         self._starts.append(start)
         self._closing.callback(source.close)
 
     def mount(self, other: Source, root: Path = (), part: Part | None = None) -> None:
-        """Add what another source holds, or one part of it without its root key, under `root`.
+        """Add the entries of another source, or one part of it without its root key, under `root`.
 
-        Raises CorruptError when something is there already.
+        Raises CorruptError when a path is taken already.
         """
         shift = len(self.catalogue.files)
-        self._hold(other, shift)
-        theirs = other.catalogue
+        self._append(other, shift)
         depth = len(part.root) if part is not None else 0
-        alone = theirs if part is None else select.select(theirs, lambda entry: entry.part == part)
-        moved = select.move(alone, {path: (*root, *path[depth:]) for path in alone.entries})
+        added = other.catalogue if part is None else select.select(other.catalogue, lambda entry: entry.part == part)
+        moved = select.move(added, {path: (*root, *path[depth:]) for path in added.entries})
         for entry in moved.entries.values():
             if isinstance(entry, Tensor):
                 entry = replace(entry, origin=None, chunks=entry.chunks.shifted(shift))
@@ -65,66 +62,71 @@ class CombinedSource:
             if part is not None:
                 entry.part = Part(part.kind, root)
             self.catalogue.add(entry)
-        for path, container in alone.containers.items():
+        for path, container in added.containers.items():
             if len(path) >= depth:
                 self.catalogue.containers[(*root, *path[depth:])] = container
-        self.catalogue.files += theirs.files
-        self.catalogue.warnings += theirs.warnings
-        named = [entry.name for entry in alone.entries.values()]
+        self.catalogue.files += other.catalogue.files
+        self.catalogue.warnings += other.catalogue.warnings
+        names = [entry.name for entry in added.entries.values()]
         self.catalogue.faults += [
-            _moved(fault, root if named else (), depth) for fault in theirs.faults
-            if concerns(fault, None) or part is None or any(concerns(fault, name) for name in named)
-        ]  # fmt: skip
+            _moved(fault, root if names else (), depth)
+            for fault in other.catalogue.faults
+            if concerns(fault, None) or part is None or any(concerns(fault, name) for name in names)
+        ]
 
     def add_values(self, values: Mapping[str, Any], root: Path = ()) -> None:
         """Add plain values, such as those of a JSON file, under `root`."""
         flatten.flatten(dict(values), self.catalogue, (), _no_tensor, root)
 
     def replace_part(self, kind: str, other: Source, name: str) -> None:
-        """Take the part `kind` of `other` in place of ours. Raises UsageError when it has none, or several."""
-        theirs = _only_part(other.catalogue, kind, name)
-        ours = [p for p in parts.parts(self.catalogue) if p.kind == kind]
-        if len(ours) > 1:
-            raise UsageError(f"the source has {len(ours)} parts of kind {kind}, so it is not clear which to replace")
+        """Replace the part `kind` by that of `other`, which is called `name` in messages.
+
+        Raises UsageError when one of them has several, or `other` has none.
+        """
+        part = _only_part(other.catalogue, kind, name)
+        count = sum(1 for p in parts.parts(self.catalogue) if p.kind == kind)
+        if count > 1:
+            raise UsageError(f"the source has {count} parts of kind {kind}, so it is not clear which to replace")
         before = self.catalogue
-        self.given_way += [path for path, entry in before.entries.items() if entry.part.kind == kind]
-        made = self._named()
-        root = next((p.root for p in parts.parts(made) if p.kind == kind), _ROOTS[kind])
-        self.catalogue = select.select(made, lambda entry: entry.part.kind != kind)
+        self.replaced += [path for path, entry in before.entries.items() if entry.part.kind == kind]
+        rooted = self._with_roots()
+        root = next((p.root for p in parts.parts(rooted) if p.kind == kind), _ROOTS[kind])
+        self.catalogue = select.select(rooted, lambda entry: entry.part.kind != kind)
         self.catalogue.files = list(before.files)
         self.catalogue.warnings = [*before.warnings]
-        left = [entry.name for entry in before.entries.values() if entry.part.kind != kind]
+        names = [entry.name for entry in before.entries.values() if entry.part.kind != kind]
         self.catalogue.faults = [
-            fault if made is before else _unbound(fault) for fault in before.faults
-            if (concerns(fault, None) or any(concerns(fault, name) for name in left))
+            fault if rooted is before else _without_concerns(fault)
+            for fault in before.faults
+            if (concerns(fault, None) or any(concerns(fault, name) for name in names))
             and parts.kind_of_key(fault.facts.get("absent")) != kind
-        ]  # fmt: skip
-        self.mount(other, root, theirs)
+        ]
+        self.mount(other, root, part)
         self.catalogue.warnings.append(Warning("chosen", f"{kind} taken from `{name}`"))
-        strangers = _strangers(self.catalogue)
-        if strangers:
-            text = f"the optimizer has state of {len(strangers)} parameters that the model does not have: "
-            self.catalogue.warnings.append(Warning("unmatched-optimizer", text + some(strangers)))
+        unmatched = _unmatched(self.catalogue)
+        if unmatched:
+            text = f"the optimizer has state of {len(unmatched)} parameters that the model does not have: "
+            self.catalogue.warnings.append(Warning("unmatched-optimizer", text + some(unmatched)))
 
-    def _named(self) -> Catalogue:
-        """Ours, with a bare model (or optimizer) moved under a key, so that another part has room beside it."""
-        made = self.catalogue
-        for part in parts.parts(made):
+    def _with_roots(self) -> Catalogue:
+        """The catalogue with a model or optimizer at the root moved under a key, so that another part fits beside."""
+        catalogue = self.catalogue
+        for part in parts.parts(catalogue):
             if part.root or part.kind not in _ROOTS:
                 continue
             root = _ROOTS[part.kind]
-            alone = all(entry.part == part for entry in made.entries.values())
-            moved = {path: (*root, *path) for path, entry in made.entries.items() if entry.part == part}
-            made = select.move(made, moved)
+            alone = all(entry.part == part for entry in catalogue.entries.values())
+            moved = {path: (*root, *path) for path, entry in catalogue.entries.items() if entry.part == part}
+            catalogue = select.move(catalogue, moved)
             for path in moved.values():
-                made.entries[path].part = Part(part.kind, root)
-            # The dict at the root was the model's own only when nothing else is in it.
-            if alone and () in made.containers:
-                made.containers[root] = made.containers.pop(())
-        return made
+                catalogue.entries[path].part = Part(part.kind, root)
+            # The dict at the root is the model's own if it has nothing else.
+            if alone and () in catalogue.containers:
+                catalogue.containers[root] = catalogue.containers.pop(())
+        return catalogue
 
     def items(self) -> Iterator[tuple[str, Run]]:
-        """Those of all sources."""
+        """Yield the items of all sources."""
         for source, start in zip(self._sources, self._starts, strict=True):
             if isinstance(source, Itemised):
                 yield from ((name, run._replace(file=run.file + start)) for name, run in source.items())
@@ -137,7 +139,7 @@ class CombinedSource:
         return self._sources[i].resolve(tensor, chunk._replace(extent=chunk.extent.shifted(-start))).shifted(start)
 
     def closing(self, done: Callable[[], object]) -> None:
-        """Something else to do when this is closed."""
+        """Call `done` when this is closed, before the sources are."""
         self._closing.callback(done)
 
     def close(self) -> None:
@@ -145,17 +147,17 @@ class CombinedSource:
 
 
 def _moved(fault: CkptError, root: Path, depth: int) -> CkptError:
-    """The same fault where what it concerns is mounted under `root`: all that is there, unless it says otherwise."""
+    """The fault with the names that it concerns under `root`; without names, all that is under it."""
     if not root:
-        return _unbound(fault) if depth else fault
+        return _without_concerns(fault) if depth else fault
     names = [dotted(root)]
     if not depth and "concerns" in fault.facts:
         names = [f"{dotted(root)}.{name}".rstrip(".") for name in fault.facts["concerns"]]
     return type(fault)(fault.message, hint=fault.hint, **{**fault.facts, "concerns": names})
 
 
-def _unbound(fault: CkptError) -> CkptError:
-    """The same fault as one of the whole checkpoint: what it concerns has another name now."""
+def _without_concerns(fault: CkptError) -> CkptError:
+    """The fault as one of the whole checkpoint, for entries that have another name now."""
     facts = {key: value for key, value in fault.facts.items() if key != "concerns"}
     return type(fault)(fault.message, hint=fault.hint, **facts)
 
@@ -167,8 +169,8 @@ def _only_part(catalogue: Catalogue, kind: str, name: str) -> Part:
     return found[0]
 
 
-def _strangers(catalogue: Catalogue) -> list[str]:
-    """Parameters that the optimizer names and no model has."""
+def _unmatched(catalogue: Catalogue) -> list[str]:
+    """Parameters with optimizer state that no model has."""
     models = {dotted(path[len(e.part.root) :]) for path, e in catalogue.entries.items() if e.part.kind == "model"}
     named: dict[str, None] = {}
     for path, entry in catalogue.entries.items():
@@ -183,4 +185,4 @@ def _strangers(catalogue: Catalogue) -> list[str]:
 
 
 def _no_tensor(value: Any, path: Path, embedded: bool) -> NoReturn:
-    raise AssertionError("plain values hold no tensors")
+    raise AssertionError("a tensor in plain values")

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from ckpttool.catalogue import flatten as nesting
+from ckpttool.catalogue import flatten
 from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, File, Object, Path, Tensor
 from ckpttool.catalogue.protocols import Crcs, Format, Loss, Sink, SinkOptions
 from ckpttool.catalogue.warning import Warning
@@ -28,7 +28,7 @@ from ckpttool.producers.components import Constant
 from ckpttool.storage import files
 from ckpttool.storage.crc import crc32
 
-_SCRATCH = ".piece"
+_SCRATCH = ".component"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,11 @@ class OutputComponent:
     constants: Sequence[Constant] = ()
 
     def inner(self, path: Path) -> Path:
-        """The path in the piece."""
+        """The path in the component."""
         return (*self.key, *path[len(self.root) :])
 
     def outer(self, path: Path) -> Path:
-        """The path in the catalogue."""
+        """The path in the catalogue of the directory."""
         return (*self.root, *path[len(self.key) :])
 
 
@@ -65,147 +65,167 @@ class OutputLayout:
     component_of: Mapping[Path, int]
     lost: Sequence[Loss]
 
-    def losses(self, laid: Catalogue, path: str) -> list[Loss]:
-        """What has no piece, and what a piece cannot hold."""
-        found = list(self.lost)
-        for component, piece in _pieces(self, laid):
+    def losses(self, catalogue: Catalogue, path: str) -> list[Loss]:
+        """The entries that are in no component, or that the format of theirs cannot store."""
+        losses = list(self.lost)
+        for component, contents in self._split(catalogue):
             if component.format is None:
-                found += [Loss(e.name, "JSON has no words for it") for e in piece.entries.values() if not _is_plain(e)]
+                losses += [Loss(e.name, "JSON cannot store it") for e in contents.entries.values() if not _is_json(e)]
             elif component.format.losses is not None:
-                told = component.format.losses(piece, component.name)
-                names = {entry.name: component.outer(path) for path, entry in piece.entries.items()}
-                found += [Loss(".".join(map(str, names.get(one.name, (one.name,)))), one.why) for one in told]
-        return found
+                names = {entry.name: component.outer(path) for path, entry in contents.entries.items()}
+                losses += [
+                    Loss(".".join(map(str, names.get(loss.name, (loss.name,)))), loss.why)
+                    for loss in component.format.losses(contents, component.name)
+                ]
+        return losses
 
-    def create(self, path: str, laid: Catalogue, options: SinkOptions) -> Sink:
-        """Every piece of full size at `path`, which does not exist yet."""
+    def create(self, path: str, catalogue: Catalogue, options: SinkOptions) -> Sink:
+        """Create every component at its full size below `path`, which does not exist yet."""
         try:
-            return self._created(path, laid, options)
+            return self._create(path, catalogue, options)
         except OSError as error:
             raise files.failed(error, path, "write") from None
 
-    def _created(self, path: str, laid: Catalogue, options: SinkOptions) -> Sink:
+    def _create(self, path: str, catalogue: Catalogue, options: SinkOptions) -> Sink:
         os.mkdir(path)
-        made = Catalogue("", facts={"layout": f"{len(self.components)} pieces"})
+        result = Catalogue("", facts={"layout": f"{len(self.components)} pieces"})
         sinks: list[tuple[Sink, int]] = []
-        found: dict[Path, Entry] = {}
-        known: dict[tuple[int, int], int] = {}
-        for component, piece in _pieces(self, laid):
+        entries: dict[Path, Entry] = {}
+        crcs: dict[tuple[int, int], int] = {}
+        for component, contents in self._split(catalogue):
             location = os.path.join(path, component.name) if component.name else path
-            sink = _created(component, location, piece, options)
-            start = len(made.files)
-            for file in sink.catalogue.files:
-                file.name = os.path.relpath(file.location, path)
-            made.files += sink.catalogue.files
-            name = component.name.replace("{rank}", "*")
-            made.warnings += [w.prefixed(f"`{name}`") if name else w for w in sink.catalogue.warnings]
-            constants = {component.inner(c.path): c.data for c in component.constants}
-            known |= _fill(sink.catalogue, constants, start)
-            for inner, entry in sink.catalogue.entries.items():
-                if inner not in constants:
-                    found[component.outer(inner)] = _back(component, entry, start, laid)
-            made.replicas += [
-                _moved(component, tensor, start) for tensor in sink.catalogue.replicas if tensor.path not in constants
-            ]
-            made.containers |= {
-                component.outer(p): c for p, c in sink.catalogue.containers.items()
-                if p[: len(component.key)] == component.key
-            }  # fmt: skip
+            sink = _create_component(component, location, contents, options)
+            written, start = sink.catalogue, len(result.files)
             sinks.append((sink, start))
+            for file in written.files:
+                file.name = os.path.relpath(file.location, path)
+            result.files += written.files
+            name = component.name.replace("{rank}", "*")
+            result.warnings += [w.prefixed(f"`{name}`") if name else w for w in written.warnings]
+            constants = {component.inner(c.path): c.data for c in component.constants}
+            crcs |= _write_constants(written, constants, start)
+            for inner, entry in written.entries.items():
+                outer = component.outer(inner)
+                if isinstance(entry, Object):
+                    # That of the whole state: its links have the paths there.
+                    entries[outer] = catalogue.entries[outer]
+                elif inner not in constants:
+                    entries[outer] = _moved(component, entry, start)
+            result.replicas += [_moved(component, t, start) for t in written.replicas if t.path not in constants]
+            depth = len(component.key)
+            result.containers |= {
+                component.outer(p): c for p, c in written.containers.items() if p[:depth] == component.key
+            }
         if options.max_shard_size is not None and not any(c.format and c.format.splits for c in self.components):
             text = "`--max-shard-size` has no effect: no component is of safetensors"
-            made.warnings.append(Warning("no-effect", text))
-        made.entries = {p: found[p] for p in laid.entries if p in found}
-        return _Composite(made, sinks, known)
+            result.warnings.append(Warning("no-effect", text))
+        result.entries = {path: entries[path] for path in catalogue.entries if path in entries}
+        return _CombinedSink(result, sinks, crcs)
+
+    def _split(self, catalogue: Catalogue) -> Iterator[tuple[OutputComponent, Catalogue]]:
+        """Each component with its contents. There may be one per rank, so the state is walked once for all."""
+        entries: list[list[Entry]] = [[] for _ in self.components]
+        for path, entry in catalogue.entries.items():
+            number = self.component_of.get(path)
+            if number is None and isinstance(entry, Tensor) and entry.embedded:
+                # It goes with the object that it is in.
+                above = (path[:depth] for depth in range(len(path)))
+                number = next((self.component_of[p] for p in above if p in self.component_of), None)
+            if number is not None:
+                entries[number].append(entry)
+        for component, of_component in zip(self.components, entries, strict=True):
+            yield component, _contents(component, catalogue, of_component, alone=len(entries) == 1)
 
 
-class _Composite:
-    def __init__(self, catalogue: Catalogue, sinks: list[tuple[Sink, int]], known: Mapping[tuple[int, int], int]):
+def _contents(component: OutputComponent, catalogue: Catalogue, entries: list[Entry], *, alone: bool) -> Catalogue:
+    """The entries of a component, under their paths in it."""
+    # The container at the root of the whole state belongs to none of several components.
+    within = {entry.path[:depth] for entry in entries for depth in range(0 if alone else 1, len(entry.path) + 1)}
+    containers = {
+        path: container
+        for path, container in catalogue.containers.items()
+        if path[: len(component.root)] == component.root and path in within
+    }
+    # A tensor that is tied to one of another component gets bytes of its own.
+    selected = select.select(select.rebuilt(catalogue, entries, containers), lambda entry: True)
+    # An entry of a list keeps its index when it goes with all of its list, as it does here.
+    contents = select.move(selected, {path: component.inner(path) for path in selected.entries})
+    for constant in component.constants:
+        inner = component.inner(constant.path)
+        contents.entries[inner] = Tensor(inner, constant.dtype, (), Chunks.placed([(((), ()), 0)]))
+    contents.containers = {component.inner(path): container for path, container in containers.items()}
+    if component.format is None or not component.format.chunked:
+        contents = rechunk.whole(contents)
+    # Warnings and facts are those of the whole state.
+    contents.files, contents.warnings, contents.facts = catalogue.files, [], {}
+    return contents
+
+
+def _moved(component: OutputComponent, tensor: Tensor, start: int) -> Tensor:
+    alias = component.outer(tensor.alias) if tensor.alias is not None else None
+    return replace(tensor, path=component.outer(tensor.path), alias=alias, chunks=tensor.chunks.shifted(start))
+
+
+def _write_constants(catalogue: Catalogue, constants: Mapping[Path, bytes], start: int) -> dict[tuple[int, int], int]:
+    """Write the values that are known already, and return their checksums by file and offset in the whole."""
+    crcs: dict[tuple[int, int], int] = {}
+    tensors = [t for t in (*catalogue.tensors, *catalogue.replicas) if t.path in constants]
+    if not tensors:
+        return crcs
+    pool = files.Pool(writing=True)
+    try:
+        for tensor in tensors:
+            data = constants[tensor.path]
+            for chunk in tensor.chunks:
+                pool.write(catalogue.files[chunk.extent.file].location, chunk.extent.offset, data)
+                crcs[chunk.extent.file + start, chunk.extent.offset] = crc32(data)
+    finally:
+        pool.close()
+    return crcs
+
+
+class _CombinedSink:
+    """The sinks of all components, each with the number of its first file; `crcs` are those of constants."""
+
+    def __init__(self, catalogue: Catalogue, sinks: list[tuple[Sink, int]], crcs: Mapping[tuple[int, int], int]):
         self.catalogue = catalogue
         self._sinks = sinks
-        self._known = known
+        self._crcs = crcs
 
     def finish(self, crcs: Crcs) -> None:
-        """The pieces in their order."""
+        """Finish the components in their order."""
         starts = [start for _, start in self._sinks]
         shares: list[dict[tuple[int, int], int]] = [{} for _ in starts]
-        for (file, offset), crc in chain(crcs.items(), self._known.items()):
-            # Of pieces that begin at the same file, all but the last have none.
+        for (file, offset), crc in chain(crcs.items(), self._crcs.items()):
+            # Of components that begin at the same file, all but the last have none.
             number = bisect_right(starts, file) - 1
             shares[number][file - starts[number], offset] = crc
         for (sink, _), share in zip(self._sinks, shares, strict=True):
             sink.finish(share)
 
 
-def _pieces(layout: OutputLayout, laid: Catalogue) -> Iterator[tuple[OutputComponent, Catalogue]]:
-    """Each component with what it holds. There is one for each rank, so that the state is gone through once for all."""
-    held: list[list[Entry]] = [[] for _ in layout.components]
-    for path, entry in laid.entries.items():
-        number = layout.component_of.get(path)
-        if number is None and isinstance(entry, Tensor) and entry.embedded:
-            # It goes with the object that it is in.
-            above = (path[:depth] for depth in range(len(path)))
-            number = next((layout.component_of[p] for p in above if p in layout.component_of), None)
-        if number is not None:
-            held[number].append(entry)
-    for component, entries in zip(layout.components, held, strict=True):
-        yield component, _piece(component, laid, entries, alone=len(held) == 1)
-
-
-def _piece(component: OutputComponent, laid: Catalogue, entries: list[Entry], *, alone: bool) -> Catalogue:
-    """What a component holds, under the paths that it has there."""
-    depth = len(component.root)
-    containers = {
-        path: container for path, container in laid.containers.items()
-        if path[:depth] == component.root and _within(path, entries, alone=alone)
-    }  # fmt: skip
-    # A tensor that was tied to one of another piece gets bytes of its own.
-    taken = select.select(select.rebuilt(laid, entries, containers), lambda entry: True)
-    # An entry of a list keeps its index when it goes with all of its list, as it does here.
-    piece = select.move(taken, {path: component.inner(path) for path in taken.entries})
-    for constant in component.constants:
-        shape: tuple[int, ...] = ()
-        chunks = Chunks.placed([(((), ()), 0)])
-        inner = component.inner(constant.path)
-        piece.entries[inner] = Tensor(inner, constant.dtype, shape, chunks)
-    piece.containers = {component.inner(path): container for path, container in containers.items()}
-    if component.format is None or not component.format.chunked:
-        piece = rechunk.whole(piece)
-    # What is known of the whole has been said of it.
-    piece.files, piece.warnings, piece.facts = laid.files, [], {}
-    return piece
-
-
-def _within(path: Path, entries: list[Entry], *, alone: bool) -> bool:
-    """Whether a container is one of this piece: the root of the whole state belongs to none of several."""
-    return (bool(path) or alone) and any(entry.path[: len(path)] == path for entry in entries)
-
-
-def _created(component: OutputComponent, location: str, piece: Catalogue, options: SinkOptions) -> Sink:
-    _make_folder(component, location)
-    if component.format is None:
-        return _create_json(location, piece, component.values)
-    assert component.format.create is not None
-    if "{rank}" in component.name:
-        return _create_by_rank(component.format, location, piece, options)
-    one_file = component.format.is_file(location)
-    if component.format.splits and options.max_shard_size is not None:
-        return _create_beside(component.format, location, piece, options)
-    return component.format.create(location, piece, replace(options, one_file=one_file))
-
-
-def _make_folder(component: OutputComponent, location: str) -> None:
-    """The directory of the piece, when it has one below the destination."""
+def _create_component(component: OutputComponent, location: str, contents: Catalogue, options: SinkOptions) -> Sink:
+    form = component.format
     if os.path.dirname(component.name):
         os.makedirs(os.path.dirname(location), exist_ok=True)
-
-
-def _create_by_rank(form: Format, location: str, piece: Catalogue, options: SinkOptions) -> Sink:
-    """Files of ranks are laid down under names of their own; here they get those that the framework knows."""
+    if form is None:
+        return _create_json(location, contents, component.values)
     assert form.create is not None
-    folder = os.path.dirname(location)
-    scratch = os.path.join(folder, _SCRATCH)
-    sink = form.create(scratch, piece, options)
+    if "{rank}" in component.name:
+        return _create_by_rank(form, location, contents, options)
+    if form.splits and options.max_shard_size is not None:
+        # Split files lie beside the other components, with their index.
+        folder = os.path.dirname(location)
+        scratch = os.path.join(folder, _SCRATCH)
+        return _MovedUp(form.create(scratch, contents, replace(options, one_file=False)), scratch, folder)
+    return form.create(location, contents, replace(options, one_file=form.is_file(location)))
+
+
+def _create_by_rank(form: Format, location: str, contents: Catalogue, options: SinkOptions) -> Sink:
+    """Create one file per rank, and rename each as the framework does."""
+    assert form.create is not None
+    scratch = os.path.join(os.path.dirname(location), _SCRATCH)
+    sink = form.create(scratch, contents, options)
     for file in sink.catalogue.files:
         final = location.replace("{rank}", str(file.rank))
         os.rename(file.location, final)
@@ -214,16 +234,8 @@ def _create_by_rank(form: Format, location: str, piece: Catalogue, options: Sink
     return sink
 
 
-def _create_beside(form: Format, location: str, piece: Catalogue, options: SinkOptions) -> Sink:
-    """A model that is split lies beside the other pieces, with its index."""
-    assert form.create is not None
-    folder = os.path.dirname(location)
-    scratch = os.path.join(folder, _SCRATCH)
-    return _Emptied(form.create(scratch, piece, replace(options, one_file=False)), scratch, folder)
-
-
-class _Emptied:
-    """A sink whose files move up from a directory of its own when they are complete."""
+class _MovedUp:
+    """A sink whose files lie in the folder above that of its own, where its index follows when it is complete."""
 
     def __init__(self, sink: Sink, scratch: str, folder: str) -> None:
         self.catalogue = sink.catalogue
@@ -240,7 +252,7 @@ class _Emptied:
         os.rmdir(self._scratch)
 
 
-# Pieces of JSON -------------------------------------------------------------------------------------------------------
+# JSON -----------------------------------------------------------------------------------------------------------------
 
 
 class _JsonSink:
@@ -248,15 +260,15 @@ class _JsonSink:
         self.catalogue = catalogue
 
     def finish(self, crcs: Crcs) -> None:
-        """Nothing: it was written when it was made."""
+        """Do nothing: the file is complete."""
 
 
-def _create_json(location: str, piece: Catalogue, plain: Mapping[str, Any]) -> Sink:
-    tree = nesting.unflatten(piece, _value) if piece.entries else {}
-    text = json.dumps({**plain, **tree}, indent=2).encode() + b"\n"
+def _create_json(location: str, contents: Catalogue, values: Mapping[str, Any]) -> Sink:
+    tree = flatten.unflatten(contents, _value) if contents.entries else {}
+    text = json.dumps({**values, **tree}, indent=2).encode() + b"\n"
     files.write_file(location, text)
-    piece.files = [File(location, os.path.basename(location), len(text))]
-    return _JsonSink(piece)
+    contents.files = [File(location, os.path.basename(location), len(text))]
+    return _JsonSink(contents)
 
 
 def _value(entry: Entry) -> Any:
@@ -264,42 +276,11 @@ def _value(entry: Entry) -> Any:
     return entry.value
 
 
-def _is_plain(entry: Entry) -> bool:
+def _is_json(entry: Entry) -> bool:
     if not isinstance(entry, Object):
         return False
     try:
-        # What JSON gives back for a tuple or a key that is a number is another value.
+        # JSON changes tuples, and keys that are numbers.
         return bool(json.loads(json.dumps(entry.value)) == entry.value)
     except (TypeError, ValueError, RecursionError):
         return False
-
-
-# Back into the one catalogue ------------------------------------------------------------------------------------------
-
-
-def _back(component: OutputComponent, entry: Entry, start: int, laid: Catalogue) -> Entry:
-    # An object is the one that was laid out: its links have the paths of the whole.
-    return _moved(component, entry, start) if isinstance(entry, Tensor) else laid.entries[component.outer(entry.path)]
-
-
-def _moved(component: OutputComponent, tensor: Tensor, start: int) -> Tensor:
-    alias = component.outer(tensor.alias) if tensor.alias is not None else None
-    return replace(tensor, path=component.outer(tensor.path), alias=alias, chunks=tensor.chunks.shifted(start))
-
-
-def _fill(catalogue: Catalogue, constants: Mapping[Path, bytes], start: int) -> dict[tuple[int, int], int]:
-    """Write what is known already; its checksums, by where it lies in the whole."""
-    known: dict[tuple[int, int], int] = {}
-    holders = [t for t in (*catalogue.tensors, *catalogue.replicas) if t.path in constants]
-    if not holders:
-        return known
-    pool = files.Pool(writing=True)
-    try:
-        for tensor in holders:
-            data = constants[tensor.path]
-            for chunk in tensor.chunks:
-                pool.write(catalogue.files[chunk.extent.file].location, chunk.extent.offset, data)
-                known[chunk.extent.file + start, chunk.extent.offset] = crc32(data)
-    finally:
-        pool.close()
-    return known
