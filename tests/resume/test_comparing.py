@@ -13,18 +13,19 @@ import numpy as np
 import pytest
 import torch
 from fakeranks import as_rank, mesh
+from recorded import State
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckpttool.errors import UsageError
-from ckpttool.operations.verify_resume.trial import compare as comparing
+from ckpttool.operations.verify_resume.trial import compare
 from ckpttool.operations.verify_resume.trial import route as routes
 from ckpttool.operations.verify_resume.trial.compare import judge
 from ckpttool.operations.verify_resume.trial.diagnose_values import same
 from ckpttool.operations.verify_resume.trial.job import Job, Seen
 from ckpttool.operations.verify_resume.trial.results import Check, Compared, Finding, Report, Step
-from ckpttool.operations.verify_resume.trial.state import State, held
+from ckpttool.operations.verify_resume.trial.state import RecordedState
 from ckpttool.operations.verify_resume.worker.gradients import _joined
 from ckpttool.operations.verify_resume.worker.record import Writer, leaves, plain
 from ckpttool.operations.verify_resume.worker.shard_checks import shape_of_shard
@@ -44,7 +45,7 @@ RUN = [step(4, 2.5, 2.25), step(5, 2.0, 1.75), step(6, 1.5, 1.25)]
 
 def test_equal_steps_are_equal() -> None:
     made = report()
-    assert comparing.steps_of(made, RUN, [*RUN], "B", "A")
+    assert compare.compare_steps(made, RUN, [*RUN], "B", "A")
     assert made.findings == [] and {row.what: row.count for row in made.compared} == {
         "next batch": 3, "loss": 3, "gradient norm": 3, "parameters": 3,
     }  # fmt: skip
@@ -63,7 +64,7 @@ def test_equal_steps_are_equal() -> None:
 def test_the_first_difference_is_named(changed: dict[str, Any], kind: str, rank: int | None) -> None:
     made = report()
     other = [RUN[0], dataclasses.replace(RUN[1], **changed), step(6, 9.0, 9.0, digests=["x", "y"])]
-    assert not comparing.steps_of(made, RUN, other, "B", "A")
+    assert not compare.compare_steps(made, RUN, other, "B", "A")
     [found] = made.findings
     assert (found.kind, found.rank, found.step, found.run) == (kind, rank, 5, "B")
     if changed.get("losses") == [2.0, 1.75 + 2**-52]:
@@ -72,7 +73,7 @@ def test_the_first_difference_is_named(changed: dict[str, Any], kind: str, rank:
 
 def test_what_is_not_judged_is_no_finding() -> None:
     made = report()
-    assert not comparing.steps_of(made, RUN, [step(4, 0.0, 0.0)], "B", "control", judged=False)
+    assert not compare.compare_steps(made, RUN, [step(4, 0.0, 0.0)], "B", "control", judged=False)
     assert made.findings == [] and {row.equal for row in made.compared} == {None}
 
 
@@ -99,17 +100,17 @@ JOB = Job("folder", "recipe.py", {"shard": 1, "tp": 2})
 def test_each_check_sees_what_it_is_for(changed: dict[str, Any], kind: str, says: str) -> None:
     same = {"steps": [{"number": 4, "loss": 2.5}]}
     made = report()
-    comparing.sharding(made, "B", JOB, [seen(0, **same), seen(1, **same)])
+    compare.check_sharding(made, "B", JOB, [seen(0, **same), seen(1, **same)])
     assert made.findings == [] and all(check.passed for check in made.checks)
     made = report()
-    comparing.sharding(made, "B", JOB, [seen(0, **same), seen(1, **{**same, **changed})])
+    compare.check_sharding(made, "B", JOB, [seen(0, **same), seen(1, **{**same, **changed})])
     [found] = made.findings
     assert found.kind == kind and says in found.says
 
 
 def test_losses_of_ranks_with_batches_of_their_own_are_not_judged() -> None:
     made = report()
-    comparing.sharding(made, "A", Job("folder", "recipe.py", {"replicate": 1, "shard": 2}), [seen(0), seen(1)])
+    compare.check_sharding(made, "A", Job("folder", "recipe.py", {"replicate": 1, "shard": 2}), [seen(0), seen(1)])
     [check] = [check for check in made.checks if check.what == "losses agree"]
     assert check.passed is None and made.findings == []
 
@@ -128,7 +129,7 @@ def checked(
     folder: Path, ours: list[torch.Tensor], alone: list[torch.Tensor]
 ) -> tuple[bool | None, str, list[Finding]]:
     made = report()
-    comparing.gradients(made, "A", gradients(folder, "ours", *ours), gradients(folder, "alone", *alone))
+    compare.check_gradients(made, "A", gradients(folder, "ours", *ours), gradients(folder, "alone", *alone))
     [check] = made.checks
     return check.passed, check.says, made.findings
 
@@ -204,24 +205,23 @@ def test_values_are_told_apart_and_alike_in_every_process() -> None:
     assert same(float("nan"), float("nan")) and not same(0.0, -0.0) and not same(1, 1.0) and not same(1, True)
 
 
-def state(**tensors: Any) -> State:
-    made = State({f"model.{name}": held(np.array(value)) for name, value in tensors.items()})
-    made.objects["scheduler.last_epoch"] = 3
-    return made
+def state(**tensors: Any) -> RecordedState:
+    arrays = {f"model.{name}": np.array(value) for name, value in tensors.items()}
+    return State(arrays, {"scheduler.last_epoch": 3}).recorded()
 
 
 def test_the_end_and_the_step_it_went_on_at_are_compared() -> None:
     made = report()
-    assert comparing.progress_of(made, 4, 4, "B", "A")
-    comparing.ends_of(made, state(w=[1.0, 2.0]), state(w=[1.0, 2.0]), "B", "A", same=True)
+    assert compare.compare_progress(made, 4, 4, "B", "A")
+    compare.compare_ends(made, state(w=[1.0, 2.0]), state(w=[1.0, 2.0]), "B", "A", same=True)
     assert made.findings == [] and [(row.what, row.equal, row.count) for row in made.compared] == [
         ("progress", True, 1), ("end", True, 2),
     ]  # fmt: skip
-    assert not comparing.progress_of(made, 4, 5, "B", "A")
+    assert not compare.compare_progress(made, 4, 5, "B", "A")
     # A buffer that no step shows.
-    comparing.ends_of(made, state(w=[1.0, 2.0]), state(w=[1.0, 2.3]), "B", "A", same=True)
+    compare.compare_ends(made, state(w=[1.0, 2.0]), state(w=[1.0, 2.3]), "B", "A", same=True)
     assert [found.kind for found in made.findings] == ["progress", "values differ"]
-    assert made.findings[0].says == "it went on at step 5, and was saved at step 4"
+    assert made.findings[0].says == "training resumed at step 5, and was saved at step 4"
     assert made.findings[1].says.startswith("at the end, 1 of 2 elements of `model.w` differ")
     assert [row.equal for row in made.compared[2:]] == [False, False]
 
@@ -230,7 +230,7 @@ def test_nothing_passes_for_want_of_words() -> None:
     made = report()
     made.compared.append(Compared("model", "B", "A", 3, 1, equal=False))
     judge(made)
-    assert (made.verdict, made.says) == ("differs", "model of B: not as it was")
+    assert (made.verdict, made.says) == ("differs", "resume is not exact: model of B: not as it was")
     made = report()
     made.checks.append(Check("memory", "B", 3, passed=False))
     judge(made)
@@ -274,6 +274,6 @@ def test_stages_that_are_none(via: str) -> None:
 
 def test_the_report_is_json(tmp_path: Path) -> None:
     made = report()
-    comparing.steps_of(made, RUN, [step(4, float("inf"), 2.25)], "B", "A")
+    compare.compare_steps(made, RUN, [step(4, float("inf"), 2.25)], "B", "A")
     said = made.as_dict()
     assert json.loads(json.dumps(said))["schema"] == "ckpttool/trial/1"

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from recorded import State
 
-from ckpttool.operations.verify_resume.trial.diagnose import diagnose
+from ckpttool.operations.verify_resume.trial.diagnose import diagnose as diagnose_recorded
 from ckpttool.operations.verify_resume.trial.results import Finding
-from ckpttool.operations.verify_resume.trial.state import State, held
 
 SHAPES = {"embed.weight": (8, 4), "up.weight": (4, 4), "down.weight": (4, 4), "norm.weight": (4,), "one.bias": (1,)}
 
@@ -20,12 +20,12 @@ def state(seed: int, steps: int = 3) -> State:
     random = np.random.default_rng(seed)
     made = State(kinds={"sched": "scheduler", "loader": "dataloader", "gen": "rng"}, world=2)
     for name, shape in SHAPES.items():
-        made.tensors[f"model.{name}"] = held(random.standard_normal(shape, np.float32))
+        made.tensors[f"model.{name}"] = random.standard_normal(shape, np.float32)
         if steps:
-            made.tensors[f"optimizer.state.{name}.exp_avg"] = held(random.standard_normal(shape, np.float32))
-            made.tensors[f"optimizer.state.{name}.exp_avg_sq"] = held(random.random(shape, np.float32))
-            made.tensors[f"optimizer.state.{name}.step"] = held(np.array(float(steps), np.float32))
-    made.tensors["model.seen"] = held(np.array(steps * 10))
+            made.tensors[f"optimizer.state.{name}.exp_avg"] = random.standard_normal(shape, np.float32)
+            made.tensors[f"optimizer.state.{name}.exp_avg_sq"] = random.random(shape, np.float32)
+            made.tensors[f"optimizer.state.{name}.step"] = np.array(float(steps), np.float32)
+    made.tensors["model.seen"] = np.array(steps * 10)
     made.tensors["model.head.weight"] = made.tensors["model.embed.weight"]
     made.ties = [("model.embed.weight", "model.head.weight")]
     made.buffers = frozenset({"model.seen"})
@@ -44,12 +44,15 @@ def state(seed: int, steps: int = 3) -> State:
 
 def numbers(made: State, name: str) -> Any:
     """The elements of a tensor, as a copy that can be changed."""
-    one = made.tensors[name]
-    return one.bits.copy().view(np.float32).reshape(one.shape)
+    return made.tensors[name].copy()
 
 
 def put(made: State, name: str, values: Any) -> None:
-    made.tensors[name] = held(np.asarray(values, np.float32))
+    made.tensors[name] = np.asarray(values, np.float32)
+
+
+def diagnose(before: State, after: State, fresh: State | None = None) -> list[Finding]:
+    return diagnose_recorded(before.recorded(), after.recorded(), fresh.recorded() if fresh is not None else None)
 
 
 def only(found: list[Finding]) -> Finding:
@@ -71,9 +74,9 @@ def test_an_intact_state_says_nothing() -> None:
 
 def test_a_flipped_bit() -> None:
     def flip(after: State) -> None:
-        bits = after.tensors["model.up.weight"].bits.copy()
-        bits[6] ^= 1 << 3
-        after.tensors["model.up.weight"] = held(bits.view(np.float32).reshape(4, 4))
+        values = numbers(after, "model.up.weight")
+        values.view(np.uint32).reshape(-1)[6] ^= 1 << 3
+        put(after, "model.up.weight", values)
 
     found = only(seen(flip))
     assert (found.kind, found.name, found.index) == ("flipped bit", "model.up.weight", [1, 2])
@@ -193,7 +196,7 @@ def test_a_tied_weight_untied() -> None:
         after.tensors["model.head.weight"] = state(2).tensors["model.embed.weight"]
 
     found = only(seen(untie))
-    assert found.kind == "untied" and "`model.head.weight` was one tensor with `model.embed.weight`" in found.says
+    assert found.kind == "untied" and "`model.head.weight` was tied with `model.embed.weight`" in found.says
 
 
 @pytest.mark.parametrize("through", ["bfloat16", "float16"])
@@ -236,8 +239,8 @@ def test_what_has_no_name_of_its_own() -> None:
 def test_what_is_missing_or_of_another_kind() -> None:
     def change(after: State) -> None:
         del after.tensors["model.norm.weight"]
-        after.tensors["model.one.bias"] = held(np.zeros((1,), np.float64))
-        after.tensors["model.more"] = held(np.zeros((1,), np.float64))
+        after.tensors["model.one.bias"] = np.zeros((1,), np.float64)
+        after.tensors["model.more"] = np.zeros((1,), np.float64)
 
     kinds = {found.name: found.kind for found in seen(change)}
     assert kinds == {

@@ -137,12 +137,12 @@ def test_what_is_done_to_the_checkpoint_on_its_way_is_seen(tmp_path: Path) -> No
     [
         ({"world": 2, "mesh": "shard=2"}, "`--world` and `--mesh` exclude each other"),
         ({"to_world": 2, "to_mesh": "shard=2"}, "`--to-world` and `--to-mesh` exclude each other"),
-        ({"via": "safetensor"}, "`--via safetensor`: there is no such stage"),
+        ({"via": "safetensor"}, "`--via safetensor`: unknown stage"),
         ({"via": "reshard:x=2"}, "there is no mesh dimension `x`"),
         ({"more": 0}, "at least one step"),
-        ({"device": "tpu"}, "`--device tpu`: there is no such device"),
+        ({"device": "tpu"}, "`--device tpu` is unknown"),
         ({"world": 0}, "a world has at least one rank"),
-        ({"checkpoints": ["a"], "via": "dcp"}, "with checkpoints given there is no route"),
+        ({"checkpoints": ["a"], "via": "dcp"}, "`--to-mesh` cannot be used with checkpoints"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_runs(options: dict[str, Any], says: str) -> None:

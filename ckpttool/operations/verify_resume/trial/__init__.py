@@ -1,11 +1,11 @@
-"""The trial: train, save, resume, train on, and compare with what would have been.
+"""The trial: train, save, resume, train on, and compare with the run that was not interrupted.
 
     A         trains `steps`, saves, trains `more`
     B         resumes from that save after its route, in processes of its own, and trains `more`
-    control   only where B has another mesh than A: resumes there by torch's DCP, from what A saved by torch's DCP
+    control   only where B has another mesh than A, as a reference: torch's DCP resumes there from its own save of A
     alone     only where gradients are checked: one rank, the parameters of A's end, all of its batches
 
-B's state must be A's, bit for bit. On the same mesh so must be its steps. On another mesh nothing adds in the same
+B's state must be A's, bit for bit. On the same mesh so must be its steps. On another mesh nothing is summed in the same
 order, and B's steps must be those of the control. With checkpoints given, each is resumed and must be as the first.
 """
 
@@ -22,80 +22,67 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpttool.errors import OverwriteError, UsageError
-from ckpttool.operations.verify_resume.trial import (
-    compare as comparing,
-)
-from ckpttool.operations.verify_resume.trial import (
-    job as jobs,
-)
-from ckpttool.operations.verify_resume.trial import (
-    launch as launching,
-)
-from ckpttool.operations.verify_resume.trial import (
-    route as routes,
-)
-from ckpttool.operations.verify_resume.trial import (
-    state as states,
-)
-from ckpttool.operations.verify_resume.trial import (
-    torchrun as inside,
-)
-from ckpttool.operations.verify_resume.trial.arguments import Wanted, understood
-from ckpttool.operations.verify_resume.trial.compare import judge
+from ckpttool.operations.verify_resume.trial import compare, launch, route, state, torchrun
+from ckpttool.operations.verify_resume.trial.arguments import TrialOptions, parse_options
 from ckpttool.operations.verify_resume.trial.diagnose import diagnose
-from ckpttool.operations.verify_resume.trial.job import BUILT, END, RESUMED, Job, Seen
-from ckpttool.operations.verify_resume.trial.launch import Crew, Ended
+from ckpttool.operations.verify_resume.trial.job import BUILT, END, RESUMED, Job, Seen, read_seen, world_of
+from ckpttool.operations.verify_resume.trial.launch import Ended, Launcher
 from ckpttool.operations.verify_resume.trial.results import Check, Report, Run
+from ckpttool.operations.verify_resume.trial.state import RecordedState
 from ckpttool.text import plural
 
 _RULES = {
-    "bitwise": "the mesh is the same: B's state, losses, gradient norms and parameters must be A's, bit for bit",
-    "control": "B has another mesh than A: its state must be A's bit for bit, and its steps those of a control run "
-    "that torch's own DCP resumed on that mesh; how far they drift from A's is reported, not judged",
-    "checkpoints": "each checkpoint is resumed on the same mesh, and must be as the first, bit for bit",
-}  # fmt: skip
+    "bitwise": "same mesh: the restored state, losses, gradient norms and parameters of B == those of A, bitwise",
+    "control": "mesh changed: restored state == A, later steps == a reference run (control) resumed by torch DCP on "
+    "the same mesh; drift from A is informational",
+    "checkpoints": "each checkpoint is resumed on the same mesh: state and steps == those of the first, bitwise",
+}
 _SEED = 20_240_607
 
 
 @dataclass(slots=True)
 class _Trial:
-    wanted: Wanted
+    """A trial that is running. `states` are those that were read, by run and moment."""
+
+    options: TrialOptions
     folder: str
     report: Report
-    crew: Crew
+    launcher: Launcher
     tell: Callable[[str], None]
     seen: dict[str, list[Seen]] = field(default_factory=dict)
     jobs: dict[str, Job] = field(default_factory=dict)
-    kept: dict[tuple[str, str], states.State] = field(default_factory=dict)
+    states: dict[tuple[str, str], RecordedState] = field(default_factory=dict)
 
     def run(self, name: str, says: str, dims: Mapping[str, int], **more: Any) -> Job:
         """Start the ranks of a run and wait for them. Raises Ended."""
-        wanted = self.wanted
-        self.tell(f"run {name}: {says} on {plural(jobs.world_of(dims), 'rank')}")
+        options = self.options
+        self.tell(f"run {name}: {says} on {plural(world_of(dims), 'rank')}")
         # What is not restored must not come out the same by chance: only A has this seed.
         seed = _SEED if name in ("A", "alone") else _SEED + 1_000
         job = Job(
-            os.path.join(self.folder, name), wanted.recipe, dict(dims), wanted.device, seed, wanted.deterministic,
-            wanted.limit, **more,
+            os.path.join(self.folder, name), options.recipe, dict(dims), options.device, seed, options.deterministic,
+            options.limit, **more,
         )  # fmt: skip
         began = time.monotonic()
-        self.crew.start(job, name)
-        seen = jobs.seen(job.folder, jobs.world_of(dims))
+        self.launcher.start(job, name)
+        seen = read_seen(job.folder, world_of(dims))
         self.seen[name], self.jobs[name] = seen, job
         if not job.gradients_of:
-            self.report.runs.append(comparing.run_of(name, job, seen, time.monotonic() - began))
-            self.report.runs[-1].started = self.crew.says
+            run = compare.collect_run(name, job, seen, time.monotonic() - began)
+            run.started = self.launcher.says
+            self.report.runs.append(run)
             self.report.deterministic = self.report.deterministic or seen[0].switched_on
         return job
 
-    def state(self, run: str, moment: str) -> states.State:
-        if (run, moment) not in self.kept:
+    def state(self, run: str, moment: str) -> RecordedState:
+        """Return the state that a run recorded at a moment."""
+        if (run, moment) not in self.states:
             job = self.jobs[run]
-            folder = os.path.join(job.folder, moment)
-            self.kept[run, moment] = states.read(folder, jobs.world_of(job.dims))
-        return self.kept[run, moment]
+            self.states[run, moment] = state.read(os.path.join(job.folder, moment), world_of(job.dims))
+        return self.states[run, moment]
 
-    def of(self, name: str) -> Run:
+    def report_of(self, name: str) -> Run:
+        """Return a run as the report has it."""
         return next(run for run in self.report.runs if run.name == name)
 
 
@@ -105,7 +92,7 @@ def trial(
     *,
     world: int | None = None,
     mesh: str | None = None,
-    via: str | Sequence[routes.Step] = (),
+    via: str | Sequence[route.Step] = (),
     to_world: int | None = None,
     to_mesh: str | None = None,
     steps: int = 4,
@@ -118,183 +105,187 @@ def trial(
     keep: str | os.PathLike[str] | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Report:
-    """Try whether training goes on as if nothing had happened. See `docs/reference/cli.md`.
+    """Train, save, resume and train on, and compare every step. See `docs/reference/cli.md` for the options.
 
     `via` may hold functions `f(source, destination)` beside the names of stages. `limit` is in seconds, for each phase
-    of a rank. `keep` is a folder for all that the runs leave behind, else it is removed. `tell` is told what is done.
-    Raises the errors of `ckpttool.errors`; a run that hangs or fails where A did not is no error, but a verdict.
+    of a rank. `keep` is a folder for all that the runs leave behind, else it is removed. `tell` is called with a line
+    for each thing that is done. Raises the errors of `ckpttool.errors`; a run that hangs, or fails where A did not, is
+    a verdict and no error.
     """
     began = time.monotonic()
-    wanted = understood(
+    options = parse_options(
         recipe, checkpoints, world, mesh, via, to_world, to_mesh, steps, more, first_step, device, deterministic,
         gradients, limit,
     )  # fmt: skip
-    rule = "checkpoints" if checkpoints else "bitwise" if dict(wanted.dims) == dict(wanted.onto) else "control"
+    rule = "checkpoints" if checkpoints else "bitwise" if dict(options.dims) == dict(options.onto) else "control"
     report = Report(
-        wanted.recipe, rule, _RULES[rule], device=wanted.device, steps_before=0 if checkpoints else steps,
+        options.recipe, rule, _RULES[rule], device=options.device, steps_before=0 if checkpoints else steps,
         steps_after=more, folder=os.path.abspath(keep) if keep is not None else None,
     )  # fmt: skip
-    crew = inside.meet(wanted.device) if inside.is_started() else Crew()
+    launcher = torchrun.join(options.device) if torchrun.is_started() else Launcher()
     with ExitStack() as stack:
-        folder = crew.from_first(lambda: _folder(stack, keep))
-        made = _Trial(wanted, folder, report, crew, tell or (lambda said: None))
-        if crew.says != Crew.says:
-            report.notes.append(f"every run is on {crew.says}, which are not fresh")
+        folder = launcher.from_first(lambda: _folder(stack, keep))
+        running = _Trial(options, folder, report, launcher, tell or (lambda line: None))
+        if launcher.says != Launcher.says:
+            report.notes.append(f"every run is on {launcher.says}, not in fresh ones")
         try:
-            _over_checkpoints(made) if checkpoints else _over_a_save(made)
+            _over_checkpoints(running) if checkpoints else _over_a_save(running)
         except Ended as ended:
             _fail(report, ended)
-        judge(report)
-        report.verdict = crew.from_first(lambda: report.verdict)
+        compare.judge(report)
+        report.verdict = launcher.from_first(lambda: report.verdict)
     report.seconds = time.monotonic() - began
     return report
 
 
 def _folder(stack: ExitStack, keep: str | os.PathLike[str] | None) -> str:
     if keep is None:
-        made = tempfile.mkdtemp(prefix="ckpttool-trial-")
-        stack.callback(shutil.rmtree, made, ignore_errors=True)
-        return made
+        temporary = tempfile.mkdtemp(prefix="ckpttool-trial-")
+        stack.callback(shutil.rmtree, temporary, ignore_errors=True)
+        return temporary
     path = os.path.abspath(keep)
     if os.path.exists(path) and (not os.path.isdir(path) or os.listdir(path)):
-        raise OverwriteError(f"`{os.fspath(keep)}` exists, and is not empty", hint="name another folder with `--keep`")
+        raise OverwriteError(
+            f"`{os.fspath(keep)}` exists and is not empty", hint="pass an empty or a new folder to `--keep`"
+        )
     os.makedirs(path, exist_ok=True)
     return path
 
 
-# What is run ----------------------------------------------------------------------------------------------------------
+# Runs -----------------------------------------------------------------------------------------------------------------
 
 
-def _over_a_save(made: _Trial) -> None:
-    wanted, report = made.wanted, made.report
-    saved, native = os.path.join(made.folder, "saved"), os.path.join(made.folder, "native")
-    other = report.rule == "control"
-    a = made.run(
-        "A", f"trains {plural(wanted.steps, 'step')}, saves, trains {wanted.more} more", wanted.dims,
-        before=wanted.steps, after=wanted.more, save=saved, save_natively=native if other else None,
-        keep_gradients=wanted.gradients,
+def _over_a_save(trial: _Trial) -> None:
+    options, report = trial.options, trial.report
+    saved, native = os.path.join(trial.folder, "saved"), os.path.join(trial.folder, "native")
+    other_mesh = report.rule == "control"
+    a = trial.run(
+        "A", f"trains {plural(options.steps, 'step')}, saves, trains {options.more} more", options.dims,
+        before=options.steps, after=options.more, save=saved, save_natively=native if other_mesh else None,
+        keep_gradients=options.gradients,
     )  # fmt: skip
-    report.route = made.crew.from_first(
-        lambda: routes.follow(wanted.stages, saved, os.path.join(made.folder, "route"), made.tell)
+    report.route = trial.launcher.from_first(
+        lambda: route.follow(options.stages, saved, os.path.join(trial.folder, "route"), trial.tell)
     )
     source = report.route[-1].path if report.route else saved
-    made.run("B", f"resumes from `{os.path.basename(source)}` and trains", wanted.onto, load=source, after=wanted.more)
-    if other:
-        _control(made, native)
-    _check_gradients(made, a)
-    _check_training(made)
-    if made.crew.is_first:
-        _compare(made, "A", "B", "control" if other else "A")
+    says = f"resumes from `{os.path.basename(source)}` and trains"
+    trial.run("B", says, options.onto, load=source, after=options.more)
+    if other_mesh:
+        _run_control(trial, native)
+    _check_gradients(trial, a)
+    _check_training(trial)
+    if trial.launcher.is_first:
+        _compare(trial, "A", "B", "control" if other_mesh else "A")
         for run in report.runs:
-            _check_shards(made, run.name)
+            _check_shards(trial, run.name)
 
 
-def _control(made: _Trial, native: str) -> None:
-    """What torch itself cannot resume is no fault of B's, and leaves its steps without a judge."""
-    wanted = made.wanted
+def _run_control(trial: _Trial, native: str) -> None:
+    """Run the reference. Where torch itself cannot resume, B is not at fault, and its steps are not compared."""
+    options = trial.options
     try:
-        made.run("control", "resumes by torch alone", wanted.onto, load=native, natively=True, after=wanted.more)
+        trial.run("control", "resumes by torch alone", options.onto, load=native, natively=True, after=options.more)
     except Ended as ended:
-        if not any(one.error is not None for one in ended.failure.ranks):
+        if not any(rank.error is not None for rank in ended.failure.ranks):
             raise
-        made.report.notes.append(f"torch itself cannot resume on that mesh: {ended.failure.says}")
+        trial.report.notes.append(f"torch itself cannot resume on that mesh: {ended.failure.says}")
 
 
-def _check_training(made: _Trial) -> None:
-    """What does not train goes on as before whatever is restored. Raises UsageError."""
-    steps = made.of("A").steps
+def _check_training(trial: _Trial) -> None:
+    """Raises UsageError if no step trains: then nothing would differ, whatever is restored."""
+    steps = trial.report_of("A").steps
     if len({step.digest for step in steps}) < 2:
         raise UsageError(
-            f"`{made.wanted.recipe}`: no step of {len(steps)} changed a parameter, so that nothing can be shown",
-            hint="`step` takes a step of the optimizer that `build` returned; more `--steps`, where the learning rate "
-            "begins at zero or a grad scaler skips the first ones",
-        )  # fmt: skip
-    lost = next((step for step in steps if not math.isfinite(step.loss)), None)
-    if lost is not None:
-        says = f"run A: the loss is {lost.loss} in step {lost.number}; where all is NaN, differences do not show"
-        made.report.notes.append(says)
-
-
-def _over_checkpoints(made: _Trial) -> None:
-    wanted = made.wanted
-    for number, path in enumerate(wanted.checkpoints, 1):
-        made.run(
-            str(number), f"resumes from `{path}` and trains", wanted.dims, load=path, after=wanted.more,
-            first=wanted.first_step,
-        )  # fmt: skip
-    for number in range(1, len(wanted.checkpoints) + 1) if made.crew.is_first else ():
-        if number > 1:
-            _compare(made, "1", str(number), "1")
-        _check_shards(made, str(number))
-
-
-def _compare(made: _Trial, first: str, run: str, judge: str) -> None:
-    """The state of `run` with that of `first`, and its steps with those of `judge`."""
-    report, more = made.report, made.wanted.more
-    equal = comparing.states_of(
-        report, made.state(first, RESUMED), made.state(run, RESUMED), made.state(run, BUILT), run, first
-    )
-    equal &= comparing.progress_of(report, made.seen[first][0].first_step, made.seen[run][0].first_step, run, first)
-    if judge not in made.jobs:
-        return  # as a note says
-    judged = judge != "control" or _is_fit(made)
-    same = comparing.steps_of(
-        report, made.of(judge).steps[-more:], made.of(run).steps, run, judge, judged=judged or not equal
-    )  # fmt: skip
-    if equal and judged:
-        # What no step showed, a buffer or a generator; and what one did, named down to an element by where it led.
-        comparing.ends_of(report, made.state(judge, END), made.state(run, END), run, judge, same=same)
-    if judge == "control":
-        ends = made.state(first, END), made.state(run, END)
-        comparing.drift(report, made.of(first).steps[-more:], made.of(run).steps, ends, run)
-
-
-def _is_fit(made: _Trial) -> bool:
-    """The judge is looked at as well: what torch did not restore, it cannot judge."""
-    found = diagnose(made.state("A", RESUMED), made.state("control", RESUMED), made.state("control", BUILT), "control")
-    if found:
-        made.report.notes.append(
-            f"torch itself did not resume the control as A was, so that B's steps have no judge: {found[0].says}"
-            + (f", and {len(found) - 1} more" if len(found) > 1 else "")
+            f"`{trial.options.recipe}`: no step of {len(steps)} changed a parameter, so nothing can be shown",
+            hint="`step` takes a step of the optimizer that `build` returned; pass more `--steps` where the learning "
+            "rate begins at zero or a grad scaler skips the first ones",
         )
-    return not found
+    step = next((step for step in steps if not math.isfinite(step.loss)), None)
+    if step is not None:
+        says = f"run A: the loss is {step.loss} in step {step.number}; where all values are NaN, no difference shows"
+        trial.report.notes.append(says)
 
 
-def _check_shards(made: _Trial, name: str) -> None:
-    job, seen = made.jobs[name], made.seen[name]
-    comparing.sharding(made.report, name, job, seen)
+def _over_checkpoints(trial: _Trial) -> None:
+    options = trial.options
+    for number, path in enumerate(options.checkpoints, 1):
+        trial.run(
+            str(number), f"resumes from `{path}` and trains", options.dims, load=path, after=options.more,
+            first=options.first_step,
+        )  # fmt: skip
+    for number in range(1, len(options.checkpoints) + 1) if trial.launcher.is_first else ():
+        if number > 1:
+            _compare(trial, "1", str(number), "1")
+        _check_shards(trial, str(number))
+
+
+def _compare(trial: _Trial, first: str, run: str, reference: str) -> None:
+    """Compare the state of `run` with that of `first`, and its steps with those of `reference`."""
+    report, more = trial.report, trial.options.more
+    equal = compare.compare_states(
+        report, trial.state(first, RESUMED), trial.state(run, RESUMED), trial.state(run, BUILT), run, first
+    )
+    first_steps = trial.seen[first][0].first_step, trial.seen[run][0].first_step
+    equal &= compare.compare_progress(report, *first_steps, run, first)
+    if reference not in trial.jobs:
+        return  # a note says why
+    judged = reference != "control" or _is_restored(trial)
+    steps, reference_steps = trial.report_of(run).steps, trial.report_of(reference).steps[-more:]
+    same = compare.compare_steps(report, reference_steps, steps, run, reference, judged=judged or not equal)
+    if equal and judged:
+        # Buffers and generators that no step shows, and where the difference in a step led, down to an element.
+        compare.compare_ends(report, trial.state(reference, END), trial.state(run, END), run, reference, same=same)
+    if reference == "control":
+        ends = trial.state(first, END), trial.state(run, END)
+        compare.measure_drift(report, trial.report_of(first).steps[-more:], steps, ends, run)
+
+
+def _is_restored(trial: _Trial) -> bool:
+    """Return whether the reference run has A's state: what torch did not restore cannot be a reference."""
+    control = trial.state("control", RESUMED)
+    findings = diagnose(trial.state("A", RESUMED), control, trial.state("control", BUILT), "control")
+    if findings:
+        trial.report.notes.append(
+            f"torch itself did not restore A's state in the reference run, so B's steps are not compared: "
+            f"{findings[0].says}" + (f", and {len(findings) - 1} more" if len(findings) > 1 else "")
+        )
+    return not findings
+
+
+def _check_shards(trial: _Trial, name: str) -> None:
+    job, seen = trial.jobs[name], trial.seen[name]
+    compare.check_sharding(trial.report, name, job, seen)
     folder = os.path.join(job.folder, RESUMED)
-    comparing.replicas(made.report, folder, len(seen), name, made.state(name, RESUMED).buffers)
+    compare.check_replicas(trial.report, folder, len(seen), name, trial.state(name, RESUMED).buffers)
 
 
-def _check_gradients(made: _Trial, a: Job) -> None:
-    wanted = made.wanted
-    if not wanted.gradients:
-        alone = jobs.world_of(wanted.dims) == 1
-        why = "it has one rank" if alone else "that takes a run of one rank" if inside.is_started() else "not asked for"
-        made.report.checks.append(Check("gradients reduced", "A", 0, None, f"not checked: {why}"))
-        return
-    why = made.seen["A"][0].gradients
+def _check_gradients(trial: _Trial, a: Job) -> None:
+    options = trial.options
+    why = ""
+    if world_of(options.dims) == 1:
+        why = "one rank reduces nothing"
+    elif torchrun.is_started():
+        why = "it takes a run on one rank, and torchrun started more"
+    elif not options.gradients:
+        why = "`--no-gradients`"
+    why = why or trial.seen["A"][0].gradients
     if not why:
+        ones = dict.fromkeys(options.dims, 1)
         try:
-            job = made.run("alone", "the gradients of all batches", dict.fromkeys(wanted.dims, 1),
-                           gradients_of=a.folder)  # fmt: skip
+            alone = trial.run("alone", "the gradients of all batches", ones, gradients_of=a.folder)
         except Ended as ended:
-            why = f"one rank cannot do it: {ended.failure.says}"
+            why = f"the run on one rank failed: {ended.failure.says}"
         else:
-            folders = (os.path.join(one, "gradients") for one in (a.folder, job.folder))
-            comparing.gradients(made.report, "A", *folders)
+            folders = (os.path.join(job.folder, "gradients") for job in (a, alone))
+            compare.check_gradients(trial.report, "A", *folders)
     if why:
-        made.report.checks.append(Check("gradients reduced", "A", 0, None, f"not checked: {why}"))
-
-
-# What comes of it -----------------------------------------------------------------------------------------------------
+        trial.report.checks.append(Check("gradients reduced", "A", 0, None, f"skipped: {why}"))
 
 
 def _fail(report: Report, ended: Ended) -> None:
-    """A run that did not come to its end. What is wrong before anything is resumed is an error of the recipe's."""
+    """Report a run that did not finish. Raises an error of the recipe where nothing was resumed yet."""
     failure = ended.failure
-    hangs = any(one.error is not None for one in failure.ranks)
-    if ended.cause is not None or (hangs and failure.run == "A"):
-        raise launching.as_error(ended) from None
+    has_error = any(rank.error is not None for rank in failure.ranks)
+    if ended.cause is not None or (has_error and failure.run == "A"):
+        raise launch.as_error(ended) from None
     report.failure = failure

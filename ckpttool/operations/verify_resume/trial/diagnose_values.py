@@ -1,4 +1,4 @@
-"""What became of the values of a state that are no tensors: hyper-parameters, scheduler, random states, data. Pure.
+"""Classifies differences between values that are no tensors: hyperparameters, schedulers, RNG states, data loaders.
 
 optimizer.param_groups.0.lr     of a group              rng.rank1.torch            of a rank, a digest
 scheduler.last_epoch            of the run              dataloader.rank0.position  of a rank
@@ -9,153 +9,142 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from ckpttool.catalogue import parts
+from ckpttool.catalogue import typed_json
+from ckpttool.catalogue.parts import PER_RANK, rank_key
+from ckpttool.operations.diff import ABSENT, Diff
 from ckpttool.operations.verify_resume.trial.results import Finding
-from ckpttool.operations.verify_resume.trial.state import State
+from ckpttool.operations.verify_resume.trial.state import RecordedState, difference_names
 
-_GONE = object()
 _MOST = 20
 _TITLES = {"rng": "RNG", "dataloader": "data loader", "scaler": "grad scaler"}
 
 
-class _Changed(NamedTuple):
+class _Change(NamedTuple):
     name: str
     was: Any
     now: Any
 
+    @property
+    def is_number(self) -> bool:
+        return isinstance(self.was, (int, float))
 
-def changed(before: State, after: State, fresh: State | None) -> Iterator[Finding]:
-    """Every value that is not what it was. Values of ranks that one of the two has not are left out."""
-    groups: dict[str, list[_Changed]] = {}
+
+def changed_values(
+    before: RecordedState, after: RecordedState, fresh: RecordedState | None, difference: Diff
+) -> Iterator[Finding]:
+    """Yield every value that is not what it was, by the `difference` of the two states."""
+    names = difference_names(difference)
+    by_root: dict[str, list[_Change]] = {}
     for name in dict.fromkeys([*before.objects, *after.objects]):
-        rank = rank_of(before, name)
-        if rank is not None and rank >= min(before.world, after.world):
-            continue
-        was, now = before.objects.get(name, _GONE), after.objects.get(name, _GONE)
-        if not same(was, now):
-            groups.setdefault(name.partition(".")[0], []).append(_Changed(name, was, now))
-    for root, found in groups.items():
+        if name in names:
+            change = _Change(name, before.objects.get(name, ABSENT), after.objects.get(name, ABSENT))
+            by_root.setdefault(name.partition(".")[0], []).append(change)
+    for root, changes in by_root.items():
         kind = before.kinds.get(root) or after.kinds.get(root) or root
         if kind == "optimizer":
-            yield from _hyperparameters(root, found)
-        elif kind in parts.PER_RANK:
-            yield from _of_ranks(root, kind, found, before, after, fresh)
+            yield from _hyperparameters(root, changes)
+        elif kind in PER_RANK:
+            yield from _of_ranks(root, kind, changes, before, after, fresh)
         else:
-            yield from _of_the_run(root, kind, found, after, fresh)
+            yield from _of_the_run(root, kind, changes, fresh)
 
 
-def same(was: Any, now: Any) -> bool:
-    """Whether two values are equal and of one type; NaN is equal to itself, and -0.0 not to 0.0."""
-    if isinstance(was, (list, tuple)) and isinstance(now, (list, tuple)):
-        return len(was) == len(now) and all(map(same, was, now))
-    if isinstance(was, dict) and isinstance(now, dict):
-        return was.keys() == now.keys() and all(same(was[key], now[key]) for key in was)
-    if isinstance(was, float) and isinstance(now, float):
-        return repr(was) == repr(now)
-    return type(was) is type(now) and bool(was == now)
-
-
-def rank_of(state: State, name: str) -> int | None:
-    """The rank whose value it is: 3 for `rng.rank3.torch`."""
-    if state.kind_of(name) not in parts.PER_RANK:
-        return None
-    found = parts.find_rank(tuple(name.split(".")))
-    return found[1] if found is not None else None
-
-
-def _hyperparameters(root: str, found: list[_Changed]) -> Iterator[Finding]:
-    for number, (name, was, now) in enumerate(found):
+def _hyperparameters(root: str, changes: list[_Change]) -> Iterator[Finding]:
+    for number, (name, was, now) in enumerate(changes):
         words = name.removeprefix(f"{root}.").split(".", 2)
         what = (
             f"`{words[2]}` of parameter group {words[1]}" if words[0] == "param_groups" and words[2:] else f"`{name}`"
         )
         if number == _MOST:
-            yield Finding("hyper-parameter", f"{len(found) - _MOST} more of the optimizer's values differ", part=root)
+            yield Finding("hyper-parameter", f"{len(changes) - _MOST} more of the optimizer's values differ", part=root)
             return
-        if now is _GONE:
+        if now is ABSENT:
             kind, says = "hyper-parameter lost", f"{what} is lost: it was {_shown(was)}"
-        elif was is _GONE:
-            kind, says = "hyper-parameter", f"{what} is {_shown(now)} and was not there"
+        elif was is ABSENT:
+            kind, says = "hyper-parameter", f"{what} is {_shown(now)} and did not exist before"
         else:
             kind, says = "hyper-parameter", f"{what} is {_shown(now)} and not {_shown(was)}"
-        yield _finding(kind, says, "optimizer", name, was, now)
+        yield _finding(kind, says, "optimizer", _Change(name, was, now))
 
 
-def _of_the_run(root: str, kind: str, found: list[_Changed], after: State, fresh: State | None) -> Iterator[Finding]:
-    """A scheduler, a grad scaler, a counter: one thing, as newly built or otherwise not as it was."""
+def _of_the_run(root: str, kind: str, changes: list[_Change], fresh: RecordedState | None) -> Iterator[Finding]:
+    """Yield one finding for a scheduler, a grad scaler or a counter: as newly built, or otherwise not as it was."""
     title = _TITLES.get(kind, kind)
-    name, was, now = _telling(found)
-    told = ", ".join(f"{one.name.partition('.')[2] or one.name} {_shown(one.now)} and not {_shown(one.was)}"
-                     for one in _first(found))  # fmt: skip
-    if _is_fresh(root, found, after, fresh):
-        yield _finding(f"{kind} not restored", f"the {title} `{root}` was not restored: {told}", kind, name, was, now)
+    values = _in_words(changes, lambda name: name.partition(".")[2] or name)
+    if _is_fresh(changes, fresh):
+        says = f"the {title} `{root}` was not restored: {values}"
+        yield _finding(f"{kind} not restored", says, kind, _numbers_first(changes)[0])
     else:
-        yield _finding(f"{kind} differs", f"the {title} `{root}` is not as it was: {told}", kind, name, was, now)
+        says = f"the {title} `{root}` is not as it was: {values}"
+        yield _finding(f"{kind} differs", says, kind, _numbers_first(changes)[0])
 
 
 def _of_ranks(
-    root: str, kind: str, found: list[_Changed], before: State, after: State, fresh: State | None
-) -> Iterator[Finding]:
-    """Random states and data loaders: what of which rank is missing, or stands at another."""
+    root: str, kind: str, changes: list[_Change], before: RecordedState, after: RecordedState,
+    fresh: RecordedState | None,
+) -> Iterator[Finding]:  # fmt: skip
+    """Yield RNG states and data loaders of ranks that are missing or not as they were."""
     title, world = _TITLES[kind], min(before.world, after.world)
-    by_rank: dict[int, list[_Changed]] = {}
-    for one in found:
-        rank = rank_of(before, one.name)
-        by_rank.setdefault(-1 if rank is None else rank, []).append(one)
-    told: set[int] = set()
-    for rank, mine in by_rank.items():
-        if rank in told:
+    by_rank: dict[int, list[_Change]] = {}
+    for change in changes:
+        rank = before.rank_of(change.name)
+        by_rank.setdefault(-1 if rank is None else rank, []).append(change)
+    swapped: set[int] = set()
+    for rank, own in by_rank.items():
+        if rank in swapped:
             continue
-        name, was, now = _telling(mine)
-        other = next((r for r in range(world) if r != rank and _took(mine, before, rank, r)), None)
-        whose = f"the {title} of rank {rank}" if rank >= 0 else f"the {title}"
-        what = ", ".join(dict.fromkeys(one.name.rpartition(".")[2] for one in mine))
+        change = _numbers_first(own)[0]
+        other = next((r for r in range(world) if r != rank and _took(own, before, rank, r)), None)
+        subject = f"the {title} of rank {rank}" if rank >= 0 else f"the {title}"
+        what = ", ".join(dict.fromkeys(one.name.rpartition(".")[2] for one in own))
         if other is not None and other in by_rank and _took(by_rank[other], before, other, rank):
-            told.add(other)
+            swapped.add(other)
             says = f"the {title}s of ranks {rank} and {other} are swapped ({what})"
-            yield _finding(f"{kind} swapped", says, kind, name, was, now, rank)
+            yield _finding(f"{kind} swapped", says, kind, change, rank)
         elif other is not None:
-            says = f"{whose} is that of rank {other} ({what})"
-            yield _finding(f"{kind} of another rank", says, kind, name, was, now, rank)
-        elif _is_fresh(root, mine, after, fresh):
+            says = f"{subject} is that of rank {other} ({what})"
+            yield _finding(f"{kind} of another rank", says, kind, change, rank)
+        elif _is_fresh(own, fresh):
             verb = "restarted" if kind == "dataloader" else "not restored"
-            yield _finding(f"{kind} {verb}", f"{whose} was {verb} ({what})", kind, name, was, now, rank)
+            yield _finding(f"{kind} {verb}", f"{subject} was {verb} ({what})", kind, change, rank)
         else:
-            said = ", ".join(f"{one.name.rpartition('.')[2]} {_shown(one.now)} and not {_shown(one.was)}"
-                             for one in _first(mine))  # fmt: skip
-            yield _finding(f"{kind} differs", f"{whose} is not as it was: {said}", kind, name, was, now, rank)
+            values = _in_words(own, lambda name: name.rpartition(".")[2])
+            yield _finding(f"{kind} differs", f"{subject} is not as it was: {values}", kind, change, rank)
 
 
-def _took(mine: list[_Changed], before: State, rank: int, other: int) -> bool:
-    """Whether everything that changed at `rank` is what `other` had."""
-    there = [f".{parts.rank_key(rank)}", f".{parts.rank_key(other)}"]
+def _took(own: list[_Change], before: RecordedState, rank: int, other: int) -> bool:
+    """Return whether every value that changed at `rank` is what `other` had."""
+    old, new = f".{rank_key(rank)}.", f".{rank_key(other)}."
     return rank >= 0 and all(
-        same(one.now, before.objects.get(f"{one.name}.".replace(f"{there[0]}.", f"{there[1]}.", 1)[:-1], _GONE))
-        for one in mine
-    )  # fmt: skip
+        same(one.now, before.objects.get(f"{one.name}.".replace(old, new, 1)[:-1], ABSENT)) for one in own
+    )
 
 
-def _is_fresh(root: str, found: list[_Changed], after: State, fresh: State | None) -> bool:
-    return fresh is not None and all(same(one.now, fresh.objects.get(one.name, _GONE)) for one in found)
+def _is_fresh(changes: list[_Change], fresh: RecordedState | None) -> bool:
+    return fresh is not None and all(same(one.now, fresh.objects.get(one.name, ABSENT)) for one in changes)
 
 
-def _telling(found: list[_Changed]) -> _Changed:
-    """What says most: a counter, before a digest of everything."""
-    return min(found, key=lambda one: not isinstance(one.was, (int, float)))
+def same(one: Any, other: Any) -> bool:
+    """Return whether two values are equal and of one type; NaN is equal to itself, and -0.0 not to 0.0."""
+    return typed_json.key_or_repr(one) == typed_json.key_or_repr(other)
 
 
-def _first(found: list[_Changed]) -> list[_Changed]:
-    return sorted(found, key=lambda one: not isinstance(one.was, (int, float)))[:3]
+def _numbers_first(changes: list[_Change]) -> list[_Change]:
+    """Return changes with those of counters, which say more, before those of digests."""
+    return sorted(changes, key=lambda one: not one.is_number)
 
 
-def _finding(kind: str, says: str, part: str, name: str, was: Any, now: Any, rank: int | None = None) -> Finding:
-    return Finding(
-        kind, says, name=name, part=part, rank=rank,
-        expected=None if was is _GONE else was, found=None if now is _GONE else now,
-    )  # fmt: skip
+def _in_words(changes: list[_Change], short: Any) -> str:
+    return ", ".join(
+        f"{short(one.name)} {_shown(one.now)} and not {_shown(one.was)}" for one in _numbers_first(changes)[:3]
+    )
+
+
+def _finding(kind: str, says: str, part: str, change: _Change, rank: int | None = None) -> Finding:
+    name, was, now = change
+    expected, actual = (None if value is ABSENT else value for value in (was, now))
+    return Finding(kind, says, name=name, part=part, rank=rank, expected=expected, found=actual)
 
 
 def _shown(value: Any) -> str:
-    if value is _GONE:
-        return "not there"
-    return f"{value!r:.60}"
+    return "missing" if value is ABSENT else f"{value!r:.60}"

@@ -1,13 +1,13 @@
-"""What the ranks of one run are told, and what they leave behind.
+"""The job of the ranks of one run, and the files that they leave behind.
 
 folder/job.json           a `Job`
 folder/built/             states: as newly built (of a run that resumes), where A saved or B resumed, at the end
 folder/resumed/
 folder/end/
 folder/rank3.json         what rank 3 saw: its steps, checks of its shards, bytes of memory
-folder/rank3.phase        how far it has come
-folder/rank3.error.json   why it ended early
-folder/rank3.stack        where it was when its time was up
+folder/rank3.phase        the phase that it is in
+folder/rank3.error.json   the error that ended it
+folder/rank3.stack        its stack when its time was up
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from math import prod
 from typing import Any
 
 BUILT, RESUMED, END = "built", "resumed", "end"
 ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
-"""Read by libraries when they are loaded, so set before a process starts."""
+"""Libraries read these when they are loaded, so that they are set before a process starts."""
 
 
 @dataclass(slots=True)
 class Job:
-    """`before` steps are taken, or `load` is loaded (by torch alone if `natively`); then it is saved to `save` and, by
-    torch alone, to `save_natively`; then `after` steps are taken. `dims` is the mesh: `{"shard": 2, "tp": 2}`.
+    """What a run does: take `before` steps or load `load` (by torch alone if `natively`), save to `save` and by torch
+    alone to `save_natively`, take `after` steps. `dims` is the mesh: `{"shard": 2, "tp": 2}`.
 
-    With `gradients_of`, nothing is trained: the gradients of another run, whose folder it is, are made again on one
-    rank. `limit` is in seconds and of each phase.
+    With `gradients_of`, the folder of another run, nothing is trained: its gradients are computed again on one rank.
+    `limit` is in seconds, for each phase.
     """
 
     folder: str
@@ -50,7 +51,7 @@ class Job:
     gradients_of: str | None = None
 
     def write(self) -> str:
-        """Into its folder, which is made; the path of the file."""
+        """Write the job into its folder, which is created, and return the path of the file."""
         os.makedirs(self.folder, exist_ok=True)
         path = os.path.join(self.folder, "job.json")
         with open(path, "w", encoding="utf-8") as stream:
@@ -59,7 +60,7 @@ class Job:
 
 
 def read(path: str) -> Job:
-    """The job in a file."""
+    """Return the job in a file."""
     with open(path, encoding="utf-8") as stream:
         return Job(**json.load(stream))
 
@@ -68,7 +69,7 @@ def read(path: str) -> Job:
 class Seen:
     """What one rank saw. `steps` are dicts with `number`, `loss`, `gradient_norm`, `batch`, `digest`, `seconds`;
     `shapes` are parameters whose shards are not of the shape that their placements say, of `parameters` in all.
-    `disagreeing` are values of which only one rank's is saved, by digest."""
+    `shared` has a digest of each value of which one rank's is saved."""
 
     rank: int
     coordinate: list[int] = field(default_factory=list)
@@ -84,25 +85,22 @@ class Seen:
     gradients: str = ""
 
     def write(self, folder: str) -> None:
-        """Complete or not at all: that it is there says that the rank came to its end."""
+        """Write the file, complete or not at all: it shows that the rank finished."""
         path = os.path.join(folder, f"rank{self.rank}.json")
         with open(f"{path}.partial", "w", encoding="utf-8") as stream:
             json.dump(asdict(self), stream)
         os.replace(f"{path}.partial", path)
 
 
-def seen(folder: str, world: int) -> list[Seen]:
-    """What all ranks saw."""
-    found = []
+def read_seen(folder: str, world: int) -> list[Seen]:
+    """Return what all ranks saw."""
+    seen = []
     for rank in range(world):
         with open(os.path.join(folder, f"rank{rank}.json"), encoding="utf-8") as stream:
-            found.append(Seen(**json.load(stream)))
-    return found
+            seen.append(Seen(**json.load(stream)))
+    return seen
 
 
 def world_of(dims: Mapping[str, int]) -> int:
-    """How many ranks a mesh has."""
-    made = 1
-    for size in dims.values():
-        made *= size
-    return made
+    """Return how many ranks a mesh has."""
+    return prod(dims.values())

@@ -1,6 +1,6 @@
-"""Starts the ranks of a run, by torchrun's own launcher, and says where they were when they do not come to their end.
+"""Starts the ranks of a run with torchrun's own launcher, and reports where they were if they do not finish.
 
-Each run has processes of its own, which share nothing with those of another but what lies in files.
+Each run has its own processes, which share only files with those of another run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FRAME = re.compile(r'\s*File "([^"]+)", line (\d+) in (.+)')
 
 
 class Ended(Exception):
-    """A run ended before its end."""
+    """Raised if a run does not finish."""
 
     def __init__(self, failure: Failure, cause: CkptError | None) -> None:
         super().__init__(failure.says)
@@ -37,25 +37,25 @@ class Ended(Exception):
         self.cause = cause
 
 
-class Crew:
-    """Who runs the jobs: fresh processes for each, started from this one."""
+class Launcher:
+    """Runs each job on fresh processes, started from this one."""
 
     is_first = True
     says = "fresh processes"
 
     def start(self, job: Job, name: str) -> None:
-        """Run a job, and wait for its end. Raises Ended."""
+        """Run a job and wait for it. Raises Ended."""
         launch(job, name)
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """What `make` returns in the process that speaks for all."""
+        """Return what `make` returns in the first process."""
         return make()
 
 
 def launch(job: Job, name: str) -> None:
     """Run a job on as many fresh processes as its mesh has ranks, and wait for them.
 
-    Raises Ended when a rank fails or takes too long; the others are ended too.
+    Raises Ended if a rank fails or exceeds its time limit; the others are ended too.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -90,8 +90,7 @@ _PRELOADED = ["ckpttool.operations.verify_resume.worker.run", "torch._dynamo", "
 
 
 def prepare() -> None:
-    """Start the process that the ranks are forked from: it imports torch, which takes seconds, and does nothing else.
-    Meanwhile there is something else to do."""
+    """Start the process that the ranks are forked from. It imports torch, which takes seconds, in the background."""
     if _START == "forkserver":
         multiprocessing.set_forkserver_preload(_PRELOADED)
         with _environment():
@@ -100,8 +99,8 @@ def prepare() -> None:
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """A rank needs nothing of the program that asks for the trial: it would be imported, and may ask again. An empty
-    module is imported in its place."""
+    """Have an empty module imported in place of the program that called, which the ranks do not need and which might
+    start another trial."""
     main: Any = sys.modules["__main__"]
     kept = {name: vars(main)[name] for name in ("__file__", "__spec__") if name in vars(main)}
     main.__spec__, main.__file__ = None, worker.__file__
@@ -128,7 +127,7 @@ def _environment() -> Iterator[None]:
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """The launcher takes the signals for itself, and does not give them back."""
+    """Restore signal handlers, which the launcher replaces."""
     kept = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
         yield
@@ -139,7 +138,7 @@ def _signals() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What it logs when a rank fails is told by us."""
+    """Silence what the launcher logs when a rank fails, as the report has it."""
     loggers = [logging.getLogger(name) for name in (
         "torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing.spawn"
     )]  # fmt: skip
@@ -155,15 +154,15 @@ def _quiet() -> Iterator[None]:
             log.setLevel(level)
 
 
-# Where they were ------------------------------------------------------------------------------------------------------
+# Failures -------------------------------------------------------------------------------------------------------------
 
 
 def _ended(job: Job, name: str, world: int, failed: Mapping[int, int]) -> Ended:
     ranks = [_stuck(job, rank) for rank in range(world)]
-    told = [one for one in ranks if one.error is not None]
-    if told:
-        # The others fail as well, when the one that they talk to is gone.
-        first = min(told, key=lambda one: json.loads(_text(job, one.rank, "error.json"))["at"])
+    failed_first = [one for one in ranks if one.error is not None]
+    if failed_first:
+        # The others fail as well, when the one that they communicate with is gone.
+        first = min(failed_first, key=lambda one: json.loads(_text(job, one.rank, "error.json"))["at"])
         where = f" ({first.where})" if first.where else ""
         failure = Failure(name, f"run {name}: rank {first.rank} failed in {first.phase}{where}: {first.error}", ranks)
         return Ended(failure, _cause(job, first.rank))
@@ -180,7 +179,7 @@ def _ended(job: Job, name: str, world: int, failed: Mapping[int, int]) -> Ended:
 
 
 def _hung(late: list[Stuck]) -> Stuck:
-    """Of those that waited too long, the one that the others wait for: in an earlier phase, or in no collective."""
+    """Return the rank that the others wait for: one in no collective, if any."""
     waits = ("distributed_c10d.py", "/_functional_collectives.py", "/autograd/graph.py")
     return min(late, key=lambda one: any(w in line for line in one.stack[:3] for w in waits))
 
@@ -188,10 +187,10 @@ def _hung(late: list[Stuck]) -> Stuck:
 def _stuck(job: Job, rank: int) -> Stuck:
     phase = _text(job, rank, "phase") or "the start of its process"
     stack, where = _stack(_text(job, rank, "stack"), job.recipe)
-    said = _text(job, rank, "error.json")
-    if not said:
+    text = _text(job, rank, "error.json")
+    if not text:
         return Stuck(rank, phase, where, stack)
-    error = json.loads(said)
+    error = json.loads(text)
     message = error["message"] if error["ours"] else f"{error['type']}: {error['message']}"
     return Stuck(rank, error["phase"], error["where"], stack, message)
 
@@ -201,12 +200,12 @@ def _timed_out(job: Job, rank: int) -> bool:
 
 
 def _stack(text: str, recipe: str) -> tuple[list[str], str | None]:
-    """The frames of the main thread, innermost first, and the innermost one of the recipe."""
+    """Return the frames of the main thread, innermost first, and the innermost one of the recipe."""
     main = text.rpartition("most recent call first):\n")[2]
     frames = [(m[1], int(m[2]), m[3]) for m in map(_FRAME.match, main.splitlines()) if m]
     folder = os.path.dirname(os.path.abspath(recipe))
-    mine = next(((f, line, what) for f, line, what in frames if os.path.dirname(f) == folder), None)
-    where = f"{os.path.basename(mine[0])}:{mine[1]} in {mine[2]}" if mine is not None else None
+    own = next((frame for frame in frames if os.path.dirname(frame[0]) == folder), None)
+    where = f"{os.path.basename(own[0])}:{own[1]} in {own[2]}" if own is not None else None
     return [f"{file}:{line} in {what}" for file, line, what in frames], where
 
 
@@ -219,25 +218,20 @@ def _text(job: Job, rank: int, what: str) -> str:
 
 
 def _cause(job: Job, rank: int) -> CkptError | None:
-    """The error that the rank raised, if it is one of ours."""
+    """Return the error that the rank raised, if it is one of `ckpttool.errors`."""
     error: dict[str, Any] = json.loads(_text(job, rank, "error.json"))
     if not error["ours"]:
         return None
     kind = getattr(errors, error["type"], CkptError)
-    made: CkptError = kind(error["message"], hint=error["hint"], **error["facts"])
-    return made
-
-
-def logged(job: Job, rank: int) -> str:
-    """Where what a rank printed lies."""
-    return os.path.join(job.folder, "logs", "*", "attempt_0", str(rank), "stderr.log")
+    cause: CkptError = kind(error["message"], hint=error["hint"], **error["facts"])
+    return cause
 
 
 def as_error(ended: Ended) -> CkptError:
-    """What to tell of a run that failed before there was anything to compare."""
+    """Return the error of a run that failed before there was anything to compare."""
     if ended.cause is not None and ended.cause.exit_code != BUG:
         return ended.cause
     return UsageError(
-        ended.failure.says, hint="`--keep FOLDER` keeps what its ranks printed", run=ended.failure.run,
+        ended.failure.says, hint="`--keep FOLDER` keeps the logs of its ranks", run=ended.failure.run,
         ranks=[f"rank {one.rank}: {one.phase}" for one in ended.failure.ranks],
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The route that a checkpoint takes between the run that saved it and the one that resumes.
+"""The route of a checkpoint: how it is converted between the run that saved it and the one that resumes.
 
 safetensors              convert --to safetensors; so dcp, torch, fsdp1
 reshard:4                reshard --to-world 4
@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from ckpttool import formats
 from ckpttool.errors import UsageError
@@ -32,14 +33,14 @@ class _Stage:
 
 
 def parse(via: str | Sequence[Step], dims: Mapping[str, int], *, other_mesh: bool) -> list[_Stage]:
-    """The stages of a route onto the mesh `dims`. A route that says nothing of another mesh ends with a reshard onto
-    it, if what comes last has chunks. Raises UsageError for a stage that is none."""
+    """Return the stages of a route onto the mesh `dims`. One without a reshard ends with a reshard onto another mesh,
+    if its last format has chunks. Raises UsageError for an unknown stage."""
     steps: list[Step] = [one for one in via.split(",") if one] if isinstance(via, str) else [*via]
     stages = [_stage(step, dims) for step in steps]
     onto = Mesh(tuple(dims), tuple(dims.values()))
     last = steps[-1] if steps else "dcp"
-    said = isinstance(last, str) and (last.startswith("reshard:") or (last == "dcp" and steps and len(dims) == 1))
-    if other_mesh and not said and (last == "dcp" or not steps):
+    reshards = isinstance(last, str) and (last.startswith("reshard:") or (last == "dcp" and steps and len(dims) == 1))
+    if other_mesh and not reshards and (last == "dcp" or not steps):
         stages.append(_resharding(onto))
     return stages
 
@@ -58,11 +59,8 @@ def _stage(step: Step, dims: Mapping[str, int]) -> _Stage:
         hint = meant(
             word, [*rows, "reshard:N"], f"stages are {', '.join(f'`{name}`' for name in rows)} and `reshard:N`"
         )
-        raise UsageError(f"`--via {step}`: there is no such stage", hint=hint)
-    world = 1
-    for size in dims.values():
-        world *= size
-    onto = world if rows[word].chunked else None
+        raise UsageError(f"`--via {step}`: unknown stage", hint=hint)
+    onto = prod(dims.values()) if rows[word].chunked else None
 
     def make(source: str, to: str) -> object:
         return convert(source, to, to=word, to_world=onto)
@@ -80,9 +78,8 @@ def _resharding(mesh: Mesh) -> _Stage:
 
 
 def follow(stages: Sequence[_Stage], source: str, folder: str, tell: Callable[[str], None]) -> list[Leg]:
-    """Send the checkpoint at `source` through the stages, each into a place of its own in `folder`.
-
-    Raises what the commands raise."""
+    """Run the stages one after the other, beginning with the checkpoint at `source`, and return what each wrote into
+    `folder`. Raises what the commands raise."""
     os.makedirs(folder, exist_ok=True)
     legs: list[Leg] = []
     for number, stage in enumerate(stages, 1):

@@ -1,10 +1,10 @@
-"""The state of a training run at one moment, as it lay in memory: whole tensors, and everything else by name.
+"""Recorded states: everything that a run has in memory at one moment, as a checkpoint that `diff` compares.
 
     folder/tensors.bin        the elements of each tensor, one after the other
-    folder/state.json         names, dtypes, shapes, where each begins, its SHA-256; ties, buffers
-    folder/rank3.json         what rank 3 says of itself: objects, random states, digests of its shards
+    folder/state.json         names, dtypes, shapes, offsets; tied weights, buffers
+    folder/rank3.json         what rank 3 records of itself: objects, RNG states, digests of its shards
 
-It is written by the ranks with torch's own gathering and read here: no reader or writer of checkpoints is between.
+The ranks write it with torch's own gathering. No reader or writer of checkpoints is involved: those are under test.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.catalogue import dtypes
 from ckpttool.catalogue.boxes import Box, Ints
+from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, File, Object, Part, Tensor
+from ckpttool.catalogue.parts import PER_RANK, find_rank
+from ckpttool.operations.diff import Diff, compare_sources
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,95 +32,140 @@ TENSORS, INDEX = "tensors.bin", "state.json"
 
 
 @dataclass(slots=True)
-class Held:
-    """A whole tensor: `Held("float32", (29, 7), bits)`. `bits` are its elements, flat and unsigned; those of 16 bytes
-    are two of 8. `digest` is the SHA-256 of them, and made when it is asked for."""
+class MappedTensor:
+    """A whole tensor in a file: `MappedTensor("float32", (29, 7), bits, 704)`.
+
+    `bits` are its elements, flat and unsigned; elements of 16 bytes are two of 8. `offset` is in bytes.
+    """
 
     dtype: str
     shape: Ints
     bits: Array
-    digest: str = ""
+    offset: int
+    _digest: str = ""
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
 
     def sha256(self) -> str:
-        """Of the elements, read in blocks."""
-        if not self.digest:
-            made = hashlib.sha256()
-            for low in range(0, max(len(self.bits), 1), _BLOCK):
-                made.update(self.bits[low : low + _BLOCK].tobytes())
-            self.digest = made.hexdigest()
-        return self.digest
+        """Return the SHA-256 of the elements, which are read in blocks when it is first asked for."""
+        if not self._digest:
+            digest = hashlib.sha256()
+            for low in range(0, len(self.bits), _BLOCK):
+                digest.update(self.bits[low : low + _BLOCK].tobytes())
+            self._digest = digest.hexdigest()
+        return self._digest
 
 
 @dataclass(slots=True)
-class State:
+class RecordedState:
     """Everything that a run has at one moment.
 
     `tensors` has `model.embed.weight` and `optimizer.state.embed.weight.exp_avg`; `objects` has values that are not
-    tensors, `optimizer.param_groups.0.lr`, `scheduler.last_epoch`, and those of a rank, `rng.rank3.torch` (a digest),
-    `dataloader.rank0.position`. `kinds` says what each root is: `{"sched": "scheduler"}`. `ties` are names of the model
-    that are one tensor, `buffers` those that are no parameters. `boxes` says which box each rank holds of a tensor.
+    tensors: `optimizer.param_groups.0.lr`, `scheduler.last_epoch`, and those of a rank, `rng.rank3.torch` (a digest),
+    `dataloader.rank0.position`. `kinds` is the kind of part of each root: `{"sched": "scheduler"}`. `ties` are names of
+    the model that are one tensor, `buffers` those that are no parameters. `boxes` is the box of a tensor that each rank
+    has.
     """
 
-    tensors: dict[str, Held] = field(default_factory=dict)
+    folder: str
+    tensors: dict[str, MappedTensor] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
     ties: list[tuple[str, ...]] = field(default_factory=list)
     buffers: frozenset[str] = frozenset()
     boxes: dict[str, list[Box | None]] = field(default_factory=dict)
     world: int = 1
+    catalogue: Catalogue = field(init=False)
 
     def kind_of(self, name: str) -> str:
-        """The kind of part that a name belongs to: `rng` for `rng.rank3.torch`."""
+        """Return the kind of part that a name belongs to: `rng` for `rng.rank3.torch`."""
         root = name.partition(".")[0]
         return self.kinds.get(root, root)
 
+    def rank_of(self, name: str) -> int | None:
+        """Return the rank that a value belongs to: 3 for `rng.rank3.torch`; None if it belongs to the run."""
+        match = find_rank(tuple(name.split("."))) if self.kind_of(name) in PER_RANK else None
+        return match[1] if match is not None else None
 
-def held(array: Any, dtype: str | None = None) -> Held:
-    """A numpy array as a tensor of a state; `dtype` where numpy lacks it, and `array` has its bits."""
+    # As a source of `diff` -------------------------------------------------------------------------------------------
+
+    def __post_init__(self) -> None:
+        path = os.path.join(self.folder, TENSORS)
+        self.catalogue = Catalogue("recorded state", [File(path, TENSORS, os.path.getsize(path))])
+        for name, tensor in self.tensors.items():
+            chunks = Chunks.single(tensor.shape, Extent(0, tensor.offset, tensor.bits.nbytes))
+            kind = dtypes.dtype(tensor.dtype)
+            self.catalogue.add(Tensor(tuple(name.split(".")), kind, tensor.shape, chunks, self._part(name)))
+        for name, value in self.objects.items():
+            self.catalogue.add(Object(tuple(name.split(".")), value, part=self._part(name)))
+
+    def _part(self, name: str) -> Part:
+        return Part(self.kind_of(name), (name.partition(".")[0],))
+
+    def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
+        """Return where the elements of a chunk lie."""
+        return chunk.extent
+
+    def close(self) -> None:
+        """Do nothing: files are mapped until nobody refers to them."""
+
+
+def compare(before: RecordedState, after: RecordedState) -> Diff:
+    """Return how two states differ. Values of a rank that only one of them has are left out: worlds differ in size."""
+    return compare_sources((before, after), (_common(before, after), _common(after, before)))
+
+
+def difference_names(difference: Diff) -> set[str]:
+    """Return the names of everything that differs."""
+    return {
+        *(one.name for one in (*difference.only_a, *difference.only_b)),
+        *(one.name for one in difference.tensors),
+        *(one.name for one in difference.objects),
+        *difference.kinds,
+    }
+
+
+def _common(state: RecordedState, other: RecordedState) -> Catalogue:
+    entries = {
+        path: entry for path, entry in state.catalogue.entries.items()
+        if (rank := state.rank_of(entry.name)) is None or rank < other.world
+    }  # fmt: skip
+    return Catalogue(state.catalogue.format, state.catalogue.files, entries)
+
+
+def read(folder: str, world: int) -> RecordedState:
+    """Return the state that `world` ranks recorded in a folder. Tensors are mapped, and not read."""
+    tensors, index = read_tensors(folder)
+    objects: dict[str, Any] = {}
+    boxes: dict[str, list[Box | None]] = {}
+    for rank in range(world):
+        record = read_rank(folder, rank)
+        objects |= record["objects"]
+        for name, box in record["boxes"].items():
+            boxes.setdefault(name, [None] * world)[rank] = (tuple(box[0]), tuple(box[1])) if box else None
+    ties = [tuple(names) for names in index["ties"]]
+    return RecordedState(folder, tensors, objects, index["kinds"], ties, frozenset(index["buffers"]), boxes, world)
+
+
+def read_rank(folder: str, rank: int) -> dict[str, Any]:
+    """Return what one rank recorded of itself."""
+    with open(os.path.join(folder, f"rank{rank}.json"), encoding="utf-8") as stream:
+        return json.load(stream)  # type: ignore[no-any-return]
+
+
+def read_tensors(folder: str) -> tuple[dict[str, MappedTensor], dict[str, Any]]:
+    """Return the tensors in a folder, mapped, and the index that lists them."""
     import numpy as np
 
-    name = dtype or str(array.dtype)
-    return Held(name, tuple(array.shape), as_bits(np.ascontiguousarray(array).reshape(-1), name))
-
-
-def as_bits(flat: Any, dtype: str) -> Array:
-    """A flat array as unsigned integers of the size of its elements."""
-    import numpy as np
-
-    size = dtypes.dtype(dtype).itemsize
-    made: Array = flat.view(np.dtype(f"u{min(size, 8)}"))
-    return made
-
-
-def read(folder: str | os.PathLike[str], world: int) -> State:
-    """The state that `world` ranks wrote into a folder. Tensors are mapped, and not read."""
     with open(os.path.join(folder, INDEX), encoding="utf-8") as stream:
         index = json.load(stream)
-    made = State(
-        tensors_in(folder, index["tensors"]), kinds=index["kinds"], ties=[tuple(one) for one in index["ties"]],
-        buffers=frozenset(index["buffers"]), world=world,
-    )  # fmt: skip
-    for rank in range(world):
-        with open(os.path.join(folder, f"rank{rank}.json"), encoding="utf-8") as stream:
-            told = json.load(stream)
-        made.objects |= told["objects"]
-        for name, box in told["boxes"].items():
-            made.boxes.setdefault(name, [None] * world)[rank] = (tuple(box[0]), tuple(box[1])) if box else None
-    return made
-
-
-def tensors_in(folder: str | os.PathLike[str], index: Mapping[str, Any]) -> dict[str, Held]:
-    """The tensors that an index says lie in a folder, mapped."""
-    import numpy as np
-
     path = os.path.join(folder, TENSORS)
-    whole: Array = np.memmap(path, np.uint8, "r") if os.path.getsize(path) else np.empty(0, np.uint8)
-    made: dict[str, Held] = {}
-    for name, one in index.items():
-        low, high = one["offset"], one["offset"] + one["nbytes"]
-        made[name] = Held(one["dtype"], tuple(one["shape"]), as_bits(whole[low:high], one["dtype"]), one["sha256"])
-    return made
+    data: Array = np.memmap(path, np.uint8, "r") if os.path.getsize(path) else np.empty(0, np.uint8)
+    tensors = {}
+    for name, row in index["tensors"].items():
+        elements = data[row["offset"] : row["offset"] + row["nbytes"]]
+        bits: Array = elements.view(np.dtype(f"u{min(dtypes.dtype(row['dtype']).itemsize, 8)}"))
+        tensors[name] = MappedTensor(row["dtype"], tuple(row["shape"]), bits, row["offset"])
+    return tensors, index

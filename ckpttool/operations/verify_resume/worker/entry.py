@@ -5,24 +5,24 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from ckpttool.operations.verify_resume.trial import job as jobs
+from ckpttool.operations.verify_resume.trial.job import read
 from ckpttool.operations.verify_resume.worker.phases import watched
 
 
 def begin(path: str, environment: Mapping[str, str]) -> None:
-    """Do the job in a file. `environment` is that of who asked for it: the process may be forked from an older one."""
-    ours = {name: value for name, value in os.environ.items() if name not in environment}
-    os.environ.update({**environment, **ours, **_of_torchrun()})
-    job = jobs.read(path)
+    """Do the job in a file. `environment` is that of the calling process: this one may be forked from an older one."""
+    own = {name: value for name, value in os.environ.items() if name not in environment}
+    os.environ.update({**environment, **own, **_of_torchrun()})
+    job = read(path)
     with watched(job, int(os.environ["RANK"])) as watch:
-        # Here, so that whoever only names this function does not import all of it.
+        # Imported late: the launching process only refers to this function.
         from ckpttool.operations.verify_resume.worker.run import run
 
         run(job, watch)
 
 
 def _of_torchrun() -> dict[str, str]:
-    """What the launcher told this rank, and not an outer one."""
+    """Return the variables that the launcher set for this rank, in place of those of an outer one."""
     names = (
         "RANK",
         "LOCAL_RANK",

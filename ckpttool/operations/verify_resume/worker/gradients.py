@@ -7,7 +7,6 @@ ranks one behind the other, must come to the same gradients but for the order of
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -22,8 +21,8 @@ from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
 
-from ckpttool.operations.verify_resume.trial import state as states
 from ckpttool.operations.verify_resume.trial.job import END, Job
+from ckpttool.operations.verify_resume.trial.state import MappedTensor, read_tensors
 from ckpttool.operations.verify_resume.worker import record as recording
 from ckpttool.operations.verify_resume.worker import setup
 from ckpttool.operations.verify_resume.worker.build import Built
@@ -66,14 +65,12 @@ def keep(job: Job, built: Built, inputs: tuple[Any, Any] | None) -> str:
 def again(job: Job, built: Built) -> None:
     """On one rank, the gradients of the run in `job.gradients_of`."""
     source = os.path.join(job.gradients_of or "", FOLDER)
-    with open(os.path.join(source, states.INDEX), encoding="utf-8") as stream:
-        told = json.load(stream)
-    kept = states.tensors_in(source, told["tensors"])
-    leaves = [_tensor(kept[one["tensor"]]) if "tensor" in one else one["value"] for one in told["leaves"]]
-    inputs = _pytree.tree_unflatten(
-        [one.to(job.device) if isinstance(one, torch.Tensor) else one for one in leaves],
-        _pytree.treespec_loads(told["spec"]),
-    )
+    tensors, index = read_tensors(source)
+    leaves = [
+        _tensor(tensors[leaf["tensor"]]).to(job.device) if "tensor" in leaf else leaf["value"]
+        for leaf in index["leaves"]
+    ]
+    inputs = _pytree.tree_unflatten(leaves, _pytree.treespec_loads(index["spec"]))
     _fill(built, os.path.join(job.gradients_of or "", END))
     folder = os.path.join(job.folder, FOLDER)
     os.makedirs(folder, exist_ok=True)
@@ -180,23 +177,21 @@ def _compute(model: nn.Module) -> str:
     return str(smallest).removeprefix("torch.")
 
 
-def _tensor(one: states.Held) -> torch.Tensor:
+def _tensor(tensor: MappedTensor) -> torch.Tensor:
     import numpy as np
 
-    raw = np.array(one.bits).view(np.uint8)
-    if not raw.size:
-        return torch.empty(one.shape, dtype=getattr(torch, one.dtype))
-    return torch.frombuffer(raw, dtype=getattr(torch, one.dtype)).reshape(one.shape)
+    dtype = getattr(torch, tensor.dtype)
+    data = np.array(tensor.bits).view(np.uint8)
+    if not data.size:
+        return torch.empty(tensor.shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype).reshape(tensor.shape)
 
 
 def _fill(built: Built, folder: str) -> None:
     """Parameters and buffers as they were at the end of the other run."""
-    with open(os.path.join(folder, states.INDEX), encoding="utf-8") as stream:
-        index = json.load(stream)["tensors"]
+    tensors, _ = read_tensors(folder)
     state = {
-        name.removeprefix("model."): _tensor(one)
-        for name, one in states.tensors_in(folder, index).items()
-        if name.startswith("model.")
+        name.removeprefix("model."): _tensor(tensor) for name, tensor in tensors.items() if name.startswith("model.")
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

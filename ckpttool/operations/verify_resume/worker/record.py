@@ -88,7 +88,7 @@ class Writer:
         self._stream.write(bytes(gap))
         self._index[name] = {
             "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "offset": self._at + gap,
-            "nbytes": data.nbytes, "sha256": hashlib.sha256(data).hexdigest(),
+            "nbytes": data.nbytes,
         }  # fmt: skip
         self._stream.write(data)
         self._at += gap + data.nbytes

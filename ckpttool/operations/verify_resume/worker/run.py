@@ -1,4 +1,4 @@
-"""What a rank does from its start to its end; see `jobs.Job`."""
+"""What a rank does from its start to its end; see `Job`."""
 
 from __future__ import annotations
 
