@@ -8,7 +8,7 @@
     ckpttool verify-resume trial          2 ranks, then 4 and 1 through safetensors -> trial-on-4.html, trial-on-1.html
 
 The exit code is 0 only when every tensor and every object of every reading is equal to the reference, which torch made
-in the training processes before anything of ours ran, and training goes on as if nothing had happened.
+in the training processes before anything of ours ran, and training resumes exactly.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(f"\nerror: `{shlex.join(map(str, error.cmd))}` ended with exit code {error.returncode}")
         return 1
     say(f"\n{time.monotonic() - began:.0f} s, everything is in {folder}/\n{last}")
-    goes_on = all(resumed)
+    exact = all(resumed)
     if resumed:
-        said = "training goes on as if nothing had happened" if goes_on else "training does not go on as it would have"
-        say(painted(f"trained on {RANKS} ranks, resumed on {' and '.join(map(str, RESUMED_ON))}: {said}", goes_on))
-    return 0 if equal and goes_on else 1
+        verdict = "exact resume" if exact else "resume is not exact"
+        say(painted(f"trained on {RANKS} ranks, resumed on {' and '.join(map(str, RESUMED_ON))}: {verdict}", exact))
+    return 0 if equal and exact else 1
 
 
 def make(folder: Path) -> None:
@@ -89,7 +89,7 @@ def make(folder: Path) -> None:
 
 
 def resume(folder: Path, ranks: int) -> bool:
-    """Train on `RANKS` ranks, resume on `ranks` through safetensors; whether it goes on as if nothing had happened."""
+    """Train on `RANKS` ranks, resume on `ranks` through safetensors; return whether the resume is exact."""
     page = folder / f"trial-on-{ranks}.html"
     page.unlink(missing_ok=True)
     recipe = HERE / "recipe_fsdp2.py"

@@ -251,7 +251,7 @@ def _write_page(path: str, document: Any) -> None:
 
 
 def _print_trial(terminal: Terminal, result: Report, verbose: bool) -> None:
-    terminal.line(Painted(result.verdict, _VERDICTS[result.verdict]), "  ", result.says)
+    terminal.line(Painted("PASS" if result.verdict == "same" else "FAIL", _VERDICTS[result.verdict]), "  ", result.says)
     terminal.write("\n")
     about = list(_about(result))
     indent = max(len(title) for title, _ in about) + 4
@@ -289,7 +289,7 @@ def _print_trial(terminal: Terminal, result: Report, verbose: bool) -> None:
 
 
 def _about(result: Report) -> Iterator[tuple[str, str]]:
-    yield "rule", result.rule_says
+    yield "criterion", result.rule_says
     for leg in result.route:
         yield "route", f"{leg.says}  {duration(leg.seconds)}"
     for run in result.runs:
@@ -300,14 +300,14 @@ def _about(result: Report) -> Iterator[tuple[str, str]]:
             f"{plural(run.world, 'rank')}, {run.mesh}{since}, {plural(len(run.steps), 'step')}{rate}",
         )
     for drift in result.drifts:
-        yield "drift", f"losses by {drift.loss_relative:.2g} of themselves from A's; reported, not judged"
-    yield "switched on", ", ".join(result.deterministic)
+        yield "loss drift", f"{drift.loss_relative:.2%} vs A (informational)"
+    yield "determinism", ", ".join(result.deterministic)
     yield "time", duration(result.seconds)
 
 
 def _mark(equal: bool | None) -> Painted:
     if equal is None:
-        return Painted("not judged", "dim")
+        return Painted("no verdict", "dim")
     return Painted("same", "green") if equal else Painted("differs", "red")
 
 
@@ -318,8 +318,8 @@ def _print_losses(terminal: Terminal, result: Report, verbose: bool) -> None:
     numbers = sorted({step.number for run in result.runs for step in run.steps})
     rows = []
     for number in numbers:
-        told = [next((f"{s.loss:.9g}" for s in run.steps if s.number == number), "") for run in result.runs]
-        rows.append((f"step {number}", *told))
+        losses = [next((f"{s.loss:.9g}" for s in run.steps if s.number == number), "") for run in result.runs]
+        rows.append((f"step {number}", *losses))
     terminal.table(rows, headers=("", *(run.name for run in result.runs)), right=range(1, len(result.runs) + 1))
 
 

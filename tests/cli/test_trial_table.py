@@ -30,5 +30,5 @@ def test_nothing_of_the_rule_is_cut(width: int | None) -> None:
 
 
 def test_the_titles_stand_in_one_column() -> None:
-    titles = {line[:14] for line in told(None) if line.startswith("  ")}
-    assert titles == {"  rule        ", "  switched on ", "  time        "}
+    titles = {line[:15] for line in told(None) if line.startswith("  ")}
+    assert titles == {"  criterion    ", "  determinism  ", "  time         "}

@@ -96,9 +96,9 @@ FINDING = Finding(
 def test_what_a_trial_found_is_on_the_page() -> None:
     said = read(trial_page(report())).text
     for words in (
-        "Training goes on as if nothing had happened", "all is equal", "another mesh: B must be the control",
+        "Resume is exact", "all is equal", "another mesh: B must be the control",
         "4 steps, a save, 3 steps more", "convert --to safetensors", "local shapes", "not checked",
-        "the model has dropout", "not judged", "4.00 kB", "20.5", "layers.0.w", "one thread", "rng", "took 12 s",
+        "the model has dropout", "no verdict", "4.00 kB", "20.5", "layers.0.w", "one thread", "rng", "took 12 s",
     ):  # fmt: skip
         assert words in said, words
     assert "The first difference" not in said
@@ -106,7 +106,7 @@ def test_what_a_trial_found_is_on_the_page() -> None:
 
 def test_the_first_difference_is_told_down_to_the_element() -> None:
     said = read(trial_page(report(verdict="differs", findings=[FINDING]))).text
-    assert "Training does not go on as it would have" in said
+    assert "Resume is not exact" in said
     for words in ("flipped bit", "[2, 5]", "0.1", "0.30000000000000004", "1,234,567 ULP", "1 of 540 elements"):
         assert words in said, words
 
@@ -131,7 +131,7 @@ def test_equal_losses_are_drawn_at_one_place_and_others_are_not() -> None:
 def test_a_run_that_hung_says_where() -> None:
     failure = Failure("B", "rank 1 came no further in 60 s", [Stuck(1, "step 5", "recipe.py:40 in step", ["<frame>"])])
     said = read(trial_page(report(verdict="failed", failure=failure))).text
-    assert "did not come to its end" in said
+    assert "did not finish" in said
     assert "rank 1: step 5 · recipe.py:40 in step" in said
     assert "<frame>" in said
 
@@ -175,4 +175,4 @@ def test_tables_name_their_rows_and_columns() -> None:
 
 
 def test_an_empty_report_is_a_page() -> None:
-    assert "did not come to its end" in read(trial_page({})).text
+    assert "did not finish" in read(trial_page({})).text

@@ -16,7 +16,7 @@ _OTHERS = ("thin", "dashed", "dotted", "orange")
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """`Curve("A", [(0, 5.5), (1, 5.4)], "trained without a break")`: points are `(step, value)`."""
+    """`Curve("A", [(0, 5.5), (1, 5.4)], "trained without interruption")`: points are `(step, value)`."""
 
     name: str
     points: Sequence[tuple[int, float]]

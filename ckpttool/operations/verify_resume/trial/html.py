@@ -14,12 +14,12 @@ from ckpttool.operations.verify_resume.trial.curves import Chart, Curve, chart
 from ckpttool.text import duration, plural, safe, size
 
 _VERDICTS = {
-    "same": "Training goes on as if nothing had happened",
-    "differs": "Training does not go on as it would have",
-    "failed": "The trial did not come to its end",
+    "same": "Resume is exact",
+    "differs": "Resume is not exact",
+    "failed": "The trial did not finish",
 }
-_RULES = {"bitwise": "same mesh", "control": "another mesh, against a control", "checkpoints": "checkpoints"}
-_RUNS = {"A": "trained without a break", "B": "resumed", "control": "resumed by torch alone"}
+_RULES = {"bitwise": "same mesh", "control": "mesh changed, with a reference run", "checkpoints": "checkpoints"}
+_RUNS = {"A": "trained without interruption", "B": "resumed", "control": "reference: resumed by torch alone"}
 _MOST = 200  # findings in the table
 
 
