@@ -289,7 +289,7 @@ def test_the_highest_step_is_taken_not_the_last_written(tmp_path: Path) -> None:
     ]
     made = convert(run, tmp_path / "out.pt")
     assert torch.load(tmp_path / "out.pt")["model"]["weight"][0, 0] > 99
-    assert any("`checkpoint_100` is taken" in note for note in made.notes)
+    assert any("using `checkpoint_100`" in note for note in made.notes)
     table = inspect(run).facts["run"]
     assert [row["name"] for row in table if row["taken"]] == ["checkpoint_100"]
 
@@ -326,7 +326,7 @@ def test_what_is_not_complete_is_passed_over(
     assert second.why_not is not None
     assert why in second.why_not
     made = convert(tmp_path / "run", tmp_path / "out.pt")
-    assert made.notes[0] == "`step-1` is taken, the newest complete one of 2 in the run"
+    assert made.notes[0] == "using `step-1`, the newest complete of the 2 checkpoints in the run"
     assert made.notes[1].startswith("`step-1` is taken, as what is newer is not complete: `step-2`: ")
 
 
@@ -713,8 +713,8 @@ def test_pieces_and_assets_in_json(tmp_path: Path) -> None:
 
 def test_a_conversion_names_the_assets(tmp_path: Path) -> None:
     made = convert(path_of("run_trainer"), tmp_path / "out.pt")
-    assert made.notes[0] == "`checkpoint-4` is taken, the newest complete one of 2 in the run"
-    assert made.notes[1].startswith("no part of the state, copy them yourself: `config.json`, ")
+    assert made.notes[0] == "using `checkpoint-4`, the newest complete of the 2 checkpoints in the run"
+    assert made.notes[1].startswith("not copied (not part of the state): `config.json`, ")
 
 
 @pytest.mark.parametrize("below", ["checkpoint-4", "plain"])
@@ -731,7 +731,7 @@ def test_files_of_a_repository_are_no_assets(tmp_path: Path, below: str) -> None
     assert "config.json" in catalogue.facts["assets"]
     assert not [name for name in catalogue.facts["assets"] if ".git" in name]
     made = convert(run, tmp_path / "out.pt")
-    assert "copy them yourself" in "\n".join(made.notes) and ".git" not in "\n".join(made.notes)
+    assert "not copied (not part of the state)" in "\n".join(made.notes) and ".git" not in "\n".join(made.notes)
 
 
 # Names that say little ------------------------------------------------------------------------------------------------

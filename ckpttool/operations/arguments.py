@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 
@@ -25,6 +26,18 @@ def memory(value: int | str | None) -> int | None:
     if limit is not None and limit < BASE_MEMORY:
         raise UsageError(f"`--max-memory`: at least {BASE_MEMORY >> 20} MiB are needed")
     return limit
+
+
+def check_apart(dst: str, *sources: str | None) -> None:
+    """Raises UsageError when `dst` is a source, or one contains the other: `--overwrite` replaces a directory with all
+    that it holds."""
+    for path in filter(None, sources):
+        real, other = os.path.realpath(dst), os.path.realpath(path)
+        hint = "write somewhere else; SRC is never touched"
+        if real == other or real.startswith(other.rstrip("/") + "/"):
+            raise UsageError(f"`{dst}` is the source, or lies inside it", hint=hint)
+        if other.startswith(real.rstrip("/") + "/"):
+            raise UsageError(f"the source `{path}` lies inside `{dst}`", hint=hint)
 
 
 def rules(value: str | Sequence[str], flag: str) -> list[str]:

@@ -1,33 +1,31 @@
-"""A conversion: which parts and tensors, under which names, in which dtype and chunks. `making` does the rest."""
+"""`convert`: selects parts and tensors, renames and casts them, and cuts them into chunks. `write` does the rest."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 
 from ckpttool import formats
-from ckpttool.catalogue import parts
+from ckpttool.catalogue import boxes, parts
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor, dotted
 from ckpttool.catalogue.patterns import any_of, renamer, rule, several
 from ckpttool.catalogue.protocols import TENSOR_CLASS, Format, SinkOptions, Source
 from ckpttool.catalogue.validation import stop_at_fault, validate
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import UsageError
-from ckpttool.layout import rechunk as chunking
-from ckpttool.layout import select as layout
-from ckpttool.layout.optimizer import respell as optimkeys
-from ckpttool.operations import arguments
-from ckpttool.operations import manifest as manifests
-from ckpttool.operations import write as making
-from ckpttool.operations.write import Conversion, How, Laid
+from ckpttool.layout import rechunk, select
+from ckpttool.layout.optimizer import respell
+from ckpttool.operations import arguments, write
+from ckpttool.operations.write import Conversion, Planned, WriteOptions
 from ckpttool.producers import open as opening
 from ckpttool.producers import writable
 from ckpttool.producers.arrange import Destination, LayoutBuilder
 from ckpttool.producers.components import WritableLayout
 from ckpttool.storage import files
+from ckpttool.transfer.read import read_box
 from ckpttool.transfer.threads import Progress
 
 
@@ -70,40 +68,82 @@ def convert(
     `manifest` of it is then written to that path.
     Raises the errors of `ckpttool.errors`, each with its exit code.
     """
-    began = time.monotonic()
     src, dst = os.fspath(src), os.fspath(dst)
-    only, drop, tensors, exclude, dtype = map(several, (only, drop, tensors, exclude, dtype))
-    rename = arguments.rules(rename, "--rename")
-    max_shard_size = arguments.size(max_shard_size, "--max-shard-size")
-    max_memory = arguments.memory(max_memory)
+    options = ConvertOptions(
+        only=several(only),
+        drop=several(drop),
+        tensors=several(tensors),
+        exclude=several(exclude),
+        rename=arguments.rules(rename, "--rename"),
+        strip_wrappers=strip_wrappers,
+        strip_prefix=strip_prefix,
+        dtype=several(dtype),
+        max_shard_size=arguments.size(max_shard_size, "--max-shard-size"),
+        to_world=to_world,
+        tensor_class=tensor_class,
+        optim_keys=optim_keys,
+        optim_root=optim_root,
+        producer=producer,
+    )
+    how = WriteOptions(
+        overwrite=overwrite,
+        dry_run=dry_run,
+        threads=threads,
+        max_memory=arguments.memory(max_memory),
+        check=check,
+        progress=progress,
+        resume=resume,
+        manifest=None if manifest is None else os.fspath(manifest),
+    )
     target = _target(to, producer, dst)
-    _check_arguments(dst, target, to_world, max_shard_size, tensor_class)
-    making.check_apart(dst, src, model_from, optim_from)
-    listed = None if manifest is None else os.fspath(manifest)
-    manifests.check_wanted(listed, dst, is_file=target.is_file(dst), dry_run=dry_run)
-    made = Conversion(src, "", dst, target.name, dry_run=dry_run)
-    made.notes += making.check_free(dst, target, overwrite, dry_run)
-    how = How(overwrite, dry_run, threads, max_memory, check, progress, resume, listed)
-    with making.given(src, shapes, model_from, optim_from) as have:
-        source = have.source
-        with opening.naming(have.known):
-            row = writable.choose(producer, source.catalogue, to_world) if producer is not None else None
-            spell = _speller(row, target, optim_keys)
-            laid, folded = _start(source.catalogue, only, drop, optim_keys, optim_root, spell)
-            laid = _lay_out(laid, tensors, exclude, rename, strip_wrappers, strip_prefix)
-            validate(source.catalogue, optimkeys.origins(laid) | folded)
-            _check_matches("--dtype", [rule(text, "--dtype")[0] for text in dtype if "=" in text], laid)
-            laid = layout.cast(laid, layout.caster(dtype))
-            world = to_world or source.catalogue.world_size
-            if row is not None:
-                laid, target, tensor_class = _arranged(row, laid, source, dst, world, folded, tensor_class)
-            laid = _rechunked(laid, source.catalogue, target, to_world)
-        options = SinkOptions(max_shard_size, target.is_file(dst), world, tensor_class or "sharded_tensor")
-        making.make(have, Laid(laid, options, frozenset(folded)), dst, target, made, how)
-    if listed is not None and not dry_run:
-        manifests.write_for(dst, listed, threads)
-    made.seconds = time.monotonic() - began
-    return made
+    _check_arguments(dst, target, options)
+    result = Conversion(src, "", dst, target.name, dry_run=dry_run)
+    with (
+        write.destination(result, target, how, src, model_from, optim_from),
+        write.open_source(src, shapes, model_from, optim_from) as opened,
+    ):
+        with opening.naming(opened.path):
+            planned, target = _plan(opened.source, dst, target, options)
+        write.Write(opened, planned, target, result, how).run()
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertOptions:
+    """What to convert, and into what: the options of `convert` that say so."""
+
+    only: Sequence[str] = ()
+    drop: Sequence[str] = ()
+    tensors: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    rename: Sequence[str] = ()
+    strip_wrappers: bool = False
+    strip_prefix: str | None = None
+    dtype: Sequence[str] = ()
+    max_shard_size: int | None = None
+    to_world: int | None = None
+    tensor_class: str | None = None
+    optim_keys: str | None = None
+    optim_root: str | None = None
+    producer: str | None = None
+
+
+def _plan(source: Source, dst: str, target: Format, options: ConvertOptions) -> tuple[Planned, Format]:
+    """Return what to write, and its format: a framework's layout is a format of its own."""
+    catalogue = source.catalogue
+    row = writable.choose(options.producer, catalogue, options.to_world) if options.producer is not None else None
+    planned, folded = _start(catalogue, options, _speller(row, target, options.optim_keys))
+    planned = _select_and_rename(planned, options)
+    validate(catalogue, respell.origins(planned) | folded)
+    _check_matches("--dtype", [rule(text, "--dtype")[0] for text in options.dtype if "=" in text], planned)
+    planned = select.cast(planned, select.caster(options.dtype))
+    world = options.to_world or catalogue.world_size
+    tensor_class = options.tensor_class
+    if row is not None:
+        planned, target, tensor_class = _arranged(row, planned, source, dst, world, folded, tensor_class)
+    planned = _rechunked(planned, catalogue, target, options.to_world)
+    sink = SinkOptions(options.max_shard_size, target.is_file(dst), world, tensor_class or "sharded_tensor")
+    return Planned(planned, sink, frozenset(folded)), target
 
 
 def _target(to: str | None, producer: str | None, dst: str) -> Format:
@@ -111,8 +151,8 @@ def _target(to: str | None, producer: str | None, dst: str) -> Format:
         return formats.writable(to, dst)
     if to is not None:
         raise UsageError(
-            f"`--producer {producer}` and `--to {to}` both say what is to be written",
-            hint="a producer's layout is of several formats; leave `--to` out",
+            f"`--producer {producer}` and `--to {to}` cannot be used together",
+            hint="a producer's layout has formats of its own; leave `--to` out",
         )
     return writable.as_format(writable.named(producer))
 
@@ -120,78 +160,71 @@ def _target(to: str | None, producer: str | None, dst: str) -> Format:
 def _speller(
     row: WritableLayout | None, target: Format, optim_keys: str | None
 ) -> Callable[[Catalogue, Catalogue], Catalogue] | None:
-    """What spells the optimizers as they are to be; None when they stay as they are."""
+    """Return the function that respells the optimizers' keys; None when they stay as they are."""
     if row is not None:
         if optim_keys not in (None, row.keys):
             raise UsageError(f"`--optim-keys {optim_keys}`: {row.name} has `{row.keys}`", hint="leave it out")
         return lambda laid, source: writable.spell_optimizers(row, laid, source)
     keys = optim_keys or ("fqn" if target.even else None)
-    return None if keys is None else lambda laid, source: optimkeys.respell(laid, keys, source)
+    return None if keys is None else lambda planned, source: respell.respell(planned, keys, source)
 
 
 def _arranged(
-    row: WritableLayout, laid: Catalogue, source: Source, dst: str, world: int, folded: set[Path],
+    row: WritableLayout,
+    planned: Catalogue,
+    source: Source,
+    dst: str,
+    world: int,
+    folded: set[Path],
     tensor_class: str | None,
-) -> tuple[Catalogue, Format, str | None]:  # fmt: skip
-    """The state as a framework keeps it, and the layout as a format that is written like any other."""
+) -> tuple[Catalogue, Format, str | None]:
+    """Return the state as a framework stores it, and that framework's layout as a format."""
     if tensor_class is not None and not tensor_class.startswith("dtensor"):
         raise UsageError(
-            f"`--tensor-class {tensor_class}`: {row.name} loads DTensors and nothing else",
+            f"`--tensor-class {tensor_class}`: {row.name} loads only DTensors",
             hint="name the device and the dimension of its mesh: `--tensor-class dtensor:cuda:fsdp`",
         )
 
     def read(tensor: Tensor) -> int | None:
         return _small_integer(source, tensor.origin or tensor)
 
-    builder = LayoutBuilder(laid, Destination(world, FilePath(dst.rstrip("/")).name, read))
+    builder = LayoutBuilder(planned, Destination(world, FilePath(dst.rstrip("/")).name, read))
     output = row.build(builder)
     folded |= builder.folded
-    output.catalogue.warnings = [*laid.warnings, *(Warning("framework", note) for note in builder.notes)]
+    output.catalogue.warnings = [*planned.warnings, *(Warning("framework", note) for note in builder.notes)]
     return output.catalogue, writable.as_format(row, output), tensor_class or row.tensor_class
 
 
 def _small_integer(source: Source, tensor: Tensor) -> int | None:
-    """The value of a counter, which some frameworks keep as a tensor."""
-    if tensor.shape not in ((), (1,)) or tensor.dtype.kind != "int" or len(tensor.chunks) != 1:
+    """Return the value of a counter, which some frameworks save as a tensor."""
+    if tensor.shape not in ((), (1,)) or tensor.dtype.kind != "int" or not tensor.chunks:
         return None
-    extent = source.resolve(tensor, tensor.chunks[0])
-    if not extent.plain:
-        return None
-    pool = files.Pool()
-    try:
-        data = pool.read(source.catalogue.files[extent.file].location, extent.offset, extent.nbytes)
-    finally:
-        pool.close()
-    return int.from_bytes(data, "little", signed=tensor.dtype.name.startswith("int"))
+    with closing(files.Pool()) as pool:
+        bits = read_box(boxes.whole(tensor.shape), tensor, source, pool)
+    return int.from_bytes(bits.tobytes(), "little", signed=tensor.dtype.name.startswith("int"))
 
 
-def _check_arguments(
-    dst: str,
-    target: Format,
-    to_world: int | None,
-    max_shard_size: int | None,
-    tensor_class: str | None,
-) -> None:
-    if tensor_class is not None:
+def _check_arguments(dst: str, target: Format, options: ConvertOptions) -> None:
+    if options.tensor_class is not None:
         if not target.even:
-            raise UsageError(f"`--tensor-class` makes no sense for {target.target}", hint="use it with `--to fsdp1`")
-        if not TENSOR_CLASS.fullmatch(tensor_class):
+            raise UsageError(f"`--tensor-class` cannot be used with `--to {target.target}`", hint="use `--to fsdp1`")
+        if not TENSOR_CLASS.fullmatch(options.tensor_class):
             raise UsageError(
-                f"there is no tensor class `{tensor_class}`",
+                f"unknown tensor class `{options.tensor_class}`",
                 hint="one of `sharded_tensor`, `dtensor`, `dtensor:DEVICE`, `dtensor:DEVICE:NAME`",
             )
-    if to_world is not None:
-        if to_world < 1:
-            raise UsageError(f"`--to-world {to_world}`: a world has at least one rank")
+    if options.to_world is not None:
+        if options.to_world < 1:
+            raise UsageError(f"`--to-world {options.to_world}`: a world has at least one rank")
         if not target.chunked:
             raise UsageError(
-                f"`--to-world` makes no sense for {target.name}, which has whole tensors",
+                f"`--to-world` cannot be used with `--to {target.target}` (whole tensors)",
                 hint="use it with `--to dcp` or `--to fsdp1`",
             )
-    if max_shard_size is not None:
+    if options.max_shard_size is not None:
         if not target.splits:
             raise UsageError(
-                f"`--max-shard-size` makes no sense for {target.name}", hint="use it with `--to safetensors`"
+                f"`--max-shard-size` cannot be used with `--to {target.target}`", hint="use it with `--to safetensors`"
             )
         if target.is_file(dst):
             raise UsageError(
@@ -200,90 +233,80 @@ def _check_arguments(
 
 
 def _start(
-    source: Catalogue,
-    only: Sequence[str],
-    drop: Sequence[str],
-    optim_keys: str | None,
-    optim_root: str | None,
-    spell: Callable[[Catalogue, Catalogue], Catalogue] | None,
+    source: Catalogue, options: ConvertOptions, spell: Callable[[Catalogue, Catalogue], Catalogue] | None
 ) -> tuple[Catalogue, set[Path]]:
-    """The parts that are wanted, the optimizer spelt as it is to be; and what stands in other values for that."""
-    parts.stop_at_absent(source, only)
-    laid = layout.start(source)
-    if only or drop:
-        # In one step: selecting can move a part, and both speak of the parts of the source.
-        wanted = parts.matcher(only, source) if only else lambda part: True
-        unwanted = parts.matcher(drop, source)
-        laid = layout.select(laid, lambda e: wanted(e.part) and not unwanted(e.part))
+    """Return the selected parts with the optimizers' keys respelled, and the entries that this folded into others."""
+    parts.stop_at_absent(source, options.only)
+    planned = select.start(source)
+    if options.only or options.drop:
+        # In one step: selecting can move a part, and both options name the parts of the source.
+        is_wanted = parts.matcher(options.only, source) if options.only else lambda part: True
+        is_dropped = parts.matcher(options.drop, source)
+        planned = select.select(planned, lambda e: is_wanted(e.part) and not is_dropped(e.part))
     folded: set[Path] = set()
-    if optim_keys is not None and not any(part.kind == "optimizer" for part in parts.parts(laid)):
-        raise UsageError(f"`--optim-keys {optim_keys}`: there is no optimizer here")
+    if options.optim_keys is not None and not any(part.kind == "optimizer" for part in parts.parts(planned)):
+        raise UsageError(f"`--optim-keys {options.optim_keys}`: there is no optimizer here")
     if spell is not None:
-        _stop_at_faulty_part(source, laid)
-        # The model that says what ids mean is the source's, whether it is wanted or not, by its own names.
-        before = optimkeys.origins(laid)
-        laid = spell(laid, source)
-        folded = before - optimkeys.origins(laid)
-    left = parts.parts(laid)
-    if only and len(left) == 1:
-        # First of all, so that every pattern below sees the names that will be written.
-        laid = layout.without_root(laid, left[0])
-    return (optimkeys.respell_root(laid, optim_root) if optim_root is not None else laid), folded
+        _stop_at_faulty_part(source, planned)
+        # The ids refer to the model of the source, selected or not, by its own names.
+        before = respell.origins(planned)
+        planned = spell(planned, source)
+        folded = before - respell.origins(planned)
+    left = parts.parts(planned)
+    if options.only and len(left) == 1:
+        # Before anything else, so that every pattern below sees the names that will be written.
+        planned = select.without_root(planned, left[0])
+    if options.optim_root is not None:
+        planned = respell.respell_root(planned, options.optim_root)
+    return planned, folded
 
 
-def _stop_at_faulty_part(source: Catalogue, laid: Catalogue) -> None:
-    """What is wrong with an optimizer is said before it is looked at; a tensor may still be left out."""
+def _stop_at_faulty_part(source: Catalogue, planned: Catalogue) -> None:
+    """Raises the fault of an optimizer before its keys are parsed; a damaged tensor may still be excluded."""
     single = {entry.name for entry in source.entries.values()} if source.faults else set()
     whole = [fault for fault in source.faults if not single.issuperset(fault.facts.get("concerns", ()))]
-    stop_at_fault(replace(source, faults=whole), map(dotted, optimkeys.origins(laid)))
+    stop_at_fault(replace(source, faults=whole), map(dotted, respell.origins(planned)))
 
 
-def _lay_out(
-    laid: Catalogue,
-    tensors: Sequence[str],
-    exclude: Sequence[str],
-    rename: Sequence[str],
-    strip_wrappers: bool,
-    strip_prefix: str | None,
-) -> Catalogue:
-    making.check_not_empty(laid)
-    _check_matches("--tensors", tensors, laid)
-    _check_matches("--exclude", exclude, laid)
-    if tensors or exclude:
-        laid = layout.select(laid, layout.matching(tensors, exclude))
-        making.check_not_empty(laid)
-    if strip_wrappers:
-        laid = layout.rename(laid, layout.strip_wrappers, within_parts=True)
-    if strip_prefix:
-        prefix = strip_prefix.rstrip(".") + "."
-        if not any(dotted(t.path[len(t.part.root) :]).startswith(prefix) for t in laid.tensors):
-            raise UsageError(f"`--strip-prefix {strip_prefix}`: no tensor of the model has this prefix")
-        laid = layout.rename(laid, lambda name: name.removeprefix(prefix), within_parts=True)
-    for text in rename:
+def _select_and_rename(planned: Catalogue, options: ConvertOptions) -> Catalogue:
+    write.check_not_empty(planned)
+    _check_matches("--tensors", options.tensors, planned)
+    _check_matches("--exclude", options.exclude, planned)
+    if options.tensors or options.exclude:
+        planned = select.select(planned, select.matching(options.tensors, options.exclude))
+        write.check_not_empty(planned)
+    if options.strip_wrappers:
+        planned = select.rename(planned, select.strip_wrappers, within_parts=True)
+    if options.strip_prefix:
+        prefix = options.strip_prefix.rstrip(".") + "."
+        if not any(dotted(t.path[len(t.part.root) :]).startswith(prefix) for t in planned.tensors):
+            raise UsageError(f"`--strip-prefix {options.strip_prefix}`: no tensor of the model has this prefix")
+        planned = select.rename(planned, lambda name: name.removeprefix(prefix), within_parts=True)
+    for text in options.rename:
         step = renamer([text])
-        if all(step(entry.name) == entry.name for entry in laid.entries.values()):
-            raise UsageError(f"`--rename {text}` changes no name", hint=_names_hint(laid))
-    if rename:
-        laid = layout.rename(laid, renamer(rename))
-    return laid
+        if all(step(entry.name) == entry.name for entry in planned.entries.values()):
+            raise UsageError(f"`--rename {text}` changes no name", hint=_names_hint(planned))
+    if options.rename:
+        planned = select.rename(planned, renamer(options.rename))
+    return planned
 
 
-def _check_matches(flag: str, patterns: Sequence[str], laid: Catalogue) -> None:
-    """Raises UsageError for a pattern that matches nothing: a misspelt one would leave something in, or out, unseen."""
+def _check_matches(flag: str, patterns: Sequence[str], planned: Catalogue) -> None:
+    """Raises UsageError for a pattern that matches nothing: a misspelled one would select the wrong entries."""
     for pattern in patterns:
         matches = any_of([pattern])
-        if not any(matches(entry.name) for entry in laid.entries.values()):
-            raise UsageError(f"`{flag} {pattern}` matches nothing", hint=_names_hint(laid))
+        if not any(matches(entry.name) for entry in planned.entries.values()):
+            raise UsageError(f"`{flag} {pattern}` matches nothing", hint=_names_hint(planned))
 
 
-def _names_hint(laid: Catalogue) -> str:
-    names = [entry.name for entry in laid.entries.values()]
+def _names_hint(planned: Catalogue) -> str:
+    names = [entry.name for entry in planned.entries.values()]
     return f"names here are like `{names[len(names) // 2]}`; `ckpttool inspect SRC --tensors '*'` lists them"
 
 
-def _rechunked(laid: Catalogue, source: Catalogue, target: Format, to_world: int | None) -> Catalogue:
+def _rechunked(planned: Catalogue, source: Catalogue, target: Format, to_world: int | None) -> Catalogue:
     if not target.chunked:
-        return chunking.whole(laid)
+        return rechunk.whole(planned)
     if to_world is not None or target.even:
-        return chunking.over_world(laid, to_world or source.world_size, everywhere=target.even)
-    return chunking.as_stored(laid, [f.rank for f in source.files])
+        return rechunk.over_world(planned, to_world or source.world_size, everywhere=target.even)
+    return rechunk.as_stored(planned, [f.rank for f in source.files])

@@ -160,7 +160,7 @@ def _renamed(error: CkptError, partial: str, dst: str, kept: bool) -> CkptError:
     hint = error.hint
     if kept:
         hint = f"{hint}; " if hint else ""
-        hint += "the same command goes on from what has been copied"
+        hint += "run the same command again to continue from what has been copied"
     return type(error)(error.message.replace(partial, dst), hint=hint, **facts)
 
 
@@ -207,6 +207,23 @@ def _name(partial: str, dst: str) -> None:
             os.unlink(partial)
     else:
         os.rename(partial, dst)
+
+
+def check_space(dst: str, needed: int, free: int) -> None:
+    """Raises StorageError when more bytes are needed at `dst` than are free."""
+    if needed > free:
+        raise StorageError(
+            f"`{dst}`: {no_space(needed, free)}",
+            hint="free some space, or write somewhere else",
+            file=dst,
+            found=free,
+            expected=needed,
+        )
+
+
+def no_space(needed: int, free: int) -> str:
+    """Return the message for a disk without enough space."""
+    return f"needs {needed} bytes, but {free} are free"
 
 
 # Whose it is ----------------------------------------------------------------------------------------------------------

@@ -32,12 +32,12 @@ def plan_only(root: Path, onto: int) -> None:
     from ckpttool.layout import rechunk as chunking
     from ckpttool.layout import select as layout
     from ckpttool.layout.mesh import world_mesh
-    from ckpttool.operations import write as making
+    from ckpttool.operations import write
     from ckpttool.transfer import plan
 
     collect_rarely()  # as the command does
     began, used = time.perf_counter(), time.process_time()
-    with making.given(str(root)) as have, tempfile.TemporaryDirectory(dir=root.parent) as scratch:
+    with write.open_source(str(root)) as have, tempfile.TemporaryDirectory(dir=root.parent) as scratch:
         validate(have.catalogue)
         laid = chunking.over_mesh(layout.start(have.catalogue), world_mesh(onto))
         create = FORMATS[0].create

@@ -102,7 +102,7 @@ def test_the_pieces_of_a_producers_layout(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert not Path(out).exists()
     refused = run("convert", source, out, "--producer", "trainer", "--to", "dcp")
-    assert (refused.exit_code, "both say what is to be written" in refused.stderr) == (2, True)
+    assert (refused.exit_code, "cannot be used together" in refused.stderr) == (2, True)
 
 
 def test_notes_are_warnings_on_stderr(monkeypatch: pytest.MonkeyPatch) -> None:

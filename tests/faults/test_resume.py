@@ -79,7 +79,7 @@ def interrupted(src: Path, dst: Path, after: int, monkeypatch: pytest.MonkeyPatc
         patched.setattr(os, "pwrite", pwrite)
         with pytest.raises(StorageError, match="no space left") as caught:
             ckpttool.convert(str(src), str(dst), threads=1, resume=True, **keywords)
-    assert "the same command goes on from what has been copied" in str(caught.value.hint)
+    assert "run the same command again to continue from what has been copied" in str(caught.value.hint)
     assert not dst.exists()
 
 
@@ -178,7 +178,7 @@ def test_as_a_program(number: signal.Signals, tmp_path: Path, shm: Path) -> None
         pytest.skip("it was done before it could be stopped")
     assert not (out / "out.pt").exists()
     if number != signal.SIGKILL:
-        assert "nothing was written\nhint: the same command goes on from what has been copied" in said
+        assert "nothing was written\nhint: run the same command again to continue from what has been copied" in said
     done = shell(*words, "--json")
     assert done.code == 0, done.err
     assert json.loads(done.out)["resumed"] > 0
@@ -192,7 +192,7 @@ def test_what_it_says(src: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> 
     done = run("convert", src, out / "out", "--to", "dcp", "--resume")
     assert done.code == 0 and "had been copied by an interrupted run" in done.out, done.out
     done = run("reshard", src, out / "other", "--to-world", "2", "--resume")
-    assert done.code == 0 and "there was nothing to go on from" in done.err
+    assert done.code == 0 and "nothing to resume: copied everything" in done.err
 
 
 def test_only_by_copying_bytes(src: Path, out: Path) -> None:

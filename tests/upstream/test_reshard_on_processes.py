@@ -116,12 +116,12 @@ def break_a_bit(folder: Path, tensor: str, file: str) -> None:
 # What a process does in the place of `ckpttool`, to be the one that fails.
 FAILING = """
 import os, signal, sys
-from ckpttool.operations import write
+from ckpttool.transfer import processes
 from ckpttool.cli.app import main
 from ckpttool.errors import StorageError
 how, rank = sys.argv.pop(1), os.environ["RANK"]
-fill = write._fill
-def failing(*arguments):
+fill = processes.transfer
+def failing(*arguments, **options):
     if rank == os.environ["FAILING"]:
         if how == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -129,8 +129,8 @@ def failing(*arguments):
             raise StorageError("the disk of this node is full", hint="make room")
         if how == "is wrong":
             raise ValueError("a mistake of ours")
-    return fill(*arguments)
-write._fill = failing
+    return fill(*arguments, **options)
+processes.transfer = failing
 main()
 """
 
@@ -172,8 +172,8 @@ def test_a_rank_that_fails_takes_all_with_it(tmp_path: Path, how: str, expected:
 @pytest.mark.long
 def test_a_signal_to_torchrun_leaves_nothing(tmp_path: Path) -> None:
     script = tmp_path / "slow.py"
-    script.write_text("import time\nfrom ckpttool.operations import write\nfrom ckpttool.cli.app import main\n"
-                      "write._fill = lambda *arguments: time.sleep(600)\nmain()\n")  # fmt: skip
+    script.write_text("import time\nfrom ckpttool.transfer import processes\nfrom ckpttool.cli.app import main\n"
+                      "processes.transfer = lambda *arguments, **options: time.sleep(600)\nmain()\n")  # fmt: skip
     out = tmp_path / "there" / "out"
     command = [*TORCHRUN, "--nproc-per-node", "2", script, "reshard", SOURCE, out, "--to-world", "2"]
     running = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -12,19 +12,18 @@ from collections.abc import Sequence
 
 from ckpttool import formats
 from ckpttool.catalogue.patterns import several
-from ckpttool.errors import StorageError, UsageError
-from ckpttool.operations import arguments
-from ckpttool.operations import manifest as manifests
-from ckpttool.operations import write as making
-from ckpttool.operations.export import to_store as remote
-from ckpttool.operations.export.plan import Export, Exported, Wanted, planned
-from ckpttool.operations.export.to_store import Both, Remote
+from ckpttool.errors import UsageError
+from ckpttool.formats.safetensors.index import MAX_SHARD_SIZE
+from ckpttool.operations import arguments, write
+from ckpttool.operations.export import to_store
+from ckpttool.operations.export.plan import Export, Exported, ExportOptions, planned
+from ckpttool.operations.export.to_store import Remote
+from ckpttool.operations.write import WriteOptions
 from ckpttool.storage import files
-from ckpttool.transfer import readback as rereading
-from ckpttool.transfer import staging
+from ckpttool.transfer import readback, staging
 from ckpttool.transfer.threads import Progress
 
-_SAFE = formats.named("safetensors")
+_SAFETENSORS = formats.named("safetensors")
 
 
 def export(
@@ -64,53 +63,51 @@ def export(
     """
     began = time.monotonic()
     src, dst = os.fspath(src), os.fspath(dst)
-    only, exclude, dtype = map(several, (only, exclude, dtype))
-    rename = arguments.rules(rename, "--rename")
-    wanted = Wanted(
-        only, exclude, rename, strip_prefix, key_map, head_dim, dtype, max_shard_size,
-        os.fspath(assets) if assets is not None else None, strict, card, shapes, threads, max_memory,
-    )  # fmt: skip
+    options = ExportOptions(
+        only=several(only),
+        exclude=several(exclude),
+        rename=arguments.rules(rename, "--rename"),
+        strip_prefix=strip_prefix,
+        key_map=key_map,
+        head_dim=head_dim,
+        dtype=several(dtype),
+        max_shard_size=arguments.size(max_shard_size, "--max-shard-size") or MAX_SHARD_SIZE,
+        assets=os.fspath(assets) if assets is not None else None,
+        strict=strict,
+        card=card,
+        shapes=shapes,
+        threads=threads,
+        max_memory=arguments.memory(max_memory),
+    )
     if dst.endswith(".safetensors"):
         raise UsageError(
             f"`{dst}`: an export is a directory, of config and weights",
             hint=f"`ckpttool convert {src} {dst} --only model` writes the weights alone",
         )
-    how = Remote(private, create_pr, commit_message, os.fspath(stage) if stage is not None else None)
+    result = Exported(src, "", dst, "safetensors", dry_run=dry_run)
+    remote = Remote(private, create_pr, commit_message, os.fspath(stage) if stage is not None else None)
     listed = None if manifest is None else os.fspath(manifest)
-    if remote.check(dst, how, overwrite=overwrite, check=check, manifest=listed is not None):
-        both = Both(progress)
-        with planned(src, dst, wanted, both.making) as plan:
-            plan.made.dry_run = dry_run
-            remote.send(plan, dst, how, dry_run=dry_run, both=both)
-        made = plan.settle()
-        made.seconds = time.monotonic() - began
-        return made
-    making.check_apart(dst, src, wanted.assets)
-    manifests.check_wanted(listed, dst, is_file=False, dry_run=dry_run)
-    notes = making.check_free(dst, _SAFE, overwrite, dry_run)
-    with planned(src, dst, wanted, progress) as plan:
-        plan.made.dry_run = dry_run
-        plan.made.notes[:0] = notes
-        plan.made.free = files.free_space(dst)
-        making.check_place(listed, dst, (file.name for file in plan.files))
+    if to_store.check(dst, remote, overwrite=overwrite, check=check, manifest=listed is not None):
+        both = to_store.Both(progress)
+        with planned(result, options, both.making) as plan:
+            to_store.send(plan, remote, both)
+        plan.settle()
+        result.seconds = time.monotonic() - began
+        return result
+    how = WriteOptions(overwrite, dry_run, threads, check=check, manifest=listed)
+    with write.destination(result, _SAFETENSORS, how, src, options.assets), planned(result, options, progress) as plan:
+        result.free = files.free_space(dst)
+        write.check_place(listed, dst, (file.name for file in plan.files))
         if not dry_run:
-            _write(plan, dst, overwrite=overwrite, check=check, threads=threads)
-    if listed is not None and not dry_run:
-        manifests.write_for(dst, listed, threads)
-    made = plan.settle()
-    made.seconds = time.monotonic() - began
-    return made
+            _write(plan, how)
+    plan.settle()
+    return result
 
 
-def _write(plan: Export, dst: str, *, overwrite: bool, check: bool, threads: int | None) -> None:
-    made = plan.made
-    if made.disk > made.free:
-        raise StorageError(
-            f"`{dst}`: needs {made.disk} bytes, but {made.free} are free",
-            hint="free some space, or write somewhere else",
-            file=dst, found=made.free, expected=made.disk,
-        )  # fmt: skip
-    with staging.staged(dst, overwrite=overwrite, is_file=False, notes=made.notes) as partial:
+def _write(plan: Export, how: WriteOptions) -> None:
+    result, dst = plan.result, plan.result.destination
+    staging.check_space(dst, result.disk, result.free)
+    with staging.staged(dst, overwrite=how.overwrite, is_file=False, notes=result.notes) as partial:
         for file in plan.files:
             path = os.path.join(partial, *file.name.split("/"))
             try:
@@ -118,9 +115,9 @@ def _write(plan: Export, dst: str, *, overwrite: bool, check: bool, threads: int
             except OSError as error:
                 raise files.failed(error, path, "write") from None
             file.write(path)
-        if check:
-            # The adapter is a file that is no whole model: it is opened by its name.
-            there = os.path.join(partial, plan.files[0].name) if made.adapter else partial
-            rereading.check_written(
-                _SAFE, there, plan.laid, plan.source, total=made.bytes, threads=threads, memory=None
-            )  # fmt: skip
+        if how.check:
+            # An adapter alone is not recognised as a model in the directory: it is opened by its name.
+            written = os.path.join(partial, plan.files[0].name) if result.adapter else partial
+            readback.check_written(
+                _SAFETENSORS, written, plan.planned, plan.source, total=result.bytes, threads=how.threads, memory=None
+            )

@@ -1,4 +1,4 @@
-"""An export to a store: the plan's files made, sent and removed one after the other, and shown in one commit."""
+"""An export to a store: each file is written, sent and removed before the next one; one commit publishes all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckpttool.transfer.threads import Progress
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """What is asked of a store only: `Remote(private=True, message="the final weights")`."""
+    """The options of an export to a store: `Remote(private=True, message="the final weights")`."""
 
     private: bool = False
     create_pr: bool = False
@@ -23,57 +23,67 @@ class Remote:
 
 
 def check(dst: str, how: Remote, *, overwrite: bool, check: bool, manifest: bool = False) -> bool:
-    """Whether `dst` is in a store. Raises UsageError for what makes sense only there, or only here."""
-    there = mirrors.is_elsewhere(dst)
-    asked = {
-        "--private": how.private, "--create-pr": how.create_pr, "--commit-message": how.message is not None,
+    """Return whether `dst` is in a store. Raises UsageError for options of stores only, or of directories only."""
+    is_remote = mirrors.is_elsewhere(dst)
+    only_remote = {
+        "--private": how.private,
+        "--create-pr": how.create_pr,
+        "--commit-message": how.message is not None,
         "--stage": how.stage is not None,
-    }  # fmt: skip
-    wrong = [flag for flag, given in asked.items() if given]
-    if not there and wrong:
+    }
+    wrong = [flag for flag, given in only_remote.items() if given]
+    if not is_remote and wrong:
         raise UsageError(f"`{wrong[0]}` is for the Hub, and `{dst}` is a directory", hint="write to `hf://org/name`")
-    if there and overwrite:
-        raise UsageError("`--overwrite`: a commit keeps what was there before it", hint="leave it out")
-    if there and check:
-        raise UsageError("`--check`: what the Hub has is compared by its digests in any case", hint="leave it out")
-    if there and manifest:
+    if is_remote and overwrite:
+        raise UsageError("`--overwrite`: a commit keeps the earlier version", hint="leave it out")
+    if is_remote and check:
+        raise UsageError("`--check`: files on the Hub are compared by their digests in any case", hint="leave it out")
+    if is_remote and manifest:
         raise UsageError(
-            "`--manifest` is of files that are here, and those of the Hub are removed as they are sent",
+            "`--manifest` is of local files, and those of the Hub are removed as they are sent",
             hint="export to a directory with `--manifest`, and send that with `hf upload`",
         )
-    return there
+    return is_remote
 
 
 class Both:
-    """How far it is: bytes of weights that were made, and bytes that were sent, as one number."""
+    """Reports bytes written locally and bytes sent as one progress."""
 
     def __init__(self, progress: Progress | None) -> None:
         self._progress = progress
-        self._made, self._sent = (0, 0), (0, 0)
+        self._written, self._sent = (0, 0), (0, 0)
 
     def making(self, done: int, total: int) -> None:
-        """For who makes the files."""
-        self._made = (done, total)
+        """The callback for the bytes that are written."""
+        self._written = (done, total)
         self._tell()
 
     def sending(self, done: int, total: int) -> None:
-        """For who sends them."""
+        """The callback for the bytes that are sent."""
         self._sent = (done, total)
         self._tell()
 
     def _tell(self) -> None:
         if self._progress is not None:
-            self._progress(self._made[0] + self._sent[0], self._made[1] + (self._sent[1] or self._made[1]))
+            self._progress(self._written[0] + self._sent[0], self._written[1] + (self._sent[1] or self._written[1]))
 
 
-def send(plan: Export, dst: str, how: Remote, *, dry_run: bool, both: Both) -> None:
-    """Make and send the files of a plan, or say what would be sent. Raises RemoteError and what the files raise."""
-    store = mirrors.store(dst)
+def send(plan: Export, how: Remote, both: Both) -> None:
+    """Write and send the files of a plan, or note what would be sent. Raises RemoteError and what the files raise."""
+    result = plan.result
+    store = mirrors.store(result.destination)
     assert store is not None
-    made = plan.made
-    made.free = free_space(how.stage or tempfile.gettempdir())
-    made.sent = store.send(
-        plan.files, dst, private=how.private, create_pr=how.create_pr, message=how.message, stage=how.stage,
-        dry_run=dry_run, progress=both.sending, unless_there=plan.unless_there,
-    )  # fmt: skip
-    made.disk = made.disk if how.stage is not None else max((file.size for file in plan.files), default=0)
+    result.free = free_space(how.stage or tempfile.gettempdir())
+    result.sent = store.send(
+        plan.files,
+        result.destination,
+        private=how.private,
+        create_pr=how.create_pr,
+        message=how.message,
+        stage=how.stage,
+        dry_run=result.dry_run,
+        progress=both.sending,
+        unless_there=plan.unless_there,
+    )
+    if how.stage is None:
+        result.disk = max((file.size for file in plan.files), default=0)
