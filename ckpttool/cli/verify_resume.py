@@ -169,7 +169,6 @@ def _part_row(part: Any) -> tuple[Piece, ...]:
     Option(
         "--via",
         metavar="ROUTE",
-        default=(),
         section=_RESUMING,
         help="Convert or reshard the save before resuming (comma-separated steps): safetensors, dcp, torch, fsdp1, "
         "reshard:N.",
@@ -207,7 +206,7 @@ def _part_row(part: Any) -> tuple[Piece, ...]:
     options.VERBOSE,
     examples=("--recipe recipe.py", "--recipe recipe.py --via safetensors --to-world 4"),
 )
-def trial(html: str | None, as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
+def trial(via: str | None, html: str | None, as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
     """Train, save, convert, resume, and compare every step.
 
     The runs that resume are new processes; state and steps are compared bit for bit. The exit code is 0 if training
@@ -216,7 +215,7 @@ def trial(html: str | None, as_json: bool, quiet: bool, verbose: bool, **argumen
     from ckpttool.operations.verify_resume.trial import trial as run
 
     tell = None if quiet or as_json else lambda message: err().line(dim(message))
-    result = run(**arguments, tell=tell)
+    result = run(**arguments, via=via or (), tell=tell)
     document = _trial_document(result)
     if html is not None:
         _write_page(html, document)
