@@ -188,7 +188,6 @@ def test_torch_is_needed_for_values_only() -> None:
         "operations.reshard.engines",
         "transfer.execute",
         "transfer.processes",
-        "transfer.read",
     }
 
 

@@ -62,12 +62,7 @@ def _chunk_fault(tensor: Tensor, i: int, files: Sequence[File]) -> CorruptError 
             file=file.name, tensor=tensor.name,
         )  # fmt: skip
     if offset < 0 or nbytes < 0 or offset + nbytes > file.size:
-        return CorruptError(
-            f"`{file.name}`: tensor `{tensor.name}`: bytes {offset}..{offset + nbytes} are outside the file, "
-            f"which has {file.size}",
-            hint="the file is truncated, or not the one that the index was written for",
-            file=file.name, tensor=tensor.name, found=file.size, expected=offset + nbytes, offset=offset, nbytes=nbytes,
-        )  # fmt: skip
+        return outside(f"tensor `{tensor.name}`", file, offset, nbytes, tensor.name)
     if chunks.item:
         return None
     strides = chunks.strides.get(i)
@@ -80,6 +75,20 @@ def _chunk_fault(tensor: Tensor, i: int, files: Sequence[File]) -> CorruptError 
         f"but {tensor.dtype} {list(chunks.sizes[i])} needs {needed}",
         file=file.name, tensor=tensor.name, found=nbytes, expected=needed, offset=offset, nbytes=nbytes,
     )  # fmt: skip
+
+
+def outside(what: str, file: File, offset: int, nbytes: int, tensor: str | None = None) -> CorruptError:
+    """Return the error for bytes that would lie outside their file. Pure."""
+    return CorruptError(
+        f"`{file.name}`: {what}: bytes {offset}..{offset + nbytes} are outside the file, which has {file.size}",
+        hint="the file is truncated, or not the one that the index was written for",
+        file=file.name,
+        found=file.size,
+        expected=offset + nbytes,
+        offset=offset,
+        nbytes=nbytes,
+        **({"tensor": tensor} if tensor is not None else {}),
+    )
 
 
 def _inside(chunks: Chunks, sizes: list[int]) -> bool:

@@ -321,6 +321,17 @@ def relinked(value: Any, moved: Mapping[Path, Path]) -> Any:
     return value
 
 
+def interchangeable(catalogue: Catalogue, aliases: Mapping[Path, Path] | None = None) -> dict[Path, Path]:
+    """Return, for `relinked`, one path for tensors that are the same inside an object: tied ones (by `alias`, or by the
+    given `aliases`), and embedded ones of one dtype and shape without elements. Pure."""
+    if aliases is None:
+        aliases = {t.path: catalogue.first(t).path for t in catalogue.tensors if t.alias is not None}
+    empty: dict[Path, Path] = {
+        t.path: (t.dtype.name, *t.shape) for t in catalogue.tensors if t.embedded and not t.numel
+    }
+    return {**aliases, **empty}
+
+
 def strip_wrappers(name: str) -> str:
     """`module._orig_mod.layers.0._checkpoint_wrapped_module.w` -> `layers.0.w`. Pure."""
     return WRAPPERS.sub("", name)

@@ -5,23 +5,23 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from ckpttool.catalogue.boxes import Ints
-from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import UsageError
 from ckpttool.producers.open import naming, opened
-from ckpttool.storage.crc import crc32
+from ckpttool.storage.crc import crc_of
 from ckpttool.storage.files import Pool
 from ckpttool.text import meant
 from ckpttool.transfer import checksums
-from ckpttool.transfer.read import numbers, read_tiles
+from ckpttool.transfer.numbers import has_numbers, numbers
+from ckpttool.transfer.read import read_tiles
 
 FIRST = 8
-_BLOCK = 1 << 20
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ def look(tensor: Tensor, source: Source) -> Shown:
     for chunk in tensor.chunks:
         file = catalogue.files[chunk.extent.file]
         shown.chunks.append((file.rank, file.name, chunk.offsets, chunk.sizes))
-    if not tensor.numel or not _is_counted(tensor.dtype):
+    if not tensor.numel or not (has_numbers(tensor.dtype) or tensor.dtype.kind == "bool"):
         return shown
     pool = Pool()
     try:
@@ -90,18 +90,10 @@ def _check(tensor: Tensor, source: Source, pool: Pool) -> None:
         # What a storage holds of other tensors is not read for this one.
         if record is None or record.crc is None or record.nbytes != extent.nbytes:
             continue
-        location, crc = source.catalogue.files[record.file].location, 0
-        for at in range(0, record.nbytes, _BLOCK):
-            crc = crc32(pool.read(location, record.offset + at, min(_BLOCK, record.nbytes - at)), crc)
+        location = source.catalogue.files[record.file].location
+        crc = crc_of(partial(pool.read_into, location), record.offset, record.nbytes)
         if crc != record.crc:
-            raise checksums.mismatch(location, [tensor.name], record, crc)
-
-
-def _is_counted(kind: Dtype) -> bool:
-    # What an element of the others is, no torch says: their bytes are for kernels to read.
-    if kind.kind == "int":
-        return kind.name.lstrip("uint") in ("8", "16", "32", "64")
-    return kind.kind not in ("quantized", "bits") and not kind.name.startswith("float4")
+            raise checksums.mismatch(record, crc, location, [tensor.name])
 
 
 def _sum_up(shown: Shown, tensor: Tensor, source: Source, pool: Pool) -> None:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 
-from ckpttool.catalogue.entries import Record
+from ckpttool.catalogue.entries import Catalogue, Record
 from ckpttool.errors import CorruptError
 from ckpttool.storage.crc import crc32
 from ckpttool.text import some
@@ -50,15 +50,32 @@ def combine(first: int, second: int, nbytes: int) -> int:
     return _multiply(_shift(nbytes), first) ^ second if first else second
 
 
-def mismatch(location: str, names: Sequence[str], record: Record, found: int) -> CorruptError:
-    """What is wrong with a record whose bytes have another CRC than its writer left; `names` are the tensors in it."""
+def mismatch(record: Record, crc: int, location: str, names: Sequence[str], what: str = "") -> CorruptError:
+    """Return the error for a record with another CRC than its writer left. `names` are the tensors in it, `what` names
+    a record that has none."""
+    what = f"`{location}`: tensor {some(names)}" if names or not what else what
     return CorruptError(
-        f"`{location}`: tensor {some(names)}: bytes {record.offset}..{record.offset + record.nbytes} have CRC "
-        f"{found:08x}, but the writer left {record.crc:08x}",
+        f"{what}: bytes {record.offset}..{record.offset + record.nbytes} have CRC {crc:08x}, but the writer left "
+        f"{record.crc:08x}",
         hint="these bytes changed after they were written; take another copy of the checkpoint",
-        file=location, tensor=names[0] if names else None, found=f"{found:08x}", expected=f"{record.crc:08x}",
-        offset=record.offset, nbytes=record.nbytes,
-    )  # fmt: skip
+        file=location,
+        tensor=names[0] if names else None,
+        found=f"{crc:08x}",
+        expected=f"{record.crc:08x}",
+        offset=record.offset,
+        nbytes=record.nbytes,
+    )
+
+
+def tensors_in(record: Record, catalogue: Catalogue) -> list[str]:
+    """Return the names of the tensors with elements in a record; a chunk that is an unopened item contains it."""
+    end = record.offset + record.nbytes
+    return [
+        tensor.name
+        for tensor in catalogue.tensors
+        for file, start, size in zip(tensor.chunks.file, tensor.chunks.offset, tensor.chunks.nbytes, strict=True)
+        if file == record.file and start < end and record.offset < start + size
+    ]
 
 
 class Pieces:

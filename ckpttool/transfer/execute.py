@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from ckpttool.catalogue.entries import Catalogue, Chunk, Extent, Record
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CorruptError
 from ckpttool.storage import mirrors
-from ckpttool.storage.crc import crc32
+from ckpttool.storage.crc import crc32, crc_of
 from ckpttool.storage.files import Pool, aligned, failed, pages, start_writing
 from ckpttool.transfer import checksums, read
 from ckpttool.transfer.journal import Done, Entry, Journal
@@ -385,17 +386,11 @@ class _Copier:
         location = catalogue.files[record.file].location
         crc = tally.read.crc(record, lambda offset, nbytes: self._crc_of(self.pool, location, offset, nbytes))
         if crc != record.crc:
-            raise checksums.mismatch(location, _tensors_in(record, catalogue), record, crc)
+            raise checksums.mismatch(record, crc, location, checksums.tensors_in(record, catalogue))
 
     def _crc_of(self, pool: Pool, location: str, offset: int, nbytes: int) -> int:
-        crc, buffer = 0, self._buffer()
-        for at in range(0, nbytes, BUFFER):
-            part = buffer[: min(BUFFER, nbytes - at)]
-            pool.read_into(location, offset + at, part)
-            crc = crc32(part, crc)
-            if self.work.stopped.is_set():
-                raise Stopped
-        return crc
+        # Nothing is done by that, but Ctrl-C stops it.
+        return crc_of(partial(pool.read_into, location), offset, nbytes, self._buffer(), lambda _: self.work.note(0))
 
 
 def _run_length(task: _Task, chunk: Chunk, box: Box) -> int:
@@ -409,17 +404,6 @@ def _is_run(task: _Task, extent: Extent, chunk: Chunk, box: Box) -> bool:
         return False
     run = _run_length(task, chunk, box)
     return run == prod(box[1]) or run * task.job.tensor.dtype.itemsize >= SHORT_RUN
-
-
-def _tensors_in(record: Record, catalogue: Catalogue) -> list[str]:
-    """Return the names of the tensors with elements in a record; a chunk that is an unopened item contains it."""
-    end = record.offset + record.nbytes
-    return [
-        tensor.name
-        for tensor in catalogue.tensors
-        for file, start, size in zip(tensor.chunks.file, tensor.chunks.offset, tensor.chunks.nbytes, strict=True)
-        if file == record.file and start < end and record.offset < start + size
-    ]
 
 
 def _cast(array: Array, old: Dtype, new: Dtype) -> tuple[memoryview, int]:

@@ -49,22 +49,6 @@ def read_box(box: Box, tensor: Tensor, source: Source, pool: Pool) -> Array:
     return bits
 
 
-def numbers(bits: Array, kind: Dtype) -> Array:
-    """Return a flat array of bits as numbers that numpy can calculate with: bfloat16 and 8-bit floats are widened."""
-    import numpy as np
-
-    if kind.name == "bfloat16":
-        return (bits.astype(np.uint32) << 16).view(np.float32)
-    if kind.name == "complex32":
-        return bits.view(np.float16).astype(np.float32).view(np.complex64)
-    if kind.kind == "float" and kind.itemsize == 1:
-        import torch
-
-        small: Array = torch.frombuffer(bits, dtype=torch.uint8).view(getattr(torch, kind.name)).float().numpy()
-        return small
-    return bits.view(np.dtype(kind.name))
-
-
 def unsigned(kind: Dtype) -> str:
     """Return numpy's name for the bits of an element: `u4` for float32. (numpy has no bfloat16.)"""
     return f"V{kind.itemsize}" if kind.itemsize > 8 else f"u{kind.itemsize}"

@@ -30,8 +30,8 @@ def check_written(
             if not isinstance(there, Tensor) or (there.dtype, there.shape) != (tensor.dtype, tensor.shape):
                 raise CorruptError(f"tensor `{tensor.name}` was not written as it was read", tensor=tensor.name)
             again.entries[tensor.path] = _resolved(there, tensor, written)
-        ties = _same_tensors(written.catalogue, find_aliases(written.catalogue.tensors))
-        same = _same_tensors(laid, {t.path: t.alias for t in laid.tensors if t.alias is not None})
+        ties = layout.interchangeable(written.catalogue, find_aliases(written.catalogue.tensors))
+        same = layout.interchangeable(laid)
         for entry in laid.objects:
             found = written.catalogue.entries.get(entry.path)
             if not isinstance(found, Object) or _spelt(found, ties) != _spelt(entry, same):
@@ -48,15 +48,6 @@ def _check_containers(laid: Catalogue, written: Catalogue) -> None:
         found = written.containers.get(path)
         if found is not None and found.kind != container.kind:
             raise CorruptError(f"the {container.kind} `{dotted(path)}` was written as a {found.kind}")
-
-
-def _same_tensors(catalogue: Catalogue, ties: dict[Path, Path]) -> dict[Path, Path]:
-    """One path for what cannot be told apart inside an object: a tensor that it refers to twice may come back as two,
-    tied, or without elements."""
-    empty: dict[Path, Path] = {
-        t.path: (t.dtype.name, *t.shape) for t in catalogue.tensors if t.embedded and not t.numel
-    }
-    return ties | empty
 
 
 def _spelt(entry: Object, ties: Mapping[Path, Path]) -> str:

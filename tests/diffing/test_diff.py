@@ -337,8 +337,8 @@ def test_a_change_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     before = walking.compare
 
-    def touched(*words: Any) -> Any:
-        found = before(*words)
+    def touched(*words: Any, **named: Any) -> Any:
+        found = before(*words, **named)
         os.utime(other, (1, 1))
         return found
 

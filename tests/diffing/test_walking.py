@@ -28,8 +28,8 @@ def compared(one: tuple[Made, Tensor], other: tuple[Made, Tensor], tolerance: To
     """What the walk says of two tensors; one whose bytes are equal has no differences."""
     kind = widening.common(one[1].dtype, other[1].dtype)
     assert kind is not None
-    pair = walking.Two(one[1], other[1], kind)
-    found = walking.compare([pair], (one[0], other[0]), ("a", "b"), tolerance, threads=2)
+    pair = walking.Pair(one[1], other[1], kind)
+    found, _ = walking.compare([pair], (one[0], other[0]), ("a", "b"), tolerance, threads=2)
     return found[0].result() if 0 in found else Difference(kind.name)
 
 

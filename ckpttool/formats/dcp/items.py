@@ -13,13 +13,14 @@ from __future__ import annotations
 import re
 import struct
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Extent, File, Record
+from ckpttool.catalogue.validation import outside
 from ckpttool.errors import CorruptError
 from ckpttool.formats.dcp import decompress as dcpscratch
 from ckpttool.formats.dcp.metadata import Item
@@ -41,7 +42,7 @@ from ckpttool.serialization import (
 from ckpttool.serialization.safetensors_header import Header
 from ckpttool.serialization.torch_pickle import Slot, TensorRef
 from ckpttool.serialization.torch_zip import Archive, Read
-from ckpttool.storage.crc import crc32
+from ckpttool.storage.crc import crc32, crc_of
 from ckpttool.storage.files import Pool
 
 ROOT = "archive"  # what torch.save calls it when it writes to a stream
@@ -198,10 +199,7 @@ class Items:
 
     def crc(self, file: int, begin: int, end: int) -> int:
         """The CRC of some bytes that carry none."""
-        crc = 0
-        for at in range(begin, end, _BLOCK):
-            crc = crc32(self._pool.read(self._files[file].location, at, min(_BLOCK, end - at)), crc)
-        return crc
+        return crc_of(partial(self._pool.read_into, self._files[file].location), begin, end - begin)
 
     def _named(self, item: Item, name: str) -> str:
         return f"`{self._files[item.file].name}`: `{name}`"
@@ -211,12 +209,7 @@ class Items:
         if file.missing:
             raise CorruptError(f"`{file.name}` is missing, and with it `{name}`", hint=MISSING, file=file.location)
         if item.offset < 0 or item.length < 0 or item.offset + item.length > file.size:
-            raise CorruptError(
-                f"`{file.name}`: `{name}`: bytes {item.offset}..{item.offset + item.length} are outside the file, "
-                f"which has {file.size}",
-                hint="the file is truncated, or not the one that the index was written for",
-                file=file.name, found=file.size, expected=item.offset + item.length,
-            )  # fmt: skip
+            raise outside(f"`{name}`", file, item.offset, item.length)
 
     def _next_to(self, item: Item, name: str) -> bytes:
         """The bytes of a small item, from a larger read that its neighbours share."""

@@ -9,25 +9,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
+from ckpttool.transfer.numbers import has_numbers, numbers
 
 if TYPE_CHECKING:
     import numpy as np
 
     Array = np.ndarray[Any, np.dtype[Any]]
-
-# Exponent bits, mantissa bits, bias, and what the largest exponents are: infinities and NaN as in IEEE, all of them
-# numbers but one pattern, or a single NaN where -0 would be.
-_SMALL = {
-    "float8_e4m3fn": (4, 3, 7, "last"),
-    "float8_e5m2": (5, 2, 15, "ieee"),
-    "float8_e4m3fnuz": (4, 3, 8, "zero"),
-    "float8_e5m2fnuz": (5, 2, 16, "zero"),
-}
 
 
 class Tolerance(NamedTuple):
@@ -135,14 +126,14 @@ class Comparison:
     def result(self) -> Difference:
         """How the two differ, as far as they were fed."""
         made = self._made
-        if self._wants_cosine and has_values(self.dtype):
+        if self._wants_cosine and has_numbers(self.dtype):
             made.cosine = cosine(*self.sums) if made.differing else 1.0
         return made
 
     def _sum_up(self, one: Array, two: Array, same: bool) -> None:
         import numpy as np
 
-        if not self._wants_cosine or not has_values(self.dtype) or self.dtype.kind == "complex":
+        if not self._wants_cosine or not has_numbers(self.dtype) or self.dtype.kind == "complex":
             return
         a = _wide(one, self.dtype)
         b = a if same else _wide(two, self.dtype)
@@ -158,11 +149,11 @@ class Comparison:
         import numpy as np
 
         made = self._made
-        if not has_values(self.dtype):
+        if not has_numbers(self.dtype):
             return
         if self.dtype.kind == "int":
             # Exact, and without an overflow: the smaller from the larger, as the unsigned of the same size.
-            a, b = values_of(one, self.dtype), values_of(two, self.dtype)
+            a, b = numbers(one, self.dtype), numbers(two, self.dtype)
             apart = np.where(a > b, one - two, two - one)
             made.absolute = max(made.absolute or 0, int(apart.max()))
             return
@@ -215,72 +206,27 @@ def _integer(bits: Any) -> int:
     return int.from_bytes(bits.tobytes(), "little")
 
 
-def has_values(dtype: Dtype) -> bool:
-    """Whether an element is a number that can be calculated with. Pure."""
-    if dtype.kind == "int":
-        return dtype.name.lstrip("uint") in ("8", "16", "32", "64")
-    return dtype.kind in ("float", "complex") and dtype.name != "float4_e2m1fn_x2"
-
-
 def _value(bits: Array, dtype: Dtype) -> Any:
-    if not has_values(dtype):
+    if not has_numbers(dtype):
         return bool(bits[0]) if dtype.kind == "bool" else _integer(bits[0])
-    return values_of(bits, dtype)[0].item()
-
-
-def values_of(bits: Array, dtype: Dtype) -> Array:
-    """Elements as numpy can calculate with them; small floats as float32."""
-    import numpy as np
-
-    if dtype.name == "bfloat16":
-        return (bits.astype(np.uint32) << 16).view(np.float32)
-    if dtype.name == "complex32":
-        return bits.view(np.float16).astype(np.float32).view(np.complex64)
-    if dtype.kind == "float" and dtype.itemsize == 1:
-        return _table(dtype.name)[bits]
-    return bits.reshape(-1).view(np.dtype(dtype.name))
+    return numbers(bits, dtype)[0].item()
 
 
 def _wide(bits: Array, dtype: Dtype) -> Array:
     import numpy as np
 
     with np.errstate(invalid="ignore"):  # a NaN that signals
-        return values_of(bits, dtype).astype(np.complex128 if dtype.kind == "complex" else np.float64)
-
-
-@cache
-def _table(name: str) -> Array:
-    """What each of the 256 patterns of an 8-bit float is."""
-    import numpy as np
-
-    if name == "float8_e8m0fnu":
-        return np.array([math.ldexp(1.0, i - 127) for i in range(255)] + [math.nan], dtype=np.float32)
-    exponent_bits, mantissa_bits, bias, special = _SMALL[name]
-    found = []
-    for pattern in range(256):
-        sign = -1.0 if pattern >> 7 else 1.0
-        exponent, mantissa = (pattern & 127) >> mantissa_bits, pattern & ((1 << mantissa_bits) - 1)
-        top = exponent == (1 << exponent_bits) - 1
-        if special == "ieee" and top:
-            value = math.nan if mantissa else math.inf
-        elif (special == "last" and pattern & 127 == 127) or (special == "zero" and pattern == 128):
-            value = math.nan
-        elif exponent:
-            value = math.ldexp(mantissa + (1 << mantissa_bits), exponent - bias - mantissa_bits)
-        else:
-            value = math.ldexp(mantissa, 1 - bias - mantissa_bits)
-        found.append(sign * value)
-    return np.array(found, dtype=np.float32)
+        return numbers(bits, dtype).astype(np.complex128 if dtype.kind == "complex" else np.float64)
 
 
 def _close(one: Array, two: Array, dtype: Dtype, tolerance: Tolerance) -> Array:
     """Which elements, given as bits that differ, are within a tolerance. Those without values never are."""
     import numpy as np
 
-    if not has_values(dtype):
+    if not has_numbers(dtype):
         return np.zeros(len(one), dtype=bool)
     if dtype.kind == "int":
-        a, b = values_of(one, dtype), values_of(two, dtype)
+        a, b = numbers(one, dtype), numbers(two, dtype)
         apart, allowed = np.where(a > b, one - two, two - one).astype(np.float64), np.abs(b.astype(np.float64))
         close: Array = apart <= tolerance.absolute + tolerance.relative * allowed
         return close

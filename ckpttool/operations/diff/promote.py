@@ -1,11 +1,11 @@
-"""Elements of two dtypes made comparable: both as the smallest dtype that has every value of either."""
+"""Promotes elements of two dtypes to the smallest dtype that has every value of either."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.catalogue.dtypes import DTYPES, Dtype
-from ckpttool.operations.diff.elements import has_values, values_of
+from ckpttool.transfer.numbers import has_numbers, numbers
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,14 +17,14 @@ _INTEGERS = 53  # and a float64
 
 
 def common(one: Dtype, other: Dtype) -> Dtype | None:
-    """The dtype in which elements of both are compared, without rounding any; None when there is none. Pure.
+    """Return the dtype in which elements of both are compared, without rounding any, or None if there is none. Pure.
 
     bfloat16 and float16 meet in float32, uint8 and int8 in int16. int64 and float32 do not meet: no dtype has all the
     numbers of both.
     """
     if one == other:
         return one
-    if not all(has_values(kind) or kind.kind == "bool" for kind in (one, other)):
+    if not all(has_numbers(kind) or kind.kind == "bool" for kind in (one, other)):
         return None
     kinds = {one.kind, other.kind}
     if kinds <= {"int", "bool"}:
@@ -69,17 +69,17 @@ def _float_size(kind: Dtype) -> int | None:
     return 8 if kind.word == 8 else 4
 
 
-def widened(bits: Array, old: Dtype, new: Dtype) -> Array:
-    """Flat elements of `old`, given as bytes, as elements of `new`, which is `common` of it and another."""
+def promoted(bits: Array, old: Dtype, new: Dtype) -> Array:
+    """Return flat elements of `old`, given as bytes, as elements of `new`, which is `common` of it and another."""
     import numpy as np
 
     if old == new:
         return bits
     if old.kind == "bool":
         # Any byte but 0 is true, and only 1 is written by torch.
-        found: Array = (bits != 0).astype(new.name)
-        return found
+        truths: Array = (bits != 0).astype(new.name)
+        return truths
     unsigned = bits.view(np.dtype(f"u{old.itemsize}")) if old.itemsize <= 8 else bits
     with np.errstate(invalid="ignore"):  # a NaN that signals
-        made: Array = values_of(unsigned, old).astype(new.name)
-    return made
+        values: Array = numbers(unsigned, old).astype(new.name)
+    return values

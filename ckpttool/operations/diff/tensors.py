@@ -1,15 +1,15 @@
-"""Two tensors side by side, tile by tile, whatever their files, chunks, strides and codecs.
+"""Compares tensors tile by tile, whatever their files, chunks, strides and codecs.
 
-A tile that lies in one chunk of either side is read from both, and its bytes are compared. Equal ones are not looked at
-further. Where they differ the elements are compared; and then, for the cosine of the whole tensor, the equal tiles of
-such a tensor are read once more, from one side.
+A tile that lies in one chunk of either side is read from both, and its bytes are compared. Equal bytes are not
+decoded. Where they differ the elements are compared; for the cosine of the whole tensor, the equal tiles of a tensor
+that differs are then read once more, from one side.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,11 +18,13 @@ from ckpttool.catalogue.boxes import Box
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Tensor
 from ckpttool.catalogue.protocols import Source
-from ckpttool.operations.diff.elements import Comparison, Tolerance, has_values
-from ckpttool.operations.diff.promote import widened
-from ckpttool.producers import open as opening
+from ckpttool.errors import CkptError
+from ckpttool.operations.diff import promote
+from ckpttool.operations.diff.elements import Comparison, Tolerance
+from ckpttool.producers import open as producers
 from ckpttool.storage.files import Pool
-from ckpttool.transfer import read as gather
+from ckpttool.transfer import read
+from ckpttool.transfer.numbers import has_numbers
 from ckpttool.transfer.plan import meeting, tiles
 from ckpttool.transfer.threads import Progress, Work, on_threads
 
@@ -35,12 +37,17 @@ TILE = 1 << 20  # bytes; two of them, and what is calculated of them, stay in th
 TASK = 64 << 20  # a tensor larger than this is shared by the threads
 
 
-class Two(NamedTuple):
+class Pair(NamedTuple):
     """A tensor of each side, of one shape, and the dtype in which they are compared."""
 
     a: Tensor
     b: Tensor
     common: Dtype
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of the largest element."""
+        return max(self.a.dtype.itemsize, self.b.dtype.itemsize, self.common.itemsize)
 
 
 class _Task(NamedTuple):
@@ -51,122 +58,128 @@ class _Task(NamedTuple):
 
 
 def compare(
-    pairs: Sequence[Two],
+    pairs: Sequence[Pair],
     sources: tuple[Source, Source],
     paths: tuple[str, str],
     tolerance: Tolerance | None,
     threads: int,
     progress: Progress | None = None,
-) -> dict[int, Comparison]:
-    """How the tensors of each pair differ, by the number of the pair; those with equal bytes are not in it.
+    *,
+    cosine: bool = True,
+    keep_failures: bool = False,
+) -> tuple[dict[int, Comparison], dict[int, CkptError]]:
+    """Return how the tensors of each pair differ, by the number of the pair, without those whose bytes are equal; and
+    the errors of those that cannot be read, if `keep_failures`.
 
-    Raises CorruptError when a file is too short, and whatever the files raise; `paths` are for what it says.
+    Without `cosine` no tile is read twice. `paths` are for error messages. Raises CorruptError when a file is too
+    short, and whatever the sources raise.
     """
     work = Work(sum(pair.a.nbytes for pair in pairs), progress)
     with ExitStack() as stack:
-        walk = _Walk(pairs, sources, paths, tolerance, work, stack)
-        on_threads(walk.tasks(range(len(pairs))), walk.look, threads, work)
-        differing = [
-            n for n, made in sorted(walk.found.items()) if made.result().differing and has_values(pairs[n].common)
-        ]
-        work.total = work.done
-        on_threads(walk.tasks(differing), walk.add_equal, threads, work)
-    return walk.found
+        walk = _Walk(pairs, sources, paths, tolerance, work, stack, keep_failures)
+        on_threads(walk.tasks(range(len(pairs))), walk.compare, threads, work)
+        if cosine:
+            differing = [
+                n for n, one in sorted(walk.results.items()) if one.result().differing and has_numbers(pairs[n].common)
+            ]
+            work.total = work.done
+            on_threads(walk.tasks(differing), walk.add_equal, threads, work)
+    return walk.results, walk.failures
 
 
 class _Walk:
     def __init__(
         self,
-        pairs: Sequence[Two],
+        pairs: Sequence[Pair],
         sources: tuple[Source, Source],
         paths: tuple[str, str],
         tolerance: Tolerance | None,
         work: Work,
         stack: ExitStack,
+        keep_failures: bool,
     ) -> None:
-        self.found: dict[int, Comparison] = {}
-        self._pairs, self._sources, self._tolerance, self._work = pairs, sources, tolerance, work
-        self._paths = paths
-        self._pools = (Pool(), Pool())
-        for pool in self._pools:
-            stack.callback(pool.close)
-        # Which tiles of a task were looked at element by element; a task that is not here had none.
-        self._looked: dict[tuple[int, int], bytearray] = {}
+        self.results: dict[int, Comparison] = {}
+        self.failures: dict[int, CkptError] = {}
+        self._pairs, self._sources, self._paths, self._tolerance, self._work = pairs, sources, paths, tolerance, work
+        self._keep_failures = keep_failures
+        self._pools = stack.enter_context(closing(Pool())), stack.enter_context(closing(Pool()))
+        # The tiles of each task that were compared element by element; a task that is not here had none.
+        self._unequal: dict[tuple[int, int], set[int]] = {}
         self._lock = threading.Lock()
 
     def tasks(self, numbers: Sequence[int]) -> Iterator[_Task]:
-        """The same for the same pairs, each time."""
+        """Yield the tasks of these pairs: the same ones each time."""
         for n in numbers:
-            pair = self._pairs[n]
-            number = 0
+            pair, number = self._pairs[n], 0
             for i, j, shared in meeting(pair.a.chunks, pair.b.chunks):
-                for box in tiles(shared, max(1, TASK // self._widest(pair))):
+                for box in tiles(shared, max(1, TASK // pair.itemsize)):
                     yield _Task(n, number, (i, j), box)
                     number += 1
 
-    def _widest(self, pair: Two) -> int:
-        return max(pair.a.dtype.itemsize, pair.b.dtype.itemsize, pair.common.itemsize)
-
     def _tiles(self, task: _Task) -> Iterator[tuple[int, Box]]:
-        return enumerate(tiles(task.box, max(1, TILE // self._widest(self._pairs[task.pair]))))
+        return enumerate(tiles(task.box, max(1, TILE // self._pairs[task.pair].itemsize)))
 
     def _readers(self, task: _Task) -> tuple[_Reader, _Reader]:
         pair = self._pairs[task.pair]
-        with opening.naming(self._paths[0]):
-            one = _Reader(self._sources[0], self._pools[0], pair.a, task.chunks[0])
-        with opening.naming(self._paths[1]):
-            return one, _Reader(self._sources[1], self._pools[1], pair.b, task.chunks[1])
+        with producers.naming(self._paths[0]):
+            a = _Reader(self._sources[0], self._pools[0], pair.a, task.chunks[0])
+        with producers.naming(self._paths[1]):
+            return a, _Reader(self._sources[1], self._pools[1], pair.b, task.chunks[1])
 
-    def look(self, task: _Task) -> None:
+    def compare(self, task: _Task) -> None:
         """Compare the tiles of a task."""
-        pair = self._pairs[task.pair]
-        one, other = self._readers(task)
-        alike = pair.a.dtype == pair.b.dtype
-        looked: list[int] = []
-        for number, tile in self._tiles(task):
-            a, b = one.read(tile), other.read(tile)
-            self._work.note(len(a))
-            if not alike or a != b:
-                looked.append(number)
-                self._measure(task.pair, a, b, tile)
-        if looked:
-            flags = bytearray(looked[-1] + 1)
-            for number in looked:
-                flags[number] = 1
+        try:
+            self._compare(task)
+        except CkptError as error:
+            if not self._keep_failures:
+                raise
             with self._lock:
-                self._looked[task.pair, task.number] = flags
+                self.failures[task.pair] = error
 
-    def _measure(self, n: int, a: bytearray, b: bytearray, tile: Box) -> None:
+    def _compare(self, task: _Task) -> None:
+        pair = self._pairs[task.pair]
+        reader_a, reader_b = self._readers(task)
+        same_dtype = pair.a.dtype == pair.b.dtype
+        unequal: set[int] = set()
+        for number, tile in self._tiles(task):
+            a, b = reader_a.read(tile), reader_b.read(tile)
+            self._work.note(len(a))
+            if not same_dtype or a != b:
+                unequal.add(number)
+                self._compare_elements(task.pair, a, b, tile)
+        if unequal:
+            with self._lock:
+                self._unequal[task.pair, task.number] = unequal
+
+    def _compare_elements(self, n: int, a: bytearray, b: bytearray, tile: Box) -> None:
         pair = self._pairs[n]
-        made = Comparison(pair.common, tolerance=self._tolerance)
-        made.feed(_as(a, pair.a.dtype, pair.common), _as(b, pair.b.dtype, pair.common))
-        first = made.result().first
+        comparison = Comparison(pair.common, tolerance=self._tolerance)
+        comparison.feed(_promoted(a, pair.a.dtype, pair.common), _promoted(b, pair.b.dtype, pair.common))
+        first = comparison.result().first
         if first is not None:
             # In a tile elements come in the order in which they come in the tensor, but others lie in between.
-            made.result().first = _number(first, tile, pair.a.shape)
-        self._add(n, made)
+            comparison.result().first = _number(first, tile, pair.a.shape)
+        self._add(n, comparison)
 
     def add_equal(self, task: _Task) -> None:
-        """Sum up the tiles that were equal, of tensors that are not."""
+        """Add the sums of the tiles that are equal, of a tensor that differs."""
         pair = self._pairs[task.pair]
-        flags = self._looked.get((task.pair, task.number), b"")
-        one = self._readers(task)[0]
+        unequal = self._unequal.get((task.pair, task.number), ())
+        reader = self._readers(task)[0]
         for number, tile in self._tiles(task):
-            if number < len(flags) and flags[number]:
-                continue
-            made = Comparison(pair.common, tolerance=self._tolerance)
-            elements = _as(one.read(tile), pair.a.dtype, pair.common)
-            made.feed(elements, elements)
-            self._add(task.pair, made)
-            self._work.note(0)
+            if number not in unequal:
+                comparison = Comparison(pair.common, tolerance=self._tolerance)
+                elements = _promoted(reader.read(tile), pair.a.dtype, pair.common)
+                comparison.feed(elements, elements)
+                self._add(task.pair, comparison)
+                self._work.note(0)
 
-    def _add(self, n: int, made: Comparison) -> None:
+    def _add(self, n: int, comparison: Comparison) -> None:
         with self._lock:
-            total = self.found.get(n)
-            if total is None:
-                self.found[n] = made
+            if n in self.results:
+                self.results[n].merge(comparison)
             else:
-                total.merge(made)
+                self.results[n] = comparison
 
 
 class _Reader:
@@ -180,7 +193,7 @@ class _Reader:
         self._buffer = bytearray()
 
     def read(self, box: Box) -> bytearray:
-        """The elements of a box in row-major order, until the next is read."""
+        """Return the elements of a box in row-major order. The buffer is that of the next call, too."""
         count, chunk, extent = prod(box[1]), self._chunk, self._extent
         if len(self._buffer) != count * self._dtype.itemsize:
             self._buffer = bytearray(count * self._dtype.itemsize)
@@ -191,22 +204,22 @@ class _Reader:
         else:
             import numpy as np
 
-            into = np.frombuffer(self._buffer, gather.unsigned(self._dtype)).reshape(box[1])
-            gather.fill(into, self._pool, self._files, extent, chunk, box, self._dtype)
+            into = np.frombuffer(self._buffer, read.unsigned(self._dtype)).reshape(box[1])
+            read.fill(into, self._pool, self._files, extent, chunk, box, self._dtype)
         return self._buffer
 
 
-def _as(data: bytearray, old: Dtype, new: Dtype) -> Array:
+def _promoted(data: bytearray, old: Dtype, new: Dtype) -> Array:
     import numpy as np
 
-    return widened(np.frombuffer(data, np.uint8), old, new)
+    return promote.promoted(np.frombuffer(data, np.uint8), old, new)
 
 
 def _number(at: int, tile: Box, shape: boxes.Ints) -> int:
-    """Which element of a tensor of `shape` element `at` of a tile is, both in row-major order. Pure."""
-    found, step = 0, 1
+    """Return the number, in a tensor of `shape`, of element `at` of a tile, both in row-major order. Pure."""
+    number, step = 0, 1
     for offset, size, full in zip(reversed(tile[0]), reversed(tile[1]), reversed(shape), strict=True):
-        at, here = divmod(at, size)
-        found += (offset + here) * step
+        at, index = divmod(at, size)
+        number += (offset + index) * step
         step *= full
-    return found
+    return number

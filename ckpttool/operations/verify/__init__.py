@@ -1,13 +1,13 @@
-"""Is this checkpoint whole? Everything that is wrong with it, of any format, with nothing but the checkpoint itself.
+"""`verify`: everything that is wrong with a checkpoint of any format, found without loading it.
 
-findings     what was found, by gravity, and the report of all
-structure    the index, the headers and the sizes of the files against each other
-checking     every payload read once, every checksum compared
-strays       what lies beside and belongs to nothing
-survey       the files of what cannot be opened as a whole
-values       NaN, infinite, zero and denormal elements
-listed       against a manifest
-against      against another checkpoint
+findings             one finding, and the report of all
+structure            the index, the headers and the sizes of the files against each other
+payloads             every payload read once, every checksum compared
+strays               files in the checkpoint's directories that do not belong to it
+unopened             the files of a checkpoint that cannot be opened
+values               NaN, infinite, zero and denormal elements
+against_manifest     SHA-256 of files and tensors
+against_checkpoint   another checkpoint
 """
 
 from __future__ import annotations
@@ -20,25 +20,19 @@ from dataclasses import replace
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.validation import validate
-from ckpttool.errors import CkptError, CorruptError, ReadError
+from ckpttool.errors import CorruptError, ReadError
 from ckpttool.operations import manifest as manifests
-from ckpttool.operations.verify import against_checkpoint as comparing
 from ckpttool.operations.verify import (
-    against_manifest as listed,
-)
-from ckpttool.operations.verify import (
-    payloads as checking,
-)
-from ckpttool.operations.verify import (
+    against_checkpoint,
+    against_manifest,
+    payloads,
     strays,
     structure,
+    unopened,
     values,
 )
-from ckpttool.operations.verify import (
-    unopened as survey,
-)
 from ckpttool.operations.verify.findings import DAMAGE, NOTE, Finding, Report
-from ckpttool.producers import open as opening
+from ckpttool.producers import open as producers
 from ckpttool.storage import files
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.threads import Progress
@@ -71,81 +65,84 @@ def verify(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Everything that is wrong with the checkpoint at `path`, and how much of it could be checked.
+    """Return everything that is wrong with the checkpoint at `path`, and how much of it could be checked.
 
-    `against` is a checkpoint that should hold the same, `manifest` a manifest that was made before; an `integrity.json`
-    in the checkpoint is taken by itself. `write_manifest` is written when nothing is damaged.
-    Raises ReadError when there is no checkpoint at `path`, or when it changes meanwhile, and RemoteError when a
-    file of the Hub cannot be had as it is there; what is wrong with the checkpoint is never raised.
+    `against` is a checkpoint that should hold the same, `manifest` a manifest that was written before; an
+    `integrity.json` in the checkpoint is used without being asked for. `write_manifest` is written when nothing is
+    damaged. Raises ReadError when there is no checkpoint at `path`, or when it changes meanwhile, and RemoteError when
+    a file of the Hub cannot be fetched. What is wrong with the checkpoint is never raised.
     """
     began = time.monotonic()
-    path = os.fspath(path)
+    path, threads = os.fspath(path), threads or DEFAULT_THREADS
     report = Report(path, against=None if against is None else os.fspath(against))
     if write_manifest is not None:
         manifests.check_free(os.fspath(write_manifest))
-    given = _manifest(path, manifest, report)
+    expected = _manifest(path, manifest, report)
     with ExitStack() as stack:
         other = None
         if report.against is not None:
-            with opening.naming(report.against):
-                other = stack.enter_context(opening.opened(report.against, shapes))
+            with producers.naming(report.against):
+                other = stack.enter_context(producers.opened(report.against, shapes))
                 validate(other.catalogue)
-        source = _open(path, shapes, report)
+        source = _open(path, shapes, report, threads, progress)
         if source is not None:
             stack.callback(source.close)
             _check(source, path, report, check_values, threads, progress)
-        if given is not None:
-            listed.check(given, _root(path, source), source, _damaged(report), report, _threads(threads), progress)
+        if expected is not None:
+            damaged = _damaged(report)
+            against_manifest.check(expected, _root(path, source), source, damaged, report, threads, progress)
         if source is not None and other is not None:
-            comparing.compare(source, other, _damaged(report), report, _threads(threads), progress)
+            against_checkpoint.compare(source, other, _damaged(report), report, threads, progress)
         if source is not None and write_manifest is not None and report.whole:
-            _write(os.fspath(write_manifest), _root(path, source), source, report, _threads(threads), progress)
-    _shorten(report, path)
+            _write(os.fspath(write_manifest), _root(path, source), source, report, threads, progress)
+    report.findings = [_shortened(finding, path) for finding in report.findings]
     report.settle()
     report.seconds = time.monotonic() - began
     return report
 
 
-def _threads(threads: int | None) -> int:
-    return threads or DEFAULT_THREADS
-
-
-def _manifest(path: str, given: str | os.PathLike[str] | None, report: Report) -> manifests.Manifest | None:
-    if given is None:
-        inside = os.path.join(path, manifests.NAME)
-        if not os.path.isfile(inside):
+def _manifest(path: str, manifest: str | os.PathLike[str] | None, report: Report) -> manifests.Manifest | None:
+    if manifest is None:
+        manifest = os.path.join(path, manifests.NAME)
+        if not os.path.isfile(manifest):
             return None
-        given = inside
-    report.manifest = os.fspath(given)
+    report.manifest = os.fspath(manifest)
     return manifests.read(report.manifest)
 
 
-def _open(path: str, shapes: str | None, report: Report) -> Source | None:
-    """The open checkpoint; None, and findings on its files, when it cannot be opened. Raises ReadError for what is no
-    checkpoint at all."""
+def _open(path: str, shapes: str | None, report: Report, threads: int, progress: Progress | None) -> Source | None:
+    """Return the open checkpoint, or None with findings on its files if it cannot be opened. Raises ReadError if there
+    is no checkpoint at all."""
     try:
-        return opening.open_source(path, shapes)
+        return producers.open_source(path, shapes)
     except (CorruptError, ReadError) as error:
-        if isinstance(error, ReadError) and not _is_remains(path):
+        if isinstance(error, ReadError) and not _is_unfinished(path):
             raise
-        report.add(survey.alone(path, report))
+        unopened.check(path, report, threads, progress)
         report.add(strays.around(path, None))
-        if report.whole or not _said(error, report):
-            report.add([Finding.of(error, "unopened")])
+        finding = _shortened(Finding.of(error, "unopened"), path)
+        if os.path.isfile(path) and finding.file is None:
+            finding = replace(finding, file=path)
+        if not any(_is_same(finding, other) for other in report.findings):
+            report.add([finding])
         return None
 
 
-def _said(error: CkptError, report: Report) -> bool:
-    return any(error.message.endswith(f.message.partition(": ")[2]) for f in report.findings if f.gravity == DAMAGE)
+def _is_same(finding: Finding, other: Finding) -> bool:
+    """Return whether the error that stopped the checkpoint from being opened is one that was found in a file."""
+    if other.gravity != DAMAGE or finding.message == other.message:
+        return other.gravity == DAMAGE
+    names = [os.path.basename(one.file or "") for one in (finding, other)]
+    return names[0] == names[1] and finding.offset in (None, other.offset)
 
 
-def _is_remains(path: str) -> bool:
-    """Whether a save has begun here that did not end: data files of DCP without an index."""
+def _is_unfinished(path: str) -> bool:
+    """Return whether a save has begun that did not end: data files of DCP without an index."""
     return os.path.isdir(path) and any(name.endswith(".distcp") for name in os.listdir(path))
 
 
 def _check(
-    source: Source, path: str, report: Report, check_values: bool, threads: int | None, progress: Progress | None
+    source: Source, path: str, report: Report, check_values: bool, threads: int, progress: Progress | None
 ) -> None:
     catalogue = source.catalogue
     before = files.fingerprint(f.location for f in catalogue.own_files if not f.missing)
@@ -158,27 +155,26 @@ def _check(
     report.add(structure.objects(catalogue))
     report.add(strays.around(_root(path, source), catalogue))
     report.add(_remarks(catalogue))
-    checking.check(source, report, _threads(threads), progress)
+    payloads.check(source, report, threads, progress)
     if check_values:
-        values.check(source, _damaged(report), report, _threads(threads), progress)
+        values.check(source, _damaged(report), report, threads, progress)
     files.check_unchanged(before)
 
 
 def _damaged(report: Report) -> set[str]:
-    """Tensors with something wrong: what they hold is not looked at further."""
+    """Return the names of tensors that are damaged, whose values are not compared."""
     return {f.tensor for f in report.findings if f.gravity == DAMAGE and f.tensor is not None}
 
 
 def _root(path: str, source: Source | None) -> str:
-    """Where the files are: of a run, the checkpoint in it that is taken."""
+    """Return the directory of the files: in a run, that of the checkpoint that was chosen."""
     run = source.catalogue.facts.get("run") if source is not None else None
-    taken = [found["path"] for found in run or () if found["taken"]]
-    return str(taken[0]) if taken else path
+    return next((str(one["path"]) for one in run or () if one["taken"]), path)
 
 
 def _remarks(catalogue: Catalogue) -> list[Finding]:
-    """What the readers have noticed. What would run code elsewhere is more than a remark: no writer of checkpoints
-    leaves it, and nothing passes it on."""
+    """Return the warnings of the readers. A name that runs code where it is loaded is damage: no writer of checkpoints
+    leaves one, and no operation passes it on."""
     return [
         Finding(DAMAGE, "harmful", warning.text)
         if warning.kind == "unsafe-global"
@@ -191,21 +187,19 @@ def _remarks(catalogue: Catalogue) -> list[Finding]:
 def _write(path: str, root: str, source: Source, report: Report, threads: int, progress: Progress | None) -> None:
     top, names = manifests.files_of(root, source.catalogue)
     own = os.path.relpath(os.path.abspath(path), os.path.abspath(top))
-    made = manifests.make(top, [name for name in names if name != own], source, threads, progress)
-    manifests.write(path, made)
+    manifest = manifests.make(top, [name for name in names if name != own], source, threads, progress)
+    manifests.write(path, manifest)
     report.wrote = path
-    report.hashed += sum(made.sizes.values()) + sum(t.nbytes for t in source.catalogue.tensors)
+    report.hashed += sum(manifest.sizes.values()) + sum(t.nbytes for t in source.catalogue.tensors)
 
 
-def _shorten(report: Report, path: str) -> None:
-    """The path of the checkpoint is said once; its files by their names in it."""
+def _shortened(finding: Finding, path: str) -> Finding:
+    """Return the finding with the names of files relative to the checkpoint, whose path the report has."""
     folder = path.rstrip("/") if os.path.isdir(path) else os.path.dirname(path)
-    starts = (f"`{os.path.abspath(folder)}/", f"`{folder}/") if folder else ()
-    for i, finding in enumerate(report.findings):
-        message = finding.message
-        for start in starts:
-            message = message.replace(start, "`")
-        file = finding.file
-        if file is not None and folder and file.startswith(os.path.abspath(folder) + os.sep):
-            file = os.path.relpath(file, os.path.abspath(folder))
-        report.findings[i] = replace(finding, message=message, file=file)
+    if not folder:
+        return finding
+    absolute, file = os.path.abspath(folder), finding.file
+    message = finding.message.replace(f"`{absolute}/", "`").replace(f"`{folder}/", "`")
+    if file is not None and file.startswith(absolute + os.sep):
+        file = os.path.relpath(file, absolute)
+    return replace(finding, message=message, file=file)

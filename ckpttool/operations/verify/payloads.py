@@ -1,9 +1,9 @@
 """Reads every payload once, on threads, and compares each checksum that the writer left.
 
-What is read, in the order of the files: the records that chunks lie in, or the chunks themselves where there is no
-checksum (a disk that fails is found all the same, and what comes from the Hub is compared with the digest that the Hub
-has of the file); then all other records of torch.save archives, whether in a file of their own or in items of DCP.
-Opening an item compares its header with what the index says.
+The records that chunks lie in come first, in the order of the files; a chunk without a checksum is read, too, as that
+finds a disk that fails, and a file of the Hub is compared with the digest that the Hub has of it. All other records of
+torch.save archives follow, whether in a file of their own or in items of DCP. Opening an item compares its header with
+the index.
 """
 
 from __future__ import annotations
@@ -17,27 +17,30 @@ from typing import NamedTuple
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.entries import Catalogue, File, Record, Tensor
 from ckpttool.catalogue.protocols import Itemised, Source
+from ckpttool.catalogue.validation import outside
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.operations.verify.findings import SUSPECT, Finding, Report, Where
 from ckpttool.operations.verify.structure import is_readable
-from ckpttool.serialization import torch_zip as torchzip
+from ckpttool.serialization.torch_zip import open_archive
 from ckpttool.storage import mirrors
 from ckpttool.storage.crc import crc32
 from ckpttool.storage.files import Pool
-from ckpttool.transfer.checksums import Pieces, mismatch
+from ckpttool.transfer.checksums import Pieces, mismatch, tensors_in
 from ckpttool.transfer.threads import Progress, Work, on_threads
 
 BUFFER = 1 << 20  # stays in the processor's cache between read and checksum
 _PIECE = 64 << 20  # a longer record is shared by the threads
-_RUN = 8 << 20  # bytes of chunks that one thread opens and reads, one after the other
+_BATCH = 8 << 20  # bytes of chunks that one thread opens and reads, one after the other
 _SMALL = 1 << 16
-_BEHIND = 8  # bytes that are read along with a payload: its descriptor, as far as the CRC
+_DESCRIPTOR_SIZE = 8  # bytes that are read along with a payload: its data descriptor, as far as the CRC
 _DESCRIPTOR = b"PK\7\x08"
 _NEXT = (b"PK\3\4", b"PK\1\2")  # what follows a payload where a packer has left no descriptor
 
+_Batch = list[tuple[Tensor, int]]  # chunks that lie behind each other in one file, by tensor and number
 
-class _Task(NamedTuple):
-    """`nbytes` at `offset`, a piece of a record or a run without a checksum; `what` is it, for people."""
+
+class _Piece(NamedTuple):
+    """`nbytes` at `offset` of a record; `what` names a record that is no chunk's."""
 
     record: Record
     offset: int
@@ -45,23 +48,17 @@ class _Task(NamedTuple):
     what: str
 
 
-class _Run(NamedTuple):
-    """Chunks that lie behind each other in one file, none of them opened yet: tensors, and the numbers of chunks."""
-
-    chunks: list[tuple[Tensor, int]]
-
-
 def check(source: Source, report: Report, threads: int, progress: Progress | None = None) -> None:
-    """Read the payloads of `source`, whose faults are known; fills the counts of the report and adds what is found."""
-    _Checking(source, report).run(threads, progress)
+    """Read the payloads of `source`, whose faults are known; fill the counts of the report and add findings to it."""
+    _Check(source, report).run(threads, progress)
 
 
-class _Checking:
+class _Check:
     def __init__(self, source: Source, report: Report) -> None:
         self._source = source
         self._catalogue = source.catalogue
         self._report = report
-        self._found: list[Finding] = []
+        self._findings: list[Finding] = []
         self._pool = Pool(whole=True)
         self._digested = {i for i, f in enumerate(self._catalogue.files) if mirrors.is_digested(f.location)}
         self._pieces = Pieces()
@@ -81,22 +78,22 @@ class _Checking:
             if not self._pieces.gaps(record):
                 self._compare(record, self._pieces.crc(record), "")
         self._report.records += len(self._digested & self._read_files)
-        self._report.add(self._found)
+        self._report.add(self._findings)
 
-    # What there is to read -------------------------------------------------------------------------------------------
+    # What to read ----------------------------------------------------------------------------------------------------
 
-    def _tasks(self) -> Iterator[_Task | _Run]:
-        for run in _runs(self._catalogue):
-            (tensor, i), *others = run.chunks
-            if others or tensor.chunks.nbytes[i] <= _PIECE:
-                yield run
+    def _tasks(self) -> Iterator[_Piece | _Batch]:
+        for batch in _batches(self._catalogue):
+            tensor, i = batch[0]
+            if len(batch) > 1 or tensor.chunks.nbytes[i] <= _PIECE:
+                yield batch
             else:
-                yield from self._of_record(self._opened(tensor, i), "")
-        for record, what in self._others():
-            yield from self._of_record(record, what)
+                yield from self._pieces_of(self._record_of(tensor, i), "")
+        for record, what in self._other_records():
+            yield from self._pieces_of(record, what)
 
-    def _of_record(self, record: Record | None, what: str) -> Iterator[_Task]:
-        """What there is to read of a record that was not read yet."""
+    def _pieces_of(self, record: Record | None, what: str) -> Iterator[_Piece]:
+        """Yield the pieces of a record that was not read yet."""
         if record is None or not record.nbytes:
             return
         with self._lock:
@@ -105,43 +102,32 @@ class _Checking:
             if len(self._seen) == known:
                 return
         for at in range(0, record.nbytes, _PIECE):
-            yield _Task(record, record.offset + at, min(_PIECE, record.nbytes - at), what)
+            yield _Piece(record, record.offset + at, min(_PIECE, record.nbytes - at), what)
 
-    def _opened(self, tensor: Tensor, i: int) -> Record | None:
-        """The record of a chunk; None, and perhaps a finding, when there is none to read."""
+    def _record_of(self, tensor: Tensor, i: int) -> Record | None:
+        """Return the record of a chunk; None, and perhaps a finding, if there is none to read."""
         try:
-            return self._of_chunk(tensor, i)
+            return self._resolved(tensor, i)
         except CkptError as error:
             chunks = tensor.chunks
-            file = self._catalogue.files[chunks.file[i]].name
-            where = Where(file, chunks.offset[i], chunks.nbytes[i])
-            self._note(Finding.of(error, "header", where=where, tensor=tensor.name))
+            where = Where(self._catalogue.files[chunks.file[i]].name, chunks.offset[i], chunks.nbytes[i])
+            self._add(Finding.of(error, "header", where=where, tensor=tensor.name))
             return None
 
-    def _others(self) -> Iterator[tuple[Record, str]]:
-        """Records that are no chunk's."""
-        yield from self._of_items()
-        for number, entry in enumerate(self._catalogue.files):
-            if not entry.missing and not entry.scratch and not entry.name.endswith(".distcp"):
-                yield from self._of_file(number, entry)
-
-    def _of_chunk(self, tensor: Tensor, i: int) -> Record | None:
-        """The record that a chunk lies in, or the chunk itself as one without a CRC."""
+    def _resolved(self, tensor: Tensor, i: int) -> Record | None:
+        """Return the record that a chunk lies in, or the chunk itself as one without a CRC."""
         if tensor.dtype.kind == "quantized" and tensor.chunks.item:
-            return None  # in pieces, which no format puts together; its item is among the others
+            return None  # its shards cannot be merged; its items are among the others
         extent = self._source.resolve(tensor, tensor.chunks.at(i))
         file = self._catalogue.files[extent.file]
         if file.scratch:
             self._count(extent.nbytes, checked=extent.checked)
             return None
         if extent.offset + extent.nbytes > file.size:
-            raise CorruptError(
-                f"`{file.name}`: tensor `{tensor.name}`: bytes {extent.offset}..{extent.offset + extent.nbytes} are "
-                f"outside the file, which has {file.size}"
-            )
+            raise outside(f"tensor `{tensor.name}`", file, extent.offset, extent.nbytes)
         sizes = tensor.chunks.sizes[i]
-        spanned = prod(sizes) if extent.strides is None else boxes.span(sizes, extent.strides)
-        needed = spanned * tensor.dtype.itemsize
+        elements = prod(sizes) if extent.strides is None else boxes.span(sizes, extent.strides)
+        needed = elements * tensor.dtype.itemsize
         if extent.nbytes != needed and 0 not in sizes:
             raise CorruptError(
                 f"`{file.name}`: tensor `{tensor.name}`: {extent.nbytes} bytes, but {tensor.dtype} "
@@ -149,45 +135,40 @@ class _Checking:
             )
         return extent.record or Record(extent.file, extent.offset, extent.nbytes, None)
 
-    def _of_items(self) -> Iterator[tuple[Record, str]]:
-        """Records of items that are no chunk: objects, and copies that several ranks have stored."""
-        if not isinstance(self._source, Itemised):
-            return
-        for name, run in self._source.items():
-            file = self._catalogue.files[run.file]
-            if file.missing or run.offset < 0 or run.nbytes < 0 or run.offset + run.nbytes > file.size:
-                self._note(self._outside(name, file, run.offset, run.nbytes))
-                continue
-            if run.packed:
-                continue  # checked when it is decoded
-            known = Where(file.name, run.offset, run.nbytes)
-            yield from self._of_archive(run.file, file, run.offset, run.nbytes, f"`{file.name}`: `{name}`", known)
-
-    def _outside(self, name: str, file: File, offset: int, nbytes: int) -> Finding:
-        said = (
-            f"`{file.name}` is missing, and with it `{name}`" if file.missing
-            else f"`{file.name}`: `{name}`: bytes {offset}..{offset + nbytes} are outside the file, "
-            f"which has {file.size}"
-        )  # fmt: skip
-        return Finding.of(CorruptError(said), "range", where=Where(file.name, offset, nbytes))
+    def _other_records(self) -> Iterator[tuple[Record, str]]:
+        """Yield the records that are no chunk's: of objects, and of copies that several ranks have stored."""
+        files = self._catalogue.files
+        for name, run in self._source.items() if isinstance(self._source, Itemised) else ():
+            file, where = files[run.file], Where(files[run.file].name, run.offset, run.nbytes)
+            if file.missing:
+                error = CorruptError(f"`{file.name}` is missing, and with it `{name}`")
+                self._add(Finding.of(error, "range", where=where))
+            elif run.offset < 0 or run.nbytes < 0 or run.offset + run.nbytes > file.size:
+                self._add(Finding.of(outside(f"`{name}`", file, run.offset, run.nbytes), "range", where=where))
+            elif not run.packed:  # a packed one is checked when it is decoded
+                what = f"`{file.name}`: `{name}`"
+                yield from self._of_archive(run.file, file, run.offset, run.nbytes, what, where)
+        for number, file in enumerate(files):
+            if not file.missing and not file.scratch and not file.name.endswith(".distcp"):
+                yield from self._of_file(number, file)
 
     def _of_file(self, number: int, file: File) -> Iterator[tuple[Record, str]]:
         try:
             head = self._pool.read(file.location, 0, min(file.size, 4))
         except CkptError as error:
-            self._note(Finding.of(error, "unreadable", where=Where(file.name)))
+            self._add(Finding.of(error, "unreadable", where=Where(file.name)))
             return
         if head == b"PK\3\4":
             yield from self._of_archive(number, file, 0, file.size, f"`{file.name}`", Where(file.name))
 
     def _of_archive(
-        self, number: int, file: File, base: int, nbytes: int, name: str, known: Where
+        self, number: int, file: File, base: int, nbytes: int, name: str, where: Where
     ) -> Iterator[tuple[Record, str]]:
-        """Every record of an archive, with its CRC if the writer left one."""
+        """Yield every record of an archive, with its CRC if the writer left one."""
         try:
             window = self._pool.read(file.location, base, nbytes) if nbytes <= _SMALL else b""
         except CkptError as error:
-            self._note(Finding.of(error, "unreadable", where=known))
+            self._add(Finding.of(error, "unreadable", where=where))
             return
 
         def read(offset: int, n: int) -> bytes:
@@ -195,105 +176,85 @@ class _Checking:
             return window[at : at + n] if window and at + n <= nbytes else self._pool.read(file.location, offset, n)
 
         try:
-            archive = torchzip.open_archive(read, base, nbytes, name=name, file=number)
+            archive = open_archive(read, base, nbytes, name=name, file=number)
         except CkptError as error:
-            self._note(Finding.of(error, "archive", where=known))
+            self._add(Finding.of(error, "archive", where=where))
             return
         for record in archive.records:
             try:
                 if archive.records[record].nbytes >= 0:  # a program's code is packed
                     yield archive.payload(record), f"{name}: record `{record}`"
             except CkptError as error:
-                self._note(Finding.of(error, "archive", where=known))
+                self._add(Finding.of(error, "archive", where=where))
 
     # Reading ---------------------------------------------------------------------------------------------------------
 
-    def _do(self, task: _Task | _Run) -> None:
-        if isinstance(task, _Task):
+    def _do(self, task: _Piece | _Batch) -> None:
+        if isinstance(task, _Piece):
             self._read(task)
             return
-        for tensor, i in task.chunks:
-            for piece in self._of_record(self._opened(tensor, i), ""):
+        for tensor, i in task:
+            for piece in self._pieces_of(self._record_of(tensor, i), ""):
                 self._read(piece)
 
-    def _read(self, task: _Task) -> None:
-        record, buffer, crc = task.record, self._buffer(), 0
-        source = self._catalogue.files[record.file]
-        end = task.offset + task.nbytes
-        behind = _BEHIND if end == record.offset + record.nbytes and end + _BEHIND <= source.size else 0
+    def _read(self, piece: _Piece) -> None:
+        record, buffer, crc = piece.record, self._buffer(), 0
+        file = self._catalogue.files[record.file]
+        end = piece.offset + piece.nbytes
+        is_last = end == record.offset + record.nbytes
+        behind = _DESCRIPTOR_SIZE if is_last and end + _DESCRIPTOR_SIZE <= file.size else 0
         try:
-            for at in range(0, task.nbytes, BUFFER):
-                nbytes = min(BUFFER, task.nbytes - at)
-                more = behind if at + nbytes == task.nbytes else 0
-                self._pool.read_into(source.location, task.offset + at, buffer[: nbytes + more])
+            for at in range(0, piece.nbytes, BUFFER):
+                nbytes = min(BUFFER, piece.nbytes - at)
+                more = behind if at + nbytes == piece.nbytes else 0
+                self._pool.read_into(file.location, piece.offset + at, buffer[: nbytes + more])
                 if record.crc is not None:
                     crc = crc32(buffer[:nbytes], crc)
                 self._work.note(nbytes)
         except CkptError as error:
-            names = self._tensors_in(record)
-            where = Where(source.name, task.offset, task.nbytes)
-            self._note(Finding.of(error, "unreadable", where=where, tensor=names[0] if names else None))
+            names = tensors_in(record, self._catalogue)
+            where = Where(file.name, piece.offset, piece.nbytes)
+            self._add(Finding.of(error, "unreadable", where=where, tensor=names[0] if names else None))
             return
-        self._count(task.nbytes, checked=record.crc is not None or record.file in self._digested)
+        self._count(piece.nbytes, checked=record.crc is not None or record.file in self._digested)
         self._read_files.add(record.file)
         if record.crc is None:
             return
-        if task.nbytes < record.nbytes:
-            self._pieces.add(record, task.offset, task.nbytes, crc)
+        if piece.nbytes < record.nbytes:
+            self._pieces.add(record, piece.offset, piece.nbytes, crc)
         else:
-            self._compare(record, crc, task.what)
+            self._compare(record, crc, piece.what)
         if behind:
             self._check_descriptor(record, bytes(buffer[nbytes : nbytes + behind]))
 
     def _buffer(self) -> memoryview:
-        found: memoryview | None = getattr(self._local, "buffer", None)
-        if found is None:
-            found = self._local.buffer = memoryview(bytearray(BUFFER + _BEHIND))
-        return found
+        buffer: memoryview | None = getattr(self._local, "buffer", None)
+        if buffer is None:
+            buffer = self._local.buffer = memoryview(bytearray(BUFFER + _DESCRIPTOR_SIZE))
+        return buffer
 
     def _compare(self, record: Record, crc: int, what: str) -> None:
         with self._lock:
             self._report.records += 1
-        if crc == record.crc:
+        if crc != record.crc:
+            file = self._catalogue.files[record.file].name
+            error = mismatch(record, crc, file, tensors_in(record, self._catalogue), what)
+            self._add(Finding.of(error, "checksum"))
+
+    def _check_descriptor(self, record: Record, data: bytes) -> None:
+        """Check that the data descriptor, behind its payload in an archive, repeats the CRC."""
+        if data[:4] in _NEXT or (data[:4] == _DESCRIPTOR and int.from_bytes(data[4:], "little") == record.crc):
             return
-        file = self._catalogue.files[record.file].name
-        names = self._tensors_in(record)
-        if names or not what:
-            self._note(Finding.of(mismatch(file, names, record, crc), "checksum"))
-            return
-        end = record.offset + record.nbytes
-        error = CorruptError(
-            f"{what}: bytes {record.offset}..{end} have CRC {crc:08x}, but the writer left {record.crc:08x}",
-            hint="these bytes changed after they were written; take another copy of the checkpoint",
+        end, file = record.offset + record.nbytes, self._catalogue.files[record.file].name
+        text = (
+            f"`{file}`: bytes {end}..{end + _DESCRIPTOR_SIZE}, behind a payload, do not repeat its CRC: they changed "
+            "after they were written, or the directory of the archive did"
         )
-        self._note(Finding.of(error, "checksum", where=Where(file, record.offset, record.nbytes)))
+        self._add(Finding(SUSPECT, "descriptor", text, file, None, end, _DESCRIPTOR_SIZE))
 
-    def _check_descriptor(self, record: Record, said: bytes) -> None:
-        """Behind its payload an archive says the CRC once more."""
-        end, file = record.offset + record.nbytes, self._catalogue.files[record.file]
-        if said[:4] in _NEXT or (said[:4] == _DESCRIPTOR and int.from_bytes(said[4:], "little") == record.crc):
-            return
-        self._note(
-            Finding(
-                SUSPECT, "descriptor",
-                f"`{file.name}`: bytes {end}..{end + _BEHIND}, behind a payload, do not repeat its CRC: they changed "
-                "after they were written, or the directory of the archive did",
-                file.name, None, end, _BEHIND,
-            )
-        )  # fmt: skip
-
-    def _tensors_in(self, record: Record) -> list[str]:
-        end = record.offset + record.nbytes
-        return [
-            tensor.name
-            for tensor in self._catalogue.tensors
-            for file, start, size in zip(tensor.chunks.file, tensor.chunks.offset, tensor.chunks.nbytes, strict=True)
-            if file == record.file and start < end and record.offset < start + size
-        ]
-
-    def _note(self, finding: Finding) -> None:
+    def _add(self, finding: Finding) -> None:
         with self._lock:
-            self._found.append(finding)
+            self._findings.append(finding)
 
     def _count(self, nbytes: int, *, checked: bool) -> None:
         with self._lock:
@@ -304,29 +265,23 @@ class _Checking:
                 self._report.unchecked += nbytes
 
 
-def _runs(catalogue: Catalogue) -> Iterator[_Run]:
-    """The chunks that can be read, file by file, as they lie there: as many together as a thread takes at a time."""
-    run: list[tuple[Tensor, int]] = []
-    held, of = 0, -1
-    for tensor, i in _in_order(catalogue):
-        file, nbytes = tensor.chunks.file[i], tensor.chunks.nbytes[i]
-        if run and (file != of or held + nbytes > _RUN):
-            yield _Run(run)
-            run, held = [], 0
-        run.append((tensor, i))
-        held, of = held + nbytes, file
-    if run:
-        yield _Run(run)
-
-
-def _in_order(catalogue: Catalogue) -> Iterator[tuple[Tensor, int]]:
-    """The chunks that can be read, file by file, as they lie there."""
+def _batches(catalogue: Catalogue) -> Iterator[_Batch]:
+    """Yield the chunks that can be read as they lie in their files, as many together as a thread takes at a time."""
     tensors = list(catalogue.tensors)
-    placed = [
+    places = sorted(
         (file, offset, number, i)
         for number, tensor in enumerate(tensors)
         for i, (file, offset) in enumerate(zip(tensor.chunks.file, tensor.chunks.offset, strict=True))
         if tensor.numel and is_readable(tensor, i, catalogue.files)
-    ]
-    placed.sort()
-    return ((tensors[number], i) for _, _, number, i in placed)
+    )
+    batch: _Batch = []
+    total, last = 0, -1
+    for file, _, number, i in places:
+        nbytes = tensors[number].chunks.nbytes[i]
+        if batch and (file != last or total + nbytes > _BATCH):
+            yield batch
+            batch, total = [], 0
+        batch.append((tensors[number], i))
+        total, last = total + nbytes, file
+    if batch:
+        yield batch

@@ -1,10 +1,4 @@
-"""NaN, infinite, zero and denormal elements, told by their bits: no dtype has to be converted, and torch is not needed.
-
-float     sign | exponent | mantissa       all ones in the exponent: infinite, or with a mantissa NaN
-e4m3fn    no infinity; NaN is 0x7f and 0xff
-..fnuz    no infinity, no negative zero; NaN is 0x80
-e8m0fnu   an exponent alone; NaN is 0xff
-"""
+"""Counts NaN, infinite, zero and denormal elements by their bits, without converting a dtype."""
 
 from __future__ import annotations
 
@@ -23,6 +17,7 @@ from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CkptError
 from ckpttool.operations.verify.findings import NAN, NOTE, SUSPECT, Finding, Report
 from ckpttool.storage.files import Pool
+from ckpttool.transfer.numbers import EXPONENT_ONLY, FLOATS
 from ckpttool.transfer.plan import tiles
 from ckpttool.transfer.read import read_box
 from ckpttool.transfer.threads import Progress, Work, on_threads
@@ -33,34 +28,12 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
 
 _TILE = 1 << 20  # stays in the processor's cache
-
-
-@dataclass(frozen=True, slots=True)
-class _Bits:
-    """How a dtype spells numbers: `_Bits(16, 0x7f80, 0x7f80, 0x80)` for bfloat16: what is above `most` is NaN, what is
-    `infinite` is that, and what is below `normal` denormal, all without the sign."""
-
-    word: int
-    infinite: int | None
-    most: int
-    normal: int
-
-
-_SPELT = {
-    "float64": _Bits(64, 0x7FF0000000000000, 0x7FF0000000000000, 0x0010000000000000),
-    "float32": _Bits(32, 0x7F800000, 0x7F800000, 0x00800000),
-    "float16": _Bits(16, 0x7C00, 0x7C00, 0x0400),
-    "bfloat16": _Bits(16, 0x7F80, 0x7F80, 0x0080),
-    "float8_e5m2": _Bits(8, 0x7C, 0x7C, 0x04),
-    "float8_e4m3fn": _Bits(8, None, 0x7E, 0x08),
-}
-_COMPLEX = {"complex128": "float64", "complex64": "float32", "complex32": "float16"}
-_ONE_NAN = {"float8_e4m3fnuz": (0x80, 0x08), "float8_e5m2fnuz": (0x80, 0x04), "float8_e8m0fnu": (0xFF, 0)}
+_PARTS_OF_COMPLEX = {"complex128": "float64", "complex64": "float32", "complex32": "float16"}
 
 
 @dataclass(slots=True)
 class Counts:
-    """How many elements of a tensor are what; `first` is the index of its first NaN."""
+    """Class for the number of elements of each kind; `first` is the index of the first NaN."""
 
     nans: int = 0
     infs: int = 0
@@ -68,20 +41,29 @@ class Counts:
     denormals: int = 0
     first: tuple[int, ...] | None = None
 
+    def add(self, other: Counts) -> None:
+        """Add the counts of other elements of the same tensor."""
+        self.nans += other.nans
+        self.infs += other.infs
+        self.zeros += other.zeros
+        self.denormals += other.denormals
+        if other.first is not None and (self.first is None or other.first < self.first):
+            self.first = other.first
 
-def check(source: Source, unreadable: set[str], report: Report, threads: int, progress: Progress | None = None) -> None:
-    """Look at every element of every floating-point tensor but those that are `unreadable`; adds what is found."""
+
+def check(source: Source, damaged: set[str], report: Report, threads: int, progress: Progress | None = None) -> None:
+    """Count the elements of every floating-point tensor whose name is not in `damaged`; add findings to `report`."""
     aliases = find_aliases(source.catalogue.tensors)
-    wanted = [
-        t for t in source.catalogue.tensors
-        if _is_counted(t.dtype) and t.numel and t.path not in aliases and t.name not in unreadable
-    ]  # fmt: skip
-    found: dict[str, Counts] = {tensor.name: Counts() for tensor in wanted}
+    counted = {
+        tensor.name: (tensor, Counts())
+        for tensor in source.catalogue.tensors
+        if _is_floating(tensor.dtype) and tensor.numel and tensor.path not in aliases and tensor.name not in damaged
+    }
     lock, pool = threading.Lock(), Pool()
-    work = Work(sum(tensor.nbytes for tensor in wanted), progress)
+    work = Work(sum(tensor.nbytes for tensor, _ in counted.values()), progress)
     failures: list[Finding] = []
 
-    def look(task: tuple[Tensor, Box]) -> None:
+    def count_tile(task: tuple[Tensor, Box]) -> None:
         tensor, box = task
         try:
             bits = read_box(box, tensor, source, pool)
@@ -89,89 +71,79 @@ def check(source: Source, unreadable: set[str], report: Report, threads: int, pr
             with lock:
                 failures.append(Finding.of(error, "unreadable", tensor=tensor.name))
             return
-        counted = counts(bits, tensor.dtype, box)
+        result = counts(bits, tensor.dtype, box)
         with lock:
-            _add(found[tensor.name], counted)
+            counted[tensor.name][1].add(result)
         work.note(bits.nbytes)
 
-    def boxes_of() -> Iterator[tuple[Tensor, Box]]:
-        for tensor in wanted:
-            for box in tiles(boxes.whole(tensor.shape), max(1, _TILE // tensor.dtype.itemsize)):
-                yield tensor, box
-
+    tasks = (
+        (tensor, box)
+        for tensor, _ in counted.values()
+        for box in tiles(boxes.whole(tensor.shape), max(1, _TILE // tensor.dtype.itemsize))
+    )
     with closing(pool):
-        on_threads(boxes_of(), look, threads, work)
-    report.values += sum(tensor.numel for tensor in wanted)
+        on_threads(tasks, count_tile, threads, work)
+    report.values += sum(tensor.numel for tensor, _ in counted.values())
     report.add(failures)
-    for tensor in wanted:
-        report.add(_findings(tensor, found[tensor.name]))
+    for tensor, result in counted.values():
+        report.add(_findings(tensor, result))
 
 
-def _is_counted(kind: Dtype) -> bool:
-    return kind.name in _SPELT or kind.name in _COMPLEX or kind.name in _ONE_NAN
+def _is_floating(dtype: Dtype) -> bool:
+    return dtype.name in FLOATS or dtype.name in _PARTS_OF_COMPLEX or dtype.name == EXPONENT_ONLY
 
 
-def counts(bits: Array, kind: Dtype, box: Box) -> Counts:
-    """What the elements of one tile are, given as bits in the box's sizes."""
+def counts(bits: Array, dtype: Dtype, box: Box) -> Counts:
+    """Return the counts of one tile, given as unsigned integers in the sizes of its box."""
     import numpy as np
 
+    layout = FLOATS.get(_PARTS_OF_COMPLEX.get(dtype.name, dtype.name))
     flat = bits.reshape(-1)
-    if kind.name in _ONE_NAN:
-        nan, normal = _ONE_NAN[kind.name]
-        is_nan = flat == nan
-        below = flat & 0x7F
-        made = Counts(int(is_nan.sum()), 0, int((flat == 0).sum()) if normal else 0)
-        made.denormals = int(((below < normal) & (below > 0) & ~is_nan).sum())
+    is_nan: Any = None
+    if layout is None or layout.nan == "zero":
+        is_nan = flat == (0xFF if layout is None else 0x80)
+        result = Counts(int(is_nan.sum()))
+        if layout is not None:
+            magnitudes = flat & 0x7F
+            result.zeros = int((flat == 0).sum())
+            result.denormals = int(((magnitudes < 1 << layout.mantissa) & (magnitudes > 0)).sum())
     else:
-        spelt = _SPELT[_COMPLEX.get(kind.name, kind.name)]
-        words = flat.view(f"u{spelt.word // 8}") & np.array((1 << (spelt.word - 1)) - 1, f"u{spelt.word // 8}")
-        made, is_nan = _of_words(words, spelt), None
-        if made.nans:
-            is_nan = words > spelt.most
-            if kind.kind == "complex":
+        word = dtype.word
+        words = flat.view(f"u{word}") & np.array((1 << (8 * word - 1)) - 1, f"u{word}")  # without the sign
+        infinity = ((1 << layout.exponent) - 1) << layout.mantissa
+        largest = infinity if layout.nan == "ieee" else infinity | (1 << layout.mantissa) - 2
+        result = Counts()
+        # One look at the largest tells that there is nothing to count, as in nearly every tile.
+        if int(words.max()) >= infinity:
+            result.nans = int((words > largest).sum())
+            result.infs = int((words == infinity).sum()) if layout.nan == "ieee" else 0
+        if int(words.min()) < 1 << layout.mantissa:
+            result.zeros = int((words == 0).sum())
+            result.denormals = int((words < 1 << layout.mantissa).sum()) - result.zeros
+        if result.nans:
+            is_nan = words > largest
+        if dtype.kind == "complex":
+            result.zeros = int((words.reshape(-1, 2) == 0).all(axis=1).sum())
+            if is_nan is not None:
                 is_nan = is_nan.reshape(-1, 2).any(axis=1)
-                made.nans = int(is_nan.sum())
-        if kind.kind == "complex":
-            made.zeros = int((words.reshape(-1, 2) == 0).all(axis=1).sum())
-    if made.nans and is_nan is not None:
+                result.nans = int(is_nan.sum())
+    if result.nans and is_nan is not None:
         at = np.unravel_index(int(np.argmax(is_nan)), bits.shape)
-        made.first = tuple(int(i) + o for i, o in zip(at, box[0], strict=True))
-    return made
+        result.first = tuple(int(i) + o for i, o in zip(at, box[0], strict=True))
+    return result
 
 
-def _of_words(words: Array, spelt: _Bits) -> Counts:
-    made = Counts()
-    # One look at the largest tells that there is nothing to count, as in nearly every tile.
-    if int(words.max()) >= (spelt.infinite or spelt.most + 1):
-        made.nans = int((words > spelt.most).sum())
-        made.infs = int((words == spelt.infinite).sum()) if spelt.infinite is not None else 0
-    if int(words.min()) < spelt.normal:
-        made.zeros = int((words == 0).sum())
-        made.denormals = int((words < spelt.normal).sum()) - made.zeros
-    return made
+def _findings(tensor: Tensor, result: Counts) -> Iterator[Finding]:
+    def finding(gravity: str, kind: str, text: str) -> Finding:
+        return Finding(gravity, kind, f"tensor `{tensor.name}`: {text}", tensor=tensor.name)
 
-
-def _add(to: Counts, more: Counts) -> None:
-    to.nans += more.nans
-    to.infs += more.infs
-    to.zeros += more.zeros
-    to.denormals += more.denormals
-    if more.first is not None and (to.first is None or more.first < to.first):
-        to.first = more.first
-
-
-def _findings(tensor: Tensor, found: Counts) -> Iterator[Finding]:
-    total = f"of {tensor.numel:,} elements"
-    if found.nans:
-        at = f", the first at {list(found.first)}" if found.first else ""
-        yield _finding(NAN, "nan", tensor, f"{found.nans:,} {total} are NaN{at}")
-    if found.infs:
-        yield _finding(SUSPECT, "inf", tensor, f"{found.infs:,} {total} are infinite")
-    if found.zeros == tensor.numel > 1:
-        yield _finding(NOTE, "zeros", tensor, f"all {tensor.numel:,} elements are zero")
-    if found.denormals:
-        yield _finding(NOTE, "denormal", tensor, f"{found.denormals:,} {total} are denormal")
-
-
-def _finding(gravity: str, kind: str, tensor: Tensor, said: str) -> Finding:
-    return Finding(gravity, kind, f"tensor `{tensor.name}`: {said}", tensor=tensor.name)
+    of = f"of {tensor.numel:,} elements are"
+    if result.nans:
+        at = f", the first at {list(result.first)}" if result.first else ""
+        yield finding(NAN, "nan", f"{result.nans:,} {of} NaN{at}")
+    if result.infs:
+        yield finding(SUSPECT, "inf", f"{result.infs:,} {of} infinite")
+    if result.zeros == tensor.numel > 1:
+        yield finding(NOTE, "zeros", f"all {tensor.numel:,} elements are zero")
+    if result.denormals:
+        yield finding(NOTE, "denormal", f"{result.denormals:,} {of} denormal")

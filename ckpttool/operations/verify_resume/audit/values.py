@@ -16,7 +16,8 @@ from ckpttool.layout import select as layout
 from ckpttool.operations.verify_resume.audit.checks import Checks, named
 from ckpttool.storage.files import Pool
 from ckpttool.text import plural, size
-from ckpttool.transfer.read import numbers, read_tiles
+from ckpttool.transfer.numbers import numbers
+from ckpttool.transfer.read import read_tiles
 
 # Means of squares: torch.optim's, Adafactor's, and those of others.
 _SQUARES = re.compile(r"(max_)?exp_avg_sq(_row|_col)?|square_avg|(row|col)_var|variance|sum|acc_delta|exp_inf")

@@ -17,7 +17,7 @@ from ckpttool.operations.verify_resume.trial.job import Job, Seen
 from ckpttool.operations.verify_resume.trial.results import Check, Compared, Drift, Finding, Memory, Report, Run, Step
 from ckpttool.operations.verify_resume.trial.state import MappedTensor, RecordedState
 from ckpttool.text import plural, size, some
-from ckpttool.transfer.read import numbers
+from ckpttool.transfer.numbers import numbers
 
 _ORDER = ("model", "optimizer", "scheduler", "scaler", "rng", "dataloader")
 _MOST_OF_END = 3

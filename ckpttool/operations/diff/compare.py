@@ -1,0 +1,265 @@
+"""Matches the entries of two catalogues and compares them: names, kinds, dtypes, shapes, values, ties, sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from math import prod
+from typing import NamedTuple
+
+from ckpttool.catalogue import parts, typed_json
+from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.entries import Catalogue, Entry, File, Object, Part, Path, Tensor
+from ckpttool.catalogue.protocols import Source
+from ckpttool.errors import CkptError
+from ckpttool.layout.select import interchangeable, relinked
+from ckpttool.operations.diff import objects, promote
+from ckpttool.operations.diff import tensors as tensor_values
+from ckpttool.operations.diff.elements import Comparison, Tolerance
+from ckpttool.operations.diff.results import Diff, ObjectDifference, Only, Side, TensorDifference, Total
+from ckpttool.transfer.execute import DEFAULT_THREADS
+from ckpttool.transfer.threads import Progress
+
+
+def compare_sources(
+    sources: tuple[Source, Source],
+    catalogues: tuple[Catalogue, Catalogue],
+    result: Diff | None = None,
+    *,
+    tolerance: Tolerance | None = None,
+    ignore_dtype: bool = False,
+    sharded: bool = False,
+    exact: bool = False,
+    skip: Collection[str] = (),
+    failures: dict[str, CkptError] | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Diff:
+    """Compare two open sources, entry by entry, and return `result` with every difference.
+
+    The sources may be anything that follows the protocol, with files or in memory. `catalogues` say what is compared of
+    each, under which names: `layout.select.start(source.catalogue)` for all of it. Their tensors may have another name
+    than their `origin`, the tensor of the source.
+
+    With `exact` entries match by key path alone, tensors of another dtype are not compared by value, an object differs
+    if its typed JSON does, and no cosine is computed. Tensors with a name in `skip` are not compared by value. An entry
+    that cannot be read is put into `failures` by its name, if that is given; otherwise its error is raised.
+    """
+    result = result or Diff(Side(""), Side(""))
+    options = _Options(tolerance, ignore_dtype, sharded, exact, skip, failures, threads or DEFAULT_THREADS, progress)
+    _Comparing(result, sources, catalogues, options).run()
+    return result
+
+
+class _Options(NamedTuple):
+    tolerance: Tolerance | None
+    ignore_dtype: bool
+    sharded: bool
+    exact: bool
+    skip: Collection[str]
+    failures: dict[str, CkptError] | None
+    threads: int
+    progress: Progress | None
+
+
+class _Comparing:
+    def __init__(
+        self, result: Diff, sources: tuple[Source, Source], catalogues: tuple[Catalogue, Catalogue], options: _Options
+    ) -> None:
+        self._result, self._sources, self._options = result, sources, options
+        self._a, self._b = catalogues
+        self._a_to_b: dict[Path, Path] = {}  # of the entries that match
+        self._b_to_a: dict[Path, Path] = {}
+        self._links: tuple[dict[Path, Path], dict[Path, Path]] = ({}, {})
+
+    def run(self) -> None:
+        result = self._result
+        matches = self._matches()
+        result.matched = len(matches)
+        self._links = self._linked()
+        result.only_a = [_only(entry) for path, entry in self._a.entries.items() if path not in self._a_to_b]
+        result.only_b = [_only(entry) for path, entry in self._b.entries.items() if path not in self._b_to_a]
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for a, b in matches:
+            if isinstance(a, Tensor) and isinstance(b, Tensor):
+                pairs.append((a, b))
+            elif isinstance(a, Object) and isinstance(b, Object):
+                self._compare_objects(a, b)
+            else:
+                result.kinds.append(a.name)
+        self._compare_tensors(pairs)
+
+    def _matches(self) -> list[tuple[Entry, Entry]]:
+        """Return the entries of one path; then those of one name, whose keys are integers in one and strings in the
+        other, or one key with dots."""
+        by_name: dict[str, list[Entry]] = {}
+        for path, entry in self._b.entries.items() if not self._options.exact else ():
+            if path not in self._a.entries:
+                by_name.setdefault(entry.name, []).append(entry)
+        matches: list[tuple[Entry, Entry]] = []
+        for path, entry in self._a.entries.items():
+            match = self._b.entries.get(path)
+            if match is None and len(named := by_name.get(entry.name, [])) == 1:
+                match = named.pop()
+            if match is not None:
+                self._a_to_b[path], self._b_to_a[match.path] = match.path, path
+                matches.append((entry, match))
+        return matches
+
+    # Objects ---------------------------------------------------------------------------------------------------------
+
+    def _compare_objects(self, a: Object, b: Object) -> None:
+        try:
+            values = relinked(a.value, self._links[0]), relinked(b.value, self._links[1])
+        except CkptError as error:
+            if self._options.failures is None:
+                raise
+            self._options.failures[a.name] = error
+            return
+        part = str(a.part)
+        if self._options.exact:
+            if typed_json.key_or_repr(values[0]) != typed_json.key_or_repr(values[1]):
+                self._result.objects.append(ObjectDifference(a.name, part, "", a.value, b.value))
+            return
+        for at, one, other in objects.differences(*values, self._options.tolerance):
+            self._result.objects.append(ObjectDifference(a.name, part, at, one, other))
+
+    def _linked(self) -> tuple[dict[Path, Path], dict[Path, Path]]:
+        """Return, for references to tensors, one path for those that match, are tied or have no elements."""
+        from_b = interchangeable(self._b)
+        from_a = interchangeable(self._a)
+        for tensor in self._a.tensors:
+            path = self._a_to_b.get(tensor.path)
+            if path is not None:
+                from_a[tensor.path] = from_b.get(path, path)
+        return from_a, from_b
+
+    # Tensors ---------------------------------------------------------------------------------------------------------
+
+    def _compare_tensors(self, matches: list[tuple[Tensor, Tensor]]) -> None:
+        options, result = self._options, self._result
+        pairs: list[tensor_values.Pair] = []
+        numbers: dict[tuple[int, int], int] = {}  # of the pairs; tied tensors are read once
+        for a, b in matches:
+            one, other = _origin(a), _origin(b)
+            common = promote.common(one.dtype, other.dtype) if one.dtype == other.dtype or not options.exact else None
+            if one.shape != other.shape or common is None or a.name in options.skip:
+                continue
+            if numbers.setdefault(self._key(a, b), len(pairs)) == len(pairs):
+                pairs.append(tensor_values.Pair(one, other, common))
+        result.bytes = sum(pair.a.nbytes for pair in pairs)
+        compared, failures = tensor_values.compare(
+            pairs,
+            self._sources,
+            (result.a.path, result.b.path),
+            options.tolerance,
+            options.threads,
+            options.progress,
+            cosine=not options.exact,
+            keep_failures=options.failures is not None,
+        )
+        totals: dict[Part, Total] = {}
+        for a, b in matches:
+            number = numbers.get(self._key(a, b))
+            if number in failures and options.failures is not None:
+                options.failures[a.name] = failures[number]
+                number = None
+            values = None if number is None else compared.get(number)
+            difference = self._difference(a, b, number is not None, values)
+            if number is not None:
+                for total in (totals.setdefault(a.part, Total(str(a.part))), result.total):
+                    total.count(a.numel, values, "values" in difference.kinds)
+            if difference.kinds:
+                result.tensors.append(difference)
+        result.parts = [totals[part] for part in parts.parts(self._a) if part in totals]
+
+    def _key(self, a: Tensor, b: Tensor) -> tuple[int, int]:
+        return id(self._a.first(a)), id(self._b.first(b))
+
+    def _difference(self, a: Tensor, b: Tensor, is_compared: bool, values: Comparison | None) -> TensorDifference:
+        options = self._options
+        result = TensorDifference(a.name, str(a.part), [], (a.dtype.name, b.dtype.name), (a.shape, b.shape))
+        if a.dtype != b.dtype and not options.ignore_dtype:
+            result.kinds.append("dtype")
+        if a.shape != b.shape:
+            result.kinds.append("shape")
+        elif not is_compared and a.dtype != b.dtype:
+            result.why = f"no dtype has all the values of {a.dtype} and of {b.dtype}"
+            if options.ignore_dtype:
+                result.kinds.append("dtype")
+        if values is not None:
+            result.values = values.result()
+            result.values.numel = a.numel
+            result.index = result.values.index(a.shape)
+            if result.values.differing if options.tolerance is None else result.values.beyond:
+                result.kinds.append("values")
+        result.ties = self._ties(a, b)
+        if result.ties is not None:
+            result.kinds.append("tie")
+        if options.sharded:
+            result.sharding = self._sharding(a, b)
+            if result.sharding is not None:
+                result.kinds.append("sharding")
+        return result
+
+    def _ties(self, a: Tensor, b: Tensor) -> tuple[str | None, str | None] | None:
+        """Return with which tensor each shares its bytes, where that is one on one side and two on the other."""
+        first_a, first_b = self._a.first(a), self._b.first(b)
+        of_a, of_b = self._a_to_b.get(first_a.path), self._b_to_a.get(first_b.path)
+        only_a = first_a is not a and of_a is not None and self._b.first(self._b.tensor(of_a)) is not first_b
+        only_b = first_b is not b and of_b is not None and self._a.first(self._a.tensor(of_b)) is not first_a
+        if not only_a and not only_b:
+            return None
+        return first_a.name if only_a else None, first_b.name if only_b else None
+
+    def _sharding(self, a: Tensor, b: Tensor) -> tuple[str, str] | None:
+        one, other = (
+            (_origin(tensor), source.catalogue.files) for tensor, source in zip((a, b), self._sources, strict=True)
+        )
+        return None if _shards(*one) == _shards(*other) else (_describe(*one), _describe(*other))
+
+
+def _origin(tensor: Tensor) -> Tensor:
+    return tensor.origin or tensor
+
+
+def _only(entry: Entry) -> Only:
+    if isinstance(entry, Tensor):
+        return Only(entry.name, str(entry.part), entry.dtype.name, entry.shape)
+    return Only(entry.name, str(entry.part))
+
+
+# Sharding -------------------------------------------------------------------------------------------------------------
+
+
+def _shards(tensor: Tensor, files: Sequence[File]) -> list[tuple[Ints, Ints, int | None]]:
+    """Return offsets, sizes and the rank of each chunk with elements, sorted. Pure."""
+    chunks = tensor.chunks
+    shards = [
+        (offsets, sizes, files[file].rank)
+        for offsets, sizes, file in zip(chunks.offsets, chunks.sizes, chunks.file, strict=True)
+        if 0 not in sizes
+    ]
+    return sorted(shards, key=lambda shard: (shard[0], shard[1], -1 if shard[2] is None else shard[2]))
+
+
+def _describe(tensor: Tensor, files: Sequence[File]) -> str:
+    """Return `whole, rank 0`; `4 along dimension 0, ranks 0 to 3`; `4 x 2, ranks 0 to 7`; `3 pieces, ranks 0, 2`."""
+    shards = _shards(tensor, files)
+    ranks = sorted({rank for _, _, rank in shards if rank is not None})
+    counts = [len({offsets[dim] for offsets, _, _ in shards}) for dim in range(len(tensor.shape))] if shards else []
+    split = [dim for dim, count in enumerate(counts) if count > 1]
+    if len(shards) <= 1:
+        text = "whole"
+    elif len(split) == 1 and counts[split[0]] == len(shards):
+        text = f"{len(shards)} along dimension {split[0]}"
+    else:
+        text = " x ".join(map(str, counts)) if prod(counts) == len(shards) else f"{len(shards)} pieces"
+    return f"{text}, {_describe_ranks(ranks)}" if ranks else text
+
+
+def _describe_ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks))}" if len(ranks) <= 8 else f"{len(ranks)} ranks"

@@ -1,0 +1,85 @@
+"""The numbers that the bits of elements stand for, in numpy and without torch."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ckpttool.catalogue.dtypes import Dtype
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class FloatFormat(NamedTuple):
+    """Class for the bits of a floating-point number after its sign: how many exponent and mantissa bits, and what is
+    NaN. `ieee`: the largest exponent with a mantissa (without one, infinity); `last`: all ones; `zero`: negative zero.
+    """
+
+    exponent: int
+    mantissa: int
+    nan: str = "ieee"
+
+    @property
+    def bias(self) -> int:
+        return (1 << self.exponent - 1) - (self.nan != "zero")
+
+
+FLOATS = {
+    "float64": FloatFormat(11, 52),
+    "float32": FloatFormat(8, 23),
+    "float16": FloatFormat(5, 10),
+    "bfloat16": FloatFormat(8, 7),
+    "float8_e5m2": FloatFormat(5, 2),
+    "float8_e4m3fn": FloatFormat(4, 3, "last"),
+    "float8_e4m3fnuz": FloatFormat(4, 3, "zero"),
+    "float8_e5m2fnuz": FloatFormat(5, 2, "zero"),
+}
+EXPONENT_ONLY = "float8_e8m0fnu"  # no sign, no mantissa; NaN is all ones
+
+
+def has_numbers(dtype: Dtype) -> bool:
+    """Return whether an element is a number that can be calculated with. Pure."""
+    if dtype.kind == "int":
+        return dtype.name.lstrip("uint") in ("8", "16", "32", "64")
+    return dtype.kind in ("float", "complex") and dtype.name != "float4_e2m1fn_x2"
+
+
+def numbers(bits: Array, dtype: Dtype) -> Array:
+    """Return flat elements, given as unsigned integers, as numbers that numpy can calculate with.
+
+    bfloat16 and 8-bit floats become float32, complex32 becomes complex64.
+    """
+    import numpy as np
+
+    if dtype.name == "bfloat16":
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    if dtype.name == "complex32":
+        return bits.view(np.float16).astype(np.float32).view(np.complex64)
+    if dtype.kind == "float" and dtype.itemsize == 1:
+        return _table(dtype.name)[bits]
+    return bits.reshape(-1).view(np.dtype(dtype.name))
+
+
+@cache
+def _table(name: str) -> Array:
+    """Return the numbers of the 256 bit patterns of an 8-bit float."""
+    import numpy as np
+
+    if name == EXPONENT_ONLY:
+        return np.array([math.ldexp(1.0, i - 127) for i in range(255)] + [math.nan], dtype=np.float32)
+    layout, values = FLOATS[name], []
+    for pattern in range(256):
+        exponent, mantissa = (pattern & 127) >> layout.mantissa, pattern & ((1 << layout.mantissa) - 1)
+        if layout.nan == "ieee" and exponent == (1 << layout.exponent) - 1:
+            value = math.nan if mantissa else math.inf
+        elif (layout.nan == "last" and pattern & 127 == 127) or (layout.nan == "zero" and pattern == 128):
+            value = math.nan
+        else:
+            significand = mantissa + (1 << layout.mantissa if exponent else 0)
+            value = math.ldexp(significand, max(exponent, 1) - layout.bias - layout.mantissa)
+        values.append(-value if pattern >> 7 else value)
+    return np.array(values, dtype=np.float32)
