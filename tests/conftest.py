@@ -1,8 +1,5 @@
 """Options of the whole test run, and what tests in several directories need."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
 
@@ -13,12 +10,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session", params=["one", "all"])
 def gpus(request: pytest.FixtureRequest) -> int:
     """How many ranks a test marked `gpu` starts: one, and as many as there are accelerators of any maker."""
-    sys.path.append(str(Path(__file__).with_name("mesh")))
-    import through_host
+    from support import host_process_group
 
     from ckpttool.training import devices
 
-    through_host.register_if_needed()
+    host_process_group.register_if_needed()
     if devices.kind() == "cpu":
         pytest.skip("there is no accelerator here")
     there = devices.count(devices.kind())

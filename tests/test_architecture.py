@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from originals import path_of
+from support.paths import ROOT
+from support.upstream_samples import path_of
 
 from ckpttool.cli.app import COMMANDS
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "ckpttool"
 
 # From the bottom to the top: a module imports its own folder and the rows above its own, never one beside or below.

@@ -15,12 +15,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.paths import CHECKPOINTS, ROOT
 
 from ckpttool import convert
 from ckpttool.errors import BUG
 
-ROOT = Path(__file__).resolve().parents[1]
-SAMPLES = ROOT / "samples" / "checkpoints"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(console|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -56,7 +55,7 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, sample in NAMES.items():
         place = tmp_path / name
         place.parent.mkdir(parents=True, exist_ok=True)
-        source = SAMPLES / sample
+        source = CHECKPOINTS / sample
         shutil.copytree(source, place) if source.is_dir() else shutil.copy(source, place)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from running import FULL, environment, run, spawn
+from support.cli import FULL, environment, run, spawn
 
 import ckpttool
 from ckpttool import errors

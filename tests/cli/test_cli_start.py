@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from running import FULL, ROOT, environment, run, spawn
+from support.cli import FULL, environment, run, spawn
+from support.paths import ROOT
 
 from ckpttool.version import __version__
 

@@ -12,7 +12,7 @@ import termios
 from typing import Any
 
 import pytest
-from running import FULL, environment, run, spawn
+from support.cli import FULL, environment, run, spawn
 
 from ckpttool.cli.progress import Progress
 from ckpttool.cli.terminal import Terminal, bold, wants_colour

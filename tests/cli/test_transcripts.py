@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from running import SAMPLES, run
+from support.cli import run
+from support.paths import CHECKPOINTS
 
 TRANSCRIPTS = sorted(Path(__file__).with_name("transcripts").glob("*.txt"))
 
@@ -32,7 +33,7 @@ _MASKS = (
 def test_transcript(
     transcript: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    for sample in SAMPLES.iterdir():
+    for sample in CHECKPOINTS.iterdir():
         (tmp_path / sample.name).symlink_to(sample)
     monkeypatch.chdir(tmp_path)
     for name in ("NO_COLOR", "FORCE_COLOR", "CKPTTOOL_DEBUG"):

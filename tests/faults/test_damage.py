@@ -17,13 +17,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from faulty import (
+from support.faults import (
     CORRUPT,
     FORMATS,
     PROGRAM,
     READ,
-    ROOT,
-    SAMPLES,
     STORAGE,
     Ran,
     check_words,
@@ -37,6 +35,7 @@ from faulty import (
     save_torch,
     shell,
 )  # fmt: skip
+from support.paths import CHECKPOINTS, ROOT
 
 import ckpttool
 from ckpttool.errors import ReadError
@@ -182,7 +181,7 @@ def test_a_pipe_in_a_dcp_directory(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "model.safetensors.index.json"])
 def test_a_pipe_in_a_safetensors_directory(name: str, tmp_path: Path) -> None:
-    path = shutil.copytree(SAMPLES / "safetensors_indexed" / "ckpt", tmp_path / "ckpt")
+    path = shutil.copytree(CHECKPOINTS / "safetensors_indexed" / "ckpt", tmp_path / "ckpt")
     there = path / name if (path / name).exists() else sorted(path.glob("*.safetensors"))[0]
     there.unlink()
     os.mkfifo(there)

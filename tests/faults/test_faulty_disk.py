@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from faulty import FORMATS, STORAGE, faulty_disk, mark, save_dcp, untouched
+from support.faults import FORMATS, STORAGE, faulty_disk, mark, save_dcp, untouched
 
 import ckpttool
 from ckpttool.errors import CkptError

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from faulty import ROOT, save_dcp, save_torch
 from safetensors.torch import load_file
+from support.faults import save_dcp, save_torch
+from support.paths import ROOT
 
 # What is done: verb, keywords, name of DST, and whether it goes on from what a killed run has left.
 JOBS: dict[str, tuple[str, dict[str, Any], str, bool]] = {
@@ -54,7 +55,7 @@ def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def kill(job: str, src: Path, folder: Path, rounds: int, *, older: bool = False) -> dict[str, Any]:
-    """What `killing.py` tells of so many kills."""
+    """What `kill_at_random.py` tells of so many kills."""
     verb, keywords, dst, resumes = JOBS[job]
     (folder / "out").mkdir()
     if older:
@@ -64,7 +65,7 @@ def kill(job: str, src: Path, folder: Path, rounds: int, *, older: bool = False)
         "verb": verb, "src": str(src), "out": str(folder / "out"), "dst": dst, "keywords": keywords,
         "rounds": rounds, "seed": f"{job} {older}", "resumes": resumes,
     }  # fmt: skip
-    program = str(Path(__file__).with_name("killing.py"))
+    program = str(Path(__file__).with_name("kill_at_random.py"))
     done = subprocess.run(
         [sys.executable, program, json.dumps(said)],
         capture_output=True, text=True, cwd=ROOT, check=False, timeout=60 + 20 * rounds,

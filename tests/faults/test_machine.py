@@ -19,13 +19,12 @@ from typing import Any
 
 import pytest
 import torch
-from faulty import (
+from support.faults import (
     CORRUPT,
     EXISTS,
     FORMATS,
     PROGRAM,
     READ,
-    ROOT,
     STORAGE,
     USAGE,
     Ran,
@@ -40,6 +39,7 @@ from faulty import (
     spawn,
     untouched,
 )
+from support.paths import ROOT
 
 import ckpttool
 from ckpttool.errors import CkptError, OverwriteError, ReadError

@@ -18,15 +18,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import payloads
 import pytest
 import torch
-from faulty import (
+from support import pickle_payloads
+from support.faults import (
     CORRUPT,
     FORMATS,
     LOSS,
     READ,
-    SAMPLES,
     USAGE,
     check_words,
     model,
@@ -35,7 +34,8 @@ from faulty import (
     save_dcp,
     untouched,
 )
-from payloads import PICKLE, Planted, call, named, text
+from support.paths import CHECKPOINTS
+from support.pickle_payloads import PICKLE, Planted, call, named, text
 
 import ckpttool
 from ckpttool.errors import CkptError
@@ -49,17 +49,17 @@ def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = tmp_path / "trap"
     folder.mkdir()
     marker = folder / "marker"
-    payloads.set_trap(folder, marker)
+    pickle_payloads.set_trap(folder, marker)
     monkeypatch.syspath_prepend(str(folder))
-    sys.modules.pop(payloads.TRAP, None)
+    sys.modules.pop(pickle_payloads.TRAP, None)
     yield marker
-    sys.modules.pop(payloads.TRAP, None)
+    sys.modules.pop(pickle_payloads.TRAP, None)
 
 
 def every(folder: Path) -> dict[str, bytes]:
     """All payloads, by name."""
     marker = folder / "trap" / "marker"
-    return payloads.payloads(marker) | payloads.getattr_payloads(marker)
+    return pickle_payloads.payloads(marker) | pickle_payloads.getattr_payloads(marker)
 
 
 NAMES = list(every(Path("x")))
@@ -88,7 +88,7 @@ def look_at_all(path: Path, marker: Path) -> dict[str, Any]:
         if not name.endswith(" made") and name != "json" and done.code:
             check_words(done, [READ, CORRUPT, LOSS, USAGE])
     assert not marker.exists(), f"something was run: {path}"
-    assert payloads.TRAP not in sys.modules
+    assert pickle_payloads.TRAP not in sys.modules
     return said
 
 
@@ -136,7 +136,7 @@ CARRIED = {name for name in NAMES if name.isupper() or "copyreg" in name or "cla
     "STACK_GLOBAL", "INST", "OBJ"
 } | {"copy_reg._reconstructor", "numpy", "distutils"}  # fmt: skip
 HIDDEN = {"hidden by POP", "hidden by POP_MARK"}
-REFUSED = set(payloads.getattr_payloads(Path("x"))) | {"operator.attrgetter"}
+REFUSED = set(pickle_payloads.getattr_payloads(Path("x"))) | {"operator.attrgetter"}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -150,7 +150,7 @@ def test_a_value(name: str, tmp_path: Path, marker: Path) -> None:
         assert said["torch"].code == said["dcp"].code == 0
         assert b"touch" not in said["torch made"] + said["dcp made"]
         return
-    if name in payloads.getattr_payloads(marker):
+    if name in pickle_payloads.getattr_payloads(marker):
         check_words(said["inspect"], CORRUPT, "getattr", str(path))
         return
     assert said["inspect"].code == said["show"].code == 0
@@ -179,7 +179,7 @@ def test_every_protocol(name: str, protocol: int, tmp_path: Path, marker: Path) 
         save({**tree, **model()}, path, protocol)
     else:
         save({}, path)
-        replace(path, "data.pkl", lambda _: payloads.dumps(tree, protocol))
+        replace(path, "data.pkl", lambda _: pickle_payloads.dumps(tree, protocol))
     said = look_at_all(path, marker)
     assert said["inspect"].code == 0 and "evil" in said["inspect"].out
     assert said["torch"].code == (0 if name in CARRIED else CORRUPT)
@@ -266,7 +266,7 @@ def legacy(number: int) -> Place:
 
 def in_tar(member: str) -> Place:
     def make(folder: Path, planted: Planted) -> Path:
-        with tarfile.open(SAMPLES / "torch_tar" / "ckpt.pt") as old:
+        with tarfile.open(CHECKPOINTS / "torch_tar" / "ckpt.pt") as old:
             kept = {m.name: old.extractfile(m).read() for m in old.getmembers() if m.isreg()}  # type: ignore[union-attr]
         kept[member] = hide(kept[member], planted)
         with tarfile.open(folder / "ckpt.pt", "w", format=tarfile.USTAR_FORMAT) as new:
@@ -281,7 +281,7 @@ def in_tar(member: str) -> Place:
 
 def in_record(sample: str, record: str) -> Place:
     def make(folder: Path, planted: Planted) -> Path:
-        original = next((SAMPLES / sample).glob("ckpt*"))
+        original = next((CHECKPOINTS / sample).glob("ckpt*"))
         path = folder / original.name
         path.write_bytes(original.read_bytes())
         return replace(path, record, lambda data: hide(data, planted))
@@ -292,7 +292,7 @@ def in_record(sample: str, record: str) -> Place:
 def inner_archive(folder: Path, planted: Planted) -> Path:
     """The sample inputs of a torch.export program are a torch.save file inside it."""
     path = folder / "ckpt.pt2"
-    path.write_bytes((SAMPLES / "torch_pt2" / "ckpt.pt2").read_bytes())
+    path.write_bytes((CHECKPOINTS / "torch_pt2" / "ckpt.pt2").read_bytes())
     stream = io.BytesIO()
     torch.save((planted,), stream, pickle_module=PICKLE)
     return replace(path, "data/sample_inputs/model.pt", lambda _: stream.getvalue())
@@ -399,7 +399,7 @@ def index_of(path: Path) -> Any:
 
 
 def write_index(path: Path, index: Any, protocol: int = 4) -> Path:
-    (path / ".metadata").write_bytes(payloads.dumps(index, protocol))
+    (path / ".metadata").write_bytes(pickle_payloads.dumps(index, protocol))
     return path
 
 
@@ -442,7 +442,7 @@ def in_item(tree: Callable[[Planted], Any], key: str = "lr") -> Place:
 def raw_item(folder: Path, planted: Planted) -> Path:
     """Not an archive but the bare pickle."""
     path = save_dcp(folder / "ckpt", {**model(), "lr": 0.1})
-    return put_item(path, "lr", payloads.dumps(planted))
+    return put_item(path, "lr", pickle_payloads.dumps(planted))
 
 
 def named_class(folder: Path, planted: Planted) -> Path:
@@ -467,11 +467,11 @@ def of_each_rank(folder: Path, planted: Planted) -> Path:
     import shutil
 
     path = folder / "ckpt"
-    shutil.copytree(SAMPLES / "dcp_nocollectives_w2" / "ckpt", path)
+    shutil.copytree(CHECKPOINTS / "dcp_nocollectives_w2" / "ckpt", path)
     for name in ("__0.metadata", "__1.metadata"):
         index = pickle.loads((path / name).read_bytes())
         index.storage_meta = planted
-        (path / name).write_bytes(payloads.dumps(index, 4))
+        (path / name).write_bytes(pickle_payloads.dumps(index, 4))
     return path
 
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from faulty import ROOT, SAMPLES
+from support.paths import CHECKPOINTS, ROOT
 
 import ckpttool
 from ckpttool.errors import CkptError
@@ -69,7 +69,7 @@ def spoil(path: Path, some: random.Random) -> None:
 
 def try_all(kind: str, folder: Path, rounds: int, seed: int) -> None:
     """Inspect and convert `rounds` spoilt copies. Raises AssertionError with the round for what is not ours."""
-    original = next((SAMPLES / SOURCES[kind]).glob("ckpt*"))
+    original = next((CHECKPOINTS / SOURCES[kind]).glob("ckpt*"))
     slowest = 0.0
     for number in range(rounds):
         some = random.Random(f"{kind} {seed} {number}")
@@ -138,7 +138,7 @@ def test_noise_takes_no_memory(tmp_path: Path) -> None:
     code = (
         "import resource, sys, pathlib\n"
         "resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))\n"  # threads and numpy reserve more than they use
-        "sys.path[:0] = [sys.argv[1]]\n"
+        "sys.path[:0] = sys.argv[1].split(':')\n"
         "import test_noise as noise\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "for kind in noise.SOURCES:\n"
@@ -147,7 +147,7 @@ def test_noise_takes_no_memory(tmp_path: Path) -> None:
     )
     folder = tmp_path / "work"
     folder.mkdir()
-    words = [sys.executable, "-c", code, str(Path(__file__).parent), str(folder)]
+    words = [sys.executable, "-c", code, f"{Path(__file__).parent}:{ROOT}/tests", str(folder)]
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     peak, before = (int(n) << 10 for n in done.stdout.split())

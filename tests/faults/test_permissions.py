@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from faulty import CORRUPT, READ, ROOT, SAMPLES, STORAGE, Ran, check_words, mark, run
+from support.faults import CORRUPT, READ, STORAGE, Ran, check_words, mark, run
+from support.paths import CHECKPOINTS, ROOT
 
-ALTERING = Path(__file__).with_name("altering.py")
-SOURCE = SAMPLES / "dcp_fsdp2_w4" / "ckpt"
+ALTERING = Path(__file__).with_name("change_permissions.py")
+SOURCE = CHECKPOINTS / "dcp_fsdp2_w4" / "ckpt"
 MODEL = ("--only", "model")
 WRITERS = {
     "convert": ("convert", "SRC", "DST", "--to", "torch", "--threads", "1"),

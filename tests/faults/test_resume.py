@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from faulty import STORAGE, USAGE, check_words, run, save_dcp, save_safetensors, shell, spawn
+from support.faults import STORAGE, USAGE, check_words, run, save_dcp, save_safetensors, shell, spawn
 
 import ckpttool
 from ckpttool.errors import CkptError, CorruptError, StorageError

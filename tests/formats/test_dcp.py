@@ -22,6 +22,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
+from same import assert_same
+from support import checkpoints as by_hand
+from support.paths import CHECKPOINTS
+from support.upstream_samples import original
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -44,20 +48,12 @@ from ckpttool.formats.dcp import reader as opening
 from ckpttool.formats.dcp.items import Items
 from ckpttool.formats.dcp.metadata import StoredTensor
 
-TESTS = Path(__file__).resolve().parents[1]
-SAMPLES = TESTS.parent / "samples"
-sys.path[:0] = [str(TESTS), str(SAMPLES)]
-
-import made as by_hand  # noqa: E402
-from originals import original  # noqa: E402
-from same import assert_same  # noqa: E402
-
-NAMES = sorted(folder.name for folder in (SAMPLES / "checkpoints").glob("dcp_*"))
+NAMES = sorted(folder.name for folder in CHECKPOINTS.glob("dcp_*"))
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def sample(name: str) -> Path:
-    return SAMPLES / "checkpoints" / name / "ckpt"
+    return CHECKPOINTS / name / "ckpt"
 
 
 def opened(path: Path) -> Source:

@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakeranks import chunked, cut, mesh, save
-from originals import HERE, path_of, reference
 from safetensors.torch import load_file
+from same import assert_same, raw_bytes
+from support.paths import CHECKPOINTS
+from support.simulated_ranks import chunked, cut, mesh, save
+from support.upstream_samples import path_of, reference
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -32,12 +34,7 @@ from ckpttool.formats.detect import detect
 from ckpttool.formats.rankfiles import FORMAT
 from ckpttool.formats.rankfiles import discover as sets
 
-SAMPLES = HERE.parent
-sys.path.insert(0, str(SAMPLES))
-
-from same import assert_same, raw_bytes  # noqa: E402
-
-NAMES = [folder.name for folder in sorted(HERE.glob("rank_*")) if (folder / "ckpt").is_dir()]
+NAMES = [folder.name for folder in sorted(CHECKPOINTS.glob("rank_*")) if (folder / "ckpt").is_dir()]
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -432,7 +429,7 @@ def test_ordinary_files_are_none_of_ours(names: list[str], tmp_path: Path) -> No
         detect(str(tmp_path))
 
 
-@pytest.mark.parametrize("name", sorted(f.name for f in HERE.glob("torch_*")))
+@pytest.mark.parametrize("name", sorted(f.name for f in CHECKPOINTS.glob("torch_*")))
 def test_samples_of_one_file_are_none_of_ours(name: str) -> None:
     assert not FORMAT.recognise(path_of(name))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import lost
 import numpy as np
 import pytest
 import safetensors.torch
@@ -22,6 +22,8 @@ import transformers
 from huggingface_hub.serialization._base import split_state_dict_into_shards_factory
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from same import assert_same, raw_bytes
+from support.paths import SAMPLES
 from torch import nn
 
 import ckpttool
@@ -37,12 +39,6 @@ from ckpttool.formats.safetensors import FORMAT
 from ckpttool.formats.safetensors import index as stindex
 from ckpttool.layout import rechunk as chunking
 from ckpttool.layout import select as layout
-
-SAMPLES = Path(__file__).resolve().parents[2] / "samples"
-sys.path.insert(0, str(SAMPLES))
-
-import lost  # noqa: E402
-from same import assert_same, raw_bytes  # noqa: E402
 
 State = dict[str, torch.Tensor]
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -16,9 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lost
 import numpy as np
 import pytest
 import torch
+from same import assert_same
+from support.paths import SAMPLES
 from torch import nn
 
 from ckpttool.catalogue import entries as catalogues
@@ -32,12 +35,8 @@ from ckpttool.catalogue.values import Link, Stub, stub_name
 from ckpttool.errors import CkptError, CorruptError, LossError, ReadError
 from ckpttool.formats.torchsave import FORMAT
 
-SAMPLES = Path(__file__).resolve().parents[2] / "samples"
 NAMES = sorted(f.name for f in (SAMPLES / "checkpoints").glob("torch_*"))
-sys.path.insert(0, str(SAMPLES))
 
-import lost  # noqa: E402
-from same import assert_same  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
 
 from targets import TARGETS, Target  # noqa: E402
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from support.paths import CHECKPOINTS
+
 from ckpttool.catalogue import flatten as nesting
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.errors import CorruptError
@@ -31,7 +33,6 @@ from ckpttool.serialization import (
 )
 from ckpttool.storage import files
 
-SAMPLES = Path(__file__).resolve().parents[2] / "samples" / "checkpoints"
 _LARGEST_SEED = 4000
 
 
@@ -85,7 +86,7 @@ def _index(data: bytes) -> None:
 
 
 def _found(pattern: str) -> list[bytes]:
-    found = sorted((p.stat().st_size, str(p)) for p in SAMPLES.glob(pattern) if p.is_file())
+    found = sorted((p.stat().st_size, str(p)) for p in CHECKPOINTS.glob(pattern) if p.is_file())
     return [Path(path).read_bytes() for size, path in found if size <= _LARGEST_SEED][:4]
 
 

@@ -7,7 +7,7 @@ import struct
 import zlib
 from pathlib import Path
 
-from lies import READ, WEIGHTS, Entry, Saved, archive, bent, file, lie, pickled, saved, tree, with_more
+from support.lying_files import READ, WEIGHTS, Entry, Saved, archive, bent, file, lie, pickled, saved, tree, with_more
 
 MANY = 3_000_000
 

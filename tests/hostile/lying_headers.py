@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lies import READ, WEIGHTS, file, lie, saved
+from support.lying_files import READ, WEIGHTS, file, lie, saved
 
 Table = dict[str, Any]
 

@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lies import READ, STORAGE, TOUCH, lie, named, pickled, text
 from lying_pickles import COST, doubled_memoized
+from support.faults import save_dcp
+from support.lying_files import READ, STORAGE, TOUCH, lie, named, pickled, text
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "faults"))
-from faulty import save_dcp
 
 Index = Any
 Change = Callable[[Index], object]

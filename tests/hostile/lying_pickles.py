@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
-from lies import (
+from support.lying_files import (
     CANARY,
     CORRUPT,
     LOSS,

@@ -1,7 +1,7 @@
 """Files that lie: each meets the one error that it must, at no cost, and nothing that it asks for happens.
 
 The files are made by the generator in the `lying_*` modules. They are looked at in batches, by a process without
-torch that has little memory and an alarm (`on_limits.py`), and a few by the real command.
+torch that has little memory and an alarm (`run_with_limits.py`), and a few by the real command.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ import lying_headers  # noqa: F401
 import lying_indexes  # noqa: F401
 import lying_pickles  # noqa: F401
 import pytest
-from lies import CANARY, LIES, Lie
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "faults"))
-from faulty import ROOT, Ran, check_words, mark
+from support.faults import Ran, check_words, mark
+from support.lying_files import CANARY, LIES, Lie
+from support.paths import ROOT
 
 from ckpttool.cli.app import application
 
@@ -73,7 +72,7 @@ def look(names: Sequence[str], folder: Path) -> dict[str, list[Done]]:
     found: dict[str, list[Done]] = {name: [] for name in names}
     while jobs:
         done = subprocess.run(
-            [sys.executable, str(HERE / "on_limits.py")],
+            [sys.executable, str(HERE / "run_with_limits.py")],
             input=json.dumps(jobs), capture_output=True, text=True, cwd=folder / "cwd",
             env={**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_ARENA_MAX": "1"}, timeout=300, check=False,
         )  # fmt: skip

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import large
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from cases import CASES, description
+from conversion_cases import CASES, description
+from support import large_state
 
 # Seconds; a launch takes 20 on a machine that has nothing else to do.
 LAUNCH = 500
@@ -50,10 +50,10 @@ def large_folder(once: Once) -> Path:
     """The state of `large.py` as torch writes it: `large.pt`, and the DCP directory `dcp`."""
 
     def make(folder: Path) -> None:
-        torch.save(large.state(), folder / "large.pt")
+        torch.save(large_state.state(), folder / "large.pt")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is one process only
-            torch_dcp.save(large.state(), checkpoint_id=folder / "dcp", no_dist=True)
+            torch_dcp.save(large_state.state(), checkpoint_id=folder / "dcp", no_dist=True)
 
     return once("large", make)
 
@@ -93,7 +93,7 @@ def verdicts(once: Once, large_folder: Path, pytestconfig: pytest.Config) -> Cal
 
 def torchrun(world: int, *arguments: Any) -> str:
     """Run the reader on so many ranks; the answer is the end of what it printed."""
-    script = Path(__file__).with_name("on_ranks.py")
+    script = Path(__file__).with_name("read_on_ranks.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", script, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

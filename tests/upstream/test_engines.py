@@ -14,11 +14,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import odd_state
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from reading import path_of
+from support import unusual_state
+from support.paths import ROOT
+from support.upstream_readers import path_of
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
@@ -28,7 +29,6 @@ from ckpttool.catalogue.entries import Tensor
 from ckpttool.producers import open as opening
 from ckpttool.training.read import Reader
 
-ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
 SECONDS = 300
 
@@ -50,7 +50,7 @@ ONTO: dict[str, dict[str, Any]] = {
 }
 WORLDS = {"w2": 2, "tp2": 2, "ddp2": 2, "w3": 3, "w8": 8, "hsdp tp": 8}
 SAMPLES = {"dcp": "dcp_fsdp2_w4", "tp": "dcp_fsdp2_tp_w4", "torch": "torch_full", "safetensors": "safetensors_indexed"}
-ODD = {"odd": odd_state.whole, "ids": odd_state.numbered, "sgd": odd_state.with_momentum}
+ODD = {"odd": unusual_state.whole, "ids": unusual_state.numbered, "sgd": unusual_state.with_momentum}
 
 BRIEF = [
     ("odd", "w2"), ("ids", "tp2"), ("sgd", "ddp2"), ("ranks", "w2"),
@@ -91,7 +91,7 @@ def launched(once: Once) -> Callable[[str, int, list[Case]], tuple[Path, dict[st
         def make(folder: Path) -> None:
             told = [{**case, "out": str(folder / str(i))} for i, case in enumerate(cases)]
             (folder / "cases.json").write_text(json.dumps(told))
-            script = Path(__file__).with_name("engine_on_ranks.py")
+            script = Path(__file__).with_name("reshard_on_ranks.py")
             command = [*TORCHRUN, "--nproc-per-node", str(world), script, folder / "cases.json", folder / "said.json"]
             done = subprocess.run(
                 list(map(str, command)), capture_output=True, text=True, timeout=SECONDS, check=False,

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from reading import path_of
+from support.upstream_readers import path_of
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 
 from ckpttool import convert

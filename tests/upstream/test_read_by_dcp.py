@@ -10,11 +10,11 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import large
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from reading import (
+from support import large_state
+from support.upstream_readers import (
     SAMPLES,
     dcp_into,
     dcp_whole,
@@ -143,11 +143,11 @@ def test_one_part_alone(world: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("source", ["large.pt", "dcp"])
 def test_large_state(source: str, world: int | None, large_folder: Path, tmp_path: Path) -> None:
     out = written(str(large_folder / source), tmp_path, to_world=world)
-    wanted = spelled(detached(large.state()))
+    wanted = spelled(detached(large_state.state()))
     assert difference(dcp_whole(out), wanted) == "equal"
     if source == "large.pt":  # two names, one item
         total = sum(file.stat().st_size for file in Path(out).glob("*.distcp"))
-        once = {value.data_ptr(): value.nbytes for value in named(large.state()).values()}
+        once = {value.data_ptr(): value.nbytes for value in named(large_state.state()).values()}
         assert total < sum(once.values()) * 1.01
 
 

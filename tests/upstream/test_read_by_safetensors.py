@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-import large
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from reading import detached, difference, expected_of, named, path_of, safetensors_in
 from same import raw_bytes
+from support import large_state
+from support.upstream_readers import detached, difference, expected_of, named, path_of, safetensors_in
 from training import Sizes, Transformer
 
 from ckpttool import convert
@@ -163,10 +163,10 @@ def header(file: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("most", [None, 10_000_000])
 def test_large_state(source: str, most: int | None, large_folder: Path, tmp_path: Path) -> None:
     out = written(str(large_folder / source), tmp_path / "out", max_shard_size=most, threads=3)
-    same_values(by_path(out), large.state())
+    same_values(by_path(out), large_state.state())
     assert (len(list(out.glob("*.safetensors"))) > 3) is (most is not None)
     held = sum(file.stat().st_size for file in out.glob("*.safetensors"))
-    names = named(large.state()["model"])
+    names = named(large_state.state()["model"])
     del names["head"]
     tied = source == "large.pt"
     assert held < 1.01 * (sum(tensor.nbytes for tensor in names.values()) + (0 if tied else names["embed"].nbytes))

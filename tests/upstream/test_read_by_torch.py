@@ -9,10 +9,20 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import large
 import pytest
 import torch
-from reading import PLAIN, SAMPLES, detached, difference, expected_of, load, path_of, safetensors_in, trusted
+from support import large_state
+from support.upstream_readers import (
+    PLAIN,
+    SAMPLES,
+    detached,
+    difference,
+    expected_of,
+    load,
+    path_of,
+    safetensors_in,
+    trusted,
+)
 
 from ckpttool import convert
 
@@ -125,7 +135,7 @@ def test_tied_weights_share_storage(options: dict[str, Any], tmp_path: Path) -> 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_large_state(source: str, threads: int, large_folder: Path, tmp_path: Path) -> None:
     out = written(str(large_folder / source), tmp_path, threads=threads)
-    expected = plain(large.state())
+    expected = plain(large_state.state())
     assert difference(load(out), expected) == "equal"
     assert difference(load(out, mmap=True), expected) == "equal"
     assert unzipped(out) == "sound"

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 import transformers
-from reading import detached, difference, safetensors_in
 from same import raw_bytes
+from support.upstream_readers import detached, difference, safetensors_in
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from ckpttool import convert

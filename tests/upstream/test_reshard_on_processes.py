@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from reading import path_of
+from support.paths import ROOT
+from support.upstream_readers import path_of
 
 import ckpttool
 
-ROOT = Path(__file__).resolve().parents[2]
 SOURCE = Path(path_of("dcp_fsdp2_w4"))
 SECONDS = 60  # for importing torch in every process, on a machine with other things to do
 # The three ways in which people start it.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reading import path_of, reference_of
+from support.upstream_readers import path_of, reference_of
 
 from ckpttool import convert
 
@@ -68,7 +68,7 @@ def resumed(once: Once) -> dict[str, str]:
                 "theirs": str(own) if own is not None else None, "reference": str(reference_of(source)),
             })  # fmt: skip
         (folder / "told.json").write_text(json.dumps(told, indent=2))
-        script = Path(__file__).with_name("resumed_on_ranks.py")
+        script = Path(__file__).with_name("resume_on_ranks.py")
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(script), str(folder)]
         done = subprocess.run(

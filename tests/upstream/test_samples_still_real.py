@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from reading import SAMPLES, assert_same, dcp_whole, expected_of, trusted
 from safetensors.torch import load_file
+from support.upstream_readers import SAMPLES, assert_same, dcp_whole, expected_of, trusted
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import large
 import pytest
 import torch.distributed.checkpoint as torch_dcp
-from reading import (
+from support import large_state
+from support.upstream_readers import (
     dcp_whole,
     detached,
     difference,
@@ -51,10 +51,10 @@ def test_their_torch_file_is_ours(sample: str, tmp_path: Path) -> None:
 def test_large_state(large_folder: Path, tmp_path: Path) -> None:
     convert(str(large_folder / "large.pt"), str(tmp_path / "ours"), to="dcp", to_world=3)
     dcp_to_torch_save(tmp_path / "ours", tmp_path / "theirs.pt")
-    assert difference(load(tmp_path / "theirs.pt", mmap=True), spelled(detached(large.state()))) == "equal"
+    assert difference(load(tmp_path / "theirs.pt", mmap=True), spelled(detached(large_state.state()))) == "equal"
     convert(str(tmp_path / "theirs.pt"), str(tmp_path / "ours.pt"), to="torch")
     torch_save_to_dcp(tmp_path / "ours.pt", tmp_path / "theirs")
-    assert difference(dcp_whole(str(tmp_path / "theirs")), spelled(detached(large.state()))) == "equal"
+    assert difference(dcp_whole(str(tmp_path / "theirs")), spelled(detached(large_state.state()))) == "equal"
 
 
 @pytest.mark.parametrize("sample", ["hf_sharded_w2", "hf_consolidated_w2"])

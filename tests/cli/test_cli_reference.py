@@ -1,0 +1,73 @@
+"""docs/reference/cli.md says what the commands take, every option is explained and every option is tried."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.cli_reference import GENERATED, by_hand, commands, generated, options
+from support.paths import ROOT
+
+PAGE = ROOT / "docs" / "reference" / "cli.md"
+COMMANDS = [name for name in commands() if name != "ckpttool"]
+
+
+def test_the_page_is_what_the_commands_say(request: pytest.FixtureRequest) -> None:
+    said = PAGE.read_text()
+    now = generated(said)
+    if request.config.getoption("--accept"):
+        PAGE.write_text(now)
+    assert now == said, "run `pytest tests/test_cli_reference.py --accept`"
+
+
+def test_every_command_has_its_place_on_the_page() -> None:
+    assert [m[1] for m in GENERATED.finditer(PAGE.read_text())] == list(commands())
+
+
+def spellings(name: str) -> list[tuple[str, ...]]:
+    return [tuple(option.opts) for option in options(commands()[name])]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_is_explained(name: str) -> None:
+    """In words that a person wrote, not only in the generated table."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    words = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", "\n".join(by_hand(page.read_text()) for page in pages)))
+    assert [found for found in spellings(name) if not words & set(found)] == []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_is_tried(name: str) -> None:
+    """Each in some test or transcript, on a command line that calls this command."""
+    command = name.removeprefix("ckpttool ").split()
+    n = len(command)
+    tried = {
+        word.partition("=")[0]
+        for line in command_lines() if command in (line[:n], line[1 : n + 1])
+        for word in line
+    }  # fmt: skip
+    tried |= {word[:2] for word in tried if re.fullmatch(r"-[a-z]\d+", word)}
+    assert [found for found in spellings(name) if not tried & set(found)] == []
+
+
+def command_lines() -> Iterator[list[str]]:
+    for path in ROOT.glob("tests/**/transcripts/*.txt"):
+        for line in path.read_text().splitlines():
+            if line.startswith("% ckpttool "):
+                yield shlex.split(line[2:])
+    for path in ROOT.glob("tests/**/test_*.py"):
+        if path != Path(__file__):
+            yield from _written_in(ast.parse(path.read_text()))
+
+
+def _written_in(tree: ast.AST) -> Iterator[list[str]]:
+    """The words of each call, list and tuple, in their order: `run("show", path, *"--json -q".split())`."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Call, ast.List, ast.Tuple)):
+            children = node.args if isinstance(node, ast.Call) else node.elts
+            strings = (child.value for child in children if isinstance(child, ast.Constant))
+            yield [word for text in strings if isinstance(text, str) for word in text.split()]

@@ -1,0 +1,426 @@
+"""The index of a DCP directory: what we write against torch's own classes and the table of its fields, what we read
+against what torch wrote, and nothing that it says is believed."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+import random
+import time
+from array import array
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.paths import CHECKPOINTS
+from support.pickle_payloads import payloads, set_trap
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ckpttool.catalogue.dtypes import DTYPES
+from ckpttool.errors import CkptError, CorruptError
+from ckpttool.formats.dcp import metadata as dcpmetadata
+from ckpttool.formats.dcp import metadata_classes as classes
+from ckpttool.formats.dcp import metadata_fast as dcpruns
+from ckpttool.formats.dcp import metadata_writer as dcpspelling
+from ckpttool.formats.dcp.metadata import Item, StoredTensor
+
+
+def by_torch(world: int = 3, names: int = 2) -> Metadata:
+    """An index as torch pickles it."""
+    tensors: dict[str, Any] = {
+        f"w{n}": TensorStorageMetadata(
+            TensorProperties(torch.bfloat16),
+            torch.Size([4 * world, 5]),
+            [ChunkStorageMetadata(torch.Size([4 * r, 0]), torch.Size([4, 5])) for r in range(world)],
+        )
+        for n in range(names)
+    }
+    storage = {
+        MetadataIndex(name, [4 * r, 0], r): _StorageInfo(f"__{r}_0.distcp", 1000 * n, 900)
+        for r in range(world) for n, name in enumerate(tensors)
+    }  # fmt: skip
+    tensors["step"] = BytesStorageMetadata()
+    storage[MetadataIndex("step")] = _StorageInfo("__0_0.distcp", 5000, 70, ["stream.zstd/1"])
+    paths = {"w0": ("model", "w0"), "w1": ("model", 1), "step": ("step",)}
+    return Metadata(tensors, paths, storage, StorageMeta(checkpoint_id=Path("/x")), "1.0.0")
+
+
+def read(value: Any, protocol: int = 4) -> dcpmetadata.Metadata:
+    return dcpmetadata.read(io.BytesIO(pickle.dumps(value, protocol)), ".metadata")
+
+
+def ours() -> dcpmetadata.Metadata:
+    """One of everything that an index can hold."""
+    whole = StoredTensor(
+        DTYPES["float8_e4m3fn"], (), [()], [()], array("l", [1]), array("q", [0]), array("q", [10])
+    )  # fmt: skip
+    halves = StoredTensor(
+        DTYPES["float32"], (6, 70_000), [(0, 0), (5, 300)], [(5, 70_000), (1, 69_700)],
+        array("l", [0, 1]), array("q", [7, 2**40]), array("q", [2**33, 255]),
+    )  # fmt: skip
+    five = StoredTensor(
+        DTYPES["int64"], (1, 1, 1, 1, 2), [(0,) * 5], [(1, 1, 1, 1, 2)],
+        array("l", [0]), array("q", [65536]), array("q", [256]),
+    )  # fmt: skip
+    entries: dict[str, StoredTensor | Item] = {"a": whole, "b.ü": halves, "c": five, "d": Item(0, 3, 4)}
+    paths = {"a": ("a",), "b.ü": ("b", "ü"), "c": ("c", 0), "d": ("d",)}
+    extra = {"format": 1, "paths": {"a": (0,)}, "containers": [((), "dict", None)]}
+    return dcpmetadata.Metadata(".metadata", ["__0_0.distcp", "__1_0.distcp"], entries, paths, extra)
+
+
+def written(metadata: dcpmetadata.Metadata) -> bytes:
+    out = io.BytesIO()
+    dcpspelling.write(metadata, out.write)
+    return out.getvalue()
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_what_torch_wrote_is_read(protocol: int) -> None:
+    found = read(by_torch(), protocol)
+    tensor = found.entries["w1"]
+    assert isinstance(tensor, StoredTensor)
+    assert (tensor.dtype.name, tensor.shape) == ("bfloat16", (12, 5))
+    assert tensor.offsets == [(0, 0), (4, 0), (8, 0)] and tensor.sizes == [(4, 5)] * 3
+    assert [tensor.item(i) for i in range(3)] == [Item(r, 1000, 900) for r in range(3)]
+    assert found.entries["step"] == Item(0, 5000, 70, ("stream.zstd/1",))
+    assert found.paths == {"w0": ("model", "w0"), "w1": ("model", 1), "step": ("step",)}
+    assert found.files == [f"__{r}_0.distcp" for r in range(3)] and found.extra is None and not found.strays
+
+
+def test_hints_are_only_hints() -> None:
+    value = by_torch()
+    wrong = {MetadataIndex(k.fqn, k.offset, (k.index or 0) + 1): v for k, v in value.storage_data.items()}
+    value.storage_data = wrong
+    tensor = read(value).entries["w0"]
+    assert isinstance(tensor, StoredTensor) and list(tensor.files) == [0, 1, 2]
+
+
+def test_a_file_that_looks_like_one() -> None:
+    assert dcpmetadata.looks_like(pickle.dumps(by_torch())[:2048])
+    assert dcpmetadata.looks_like(written(ours())[:2048])
+    for other in (b"", b"PK\3\4", pickle.dumps({"a": 1}), pickle.dumps({"Metadata": 1})):
+        assert not dcpmetadata.looks_like(other)
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+
+def test_torch_reads_what_we_write() -> None:
+    found = pickle.loads(written(ours()))
+    assert type(found) is Metadata and found.version == "1.0.0" and type(found.storage_meta) is StorageMeta
+    assert vars(found.storage_meta) == {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []}
+    assert found.planner_data == ours().paths and found.ckpttool == ours().extra
+    assert list(found.state_dict_metadata) == ["a", "b.ü", "c", "d"]
+    for name, kind, size, chunks in (
+        ("a", torch.float8_e4m3fn, [], [([], [])]),
+        ("b.ü", torch.float32, [6, 70_000], [([0, 0], [5, 70_000]), ([5, 300], [1, 69_700])]),
+        ("c", torch.int64, [1, 1, 1, 1, 2], [([0] * 5, [1, 1, 1, 1, 2])]),
+    ):
+        assert found.state_dict_metadata[name] == TensorStorageMetadata(
+            TensorProperties(kind), torch.Size(size),
+            [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in chunks],
+        )  # fmt: skip
+    assert found.state_dict_metadata["d"] == BytesStorageMetadata()
+    assert found.storage_data == {
+        MetadataIndex("a", []): _StorageInfo("__1_0.distcp", 0, 10),
+        MetadataIndex("b.ü", [0, 0]): _StorageInfo("__0_0.distcp", 7, 2**33),
+        MetadataIndex("b.ü", [5, 300]): _StorageInfo("__1_0.distcp", 2**40, 255),
+        MetadataIndex("c", [0] * 5): _StorageInfo("__0_0.distcp", 65536, 256),
+        MetadataIndex("d"): _StorageInfo("__0_0.distcp", 3, 4),
+    }
+    assert [k.index for k in found.storage_data] == [0, 0, 1, 0, None]
+    # What torch makes of it can be pickled by torch again.
+    assert pickle.loads(pickle.dumps(found)) == found
+
+
+MODULE = "torch.distributed.checkpoint.metadata"
+OF_TORCH_2_6 = {
+    *((MODULE, name) for name in (
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+        "_MEM_FORMAT_ENCODING", "MetadataIndex", "StorageMeta",
+    )),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"), ("torch", "float32"), ("torch", "float8_e4m3fn"), ("torch", "int64"),
+    ("torch.serialization", "_get_layout"),
+}  # fmt: skip
+
+
+class States(pickle.Unpickler):
+    """torch's module names answered with classes that keep the states they are given."""
+
+    seen: dict[str, list[Any]]
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        if module in ("torch", "torch.serialization"):
+            return super().find_class(module, name)
+        states = self.seen.setdefault(name, [])
+        return type(name, (), {
+            "__init__": lambda self, *args: None, "__setstate__": lambda self, state: states.append(state),
+        })  # fmt: skip
+
+
+def test_fields_are_those_that_every_torch_since_2_6_knows() -> None:
+    data = written(ours())
+    assert max(op.proto for op, _, _ in pickletools.genops(data)) <= 4
+    named = {tuple(arg.split(" ")) for op, arg, _ in pickletools.genops(data) if op.name == "GLOBAL"}
+    assert named == OF_TORCH_2_6
+    reader = States(io.BytesIO(data))
+    reader.seen = {}
+    reader.load()
+    assert {tuple(state) for state in reader.seen["Metadata"]} == {
+        ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version", "ckpttool")
+    }
+    # Five elements: with the sixth of torch 2.15, torch up to 2.14 fails.
+    assert [len(state) for state in reader.seen["TensorProperties"]] == [5, 5, 5]
+    assert {tuple(state) for state in reader.seen["TensorStorageMetadata"]} == {("properties", "size", "chunks")}
+    assert {tuple(state) for state in reader.seen["ChunkStorageMetadata"]} == {("offsets", "sizes")}
+    assert {tuple(state) for state in reader.seen["_StorageInfo"]} == {("relative_path", "offset", "length")}
+    assert {tuple(state) for state in reader.seen["MetadataIndex"]} == {("fqn", "offset", "index"), ("fqn", "index")}
+    assert reader.seen["BytesStorageMetadata"] == []
+
+
+def test_we_read_what_we_write() -> None:
+    found, expected = dcpmetadata.read(io.BytesIO(written(ours())), ".metadata"), ours()
+    # Files are numbered in the order in which they are met.
+    assert found.files == ["__1_0.distcp", "__0_0.distcp"]
+    assert found.paths == expected.paths and found.extra == expected.extra
+    for name, entry in expected.entries.items():
+        have = found.entries[name]
+        if isinstance(entry, Item):
+            assert have == entry._replace(file=1 - entry.file)
+            continue
+        assert isinstance(have, StoredTensor)
+        assert (have.dtype, have.shape, have.offsets, have.sizes) == (
+            entry.dtype, entry.shape, entry.offsets, entry.sizes,
+        )  # fmt: skip
+        assert [have.item(i) for i in range(len(have.files))] == [
+            entry.item(i)._replace(file=1 - entry.files[i]) for i in range(len(entry.files))
+        ]
+
+
+def test_large_indexes_take_seconds() -> None:
+    """A tenth of 256 ranks x 2,930 tensors, there and back: what takes a time that grows faster than the index takes
+    minutes. How long it takes on a machine of its own is measured by the benchmarks."""
+    files = [f"__{r}_0.distcp" for r in range(256)]
+    n = len(files)
+    offsets, sizes = [(16 * r, 0) for r in range(n)], [(16, 4096)] * n
+    entries: dict[str, StoredTensor | Item] = {
+        f"layers.{i}.weight": StoredTensor(
+            DTYPES["float32"], (16 * n, 4096), offsets, sizes,
+            array("l", range(n)), array("q", [i * 263_000] * n), array("q", [263_000] * n),
+        )
+        for i in range(293)
+    }  # fmt: skip
+    metadata = dcpmetadata.Metadata(".metadata", files, entries, {k: (k,) for k in entries}, {})
+    began = time.process_time()
+    data = written(metadata)
+    assert time.process_time() - began < 15
+    began = time.process_time()
+    found = dcpmetadata.read(io.BytesIO(data), ".metadata")
+    assert time.process_time() - began < 15
+    assert len(found.entries) == 293 and found.files == files
+
+
+# Runs -----------------------------------------------------------------------------------------------------------------
+
+INDEXES = sorted(p for p in CHECKPOINTS.rglob("*.metadata") if p.is_file())
+
+
+def outcome(data: bytes) -> Any:
+    """Everything that the index says, to compare; None when it is refused."""
+    try:
+        found = dcpmetadata.read(io.BytesIO(data), "x")
+    except CorruptError:
+        return None
+    entries = {
+        name: e if isinstance(e, Item) else
+        (e.dtype, e.shape, e.offsets, e.sizes, e.files, e.starts, e.lengths, e.transforms)
+        for name, e in found.entries.items()
+    }  # fmt: skip
+    said = (found.files, list(found.paths.items()) if found.paths else None, found.extra, found.strays, found.harmful)
+    return list(entries.items()), said, found.facts
+
+
+def both_ways(data: bytes, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    with monkeypatch.context() as patch:
+        patch.setattr(dcpmetadata, "_LARGE", 0)
+        by_runs = outcome(data)
+    return by_runs, outcome(data)
+
+
+def runs_of(data: bytes) -> dcpruns.Runs | None:
+    return dcpruns.find(data, {**classes.CLASSES, "Size": classes.size})
+
+
+@pytest.mark.parametrize("path", INDEXES, ids=lambda path: str(path.relative_to(CHECKPOINTS)))
+def test_runs_change_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_runs, whole = both_ways(path.read_bytes(), monkeypatch)
+    assert by_runs == whole and whole is not None
+
+
+def test_torch_writes_runs() -> None:
+    """What FSDP2 saves is regular but for the first of each kind, or `inspect` would take twice as long."""
+    data = (CHECKPOINTS / "dcp_fsdp2_w4" / "ckpt" / ".metadata").read_bytes()
+    found = runs_of(data)
+    assert found is not None
+    assert sum(len(run.columns[0]) for run in found._all if len(run.columns) > 2) >= 186
+    read = dcpmetadata._read(found.data, "x", found)
+    assert found.all_used() and len(read.entries) > 50
+
+
+def _odd(world: int = 4) -> Metadata:
+    """Names, files and numbers of all kinds, in runs and between them."""
+    value = by_torch(world, 9)
+    for n, size in enumerate(([3] * 4, [70_000, 2**33], [255], [256, 65_535])):
+        value.state_dict_metadata[f"größe.{n}" * n] = TensorStorageMetadata(
+            TensorProperties(torch.int8), torch.Size(size),
+            [ChunkStorageMetadata(torch.Size([0] * len(size)), torch.Size(size))],
+        )  # fmt: skip
+        for again in range(3):
+            index = MetadataIndex(f"größe.{n}" * n, torch.Size([0] * len(size)), again)
+            value.storage_data[index] = _StorageInfo("__0_0.distcp", 2 ** (12 * n + again), 5)
+    value.storage_data[MetadataIndex("stray", torch.Size([1, 2]), 0)] = _StorageInfo("__1_0.distcp", 0, 5)
+    value.storage_data[MetadataIndex("w0", torch.Size([1, 2]), 0)] = _StorageInfo("__9_0.distcp", 0, 5)
+    return value
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_runs_of_odd_entries(protocol: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = pickle.dumps(_odd(), protocol)
+    found = runs_of(data)
+    assert (found is not None and len(found._all) > 5) == (protocol >= 4)
+    by_runs, whole = both_ways(data, monkeypatch)
+    assert by_runs == whole and whole is not None
+    assert whole[1][3] == ["stray", "w0"] and "__9_0.distcp" in whole[1][0]
+
+
+@pytest.mark.parametrize("framed", [True, False])
+def test_runs_of_a_broken_index(framed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever byte is another: what the runs say is what the unpickler alone says."""
+    good = pickle.dumps(_odd(3), 4) if framed else unframed(_odd(3))
+    chance = random.Random(1)
+    differ = 0
+    for _ in range(1500):
+        bad = bytearray(good)
+        bad[chance.randrange(2 if not framed else 11, len(bad))] = chance.choice(
+            (0x94, 0x68, 0x4B, chance.randrange(256))
+        )
+        by_runs, whole = both_ways(bytes(bad), monkeypatch)
+        assert by_runs == whole
+        differ += whole is not None
+    assert 100 < differ < 1400
+
+
+def test_runs_elsewhere_than_in_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = unframed(by_torch(4, 9))
+    start = good.index(b"storage_data")
+    second = good.split(b")\x81\x94}\x94(")[4]
+    offsets, sizes = second[:4], second.split(b"R\x94")[1][:4]
+    assert offsets[:1] + offsets[2:3] == sizes[:1] + sizes[2:3] == b"hh"
+    for bad in (
+        # The items in a dict within another; the whole index in a string; a name of our own in it.
+        good[: start + 14] + b"N0}(K\x01" + good[start + 14 : -2] + b"ub.",
+        b"\x80\x04B" + len(good).to_bytes(4, "little") + good + b".",
+        # Two numbers, of which a tuple takes one, in the last of the chunks; keys that are not what they should be.
+        b"\x85\x94\x85\x94R\x94ub".join(good[:start].rsplit(b"\x86\x94\x85\x94R\x94ub", 1)) + good[start:],
+        good.replace(offsets, b"swap").replace(sizes, offsets).replace(b"swap", sizes),
+        good.replace(b"__0_0.distcp", b"ckpttool in\n", 1).replace(b"w0", b"ckpttool index run", 1),
+    ):
+        by_runs, whole = both_ways(bad, monkeypatch)
+        assert by_runs == whole
+
+
+# Nothing is believed --------------------------------------------------------------------------------------------------
+
+
+def pickled(name: str, args: bytes, how: bytes, state: bytes) -> bytes:
+    """A pickle of one object of torch's: made with `args` by `how`, then given `state`."""
+    return b"\x80\x04c" + f"{MODULE}\n{name}\n".encode() + args + how + state + b"."
+
+
+NAMES = (
+    "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+    "MetadataIndex", "_StorageInfo", "StorageMeta",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("args", [b")", b"K\x01\x85", b"]\x85", b"}\x85"], ids=["none", "int", "list", "dict"])
+@pytest.mark.parametrize("how", [b"\x81", b"R"], ids=["new", "call"])
+@pytest.mark.parametrize(
+    "state", [b"", b"}b", b"]b", b"K\x01b", b"Nb", b")b", b"N}\x86b", b"}X\x03\x00\x00\x00fqn]sb", b"K\x01K\x02\x86b"]
+)
+def test_a_class_with_junk_in_it(name: str, args: bytes, how: bytes, state: bytes) -> None:
+    with pytest.raises(CkptError, match=r"\.metadata"):
+        dcpmetadata.read(io.BytesIO(pickled(name, args, how, state)), ".metadata")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_class_itself_cannot_be_changed_for_the_next_pickle(name: str) -> None:
+    """BUILD of a class with slot state sets attributes on it."""
+    setting = b"N}X\x06\x00\x00\x00fieldsK\x01s\x86b"
+    with pytest.raises(CkptError):
+        dcpmetadata.read(io.BytesIO(pickled(name, b"", b"", setting)), ".metadata")
+    assert isinstance(read(by_torch()).entries["w0"], StoredTensor)
+
+
+def test_fields_that_never_came() -> None:
+    for change in (
+        lambda m: vars(m).clear(),
+        lambda m: m.state_dict_metadata.update(w0=TensorStorageMetadata.__new__(TensorStorageMetadata)),
+        lambda m: setattr(m.state_dict_metadata["w0"], "properties", None),
+        lambda m: m.state_dict_metadata["w0"].chunks.append(ChunkStorageMetadata.__new__(ChunkStorageMetadata)),
+    ):
+        value = by_torch()
+        change(value)
+        with pytest.raises(CorruptError, match=r"\.metadata"):
+            read(value)
+    # torch's own MetadataIndex without fields has no hash and cannot be a key.
+    index = b"c" + f"{MODULE}\nMetadataIndex\n".encode() + b")\x81"
+    info = b"ctorch.distributed.checkpoint.filesystem\n_StorageInfo\n)\x81"
+    state = b"}(X\x13\x00\x00\x00state_dict_metadata}X\x0c\x00\x00\x00storage_data}" + index + info + b"sub"
+    with pytest.raises(CorruptError, match=r"`\.metadata`: an object of the index has no fields"):
+        dcpmetadata.read(io.BytesIO(pickled("Metadata", b")", b"\x81", state)), ".metadata")
+
+
+@pytest.mark.parametrize("place", ["storage_meta", "version", "planner_data", "ckpttool", "in planner_data"])
+def test_payloads_do_not_run(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    marker = tmp_path / "ran"
+    set_trap(tmp_path, marker)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, fragment in payloads(marker).items():
+        value = by_torch()
+        if place == "in planner_data":
+            value.planner_data["w0"] = "PAYLOAD"
+        else:
+            setattr(value, place, "PAYLOAD")
+        spelt = b"\x8c\x07PAYLOAD\x94"
+        whole = unframed(value)
+        assert whole.count(spelt) == 1
+        with suppress(CkptError):
+            dcpmetadata.read(io.BytesIO(whole.replace(spelt, fragment + b"\x94")), ".metadata")
+        assert not marker.exists(), name
+
+
+def unframed(value: Any) -> bytes:
+    """Protocol 4 without frames, so that bytes can be put in."""
+    out = io.BytesIO()
+    pickler = pickle._Pickler(out, 4)
+    pickler.framer.start_framing = lambda: None  # type: ignore[method-assign]
+    pickler.dump(value)
+    return out.getvalue()

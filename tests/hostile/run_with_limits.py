@@ -1,0 +1,67 @@
+"""Runs commands over many files in one process that has little memory and little time, and says what became of each.
+
+    python run_with_limits.py < jobs.json        [["name", ["inspect", "ckpt.pt"]], ...], a line of JSON for each
+
+What was begun and not ended is a hang: the alarm ends the process there.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from ckpttool.cli.app import application
+
+ROOM = 1 << 30  # bytes of address space: what is asked for and not used counts there
+ALARM = 120  # seconds by the clock, for what waits
+PROCESSOR = 10.0  # seconds of the processor, for what does not end
+
+STATUS = Path("/proc/self/status")
+PEAK = Path("/proc/self/clear_refs")
+
+
+def field(name: str) -> int:
+    """A line of the process's status, in bytes; 0 where there is none."""
+    if not STATUS.exists():
+        return 0
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(name + ":"))
+    return int(line.split()[1]) << 10
+
+
+def main() -> None:
+    jobs = json.load(sys.stdin)
+    runner = CliRunner()
+    runner.invoke(application(), ["formats"])  # what is imported late is not a file's fault
+    limit = field("VmSize") + ROOM
+    if limit > ROOM:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    for name, words in jobs:
+        sys.stderr.write(f"{name}: {' '.join(words)}\n")
+        sys.stderr.flush()
+        if PEAK.exists():
+            PEAK.write_text("5")  # begins the peak anew
+        before, started = field("VmRSS"), time.process_time()
+        signal.alarm(ALARM)
+        signal.setitimer(signal.ITIMER_PROF, PROCESSOR)
+        done = runner.invoke(application(), words)
+        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.write(json.dumps({
+            "name": name, "words": words, "code": done.exit_code, "out": done.stdout, "err": done.stderr,
+            "seconds": time.process_time() - started, "taken": field("VmHWM") - before,
+        }) + "\n")  # fmt: skip
+        sys.stdout.flush()
+        del done  # its traceback keeps what was read
+        gc.collect()
+
+
+main()

@@ -1,0 +1,133 @@
+"""`ckpttool diff` as it is typed: what it prints, its JSON, its exit codes."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from support.paths import CHECKPOINTS
+
+DCP = CHECKPOINTS / "dcp_fsdp2_w4" / "ckpt"
+
+
+def run(*words: object) -> Result:
+    from ckpttool.cli.app import application
+
+    return CliRunner().invoke(application(), [str(word) for word in words])
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[Path, Path]:
+    one = {"model": {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4), "c": torch.ones(2)}, "lr": 0.1}
+    other = {
+        "model": {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4).bfloat16(), "d": torch.ones(2)},
+        "lr": math.inf,
+    }
+    other["model"]["a"][1, 1] = math.nan  # type: ignore[index]
+    paths = tmp_path / "a.pt", tmp_path / "b.pt"
+    torch.save(one, paths[0])
+    torch.save(other, paths[1])
+    return paths
+
+
+def test_the_same() -> None:
+    done = run("diff", DCP, DCP, "--threads", 1)
+    assert done.exit_code == 0 and "are the same" in done.stdout and done.stderr == ""
+    assert run("diff", DCP, DCP, "-q").stdout == ""
+    assert "optimizer (optim)" in run("diff", DCP, DCP, "--verbose").stdout
+    assert run("diff", DCP, CHECKPOINTS / "dcp_fsdp2_w2" / "ckpt", "--quiet").exit_code in (0, 1)
+
+
+def test_what_differs(two: tuple[Path, Path]) -> None:
+    done = run("diff", *two)
+    assert done.exit_code == 1 and "differ" in done.stdout.splitlines()[0]
+    for words in (
+        "only in A",
+        "only in B",
+        "layout",
+        "values",
+        "objects",
+        "1 of 6",
+        "[1, 1]",
+        "bfloat16",
+        "nan",
+        "inf",
+    ):
+        assert words in done.stdout, done.stdout
+    quiet = run("diff", *two, "-q")
+    assert quiet.stdout.splitlines() == ["- model.c", "+ model.d", "! model.a", "! model.b", "! lr"]
+    assert quiet.exit_code == 1
+
+
+def test_json(two: tuple[Path, Path]) -> None:
+    done = run("diff", *two, "--json")
+    said: dict[str, Any] = json.loads(done.stdout, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert done.exit_code == said["exit_code"] == 1 and said["schema"] == "ckpttool/diff/1" and not said["same"]
+    assert [one["name"] for one in said["only_a"] + said["only_b"]] == ["model.c", "model.d"]
+    first, second = said["tensors"]
+    assert (first["name"], first["kinds"], first["index"]) == ("model.a", ["values"], [1, 1])
+    assert first["values"]["values"] == [4.0, "nan"] and first["values"]["nans"] == 1
+    assert (second["kinds"], second["dtypes"]) == (["dtype"], ["float32", "bfloat16"])
+    assert said["objects"] == [{"name": "lr", "part": "other", "at": "", "a": 0.1, "b": "inf"}]
+    assert said["total"]["differing"] == 1 and "sums" not in said["parts"][0]
+    wrong = run("diff", two[0], two[1].parent / "none", "--json")
+    assert wrong.exit_code == 3 and json.loads(wrong.stdout)["error"]["kind"] == "cannot read"
+
+
+def test_options(two: tuple[Path, Path]) -> None:
+    a, b = two
+    done = run("diff", a, b, "--only", "model", "--rename", "c=d", "--exclude", "a", "--ignore-dtype")
+    assert done.exit_code == 0, done.stdout
+    assert run("diff", a, b, "--drop", "model", "--atol", "1").exit_code == 1
+    done = run("diff", a, b, "--tensors", "model.b", "--exclude", "lr", "--ulp", "1", "--rtol", "1e-3")
+    assert done.exit_code == 1 and "dtype" in done.stdout and "\nvalues" not in done.stdout
+    assert run("diff", a, b, "--sharding", "--strip-wrappers").exit_code == 1
+    assert run("diff", a, a, "--sharding", "--strip-wrappers", "--shapes", a).exit_code == 0
+    assert run("diff", DCP, DCP, "--strip-prefix", "layers").exit_code in (0, 2)
+    for words in (("--rtol", "much"), ("--atol", "-1"), ("--ulp", "-3"), ("--only", "optimiser")):
+        done = run("diff", a, b, *words)
+        assert done.exit_code == 2 and done.stderr.startswith("error: "), done.stderr
+
+
+def test_a_tolerance_is_said(two: tuple[Path, Path]) -> None:
+    done = run("diff", *two, "--atol", "0.5", "--rtol", "1e-5")
+    assert "by rtol 1e-05, atol 0.5" in done.stdout and "beyond" in done.stdout
+
+
+def test_names_that_do_not_fit(tmp_path: Path) -> None:
+    torch.save({"model": {"w.a": torch.ones(2)}, "optim": {"state": {}, "param_groups": []}}, tmp_path / "a.pt")
+    torch.save({"w.a": torch.ones(2)}, tmp_path / "b.pt")
+    done = run("diff", tmp_path / "a.pt", tmp_path / "b.pt")
+    assert "hint: " in done.stderr and "--only model" in done.stderr
+
+
+def test_long_lists_are_cut(tmp_path: Path) -> None:
+    torch.save({f"w{i}": torch.full((2,), i) for i in range(30)}, tmp_path / "a.pt")
+    torch.save({f"w{i}": torch.full((2,), i + 1) for i in range(30)}, tmp_path / "b.pt")
+    done, whole = (run("diff", tmp_path / "a.pt", tmp_path / "b.pt", *words) for words in ((), ("-v",)))
+    assert "10 more, shown by -v" in done.stdout and "w29 " not in done.stdout
+    assert "w29 " in whole.stdout and "more, shown" not in whole.stdout
+
+
+def test_what_a_name_can_do_to_a_terminal(tmp_path: Path) -> None:
+    torch.save({"w\x1b[31m": torch.ones(2), "lr": "\x1b]0;x\x07"}, tmp_path / "a.pt")
+    torch.save({"w\x1b[31m": torch.zeros(2), "lr": "y"}, tmp_path / "b.pt")
+    for words in ((), ("-q",), ("-v",)):
+        assert "\x1b" not in run("diff", tmp_path / "a.pt", tmp_path / "b.pt", *words).stdout
+
+
+def test_torch_is_not_imported(two: tuple[Path, Path]) -> None:
+    code = (
+        "import sys\nfrom ckpttool.cli.app import main\nsys.argv = ['ckpttool', *sys.argv[1:]]\n"
+        "try:\n    main()\nexcept SystemExit as stop:\n    print(stop.code, 'torch' in sys.modules, file=sys.stderr)"
+    )
+    words = [sys.executable, "-c", code, "diff", *map(str, two)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stderr.splitlines()[-1] == "1 False", done.stderr

@@ -1,0 +1,259 @@
+"""Key maps against transformers' own weights, and views against numpy."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from support import model_families
+from support.simulated_ranks import as_rank, mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import ckpttool
+from ckpttool import errors
+from ckpttool.catalogue.dtypes import DTYPES
+from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, File, Tensor
+from ckpttool.operations.export import key_maps as keymaps
+from ckpttool.operations.export import views
+
+NAMES = {
+    "model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output", "model.layers": "layers",
+    "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo", "self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm",
+    "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2", "mlp.up_proj": "feed_forward.w3",
+    "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+
+
+def theirs(name: str) -> str:
+    """What Meta and torchtitan call a parameter of Llama."""
+    for ours, other in NAMES.items():
+        name = name.replace(ours + ".", other + ".")
+    return name
+
+
+def paired(weight: torch.Tensor, head: int) -> torch.Tensor:
+    """Halves of a head as neighbours: what the converters of transformers undo for Meta's weights."""
+    rows = weight.view(weight.shape[0] // head, 2, head // 2, *weight.shape[1:])
+    return rows.transpose(1, 2).reshape(weight.shape).contiguous()
+
+
+def meta_llama() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A Llama of transformers, and the same under Meta's names, its query and key rows in Meta's order."""
+    model = model_families.made("llama")
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    turned = {
+        theirs(name): paired(value, 8) if "q_proj" in name or "k_proj" in name else value
+        for name, value in state.items()
+    }
+    return state, turned
+
+
+def permuted_by_transformers(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """`permute` of `convert_llama_weights_to_hf.py` of transformers."""
+    rows, width = weight.shape
+    return weight.view(heads, rows // heads // 2, 2, width).transpose(1, 2).reshape(rows, width)
+
+
+def assets(config: Any, folder: Path) -> None:
+    """A config without the class, so that no process is started to compare the model with it."""
+    folder.mkdir()
+    said = {key: value for key, value in config.to_dict().items() if key != "architectures"}
+    (folder / "config.json").write_text(json.dumps(said))
+
+
+def test_the_rows_of_the_test_are_those_that_transformers_converts() -> None:
+    weight = torch.arange(32 * 3).view(32, 3)
+    assert torch.equal(permuted_by_transformers(paired(weight, 8), 4), weight)
+
+
+def test_what_torchtitan_saved_of_llama_is_loaded_by_transformers(tmp_path: Path) -> None:
+    state, turned = meta_llama()
+    torch_dcp.save({**turned, "train_state": {"step": 3}}, checkpoint_id=tmp_path / "step-3", no_dist=True)
+    assets(model_families.made("llama").config, tmp_path / "base")
+    made = ckpttool.export(tmp_path / "step-3", tmp_path / "out", assets=tmp_path / "base", check=True)
+    assert made.key_map == "llama-meta"
+    found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert all(torch.equal(value, state[name]) for name, value in found.state_dict().items())
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_rows_are_put_in_order_whatever_the_shards(world: int, tmp_path: Path) -> None:
+    # Three ranks cut 32 rows at 11 and 22, in the middle of pairs.
+    state, turned = meta_llama()
+    source = tmp_path / "ranks"
+    source.mkdir()
+    for rank in range(world):
+        with as_rank(rank, world):
+            grid = mesh(world)
+            sharded = {
+                name: distribute_tensor(value, grid, [Shard(0)], src_data_rank=None) for name, value in turned.items()
+            }
+            torch.save({"model": sharded}, source / f"rank{rank}.pt")
+    ckpttool.export(source, tmp_path / "out", head_dim=8, check=True)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+
+
+def test_consolidated_files_of_meta_go_by_their_params(tmp_path: Path) -> None:
+    state, turned = meta_llama()
+    (tmp_path / "params").mkdir()
+    (tmp_path / "params" / "params.json").write_text(json.dumps({"dim": 32, "n_heads": 4}))
+    torch.save({**turned, "rope.freqs": torch.ones(4)}, tmp_path / "consolidated.00.pth")
+    made = ckpttool.export(tmp_path / "consolidated.00.pth", tmp_path / "out", assets=tmp_path / "params")
+    assert "rope.freqs" in made.dropped
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+
+
+def test_without_the_width_of_a_head_there_is_no_guess(tmp_path: Path) -> None:
+    torch.save(meta_llama()[1], tmp_path / "a.pt")
+    with pytest.raises(errors.UsageError, match="how many a head has") as caught:
+        ckpttool.export(tmp_path / "a.pt", tmp_path / "out")
+    assert "--head-dim" in (caught.value.hint or "")
+    with pytest.raises(errors.UsageError, match="no heads of 12"):
+        ckpttool.export(tmp_path / "a.pt", tmp_path / "out", head_dim=12)
+    made = ckpttool.export(tmp_path / "a.pt", tmp_path / "out", key_map="none")
+    assert not made.key_map
+    assert "tok_embeddings.weight" in load_file(tmp_path / "out" / "model.safetensors")
+
+
+def qwen_moe() -> Any:
+    torch.manual_seed(3)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, moe_intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=3, num_experts_per_tok=2,
+    )  # fmt: skip
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def test_experts_that_are_stacked_are_files_of_their_own(tmp_path: Path) -> None:
+    model = qwen_moe()
+    model.save_pretrained(tmp_path / "theirs")
+    expected = load_file(tmp_path / "theirs" / "model.safetensors")
+    torch.save({"model": model.state_dict()}, tmp_path / "in-memory.pt")
+    # As torchtitan has them: one tensor for all experts of a layer and a matrix.
+    titan = {}
+    for name, value in model.state_dict().items():
+        name = theirs(name)
+        if "experts" not in name:
+            titan[name.replace("mlp.gate.", "moe.router.gate.")] = value
+            continue
+        layer = name.partition(".mlp.")[0]
+        if "gate_up" in name:
+            titan[f"{layer}.moe.experts.w1"], titan[f"{layer}.moe.experts.w3"] = value.chunk(2, dim=1)
+        else:
+            titan[f"{layer}.moe.experts.w2"] = value
+    torch_dcp.save(titan, checkpoint_id=tmp_path / "titan", no_dist=True)
+    assets(model.config, tmp_path / "base")
+    for source in ("in-memory.pt", "titan"):
+        ckpttool.export(tmp_path / source, tmp_path / f"of-{source}", assets=tmp_path / "base", check=True)
+        found = load_file(tmp_path / f"of-{source}" / "model.safetensors")
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_a_map_of_ones_own(tmp_path: Path) -> None:
+    values = torch.arange(24.0).view(2, 4, 3)
+    torch.save({"blocks.0.w": values, "blocks.0.other": values[0], "old": values[1]}, tmp_path / "a.pt")
+    rules = [
+        {"from": "blocks.{n}.w", "to": ["layer.{n}.{e}.a", "layer.{n}.{e}.b"]},
+        {"from": "old", "to": None},
+    ]
+    (tmp_path / "map.json").write_text(json.dumps({"name": "mine", "rules": rules}))
+    made = ckpttool.export(tmp_path / "a.pt", tmp_path / "out", key_map=str(tmp_path / "map.json"))
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert sorted(found) == ["blocks.0.other", "layer.0.0.a", "layer.0.0.b", "layer.0.1.a", "layer.0.1.b"]
+    assert torch.equal(found["layer.0.1.b"], values[1, 2:])
+    assert made.dropped == ["old"]
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ([], "a key map is an object"),
+        ({"rules": [{"to": "x"}]}, "is no rule"),
+        ({"rules": [{"from": "a", "to": "b.{n}"}]}, "is no rule"),
+        ({"rules": [{"from": "a", "to": "b", "rows": "thirds"}]}, "is no rule"),
+        ({"rules": [], "needs": "a"}, "a list of strings"),
+    ],
+)
+def test_a_map_that_is_none(said: Any, why: str, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
+    (tmp_path / "map.json").write_text(json.dumps(said))
+    with pytest.raises(errors.UsageError, match=why):
+        ckpttool.export(tmp_path / "a.pt", tmp_path / "out", key_map=str(tmp_path / "map.json"))
+
+
+def test_a_map_that_does_not_fit(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3, 2)}, tmp_path / "a.pt")
+    with pytest.raises(errors.UsageError, match="no key map `llama`") as caught:
+        ckpttool.export(tmp_path / "a.pt", tmp_path / "out", key_map="llama")
+    assert "llama-meta" in (caught.value.hint or "")
+    with pytest.raises(errors.UsageError, match="no rule of it is about"):
+        ckpttool.export(tmp_path / "a.pt", tmp_path / "out", key_map="llama-meta")
+    (tmp_path / "map.json").write_text(json.dumps({"rules": [{"from": "w", "to": ["a", "b"]}]}))
+    with pytest.raises(errors.UsageError, match="cannot be cut"):
+        ckpttool.export(tmp_path / "a.pt", tmp_path / "out", key_map=str(tmp_path / "map.json"))
+
+
+def test_the_maps_that_come_along_name_each_tensor_once() -> None:
+    maps = keymaps.known()
+    assert len({keymap.name for keymap in maps}) == len(maps) > 2
+    for keymap in maps:
+        assert all(any(rule.pattern.pattern for rule in keymap.rules) for _ in keymap.needs)
+
+
+# Views ----------------------------------------------------------------------------------------------------------------
+
+
+class Still:
+    """A source whose chunks say where they lie."""
+
+    def __init__(self) -> None:
+        self.catalogue = Catalogue("torch", [File("/x", "x", 1 << 20)])
+
+    def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
+        return chunk.extent
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_each_element_of_a_view_comes_from_where_the_slice_says(data: st.DataObject) -> None:
+    heads, half, width = (data.draw(st.integers(1, n)) for n in (4, 4, 3))
+    rows = 2 * heads * half
+    cuts = sorted(data.draw(st.sets(st.integers(1, max(rows - 1, 1)), max_size=5)) | {0, rows})
+    # Rows lie in a file with so many elements between them.
+    stride = width + data.draw(st.integers(0, 2))
+    chunks = [
+        Chunk((low, 0), (high - low, width), Extent(0, 4 * low * stride, 0, (stride, 1)))
+        for low, high in pairwise(cuts)
+    ]
+    tensor = Tensor(("w",), DTYPES["float32"], (rows, width), Chunks.of(chunks))
+    viewed = views.Viewed(Still())
+    seen = viewed.view(tensor, ("v",), (rows, width), views.halves((rows, width), 2 * half))
+    expected = (torch.arange(rows)[:, None] * stride + torch.arange(width)).view(heads, half, 2, width)
+    expected = expected.transpose(1, 2).reshape(rows, width)
+    found = torch.full((rows, width), -1)
+    for chunk in seen.chunks:
+        extent = viewed.resolve(seen, chunk)
+        strides = extent.strides or (chunk.sizes[1], 1)
+        for i in range(chunk.sizes[0]):
+            for j in range(chunk.sizes[1]):
+                at = (chunk.offsets[0] + i, chunk.offsets[1] + j)
+                assert found[at] == -1
+                found[at] = extent.offset // 4 + i * strides[0] + j * strides[1]
+    assert torch.equal(found, expected)

@@ -1,0 +1,374 @@
+"""What inspect says of a catalogue: parts, folded trees, hyper-parameters, values, findings, the JSON document."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support import checkpoints
+from torch import nn
+
+from ckpttool.catalogue import parts
+from ckpttool.catalogue import values as stubs
+from ckpttool.catalogue.dtypes import DTYPES
+from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Object, Part, Record, Tensor
+from ckpttool.catalogue.values import Link
+from ckpttool.catalogue.warning import Warning
+from ckpttool.errors import CorruptError
+from ckpttool.operations.inspect.document import document
+from ckpttool.operations.inspect.format_value import describe, jsonable, type_name
+from ckpttool.operations.inspect.hyperparameters import tables
+from ckpttool.operations.inspect.module_tree import Line, lines, ranges
+from ckpttool.operations.inspect.summary import summarise
+from ckpttool.text import cut, safe
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+
+class Net(nn.Module):
+    def __init__(self, layers: int = 3, width: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("seen", torch.tensor(0))
+
+
+def training(groups: int = 2) -> dict[str, Any]:
+    torch.manual_seed(0)
+    net = Net()
+    named = list(net.parameters())
+    optimizer = torch.optim.AdamW([{"params": named[i::groups], "lr": 0.1 * (i + 1)} for i in range(groups)])
+    for p in named:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    return {
+        "model": net.state_dict(), "optim": optimizer.state_dict(), "sched": scheduler.state_dict(), "step": 7,
+        "rng": torch.get_rng_state(),
+    }  # fmt: skip
+
+
+def catalogue(tree: dict[Any, Any], **extra: Any) -> Catalogue:
+    found = checkpoints.state(tree, **extra)
+    parts.assign(found)
+    return found
+
+
+# Parts ---------------------------------------------------------------------------------------------------------------
+
+
+def test_parts_count_what_torch_counts() -> None:
+    state, net = training(), Net()
+    summary = summarise(catalogue(state))
+    model, optimizer, *rest = summary.parts
+    assert model.part == Part("model", ("model",))
+    assert model.tensors == len(net.state_dict())
+    # Module.parameters() names a tied weight once.
+    assert model.parameters == sum(p.numel() for p in net.parameters()) + net.seen.numel()
+    assert model.nbytes == sum(p.nbytes for p in net.parameters()) + net.seen.nbytes
+    assert model.dtypes == {"float32": model.nbytes - 8, "int64": 8}
+    moments = [t for s in state["optim"]["state"].values() for t in s.values()]
+    assert (optimizer.tensors, optimizer.nbytes) == (len(moments), sum(t.nbytes for t in moments))
+    assert [p.part.kind for p in rest] == ["scheduler", "rng", "progress"]
+    assert summary.step == 7
+    assert summary.ties == [("model.head.weight", "model.embed.weight")]
+
+
+def test_step_comes_from_the_optimizer_when_nothing_else_says_it() -> None:
+    state = {"model": {"w": torch.ones(2)}, "optim": {"state": {0: {"step": 12}}, "param_groups": [{"lr": 1.0}]}}
+    assert summarise(catalogue(state)).step == 12
+    assert summarise(catalogue({"w": torch.ones(2)})).step is None
+
+
+# The tree ------------------------------------------------------------------------------------------------------------
+
+
+def tree_of(module: nn.Module, depth: int = 9) -> list[Line]:
+    found = catalogue(module.state_dict())
+    return lines(found.tensors, (), {}, depth)
+
+
+def test_equal_layers_are_one_line() -> None:
+    net = Net(layers=32)
+    del net.head
+    found = {line.name: line for line in tree_of(net)}
+    layers = found["layers.0-31"]
+    assert (layers.times, layers.depth, layers.shape) == (32, 0, None)
+    assert layers.parameters == sum(p.numel() for p in net.layers.parameters())
+    assert layers.tensors == len(net.layers.state_dict())
+    norm = found["norm.weight"]
+    assert (norm.times, norm.shape, norm.depth) == (32, (4,), 1)
+    assert norm.parameters == 32 * 4
+    assert found["embed.weight"].times == 1
+
+
+def test_layers_that_differ_are_not_folded() -> None:
+    net = Net(layers=6)
+    net.layers[2].norm.double()
+    names = [line.name for line in tree_of(net, depth=2)]
+    assert names[names.index("layers") + 1 :][:2] == ["0-1,3-5", "2"]
+
+
+def test_depth_cuts_the_tree_and_keeps_the_totals() -> None:
+    net = Net()
+    for depth in (1, 2, 3, 4):
+        found = tree_of(net, depth)
+        assert max(line.depth for line in found) < depth
+        top = [line for line in found if line.depth == 0]
+        assert sum(line.tensors for line in top) == len(net.state_dict())
+
+
+def test_ranges() -> None:
+    assert ranges([0, 1, 2, 5]) == "0-2,5"
+    assert ranges([3]) == "3"
+    assert ranges(range(0, 20, 2)) == "0,2,4,...,18"
+
+
+def test_a_name_of_a_thousand_dots_is_no_trouble() -> None:
+    assert summarise(catalogue({"a." * 5000 + "b": torch.ones(1), "9" * 5000: torch.ones(1)}), depth=200).parts
+
+
+# Hyper-parameters ----------------------------------------------------------------------------------------------------
+
+
+def test_groups_are_columns_and_equal_ones_share_one() -> None:
+    optim = training(groups=3)["optim"]
+    for name in ("lr", "initial_lr"):
+        optim["param_groups"][2][name] = optim["param_groups"][1][name]
+    (table,) = tables(catalogue({"optim": optim}).entries.values(), {})
+    assert table.root == ("optim",)
+    assert [c.title for c in table.columns] == ["group 0", "groups 1-2"]
+    sizes = [len(g["params"]) for g in optim["param_groups"]]
+    assert [c.params for c in table.columns] == [sizes[0], sizes[1] + sizes[2]]
+    assert table.columns[0].values["lr"] == "0.1"
+    assert set(table.names) == set(optim["param_groups"][0]) - {"params"}
+
+
+@pytest.mark.parametrize("one_key", [True, False])
+def test_flattened_groups_are_folded_by_value(one_key: bool) -> None:
+    """torchtitan's `param_groups.<fqn>.<name>`, with the path in one key or in several."""
+    decay = {"layers.0.w.weight": 0.1, "layers.1.w.weight": 0.1, "norm.weight": 0.0}
+    if one_key:
+        flat: dict[str, Any] = {f"param_groups.{fqn}.weight_decay": d for fqn, d in decay.items()}
+    else:
+        flat = {"param_groups": {fqn: {"weight_decay": d} for fqn, d in decay.items()}}
+    found = catalogue({"w": torch.ones(1), "optimizer": {**flat, "state.norm.weight.step": torch.ones(())}})
+    (table,) = tables(found.entries.values(), {})
+    assert [(c.title, c.values) for c in table.columns] == [
+        ("2 parameters", {"weight_decay": "0.1"}), ("1 parameter", {"weight_decay": "0.0"}),
+    ]  # fmt: skip
+
+
+def test_what_the_table_shows_is_not_among_the_objects() -> None:
+    summary = summarise(catalogue(training()))
+    assert not [o for o in summary.objects if "param_groups" in o.name]
+    assert "sched.step_size" in [o.name for o in summary.objects]
+
+
+# Objects and values --------------------------------------------------------------------------------------------------
+
+
+def test_neighbours_that_differ_in_one_number_are_one_line() -> None:
+    tree = {f"dp_rank_{i}": "same" for i in range(8)} | {"dp_rank_8": "other", "x1_1": "same", "x2_2": "same"}
+    found = [(o.name, o.times) for o in summarise(catalogue(tree)).objects]
+    assert found == [("dp_rank_0-7", 8), ("dp_rank_8", 1), ("x1_1", 1), ("x2_2", 1)]
+
+
+def test_a_large_object_is_not_read_and_a_broken_one_is_named() -> None:
+    found = Catalogue("made")
+    found.add(Object(("big",), read=lambda: pytest.fail("read"), nbytes=1 << 30))
+
+    def broken() -> Any:
+        raise CorruptError("`x`: cut")
+
+    found.add(Object(("bad",), read=broken))
+    assert [o.text for o in summarise(found).objects] == ["<1073741824 bytes>", "<unreadable: `x`: cut>"]
+    assert json.loads("".join(document(found, "x", None)))["objects"][1]["value"] == "<unreadable: `x`: cut>"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, True, 3, -(2**70), 0.5, float("inf"), 1 + 2j, "text", "it's", (0.9, 0.95), (1,), (), [], [1, "a"], {},
+     {"a": 1}, {1, 2}, set(), frozenset(), frozenset({"a"}), b"\x00ab"],
+)  # fmt: skip
+def test_plain_values_look_as_python_writes_them(value: Any) -> None:
+    assert describe(value) == repr(value)
+
+
+def test_a_torch_size_looks_as_torch_writes_it() -> None:
+    assert describe(stubs.TorchSize((2, 3))) == repr(torch.Size([2, 3]))
+
+
+def stub(module: str, name: str, *args: Any, state: Any = None) -> Any:
+    found = stubs.stub_type(module, name)(*args)
+    if state is not None:
+        found.__setstate__(state)
+    return found
+
+
+def test_stubs_say_their_class_and_what_is_in_them() -> None:
+    namespace = stub("argparse", "Namespace", state={"lr": 0.1, "name": "tiny"})
+    assert describe(namespace) == "<argparse.Namespace lr=0.1 name='tiny'>"
+    assert describe(stubs.stub_type("torch", "float32")) == "torch.float32"
+    assert type_name(namespace) == "argparse.Namespace"
+
+
+def test_blobs_are_sizes() -> None:
+    assert describe(b"x" * 5056) == "<5056 bytes>"
+    assert describe((3, tuple(range(625)), None)) == "(3, <625 numbers>, None)"
+
+
+def test_a_link_is_the_tensor_it_stands_for() -> None:
+    found = catalogue({"pair": (torch.ones(2, 3), 1)})
+    (entry,) = found.objects
+    assert describe(entry.value, found.entries) == "(<tensor float32 [2, 3]>, 1)"
+
+
+def test_no_value_is_long_or_takes_long() -> None:
+    bomb: Any = [0, 0]
+    for _ in range(200):
+        bomb = [bomb, bomb]
+    for value in (bomb, "x" * 10**7, ["y"] * 10**6, dict.fromkeys(range(10**5), "z"), 1 << 10**6):
+        assert len(describe(value, limit=72)) <= 72
+    assert len(json.dumps(jsonable(bomb))) < 20_000_000
+
+
+def test_no_more_of_a_value_is_looked_at_than_is_shown() -> None:
+    class Long(list[str]):
+        def __iter__(self) -> Iterator[str]:
+            for _ in range(100):
+                yield "word"
+            pytest.fail("looked at more")
+
+    assert describe(Long(["word"])).startswith("['word', 'word'")
+
+
+EVIL = "\x1b]0;owned\x07\x1b[31m\u202e\x9b2J\r\n\x00\ud800"
+
+
+def test_nothing_reaches_a_terminal_raw() -> None:
+    for text in (safe(EVIL), describe(EVIL), describe({EVIL: stub("evil", "Evil", state={EVIL: EVIL})})):
+        assert text.isprintable()
+    assert safe("a\x1b[2J") == r"a\x1b[2J"
+    assert safe("layers.0 héllo 日本語") == "layers.0 héllo 日本語"
+
+
+def test_cut() -> None:
+    assert cut("abcdef", 6) == "abcdef"
+    assert cut("abcdefg", 6) == "abc..."
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ((1, 2.5, "x"), [1, 2.5, "x"]),
+        (float("nan"), "nan"),
+        (-float("inf"), "-inf"),
+        ({0: {"a": (1,)}}, {"0": {"a": [1]}}),
+        (OrderedDict(b=1, a=None), {"b": 1, "a": None}),
+        (b"abc" * 9, "<27 bytes>"),
+        (2**70, 2**70),
+        ({1}, "{1}"),
+    ],
+)
+def test_json_values(value: Any, expected: Any) -> None:
+    assert jsonable(value) == expected
+    assert json.loads(json.dumps(jsonable(value), allow_nan=False)) == expected
+
+
+# Findings ------------------------------------------------------------------------------------------------------------
+
+
+def warnings_of(found: Catalogue) -> list[str]:
+    return summarise(found).warnings
+
+
+def test_uneven_ranks() -> None:
+    found = Catalogue("dcp", [File(f"{r}", f"{r}", size, rank=r) for r, size in enumerate((100, 100, 100, 500))])
+    (said,) = warnings_of(found)
+    assert said.startswith("rank 3 wrote 500 bytes, 2.5 times the mean of 4 ranks")
+    assert not warnings_of(Catalogue("dcp", [File(f"{r}", f"{r}", 100 + r, rank=r) for r in range(4)]))
+    assert not warnings_of(Catalogue("torch", [File("a", "a", 100), File("b", "b", 10)]))
+
+
+def tensor(path: tuple[str, ...], offset: int, crc: int, shape: tuple[int, ...] = (4, 4)) -> Tensor:
+    extent = Extent(0, offset, 64, record=Record(0, offset, 64, crc))
+    return Tensor(path, DTYPES["float32"], shape, Chunks.single(shape, extent), part=Part("model", ("model",)))
+
+
+def test_equal_checksums_in_two_places() -> None:
+    found = Catalogue("torch", [File("a", "a", 1000)])
+    for i, crc in enumerate((5, 6, 5)):
+        found.add(tensor(("model", f"w{i}"), 100 * i, crc))
+    found.add(tensor(("model", "tied"), 100, 6))
+    (said,) = warnings_of(found)
+    assert said == "`model.w0` and `model.w2` hold the same bytes, stored 2 times"
+
+
+def test_a_tied_weight_that_was_stored_twice_is_suspected() -> None:
+    """As DCP leaves it: head and embedding apart, and the optimizer knows one of them."""
+    state = training()
+    weight = state["model"]["embed.weight"]
+    model = {**state["model"], "head.weight": weight.clone()}
+    moments = {name: {"exp_avg": torch.ones(1)} for name, _ in Net().named_parameters()}
+    optim = {"state": moments, "param_groups": [{"lr": 0.1, "params": list(moments)}]}
+    (said,) = warnings_of(catalogue({"model": model, "optim": optim}))
+    assert said.startswith("`model.head.weight` is probably `model.embed.weight` stored a second time")
+    assert not warnings_of(catalogue({"model": model}))
+    frozen = copy.deepcopy(model) | {"other.weight": weight.clone()}
+    assert not warnings_of(catalogue({"model": frozen, "optim": optim}))
+
+
+# JSON ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_document() -> None:
+    weight = torch.ones(5, 3)
+    cuts = {"model.w": checkpoints.grid((5, 3), (2, 1))}
+    found = catalogue({"model": {"w": weight}, "optim": {"state": {0: {"step": 3}}, "param_groups": []}}, cuts=cuts)
+    found.warnings.append(Warning("left-out", "look"))
+    found.facts["writer"] = "torch"
+    said = json.loads("".join(document(found, "run/", 3)))
+    assert list(said)[:3] == ["schema", "format", "world_size"]
+    assert (said["schema"], said["format"], said["world_size"]) == ("ckpttool/inspect/1", "made", 2)
+    assert said["tensors"] == [{
+        "name": "model.w", "path": ["model", "w"], "part": "model", "dtype": "float32", "shape": [5, 3],
+        "nbytes": weight.nbytes,
+        "chunks": [
+            {"offsets": [0, 0], "sizes": [3, 3], "file": "0.bin", "rank": 0},
+            {"offsets": [3, 0], "sizes": [2, 3], "file": "1.bin", "rank": 1},
+        ],
+    }]  # fmt: skip
+    assert said["objects"][0] == {
+        "name": "optim.state.0.step", "path": ["optim", "state", 0, "step"], "part": "optimizer",
+        "type": "int", "value": 3,
+    }  # fmt: skip
+    assert said["warnings"][0] == "look"
+    assert (said["writer"], said["path"], said["step"]) == ("torch", "run/", 3)
+
+
+def test_a_fact_cannot_take_the_place_of_the_schema() -> None:
+    found = catalogue({"w": torch.ones(1)})
+    found.facts |= {"schema": "mine", "tensors": 5, "x": Link(("w",))}
+    text = "".join(document(found, "x", None))
+    said = json.loads(text)
+    assert said["schema"] == "ckpttool/inspect/1"
+    assert text.count('"tensors": [') == text.count('"tensors":') == 1
+
+
+def test_chosen_tensors() -> None:
+    found = catalogue({"a": torch.ones(1), "b": torch.ones(1)})
+    said = json.loads("".join(document(found, "x", None, lambda name: name == "b")))
+    assert [t["name"] for t in said["tensors"]] == ["b"]

@@ -1,0 +1,229 @@
+"""The library's face for reading, against what was saved."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.checkpoints import bits
+from support.paths import CHECKPOINTS
+from support.upstream_samples import NAMES, original, path_of
+
+import ckpttool
+from ckpttool.catalogue.entries import Path as Key
+from ckpttool.catalogue.entries import Tensor
+from ckpttool.errors import CkptError, ReadError, UsageError
+from ckpttool.formats.detect import detect
+from ckpttool.storage.files import Pool
+
+
+def leaves(tree: Any, path: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """What lies below dicts and lists, by key path."""
+    if isinstance(tree, dict) or (
+        isinstance(tree, list) and any(isinstance(v, (dict, list, torch.Tensor)) for v in tree)
+    ):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from leaves(value, (*path, key))
+    else:
+        yield path, tree
+
+
+def plain(value: Any) -> bool:
+    if type(value) is not torch.Tensor or value.layout != torch.strided:
+        return False
+    return not (value.is_nested or value.is_quantized or value.is_meta)
+
+
+def by_text(path: Key) -> tuple[str, ...]:
+    # DCP has turned the integers of a path into strings.
+    return tuple(map(str, path))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_samples_hold_what_was_saved(name: str) -> None:
+    try:
+        detect(path_of(name))
+    except ReadError:
+        pytest.skip(f"no format reads {name}")
+    with ckpttool.open(path_of(name)) as ckpt:
+        mine = {by_text(p): p for p in ckpt.catalogue.entries}
+        compared = 0
+        for path, value in leaves(original(name)):
+            if not plain(value) or by_text(path) not in mine:
+                continue
+            found = ckpt[mine[by_text(path)]]
+            assert (found.shape, str(found.dtype)) == (tuple(value.shape), str(value.dtype).removeprefix("torch."))
+            assert np.array_equal(bits(found.torch()), bits(value)), path
+            compared += 1
+        assert compared > 0 or not any(plain(value) for _, value in leaves(original(name)))
+        assert len(list(ckpt.tensors())) + len(ckpt.objects()) == len(ckpt.catalogue.entries)
+
+
+FULL = str(CHECKPOINTS / "torch_full" / "ckpt.pt")
+DTYPES = str(CHECKPOINTS / "torch_dtypes" / "ckpt.pt")
+SHARDED = str(CHECKPOINTS / "dcp_fsdp2_w4" / "ckpt")
+
+
+def test_names_paths_and_values() -> None:
+    saved = original("torch_full")
+    with ckpttool.open(FULL) as ckpt:
+        assert ckpt.format == "torch"
+        assert ckpt.world_size == 1
+        assert ckpt["step"] == saved["step"]
+        assert ckpt["optim.param_groups.0.lr"] == saved["optim"]["param_groups"][0]["lr"]
+        assert ckpt[("optim", "state", 0, "exp_avg")].torch().equal(saved["optim"]["state"][0]["exp_avg"])
+        assert "step" in ckpt and "nothing" not in ckpt
+        assert len(ckpt) == len(list(ckpt)) == len(set(ckpt))
+        assert ckpt.objects()["step"] == saved["step"]
+        for wrong in ("nothing", ("optim", "state", "0", "exp_avg"), ""):
+            with pytest.raises(KeyError):
+                ckpt[wrong]
+
+
+def test_a_world_of_ranks() -> None:
+    with ckpttool.open(SHARDED) as ckpt:
+        assert (ckpt.format, ckpt.world_size) == ("dcp", 4)
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of all reads of payloads."""
+    found: list[int] = []
+    read_into, read = Pool.read_into, Pool.read
+
+    def counted_into(pool: Pool, path: str, offset: int, buffer: memoryview) -> None:
+        found.append(len(buffer))
+        read_into(pool, path, offset, buffer)
+
+    def counted(pool: Pool, path: str, offset: int, nbytes: int) -> bytes:
+        found.append(nbytes)
+        return read(pool, path, offset, nbytes)
+
+    monkeypatch.setattr(Pool, "read_into", counted_into)
+    monkeypatch.setattr(Pool, "read", counted)
+    return found
+
+
+def test_slices_read_only_their_bytes(tmp_path: Path, read: list[int]) -> None:
+    values = torch.arange(40_000.0).reshape(400, 100)
+    torch.save({"w": values, "s": torch.tensor(3.0)}, tmp_path / "c.pt")
+    with ckpttool.open(str(tmp_path / "c.pt")) as ckpt:
+        read.clear()
+        tensor = ckpt["w"]
+        part = tensor[4:8]
+        assert part.shape == (4, 100) and len(part) == 4
+        assert repr(part) == "<w: float32 [4, 100]>"
+        assert read == []
+        assert torch.equal(part.torch(), values[4:8])
+        assert sum(read) == 1600
+        read.clear()
+        assert torch.equal(tensor[-1].torch(), values[-1])
+        assert sum(read) == 400
+        read.clear()
+        assert tensor[7, 3].numpy() == 703.0
+        assert sum(read) == 4
+        read.clear()
+        assert tensor[5:5].torch().shape == (0, 100)
+        assert ckpt["s"][...].torch() == 3.0
+        assert sum(read) == 4
+
+
+def test_a_slice_of_a_sharded_tensor_reads_the_ranks_that_hold_it(read: list[int]) -> None:
+    with ckpttool.open(SHARDED) as ckpt:
+        name = max((t for t in ckpt.tensors() if t.name.startswith("model.")), key=lambda t: t.shape[:1]).name
+        saved = original("dcp_fsdp2_w4")["model"][name.removeprefix("model.")]
+        ckpt[name].torch()
+        read.clear()
+        assert np.array_equal(bits(ckpt[name][:2].torch()), bits(saved[:2]))
+        few = sum(read)
+        read.clear()
+        assert np.array_equal(bits(ckpt[name].torch()), bits(saved))
+        assert few < sum(read)
+
+
+keys = st.one_of(st.integers(-4, 3), st.slices(4).filter(lambda s: s.step is None or s.step > 0))
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(keys, max_size=3), st.integers(-1, 3))
+def test_indexing_is_numpys(tmp_path: Path, index: list[Any], ellipsis: int) -> None:
+    values = np.arange(64).reshape(4, 4, 4)
+    path = tmp_path / "c.pt"
+    if not path.exists():
+        torch.save({"w": torch.from_numpy(values)}, path)
+    if ellipsis >= 0:
+        index.insert(min(ellipsis, len(index)), ...)
+    key = tuple(index) if len(index) != 1 else index[0]
+    with ckpttool.open(str(path)) as ckpt:
+        found = ckpt["w"][key]
+        expected = values[key]
+        assert found.shape == expected.shape
+        assert np.array_equal(found.numpy(), expected)
+        assert np.array_equal(found.torch().numpy(), expected)
+
+
+def test_indexes_that_are_none() -> None:
+    with ckpttool.open(FULL) as ckpt:
+        tensor = ckpt["model.embed.weight"]
+        for wrong in (10_000, -10_000, (0, 0, 0), slice(None, None, -1)):
+            with pytest.raises(IndexError):
+                tensor[wrong]
+        with pytest.raises(UsageError, match="a slice of a slice"):
+            tensor[1:3][0]
+
+
+def test_dtypes_that_numpy_lacks_are_torchs() -> None:
+    saved = original("torch_dtypes")
+    with ckpttool.open(DTYPES) as ckpt:
+        for name, value in saved.items():
+            short = str(value.dtype).removeprefix("torch.")
+            found = ckpt[name].torch()
+            assert found.dtype == value.dtype
+            assert np.array_equal(bits(found), bits(value))
+            try:
+                expected = value.numpy()
+            except TypeError:
+                with pytest.raises(UsageError, match=re.escape(f"`{name}`: numpy has no {short}")) as caught:
+                    ckpt[name].numpy()
+                assert caught.value.hint == "use `.torch()`"
+                continue
+            assert ckpt[name].numpy().dtype == expected.dtype
+            assert ckpt[name].numpy().tobytes() == expected.tobytes()
+
+
+def test_what_is_read_belongs_to_the_reader() -> None:
+    with ckpttool.open(FULL) as ckpt:
+        first = ckpt["model.embed.weight"].torch()
+        first.fill_(7)
+        ckpt["model.embed.weight"].numpy()[...] = 9
+        assert not ckpt["model.embed.weight"].torch().equal(first)
+    assert first.eq(7).all()
+
+
+@pytest.mark.parametrize("name", ["torch_quantized", "torch_storages", "torch_sparse"])
+def test_odd_tensors_are_read_or_refused_by_name(name: str) -> None:
+    with ckpttool.open(path_of(name)) as ckpt:
+        for entry in ckpt.catalogue.entries.values():
+            if isinstance(entry, Tensor):
+                try:
+                    assert ckpt[entry.path].torch().shape == entry.shape
+                except CkptError as error:
+                    assert entry.name in str(error)
+
+
+def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    for path, words in (
+        (tmp_path / "none", "no such file"),
+        (tmp_path / "notes.txt", "not a checkpoint that we know"),
+        (tmp_path, "holds no checkpoint that we know"),
+    ):
+        with pytest.raises(ReadError, match=words):
+            ckpttool.open(str(path))

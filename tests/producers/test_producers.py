@@ -1,0 +1,828 @@
+"""Run directories: each producer's layout is found, converted and read back by upstream; runs list checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from support.paths import CHECKPOINTS
+from support.upstream_samples import path_of, reference
+from torch import nn
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from ckpttool import convert, inspect, producers
+from ckpttool.errors import CkptError, CorruptError, ReadError
+from ckpttool.producers import PRODUCERS, recognise, runs
+from ckpttool.producers.directory import Directory
+from ckpttool.producers.open import open_resolved, resolve
+from ckpttool.producers.reader import shapes_of_moments
+from ckpttool.producers.runs import step_in
+
+SAMPLES = sorted(folder.name for folder in CHECKPOINTS.glob("run_*"))
+TARGETS = ("torch", "dcp", "safetensors")
+
+
+# What upstream makes of what we wrote ---------------------------------------------------------------------------------
+
+
+def flat(value: Any, name: str = "") -> dict[str, Any]:
+    """Leaves by dotted name, tensors as they are."""
+    if isinstance(value, dict) and value:
+        children: Any = value.items()
+    elif isinstance(value, list) and any(isinstance(v, (dict, list, torch.Tensor)) for v in value):
+        children = enumerate(value)
+    else:
+        return {name: value}
+    made: dict[str, Any] = {}
+    for key, child in children:
+        made |= flat(child, f"{name}.{key}" if name else str(key))
+    return made
+
+
+def converted(path: str, to: str, folder: Path, shapes: str | None = None) -> dict[str, Any]:
+    """`path` in another format, by dotted name, as upstream reads it; the tensors only for safetensors."""
+    out = folder / ("out.pt" if to == "torch" else "out")
+    convert(path, out, to=to, check=True, shapes=shapes)
+    if to == "torch":
+        return flat(torch.load(out, weights_only=False))
+    if to == "dcp":
+        state: dict[str, Any] = {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _load_state_dict(state, dcp.FileSystemReader(out), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+        return flat(state)
+    return {f"{file.stem}.{name}": t for file in out.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def assert_alike(found: Any, expected: Any, at: str) -> None:
+    """Bit for bit, NaN and all."""
+    if isinstance(expected, torch.Tensor):
+        assert isinstance(found, torch.Tensor), at
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), at
+        a, b = (t.detach().contiguous().reshape(-1).view(torch.uint8) if t.numel() else t for t in (found, expected))
+        assert torch.equal(a, b), at
+    else:
+        assert type(found) is type(expected), at
+        assert repr(found) == repr(expected), at
+
+
+# Samples --------------------------------------------------------------------------------------------------------------
+
+
+def below(found: dict[str, Any], tail: str, wanted: str = "", unwanted: str = "\0") -> str | None:
+    """What stands before `tail` in the shortest name that ends with it."""
+    before = [n.removesuffix(tail) for n in found if n == tail or n.endswith(f".{tail}")]
+    return min((p for p in before if wanted in p and unwanted not in p), key=len, default=None)
+
+
+def expected(ref: dict[str, Any], found: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name in what was converted, and the tensor of the reference. Wrappers and ids are as the framework saved them."""
+    for suffix in ("", *(f"_{i}" for i in range(1, 9) if f"model_{i}" in ref)):
+        model = ref[f"model{suffix}"]
+        root = below(found, next(iter(model)), f"model{suffix}" if suffix else "", "optim")
+        assert root is not None
+        yield from ((f"{root}{name}", tensor) for name, tensor in model.items())
+        if f"optim{suffix}" in ref:
+            yield from _moments(ref[f"optim{suffix}"], found, suffix)
+
+
+def _moments(optim: dict[str, Any], found: dict[str, Any], suffix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """State by name, or by the place of the parameter in the parameter groups."""
+    names = [name for group in optim["param_groups"] for name in group["params"]]
+    moment = next(iter(optim["state"][names[0]]))
+    by_name = below(found, f"{names[0]}.{moment}", f"optimizer{suffix}" if suffix else "")
+    root = by_name if by_name is not None else below(found, f"0.{moment}", f"optimizer{suffix}" if suffix else "")
+    assert root is not None
+    for i, name in enumerate(names):
+        for moment, value in optim["state"][name].items():
+            if isinstance(value, torch.Tensor):
+                yield f"{root}{name if by_name is not None else i}.{moment}", value
+
+
+@pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_sample_converts_to_what_torch_gathered(name: str, to: str, tmp_path: Path) -> None:
+    ref = reference(name)
+    found = converted(path_of(name), to, tmp_path, _shapes(name, ref, tmp_path))
+    count = 0
+    for key, tensor in expected(ref, found):
+        if key not in found and key.endswith("lm_head.weight"):
+            embed = next(t for n, t in ref["model"].items() if "embed" in n)
+            assert_alike(embed, tensor, "the tied one was left out")
+            continue
+        if key not in found and to == "safetensors" and key.endswith(".step"):
+            # All parameters of a flat one share theirs: the file has it once.
+            assert any(k.endswith(".step") and torch.equal(v, tensor) for k, v in found.items())
+            continue
+        assert key in found
+        assert_alike(found[key], tensor, key)
+        count += 1
+    assert count >= 10
+    if to != "safetensors":
+        _check_objects(ref, found)
+
+
+def _check_objects(ref: dict[str, Any], found: dict[str, Any]) -> None:
+    for part, tail in (("scheduler", "last_epoch"), ("scheduler_1", "last_epoch"), ("scaler", "growth_factor")):
+        if part in ref:
+            root = below(found, tail, "_1" if part.endswith("_1") else "sc")
+            assert root is not None
+            for key, value in flat(ref[part]).items():
+                assert_alike(found[root + key], value, key)
+    held = [v for k, v in found.items() if "rng" in k and isinstance(v, torch.Tensor)]
+    for rank, states in enumerate(ref.get("rng_by_rank", ())):
+        for state in (v for v in flat(states).values() if isinstance(v, torch.Tensor)):
+            assert any(v.dtype == state.dtype and torch.equal(v, state) for v in held), rank
+
+
+def _shapes(name: str, ref: dict[str, Any], folder: Path) -> str | None:
+    """Flat parameters of DINOv2 have no shapes, and nothing beside them that has."""
+    if "dinov2" not in name:
+        return None
+    path = folder / "shapes.json"
+    path.write_text(json.dumps([[n, list(t.shape)] for n, t in ref["model"].items()]))
+    return str(path)
+
+
+# The table -----------------------------------------------------------------------------------------------------------
+
+PRODUCER_OF: dict[str, str | None] = {
+    "run_lightning_log": None,  # a file, as any script saves one
+    "run_accelerate": "accelerate",
+    "run_trainer": "transformers Trainer",
+    "run_hf_assets": "transformers",
+    "run_lightning": "Lightning",
+    "run_fabric": "Lightning",
+    "run_composer": "Composer",
+    "run_torchtitan": "torchtitan",
+    "run_olmo_core": "OLMo-core",
+    "run_olmo_unsharded": "OLMo",
+    "run_verl": "verl",
+    "run_torch_checkpointing": "torch_checkpointing",
+    "run_dinov2": "DINOv2",
+}
+every_row = pytest.mark.parametrize("row", PRODUCERS, ids=lambda row: row.name)
+
+
+def producer_of(name: str) -> str | None:
+    return next(producer for begin, producer in PRODUCER_OF.items() if name.startswith(begin))
+
+
+def shelled(path: str, folder: Path) -> Path:
+    """The same names and the same JSON, and nothing in the other files."""
+
+    def copy(source: str, target: str) -> None:
+        Path(target).write_bytes(Path(source).read_bytes() if source.endswith((".json", ".yaml", ".txt")) else b"?")
+
+    return Path(shutil.copytree(path, folder / Path(path).name, copy_function=copy))
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_every_sample_is_known_by_its_producer(name: str) -> None:
+    assert inspect(path_of(name)).facts.get("producer") == producer_of(name)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_names_and_small_json_are_all_that_is_looked_at(name: str, tmp_path: Path) -> None:
+    there, shell = Directory(path_of(name)), Directory(str(shelled(path_of(name), tmp_path)))
+    assert [recognise(x) for x in (there,)] == [recognise(x) for x in (shell,)]
+    row = recognise(there)
+    if row is not None:
+        assert row.layout(there) == row.layout(shell)
+    found, again = (runs.in_directory(x) for x in (there, shell))
+    assert [(f.name, f.step, f.producer) for f in found] == [(f.name, f.step, f.producer) for f in again]
+
+
+@every_row
+def test_a_row_is_whole(row: producers.Producer) -> None:
+    assert row.name
+    assert row.title
+    assert [r.name for r in PRODUCERS].count(row.name) == 1
+    page = (CHECKPOINTS.parents[1] / "docs" / "reference" / "producers.md").read_text()
+    assert f"| {row.name} |" in page
+
+
+@every_row
+def test_a_row_knows_no_empty_directory(row: producers.Producer, tmp_path: Path) -> None:
+    assert not row.recognise(Directory(str(tmp_path)))
+
+
+FILES = sorted(
+    (name, str(file.relative_to(path_of(name))))
+    for name in SAMPLES for file in Path(path_of(name)).rglob("*") if file.is_file()
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "file"), FILES)
+def test_a_file_that_is_gone_is_noticed_or_was_none_of_the_state(name: str, file: str, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(path_of(name), tmp_path / "ckpt"))
+    (copy / file).unlink()
+    before = inspect(path_of(name))
+    try:
+        after = inspect(copy)
+    except CkptError:
+        return
+    if after.warnings == before.warnings and after.facts.get("assets") == before.facts.get("assets"):
+        assert _optional(file)
+
+
+def _optional(file: str) -> bool:
+    """What is left only when there is one, or only tells the framework where to look, so nobody can miss it; and the
+    generators of the last rank, where nothing else says how many there were."""
+    names = r"scheduler|sampler|dl_state|scaler|custom_|training_args|_1\.|data\.pt|meta\.pt|huggingface/|_config\.json"
+    names += r"|(random_states|rng_state)_3\."
+    return bool(
+        re.search(
+            rf"{names}|last_checkpoint|latest_|metadata\.pkl|symlink|(checkpoint-2|checkpoint_0|step-4)/|\.(yaml|csv)",
+            file,
+        )
+    )
+
+
+# Runs ----------------------------------------------------------------------------------------------------------------
+
+
+def saved(folder: Path, value: float = 1.0, world: int = 1) -> Path:
+    """What accelerate leaves of a tiny model, made by torch and safetensors."""
+    folder.mkdir(parents=True)
+    model = nn.Linear(3, 2)
+    nn.init.constant_(model.weight, value)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    save_file(model.state_dict(), folder / "model.safetensors")
+    torch.save(optimizer.state_dict(), folder / "optimizer.bin")
+    for rank in range(world):
+        torch.save({"step": 1, "torch_manual_seed": torch.get_rng_state()}, folder / f"random_states_{rank}.pkl")
+    return folder
+
+
+def saved_dcp(folder: Path, value: float = 1.0) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": {"w": torch.full((3,), value)}, "step": 1}, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def test_the_highest_step_is_taken_not_the_last_written(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in (10, 9, 100, 20):
+        saved(run / f"checkpoint_{step}", float(step))
+    found = runs.checkpoints(str(run))
+    assert [(f.step, f.complete, f.producer) for f in found] == [(s, True, "accelerate") for s in (9, 10, 20, 100)]
+    assert [f.nbytes for f in found] == [
+        sum(f.stat().st_size for f in (run / f"checkpoint_{s}").iterdir()) for s in (9, 10, 20, 100)
+    ]
+    made = convert(run, tmp_path / "out.pt")
+    assert torch.load(tmp_path / "out.pt")["model"]["weight"][0, 0] > 99
+    assert any("using `checkpoint_100`" in note for note in made.notes)
+    table = inspect(run).facts["run"]
+    assert [row["name"] for row in table if row["taken"]] == ["checkpoint_100"]
+
+
+def truncate(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(b"")
+
+
+def remove(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).unlink()
+
+
+@pytest.mark.parametrize(
+    ("make", "spoil", "why"),
+    [
+        (saved_dcp, remove(".metadata"), "no `.metadata`: the save did not end"),
+        (saved_dcp, lambda f: (f / ".metadata").rename(f / ".metadata.tmp"), "only `.metadata.tmp`"),
+        (saved_dcp, truncate(".metadata"), "`.metadata` is empty"),
+        (saved_dcp, truncate("__0_0.distcp"), "`__0_0.distcp` is empty"),
+        (saved_dcp, remove("__0_0.distcp"), "`__0_0.distcp` is missing"),
+        (saved, truncate("optimizer.bin"), "`optimizer.bin` is empty"),
+        (lambda f: saved(f, world=3), remove("random_states_1.pkl"), "the file of rank 1 of 3 is missing"),
+        (saved, lambda f: shutil.rmtree(f) or f.mkdir(), "an empty directory"),
+        (saved, lambda f: [file.rename(f / f"{file.name}.part") for file in f.iterdir()], "no checkpoint that we know"),
+    ],
+)
+def test_what_is_not_complete_is_passed_over(
+    make: Callable[[Path], Path], spoil: Callable[[Path], object], why: str, tmp_path: Path
+) -> None:
+    make(tmp_path / "run" / "step-1")
+    spoil(make(tmp_path / "run" / "step-2"))
+    first, second = runs.checkpoints(str(tmp_path / "run"))
+    assert first.complete
+    assert second.why_not is not None
+    assert why in second.why_not
+    made = convert(tmp_path / "run", tmp_path / "out.pt")
+    assert made.notes[0] == "using `step-1`, the newest complete of the 2 checkpoints in the run"
+    assert made.notes[1].startswith("`step-1` is taken, as what is newer is not complete: `step-2`: ")
+
+
+@pytest.mark.parametrize("name", ["tmp_step-2", ".step-2", "step-2.tmp", "step-2-incomplete", "tmp-checkpoint-2"])
+def test_a_name_that_says_so_is_not_complete(name: str, tmp_path: Path) -> None:
+    saved_dcp(tmp_path / "step-1")
+    saved_dcp(tmp_path / name)
+    assert [f.complete for f in runs.checkpoints(str(tmp_path))] == [True, False]
+
+
+def test_nothing_complete_is_an_error_with_the_list(tmp_path: Path) -> None:
+    for step in (1, 2):
+        (saved_dcp(tmp_path / f"step-{step}") / ".metadata").unlink()
+    with pytest.raises(ReadError) as caught:
+        inspect(tmp_path)
+    assert "none of its 2 checkpoints is complete: `step-1`: no `.metadata`" in caught.value.message
+    assert caught.value.hint == f"name one to open it all the same: `{tmp_path / 'step-2'}`"
+
+
+def test_an_incomplete_one_that_is_named_is_opened_all_the_same(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "checkpoint_1", world=3)
+    (folder / "random_states_1.pkl").unlink()
+    assert any("the file of rank 1 of 3 is missing" in str(w) for w in inspect(folder).warnings)
+    with pytest.raises(CorruptError, match="the file of rank 1 of 3 is missing"):
+        convert(folder, tmp_path / "out.pt")
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("checkpoint-500", 500),
+        ("checkpoint_7", 7),
+        ("step-10", 10),
+        ("step1000-unsharded", 1000),
+        ("global_step_20", 20),
+        ("ep3-ba40", 40),
+        ("epoch=2-step=100.ckpt", 100),
+        ("epoch_3", 3),
+        ("iter_0000100", 100),
+        ("250", 250),
+        ("best", None),
+        ("model-00001-of-00002.safetensors", None),
+        ("pretrain2", None),
+    ],
+)
+def test_the_step_in_a_name(name: str, step: int | None) -> None:
+    assert step_in(name) == step
+
+
+def test_a_pointer_to_another_step_is_told(tmp_path: Path) -> None:
+    for step in (1, 2):
+        saved_dcp(tmp_path / f"step-{step}")
+    (tmp_path / "latest").write_text("step-1\n")
+    assert any("`latest` names step 1, but step 2 is taken" in str(w) for w in inspect(tmp_path).warnings)
+    (tmp_path / "latest").write_text("step-2")
+    assert not any("latest" in str(w) for w in inspect(tmp_path).warnings)
+
+
+def test_a_model_beside_the_checkpoints_of_its_run_is_what_is_opened(tmp_path: Path) -> None:
+    saved(tmp_path / "checkpoint-1")
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"final": torch.ones(2)}, tmp_path / "model.safetensors")
+    catalogue = inspect(tmp_path)
+    assert set(catalogue.entries) == {("final",)}
+    assert [f["name"] for f in catalogue.facts["run"]] == ["checkpoint-1"]
+    assert not any(f["taken"] for f in catalogue.facts["run"])
+    assert str(catalogue.warnings[0]) == "the model in the directory itself is taken; `checkpoint-1` lies in it too"
+
+
+def test_checkpoints_of_one_file_each(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    for step in (5, 10):
+        torch.save({"state_dict": {"w": torch.full((2,), float(step))}}, run / f"epoch=1-step={step}.ckpt")
+    (run / "epoch=2-step=15.ckpt").touch()
+    found = [(f.step, f.why_not) for f in runs.checkpoints(str(run))]
+    assert found == [(5, None), (10, None), (15, "an empty file")]
+    convert(run, tmp_path / "out.pt")
+    assert torch.load(tmp_path / "out.pt")["state_dict"]["w"][0] == 10
+
+
+def test_a_directory_of_other_things_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "logs").mkdir()
+    assert runs.checkpoints(str(tmp_path)) == []
+    with pytest.raises(ReadError, match="holds no checkpoint that we know"):
+        inspect(tmp_path)
+
+
+def test_a_long_run_is_listed_without_reading_its_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = saved(tmp_path / "run" / "checkpoint_0", world=8)
+    for step in range(1, 300):
+        shutil.copytree(first, tmp_path / "run" / f"checkpoint_{step}", copy_function=os.link)
+    monkeypatch.setattr("ckpttool.formats.detect.detect", None)
+    monkeypatch.setattr("builtins.open", None)
+    began = time.monotonic()
+    found = runs.checkpoints(str(tmp_path / "run"))
+    assert time.monotonic() - began < 2
+    assert len(found) == 300
+    assert all(f.complete for f in found)
+
+
+def test_an_ordinary_checkpoint_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved_dcp(tmp_path / "ckpt")
+    listed: list[str] = []
+    made = Directory.__init__
+    monkeypatch.setattr(Directory, "__init__", lambda self, path: [listed.append(path), made(self, path)][1])
+    with closing(open_resolved(resolve(str(folder)))):
+        assert listed == [str(folder)]
+
+
+# Almost a producer's -------------------------------------------------------------------------------------------------
+
+
+def test_without_an_optimizer_it_opens_with_a_warning(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "checkpoint_0")
+    (folder / "optimizer.bin").unlink()
+    catalogue = inspect(folder)
+    assert catalogue.facts["producer"] == "accelerate"
+    assert [str(w) for w in catalogue.warnings] == ["there is no optimizer in it"]
+
+
+def test_what_is_not_known_is_named(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "checkpoint_0")
+    (folder / "notes.xyz").touch()
+    assert [str(w) for w in inspect(folder).warnings] == ["`notes.xyz`: not known here, and left out"]
+
+
+def test_a_piece_that_cannot_be_read_leaves_the_others_to_be_seen(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "checkpoint_0")
+    whole = (folder / "optimizer.bin").read_bytes()
+    (folder / "optimizer.bin").write_bytes(whole[: len(whole) // 2])
+    catalogue = inspect(folder)
+    assert ("model", "weight") in catalogue.entries
+    assert any(str(w).startswith("damaged: ") and "optimizer.bin" in str(w) for w in catalogue.warnings)
+    with pytest.raises(CorruptError, match=re.escape("optimizer.bin")):
+        convert(folder, tmp_path / "out.pt")
+
+
+def test_a_step_directory_of_somebody_else_is_not_called_torchtitan(tmp_path: Path) -> None:
+    assert "producer" not in inspect(saved_dcp(tmp_path / "step-10")).facts
+
+
+def test_two_models_of_verl_hang_under_their_names(tmp_path: Path) -> None:
+    actor = Path(path_of("run_verl_fsdp2_w2")) / "global_step_3" / "actor"
+    for role in ("actor", "critic"):
+        shutil.copytree(actor, tmp_path / "global_step_3" / role)
+    catalogue = inspect(tmp_path / "global_step_3")
+    roots = {e.part.root for e in catalogue.entries.values() if e.part.kind in ("model", "optimizer")}
+    assert roots == {(role, part) for role in ("actor", "critic") for part in ("model", "optim")}
+
+
+def test_random_states_that_end_too_early_are_missed(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(path_of("run_accelerate_fsdp2_rankfiles_w4"), tmp_path / "ckpt"))
+    (folder / "random_states_3.pkl").unlink()
+    assert any("`random_states_2.pkl` is of 3 ranks, but 4 have written" in str(w) for w in inspect(folder).warnings)
+
+
+def test_the_shapes_of_local_files_come_from_the_moments(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = {
+            "a.w": {"step": torch.tensor(1.0), "exp_avg": torch.ones(2, 3)},
+            "b": {"exp_avg": torch.ones(1), "step": torch.tensor(1.0)},
+        }
+        groups = [{"lr": 0.1, "params": ["b", "a.w"]}]
+        dcp.save({"optimizer": {"state": state, "param_groups": groups}}, checkpoint_id=tmp_path / "o", no_dist=True)
+    options = shapes_of_moments(inspect(tmp_path / "o"))
+    assert list((options.shapes or {}).items()) == [("b", (1,)), ("a.w", (2, 3))]
+    assert options.ordered
+
+
+def test_the_one_to_be_taken_is_looked_into_however_large_its_index_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "_INDEX_READ", 0)
+    for step in (1, 2):
+        saved_dcp(tmp_path / f"step-{step}", float(step))
+    (tmp_path / "step-2" / "__0_0.distcp").unlink()
+    assert [f.complete for f in runs.checkpoints(str(tmp_path))] == [True, True]
+    catalogue = inspect(tmp_path)
+    assert [f["taken"] for f in catalogue.facts["run"]] == [True, False]
+    said = "`step-1` is taken, as what is newer is not complete: `step-2`: `__0_0.distcp` is missing"
+    assert str(catalogue.warnings[0]) == said
+
+
+@pytest.mark.parametrize("name", sorted(f.name for f in CHECKPOINTS.glob("dcp_*")))
+def test_the_files_that_an_index_names_are_found_without_building_it(name: str) -> None:
+    folder = Path(path_of(name))
+    named = {n for index in folder.glob("*.metadata") for n in runs._named_in(index.read_bytes())}
+    assert named == {file.name for file in folder.glob("*.distcp")}
+    assert runs._dcp_why_not(Directory(str(folder)), 1 << 20) is None
+
+
+def test_steps_of_dinov2_in_one_directory(tmp_path: Path) -> None:
+    sample = Path(path_of("run_dinov2_w2"))
+    run = tmp_path / "run [1]"
+    run.mkdir()
+    for step in (3, 7, 9):
+        for rank in (0, 1):
+            shutil.copy(sample / f"model_0000003.rank_{rank}.pth", run / f"model_{step:07}.rank_{rank}.pth")
+    (run / "model_0000009.rank_0.pth").unlink()
+    found = runs.checkpoints(str(run))
+    assert [(f.step, f.why_not) for f in found] == [(3, None), (7, None), (9, "the file of rank 0 is missing")]
+    ref = reference("run_dinov2_w2")
+    catalogue = inspect(run, shapes=_shapes("dinov2", ref, tmp_path))
+    assert [f["name"] for f in catalogue.facts["run"] if f["taken"]] == ["model_0000007.rank_*.pth"]
+    assert {f.name for f in catalogue.files} == {f"model_0000007.rank_{rank}.pth" for rank in (0, 1)}
+    assert catalogue.facts["producer"] == "DINOv2"
+
+
+def test_a_loss_that_is_no_number(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(Path(path_of("run_trainer")) / "checkpoint-4", tmp_path / "checkpoint-4"))
+    state = json.loads((folder / "trainer_state.json").read_text())
+    state["log_history"][0]["loss"] = float("nan")
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+    convert(folder, tmp_path / "out.pt", check=True)
+    back = torch.load(tmp_path / "out.pt", weights_only=False)["trainer_state"]
+    assert repr(back) == repr(state)
+
+
+def test_json_that_is_cut_is_a_fault(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(Path(path_of("run_trainer")) / "checkpoint-4", tmp_path / "checkpoint-4"))
+    (folder / "trainer_state.json").write_text('{"global_step": 4, ')
+    assert any("trainer_state.json` is not JSON" in str(w) for w in inspect(folder).warnings)
+    with pytest.raises(CorruptError, match="is not JSON"):
+        convert(folder, tmp_path / "out.pt")
+
+
+def test_a_finished_trainer_run_is_its_last_model(tmp_path: Path) -> None:
+    """`save_model` and `save_state` write into the directory that the checkpoints are in."""
+    run = Path(shutil.copytree(path_of("run_trainer"), tmp_path / "run"))
+    for name in ("model.safetensors", "config.json", "training_args.bin", "trainer_state.json"):
+        shutil.copy(run / "checkpoint-4" / name, run / name)
+    (run / "runs").mkdir()
+    (run / "all_results.json").write_text("{}")
+    catalogue = inspect(run)
+    assert [str(w) for w in catalogue.warnings] == [
+        "the model in the directory itself is taken; `checkpoint-4`, `checkpoint-2` lie in it too",
+        "there is no optimizer and no rng in it",
+    ]
+    assert {e.part.kind for e in catalogue.entries.values()} == {"model", "progress", "other"}
+
+
+def torch_shards(folder: Path) -> dict[str, torch.Tensor]:
+    """A model in the files that `save_pretrained(safe_serialization=False)` used to write."""
+    state = {"a": torch.ones(2), "b": torch.zeros(3), "c": torch.full((1,), 7.0)}
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    names = {name: f"pytorch_model-0000{i + 1}-of-00003.bin" for i, name in enumerate(state)}
+    for name, file in names.items():
+        torch.save({name: state[name]}, folder / file)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    return state
+
+
+def test_a_model_in_several_torch_files(tmp_path: Path) -> None:
+    state = torch_shards(tmp_path / "model")
+    catalogue = inspect(tmp_path / "model")
+    assert catalogue.facts["producer"] == "transformers"
+    assert catalogue.facts["assets"] == ["config.json"]
+    convert(tmp_path / "model", tmp_path / "model.safetensors")
+    back = load_file(tmp_path / "model.safetensors")
+    assert set(back) == set(state)
+    assert all(torch.equal(back[name], t) for name, t in state.items())
+
+
+def test_a_model_file_that_the_index_names_is_missing(tmp_path: Path) -> None:
+    torch_shards(tmp_path / "model")
+    (tmp_path / "model" / "pytorch_model-00002-of-00003.bin").unlink()
+    with pytest.raises(CorruptError, match=re.escape("`pytorch_model-00002-of-00003.bin` is missing, but")):
+        convert(tmp_path / "model", tmp_path / "model.safetensors")
+
+
+def test_verl_of_one_rank_saves_plain_tensors(tmp_path: Path) -> None:
+    folder = tmp_path / "global_step_1" / "actor"
+    folder.mkdir(parents=True)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    torch.save(model.state_dict(), folder / "model_world_size_1_rank_0.pt")
+    torch.save(optimizer.state_dict(), folder / "optim_world_size_1_rank_0.pt")
+    torch.save(
+        {"lr_scheduler": None, "rng": {"cpu": torch.get_rng_state()}}, folder / "extra_state_world_size_1_rank_0.pt"
+    )
+    convert(tmp_path, tmp_path.parent / f"{tmp_path.name}.pt", check=True)
+    back = torch.load(tmp_path.parent / f"{tmp_path.name}.pt")
+    assert torch.equal(back["model"]["weight"], model.weight)
+    assert torch.equal(back["optim"]["state"][0]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+    assert torch.equal(
+        back["rng"]["rank0"]["cpu"] if "rank0" in back["rng"] else back["rng"]["cpu"], torch.get_rng_state()
+    )
+
+
+def test_two_worlds_of_verl_in_one_directory(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(path_of("run_verl_fsdp2_w2"), tmp_path / "run")) / "global_step_3" / "actor"
+    for part in ("model", "optim", "extra_state"):
+        shutil.copy(folder / f"{part}_world_size_2_rank_0.pt", folder / f"{part}_world_size_4_rank_0.pt")
+    (found,) = runs.checkpoints(str(tmp_path / "run"))
+    assert not found.complete
+    with pytest.raises(CkptError):
+        convert(folder, tmp_path / "out.pt")
+
+
+def test_a_directory_of_very_many_files_is_told_fast(tmp_path: Path) -> None:
+    listing = Directory(str(tmp_path))
+    listing.names = [".metadata", *(f"__0_{i}.distcp" for i in range(100_000))]
+    began = time.monotonic()
+    assert recognise(listing) is None
+    took = time.monotonic() - began
+    assert took < 3, took
+
+
+@pytest.mark.parametrize("name", [n for n in SAMPLES if n.startswith(("run_accelerate", "run_trainer"))])
+def test_keys_are_not_doubled(name: str) -> None:
+    ref = reference(name)
+    catalogue = inspect(path_of(name))
+    tensors = {t.name.replace("module.", "") for t in catalogue.tensors}
+    assert {f"model.{n}" for n in ref["model"]} - tensors <= {"model.lm_head.weight"}
+    assert not any(n.startswith(("optimizer.optimizer", "model.model.model", "model_1.model")) for n in tensors)
+    assert {e.path[1] for e in catalogue.entries.values() if e.path[0] == "optimizer"} == {"state", "param_groups"}
+
+
+def test_of_two_pieces_that_are_the_model_the_first_is_taken(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "checkpoint_0")
+    torch.save({"weight": torch.full((2, 3), 7.0)}, folder / "pytorch_model.bin")
+    catalogue = inspect(folder)
+    assert [str(w) for w in catalogue.warnings] == [
+        "`pytorch_model.bin` is ignored, as `model.safetensors` has the same part"
+    ]
+    assert catalogue.tensor(("model", "bias")).shape == (2,)
+
+
+# On the command line -------------------------------------------------------------------------------------------------
+
+
+def ran(*words: str) -> tuple[int, str, str]:
+    done = subprocess.run([sys.executable, "-m", "ckpttool", *words], capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_inspect_lists_the_run_first_and_json_has_it(tmp_path: Path) -> None:
+    for step in range(1, 26):
+        saved_dcp(tmp_path / f"step-{step}")
+    (tmp_path / "step-25" / ".metadata").unlink()
+    code, out, _ = ran("inspect", str(tmp_path))
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0] == f"{tmp_path}  25 checkpoints"
+    assert "  5 before them, shown by -v" in lines
+    assert re.search(r"(?m)^  step-24 +24 +[\d.]+ kB +dcp +shown below$", out)
+    assert re.search(r"(?m)^  step-25 +25 +[\d.]+ kB +dcp +not complete: no `\.metadata`", out)
+    assert str(tmp_path / "step-24") in lines
+    assert "step-1 " in ran("inspect", str(tmp_path), "-v")[1]
+    code, out, _ = ran("inspect", str(tmp_path), "--json")
+    said = json.loads(out)
+    assert said["schema"] == "ckpttool/inspect/1"
+    assert [f["step"] for f in said["run"]] == list(range(1, 26))
+    assert said["run"][-1] == {
+        "name": "step-25", "path": str(tmp_path / "step-25"), "step": 25,
+        "bytes": (tmp_path / "step-25" / "__0_0.distcp").stat().st_size, "producer": None, "format": "dcp",
+        "complete": False, "why_not": "no `.metadata`: the save did not end", "taken": False,
+    }  # fmt: skip
+
+
+def test_no_complete_checkpoint_exits_with_the_list(tmp_path: Path) -> None:
+    (saved_dcp(tmp_path / "step-1") / ".metadata").unlink()
+    code, out, err = ran("inspect", str(tmp_path))
+    assert (code, out) == (3, "")
+    assert err.startswith(f"error: `{tmp_path}`: the one checkpoint in it is not complete: `step-1`: no `.metadata`")
+
+
+def test_pieces_and_assets_in_json(tmp_path: Path) -> None:
+    said = json.loads(ran("inspect", path_of("run_trainer"), "--json")[1])
+    assert said["producer"] == "transformers Trainer"
+    assert "config.json" in said["assets"]
+    assert {m["path"]: (m["root"], m["format"]) for m in said["mounted"]} == {
+        "model.safetensors": ("model", "safetensors"), "optimizer.pt": ("optimizer", "torch"),
+        "rng_state.pth": ("rng", "torch"), "training_args.bin": ("training_args", "torch"),
+        "scheduler.pt": ("scheduler", "torch"), "trainer_state.json": ("trainer_state", "json"),
+    }  # fmt: skip
+
+
+def test_a_conversion_names_the_assets(tmp_path: Path) -> None:
+    made = convert(path_of("run_trainer"), tmp_path / "out.pt")
+    assert made.notes[0] == "using `checkpoint-4`, the newest complete of the 2 checkpoints in the run"
+    assert made.notes[1].startswith("not copied (not part of the state): `config.json`, ")
+
+
+@pytest.mark.parametrize("below", ["checkpoint-4", "plain"])
+def test_files_of_a_repository_are_no_assets(tmp_path: Path, below: str) -> None:
+    """A clone, or a download, has files that say how git keeps the others."""
+    run = tmp_path / below
+    shutil.copytree(f"{path_of('run_trainer')}/checkpoint-4", run)
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "training_args.bin"):
+        (run / name).unlink() if below == "plain" else None
+    (run / ".git").mkdir()
+    for name in (".gitattributes", ".gitignore", ".git/HEAD"):
+        (run / name).write_text("*.safetensors filter=lfs\n")
+    catalogue = inspect(run)
+    assert "config.json" in catalogue.facts["assets"]
+    assert not [name for name in catalogue.facts["assets"] if ".git" in name]
+    made = convert(run, tmp_path / "out.pt")
+    assert "not copied (not part of the state)" in "\n".join(made.notes) and ".git" not in "\n".join(made.notes)
+
+
+# Names that say little ------------------------------------------------------------------------------------------------
+
+
+def test_a_link_to_the_newest_is_no_checkpoint_of_its_own(tmp_path: Path) -> None:
+    for step in (1, 2):
+        saved_dcp(tmp_path / f"step-{step}")
+    (tmp_path / "last").symlink_to("step-2")
+    assert [f.name for f in runs.checkpoints(str(tmp_path))] == ["step-1", "step-2"]
+    assert not any("last" in str(w) for w in inspect(tmp_path).warnings)
+    (tmp_path / "last").unlink()
+    (tmp_path / "last").symlink_to("step-1")
+    assert any("`last` names step 1, but step 2 is taken" in str(w) for w in inspect(tmp_path).warnings)
+
+
+def test_names_that_do_not_say_which_is_the_newest(tmp_path: Path) -> None:
+    for name in ("best", "final"):
+        saved_dcp(tmp_path / name)
+    with pytest.raises(ReadError) as caught:
+        inspect(tmp_path)
+    assert caught.value.message == (
+        f"`{tmp_path}`: has 2 checkpoints, `best`, `final`, and nothing says which is the newest"
+    )
+    (tmp_path / "best" / ".metadata").unlink()
+    assert [f["name"] for f in inspect(tmp_path).facts["run"] if f["taken"]] == ["final"]
+    saved_dcp(tmp_path / "step-1")
+    assert [f["name"] for f in inspect(tmp_path).facts["run"] if f["taken"]] == ["step-1"]
+
+
+def test_a_last_step_for_transformers(tmp_path: Path) -> None:
+    """torchtitan's last step may be a model of Hugging Face, sharded and consolidated."""
+    shutil.copytree(Path(path_of("run_torchtitan_w2")) / "step-3", tmp_path / "step-3")
+    shutil.copytree(path_of("hf_consolidated_w2"), tmp_path / "step-10")
+    catalogue = inspect(tmp_path)
+    assert [(f["name"], f["format"], f["taken"]) for f in catalogue.facts["run"]] == [
+        ("step-3", "dcp", False), ("step-10", "safetensors", True)
+    ]  # fmt: skip
+    assert {e.part.kind for e in catalogue.entries.values()} == {"model"}
+
+
+def test_an_adapter_alone(tmp_path: Path) -> None:
+    save_file({"lora_A": torch.ones(2)}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert inspect(tmp_path).facts["assets"] == ["adapter_config.json"]
+
+
+def test_what_deepspeed_left_is_named(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(Path(path_of("run_trainer")) / "checkpoint-4", tmp_path / "checkpoint-4"))
+    (folder / "optimizer.pt").unlink()
+    (folder / "global_step4").mkdir()
+    torch.save({"module": {"w": torch.ones(2)}}, folder / "global_step4" / "mp_rank_00_model_states.pt")
+    assert [str(w) for w in inspect(folder).warnings] == [
+        "there is no optimizer in it", "`global_step4/`: not known here, and left out"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "file"), FILES)
+def test_damage_ends_in_one_of_our_errors(name: str, file: str, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(path_of(name), tmp_path / "ckpt"))
+    whole = (copy / file).read_bytes()
+    for spoilt in (whole[: len(whole) // 2], b"\x80\x02" + whole[5:100], b""):
+        (copy / file).write_bytes(spoilt)
+        try:
+            runs.checkpoints(str(copy))
+            inspect(copy)
+        except CkptError as error:
+            assert error.message
+    (copy / file).unlink()
+    (copy / file).mkdir()
+    try:
+        inspect(copy)
+    except CkptError as error:
+        assert error.message
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut"])
+def test_a_broken_optimizer_does_not_stop_the_model(damage: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(path_of("run_accelerate_fsdp1_rankfiles_w2"), tmp_path / "run"))
+    broken = folder / "optimizer_0_rank1.bin"
+    if damage == "gone":
+        broken.unlink()
+    else:
+        broken.write_bytes(broken.read_bytes()[:3000])
+    for flags in ({}, {"only": "optimizer"}, {"drop": "rng"}, {"only": ["model", "optimizer"]}):
+        with pytest.raises(CkptError, match="optimizer_0_rank"):
+            convert(str(folder), str(tmp_path / "out.pt"), **flags)  # type: ignore[arg-type]
+    assert any("optimizer_0_rank" in str(text) for text in inspect(folder).warnings)
+    convert(str(folder), str(tmp_path / "out.pt"), only="model", check=True)
+    whole = reference("run_accelerate_fsdp1_rankfiles_w2")["model"]
+    found = torch.load(tmp_path / "out.pt")
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(found[name], whole[name]) for name in whole)

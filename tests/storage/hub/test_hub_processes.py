@@ -1,0 +1,287 @@
+"""The whole command against the test Hub: over LFS and over Xet, killed, and what transformers loads of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from huggingface_hub import constants
+from safetensors.torch import load, load_file, save, save_file
+from support.hub_client import patience
+from support.hub_server import WRITER, Handler, Hub, stall
+from support.paths import ROOT
+
+import ckpttool
+from ckpttool.cli.app import application
+from ckpttool.errors import RemoteError, UsageError
+from ckpttool.storage import mirrors
+
+SAMPLE = ROOT / "samples" / "checkpoints" / "dcp_single" / "ckpt"
+
+
+def environment(hub: Hub, folder: Path) -> dict[str, str]:
+    """That of a program that speaks to the test Hub, over LFS."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "CKPTTOOL_", "TRANSFORMERS_"))}
+    return {
+        **kept, "HF_ENDPOINT": hub.url, "HF_TOKEN": WRITER, "HF_HOME": str(folder / "home"),
+        "HF_HUB_DISABLE_XET": "1", "TMPDIR": str(folder / "tmp"), "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+
+
+def run(*words: str) -> str:
+    """`ckpttool words...` in this process."""
+    done = CliRunner().invoke(application(), list(words))
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert WRITER not in done.output
+    return done.output
+
+
+LOAD = """
+import sys, torch, transformers
+model, loading = transformers.LlamaForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)
+assert not any(loading.values()), loading
+given = torch.load(sys.argv[2])["model"]
+for name, tensor in model.state_dict().items():
+    assert torch.equal(tensor, given[name]), name
+print("equal")
+"""
+TRAINED = """
+import sys, torch, transformers
+config = transformers.LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+                                  vocab_size=128, architectures=["LlamaForCausalLM"])
+torch.save({"model": transformers.LlamaForCausalLM(config).state_dict(), "step": 10}, sys.argv[1] + "/ckpt.pt")
+config.save_pretrained(sys.argv[1] + "/assets")
+"""
+
+
+def test_from_pretrained_takes_what_was_exported(hub: Hub, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", TRAINED, str(tmp_path)], check=True, timeout=300)
+    model = str(tmp_path / "ckpt.pt")
+    planned = json.loads(run("export", model, "hf://me/model", "--dry-run", "--json"))
+    assert planned["sent"]["created"] and planned["sent"]["commit"] is None and not hub.repos
+    said = run(
+        "export", model, "hf://me/model", "--assets", str(tmp_path / "assets"), "--max-shard-size", "100KB",
+        "--private", "--commit-message", "the final weights",
+    )  # fmt: skip
+    assert f"{hub.url}/me/model/commit/" in said
+    assert hub.history("me/model") == ["the final weights", "initial commit"] and hub.repos["me/model"].private
+    assert len([name for name in hub.files("me/model") if name.endswith(".safetensors")]) > 2
+    loaded = subprocess.run(
+        [sys.executable, "-c", LOAD, "me/model", model],
+        env=environment(hub, tmp_path), text=True, capture_output=True, timeout=300,
+    )  # fmt: skip
+    assert loaded.stdout == "equal\n", loaded.stderr
+    # And back, to what a trainer reads.
+    run("convert", "hf://me/model", str(tmp_path / "dcp"), "--to", "dcp", "--to-world", "8")
+    run("convert", str(tmp_path / "dcp"), str(tmp_path / "back.safetensors"))
+    given = torch.load(model)["model"]
+    back = load_file(tmp_path / "back.safetensors")
+    assert all(torch.equal(back[name], tensor) for name, tensor in given.items())
+
+
+def test_a_card_that_somebody_wrote_stays(hub: Hub, tmp_path: Path) -> None:
+    hub.make("me/model", {"README.md": b"---\ntags: [mine]\n---\n# Mine\n"})
+    run("export", str(SAMPLE), "hf://me/model", "--create-pr", "--stage", str(tmp_path / "stage"))
+    there = hub.files("me/model", "refs/pr/1")
+    assert there["README.md"].endswith(b"# Mine\n")
+    assert there["model.safetensors"] == (tmp_path / "stage" / "model.safetensors").read_bytes()
+    # What is there is what a directory would have been.
+    run("export", str(SAMPLE), str(tmp_path / "out"))
+    assert there["model.safetensors"] == (tmp_path / "out" / "model.safetensors").read_bytes()
+
+
+BESIDE = {"config.json": b'{"model_type": "own", "dtype": "float32"}', "tokenizer.json": b"{ }", "notes.bin": b"no"}
+
+
+@pytest.mark.parametrize("below", ["", "step-3/"])
+def test_what_lies_beside_the_weights_comes_along(hub: Hub, tmp_path: Path, below: str) -> None:
+    weights = save({"w": torch.ones(3, 4)}, {"format": "pt"})
+    hub.make("org/base", {below + name: data for name, data in {**BESIDE, "model.safetensors": weights}.items()})
+    said = run("export", f"hf://org/base/{below}".rstrip("/"), str(tmp_path / "out"), "--dtype", "bfloat16")
+    assert f"2 files are taken from `hf://org/base/{below}".rstrip("/") + "`" in said
+    check_assets(tmp_path / "out")
+
+
+def test_assets_may_lie_on_the_hub(hub: Hub, tmp_path: Path) -> None:
+    hub.make("org/base", {**BESIDE, "model.safetensors": b"x" * 300_000})
+    save_file({"w": torch.ones(3, 4)}, tmp_path / "x.safetensors")
+    words = ("export", str(tmp_path / "x.safetensors"))
+    run(*words, str(tmp_path / "out"), "--assets", "hf://org/base", "--dtype", "bfloat16")
+    check_assets(tmp_path / "out")
+    assert not hub.asked("GET", "/cdn/"), "its weights stay there"
+    run(*words, "hf://me/model", "--assets", "hf://org/base", "--dtype", "bfloat16")
+    there = hub.files("me/model")
+    assert there == {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} | {"README.md": there["README.md"]}
+    assert not mirrors._mounted and os.listdir(tmp_path / "tmp") == []
+    done = CliRunner().invoke(
+        application(), [*words, str(tmp_path / "other"), "--assets", "hf://org/base/tokenizer.json"]
+    )
+    assert done.exit_code == UsageError.exit_code
+    assert "`--assets hf://org/base/tokenizer.json`: not a directory" in done.stderr
+
+
+def test_cards_of_others_and_of_ones_own(hub: Hub, tmp_path: Path) -> None:
+    model = {"config.json": b"{}", "model.safetensors": save({"w": torch.ones(3)}), "README.md": b"# The base\n"}
+    hub.make("org/base", model)
+    save_file({"w": torch.zeros(3)}, tmp_path / "x.safetensors")
+    words = ("export", str(tmp_path / "x.safetensors"), "hf://me/model", "--assets")
+    said = " ".join(run(*words, "hf://org/base").split())
+    assert "`README.md` of `hf://org/base` is not copied: it is about the model there" in said
+    assert b"The base" not in hub.files("me/model")["README.md"]
+    # What somebody has written since, the card of the source included, gives way only to a card that is named.
+    hub.commit("me/model", {"README.md": b"# Mine\n"})
+    run("export", "hf://org/base", "hf://me/model")
+    assert hub.files("me/model")["README.md"] == b"# Mine\n"
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / "README.md").write_text("# New\n")
+    run(*words, str(tmp_path / "assets"))
+    assert hub.files("me/model")["README.md"] == b"# New\n"
+
+
+def test_assets_that_rot_on_the_way(hub: Hub, tmp_path: Path) -> None:
+    hub.make("org/base", {**BESIDE, "tokenizer.model": b"t" * 300_000})
+    there = hub.repos["org/base"]
+    large = there.commits[there.refs["main"]].files["tokenizer.model"]
+    (hub.store / str(large.sha256)).write_bytes(b"u" * 300_000)
+    with pytest.raises(RemoteError, match=r"`hf://org/base/tokenizer\.model`: what arrived is not"):
+        ckpttool.export(SAMPLE, tmp_path / "out", assets="hf://org/base")
+    assert not (tmp_path / "out").exists() and not mirrors._mounted
+
+
+def check_assets(out: Path) -> None:
+    """Those of `BESIDE` that are assets, with the dtype that was written."""
+    assert (out / "config.json").read_bytes() == BESIDE["config.json"].replace(b"float32", b"bfloat16")
+    assert (out / "tokenizer.json").read_bytes() == BESIDE["tokenizer.json"]
+    assert not (out / "notes.bin").exists()
+
+
+def test_flags_that_make_no_sense(hub: Hub, tmp_path: Path) -> None:
+    for dst, flags in (
+        ("hf://me/model", {"check": True}), ("hf://me/model", {"overwrite": True}),
+        (str(tmp_path / "out"), {"private": True}), (str(tmp_path / "out"), {"stage": "x"}),
+    ):  # fmt: skip
+        with pytest.raises(UsageError) as raised:
+            ckpttool.export(SAMPLE, dst, **flags)
+        assert raised.value.hint
+    assert not hub.seen
+
+
+def over_xet(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Retries that do not take minutes.
+    monkeypatch.setenv("HF_XET_CLIENT_RETRY_MAX_ATTEMPTS", "2")
+    monkeypatch.setenv("HF_XET_CLIENT_RETRY_BASE_DELAY", "100ms")
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+
+
+def test_over_xet(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    over_xet(monkeypatch)
+    save_file({"w": torch.randn(400, 400)}, tmp_path / "x.safetensors")
+    words = ("export", str(tmp_path / "x.safetensors"), "hf://me/model")
+    assert "2 new" in run(*words)
+    assert hub.asked("GET", "/xet-write-token/") and not hub.asked("PUT", "/lfs/")
+    stored = sum(p.stat().st_size for p in hub.xet.rglob("*") if p.is_file())
+    assert stored > 400_000, "its bytes are in the store"
+    history = hub.history("me/model")
+    assert "none: nothing is different" in run(*words)
+    assert hub.history("me/model") == history == ["Upload with ckpttool", "initial commit"]
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 503])
+def test_xet_refuses(hub: Hub, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    over_xet(monkeypatch)
+    hub.fail("GET", "/xet-write-token/", status=status)
+    with pytest.raises(RemoteError, match=str(status)) as raised:
+        ckpttool.export(SAMPLE, "hf://me/model")
+    assert raised.value.hint and "127.0.0.1" not in raised.value.message
+    assert hub.history("me/model") == ["initial commit"]
+
+
+def test_a_server_that_says_nothing_is_given_up(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.fail("POST", "/preupload/", act=stall)
+    patience(monkeypatch, 0.3)
+    done = CliRunner().invoke(application(), ["export", str(SAMPLE), "hf://me/model", "--json"])
+    error = json.loads(done.output)["error"]
+    assert done.exit_code == error["exit_code"] == 8 and error["kind"] == "remote"
+    assert "does not answer within 0.3 s" in error["message"] and "CKPTTOOL_HUB_TIMEOUT" in error["hint"]
+
+
+# Killed ---------------------------------------------------------------------------------------------------------------
+
+
+def start(hub: Hub, folder: Path, *words: str) -> subprocess.Popen[str]:
+    program = [sys.executable, "-m", "ckpttool", *words]
+    return subprocess.Popen(
+        program, env=environment(hub, folder), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> None:
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, (out, err)
+    assert WRITER not in out + err
+
+
+def slowly(handler: Handler) -> bool:
+    time.sleep(0.15)
+    return False
+
+
+def kill_and_run_again(hub: Hub, folder: Path, times: int, seed: int) -> None:
+    """Kill an export after a random number of its requests, or a moment later, and run it again."""
+    chance = random.Random(seed)
+    src = folder / "big.safetensors"
+    killed = 0
+    for i in range(times):
+        torch.manual_seed(100 * seed + i)
+        made = {f"layers.{j}.weight": torch.randn(128, 512) for j in range(12)}
+        save_file(made, src, {"format": "pt"})
+        repo = f"me/killed{i}"
+        words = ("export", str(src), f"hf://{repo}", "--max-shard-size", "600KB")
+        hub.fail("PUT", "/lfs/", act=slowly)
+        process = start(hub, folder, *words)
+        # An export of these makes some 50 requests.
+        last = len(hub.seen) + chance.randint(0, 50)
+        while len(hub.seen) < last and process.poll() is None:
+            time.sleep(0.005)
+        time.sleep(chance.uniform(0, 0.1))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        killed += process.returncode == -signal.SIGKILL
+        if repo in hub.repos and len(hub.history(repo)) == 1:
+            assert hub.files(repo) == {}, "nothing is visible before the commit"
+        hub.faults.clear()
+        finish(start(hub, folder, *words))
+        check_whole(hub, repo, made)
+        # What is there is whole, and nothing is left to do.
+        assert len(hub.files(repo)) == 6 + 2
+    assert killed > times / 2, "most of them were in the middle of it"
+
+
+def check_whole(hub: Hub, repo: str, made: dict[str, Any]) -> None:
+    assert hub.history(repo) == ["Upload with ckpttool", "initial commit"]
+    there = hub.files(repo)
+    index = json.loads(there["model.safetensors.index.json"])["weight_map"]
+    assert {name for name in there if name.endswith(".safetensors")} == set(index.values())
+    found: dict[str, torch.Tensor] = {}
+    for file in set(index.values()):
+        found |= load(there[file])
+    assert found.keys() == made.keys() and all(torch.equal(found[key], made[key]) for key in made)
+
+
+def test_killed_and_run_again(hub: Hub, tmp_path: Path) -> None:
+    kill_and_run_again(hub, tmp_path, 3, seed=6)
+
+
+@pytest.mark.long
+def test_killed_at_twenty_moments_and_run_again(hub: Hub, tmp_path: Path) -> None:
+    kill_and_run_again(hub, tmp_path, 20, seed=7)

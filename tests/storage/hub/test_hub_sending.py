@@ -1,0 +1,430 @@
+"""The Hub as a destination: exactly the right files in one commit or none, whatever happens on the way."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+from support.hub_client import check_told_to_nobody, everything_logged, patience
+from support.hub_server import READER, Fault, Handler, Hub, drop, stall
+
+from ckpttool.errors import CkptError, RemoteError, StorageError, UsageError
+from ckpttool.storage import hub as hubs
+from ckpttool.storage.outgoing import Outgoing
+
+
+class Files:
+    """Outgoing files of known bytes, and how often each was made."""
+
+    def __init__(self, **files: bytes) -> None:
+        self.bytes = {name.replace("__", "."): data for name, data in files.items()}
+        self.made: list[str] = []
+        self.most = 0
+
+    def outgoing(self) -> list[Outgoing]:
+        return [Outgoing(name, len(data), self._writer(name)) for name, data in self.bytes.items()]
+
+    def _writer(self, name: str) -> Callable[[str], None]:
+        def write(path: str) -> None:
+            self.made.append(name)
+            folder = Path(path).parent
+            there = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+            self.most = max(self.most, there + len(self.bytes[name]))
+            with open(path, "xb") as stream:
+                stream.write(self.bytes[name])
+
+        return write
+
+
+def weights(seed: int, size: int = 300_000) -> bytes:
+    block = hashlib.sha256(str(seed).encode()).digest()
+    return (block * (size // 32 + 1))[:size]
+
+
+def shards(count: int = 3, seed: int = 0, **others: bytes) -> Files:
+    made = Files(**others)
+    for i in range(1, count + 1):
+        made.bytes[f"model-{i:05d}-of-{count:05d}.safetensors"] = weights(seed + i)
+    made.bytes["model.safetensors.index.json"] = b'{"metadata":{},"weight_map":{"seed":"%d"}}' % seed
+    made.bytes["config.json"] = b'{"model_type":"llama"}'
+    made.bytes["README.md"] = b"---\ntags: [x]\n---\n# A model\n"
+    made.bytes["tokenizer.json"] = b"{" + b" " * 5000 + b"}"
+    return made
+
+
+def statuses(sent: hubs.Sent) -> set[str]:
+    return {file.status for file in sent.files}
+
+
+def test_a_repository_is_made_and_filled_in_one_commit(hub: Hub, tmp_path: Path) -> None:
+    files = shards()
+    sent = hubs.send(files.outgoing(), "hf://me/model", private=True, message="the first")
+    assert hub.files("me/model") == files.bytes
+    assert hub.history("me/model") == ["the first", "initial commit"]
+    assert hub.repos["me/model"].private
+    assert sent.created and statuses(sent) == {"new"}
+    assert sent.bytes == sum(map(len, files.bytes.values()))
+    assert sent.commit == f"{hub.url}/me/model/commit/{hub.repos['me/model'].refs['main']}"
+    # One at a time: no more on this disk than the largest.
+    assert files.most == 300_000
+    assert os.listdir(tmp_path / "tmp") == []
+    assert not hub.asked("PUT", "Authorization"), "the store of large files is another host"
+    assert all(one.authorization is None for one in hub.asked("PUT", "/lfs/"))
+
+
+def test_what_is_there_is_not_sent_again(hub: Hub) -> None:
+    files = shards()
+    hubs.send(files.outgoing(), "hf://me/model")
+    uploads, before = len(hub.asked("PUT", "/lfs/")), hub.history("me/model")
+    sent = hubs.send(shards().outgoing(), "hf://me/model")
+    assert statuses(sent) == {"unchanged"} and sent.bytes == 0 and sent.commit is None
+    assert len(hub.asked("PUT", "/lfs/")) == uploads
+    assert hub.history("me/model") == before
+    # One shard and one small file are different now.
+    files.bytes["model-00002-of-00003.safetensors"] = weights(99)
+    files.bytes["config.json"] = b'{"model_type":"qwen3"}'
+    sent = hubs.send(files.outgoing(), "hf://me/model", message="the second")
+    assert {f.name for f in sent.files if f.status == "changed"} == {"model-00002-of-00003.safetensors", "config.json"}
+    assert hub.files("me/model") == files.bytes
+    assert len(hub.asked("PUT", "/lfs/")) == uploads + 1
+
+
+def test_stale_shards_go_in_the_same_commit(hub: Hub) -> None:
+    hub.make(
+        "me/model",
+        {
+            "pytorch_model.bin": b"old",
+            "notes.txt": b"mine",
+            "other/model.safetensors": b"another",
+            ".gitattributes": b"",
+        },
+    )
+    hubs.send(shards(5).outgoing(), "hf://me/model")
+    one = Files(model__safetensors=weights(7), config__json=b"{}")
+    planned = hubs.send(one.outgoing(), "hf://me/model", dry_run=True)
+    sent = hubs.send(one.outgoing(), "hf://me/model")
+    stale = [*(f"model-{i:05d}-of-00005.safetensors" for i in range(1, 6)), "model.safetensors.index.json"]
+    assert sent.removed == planned.removed == stale
+    there = hub.files("me/model")
+    assert set(there) == {
+        "model.safetensors", "config.json", "README.md", "tokenizer.json", "pytorch_model.bin", "notes.txt",
+        "other/model.safetensors",
+    }  # fmt: skip
+    assert len(hub.history("me/model")) == 4, "two of the test, and one for each export"
+
+
+def test_a_dry_run_changes_nothing(hub: Hub, tmp_path: Path) -> None:
+    planned = hubs.send(shards().outgoing(), "hf://me/model", dry_run=True)
+    assert planned.created and statuses(planned) == {"new"}
+    assert "me/model" not in hub.repos
+    files = shards()
+    hubs.send(files.outgoing(), "hf://me/model")
+    before = (hub.history("me/model"), len(hub.asked("PUT", "/lfs/")))
+    files.bytes["config.json"] = b'{"model_type":"qwen3"}'  # of another size
+    files.bytes["model-00001-of-00003.safetensors"] = weights(50)  # of the same size
+    files.bytes["new.txt"] = b"new"
+    planned = hubs.send(files.outgoing(), "hf://me/model", dry_run=True)
+    assert {f.name: f.status for f in planned.files if f.status != "unchanged"} == {
+        "config.json": "changed", "model-00001-of-00003.safetensors": "changed", "new.txt": "new",
+    }  # fmt: skip
+    assert planned.bytes == 22 + 300_000 + 3 and planned.commit is None
+    assert (hub.history("me/model"), len(hub.asked("PUT", "/lfs/"))) == before
+    assert os.listdir(tmp_path / "tmp") == []
+
+
+def test_a_branch_a_folder_and_a_pull_request(hub: Hub) -> None:
+    repo = hub.make("me/model", {"config.json": b"{}"})
+    repo.refs["dev/x"] = repo.refs["main"]
+    files = Files(model__safetensors=weights(1), README__md=b"# x\n")
+    hubs.send(files.outgoing(), "hf://me/model@dev%2Fx")
+    assert hub.files("me/model", "dev/x") == {"config.json": b"{}", **files.bytes}
+    hubs.send(files.outgoing(), "hf://me/model/step-100")
+    assert hub.files("me/model") == {"config.json": b"{}", **{f"step-100/{n}": d for n, d in files.bytes.items()}}
+    sent = hubs.send(files.outgoing(), "hf://me/model", create_pr=True, message="look at this")
+    assert sent.pull_request == f"{hub.url}/me/model/discussions/1"
+    assert hub.files("me/model", "refs/pr/1").items() >= files.bytes.items()
+    assert "model.safetensors" not in hub.files("me/model")
+    # Once is enough.
+    again = hubs.send(files.outgoing(), "hf://me/model", create_pr=True, message="look at this")
+    assert len(repo.pulls) == 1 and again.pull_request == sent.pull_request
+
+
+def test_who_may_only_read_may_make_a_pull_request(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.make("me/model", {"config.json": b"{}"})
+    monkeypatch.setenv("HF_TOKEN", READER)
+    files = Files(config__json=b'{"a":1}')
+    with pytest.raises(RemoteError, match=r"does not allow this.*\(403\)") as raised:
+        hubs.send(files.outgoing(), "hf://me/model")
+    assert "--create-pr" in str(raised.value.hint)
+    assert files.made == [], "nothing is made for a place where it cannot go"
+    hubs.send(files.outgoing(), "hf://me/model", create_pr=True)
+
+
+def test_in_several_parts(hub: Hub) -> None:
+    hub.part = 70_000
+    files = Files(model__safetensors=weights(3))
+    hubs.send(files.outgoing(), "hf://me/model")
+    assert hub.files("me/model") == files.bytes
+    assert len(hub.asked("PUT", "/lfs/")) == 5
+
+
+def test_staged_files_stay(hub: Hub, tmp_path: Path) -> None:
+    files, stage = shards(), tmp_path / "stage"
+    for _ in range(2):
+        hubs.send(files.outgoing(), "hf://me/model", stage=str(stage))
+        assert {p.name: p.read_bytes() for p in stage.iterdir()} == files.bytes
+    (stage / "mine.txt").write_text("x")
+    with pytest.raises(UsageError, match="has files in it that are not sent"):
+        hubs.send(files.outgoing(), "hf://me/model", stage=str(stage))
+
+
+def test_progress_is_of_what_is_there(hub: Hub) -> None:
+    files, told = Files(model__safetensors=weights(1), b__safetensors=weights(2)), []
+    hubs.send(files.outgoing(), "hf://me/model", progress=lambda done, total: told.append((done, total)))
+    assert told == sorted(told) and told[-1] == (600_000, 600_000)
+    assert {done for done, _ in told} >= {65_536, 300_000, 365_536}, "within a file too"
+    assert {total for _, total in told} == {600_000}
+
+
+@pytest.mark.parametrize("part", [None, 70_000])
+def test_progress_does_not_go_back(
+    hub: Hub, part: int | None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ckpttool.storage.hub.client.disable_progress_bars", lambda: None)
+    hub.part, told = part, []
+    hub.fail("PUT", "/lfs/", status=503, skip=1 if part else 0, times=1)
+    files = Files(model__safetensors=weights(1))
+    hubs.send(files.outgoing(), "hf://me/model", progress=lambda done, total: told.append(done))
+    assert told == sorted(told) and told[-1] == 300_000 and len(set(told)) > 4
+    assert hub.files("me/model") == files.bytes
+    assert "%" not in capfd.readouterr().err, "it has no bar of its own"
+
+
+# What must not be done ----------------------------------------------------------------------------------------------
+
+
+def test_private_is_not_silently_public(hub: Hub) -> None:
+    hub.make("me/model", {"config.json": b"{}"})
+    files = shards()
+    with pytest.raises(UsageError, match="everybody can see it"):
+        hubs.send(files.outgoing(), "hf://me/model", private=True)
+    assert files.made == []
+
+
+def test_somebody_commits_meanwhile(hub: Hub) -> None:
+    hub.make("me/model", {"config.json": b"{}"})
+    files = shards()
+
+    def intrude(handler: Handler) -> bool:
+        hub.commit("me/model", {"theirs.txt": b"x"})
+        return False
+
+    hub.fail("POST", "/commit/", act=intrude, times=1)
+    with pytest.raises(RemoteError, match="the branch has changed since this began") as raised:
+        hubs.send(files.outgoing(), "hf://me/model")
+    assert raised.value.facts["found"] == 412
+    assert hub.history("me/model")[0] == "somebody's"
+    uploads = len(hub.asked("PUT", "/lfs/"))
+    hubs.send(shards().outgoing(), "hf://me/model")
+    assert hub.files("me/model") == {**files.bytes, "theirs.txt": b"x"}
+    assert len(hub.asked("PUT", "/lfs/")) == uploads, "what was sent is there"
+
+
+def test_a_file_that_the_repository_ignores(hub: Hub) -> None:
+    hub.make("me/model", {".gitignore": b"model.safetensors"})
+    with pytest.raises(UsageError, match=r"its `\.gitignore` keeps"):
+        hubs.send(Files(model__safetensors=weights(1)).outgoing(), "hf://me/model")
+
+
+def test_what_the_hub_lists_afterwards_is_compared(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Handler._apply
+
+    def careless(self: Handler, files: Any, key: str, value: dict[str, Any]) -> None:
+        real(self, files, key, value)
+        if value["path"].endswith("2-of-00003.safetensors"):
+            files[value["path"]].sha256 = "0" * 64
+
+    monkeypatch.setattr(Handler, "_apply", careless)
+    with pytest.raises(RemoteError, match=r"does not list what was sent.*00002-of-00003"):
+        hubs.send(shards().outgoing(), "hf://me/model")
+
+
+def test_no_room(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpttool.storage.hub.upload.free_space", lambda path: 1000)
+    with pytest.raises(StorageError, match="needs 300000 bytes"):
+        hubs.send(shards().outgoing(), "hf://me/model")
+
+
+@pytest.mark.parametrize("where", ["hf://me", "hf://me/mo del", "hf://me/a--b"])
+def test_no_address(hub: Hub, where: str) -> None:
+    with pytest.raises((UsageError, RemoteError)):
+        hubs.send(shards().outgoing(), where)
+    assert not hub.repos
+
+
+def test_a_file_that_cannot_be_made(hub: Hub, tmp_path: Path) -> None:
+    def broken(path: str) -> None:
+        raise StorageError("no")
+
+    files = shards()
+    with pytest.raises(StorageError):
+        hubs.send([*files.outgoing(), Outgoing("last.txt", 3, broken)], "hf://me/model")
+    assert hub.history("me/model") == ["initial commit"]
+    assert os.listdir(tmp_path / "tmp") == []
+
+
+# What the Hub may do ------------------------------------------------------------------------------------------------
+
+WHERE = {
+    "info": ("GET", r"/api/models/me/model$"),
+    "create": ("POST", "/repos/create"),
+    "tree": ("GET", "/tree/"),
+    "preupload": ("POST", "/preupload/"),
+    "batch": ("POST", "/objects/batch"),
+    "put": ("PUT", "/lfs/"),
+    "verify": ("POST", "/lfs-verify"),
+    "yaml": ("POST", "/validate-yaml"),
+    "commit": ("POST", "/commit/"),
+}
+WHAT: dict[str, tuple[dict[str, Any], str]] = {
+    "401": ({"status": 401}, "token|no such repository"),
+    "403": ({"status": 403}, r"does not allow this.*\(403\)"),
+    "404": ({"status": 404}, r"\(404\)"),
+    "409": ({"status": 409}, r"another change is being made.*\(409\)"),
+    "412": ({"status": 412}, r"has changed since this began.*\(412\)"),
+    "429": ({"status": 429, "headers": {"Retry-After": "0"}}, r"too many requests.*\(429\)"),
+    "500": ({"status": 500}, r"in trouble.*\(500\)"),
+    "503": ({"status": 503}, r"in trouble.*\(503\)"),
+    "drop": ({"act": drop}, "the connection to the Hub broke"),
+    "stall": ({"act": stall}, r"does not answer within 0.3 s|cannot be asked"),
+}
+
+
+def _combinations() -> Iterator[Any]:
+    """All places with one fault of each kind, and all faults of the two requests that matter most; the others when
+    there is time."""
+    for where in WHERE:
+        for what in WHAT:
+            short = what in ("503", "drop") or where == "commit" or (where == "put" and what != "stall")
+            yield pytest.param(where, what, marks=() if short else pytest.mark.long)
+
+
+@pytest.mark.parametrize("where, what", [*_combinations()])
+def test_faults(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, what: str) -> None:
+    how, said = WHAT[what]
+    if where != "create":
+        hub.make("me/model", {"config.json": b"{}"})
+    before = dict(hub.repos)
+    old = hub.history("me/model") if before else None
+    hub.fail(*WHERE[where], **how)
+    if what == "stall":
+        patience(monkeypatch, 0.3)
+    with pytest.raises(RemoteError) as raised:
+        hubs.send(shards(1).outgoing(), "hf://me/model")
+    error = raised.value
+    if (where, what) == ("create", "409"):
+        said = "no such repository"  # somebody else is said to have made it, and then it is not there
+    assert re.search(said, error.message), error.message
+    assert error.exit_code == 8 and error.hint
+    assert "hf://me/model" in error.message and "127.0.0.1" not in error.message
+    assert error.message[0] == "`" and not error.message.endswith(".")
+    # How long it took, were each try as long as it may be: `stall` is one of half a minute, and was not waited for.
+    assert 1 <= hub.failed <= 6 and sum(hub.slept) <= 31
+    if old is not None:
+        assert hub.history("me/model") == old
+    assert os.listdir(tmp_path / "tmp") == []
+    # And then it goes on where it stopped.
+    hub.faults.clear()
+    patience(monkeypatch, 60)
+    files = shards(1)
+    hubs.send(files.outgoing(), "hf://me/model")
+    assert hub.files("me/model") == files.bytes
+    assert len(hub.history("me/model")) == (3 if before else 2)
+
+
+@pytest.mark.parametrize("where", ["put", "preupload", "batch", "commit"])
+@pytest.mark.parametrize("what", ["503", "drop"])
+def test_what_passes_is_nobodys_business(hub: Hub, where: str, what: str) -> None:
+    hub.fail(*WHERE[where], **WHAT[what][0] | {"times": 2})
+    files = shards(1)
+    hubs.send(files.outgoing(), "hf://me/model")
+    assert hub.files("me/model") == files.bytes
+    assert hub.history("me/model") == ["Upload with ckpttool", "initial commit"]
+
+
+@pytest.mark.parametrize("create_pr", [False, True])
+def test_the_answer_to_the_commit_is_lost(hub: Hub, create_pr: bool) -> None:
+    hub.make("me/model", {"config.json": b"{}"})
+    hub.faults.append(Fault("POST", "/commit/", after=True, times=1))
+    files = shards(1)
+    sent = hubs.send(files.outgoing(), "hf://me/model", create_pr=create_pr)
+    repo = hub.repos["me/model"]
+    ref = "refs/pr/1" if create_pr else "main"
+    assert sent.oid == repo.refs[ref]
+    assert hub.history("me/model", ref) == ["Upload with ckpttool", "somebody's", "initial commit"]
+    assert len(repo.pulls) == int(create_pr)
+    assert len(hub.asked("POST", "/commit/")) == 1
+
+
+def test_the_answer_is_lost_and_nobody_can_be_asked(hub: Hub) -> None:
+    hub.make("me/model", {"config.json": b"{}"})
+    hub.faults.append(Fault("POST", "/commit/", after=True, times=1))
+    hub.fail("GET", "/commits/", status=503)
+    with pytest.raises(RemoteError, match="did not say whether the commit was made"):
+        hubs.send(shards(1).outgoing(), "hf://me/model")
+    hub.faults.clear()
+    hubs.send(shards(1).outgoing(), "hf://me/model")
+    assert hub.history("me/model") == ["Upload with ckpttool", "somebody's", "initial commit"]
+
+
+def test_no_hub_at_all(hub: Hub) -> None:
+    hub.close()
+    with pytest.raises(RemoteError, match="cannot be reached"):
+        hubs.send(shards(1).outgoing(), "hf://me/model")
+
+
+# The token ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_token_is_told_to_nobody(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with everything_logged() as log:
+        monkeypatch.setenv("HF_DEBUG", "1")
+        said = []
+        cases = [("put", "403"), ("commit", "500"), ("info", "401"), ("preupload", "drop"), ("put", "drop")]
+        for seed, (where, what) in enumerate(cases):
+            hub.faults.clear()
+            hub.fail(*WHERE[where], **WHAT[what][0])
+            with pytest.raises(CkptError) as raised:
+                hubs.send(shards(1, 10 * seed).outgoing(), "hf://me/model")
+            said += [raised.value.message, str(raised.value.hint), repr(raised.value.facts)]
+        hub.faults.clear()
+        said.append(repr(hubs.send(shards(1).outgoing(), "hf://me/model", stage=str(tmp_path / "stage"))))
+    check_told_to_nobody([*said, *capfd.readouterr()], log, tmp_path, hub)
+
+
+def test_without_a_token(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nonexistent")
+    with pytest.raises(RemoteError, match="there is no token") as raised:
+        hubs.send(shards(1).outgoing(), "hf://me/model")
+    assert "hf auth login" in str(raised.value.hint)
+    assert not hub.seen
+
+
+def test_the_process_is_as_it_was(hub: Hub) -> None:
+    from huggingface_hub.utils import logging as theirs
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled
+
+    before = (theirs.get_verbosity(), are_progress_bars_disabled())
+    hubs.send(shards(1).outgoing(), "hf://me/model")
+    assert (theirs.get_verbosity(), are_progress_bars_disabled()) == before
+    assert huggingface_hub.get_session().timeout.read is None, "what others set up is theirs"

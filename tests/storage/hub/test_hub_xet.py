@@ -1,0 +1,82 @@
+"""Faults of the store behind Xet, which a library in Rust speaks to: its address is what the Hub says it is, so that it
+can be a server of ours. What it answers in order is not tried here, but with a directory as the store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+from huggingface_hub.utils._xet import abort_xet_session
+from safetensors.torch import save, save_file
+from support.hub_client import patience
+from support.hub_server import WRITER, Hub, drop, stall
+
+import ckpttool
+from ckpttool.errors import RemoteError
+
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "401": ({"status": 401}, r"\(401\)"),
+    "403": ({"status": 403}, r"\(403\)"),
+    "503": ({"status": 503}, r"in trouble.*\(503\)"),
+    "drop": ({"act": drop}, "cannot be (read|written): the connection to the store of large files broke"),
+    "stall": ({"act": stall}, "nothing came for too long"),
+}
+
+
+@pytest.fixture
+def store(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """The Hub with a store of ours, and a client that does not try for minutes. The library reads its environment once
+    for each session."""
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    patience(monkeypatch, 0.5)
+    for name, value in {
+        "RETRY_MAX_ATTEMPTS": "2", "RETRY_BASE_DELAY": "50ms", "READ_TIMEOUT": "500ms", "CONNECT_TIMEOUT": "500ms",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(f"HF_XET_CLIENT_{name}", value)
+    hub.cas = True
+    abort_xet_session()
+    yield hub
+    abort_xet_session()
+
+
+def check(error: RemoteError) -> None:
+    """One of ours, with the next thing to do, and nothing secret."""
+    assert error.exit_code == 8 and error.hint
+    assert "127.0.0.1" not in error.message and "xet-token" not in error.message and WRITER not in error.message
+    assert error.message.startswith("`hf://") and "://" not in error.message[6:]
+    assert "a second time" not in error.hint or ("sent" in error.hint) == ("written" in error.message)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_sending(store: Hub, tmp_path: Path, fault: str) -> None:
+    how, said = FAULTS[fault]
+    store.make("me/model", {"config.json": b"{}"})
+    before = store.history("me/model")
+    for method in ("GET", "POST", "PUT", "HEAD"):
+        store.fail(method, "^/cas/", **how)
+    save_file({"w": torch.randn(300, 300)}, tmp_path / "x.safetensors")
+    with pytest.raises(RemoteError, match=said) as raised:
+        ckpttool.export(tmp_path / "x.safetensors", "hf://me/model")
+    check(raised.value)
+    # What it asks first may fail, and each of its requests is tried three times at most.
+    assert 1 <= store.failed <= 9 and store.history("me/model") == before
+    assert os.listdir(tmp_path / "tmp") == []
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_reading(store: Hub, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    how, said = FAULTS[fault]
+    monkeypatch.setattr(constants, "HF_XET_CACHE", str(tmp_path / "xet"))
+    store.make("org/name", {"model.safetensors": save({"w": torch.randn(300, 300)})})
+    for method in ("GET", "POST", "HEAD"):
+        store.fail(method, "^/cas/", **how)
+    with pytest.raises(RemoteError, match=said) as raised:
+        ckpttool.convert("hf://org/name", tmp_path / "out.pt")
+    check(raised.value)
+    assert 1 <= store.failed <= 9 and not (tmp_path / "out.pt").exists()
+    assert os.listdir(tmp_path / "tmp") == []

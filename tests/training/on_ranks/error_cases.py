@@ -1,0 +1,250 @@
+"""What cannot be loaded: every rank raises the same error, at once, and nothing was changed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import practices
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
+import training_scripts
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from training import Run, Sizes
+from training_scripts import KINDS, difference
+
+import ckpttool
+from ckpttool.training import save as saving
+
+
+def refused(run: Run, path: str | Path, *words: str, **options: Any) -> str:
+    """All ranks say the same, with these words in it, and the model is as it was."""
+    before = training_scripts.whole(run)
+    try:
+        ckpttool.load(path, run.model, run.optimizer, **options)
+    except ckpttool.CkptError as error:
+        said = error.message
+    else:
+        return "it was loaded"
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, said)
+    if set(every) != {said}:
+        return f"the ranks say {every}"
+    missing = [word for word in words if word not in said]
+    return f"no {missing} in: {said}" if missing else difference(training_scripts.whole(run), before)
+
+
+def saved(place: Path, sizes: Sizes = training_scripts.SMALL) -> Path:
+    """A full file with names and two groups."""
+    run = practices.fresh("plain", trained=True)
+    if sizes != training_scripts.SMALL:
+        model = training_scripts.bare(sizes)
+        run = Run(model, torch.optim.AdamW(model.parameters()), None)
+    if dist.get_rank() == 0:
+        torch.save({"model": run.model.state_dict(), "optim": run.optimizer.state_dict()}, place)
+    dist.barrier()
+    return place
+
+
+def other_shapes(kind: str, strategy: str) -> str:
+    """Both shapes are named."""
+    place = saved(practices.folder() / "full.pt", Sizes(vocab=19, width=6, hidden=10, layers=1))
+    return refused(practices.fresh(kind), place, "`embed.weight`", "[19, 6]", "[17, 6]", strategy=strategy)
+
+
+def other_names(kind: str, strategy: str) -> str:
+    """Names as torch says them, with the nearest; all of it is returned when it is not strict."""
+    place = practices.folder() / "model.pt"
+    state = training_scripts.bare(training_scripts.SMALL).state_dict()
+    state["layers.0.up.weights"] = state.pop("layers.0.up.weight")
+    if dist.get_rank() == 0:
+        torch.save(state, place)
+    dist.barrier()
+    run = practices.fresh(kind)
+    run = Run(run.model, None, None)
+    words = (
+        "missing key: `layers.0.up.weight` (is it `layers.0.up.weights`?)",
+        "unexpected key: `layers.0.up.weights`",
+    )
+    try:
+        ckpttool.load(place, run.model, strategy=strategy)
+    except ckpttool.CkptError as error:
+        if [word for word in words if word not in error.message]:
+            return error.message
+    else:
+        return "it was loaded"
+    loaded = ckpttool.load(place, run.model, strategy=strategy, strict=False)
+    found = (loaded.missing, loaded.unexpected)
+    return "equal" if found == (["layers.0.up.weight"], ["layers.0.up.weights"]) else str(found)
+
+
+def other_groups(kind: str, strategy: str) -> str:
+    """torch would merge the groups without a word, or mix them up."""
+    place = saved(practices.folder() / "full.pt")
+    model = KINDS[kind](training_scripts.bare(training_scripts.SMALL))
+    one = Run(model, torch.optim.AdamW(model.parameters()), None)
+    return refused(one, place, "group 0", "differently", strategy=strategy)
+
+
+def one_rank_blind(kind: str, strategy: str) -> str:
+    """A path that only the first rank sees: it says so for all, or reads for all."""
+    place = saved(practices.folder() / "full.pt")
+    mine = place if dist.get_rank() == 0 else place.with_name("absent.pt")
+    run = practices.fresh(kind)
+    if strategy == "parallel":
+        return refused(run, mine, "absent.pt", strategy=strategy)
+    loaded = ckpttool.load(mine, run.model, run.optimizer)
+    return "equal" if loaded.strategy == "broadcast" and "rank 1" in loaded.why else loaded.why
+
+
+def damaged(kind: str, strategy: str) -> str:
+    """A file whose index is right and whose middle is not, so that reading fails under way."""
+    run, place = practices.fresh("fsdp2", trained=True), practices.folder() / "dcp"
+    model, optim = get_state_dict(run.model, run.optimizer)
+    torch_dcp.save({"model": model, "optim": optim}, checkpoint_id=place)
+    if dist.get_rank() == 0:
+        file = place / "__1_0.distcp"
+        data = bytearray(file.read_bytes())
+        data[len(data) // 3 :] = bytes(len(data) - len(data) // 3)
+        file.write_bytes(data)
+    dist.barrier()
+    run = practices.fresh(kind)
+    try:
+        ckpttool.load(place, run.model, run.optimizer, strategy=strategy)
+    except ckpttool.CkptError as error:
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, error.message)
+        return "equal" if set(every) == {error.message} and "__1_0.distcp" in error.message else str(every)
+    return "it was loaded"
+
+
+def chance(kind: str, strategy: str) -> str:
+    """A buffer on the meta device on all ranks that is in no checkpoint."""
+    place = practices.folder() / "model.pt"
+    state = training_scripts.bare(training_scripts.SMALL).state_dict()
+    if dist.get_rank() == 0:
+        torch.save(state, place)
+    dist.barrier()
+    model = training_scripts.bare(training_scripts.SMALL, "meta")
+    model.register_buffer("angles", torch.empty(3, device="meta"), persistent=False)
+    model = KINDS[kind](model)
+    try:
+        ckpttool.load(place, model, strategy=strategy)
+    except ckpttool.CkptError as error:
+        if "`angles`" not in error.message:
+            return error.message
+    else:
+        return "it was loaded"
+    loaded = ckpttool.load(place, model, strategy=strategy, strict=False)
+    if loaded.uninitialised != ["angles"]:
+        return str(loaded.uninitialised)
+    del state["norm.weight"]
+    if dist.get_rank() == 0:
+        torch.save(state, place)
+    dist.barrier()
+    loaded = ckpttool.load(
+        place, KINDS[kind](training_scripts.bare(training_scripts.SMALL, "meta")), strategy=strategy, strict=False
+    )
+    return "equal" if loaded.uninitialised == ["norm.weight"] else str(loaded.uninitialised)
+
+
+def stages(kind: str, strategy: str) -> str:
+    """Each rank has another part of the model, as in a pipeline: what is sent to all is not everybody's."""
+    place = saved(practices.folder() / "full.pt")
+    state = torch.load(place)["model"]
+    mine = f"layers.0.{'up' if dist.get_rank() % 2 else 'down'}"
+    part = torch.nn.ModuleDict({"layers": torch.nn.ModuleDict({"0": torch.nn.ModuleDict()})})
+    wide, narrow = state["layers.0.up.weight"].shape
+    sides = (narrow, wide) if mine.endswith("up") else (wide, narrow)
+    part["layers"]["0"][mine[9:]] = torch.nn.Linear(*sides, bias=False)
+    weight = part["layers"]["0"][mine[9:]].weight
+    before = weight.detach().clone()
+    try:
+        ckpttool.load(place, part, strategy=strategy, strict=False)
+    except ckpttool.CkptError as error:
+        said = "rank 1 has other tensors than that of rank 0" in error.message and torch.equal(weight, before)
+        return "equal" if said and strategy == "broadcast" else error.message
+    same = torch.equal(weight, state[f"{mine}.weight"])
+    return "equal" if same and strategy == "parallel" else f"it was loaded, {same}"
+
+
+class Stubborn:
+    """An object of the script's that fails on the last rank."""
+
+    def __init__(self, when: str) -> None:
+        self.when = when
+
+    def _fail(self, when: str) -> None:
+        if when == self.when and dist.get_rank() == dist.get_world_size() - 1:
+            raise ValueError("no luck")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Perhaps."""
+        self._fail("saving")
+        return {"seen": 3}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Perhaps."""
+        self._fail("loading")
+
+
+def one_object_fails(kind: str, when: str) -> str:
+    """On one rank: the others do not wait for it, and say which it was."""
+    run, place = practices.fresh(kind), practices.folder() / "saved"
+    last = dist.get_world_size() - 1
+    try:
+        ckpttool.save(place, run.model, run.optimizer, meter=Stubborn(when))
+        ckpttool.load_into(place, {"model": run.model, "optim": run.optimizer, "meter": Stubborn(when)})
+    except ValueError:
+        mine = dist.get_rank() == last
+    except ckpttool.CkptError as error:
+        mine = dist.get_rank() != last and error.message == f"rank {last}: ValueError: no luck"
+    else:
+        return "nothing was said"
+    return "equal" if mine and place.exists() == (when == "loading") else "otherwise"
+
+
+def elsewhere(kind: str, format: str) -> str:
+    """Ranks in other directories save into that of rank 0; one that does not see it is an error."""
+    run, place, there = practices.fresh(kind), practices.folder(), os.getcwd()
+    own = place / f"of {dist.get_rank()}"
+    own.mkdir()
+    os.chdir(own)
+    try:
+        ckpttool.save("saved", run.model, run.optimizer, format=format)
+        saved = place / "of 0" / "saved"
+        with ckpttool.open(saved) as found:
+            if [*own.iterdir()] != [saved] * (dist.get_rank() == 0) or len(found.catalogue.faults):
+                return f"{[*own.iterdir()]} {found.catalogue.faults}"
+        ckpttool.load(saved, run.model, run.optimizer)
+        real = saving.agreement.from_first
+        if dist.get_rank():
+            saving.agreement.from_first = lambda told: str(own / Path(real(told)).name)
+        try:
+            ckpttool.save("again", run.model, run.optimizer, format=format)
+        except ckpttool.CkptError as error:
+            said = "rank 1 does not see" in error.message
+        finally:
+            saving.agreement.from_first = real
+        return "equal" if said and [*own.iterdir()] == [saved] * (dist.get_rank() == 0) else "otherwise"
+    finally:
+        os.chdir(there)
+
+
+WRONGS: dict[str, Callable[..., str]] = {
+    f.__name__: f
+    for f in (
+        other_shapes,
+        other_names,
+        other_groups,
+        one_rank_blind,
+        damaged,
+        chance,
+        stages,
+        one_object_fails,
+        elsewhere,
+    )
+}

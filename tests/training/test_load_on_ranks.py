@@ -1,0 +1,130 @@
+"""`ckpttool.load`, `load_into` and `save` on the ranks of real process groups, against torch's own functions.
+
+What is loaded and what it is compared with is in `on_ranks/`: `load_cases.py`, `practices.py` and
+`error_cases.py`. All cases of a world are one launch.
+"""
+
+from __future__ import annotations
+
+import pytest
+from support.torchrun import Verdicts
+
+STRATEGIES = ("parallel", "broadcast")
+FSDP1 = ("fsdp1", "fsdp1 flat", "fsdp1 grad", "fsdp1 none", "fsdp1 mixed", "fsdp1 mesh", "fsdp1 hybrid")
+EVEN = ("hsdp", "tp", "fsdp1 hybrid")  # kinds that need an even number of ranks, at least 2
+Cases = list[list[str]]
+
+
+def everyday() -> Cases:
+    """Two ranks, for `make test`: each practice, each kind of model, each way to fail, once or twice."""
+    cases = [
+        ["fsdp1_full", "fsdp1", "parallel"],
+        ["fsdp1_full", "fsdp1 flat", "broadcast"],
+        ["unwrapped_weights", "fsdp1", "broadcast"],
+        ["unwrapped_weights", "fsdp1 flat", "parallel"],
+        *(["fsdp1_dcp", kind, STRATEGIES[i % 2]] for i, kind in enumerate(FSDP1)),
+        *(["fsdp2_dcp", kind, strategy] for kind in ("fsdp2", "hsdp", "tp") for strategy in STRATEGIES),
+        ["full_broadcast", "fsdp2", "parallel"],
+        ["full_broadcast", "hsdp", "broadcast"],
+    ]
+    cases += [
+        ["sample", "dcp_fsdp2_w4", "fsdp2", "parallel"],
+        ["sample", "dcp_fsdp2_w4", "fsdp2", "broadcast"],
+        ["sample", "dcp_fsdp2_w4", "compiled", "broadcast"],
+        ["sample", "torch_full", "fsdp1", "parallel"],
+        ["sample", "rank_fsdp1_w4", "fsdp2", "parallel", "meta"],
+        ["foreign", "dcp_safetensors_w2", "fsdp1", "parallel"],
+        ["foreign", "dcp_safetensors_w2", "fsdp1 flat", "broadcast"],
+        ["foreign", "safetensors_single", "fsdp2", "broadcast"],
+        ["foreign", "torch_ddp", "fsdp2", "parallel"],
+        ["foreign", "torch_model", "columns", "broadcast"],
+        ["directory", "run_torchtitan_w2", "fsdp2", "parallel"],
+        ["directory", "run_lightning_w2", "fsdp2", "broadcast"],
+    ]
+    cases += [["own_bytes", kind] for kind in ("fsdp2", "tp", "columns", "hsdp", "ddp", "fsdp1", "fsdp1 flat")]
+    cases += [["casts", kind, strategy] for kind in ("plain", "fsdp2") for strategy in STRATEGIES]
+    cases += [["wide", kind, strategy] for kind in ("plain", "fsdp2") for strategy in STRATEGIES]
+    cases += [["rounds", "fsdp1", "dcp"], ["rounds", "fsdp1", "fsdp1"], ["rounds", "fsdp2", "torch"]]
+    for wrong in ("other_shapes", "other_names", "other_groups", "one_rank_blind", "damaged"):
+        cases += [[wrong, "fsdp2", strategy] for strategy in STRATEGIES]
+    return [
+        *cases,
+        ["other_groups", "fsdp1", "parallel"],
+        ["damaged", "fsdp1", "broadcast"],
+        ["chance", "fsdp2", "parallel"],
+        *(["stages", "plain", strategy] for strategy in STRATEGIES),
+        *(["one_object_fails", "fsdp2", when] for when in ("saving", "loading")),
+        ["elsewhere", "fsdp2", "dcp"],
+        ["wrapper", "fsdp2", "parallel"],
+        ["wrapper", "fsdp1", "broadcast"],
+        ["average", "fsdp2", "broadcast"],
+        ["average", "tp", "parallel"],
+    ]
+
+
+SAMPLES = (
+    "dcp_fsdp2_w4", "dcp_hsdp_w4", "dcp_fsdp2_tp_w4", "dcp_flat_optim_w2", "dcp_zstd_w2",
+    "dcp_safetensors_w2", "dcp_fsdp1_w2", "torch_full", "fsdp1_full_w2", "rank_fsdp1_w4", "rank_fsdp1_hybrid_w4",
+    "rank_fsdp1_mesh_w2", "rank_fsdp2_w4", "rank_fsdp2_tp_w4", "rank_hsdp_w4",
+)  # fmt: skip
+DIRECTORIES = (
+    "run_accelerate_fsdp1_sharded_w2", "run_accelerate_fsdp2_sharded_w2", "run_composer_w2", "run_fabric_w2",
+    "run_lightning_w2", "run_torchtitan_w2",
+)  # fmt: skip
+
+
+TRANSFORMERS = ("llama fsdp2", "gpt2 fsdp2", "llama fsdp1", "gpt2 fsdp1")
+
+
+def all_of(world: int) -> Cases:
+    """Every sample into every kind of model that a world has."""
+    kinds = ["plain", "ddp", "fsdp2", "fsdp1", *(["hsdp", "tp"] if world % 2 == 0 else [])]
+    cases = [
+        ["sample", name, kind, STRATEGIES[(i + j) % 2]]
+        for i, name in enumerate(SAMPLES)
+        for j, kind in enumerate(kinds)
+    ]
+    cases += [["directory", name, "fsdp2", STRATEGIES[i % 2]] for i, name in enumerate(DIRECTORIES)]
+    cases += [["fsdp1_full", kind, strategy] for kind in FSDP1[:2] for strategy in STRATEGIES]
+    cases += [["fsdp1_dcp", kind, strategy] for kind in FSDP1[: 7 if world % 2 == 0 else 6] for strategy in STRATEGIES]
+    cases += [["transformers_model", what, strategy] for what in TRANSFORMERS for strategy in STRATEGIES]
+    cases += [["own_bytes", kind] for kind in (*kinds, "fsdp1 flat", "fsdp1 mesh")]
+    cases += [[what, "fsdp2", strategy] for what in ("wrapper", "average") for strategy in STRATEGIES]
+    return cases + [["rounds", kind, format] for kind in ("fsdp1", "fsdp2") for format in ("dcp", "torch")]
+
+
+def ids(cases: Cases) -> list[str]:
+    return [" ".join(case) for case in cases]
+
+
+@pytest.mark.parametrize("case", ids(everyday()))
+def test_two_ranks(verdicts: Verdicts, case: str) -> None:
+    assert verdicts("everyday", 2, everyday())[case] == "equal"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("world", "case"), [(world, case) for world in (1, 2, 3, 4, 8) for case in ids(all_of(world))])
+def test_every_world(verdicts: Verdicts, world: int, case: str) -> None:
+    assert verdicts("all", world, all_of(world))[case] == "equal"
+
+
+NEED_TWO = ("one_rank_blind", "damaged", "stages")
+
+
+def on_gpus(world: int) -> Cases:
+    """Those of every day that this number of ranks can do, and models with tensors on the CPU or on no device yet."""
+    kinds = EVEN if world % 2 else ()
+    cases = [case for case in everyday() if case[1] not in kinds and (world > 1 or case[0] not in NEED_TWO)]
+    for strategy in STRATEGIES:
+        cases += [["sample", "dcp_fsdp2_w4", "offloaded", strategy], ["apart", "plain", strategy]]
+        cases += [["transformers_model", what, strategy] for what in TRANSFORMERS]
+    return cases
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", ["both", "alone"])
+def test_on_gpus(verdicts: Verdicts, gpus: int, group: str) -> None:
+    """With a process group for tensors of the CPU as well, and with one for those of the GPUs alone."""
+    found = verdicts(f"gpus-{group}", gpus, on_gpus(gpus), "accelerator", group)
+    wrong = [f"{case}: {said}" for case, said in found.items() if said != "equal"]
+    assert not wrong, f"{len(wrong)} of {len(found)} cases:\n" + "\n".join(wrong)

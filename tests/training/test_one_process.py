@@ -1,0 +1,408 @@
+"""The loader in one process without a process group: what it returns, what it refuses, and what it reads."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import runs
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
+from support.torchrun import torchrun
+from support.upstream_readers import expected_of, path_of
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.fsdp import fully_shard
+
+import ckpttool
+from ckpttool.training import broadcast as sending
+from ckpttool.training import load as loader
+from ckpttool.training.read import empty, tiles
+
+Adam = torch.optim.AdamW
+
+
+def net(width: int = 4) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
+
+
+def stepped(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    optimizer = Adam(model.parameters(), **options)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(torch.arange(6.0).reshape(2, 3) + step).square().sum().backward()
+        optimizer.step()
+    return optimizer
+
+
+def test_the_library_is_imported_without_torch() -> None:
+    looked = "print('torch' in sys.modules)"
+    code = f"import sys, ckpttool; ckpttool.open; {looked}; ckpttool.load; {looked}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
+
+
+def test_what_else_the_checkpoint_holds() -> None:
+    expected = expected_of("torch_full")
+    rest = ckpttool.load(path_of("torch_full"), None).rest
+    assert rest["step"] == expected["step"] and rest["scheduler"] == expected["scheduler"]
+    assert torch.equal(rest["rng"]["torch"], expected["rng"]["torch"])
+    assert rest["rng"]["python"] == expected["rng"]["python"]
+    assert rest["rng"]["numpy"][0] == "MT19937" and np.array_equal(rest["rng"]["numpy"][1], expected["rng"]["numpy"][1])
+    assert rest["extra"]["tuple"] == (1, 2.5, "three", (4,)) and rest["extra"]["int_keys"][-1] == "minus one"
+    assert "model" not in rest and "optim" not in rest
+
+
+def test_a_generator_goes_on(tmp_path: Path) -> None:
+    np.random.seed(7)
+    torch.save({"model": net().state_dict(), "rng": {"numpy": np.random.get_state()}}, tmp_path / "a.pt")
+    expected = np.random.rand(3)
+    np.random.seed(8)
+    np.random.set_state(ckpttool.load(tmp_path / "a.pt", net()).rest["rng"]["numpy"])
+    assert np.array_equal(np.random.rand(3), expected)
+
+
+def test_an_optimizer_alone_goes_by_its_numbers(tmp_path: Path) -> None:
+    """A model of a bare state dict beside an `optimizer.state_dict()`, as most scripts save them."""
+    saved = net()
+    optimizer = stepped(saved, lr=0.25, betas=(0.5, 0.75))
+    torch.save({"net": saved.state_dict(), "opt": optimizer.state_dict(), "epoch": 4}, tmp_path / "a.pt")
+    model = net()
+    ours = Adam(model.parameters())
+    loaded = ckpttool.load(tmp_path / "a.pt", model, ours)
+    assert loaded.rest == {"epoch": 4}
+    assert all(torch.equal(a, b) for a, b in zip(saved.state_dict().values(), model.state_dict().values(), strict=True))
+    theirs = Adam(saved.parameters())
+    theirs.load_state_dict(optimizer.state_dict())
+    mine, wanted = ours.state_dict(), theirs.state_dict()
+    assert mine["param_groups"] == wanted["param_groups"]
+    for number, state in wanted["state"].items():
+        assert all(torch.equal(mine["state"][number][key], value) for key, value in state.items())
+
+
+def test_frozen_parameters_and_unused_ones(tmp_path: Path) -> None:
+    saved = net()
+    saved[0].requires_grad_(False)
+    optimizer = stepped(saved)
+    torch.save({"model": saved.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "a.pt")
+    model = net()
+    model[0].requires_grad_(False)
+    ours = Adam(model.parameters())
+    ckpttool.load(tmp_path / "a.pt", model, ours)
+    assert len(ours.state) == 4 and not ours.state_dict()["state"].keys() & {0, 1}
+    assert not model[0].weight.requires_grad and model[2].weight.requires_grad
+
+
+def test_of_several_models_the_one_that_is_no_average(tmp_path: Path) -> None:
+    one, average = net(), net()
+    torch.save({"ema": average.state_dict(), "model": one.state_dict()}, tmp_path / "a.pt")
+    model = net()
+    loaded = ckpttool.load(tmp_path / "a.pt", model)
+    assert torch.equal(model[0].weight, one[0].weight) and loaded.left == ["model (ema)"]
+    ckpttool.load(tmp_path / "a.pt", model, model_key="ema")
+    assert torch.equal(model[0].weight, average[0].weight)
+    state = {"model": net(), "ema": net()}
+    ckpttool.load_into(tmp_path / "a.pt", state)
+    assert torch.equal(state["ema"][0].weight, average[0].weight) and torch.equal(
+        state["model"][0].weight, one[0].weight
+    )
+    with pytest.raises(ckpttool.CkptError, match="has no model under `emma`") as failed:
+        ckpttool.load(tmp_path / "a.pt", model, model_key="emma")
+    assert failed.value.hint == "did you mean `ema`?"
+
+
+def test_a_prefix_is_seen_and_taken_off(tmp_path: Path) -> None:
+    saved = nn.ModuleDict({"inner": net()})
+    torch.save(saved.state_dict(), tmp_path / "a.pt")
+    model = net()
+    with pytest.raises(ckpttool.CkptError, match=r"missing keys: .* unexpected keys: `inner") as failed:
+        ckpttool.load(tmp_path / "a.pt", model)
+    assert failed.value.hint and "strip_prefix='inner'" in failed.value.hint
+    ckpttool.load(tmp_path / "a.pt", model, strip_prefix="inner")
+    assert torch.equal(model[0].weight, saved["inner"][0].weight)
+
+
+def test_what_is_not_there_to_load_into(tmp_path: Path) -> None:
+    torch.save({"model": net().state_dict(), "lr_scheduler": {"last_epoch": 3, "base_lrs": [1.0]}}, tmp_path / "a.pt")
+    state: dict[str, Any] = {"model": net(), "nested": {"steps": 1}}
+    before = state["model"][0].weight.clone()
+    with pytest.raises(ckpttool.CkptError, match=r"does not hold `nested\.steps`"):
+        ckpttool.load_into(tmp_path / "a.pt", state)
+    assert torch.equal(state["model"][0].weight, before), "it was changed before it was refused"
+    assert ckpttool.load_into(tmp_path / "a.pt", state, strict=False).missing == ["nested.steps"]
+    assert state["nested"] == {"steps": 1} and not torch.equal(state["model"][0].weight, before)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda path: ckpttool.load(path, net(), strategy="fastest"), "there is no strategy `fastest`"),
+        (lambda path: ckpttool.load(path, None, Adam(net().parameters())), "an optimizer is loaded with its model"),
+        (lambda path: ckpttool.load(path, net(), Adam(net().parameters())), "that is none of the model's"),
+        (lambda path: ckpttool.load(path + "x", net()), "no such file"),
+        (lambda path: ckpttool.save(path, net()), "exists"),
+        (lambda path: ckpttool.save(path + "y", net(), format="zip"), "there is no format `zip`"),
+        (lambda path: ckpttool.save(path + "y", net(), format="fsdp1"), "not wrapped by FSDP1"),
+        (lambda path: ckpttool.save(path + "y", net(), optim=3), "`optim` is what the model or its optimizer"),
+    ],
+)
+def test_refused(tmp_path: Path, call: Any, words: str) -> None:
+    model = net()
+    torch.save({"model": model.state_dict(), "optim": stepped(model).state_dict()}, tmp_path / "a.pt")
+    with pytest.raises(ckpttool.CkptError, match=words):
+        call(str(tmp_path / "a.pt"))
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_auto_says_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="ckpttool"):
+        ckpttool.load(path_of("torch_full"), None)
+    assert "by `parallel`: there is one process" in caplog.text
+    monkeypatch.setattr(loader.agreement, "is_distributed", lambda: True)
+    for seen, strategy, why in (
+        ([(True, "ext4"), (True, "lustre")], "parallel", "ext4"),
+        ([(True, "ext4"), (True, "nfs4")], "broadcast", "rank 1 sees it on nfs4"),
+        ([(True, "ext4"), (False, "ext4")], "broadcast", "rank 1 does not see the path"),
+        ([(True, "fuse.s3fs"), (True, "fuse.s3fs")], "broadcast", "fuse.s3fs"),
+    ):
+        monkeypatch.setattr(loader.agreement, "gathered", lambda _, seen=seen: seen)
+        chosen = loader.choose("/somewhere", "auto")
+        assert chosen[0] == strategy and why in chosen[1]
+
+
+def test_tiles_cover_a_box_once() -> None:
+    box = ((2, 0, 5), (7, 3, 11))
+    seen = np.zeros((9, 3, 16), int)
+    for offsets, sizes in tiles(box, 4, most=100):
+        assert np.prod(sizes) * 4 <= 100
+        seen[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
+    assert seen[2:, :, 5:].all() and seen.sum() == 7 * 3 * 11 and seen.max() == 1
+
+
+@pytest.mark.parametrize("dtype", ["float4_e2m1fn_x2", "float8_e4m3fn", "uint16", "float32", "bool"])
+def test_memory_for_any_dtype_in_a_script_that_is_deterministic(dtype: str) -> None:
+    """torch fills memory then, and cannot fill that of 4-bit floats."""
+    kind = getattr(torch, dtype, None)
+    if kind is None:
+        pytest.skip(f"this torch has no {dtype}")
+    torch.use_deterministic_algorithms(True)
+    try:
+        for sizes in ((), (0, 3), (2, 3)):
+            made = empty(sizes, kind)
+            assert (tuple(made.shape), made.dtype, made.device.type) == (sizes, kind, "cpu")
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_memory_to_send_from_is_used_again_for_modules_of_torch() -> None:
+    """Those of FSDP2 have hooks that look at parameters; hooks of others may keep what is loaded."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = fully_shard(nn.Sequential(*(nn.Linear(3, 3) for _ in range(3))))
+        assert all(map(sending._copies, model.modules()))
+        model[2].register_load_state_dict_pre_hook(lambda *_: None)
+        model[0].register_load_state_dict_post_hook(lambda *_: None)
+        assert [sending._copies(module) for module in model] == [False, True, False]
+    finally:
+        dist.destroy_process_group()
+
+
+DYING = """
+import os, sys, torch, torch.distributed as dist, ckpttool
+from ckpttool.training.read import Reader
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    Reader.read = lambda *_: os._exit(9)
+ckpttool.load(sys.argv[1], torch.nn.Linear(3, 2), strategy=sys.argv[2])
+print("went on")
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["parallel", "broadcast"])
+def test_a_rank_that_dies_takes_the_others_along(tmp_path: Path, strategy: str) -> None:
+    (tmp_path / "dying.py").write_text(DYING)
+    torch.save(nn.Linear(3, 2).state_dict(), tmp_path / "a.pt")
+    began = time.monotonic()
+    said = torchrun(3, tmp_path / "dying.py", tmp_path / "a.pt", strategy)
+    assert "exitcode  : 9" in said and "went on" not in said
+    assert time.monotonic() - began < 60
+
+
+def test_a_damaged_optimizer_does_not_stop_a_load_of_the_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(path_of("run_accelerate_fsdp1_sharded_w2"), tmp_path / "run")
+    (tmp_path / "run" / "optimizer_0" / ".metadata").write_bytes(b"no index")
+    model = runs.Tiny()
+    loaded = ckpttool.load(tmp_path / "run", model)
+    assert not loaded.missing and "scheduler" in loaded.rest
+    expected = expected_of("run_accelerate_fsdp1_sharded_w2")["model"]
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    assert "not asked for, and damaged: `optimizer_0`" in caplog.text
+    with pytest.raises(ckpttool.CkptError, match="`optimizer_0`"):
+        ckpttool.load(tmp_path / "run", model, Adam(model.parameters()))
+
+
+def test_bytes_that_are_gone_matter_to_those_who_want_them(tmp_path: Path) -> None:
+    model = net()
+    state = {"model": model.state_dict(), "optim": {"state": {"0.weight": {"exp_avg": torch.ones(4000)}}}}
+    torch_dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    data = tmp_path / "dcp" / "__0_0.distcp"
+    # DCP writes the largest tensor last.
+    os.truncate(data, data.stat().st_size - 8000)
+    other = net()
+    ckpttool.load(tmp_path / "dcp", other)
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
+    for wanted in ((other, Adam(other.parameters())), (other, None)):
+        if wanted[1] is None:
+            os.truncate(data, 500)
+        with pytest.raises(ckpttool.CkptError, match="are outside the file"):
+            ckpttool.load(tmp_path / "dcp", *wanted)
+
+
+def groups(*sizes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model whose first parameters are in groups of these sizes."""
+    model, made, low = net(), [], 0
+    for i, count in enumerate(sizes):
+        made.append({"params": list(model.parameters())[low : low + count], "lr": 0.1 * (i + 1)})
+        low += count
+    return model, Adam(made)
+
+
+@pytest.mark.parametrize(
+    ("saved", "ours", "words"),
+    [
+        ((6,), (3, 3), "one group of parameters where the optimizer has several"),
+        ((3, 3), (6,), "group 0 .* differently .* in 2 groups"),
+        ((6,), (4,), "group 0 has parameters that the optimizer does not have"),
+        ((4,), (6,), "group 0 .* differently .* no group has"),
+    ],
+)
+def test_groups_that_are_not_the_same(tmp_path: Path, saved: Any, ours: Any, words: str) -> None:
+    model, optimizer = groups(*saved)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    there = optimizer.state_dict()
+    order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    there["state"] = {order[number]: state for number, state in there["state"].items()}
+    for group in there["param_groups"]:
+        group["params"] = [order[number] for number in group["params"]]
+    torch.save({"model": model.state_dict(), "optim": there}, tmp_path / "a.pt")
+    model, optimizer = groups(*ours)
+    before = model[0].weight.clone()
+    with pytest.raises(ckpttool.CkptError, match=words):
+        ckpttool.load(tmp_path / "a.pt", model, optimizer)
+    assert torch.equal(model[0].weight, before) and not optimizer.state
+
+
+@pytest.mark.parametrize("format", ["dcp", "torch"])
+def test_one_rank_saves_what_is_its_own_as_that(tmp_path: Path, format: str) -> None:
+    """Many ranks that resume from it must not all draw the numbers that it would."""
+    mine = {"torch": torch.get_rng_state()}
+    ckpttool.save(tmp_path / "saved", net(), format=format, rng=mine, step=3)
+    with ckpttool.open(tmp_path / "saved") as checkpoint:
+        assert ("rng", "rank0", "torch") in checkpoint.catalogue.entries
+    assert torch.equal(ckpttool.load(tmp_path / "saved", None).rest["rng"]["torch"], mine["torch"])
+
+
+@pytest.mark.parametrize("format", ["dcp", "torch"])
+def test_keys_of_a_scheduler_stay_numbers(tmp_path: Path, format: str) -> None:
+    """DCP makes strings of them, and torch's own reader is content with what we note beside."""
+    model = net()
+    optimizer = stepped(model)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3])
+    odd = {7: [torch.ones(2), {5: 1}], "seven": {-1: "minus one"}}
+    ckpttool.save(tmp_path / "saved", model, optimizer, format=format, scheduler=scheduler, odd=odd)
+    rest = ckpttool.load(tmp_path / "saved", model, optimizer).rest
+    assert rest["scheduler"]["milestones"] == {1: 1, 3: 1} and rest["odd"]["seven"] == {-1: "minus one"}
+    assert torch.equal(rest["odd"][7][0], torch.ones(2))
+    again = torch.optim.lr_scheduler.MultiStepLR(optimizer, [9])
+    again.load_state_dict(rest["scheduler"])
+    before = optimizer.param_groups[0]["lr"]
+    again.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(before / 10)
+    if format == "dcp":
+        dcp_to_torch_save(tmp_path / "saved", tmp_path / "theirs.pt")
+        theirs = torch.load(tmp_path / "theirs.pt", weights_only=False)
+        assert theirs["scheduler"]["last_epoch"] == scheduler.last_epoch
+
+
+def test_a_second_model_is_saved_beside_the_first(tmp_path: Path) -> None:
+    model, mean = net(), net()
+    ckpttool.save(tmp_path / "saved", model, ema=mean)
+    found, other = net(), net()
+    ckpttool.load(tmp_path / "saved", found, model_key="model")
+    ckpttool.load(tmp_path / "saved", other, model_key="ema")
+    for one, saved in ((found, model), (other, mean)):
+        assert all(torch.equal(a, b) for a, b in zip(one.parameters(), saved.parameters(), strict=True))
+
+
+class Master(torch.optim.Optimizer):
+    """Keeps a float32 copy of what it trains."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state.setdefault("master", parameter.detach().float())
+                state["master"].add_(parameter.grad.float(), alpha=-group["lr"])
+                parameter.data.copy_(state["master"])
+
+
+def trained(dtype: torch.dtype, made: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = net().to(dtype)
+    optimizer = made(model.parameters(), lr=0.1)
+    model(torch.ones(2, 3, dtype=dtype)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("format", ["dcp", "torch"])
+def test_a_float32_copy_of_a_bfloat16_parameter_is_not_cast(tmp_path: Path, format: str) -> None:
+    """torch's own `load_state_dict` would, and the run would go on from other weights."""
+    model, optimizer = trained(torch.bfloat16, Master)
+    ckpttool.save(tmp_path / "saved", model, optimizer, format=format)
+    again = net().bfloat16()
+    fresh = Master(again.parameters())
+    ckpttool.load(tmp_path / "saved", again, fresh)
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        kept, found = optimizer.state[one]["master"], fresh.state[other]["master"]
+        assert found.dtype == torch.float32 and torch.equal(kept, found)
+    # Into another dtype than the checkpoint's, moments follow, as AdamW needs it.
+    model, optimizer = trained(torch.float32, torch.optim.AdamW)
+    ckpttool.save(tmp_path / "float32", model, optimizer, format=format)
+    again = net().bfloat16()
+    fresh = torch.optim.AdamW(again.parameters())
+    ckpttool.load(tmp_path / "float32", again, fresh)
+    assert {state["exp_avg"].dtype for state in fresh.state.values()} == {torch.bfloat16}
+
+
+def test_state_of_another_kind_of_optimizer(tmp_path: Path) -> None:
+    model, optimizer = trained(torch.float32, partial(torch.optim.SGD, momentum=0.9))
+    ckpttool.save(tmp_path / "saved", model, optimizer)
+    other = net()
+    with pytest.raises(ckpttool.CkptError, match=r"the state there \(momentum_buffer\) is not of an AdamW") as caught:
+        ckpttool.load(tmp_path / "saved", other, torch.optim.AdamW(other.parameters()))
+    assert "load the model alone" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("format", ["dcp", "torch"])
+def test_what_cannot_be_pickled_is_a_mistake_of_the_script(tmp_path: Path, format: str) -> None:
+    with pytest.raises(ckpttool.CkptError, match=r"what is to be saved cannot be pickled: .*lambda") as caught:
+        ckpttool.save(tmp_path / "saved", net(), format=format, step=lambda: 3)
+    assert caught.value.exit_code == 2 and not list(tmp_path.iterdir())

@@ -1,0 +1,71 @@
+"""The training scripts of `samples/`: from weights of a bare model, then on another kind and number of ranks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from support.paths import SAMPLES
+from support.torchrun import torchrun
+from support.upstream_readers import path_of
+
+LOSS = re.compile(r"step (\d+) loss ([\d.]+)")
+
+
+def train(script: str, world: int, *options: object) -> dict[int, float]:
+    """The loss of each step."""
+    said = torchrun(world, SAMPLES / script, *options)
+    found = {int(step): float(loss) for step, loss in LOSS.findall(said)}
+    assert len(found) >= 4, said
+    return found
+
+
+@pytest.fixture(scope="module")
+def straight() -> dict[int, float]:
+    """Eight steps at one go."""
+    return train("train_fsdp2.py", 2, "--weights", path_of("torch_model"), "--steps", 8)
+
+
+def test_from_fsdp1_to_fsdp2_on_more_ranks(straight: dict[int, float], tmp_path: Path) -> None:
+    saved = tmp_path / "full.pt"
+    first = train("train_fsdp1.py", 2, "--weights", path_of("torch_model"), "--save", saved, "--format", "torch")
+    then = train("train_fsdp2.py", 3, "--resume", saved)
+    assert first | then == pytest.approx(straight, rel=1e-5)
+
+
+def test_one_rank_says_what_is_wrong() -> None:
+    said = torchrun(2, SAMPLES / "train_fsdp2.py", "--resume", path_of("torch_model"))
+    assert re.findall("^(?:error|hint): .*", said, re.MULTILINE) == [
+        f"error: `{path_of('torch_model')}`: has no optimizers, and one is needed",
+        "hint: `ckpttool inspect` shows what is in it",
+    ]
+    assert "loader.py" not in said, "a rank's traceback"
+    assert set(re.findall(r"exitcode +: (\d+)", said)) == {"2"}
+
+
+def test_a_rank_that_is_alone_with_an_error_says_it(tmp_path: Path) -> None:
+    script = tmp_path / "alone.py"
+    script.write_text(
+        "import time, ckpttool, ckpttool.training.exit_on_error as ending, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "ending._WAIT = 1\n"
+        "with ckpttool.exit_on_error():\n"
+        "    if dist.get_rank() == 1:\n"
+        "        raise ckpttool.CkptError('no \\x1b[31m luck', hint='try another')\n"
+        "time.sleep(20)\n"
+    )
+    said = torchrun(2, script)
+    assert "error: rank 1: no \\x1b[31m luck\nhint: try another\n" in said
+    assert re.findall(r"rank +: 1 .*\n +exitcode +: 70", said), said
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["parallel", "broadcast"])
+def test_from_fsdp2_to_fsdp1_and_on(straight: dict[int, float], tmp_path: Path, strategy: str) -> None:
+    first = train("train_fsdp2.py", 3, "--weights", path_of("torch_model"), "--save", tmp_path / "dcp", "--steps", 4)
+    options = ("--strategy", strategy, "--format", "fsdp1")
+    then = train("train_fsdp1.py", 2, "--resume", tmp_path / "dcp", "--save", tmp_path / "ranks", *options)
+    assert first | then == pytest.approx(straight, rel=1e-5)
+    last = train("train_fsdp1.py", 1, "--resume", tmp_path / "ranks")
+    assert last == pytest.approx(train("train_fsdp2.py", 3, "--resume", tmp_path / "ranks"), rel=1e-5)
