@@ -1,4 +1,4 @@
-"""What is said of a conversion or a reshard that was done, or is planned."""
+"""Prints the result or the plan of `convert`, `reshard` and `export`."""
 
 from __future__ import annotations
 
@@ -14,123 +14,141 @@ from ckpttool.text import duration, plural, size
 if TYPE_CHECKING:
     from ckpttool import Conversion
 
-_SHOWN = 20
-_ENOUGH = 64 << 20  # bytes without which a rate says nothing
-_TITLES = 12  # characters before the text of a line
-
-
-def print_result(
-    made: Conversion, schema: str, *, as_json: bool, quiet: bool, verbose: bool, checked: bool,
-    more: Iterable[tuple[str, str]] = (), waited: float = 0.0,
-) -> None:  # fmt: skip
-    """The result or the plan, on stdout; warnings on stderr. `more` are further lines of the table at the top; `waited`
-    are seconds in which another program was asked, and nothing was written."""
-    terminal = out()
-    if as_json:
-        terminal.write(json.dumps({"schema": schema, **asdict(made)}) + "\n")
-    elif quiet:
-        for name, _ in made.files if made.dry_run else ():
-            terminal.line(name)
-    else:
-        _header(terminal, made)
-        if made.dry_run:
-            _plan(terminal, made, more)
-            _files(terminal, made, verbose)
-        else:
-            _result(terminal, made, checked, more, waited)
-        if made.dry_run or verbose:
-            for title, rows in _changes(made) if verbose else _summed(made):
-                terminal.heading(title)
-                _some(terminal, rows, verbose)
-        for note in made.notes:
-            err().line(Painted("warning: ", "yellow"), note)
-
-
-def _header(terminal: Terminal, made: Conversion) -> None:
-    terminal.line("would write " if made.dry_run else "wrote ", bold(made.destination))
-    if made.dry_run:
-        terminal.write("\n")
-
-
-def _source(made: Conversion) -> str:
-    return f"{made.source}, {made.source_format} -> {made.format}"
-
-
-def _contents(made: Conversion) -> str:
-    return f"{plural(made.tensors, 'tensor')}, {plural(made.objects, 'object')}, {size(made.bytes)} of values"
-
-
-def _result(
-    terminal: Terminal, made: Conversion, check: bool, more: Iterable[tuple[str, str]], waited: float
-) -> None:  # fmt: skip
-    # Of less it would tell of the start, not of the disk.
-    writing = made.seconds - waited
-    rate = f", {size(made.bytes / writing)}/s" if writing >= 1 and made.bytes >= _ENOUGH else ""
-    checked = _checked(made, check)
-    narrow = terminal.width is not None and len("; ".join(checked)) > terminal.width - _TITLES
-    rows = [
-        ("from", _source(made)),
-        ("contents", _contents(made)),
-        *more,
-        ("files", f"{plural(len(made.files), 'file')}, {size(made.disk)}"),
-        *([("resumed", f"{size(made.resumed)} had been copied by an interrupted run")] if made.resumed else []),
-        ("time", f"{duration(made.seconds)}{rate}"),
-        *zip(("checked", *[""] * len(checked)), checked if narrow else ["; ".join(checked)], strict=False),
-        *((title, f"{len(changes):,}") for title, changes in _changes(made)),
-    ]
-    terminal.table([(dim(title), text) for title, text in rows], wrap=(1,))
-
-
-def _checked(made: Conversion, check: bool) -> list[str]:
-    said = []
-    if made.checked:
-        said.append(f"checksums of {size(made.checked)} of the source")
-    if made.unchecked:
-        said.append(f"{size(made.unchecked)} of the source came without a checksum")
-    if check:
-        said.append("everything written was read back and compared")
-    return said or ["nothing to check"]
-
-
-def _plan(terminal: Terminal, made: Conversion, more: Iterable[tuple[str, str]]) -> None:
-    short = made.disk > made.free
-    rows: list[tuple[Piece, Piece]] = [
-        (dim("from"), _source(made)),
-        (dim("contents"), _contents(made)),
-        *((dim(title), text) for title, text in more),
-        (dim("disk"), Painted(f"{size(made.disk)} needed, {size(made.free)} free", "red" if short else "")),
-        (dim("memory"), f"about {size(made.memory)} at most"),
-    ]
-    terminal.table(rows, wrap=(1,))
-
-
-def _files(terminal: Terminal, made: Conversion, verbose: bool) -> None:
-    terminal.heading("files", plural(len(made.files), "file"))
-    _some(terminal, [(name, size(nbytes)) for name, nbytes in made.files], verbose, right=(1,))
-
+_SHOWN = 20  # lines of a list, unless -v
+_PARTS = 3  # names in the line that counts skipped entries
+_RATE = 64 << 20  # bytes needed to state a rate
 
 Rows = list[tuple[str, ...]]
 
 
-def _changes(made: Conversion) -> list[tuple[str, Rows]]:
-    found: list[tuple[str, Rows]] = [
-        ("renamed", [(old, f"-> {new}") for old, new in made.renamed]),
-        ("cast", [(name, f"{old} -> {new}") for name, old, new in made.cast]),
-        ("tied", [(name, f"is {kept}") for name, kept in made.ties]),
-        ("left out", [(name,) for name in made.dropped]),
-    ]
-    return [(title, rows) for title, rows in found if rows]
+def print_result(
+    result: Conversion,
+    schema: str,
+    *,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+    checked: bool,
+    more: Iterable[tuple[str, str]] = (),
+    waited: float = 0.0,
+) -> None:
+    """Print the result or the plan on stdout, and its warnings on stderr.
+
+    `checked` says whether `--check` was passed, `more` are additional rows of facts, and `waited` are the seconds that
+    were spent in another program and not on copying.
+    """
+    terminal = out()
+    if as_json:
+        terminal.write(json.dumps({"schema": schema, **asdict(result)}) + "\n")
+    elif quiet:
+        for name, _ in result.files if result.dry_run else ():
+            terminal.line(name)
+    else:
+        if result.dry_run:
+            _print_plan(terminal, result, more, verbose)
+        else:
+            _print_done(terminal, result, checked, more, waited)
+        if result.dry_run or verbose:
+            for title, rows in (_changes if verbose else _kinds_of_changes)(result).items():
+                terminal.heading(title)
+                _print_rows(terminal, rows, verbose)
+        for note in result.notes:
+            err().paragraph(note, mark=Painted("warning: ", "yellow"), indent=9)
 
 
-def _summed(made: Conversion) -> list[tuple[str, Rows]]:
-    """The same, with one line for what is changed in the same way."""
-    found: list[tuple[str, Rows]] = [
-        ("renamed", _counted(_rule(old, new) for old, new in made.renamed)),
-        ("cast", _counted((f"{old} -> {new}",) for _, old, new in made.cast)),
-        ("tied", [(name, f"is {kept}") for name, kept in made.ties]),
-        ("left out", _counted((name.partition(".")[0],) for name in made.dropped)),
+def _facts(result: Conversion, more: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    contents = [plural(result.tensors, "tensor"), plural(result.objects, "object"), f"{size(result.bytes)} of values"]
+    return [
+        ("from", f"{result.source}, {result.source_format} -> {result.format}"),
+        ("contents", ", ".join(contents)),
+        *more,
     ]
-    return [(title, rows) for title, rows in found if rows]
+
+
+def _print_done(
+    terminal: Terminal, result: Conversion, check: bool, more: Iterable[tuple[str, str]], waited: float
+) -> None:
+    terminal.line("wrote ", bold(result.destination))
+    writing = result.seconds - waited
+    rate = f", {size(result.bytes / writing)}/s" if writing >= 1 and result.bytes >= _RATE else ""
+    rows = [
+        *_facts(result, more),
+        ("files", f"{plural(len(result.files), 'file')}, {size(result.disk)}"),
+        *([("resumed", f"{size(result.resumed)} copied by an interrupted run")] if result.resumed else []),
+        ("time", f"{duration(result.seconds)}{rate}"),
+        ("checked", "; ".join(_checks(result, check))),
+        *_change_counts(result),
+    ]
+    terminal.table([(dim(title), text) for title, text in rows], wrap=(1,))
+
+
+def _checks(result: Conversion, check: bool) -> list[str]:
+    checks = []
+    if result.checked:
+        checks.append(f"checksums of {size(result.checked)} of the source")
+    if result.unchecked:
+        unchecked = size(result.unchecked)
+        checks.append(
+            f"{unchecked} without checksums" if checks else f"no checksums in the source ({unchecked} unverified)"
+        )
+    if check:
+        checks.append("everything written was read back and compared")
+    return checks or ["nothing to check"]
+
+
+def _print_plan(terminal: Terminal, result: Conversion, more: Iterable[tuple[str, str]], verbose: bool) -> None:
+    terminal.line("would write ", bold(result.destination))
+    terminal.write("\n")
+    short = "red" if result.disk > result.free else ""
+    rows: list[tuple[Piece, Piece]] = [
+        *((dim(title), text) for title, text in _facts(result, more)),
+        (dim("disk"), Painted(f"{size(result.disk)} needed, {size(result.free)} free", short)),
+        (dim("memory"), f"about {size(result.memory)} at most"),
+    ]
+    terminal.table(rows, wrap=(1,))
+    terminal.heading("files", plural(len(result.files), "file"))
+    _print_rows(terminal, [(name, size(nbytes)) for name, nbytes in result.files], verbose, right=(1,))
+
+
+def _changes(result: Conversion) -> dict[str, Rows]:
+    """Return each change of names, dtypes and contents, by its title."""
+    changes: dict[str, Rows] = {
+        "renamed": [(old, f"-> {new}") for old, new in result.renamed],
+        "cast": [(name, f"{old} -> {new}") for name, old, new in result.cast],
+        "tied": [(name, f"is {kept}") for name, kept in result.ties],
+        "skipped": [(name,) for name in result.dropped],
+    }
+    return {title: rows for title, rows in changes.items() if rows}
+
+
+def _kinds_of_changes(result: Conversion) -> dict[str, Rows]:
+    """Return the same with one row for equal changes, and their number."""
+    changes = {
+        "renamed": _counted(_rule(old, new) for old, new in result.renamed),
+        "cast": _counted((f"{old} -> {new}",) for _, old, new in result.cast),
+        "tied": [(name, f"is {kept}") for name, kept in result.ties],
+        "skipped": _counted((name.partition(".")[0],) for name in result.dropped),
+    }
+    return {title: rows for title, rows in changes.items() if rows}
+
+
+def _change_counts(result: Conversion) -> list[tuple[str, str]]:
+    """Return rows such as `("skipped", "75 entries (optimizer 74, step 1)")`."""
+    rows = []
+    changes = _changes(result)
+    for title, kinds in _kinds_of_changes(result).items():
+        n = len(changes[title])
+        if title == "skipped":
+            number = f"{n:,} {'entry' if n == 1 else 'entries'}"
+            examples = [" ".join(kind) for kind in kinds[:_PARTS]]
+        else:
+            number = plural(n, "name" if title == "renamed" else "tensor")
+            # The first two texts are the rule; what follows is how often it applies.
+            examples = [" ".join(kinds[0][:2] if title != "cast" else kinds[0][:1])]
+        if len(kinds) > len(examples):
+            examples.append("...")
+        rows.append((title, f"{number} ({', '.join(examples)})"))
+    return rows
 
 
 def _counted(rows: Iterable[tuple[str, ...]]) -> Rows:
@@ -138,7 +156,7 @@ def _counted(rows: Iterable[tuple[str, ...]]) -> Rows:
 
 
 def _rule(old: str, new: str) -> tuple[str, str]:
-    """`("model.*", "-> *")` for `model.norm.weight` that becomes `norm.weight`: what the two names do not share."""
+    """Return `("model.*", "-> *")` for `model.norm.weight` renamed to `norm.weight`: what the two do not share."""
     before, after = old.split("."), new.split(".")
     shared = 0
     while shared < min(len(before), len(after)) and before[-1 - shared] == after[-1 - shared]:
@@ -147,7 +165,7 @@ def _rule(old: str, new: str) -> tuple[str, str]:
     return ".".join(before[: len(before) - shared] + rest), "-> " + ".".join(after[: len(after) - shared] + rest)
 
 
-def _some(terminal: Terminal, rows: Rows, verbose: bool, right: tuple[int, ...] = ()) -> None:
+def _print_rows(terminal: Terminal, rows: Rows, verbose: bool, right: tuple[int, ...] = ()) -> None:
     shown = rows if verbose else rows[:_SHOWN]
     terminal.table(shown, right=right, wrap=(0, 1))
     if len(shown) < len(rows):

@@ -132,11 +132,11 @@ def _checked(report: Report) -> Iterator[str]:
     if report.records:
         yield f"{plural(report.records, 'checksum')} over {size(report.checked)}"
     if report.unchecked:
-        yield f"{size(report.unchecked)} read that came without a checksum"
+        yield f"{size(report.unchecked)} without checksums"
     if report.values:
         yield f"{report.values:,} values"
     if not (report.records or report.unchecked or report.values):
-        yield "nothing could be"
+        yield "nothing"
 
 
 def _list(terminal: Terminal, found: list[Finding], gravity: str, verbose: bool) -> None:
