@@ -123,7 +123,7 @@ def _changes(result: Conversion) -> dict[str, Rows]:
 
 def _kinds_of_changes(result: Conversion) -> dict[str, Rows]:
     """Return the same with one row for equal changes, and their number."""
-    changes = {
+    changes: dict[str, Rows] = {
         "renamed": _counted(_rule(old, new) for old, new in result.renamed),
         "cast": _counted((f"{old} -> {new}",) for _, old, new in result.cast),
         "tied": [(name, f"is {kept}") for name, kept in result.ties],
