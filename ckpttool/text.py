@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from ckpttool.errors import UsageError
 
@@ -90,6 +90,24 @@ def some(names: Sequence[str], most: int = 3) -> str:
     """The first few of many names, for a message. Pure."""
     shown = ", ".join(f"`{name}`" for name in names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def ranges(numbers: Iterable[int], comma: str = ", ", most: int = 8) -> str:
+    """Return numbers in ascending order, those in a row as one range: `0-2, 5`. Of more than `most` ranges, those in
+    the middle are left out. Pure."""
+    rows: list[list[int]] = []
+    for number in sorted(numbers):
+        if rows and number == rows[-1][1] + 1:
+            rows[-1][1] = number
+        else:
+            rows.append([number, number])
+    words = [str(low) if low == high else f"{low}-{high}" for low, high in rows]
+    return comma.join(words if len(words) <= most else [*words[: most - 1], "...", words[-1]])
+
+
+def rank_ranges(numbers: Collection[int]) -> str:
+    """`rank 3`, `ranks 0-3`, `ranks 0, 2-5`. Pure."""
+    return f"rank{'' if len(numbers) == 1 else 's'} {ranges(numbers)}"
 
 
 def safe(text: str) -> str:

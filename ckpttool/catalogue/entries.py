@@ -257,6 +257,11 @@ class Tensor:
         return dotted(self.path)
 
     @property
+    def fqn(self) -> str:
+        """The name below the root of the part: `layers.0.w` for `model.layers.0.w`."""
+        return dotted(self.path[len(self.part.root) :])
+
+    @property
     def numel(self) -> int:
         return prod(self.shape)
 
@@ -295,6 +300,11 @@ class Object:
     @property
     def name(self) -> str:
         return dotted(self.path)
+
+    @property
+    def fqn(self) -> str:
+        """The name below the root of the part: `layers.0.w` for `model.layers.0.w`."""
+        return dotted(self.path[len(self.part.root) :])
 
     @property
     def is_read(self) -> bool:

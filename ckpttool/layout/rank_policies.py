@@ -12,7 +12,6 @@ means nothing to a loader that sees other samples. What each did is said, one li
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import Any
 
 from ckpttool.catalogue import parts
@@ -20,7 +19,7 @@ from ckpttool.catalogue.entries import Catalogue, Entry, Object, Path, Tensor, d
 from ckpttool.errors import LossError, UsageError
 from ckpttool.layout import select as layout
 from ckpttool.layout.mesh import Mesh
-from ckpttool.text import meant, plural
+from ckpttool.text import meant, plural, rank_ranges
 
 CHOICES = {"rng": ("keep", "rank0", "drop"), "dataloader": ("keep", "drop")}
 
@@ -84,7 +83,7 @@ def _from_first(catalogue: Catalogue, root: Path, holders: dict[int, Path], worl
     first = holders.get(0)
     if first is None:
         raise UsageError(
-            f"`--rng rank0`: `{dotted(root)}` has no value of rank 0, only of {_listed(holders)}",
+            f"`--rng rank0`: `{dotted(root)}` has no value of rank 0, only of {rank_ranges(holders)}",
             hint="`--rng keep` or `--rng drop`",
         )
     depth = len(first)
@@ -118,37 +117,24 @@ def _check_kept(kind: str, root: Path, holders: dict[int, Path], world: int, fil
     if files and gone:
         drops = " or ".join(f"`--{kind} {choice}`" for choice in CHOICES[kind][1:])
         raise LossError(
-            f"`{dotted(root)}` has values of {_listed(gone)}, and a world of {world} has no file for them",
+            f"`{dotted(root)}` has values of {rank_ranges(gone)}, and a world of {world} has no file for them",
             hint=f"{drops} leaves them out, `--to dcp` keeps them",
             lost=[dotted(holders[rank]) for rank in gone],
         )
 
 
 def _told_kept(kind: str, root: Path, holders: list[int], world: int) -> str:
-    said = f"{dotted(root)}: kept under {_listed(holders)} (`--{kind} keep`)"
+    said = f"{dotted(root)}: kept under {rank_ranges(holders)} (`--{kind} keep`)"
     without = [rank for rank in range(world) if rank not in set(holders)]
     gone = [rank for rank in holders if rank >= world]
     if without:
-        said += f"; {_listed(without)} of the new world {'has' if len(without) == 1 else 'have'} none"
+        said += f"; {rank_ranges(without)} of the new world {'has' if len(without) == 1 else 'have'} none"
     if gone:
-        said += f"; {_listed(gone)} {'is' if len(gone) == 1 else 'are'} not in the new world"
+        said += f"; {rank_ranges(gone)} {'is' if len(gone) == 1 else 'are'} not in the new world"
     return said
 
 
 def _told_first(root: Path, holders: list[int], world: int) -> str:
-    said = f"{dotted(root)}: {_listed(range(world))} {'has' if world == 1 else 'all have'} what rank 0 had"
+    said = f"{dotted(root)}: {rank_ranges(range(world))} {'has' if world == 1 else 'all have'} what rank 0 had"
     gone = [rank for rank in holders if rank]
-    return f"{said} (`--rng rank0`)" + (f"; the values of {_listed(gone)} are left out" if gone else "")
-
-
-def _listed(numbers: Iterable[int]) -> str:
-    """`rank 3`, `ranks 0 to 3`, `ranks 0, 2 to 5`."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and runs[-1][1] + 1 == number:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    spelt = [str(low) if low == high else f"{low} to {high}" for low, high in runs]
-    shown = ", ".join(spelt[:8]) + (", ..." if len(spelt) > 8 else "")
-    return f"rank{'s' if len(spelt) > 1 or ' ' in shown else ''} {shown}"
+    return f"{said} (`--rng rank0`)" + (f"; the values of {rank_ranges(gone)} are left out" if gone else "")

@@ -22,7 +22,8 @@ from ckpttool.catalogue.patterns import any_of
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import UsageError
 from ckpttool.layout.mesh import Mesh, Placements, mesh_boxes, parse_placements, world_mesh
-from ckpttool.layout.select import again, flattened, rebuilt
+from ckpttool.layout.optimizer.keys import parse_key
+from ckpttool.layout.select import again, rebuilt
 from ckpttool.text import meant, plural, size, some
 
 
@@ -222,7 +223,7 @@ class _Cutting:
         for tensor in self._tensors:
             if tensor.part.kind == "optimizer":
                 continue
-            name = dotted(tensor.path[len(tensor.part.root) :])
+            name = tensor.fqn
             named, placed = self._placements(tensor, (tensor.name, name))
             if tensor.alias is not None and tensor.alias not in ruled and named:
                 # Tied: what is said of one name holds for the values.
@@ -378,16 +379,11 @@ def _set(found: dict[Path, Placements], path: Path, placed: Placements | None) -
 
 
 def _parameter_of(state: Tensor) -> str | None:
-    """The name of the parameter that a tensor of the optimizer is about; None where it has a number. Pure."""
-    path = state.path[len(state.part.root) :]
-    for i, key in enumerate(path):
-        if key == "state" and i + 1 < len(path):
-            name = path[i + 1]
-            return name if isinstance(name, str) and not name.isdecimal() else None
-        flat = flattened(key) if isinstance(key, str) else None
-        if flat is not None:
-            return flat[1]
-    return None
+    """Return the FQN of the parameter that a tensor of the optimizer is about; None where it has an id. Pure."""
+    key = parse_key(state.path, len(state.part.root))
+    name = key.parameter if key is not None else None
+    # DCP makes strings of integer keys.
+    return None if key is None or name is None or (not key.flat and name.isdecimal()) else name
 
 
 def _sharded(catalogue: Catalogue, untrained: bool) -> set[Path]:
@@ -401,17 +397,18 @@ def _sharded(catalogue: Catalogue, untrained: bool) -> set[Path]:
     states = [t for t in tensors if t.part.kind == "optimizer"]
     named: dict[Hashable, set[boxes.Ints]] = defaultdict(set)
     for state in states:
-        for key in state.path[len(state.part.root) :]:
-            flat = flattened(key) if isinstance(key, str) else None
-            named[flat[1] if flat is not None else key].add(state.shape)
-    by_name = any(dotted(t.path[len(t.part.root) :]) in named for t in models)
+        depth = len(state.part.root)
+        key = parse_key(state.path, depth)
+        for name in state.path[depth:] if key is None else (key.owner,):
+            named[name].add(state.shape)
+    by_name = any(t.fqn in named for t in models)
     shapes = {t.shape for t in states}
 
     def is_parameter(tensor: Tensor) -> bool:
         if len((tensor.origin or tensor).chunks) > 1:
             return True
         if by_name:
-            return tensor.shape in named.get(dotted(tensor.path[len(tensor.part.root) :]), ())
+            return tensor.shape in named.get(tensor.fqn, ())
         return tensor.shape in shapes
 
     cut = any(len((t.origin or t).chunks) > 1 for t in models)

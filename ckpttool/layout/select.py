@@ -17,6 +17,7 @@ from ckpttool.catalogue.entries import Catalogue, Container, Entry, Object, Part
 from ckpttool.catalogue.patterns import any_of, compile_pattern, rule
 from ckpttool.catalogue.values import Link, Stub
 from ckpttool.errors import UsageError
+from ckpttool.layout.optimizer.keys import parse_key
 from ckpttool.text import meant
 
 WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
@@ -139,23 +140,23 @@ def _new_parameters(catalogue: Catalogue, moved: dict[Path, Path]) -> dict[str, 
     Where several models have a name, the optimizer follows the first in `models`, even if that one keeps it.
     """
     parameters: dict[str, str] = {}
-    for root, paths in models(catalogue):
+    for root, entries in models(catalogue):
         there = moved_root(root, moved)
-        for path in paths:
+        for entry in entries:
+            path = entry.path
             new = moved.get(path, path)
             # A rule may take some of the part away from under its root: those go by their full names.
             depth = len(root) if new == path else len(there) if new[: len(there)] == there else 0
-            parameters.setdefault(dotted(path[len(root) :]), dotted(new[depth:]))
+            parameters.setdefault(entry.fqn, dotted(new[depth:]))
     return {name: new for name, new in parameters.items() if name != new}
 
 
-def models(catalogue: Catalogue) -> list[tuple[Path, list[Path]]]:
-    """The root of each model with its entries: the one that is called `model` first, averaged weights (EMA) last."""
-    found: dict[Path, list[Path]] = defaultdict(list)
-    for path, entry in catalogue.entries.items():
+def models(catalogue: Catalogue) -> list[tuple[Path, list[Entry]]]:
+    """Return the root of each model with its entries: the one called `model` first, averaged weights (EMA) last."""
+    found: dict[Path, list[Entry]] = defaultdict(list)
+    for entry in catalogue.entries.values():
         if entry.part.kind == "model" and not (isinstance(entry, Tensor) and entry.embedded):
-            found[entry.part.root].append(path)
-
+            found[entry.part.root].append(entry)
     return [(root, found[root]) for root in sorted(found, key=model_rank)]
 
 
@@ -188,39 +189,14 @@ def _follow_in_optimizer(catalogue: Catalogue, parameters: dict[str, str], moved
         if entry.part.kind != "optimizer" or (isinstance(entry, Tensor) and entry.embedded):
             continue
         new = moved.get(path, path)
-        below = max(len(entry.part.root) + len(new) - len(path), 0)
-        new = (*new[:below], *_followed(new[below:], parameters))
+        key = parse_key(new, max(len(entry.part.root) + len(new) - len(path), 0))
+        if key is not None and key.parameter in parameters:
+            new = key._replace(owner=parameters[key.parameter]).path
         if new != path:
             moved[path] = new
         if isinstance(entry, Object) and str(path[-1]).rpartition(".")[2] in ("params", "param_names"):
             entries[path] = _with_params(entry, parameters)
     return rebuilt(catalogue, entries.values(), catalogue.containers)
-
-
-def _followed(path: Path, parameters: dict[str, str]) -> Path:
-    """A path below the root of the optimizer, with the parameter that it is about under its new name. Any other key
-    may be spelt like a parameter: a model can have one called `eps`."""
-    for i, key in enumerate(path):
-        if key == "state" and i + 1 < len(path):
-            name = path[i + 1]
-            new = parameters.get(name, name) if isinstance(name, str) else name
-            return (*path[: i + 1], new, *path[i + 2 :])
-        flat = flattened(key) if isinstance(key, str) else None
-        if flat is not None:
-            return (*path[:i], flat[0] + parameters.get(flat[1], flat[1]) + flat[2], *path[i + 1 :])
-        if key == "param_groups":
-            break
-    return path
-
-
-def flattened(key: str) -> tuple[str, str, str] | None:
-    """`state.layers.0.w.exp_avg` as `("state.", "layers.0.w", ".exp_avg")`: how `flatten_optimizer_state_dict=True`
-    spells optimizer state. Pure."""
-    for head in ("state.", "param_groups."):
-        name, dot, last = key[len(head) :].rpartition(".")
-        if key.startswith(head) and name:
-            return head, name, dot + last
-    return None
 
 
 def _with_params(entry: Object, parameters: dict[str, str]) -> Object:

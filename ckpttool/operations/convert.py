@@ -279,7 +279,7 @@ def _select_and_rename(planned: Catalogue, options: ConvertOptions) -> Catalogue
         planned = select.rename(planned, select.strip_wrappers, within_parts=True)
     if options.strip_prefix:
         prefix = options.strip_prefix.rstrip(".") + "."
-        if not any(dotted(t.path[len(t.part.root) :]).startswith(prefix) for t in planned.tensors):
+        if not any(t.fqn.startswith(prefix) for t in planned.tensors):
             raise UsageError(f"`--strip-prefix {options.strip_prefix}`: no tensor of the model has this prefix")
         planned = select.rename(planned, lambda name: name.removeprefix(prefix), within_parts=True)
     for text in options.rename:

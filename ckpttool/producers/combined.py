@@ -16,6 +16,7 @@ from ckpttool.catalogue.validation import concerns
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, UsageError
 from ckpttool.layout import select
+from ckpttool.layout.optimizer.keys import parse_key
 from ckpttool.text import some
 
 _ROOTS = {"model": ("model",), "optimizer": ("optim",)}
@@ -171,16 +172,10 @@ def _only_part(catalogue: Catalogue, kind: str, name: str) -> Part:
 
 def _unmatched(catalogue: Catalogue) -> list[str]:
     """Parameters with optimizer state that no model has."""
-    models = {dotted(path[len(e.part.root) :]) for path, e in catalogue.entries.items() if e.part.kind == "model"}
-    named: dict[str, None] = {}
-    for path, entry in catalogue.entries.items():
-        if entry.part.kind == "optimizer":
-            below = path[len(entry.part.root) :]
-            flat = select.flattened(below[0]) if below and isinstance(below[0], str) else None
-            if flat is not None:
-                named[flat[1]] = None
-            elif len(below) > 1 and below[0] == "state" and isinstance(below[1], str):
-                named[below[1]] = None
+    models = {entry.fqn for entry in catalogue.entries.values() if entry.part.kind == "model"}
+    optimizer = (entry for entry in catalogue.entries.values() if entry.part.kind == "optimizer")
+    keys = (parse_key(entry.path, len(entry.part.root)) for entry in optimizer)
+    named = dict.fromkeys(key.parameter for key in keys if key is not None and key.parameter is not None)
     return [name for name in named if name not in models]
 
 

@@ -18,7 +18,7 @@ from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Catalogue, Path
 from ckpttool.catalogue.warning import Warning
 from ckpttool.producers.directory import Directory
-from ckpttool.text import some
+from ckpttool.text import rank_ranges, some
 
 if TYPE_CHECKING:
     from ckpttool.producers.arrange import LayoutBuilder
@@ -283,6 +283,4 @@ def _check_ranks(layout: Layout, files: Sequence[str], present: list[int], world
     if world_size is None or count <= 1 << 20:
         absent = sorted(set(range(count)) - set(present))
         if absent:
-            which = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {', '.join(map(str, absent[:5]))}"
-            more = f" and {len(absent) - 5} more" if len(absent) > 5 else ""
-            layout.missing.append(f"the file of {which}{more} of {count} is missing beside {some(files, 1)}")
+            layout.missing.append(f"the file of {rank_ranges(absent)} of {count} is missing beside {some(files, 1)}")

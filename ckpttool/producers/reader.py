@@ -17,6 +17,7 @@ from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.formats.detect import detect
+from ckpttool.layout.optimizer.keys import parse_key
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.components import Component, Layout, Producer
 from ckpttool.producers.directory import Directory
@@ -189,12 +190,14 @@ def shapes_of_moments(catalogue: Catalogue) -> OpenOptions:
     """
     moments: dict[str, Tensor] = {}
     for tensor in catalogue.tensors:
-        below = tensor.path[1:]
-        if len(below) == 3 and below[0] == "state" and isinstance(below[1], str):
-            first = moments.setdefault(below[1], tensor)
+        key = parse_key(tensor.path, 1)
+        name = key.parameter if key is not None and not key.flat and len(key.below) == 1 else None
+        if name is not None:
+            first = moments.setdefault(name, tensor)
             if (tensor.numel, len(tensor.shape)) > (first.numel, len(first.shape)):
-                moments[below[1]] = tensor
-    groups = [o for o in catalogue.objects if o.path[1:2] == ("param_groups",) and o.path[-1] == "params"]
+                moments[name] = tensor
+    keys = ((entry, parse_key(entry.path, 1)) for entry in catalogue.objects)
+    groups = [entry for entry, key in keys if key and key.section == "param_groups" and key.below == ("params",)]
     order: list[str] = []
     for group in groups:
         names = group.value

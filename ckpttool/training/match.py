@@ -17,13 +17,11 @@ from torch import nn
 
 from ckpttool.errors import CorruptError, UsageError
 from ckpttool.layout import select as layout
+from ckpttool.layout.optimizer.keys import LIKE_PARAMETER
 from ckpttool.storage.crc import crc32
 from ckpttool.text import near_names, some
 from ckpttool.training import collectives as agreement
 from ckpttool.training.contents import Described, Group, Optimizer, Shape
-
-# State that is shaped like its parameter in torch's commonest optimizers.
-_LIKE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg")
 
 
 @dataclass(slots=True)
@@ -260,7 +258,7 @@ def _in_order(optimizer: torch.optim.Optimizer, told: Optimizer, path: str) -> l
     for one in held:
         for parameter, number in zip(one.group["params"], one.names, strict=True):
             for below, shape in told.state.get(number, {}).items():
-                like_it = isinstance(shape, Shape) and below[-1] in _LIKE
+                like_it = isinstance(shape, Shape) and below[-1] in LIKE_PARAMETER
                 if like_it and shape.sizes != tuple(parameter.shape):
                     raise CorruptError(
                         f"`{path}`: state of parameter {number} of the optimizer is {list(shape.sizes)}, the parameter "

@@ -193,8 +193,8 @@ def test_random_states_are_kept_under_their_ranks(tmp_path: Path, with_rng: Path
     more = ckpttool.reshard(with_rng, tmp_path / "5", to_world=5)
     assert_same(random_states(tmp_path / "5"), told(3))
     assert more.policies == [
-        "rng: kept under ranks 0 to 2 (`--rng keep`); ranks 3 to 4 of the new world have none",
-        "dataloader: kept under ranks 0 to 1 (`--dataloader keep`); ranks 2 to 4 of the new world have none",
+        "rng: kept under ranks 0-2 (`--rng keep`); ranks 3-4 of the new world have none",
+        "dataloader: kept under ranks 0-1 (`--dataloader keep`); ranks 2-4 of the new world have none",
     ]
     fewer = ckpttool.reshard(with_rng, tmp_path / "2", to_mesh="shard=1,tp=2")
     assert_same(random_states(tmp_path / "2"), told(3))

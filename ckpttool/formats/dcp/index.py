@@ -21,7 +21,7 @@ from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.formats.dcp import metadata as dcpmetadata
 from ckpttool.formats.dcp.metadata import Item, KeyPath, Metadata, StoredTensor
 from ckpttool.storage.stores import Location, locate
-from ckpttool.text import some
+from ckpttool.text import rank_ranges, some
 
 NAME = ".metadata"
 SUFFIX = ".distcp"
@@ -211,7 +211,7 @@ def _check_ranks(index: Index, names: list[str]) -> None:
     ranks = [int(m[1]) for name in names if (m := _OF_RANK.fullmatch(name))]
     absent = sorted(set(range(max(ranks, default=-1) + 1)) - set(ranks))
     if absent:
-        text = f"no index of ranks {', '.join(map(str, absent))}: objects of theirs may be missing"
+        text = f"no index of {rank_ranges(absent)}: objects of theirs may be missing"
         index.warnings.append(Warning("missing-index", text))
 
 

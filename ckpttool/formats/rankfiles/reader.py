@@ -18,7 +18,7 @@ from ckpttool.serialization import torch_tree as torchtree
 from ckpttool.serialization import unpickler as pickles
 from ckpttool.serialization.dtensor import Shard
 from ckpttool.storage import files
-from ckpttool.text import some
+from ckpttool.text import rank_ranges, some
 
 _SAME_SAVE = "the files are not of one save: copy all of them again from the same step"
 
@@ -102,7 +102,7 @@ class _Opening:
         told = {rank for file in loaded.values() for shard in file.shards if (rank := shard.rank) is not None}
         names = some([file.name for file in loaded.values()])
         if len(told) > 1:
-            self._fault(f"{names} hold tensors of ranks {', '.join(map(str, sorted(told)))}", _SAME_SAVE)
+            self._fault(f"{names} hold tensors of {rank_ranges(told)}", _SAME_SAVE)
             return None
         rank = next(iter(told), named)
         for file in loaded.values():
@@ -151,8 +151,8 @@ class _Opening:
             told = some([self._by[rank].strip("`") for rank in extra])
             faults.append(
                 CorruptError(
-                    f"{told} {'is' if len(extra) == 1 else 'are'} of rank {', '.join(map(str, extra))}, but the "
-                    f"checkpoint is of ranks {_ranges(sorted(expected))}",
+                    f"{told} {'is' if len(extra) == 1 else 'are'} of {rank_ranges(extra)}, but the "
+                    f"checkpoint is of {rank_ranges(expected)}",
                     hint="a file of an older save by more ranks was left behind: move it away",
                     ranks=extra, expected=sorted(expected),
                 )
@@ -169,7 +169,7 @@ class _Opening:
                 hint=_ONE_FILE, missing=missing,
             )  # fmt: skip
         return CorruptError(
-            f"no file of {what}{'rank' if len(missing) == 1 else 'ranks'} {_ranges(missing)} of {world}: "
+            f"no file of {what}{rank_ranges(missing)} of {world}: "
             f"found only {have}",
             hint="copy the missing files from where the checkpoint was saved: every rank has a part of every tensor",
             missing=missing, expected=world,
@@ -205,17 +205,6 @@ def _of_another(names: list[str], known: tuple[int, ...], others: list[str], kep
         hint="two saves are mixed up here: keep the files of one, or name them with a pattern",
         files=names, found=len(known), expected=len(kept),
     )  # fmt: skip
-
-
-def _ranges(ranks: list[int]) -> str:
-    """`[0, 1, 2, 5]` is `0-2, 5`. Pure."""
-    found: list[list[int]] = []
-    for rank in ranks:
-        if found and found[-1][1] == rank - 1:
-            found[-1][1] = rank
-        else:
-            found.append([rank, rank])
-    return ", ".join(f"{low}-{high}" if high > low else str(low) for low, high in found)
 
 
 def _kind(shard: Shard) -> str:

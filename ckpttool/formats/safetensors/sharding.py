@@ -56,7 +56,7 @@ def is_model(catalogue: Catalogue) -> bool:
 
 def name_below(tensor: Tensor) -> str:
     """The dotted name without the root of the part: `model.lm_head.weight` -> `lm_head.weight`."""
-    return dotted(tensor.path[len(tensor.part.root) :])
+    return tensor.fqn
 
 
 # A model --------------------------------------------------------------------------------------------------------------

@@ -20,18 +20,13 @@ from typing import Any
 
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.boxes import Ints
-from ckpttool.catalogue.entries import Catalogue, Path, Tensor, dotted
+from ckpttool.catalogue.entries import Catalogue, Tensor, dotted
 from ckpttool.errors import CorruptError, UsageError
 from ckpttool.layout import select as layout
+from ckpttool.layout.optimizer.keys import LIKE_PARAMETER
 from ckpttool.layout.optimizer.parse import Group, Item, Optimizer
 from ckpttool.text import some
 
-# State that is shaped like its parameter, whatever the optimizer: those of torch.optim, then of others.
-LIKE = {
-    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "sum",
-    "exp_inf", "prev", "step_size", "ax", "variance",
-    "momentum", "hessian", "state1", "state2", "master_weights", "exp_avg_slow", "exp_avg_diff", "previous_grad",
-}  # fmt: skip
 # Rows and columns of a factored second moment: torch.optim.Adafactor; transformers, fairseq.
 _FACTORED = (("row_var", "col_var", 1), ("exp_avg_sq_row", "exp_avg_sq_col", 0))
 _STATISTICS = re.compile(r"(.*\.)?(running_mean|running_var)")
@@ -104,18 +99,18 @@ def _distinct(found: Sequence[Optimizer], names: list[dict[int, str]]) -> list[d
 
 
 def _names(source: Catalogue) -> set[str]:
-    root, tensors = _model(source)
-    return {dotted(tensor.path[len(root) :]) for tensor in tensors}
+    tensors = _model(source)
+    return {tensor.fqn for tensor in tensors}
 
 
 def _parameters(source: Catalogue) -> dict[str, Ints]:
     """What may be a parameter of the model, with its shape, in the order of the state dict."""
-    root, tensors = _model(source)
-    names = _names(source)
+    tensors = _model(source)
+    names = {tensor.fqn for tensor in tensors}
     aliases = find_aliases(t.origin or t for t in tensors)
     made: dict[str, Ints] = {}
     for tensor in tensors:
-        name = dotted(tensor.path[len(root) :])
+        name = tensor.fqn
         tied = tensor.alias is not None or (tensor.origin or tensor).path in aliases
         if not tied and tensor.dtype.kind in ("float", "complex") and not is_statistic(name, names):
             made[name] = tensor.shape
@@ -130,7 +125,7 @@ def is_statistic(name: str, names: set[str]) -> bool:
     return found is not None and {f"{found[1] or ''}running_mean", f"{found[1] or ''}running_var"} <= names
 
 
-def _model(source: Catalogue) -> tuple[Path, list[Tensor]]:
+def _model(source: Catalogue) -> list[Tensor]:
     models = layout.models(source)
     if not models:
         raise UsageError(
@@ -145,17 +140,14 @@ def _model(source: Catalogue) -> tuple[Path, list[Tensor]]:
             f"{some([dotted(root) for root in rivals])}",
             hint="take one of them and its optimizer alone: `--only`, then `--optim-from`",
         )
-    root, paths = models[0]
-    entries = [source.entries[path] for path in paths]
-    return root, [entry for entry in entries if isinstance(entry, Tensor)]
+    return [entry for entry in models[0][1] if isinstance(entry, Tensor)]
 
 
 def _check_ordered(source: Catalogue, optimizer: Optimizer, model: dict[str, Ints]) -> None:
     """safetensors files are sorted by name, and so is what was made of them: a state dict's order is gone, and by shape
     alone state could be given to another layer that is as large."""
-    root, tensors = _model(source)
-    tensors = [t for t in tensors if len(t.chunks) and source.files]
-    names = [dotted(tensor.path[len(root) :]) for tensor in tensors]
+    tensors = [t for t in _model(source) if len(t.chunks) and source.files]
+    names = [tensor.fqn for tensor in tensors]
     if "parameter order" in source.facts or len(tensors) < 2 or not is_sorted_by_dtype(tensors, names):
         return
     direct = any(map(is_safetensors(source), tensors))
@@ -174,7 +166,7 @@ def _check_ordered(source: Catalogue, optimizer: Optimizer, model: dict[str, Int
 def shape_told(items: Sequence[Item]) -> Ints | None:
     """The shape of the parameter that this state is for; None when it does not tell. Pure."""
     shapes = {str(i.below[0]): i.entry.shape for i in items if len(i.below) == 1 and isinstance(i.entry, Tensor)}
-    like = {shape for name, shape in shapes.items() if name in LIKE}
+    like = {shape for name, shape in shapes.items() if name in LIKE_PARAMETER}
     if len(like) == 1:
         return like.pop()
     for row, column, kept in _FACTORED:

@@ -14,16 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckpttool.catalogue.entries import Catalogue, Entry, Object, Tensor, dotted
+from ckpttool.catalogue.entries import Catalogue, Entry, Object, Tensor
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import UsageError
 from ckpttool.layout import select as layout
 from ckpttool.layout.optimizer import parse as found
 from ckpttool.layout.optimizer import respell as optimkeys
+from ckpttool.layout.optimizer.keys import parse_key
 from ckpttool.layout.optimizer.names import follows_modules, is_sorted, order_hint
 from ckpttool.layout.optimizer.parse import Optimizer
 
-_LISTS = ("params", "param_names")
+_LISTS = (("params",), ("param_names",))
 
 
 def numbered(catalogue: Catalogue, source: Catalogue) -> Catalogue:
@@ -60,9 +61,9 @@ def _places(source: Catalogue) -> dict[str, int]:
     told = source.facts.get("parameter order")
     if told is not None:
         return {name: place for place, name in enumerate(told)}
-    for root, paths in layout.models(source)[:1]:
-        tensors = [entry for entry in map(source.entries.__getitem__, paths) if isinstance(entry, Tensor)]
-        names = [dotted(tensor.path[len(root) :]) for tensor in tensors]
+    for _, entries in layout.models(source)[:1]:
+        tensors = [entry for entry in entries if isinstance(entry, Tensor)]
+        names = [tensor.fqn for tensor in tensors]
         if follows_modules(names) and not is_sorted(source, tensors, names):
             return {name: place for place, name in enumerate(names)}
     return {}
@@ -85,8 +86,8 @@ def _check_own_order(optimizer: Optimizer, source: Catalogue) -> None:
 
 
 def _lists_names(entry: Entry) -> bool:
-    below = entry.path[len(entry.part.root) :]
-    return entry.part.kind == "optimizer" and len(below) == 3 and below[0] == "param_groups" and below[2] in _LISTS
+    key = parse_key(entry.path, len(entry.part.root)) if entry.part.kind == "optimizer" else None
+    return key is not None and key.section == "param_groups" and key.below in _LISTS
 
 
 def _ordered(entry: Entry, places: dict[str, int]) -> Entry:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ckpttool.catalogue import typed_json
 from ckpttool.catalogue.entries import Catalogue, Container, Entry, Object, Part, Path, Tensor, dotted
 from ckpttool.errors import CorruptError, UsageError
-from ckpttool.layout import select as layout
+from ckpttool.layout.optimizer.keys import parse_key
 from ckpttool.text import some
 
 
@@ -93,7 +93,7 @@ def optimizers(catalogue: Catalogue) -> list[Optimizer]:
     by_root = {optimizer.root: optimizer for optimizer in made}
     for path, container in catalogue.containers.items():
         for depth in range(len(path)):
-            if path[:depth] in by_root and _is_own(path[depth]):
+            if path[:depth] in by_root and parse_key(path[depth : depth + 1]) is not None:
                 by_root[path[:depth]].containers[path[depth:]] = container
     for optimizer, entries in zip(made, found.values(), strict=True):
         optimizer.entries = {entry.path for entry in entries}
@@ -102,14 +102,8 @@ def optimizers(catalogue: Catalogue) -> list[Optimizer]:
 
 def _place(entry: Entry) -> tuple[Path, bool] | None:
     """The root of the optimizer that an entry belongs to, and whether it is flat."""
-    for depth in range(len(entry.part.root), len(entry.path)):
-        if _is_own(entry.path[depth]):
-            return entry.path[:depth], entry.path[depth] not in ("state", "param_groups")
-    return None
-
-
-def _is_own(key: Hashable) -> bool:
-    return key in ("state", "param_groups") or (isinstance(key, str) and layout.flattened(key) is not None)
+    key = parse_key(entry.path, len(entry.part.root))
+    return None if key is None else (key.root, key.flat)
 
 
 # Nested ---------------------------------------------------------------------------------------------------------------
@@ -206,21 +200,20 @@ def _flat(root: Path, entries: list[Entry]) -> Optimizer:
     values: dict[str, list[Item]] = {}
     states: list[tuple[str, Entry]] = []
     for entry in entries:
-        key, below = str(entry.path[depth]), entry.path[depth + 1 :]
-        _, name, last = parts = layout.flattened(key) or ("", key, "")
-        if parts[0] == "param_groups.":
-            values.setdefault(name, []).append(Item((last[1:], *below), entry))
+        key = parse_key(entry.path, depth)
+        if key is not None and key.section == "param_groups":
+            values.setdefault(str(key.owner), []).append(Item(key.below, entry))
         else:
-            states.append((key[len("state.") :], entry))
-    for key, entry in states:
-        owner = _owner(key, values)
+            states.append((str(entry.path[depth]).removeprefix("state."), entry))
+    for name, entry in states:
+        owner = _owner(name, values)
         if owner is None:
             raise CorruptError(
                 f"`{entry.name}`: `{made.name}` has no hyper-parameters of the parameter that it is about",
                 hint="its `param_groups.` keys are missing; `--drop optimizer` leaves the optimizer out",
                 found=entry.name,
             )  # fmt: skip
-        rest = key[len(owner) + 1 :].split(".")
+        rest = name[len(owner) + 1 :].split(".")
         made.state.setdefault(owner, []).append(Item((*rest, *entry.path[depth + 1 :]), entry))
     made.groups = _regrouped(made.name, values)
     return made

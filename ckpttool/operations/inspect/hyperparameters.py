@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ckpttool.catalogue.entries import Entry, Object, Path, Tensor
+from ckpttool.catalogue.entries import Entry, Object, Path, Tensor, dotted
+from ckpttool.layout.optimizer.keys import parse_key
 from ckpttool.operations.inspect.format_value import Tensors, describe, peek
-from ckpttool.operations.inspect.module_tree import ranges
+from ckpttool.operations.inspect.module_tree import RANGES
+from ckpttool.text import ranges
 
 GROUPS = "param_groups"
 _VALUE = 24
@@ -31,7 +33,8 @@ class Column:
     def title(self) -> str:
         if self.flat:
             return f"{len(self.groups)} parameter{'s' if len(self.groups) != 1 else ''}"
-        return f"group {self.groups[0]}" if len(self.groups) == 1 else f"groups {ranges(map(int, self.groups))}"
+        groups = ranges(map(int, self.groups), ",", RANGES)
+        return f"group {self.groups[0]}" if len(self.groups) == 1 else f"groups {groups}"
 
 
 @dataclass(slots=True)
@@ -58,7 +61,7 @@ def tables(entries: Iterable[Entry], tensors: Tensors) -> list[Table]:
     """One table for each `param_groups` in `entries`."""
     found: dict[Path, tuple[Table, dict[str, _Group]]] = {}
     for entry in entries:
-        place = _place(entry.path)
+        place = _place(entry)
         if place is None:
             continue
         root, group, name, flat = place
@@ -78,23 +81,19 @@ def tables(entries: Iterable[Entry], tensors: Tensors) -> list[Table]:
     return [table for table, _ in found.values()]
 
 
-def _place(path: Path) -> tuple[Path, str, str, bool] | None:
+def _place(entry: Entry) -> tuple[Path, str, str, bool] | None:
     """Root, group, name, and whether the group is a parameter; None for a path without param groups.
 
     A flattened optimizer has the whole rest in one key: `("optimizer", "param_groups.layers.0.weight.lr")`.
     """
-    for i, key in enumerate(path):
-        if not isinstance(key, str) or not (key == GROUPS or key.startswith(f"{GROUPS}.")):
-            continue
-        rest = path[i + 1 :]
-        if key == GROUPS and len(rest) == 2 and isinstance(rest[0], int):
-            return path[:i], str(rest[0]), str(rest[1]), False
-        words = ".".join(map(str, (key, *rest))).split(".")[1:]
-        if len(words) < 2:
-            return None
-        # A single number is an index that lost its type, as in a file without the paths.
-        return path[:i], ".".join(words[:-1]), words[-1], not (len(words) == 2 and _is_index(words[0]))
-    return None
+    key = parse_key(entry.path, len(entry.part.root))
+    if key is None or key.section != GROUPS or not key.below:
+        return None
+    if isinstance(key.owner, int) and len(key.below) == 1:
+        return key.root, str(key.owner), str(key.below[0]), False
+    *group, name = dotted((key.owner, *key.below)).split(".")
+    # A single number is an index that lost its type, as in a file without the paths.
+    return key.root, ".".join(group), name, not (len(group) == 1 and _is_index(group[0]))
 
 
 def _is_index(word: str) -> bool:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Path, Tensor, dotted
+from ckpttool.text import ranges
 
-_RANGES = 4
+RANGES = 4
 _DEPTH = 100  # a name may have any number of dots
 _DIGITS = 9
 
@@ -124,18 +125,4 @@ def _label(names: list[str]) -> str:
     """`["0", "1", "2", "5"]` is `0-2,5`. Pure."""
     if len(names) == 1:
         return names[0]
-    return ranges(int(n) for n in names)
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """`0-2,5` for 0, 1, 2, 5; the middle of a long list is left out. Pure."""
-    found: list[list[int]] = []
-    for n in sorted(numbers):
-        if found and n == found[-1][1] + 1:
-            found[-1][1] = n
-        else:
-            found.append([n, n])
-    text = [str(a) if a == b else f"{a}-{b}" for a, b in found]
-    if len(text) > _RANGES:
-        text = [*text[: _RANGES - 1], "...", text[-1]]
-    return ",".join(text)
+    return ranges(map(int, names), ",", RANGES)

@@ -16,6 +16,7 @@ from ckpttool.operations.inspect import hyperparameters
 from ckpttool.operations.inspect import module_tree as tree
 from ckpttool.operations.inspect.format_value import LIMIT, describe, peek
 from ckpttool.operations.inspect.warnings import findings
+from ckpttool.text import ranges
 
 DEPTH = 4
 _PROGRESS = ("global_step", "step", "steps", "num_steps", "iteration", "iter", "current_step", "total_step")
@@ -147,7 +148,7 @@ def _run(lines: list[ObjectLine]) -> ObjectLine:
         return lines[0]
     place = _differing(lines[0].name, lines[1].name)
     assert place is not None
-    numbers = tree.ranges(int(_NUMBER.findall(line.name)[place]) for line in lines)
+    numbers = ranges((int(_NUMBER.findall(line.name)[place]) for line in lines), ",", tree.RANGES)
     at = list(_NUMBER.finditer(lines[0].name))[place]
     name = lines[0].name
     return ObjectLine(name[: at.start()] + numbers + name[at.end() :], lines[0].text, len(lines))

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from ckpttool.catalogue.aliases import one_moment_for_two
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.warning import Warning
+from ckpttool.layout.optimizer.keys import parse_key
 
 _UNEVEN = 1.5  # times the mean
 _SHOWN = 3
@@ -78,7 +79,7 @@ def _probably_tied(catalogue: Catalogue, told: Collection[Path]) -> Iterator[War
     partners: dict[tuple[object, ...], list[Tensor]] = defaultdict(list)
     for tensor in catalogue.tensors:
         if tensor.part.kind == "model" and len(tensor.shape) >= 2 and tensor.path not in told:
-            here = partners if _fqn(tensor) in known else strangers
+            here = partners if tensor.fqn in known else strangers
             here[tensor.part, tensor.dtype.name, tensor.shape].append(tensor)
     for key, tensors in strangers.items():
         if len(tensors) == 1 == len(partners.get(key, ())):
@@ -89,21 +90,11 @@ def _probably_tied(catalogue: Catalogue, told: Collection[Path]) -> Iterator[War
             )
 
 
-def _fqn(tensor: Tensor) -> str:
-    """The name below the part's root."""
-    return ".".join(map(str, tensor.path[len(tensor.part.root) :]))
-
-
 def _with_state(catalogue: Catalogue) -> set[str]:
     """Names of the parameters that have optimizer state under their name."""
-    found: set[str] = set()
-    for tensor in catalogue.tensors:
-        if tensor.part.kind != "optimizer":
-            continue
-        before, state, after = f".{_fqn(tensor)}".partition(".state.")
-        if state and not before.strip("."):
-            found.add(after.rpartition(".")[0])
-    return found
+    state = (tensor for tensor in catalogue.tensors if tensor.part.kind == "optimizer")
+    keys = (parse_key(tensor.path, len(tensor.part.root)) for tensor in state)
+    return {key.parameter for key in keys if key is not None and key.section == "state" and key.parameter is not None}
 
 
 def _names(names: list[str]) -> str:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor, dotted
+from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor
 from ckpttool.errors import CkptError
 from ckpttool.formats.dcp import combine as joining
 from ckpttool.layout import select as layout
@@ -105,7 +105,7 @@ class _Building:
         parameters: dict[str, Tensor] = {}
         for tensor in held:
             if tensor.part.kind == "model":
-                name = layout.strip_wrappers(dotted(tensor.path[len(tensor.part.root) :]))
+                name = layout.strip_wrappers(tensor.fqn)
                 self._place(tensor, name in trained)
                 parameters.setdefault(name, tensor)
         for tensor in held:

@@ -310,7 +310,7 @@ def test_sharding(tmp_path: Path) -> None:
     made = diff(FSDP2, out, sharded=True)
     cuts = {one.name: one.sharding for one in made.tensors}
     assert made.exit_code == 1 and {kind for kinds in names(made).values() for kind in kinds} == {"sharding"}
-    assert cuts["model.embed.weight"] == ("4 along dimension 0, ranks 0 to 3", "2 along dimension 0, ranks 0, 1")
+    assert cuts["model.embed.weight"] == ("4 along dimension 0, ranks 0-3", "2 along dimension 0, ranks 0-1")
     read = dcp.FileSystemReader(FSDP2).read_metadata().state_dict_metadata["model.embed.weight"]
     assert len(read.chunks) == 4
     grid = diff(CHECKPOINTS / "dcp_grid_w4" / "ckpt", CHECKPOINTS / "dcp_grid_w4" / "ckpt", sharded=True)

@@ -189,12 +189,9 @@ def _values(
     parameters = {name for k in told for name in k.names.values()}
     if len(told) < len(known):
         # Whose the ids are was not told: any tensor may be a parameter.
-        parameters |= {n for root, ps in layout.models(source.catalogue) for n in _below(root, ps)}
+        models = layout.models(source.catalogue)
+        parameters |= {layout.strip_wrappers(entry.fqn) for _, entries in models for entry in entries}
     soundness.look(chosen, source, soundness.trained_names(source.catalogue, parameters), checks)
-
-
-def _below(root: tuple[Any, ...], paths: Sequence[tuple[Any, ...]]) -> list[str]:
-    return [layout.strip_wrappers(".".join(map(str, path[len(root) :]))) for path in paths]
 
 
 def _verdict(made: Audit) -> tuple[str, str]:

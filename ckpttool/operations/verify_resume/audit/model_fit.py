@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ckpttool.catalogue.boxes import Ints
-from ckpttool.catalogue.entries import Catalogue, Tensor, dotted
+from ckpttool.catalogue.entries import Catalogue, Tensor
 from ckpttool.catalogue.parts import kind_of_key
 from ckpttool.errors import CkptError, UsageError
 from ckpttool.layout import select as layout
@@ -116,13 +116,11 @@ def _named_shapes(model: Any) -> tuple[dict[str, tuple[Ints, str]], set[str]]:
 
 def _shapes(catalogue: Catalogue) -> dict[str, tuple[Ints, str]]:
     models = layout.models(catalogue)
-    root, paths = models[0] if models else ((), [])
-    made = {}
-    for path in paths:
-        entry = catalogue.entries[path]
-        if isinstance(entry, Tensor):
-            made[layout.strip_wrappers(dotted(path[len(root) :]))] = (entry.shape, entry.dtype.name)
-    return made
+    return {
+        layout.strip_wrappers(entry.fqn): (entry.shape, entry.dtype.name)
+        for entry in (models[0][1] if models else ())
+        if isinstance(entry, Tensor)
+    }
 
 
 def _compare(

@@ -9,11 +9,12 @@ from typing import Any
 
 from ckpttool.catalogue.aliases import one_moment_for_two
 from ckpttool.catalogue.boxes import Ints
-from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor, dotted
+from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor
 from ckpttool.errors import CkptError
 from ckpttool.layout import select as layout
 from ckpttool.layout.optimizer import names as naming
 from ckpttool.layout.optimizer import parse as found
+from ckpttool.layout.optimizer.keys import LIKE_PARAMETER
 from ckpttool.layout.optimizer.parse import Group, Item, Optimizer
 from ckpttool.operations.verify_resume.audit.checks import Checks, named
 from ckpttool.text import plural, some
@@ -100,15 +101,8 @@ def _named(optimizer: Optimizer, catalogue: Catalogue, checks: Checks) -> Known:
 def _shapes(catalogue: Catalogue) -> dict[str, Ints]:
     """The tensors of the model that is trained, by names without wrappers."""
     models = layout.models(catalogue)
-    if not models:
-        return {}
-    root, paths = models[0]
-    made = {}
-    for path in paths:
-        entry = catalogue.entries[path]
-        if isinstance(entry, Tensor):
-            made[layout.strip_wrappers(dotted(path[len(root) :]))] = entry.shape
-    return made
+    entries = models[0][1] if models else ()
+    return {layout.strip_wrappers(entry.fqn): entry.shape for entry in entries if isinstance(entry, Tensor)}
 
 
 # State ----------------------------------------------------------------------------------------------------------------
@@ -152,7 +146,7 @@ def _shapes_of_state(known: Known, shapes: dict[str, Ints], checks: Checks, wher
         shape = shapes.get(known.names.get(key, ""))
         for item in items if shape is not None else ():
             tensor = item.entry
-            if isinstance(tensor, Tensor) and item.below[0] in naming.LIKE and tensor.shape != shape:
+            if isinstance(tensor, Tensor) and item.below[0] in LIKE_PARAMETER and tensor.shape != shape:
                 wrong.append(f"`{tensor.name}` is {list(tensor.shape)}, and its parameter {list(shape or ())}")
                 names.append(tensor.name)
     if wrong:
@@ -240,12 +234,10 @@ def _cover(
     if strangers:
         checks.fails("param groups", f"{named(strangers)}{where}, and the model has none of that name", strangers)
         return
-    root, paths = layout.models(catalogue)[0]
     left = []
-    for path in paths:
-        tensor = catalogue.entries[path]
-        name = layout.strip_wrappers(dotted(path[len(root) :]))
-        if isinstance(tensor, Object) or path in aliases or name in in_groups:
+    for tensor in layout.models(catalogue)[0][1]:
+        name = layout.strip_wrappers(tensor.fqn)
+        if isinstance(tensor, Object) or tensor.path in aliases or name in in_groups:
             continue
         if tensor.dtype.kind in ("float", "complex") and not naming.is_statistic(name, names):
             left.append(name)

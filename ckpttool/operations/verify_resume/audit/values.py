@@ -5,22 +5,19 @@ A tile at a time, of every tensor of the models and optimizers; without torch bu
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ckpttool.catalogue.entries import Catalogue, Path, Tensor, dotted
+from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.layout import select as layout
+from ckpttool.layout.optimizer.keys import STATE_KINDS
 from ckpttool.operations.verify_resume.audit.checks import Checks, named
 from ckpttool.storage.files import Pool
 from ckpttool.text import plural, size
 from ckpttool.transfer.numbers import numbers
 from ckpttool.transfer.read import read_tiles
-
-# Means of squares: torch.optim's, Adafactor's, and those of others.
-_SQUARES = re.compile(r"(max_)?exp_avg_sq(_row|_col)?|square_avg|(row|col)_var|variance|sum|acc_delta|exp_inf")
 
 
 @dataclass(slots=True)
@@ -77,7 +74,7 @@ def _one(tensor: Tensor, source: Source, pool: Pool, seen: Seen, firsts: dict[st
     import numpy as np
 
     last = str(tensor.path[-1]).rpartition(".")[2]
-    squares = tensor.part.kind == "optimizer" and _SQUARES.fullmatch(last) is not None
+    squares = tensor.part.kind == "optimizer" and last in STATE_KINDS and STATE_KINDS[last].squares
     nans = infs = negative = 0
     filled = False
     for _, bits in read_tiles(tensor, source, pool):
@@ -134,6 +131,6 @@ def _counted(found: dict[str, int]) -> str:
 def trained_names(catalogue: Catalogue, parameters: set[str]) -> set[str]:
     """Full names of tensors that infinities do not belong in: the optimizer's, and the parameters it knows. Pure."""
     made = {t.name for t in catalogue.tensors if t.part.kind == "optimizer"}
-    for root, paths in layout.models(catalogue):
-        made |= {dotted(p) for p in paths if layout.strip_wrappers(dotted(p[len(root) :])) in parameters}
+    for _, entries in layout.models(catalogue):
+        made |= {entry.name for entry in entries if layout.strip_wrappers(entry.fqn) in parameters}
     return made

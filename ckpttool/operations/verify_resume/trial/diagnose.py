@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.layout.optimizer.keys import STATE_KINDS
 from ckpttool.operations.diff import Diff, TensorDifference
 from ckpttool.operations.diff.elements import Difference
 from ckpttool.operations.verify_resume.trial.diagnose_values import changed_values
@@ -24,14 +25,6 @@ if TYPE_CHECKING:
 
 _BLOCK = 1 << 20
 _MOST = 20
-_MOMENTS = {
-    "exp_avg": "first moment",
-    "exp_avg_sq": "second moment",
-    "max_exp_avg_sq": "largest second moment",
-    "momentum_buffer": "momentum",
-    "square_avg": "second moment",
-    "sum": "sum of squares",
-}
 
 
 def diagnose(
@@ -229,8 +222,8 @@ class _Diagnosis:
             del self.left[name]
 
     def _title(self, name: str) -> str:
-        moment = _MOMENTS.get(_leaf(name)) if self.before.kind_of(name) == "optimizer" else None
-        return f"the {moment} of `{_parameter(name)}`" if moment else f"`{name}`"
+        kind = STATE_KINDS.get(_leaf(name)) if self.before.kind_of(name) == "optimizer" else None
+        return f"the {kind.title} of `{_parameter(name)}`" if kind is not None and kind.title else f"`{name}`"
 
     def _element(self, name: str, difference: Difference) -> str:
         was, now = difference.values or (None, None)
