@@ -23,7 +23,7 @@ from ckpttool.errors import CorruptError
 from ckpttool.operations.inspect.document import document
 from ckpttool.operations.inspect.format_value import describe, jsonable, type_name
 from ckpttool.operations.inspect.hyperparameters import tables
-from ckpttool.operations.inspect.module_tree import Line, lines, ranges
+from ckpttool.operations.inspect.module_tree import Line, lines
 from ckpttool.operations.inspect.summary import summarise
 from ckpttool.text import cut, safe
 
@@ -131,9 +131,9 @@ def test_depth_cuts_the_tree_and_keeps_the_totals() -> None:
 
 
 def test_ranges() -> None:
-    assert ranges([0, 1, 2, 5]) == "0-2,5"
+    assert ranges([0, 1, 2, 5], ",") == "0-2,5"
     assert ranges([3]) == "3"
-    assert ranges(range(0, 20, 2)) == "0,2,4,...,18"
+    assert ranges(range(0, 20, 2), ",", 4) == "0,2,4,...,18"
 
 
 def test_a_name_of_a_thousand_dots_is_no_trouble() -> None:
