@@ -25,7 +25,7 @@ from ckpttool.operations.inspect.format_value import describe, jsonable, type_na
 from ckpttool.operations.inspect.hyperparameters import tables
 from ckpttool.operations.inspect.module_tree import Line, lines
 from ckpttool.operations.inspect.summary import summarise
-from ckpttool.text import cut, safe
+from ckpttool.text import cut, ranges, safe
 
 
 class Block(nn.Module):
