@@ -1,7 +1,7 @@
-"""Is everything there that training needs to go on? Looked at without training, and without torch.
+"""Static check that a checkpoint has all the state needed to resume. Needs neither training nor torch.
 
 audit("run/step-1000").verdict                    "exactly", "with differences" or "no"
-audit("run/step-1000", recipe="recipe.py")        also whether the names and shapes are those of the user's model
+audit("run/step-1000", recipe="recipe.py")        also whether names and shapes match the model of a recipe
 """
 
 from __future__ import annotations
@@ -18,34 +18,25 @@ from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import CkptError, UsageError
 from ckpttool.layout import select as layout
-from ckpttool.operations.verify_resume.audit import (
-    counters as clocks,
-)
-from ckpttool.operations.verify_resume.audit import (
-    optimizer_state as moments,
-)
-from ckpttool.operations.verify_resume.audit import (
-    rank_values as ofranks,
-)
-from ckpttool.operations.verify_resume.audit import (
-    values as soundness,
-)
 from ckpttool.operations.verify_resume.audit.checks import Check, Checks
-from ckpttool.operations.verify_resume.audit.optimizer_state import Known
+from ckpttool.operations.verify_resume.audit.counters import check_counters
+from ckpttool.operations.verify_resume.audit.optimizer_state import NamedOptimizer, check_optimizers
+from ckpttool.operations.verify_resume.audit.rank_values import check_rank_values
+from ckpttool.operations.verify_resume.audit.values import check_values, read_number, tensors_with_values, trained_names
 from ckpttool.producers.open import opened
 from ckpttool.storage.files import Pool
 from ckpttool.text import plural, size
 
 SCHEMA = "ckpttool/audit/1"
 VALUES_UP_TO = 1 << 30
-"""Bytes of values that are read without being asked for: a second or two."""
+"""Bytes of values that are read by default: a second or two."""
 
 _SHOULD_BE = ("model", "optimizer", "scheduler", "rng", "dataloader", "scaler", "progress")
 
 
 @dataclass(frozen=True, slots=True)
-class PartFound:
-    """`PartFound("model", True, 19, 0, 4860)`: tensors, objects, bytes of values, tied ones once."""
+class PartSummary:
+    """A part of the training state: `PartSummary("model", True, 19, 0, 4860)`."""
 
     kind: str  #: kind of part
     present: bool  #: whether it is there
@@ -64,7 +55,7 @@ class Audit:
     step: float | None = None  #: step it was saved at, if known
     verdict: str = "exactly"  #: `exactly`, `with differences` or `no`
     says: str = ""  #: the verdict, for people
-    parts: list[PartFound] = field(default_factory=list)  #: parts of the training state
+    parts: list[PartSummary] = field(default_factory=list)  #: parts of the training state
     checks: list[Check] = field(default_factory=list)  #: checks, one each
     values: bool | None = False  #: whether values were read; null if they are too many to be read unasked
     values_bytes: int = 0  #: how many bytes they are
@@ -73,10 +64,10 @@ class Audit:
     catalogue: Catalogue | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """What `--json` prints, but for the hyper-parameters. See `docs/reference/json.md`."""
-        kept = {name: getattr(self, name) for name in self.__slots__ if name not in ("catalogue", "parts", "checks")}
+        """Return what `--json` prints, but for the hyperparameters. See `docs/reference/json.md`."""
+        fields = {name: getattr(self, name) for name in self.__slots__ if name not in ("catalogue", "parts", "checks")}
         lines = {"parts": [asdict(part) for part in self.parts], "checks": [asdict(check) for check in self.checks]}
-        return {"schema": SCHEMA, **kept, **lines}
+        return {"schema": SCHEMA, **fields, **lines}
 
 
 def audit(
@@ -86,56 +77,57 @@ def audit(
     values: bool | None = None,
     shapes: str | None = None,
 ) -> Audit:
-    """Look at the checkpoint at `path`: parts, the optimizer's state of each parameter, schedulers, generators and data
-    loaders of every rank, counters. `values` says whether NaN, infinities and negative second moments are looked for;
-    None does so when there is no more than `VALUES_UP_TO`. `recipe` is a file whose model is built, to compare names
-    and shapes. Raises CkptError when the checkpoint cannot be opened, or the recipe does not run."""
+    """Check that the checkpoint at `path` has all the state needed to resume.
+
+    Checks parts, the optimizer state of each parameter, schedulers, RNG states and data loaders of every rank, and
+    counters. With `values`, also that no value is NaN or infinite and no second moment negative; None does so for up to
+    `VALUES_UP_TO` bytes. `recipe` is a file whose model is built, to compare names and shapes. Raises CkptError if the
+    checkpoint cannot be opened or the recipe does not run.
+    """
     began = time.monotonic()
     path = os.fspath(path)
     if recipe is not None and not os.path.isfile(recipe):
-        raise UsageError(
-            f"`{recipe}`: there is no such recipe", hint="`ckpttool verify-resume init` writes one to begin with"
-        )
+        raise UsageError(f"`{recipe}`: no such recipe", hint="`ckpttool verify-resume init` writes a template")
     with opened(path, shapes) as source:
-        made = _audited(path, source, values)
+        result = _audited(path, source, values)
     if recipe is not None:
-        from ckpttool.operations.verify_resume.audit import model_fit as fitting
+        from ckpttool.operations.verify_resume.audit.model_fit import check_model
 
-        made.recipe = recipe
-        assert made.catalogue is not None
-        made.checks += fitting.look(recipe, made.catalogue)
-    made.verdict, made.says = _verdict(made)
-    made.seconds = time.monotonic() - began
-    return made
+        result.recipe = recipe
+        assert result.catalogue is not None
+        result.checks += check_model(recipe, result.catalogue)
+    result.verdict, result.says = _verdict(result)
+    result.seconds = time.monotonic() - began
+    return result
 
 
 def _audited(path: str, source: Source, values: bool | None) -> Audit:
     catalogue, checks = source.catalogue, Checks()
-    made = Audit(path, catalogue.format, catalogue.world_size, catalogue=catalogue)
+    result = Audit(path, catalogue.format, catalogue.world_size, catalogue=catalogue)
     is_whole = _whole(catalogue, checks)
     aliases = find_aliases(catalogue.tensors)
-    made.parts = _parts(catalogue, aliases)
-    for part in made.parts:
+    result.parts = _parts(catalogue, aliases)
+    for part in result.parts:
         if part.kind in ("model", "optimizer") and not part.present:
-            checks.fails("parts", f"there is no {part.kind}" + _why(part.kind, catalogue))
+            checks.fails("parts", f"no {part.kind}" + _why(part.kind, catalogue))
     pool = Pool()
-    known: list[Known] = []
+    optimizers: list[NamedOptimizer] = []
 
     def number(tensor: Tensor) -> float:
-        return soundness.number(tensor, source, pool)
+        return read_number(tensor, source, pool)
 
     try:
-        if any(part.kind == "optimizer" and part.present for part in made.parts):
-            known = moments.look(catalogue, aliases, number, checks)
-        made.step = clocks.look(catalogue, known, number, checks)
+        if any(part.kind == "optimizer" and part.present for part in result.parts):
+            optimizers = check_optimizers(catalogue, aliases, number, checks)
+        result.step = check_counters(catalogue, optimizers, number, checks)
     finally:
         pool.close()
-    ofranks.look(catalogue, checks)
-    made.checks = checks
-    chosen = soundness.chosen(catalogue, aliases)
-    made.values_bytes = sum(tensor.nbytes for tensor in chosen)
-    _values(made, chosen, source, known, values, is_whole)
-    return made
+    check_rank_values(catalogue, checks)
+    result.checks = checks
+    tensors = tensors_with_values(catalogue, aliases)
+    result.values_bytes = sum(tensor.nbytes for tensor in tensors)
+    _values(result, tensors, source, optimizers, values, is_whole)
+    return result
 
 
 def _whole(catalogue: Catalogue, checks: Checks) -> bool:
@@ -146,11 +138,11 @@ def _whole(catalogue: Catalogue, checks: Checks) -> bool:
         checks.fails("files", error.message + (f", and {plural(more, 'other fault')}" if more > 0 else ""),
                      hint=error.hint)  # fmt: skip
         return False
-    checks.ok("files", f"every tensor is covered exactly, by {plural(len(catalogue.own_files), 'file')}")
+    checks.ok("files", f"every tensor is fully covered, in {plural(len(catalogue.own_files), 'file')}")
     return True
 
 
-def _parts(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> list[PartFound]:
+def _parts(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> list[PartSummary]:
     counts = {kind: [0, 0, 0] for kind in KINDS}
     for path, entry in catalogue.entries.items():
         row = counts[entry.part.kind]
@@ -160,44 +152,48 @@ def _parts(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> list[PartFound
             row[0] += 1
             row[2] += 0 if path in aliases else entry.nbytes
     return [
-        PartFound(kind, any(row[:2]), *row) for kind, row in counts.items() if kind in _SHOULD_BE or any(row[:2])
+        PartSummary(kind, any(row[:2]), *row) for kind, row in counts.items() if kind in _SHOULD_BE or any(row[:2])
     ]  # fmt: skip
 
 
 def _why(kind: str, catalogue: Catalogue) -> str:
     if kind == "optimizer" and any(e.part.kind == "model" for e in catalogue.entries.values()):
-        return ": this is a model alone, and its moments would begin at zero"
+        return ": this is a model alone, and its moments would restart at zero"
     return ""
 
 
 def _values(
-    made: Audit, chosen: Sequence[Tensor], source: Source, known: Sequence[Known], wanted: bool | None, is_whole: bool
+    result: Audit,
+    tensors: Sequence[Tensor],
+    source: Source,
+    optimizers: Sequence[NamedOptimizer],
+    read: bool | None,
+    is_whole: bool,
 ) -> None:
-    checks = made.checks
+    checks = result.checks
     assert isinstance(checks, Checks)
-    if not chosen or (wanted is not False and not is_whole):
-        if chosen:
-            checks.note("values", "were not read, as files are damaged")
+    if not tensors or (read is not False and not is_whole):
+        if tensors:
+            checks.note("values", "not read: files are damaged")
         return
-    if wanted is False or (wanted is None and made.values_bytes > VALUES_UP_TO):
-        made.values = wanted
-        hint = "`--values` reads them: NaN, infinities, second moments below zero"
-        checks.note("values", f"were not read: {size(made.values_bytes)}", hint=hint)
+    if read is False or (read is None and result.values_bytes > VALUES_UP_TO):
+        result.values = read
+        hint = "`--values` reads them and checks for NaN, infinities and negative second moments"
+        checks.note("values", f"not read: {size(result.values_bytes)}", hint=hint)
         return
-    made.values = True
-    told = [k for k in known if k.is_named]
-    parameters = {name for k in told for name in k.names.values()}
-    if len(told) < len(known):
-        # Whose the ids are was not told: any tensor may be a parameter.
+    result.values = True
+    parameters = {name for one in optimizers if one.is_named for name in one.names.values()}
+    if not all(one.is_named for one in optimizers):
+        # The ids have no names: any tensor may be a parameter.
         models = layout.models(source.catalogue)
         parameters |= {layout.strip_wrappers(entry.fqn) for _, entries in models for entry in entries}
-    soundness.look(chosen, source, soundness.trained_names(source.catalogue, parameters), checks)
+    check_values(tensors, source, trained_names(source.catalogue, parameters), checks)
 
 
-def _verdict(made: Audit) -> tuple[str, str]:
-    fails = [check for check in made.checks if check.state == "fails"]
-    differs = [check for check in made.checks if check.state == "differs"]
-    unread = "" if made.values else ", as far as can be told without reading the values"
+def _verdict(result: Audit) -> tuple[str, str]:
+    fails = [check for check in result.checks if check.state == "fails"]
+    differs = [check for check in result.checks if check.state == "differs"]
+    unread = "" if result.values else " (values not read)"
     if fails:
         topics = ", ".join(dict.fromkeys(check.what for check in fails))
         return "no", f"not resumable: {plural(len(fails), 'reason')} ({topics})"

@@ -1,4 +1,4 @@
-"""What an audit says: one line for each thing that was looked at. Pure."""
+"""The checks of an audit: one line for each thing that was checked. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ State = Literal["ok", "note", "differs", "fails"]
 class Check:
     """`Check("rng", "differs", "rank 3 has none, of 4", ["rank 3"])`.
 
-    `ok`: as it should be; `note`: nothing is wrong as far as can be told; `differs`: training goes on, but not as if
-    nothing had happened; `fails`: it does not go on, or not to any good. `names` are all that the line is about.
+    `ok`: as expected; `note`: not checked, or of no consequence; `differs`: training resumes, but not exactly; `fails`:
+    training does not resume, or not correctly. `names` are all tensors and parameters that the line is about.
     """
 
     what: str  #: subject
@@ -30,28 +30,28 @@ class Checks(list[Check]):
     """The lines of one audit, in the order in which they are shown."""
 
     def ok(self, what: str, says: str) -> None:
-        """Add a line about what is as it should be."""
+        """Add a check that passed."""
         self.append(Check(what, "ok", says))
 
     def note(self, what: str, says: str, names: Sequence[str] = (), hint: str | None = None) -> None:
-        """Add a line that does not count."""
+        """Add a line that does not count for the verdict."""
         self.append(Check(what, "note", says, list(names), hint))
 
     def differs(self, what: str, says: str, names: Sequence[str] = (), hint: str | None = None) -> None:
-        """Add a line about what will not be as it was."""
+        """Add something that will differ after resuming."""
         self.append(Check(what, "differs", says, list(names), hint))
 
     def fails(self, what: str, says: str, names: Sequence[str] = (), hint: str | None = None) -> None:
-        """Add a line about what keeps training from going on; once, where it is so of several groups."""
+        """Add something that prevents resuming; once, if several groups have it."""
         check = Check(what, "fails", says, list(names), hint)
         if check not in self:
             self.append(check)
 
     def of(self, state: State) -> list[Check]:
-        """The lines of one kind."""
+        """Return the lines of one state."""
         return [check for check in self if check.state == state]
 
 
 def named(names: Sequence[str], what: str = "parameter") -> str:
-    """`parameter `w`` or `3 parameters (`a`, `b`, `c`)`: names with how many there are. Pure."""
+    """Return names with their number: `parameter `w`` or `3 parameters (`a`, `b`, `c`)`. Pure."""
     return f"{what} `{names[0]}`" if len(names) == 1 else f"{len(names):,} {what}s ({some(names)})"

@@ -1,4 +1,4 @@
-"""How far training was: schedulers and counters, and whether they agree with the optimizer's steps. Pure."""
+"""Checks schedulers, step counters and grad scalers, and that they agree with the steps of the optimizer. Pure."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from ckpttool.catalogue.entries import Catalogue, Entry, Object, Part, Path, Ten
 from ckpttool.errors import CkptError
 from ckpttool.layout.optimizer.parse import Optimizer
 from ckpttool.operations.verify_resume.audit.checks import Checks
-from ckpttool.operations.verify_resume.audit.optimizer_state import Known
+from ckpttool.operations.verify_resume.audit.optimizer_state import NamedOptimizer
 
 _STEPS = re.compile(r"(global_|current_|optimizer_)?(step|steps|iteration|iter|iter_num|num_steps|num_updates)", re.I)
 _EPOCHS = re.compile(r"(current_)?epochs?", re.I)
 
 
-def look(catalogue: Catalogue, known: Sequence[Known], read: Callable[[Tensor], float], checks: Checks) -> float | None:
-    """Look at schedulers, counters and the grad scaler. The step that training was at, if anything says one."""
-    steps = {k.step for k in known if k.step is not None}
+def check_counters(
+    catalogue: Catalogue, optimizers: Sequence[NamedOptimizer], read: Callable[[Tensor], float], checks: Checks
+) -> float | None:
+    """Check schedulers, counters and the grad scaler. Returns the step that training was at, if it is known."""
+    steps = {one.step for one in optimizers if one.step is not None}
     counters = dict(_counters(catalogue, read, _STEPS))
     _progress(counters, steps, checks)
-    _schedulers(catalogue, known, steps, dict(_counters(catalogue, read, _EPOCHS)), counters, checks)
+    _schedulers(catalogue, optimizers, steps, dict(_counters(catalogue, read, _EPOCHS)), counters, checks)
     _scalers(catalogue, checks)
-    said = [*counters.values(), *sorted(steps)]
-    return said[0] if said else None
+    values = [*counters.values(), *sorted(steps)]
+    return values[0] if values else None
 
 
 def _of(catalogue: Catalogue, kind: str) -> list[tuple[Part, list[Entry]]]:
-    """The parts of a kind, each with its entries."""
+    """Return the parts of a kind, each with its entries."""
     return [
         (part, [e for e in catalogue.entries.values() if e.part == part])
         for part in parts.parts(catalogue) if part.kind == kind
@@ -52,13 +54,13 @@ def _is_number(value: Any) -> bool:
 
 
 def _counters(
-    catalogue: Catalogue, read: Callable[[Tensor], float], called: re.Pattern[str]
+    catalogue: Catalogue, read: Callable[[Tensor], float], pattern: re.Pattern[str]
 ) -> Iterator[tuple[str, float]]:
-    """What the progress says: `trainer_state.global_step`, 4."""
+    """Yield counters of the progress by name: `trainer_state.global_step`, 4."""
     for entry in catalogue.entries.values():
         if entry.part.kind != "progress" or len(entry.path) > len(entry.part.root) + 1:
             continue
-        if not entry.path or not called.fullmatch(str(entry.path[-1])):
+        if not entry.path or not pattern.fullmatch(str(entry.path[-1])):
             continue
         if isinstance(entry, Tensor) and entry.numel == 1:
             try:
@@ -68,28 +70,28 @@ def _counters(
         elif _is_number(value := _value(entry)):
             yield entry.name, float(value)
     step: Any = catalogue.facts.get("step")
-    if called is _STEPS and _is_number(step):
+    if pattern is _STEPS and _is_number(step):
         yield "the name of the checkpoint", float(step)
 
 
 def _progress(counters: dict[str, float], steps: set[float], checks: Checks) -> None:
-    said = ", ".join(f"`{name}` {value:g}" for name, value in counters.items())
+    values = ", ".join(f"`{name}` {value:g}" for name, value in counters.items())
     if not counters:
         if not steps:
-            checks.differs("progress", "nothing says how many steps were taken")
+            checks.differs("progress", "no step counter")
         else:
-            checks.note("progress", f"no counter of steps; the optimizer says {_listed(steps)}")
+            checks.note("progress", f"no step counter; the optimizer is at {_listed(steps)}")
     elif len(set(counters.values())) > 1 and max(counters.values()) - min(counters.values()) > 1:
-        checks.differs("progress", f"counters do not agree: {said}", list(counters))
+        checks.differs("progress", f"counters do not agree: {values}", list(counters))
     elif len(steps) == 1:
         (step,) = steps
-        # One that counts from 0 is one behind after the step.
+        # A counter from 0 is one behind after the step.
         if all(value in (step, step - 1) for value in counters.values()):
-            checks.ok("progress", f"{said}, as the optimizer says")
+            checks.ok("progress", f"{values}, same as the optimizer")
         else:
-            checks.differs("progress", f"{said}, but the optimizer says {step:g}", list(counters))
+            checks.differs("progress", f"{values}, but the optimizer is at {step:g}", list(counters))
     else:
-        checks.ok("progress", said)
+        checks.ok("progress", values)
 
 
 def _listed(values: set[float]) -> str:
@@ -100,50 +102,54 @@ def _listed(values: set[float]) -> str:
 
 
 def _schedulers(
-    catalogue: Catalogue, known: Sequence[Known], steps: set[float], epochs: dict[str, float],
+    catalogue: Catalogue, optimizers: Sequence[NamedOptimizer], steps: set[float], epochs: dict[str, float],
     counters: dict[str, float], checks: Checks,
 ) -> None:  # fmt: skip
-    there = _of(catalogue, "scheduler")
-    if not there:
-        had = [k.optimizer.name for k in known if any(g.value("initial_lr") is not None for g in k.optimizer.groups)]
+    found_parts = _of(catalogue, "scheduler")
+    if not found_parts:
+        had = [
+            one.optimizer.name
+            for one in optimizers
+            if any(group.value("initial_lr") is not None for group in one.optimizer.groups)
+        ]
         if had:
             checks.differs("scheduler", f"none, but `{had[0]}` had one: its groups have an `initial_lr`", had)
         else:
-            checks.note("scheduler", "none, and nothing says that there was one")
+            checks.note("scheduler", "none, and no sign that there was one")
         return
-    clocks = steps | set(counters.values()) | {value for value in epochs.values() if value}
-    optimizers = [k.optimizer for k in known]
+    steps = steps | set(counters.values()) | {value for value in epochs.values() if value}
     n = 0
-    for part, entries in there:
+    for part, entries in found_parts:
         values = _plain_values(part, entries)
         for root, own in sorted(_each(values).items(), key=lambda item: [str(key) for key in item[0]]):
-            optimizer = optimizers[n] if n < len(optimizers) else optimizers[0] if len(optimizers) == 1 else None
-            _one_scheduler(dotted((*part.root, *root)) or "the scheduler", own, optimizer, clocks, checks,
+            named = optimizers[n] if n < len(optimizers) else optimizers[0] if len(optimizers) == 1 else None
+            optimizer = named.optimizer if named is not None else None
+            _one_scheduler(dotted((*part.root, *root)) or "the scheduler", own, optimizer, steps, checks,
                            catalogue.world_size)  # fmt: skip
             n += 1
 
 
 def _plain_values(part: Part, entries: Sequence[Entry]) -> dict[Path, Any]:
-    """Values by their path below the part; a state that is one value taken apart."""
-    made: dict[Path, Any] = {}
+    """Return values by their path below the part; a state that is one dict is taken apart."""
+    values: dict[Path, Any] = {}
     for entry in entries:
         value, below = _value(entry), entry.path[len(part.root) :]
         for key, inner in value.items() if isinstance(value, dict) else ():
-            made[(*below, key)] = inner
+            values[(*below, key)] = inner
         if not isinstance(value, dict):
-            made[below] = value
-    return made
+            values[below] = value
+    return values
 
 
 def _each(values: dict[Path, Any]) -> dict[Path, dict[Path, Any]]:
-    """The schedulers in a part, several in a list; not those inside of one (`SequentialLR`)."""
+    """Return the schedulers in a part, several in a list; not those inside another one (`SequentialLR`)."""
     roots = sorted({path[:-1] for path in values if path and path[-1] == "last_epoch"}, key=len)
     outer = [root for i, root in enumerate(roots) if not any(root[: len(r)] == r for r in roots[:i])] or [()]
     return {root: {p[len(root) :]: v for p, v in values.items() if p[: len(root)] == root} for root in outer}
 
 
 def _one_scheduler(
-    name: str, own: dict[Path, Any], optimizer: Optimizer | None, clocks: set[float], checks: Checks, world: int
+    name: str, own: dict[Path, Any], optimizer: Optimizer | None, steps: set[float], checks: Checks, world: int
 ) -> None:
     at = own.get(("last_epoch",))
     last = own.get(("_last_lr",))
@@ -159,11 +165,13 @@ def _one_scheduler(
             return
     if not _is_number(at):
         checks.note("scheduler", f"`{name}` has no `last_epoch` to compare with the step", [name])
-    elif not clocks or at in clocks or any(clock and at == clock * world for clock in clocks):
-        # accelerate steps a scheduler once for every rank.
-        checks.ok("scheduler", f"`{name}` at {at:g}" + (", and its lr is the optimizer's" if last else ""))
+    elif not steps or at in steps or any(clock and at == clock * world for clock in steps):
+        # accelerate steps a scheduler once per rank.
+        checks.ok("scheduler", f"`{name}` at {at:g}" + (", its lr matches the optimizer's" if last else ""))
     else:
-        checks.differs("scheduler", f"`{name}` is at {at:g}, but the steps are {_listed(clocks)}", [name])
+        checks.differs(
+            "scheduler", f"`{name}` is at {at:g}, but the optimizer or counters are at {_listed(steps)}", [name]
+        )
 
 
 def _rates(values: Sequence[float]) -> str:
@@ -176,18 +184,17 @@ def _rates(values: Sequence[float]) -> str:
 
 
 def _scalers(catalogue: Catalogue, checks: Checks) -> None:
-    there = _of(catalogue, "scaler")
-    if not there:
+    found_parts = _of(catalogue, "scaler")
+    if not found_parts:
         half = any(t.dtype.name == "float16" for t in catalogue.tensors if t.part.kind == "model")
         if half:
-            checks.differs("scaler", "no grad scaler, but there are float16 parameters: its scale begins anew")
+            checks.differs("scaler", "no grad scaler, but float16 parameters: its scale restarts")
         else:
-            checks.note("scaler", "no grad scaler; only training in float16 has one")
-    for part, entries in there:
+            checks.note("scaler", "no grad scaler; only float16 training uses one")
+    for part, entries in found_parts:
         values = _plain_values(part, entries)
         scale = values.get(("scale",))
         if scale is not None and not (_is_number(scale) and scale > 0):
             checks.fails("scaler", f"the scale of `{dotted(part.root)}` is {scale!r:.40}", [dotted(part.root)])
         else:
-            said = f", scale {scale:g}" if _is_number(scale) else ""
-            checks.ok("scaler", f"there{said}")
+            checks.ok("scaler", f"scale {scale:g}" if _is_number(scale) else "present")

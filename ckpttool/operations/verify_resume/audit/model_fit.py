@@ -1,6 +1,6 @@
-"""Whether a checkpoint is of the model that a recipe builds: names, shapes, and what is trained.
+"""Checks that a checkpoint fits the model of a recipe: names, shapes, dtypes and trained parameters.
 
-The model is built by one process: on the meta device, which takes no memory, or where that does not work on the CPU.
+One process builds the model: on the meta device, which takes no memory, or else on the CPU.
 """
 
 from __future__ import annotations
@@ -15,48 +15,48 @@ from ckpttool.catalogue.parts import kind_of_key
 from ckpttool.errors import CkptError, UsageError
 from ckpttool.layout import select as layout
 from ckpttool.layout.optimizer import names as naming
-from ckpttool.layout.optimizer import parse as found
+from ckpttool.layout.optimizer.parse import optimizers
 from ckpttool.operations.verify_resume import recipe as recipes
 from ckpttool.operations.verify_resume.audit.checks import Checks, named
 from ckpttool.text import plural
 
 
-def look(path: str, catalogue: Catalogue) -> Checks:
-    """Compare the checkpoint with the model of the recipe at `path`. Raises UsageError when the recipe does not run."""
+def check_model(path: str, catalogue: Catalogue) -> Checks:
+    """Compare the checkpoint with the model of the recipe at `path`. Raises UsageError if the recipe does not run."""
     recipe = recipes.load(path)
     checks = Checks()
-    with _alone(recipe, catalogue.world_size) as mesh:
+    with _one_process(recipe, catalogue.world_size) as mesh:
         state, device = _build(recipe, mesh)
-        wanted, trained = _named_shapes(state["model"])
+        expected, trained = _named_shapes(state["model"])
         groups = len(state["optimizer"].param_groups)
         others = {name for name in state if name not in ("model", "optimizer")}
-    there = _shapes(catalogue)
-    if not there:
+    actual = _shapes(catalogue)
+    if not actual:
         return checks
-    _compare(wanted, there, device, checks)
+    _compare(expected, actual, device, checks)
     _compare_optimizer(trained, groups, catalogue, checks)
     kinds = {entry.part.kind for entry in catalogue.entries.values()}
     keys = {str(key) for entry in catalogue.entries.values() for key in entry.path[:2]}
     for name in sorted(others):
         if name not in keys and kind_of_key(name) not in kinds:
-            checks.differs("recipe", f"its `{name}` has no state here", [name])
+            checks.differs("recipe", f"`{name}` of the recipe has no state in the checkpoint", [name])
     return checks
 
 
 @contextmanager
-def _alone(recipe: recipes.Recipe, world: int) -> Iterator[Any]:
-    """A process group of this process, and the recipe's mesh with every dimension of size 1."""
+def _one_process(recipe: recipes.Recipe, world: int) -> Iterator[Any]:
+    """Yield the recipe's mesh with every dimension of size 1, over a process group of this process alone."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
     names = _dimensions(recipe, world)
-    ours = not dist.is_initialized()
-    if ours:
+    own_group = not dist.is_initialized()
+    if own_group:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield init_device_mesh("cpu", (1,) * len(names), mesh_dim_names=names)
     finally:
-        if ours:
+        if own_group:
             dist.destroy_process_group()
 
 
@@ -66,7 +66,7 @@ def _dimensions(recipe: recipes.Recipe, world: int) -> tuple[str, ...]:
     except UsageError:
         if world != 1:
             raise
-    # A file that was merged from many ranks says nothing of them; the names do not depend on how many there are.
+    # A file merged from many ranks does not tell how many; names do not depend on it.
     for ranks in (2, 4, 8, 16):
         try:
             return tuple(recipes.dimensions(recipe, ranks))
@@ -84,7 +84,7 @@ def _build(recipe: recipes.Recipe, mesh: Any) -> tuple[dict[str, Any], str]:
     moves = (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda, getattr(torch.Tensor, devices.kind()))
 
     class Staying(TorchFunctionMode):  # type: ignore[misc] # torch is not looked into
-        """`model.to(device)` leaves on the meta device what is there."""
+        """Has `model.to(device)` leave tensors on the meta device."""
 
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func in moves and args[0].is_meta:
@@ -98,12 +98,12 @@ def _build(recipe: recipes.Recipe, mesh: Any) -> tuple[dict[str, Any], str]:
         with torch.device("meta"), Staying():
             return recipes.built(recipe, mesh), "meta"
     except CkptError:
-        # FSDP1 needs storage, DDP sends weights about, and data are no use without values.
+        # FSDP1 needs storage, DDP broadcasts weights, and data need values.
         return recipes.built(recipe, mesh), "cpu"
 
 
 def _named_shapes(model: Any) -> tuple[dict[str, tuple[Ints, str]], set[str]]:
-    """Shape and dtype of everything in the model's state, and the names of what is trained, tied ones once."""
+    """Return shape and dtype of everything in the state dict, and the names of trained parameters, tied ones once."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     state = get_model_state_dict(model)
@@ -124,47 +124,50 @@ def _shapes(catalogue: Catalogue) -> dict[str, tuple[Ints, str]]:
 
 
 def _compare(
-    wanted: dict[str, tuple[Ints, str]], there: dict[str, tuple[Ints, str]], device: str, checks: Checks
+    expected: dict[str, tuple[Ints, str]], actual: dict[str, tuple[Ints, str]], device: str, checks: Checks
 ) -> None:
-    missing = sorted(set(wanted) - set(there))
-    extra = sorted(set(there) - set(wanted))
-    shapes = [name for name in wanted if name in there and wanted[name][0] != there[name][0]]
-    dtypes = [name for name in wanted if name in there and wanted[name][1] != there[name][1]]
+    missing = sorted(set(expected) - set(actual))
+    extra = sorted(set(actual) - set(expected))
+    shapes = [name for name in expected if name in actual and expected[name][0] != actual[name][0]]
+    dtypes = [name for name in expected if name in actual and expected[name][1] != actual[name][1]]
     if missing:
-        checks.fails("recipe", f"its model has {named(missing, 'tensor')}, and the checkpoint has not", missing)
+        checks.fails("recipe", f"{named(missing, 'tensor')} of the recipe's model not in the checkpoint", missing)
     if extra:
-        checks.fails("recipe", f"the checkpoint has {named(extra, 'tensor')}, and its model has not", extra)
+        checks.fails("recipe", f"{named(extra, 'tensor')} of the checkpoint not in the recipe's model", extra)
     if shapes:
         name = shapes[0]
         checks.fails(
-            "recipe", f"{named(shapes, 'tensor')} of another shape: {list(there[name][0])}, and the model has "
-            f"{list(wanted[name][0])}", shapes,
+            "recipe", f"{named(shapes, 'tensor')} of another shape: {list(actual[name][0])}, and the model has "
+            f"{list(expected[name][0])}", shapes,
         )  # fmt: skip
     if dtypes:
         name = dtypes[0]
         checks.differs(
-            "recipe", f"{named(dtypes, 'tensor')} of another dtype: {there[name][1]}, and the model has "
-            f"{wanted[name][1]}", dtypes,
+            "recipe", f"{named(dtypes, 'tensor')} of another dtype: {actual[name][1]}, and the model has "
+            f"{expected[name][1]}", dtypes,
         )  # fmt: skip
     if not (missing or extra or shapes or dtypes):
         where = "on the meta device" if device == "meta" else "on the CPU"
-        checks.ok("recipe", f"its model, built {where}, has these {plural(len(wanted), 'tensor')}, of these shapes")
+        checks.ok(
+            "recipe", f"the recipe's model, built {where}, has the same {plural(len(expected), 'tensor')} and shapes"
+        )
 
 
 def _compare_optimizer(trained: set[str], groups: int, catalogue: Catalogue, checks: Checks) -> None:
     try:
-        optimizers = found.optimizers(catalogue)
-        if len(optimizers) != 1:
+        parsed = optimizers(catalogue)
+        if len(parsed) != 1:
             return
-        (optimizer,) = optimizers
-        names = naming.name_ids(optimizers, catalogue)[0] if optimizer.spelling == "id" else {}
+        (optimizer,) = parsed
+        names = naming.name_ids(parsed, catalogue)[0] if optimizer.spelling == "id" else {}
     except CkptError:
-        return  # said already
+        return  # reported by the check of the optimizer
     keys = {layout.strip_wrappers(str(names.get(key, key))) for key in optimizer.params}
     lost = sorted(trained - keys)
     if lost:
-        checks.fails("recipe", f"{named(lost)} of its model in no group of the optimizer", lost)
+        checks.fails("recipe", f"{named(lost)} of the recipe's model in no group of the optimizer", lost)
     if optimizer.spelling != "flat" and groups != len(optimizer.groups):
         checks.fails(
-            "recipe", f"its optimizer has {plural(groups, 'group')}, and the checkpoint {len(optimizer.groups)}"
+            "recipe",
+            f"the recipe's optimizer has {plural(groups, 'group')}, and the checkpoint {len(optimizer.groups)}",
         )

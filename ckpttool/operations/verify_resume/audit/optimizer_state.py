@@ -1,4 +1,4 @@
-"""What an optimizer has for each parameter: its state, its group, its step. Reads nothing but steps, a number each."""
+"""Checks the state, parameter group and step of each parameter of an optimizer. Of values only steps are read."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor
 from ckpttool.errors import CkptError
 from ckpttool.layout import select as layout
 from ckpttool.layout.optimizer import names as naming
-from ckpttool.layout.optimizer import parse as found
 from ckpttool.layout.optimizer.keys import LIKE_PARAMETER
-from ckpttool.layout.optimizer.parse import Group, Item, Optimizer
+from ckpttool.layout.optimizer.parse import Group, Item, Optimizer, optimizers
 from ckpttool.operations.verify_resume.audit.checks import Checks, named
 from ckpttool.text import plural, some
 
-# What the classes of torch.optim read of a group in every step, told by what is known to be there.
+# Hyperparameters that the classes of torch.optim read in every step, by one that tells the class.
 _NEEDED = {"betas": ("lr", "eps", "weight_decay"), "momentum": ("lr", "weight_decay", "dampening", "nesterov")}
 _NEED_BETAS = {"exp_avg", "exp_avg_sq", "exp_inf"}
 _SECOND_GROUP = ("params", "param_names")
@@ -29,9 +28,9 @@ ReadNumber = Callable[[Tensor], float]
 
 
 @dataclass(slots=True)
-class Known:
-    """What was found of one optimizer: the names of its parameters in the model's spelling, or its own numbers, and the
-    step that each says: `Known(optimizer, {"w": "w"}, {"w": 6.0})`. `is_named` is False when numbers are nobody's."""
+class NamedOptimizer:
+    """An optimizer with the FQNs of its parameters, or its own ids, and their steps:
+    `NamedOptimizer(optimizer, {"w": "w"}, {"w": 6.0})`. `is_named` is False if ids cannot be mapped to FQNs."""
 
     optimizer: Optimizer
     names: dict[Any, str] = field(default_factory=dict)
@@ -40,36 +39,38 @@ class Known:
 
     @property
     def step(self) -> float | None:
-        """The step that most parameters say."""
+        """The step that most parameters have."""
         return Counter(self.steps.values()).most_common(1)[0][0] if self.steps else None
 
 
-def look(catalogue: Catalogue, aliases: Mapping[Path, Path], read: ReadNumber, checks: Checks) -> list[Known]:
-    """Look at every optimizer, and say what is there of each parameter. `aliases` are the tied tensors."""
+def check_optimizers(
+    catalogue: Catalogue, aliases: Mapping[Path, Path], read: ReadNumber, checks: Checks
+) -> list[NamedOptimizer]:
+    """Check every optimizer, and return those that could be parsed. `aliases` are the tied tensors."""
     try:
-        optimizers = found.optimizers(catalogue)
+        parsed = optimizers(catalogue)
     except CkptError as error:
         checks.fails("optimizer state", error.message, hint=error.hint)
         return []
     for said in one_moment_for_two(catalogue, aliases):
         checks.fails("optimizer state", said.text)
     shapes = _shapes(catalogue)
-    made = []
-    for optimizer in optimizers:
-        where = f" of `{optimizer.name}`" if len(optimizers) > 1 else ""
+    result = []
+    for optimizer in parsed:
+        where = f" of `{optimizer.name}`" if len(parsed) > 1 else ""
         known = _one(optimizer, catalogue, shapes, read, checks, where)
         if known.is_named and shapes and optimizer.groups:
             _cover(known, catalogue, aliases, set(shapes), checks, where)
-        made.append(known)
-    return made
+        result.append(known)
+    return result
 
 
 def _one(
     optimizer: Optimizer, catalogue: Catalogue, shapes: dict[str, Ints], read: ReadNumber, checks: Checks, where: str
-) -> Known:
+) -> NamedOptimizer:
     if not optimizer.groups:
-        checks.fails("param groups", f"none{where}: no learning rate, and nobody knows which parameter is which")
-        return Known(optimizer, is_named=False)
+        checks.fails("param groups", f"none{where}: no learning rate, and parameters cannot be identified")
+        return NamedOptimizer(optimizer, is_named=False)
     known = _named(optimizer, catalogue, checks)
     before = len(checks.of("fails")) + len(checks.of("differs"))
     for group in optimizer.groups:
@@ -83,23 +84,23 @@ def _one(
     return known
 
 
-def _named(optimizer: Optimizer, catalogue: Catalogue, checks: Checks) -> Known:
+def _named(optimizer: Optimizer, catalogue: Catalogue, checks: Checks) -> NamedOptimizer:
     keys = dict.fromkeys([*optimizer.params, *optimizer.state])
     if optimizer.spelling != "id":
-        return Known(optimizer, {key: layout.strip_wrappers(str(key)) for key in keys})
+        return NamedOptimizer(optimizer, {key: layout.strip_wrappers(str(key)) for key in keys})
     try:
         (names,) = naming.name_ids([optimizer], catalogue)
     except CkptError as error:
         checks.note(
-            "param groups", f"whose state is whose was not checked: {error.message}",
+            "param groups", f"state not matched with parameters: {error.message}",
             hint=error.hint if "--shapes" in (error.hint or "") else None,
         )  # fmt: skip
-        return Known(optimizer, {key: str(key) for key in keys}, is_named=False)
-    return Known(optimizer, {key: layout.strip_wrappers(names[key]) for key in keys if key in names})
+        return NamedOptimizer(optimizer, {key: str(key) for key in keys}, is_named=False)
+    return NamedOptimizer(optimizer, {key: layout.strip_wrappers(names[key]) for key in keys if key in names})
 
 
 def _shapes(catalogue: Catalogue) -> dict[str, Ints]:
-    """The tensors of the model that is trained, by names without wrappers."""
+    """Return the shapes of the trained model by FQN, without wrappers."""
     models = layout.models(catalogue)
     entries = models[0][1] if models else ()
     return {layout.strip_wrappers(entry.fqn): entry.shape for entry in entries if isinstance(entry, Tensor)}
@@ -112,7 +113,7 @@ def _kinds(items: list[Item]) -> set[str]:
     return {str(item.below[0]) for item in items if item.below}
 
 
-def _state_of_group(group: Group, known: Known, checks: Checks, where: str) -> None:
+def _state_of_group(group: Group, known: NamedOptimizer, checks: Checks, where: str) -> None:
     state = known.optimizer.state
     have = {key: _kinds(state.get(key, [])) for key in group.params}
     kinds = set().union(*have.values()) if have else set()
@@ -121,26 +122,26 @@ def _state_of_group(group: Group, known: Known, checks: Checks, where: str) -> N
         if group.params and any(item.below[:1] == ("betas",) for item in group.items):
             checks.fails(
                 "optimizer state",
-                f"{plural(len(group.params), 'parameter')}{where} without any: the moments would begin at zero",
+                f"{plural(len(group.params), 'parameter')}{where} without state: the moments would restart at zero",
                 without,
             )
         return
     if without:
         checks.differs(
             "optimizer state",
-            f"{named(without)}{where} without any: it begins anew there, unless they never had a gradient",
+            f"{named(without)}{where} without state: it restarts there, unless they never had a gradient",
             without,
         )
     for kind in sorted(kinds):
         lacking = [known.names[key] for key in group.params if have[key] and kind not in have[key]]
         if lacking:
-            checks.fails("optimizer state", f"{named(lacking)}{where} without `{kind}`, which the others have", lacking)
+            checks.fails("optimizer state", f"{named(lacking)}{where} without `{kind}`, which others have", lacking)
     needed = _NEED_BETAS & kinds
     if needed and not any(item.below[:1] == ("betas",) for item in group.items):
-        checks.fails("param groups", f"a group{where} has `{sorted(needed)[0]}` of its parameters, but no `betas`")
+        checks.fails("param groups", f"a group{where} has `{sorted(needed)[0]}` for its parameters, but no `betas`")
 
 
-def _shapes_of_state(known: Known, shapes: dict[str, Ints], checks: Checks, where: str) -> None:
+def _shapes_of_state(known: NamedOptimizer, shapes: dict[str, Ints], checks: Checks, where: str) -> None:
     wrong, names = [], []
     for key, items in known.optimizer.state.items():
         shape = shapes.get(known.names.get(key, ""))
@@ -151,24 +152,24 @@ def _shapes_of_state(known: Known, shapes: dict[str, Ints], checks: Checks, wher
                 names.append(tensor.name)
     if wrong:
         more = f", and {len(wrong) - 1:,} more" if wrong[1:] else ""
-        checks.fails("optimizer state", f"shapes{where} that are not their parameter's: {wrong[0]}{more}", names)
+        checks.fails("optimizer state", f"shapes{where} differ from the parameter's: {wrong[0]}{more}", names)
 
 
-def _say_complete(known: Known, checks: Checks, where: str) -> None:
+def _say_complete(known: NamedOptimizer, checks: Checks, where: str) -> None:
     state = known.optimizer.state
     kinds = sorted(set().union(*map(_kinds, state.values())) - {"step"}) if state else []
     if kinds:
-        said = ", ".join(f"`{kind}`" for kind in kinds)
-        checks.ok("optimizer state", f"{said} of each of {plural(len(state), 'parameter')}{where}")
+        moments = ", ".join(f"`{kind}`" for kind in kinds)
+        checks.ok("optimizer state", f"{moments} for each of {plural(len(state), 'parameter')}{where}")
     else:
-        checks.ok("optimizer state", f"none needed{where}: no moments are kept")
+        checks.ok("optimizer state", f"none needed{where}: this optimizer has no moments")
 
 
 # Steps ----------------------------------------------------------------------------------------------------------------
 
 
-def _steps(known: Known, read: ReadNumber, checks: Checks, where: str) -> None:
-    """Every parameter has taken the same steps."""
+def _steps(known: NamedOptimizer, read: ReadNumber, checks: Checks, where: str) -> None:
+    """Check that every parameter has the same step."""
     unread: list[str] = []
     for key, items in known.optimizer.state.items():
         for item in items:
@@ -179,7 +180,7 @@ def _steps(known: Known, read: ReadNumber, checks: Checks, where: str) -> None:
             except CkptError as error:
                 unread.append(error.message)
     for i, group in enumerate(known.optimizer.groups):
-        # Fused optimizers of old keep one for the group.
+        # Old fused optimizers have one step per group.
         step = group.value("step")
         if isinstance(step, (int, float)) and not isinstance(step, bool):
             known.steps[f"group {i}"] = float(step)
@@ -197,7 +198,7 @@ def _steps(known: Known, read: ReadNumber, checks: Checks, where: str) -> None:
             f"{step:g} for {some(names)}" for step, names in sorted(by_step.items()) if step != usual
         )  # fmt: skip
         checks.differs(
-            "step", f"not one{where}: {usual:g} for {plural(len(by_step[usual]), 'parameter')}, but {odd}", others
+            "step", f"steps differ{where}: {usual:g} for {plural(len(by_step[usual]), 'parameter')}, but {odd}", others
         )
 
 
@@ -211,28 +212,33 @@ def _number(item: Item, read: ReadNumber) -> float:
 
 
 def _groups(optimizer: Optimizer, checks: Checks, where: str) -> None:
-    """Every group has the hyper-parameters that the others have, and those that its optimizer reads."""
+    """Check that every group has the hyperparameters that others have, and those that the optimizer reads."""
     keys = [{str(item.below[0]) for item in group.items} - set(_SECOND_GROUP) for group in optimizer.groups]
     every = set().union(*keys)
     lacking: list[str] = []
     for i, have in enumerate(keys):
-        needed = {key for told, needs in _NEEDED.items() if told in have for key in needs}
+        needed = {key for sign, needs in _NEEDED.items() if sign in have for key in needs}
         lacking += [f"group {i} has no `{key}`" for key in sorted((every | needed | {"lr"}) - have)]
     if lacking:
         checks.fails("param groups", f"{'; '.join(lacking[:4])}{where}", lacking)
         return
     count = len(optimizer.params)
-    checks.ok("param groups", f"{plural(len(keys), 'group')}{where}, {plural(count, 'parameter')}, each in one of them")
+    checks.ok("param groups", f"{plural(len(keys), 'group')}{where}, {plural(count, 'parameter')}, each in one group")
 
 
 def _cover(
-    known: Known, catalogue: Catalogue, aliases: Mapping[Path, Path], names: set[str], checks: Checks, where: str
+    known: NamedOptimizer,
+    catalogue: Catalogue,
+    aliases: Mapping[Path, Path],
+    names: set[str],
+    checks: Checks,
+    where: str,
 ) -> None:
-    """Each parameter of the groups is in the model, and who of the model is in no group."""
+    """Check that each parameter of the groups is in the model; note tensors of the model that are in no group."""
     in_groups = {known.names[key] for key in known.optimizer.params if key in known.names}
-    strangers = sorted(in_groups - names)
-    if strangers:
-        checks.fails("param groups", f"{named(strangers)}{where}, and the model has none of that name", strangers)
+    unknown = sorted(in_groups - names)
+    if unknown:
+        checks.fails("param groups", f"{named(unknown)}{where} not in the model", unknown)
         return
     left = []
     for tensor in layout.models(catalogue)[0][1]:
@@ -243,6 +249,6 @@ def _cover(
             left.append(name)
     if left:
         checks.note(
-            "param groups", f"{plural(len(left), 'tensor')} of the model in no group{where}: {some(left)}; right for "
-            "buffers, frozen parameters and second names of tied weights", left,
+            "param groups", f"{plural(len(left), 'model tensor')} in no group{where}: {some(left)}; expected for "
+            "buffers, frozen parameters and tied weights", left,
         )  # fmt: skip

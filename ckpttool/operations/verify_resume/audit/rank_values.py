@@ -1,4 +1,4 @@
-"""What each rank needs of its own: random number generators of every kind, and where its data loader was. Pure."""
+"""Checks the state that each rank has of its own: random number generators and data loaders. Pure."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ _WORDS = (
     ("python", re.compile(r"python|(^|\.)(random|random_state|py)(\.|$)", re.I)),
     ("torch", re.compile(r"torch|(^|[._])cpu([._]|$)", re.I)),
 )
-# Bytes of a generator's state: mt19937 of the CPU with what it has in store; CUDA's seed and offset.
+# Bytes of a generator's state: mt19937 of the CPU; seed and offset of CUDA.
 _CPU, _CUDA = 5056, 16
-_DRAWS_SAME = "unless a script seeds each rank anew, all draw the same numbers"
+_DRAWS_SAME = "all ranks draw the same numbers unless the script reseeds each rank"
 
 ByRank = dict[int | None, set[str]]
 
 
-def look(catalogue: Catalogue, checks: Checks) -> None:
-    """Look at generators and data loaders of every rank."""
+def check_rank_values(catalogue: Catalogue, checks: Checks) -> None:
+    """Check generators and data loaders of every rank."""
     _generators(catalogue, checks)
     _loaders(catalogue, checks)
 
 
 def _world(catalogue: Catalogue) -> int:
-    """How many ranks there were: those that wrote files, or as many as have a value of their own here."""
+    """Return how many ranks there were: those that wrote files, or those that have values of their own."""
     own = (_rank_of(entry, catalogue) for entry in catalogue.entries.values() if entry.part.kind in parts.PER_RANK)
     return max(catalogue.world_size, *(rank + 1 for rank in own if rank is not None), 1)
 
 
 def _rank_of(entry: Entry, catalogue: Catalogue) -> int | None:
-    """The rank that a value belongs to: by the key of a rank, or by its place in a list of all ranks (Composer)."""
+    """Return the rank that a value belongs to, by its key or by its index in a list of all ranks (Composer)."""
     named = parts.find_rank(entry.path)
     if named is not None:
         return named[1]
@@ -63,54 +63,54 @@ def _generators(catalogue: Catalogue, checks: Checks) -> None:
             if kinds:
                 found[_rank_of(entry, catalogue)] |= kinds
     if not found:
-        checks.differs("rng", "no state of a random number generator: dropout and shuffling draw other numbers")
+        checks.differs("rng", "no RNG state: dropout and shuffling will differ")
         return
     world = _world(catalogue)
     every = set().union(*found.values())
     known = [kind for kind in (*KINDS, "other devices") if kind in every]
     before = len(checks.of("differs"))
     if None in found and world > 1 and len(found) == 1:
-        checks.differs("rng", f"one state ({', '.join(known)}) for {world} ranks; {_DRAWS_SAME}")
+        checks.differs("rng", f"one RNG state ({', '.join(known)}) for {world} ranks; {_DRAWS_SAME}")
     elif None not in found:
         absent = [f"rank {rank}" for rank in range(world) if rank not in found]
         if absent:
-            checks.differs("rng", f"{some_plain(absent)} of {world} ranks without any", absent)
+            checks.differs("rng", f"{some_plain(absent)} of {world} ranks without RNG state", absent)
         for kind in known:
             lacking = [f"rank {rank}" for rank in sorted(r for r in found if r is not None) if kind not in found[rank]]
             if lacking:
-                checks.differs("rng", f"{some_plain(lacking)} without the generator of {kind}", lacking)
+                checks.differs("rng", f"{some_plain(lacking)} without the RNG state of {kind}", lacking)
     lost = [kind for kind in KINDS[:3] if kind not in every]
     if lost and "unknown" not in every:
-        checks.differs("rng", f"no state of the generator of {', '.join(lost)}: it matters where something draws of it")
+        checks.differs("rng", f"no RNG state of {', '.join(lost)}: matters only if the training uses it")
     if len(checks.of("differs")) == before:
-        whose = f"of each of {world} ranks" if None not in found and world > 1 else "there"
-        said = ", ".join(known) or "values of a kind that was not told"
-        cuda = "" if "cuda" in every else "; none of cuda, as without GPUs"
-        checks.ok("rng", f"{said} {whose}{cuda}")
+        of_ranks = f" of each of {world} ranks" if None not in found and world > 1 else ""
+        generators = ", ".join(known) or "states of an unknown kind"
+        cuda = "" if "cuda" in every else "; no cuda, as without GPUs"
+        checks.ok("rng", f"{generators}{of_ranks}{cuda}")
 
 
 def _kinds(entry: Entry) -> Iterator[str]:
-    """The kinds of generator that an entry is a state of, by its name, or else by what it is."""
+    """Yield the kinds of generator that an entry is a state of, by its name or else by its value."""
     below = ".".join(map(str, parts.without_rank(entry.path)[len(entry.part.root) :]))
     root = str(entry.part.root[-1]) if entry.part.root else ""
     if isinstance(entry, Object):
         value = _value(entry)
         if isinstance(value, dict):
             for key, inner in value.items():
-                yield from _told(str(key), inner) if inner not in (None, [], ()) else ()
+                yield from _kind_of(str(key), inner) if inner not in (None, [], ()) else ()
             return
         if value is None or value == [] or value == () or (isinstance(value, (int, float)) and not _is_named(below)):
             return
-        yield from _told(below or root, value)
+        yield from _kind_of(below or root, value)
     else:
-        yield from _told(below or root, entry)
+        yield from _kind_of(below or root, entry)
 
 
 def _is_named(name: str) -> bool:
     return any(pattern.search(name) for _, pattern in _WORDS)
 
 
-def _told(name: str, value: Any) -> Iterator[str]:
+def _kind_of(name: str, value: Any) -> Iterator[str]:
     for kind, pattern in _WORDS:
         if pattern.search(name):
             yield kind
@@ -141,11 +141,11 @@ def _loaders(catalogue: Catalogue, checks: Checks) -> None:
     if not entries:
         by_step = catalogue.facts.get("producer") == "transformers Trainer"
         if by_step:
-            checks.ok("dataloader", "none; the Trainer skips the batches that its `global_step` has seen")
+            checks.ok("dataloader", "none; the Trainer skips the batches before its `global_step`")
         else:
             checks.differs(
-                "dataloader", "no state of a data loader or sampler: training sees other batches, unless the script "
-                "skips by itself those that were seen",
+                "dataloader",
+                "no dataloader/sampler state: batches will differ after resume unless the script fast-forwards",
             )  # fmt: skip
         return
     roots: dict[Path, ByRank] = defaultdict(lambda: defaultdict(set))
@@ -154,17 +154,17 @@ def _loaders(catalogue: Catalogue, checks: Checks) -> None:
     for root, found in roots.items():
         name = ".".join(map(str, root))
         own = sorted(rank for rank in found if rank is not None)
-        # `dp_rank_R` counts ranks that get data of their own, of which there may be fewer.
+        # `dp_rank_R` counts data-parallel ranks, of which there may be fewer.
         dp = any(str(key).startswith("dp_rank") for e in entries if e.part.root == root for key in e.path)
         world = own[-1] + 1 if dp and own else _world(catalogue)
         absent = [f"rank {rank}" for rank in range(world) if rank not in found] if own and None not in found else []
         if absent:
-            checks.differs("dataloader", f"`{name}`: {some_plain(absent)} of {world} without any", absent)
+            checks.differs("dataloader", f"`{name}`: {some_plain(absent)} of {world} without state", absent)
         else:
-            whose = f" of each of {plural(world, 'rank')}" if len(own) > 1 else ""
-            checks.ok("dataloader", f"`{name}`{whose}" if name else f"there{whose}")
+            of_ranks = f" of each of {plural(world, 'rank')}" if len(own) > 1 else ""
+            checks.ok("dataloader", f"`{name}`{of_ranks}" if name else f"present{of_ranks}")
 
 
 def some_plain(names: list[str]) -> str:
-    """`rank 3` or `rank 1, rank 3 and 6 more`. Pure."""
+    """Return `rank 3` or `rank 1, rank 3 and 6 more`. Pure."""
     return some(names).replace("`", "")

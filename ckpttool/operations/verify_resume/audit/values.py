@@ -1,7 +1,4 @@
-"""Whether the numbers are any good: NaN and infinities in weights and moments, second moments below zero.
-
-A tile at a time, of every tensor of the models and optimizers; without torch but for 8-bit floats.
-"""
+"""Checks values: no NaN or infinity in weights and moments, no negative second moment. Reads tile by tile."""
 
 from __future__ import annotations
 
@@ -21,8 +18,8 @@ from ckpttool.transfer.read import read_tiles
 
 
 @dataclass(slots=True)
-class Seen:
-    """What is wrong with the values: names of tensors with how many elements are."""
+class ValueFaults:
+    """Tensors with wrong values, and how many elements of each are wrong."""
 
     tensors: int = 0
     nbytes: int = 0
@@ -33,16 +30,16 @@ class Seen:
     unreadable: list[str] = field(default_factory=list)
 
 
-def number(tensor: Tensor, source: Source, pool: Pool) -> float:
-    """The value of a tensor of one element. Raises CorruptError when it has none, or more."""
+def read_number(tensor: Tensor, source: Source, pool: Pool) -> float:
+    """Return the value of a tensor of one element. Raises CorruptError for any other tensor."""
     for _, bits in read_tiles(tensor, source, pool):
         if tensor.numel == 1:
             return float(numbers(bits.reshape(-1), tensor.dtype)[0])
     raise CorruptError(f"`{tensor.name}` is {list(tensor.shape)}, and not one number", tensor=tensor.name)
 
 
-def chosen(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> list[Tensor]:
-    """The tensors whose values are looked at: the floating-point ones of models and optimizers, tied ones once."""
+def tensors_with_values(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> list[Tensor]:
+    """Return the tensors whose values are checked: floating-point ones of models and optimizers, tied ones once."""
     return [
         t for t in catalogue.tensors
         if t.part.kind in ("model", "optimizer") and t.dtype.kind in ("float", "complex") and t.path not in aliases
@@ -50,27 +47,26 @@ def chosen(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> list[Tensor]:
     ]  # fmt: skip
 
 
-def look(tensors: Iterable[Tensor], source: Source, trained: set[str], checks: Checks) -> Seen:
-    """Read these tensors, and say what is wrong. `trained` are names of the model's parameters: infinities elsewhere
-    may be meant, as in a mask."""
-    seen = Seen()
+def check_values(tensors: Iterable[Tensor], source: Source, trained: set[str], checks: Checks) -> None:
+    """Read tensors and check their values. `trained` are the names of parameters and moments: infinities in other
+    tensors may be intended, as in a mask."""
+    faults = ValueFaults()
     pool = Pool()
     firsts: dict[str, bool] = {}
     try:
         for tensor in tensors:
             try:
-                _one(tensor, source, pool, seen, firsts)
+                _one(tensor, source, pool, faults, firsts)
             except CkptError as error:
-                seen.unreadable.append(error.message)
+                faults.unreadable.append(error.message)
     finally:
         pool.close()
-    # A first moment that is not zero was made of gradients, whose squares are not zero either.
-    seen.zero = [name for name in seen.zero if firsts.get(name.removesuffix("_sq"))]
-    _say(seen, trained, checks)
-    return seen
+    # A first moment that is not zero comes from gradients, whose squares are not zero either.
+    faults.zero = [name for name in faults.zero if firsts.get(name.removesuffix("_sq"))]
+    _report(faults, trained, checks)
 
 
-def _one(tensor: Tensor, source: Source, pool: Pool, seen: Seen, firsts: dict[str, bool]) -> None:
+def _one(tensor: Tensor, source: Source, pool: Pool, faults: ValueFaults, firsts: dict[str, bool]) -> None:
     import numpy as np
 
     last = str(tensor.path[-1]).rpartition(".")[2]
@@ -87,39 +83,39 @@ def _one(tensor: Tensor, source: Source, pool: Pool, seen: Seen, firsts: dict[st
             if squares and values.dtype.kind == "f":
                 negative += int((values < 0).sum())
             filled = filled or bool(values.any())
-    seen.tensors, seen.nbytes = seen.tensors + 1, seen.nbytes + tensor.nbytes
-    for count, where in ((nans, seen.nans), (infs, seen.infs), (negative, seen.negative)):
+    faults.tensors, faults.nbytes = faults.tensors + 1, faults.nbytes + tensor.nbytes
+    for count, where in ((nans, faults.nans), (infs, faults.infs), (negative, faults.negative)):
         if count:
             where[tensor.name] = count
     if last == "exp_avg":
         firsts[tensor.name] = filled
     elif last == "exp_avg_sq" and not filled:
-        seen.zero.append(tensor.name)
+        faults.zero.append(tensor.name)
 
 
-def _say(seen: Seen, trained: set[str], checks: Checks) -> None:
+def _report(faults: ValueFaults, trained: set[str], checks: Checks) -> None:
     before = len(checks.of("fails")) + len(checks.of("differs"))
-    if seen.unreadable:
-        more = f", and {len(seen.unreadable) - 1:,} more" if seen.unreadable[1:] else ""
-        checks.fails("values", f"cannot be read: {seen.unreadable[0]}{more}")
-    if seen.nans:
-        checks.fails("values", f"NaN in {_counted(seen.nans)}", list(seen.nans))
-    meant = {name: n for name, n in seen.infs.items() if name not in trained}
-    wrong = {name: n for name, n in seen.infs.items() if name in trained}
+    if faults.unreadable:
+        more = f", and {len(faults.unreadable) - 1:,} more" if faults.unreadable[1:] else ""
+        checks.fails("values", f"cannot be read: {faults.unreadable[0]}{more}")
+    if faults.nans:
+        checks.fails("values", f"NaN in {_counted(faults.nans)}", list(faults.nans))
+    masks = {name: n for name, n in faults.infs.items() if name not in trained}
+    wrong = {name: n for name, n in faults.infs.items() if name in trained}
     if wrong:
         checks.fails("values", f"infinities in {_counted(wrong)}", list(wrong))
-    if meant:
-        checks.note("values", f"infinities in {_counted(meant)}, no parameter: a mask has them", list(meant))
-    if seen.negative:
-        checks.fails("values", f"second moments below zero in {_counted(seen.negative)}", list(seen.negative))
-    if seen.zero:
+    if masks:
+        checks.note("values", f"infinities in {_counted(masks)}, not a parameter: expected in masks", list(masks))
+    if faults.negative:
+        checks.fails("values", f"negative second moments in {_counted(faults.negative)}", list(faults.negative))
+    if faults.zero:
         checks.differs(
-            "values", f"second moments that are all zero, beside first ones that are not: {named(seen.zero, 'tensor')}",
-            seen.zero,
+            "values", f"second moments all zero, first moments not: {named(faults.zero, 'tensor')}",
+            faults.zero,
         )  # fmt: skip
     if len(checks.of("fails")) + len(checks.of("differs")) == before:
-        checks.ok("values", f"all finite, no second moment below zero: {plural(seen.tensors, 'tensor')}, "
-                            f"{size(seen.nbytes)}")  # fmt: skip
+        checks.ok("values", f"all finite, no negative second moment: {plural(faults.tensors, 'tensor')}, "
+                            f"{size(faults.nbytes)}")  # fmt: skip
 
 
 def _counted(found: dict[str, int]) -> str:
@@ -129,8 +125,8 @@ def _counted(found: dict[str, int]) -> str:
 
 
 def trained_names(catalogue: Catalogue, parameters: set[str]) -> set[str]:
-    """Full names of tensors that infinities do not belong in: the optimizer's, and the parameters it knows. Pure."""
-    made = {t.name for t in catalogue.tensors if t.part.kind == "optimizer"}
+    """Return the full names of parameters and of all tensors of the optimizer. Pure."""
+    names = {tensor.name for tensor in catalogue.tensors if tensor.part.kind == "optimizer"}
     for _, entries in layout.models(catalogue):
-        made |= {entry.name for entry in entries if layout.strip_wrappers(entry.fqn) in parameters}
-    return made
+        names |= {entry.name for entry in entries if layout.strip_wrappers(entry.fqn) in parameters}
+    return names
