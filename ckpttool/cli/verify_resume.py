@@ -122,7 +122,7 @@ def _part_row(part: Any) -> tuple[Piece, ...]:
     if not part.present:
         return (bold(part.kind), Painted("missing", "yellow"), "", "", "")
     numbers = (f"{part.tensors:,}", f"{part.objects:,}", size(part.bytes) if part.tensors else "")
-    return (bold(part.kind), "there", *numbers)
+    return (bold(part.kind), "present", *numbers)
 
 
 # trial ----------------------------------------------------------------------------------------------------------------
