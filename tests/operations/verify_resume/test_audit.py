@@ -87,7 +87,8 @@ def test_a_whole_state_is_resumable_exactly(tmp_path: Path) -> None:
     assert [part.kind for part in made.parts if part.present] == [
         "model", "optimizer", "scheduler", "rng", "dataloader", "scaler", "progress",
     ]  # fmt: skip
-    assert ("values", "infinities in `model.mask` (1 element), not a parameter: expected in masks") in told(made, "note")
+    mask = "infinities in `model.mask` (1 element), not a parameter: expected in masks"
+    assert ("values", mask) in told(made, "note")
 
 
 Edit = Callable[[dict[str, Any]], Any]
@@ -104,7 +105,9 @@ def change(state: dict[str, Any], number: int, **values: Any) -> None:
 
 DIFFERENCES: dict[str, tuple[Edit, str, str]] = {
     "no scheduler": (lambda s: s.pop("scheduler"), "scheduler", "none, but `optimizer` had one"),
-    "scheduler behind": (lambda s: s["scheduler"].update(last_epoch=1), "scheduler", "is at 1, but the optimizer or counters are at 3"),
+    "scheduler behind": (
+        lambda s: s["scheduler"].update(last_epoch=1), "scheduler", "is at 1, but the optimizer or counters are at 3",
+    ),
     "lr lost": (
         lambda s: s["optimizer"]["param_groups"][0].update(lr=1e-2), "scheduler", "but the groups have 0.01",
     ),
@@ -223,7 +226,8 @@ def test_one_state_of_generators_does_not_do_for_two_ranks(tmp_path: Path) -> No
     convert(tmp_path / "state.pt", tmp_path / "dcp", to="dcp", to_world=2)
     made = audit(tmp_path / "dcp")
     assert made.world_size == 2
-    assert [s.partition(";")[0] for w, s in told(made, "differs")] == ["one RNG state (python, numpy, torch) for 2 ranks"]
+    differs = [says.partition(";")[0] for _, says in told(made, "differs")]
+    assert differs == ["one RNG state (python, numpy, torch) for 2 ranks"]
 
 
 @pytest.mark.parametrize("to", ["dcp", "safetensors", "fsdp1"])
