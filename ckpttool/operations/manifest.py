@@ -13,7 +13,6 @@ tensor's hash is of its elements in row-major order, little endian: the same in 
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import closing
@@ -28,7 +27,8 @@ from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CorruptError, OverwriteError, ReadError, UsageError
 from ckpttool.producers import open as opening
 from ckpttool.serialization import strict_json as strictjson
-from ckpttool.storage import files, folders, mirrors
+from ckpttool.storage import files
+from ckpttool.storage.stores import Location, locate
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.read import read_tiles
 from ckpttool.transfer.threads import Progress, Work, on_threads
@@ -64,11 +64,11 @@ class Manifest:
 
 
 def make(
-    root: str, names: Sequence[str], source: Source, threads: int, progress: Progress | None = None
+    root: Location, names: Sequence[str], source: Source, threads: int, progress: Progress | None = None
 ) -> Manifest:  # fmt: skip
     """The manifest of these files below `root`, and of the tensors of `source`, which is what they hold and is valid.
     Raises ReadError, CorruptError or StorageError for a file that cannot be read."""
-    sizes = {name: files.size_of(os.path.join(root, name)) for name in names}
+    sizes = {name: (root / name).size() for name in names}
     total = sum(sizes.values()) + sum(t.nbytes for t in source.catalogue.tensors)
     work = Work(total, progress)
     hashed = of_files(root, names, threads, work)
@@ -81,7 +81,7 @@ def write_for(dst: str, path: str, threads: int | None = None) -> None:
     """The manifest of a checkpoint that was just written, read back through its own reader. Raises what `make` and
     `write` do; the checkpoint stays."""
     with opening.opened(dst) as source:
-        root, names = files_of(dst, source.catalogue)
+        root, names = files_of(locate(dst), source.catalogue)
         write(path, make(root, names, source, threads or DEFAULT_THREADS))
 
 
@@ -90,35 +90,29 @@ def check_wanted(path: str | None, dst: str, *, is_file: bool, dry_run: bool) ->
     one that is there; inside of DST it goes with what was there before. To be called before anything is written."""
     if path is None:
         return
-    here, there = os.path.realpath(path), os.path.realpath(dst)
-    if here == there or path.endswith(os.sep):
+    real, target = locate(path).real(), locate(dst).real()
+    if real == target or path.endswith("/"):
         raise UsageError(f"the manifest cannot be `{path}`", hint=f"name a file: `{dst.rstrip('/')}.json`")
-    folder = os.path.dirname(here)
-    if folder == there and not is_file:
+    if real.parent == target and not is_file:
         return
-    if here.startswith(there + os.sep) or not os.path.isdir(folder):
-        raise UsageError(
-            f"there is no directory `{os.path.dirname(path)}` for the manifest", hint="make it, or name another file"
-        )
+    if real.is_below(target) or not real.parent.is_dir():
+        folder = locate(path).parent
+        raise UsageError(f"there is no directory `{folder}` for the manifest", hint="make it, or name another file")
     if not dry_run:
         check_free(path)
 
 
-def of_files(root: str, names: Iterable[str], threads: int, work: Work) -> dict[str, str]:
+def of_files(root: Location, names: Iterable[str], threads: int, work: Work) -> dict[str, str]:
     """The SHA-256 of each file, in hexadecimal."""
     found: dict[str, str] = dict.fromkeys(names, "")
 
     def hash_one(name: str) -> None:
-        made, path = sha256(), os.path.join(root, name)
-        buffer = memoryview(bytearray(_BUFFER))
-        try:
-            with open(mirrors.here(path), "rb", buffering=0) as stream:
-                while n := stream.readinto(buffer):
-                    made.update(buffer[:n])
-                    work.note(n)
-        except OSError as error:
-            raise files.failed(error, path, "read") from None
-        found[name] = made.hexdigest()
+        digest, location = sha256(), root / name
+        with location.open() as stream:
+            while block := location.read_block(stream, _BUFFER):
+                digest.update(block)
+                work.note(len(block))
+        found[name] = digest.hexdigest()
 
     on_threads(iter(list(found)), hash_one, threads, work)
     return found
@@ -131,12 +125,12 @@ def of_tensors(source: Source, tensors: Sequence[Tensor], threads: int, work: Wo
     lock, pool = threading.Lock(), files.Pool()
 
     def hash_one(tensor: Tensor) -> None:
-        made = sha256()
+        digest = sha256()
         for _, bits in read_tiles(tensor, source, pool, _BUFFER):
-            made.update(bits.reshape(-1).view("u1").data)
+            digest.update(bits.reshape(-1).view("u1").data)
             work.note(bits.nbytes)
         with lock:
-            found[tensor.path] = made.hexdigest()
+            found[tensor.path] = digest.hexdigest()
 
     with closing(pool):
         on_threads((t for t in tensors if t.path not in aliases), hash_one, threads, work)
@@ -148,7 +142,8 @@ def of_tensors(source: Source, tensors: Sequence[Tensor], threads: int, work: Wo
 
 def check_free(path: str) -> None:
     """Raises OverwriteError when there is something already."""
-    if os.path.lexists(path):
+    location = locate(path)
+    if location.exists() or location.is_link():
         raise OverwriteError(
             f"`{path}` exists", hint="check it with `--manifest`, remove it, or name another file", file=path
         )
@@ -172,22 +167,18 @@ def write(path: str, manifest: Manifest) -> None:
     try:
         files.write_file(draft, text.encode())
         files.sync(draft)
-        try:
-            os.rename(draft, path)
-        except OSError as error:
-            raise files.failed(error, path, "write") from None
+        files.rename(draft, path)
     finally:
         files.remove(draft)
 
 
 def read(path: str) -> Manifest:
     """A manifest of ours or of Megatron. Raises ReadError, or CorruptError for one that says something else."""
-    size = files.size_of(path)
+    location = locate(path)
+    size = location.size()
     if size > _LARGEST:
         raise CorruptError(f"`{path}`: {size} bytes of JSON are more than the {_LARGEST} that we read", file=path)
-    pool = files.Pool()
-    with closing(pool):
-        said = strictjson.parse(pool.read(path, 0, size), f"`{path}`")
+    said = strictjson.parse(location.read(0, size), f"`{path}`")
     if not isinstance(said, dict) or not isinstance(said.get("files"), dict):
         raise CorruptError(
             f"`{path}`: is no manifest: it has no `files`", hint="`--write-manifest` writes one", file=path
@@ -217,13 +208,13 @@ def _hashed(row: Any, path: str) -> Hashed:
     raise CorruptError(f"`{path}`: {row!r:.80} is no tensor of a manifest", file=path)
 
 
-def files_of(path: str, catalogue: Catalogue) -> tuple[str, list[str]]:
-    """The root of a checkpoint and the names of its files below it: all that lie in a directory, indexes too, but for
-    manifests and what a save left that stopped; or the one file. Raises ReadError."""
-    if os.path.isdir(path):
-        return path, [name for name in folders.all_below(path) if os.path.basename(name) != NAME]
-    found = [file.location for file in catalogue.own_files if not file.missing]
-    root = os.path.dirname(os.path.abspath(path))
-    if len(found) > 1 or not os.path.isfile(path):
-        return root, sorted({os.path.relpath(os.path.abspath(location), root) for location in found})
-    return root, [os.path.basename(path)]
+def files_of(path: Location, catalogue: Catalogue) -> tuple[Location, list[str]]:
+    """The root of a checkpoint and the names of its files below it: all that are in a directory, indexes too, but for
+    manifests and what an interrupted save left; or the one file. Raises ReadError."""
+    if path.is_dir():
+        return path, [name for name in path.below() if name.rpartition("/")[2] != NAME]
+    locations = [locate(file.location) for file in catalogue.own_files if not file.missing]
+    root = path.absolute().parent
+    if len(locations) > 1 or not path.is_file():
+        return root, sorted({location.absolute().relative_to(root) for location in locations})
+    return root, [path.name]

@@ -6,27 +6,25 @@
     files that nothing mentions          left out, as are the remains of a save that stopped
 
 The copy is verified before it gets its name: what cannot be put right is refused, and the source is never touched. A
-dry run does all of it to files without bytes, which are read where they are.
+dry run does all of it to a directory that is planned only: its files are read where they are.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
-import shutil
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path as FilePath
 
-from ckpttool.errors import CkptError, CorruptError, OverwriteError, ReadError, StorageError, UsageError
+from ckpttool.errors import CorruptError, OverwriteError, ReadError, StorageError, UsageError
 from ckpttool.formats.dcp import rebuild_index as rebuilding
 from ckpttool.operations import manifest as manifests
 from ckpttool.operations import verify as verifying
 from ckpttool.operations.verify import Report
-from ckpttool.storage import files, folders, mirrors
+from ckpttool.storage import files, local
+from ckpttool.storage.stores import Entry, Location, Stat, Store, locate
 from ckpttool.text import some
 from ckpttool.transfer import staging
 from ckpttool.transfer.execute import DEFAULT_THREADS
@@ -82,18 +80,18 @@ def repair(
     found, before = _gathered(sources, made)
     if dry_run:
         made.notes += _in_the_way(made.destination, overwrite, found)
-        with _borrowed(found, made.destination) as folder:
-            _put_right(folder, made, before, threads, progress)
+        folder = Location(made.destination, _Planned(made.destination.rstrip("/"), dict(found)))
+        _put_right(folder, made, before, threads, progress)
     else:
         with staging.staged(made.destination, overwrite=overwrite, is_file=False) as partial:
             _copy(found, partial, made, threads, progress)
-            _put_right(partial, made, before, threads)
+            _put_right(locate(partial), made, before, threads)
     made.seconds = time.monotonic() - began
     return made
 
 
 def _put_right(
-    folder: str, made: Repaired, before: files.Fingerprint, threads: int | None, progress: Progress | None = None
+    folder: Location, made: Repaired, before: files.Fingerprint, threads: int | None, progress: Progress | None = None
 ) -> None:
     """Everything that can be, in a folder with all files. Raises CorruptError or UsageError when that is not enough."""
     _mend_indexes(folder, made)
@@ -106,17 +104,16 @@ def _put_right(
             hint=f"`ckpttool verify {made.source}` says what is wrong, if anything",
         )
     _check_whole(report, made)
-    names = folders.all_below(folder)
-    made.files, made.bytes = len(names), sum(files.size_of(os.path.join(folder, name)) for name in names)
+    names = folder.below()
+    made.files, made.bytes = len(names), sum((folder / name).size() for name in names)
 
 
 # Before anything is written -------------------------------------------------------------------------------------------
 
 
 def _check_directory(path: str) -> None:
-    if not os.path.isdir(path):
-        if not os.path.lexists(path):
-            raise ReadError(f"`{path}`: cannot read: no such file or directory", file=path)
+    location = locate(path)
+    if location.kind() != "dir":
         raise UsageError(
             f"`{path}`: one file, in which nothing can be put right",
             hint=f"`ckpttool verify {path}` says what is wrong",
@@ -124,29 +121,29 @@ def _check_directory(path: str) -> None:
 
 
 def _check_apart(dst: str, sources: Sequence[str]) -> None:
-    there = os.path.realpath(dst)
+    target = locate(dst).real()
     for path in sources:
-        here = os.path.realpath(path)
-        if there == here or there.startswith(here + os.sep) or here.startswith(there + os.sep):
+        real = locate(path).real()
+        if target.is_below(real) or real.is_below(target):
             raise UsageError(f"`{dst}` and `{path}` are one, or inside each other", hint="write somewhere else")
 
 
-def _gathered(sources: Sequence[str], made: Repaired) -> tuple[dict[str, str], files.Fingerprint]:
+def _gathered(sources: Sequence[str], made: Repaired) -> tuple[dict[str, Location], files.Fingerprint]:
     """Every file by its name, of all directories. Raises CorruptError for two of one name that are not the same."""
-    found: dict[str, str] = {}
-    for root in sources:
-        names = folders.all_below(root)
-        left = [name for name in _everything(root) if name not in set(names)]
+    found: dict[str, Location] = {}
+    for root in map(locate, sources):
+        names = root.below()
+        left = _remains(root)
         if left:
             made.dropped += left
             made.done.append(f"left out what a save left that stopped: {some(left)}")
         for name in names:
-            location = os.path.join(root, name)
+            location = root / name
             if name not in found:
                 found[name] = location
             elif not _same(found[name], location):
                 raise CorruptError(
-                    f"`{name}` is in `{os.path.dirname(found[name])}` and in `{root}`, and they are not the same",
+                    f"`{name}` is in `{found[name].parent}` and in `{root}`, and they are not the same",
                     hint="they are of different saves: name the directories of one", file=name,
                 )  # fmt: skip
     if not found:
@@ -156,69 +153,78 @@ def _gathered(sources: Sequence[str], made: Repaired) -> tuple[dict[str, str], f
     return found, files.fingerprint(found.values())
 
 
-def _everything(root: str) -> list[str]:
-    """Names that end with what is left of a save: whole directories count once."""
-    below = (path.relative_to(root) for path in sorted(FilePath(root).rglob("*")))
-    left = [path for path in below if folders.REMAINS.fullmatch(path.name)]
-    return [str(path) for path in left if not any(folders.REMAINS.fullmatch(p.name) for p in path.parents)]
+def _remains(root: Location, below: str = "") -> list[str]:
+    """The names below a directory of what an interrupted save left; a whole directory counts once."""
+    found: list[str] = []
+    for entry in (root / below).entries() if below else root.entries():
+        name = f"{below}/{entry.name}" if below else entry.name
+        if files.REMAINS.fullmatch(entry.name):
+            found.append(name)
+        elif entry.is_dir and not (root / name).is_link():
+            found += _remains(root, name)
+    return found
 
 
-def _same(one: str, other: str) -> bool:
-    if files.size_of(one) != files.size_of(other):
+def _same(one: Location, other: Location) -> bool:
+    if one.size() != other.size():
         return False
-    hashed = [manifests.of_files(os.path.dirname(p), [os.path.basename(p)], 1, Work()) for p in (one, other)]
+    hashed = [manifests.of_files(path.parent, [path.name], 1, Work()) for path in (one, other)]
     return list(hashed[0].values()) == list(hashed[1].values())
 
 
 # A dry run ------------------------------------------------------------------------------------------------------------
 
 
-class _Borrowed:
-    """A mirror of files that lie here: they have their sizes and no bytes, which are read where they are."""
+class _Planned(Store):
+    """The directory that a repair would make: files that are read where they are, and the indexes, kept in memory."""
 
-    digests = False
+    def __init__(self, root: str, found: dict[str, Location]) -> None:
+        self.root = root
+        self._found = found
+        self._written: dict[str, bytes] = {}
 
-    def __init__(self, dst: str) -> None:
-        self.root = self.path = os.path.realpath(tempfile.mkdtemp(prefix="ckpttool-plan-"))
-        self.address = dst
-        self._lenders: dict[str, str] = {}
+    def _names(self) -> set[str]:
+        return {*self._found, *self._written}
 
-    def borrow(self, name: str, location: str) -> None:
-        """Have a file of this name that is read at `location`."""
-        path = os.path.join(self.root, name)
-        files.create(path, files.size_of(location))
-        self._lenders[path] = location
+    def stat(self, name: str) -> Stat:
+        if name in self._written:
+            return Stat(len(self._written[name]), "file")
+        if name in self._found:
+            return Stat(self._found[name].size(), "file")
+        if not name or any(other.startswith(f"{name}/") for other in self._names()):
+            return Stat(0, "dir")
+        raise FileNotFoundError(errno.ENOENT, "no such file or directory", name)
 
-    def arrive(self, path: str, offset: int, nbytes: int | None) -> str:
-        return self._lenders.get(path, path)
+    def entries(self, name: str) -> list[Entry]:
+        start = f"{name}/" if name else ""
+        below = (other[len(start) :].partition("/") for other in self._names() if other.startswith(start))
+        return sorted({Entry(first, is_dir=bool(slash)) for first, slash, _ in below})
 
-    def close(self) -> None:
-        shutil.rmtree(self.root, ignore_errors=True)
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
+        if name in self._found:
+            return self._found[name].read_into(offset, buffer)
+        data = self._written[name][offset : offset + len(buffer)]
+        buffer[: len(data)] = data
+        return len(data)
+
+    def put(self, name: str, write: Callable[[Callable[[bytes], object]], None]) -> None:
+        data = bytearray()
+        write(data.extend)
+        self._written[name] = bytes(data)
+
+    def remove(self, name: str) -> None:
+        self._found.pop(name, None)
+        self._written.pop(name, None)
 
 
-@contextmanager
-def _borrowed(found: dict[str, str], dst: str) -> Iterator[str]:
-    """A folder in which the copy seems to lie. Errors call it `dst`."""
-    made = _Borrowed(dst)
-    mirrors.lay(made)
-    try:
-        for name, location in found.items():
-            made.borrow(name, location)
-        yield made.root
-    except CkptError as error:
-        raise mirrors.in_their_words(error) from None
-    finally:
-        mirrors.unmount(made)
-
-
-def _in_the_way(dst: str, overwrite: bool, found: dict[str, str]) -> list[str]:
+def _in_the_way(dst: str, overwrite: bool, found: dict[str, Location]) -> list[str]:
     """What would stop the run that is not dry."""
     said = []
     try:
-        files.check_free(dst, overwrite=overwrite, is_file=False)
+        local.check_free(dst, overwrite=overwrite, is_file=False)
     except OverwriteError as error:
         said.append(f"{error.message}: {error.hint}")
-    wanted, free = sum(map(files.size_of, found.values())), files.free_space(dst)
+    wanted, free = sum(file.size() for file in found.values()), files.free_space(dst)
     if wanted > free:
         said.append(f"`{dst}`: needs {wanted} bytes, but {free} are free")
     return said
@@ -228,9 +234,9 @@ def _in_the_way(dst: str, overwrite: bool, found: dict[str, str]) -> list[str]:
 
 
 def _copy(
-    found: dict[str, str], partial: str, made: Repaired, threads: int | None, progress: Progress | None
+    found: dict[str, Location], partial: str, made: Repaired, threads: int | None, progress: Progress | None
 ) -> None:  # fmt: skip
-    sizes = {name: files.size_of(location) for name, location in found.items()}
+    sizes = {name: location.size() for name, location in found.items()}
     wanted, free = sum(sizes.values()), files.free_space(made.destination)
     if wanted > free:
         raise StorageError(
@@ -240,37 +246,29 @@ def _copy(
     work = Work(wanted, progress)
 
     def copy_one(name: str) -> None:
-        to = FilePath(partial, name)
-        try:
-            to.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(found[name], to)
-        except OSError as error:
-            doing = "read" if error.filename == found[name] else "write"
-            raise files.failed(error, error.filename or str(to), doing) from None
+        files.copy(found[name], locate(partial) / name)
         work.note(sizes[name])
 
-    FilePath(partial).mkdir(parents=True, exist_ok=True)
     on_threads(iter(found), copy_one, threads or DEFAULT_THREADS, work)
 
 
-def _mend_indexes(partial: str, made: Repaired) -> None:
+def _mend_indexes(root: Location, made: Repaired) -> None:
     """Give every directory of DCP in it one index."""
     used = False
-    for folder, _, names in sorted(os.walk(partial)):
-        below = os.path.relpath(folder, partial)
-        where = "" if below == "." else f"`{below}`: "
+    for below, names in sorted(_directories(root).items()):
+        folder = root / below if below else root
+        where = f"`{below}`: " if below else ""
         if ".metadata" in names or not any(name.endswith(".distcp") for name in names):
             continue
         ranked = sorted(name for name in names if _OF_RANK.fullmatch(name))
         if ranked:
             _check_all_ranks(ranked, where)
-            metadata = rebuilding.merged(folder)
-            rebuilding.write(folder, metadata)
+            rebuilding.write(folder, rebuilding.merged(folder))
             for name in ranked:
-                files.remove(os.path.join(folder, name))
+                (folder / name).remove()
             made.done.append(f"{where}one `.metadata` out of {len(ranked)}, an index for each rank")
         elif made.like is not None:
-            like = made.like if below == "." else os.path.join(made.like, below)
+            like = locate(made.like) / below if below else locate(made.like)
             rebuilding.write(folder, rebuilding.rebuilt(folder, like))
             made.done.append(f"{where}`.metadata` made after that of `{like}`: every item has its dtype and shape")
             used = True
@@ -284,6 +282,15 @@ def _mend_indexes(partial: str, made: Repaired) -> None:
         raise UsageError(f"`--like {made.like}`: no index is lost", hint="leave it out")
 
 
+def _directories(root: Location) -> dict[str, list[str]]:
+    """The names of the files in each directory, by its name below the root."""
+    found: dict[str, list[str]] = {}
+    for name in root.below():
+        folder, _, last = name.rpartition("/")
+        found.setdefault(folder, []).append(last)
+    return found
+
+
 def _check_all_ranks(names: Sequence[str], where: str) -> None:
     ranks = {int(re.sub(r"\D", "", name)) for name in names}
     absent = sorted(set(range(max(ranks) + 1)) - ranks)
@@ -294,16 +301,16 @@ def _check_all_ranks(names: Sequence[str], where: str) -> None:
         )  # fmt: skip
 
 
-def _drop(partial: str, report: Report, made: Repaired, threads: int | None) -> Report:
+def _drop(folder: Location, report: Report, made: Repaired, threads: int | None) -> Report:
     """Take out what belongs to nothing."""
     stray = [f.file for f in report.findings if f.kind in ("stale", "remains") and f.file is not None]
     if not stray:
         return report
     for name in stray:
-        files.remove(files.inside(partial, name))
+        folder.inside(name).remove()
     made.dropped += stray
     made.done.append(f"left out what nothing mentions: {some(stray)}")
-    return verifying.verify(partial, threads=threads)
+    return verifying.verify(folder, threads=threads)
 
 
 def _check_whole(report: Report, made: Repaired) -> None:

@@ -24,7 +24,7 @@ from ckpttool.operations import manifest as manifests
 from ckpttool.producers import open as opening
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.directory import Directory
-from ckpttool.storage import files, mirrors
+from ckpttool.storage import files, local, stores
 from ckpttool.text import some
 from ckpttool.transfer import journal, readback, staging
 from ckpttool.transfer.execute import BUFFER, Transferred, budget
@@ -253,14 +253,14 @@ class Write:
 def with_downloads(progress: Progress | None, opened: OpenSource, planned: Catalogue) -> Progress | None:
     """Return `progress`, which also counts what has to be downloaded of the files that `planned` is copied from."""
     locations = {file.location for file in opened.catalogue.files}
-    if progress is None or not any(map(mirrors.is_digested, locations)):
+    if progress is None or not any(map(stores.has_digest, locations)):
         return progress
     used: set[int] = set()
     for tensor in planned.tensors:
         while tensor.origin is not None:
             tensor = tensor.origin
         used.update(tensor.chunks.file)
-    return mirrors.awaiting(progress, (opened.catalogue.files[number].location for number in used))
+    return stores.with_fetching(progress, (opened.catalogue.files[number].location for number in used))
 
 
 def note_overflow(result: Conversion, overflowed: Mapping[str, int]) -> None:
@@ -278,7 +278,7 @@ def note_overflow(result: Conversion, overflowed: Mapping[str, int]) -> None:
 def check_free(dst: str, target: Format, overwrite: bool, dry_run: bool) -> list[str]:
     """Raises OverwriteError for a destination that exists; for a dry run, returns what would stop the real one."""
     try:
-        files.check_free(dst, overwrite=overwrite, is_file=target.is_file(dst))
+        local.check_free(dst, overwrite=overwrite, is_file=target.is_file(dst))
     except OverwriteError as error:
         if overwrite or not dry_run:
             raise

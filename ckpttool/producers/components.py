@@ -7,7 +7,6 @@ Pattern(r"model_world_size_(?P<world>\\d+)_rank_(?P<rank>\\d+)\\.pt", "model", "
 
 from __future__ import annotations
 
-import glob
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Catalogue, Path
 from ckpttool.catalogue.warning import Warning
 from ckpttool.producers.directory import Directory
+from ckpttool.storage.stores import escape
 from ckpttool.text import rank_ranges, some
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Component:
     def pattern(self) -> str:
         """The glob pattern of the files of all ranks, below the directory."""
         before, star, after = self.name.partition("*")
-        return self.glob or f"{glob.escape(before)}{star}{glob.escape(after)}"
+        return self.glob or f"{escape(before)}{star}{escape(after)}"
 
 
 @dataclass(slots=True)

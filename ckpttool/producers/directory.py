@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from typing import Any
 
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.serialization import strict_json
-from ckpttool.storage import mirrors
-from ckpttool.storage.files import failed
+from ckpttool.storage.stores import Location, locate
 
 _LARGEST_JSON = 64 << 20
 _DEEPEST = 4
@@ -22,16 +20,12 @@ class Directory:
     with a slash."""
 
     def __init__(self, path: str) -> None:
-        self.path = path
-        self.name = os.path.basename(os.path.abspath(path))
+        self.path = locate(path)
+        self.name = self.path.name
         self._folders: dict[str, Directory] = {}
         self._sizes: dict[str, int] = {}
         self._json: dict[str, Any] = {}
-        try:
-            with os.scandir(path) as entries:
-                self.names = sorted(entry.name + ("/" if entry.is_dir() else "") for entry in entries)
-        except OSError as error:
-            raise failed(error, path, "read") from None
+        self.names = sorted(entry.name + ("/" if entry.is_dir else "") for entry in self.path.entries())
         self._names = frozenset(self.names)
 
     def __contains__(self, name: str) -> bool:
@@ -51,9 +45,9 @@ class Directory:
         """Whether a whole name matches."""
         return any(True for _ in self.matching(pattern))
 
-    def at(self, name: str) -> str:
-        """The path of something in it."""
-        return os.path.join(self.path, name)
+    def at(self, name: str) -> Location:
+        """The location of something in it."""
+        return self.path / name
 
     def folder(self, name: str) -> Directory:
         """The listing of a directory in it, with or without the slash."""
@@ -69,8 +63,8 @@ class Directory:
                 self._sizes[name] = self.folder(name).nbytes()
             else:
                 try:
-                    self._sizes[name] = os.stat(self.at(name)).st_size
-                except OSError:
+                    self._sizes[name] = self.at(name).size()
+                except CkptError:
                     self._sizes[name] = 0
         return self._sizes[name]
 
@@ -88,19 +82,15 @@ class Directory:
         return total
 
     def read(self, name: str, limit: int) -> bytes:
-        """The first bytes of a file, at most `limit`. Raises OSError."""
-        with open(mirrors.here(self.at(name), 0, limit), "rb") as stream:
-            return stream.read(limit)
+        """The first bytes of a file, at most `limit`. Raises ReadError."""
+        return self.at(name).head(limit)
 
     def json(self, name: str) -> Any:
         """The value of a small JSON file; None when it is not there. Raises ReadError, or CorruptError for no JSON."""
         if name not in self:
             return None
         if name not in self._json:
-            try:
-                text = self.read(name, _LARGEST_JSON + 1)
-            except OSError as error:
-                raise failed(error, self.at(name), "read") from None
+            text = self.read(name, _LARGEST_JSON + 1)
             if len(text) > _LARGEST_JSON:
                 raise CorruptError(f"`{self.at(name)}`: more than {_LARGEST_JSON} bytes of JSON", file=self.at(name))
             try:
@@ -122,5 +112,5 @@ class Directory:
         """The first kilobyte of a file of text; empty when it cannot be read."""
         try:
             return self.read(name, 1024).decode("utf-8", "replace").strip()
-        except OSError:
+        except CkptError:
             return ""

@@ -5,7 +5,6 @@ Nothing in a checkpoint is executed. Names in its pickles that would run code el
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -24,8 +23,7 @@ from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.components import Producer
 from ckpttool.producers.directory import Directory
 from ckpttool.serialization import strict_json, unsafe_globals
-from ckpttool.storage import mirrors
-from ckpttool.storage.files import failed
+from ckpttool.storage.stores import Location, locate
 from ckpttool.text import some
 
 _LARGEST_SHAPES = 64 << 20
@@ -38,7 +36,7 @@ class Resolved:
     `path` is that of the checkpoint itself; `run` is the run that it was chosen from, or that lies beside it.
     """
 
-    path: str
+    path: Location
     format: Format | None = None
     producer: Producer | None = None
     directory: Directory | None = None
@@ -47,17 +45,18 @@ class Resolved:
 
 def resolve(path: str) -> Resolved:
     """Recognise what lies at `path`; of a run, its newest complete checkpoint. Raises ReadError."""
-    if not os.path.isdir(path):
-        return Resolved(path, detect(path))
-    directory = Directory(path)
+    location = locate(path)
+    if not location.is_dir():
+        return Resolved(location, detect(location))
+    directory = Directory(location)
     producer = producers.recognise(directory)
     if producer is not None:
-        return Resolved(path, None, producer, directory, _beside(directory, producer))
-    row = None if runs.has_rank_files(directory) else next((r for r in formats.FORMATS if r.recognise(path)), None)
+        return Resolved(location, None, producer, directory, _beside(directory, producer))
+    row = None if runs.has_rank_files(directory) else next((r for r in formats.FORMATS if r.recognise(location)), None)
     run = runs.find(directory) if row is None else None
     if run is None or run.chosen is None:
         # The error of `detect` knows what else the directory has.
-        return Resolved(path, row or detect(path))
+        return Resolved(location, row or detect(location))
     return replace(resolve(run.chosen.path), run=run)
 
 
@@ -146,22 +145,17 @@ def open_source(path: str, shapes: str | None = None) -> Source:
 
 def _opened(path: str, options: OpenOptions) -> tuple[Source, set[str]]:
     """The source at a path or an address, and the names in its pickles that run code."""
-    mirror = mirrors.mount(path)
-    if mirror is None:
-        with naming(path), unsafe_globals.noting_harm() as named:
-            return open_resolved(resolve(path), options), named
+    location = locate(path)
     try:
-        with naming(path), unsafe_globals.noting_harm() as named:
-            source = CombinedSource.over(open_resolved(resolve(mirror.path), options))
+        with naming(location), unsafe_globals.noting_harm() as named:
+            source = open_resolved(resolve(location), options)
     except BaseException:
-        mirrors.unmount(mirror)
+        if location is not path:
+            location.store.close()
         raise
-    source.closing(lambda: mirrors.unmount(mirror))
-    catalogue = source.catalogue
-    catalogue.warnings[:] = [replace(w, text=mirrors.as_typed(w.text)) for w in catalogue.warnings]
-    catalogue.faults[:] = map(mirrors.in_their_words, catalogue.faults)
-    for checkpoint in catalogue.facts.get("run", ()):
-        checkpoint["path"] = mirrors.as_typed(checkpoint["path"])
+    if location is not path and not location.store.is_local:
+        source = CombinedSource.over(source)
+        source.closing(location.store.close)
     return source, named
 
 
@@ -170,11 +164,19 @@ def naming(path: str | None) -> Iterator[None]:
     """Errors of a directory's reader name the file in it; put the directory before, so that it is known which."""
     try:
         yield
-    except CkptError as raised:
-        error = mirrors.in_their_words(raised)
+    except CkptError as error:
         if path is None or path.rstrip("/") in error.message or not isinstance(error, CorruptError | ReadError):
-            raise error from None
+            raise
         raise type(error)(f"`{path}`: {error.message}", hint=error.hint, **{"file": path, **error.facts}) from None
+
+
+def location_of(path: str, catalogue: Catalogue) -> Location:
+    """The location of an open checkpoint; of a run, that of the checkpoint which was chosen."""
+    chosen = next((c["path"] for c in catalogue.facts.get("run", ()) if c["taken"]), path)
+    if isinstance(chosen, Location):
+        return chosen
+    store = next((locate(file.location).store for file in catalogue.own_files if not file.missing), None)
+    return locate(chosen) if store is None or store.is_local else store.locate(chosen)
 
 
 def shapes_from(path: str) -> OpenOptions:
@@ -193,11 +195,8 @@ def shapes_from(path: str) -> OpenOptions:
 
 
 def _shapes_in(path: str) -> dict[str, tuple[int, ...]]:
-    try:
-        with open(mirrors.here(path), "rb") as stream:
-            listed = strict_json.parse(stream.read(_LARGEST_SHAPES + 1)[:_LARGEST_SHAPES], f"`{path}`")
-    except OSError as error:
-        raise failed(error, path, "read") from None
+    location = locate(path)
+    listed = strict_json.parse(location.head(_LARGEST_SHAPES), f"`{path}`")
     pairs = list(listed.items()) if isinstance(listed, dict) else listed
     found: dict[str, tuple[int, ...]] = {}
     for pair in pairs if isinstance(pairs, list) else [None]:

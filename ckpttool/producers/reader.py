@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import glob
-import os
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -22,6 +20,7 @@ from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.components import Component, Layout, Producer
 from ckpttool.producers.directory import Directory
 from ckpttool.producers.runs import STEPS, step_in
+from ckpttool.storage.stores import Location
 from ckpttool.text import plural, some
 
 
@@ -163,7 +162,7 @@ class _Opening:
         path = self._directory.at(component.name) if component.name else self._directory.path
         if "*" in component.name:
             path = self._directory.at(component.files[0]) if len(component.files) == 1 else self._pattern(component)
-        source = _open_format(path.rstrip("/") or path, options)
+        source = _open_format(path, options)
         folder = component.name.rpartition("/")[0]
         for file in source.catalogue.files:
             if folder and not file.scratch:
@@ -172,8 +171,8 @@ class _Opening:
                 file.rank = component.rank
         return source
 
-    def _pattern(self, component: Component) -> str:
-        return os.path.join(glob.escape(self._directory.path), component.pattern)
+    def _pattern(self, component: Component) -> Location:
+        return self._directory.path.escaped() / component.pattern
 
     def _shapes(self, name: str) -> OpenOptions:
         """The shapes of parameters from their moments: an optimizer of DCP has both names and shapes."""

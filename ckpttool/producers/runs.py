@@ -8,8 +8,6 @@ Only listings and small files are read, so that a run of hundreds of steps takes
 
 from __future__ import annotations
 
-import glob
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +17,7 @@ from ckpttool.errors import CkptError, ReadError
 from ckpttool.producers import PRODUCERS, recognise
 from ckpttool.producers.components import Producer, is_dcp
 from ckpttool.producers.directory import Directory
+from ckpttool.storage.stores import Location, escape, locate
 from ckpttool.text import some
 
 _FILE = re.compile(r".*\.(ckpt|pt|pth|bin|safetensors)")
@@ -58,7 +57,7 @@ class RunCheckpoint:
     """
 
     name: str
-    path: str
+    path: Location
     step: int | None
     nbytes: int
     producer: str | None
@@ -86,7 +85,7 @@ class Run:
 
 def checkpoints(path: str) -> list[RunCheckpoint]:
     """The checkpoints of a run, oldest first; none when `path` is no run. Raises ReadError."""
-    return _search(Directory(path))[1] if os.path.isdir(path) else []
+    return _search(Directory(path))[1] if locate(path).is_dir() else []
 
 
 def find(directory: Directory) -> Run | None:
@@ -158,7 +157,7 @@ def _require_step(path: str, chosen: RunCheckpoint, found: list[RunCheckpoint]) 
 
 def _check_indexes(checkpoint: RunCheckpoint) -> str | None:
     """Why a checkpoint is not complete, by all that its indexes name."""
-    if not os.path.isdir(checkpoint.path):
+    if not checkpoint.path.is_dir():
         return None
     directory = Directory(checkpoint.path)
     return _why_not(directory, checkpoint.name, recognise(directory), checkpoint.format, _INDEX_MOST)
@@ -168,7 +167,7 @@ def pointer(directory: Directory) -> tuple[str, int] | None:
     """The file or link that names the newest checkpoint, and the step in it; None when there is none."""
     for name in directory.names:
         if name.endswith("/") and _is_pointer(directory, name[:-1]):
-            step = step_in(os.path.basename(os.path.realpath(directory.at(name[:-1]))))
+            step = step_in(directory.at(name[:-1]).real().name)
             if step is not None:
                 return name[:-1], step
         elif _POINTERS.fullmatch(name):
@@ -206,7 +205,7 @@ def _folders(directory: Directory) -> Iterator[RunCheckpoint]:
 def _is_pointer(directory: Directory, name: str) -> bool:
     """Whether a folder is a link to one beside it: `latest` -> `step-20`."""
     path = directory.at(name)
-    return os.path.islink(path) and os.path.dirname(os.path.realpath(path)) == os.path.realpath(directory.path)
+    return path.is_link() and path.real().parent == directory.path.real()
 
 
 def _files(directory: Directory) -> Iterator[RunCheckpoint]:
@@ -238,7 +237,7 @@ def _rank_files(directory: Directory) -> Iterator[RunCheckpoint]:
             number = re.search(r"(\d+)\D*$", before)
             yield RunCheckpoint(
                 name=f"{before}*{after}",
-                path=os.path.join(glob.escape(directory.path), f"{glob.escape(before)}*{glob.escape(after)}"),
+                path=directory.path.escaped() / f"{escape(before)}*{escape(after)}",
                 step=int(number[1]) if number else None,
                 nbytes=sum(map(directory.size, names.values())),
                 producer=row.name,
@@ -304,7 +303,7 @@ def _dcp_why_not(directory: Directory, most: int) -> str | None:
         if directory.size(index) <= most:
             try:
                 named = _named_in(directory.read(index, most))
-            except OSError:
+            except CkptError:
                 continue
             absent = [name for name in named if name not in directory]
             if absent:

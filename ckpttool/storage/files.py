@@ -12,13 +12,12 @@ import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.errors import CkptError, CorruptError, OverwriteError, ReadError, StorageError, UsageError
-from ckpttool.storage import mirrors
+from ckpttool.errors import CkptError, CorruptError, ReadError, StorageError
 
 if TYPE_CHECKING:
     from ckpttool.storage.stores import Location
@@ -65,6 +64,10 @@ class Pool:
         """The descriptor of `path` for the length of a block; what the system refuses becomes one of our errors."""
         return _Use(self, path, self._doing)
 
+    def kept_open(self, path: str) -> AbstractContextManager[object]:
+        """For the length of a block, a file of this machine keeps its descriptor; one of a store has none here."""
+        return self.use(path) if _remote(path) is None else nullcontext()
+
     def take(self, path: str) -> list[int]:
         """The descriptor of `path`, first in the list, which stays open until `put_back` gets the list."""
         with self._lock:
@@ -93,7 +96,7 @@ class Pool:
             buffer = bytearray(nbytes)
             self.read_into(remote, offset, memoryview(buffer))
             return bytes(buffer)
-        with self.use(mirrors.here(path, offset, None if self._whole else nbytes)) as fd:
+        with self.use(path) as fd:
             data = os.pread(fd, nbytes, offset)
             while len(data) < nbytes:
                 more = os.pread(fd, nbytes - len(data), offset + len(data))
@@ -110,7 +113,7 @@ class Pool:
                 remote.fetch()
             remote.fill(offset, buffer)
             return
-        with self.use(mirrors.here(path, offset, None if self._whole else len(buffer))) as fd:
+        with self.use(path) as fd:
             done = 0
             while done < len(buffer):
                 n = os.preadv(fd, [buffer[done:]], offset + done)
@@ -308,7 +311,7 @@ def fingerprint(paths: Iterable[str]) -> Fingerprint:
     """What tells a file from a later version of it: size, modification time, inode."""
     found: Fingerprint = {}
     for path in paths:
-        if _remote(path) is not None or mirrors.of(path) is not None:
+        if _remote(path) is not None:
             # It is pinned to a commit.
             continue
         with suppress(OSError):
@@ -369,6 +372,16 @@ def write_pieces(path: str, write: Callable[[Callable[[bytes], object]], None]) 
             os.fsync(stream.fileno())
     except OSError as error:
         raise failed(error, path, "write") from None
+
+
+def copy(path: str, to: str) -> None:
+    """Copy a file, and make the directory for it. Raises ReadError or StorageError."""
+    try:
+        os.makedirs(os.path.dirname(to), exist_ok=True)
+        shutil.copyfile(path, to)
+    except OSError as error:
+        doing = "read" if error.filename == path else "write"
+        raise failed(error, error.filename or to, doing) from None
 
 
 def rename(path: str, to: str) -> None:
@@ -473,23 +486,24 @@ def remove(path: str) -> None:
             Path(path).unlink()
 
 
-def check_free(dst: str, *, overwrite: bool, is_file: bool) -> None:
-    """Raises UsageError or OverwriteError when `dst` cannot be made."""
-    path = Path(dst)
-    if mirrors.is_elsewhere(dst):
-        raise UsageError(f"`{dst}` is not on this machine", hint=f"`ckpttool export SRC {dst}` writes there")
-    if not dst or os.path.basename(os.path.normpath(dst)) in ("", ".", ".."):
-        said = f"`{dst}` cannot be replaced" if dst else "the destination has no name"
-        raise UsageError(said, hint="name a file or a directory that is to be made")
-    if is_file and (dst.endswith("/") or path.is_dir()):
-        raise UsageError(
-            f"`{dst}` is a directory, but this format writes one file",
-            hint=f"name the file: `{dst.rstrip('/')}/model.pt`",
-        )
-    if path.is_dir() and not is_file and not any(path.iterdir()):
-        return
-    if os.path.lexists(path) and stat.S_IFMT(path.lstat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK):
-        # Root could replace /dev/null by a checkpoint.
-        raise OverwriteError(f"`{dst}` is a pipe or a device", hint="name a file or a directory", file=dst)
-    if os.path.lexists(path) and not overwrite:
-        raise OverwriteError(f"`{dst}` exists", hint="pass `--overwrite` to replace it", file=dst)
+# Directories ----------------------------------------------------------------------------------------------------------
+
+# The index of DCP before it gets its name and the one before it, our staging directories, downloads of the Hub.
+REMAINS = re.compile(r".*\.metadata\.(tmp|bck)|\..*\.(partial|old)-\d+|.*\.(tmp|incomplete|part)")
+
+
+def all_below(root: str) -> list[str]:
+    """Names relative to `root`, sorted; links to directories are not followed. Raises ReadError."""
+    found: list[str] = []
+
+    def refuse(error: OSError) -> None:
+        raise failed(error, root, "read")
+
+    for folder, folders, names in os.walk(root, onerror=refuse):
+        folders[:] = sorted(name for name in folders if not REMAINS.fullmatch(name))
+        found += [
+            os.path.relpath(os.path.join(folder, name), root)
+            for name in sorted(names)
+            if not REMAINS.fullmatch(name) and os.path.isfile(os.path.join(folder, name))
+        ]
+    return found

@@ -5,10 +5,13 @@ from __future__ import annotations
 import glob
 import os
 import stat
+from collections.abc import Callable
+from pathlib import Path
 from typing import BinaryIO
 
-from ckpttool.storage import mirrors
-from ckpttool.storage.stores import Entry, Stat, Store
+from ckpttool.errors import OverwriteError, UsageError
+from ckpttool.storage import files
+from ckpttool.storage.stores import Entry, Stat, Store, is_remote
 
 
 class LocalStore(Store):
@@ -26,14 +29,14 @@ class LocalStore(Store):
             return sorted(Entry(entry.name, entry.is_dir()) for entry in found)
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
-        descriptor = os.open(mirrors.here(name, offset, len(buffer)), os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
         try:
             return os.preadv(descriptor, [buffer], offset)
         finally:
             os.close(descriptor)
 
     def open(self, name: str) -> BinaryIO:
-        return open(mirrors.here(name), "rb")
+        return open(name, "rb")
 
     def check_readable(self, name: str) -> None:
         os.close(os.open(name, os.O_RDONLY | os.O_CLOEXEC))
@@ -45,5 +48,36 @@ class LocalStore(Store):
     def glob(self, pattern: str) -> list[str]:
         return sorted(glob.glob(pattern))
 
+    def below(self, name: str) -> list[str]:
+        return files.all_below(name)
+
+    def put(self, name: str, write: Callable[[Callable[[bytes], object]], None]) -> None:
+        files.write_pieces(name, write)
+
+    def remove(self, name: str) -> None:
+        files.remove(name)
+
     def real(self, name: str) -> str:
         return os.path.realpath(name)
+
+
+def check_free(dst: str, *, overwrite: bool, is_file: bool) -> None:
+    """Raises UsageError or OverwriteError when `dst` cannot be made."""
+    path = Path(dst)
+    if is_remote(dst):
+        raise UsageError(f"`{dst}` is not on this machine", hint=f"`ckpttool export SRC {dst}` writes there")
+    if not dst or os.path.basename(os.path.normpath(dst)) in ("", ".", ".."):
+        said = f"`{dst}` cannot be replaced" if dst else "the destination has no name"
+        raise UsageError(said, hint="name a file or a directory that is to be made")
+    if is_file and (dst.endswith("/") or path.is_dir()):
+        raise UsageError(
+            f"`{dst}` is a directory, but this format writes one file",
+            hint=f"name the file: `{dst.rstrip('/')}/model.pt`",
+        )
+    if path.is_dir() and not is_file and not any(path.iterdir()):
+        return
+    if os.path.lexists(path) and stat.S_IFMT(path.lstat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK):
+        # Root could replace /dev/null by a checkpoint.
+        raise OverwriteError(f"`{dst}` is a pipe or a device", hint="name a file or a directory", file=dst)
+    if os.path.lexists(path) and not overwrite:
+        raise OverwriteError(f"`{dst}` exists", hint="pass `--overwrite` to replace it", file=dst)

@@ -16,8 +16,10 @@ import os
 import posixpath
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, partial
+from types import ModuleType
 from typing import BinaryIO, NamedTuple, TypeVar
 
 from ckpttool.errors import CkptError, CorruptError, ReadError
@@ -57,6 +59,10 @@ class Store:
     is_local = False
     has_digests = False
     """Whether `fetch` compares a file with a digest that the store has of it."""
+
+    def locate(self, address: str) -> Location:
+        """Return the location of an address of this store."""
+        return Location(address, self)
 
     def stat(self, name: str) -> Stat:
         """Return size and kind. Raises FileNotFoundError."""
@@ -106,6 +112,26 @@ class Store:
         except (OSError, CkptError):
             return []
         return [e.name for e in entries if fnmatchcase(e.name, part) and (part[:1] == "." or e.name[:1] != ".")]
+
+    def below(self, name: str) -> list[str]:
+        """Return the names of all files below a directory, relative to it, without what an interrupted save left."""
+        found = []
+        for entry in self.entries(name):
+            if files.REMAINS.fullmatch(entry.name):
+                continue
+            if entry.is_dir:
+                found += [f"{entry.name}/{inner}" for inner in self.below(posixpath.join(name, entry.name))]
+            else:
+                found.append(entry.name)
+        return found
+
+    def put(self, name: str, write: Callable[[Callable[[bytes], object]], None]) -> None:
+        """Make a whole new file; `write` is called with a function that appends to it."""
+        raise NotImplementedError
+
+    def remove(self, name: str) -> None:
+        """Remove a file or a directory, if it is there."""
+        raise NotImplementedError
 
     def real(self, name: str) -> str:
         """Return the name with its links resolved."""
@@ -161,6 +187,11 @@ class Location(str):
         return os.path.basename(os.path.abspath(self)) if name in ("", ".", "..") else name
 
     @property
+    def suffix(self) -> str:
+        """The last suffix of the name, with its dot."""
+        return posixpath.splitext(self)[1]
+
+    @property
     def parent(self) -> Location:
         """The directory that this is in, empty for a bare name; of a root, the root."""
         root = self.store.root
@@ -184,6 +215,10 @@ class Location(str):
     def is_below(self, folder: str) -> bool:
         """Whether this is a directory of the same store, or something in it, by the names alone."""
         return self == folder or self.startswith(folder.rstrip("/") + "/")
+
+    def escaped(self) -> Location:
+        """The pattern that matches just this."""
+        return Location(glob.escape(self), self.store)
 
     def inside(self, name: str) -> Location:
         """The location of a name that an index gives. Raises CorruptError when it leaves this directory."""
@@ -250,6 +285,10 @@ class Location(str):
         """The sizes of the regular files in a directory; links are left out."""
         return self._ask(self.store.sizes)
 
+    def below(self) -> list[str]:
+        """The names of all files below this directory, relative to it, without what an interrupted save left."""
+        return self._ask(self.store.below)
+
     def matches(self) -> list[Location]:
         """What matches this pattern, sorted."""
         root = self.store.root
@@ -268,6 +307,10 @@ class Location(str):
         data = bytearray(nbytes)
         self.fill(offset, memoryview(data))
         return bytes(data)
+
+    def read_block(self, stream: BinaryIO, nbytes: int) -> bytes:
+        """The next bytes of this file when `open` gave the stream. Raises ReadError."""
+        return self._ask(lambda _: stream.read(nbytes))
 
     def head(self, nbytes: int) -> bytes:
         """The first bytes of a file, fewer when it ends before."""
@@ -296,6 +339,14 @@ class Location(str):
     def fetch(self) -> None:
         """Bring a whole file to this machine and compare it with the digest of its store."""
         self._ask(self.store.fetch)
+
+    def put(self, write: Callable[[Callable[[bytes], object]], None]) -> None:
+        """Make a whole new file; `write` is called with a function that appends to it. Raises StorageError."""
+        self.store.put(self.key, write)
+
+    def remove(self) -> None:
+        """Remove a file or a directory, if it is there."""
+        self.store.remove(self.key)
 
     def _ask(self, question: Callable[[str], T]) -> T:
         try:
@@ -337,6 +388,16 @@ def locate(path: str) -> Location:
     return location
 
 
+def remote_module(address: str) -> ModuleType:
+    """The module of the store of an address: its `send` makes files there."""
+    return importlib.import_module(STORES[address.partition("://")[0]])
+
+
+def escape(name: str) -> str:
+    """The pattern that matches just this name."""
+    return glob.escape(name)
+
+
 def has_digest(path: str) -> bool:
     """Whether a file that is read whole is compared with a digest that its store has of it."""
     return isinstance(path, Location) and path.store.has_digests
@@ -358,3 +419,16 @@ def with_fetching(progress: Progress | None, paths: Iterable[str]) -> Progress |
         progress(done + arrived, total + fetched)
 
     return report
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """One file of the repository: `Outgoing("model-00001-of-00004.safetensors", 4998203144, write)`.
+
+    `name` is its path in the repository, with `/`; `size` its exact bytes. `write(path)` makes it at a local path that
+    does not exist yet; called again, it makes the same bytes. It raises the errors of `ckpttool.errors`.
+    """
+
+    name: str
+    size: int
+    write: Callable[[str], None]

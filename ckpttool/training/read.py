@@ -94,7 +94,7 @@ class Reader:
         flat = memoryview(target.reshape(-1).view(np.uint8))
         nbytes = run * kind.itemsize
         within = (chunk.offsets, chunk.sizes)
-        with self._pool.use(location):  # keep the descriptor over many short reads
+        with self._pool.kept_open(location):  # over many short reads
             for i, start in enumerate(boxes.runs(box, within, run)):
                 self._pool.read_into(
                     location, extent.offset + start * kind.itemsize, flat[i * nbytes : (i + 1) * nbytes]

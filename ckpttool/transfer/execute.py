@@ -24,7 +24,7 @@ from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Catalogue, Chunk, Extent, Record
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CorruptError
-from ckpttool.storage import mirrors
+from ckpttool.storage import stores
 from ckpttool.storage.crc import crc32, crc_of
 from ckpttool.storage.files import Pool, aligned, failed, pages, start_writing
 from ckpttool.transfer import checksums, read
@@ -137,7 +137,7 @@ class _Tally:
 
     def __init__(self, source: Source, earlier: checksums.Pieces | None) -> None:
         files = source.catalogue.files
-        self.digested = {i for i, file in enumerate(files) if mirrors.is_digested(file.location)}
+        self.digested = {i for i, file in enumerate(files) if stores.has_digest(file.location)}
         self.read = checksums.Pieces() if earlier is None else earlier
         self._written = checksums.Pieces()
         self._checked = self._unrecorded = self._resumed = 0

@@ -24,7 +24,7 @@ from typing import Any
 
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.errors import CkptError, OverwriteError, RemoteError, StorageError
-from ckpttool.storage import files
+from ckpttool.storage import files, local
 from ckpttool.transfer import journal
 
 _MARK = ".journal"
@@ -103,7 +103,7 @@ def stage(
     has done is kept when the machine refuses or the run is stopped. `notes` says what was found, and what became of it.
     """
     dst = dst.rstrip("/") or dst if not is_file else dst
-    files.check_free(dst, overwrite=overwrite, is_file=is_file)
+    local.check_free(dst, overwrite=overwrite, is_file=is_file)
     if os.path.islink(dst) and os.path.isdir(dst):
         # A link to another disk: made there, and the link stays.
         dst = os.path.realpath(dst)
@@ -114,7 +114,7 @@ def stage(
         above.mkdir(parents=True, exist_ok=True)
         found = _left(dst, notes, resume)
         # One that was moved aside may be back.
-        files.check_free(dst, overwrite=overwrite, is_file=is_file)
+        local.check_free(dst, overwrite=overwrite, is_file=is_file)
         here = found or _claimed(dst)
     except OSError as error:
         _unmake(made)
@@ -124,7 +124,7 @@ def stage(
         yield here
         files.sync_tree(here.path)
         # Somebody else may have made it meanwhile.
-        files.check_free(dst, overwrite=overwrite, is_file=is_file)
+        local.check_free(dst, overwrite=overwrite, is_file=is_file)
         try:
             _swap_in(here.path, dst, here.old, overwrite)
             files.sync(str(above))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from ckpttool.errors import CkptError, CorruptError, OverwriteError, ReadError, StorageError, UsageError
-from ckpttool.storage import files
+from ckpttool.storage import files, local
 from ckpttool.storage.files import Pool, inside
 from ckpttool.transfer.staging import staged
 
@@ -354,13 +354,13 @@ def test_an_empty_directory_is_as_good_as_none(tmp_path: Path, slash: str) -> No
 def test_a_file_cannot_be_a_directory(tmp_path: Path) -> None:
     for dst in (str(tmp_path), f"{tmp_path}/new/"):
         with pytest.raises(UsageError, match="is a directory, but this format writes one file"):
-            files.check_free(dst, overwrite=True, is_file=True)
+            local.check_free(dst, overwrite=True, is_file=True)
 
 
 def test_a_dangling_link_is_something(tmp_path: Path) -> None:
     os.symlink("nowhere", tmp_path / "out")
     with pytest.raises(OverwriteError):
-        files.check_free(str(tmp_path / "out"), overwrite=False, is_file=True)
+        local.check_free(str(tmp_path / "out"), overwrite=False, is_file=True)
 
 
 def test_a_link_to_a_directory_stays_and_is_followed(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from ckpttool.formats.dcp.metadata import Item, Metadata, StoredTensor
 from ckpttool.serialization import torch_zip as torchzip
 from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.serialization.torch_zip import Read
-from ckpttool.storage import files
 from ckpttool.storage.files import Pool
 from ckpttool.storage.stores import locate
 
@@ -67,7 +66,7 @@ def rebuilt(folder: str, like: str) -> Metadata:
 
 def write(folder: str, metadata: Metadata) -> None:
     """Write `.metadata`."""
-    files.write_pieces(locate(folder) / dcpindex.NAME, lambda put: dcpspelling.write(metadata, put))
+    (locate(folder) / dcpindex.NAME).put(lambda append: dcpspelling.write(metadata, append))
 
 
 def _metadata(index: Index, entries: dict[str, StoredTensor | Item]) -> Metadata:

@@ -4,19 +4,18 @@ of `config.json` the dtype is brought in line with what is written."""
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path as FilePath
 from typing import Any
 
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.errors import CorruptError, ReadError, UsageError
 from ckpttool.producers.components import ASSET_NAMES
+from ckpttool.producers.open import location_of
 from ckpttool.serialization import strict_json as strictjson
-from ckpttool.storage import files, mirrors
-from ckpttool.storage.outgoing import Outgoing
+from ckpttool.storage import files, stores
+from ckpttool.storage.stores import Location, Outgoing, locate
 from ckpttool.text import plural, some
 
 CONFIG, CARD, ADAPTER = "config.json", "README.md", "adapter_config.json"
@@ -47,20 +46,20 @@ class Assets:
     """The files that go along: by name, where each lies. `config` is what `config.json` says, if it is there; `text`
     is the file itself. `notes` say what is not taken, and why."""
 
-    folder: str
-    paths: dict[str, str] = field(default_factory=dict)
+    folder: Location
+    paths: dict[str, Location] = field(default_factory=dict)
     config: Mapping[str, Any] | None = None
     text: str = ""
     notes: list[str] = field(default_factory=list)
 
     @property
-    def config_path(self) -> str:
-        """The config, for messages."""
-        return self.paths.get(CONFIG, os.path.join(self.folder, CONFIG))
+    def config_path(self) -> Location:
+        """The location of the config."""
+        return self.paths.get(CONFIG, self.folder / CONFIG)
 
 
-def collect(folder: str | None, source: str, catalogue: Catalogue) -> Assets | None:
-    """The assets in a folder, or in the mirror of one; without one, those that lie beside the weights in the run
+def collect(folder: Location | None, source: str, catalogue: Catalogue) -> Assets | None:
+    """The assets in a folder; without one, those that lie beside the weights in the run
     directory that is the source.
 
     The card of a folder that is another model, as that which training began with, is about that model, and is left
@@ -68,18 +67,17 @@ def collect(folder: str | None, source: str, catalogue: Catalogue) -> Assets | N
     beside the source, such links are left out and said.
     """
     if folder is not None:
-        typed = mirrors.as_typed(folder)
-        if not os.path.isdir(folder):
-            raise UsageError(f"`--assets {typed}`: not a directory", hint="name the directory that has `config.json`")
+        if not folder.is_dir():
+            raise UsageError(f"`--assets {folder}`: not a directory", hint="name the directory that has `config.json`")
         made = _in(folder, strict=True)
         if CARD in made.paths and _is_another_model(folder, source):
             del made.paths[CARD]
             made.notes.append(
-                f"`{CARD}` of `{typed}` is not copied: it is about the model there; a card of your own is taken from "
+                f"`{CARD}` of `{folder}` is not copied: it is about the model there; a card of your own is taken from "
                 "an `--assets` directory without weights"
             )
         if not made.paths:
-            raise UsageError(f"`--assets {typed}`: has no config, tokenizer or anything of the kind")
+            raise UsageError(f"`--assets {folder}`: has no config, tokenizer or anything of the kind")
         return made
     found = _beside(source, catalogue)
     if found is None:
@@ -88,70 +86,59 @@ def collect(folder: str | None, source: str, catalogue: Catalogue) -> Assets | N
     if not made.paths:
         return None
     are = "is" if len(made.paths) == 1 else "are"
-    where = f"{are} taken from `{mirrors.as_typed(found)}`"
+    where = f"{are} taken from `{found}`"
     made.notes.insert(0, f"{plural(len(made.paths), 'file')} {where}: {some(sorted(made.paths), 5)}")
     return made
 
 
-def _is_another_model(folder: str, source: str) -> bool:
+def _is_another_model(folder: Location, source: str) -> bool:
     """Whether a folder has weights, and is not where the source lies."""
-    above, below = (
-        (mirrors.as_typed(folder), source)
-        if mirrors.is_elsewhere(source)
-        else (os.path.realpath(folder), os.path.realpath(source))
-    )
-    if below == above or below.startswith(f"{above}/"):
+    origin = source if stores.is_remote(source) else locate(source).real()
+    above = folder.real()
+    if origin == above or origin.startswith(f"{above}/"):
         return False
-    return any(map(_WEIGHTS.fullmatch, os.listdir(folder)))
+    return any(map(_WEIGHTS.fullmatch, folder.names()))
 
 
-def _beside(source: str, catalogue: Catalogue) -> str | None:
+def _beside(source: str, catalogue: Catalogue) -> Location | None:
     names = catalogue.facts.get("assets") or ()
-    run = catalogue.facts.get("run", ())
-    base: str | None = next((found["path"] for found in run if found["taken"]), None)
-    mirror = next(filter(None, (mirrors.of(file.location) for file in catalogue.own_files)), None)
-    if mirror is not None:
-        # What lies in a store is known by its address, and seen as a folder.
-        base = mirror.path if base is None else mirror.root + base.removeprefix(mirror.address)
-    base = source if base is None else base
-    if not os.path.isdir(base):
+    base = location_of(source, catalogue)
+    if not base.is_dir():
         # One file of a model that lies in a directory of its own.
-        base = os.path.dirname(os.path.abspath(base)) if catalogue.format == "safetensors" else ""
-        return base if base and os.path.isfile(os.path.join(base, CONFIG)) else None
-    folders = [base, *(os.path.join(base, os.path.dirname(name)) for name in names)]
-    folders += [path for name in names if os.path.isdir(path := os.path.join(base, name))]
+        base = base.absolute().parent
+        return base if catalogue.format == "safetensors" and (base / CONFIG).is_file() else None
+    folders: list[Location] = [base, *((base / name).parent for name in names)]
+    folders += [base / name.rstrip("/") for name in names if (base / name).is_dir()]
     for marks in ((CONFIG, ADAPTER), ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
-        for folder in dict.fromkeys(os.path.normpath(f) for f in folders):
-            if any(os.path.isfile(os.path.join(folder, mark)) for mark in marks):
+        for folder in dict.fromkeys(folders):
+            if any((folder / mark).is_file() for mark in marks):
                 return folder
     return None
 
 
-def _in(folder: str, *, strict: bool) -> Assets:
+def _in(folder: Location, *, strict: bool) -> Assets:
     made = Assets(folder)
-    try:
-        names = sorted(os.listdir(folder))
-        for sub in _FOLDERS:
-            if os.path.isdir(os.path.join(folder, sub)):
-                names += sorted(f"{sub}/{name}" for name in os.listdir(os.path.join(folder, sub)))
-    except OSError as error:
-        raise files.failed(error, folder, "read") from None
+    names = folder.names()
+    for sub in _FOLDERS:
+        if (folder / sub).is_dir():
+            names += [f"{sub}/{name}" for name in (folder / sub).names()]
     for name in names:
-        if not _WANTED.fullmatch(os.path.basename(name)) or _UNWANTED.fullmatch(name):
+        last = name.rpartition("/")[2]
+        if not _WANTED.fullmatch(last) or _UNWANTED.fullmatch(name):
             continue
-        if not strict and not _KNOWN.fullmatch(os.path.basename(name)):
-            # In a directory that somebody names, a text is an asset; in that of a run it may be anything.
+        if not strict and not _KNOWN.fullmatch(last):
+            # In a directory that the user names, a text is an asset; in that of a run it may be anything.
             continue
-        path = os.path.join(folder, name)
+        path = folder / name
         try:
-            kept = files.inside(folder, name)
+            kept = folder.inside(name)
         except CorruptError:
             text = f"`{path}`: a link that leads out of `{folder}`, which is not followed"
             if strict:
                 raise ReadError(text, hint="put the file itself there, or take the link away", file=path) from None
             made.notes.append(text)
             continue
-        if os.path.isfile(kept):
+        if kept.is_file():
             made.paths[name] = kept
     if CONFIG in made.paths:
         made.text, made.config = _config(made.paths[CONFIG])
@@ -161,13 +148,11 @@ def _in(folder: str, *, strict: bool) -> Assets:
     return made
 
 
-def _config(path: str) -> tuple[str, Mapping[str, Any]]:
-    if files.size_of(path) > _LARGEST_CONFIG:
+def _config(path: Location) -> tuple[str, Mapping[str, Any]]:
+    if path.size() > _LARGEST_CONFIG:
         raise CorruptError(f"`{path}`: a config of more than {_LARGEST_CONFIG} bytes", file=path)
     try:
-        text = FilePath(mirrors.here(path)).read_bytes().decode()
-    except OSError as error:
-        raise files.failed(error, path, "read") from None
+        text = path.read().decode()
     except UnicodeDecodeError:
         raise CorruptError(f"`{path}`: not UTF-8", file=path) from None
     try:
@@ -209,27 +194,19 @@ def of_bytes(name: str, data: bytes) -> Outgoing:
     return Outgoing(name, len(data), write)
 
 
-def _copy(name: str, path: str) -> Outgoing:
-    size = files.size_of(path)
-    before = files.fingerprint([path])
+def _copy(name: str, source: Location) -> Outgoing:
+    before = files.fingerprint([source])
 
-    def write(there: str) -> None:
-        files.write_pieces(there, _blocks(path))
+    def append_blocks(append: Callable[[bytes], object]) -> None:
+        with source.open() as stream:
+            while block := source.read_block(stream, _BLOCK):
+                append(block)
+
+    def write(path: str) -> None:
+        files.write_pieces(path, append_blocks)
         files.check_unchanged(before)
 
-    return Outgoing(name, size, write)
-
-
-def _blocks(path: str) -> Callable[[Callable[[bytes], object]], None]:
-    def write(put: Callable[[bytes], object]) -> None:
-        try:
-            with open(mirrors.here(path), "rb") as stream:
-                while block := stream.read(_BLOCK):
-                    put(block)
-        except OSError as error:
-            raise files.failed(error, path, "read") from None
-
-    return write
+    return Outgoing(name, source.size(), write)
 
 
 # config.json ----------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@ of the plan is."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,8 +24,7 @@ from ckpttool.operations.export.select_model import Chosen
 from ckpttool.operations.export.views import Viewed
 from ckpttool.operations.write import Conversion
 from ckpttool.producers import open as opening
-from ckpttool.storage import mirrors
-from ckpttool.storage.outgoing import Outgoing
+from ckpttool.storage.stores import Location, Outgoing, locate
 from ckpttool.transfer.threads import Progress
 
 # Tiles of a cast are held several times over; smaller ones are as fast, and leave room for torch itself.
@@ -94,7 +92,7 @@ def planned(result: Exported, options: ExportOptions, progress: Progress | None 
     `progress(done, total)` counts bytes of weights over all files. Raises the errors of `ckpttool.errors`.
     """
     src, memory = result.source, options.max_memory
-    with write.open_source(src, options.shapes) as opened, _mounted(options.assets) as folder:
+    with write.open_source(src, options.shapes) as opened, _located(options.assets) as folder:
         source = opened.catalogue
         result.source_format = source.format
         with opening.naming(src):
@@ -117,14 +115,14 @@ def planned(result: Exported, options: ExportOptions, progress: Progress | None 
 
 
 @contextmanager
-def _mounted(folder: str | None) -> Iterator[str | None]:
-    """Yield the folder of assets, for as long as they are copied; for one in a store, its mirror."""
-    mirror = mirrors.mount(folder) if folder is not None else None
+def _located(folder: str | None) -> Iterator[Location | None]:
+    """Yield the folder of assets, for as long as they are copied."""
+    location = locate(folder) if folder is not None else None
     try:
-        yield folder if mirror is None else mirror.path
+        yield location
     finally:
-        if mirror is not None:
-            mirrors.unmount(mirror)
+        if location is not None:
+            location.store.close()
 
 
 def _plan(
@@ -237,7 +235,7 @@ def _other_files(
     if options.card and assets.CARD not in result.assets:
         named = beside.config.get("architectures") if beside is not None and beside.config is not None else None
         first = str(named[0]) if isinstance(named, list) and named else None
-        title = os.path.basename(result.destination.rstrip("/"))
+        title = result.destination.rstrip("/").rpartition("/")[2]
         facts = model_card.Facts(
             result.source,
             title,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ckpttool.errors import UsageError
 from ckpttool.operations.export.plan import Export
-from ckpttool.storage import mirrors
+from ckpttool.storage import stores
 from ckpttool.storage.files import free_space
 from ckpttool.transfer.threads import Progress
 
@@ -24,7 +24,7 @@ class Remote:
 
 def check(dst: str, how: Remote, *, overwrite: bool, check: bool, manifest: bool = False) -> bool:
     """Return whether `dst` is in a store. Raises UsageError for options of stores only, or of directories only."""
-    is_remote = mirrors.is_elsewhere(dst)
+    is_remote = stores.is_remote(dst)
     only_remote = {
         "--private": how.private,
         "--create-pr": how.create_pr,
@@ -71,8 +71,7 @@ class Both:
 def send(plan: Export, how: Remote, both: Both) -> None:
     """Write and send the files of a plan, or note what would be sent. Raises RemoteError and what the files raise."""
     result = plan.result
-    store = mirrors.store(result.destination)
-    assert store is not None
+    store = stores.remote_module(result.destination)
     result.free = free_space(how.stage or tempfile.gettempdir())
     result.sent = store.send(
         plan.files,

@@ -15,7 +15,7 @@ from ckpttool.layout import select as layout
 from ckpttool.operations.export.assets import of_bytes
 from ckpttool.serialization import safetensors_header as stheader
 from ckpttool.storage import files
-from ckpttool.storage.outgoing import Outgoing
+from ckpttool.storage.stores import Outgoing
 from ckpttool.text import some
 from ckpttool.transfer import plan
 from ckpttool.transfer.execute import transfer

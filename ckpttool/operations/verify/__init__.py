@@ -33,7 +33,8 @@ from ckpttool.operations.verify import (
 )
 from ckpttool.operations.verify.findings import DAMAGE, NOTE, Finding, Report
 from ckpttool.producers import open as producers
-from ckpttool.storage import files
+from ckpttool.storage import files, stores
+from ckpttool.storage.stores import Location
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.threads import Progress
 
@@ -103,9 +104,9 @@ def verify(
 
 def _manifest(path: str, manifest: str | os.PathLike[str] | None, report: Report) -> manifests.Manifest | None:
     if manifest is None:
-        manifest = os.path.join(path, manifests.NAME)
-        if not os.path.isfile(manifest):
+        if stores.is_remote(path) or not (location := stores.locate(path) / manifests.NAME).is_file():
             return None
+        manifest = location
     report.manifest = os.fspath(manifest)
     return manifests.read(report.manifest)
 
@@ -118,10 +119,11 @@ def _open(path: str, shapes: str | None, report: Report, threads: int, progress:
     except (CorruptError, ReadError) as error:
         if isinstance(error, ReadError) and not _is_unfinished(path):
             raise
-        unopened.check(path, report, threads, progress)
-        report.add(strays.around(path, None))
+        if not stores.is_remote(path):
+            unopened.check(stores.locate(path), report, threads, progress)
+            report.add(strays.around(stores.locate(path), None))
         finding = _shortened(Finding.of(error, "unopened"), path)
-        if os.path.isfile(path) and finding.file is None:
+        if finding.file is None and not stores.is_remote(path) and stores.locate(path).is_file():
             finding = replace(finding, file=path)
         if not any(_is_same(finding, other) for other in report.findings):
             report.add([finding])
@@ -132,13 +134,16 @@ def _is_same(finding: Finding, other: Finding) -> bool:
     """Return whether the error that stopped the checkpoint from being opened is one that was found in a file."""
     if other.gravity != DAMAGE or finding.message == other.message:
         return other.gravity == DAMAGE
-    names = [os.path.basename(one.file or "") for one in (finding, other)]
+    names = [(one.file or "").rpartition("/")[2] for one in (finding, other)]
     return names[0] == names[1] and finding.offset in (None, other.offset)
 
 
 def _is_unfinished(path: str) -> bool:
     """Return whether a save has begun that did not end: data files of DCP without an index."""
-    return os.path.isdir(path) and any(name.endswith(".distcp") for name in os.listdir(path))
+    if stores.is_remote(path):
+        return False
+    location = stores.locate(path)
+    return location.is_dir() and any(name.endswith(".distcp") for name in location.names())
 
 
 def _check(
@@ -166,10 +171,9 @@ def _damaged(report: Report) -> set[str]:
     return {f.tensor for f in report.findings if f.gravity == DAMAGE and f.tensor is not None}
 
 
-def _root(path: str, source: Source | None) -> str:
+def _root(path: str, source: Source | None) -> Location:
     """Return the directory of the files: in a run, that of the checkpoint that was chosen."""
-    run = source.catalogue.facts.get("run") if source is not None else None
-    return next((str(one["path"]) for one in run or () if one["taken"]), path)
+    return producers.location_of(path, source.catalogue) if source is not None else stores.locate(path)
 
 
 def _remarks(catalogue: Catalogue) -> list[Finding]:
@@ -184,9 +188,9 @@ def _remarks(catalogue: Catalogue) -> list[Finding]:
     ]
 
 
-def _write(path: str, root: str, source: Source, report: Report, threads: int, progress: Progress | None) -> None:
+def _write(path: str, root: Location, source: Source, report: Report, threads: int, progress: Progress | None) -> None:
     top, names = manifests.files_of(root, source.catalogue)
-    own = os.path.relpath(os.path.abspath(path), os.path.abspath(top))
+    own = stores.locate(path).absolute().relative_to(top.absolute())
     manifest = manifests.make(top, [name for name in names if name != own], source, threads, progress)
     manifests.write(path, manifest)
     report.wrote = path
@@ -195,11 +199,15 @@ def _write(path: str, root: str, source: Source, report: Report, threads: int, p
 
 def _shortened(finding: Finding, path: str) -> Finding:
     """Return the finding with the names of files relative to the checkpoint, whose path the report has."""
-    folder = path.rstrip("/") if os.path.isdir(path) else os.path.dirname(path)
-    if not folder:
-        return finding
-    absolute, file = os.path.abspath(folder), finding.file
-    message = finding.message.replace(f"`{absolute}/", "`").replace(f"`{folder}/", "`")
-    if file is not None and file.startswith(absolute + os.sep):
-        file = os.path.relpath(file, absolute)
+    if stores.is_remote(path):
+        folders = [path.rstrip("/")]
+    else:
+        location = stores.locate(path)
+        folder = location if location.is_dir() else location.parent
+        folders = [folder.absolute(), folder.rstrip("/")] if folder else []
+    message, file = finding.message, finding.file
+    for start in folders:
+        message = message.replace(f"`{start}/", "`")
+    if file is not None and folders and file.startswith(f"{folders[0]}/"):
+        file = file[len(folders[0]) + 1 :]
     return replace(finding, message=message, file=file)

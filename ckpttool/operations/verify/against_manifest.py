@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -12,29 +11,29 @@ from ckpttool.errors import CkptError
 from ckpttool.operations import manifest as manifests
 from ckpttool.operations.manifest import Hashed, Manifest
 from ckpttool.operations.verify.findings import DAMAGE, SUSPECT, Finding, Report
-from ckpttool.storage import files
+from ckpttool.storage.stores import Location, locate
 from ckpttool.transfer.threads import Progress, Work
 
 _TAKE = "take another copy of the checkpoint"
 
 
 def check(
-    manifest: Manifest, path: str, source: Source | None, unreadable: set[str], report: Report, threads: int,
+    manifest: Manifest, path: Location, source: Source | None, unreadable: set[str], report: Report, threads: int,
     progress: Progress | None = None,
 ) -> None:  # fmt: skip
     """Add what is not as the manifest says. Files first; tensors where a file is not as it was, or where the files are
     others altogether, because the format is. `source` is None for what cannot be opened."""
     root, names = _files(path, source)
     there = {name: name for name in manifest.files if name in set(names)}
-    if not there and len(manifest.files) == len(names) == 1 and not os.path.isdir(path):
+    if not there and len(manifest.files) == len(names) == 1 and not path.is_dir():
         listed = next(iter(manifest.files))
-        if os.path.splitext(listed)[1] == os.path.splitext(names[0])[1]:
+        if (path.parent / listed).suffix == path.suffix:
             there = {listed: names[0]}  # one file, under another name
     if there or not manifest.tensors:
         wrong = _check_files(manifest, root, names, there, report, threads, progress)
         if wrong is None or source is None:
             return
-        numbers = {i for i, file in enumerate(source.catalogue.files) if os.path.abspath(file.location) in wrong}
+        numbers = {i for i, file in enumerate(source.catalogue.files) if locate(file.location).absolute() in wrong}
         touched = {t.name for t in source.catalogue.tensors if numbers & set(t.chunks.file)}
         wanted = [t for t in manifest.tensors if t.name in touched]
     else:
@@ -45,12 +44,12 @@ def check(
         _check_tensors(wanted, source, unreadable, report, threads, progress)
 
 
-def _files(path: str, source: Source | None) -> tuple[str, list[str]]:
+def _files(path: Location, source: Source | None) -> tuple[Location, list[str]]:
     return manifests.files_of(path, source.catalogue if source is not None else Catalogue(""))
 
 
 def _check_files(
-    manifest: Manifest, root: str, names: list[str], there: dict[str, str], report: Report, threads: int,
+    manifest: Manifest, root: Location, names: list[str], there: dict[str, str], report: Report, threads: int,
     progress: Progress | None,
 ) -> set[str] | None:  # fmt: skip
     """The locations of files that are not as they were; None when all are, or none of them is there."""
@@ -63,28 +62,22 @@ def _check_files(
     wrong: set[str] = set()
     sizes: dict[str, int] = {}
     for listed, name in there.items():
-        location = files.inside(root, name)
-        sizes[name] = files.size_of(location)
+        location = root.inside(name)
+        sizes[name] = location.size()
         expected = manifest.sizes.get(listed, sizes[name])
         if sizes[name] != expected:
-            wrong.add(os.path.abspath(location))
+            wrong.add(location.absolute())
             said = f"has {sizes[name]} bytes, but {expected} in the manifest"
             report.add([_of_file("size", name, said, "the file was cut, or is of another save")])
     work = Work(sum(sizes.values()), progress)
-    hashed = manifests.of_files(
-        root, [n for n in there.values() if os.path.abspath(_at(root, n)) not in wrong], threads, work
-    )
+    hashed = manifests.of_files(root, [n for n in there.values() if (root / n).absolute() not in wrong], threads, work)
     report.hashed += work.done
     for listed, name in there.items():
         if name in hashed and hashed[name] != manifest.files[listed].lower():
-            wrong.add(os.path.abspath(_at(root, name)))
+            wrong.add((root / name).absolute())
             said = f"has SHA-256 {hashed[name][:16]}..., but {manifest.files[listed][:16].lower()}... in the manifest"
             report.add([_of_file("hash", name, said, f"its bytes changed; {_TAKE}")])
     return wrong or None
-
-
-def _at(root: str, name: str) -> str:
-    return os.path.join(root, name)
 
 
 def _of_file(kind: str, name: str, said: str, hint: str) -> Finding:

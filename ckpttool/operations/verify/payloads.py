@@ -22,7 +22,7 @@ from ckpttool.errors import CkptError, CorruptError
 from ckpttool.operations.verify.findings import SUSPECT, Finding, Report, Where
 from ckpttool.operations.verify.structure import is_readable
 from ckpttool.serialization.torch_zip import open_archive
-from ckpttool.storage import mirrors
+from ckpttool.storage import stores
 from ckpttool.storage.crc import crc32
 from ckpttool.storage.files import Pool
 from ckpttool.transfer.checksums import Pieces, mismatch, tensors_in
@@ -60,7 +60,7 @@ class _Check:
         self._report = report
         self._findings: list[Finding] = []
         self._pool = Pool(whole=True)
-        self._digested = {i for i, f in enumerate(self._catalogue.files) if mirrors.is_digested(f.location)}
+        self._digested = {i for i, f in enumerate(self._catalogue.files) if stores.has_digest(f.location)}
         self._pieces = Pieces()
         self._seen: set[tuple[int, int]] = set()
         self._read_files: set[int] = set()
@@ -71,7 +71,7 @@ class _Check:
     def run(self, threads: int, progress: Progress | None) -> None:
         total = sum(file.size for file in self._catalogue.own_files)
         places = [file.location for file in self._catalogue.own_files if not file.missing]
-        self._work = Work(total, mirrors.awaiting(progress, places))
+        self._work = Work(total, stores.with_fetching(progress, places))
         with closing(self._pool):
             on_threads(self._tasks(), self._do, threads, self._work)
         for record in self._pieces.records():

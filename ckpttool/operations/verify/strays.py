@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 
 from ckpttool.catalogue.entries import Catalogue
+from ckpttool.errors import CkptError
 from ckpttool.operations.verify.findings import DAMAGE, SUSPECT, Finding
-from ckpttool.storage.folders import REMAINS
+from ckpttool.storage.files import REMAINS
+from ckpttool.storage.stores import Location, locate
 
 _DISTCP = re.compile(r"__(\d+)_\d+\.distcp")
 _OF_RANK = re.compile(r"__(\d+)\.metadata")
@@ -18,42 +19,39 @@ _DATA = re.compile(r".*\.(distcp|safetensors|pt|pth|bin|ckpt)")
 _STALE_HINT = "`ckpttool repair` writes a copy without it"
 
 
-def around(path: str, catalogue: Catalogue | None) -> Iterator[Finding]:
-    """Strays in the directories that the checkpoint has files in, and our own remains beside it."""
-    beside = os.path.dirname(os.path.abspath(path))
-    ours = re.compile(re.escape(f".{os.path.basename(os.path.abspath(path))}.") + r"(partial|old)-\d+")
-    for name in _names(beside):
+def around(path: Location, catalogue: Catalogue | None) -> Iterator[Finding]:
+    """Strays in the directories that the checkpoint has files in, and what ckpttool itself left beside it."""
+    root = path.absolute()
+    ours = re.compile(re.escape(f".{root.name}.") + r"(partial|old)-\d+")
+    for name in _names(root.parent):
         if ours.fullmatch(name):
-            yield Finding(
-                SUSPECT, "remains", f"`{os.path.join(beside, name)}`: left by a ckpttool that was killed; remove it",
-                os.path.join(beside, name),
-            )  # fmt: skip
-    files = catalogue.own_files if catalogue is not None else []
-    folders = {os.path.dirname(os.path.abspath(file.location)) for file in files if not file.missing}
-    root = os.path.abspath(path)
-    if not os.path.isdir(path):
+            left = root.parent / name
+            yield Finding(SUSPECT, "remains", f"`{left}`: left by a ckpttool that was killed; remove it", left)
+    if not path.is_dir():
         return
-    mentioned = {os.path.abspath(file.location) for file in files}
+    files = catalogue.own_files if catalogue is not None else []
+    locations = [locate(file.location).absolute() for file in files]
+    folders = {where.parent for where, file in zip(locations, files, strict=True) if not file.missing}
     world = catalogue.world_size if catalogue is not None else 0
     for folder in sorted(folders | {root}):
-        yield from _in(folder, root, mentioned, world, complete=catalogue is not None)
+        yield from _in(folder, root, set(locations), world, complete=catalogue is not None)
 
 
-def _in(folder: str, root: str, mentioned: set[str], world: int, *, complete: bool) -> Iterator[Finding]:
+def _in(folder: Location, root: Location, mentioned: set[Location], world: int, *, complete: bool) -> Iterator[Finding]:
     names = _names(folder)
     yield from _missing_indexes(names)
-    kinds = {os.path.splitext(location)[1] for location in mentioned if os.path.dirname(location) == folder}
+    kinds = {location.suffix for location in mentioned if location.parent == folder}
     for name in names:
-        location = os.path.join(folder, name)
-        shown = os.path.relpath(location, root)
+        location = folder / name
+        shown = location.relative_to(root)
         if location in mentioned or _INDEX.fullmatch(name):
             continue
         if REMAINS.fullmatch(name):
             yield Finding(SUSPECT, "remains", f"`{shown}`: left by a save that stopped", shown, hint=_STALE_HINT)
             continue
-        if not os.path.isfile(location) or not _DATA.fullmatch(name) or not complete:
+        if not location.is_file() or not _DATA.fullmatch(name) or not complete:
             continue
-        size = os.path.getsize(location)
+        size = location.size()
         ranked = _DISTCP.fullmatch(name)
         if not size:
             yield Finding(
@@ -65,7 +63,7 @@ def _in(folder: str, root: str, mentioned: set[str], world: int, *, complete: bo
                 f"`{shown}`: {size} bytes of rank {ranked[1]}, but {world} wrote this checkpoint: left by a larger one",
                 shown, hint=_STALE_HINT,
             )  # fmt: skip
-        elif os.path.splitext(name)[1] in kinds and os.path.splitext(name)[1] in (".distcp", ".safetensors"):
+        elif location.suffix in kinds and location.suffix in (".distcp", ".safetensors"):
             yield Finding(
                 SUSPECT, "stale", f"`{shown}`: {size} bytes that nothing here mentions, left by another save", shown,
                 hint=_STALE_HINT,
@@ -84,8 +82,8 @@ def _missing_indexes(names: list[str]) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _names(folder: str) -> list[str]:
+def _names(folder: Location) -> list[str]:
     try:
-        return sorted(os.listdir(folder))
-    except OSError:
+        return folder.names()
+    except CkptError:
         return []

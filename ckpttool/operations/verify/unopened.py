@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
@@ -13,20 +12,20 @@ from ckpttool.operations.verify import payloads
 from ckpttool.operations.verify.findings import Finding, Report, Where
 from ckpttool.serialization.safetensors_header import read_header
 from ckpttool.serialization.torch_tree import PlacedSource
-from ckpttool.storage.files import Pool, size_of
+from ckpttool.storage.files import Pool
+from ckpttool.storage.stores import Location
 from ckpttool.transfer.threads import Progress
 
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 _MOST = 100_000
 
 
-def check(path: str, report: Report, threads: int, progress: Progress | None = None) -> None:
+def check(path: Location, report: Report, threads: int, progress: Progress | None = None) -> None:
     """Add findings on each file at `path`: headers of safetensors against their sizes, archives of torch.save and
     their checksums."""
-    root = path if os.path.isdir(path) else os.path.dirname(path)
-    names = sorted(os.listdir(path))[:_MOST] if os.path.isdir(path) else [os.path.basename(path)]
-    places = ((name, os.path.join(root, name)) for name in names if name.endswith(_SUFFIXES))
-    catalogue = Catalogue("", [File(place, name, size_of(place)) for name, place in places if os.path.isfile(place)])
+    root, names = (path, path.names()[:_MOST]) if path.is_dir() else (path.parent, [path.name])
+    places = (root / name for name in names if name.endswith(_SUFFIXES))
+    catalogue = Catalogue("", [File(place, place.name, place.size()) for place in places if place.is_file()])
     report.files += len(catalogue.files)
     report.bytes += catalogue.nbytes()
     with closing(Pool()) as pool:

@@ -1,17 +1,17 @@
-"""The Hugging Face Hub, as a source and as a destination. The only importer of huggingface_hub.
+"""The Hugging Face Hub, as a store to read from and as a destination. The only importer of huggingface_hub.
 
-address     `hf://org/name@revision/path`, taken apart
-client      the library's client: quiet, with a time-out, and asked for no more than it keeps
-failing     what the client raises, as one of our errors with the next thing to do
-contents    what a revision of a repository holds: names, sizes, digests
-mirror      a repository as a folder whose files are fetched as they are read
-watching    how much of a file has gone or come
-sending     files to a repository, one at a time, in one commit
+address     `hf://org/name@revision/path`, parsed
+client      the library's client: quiet, with a time-out
+errors      the client's exceptions as errors of `ckpttool.errors`
+listing     the files of a revision: names, sizes, digests
+download    a repository as a store, whose files are fetched as they are read
+progress    how much of a file has been sent or received
+upload      files to a repository, one at a time, in one commit
 """
 
 from __future__ import annotations
 
-from ckpttool.storage.hub.download import mount
+from ckpttool.storage.hub.download import locate
 from ckpttool.storage.hub.upload import Sent, SentFile, send
 
-__all__ = ["Sent", "SentFile", "mount", "send"]
+__all__ = ["Sent", "SentFile", "locate", "send"]

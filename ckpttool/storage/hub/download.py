@@ -1,70 +1,75 @@
-"""A repository as a folder: empty files of the right names and sizes, whose bytes are fetched when they are read.
+"""A repository as a store: files of the right names and sizes, whose bytes are fetched when they are read.
 
-    headers, indexes, one tensor   the ranges that are read, in blocks, into the empty file
+    headers, indexes, one tensor   the ranges that are read, in blocks, into a file with holes of the store's own
     small files read whole         through the library's cache, and checked
     weights of a conversion        through the library's cache, file by file, and checked, before they are copied
 
-A file that the cache has is read from there. The revision is pinned to its commit when the folder is made.
+A file that the cache has is read from there. The revision is pinned to its commit when it is located.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
 import threading
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from huggingface_hub import HfApi, HfFileSystem, constants, try_to_load_from_cache
 
 from ckpttool.errors import ReadError, RemoteError
-from ckpttool.storage.files import failed
+from ckpttool.storage.files import Pool, failed
 from ckpttool.storage.hub import client
 from ckpttool.storage.hub import listing as contents
 from ckpttool.storage.hub import progress as watching
 from ckpttool.storage.hub.address import Address, parse
 from ckpttool.storage.hub.errors import speaking
-from ckpttool.storage.hub.listing import Entry
+from ckpttool.storage.hub.listing import Entry as Listed
+from ckpttool.storage.local import LocalStore
+from ckpttool.storage.stores import Entry, Location, Stat, Store
 
 BLOCK = 64 << 10  # most headers come with the first
 _REQUEST = 8 << 20
 
 
-def mount(text: str) -> HubMirror:
-    """The mirror of an address. Raises UsageError, RemoteError or ReadError."""
+def locate(text: str) -> Location:
+    """The location of an address. Raises UsageError, RemoteError or ReadError."""
     address = parse(text)
     api = client.api()
     if constants.HF_HUB_OFFLINE:
-        return _from_cache(api, address)
+        return Location(str(address), _from_cache(address))
     with speaking(str(address)):
         commit = api.model_info(address.repo, revision=address.revision, timeout=client.timeout()).sha
         # Of a file, the neighbours too: an index names them.
         entries = contents.listed(api, address.repo, str(commit))
-    is_there = any(name == address.path or name.startswith(f"{address.path}/") for name in entries)
+    location = Location(str(address), HubStore(api, address, str(commit), entries))
     # A pattern of rank files is left to who opens them.
-    if address.path and not is_there and not any(char in address.path for char in "*?["):
+    if address.path and not location.exists() and not any(char in address.path for char in "*?["):
         raise RemoteError(
             f"`{address}`: no such file or folder in the repository",
             hint=f"`ckpttool inspect {address.root}` shows what is there", file=str(address),
         )  # fmt: skip
-    return HubMirror(api, address, str(commit), entries)
+    return location
 
 
-class HubMirror:
-    """`ckpttool.storage.mirrors.Mirror` of one commit of a repository."""
+class HubStore(Store):
+    """One commit of a repository."""
 
-    digests = True
+    has_digests = True
 
-    def __init__(self, api: HfApi, address: Address, commit: str, entries: dict[str, Entry]) -> None:
-        self.address = address.root
+    def __init__(self, api: HfApi, address: Address, commit: str, entries: dict[str, Listed]) -> None:
+        self.root = address.root
         self._api = api
         self._repo = address.repo
         self._branch = address.branch
         self._commit = commit
         self._entries = entries
+        self._folders = _folders(entries)
         self._whole: dict[str, str] = {}  # name -> where all of it can be read
         self._checked: set[str] = set()
         self._arrived: dict[str, int] = {}
@@ -72,65 +77,81 @@ class HubMirror:
         self._locks = {name: threading.Lock() for name in entries}
         self._files: Any = None
         self._files_lock = threading.Lock()
-        self._scratch = os.path.realpath(tempfile.mkdtemp(prefix="ckpttool-hub-"))
-        # Some formats and producers go by the name of the directory.
-        self.root = os.path.join(self._scratch, address.repo.rpartition("/")[2])
-        self.path = os.path.join(self.root, *address.path.split("/")) if address.path else self.root
-        try:
-            os.mkdir(self.root)
-            for entry in entries.values():
-                self._lay(entry)
-        except OSError as error:
-            self.close()
-            raise failed(error, self.root, "write") from None
+        self._pool = Pool()
+        self._scratch: str | None = None
 
-    def _lay(self, entry: Entry) -> None:
-        path = os.path.join(self.root, *entry.name.split("/"))
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "xb") as stream:
-            stream.truncate(entry.size)
+    def locate(self, address: str) -> Location:
+        return Location(str(parse(address)), self)
 
-    def arrive(self, path: str, offset: int, nbytes: int | None) -> str:
-        """A path where these bytes can be read; of all of them, checked, when `nbytes` is None. Raises RemoteError."""
-        name = Path(path).relative_to(self.root).as_posix()
-        if name in self._checked:
-            return self._whole[name]
+    def stat(self, name: str) -> Stat:
+        if name in self._folders:
+            return Stat(0, "dir")
+        return Stat(self._entry(name).size, "file")
+
+    def entries(self, name: str) -> list[Entry]:
+        if name not in self._folders:
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), name)
+        return self._folders[name]
+
+    def _entry(self, name: str) -> Listed:
         entry = self._entries.get(name)
         if entry is None:
-            return path
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+        return entry
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
+        entry = self._entry(name)
+        nbytes = max(0, min(len(buffer), entry.size - offset))
+        if nbytes:
+            self._pool.read_into(self._local_path(entry, offset, nbytes), offset, buffer[:nbytes])
+        return nbytes
+
+    def _local_path(self, entry: Listed, offset: int, nbytes: int) -> str:
+        """Where these bytes of a file are on this machine, once they have been fetched. Raises RemoteError."""
+        name = entry.name
+        if name in self._checked:
+            return self._whole[name]
         with self._locks[name]:
             if name not in self._whole:
                 cached = self._cached(entry)
-                if cached is not None:
-                    self._whole[name] = cached
-            if nbytes is None:
-                return self._fetched(entry)
-            if name not in self._whole:
-                self._fill(path, entry, offset, min(offset + nbytes, entry.size))
-            return self._whole.get(name, path)
+                if cached is None:
+                    return self._fill(entry, offset, offset + nbytes)
+                self._whole[name] = cached
+            return self._whole[name]
 
-    def missing(self, path: str) -> int:
-        """Bytes of a file that are not on this machine."""
-        entry = self._entries.get(Path(path).relative_to(self.root).as_posix())
+    def fetch(self, name: str) -> None:
+        entry = self._entry(name)
+        if name not in self._checked:
+            with self._locks[name]:
+                self._fetched(entry)
+
+    def open(self, name: str) -> BinaryIO:
+        self.fetch(name)
+        return open(self._whole[name], "rb")
+
+    def missing(self, name: str) -> int:
+        entry = self._entries.get(name)
         return 0 if entry is None or entry.name in self._whole or self._cached(entry) is not None else entry.size
 
-    def arrived(self, path: str) -> int:
-        """Bytes of a file that have been fetched by now to have all of it. Thread-safe."""
-        return self._arrived.get(Path(path).relative_to(self.root).as_posix(), 0)
+    def fetched(self, name: str) -> int:
+        return self._arrived.get(name, 0)
 
     def close(self) -> None:
-        """Remove the folder; what is in the cache stays."""
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        """Remove the ranges that were fetched; what is in the cache stays."""
+        self._pool.close()
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch = None
 
-    def _cached(self, entry: Entry) -> str | None:
+    def _cached(self, entry: Listed) -> str | None:
         found = try_to_load_from_cache(self._repo, entry.name, cache_dir=constants.HF_HUB_CACHE, revision=self._commit)
         return found if isinstance(found, str) and os.path.getsize(found) == entry.size else None
 
-    def _fetched(self, entry: Entry) -> str:
+    def _fetched(self, entry: Listed) -> str:
         """The file in the cache, checked once. One that was there and is not what it should be is fetched anew."""
         if entry.name in self._checked:
             return self._whole[entry.name]
-        where = f"{self.address}/{entry.name}"
+        where = f"{self.root}/{entry.name}"
         stale = self._whole.pop(entry.name, None)
         if stale is not None and contents.difference(entry, contents.digests(stale)) is None:
             path = stale
@@ -142,7 +163,7 @@ class HubMirror:
                     **watching.arriving(partial(self._arrived.__setitem__, entry.name)),
                 )  # fmt: skip
             try:
-                contents.check(path, entry, self.address)
+                contents.check(path, entry, self.root)
             except RemoteError:
                 # Nobody looks at its bytes again, once it is in the cache.
                 for copy in {os.path.realpath(path), path}:
@@ -151,7 +172,8 @@ class HubMirror:
         # Another process may have fetched it while this one waited.
         self._arrived[entry.name] = entry.size
         self._remember()
-        self._whole[entry.name] = path
+        # By another path than before: a descriptor of a copy that was replaced is not read any more.
+        self._whole[entry.name] = os.path.realpath(path)
         self._checked.add(entry.name)
         return path
 
@@ -168,24 +190,44 @@ class HubMirror:
             draft.write_text(self._commit)
             draft.replace(ref)
 
-    def _fill(self, path: str, entry: Entry, start: int, end: int) -> None:
-        """Fetch those blocks of a range that are not there yet, neighbours in one request."""
-        there = self._blocks.setdefault(entry.name, set())
-        missing = [block for block in range(start // BLOCK, -(-end // BLOCK)) if block not in there]
+    def _fill(self, entry: Listed, start: int, end: int) -> str:
+        """Fetch those blocks of a range that are not there yet, neighbours in one request, into a file with holes."""
+        path = self._partial(entry)
+        present = self._blocks.setdefault(entry.name, set())
+        missing = [block for block in range(start // BLOCK, -(-end // BLOCK)) if block not in present]
         while missing:
             count = 1
             while count < len(missing) and missing[count] == missing[0] + count and count * BLOCK < _REQUEST:
                 count += 1
             at = missing[0] * BLOCK
             data = self._range(entry, at, min(at + count * BLOCK, entry.size))
-            with open(path, "r+b") as stream:
-                stream.seek(at)
-                stream.write(data)
-            there.update(missing[:count])
+            try:
+                with open(path, "r+b") as stream:
+                    stream.seek(at)
+                    stream.write(data)
+            except OSError as error:
+                raise failed(error, path, "write") from None
+            present.update(missing[:count])
             del missing[:count]
+        return path
 
-    def _range(self, entry: Entry, start: int, end: int) -> bytes:
-        where = f"{self.address}/{entry.name}"
+    def _partial(self, entry: Listed) -> str:
+        """The file of this machine for ranges of a file; nobody else knows its path."""
+        with self._files_lock:
+            if self._scratch is None:
+                self._scratch = os.path.realpath(tempfile.mkdtemp(prefix="ckpttool-hub-"))
+        path = os.path.join(self._scratch, *entry.name.split("/"))
+        if entry.name not in self._blocks:
+            try:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                with open(path, "wb") as stream:
+                    stream.truncate(entry.size)
+            except OSError as error:
+                raise failed(error, path, "write") from None
+        return path
+
+    def _range(self, entry: Listed, start: int, end: int) -> bytes:
+        where = f"{self.root}/{entry.name}"
         with speaking(where), self._files_lock:
             if self._files is None:
                 self._files = HfFileSystem(endpoint=self._api.endpoint, skip_instance_cache=True)
@@ -205,8 +247,20 @@ def _folder(repo: str) -> Path:
     return Path(constants.HF_HUB_CACHE, f"models--{repo.replace('/', '--')}")
 
 
-def _from_cache(api: HfApi, address: Address) -> HubMirror:
-    """What the cache has of a revision, as it lies there."""
+def _folders(names: Iterable[str]) -> dict[str, list[Entry]]:
+    """The entries of each folder of a repository, by its name."""
+    found: dict[str, dict[str, Entry]] = {"": {}}
+    for name in names:
+        folder, _, last = name.rpartition("/")
+        found.setdefault(folder, {})[last] = Entry(last, is_dir=False)
+        while folder:
+            folder, _, last = folder.rpartition("/")
+            found.setdefault(folder, {})[last] = Entry(last, is_dir=True)
+    return {folder: sorted(entries.values()) for folder, entries in found.items()}
+
+
+def _from_cache(address: Address) -> CachedStore:
+    """What the cache has of a revision."""
     folder = _folder(address.repo)
     ref = folder / "refs" / address.branch
     commit = ref.read_text().strip() if ref.is_file() else address.branch
@@ -216,34 +270,48 @@ def _from_cache(api: HfApi, address: Address) -> HubMirror:
             f"`{address}`: is not in the cache, and `HF_HUB_OFFLINE` keeps the Hub away",
             hint="unset `HF_HUB_OFFLINE`", file=str(address),
         )  # fmt: skip
-    return _Snapshot(api, address, commit, str(snapshot))
+    return CachedStore(address.root, str(snapshot))
 
 
-class _Snapshot(HubMirror):
-    """A mirror that is already there."""
+class CachedStore(Store):
+    """A revision as it is in the cache, without the Hub."""
 
-    def __init__(self, api: HfApi, address: Address, commit: str, snapshot: str) -> None:
-        self.address = address.root
-        self.root = snapshot
-        self.path = os.path.join(snapshot, *address.path.split("/")) if address.path else snapshot
-        self._checked = set()
+    has_digests = True
 
-    def arrive(self, path: str, offset: int, nbytes: int | None) -> str:
-        """The path itself. Blobs are called by their digests, so that they can be checked without the Hub."""
-        if nbytes is None and path not in self._checked and os.path.isfile(path):
-            blob = os.path.realpath(path)
-            made = contents.digests(blob)
-            if os.path.basename(blob) not in (made.sha256, made.blob):
-                raise RemoteError(
-                    f"`{path}`: the copy in the cache is not what the Hub had",
-                    hint=f"remove it, `rm {blob}`, and run this again with the Hub", file=path,
-                )  # fmt: skip
-            self._checked.add(path)
-        return path
+    def __init__(self, root: str, snapshot: str) -> None:
+        self.root = root
+        self._snapshot = snapshot
+        self._files = LocalStore()
+        self._checked: set[str] = set()
 
-    def missing(self, path: str) -> int:
-        """Nothing comes without the Hub."""
-        return 0
+    def locate(self, address: str) -> Location:
+        return Location(str(parse(address)), self)
 
-    def close(self) -> None:
-        """Everything stays."""
+    def _path(self, name: str) -> str:
+        return os.path.join(self._snapshot, *name.split("/")) if name else self._snapshot
+
+    def stat(self, name: str) -> Stat:
+        return self._files.stat(self._path(name))
+
+    def entries(self, name: str) -> list[Entry]:
+        return self._files.entries(self._path(name))
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
+        return self._files.read_into(self._path(name), offset, buffer)
+
+    def fetch(self, name: str) -> None:
+        """Compare a file with its digest: files of the cache are called by their digests."""
+        if name in self._checked:
+            return
+        blob = os.path.realpath(self._path(name))
+        actual = contents.digests(blob)
+        if os.path.basename(blob) not in (actual.sha256, actual.blob):
+            raise RemoteError(
+                f"`{self.root}/{name}`: the copy in the cache is not what the Hub had",
+                hint=f"remove it, `rm {blob}`, and run this again with the Hub", file=f"{self.root}/{name}",
+            )  # fmt: skip
+        self._checked.add(name)
+
+    def open(self, name: str) -> BinaryIO:
+        self.fetch(name)
+        return self._files.open(self._path(name))

@@ -37,7 +37,7 @@ from ckpttool.storage.hub.listing import Digests, Entry
 from ckpttool.text import some
 
 if TYPE_CHECKING:
-    from ckpttool.storage.outgoing import Outgoing
+    from ckpttool.storage.stores import Outgoing
 
 Progress = Callable[[int, int], None]
 

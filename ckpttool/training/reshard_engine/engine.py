@@ -30,7 +30,7 @@ from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.formats.dcp import combine as joining
 from ckpttool.layout.mesh import Sharding
-from ckpttool.storage import mirrors
+from ckpttool.storage import stores
 from ckpttool.training import collectives as agreement
 from ckpttool.training import connections, devices
 from ckpttool.training import fill as filling
@@ -265,7 +265,7 @@ def _records(source: Source, laid: Catalogue, paths: Iterable[Path]) -> tuple[ch
     """The records that tensors come from; the bytes that were checked when they were decoded, and of those that nobody
     left a checksum of."""
     read, checked, without = checksums.Pieces(), 0, 0
-    digested = {i for i, file in enumerate(source.catalogue.files) if mirrors.is_digested(file.location)}
+    digested = {i for i, file in enumerate(source.catalogue.files) if stores.has_digest(file.location)}
     for path in paths:
         tensor = laid.tensor(path)
         origin = tensor.origin or tensor

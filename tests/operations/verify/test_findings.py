@@ -14,10 +14,10 @@ import pytest
 import torch
 from support import damage
 from support.paths import CHECKPOINTS
+from support.wrapped_store import WrappedStore
 
 from ckpttool.errors import CkptError, OverwriteError, ReadError, StorageError
 from ckpttool.operations.verify import Finding, Report, verify
-from ckpttool.storage import mirrors
 
 EVERY = sorted(str(path.relative_to(CHECKPOINTS)) for path in CHECKPOINTS.glob("*/ckpt*"))
 FLAT = ("rank_fsdp1_flat", "rank_fsdp1_local", "rank_fsdp1_dinov2", "run_dinov2")
@@ -331,30 +331,19 @@ print(report.whole, report.values > 0, report.hashed > 0, "torch" in sys.modules
     assert done.stdout == "True True True False\n"
 
 
-class _Store:
-    """A mirror whose files do not arrive."""
-
-    address, digests = "hf://me/model", True
+class _Store(WrappedStore):
+    """Does not bring data files to this machine."""
 
     def __init__(self, root: Path, error: CkptError) -> None:
-        self.root = self.path = str(root)
+        super().__init__(root)
         self._error = error
 
-    def arrive(self, path: str, offset: int, nbytes: int | None) -> str:
-        if nbytes is None and path.endswith(".distcp"):
+    def fetch(self, name: str) -> None:
+        if name.endswith(".distcp"):
             raise self._error
-        return path
-
-    def close(self) -> None:
-        """Nothing to remove."""
 
 
 @pytest.mark.parametrize("error", [StorageError("the cache is full"), ReadError("the cache is another's")])
 def test_a_file_that_does_not_arrive_is_not_damaged(dcp: Path, error: CkptError) -> None:
-    store = _Store(dcp, error)
-    mirrors.lay(store)
-    try:
-        with pytest.raises(type(error), match="the cache is"):
-            verify(dcp)
-    finally:
-        mirrors.unmount(store)
+    with pytest.raises(type(error), match="the cache is"):
+        verify(_Store(dcp, error).locate())

@@ -27,7 +27,6 @@ import ckpttool
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.cli.app import application
 from ckpttool.errors import CkptError, CorruptError, RemoteError, UsageError
-from ckpttool.storage import mirrors
 from ckpttool.storage.hub import address
 from ckpttool.storage.hub import progress as watching
 
@@ -315,7 +314,6 @@ def test_nothing_is_left_in_the_scratch_folder(hub: Hub, tmp_path: Path) -> None
     with pytest.raises(CkptError):
         ckpttool.show("hf://org/name", "not there")
     assert os.listdir(tmp_path / "tmp") == []
-    assert not mirrors._mounted
 
 
 # What can be wrong --------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from support.hub_server import READER, Fault, Handler, Hub, drop, stall
 
 from ckpttool.errors import CkptError, RemoteError, StorageError, UsageError
 from ckpttool.storage import hub as hubs
-from ckpttool.storage.outgoing import Outgoing
+from ckpttool.storage.stores import Outgoing
 
 
 class Files:
