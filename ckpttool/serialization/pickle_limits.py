@@ -1,8 +1,13 @@
-"""What a pickle would cost the machine that runs it, told from its opcodes: containers to make, and keys to hash.
+"""Limits on the memory and the time that one pickle may take.
+
+before it runs   counted in its opcodes: containers to make, and tuples to hash as keys or to call with
+while it runs    `copies_limited`: what our functions copy of values that the pickle has already made
+after it ran     `check_depths`: tuples nested so deep that hashing them again would overflow the stack
 
 A byte of a pickle can ask for 72 bytes of memory (`]`), and a tuple that holds another one twice, that one a third
 twice, and so on, is hashed in time without end: 60 of them as a key, 300 bytes of pickle, take CPython centuries, in C
-and not to be interrupted. No writer makes either, so both are refused before the machine begins.
+and not to be interrupted. CPython's machine calls no Python code when it makes a list, a dict, a tuple or a key, so
+these cannot be counted while it runs. No writer makes either, and both are refused before it begins.
 Source: `Modules/_pickle.c` and `Objects/tupleobject.c` of Python 3.10 to 3.14.
 """
 
@@ -13,10 +18,13 @@ import re
 import struct
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import accumulate, chain
 from operator import itemgetter
+from typing import Any
 
+from ckpttool.catalogue.values import Known, Stub, StubType, copies_left, spend
 from ckpttool.errors import CorruptError
 
 MAX_OBJECTS = 1_000_000  # and one for every `BYTES_PER_OBJECT` of the pickle; the indexes of DCP have one for seven
@@ -273,3 +281,106 @@ def _index(data: bytes, at: int, after: int) -> int:
     if data[at] in (_PUT, _GET):
         return int(data[at + 1 : after])
     return int.from_bytes(data[at + 1 : after], "little")
+
+
+# While it runs -------------------------------------------------------------------------------------------------------
+
+_MOST_COPIED = 16 << 20  # elements or bytes, and the length of the pickle eight times
+
+
+@contextmanager
+def copies_limited(nbytes: int) -> Iterator[None]:
+    """While a pickle of so many bytes is read."""
+    token = copies_left.set([_MOST_COPIED + 8 * nbytes])
+    try:
+        yield
+    finally:
+        copies_left.reset(token)
+
+
+def charge_hashing(values: Iterable[Any]) -> None:
+    """Called before values are put into a set or made keys: a tuple of tuples that are shared is worth many."""
+    costs: dict[int, int] = {}
+    for value in values:
+        spend(_cost(value, costs) if isinstance(value, tuple) else 1)
+
+
+def _cost(top: tuple[Any, ...], costs: dict[int, int]) -> int:
+    """What the hash of a tuple computes, in elements; `costs` remembers those of the tuples in it."""
+    todo = [top]
+    while todo:
+        node = todo[-1]
+        inner = [item for item in node if isinstance(item, tuple) and id(item) not in costs]
+        if inner:
+            todo += inner
+        else:
+            costs[id(node)] = 1 + sum(costs[id(item)] if isinstance(item, tuple) else 1 for item in node)
+            todo.pop()
+    return costs[id(top)]
+
+
+# After it ran --------------------------------------------------------------------------------------------------------
+
+# Python's hash of a tuple calls itself for each tuple in it, in C and with nothing to stop it, until the stack is full:
+# a SIGSEGV at 100,000 or so. A key of fewer does no harm anywhere.
+MAX_NESTED = 2000
+_LEAVES = frozenset({str, int, float, bool, type(None), bytes, StubType, Known})
+
+
+def check_depths(tree: Any) -> None:
+    """Raises CorruptError for tuples nested so deep that their hash would end the process: as a key, it was computed on
+    the stack above, but whoever puts it into another dict computes it again."""
+    seen: set[int] = set()
+    depths: dict[int, int] = {}
+    todo = [tree]
+    while todo:
+        node = todo.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        below: Iterable[Any]
+        kind = type(node)
+        if kind is list:
+            below = node
+        elif kind is dict:
+            below = (*node.values(), *node)
+        elif isinstance(node, Stub):
+            below = (node.target, node.args or None, node.kwargs or None, *node.state, *node.values)
+            if node.pairs:
+                below = chain(below, *node.pairs)
+        elif isinstance(node, tuple):
+            below = _inside(node, depths)
+        elif isinstance(node, dict):
+            below = (*node.values(), *node, *getattr(node, "__dict__", {}).values())
+        elif isinstance(node, (list, set, frozenset)):
+            below = node
+        else:
+            continue
+        todo += [value for value in below if type(value) not in _LEAVES]
+
+
+def _inside(top: tuple[Any, ...], depths: dict[int, int]) -> list[Any]:
+    """What is in a tuple and in the tuples in it; `depths` remembers how deep each is."""
+    below: list[Any] = []
+    if id(top) in depths:
+        return below
+    path, left, deepest = [top], [iter(top)], [1]
+    while path:
+        for item in left[-1]:
+            if not isinstance(item, tuple):
+                below.append(item)
+            elif id(item) in depths:
+                deepest[-1] = max(deepest[-1], depths[id(item)] + 1)
+            else:
+                path.append(item)
+                left.append(iter(item))
+                deepest.append(1)
+                break
+        else:
+            left.pop()
+            depth = depths[id(path.pop())] = deepest.pop()
+            if deepest:
+                deepest[-1] = max(deepest[-1], depth + 1)
+            if depth > MAX_NESTED:
+                raise CorruptError(f"tuples nested more than {MAX_NESTED} deep")
+    return below

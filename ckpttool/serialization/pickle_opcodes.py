@@ -2,7 +2,7 @@
 
 CPython's machine makes room for the highest memo index that a pickle names: nine bytes, `80 02 4e 72 ff ff ff 7f 2e`,
 take 32 GiB. And an extension code can stand for a class that this process has loaded, past `find_class`. What else
-could take all the memory or time there is, `pickleweight` counts.
+could take all the memory or time there is, `pickle_limits` counts.
 Source: `pickletools` and `Modules/_pickle.c` of Python 3.10 to 3.14.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from ckpttool.errors import CorruptError
-from ckpttool.serialization import pickle_limits as pickleweight
+from ckpttool.serialization import pickle_limits
 
 MAX_PICKLE = 1 << 31  # bytes
 _LARGE = 1 << 20
@@ -113,7 +113,7 @@ def find_end(read: Callable[[int, int], bytes], size: int) -> int | None:
 def check(data: bytes) -> int | None:
     """`end_of(data)`, once it is known that the machine can run this pickle without taking all the memory or all the
     time that there is. Raises CorruptError when it cannot."""
-    heavy, shared = pickleweight.is_heavy(data, len(data)), pickleweight.may_share(data, len(data))
+    heavy, shared = pickle_limits.is_heavy(data, len(data)), pickle_limits.may_share(data, len(data))
     if not (heavy or shared):
         return end_of(data)
     code = _Code()
@@ -121,9 +121,9 @@ def check(data: bytes) -> int | None:
     if end is None:
         return None
     if heavy:
-        pickleweight.check_objects(b"".join(code.pieces), end)
-    if shared and (code.has_lines or pickleweight.shares_tuples(code.pieces, code.rows)):
-        pickleweight.check_keys(data, end, lambda data, at: _after(data, at, data[at], len(data), len(data)))
+        pickle_limits.check_objects(b"".join(code.pieces), end)
+    if shared and (code.has_lines or pickle_limits.shares_tuples(code.pieces, code.rows)):
+        pickle_limits.check_keys(data, end, lambda data, at: _after(data, at, data[at], len(data), len(data)))
     return end
 
 

@@ -126,7 +126,7 @@ _UNTOLD = {"_has_been_cloned", "persistent", "_is_buffer", "_is_param"}
 
 def _with_attributes(data: Any, state: Any) -> Any:
     if not isinstance(data, (TensorRef, Stub)):
-        # A tuple that came back from a call would be one more name for it: see `pickleweight`.
+        # A tuple that came back from a call would be one more name for it: see `pickle_limits`.
         raise CorruptError("a parameter is made of something that is no tensor")
     if isinstance(data, Stub):
         return data

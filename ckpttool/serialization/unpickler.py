@@ -17,16 +17,15 @@ import io
 import pickle
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import copy_context
-from itertools import chain
 from typing import Any
 
 from ckpttool.catalogue.values import Known, Stub, StubType, TorchSize, spend, stub_type
 from ckpttool.errors import CkptError, CorruptError
-from ckpttool.serialization import pickle_opcodes as opcodes
-from ckpttool.serialization.allowance import copying, hashing
+from ckpttool.serialization import pickle_opcodes
+from ckpttool.serialization.pickle_limits import charge_hashing, check_depths, copies_limited
 from ckpttool.serialization.unsafe_globals import is_harmful, noted
 
 
@@ -77,7 +76,7 @@ def _list_of(kind: Callable[[Any], Any]) -> Callable[..., Any]:
         if not args:
             return kind(())
         if len(args) == 1 and isinstance(args[0], (list, tuple)):
-            hashing(args[0])
+            charge_hashing(args[0])
             return kind(args[0])
         raise CorruptError(f"a pickle calls `{kind.__name__}` in a way that pickle itself never does")
 
@@ -107,7 +106,7 @@ def _ordered(*args: Any) -> OrderedDict[Any, Any]:
     if len(args) == 1 and isinstance(args[0], (list, tuple)) and all(
         isinstance(p, (list, tuple)) and len(p) == 2 for p in args[0]
     ):  # fmt: skip
-        hashing(pair[0] for pair in args[0])
+        charge_hashing(pair[0] for pair in args[0])
         return _Ordered(args[0])
     raise CorruptError("a pickle calls `OrderedDict` in a way that pickle itself never does")
 
@@ -192,13 +191,13 @@ def load(
     start = 0 if isinstance(stream, bytes) else stream.tell()
     data = stream if isinstance(stream, bytes) else stream.read()
     try:
-        end = opcodes.check(data)
+        end = pickle_opcodes.check(data)
         if end is None:
             raise CorruptError(f"{what}: not a whole pickle: it ends too early")
         if not isinstance(stream, bytes):
             stream.seek(start + end)
-        with no_garbage_collection(), copying(len(data)):
-            return _loaded(opcodes.tuples(data, end), _Unpickler(io.BytesIO(data), known or {}, persistent))
+        with no_garbage_collection(), copies_limited(len(data)):
+            return _loaded(pickle_opcodes.tuples(data, end), _Unpickler(io.BytesIO(data), known or {}, persistent))
     except CkptError as error:
         if what in error.message:
             raise
@@ -212,9 +211,7 @@ def load(
         raise CorruptError(f"{what}: not a whole pickle: {error}".rstrip(".")) from None
 
 
-# Python's hash of a tuple calls itself for each tuple in it, in C and with nothing to stop it, until the stack is full:
-# a SIGSEGV at 100,000 or so. A key of fewer does no harm anywhere.
-MAX_NESTED = 2000
+# The hash of nested tuples takes stack for each level, see `pickle_limits.check_depths`.
 _FEW_TUPLES = 20_000
 _LEVEL = 256  # bytes of stack that one takes, and as many to spare
 _stack_size = threading.Lock()
@@ -249,65 +246,3 @@ def _loaded(count: int, unpickler: _Unpickler) -> Any:
     if failed:
         raise failed[0]
     return made[0]
-
-
-_LEAVES = frozenset({str, int, float, bool, type(None), bytes, StubType, Known})
-
-
-def check_depths(tree: Any) -> None:
-    """Raises CorruptError for tuples nested so deep that their hash would end the process: as a key, it was computed on
-    the stack above, but whoever puts it into another dict computes it again."""
-    seen: set[int] = set()
-    depths: dict[int, int] = {}
-    todo = [tree]
-    while todo:
-        node = todo.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        below: Iterable[Any]
-        kind = type(node)
-        if kind is list:
-            below = node
-        elif kind is dict:
-            below = (*node.values(), *node)
-        elif isinstance(node, Stub):
-            below = (node.target, node.args or None, node.kwargs or None, *node.state, *node.values)
-            if node.pairs:
-                below = chain(below, *node.pairs)
-        elif isinstance(node, tuple):
-            below = _inside(node, depths)
-        elif isinstance(node, dict):
-            below = (*node.values(), *node, *getattr(node, "__dict__", {}).values())
-        elif isinstance(node, (list, set, frozenset)):
-            below = node
-        else:
-            continue
-        todo += [value for value in below if type(value) not in _LEAVES]
-
-
-def _inside(top: tuple[Any, ...], depths: dict[int, int]) -> list[Any]:
-    """What is in a tuple and in the tuples in it; `depths` remembers how deep each is."""
-    below: list[Any] = []
-    if id(top) in depths:
-        return below
-    path, left, deepest = [top], [iter(top)], [1]
-    while path:
-        for item in left[-1]:
-            if not isinstance(item, tuple):
-                below.append(item)
-            elif id(item) in depths:
-                deepest[-1] = max(deepest[-1], depths[id(item)] + 1)
-            else:
-                path.append(item)
-                left.append(iter(item))
-                deepest.append(1)
-                break
-        else:
-            left.pop()
-            depth = depths[id(path.pop())] = deepest.pop()
-            if deepest:
-                deepest[-1] = max(deepest[-1], depth + 1)
-            if depth > MAX_NESTED:
-                raise CorruptError(f"tuples nested more than {MAX_NESTED} deep")
-    return below

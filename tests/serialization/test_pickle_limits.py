@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ckpttool.errors import CorruptError
-from ckpttool.serialization import pickle_limits as pickleweight
+from ckpttool.serialization import pickle_limits
 from ckpttool.serialization import pickle_opcodes as opcodes
 from ckpttool.serialization import unpickler as pickles
 
@@ -90,8 +90,8 @@ def test_it_is_not_hidden_by_text() -> None:
 
 @pytest.mark.parametrize(("code", "each"), [(b"]", 1), (b"}", 1), (b"\x8f", 4)], ids=["lists", "dicts", "sets"])
 def test_more_containers_than_bytes_pay_for(code: bytes, each: int) -> None:
-    count = pickleweight.MAX_OBJECTS * 4 // (4 * each - 1)  # with one more for every four bytes
-    padding = b"N" * (pickleweight.MAX_OBJECTS - count) if count < pickleweight.MAX_OBJECTS else b""
+    count = pickle_limits.MAX_OBJECTS * 4 // (4 * each - 1)  # with one more for every four bytes
+    padding = b"N" * (pickle_limits.MAX_OBJECTS - count) if count < pickle_limits.MAX_OBJECTS else b""
     with pytest.raises(CorruptError, match="lists, dicts and other containers"):
         opcodes.check(whole(b"(" + code * (count + 100_000) + padding + b"l", 4))
 

@@ -8,7 +8,7 @@ import struct
 
 import pytest
 
-from ckpttool.serialization import pickle_limits as pickleweight
+from ckpttool.serialization import pickle_limits
 from ckpttool.serialization import pickle_opcodes as opcodes
 
 FEW = 16
@@ -20,7 +20,7 @@ TUPLE = b"K\x01K\x02\x86"
 def shares(data: bytes) -> bool:
     code = opcodes._Code()
     assert opcodes._walk(data, 0, len(data), code) == len(data)
-    return pickleweight.shares_tuples(code.pieces, code.rows)
+    return pickle_limits.shares_tuples(code.pieces, code.rows)
 
 
 def mentioned(index: int, times: int) -> bytes:

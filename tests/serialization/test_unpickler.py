@@ -32,6 +32,9 @@ from ckpttool.catalogue.values import Known, Stub, TorchSize, stub_name, stub_ty
 from ckpttool.errors import CorruptError, LossError
 from ckpttool.formats.dcp import metadata as dcpmetadata
 from ckpttool.serialization import (
+    pickle_limits,
+)
+from ckpttool.serialization import (
     pickle_opcodes as opcodes,
 )
 from ckpttool.serialization import (
@@ -660,7 +663,7 @@ def test_tuples_without_end_do_not_fill_the_stack(where: bytes, level: bytes) ->
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert f"nested more than {pickles.MAX_NESTED} deep" in done.stdout
+    assert f"nested more than {pickle_limits.MAX_NESTED} deep" in done.stdout
 
 
 SIZE_CLASS = b"ctorch\nSize\nq\x000"
@@ -695,7 +698,7 @@ def test_tuples_with_something_between_them_do_not_either(level: bytes, tmp_path
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (4, "")
     sizes = level.endswith(b"R")  # of something else than integers
-    said = "not made of a tuple of integers" if sizes else f"nested more than {pickles.MAX_NESTED} deep"
+    said = "not made of a tuple of integers" if sizes else f"nested more than {pickle_limits.MAX_NESTED} deep"
     assert said in done.stderr and "Traceback" not in done.stderr
 
 
@@ -712,14 +715,14 @@ def test_nesting_that_is_let_through_does_no_harm() -> None:
 def test_many_tuples_that_are_not_nested_are_read() -> None:
     several = [(i, (i, "b"), ((None, i), [i]), torch.Size([i])) for i in range(30_000)]
     assert load(pickle.dumps(several, protocol=4)) == several
-    deep = b")" + b"N0\x85" * (pickles.MAX_NESTED - 1)
+    deep = b")" + b"N0\x85" * (pickle_limits.MAX_NESTED - 1)
     body = pickle.dumps(several, protocol=2)[2:-1]
     assert len(load(b"\x80\x02}(" + deep + b"K\x01" + text("a") + body + b"u.")) == 2
 
 
 def test_depths_add_up_over_keys_that_share_tuples() -> None:
     """Each key is the one before it in some more tuples: seen after that one, it is not deep by itself."""
-    more = b"\x85" * (pickles.MAX_NESTED * 3 // 4)
+    more = b"\x85" * (pickle_limits.MAX_NESTED * 3 // 4)
     first = b"}(" + b")" + more + b"q\x00K\x01" + b"h\x00" + more + b"K\x02u"
     many = b"(" + b")\x85" * pickles._FEW_TUPLES + b"l"
     with pytest.raises(CorruptError, match="nested more than"):

@@ -39,6 +39,7 @@ from ckpttool.formats.dcp import metadata_fast as runs
 from ckpttool.formats.dcp.metadata_fast import Row, Run, Runs
 from ckpttool.serialization import pickle_opcodes as opcodes
 from ckpttool.serialization import unpickler as pickles
+from ckpttool.serialization.pickle_limits import check_depths
 
 KeyPath = tuple["str | int", ...]
 _DTYPE = re.compile(r"torch\.\w+")
@@ -188,7 +189,7 @@ class _Reader:
         whole = cast("dict[str, StoredTensor | Item]", entries)
         made = Metadata(self._name, list(self._numbers), whole, self._paths(root.fields.get("planner_data")))
         extra = root.fields.get("ckpttool")
-        pickles.check_depths(extra)
+        check_depths(extra)
         made.extra = extra if type(extra) is dict else None
         made.strays = self._strays
         made.facts = self._facts(root.fields, seen)
@@ -366,7 +367,7 @@ def _columns(chunks: list[Any], dims: int) -> tuple[list[Ints], list[Ints]]:
 
 def _singles(items: Iterable[tuple[classes.Index, classes.Info]]) -> Iterator[Row]:
     for index, info in items:
-        # Looked up by their hashes: see `pickles.check_depths`.
+        # Looked up by their hashes: see `pickle_limits.check_depths`.
         if type(index.fqn) is not str:
             raise CorruptError(f"a name is {type(index.fqn).__name__}, not a string")
         if type(info.path) is not str:

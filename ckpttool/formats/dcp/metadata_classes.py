@@ -136,7 +136,7 @@ CLASSES: dict[str, type] = {
 
 def size(sizes: Any) -> Any:
     """What stands for `torch.Size`. Raises CorruptError for what is not a tuple of integers."""
-    # Given a tuple of integers, the same one: no tuple gets another name by this, see `pickleweight`.
+    # Given a tuple of integers, the same one: no tuple gets another name by this, see `pickle_limits`.
     if type(sizes) is not tuple or not all(type(n) is int for n in sizes):
         raise CorruptError("a `torch.Size` is not made of a tuple of integers")
     return sizes
