@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from ckpttool.cli.terminal import Painted, Piece, Terminal, bold, dim, err, out
+from ckpttool.cli.terminal import Painted, Terminal, bold, err, out
 from ckpttool.text import duration, plural, size
 
 if TYPE_CHECKING:
@@ -51,9 +51,8 @@ def print_result(
         if result.dry_run or verbose:
             for title, rows in (_changes if verbose else _kinds_of_changes)(result).items():
                 terminal.heading(title)
-                _print_rows(terminal, rows, verbose)
-        for note in result.notes:
-            err().paragraph(note, mark=Painted("warning: ", "yellow"), indent=9)
+                terminal.table(rows, wrap=(0, 1), limit=None if verbose else _SHOWN)
+        err().warnings(result.notes)
 
 
 def _facts(result: Conversion, more: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -79,7 +78,7 @@ def _print_done(
         ("checked", "; ".join(_checks(result, check))),
         *_change_counts(result),
     ]
-    terminal.table([(dim(title), text) for title, text in rows], wrap=(1,))
+    terminal.facts(rows)
 
 
 def _checks(result: Conversion, check: bool) -> list[str]:
@@ -100,14 +99,12 @@ def _print_plan(terminal: Terminal, result: Conversion, more: Iterable[tuple[str
     terminal.line("would write ", bold(result.destination))
     terminal.write("\n")
     short = "red" if result.disk > result.free else ""
-    rows: list[tuple[Piece, Piece]] = [
-        *((dim(title), text) for title, text in _facts(result, more)),
-        (dim("disk"), Painted(f"{size(result.disk)} needed, {size(result.free)} free", short)),
-        (dim("memory"), f"about {size(result.memory)} at most"),
-    ]
-    terminal.table(rows, wrap=(1,))
+    disk = Painted(f"{size(result.disk)} needed, {size(result.free)} free", short)
+    memory = f"about {size(result.memory)} at most"
+    terminal.facts([*_facts(result, more), ("disk", disk), ("memory", memory)])
     terminal.heading("files", plural(len(result.files), "file"))
-    _print_rows(terminal, [(name, size(nbytes)) for name, nbytes in result.files], verbose, right=(1,))
+    rows = [(name, size(nbytes)) for name, nbytes in result.files]
+    terminal.table(rows, right=(1,), wrap=(0,), limit=None if verbose else _SHOWN)
 
 
 def _changes(result: Conversion) -> dict[str, Rows]:
@@ -163,10 +160,3 @@ def _rule(old: str, new: str) -> tuple[str, str]:
         shared += 1
     rest = ["*"] if shared else []
     return ".".join(before[: len(before) - shared] + rest), "-> " + ".".join(after[: len(after) - shared] + rest)
-
-
-def _print_rows(terminal: Terminal, rows: Rows, verbose: bool, right: tuple[int, ...] = ()) -> None:
-    shown = rows if verbose else rows[:_SHOWN]
-    terminal.table(shown, right=right, wrap=(0, 1))
-    if len(shown) < len(rows):
-        terminal.line(dim(f"  {len(rows) - len(shown):,} more, shown by -v"))

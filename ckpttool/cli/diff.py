@@ -18,12 +18,14 @@ from ckpttool.text import duration, plural, size
 if TYPE_CHECKING:
     from ckpttool import Diff
     from ckpttool.operations.diff import Only, Side, Total
+    from ckpttool.operations.diff.elements import Difference
 
 _SHOWN = 20
 _VALUE = 40  # characters of an object's value, unless -v
-_WHOLE = 400
+_WHOLE = 400  # the same with -v
 _WIDE = 140  # columns of a terminal that shows all figures
-_NARROW = ("max ulp", "cosine", "elements", "A", "B")  # what others leave to --json: the rest says how bad it is
+_OMITTED = ("max ulp", "cosine", "elements", "A", "B")  # on narrower ones; `--json` has them
+_FIGURES = ("max abs", "max rel", "max ulp", "cosine")
 
 
 @options.command(
@@ -53,16 +55,10 @@ _NARROW = ("max ulp", "cosine", "elements", "A", "B")  # what others leave to --
         help="Do not count a different dtype as a difference if the values are equal.",
     ),
     Option(
-        "--sharding",
-        "sharded",
-        is_flag=True,
-        section=COMPARISON,
-        help="Count a different sharding as a difference.",
+        "--sharding", "sharded", is_flag=True, section=COMPARISON, help="Count a different sharding as a difference."
     ),
     options.THREADS,
-    options.AS_JSON,
-    options.QUIET,
-    options.VERBOSE,
+    *options.PRINTING,
     examples=("step-900 step-1000", "step-1000 model.safetensors --only model --ulp 1"),
 )
 def diff(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
@@ -73,138 +69,146 @@ def diff(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
     import ckpttool
 
     with progress_on_stderr(not (quiet or as_json)) as progress:
-        made = ckpttool.diff(**arguments, progress=progress)
-    with answer(made.exit_code) as terminal:
+        result = ckpttool.diff(**arguments, progress=progress)
+    with answer(result.exit_code) as terminal:
         if as_json:
-            terminal.write(json.dumps(_document(made)) + "\n")
+            terminal.write(json.dumps(_document(result)) + "\n")
         elif quiet:
-            for line in _names(made):
+            for line in _names(result):
                 terminal.line(line)
         else:
-            _print(terminal, made, verbose)
-    if made.exit_code:
-        raise click.exceptions.Exit(made.exit_code)
+            _print(terminal, result, verbose)
+    if result.exit_code:
+        raise click.exceptions.Exit(result.exit_code)
 
 
-def _names(made: Diff) -> Iterator[str]:
-    """`- x` is only in A, `+ x` only in B, `! x` is not the same."""
-    yield from (f"- {one.name}" for one in made.only_a)
-    yield from (f"+ {one.name}" for one in made.only_b)
-    names = [*made.kinds, *(one.name for one in made.tensors), *(one.name for one in made.objects)]
+def _names(result: Diff) -> Iterator[str]:
+    """Yield `- x` for a name only in A, `+ x` for one only in B, and `! x` for one that differs."""
+    yield from (f"- {entry.name}" for entry in result.only_a)
+    yield from (f"+ {entry.name}" for entry in result.only_b)
+    names = [*result.kinds, *(tensor.name for tensor in result.tensors), *(entry.name for entry in result.objects)]
     yield from (f"! {name}" for name in dict.fromkeys(names))
 
 
 # JSON -----------------------------------------------------------------------------------------------------------------
 
 
-def _document(made: Diff) -> dict[str, Any]:
+def _document(result: Diff) -> dict[str, Any]:
     from ckpttool.operations.diff import ABSENT
     from ckpttool.operations.inspect.format_value import jsonable
 
     rows = [
-        {"name": one.name, "part": one.part, "at": one.at}
-        | {key: jsonable(value) for key, value in (("a", one.a), ("b", one.b)) if value is not ABSENT}
-        for one in made.objects
+        {"name": entry.name, "part": entry.part, "at": entry.at}
+        | {side: jsonable(value) for side, value in (("a", entry.a), ("b", entry.b)) if value is not ABSENT}
+        for entry in result.objects
     ]
-    total = {key: value for key, value in _total(made.total).items() if key != "part"}
+    total = {key: value for key, value in _total(result.total).items() if key != "part"}
     return {
-        "schema": "ckpttool/diff/1", "same": made.same, "exit_code": made.exit_code, "a": asdict(made.a),
-        "b": asdict(made.b), "within": made.within, "matched": made.matched, "bytes": made.bytes, "total": total,
-        "parts": [_total(part) for part in made.parts], "only_a": [asdict(one) for one in made.only_a],
-        "only_b": [asdict(one) for one in made.only_b], "kinds": made.kinds,
-        "tensors": [jsonable(asdict(one)) for one in made.tensors], "objects": rows, "notes": made.notes,
-        "hint": made.hint, "seconds": made.seconds,
-    }  # fmt: skip
+        "schema": "ckpttool/diff/1",
+        "same": result.same,
+        "exit_code": result.exit_code,
+        "a": asdict(result.a),
+        "b": asdict(result.b),
+        "within": result.within,
+        "matched": result.matched,
+        "bytes": result.bytes,
+        "total": total,
+        "parts": [_total(part) for part in result.parts],
+        "only_a": [asdict(entry) for entry in result.only_a],
+        "only_b": [asdict(entry) for entry in result.only_b],
+        "kinds": result.kinds,
+        "tensors": [jsonable(asdict(entry)) for entry in result.tensors],
+        "objects": rows,
+        "notes": result.notes,
+        "hint": result.hint,
+        "seconds": result.seconds,
+    }
 
 
 def _total(total: Total) -> dict[str, Any]:
     from ckpttool.operations.inspect.format_value import jsonable
 
-    said: dict[str, Any] = jsonable(asdict(total))
-    del said["sums"]
-    return said
+    figures: dict[str, Any] = jsonable(asdict(total))
+    del figures["sums"]
+    return figures
 
 
 # For people -----------------------------------------------------------------------------------------------------------
 
 
-def _print(terminal: Terminal, made: Diff, verbose: bool) -> None:
-    terminal.line(bold(made.a.path), " and ", bold(made.b.path), " ", _verdict(made))
-    terminal.table([(dim(title), text) for title, text in _facts(made)], wrap=(1,))
-    if not made.same or verbose:
-        _parts(terminal, made)
-    for title, found in (("only in A", made.only_a), ("only in B", made.only_b)):
-        if found:
-            _heading(terminal, title, len(found))
-            _rows(terminal, [_of_one_side(one) for one in found], verbose, wrap=(0,))
-    if made.kinds:
-        _heading(terminal, "a tensor in one, an object in the other", len(made.kinds))
-        _rows(terminal, [[name] for name in made.kinds], verbose, wrap=(0,))
-    _layouts(terminal, made, verbose)
-    _values(terminal, made, verbose)
-    _objects(terminal, made, verbose)
-    for note in made.notes:
-        err().line(Painted("warning: ", "yellow"), note)
-    if made.hint:
-        err().line(Painted("hint: ", "dim"), made.hint)
+def _print(terminal: Terminal, result: Diff, verbose: bool) -> None:
+    limit = None if verbose else _SHOWN
+    verdict = Painted("are the same", "bold") if result.same else Painted("differ", "red")
+    terminal.line(bold(result.a.path), " and ", bold(result.b.path), " ", verdict)
+    terminal.facts(_facts(result))
+    if not result.same or verbose:
+        _print_parts(terminal, result)
+    for title, entries in (("only in A", result.only_a), ("only in B", result.only_b)):
+        _print_list(terminal, title, [_one_side(entry) for entry in entries], wrap=(0,), limit=limit)
+    kinds: list[list[Piece]] = [[name] for name in result.kinds]
+    _print_list(terminal, "a tensor in one, an object in the other", kinds, wrap=(0,), limit=limit)
+    _print_layouts(terminal, result, verbose)
+    _print_values(terminal, result, limit)
+    _print_objects(terminal, result, verbose)
+    err().warnings(result.notes)
+    if result.hint:
+        err().paragraph(result.hint, mark=dim("hint: "), indent=6)
 
 
-def _verdict(made: Diff) -> Painted:
-    if made.same:
-        return Painted("are the same", "bold")
-    return Painted("differ", "red")
-
-
-def _facts(made: Diff) -> Iterator[tuple[str, str]]:
-    yield "A", _side(made.a)
-    yield "B", _side(made.b)
-    yield "compared", f"{plural(made.matched, 'name')}, {size(made.bytes)} of values, by {made.within or 'their bits'}"
-    rate = f", {size(made.bytes / made.seconds)}/s" if made.seconds >= 1 else ""
-    yield "time", f"{duration(made.seconds)}{rate}"
+def _facts(result: Diff) -> Iterator[tuple[str, str]]:
+    yield "A", _side(result.a)
+    yield "B", _side(result.b)
+    yield (
+        "compared",
+        f"{plural(result.matched, 'name')}, {size(result.bytes)} of values, by {result.within or 'their bits'}",
+    )
+    rate = f", {size(result.bytes / result.seconds)}/s" if result.seconds >= 1 else ""
+    yield "time", f"{duration(result.seconds)}{rate}"
 
 
 def _side(side: Side) -> str:
     ranks = f" of {side.world_size} ranks" if side.world_size > 1 else ""
-    return (
-        f"{side.format}{ranks}, {plural(side.tensors, 'tensor')}, {plural(side.objects, 'object')}, {size(side.bytes)}"
-    )
+    numbers = (plural(side.tensors, "tensor"), plural(side.objects, "object"), size(side.bytes))
+    return ", ".join((side.format + ranks, *numbers))
 
 
-def _parts(terminal: Terminal, made: Diff) -> None:
-    if not made.total.tensors:
+def _print_parts(terminal: Terminal, result: Diff) -> None:
+    if not result.total.tensors:
         return
     terminal.write("\n")
-    beyond = made.within is not None
+    beyond = result.within is not None
     headers = ["part", "tensors", "equal", "elements", "differing", *(["beyond"] if beyond else []), *_FIGURES]
-    totals = [*made.parts, *([made.total] if len(made.parts) > 1 else [])]
+    totals = [*result.parts, *([result.total] if len(result.parts) > 1 else [])]
     rows: list[list[Piece]] = [
         [
-            dim("total") if total is made.total else bold(total.part),
-            f"{total.tensors:,}", f"{total.equal:,}", f"{total.elements:,}", f"{total.differing:,}",
-            *([f"{total.beyond or 0:,}"] if beyond else []), *_figures(total),
+            dim("total") if total is result.total else bold(total.part),
+            f"{total.tensors:,}",
+            f"{total.equal:,}",
+            f"{total.elements:,}",
+            f"{total.differing:,}",
+            *([f"{total.beyond or 0:,}"] if beyond else []),
+            *_figures(total),
         ]
         for total in totals
-    ]  # fmt: skip
-    kept = _kept(terminal, headers)
-    shown = [[row[i] for i in kept] for row in rows]
-    terminal.table(shown, [headers[i] for i in kept], right=range(1, len(kept)), wrap=(0,))
+    ]
+    columns = _columns(terminal, headers)
+    shown = [[row[i] for i in columns] for row in rows]
+    terminal.table(shown, [headers[i] for i in columns], right=range(1, len(columns)), wrap=(0,))
 
 
-def _kept(terminal: Terminal, headers: Sequence[str]) -> list[int]:
-    """Which columns there is room for."""
+def _columns(terminal: Terminal, headers: Sequence[str]) -> list[int]:
+    """Return the columns that the terminal has room for."""
     narrow = terminal.width is not None and terminal.width < _WIDE
-    return [i for i, title in enumerate(headers) if not narrow or title not in _NARROW]
+    return [i for i, title in enumerate(headers) if not narrow or title not in _OMITTED]
 
 
-_FIGURES = ("max abs", "max rel", "max ulp", "cosine")
-
-
-def _figures(found: Any) -> list[str]:
+def _figures(figures: Difference | Total) -> list[str]:
+    ulp, cosine = figures.ulp, figures.cosine
     return [
-        _short(found.absolute),
-        _short(found.relative),
-        "" if found.ulp is None else f"{found.ulp:.3g}" if found.ulp >= 1_000_000 else f"{found.ulp:,}",
-        "" if found.cosine is None else f"{found.cosine:.6f}",
+        _short(figures.absolute),
+        _short(figures.relative),
+        "" if ulp is None else f"{ulp:.3g}" if ulp >= 1_000_000 else f"{ulp:,}",
+        "" if cosine is None else f"{cosine:.6f}",
     ]
 
 
@@ -212,88 +216,68 @@ def _short(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
 
 
-def _of_one_side(one: Only) -> list[Piece]:
-    return [one.name] if one.shape is None else [one.name, str(one.dtype), str(list(one.shape))]
+def _one_side(entry: Only) -> list[Piece]:
+    return [entry.name] if entry.shape is None else [entry.name, str(entry.dtype), str(list(entry.shape))]
 
 
-def _layouts(terminal: Terminal, made: Diff, verbose: bool) -> None:
-    """What differs apart from values: in A, in B."""
+def _print_layouts(terminal: Terminal, result: Diff, verbose: bool) -> None:
     rows: list[list[Piece]] = []
-    for one in made.tensors:
-        if "dtype" in one.kinds:
-            rows.append([one.name, "dtype", *one.dtypes])
-        if "shape" in one.kinds:
-            rows.append([one.name, "shape", *(str(list(shape)) for shape in one.shapes)])
-        if one.ties is not None:
-            rows.append([one.name, "tied to", *(tie or dim("nothing") for tie in one.ties)])
-        if one.sharding is not None:
-            rows.append([one.name, "sharding", *one.sharding])
-    if rows:
-        _heading(terminal, "layout", len(rows))
-        _rows(terminal, rows, verbose, ("tensor", "", "A", "B"), wrap=(0, 2, 3))
-    for one in made.tensors if verbose else ():
-        if one.why is not None:
-            terminal.paragraph(f"{one.name}: its values were not compared, as {one.why}")
-    uncompared = sum(one.why is not None for one in made.tensors)
-    if uncompared and not verbose:
-        terminal.line(dim(f"  the values of {plural(uncompared, 'tensor')} were not compared; `-v` says why"))
+    for tensor in result.tensors:
+        if "dtype" in tensor.kinds:
+            rows.append([tensor.name, "dtype", *tensor.dtypes])
+        if "shape" in tensor.kinds:
+            rows.append([tensor.name, "shape", *(str(list(shape)) for shape in tensor.shapes)])
+        if tensor.ties is not None:
+            rows.append([tensor.name, "tied to", *(tie or dim("nothing") for tie in tensor.ties)])
+        if tensor.sharding is not None:
+            rows.append([tensor.name, "sharding", *tensor.sharding])
+    limit = None if verbose else _SHOWN
+    _print_list(terminal, "layout", rows, ("tensor", "", "A", "B"), wrap=(0, 2, 3), limit=limit)
+    uncompared = [tensor for tensor in result.tensors if tensor.why is not None]
+    if verbose:
+        for tensor in uncompared:
+            terminal.paragraph(f"{tensor.name}: its values were not compared, as {tensor.why}")
+    elif uncompared:
+        terminal.line(dim(f"  the values of {plural(len(uncompared), 'tensor')} were not compared; `-v` says why"))
 
 
-def _values(terminal: Terminal, made: Diff, verbose: bool) -> None:
-    found = [(one, one.values) for one in made.tensors if "values" in one.kinds and one.values is not None]
-    if not found:
-        return
-    beyond = made.within is not None
-    _heading(terminal, "values", len(found))
+def _print_values(terminal: Terminal, result: Diff, limit: int | None) -> None:
     rows: list[list[Piece]] = []
-    for one, values in found:
+    for tensor in result.tensors:
+        values = tensor.values
+        if "values" not in tensor.kinds or values is None:
+            continue
         differing = values.differing if values.beyond is None else values.beyond
-        wider = "" if one.dtypes[0] == one.dtypes[1] else f" as {values.dtype}"
-        first = values.values or ("", "")
-        rows.append([
-            one.name + wider, f"{differing:,} of {values.numel:,}", *_figures(values), str(one.index),
-            _element(first[0]), _element(first[1]),
-        ])  # fmt: skip
-    headers = ("tensor", "beyond" if beyond else "differing", *_FIGURES, "first at", "A", "B")
-    kept = _kept(terminal, headers)
-    shown = [[row[i] for i in kept] for row in rows]
-    right = [place for place, i in enumerate(kept) if headers[i] not in ("tensor", "first at")]
-    _rows(terminal, shown, verbose, [headers[i] for i in kept], wrap=(0,), right=right)
+        compared_as = "" if tensor.dtypes[0] == tensor.dtypes[1] else f" as {values.dtype}"
+        numbers = [f"{differing:,} of {values.numel:,}", *_figures(values), str(tensor.index)]
+        rows.append([tensor.name + compared_as, *numbers, *map(_element, values.values or ("", ""))])
+    headers = ("tensor", "differing" if result.within is None else "beyond", *_FIGURES, "first at", "A", "B")
+    columns = _columns(terminal, headers)
+    right = [place for place, i in enumerate(columns) if headers[i] not in ("tensor", "first at")]
+    shown = [[row[i] for i in columns] for row in rows]
+    _print_list(terminal, "values", shown, [headers[i] for i in columns], wrap=(0,), right=right, limit=limit)
 
 
 def _element(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _objects(terminal: Terminal, made: Diff, verbose: bool) -> None:
+def _print_objects(terminal: Terminal, result: Diff, verbose: bool) -> None:
     from ckpttool.operations.diff import ABSENT
     from ckpttool.operations.inspect.format_value import describe
-
-    if not made.objects:
-        return
-    _heading(terminal, "objects", len(made.objects))
 
     def shown(value: Any) -> Piece:
         return dim("-") if value is ABSENT else describe(value, limit=_WHOLE if verbose else _VALUE)
 
-    rows: list[list[Piece]] = [[one.name + one.at, shown(one.a), shown(one.b)] for one in made.objects]
-    _rows(terminal, rows, verbose, ("value", "A", "B"), wrap=(0,), clip=(1, 2))
+    rows: list[list[Piece]] = [[entry.name + entry.at, shown(entry.a), shown(entry.b)] for entry in result.objects]
+    limit = None if verbose else _SHOWN
+    _print_list(terminal, "objects", rows, ("value", "A", "B"), wrap=(0,), clip=(1, 2), limit=limit)
 
 
-def _heading(terminal: Terminal, title: str, n: int) -> None:
-    terminal.heading(title, f"{n:,}" if n > 1 else "")
-
-
-def _rows(
-    terminal: Terminal,
-    rows: list[list[Piece]],
-    verbose: bool,
-    headers: Sequence[str] = (),
-    wrap: Sequence[int] = (),
-    clip: Sequence[int] = (),
-    right: Sequence[int] = (),
+def _print_list(
+    terminal: Terminal, title: str, rows: Sequence[Sequence[Piece]], headers: Sequence[str] = (), **layout: Any
 ) -> None:
-    shown = rows if verbose else rows[:_SHOWN]
-    terminal.table(shown, headers, wrap=wrap, clip=clip, right=right)
-    if len(shown) < len(rows):
-        terminal.line(dim(f"  {len(rows) - len(shown):,} more, shown by -v"))
+    """Print the heading of a table and the table, if it has rows."""
+    if rows:
+        terminal.heading(title, f"{len(rows):,}" if len(rows) > 1 else "")
+        terminal.table(rows, headers, **layout)

@@ -33,5 +33,7 @@ def formats(as_json: bool, quiet: bool) -> None:
     else:
         terminal.table(
             [(bold(f.name), f"read, write (--to {f.target})" if f.create else "read", f.title) for f in FORMATS],
-            ("format", "can", "what it is"), wrap=(2,), indent=0,
-        )  # fmt: skip
+            ("format", "can", "what it is"),
+            wrap=(2,),
+            indent=0,
+        )

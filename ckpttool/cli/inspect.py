@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ckpttool.catalogue.entries import Catalogue, Chunks, Part, Tensor
     from ckpttool.operations.inspect.hyperparameters import Table
     from ckpttool.operations.inspect.module_tree import Line
-    from ckpttool.operations.inspect.summary import ObjectLine, PartLine, Summary
+    from ckpttool.operations.inspect.summary import PartLine, Summary
 
 _OBJECTS = 40  # lines, unless -v
 _COLUMNS = 6
@@ -40,9 +40,7 @@ _TITLES = {"producer": "producer", "writer": "written by", "torch": "torch", "la
     ),
     options.TENSORS,
     options.SHAPES,
-    options.AS_JSON,
-    options.QUIET,
-    options.VERBOSE,
+    *options.PRINTING,
     examples=("step-1000", "step-1000 --tensors 'model.layers.0.*'", "hf://org/model --depth 6"),
 )
 def inspect(
@@ -57,54 +55,68 @@ def inspect(
     from ckpttool.errors import UsageError
 
     catalogue = ckpttool.inspect(path, shapes=shapes)
-    wanted = any_of(tensors) if tensors else None
-    if tensors and not any(map(wanted or bool, (t.name for t in catalogue.tensors))):
+    selected = any_of(tensors) if tensors else None
+    if tensors and not any(map(selected or bool, (t.name for t in catalogue.tensors))):
         hint = meant(tensors[0], [t.name for t in catalogue.tensors], "`--tensors '*'` lists all")
         raise UsageError(f"`{path}`: no tensor matches `{tensors[0]}`", hint=hint)
     terminal = out()
     if as_json:
-        _print_json(terminal, catalogue, path, wanted)
+        _print_json(terminal, catalogue, path, selected)
     elif quiet:
         for tensor in catalogue.tensors:
-            if wanted is None or wanted(tensor.name):
+            if selected is None or selected(tensor.name):
                 terminal.line(tensor.name)
     else:
-        _print(terminal, catalogue, path, depth, wanted, verbose)
+        _print(terminal, catalogue, path, depth, selected, verbose)
 
 
-def _print_json(terminal: Terminal, catalogue: Catalogue, path: str, wanted: Callable[[str], bool] | None) -> None:
+def _print_json(terminal: Terminal, catalogue: Catalogue, path: str, selected: Callable[[str], bool] | None) -> None:
     from ckpttool.operations.inspect.document import document
     from ckpttool.operations.inspect.summary import step
 
-    for piece in document(catalogue, path, step(catalogue), wanted or (lambda name: True)):
+    for piece in document(catalogue, path, step(catalogue), selected or (lambda name: True)):
         terminal.write(piece)
 
 
 def _print(
-    terminal: Terminal, catalogue: Catalogue, path: str, depth: int, wanted: Callable[[str], bool] | None, verbose: bool
+    terminal: Terminal,
+    catalogue: Catalogue,
+    path: str,
+    depth: int,
+    selected: Callable[[str], bool] | None,
+    verbose: bool,
 ) -> None:
     from ckpttool.operations.inspect.summary import summarise
 
     _run(terminal, catalogue, path, verbose)
     summary = summarise(catalogue, depth=depth, limit=1000 if verbose else max(terminal.width or 0, _VALUE))
-    taken = (found["path"] for found in catalogue.facts.get("run", ()) if found["taken"])
-    _header(terminal, catalogue, next(taken, path), summary)
-    _pieces(terminal, catalogue)
-    if wanted is not None:
-        _tensors(terminal, [t for t in catalogue.tensors if wanted(t.name)], catalogue)
+    shown = (checkpoint["path"] for checkpoint in catalogue.facts.get("run", ()) if checkpoint["taken"])
+    _header(terminal, catalogue, next(shown, path), summary)
+    _components(terminal, catalogue)
+    if selected is not None:
+        _tensors(terminal, [t for t in catalogue.tensors if selected(t.name)], catalogue)
     else:
         _parts(terminal, summary.parts)
         for part, lines in summary.trees:
             _tree(terminal, part, lines)
         for table in summary.hyperparameters:
             hyperparameters(terminal, table, verbose)
-        _objects(terminal, summary.objects, verbose)
-        _ties(terminal, summary.ties, verbose)
-    _warnings(terminal, summary.warnings)
+        limit = None if verbose else _OBJECTS
+        if summary.objects:
+            terminal.heading("objects")
+            objects = [(f"{o.name}{f'  x{o.times}' if o.times > 1 else ''}", o.text) for o in summary.objects]
+            terminal.table(objects, wrap=(0,), clip=(1,), limit=limit)
+        if summary.ties:
+            terminal.heading("tied weights", "shared storage")
+            terminal.table([(name, f"is {kept}") for name, kept in summary.ties], wrap=(0, 1), limit=limit)
+    if summary.warnings:
+        terminal.heading("warnings")
+    for warning in summary.warnings:
+        terminal.paragraph(warning, mark=Painted("! ", "yellow"))
 
 
 def _run(terminal: Terminal, catalogue: Catalogue, path: str, verbose: bool) -> None:
-    """The checkpoints of a run, the one that is shown below marked."""
+    """Print the checkpoints of a run, and mark the one that is shown below."""
     run = catalogue.facts.get("run", ())
     if not run:
         return
@@ -114,23 +126,23 @@ def _run(terminal: Terminal, catalogue: Catalogue, path: str, verbose: bool) -> 
     if len(shown) < len(run):
         terminal.line(dim(f"  {len(run) - len(shown):,} before them, shown by -v"))
     rows: list[list[Piece]] = []
-    for found in shown:
-        state: Piece = "shown below" if found["taken"] else ""
-        if not found["complete"]:
-            state = Painted(f"not complete: {found['why_not']}", "yellow")
-        step = "" if found["step"] is None else f"{found['step']:,}"
-        name = bold(found["name"]) if found["taken"] else found["name"]
-        rows.append([name, step, size(found["bytes"]), found["producer"] or found["format"] or "", state])
+    for entry in shown:
+        state: Piece = "shown below" if entry["taken"] else ""
+        if not entry["complete"]:
+            state = Painted(f"not complete: {entry['why_not']}", "yellow")
+        step = "" if entry["step"] is None else f"{entry['step']:,}"
+        name = bold(entry["name"]) if entry["taken"] else entry["name"]
+        rows.append([name, step, size(entry["bytes"]), entry["producer"] or entry["format"] or "", state])
     terminal.table(rows, ("checkpoint", "step", "bytes", "producer", ""), right=(1, 2), wrap=(0, 3, 4))
     terminal.write("\n")
 
 
-def _pieces(terminal: Terminal, catalogue: Catalogue) -> None:
-    """What lies where in a run directory."""
+def _components(terminal: Terminal, catalogue: Catalogue) -> None:
+    """Print which part of a run directory is in which path."""
     mounted = catalogue.facts.get("mounted", ())
     if not mounted:
         return
-    terminal.heading("pieces")
+    terminal.heading("components")
     rows = [(m["root"] or "-", m["path"] or ".", m["format"], plural(m["files"], "file")) for m in mounted]
     terminal.table(rows, wrap=(0, 1))
 
@@ -149,7 +161,7 @@ def _header(terminal: Terminal, catalogue: Catalogue, path: str, summary: Summar
     if catalogue.facts.get("assets"):
         rows.append(("assets", ", ".join(catalogue.facts["assets"])))
     rows += [(str(key).replace("_", " "), _fact(value)) for key, value in facts.items() if value not in (None, "", ())]
-    terminal.table([(dim(title), text) for title, text in rows], wrap=(1,))
+    terminal.facts(rows)
 
 
 def _fact(value: Any) -> str:
@@ -165,11 +177,10 @@ def _parts(terminal: Terminal, parts: list[PartLine]) -> None:
         numbers = (f"{part.tensors:,}", count(part.parameters), size(part.nbytes), f"{part.objects:,}")
         rows.append([bold(str(part.part)), *numbers, _dtypes(list(part.dtypes))])
     if len(parts) > 1:
-        rows.append([
-            dim("total"), f"{sum(p.tensors for p in parts):,}", count(sum(p.parameters for p in parts)),
-            size(sum(p.nbytes for p in parts)), f"{sum(p.objects for p in parts):,}", "",
-        ])  # fmt: skip
-    headers = ("part", "tensors", "parameters", "bytes", "objects", "dtypes")
+        tensors, elements = sum(p.tensors for p in parts), sum(p.parameters for p in parts)
+        nbytes, objects = sum(p.nbytes for p in parts), sum(p.objects for p in parts)
+        rows.append([dim("total"), f"{tensors:,}", count(elements), size(nbytes), f"{objects:,}"])
+    headers = ("part", "tensors", "elements", "bytes", "objects", "dtypes")
     terminal.table(rows, headers, right=(1, 2, 3, 4), wrap=(0, 5))
 
 
@@ -185,27 +196,27 @@ def _tree(terminal: Terminal, part: Part, lines: list[Line]) -> None:
     for line in lines:
         times = f"  x{line.folded}" if line.folded > 1 and line.shape is None else ""
         if line.shape is None:
-            what = plural(line.tensors, "tensor")
+            shape = plural(line.tensors, "tensor")
         else:
-            what = f"{f'{line.times} x ' if line.times > 1 else ''}{list(line.shape)}"
+            shape = f"{f'{line.times} x ' if line.times > 1 else ''}{list(line.shape)}"
         numbers = ("tied", "") if line.tied else (count(line.parameters), size(line.nbytes))
-        rows.append(("  " * line.depth + line.name + times, what, _dtypes(line.dtypes), *numbers))
-    terminal.table(rows, ("", "shape", "dtype", "parameters", "bytes"), right=(1, 3, 4), wrap=(0, 2))
+        rows.append(("  " * line.depth + line.name + times, shape, _dtypes(line.dtypes), *numbers))
+    terminal.table(rows, ("", "shape", "dtype", "elements", "bytes"), right=(1, 3, 4), wrap=(0, 2))
 
 
 def _tensors(terminal: Terminal, tensors: list[Tensor], catalogue: Catalogue) -> None:
     terminal.heading("tensors", f"{len(tensors):,} of {sum(1 for _ in catalogue.tensors):,}")
     rows: list[tuple[Piece, ...]] = []
     for tensor in tensors:
-        places = _places(tensor.chunks, tensor, catalogue)
-        only = places[0] if len(places) == 1 else ""
+        shards = _shards(tensor.chunks, tensor, catalogue)
+        only = shards[0] if len(shards) == 1 else ""
         rows.append((bold(tensor.name), tensor.dtype.name, str(list(tensor.shape)), size(tensor.nbytes), only))
-        if len(places) > 1:
-            rows += [(f"  {place}", "", "", "", "") for place in places]
+        if len(shards) > 1:
+            rows += [(f"  {shard}",) for shard in shards]
     terminal.table(rows, ("", "dtype", "shape", "bytes", ""), right=(3,), wrap=(0, 4))
 
 
-def _places(chunks: Chunks, tensor: Tensor, catalogue: Catalogue) -> list[str]:
+def _shards(chunks: Chunks, tensor: Tensor, catalogue: Catalogue) -> list[str]:
     files = [catalogue.files[i] for i in chunks.file]
     return [
         f"{f'rank {file.rank}: ' if file.rank is not None else ''}{box(offsets, sizes, tensor.shape)}  {file.name}"
@@ -214,7 +225,7 @@ def _places(chunks: Chunks, tensor: Tensor, catalogue: Catalogue) -> list[str]:
 
 
 def hyperparameters(terminal: Terminal, table: Table, verbose: bool) -> None:
-    """The hyper-parameters of one optimizer, a column for each distinct set of values."""
+    """Print the hyper-parameters of one optimizer, with a column for each distinct set of values."""
     terminal.heading("hyper-parameters", ".".join(map(str, table.root)))
     columns = table.columns if verbose else table.columns[:_COLUMNS]
     rows: list[list[Piece]] = []
@@ -224,30 +235,3 @@ def hyperparameters(terminal: Terminal, table: Table, verbose: bool) -> None:
     terminal.table(rows, ("", *(c.title for c in columns)), wrap=range(len(columns) + 1))
     if len(columns) < len(table.columns):
         terminal.line(dim(f"  {len(table.columns) - len(columns)} more, shown by -v"))
-
-
-def _objects(terminal: Terminal, objects: list[ObjectLine], verbose: bool) -> None:
-    if not objects:
-        return
-    terminal.heading("objects")
-    shown = objects if verbose else objects[:_OBJECTS]
-    terminal.table([(f"{o.name}{f'  x{o.times}' if o.times > 1 else ''}", o.text) for o in shown], wrap=(0,), clip=(1,))
-    if len(shown) < len(objects):
-        terminal.line(dim(f"  {len(objects) - len(shown):,} more, shown by -v"))
-
-
-def _ties(terminal: Terminal, ties: list[tuple[str, str]], verbose: bool) -> None:
-    if not ties:
-        return
-    terminal.heading("tied", "one run of bytes under several names")
-    shown = ties if verbose else ties[:_OBJECTS]
-    terminal.table([(name, f"is {kept}") for name, kept in shown], wrap=(0, 1))
-    if len(shown) < len(ties):
-        terminal.line(dim(f"  {len(ties) - len(shown):,} more, shown by -v"))
-
-
-def _warnings(terminal: Terminal, warnings: list[str]) -> None:
-    if warnings:
-        terminal.heading("warnings")
-    for warning in warnings:
-        terminal.paragraph(warning, mark=Painted("! ", "yellow"))

@@ -224,10 +224,7 @@ RESUME = Option(
 DRY_RUN = Option("--dry-run", "-n", is_flag=True, section=RUN, help="Show the plan and write nothing.")
 CHECK = Option("--check", is_flag=True, section=RUN, help="Verify DST against SRC before committing it.")
 MANIFEST = Option(
-    "--manifest",
-    metavar="FILE",
-    section=RUN,
-    help="Also write a manifest of DST: SHA-256 of each file and tensor.",
+    "--manifest", metavar="FILE", section=RUN, help="Also write a manifest of DST: SHA-256 of each file and tensor."
 )
 THREADS = Option(
     "--threads",
@@ -241,3 +238,6 @@ MAX_MEMORY = Option("--max-memory", metavar="SIZE", section=RUN, help="Limit the
 AS_JSON = Option("--json", "as_json", is_flag=True, section=OUTPUT, help="Print one JSON object, also for an error.")
 QUIET = Option("--quiet", "-q", is_flag=True, section=OUTPUT, help="Print bare values only, and no progress.")
 VERBOSE = Option("--verbose", "-v", is_flag=True, section=OUTPUT, help="Full output; tracebacks for internal errors.")
+
+WRITING = (CHECK, MANIFEST, OVERWRITE, DRY_RUN, THREADS, MAX_MEMORY)
+PRINTING = (AS_JSON, QUIET, VERBOSE)

@@ -9,7 +9,7 @@ from typing import Any
 from ckpttool.cli import options
 from ckpttool.cli.options import SELECTION, Option
 from ckpttool.cli.progress import progress_on_stderr
-from ckpttool.cli.terminal import Painted, bold, dim, err, out
+from ckpttool.cli.terminal import bold, err, out
 from ckpttool.text import duration, plural, size
 
 
@@ -57,6 +57,5 @@ def repair(as_json: bool, quiet: bool, **arguments: Any) -> None:
             ("checked", f"{plural(result.records, 'checksum')} over {size(result.checked)}"),
             ("time", duration(result.seconds)),
         ]
-        terminal.table([(dim(title), text) for title, text in rows], wrap=(1,))
-        for note in result.notes:
-            err().line(Painted("warning: ", "yellow"), note)
+        terminal.facts(rows)
+        err().warnings(result.notes)

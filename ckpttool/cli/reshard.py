@@ -45,11 +45,7 @@ if TYPE_CHECKING:
         help="Treat matching tensors as buffers: replicate them. Repeatable.",
     ),
     Option(
-        "--rng",
-        metavar="POLICY",
-        default="keep",
-        section=LAYOUT,
-        help="RNG states of the ranks: keep, rank0 or drop.",
+        "--rng", metavar="POLICY", default="keep", section=LAYOUT, help="RNG states of the ranks: keep, rank0 or drop."
     ),
     Option(
         "--dataloader",
@@ -68,16 +64,9 @@ if TYPE_CHECKING:
         section=RUN,
         help="bytes copies files; mesh loads into torch with one process per rank, and is the default there.",
     ),
-    options.CHECK,
-    options.MANIFEST,
-    options.OVERWRITE,
+    *options.WRITING,
     options.RESUME,
-    options.DRY_RUN,
-    options.THREADS,
-    options.MAX_MEMORY,
-    options.AS_JSON,
-    options.QUIET,
-    options.VERBOSE,
+    *options.PRINTING,
     examples=("step-1000 step-1000-w16 --to-world 16", "step-1000 step-1000-tp --to-mesh shard=4,tp=2 --dry-run"),
 )
 def reshard(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.cli import options
-from ckpttool.cli.terminal import Terminal, bold, box, dim, out
+from ckpttool.cli.terminal import Terminal, bold, box, out
 from ckpttool.text import size
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def _print(terminal: Terminal, shown: Shown) -> None:
     for name, title in (("nans", "NaN"), ("infs", "inf")):
         if getattr(shown, name):
             facts.append((title, f"{getattr(shown, name):,}"))
-    terminal.table([(dim(title), text) for title, text in facts], wrap=(1,))
+    terminal.facts(facts)
     terminal.heading("values", _how_many(shown))
     terminal.paragraph("  ".join(map(_number, shown.values)) or "none")
     terminal.heading("chunks")
@@ -67,10 +67,10 @@ def _print(terminal: Terminal, shown: Shown) -> None:
 def _document(shown: Shown) -> dict[str, Any]:
     from ckpttool.operations.inspect.format_value import jsonable
 
-    said: dict[str, Any] = jsonable(asdict(shown))
+    document: dict[str, Any] = jsonable(asdict(shown))
     names = ("rank", "file", "offsets", "sizes")
-    chunks = [dict(zip(names, chunk, strict=True)) for chunk in said.pop("chunks")]
-    return {"schema": "ckpttool/show/1", **said, "chunks": chunks}
+    chunks = [dict(zip(names, chunk, strict=True)) for chunk in document.pop("chunks")]
+    return {"schema": "ckpttool/show/1", **document, "chunks": chunks}
 
 
 def _how_many(shown: Shown) -> str:

@@ -148,13 +148,19 @@ class Terminal:
         right: Iterable[int] = (),
         wrap: Iterable[int] = (),
         clip: Iterable[int] = (),
+        limit: int | None = None,
         indent: int = 2,
     ) -> None:
-        """Write a table. Columns `right` are aligned to the right. To fit a terminal, the widest of the columns `wrap`
-        and `clip` become narrower: text in `wrap` is continued on the next line, text in `clip` ends with `…`."""
+        """Write a table, of at most `limit` rows, and how many more there are.
+
+        Columns `right` are aligned to the right. To fit a terminal, the widest of the columns `wrap` and `clip` become
+        narrower: text in `wrap` is continued on the next line, text in `clip` ends with `…`.
+        """
         lines = [list(row) for row in rows]
         if not lines:
             return
+        omitted = max(len(lines) - limit, 0) if limit else 0
+        del lines[len(lines) - omitted :]
         columns = max(map(len, lines))
         lines = [row + [""] * (columns - len(row)) for row in lines]
         if self.width is None:
@@ -163,6 +169,21 @@ class Terminal:
             text = self._fitted_table(lines, headers, {*right}, {*wrap}, {*clip}, self.width - indent)
         for line in text.splitlines():
             self.write(" " * indent + line.rstrip() + "\n")
+        self.more(omitted)
+
+    def facts(self, rows: Iterable[tuple[str, Piece]]) -> None:
+        """Write a table of titles and texts."""
+        self.table([(dim(title), text) for title, text in rows], wrap=(1,))
+
+    def more(self, omitted: int) -> None:
+        """Write how many lines are omitted, if any."""
+        if omitted > 0:
+            self.line(dim(f"  {omitted:,} more, shown by -v"))
+
+    def warnings(self, notes: Iterable[str]) -> None:
+        """Write a paragraph for each of `notes`."""
+        for note in notes:
+            self.paragraph(note, mark=Painted("warning: ", "yellow"), indent=9)
 
     def _plain_table(self, rows: list[list[Piece]], headers: Sequence[str], right: set[int]) -> str:
         from tabulate import tabulate

@@ -20,9 +20,12 @@ if TYPE_CHECKING:
 
 _SHOWN = 20
 _TITLES = {
-    "damage": "damaged", "difference": "other than in the other checkpoint", "nan": "not a number",
-    "suspect": "suspect", "note": "notes",
-}  # fmt: skip
+    "damage": "damaged",
+    "difference": "other than in the other checkpoint",
+    "nan": "not a number",
+    "suspect": "suspect",
+    "note": "notes",
+}
 _MARKS = {"damage": "red", "difference": "red", "nan": "red", "suspect": "yellow"}
 
 
@@ -30,24 +33,14 @@ _MARKS = {"damage": "red", "difference": "red", "nan": "red", "suspect": "yellow
     "verify",
     options.CHECKPOINT,
     options.SHAPES,
-    Option(
-        "--against",
-        metavar="OTHER",
-        section=COMPARISON,
-        help="Compare with a checkpoint that should be equal.",
-    ),
+    Option("--against", metavar="OTHER", section=COMPARISON, help="Compare with a checkpoint that should be equal."),
     Option(
         "--manifest",
         metavar="FILE",
         section=COMPARISON,
         help="Compare with a manifest: SHA-256 of each file and tensor.",
     ),
-    Option(
-        "--write-manifest",
-        metavar="FILE",
-        section=COMPARISON,
-        help="Write a manifest, if nothing is damaged.",
-    ),
+    Option("--write-manifest", metavar="FILE", section=COMPARISON, help="Write a manifest, if nothing is damaged."),
     Option(
         "--values",
         "check_values",
@@ -56,9 +49,7 @@ _MARKS = {"damage": "red", "difference": "red", "nan": "red", "suspect": "yellow
         help="Check every element: NaN, infinite, all zero, denormal.",
     ),
     options.THREADS,
-    options.AS_JSON,
-    options.QUIET,
-    options.VERBOSE,
+    *options.PRINTING,
     examples=("step-1000", "step-1000 --values", "copy --against step-1000"),
 )
 def verify(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
@@ -73,13 +64,8 @@ def verify(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
         report = ckpttool.verify(**arguments, progress=progress)
     with answer(report.exit_code) as terminal:
         if as_json:
-            said = {
-                "schema": "ckpttool/verify/1",
-                "whole": report.whole,
-                "exit_code": report.exit_code,
-                **asdict(report),
-            }
-            terminal.write(json.dumps(said) + "\n")
+            verdict = {"schema": "ckpttool/verify/1", "whole": report.whole, "exit_code": report.exit_code}
+            terminal.write(json.dumps({**verdict, **asdict(report)}) + "\n")
         elif quiet:
             for finding in report.findings:
                 if finding.gravity != "note":
@@ -92,24 +78,24 @@ def verify(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
 
 def _print(terminal: Terminal, report: Report, verbose: bool) -> None:
     terminal.line(bold(report.path), " is ", _verdict(report))
-    terminal.table([(dim(title), text) for title, text in _facts(report)], wrap=(1,))
+    terminal.facts(_facts(report))
     for gravity, title in _TITLES.items():
-        found = [finding for finding in report.findings if finding.gravity == gravity]
-        if found:
-            terminal.heading(title, str(len(found)) if len(found) > 1 else "")
-            _list(terminal, found, gravity, verbose)
+        findings = [finding for finding in report.findings if finding.gravity == gravity]
+        if findings:
+            terminal.heading(title, str(len(findings)) if len(findings) > 1 else "")
+            _print_findings(terminal, findings, gravity, verbose)
 
 
 def _verdict(report: Report) -> Painted:
     counts = report.counts
     if not report.whole:
         return Painted(f"damaged: {plural(counts['damage'], 'finding')}", "red")
-    said = "whole"
+    verdict = "whole"
     if counts["difference"]:
-        said += f", but differs: {plural(counts['difference'], 'finding')}"
+        verdict += f", but differs: {plural(counts['difference'], 'finding')}"
     if counts["nan"]:
-        said += f", but has NaN in {plural(counts['nan'], 'tensor')}"
-    return Painted(said, "red" if report.exit_code else "bold")
+        verdict += f", but has NaN in {plural(counts['nan'], 'tensor')}"
+    return Painted(verdict, "red" if report.exit_code else "bold")
 
 
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
@@ -139,14 +125,11 @@ def _checked(report: Report) -> Iterator[str]:
         yield "nothing"
 
 
-def _list(terminal: Terminal, found: list[Finding], gravity: str, verbose: bool) -> None:
-    shown = found if verbose else found[:_SHOWN]
-    hint: str | None = None
+def _print_findings(terminal: Terminal, findings: list[Finding], gravity: str, verbose: bool) -> None:
+    shown = findings if verbose else findings[:_SHOWN]
     for i, finding in enumerate(shown):
         terminal.paragraph(finding.message, mark=Painted("! ", _MARKS.get(gravity, "dim")))
-        # What several have in common is said behind the last of them.
-        hint = finding.hint
-        if hint and (i + 1 == len(shown) or shown[i + 1].hint != hint):
-            terminal.paragraph(hint, mark=dim("  hint: "), indent=8)
-    if len(found) > len(shown):
-        terminal.line(dim(f"  and {len(found) - len(shown):,} more; `-v` shows them"))
+        # A hint that several have in common follows the last of them.
+        if finding.hint and (i + 1 == len(shown) or shown[i + 1].hint != finding.hint):
+            terminal.paragraph(finding.hint, mark=dim("  hint: "), indent=8)
+    terminal.more(len(findings) - len(shown))

@@ -45,9 +45,7 @@ _NAMES = 20  # names below a check, under -v
         help="Read weights and moments and check for NaN, infinities and negative moments. Default: up to 1 GiB.",
     ),
     options.SHAPES,
-    options.AS_JSON,
-    options.QUIET,
-    options.VERBOSE,
+    *options.PRINTING,
     examples=("step-1000", "step-1000 --recipe recipe.py"),
 )
 def audit(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
@@ -79,11 +77,15 @@ def _tables(result: Audit) -> list[Table]:
 
 def _audit_document(result: Audit) -> dict[str, Any]:
     tables = [
-        {"optimizer": ".".join(map(str, table.root)), "groups": [
-            {"groups": column.groups, "parameters": column.params, "values": column.values} for column in table.columns
-        ]}
+        {
+            "optimizer": ".".join(map(str, table.root)),
+            "groups": [
+                {"groups": column.groups, "parameters": column.params, "values": column.values}
+                for column in table.columns
+            ],
+        }
         for table in _tables(result)
-    ]  # fmt: skip
+    ]
     return {**result.as_dict(), "hyperparameters": tables}
 
 
@@ -97,7 +99,7 @@ def _print_audit(terminal: Terminal, result: Audit, verbose: bool) -> None:
         rows.append(("world size", str(result.world_size)))
     if result.step is not None:
         rows.append(("step", f"{result.step:,g}"))
-    terminal.table([(dim(title), text) for title, text in rows], wrap=(1,))
+    terminal.facts(rows)
     terminal.write("\n")
     terminal.table(
         [_part_row(part) for part in result.parts], ("part", "", "tensors", "objects", "bytes"), right=(2, 3, 4)
@@ -201,9 +203,7 @@ def _part_row(part: Any) -> tuple[Piece, ...]:
     ),
     Option("--html", metavar="FILE", section=OUTPUT, help="Also write the report as an HTML page."),
     Option("--keep", metavar="FOLDER", section=OUTPUT, help="Keep the files of the runs in this folder."),
-    options.AS_JSON,
-    options.QUIET,
-    options.VERBOSE,
+    *options.PRINTING,
     examples=("--recipe recipe.py", "--recipe recipe.py --via safetensors --to-world 4"),
 )
 def trial(via: str | None, html: str | None, as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
@@ -258,24 +258,29 @@ def _print_trial(terminal: Terminal, result: Report, verbose: bool) -> None:
         terminal.paragraph(text, mark=dim(f"  {title}".ljust(indent)), indent=indent)
     if result.compared:
         terminal.heading("compared")
-        terminal.table(
-            [(row.what, f"{row.run} with {row.against}", f"{row.count - row.differing:,} of {row.count:,} equal",
-              _mark(row.equal), row.says) for row in result.compared],
-            wrap=(4,),
-        )  # fmt: skip
+        rows = [
+            (
+                c.what,
+                f"{c.run} with {c.against}",
+                f"{c.count - c.differing:,} of {c.count:,} equal",
+                _mark(c.equal),
+                c.says,
+            )
+            for c in result.compared
+        ]
+        terminal.table(rows, wrap=(4,))
     if result.checks:
         terminal.heading("sharding")
-        terminal.table([(one.what, one.run, _mark(one.passed), one.says) for one in result.checks], wrap=(3,))
+        terminal.table([(check.what, check.run, _mark(check.passed), check.says) for check in result.checks], wrap=(3,))
     _print_losses(terminal, result, verbose)
     if result.findings:
         terminal.heading("found", plural(len(result.findings), "difference"))
         shown = result.findings if verbose else result.findings[:_SHOWN]
-        for one in shown:
-            terminal.paragraph(f"{one.kind}: {one.says}", mark=Painted("- ", "red"))
-            if one.hint:
-                terminal.paragraph(one.hint, mark=dim("  hint: "))
-        if len(shown) < len(result.findings):
-            terminal.line(dim(f"  {len(result.findings) - len(shown):,} more, shown by -v"))
+        for finding in shown:
+            terminal.paragraph(f"{finding.kind}: {finding.says}", mark=Painted("- ", "red"))
+            if finding.hint:
+                terminal.paragraph(finding.hint, mark=dim("  hint: "), indent=8)
+        terminal.more(len(result.findings) - len(shown))
     if result.failure is not None:
         terminal.heading("ranks")
         for stuck in result.failure.ranks:
