@@ -29,8 +29,9 @@ from ckpttool.catalogue.boxes import Box
 from ckpttool.catalogue.entries import Tensor
 from ckpttool.training import collectives as agreement
 from ckpttool.training.contents import Shape
-from ckpttool.training.placements import Piece
-from ckpttool.training.read import Reader, empty, slices, tiles, torch_dtype
+from ckpttool.training.read import Piece, Reader, empty, torch_dtype
+from ckpttool.transfer.plan import tiles
+from ckpttool.transfer.read import part
 
 # What neither gloo nor nccl is asked to send as it is.
 _AS_BYTES = ("float8", "float4", "uint16", "uint32", "uint64", "complex32", "bits", "int1", "uint1")
@@ -152,7 +153,7 @@ def send_small(sent: Sequence[Sent], reader: Reader | None) -> None:
     values = agreement.from_first(agreement.first_reads(read if reader is not None else None))
     for value, one in zip(values, sent, strict=True):
         for piece in one.held:
-            piece.memory.copy_(value[slices(piece.box, boxes.whole(value.shape))])
+            piece.memory.copy_(part(value, piece.box, boxes.whole(value.shape)))
 
 
 def send_shares(sent: Sequence[Sent], reader: Reader | None) -> None:
@@ -264,7 +265,7 @@ def send_pieces(shape: Shape, held: Sequence[Piece], tensor: Tensor | None, read
     kind = dtypes.dtype(shape.dtype)
     as_torch = torch_dtype(kind, tensor.name if tensor is not None else shape.dtype)
     device = agreement.sending_device()
-    for tile in tiles(boxes.whole(shape.sizes), kind.itemsize, _TILE):
+    for tile in tiles(boxes.whole(shape.sizes), _TILE // kind.itemsize):
         if 0 in tile[1]:
             continue
         made = empty(tile[1], as_torch)
@@ -280,7 +281,7 @@ def send_pieces(shape: Shape, held: Sequence[Piece], tensor: Tensor | None, read
         for piece in held:
             shared = boxes.overlap(piece.box, tile)
             if shared is not None:
-                piece.memory[slices(shared, piece.box)].copy_(made[slices(shared, tile)])
+                part(piece.memory, shared, piece.box).copy_(part(made, shared, tile))
 
 
 def is_cut(value: Any) -> bool:

@@ -1,14 +1,19 @@
-"""The accelerators of this node as torch knows them: GPUs of any maker, or what an extension of torch brings.
+"""The devices of this node as torch knows them, and the connections of a process group.
 
     kind        "cuda" (AMD's too), "xpu", "npu", ...; "cpu" where there is none
     backend     what sends tensors between them: "nccl", "xccl", "hccl", ...
 
-Each process has the one with its own number on the node, or the CPU.
+Accelerators are GPUs of any maker, or what an extension of torch adds. Each process has the one with its own number on
+the node, or the CPU.
 """
 
 from __future__ import annotations
 
 import os
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
@@ -61,3 +66,36 @@ def free_memory(kind: str) -> int:
     number, here = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     ask = getattr(torch.get_device_module(kind), "mem_get_info", None) if kind != "cpu" else None
     return int(ask(number)[0]) if ask is not None and count(kind) >= here else 0
+
+
+# Connections ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def close_on_failure() -> Iterator[None]:
+    """Context manager in which a process group is made and used. An error closes every connection that was opened in
+    it, so that waiting ranks fail at once; older ones, such as that to the store, stay open.
+
+    gloo keeps connections open for as long as anything refers to a group, as the frames of an error do, and cannot
+    abort: the others would wait in a collective until the failed process has ended.
+    """
+    before = _sockets()
+    try:
+        yield
+    except BaseException:
+        for number in _sockets() - before:
+            with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+                connection.getpeername()  # a listening socket has no peer, and gloo expects it to stay
+                connection.shutdown(socket.SHUT_RDWR)
+        raise
+
+
+def _sockets() -> set[int]:
+    """The descriptors of this process that are sockets."""
+    found: set[int] = set()
+    with suppress(OSError):
+        for name in os.listdir("/dev/fd"):
+            with suppress(OSError):  # that of the listing itself is closed by now
+                if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                    found.add(int(name))
+    return found

@@ -18,8 +18,7 @@ from ckpttool.training import match as matching
 from ckpttool.training.broadcast import Sent
 from ckpttool.training.contents import Described, Shape
 from ckpttool.training.match import Held, Matched
-from ckpttool.training.placements import Piece, like, pieces
-from ckpttool.training.read import Reader, empty
+from ckpttool.training.read import Piece, Reader, empty, like, pieces
 
 # Elements of what is sent in one message with others: there are as many `step`s as parameters.
 _SMALL = 64

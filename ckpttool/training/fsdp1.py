@@ -30,7 +30,7 @@ from ckpttool.training import match as matching
 from ckpttool.training.contents import Described, Group, Shape
 from ckpttool.training.fill import How, group_of
 from ckpttool.training.match import Held, Matched
-from ckpttool.training.placements import like, pieces
+from ckpttool.training.read import like, pieces
 
 
 def is_fsdp1(model: nn.Module) -> bool:

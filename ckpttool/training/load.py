@@ -42,7 +42,7 @@ from ckpttool.training import (
 )
 from ckpttool.training.contents import Described
 from ckpttool.training.materialize import materialise
-from ckpttool.training.read import Reader, filesystem
+from ckpttool.training.read import Reader
 
 log = logging.getLogger("ckpttool")
 
@@ -214,7 +214,7 @@ def choose(path: str, strategy: str) -> tuple[str, str]:
         return strategy, "asked for"
     if not agreement.is_distributed():
         return "parallel", "there is one process"
-    there = agreement.gathered((os.path.exists(path), filesystem(path)))
+    there = agreement.gathered((os.path.exists(path), _filesystem(path)))
     blind = [rank for rank, (exists, _) in enumerate(there) if not exists]
     if there[0][0] and blind:
         return "broadcast", f"rank {blind[0]} does not see the path, rank 0 does"
@@ -222,3 +222,20 @@ def choose(path: str, strategy: str) -> tuple[str, str]:
     if slow:
         return "broadcast", f"rank {slow[0][0]} sees it on {slow[0][1]}, which is slow for many readers"
     return "parallel", f"all ranks see it on {there[0][1] or 'their disks'}, and each reads its own share"
+
+
+def _filesystem(path: str) -> str:
+    """The type of the file system that a path is on, as Linux calls it; empty where nothing says."""
+    try:
+        with open("/proc/self/mounts", encoding="utf-8", errors="replace") as listed:
+            mounts = [line.split()[1:3] for line in listed]
+    except OSError:
+        return ""
+    real = os.path.realpath(path)
+    best = ("", "")
+    for place, kind in mounts:
+        place = place.replace("\\040", " ")
+        inside = real == place or real.startswith(place.rstrip("/") + "/")
+        if inside and len(place) >= len(best[0]):
+            best = (place, kind)
+    return best[1]

@@ -27,8 +27,7 @@ from ckpttool.training import contents as describing
 from ckpttool.training.contents import Described, Shape
 from ckpttool.training.fill import How
 from ckpttool.training.load import Loaded, Wanted, load_parts
-from ckpttool.training.placements import like, pieces
-from ckpttool.training.read import empty
+from ckpttool.training.read import empty, like, pieces
 
 State = MutableMapping[str, Any]
 

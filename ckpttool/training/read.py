@@ -1,19 +1,27 @@
-"""Reads boxes of a checkpoint's tensors into torch memory, and counts the bytes.
+"""The shards of a tensor that this rank has, and reading boxes of a checkpoint's tensors into their memory.
 
-A box that lies in the file in one piece goes straight into the memory of the model. Rows of a box that is cut along
-another dimension are read one by one, so that a rank of tensor parallelism does not read what its neighbours hold.
-Anything else (a cast, a GPU, elements in another order) goes through tiles.
+    a plain tensor        the whole
+    DTensor               one box, by its mesh and placements (FSDP2, HSDP, tensor parallelism, FSDP1 with a mesh)
+    ShardedTensor         one box for each local shard (FSDP1's SHARDED_STATE_DICT)
+
+A box that is contiguous in the file goes straight into the memory of the model. Rows of a box that is sharded along
+another dimension are read one by one, so that a rank of tensor parallelism does not read the shards of others. Anything
+else (a cast, a GPU, elements in another order) goes through tiles.
+
+Sources, torch 2.13: `torch/distributed/tensor/_utils.py`, `torch/distributed/_shard/sharded_tensor/api.py`.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Box
@@ -22,11 +30,68 @@ from ckpttool.catalogue.entries import Chunk, Extent, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import UsageError
 from ckpttool.storage.files import Pool
-from ckpttool.transfer import read as gather
+from ckpttool.transfer.plan import tiles
+from ckpttool.transfer.read import fill, part, unsigned
 
 TILE = 16 << 20
 # A read call costs as much as copying some hundred bytes.
 _SHORTEST = 256
+
+
+# Shards ---------------------------------------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """A box of a tensor and this rank's memory for it: `Piece(((4, 0), (4, 13)), torch.empty(4, 13))`."""
+
+    box: Box
+    memory: torch.Tensor
+
+
+def pieces(value: Any, name: str) -> list[Piece]:
+    """What this rank holds of a tensor; none when its share is empty. Raises UsageError for a placement that is no cut
+    of the tensor."""
+    if isinstance(value, ShardedTensor):
+        found = [
+            Piece((tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)), s.tensor.detach())
+            for s in value.local_shards()
+        ]
+    elif isinstance(value, DTensor):
+        found = _of_dtensor(value, name)
+    else:
+        found = [Piece(boxes.whole(value.shape), value.detach())]
+    return [piece for piece in found if 0 not in piece.box[1]]
+
+
+def _of_dtensor(value: DTensor, name: str) -> list[Piece]:
+    memory = value.detach().to_local()
+    partial = [placement for placement in value.placements if placement.is_partial()]
+    if partial:
+        raise UsageError(f"`{name}` is placed as {partial[0]}: a sum that is not made yet cannot be loaded")
+    if value.device_mesh.get_coordinate() is None:
+        return []
+    sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    if tuple(sizes) != tuple(memory.shape) and memory.numel():
+        raise UsageError(
+            f"`{name}`: this rank holds {list(memory.shape)}, but {value.placements} of {list(value.shape)} is "
+            f"{list(sizes)}",
+            found=list(memory.shape), expected=list(sizes),
+        )  # fmt: skip
+    return [Piece((tuple(offsets), tuple(sizes)), memory)]
+
+
+def like(value: Any, dtype: torch.dtype) -> Any:
+    """Room for a tensor that is cut and placed as `value` is, such as a moment of a parameter."""
+    if isinstance(value, ShardedTensor):
+        made = value.clone()
+        for shard in made.local_shards():
+            shard.tensor = shard.tensor.to(dtype)
+        made.metadata().tensor_properties.dtype = dtype
+        return made
+    return torch.empty_like(value.detach(), dtype=dtype)
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
 
 
 class Counting(Pool):
@@ -69,14 +134,14 @@ class Reader:
             if shared is None:
                 continue
             extent = self.source.resolve(tensor, chunk)
-            into = memory[slices(shared, box)]
+            into = part(memory, shared, box)
             if direct:
                 self._fill(_bits(into, tensor.dtype), extent, chunk, shared, tensor.dtype)
                 continue
-            for tile in tiles(shared, tensor.dtype.itemsize):
-                made = empty(tile[1], kind)
-                self._fill(_bits(made, tensor.dtype), extent, chunk, tile, tensor.dtype)
-                into[slices(tile, shared)].copy_(made)
+            for tile in tiles(shared, TILE // tensor.dtype.itemsize):
+                values = empty(tile[1], kind)
+                self._fill(_bits(values, tensor.dtype), extent, chunk, tile, tensor.dtype)
+                part(into, tile, shared).copy_(values)
 
     def whole(self, tensor: Tensor) -> torch.Tensor:
         """A tensor with memory of its own, in the checkpoint's dtype."""
@@ -88,7 +153,7 @@ class Reader:
         run = boxes.run_length(box[1], chunk.sizes) if extent.plain else 0
         if run * kind.itemsize < min(_SHORTEST, prod(box[1]) * kind.itemsize) or not target.flags.c_contiguous:
             # The memory of a piece of a piece may have gaps itself.
-            gather.fill(target, self._pool, self.source.catalogue.files, extent, chunk, box, kind)
+            fill(target, self._pool, self.source.catalogue.files, extent, chunk, box, kind)
             return
         location = self.source.catalogue.files[extent.file].location
         flat = memoryview(target.reshape(-1).view(np.uint8))
@@ -112,26 +177,6 @@ def empty(sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(prod(sizes) * dtype.itemsize, dtype=torch.uint8).view(dtype).view(tuple(sizes))
 
 
-def slices(box: Box, within: Box) -> tuple[slice, ...]:
-    """Where `box` lies in memory that holds `within`. Pure."""
-    return tuple(slice(o - w, o - w + s) for o, w, s in zip(box[0], within[0], box[1], strict=True))
-
-
-def tiles(box: Box, itemsize: int, most: int = TILE) -> Iterator[Box]:
-    """A box cut along its longest outer dimensions into ones of at most `most` bytes. Pure."""
-    if prod(box[1]) * itemsize <= most or not box[1]:
-        yield box
-        return
-    dim = next(i for i, size in enumerate(box[1]) if size > 1)
-    row = prod(box[1]) // box[1][dim] * itemsize
-    step = max(1, most // row)
-    for low in range(0, box[1][dim], step):
-        offsets, sizes = list(box[0]), list(box[1])
-        offsets[dim] += low
-        sizes[dim] = min(step, box[1][dim] - low)
-        yield from tiles((tuple(offsets), tuple(sizes)), itemsize, most)
-
-
 def torch_dtype(kind: Dtype, name: str) -> torch.dtype:
     """Raises UsageError for a dtype that is not read alone, or that this torch does not have."""
     found = getattr(torch, kind.name, None)
@@ -142,27 +187,10 @@ def torch_dtype(kind: Dtype, name: str) -> torch.dtype:
 
 def _bits(memory: torch.Tensor, kind: Dtype) -> Any:
     """CPU memory as numpy sees it: unsigned integers of the elements' size."""
-    name = gather.unsigned(kind)
+    name = unsigned(kind)
     if memory.is_contiguous():
         raw = memory.reshape(-1).view(torch.uint8).numpy()
         return raw.view(name).reshape(memory.shape)
     # Of a view with gaps, numpy takes integers only.
     same = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[kind.itemsize]
     return memory.view(same).numpy().view(name)
-
-
-def filesystem(path: str) -> str:
-    """The type of the file system that a path is on, as Linux calls it; empty where nothing says."""
-    try:
-        with open("/proc/self/mounts", encoding="utf-8", errors="replace") as listed:
-            mounts = [line.split()[1:3] for line in listed]
-    except OSError:
-        return ""
-    real = os.path.realpath(path)
-    best = ("", "")
-    for place, kind in mounts:
-        place = place.replace("\\040", " ")
-        inside = real == place or real.startswith(place.rstrip("/") + "/")
-        if inside and len(place) >= len(best[0]):
-            best = (place, kind)
-    return best[1]

@@ -54,12 +54,11 @@ def unsigned(kind: Dtype) -> str:
     return f"V{kind.itemsize}" if kind.itemsize > 8 else f"u{kind.itemsize}"
 
 
-def part(array: Array, box: Box, within: Box) -> Array:
-    """The view of `array`, which holds the box `within`, that holds `box`."""
-    index: Any = tuple(slice(o - w, o - w + s) for o, w, s in zip(box[0], within[0], box[1], strict=True))
+def part(array: Any, box: Box, within: Box) -> Any:
+    """The view of an array or a torch tensor, which holds the box `within`, that holds `box`."""
+    index = tuple(slice(o - w, o - w + s) for o, w, s in zip(box[0], within[0], box[1], strict=True))
     # The ellipsis keeps this a view when there are no dimensions.
-    view: Array = array[(..., *index)]
-    return view
+    return array[(..., *index)]
 
 
 def fill(target: Array, pool: Pool, files: Sequence[File], extent: Extent, chunk: Chunk, box: Box, kind: Dtype) -> None:

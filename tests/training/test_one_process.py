@@ -27,7 +27,8 @@ from torch.distributed.fsdp import fully_shard
 import ckpttool
 from ckpttool.training import broadcast as sending
 from ckpttool.training import load as loader
-from ckpttool.training.read import empty, tiles
+from ckpttool.training.read import empty
+from ckpttool.transfer.plan import tiles
 
 Adam = torch.optim.AdamW
 
@@ -183,7 +184,7 @@ def test_auto_says_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptur
 def test_tiles_cover_a_box_once() -> None:
     box = ((2, 0, 5), (7, 3, 11))
     seen = np.zeros((9, 3, 16), int)
-    for offsets, sizes in tiles(box, 4, most=100):
+    for offsets, sizes in tiles(box, 100 // 4):
         assert np.prod(sizes) * 4 <= 100
         seen[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
     assert seen[2:, :, 5:].all() and seen.sum() == 7 * 3 * 11 and seen.max() == 1

@@ -32,7 +32,7 @@ from ckpttool.formats.dcp import combine as joining
 from ckpttool.layout.mesh import Sharding
 from ckpttool.storage import stores
 from ckpttool.training import collectives as agreement
-from ckpttool.training import connections, devices
+from ckpttool.training import devices
 from ckpttool.training import fill as filling
 from ckpttool.training import save as saving
 from ckpttool.training.materialize import materialise
@@ -126,7 +126,7 @@ def _group(rank: Rank) -> Iterator[None]:
     """The process group. A rank that fails leaves it at once, so that nobody waits for it."""
     leave = dist.destroy_process_group if rank.kind == "cpu" else devices.abort
     try:
-        with connections.shut_on_failure():
+        with devices.close_on_failure():
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 dist.init_process_group(

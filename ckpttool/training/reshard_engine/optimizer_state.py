@@ -19,8 +19,7 @@ from ckpttool.training import broadcast as sending
 from ckpttool.training import collectives as agreement
 from ckpttool.training.contents import Shape
 from ckpttool.training.fill import How
-from ckpttool.training.placements import like, pieces
-from ckpttool.training.read import Reader
+from ckpttool.training.read import Reader, like, pieces
 from ckpttool.training.reshard_engine.meta_model import Shell
 
 
