@@ -27,9 +27,9 @@ from torch.distributed.tensor import DTensor
 from ckpttool.catalogue import boxes, dtypes
 from ckpttool.catalogue.boxes import Box
 from ckpttool.catalogue.entries import Tensor
-from ckpttool.training import collectives as agreement
+from ckpttool.training import collectives
 from ckpttool.training.contents import Shape
-from ckpttool.training.read import Piece, Reader, empty, torch_dtype
+from ckpttool.training.read import LocalShard, Reader, empty, torch_dtype
 from ckpttool.transfer.plan import tiles
 from ckpttool.transfer.read import part
 
@@ -59,16 +59,16 @@ def send_model(parts: Sequence[tuple[nn.Module, Sequence[tuple[str, Tensor | Non
 
     if reader is None:
         for module, _ in parts:
-            agreement.first_reads(None)
+            collectives.first_reads(None)
             _set(module, {})
         return
-    rooms = (_Room(), _Room())
+    buffers = (_Buffer(), _Buffer())
     reads = [
-        _Whole(reader, names, rooms[i % 2] if _copies(module) else None) for i, (module, names) in enumerate(parts)
+        _Whole(reader, names, buffers[i % 2] if _copies(module) else None) for i, (module, names) in enumerate(parts)
     ]
     with closing(ahead(reads)) as ready:
         for (module, _), read in zip(parts, ready, strict=True):
-            _set(module, agreement.first_reads(read) or {})
+            _set(module, collectives.first_reads(read) or {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +77,21 @@ class _Whole:
 
     reader: Reader
     names: Sequence[tuple[str, Tensor | None]]
-    room: _Room | None  # None: memory of their own
+    buffer: _Buffer | None  # None: memory of their own
 
     def __call__(self) -> dict[str, torch.Tensor]:
-        there = [(name, tensor) for name, tensor in self.names if tensor is not None]
-        if self.room is None:
-            return {name: self.reader.whole(tensor) for name, tensor in there}
-        self.room.clear(sum(self.room.needs(tensor.nbytes) for _, tensor in there))
-        made: dict[str, torch.Tensor] = {}
-        for name, tensor in there:
-            made[name] = self.room.take(tensor.shape, torch_dtype(tensor.dtype, tensor.name))
-            self.reader.read(tensor, boxes.whole(tensor.shape), made[name])
-        return made
+        present = [(name, tensor) for name, tensor in self.names if tensor is not None]
+        if self.buffer is None:
+            return {name: self.reader.whole(tensor) for name, tensor in present}
+        self.buffer.clear(sum(self.buffer.needs(tensor.nbytes) for _, tensor in present))
+        result: dict[str, torch.Tensor] = {}
+        for name, tensor in present:
+            result[name] = self.buffer.take(tensor.shape, torch_dtype(tensor.dtype, tensor.name))
+            self.reader.read(tensor, boxes.whole(tensor.shape), result[name])
+        return result
 
 
-class _Room:
+class _Buffer:
     """Memory that tensors are read into before they are sent, used again for the next but one: fresh memory, which the
     system clears page by page, costs more than reading and sending."""
 
@@ -135,63 +135,63 @@ def _set(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class OutgoingTensor:
     """A tensor that is sent, what this rank holds of it, and, on rank 0, where it is read."""
 
     shape: Shape
-    held: Sequence[Piece]
+    shards: Sequence[LocalShard]
     tensor: Tensor | None
 
 
-def send_small(sent: Sequence[Sent], reader: Reader | None) -> None:
+def send_small(sent: Sequence[OutgoingTensor], reader: Reader | None) -> None:
     """Send small tensors that every rank holds whole (`step`), all in one message. A collective."""
 
     def read() -> list[torch.Tensor]:
         assert reader is not None
         return [reader.whole(one.tensor) for one in sent if one.tensor is not None]
 
-    values = agreement.from_first(agreement.first_reads(read if reader is not None else None))
+    values = collectives.from_first(collectives.first_reads(read if reader is not None else None))
     for value, one in zip(values, sent, strict=True):
-        for piece in one.held:
-            piece.memory.copy_(part(value, piece.box, boxes.whole(value.shape)))
+        for shard in one.shards:
+            shard.memory.copy_(part(value, shard.box, boxes.whole(value.shape)))
 
 
-def send_shares(sent: Sequence[Sent], reader: Reader | None) -> None:
+def send_shares(sent: Sequence[OutgoingTensor], reader: Reader | None) -> None:
     """Send of each tensor to each rank what it holds of it, and nothing else, some tensors at a time. Rank 0 reads the
     next ones, its own shares into their place, while some are on their way. A collective; by the CPU."""
-    everyone = agreement.to_first([[piece.box for piece in one.held] for one in sent])
+    all_boxes = collectives.to_first([[shard.box for shard in one.shards] for one in sent])
     batches = _batches(sent)
-    if reader is None or everyone is None:
+    if reader is None or all_boxes is None:
         for batch in batches:
-            agreement.first_reads(None)
-            _receive([(sent[i].shape, piece) for i in batch for piece in sent[i].held])
+            collectives.first_reads(None)
+            _receive([(sent[i].shape, shard) for i in batch for shard in sent[i].shards])
         return
-    rooms = (_Room(), _Room())
-    others = list(enumerate(everyone))[1:]
+    buffers = (_Buffer(), _Buffer())
+    others = list(enumerate(all_boxes))[1:]
     reads = []
     for number, batch in enumerate(batches):
         wanted = [(sent[i], [(rank, box) for rank, of in others for box in of[i]]) for i in batch]
-        reads.append(_Shares(reader, wanted, rooms[number % 2]))
+        reads.append(_Shares(reader, wanted, buffers[number % 2]))
     with closing(ahead(reads)) as ready:
         for read in ready:
-            there = agreement.first_reads(read)
-            assert there is not None
-            for work in [dist.isend(memory, dst=rank) for rank, memory in there]:
+            present = collectives.first_reads(read)
+            assert present is not None
+            for work in [dist.isend(memory, dst=rank) for rank, memory in present]:
                 work.wait()
 
 
-def _batches(sent: Sequence[Sent]) -> list[list[int]]:
+def _batches(sent: Sequence[OutgoingTensor]) -> list[list[int]]:
     """Numbers of tensors that are sent together: a message alone has to be waited for as long as a few MiB take."""
-    made: list[list[int]] = []
-    room = 0
+    result: list[list[int]] = []
+    buffer = 0
     for i, one in enumerate(sent):
         nbytes = prod(one.shape.sizes) * dtypes.dtype(one.shape.dtype).itemsize
-        if nbytes > room:
-            made.append([])
-            room = _BATCH
-        made[-1].append(i)
-        room -= nbytes
-    return made
+        if nbytes > buffer:
+            result.append([])
+            buffer = _BATCH
+        result[-1].append(i)
+        buffer -= nbytes
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,45 +200,45 @@ class _Shares:
     that it goes to."""
 
     reader: Reader
-    wanted: Sequence[tuple[Sent, Sequence[tuple[int, Box]]]]
-    room: _Room
+    wanted: Sequence[tuple[OutgoingTensor, Sequence[tuple[int, Box]]]]
+    buffer: _Buffer
 
     def __call__(self) -> list[tuple[int, torch.Tensor]]:
-        made: list[tuple[int, torch.Tensor]] = []
-        self.room.clear(sum(self._needs(one, to) for one, to in self.wanted))
+        result: list[tuple[int, torch.Tensor]] = []
+        self.buffer.clear(sum(self._needs(one, to) for one, to in self.wanted))
         for one, to in self.wanted:
             tensor = one.tensor
             assert tensor is not None
-            for piece in one.held:
-                self.reader.read(tensor, piece.box, piece.memory)
+            for shard in one.shards:
+                self.reader.read(tensor, shard.box, shard.memory)
             read: dict[Box, torch.Tensor] = {}
             for rank, box in to:
                 if box not in read:
-                    read[box] = self.room.take(box[1], torch_dtype(tensor.dtype, tensor.name))
+                    read[box] = self.buffer.take(box[1], torch_dtype(tensor.dtype, tensor.name))
                     self.reader.read(tensor, box, read[box])
-                made.append((rank, _bytes(read[box])))
-        return made
+                result.append((rank, _bytes(read[box])))
+        return result
 
-    def _needs(self, one: Sent, to: Sequence[tuple[int, Box]]) -> int:
+    def _needs(self, one: OutgoingTensor, to: Sequence[tuple[int, Box]]) -> int:
         itemsize = dtypes.dtype(one.shape.dtype).itemsize
-        return sum(self.room.needs(prod(box[1]) * itemsize) for box in {box for _, box in to})
+        return sum(self.buffer.needs(prod(box[1]) * itemsize) for box in {box for _, box in to})
 
 
-def _receive(pieces: Sequence[tuple[Shape, Piece]]) -> None:
-    rooms = [_room_of(shape, piece) for shape, piece in pieces]
-    for work in [dist.irecv(_bytes(room), src=0) for room in rooms]:
+def _receive(shards: Sequence[tuple[Shape, LocalShard]]) -> None:
+    buffers = [_receive_buffer(shape, shard) for shape, shard in shards]
+    for work in [dist.irecv(_bytes(buffer), src=0) for buffer in buffers]:
         work.wait()
-    for (_, piece), room in zip(pieces, rooms, strict=True):
-        if room is not piece.memory:
-            piece.memory.copy_(room)
+    for (_, shard), buffer in zip(shards, buffers, strict=True):
+        if buffer is not shard.memory:
+            shard.memory.copy_(buffer)
 
 
-def _room_of(shape: Shape, piece: Piece) -> torch.Tensor:
+def _receive_buffer(shape: Shape, shard: LocalShard) -> torch.Tensor:
     """Where a piece is received: in its place, or, where that is of another dtype or has gaps, beside it."""
-    memory, kind = piece.memory, getattr(torch, shape.dtype)
+    memory, kind = shard.memory, getattr(torch, shape.dtype)
     if memory.dtype == kind and memory.is_contiguous() and memory.device.type == "cpu":
         return memory
-    return empty(piece.box[1], kind)
+    return empty(shard.box[1], kind)
 
 
 def _bytes(memory: torch.Tensor) -> torch.Tensor:
@@ -260,28 +260,28 @@ def ahead(reads: Iterable[Callable[[], T]]) -> Generator[Callable[[], T], None, 
         pool.shutdown(cancel_futures=True)
 
 
-def send_pieces(shape: Shape, held: Sequence[Piece], tensor: Tensor | None, reader: Reader | None) -> None:
+def send_tiles(shape: Shape, shards: Sequence[LocalShard], tensor: Tensor | None, reader: Reader | None) -> None:
     """Send a tensor of any dtype in tiles of bytes, of which each rank keeps what it holds. A collective."""
     kind = dtypes.dtype(shape.dtype)
     as_torch = torch_dtype(kind, tensor.name if tensor is not None else shape.dtype)
-    device = agreement.sending_device()
+    device = collectives.sending_device()
     for tile in tiles(boxes.whole(shape.sizes), _TILE // kind.itemsize):
         if 0 in tile[1]:
             continue
-        made = empty(tile[1], as_torch)
+        result = empty(tile[1], as_torch)
 
-        def read(tile: Box = tile, made: torch.Tensor = made) -> None:
+        def read(tile: Box = tile, result: torch.Tensor = result) -> None:
             assert reader is not None and tensor is not None
-            reader.read(tensor, tile, made)
+            reader.read(tensor, tile, result)
 
-        agreement.first_reads(read if reader is not None else None)
-        raw = made.reshape(-1).view(torch.uint8).to(device)
+        collectives.first_reads(read if reader is not None else None)
+        raw = result.reshape(-1).view(torch.uint8).to(device)
         dist.broadcast(raw, src=0)
-        made = raw.view(as_torch).reshape(tile[1])
-        for piece in held:
-            shared = boxes.overlap(piece.box, tile)
+        result = raw.view(as_torch).reshape(tile[1])
+        for shard in shards:
+            shared = boxes.overlap(shard.box, tile)
             if shared is not None:
-                part(piece.memory, shared, piece.box).copy_(part(made, shared, tile))
+                part(shard.memory, shared, shard.box).copy_(part(result, shared, tile))
 
 
 def is_cut(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""All ranks go on, or none: an error of one is raised on every one before the next collective, so that nobody waits."""
+"""Collectives of small Python objects, and errors: that of one rank is raised on all before the next collective."""
 
 from __future__ import annotations
 
@@ -17,92 +17,90 @@ T = TypeVar("T")
 
 
 def is_distributed() -> bool:
-    """Whether there are other ranks to agree with."""
+    """Whether there are other ranks."""
     return bool(dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
 
 def rank() -> int:
-    """This process's number; 0 alone."""
+    """The rank of this process; 0 for a single process."""
     return int(dist.get_rank()) if is_distributed() else 0
 
 
-def world() -> int:
-    """How many processes there are."""
+def world_size() -> int:
+    """The number of processes."""
     return int(dist.get_world_size()) if is_distributed() else 1
 
 
-def gathered(value: Any) -> list[Any]:
-    """What each rank says, in order."""
+def all_gather(value: Any) -> list[Any]:
+    """The value of each rank, in order."""
     if not is_distributed():
         return [value]
-    found: list[Any] = [None] * world()
-    dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def from_first(value: Any) -> Any:
-    """What rank 0 says."""
+    """The value of rank 0."""
     if not is_distributed():
         return value
-    told = [value]
-    dist.broadcast_object_list(told, src=0)
-    return told[0]
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def to_first(value: Any) -> list[Any] | None:
-    """What each rank says, in order, on rank 0."""
+    """The value of each rank, in order, on rank 0; None on others."""
     if not is_distributed():
         return [value]
-    found: list[Any] | None = [None] * world() if rank() == 0 else None
-    dist.gather_object(value, found, dst=0)
-    return found
+    values: list[Any] | None = [None] * world_size() if rank() == 0 else None
+    dist.gather_object(value, values, dst=0)
+    return values
 
 
 @contextmanager
 def together() -> Iterator[None]:
-    """A block in which a rank may fail alone. At its end all ranks raise what the first of the failing ones raised."""
-    mine: Exception | None = None
+    """Context manager in which ranks may fail. At its end all ranks raise the error of the first that failed."""
+    own_error: Exception | None = None
     try:
         yield
     except Exception as error:
-        mine = error
+        own_error = error
     if not is_distributed():
-        if mine is not None:
-            raise mine
+        if own_error is not None:
+            raise own_error
         return
-    for number, theirs in enumerate(gathered(_sendable(mine))):
-        if theirs is not None:
-            raise (mine or theirs) if number == rank() else theirs
+    for number, error_of_rank in enumerate(all_gather(_sendable(own_error))):
+        if error_of_rank is not None:
+            raise (own_error or error_of_rank) if number == rank() else error_of_rank
 
 
 def check_sees(partial: str, hint: str) -> None:
-    """Raises StorageError, the same on every rank, where one does not see a directory that rank 0 has made: what it
-    wrote elsewhere would be missing. A collective."""
+    """Raises StorageError, on every rank, if one does not see a directory that rank 0 has created. A collective."""
     with together():
         if not os.path.isdir(partial):
             raise StorageError(f"rank {rank()} does not see `{os.path.dirname(partial)}` as rank 0 does", hint=hint)
 
 
 def first_reads(read: Callable[[], T] | None) -> T | None:
-    """What `read` returns on rank 0, the only one that has it. Its error is raised on all ranks: they are about to wait
-    for what it read."""
-    found: T | None = None
-    mine: Exception | None = None
+    """The result of `read` on rank 0, the only one that has it; None on others. Its error is raised on all ranks."""
+    values: T | None = None
+    own_error: Exception | None = None
     if read is not None:
         try:
-            found = read()
+            values = read()
         except Exception as error:
-            mine = error
-    failed = torch.tensor([mine is not None], dtype=torch.uint8, device=sending_device())
+            own_error = error
+    failed = torch.tensor([own_error is not None], dtype=torch.uint8, device=sending_device())
     dist.broadcast(failed, src=0)
     if failed.item():
-        told = from_first(_sendable(mine))
-        raise mine or told
-    return found
+        first_error: Exception = from_first(_sendable(own_error))
+        raise own_error or first_error
+    return values
 
 
 def sending_device() -> torch.device:
-    """Where tensors have to be to be sent: the CPU if the process group has a backend for it."""
+    """The device of tensors to be sent: the CPU if the process group has a backend for it."""
     kinds = dist.group.WORLD._device_types
     for kind in kinds:
         if kind.type == "cpu":

@@ -10,18 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ckpttool.catalogue import flatten as nesting
-from ckpttool.catalogue import parts
-from ckpttool.catalogue import values as stubs
+from ckpttool.catalogue import flatten, parts, values
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Object, Part, Path, Tensor, dotted
 from ckpttool.catalogue.values import Link, Stub
 from ckpttool.errors import CkptError, UsageError
-from ckpttool.layout import select as layout
-from ckpttool.layout.optimizer import parse as found
-from ckpttool.layout.optimizer import respell as optimkeys
-from ckpttool.serialization import pickler as picklewriter
-from ckpttool.serialization import unpickler as pickles
+from ckpttool.layout import select
+from ckpttool.layout.optimizer import parse, respell
+from ckpttool.serialization import pickler, unpickler
 from ckpttool.text import meant
 
 Read = Callable[[Tensor], Any]
@@ -52,14 +48,14 @@ class Optimizer:
     by_number: bool = False
 
 
-class Sealed(NamedTuple):
+class PickledValue(NamedTuple):
     """A value with objects of unknown classes in it, as a pickle that only our own reader opens."""
 
     data: bytes
 
 
 @dataclass(slots=True)
-class Described:
+class Contents:
     """`same` are second names of tied weights: `{"lm_head.weight": "embed.weight"}`. `own` is what the script's own
     objects get that may be large: tensors are a `Shape` in it. `tensors` is what to read for `("model", name)`,
     `("optimizer", name, *below)` and `("own", *path)`, on a rank that reads; the others have none."""
@@ -75,66 +71,66 @@ class Described:
     left: list[str] = field(default_factory=list)
     tensors: dict[Path, Tensor] = field(default_factory=dict)
 
-    def for_others(self) -> Described:
+    def for_others(self) -> Contents:
         """Without what only a reader can use."""
-        told = Described(self.path, self.format, self.model, self.extra_state, self.same, self.optimizer)
-        told.left = self.left
+        contents = Contents(self.path, self.format, self.model, self.extra_state, self.same, self.optimizer)
+        contents.left = self.left
         for name in ("own", "rest"):
             mine = getattr(self, name)
             theirs = Catalogue(name, containers=mine.containers)
             for entry in mine.objects:
-                theirs.add(Object(entry.path, sealed(entry.value), part=entry.part))
-            setattr(told, name, theirs)
-        return told
+                theirs.add(Object(entry.path, to_picklable(entry.value), part=entry.part))
+            setattr(contents, name, theirs)
+        return contents
 
 
 def describe(
     catalogue: Catalogue, path: str, read: Read, model: str | None, optimizer: str | None, prefix: str = "", *,
-    wanted: tuple[bool, bool], own: Mapping[Path, bool] | None = None,
-) -> Described:  # fmt: skip
-    """`model` and `optimizer` are the root keys of the parts to take, if there are several; `wanted` says which of the
+    targets: tuple[bool, bool], own: Mapping[Path, bool] | None = None,
+) -> Contents:  # fmt: skip
+    """`model` and `optimizer` are the root keys of the parts to take, if there are several; `targets` says which of the
     two are; `prefix` is taken off the names of parameters. `own` says where the script's own objects stand, and whether
     they have sharded tensors. Raises UsageError when a part is not there, or is not the only one."""
-    told = Described(path, catalogue.format)
-    catalogue = _without_own(told, layout.start(catalogue), read, own or {})
+    contents = Contents(path, catalogue.format)
+    catalogue = _without_own(contents, select.start(catalogue), read, own or {})
     chosen: list[Part] = []
-    if wanted[0]:
+    if targets[0]:
         chosen.append(chosen_part(catalogue, "model", model, path))
-        _add_model(told, catalogue, chosen[0], prefix)
-    if wanted[1]:
+        _add_model(contents, catalogue, chosen[0], prefix)
+    if targets[1]:
         chosen.append(chosen_part(catalogue, "optimizer", optimizer, path))
-        _add_optimizer(told, catalogue, chosen[-1], read, prefix)
-    there = [part for part in parts.parts(catalogue) if part.kind in ("model", "optimizer")]
-    told.left = [str(part) for part in there if part not in chosen]
-    kept = layout.select(catalogue, lambda entry: entry.part.kind not in ("model", "optimizer"))
-    told.rest.containers = kept.containers
+        _add_optimizer(contents, catalogue, chosen[-1], read, prefix)
+    present = [part for part in parts.parts(catalogue) if part.kind in ("model", "optimizer")]
+    contents.left = [str(part) for part in present if part not in chosen]
+    kept = select.select(catalogue, lambda entry: entry.part.kind not in ("model", "optimizer"))
+    contents.rest.containers = kept.containers
     for entry in kept.entries.values():
         if isinstance(entry, Tensor) and entry.embedded:
             continue
         value = read(entry.origin or entry) if isinstance(entry, Tensor) else with_tensors(entry.value, kept, read)
-        told.rest.add(Object(entry.path, value, part=entry.part))
-    return told
+        contents.rest.add(Object(entry.path, value, part=entry.part))
+    return contents
 
 
-def _without_own(told: Described, catalogue: Catalogue, read: Read, own: Mapping[Path, bool]) -> Catalogue:
+def _without_own(contents: Contents, catalogue: Catalogue, read: Read, own: Mapping[Path, bool]) -> Catalogue:
     """What the script's own objects get is theirs, even if it is a model or an optimizer by its key: an average of the
     weights, or a wrapper around both. What is neither, and not sharded, stays with the rest."""
     taken: set[Path] = set()
     for where, is_sharded in own.items():
-        there = {e.path: e.part.kind for e in catalogue.entries.values() if e.path[: len(where)] == where}
-        if is_sharded or not {"model", "optimizer"}.isdisjoint(there.values()):
-            taken |= there.keys()
+        present = {e.path: e.part.kind for e in catalogue.entries.values() if e.path[: len(where)] == where}
+        if is_sharded or not {"model", "optimizer"}.isdisjoint(present.values()):
+            taken |= present.keys()
     if not taken:
         return catalogue
-    kept = layout.select(catalogue, lambda entry: entry.path in taken)
-    told.own.containers = kept.containers
+    kept = select.select(catalogue, lambda entry: entry.path in taken)
+    contents.own.containers = kept.containers
     for entry in kept.entries.values():
         if isinstance(entry, Object):
-            told.own.add(Object(entry.path, with_tensors(entry.value, kept, read), part=entry.part))
+            contents.own.add(Object(entry.path, with_tensors(entry.value, kept, read), part=entry.part))
         elif not entry.embedded:
-            told.own.add(Object(entry.path, Shape(entry.dtype.name, entry.shape), part=entry.part))
-            told.tensors[("own", *entry.path)] = entry.origin or entry
-    return layout.select(catalogue, lambda entry: entry.path not in taken)
+            contents.own.add(Object(entry.path, Shape(entry.dtype.name, entry.shape), part=entry.part))
+            contents.tensors[("own", *entry.path)] = entry.origin or entry
+    return select.select(catalogue, lambda entry: entry.path not in taken)
 
 
 def chosen_part(catalogue: Catalogue, kind: str, name: str | None, path: str) -> Part:
@@ -142,25 +138,25 @@ def chosen_part(catalogue: Catalogue, kind: str, name: str | None, path: str) ->
 
     Raises UsageError when it is not clear.
     """
-    there = [part for part in parts.parts(catalogue) if part.kind == kind]
+    present = [part for part in parts.parts(catalogue) if part.kind == kind]
     if name is not None:
-        found = [part for part in there if dotted(part.root) == name]
+        found = [part for part in present if dotted(part.root) == name]
         if not found:
-            roots = [dotted(part.root) for part in there]
+            roots = [dotted(part.root) for part in present]
             hint = meant(name, roots, f"there is {', '.join(f'`{n}`' for n in roots)}" if roots else "there is none")
             raise UsageError(f"`{path}`: has no {kind} under `{name}`", hint=hint)
         return found[0]
-    if kind == "model" and len(there) > 1:
-        best = min(layout.model_rank(part.root) for part in there)
-        there = [part for part in there if layout.model_rank(part.root) == best]
-    if len(there) != 1:
-        names = ", ".join(f"`{dotted(part.root)}`" for part in there)
-        hint = f"say which with `{kind}_key`: {names}" if there else "`ckpttool inspect` shows what is in it"
-        raise UsageError(f"`{path}`: has {len(there) or 'no'} {kind}s, and one is needed", hint=hint)
-    return there[0]
+    if kind == "model" and len(present) > 1:
+        best = min(select.model_rank(part.root) for part in present)
+        present = [part for part in present if select.model_rank(part.root) == best]
+    if len(present) != 1:
+        names = ", ".join(f"`{dotted(part.root)}`" for part in present)
+        hint = f"say which with `{kind}_key`: {names}" if present else "`ckpttool inspect` shows what is in it"
+        raise UsageError(f"`{path}`: has {len(present) or 'no'} {kind}s, and one is needed", hint=hint)
+    return present[0]
 
 
-def _add_model(told: Described, catalogue: Catalogue, part: Part, prefix: str) -> None:
+def _add_model(contents: Contents, catalogue: Catalogue, part: Part, prefix: str) -> None:
     depth = len(part.root)
     first: dict[Path, str] = {}
     for entry in catalogue.entries.values():
@@ -168,34 +164,34 @@ def _add_model(told: Described, catalogue: Catalogue, part: Part, prefix: str) -
             continue
         name = dotted(entry.path[depth:]).removeprefix(prefix)
         if isinstance(entry, Object):
-            told.extra_state[name] = entry.value
+            contents.extra_state[name] = entry.value
             continue
-        told.model[name] = Shape(entry.dtype.name, entry.shape)
-        told.tensors["model", name] = entry.origin or entry
+        contents.model[name] = Shape(entry.dtype.name, entry.shape)
+        contents.tensors["model", name] = entry.origin or entry
         known = first.setdefault(catalogue.first(entry).path, name)
         if known != name:
-            told.same[name] = known
+            contents.same[name] = known
 
 
-def _add_optimizer(told: Described, catalogue: Catalogue, part: Part, read: Read, prefix: str) -> None:
+def _add_optimizer(contents: Contents, catalogue: Catalogue, part: Part, read: Read, prefix: str) -> None:
     # The model goes along, as it says what the numbers of an optimizer mean.
-    alone = layout.select(catalogue, lambda entry: entry.part == part or entry.part.kind == "model")
+    alone = select.select(catalogue, lambda entry: entry.part == part or entry.part.kind == "model")
     by_number = False
     try:
-        alone = optimkeys.respell(alone, "fqn")
+        alone = respell.respell(alone, "fqn")
     except CkptError:
-        made = [one for one in found.optimizers(alone) if one.part == part]
-        if not made or made[0].spelling != "id":
+        optimizers = [one for one in parse.optimizers(alone) if one.part == part]
+        if not optimizers or optimizers[0].spelling != "id":
             raise
         by_number = True
-    made = [one for one in found.optimizers(alone) if one.part == part]
-    if len(made) != 1:
+    optimizers = [one for one in parse.optimizers(alone) if one.part == part]
+    if len(optimizers) != 1:
         raise UsageError(
-            f"`{told.path}`: `{part}` holds {len(made) or 'no'} optimizers, and one is needed",
+            f"`{contents.path}`: `{part}` has {len(optimizers) or 'no'} optimizers, and one is needed",
             hint="name one with `optimizer_key`",
         )
-    [one] = made
-    told.optimizer = Optimizer([], {}, by_number)
+    [one] = optimizers
+    contents.optimizer = Optimizer([], {}, by_number)
 
     def bare(name: Any) -> Any:
         return name.removeprefix(prefix) if isinstance(name, str) else name
@@ -208,17 +204,17 @@ def _add_optimizer(told: Described, catalogue: Catalogue, part: Part, read: Read
         for below, entry in group.items:
             if not (isinstance(entry, Tensor) and entry.embedded):
                 _put(values, below, value(entry))
-        told.optimizer.groups.append(Group([bare(name) for name in group.params], values))
+        contents.optimizer.groups.append(Group([bare(name) for name in group.params], values))
     for called, items in one.state.items():
         name = bare(called)
         kept: dict[Path, Any] = {}
-        told.optimizer.state[name] = kept
+        contents.optimizer.state[name] = kept
         for below, entry in items:
             if isinstance(entry, Object):
                 kept[below] = with_tensors(entry.value, alone, read)
             elif not entry.embedded:
                 kept[below] = Shape(entry.dtype.name, entry.shape)
-                told.tensors[("optimizer", name, *below)] = entry.origin or entry
+                contents.tensors[("optimizer", name, *below)] = entry.origin or entry
 
 
 def _put(values: dict[Any, Any], path: Path, value: Any) -> None:
@@ -231,28 +227,28 @@ def _put(values: dict[Any, Any], path: Path, value: Any) -> None:
 # The rest -------------------------------------------------------------------------------------------------------------
 
 
-def nested_rest(told: Described, rank: int) -> dict[Any, Any]:
+def nested_rest(contents: Contents, rank: int) -> dict[Any, Any]:
     """The rest as it was saved, of what belongs to a rank this one's, where the rank had it."""
 
     def is_mine(entry: Tensor | Object) -> bool:
         of = _rank_of(entry)
         return of is None or of == rank
 
-    kept = layout.select(told.rest, is_mine)
+    kept = select.select(contents.rest, is_mine)
     moved = {path: parts.without_rank(path) for path, entry in kept.entries.items() if _rank_of(entry) is not None}
-    kept = layout.move(kept, moved)
-    made = nesting.unflatten(kept, lambda entry: opened(entry.value) if isinstance(entry, Object) else None)
-    return made if isinstance(made, dict) else {"value": made}
+    kept = select.move(kept, moved)
+    result = flatten.unflatten(kept, lambda entry: from_picklable(entry.value) if isinstance(entry, Object) else None)
+    return result if isinstance(result, dict) else {"value": result}
 
 
-def without_own(told: Described, rank: int) -> list[str]:
+def without_own(contents: Contents, rank: int) -> list[str]:
     """What other ranks saved and this one did not: it was saved by fewer ranks."""
     by_rank: dict[str, set[int]] = {}
-    for entry in told.rest.entries.values():
+    for entry in contents.rest.entries.values():
         of = _rank_of(entry)
         if of is not None:
             by_rank.setdefault(str(entry.part), set()).add(of)
-    return [part for part, there in by_rank.items() if rank not in there]
+    return [part for part, present in by_rank.items() if rank not in present]
 
 
 def _rank_of(entry: Tensor | Object) -> int | None:
@@ -268,11 +264,11 @@ def with_tensors(value: Any, catalogue: Catalogue, read: Read) -> Any:
         entry = catalogue.entries.get(value.path)
         return read(entry.origin or entry) if isinstance(entry, Tensor) else value
     if isinstance(value, Stub):
-        return _counter(value) if stubs.stub_name(value) == "collections.Counter" else _numpy(value)
+        return _counter(value) if values.stub_name(value) == "collections.Counter" else _numpy(value)
     if isinstance(value, dict):
-        made = type(value)()
-        made.update((key, with_tensors(child, catalogue, read)) for key, child in value.items())
-        return made
+        result = type(value)()
+        result.update((key, with_tensors(child, catalogue, read)) for key, child in value.items())
+        return result
     if type(value) in (list, tuple, set, frozenset):
         return type(value)(with_tensors(child, catalogue, read) for child in value)
     return value
@@ -289,7 +285,7 @@ def _numpy(value: Stub) -> Any:
     """A numpy array of plain numbers, made from what its pickle says; any other stub as it is."""
     import numpy as np
 
-    name = stubs.stub_name(value) or ""
+    name = values.stub_name(value) or ""
     if name not in ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct") or not value.state:
         return value
     match value.state[0]:
@@ -301,13 +297,13 @@ def _numpy(value: Stub) -> Any:
     return value
 
 
-def sealed(value: Any) -> Any:
+def to_picklable(value: Any) -> Any:
     """For another process: a stub's class is made on the spot, and the other's pickle would not find it."""
-    if any(isinstance(one, Stub) or stubs.is_stub_type(one) for one in stubs.walk(value)):
-        return Sealed(picklewriter.dump(value))
+    if any(isinstance(one, Stub) or values.is_stub_type(one) for one in values.walk(value)):
+        return PickledValue(pickler.dump(value))
     return value
 
 
-def opened(value: Any) -> Any:
+def from_picklable(value: Any) -> Any:
     """What was sealed, as it was."""
-    return pickles.load(value.data, what="a value") if isinstance(value, Sealed) else value
+    return unpickler.load(value.data, what="a value") if isinstance(value, PickledValue) else value

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ckpttool.errors import CkptError
 from ckpttool.text import safe
-from ckpttool.training import collectives as agreement
+from ckpttool.training import collectives
 
 # Seconds in which rank 0 has the same error if it has it at all: what ckpttool raises, it raises on every rank.
 _WAIT = 10
@@ -29,10 +29,10 @@ def exit_on_error() -> Iterator[None]:
     try:
         yield
     except CkptError as error:
-        if agreement.rank() == 0:
+        if collectives.rank() == 0:
             _say(error, "")
         elif not _is_said():
-            _say(error, f"rank {agreement.rank()}: ")
+            _say(error, f"rank {collectives.rank()}: ")
         _note_said()
         raise SystemExit(error.exit_code) from None
 
@@ -48,7 +48,7 @@ def _say(error: CkptError, who: str) -> None:
 
 
 def _note_said() -> None:
-    if agreement.is_distributed() and agreement.rank() == 0:
+    if collectives.is_distributed() and collectives.rank() == 0:
         _get_default_store().set(_KEY, b"")
 
 

@@ -22,15 +22,13 @@ from torch.distributed.fsdp import (
 
 from ckpttool.catalogue.entries import Path
 from ckpttool.errors import UsageError
-from ckpttool.layout import select as layout
+from ckpttool.layout.select import strip_wrappers
 from ckpttool.text import some
-from ckpttool.training import collectives as agreement
-from ckpttool.training import fill as filling
-from ckpttool.training import match as matching
-from ckpttool.training.contents import Described, Group, Shape
-from ckpttool.training.fill import How, group_of
-from ckpttool.training.match import Held, Matched
-from ckpttool.training.read import like, pieces
+from ckpttool.training import collectives, match
+from ckpttool.training.contents import Contents, Group, Shape
+from ckpttool.training.fill import Filler, group_of, hand_over, is_as_saved, keep_dtypes
+from ckpttool.training.match import GroupMatch, ModelMatch
+from ckpttool.training.read import like, local_shards
 
 
 def is_fsdp1(model: nn.Module) -> bool:
@@ -38,33 +36,33 @@ def is_fsdp1(model: nn.Module) -> bool:
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
-def fill(model: nn.Module, optimizer: torch.optim.Optimizer | None, how: How) -> Matched:
+def fill(model: nn.Module, optimizer: torch.optim.Optimizer | None, filler: Filler) -> ModelMatch:
     """Fill model and optimizer. A collective: FSDP1 moves what each rank read to where its flat parameters are."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of ShardedTensor, at every touch
-        return _fill(model, optimizer, how)
+        return _fill(model, optimizer, filler)
 
 
-def _fill(model: nn.Module, optimizer: torch.optim.Optimizer | None, how: How) -> Matched:
-    with agreement.together():
+def _fill(model: nn.Module, optimizer: torch.optim.Optimizer | None, filler: Filler) -> ModelMatch:
+    with collectives.together():
         _check_real(model)
     with sharded(model):
         values = model.state_dict()
         groups = _names_of_groups(model, optimizer) if optimizer is not None else []
-    with agreement.together():
-        matched = matching.match(values, how.told, {}, sharded=True)
+    with collectives.together():
+        matched = match.match(values, filler.contents, {}, sharded=True)
         _add_tied(matched, model, values)
-        if how.strict:
-            matching.check_complete(matched, how.told, model)
-        held = [] if optimizer is None else _match_groups(optimizer, groups, how.told)
-    if how.broadcast:
-        matching.check_alike(matched, held)
+        if filler.strict:
+            match.check_complete(matched, filler.contents, model)
+        matches = [] if optimizer is None else _match_groups(optimizer, groups, filler.contents)
+    if filler.broadcast:
+        match.check_alike(matched, matches)
     with torch.no_grad():
-        _fill_model(matched, how)
+        _fill_model(matched, filler)
         with sharded(model):
             model.load_state_dict(values)
         if optimizer is not None:
-            _fill_optimizer(model, optimizer, values, held, how)
+            _fill_optimizer(model, optimizer, values, matches, filler)
     return matched
 
 
@@ -88,16 +86,16 @@ def _check_real(model: nn.Module) -> None:
         )
 
 
-def _add_tied(matched: Matched, model: nn.Module, values: dict[str, Any]) -> None:
+def _add_tied(matched: ModelMatch, model: nn.Module, values: dict[str, Any]) -> None:
     """Second names of tied weights that the checkpoint does not have. They have to be filled: FSDP1 loads both names
     into one memory."""
-    clean = {layout.strip_wrappers(key): key for key in values}
-    there = {layout.strip_wrappers(place.key): place for place in matched.places}
+    clean = {strip_wrappers(key): key for key in values}
+    saved = {strip_wrappers(place.key): place for place in matched.targets}
     for one, other in _ties(model):
         for name, first in ((one, other), (other, one)):
-            if name in matched.missing and first in there:
+            if name in matched.missing and first in saved:
                 matched.missing.remove(name)
-                matched.places.append(matching.Place(clean[name], there[first].name, values[clean[name]]))
+                matched.targets.append(match.TensorTarget(clean[name], saved[first].name, values[clean[name]]))
 
 
 def _ties(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -106,33 +104,33 @@ def _ties(model: nn.Module) -> Iterator[tuple[str, str]]:
             for info in getattr(getattr(module, "_flat_param", None), "_shared_param_infos", ()):
                 names = (info.module_name, info.param_name), (info.prim_module_name, info.prim_param_name)
                 one, other = (".".join(filter(None, (prefix, *name))) for name in names)
-                yield layout.strip_wrappers(one), layout.strip_wrappers(other)
+                yield strip_wrappers(one), strip_wrappers(other)
 
 
-def _fill_model(matched: Matched, how: How) -> None:
+def _fill_model(matched: ModelMatch, filler: Filler) -> None:
     first: dict[str, Any] = {}
     tied: list[tuple[Any, Any]] = []
-    with _errors_apart(how):
-        for place in matched.places:
-            name = how.told.same.get(place.name, place.name)
+    with _errors_apart(filler):
+        for place in matched.targets:
+            name = filler.contents.same.get(place.name, place.name)
             if name in first:
                 # A second name of tied weights: its shards are other memory here.
                 tied.append((place.value, first[name]))
                 continue
             first[name] = place.value
-            how.get(("model", name), how.told.model[name], pieces(place.value, name))
+            filler.fill(("model", name), filler.contents.model[name], local_shards(place.value, name))
         for value, other in tied:
-            for mine, theirs in zip(pieces(value, ""), pieces(other, ""), strict=True):
-                mine.memory.copy_(theirs.memory)
+            for shard, indices in zip(local_shards(value, ""), local_shards(other, ""), strict=True):
+                shard.memory.copy_(indices.memory)
 
 
 @contextmanager
-def _errors_apart(how: How) -> Iterator[None]:
+def _errors_apart(filler: Filler) -> Iterator[None]:
     """Where nothing is sent, a rank may fail alone and tells the others afterwards."""
-    if how.broadcast:
+    if filler.broadcast:
         yield
     else:
-        with agreement.together():
+        with collectives.together():
             yield
 
 
@@ -142,74 +140,78 @@ def _errors_apart(how: How) -> Iterator[None]:
 def _names_of_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
     """The parameters of each group by name, as FSDP1 calls them; a flat parameter stands for several."""
     bare = {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
-    told = FullyShardedDataParallel.optim_state_dict(model, optimizer, bare)
-    return [list(group["params"]) for group in told["param_groups"]]
+    contents = FullyShardedDataParallel.optim_state_dict(model, optimizer, bare)
+    return [list(group["params"]) for group in contents["param_groups"]]
 
 
-def _match_groups(optimizer: torch.optim.Optimizer, groups: list[list[str]], told: Described) -> list[Held]:
-    assert told.optimizer is not None
-    if told.optimizer.by_number:
+def _match_groups(optimizer: torch.optim.Optimizer, groups: list[list[str]], contents: Contents) -> list[GroupMatch]:
+    assert contents.optimizer is not None
+    if contents.optimizer.by_number:
         raise UsageError(
-            f"`{told.path}`: its optimizer calls parameters by numbers, and no model there says which they are",
+            f"`{contents.path}`: its optimizer calls parameters by numbers, and no model there says which they are",
             hint="FSDP1 loads an optimizer by names: `ckpttool convert --optim-keys fqn --model-from ...` writes them",
         )
-    there = {layout.strip_wrappers(name): i for i, group in enumerate(told.optimizer.groups) for name in group.params}
-    free = [group for group in told.optimizer.groups if not group.params]
-    held: list[Held] = []
+    saved = {strip_wrappers(name): i for i, group in enumerate(contents.optimizer.groups) for name in group.params}
+    free = [group for group in contents.optimizer.groups if not group.params]
+    matches: list[GroupMatch] = []
     for number, (group, names) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-        clean = [layout.strip_wrappers(name) for name in names]
+        clean = [strip_wrappers(name) for name in names]
         # A second name of tied weights need not be listed.
-        lost = [name for name in clean if name not in there and name not in told.same]
-        theirs = {there[name] for name in clean if name in there}
+        unknown = [name for name in clean if name not in saved and name not in contents.same]
+        indices = {saved[name] for name in clean if name in saved}
         if not names:
-            held.append(Held(group, free.pop(0) if free else Group([], {}), []))
-        elif lost or len(theirs) != 1:
-            raise matching.grouped_otherwise(number, lost, len(theirs), told.path)
+            matches.append(GroupMatch(group, free.pop(0) if free else Group([], {}), []))
+        elif unknown or len(indices) != 1:
+            raise match.grouped_otherwise(number, unknown, len(indices), contents.path)
         else:
-            held.append(Held(group, told.optimizer.groups[theirs.pop()], names))
-    matching.check_all_used(held, told.optimizer, told.path)
-    return held
+            matches.append(GroupMatch(group, contents.optimizer.groups[indices.pop()], names))
+    match.check_all_used(matches, contents.optimizer, contents.path)
+    return matches
 
 
 def _fill_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any], held: list[Held], how: How
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    values: dict[str, Any],
+    matches: list[GroupMatch],
+    filler: Filler,
 ) -> None:
-    assert how.told.optimizer is not None
-    by_name = {layout.strip_wrappers(name): value for name, value in values.items()}
-    names = {layout.strip_wrappers(name): name for name in how.told.optimizer.state}
+    assert filler.contents.optimizer is not None
+    by_name = {strip_wrappers(name): value for name, value in values.items()}
+    names = {strip_wrappers(name): name for name in filler.contents.optimizer.state}
     state: dict[str, dict[Any, Any]] = {}
-    with _errors_apart(how):
-        for one in held:
+    with _errors_apart(filler):
+        for one in matches:
             for name in one.names:
-                clean = layout.strip_wrappers(name)
-                kept = how.told.optimizer.state.get(names.get(clean))
-                if kept:
-                    state[name] = _state_of(by_name[clean], names[clean], kept, how)
-    groups = [group_of(one, one.names) for one in held]
+                clean = strip_wrappers(name)
+                saved = filler.contents.optimizer.state.get(names.get(clean))
+                if saved:
+                    state[name] = _state_of(by_name[clean], names[clean], saved, filler)
+    groups = [group_of(one, one.names) for one in matches]
     with sharded(model):
         flat = FullyShardedDataParallel.optim_state_dict_to_load(
             model, optimizer, {"state": state, "param_groups": groups}
         )
-    filling.hand_over(optimizer, flat, how.told.path)
+    hand_over(optimizer, flat, filler.contents.path)
     # A flat parameter stands for several, of one dtype.
-    shapes = {layout.strip_wrappers(name): there for name, there in how.told.model.items()}
-    for one, group in zip(held, flat["param_groups"], strict=True):
-        there = [shapes[clean] for name in one.names if (clean := layout.strip_wrappers(name)) in shapes]
+    shapes = {strip_wrappers(name): shape for name, shape in filler.contents.model.items()}
+    for one, group in zip(matches, flat["param_groups"], strict=True):
+        of_group = [shapes[clean] for name in one.names if (clean := strip_wrappers(name)) in shapes]
         for number, parameter in zip(group["params"], one.group["params"], strict=True):
-            if there and all(filling.is_as_saved(parameter, shape) for shape in there):
-                filling.keep_dtypes(optimizer, parameter, flat["state"].get(number, {}))
+            if of_group and all(is_as_saved(parameter, shape) for shape in of_group):
+                keep_dtypes(optimizer, parameter, flat["state"].get(number, {}))
 
 
-def _state_of(parameter: Any, name: str, kept: dict[Path, Any], how: How) -> dict[Any, Any]:
-    made: dict[Any, Any] = {}
-    for below, there in kept.items():
+def _state_of(parameter: Any, name: str, state: dict[Path, Any], filler: Filler) -> dict[Any, Any]:
+    result: dict[Any, Any] = {}
+    for below, saved in state.items():
         if len(below) != 1:
             raise UsageError(f"state `{'.'.join(map(str, below))}` of `{name}` is nested, which FSDP1 does not load")
-        value = there
-        if isinstance(there, Shape):
-            dtype = getattr(torch, there.dtype)
-            is_like = tuple(parameter.size()) == there.sizes and there.sizes
-            value = like(parameter, dtype) if is_like else torch.empty(there.sizes, dtype=dtype)
-            how.get(("optimizer", name, *below), there, pieces(value, name))
-        made[below[0]] = value
-    return made
+        value = saved
+        if isinstance(saved, Shape):
+            dtype = getattr(torch, saved.dtype)
+            is_like = tuple(parameter.size()) == saved.sizes and saved.sizes
+            value = like(parameter, dtype) if is_like else torch.empty(saved.sizes, dtype=dtype)
+            filler.fill(("optimizer", name, *below), saved, local_shards(value, name))
+        result[below[0]] = value
+    return result

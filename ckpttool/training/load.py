@@ -23,25 +23,12 @@ from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Path
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import UsageError
-from ckpttool.producers import open as opening
+from ckpttool.producers.open import naming, open_source
 from ckpttool.text import meant, size, some
-from ckpttool.training import (
-    collectives as agreement,
-)
-from ckpttool.training import (
-    contents as describing,
-)
-from ckpttool.training import (
-    fill as filling,
-)
-from ckpttool.training import (
-    fsdp1,
-)
-from ckpttool.training import (
-    match as matching,
-)
-from ckpttool.training.contents import Described
-from ckpttool.training.materialize import materialise
+from ckpttool.training import collectives, fill, fsdp1, match
+from ckpttool.training.contents import Contents, describe, nested_rest, without_own
+from ckpttool.training.fill import Filler
+from ckpttool.training.materialize import materialize
 from ckpttool.training.read import Reader
 
 log = logging.getLogger("ckpttool")
@@ -100,14 +87,16 @@ def load(
     """
     if model is None and optimizer is not None:
         raise UsageError("an optimizer is loaded with its model, which knows the names of the parameters")
-    wanted = Wanted(model, optimizer, model_key, optimizer_key, f"{strip_prefix.rstrip('.')}." if strip_prefix else "")
-    return load_parts(os.fspath(path), wanted, strategy=strategy, strict=strict, device=device, shapes=shapes)
+    targets = LoadTargets(
+        model, optimizer, model_key, optimizer_key, f"{strip_prefix.rstrip('.')}." if strip_prefix else ""
+    )
+    return load_parts(os.fspath(path), targets, strategy=strategy, strict=strict, device=device, shapes=shapes)
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What to load: `Wanted(model, optimizer, "ema", None)`. `own` are objects of the script's, by their place, and
-    whether they have sharded tensors."""
+class LoadTargets:
+    """What to load: `LoadTargets(model, optimizer, "ema", None)`. `own` are other objects of the script, by their path,
+    and whether they have sharded tensors."""
 
     model: nn.Module | None = None
     optimizer: torch.optim.Optimizer | None = None
@@ -118,91 +107,100 @@ class Wanted:
 
 
 def load_parts(
-    path: str, wanted: Wanted, *, strategy: str, strict: bool, device: torch.device | str | None, shapes: str | None,
-    check: Callable[[dict[Any, Any], Described], None] | None = None, fill: Callable[[filling.How], None] | None = None,
-) -> Loaded:  # fmt: skip
-    """As `load`; `check` may refuse the rest before anything is changed, `fill` hands out what is `own`."""
+    path: str,
+    targets: LoadTargets,
+    *,
+    strategy: str,
+    strict: bool,
+    device: torch.device | str | None,
+    shapes: str | None,
+    check: Callable[[dict[Any, Any], Contents], None] | None = None,
+    fill_own: Callable[[Filler], None] | None = None,
+) -> Loaded:
+    """As `load`; `check` may refuse the rest before anything is changed, `fill_own` hands out what is `own`."""
     if strategy not in STRATEGIES:
         hint = meant(strategy, list(STRATEGIES), "one of `auto`, `parallel`, `broadcast`")
         raise UsageError(f"there is no strategy `{strategy}`", hint=hint)
     chosen, why = choose(path, strategy)
     log.info("loading `%s` by `%s`: %s", path, chosen, why)
     with ExitStack() as stack:
-        reader, told = stack.enter_context(_opened(path, chosen, shapes, wanted))
-        made = Loaded(path, told.format, chosen, why, left=told.left)
-        with agreement.together():
-            made.rest = describing.nested_rest(told, agreement.rank())
-            made.without_own = describing.without_own(told, agreement.rank())
+        reader, contents = stack.enter_context(_opened(path, chosen, shapes, targets))
+        loaded = Loaded(path, contents.format, chosen, why, left=contents.left)
+        with collectives.together():
+            loaded.rest = nested_rest(contents, collectives.rank())
+            loaded.without_own = without_own(contents, collectives.rank())
             if check is not None:
-                check(made.rest, told)
-        how = filling.How(reader, told, broadcast=chosen == "broadcast", strict=strict)
-        if wanted.model is not None:
-            _fill(wanted.model, wanted.optimizer, how, device, made)
-        if fill is not None:
-            fill(how)
-        made.bytes_read = reader.nbytes if reader is not None else 0
-    if made.uninitialised:
-        log.warning("`%s`: what is in no checkpoint is left to chance: %s", path, some(made.uninitialised))
-    if made.without_own:
-        log.warning("`%s`: rank %d saved no %s", path, agreement.rank(), ", ".join(made.without_own))
-    log.info("loaded `%s`: %s read by rank %d", path, size(made.bytes_read), agreement.rank())
-    return made
+                check(loaded.rest, contents)
+        filler = Filler(reader, contents, broadcast=chosen == "broadcast", strict=strict)
+        if targets.model is not None:
+            _fill(targets.model, targets.optimizer, filler, device, loaded)
+        if fill_own is not None:
+            fill_own(filler)
+        loaded.bytes_read = reader.nbytes if reader is not None else 0
+    if loaded.uninitialised:
+        log.warning("`%s`: not in the checkpoint, and uninitialised: %s", path, some(loaded.uninitialised))
+    if loaded.without_own:
+        log.warning("`%s`: rank %d saved no %s", path, collectives.rank(), ", ".join(loaded.without_own))
+    log.info("loaded `%s`: %s read by rank %d", path, size(loaded.bytes_read), collectives.rank())
+    return loaded
 
 
 def _fill(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, how: filling.How, device: torch.device | str | None,
-    made: Loaded,
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, filler: Filler, device: torch.device | str | None,
+    loaded: Loaded,
 ) -> None:  # fmt: skip
     if fsdp1.is_fsdp1(model):
-        matched = fsdp1.fill(model, optimizer, how)
+        matched = fsdp1.fill(model, optimizer, filler)
     else:
-        with agreement.together():
-            job = filling.prepare(model, optimizer, how)
-        if how.broadcast:
-            matching.check_alike(job.matched, job.held or ())
+        with collectives.together():
+            plan = fill.prepare(model, optimizer, filler)
+        if filler.broadcast:
+            match.check_alike(plan.matched, plan.groups or ())
         # What is not in the checkpoint has no values of its own either.
         values = model.state_dict(keep_vars=True)
-        without = [name for name in job.matched.missing if (value := values.get(name)) is not None and value.is_meta]
-        made.uninitialised = without + materialise(model, device, how.strict)
-        filling.fill(model, optimizer, job, how)
-        matched = job.matched
-    made.missing, made.unexpected = matched.missing, matched.unexpected
+        without = [name for name in plan.matched.missing if (value := values.get(name)) is not None and value.is_meta]
+        loaded.uninitialised = without + materialize(model, device, filler.strict)
+        fill.fill(model, optimizer, plan, filler)
+        matched = plan.matched
+    loaded.missing, loaded.unexpected = matched.missing, matched.unexpected
 
 
 @contextmanager
-def _opened(path: str, strategy: str, shapes: str | None, wanted: Wanted) -> Iterator[tuple[Reader | None, Described]]:
+def _opened(
+    path: str, strategy: str, shapes: str | None, targets: LoadTargets
+) -> Iterator[tuple[Reader | None, Contents]]:
     """The reader, on ranks that read, and what the checkpoint says, on all."""
     reader: Reader | None = None
-    told: Described | None = None
-    reads = strategy == "parallel" or agreement.rank() == 0
+    contents: Contents | None = None
+    reads = strategy == "parallel" or collectives.rank() == 0
     with ExitStack() as stack:
-        with agreement.together():
+        with collectives.together():
             if reads:
-                source = opening.open_source(path, shapes)
+                source = open_source(path, shapes)
                 reader = Reader(source)
                 stack.callback(reader.close)
-                with opening.naming(path):
-                    _check(source.catalogue, path, wanted)
-                    told = describing.describe(
-                        source.catalogue, path, reader.whole, wanted.model_key, wanted.optimizer_key, wanted.prefix,
-                        wanted=(wanted.model is not None, wanted.optimizer is not None), own=wanted.own,
+                with naming(path):
+                    _check(source.catalogue, path, targets)
+                    contents = describe(
+                        source.catalogue, path, reader.whole, targets.model_key, targets.optimizer_key, targets.prefix,
+                        targets=(targets.model is not None, targets.optimizer is not None), own=targets.own,
                     )  # fmt: skip
         if strategy == "broadcast":
-            sent = agreement.from_first(told.for_others() if told is not None else None)
-            told = told or sent
-        assert told is not None
-        yield reader, told
+            sent = collectives.from_first(contents.for_others() if contents is not None else None)
+            contents = contents or sent
+        assert contents is not None
+        yield reader, contents
 
 
-def _check(catalogue: Catalogue, path: str, wanted: Wanted) -> None:
+def _check(catalogue: Catalogue, path: str, targets: LoadTargets) -> None:
     """What is loaded, and the rest, has to be whole. A model or an optimizer that nobody asked for need not be: one
     that cannot be opened is a warning. Raises CorruptError."""
-    unwanted = {kind for kind in ("model", "optimizer") if getattr(wanted, kind) is None}
+    unused = {kind for kind in ("model", "optimizer") if getattr(targets, kind) is None}
     entries = {
         path: entry for path, entry in catalogue.entries.items()
-        if entry.part.kind not in unwanted or any(path[: len(where)] == where for where in wanted.own)
+        if entry.part.kind not in unused or any(path[: len(where)] == where for where in targets.own)
     }  # fmt: skip
-    absent = [fault for fault in catalogue.faults if parts.kind_of_key(fault.facts.get("absent")) in unwanted]
+    absent = [fault for fault in catalogue.faults if parts.kind_of_key(fault.facts.get("absent")) in unused]
     validate(replace(catalogue, entries=entries, faults=[fault for fault in catalogue.faults if fault not in absent]))
     for fault in absent:
         log.warning("`%s`: not asked for, and damaged: %s", path, fault.message)
@@ -212,16 +210,16 @@ def choose(path: str, strategy: str) -> tuple[str, str]:
     """The strategy, the same on every rank, and why."""
     if strategy != "auto":
         return strategy, "asked for"
-    if not agreement.is_distributed():
+    if not collectives.is_distributed():
         return "parallel", "there is one process"
-    there = agreement.gathered((os.path.exists(path), _filesystem(path)))
-    blind = [rank for rank, (exists, _) in enumerate(there) if not exists]
-    if there[0][0] and blind:
+    views = collectives.all_gather((os.path.exists(path), _filesystem(path)))
+    blind = [rank for rank, (exists, _) in enumerate(views) if not exists]
+    if views[0][0] and blind:
         return "broadcast", f"rank {blind[0]} does not see the path, rank 0 does"
-    slow = [(rank, kind) for rank, (_, kind) in enumerate(there) if kind.startswith(_SLOW)]
+    slow = [(rank, kind) for rank, (_, kind) in enumerate(views) if kind.startswith(_SLOW)]
     if slow:
         return "broadcast", f"rank {slow[0][0]} sees it on {slow[0][1]}, which is slow for many readers"
-    return "parallel", f"all ranks see it on {there[0][1] or 'their disks'}, and each reads its own share"
+    return "parallel", f"all ranks see it on {views[0][1] or 'their disks'}, and each reads its own share"
 
 
 def _filesystem(path: str) -> str:

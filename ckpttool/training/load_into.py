@@ -17,17 +17,15 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from ckpttool.catalogue import flatten as nesting
-from ckpttool.catalogue import parts
+from ckpttool.catalogue import flatten, parts
 from ckpttool.catalogue.entries import Path, dotted
 from ckpttool.errors import UsageError
 from ckpttool.text import meant
-from ckpttool.training import collectives as agreement
-from ckpttool.training import contents as describing
-from ckpttool.training.contents import Described, Shape
-from ckpttool.training.fill import How
-from ckpttool.training.load import Loaded, Wanted, load_parts
-from ckpttool.training.read import empty, like, pieces
+from ckpttool.training import collectives
+from ckpttool.training.contents import Contents, Shape, from_picklable
+from ckpttool.training.fill import Filler
+from ckpttool.training.load import Loaded, LoadTargets, load_parts
+from ckpttool.training.read import empty, like, local_shards
 
 State = MutableMapping[str, Any]
 
@@ -57,34 +55,34 @@ def load_into(
     others = {w: v for w, v in leaves if w not in models and w not in optimizers}
     if optimizers and not models:
         raise UsageError("an optimizer is loaded with its model, which knows the names of the parameters")
-    with agreement.together():
-        own = _Own({where: value for where, value in others.items() if hasattr(value, "load_state_dict")})
+    with collectives.together():
+        own = _CustomObjects({where: value for where, value in others.items() if hasattr(value, "load_state_dict")})
     missing: list[str] = []
 
-    def check(rest: dict[Any, Any], told: Described) -> None:
-        own.find(told)
+    def check(rest: dict[Any, Any], contents: Contents) -> None:
+        own.find(contents)
         missing.extend(dotted(where) for where in others if where not in own.found and not _find(rest, where))
         if missing and strict:
-            there = [dotted(where) for where, _ in _leaves(rest, ())]
-            hint = meant(missing[0], there, "`strict=False` leaves what is not there as it was")
+            present = [dotted(where) for where, _ in _leaves(rest, ())]
+            hint = meant(missing[0], present, "`strict=False` leaves what is not there as it was")
             raise UsageError(f"`{path}` does not hold `{missing[0]}`", hint=hint, missing=missing)
 
-    made: Loaded | None = None
-    for wanted in _jobs(models, optimizers):
-        first = made is None
-        done = load_parts(
-            path, replace(wanted, own=own.sharded), strategy=strategy, strict=strict, device=device, shapes=shapes,
-            check=check if first else None, fill=own.fill if first else None,
+    loaded: Loaded | None = None
+    for targets in _targets(models, optimizers):
+        first = loaded is None
+        part = load_parts(
+            path, replace(targets, own=own.sharded), strategy=strategy, strict=strict, device=device, shapes=shapes,
+            check=check if first else None, fill_own=own.fill if first else None,
         )  # fmt: skip
-        made = done if made is None else _joined(made, done)
-    assert made is not None
-    with agreement.together():
+        loaded = part if loaded is None else _joined(loaded, part)
+    assert loaded is not None
+    with collectives.together():
         for where, value in others.items():
-            found = [] if where in own.found else _find(made.rest, where)
+            found = [] if where in own.found else _find(loaded.rest, where)
             if found:
                 _restore(state, where, value, found[0])
-    made.missing += missing
-    return made
+    loaded.missing += missing
+    return loaded
 
 
 def _leaves(state: Any, where: Path) -> Iterator[tuple[Path, Any]]:
@@ -95,21 +93,23 @@ def _leaves(state: Any, where: Path) -> Iterator[tuple[Path, Any]]:
             yield (*where, key), value
 
 
-def _jobs(models: dict[Path, nn.Module], optimizers: dict[Path, torch.optim.Optimizer]) -> Iterator[Wanted]:
+def _targets(models: dict[Path, nn.Module], optimizers: dict[Path, torch.optim.Optimizer]) -> Iterator[LoadTargets]:
     """Each model, with the optimizer beside it that has its parameters. A key says which part only where there are
     several: one model is found whatever it was saved as."""
     if not models:
-        yield Wanted()
+        yield LoadTargets()
     left = dict(optimizers)
     for where, model in models.items():
-        ours = {id(parameter) for parameter in model.parameters()}
-        mine = [w for w, o in left.items() if any(id(p) in ours for group in o.param_groups for p in group["params"])]
+        parameters = {id(parameter) for parameter in model.parameters()}
+        matching = [
+            w for w, o in left.items() if any(id(p) in parameters for group in o.param_groups for p in group["params"])
+        ]
         model_key = dotted(where) if len(models) > 1 else None
-        key = dotted(mine[0]) if len(optimizers) > 1 and mine else None
-        yield Wanted(model, left.pop(mine[0]) if mine else None, model_key, key)
-        for more in mine[1:]:
+        key = dotted(matching[0]) if len(optimizers) > 1 and matching else None
+        yield LoadTargets(model, left.pop(matching[0]) if matching else None, model_key, key)
+        for more in matching[1:]:
             # Another optimizer of this model: the model is read again, which changes nothing.
-            yield Wanted(model, left.pop(more), model_key, dotted(more))
+            yield LoadTargets(model, left.pop(more), model_key, dotted(more))
     if left:
         raise UsageError(
             f"the optimizer `{dotted(next(iter(left)))}` has parameters of none of the models",
@@ -117,64 +117,66 @@ def _jobs(models: dict[Path, nn.Module], optimizers: dict[Path, torch.optim.Opti
         )
 
 
-class _Own:
+class _CustomObjects:
     """Objects of the script that get what they saved, in the shards that they have it in: `sharded` says of which that
     is known beforehand. `found` are those that the checkpoint has so."""
 
     def __init__(self, objects: dict[Path, Any]) -> None:
         self._objects = objects
         self._now = {where: _tensors(value) for where, value in objects.items()}
-        self.sharded = {where: any(map(_is_sharded, now.values())) for where, now in self._now.items()}
+        self.sharded = {where: any(map(_is_sharded, current.values())) for where, current in self._now.items()}
         self.found: set[Path] = set()
 
-    def find(self, told: Described) -> None:
+    def find(self, contents: Contents) -> None:
         """Look for them in the checkpoint."""
-        there = {path[:depth] for path in told.own.entries for depth in range(1, len(path) + 1)}
-        self.found = self._objects.keys() & there
+        present = {path[:depth] for path in contents.own.entries for depth in range(1, len(path) + 1)}
+        self.found = self._objects.keys() & present
 
-    def fill(self, how: How) -> None:
+    def fill(self, filler: Filler) -> None:
         """Hand each what it saved. A collective."""
-        told = how.told.own
-        values = {entry.path: describing.opened(entry.value) for entry in told.objects}
-        with nullcontext() if how.broadcast else agreement.together():
+        own = filler.contents.own
+        values = {entry.path: from_picklable(entry.value) for entry in own.objects}
+        with nullcontext() if filler.broadcast else collectives.together():
             for path, value in values.items():
                 if isinstance(value, Shape):
                     values[path] = room = self._room(path, value)
-                    how.get(("own", *path), value, pieces(room, dotted(path)))
-        made = nesting.unflatten(told, lambda entry: values[entry.path])
-        with agreement.together():
+                    filler.fill(("own", *path), value, local_shards(room, dotted(path)))
+        loaded = flatten.unflatten(own, lambda entry: values[entry.path])
+        with collectives.together():
             for where in sorted(self.found):
-                value = made
+                value = loaded
                 for key in where:
                     value = value[key]
                 self._objects[where].load_state_dict(value)
 
     def _room(self, path: Path, shape: Shape) -> Any:
         for where in self.found:
-            now = self._now[where].get(path[len(where) :]) if path[: len(where)] == where else None
-            if now is not None and _is_sharded(now) and tuple(now.size()) == shape.sizes:
-                return like(now, now.dtype)
+            current = self._now[where].get(path[len(where) :]) if path[: len(where)] == where else None
+            if current is not None and _is_sharded(current) and tuple(current.size()) == shape.sizes:
+                return like(current, current.dtype)
         return empty(shape.sizes, getattr(torch, shape.dtype))
 
 
 def _tensors(value: Any) -> dict[Path, Any]:
     """What an object would save now, of tensors."""
     state = value.state_dict() if hasattr(value, "state_dict") else {}
-    return {where: now for where, now in _leaves(state, ()) if isinstance(now, (torch.Tensor, ShardedTensor))}
+    return {
+        where: current for where, current in _leaves(state, ()) if isinstance(current, (torch.Tensor, ShardedTensor))
+    }
 
 
 def _is_sharded(value: Any) -> bool:
     return isinstance(value, (DTensor, ShardedTensor))
 
 
-def _joined(made: Loaded, more: Loaded) -> Loaded:
+def _joined(loaded: Loaded, more: Loaded) -> Loaded:
     return replace(
-        made,
-        bytes_read=made.bytes_read + more.bytes_read,
-        missing=made.missing + more.missing,
-        unexpected=made.unexpected + more.unexpected,
-        uninitialised=made.uninitialised + more.uninitialised,
-        left=[part for part in made.left if part in more.left],
+        loaded,
+        bytes_read=loaded.bytes_read + more.bytes_read,
+        missing=loaded.missing + more.missing,
+        unexpected=loaded.unexpected + more.unexpected,
+        uninitialised=loaded.uninitialised + more.uninitialised,
+        left=[part for part in loaded.left if part in more.left],
     )
 
 
@@ -186,7 +188,7 @@ def _find(rest: dict[Any, Any], where: Path) -> list[Any]:
             return []
         if key not in node:
             kind = parts.kind_of_key(key)
-            alike = [there for there in node if kind is not None and parts.kind_of_key(there) == kind]
+            alike = [present for present in node if kind is not None and parts.kind_of_key(present) == kind]
             if len(alike) != 1:
                 return []
             key = alike[0]

@@ -16,17 +16,17 @@ import torch
 from torch import nn
 
 from ckpttool.errors import CorruptError, UsageError
-from ckpttool.layout import select as layout
 from ckpttool.layout.optimizer.keys import LIKE_PARAMETER
+from ckpttool.layout.select import strip_wrappers
 from ckpttool.storage.crc import crc32
 from ckpttool.text import near_names, some
-from ckpttool.training import collectives as agreement
-from ckpttool.training.contents import Described, Group, Optimizer, Shape
+from ckpttool.training import collectives
+from ckpttool.training.contents import Contents, Group, Optimizer, Shape
 
 
 @dataclass(slots=True)
-class Place:
-    """A tensor of a model that is to be filled: `Place("module.w", "w", Parameter(...), module)`.
+class TensorTarget:
+    """A tensor of a model that is to be filled: `TensorTarget("module.w", "w", Parameter(...), module)`.
 
     `name` is that of the checkpoint. `value` is a tensor, a DTensor or a ShardedTensor.
     """
@@ -38,90 +38,92 @@ class Place:
 
 
 @dataclass(slots=True)
-class Matched:
+class ModelMatch:
     """`missing` are names of the model, `unexpected` of the checkpoint. `spelt` is the checkpoint's name for each
     tensor, by identity; a tied one has one name."""
 
-    places: list[Place] = field(default_factory=list)
+    targets: list[TensorTarget] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
 
 
 def match(
-    values: Mapping[str, Any], told: Described, owners: Mapping[str, nn.Module], *, sharded: bool = False
-) -> Matched:
+    values: Mapping[str, Any], contents: Contents, owners: Mapping[str, nn.Module], *, sharded: bool = False
+) -> ModelMatch:
     """`values` is the model's state dict, tied weights the same object under several names. Raises UsageError for a
     shape that is another. `sharded`: second names are tensors of their own, as in a state dict of FSDP1."""
-    made = Matched()
-    names = _by_clean_name(told.model)
+    matched = ModelMatch()
+    clean_names = _by_clean_name(contents.model)
     used: set[str] = set()
     filled: set[int] = set()
     without: list[tuple[str, Any]] = []
     for key, value in values.items():
         if key.rpartition(".")[2] == "_extra_state":
             continue
-        name = key if key in told.model else names.get(layout.strip_wrappers(key))
+        name = key if key in contents.model else clean_names.get(strip_wrappers(key))
         if name is None:
             without.append((key, value))
             continue
         used.add(name)
-        _check_shape(key, value, told.model[name], told.path)
+        _check_shape(key, value, contents.model[name], contents.path)
         if id(value) not in filled or sharded:
             filled.add(id(value))
-            made.places.append(Place(key, name, value, owners.get(key)))
+            matched.targets.append(TensorTarget(key, name, value, owners.get(key)))
     # A second name of tied weights need not be there: safetensors files leave it out.
-    made.missing = [layout.strip_wrappers(key) for key, value in without if id(value) not in filled]
-    clean = {layout.strip_wrappers(key) for key in values}
-    made.unexpected = [name for name in [*told.model, *told.extra_state] if name not in used and name not in clean]
-    return made
+    matched.missing = [strip_wrappers(key) for key, value in without if id(value) not in filled]
+    clean = {strip_wrappers(key) for key in values}
+    matched.unexpected = [
+        name for name in [*contents.model, *contents.extra_state] if name not in used and name not in clean
+    ]
+    return matched
 
 
 def _by_clean_name(names: Iterable[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in names:
-        clean = layout.strip_wrappers(name)
+        clean = strip_wrappers(name)
         if found.setdefault(clean, name) != name:
             raise UsageError(f"`{found[clean]}` and `{name}` are both `{clean}` without the prefixes of wrappers")
     return found
 
 
-def _check_shape(key: str, value: Any, there: Shape, path: str) -> None:
+def _check_shape(key: str, value: Any, saved: Shape, path: str) -> None:
     shape = tuple(value.size())
-    if shape != there.sizes:
+    if shape != saved.sizes:
         raise UsageError(
-            f"`{path}`: tensor `{layout.strip_wrappers(key)}`: {list(there.sizes)} in the checkpoint, {list(shape)} in "
+            f"`{path}`: tensor `{strip_wrappers(key)}`: {list(saved.sizes)} in the checkpoint, {list(shape)} in "
             "the model",
             hint="the model was made with other sizes (vocabulary, width)",
-            tensor=key, found=list(there.sizes), expected=list(shape),
+            tensor=key, found=list(saved.sizes), expected=list(shape),
         )  # fmt: skip
 
 
-def check_complete(made: Matched, told: Described, model: nn.Module) -> None:
+def check_complete(matched: ModelMatch, contents: Contents, model: nn.Module) -> None:
     """Raises UsageError with what is missing and what is too much, in torch's words, with names that are like them."""
-    said = []
+    problems = []
     for what, names, others in (
-        ("missing", made.missing, made.unexpected or list(told.model)),
-        ("unexpected", made.unexpected, made.missing),
+        ("missing", matched.missing, matched.unexpected or list(contents.model)),
+        ("unexpected", matched.unexpected, matched.missing),
     ):
         if names:
-            said.append(f"{what} key{'s' * (len(names) > 1)}: {_with_near(names, others)}")
-    if said:
+            problems.append(f"{what} key{'s' * (len(names) > 1)}: {_with_near(names, others)}")
+    if problems:
         kind = type(model).__name__
-        prefix = _prefix(made)
+        prefix = _prefix(matched)
         hint = f"`strip_prefix={prefix!r}` takes that off the checkpoint's names; " if prefix else ""
         raise UsageError(
-            f"`{told.path}` does not fit the {kind}: {'; '.join(said)}",
+            f"`{contents.path}` does not fit the {kind}: {'; '.join(problems)}",
             hint=f"{hint}`strict=False` loads what fits and returns the names of the rest",
-            missing=made.missing, unexpected=made.unexpected,
+            missing=matched.missing, unexpected=matched.unexpected,
         )  # fmt: skip
 
 
-def check_alike(made: Matched, held: Sequence[Held]) -> None:
+def check_alike(matched: ModelMatch, matches: Sequence[GroupMatch]) -> None:
     """Raises UsageError where ranks have not the same tensors, as in a pipeline: what is sent to all would land in
     another one. A collective."""
-    names = [place.name for place in made.places], [one.names for one in held]
-    told = agreement.gathered(crc32(repr(names).encode(errors="surrogatepass")))
-    other = next((rank for rank, crc in enumerate(told) if crc != told[0]), None)
+    names = [place.name for place in matched.targets], [one.names for one in matches]
+    contents = collectives.all_gather(crc32(repr(names).encode(errors="surrogatepass")))
+    other = next((rank for rank, crc in enumerate(contents) if crc != contents[0]), None)
     if other is not None:
         raise UsageError(
             f"the model or the optimizer of rank {other} has other tensors than that of rank 0, and `broadcast` sends "
@@ -130,13 +132,13 @@ def check_alike(made: Matched, held: Sequence[Held]) -> None:
         )
 
 
-def _prefix(made: Matched) -> str | None:
+def _prefix(matched: ModelMatch) -> str | None:
     """What all the names that are missing have before them in the checkpoint."""
-    there = set(made.unexpected)
-    for name in made.unexpected:
-        if made.missing and name.endswith("." + made.missing[0]):
-            prefix = name.removesuffix(made.missing[0])
-            if sum(prefix + other in there for other in made.missing) > len(made.missing) // 2:
+    saved = set(matched.unexpected)
+    for name in matched.unexpected:
+        if matched.missing and name.endswith("." + matched.missing[0]):
+            prefix = name.removesuffix(matched.missing[0])
+            if sum(prefix + other in saved for other in matched.missing) > len(matched.missing) // 2:
                 return prefix.rstrip(".")
     return None
 
@@ -155,65 +157,65 @@ def _with_near(names: Sequence[str], others: Sequence[str]) -> str:
 
 def names_of_parameters(model: nn.Module) -> dict[int, list[str]]:
     """The names of each parameter without wrappers, by its `id`: several when it is tied."""
-    found: dict[int, list[str]] = {}
+    matches: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), []).append(layout.strip_wrappers(name))
-    return found
+        matches.setdefault(id(parameter), []).append(strip_wrappers(name))
+    return matches
 
 
 @dataclass(slots=True)
-class Held:
+class GroupMatch:
     """A group of the training script's optimizer and the one of the checkpoint: `names[i]` is what the checkpoint
     calls parameter i, or None for one that it does not mention."""
 
     group: dict[str, Any]
-    theirs: Group
+    saved: Group
     names: list[Any]
 
 
 def match_groups(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, Sequence[str]], told: Optimizer, path: str
-) -> list[Held]:
+    optimizer: torch.optim.Optimizer, names: Mapping[int, Sequence[str]], saved: Optimizer, path: str
+) -> list[GroupMatch]:
     """Each group of the optimizer with the checkpoint's of the same parameters. Raises UsageError when they are
     grouped in another way: torch would merge groups without a word (pytorch issue 143828)."""
-    if told.by_number:
-        return _in_order(optimizer, told, path)
-    there = {_clean(name): (i, name) for i, group in enumerate(told.groups) for name in group.params}
-    held: list[Held] = []
-    free = [i for i, group in enumerate(told.groups) if not group.params]
+    if saved.by_number:
+        return _in_order(optimizer, saved, path)
+    by_name = {strip_wrappers(name): (i, name) for i, group in enumerate(saved.groups) for name in group.params}
+    groups: list[GroupMatch] = []
+    free = [i for i, group in enumerate(saved.groups) if not group.params]
     for number, group in enumerate(optimizer.param_groups):
-        found: list[tuple[int, str] | None] = []
+        known: list[tuple[int, str] | None] = []
         for parameter in group["params"]:
-            called = names.get(id(parameter))
-            if called is None:
+            parameter_names = names.get(id(parameter))
+            if parameter_names is None:
                 raise UsageError(
                     f"group {number} of the optimizer has a parameter of shape {list(parameter.shape)} that is none of "
                     "the model's",
                     hint="make the optimizer after the model is wrapped or sharded, of `model.parameters()`",
                 )
-            found.append(next((there[name] for name in called if name in there), None))
-        theirs = {one[0] for one in found if one is not None}
-        if not found and free:
-            theirs = {free.pop(0)}
-        held.append(_held(number, group, found, theirs, told, names, path))
-    check_all_used(held, told, path)
-    return held
+            known.append(next((by_name[name] for name in parameter_names if name in by_name), None))
+        indices = {one[0] for one in known if one is not None}
+        if not known and free:
+            indices = {free.pop(0)}
+        groups.append(_match_group(number, group, known, indices, saved, names, path))
+    check_all_used(groups, saved, path)
+    return groups
 
 
-def _held(
-    number: int, group: dict[str, Any], found: list[tuple[int, str] | None], theirs: set[int], told: Optimizer,
+def _match_group(
+    number: int, group: dict[str, Any], known: list[tuple[int, str] | None], indices: set[int], saved: Optimizer,
     names: Mapping[int, Sequence[str]], path: str,
-) -> Held:  # fmt: skip
-    lost = [names[id(p)][0] for p, one in zip(group["params"], found, strict=True) if one is None]
-    if len(theirs) != 1 or lost:
-        raise grouped_otherwise(number, lost, len(theirs), path)
-    theirs_group = told.groups[theirs.pop()]
-    return Held(group, theirs_group, [one[1] if one is not None else None for one in found])
+) -> GroupMatch:  # fmt: skip
+    unknown = [names[id(p)][0] for p, one in zip(group["params"], known, strict=True) if one is None]
+    if len(indices) != 1 or unknown:
+        raise grouped_otherwise(number, unknown, len(indices), path)
+    group_of = saved.groups[indices.pop()]
+    return GroupMatch(group, group_of, [one[1] if one is not None else None for one in known])
 
 
-def grouped_otherwise(number: int, lost: Sequence[str], groups: int, path: str) -> UsageError:
+def grouped_otherwise(number: int, unknown: Sequence[str], groups: int, path: str) -> UsageError:
     """The error for a group whose parameters the checkpoint has in no group, or in several."""
-    what = f"no group has {some(lost)}" if lost else f"they are in {groups} groups"
+    what = f"no group has {some(unknown)}" if unknown else f"they are in {groups} groups"
     return UsageError(
         f"`{path}`: the parameters of group {number} of the optimizer are grouped differently in the checkpoint: "
         f"{what}",
@@ -221,47 +223,44 @@ def grouped_otherwise(number: int, lost: Sequence[str], groups: int, path: str) 
     )
 
 
-def check_all_used(held: list[Held], told: Optimizer, path: str) -> None:
+def check_all_used(matches: list[GroupMatch], saved: Optimizer, path: str) -> None:
     """Raises UsageError when a group of the checkpoint is there twice, or has parameters of no group here."""
-    twice = [i for i, one in enumerate(held) if any(one.theirs is other.theirs for other in held[:i])]
+    twice = [i for i, one in enumerate(matches) if any(one.saved is other.saved for other in matches[:i])]
     if twice:
         raise UsageError(
             f"`{path}`: has one group of parameters where the optimizer has several (group {twice[0]} and one before)",
             hint="group the parameters as in the run that saved it; torch would mix the hyper-parameters up",
         )
-    for i, group in enumerate(told.groups):
-        ours = {name for one in held if one.theirs is group for name in one.names}
-        lost = [name for name in group.params if name not in ours]
+    for i, group in enumerate(saved.groups):
+        sizes = {name for one in matches if one.saved is group for name in one.names}
+        unknown = [name for name in group.params if name not in sizes]
         # A second name of tied weights is listed by some.
-        lost = [name for name in lost if name in told.state]
-        if lost:
+        unknown = [name for name in unknown if name in saved.state]
+        if unknown:
             raise UsageError(
-                f"`{path}`: group {i} has parameters that the optimizer does not have: {some(lost)}",
+                f"`{path}`: group {i} has parameters that the optimizer does not have: {some(unknown)}",
                 hint="group the parameters as in the run that saved it",
             )
 
 
-def _clean(name: str) -> str:
-    return layout.strip_wrappers(name)
 
-
-def _in_order(optimizer: torch.optim.Optimizer, told: Optimizer, path: str) -> list[Held]:
+def _in_order(optimizer: torch.optim.Optimizer, saved: Optimizer, path: str) -> list[GroupMatch]:
     """By numbers, as `Optimizer.load_state_dict` does it; but shapes of the state have to fit."""
-    ours, theirs = ([len(group["params"]) for group in optimizer.param_groups], [len(g.params) for g in told.groups])
-    if ours != theirs:
+    sizes, indices = ([len(group["params"]) for group in optimizer.param_groups], [len(g.params) for g in saved.groups])
+    if sizes != indices:
         raise UsageError(
-            f"`{path}`: its optimizer has groups of {theirs} parameters, this one of {ours}",
+            f"`{path}`: its optimizer has groups of {indices} parameters, this one of {sizes}",
             hint="group the parameters as in the run that saved it",
-            found=theirs, expected=ours,
+            found=indices, expected=sizes,
         )  # fmt: skip
-    held = [Held(a, b, list(b.params)) for a, b in zip(optimizer.param_groups, told.groups, strict=True)]
-    for one in held:
+    matches = [GroupMatch(a, b, list(b.params)) for a, b in zip(optimizer.param_groups, saved.groups, strict=True)]
+    for one in matches:
         for parameter, number in zip(one.group["params"], one.names, strict=True):
-            for below, shape in told.state.get(number, {}).items():
-                like_it = isinstance(shape, Shape) and below[-1] in LIKE_PARAMETER
-                if like_it and shape.sizes != tuple(parameter.shape):
+            for below, shape in saved.state.get(number, {}).items():
+                is_like = isinstance(shape, Shape) and below[-1] in LIKE_PARAMETER
+                if is_like and shape.sizes != tuple(parameter.shape):
                     raise CorruptError(
                         f"`{path}`: state of parameter {number} of the optimizer is {list(shape.sizes)}, the parameter "
                         f"{list(parameter.shape)}"
                     )
-    return held
+    return matches

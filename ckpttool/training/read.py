@@ -41,29 +41,29 @@ _SHORTEST = 256
 # Shards ---------------------------------------------------------------------------------------------------------------
 
 
-class Piece(NamedTuple):
-    """A box of a tensor and this rank's memory for it: `Piece(((4, 0), (4, 13)), torch.empty(4, 13))`."""
+class LocalShard(NamedTuple):
+    """A box of a tensor and this rank's memory for it: `LocalShard(((4, 0), (4, 13)), torch.empty(4, 13))`."""
 
     box: Box
     memory: torch.Tensor
 
 
-def pieces(value: Any, name: str) -> list[Piece]:
+def local_shards(value: Any, name: str) -> list[LocalShard]:
     """What this rank holds of a tensor; none when its share is empty. Raises UsageError for a placement that is no cut
     of the tensor."""
     if isinstance(value, ShardedTensor):
-        found = [
-            Piece((tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)), s.tensor.detach())
+        shards = [
+            LocalShard((tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)), s.tensor.detach())
             for s in value.local_shards()
         ]
     elif isinstance(value, DTensor):
-        found = _of_dtensor(value, name)
+        shards = _of_dtensor(value, name)
     else:
-        found = [Piece(boxes.whole(value.shape), value.detach())]
-    return [piece for piece in found if 0 not in piece.box[1]]
+        shards = [LocalShard(boxes.whole(value.shape), value.detach())]
+    return [piece for piece in shards if 0 not in piece.box[1]]
 
 
-def _of_dtensor(value: DTensor, name: str) -> list[Piece]:
+def _of_dtensor(value: DTensor, name: str) -> list[LocalShard]:
     memory = value.detach().to_local()
     partial = [placement for placement in value.placements if placement.is_partial()]
     if partial:
@@ -77,17 +77,17 @@ def _of_dtensor(value: DTensor, name: str) -> list[Piece]:
             f"{list(sizes)}",
             found=list(memory.shape), expected=list(sizes),
         )  # fmt: skip
-    return [Piece((tuple(offsets), tuple(sizes)), memory)]
+    return [LocalShard((tuple(offsets), tuple(sizes)), memory)]
 
 
 def like(value: Any, dtype: torch.dtype) -> Any:
     """Room for a tensor that is cut and placed as `value` is, such as a moment of a parameter."""
     if isinstance(value, ShardedTensor):
-        made = value.clone()
-        for shard in made.local_shards():
+        result = value.clone()
+        for shard in result.local_shards():
             shard.tensor = shard.tensor.to(dtype)
-        made.metadata().tensor_properties.dtype = dtype
-        return made
+        result.metadata().tensor_properties.dtype = dtype
+        return result
     return torch.empty_like(value.detach(), dtype=dtype)
 
 
@@ -145,9 +145,9 @@ class Reader:
 
     def whole(self, tensor: Tensor) -> torch.Tensor:
         """A tensor with memory of its own, in the checkpoint's dtype."""
-        made = empty(tensor.shape, torch_dtype(tensor.dtype, tensor.name))
-        self.read(tensor, boxes.whole(tensor.shape), made)
-        return made
+        result = empty(tensor.shape, torch_dtype(tensor.dtype, tensor.name))
+        self.read(tensor, boxes.whole(tensor.shape), result)
+        return result
 
     def _fill(self, target: Any, extent: Extent, chunk: Chunk, box: Box, kind: Dtype) -> None:
         run = boxes.run_length(box[1], chunk.sizes) if extent.plain else 0
@@ -179,10 +179,10 @@ def empty(sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 def torch_dtype(kind: Dtype, name: str) -> torch.dtype:
     """Raises UsageError for a dtype that is not read alone, or that this torch does not have."""
-    found = getattr(torch, kind.name, None)
-    if kind.kind == "quantized" or not isinstance(found, torch.dtype):
+    shards = getattr(torch, kind.name, None)
+    if kind.kind == "quantized" or not isinstance(shards, torch.dtype):
         raise UsageError(f"tensor `{name}`: {kind} cannot be loaded into a model here")
-    return found
+    return shards
 
 
 def _bits(memory: torch.Tensor, kind: Dtype) -> Any:

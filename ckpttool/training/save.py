@@ -30,7 +30,7 @@ from ckpttool.catalogue import parts
 from ckpttool.errors import StorageError, UsageError
 from ckpttool.storage import files
 from ckpttool.text import meant, size
-from ckpttool.training import collectives as agreement
+from ckpttool.training import collectives
 from ckpttool.training.fsdp1 import is_fsdp1, sharded
 from ckpttool.transfer import staging
 from ckpttool.version import __version__
@@ -56,17 +56,17 @@ def save(
     Raises `CkptError`, the same on every rank; then there is nothing at `path`, or what was there before.
     """
     path = os.fspath(path)
-    with agreement.together():
+    with collectives.together():
         _check(format, model, extra)
-    with agreement.together():
+    with collectives.together():
         state = _state(model, optimizer, format)
         state |= {name: _value(value, format) for name, value in extra.items()}
     if format != "fsdp1":
-        _apart(state, extra, format)
-    noted = _noted(state, extra) if format == "dcp" else []
-    with _staged(path, format == "torch", overwrite) as partial, agreement.together():
+        _split_by_rank(state, extra, format)
+    keys = _keys(state, extra) if format == "dcp" else []
+    with _stage(path, format == "torch", overwrite) as partial, collectives.together():
         try:
-            _write(state, partial, format, noted)
+            _write(state, partial, format, keys)
         except CheckpointException as error:
             raise failed(next(iter(error.failures.values()))[0], path, partial) from None
         except Exception as error:
@@ -135,43 +135,42 @@ def _value(value: Any, format: str) -> Any:
     return value.state_dict() if hasattr(value, "state_dict") else value
 
 
-def _apart(state: dict[str, Any], extra: dict[str, Any], format: str) -> None:
-    """Put what belongs to a rank under its key, `rng.rank3`: of one file, rank 0 writes all of them. So does one rank
-    alone, or many that resume from what it saved would all draw the same numbers."""
-    own = [name for name in extra if parts.kind_of_key(name) in parts.PER_RANK]
-    for name in own:
-        mine = {parts.rank_key(agreement.rank()): state[name]}
-        state[name] = mine
+def _split_by_rank(state: dict[str, Any], extra: dict[str, Any], format: str) -> None:
+    """Put rank-local state under the key of the rank, `rng.rank3`; for one file, rank 0 gathers all of them. A single
+    rank does so too: otherwise several ranks that resume from it would all draw the same numbers."""
+    for name in [name for name in extra if parts.kind_of_key(name) in parts.PER_RANK]:
+        own = {parts.rank_key(collectives.rank()): state[name]}
+        state[name] = own
         if format == "torch":
-            state[name] = {key: value for one in agreement.gathered(mine) for key, value in one.items()}
+            state[name] = {key: value for one in collectives.all_gather(own) for key, value in one.items()}
 
 
 @contextmanager
-def _staged(path: str, is_file: bool, overwrite: bool) -> Iterator[str]:
+def _stage(path: str, is_file: bool, overwrite: bool) -> Iterator[str]:
     """Where all ranks write. Rank 0 makes it `path` when all are done."""
     with ExitStack() as stack:
         partial = ""
-        with agreement.together():
-            if agreement.rank() == 0:
+        with collectives.together():
+            if collectives.rank() == 0:
                 partial = stack.enter_context(staging.staged(path, overwrite=overwrite, is_file=is_file))
                 partial = os.path.abspath(partial)
                 if not is_file:
                     os.makedirs(partial, exist_ok=True)
-        partial = str(agreement.from_first(partial))
+        partial = str(collectives.from_first(partial))
         if not is_file:
-            agreement.check_sees(
+            collectives.check_sees(
                 partial, 'all ranks must write to one shared file system; `format="torch"` is written by rank 0 alone'
             )
         yield partial
-        with agreement.together():
+        with collectives.together():
             stack.close()
 
 
-def _noted(state: dict[str, Any], extra: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+def _keys(state: dict[str, Any], extra: Mapping[str, Any]) -> list[tuple[Any, ...]]:
     """Where keys are no strings, on every rank: `[("scheduler", "milestones", 5)]`. DCP makes strings of them, and a
     scheduler looks its milestones up by number."""
-    mine = [path for name in extra for path in _paths(state[name], (name,)) if set(map(type, path)) - {str}]
-    return list(dict.fromkeys(path for one in agreement.gathered(mine) for path in one))
+    own = [path for name in extra for path in _paths(state[name], (name,)) if set(map(type, path)) - {str}]
+    return list(dict.fromkeys(path for one in collectives.all_gather(own) for path in one))
 
 
 def _paths(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
@@ -187,28 +186,28 @@ class _Planner(DefaultSavePlanner):  # type: ignore[misc]
     """Keeps what DCP has no words for where our own sink of that format keeps it: in an attribute of the index, which
     torch does not mind."""
 
-    def __init__(self, noted: list[tuple[Any, ...]]) -> None:
+    def __init__(self, keys: list[tuple[Any, ...]]) -> None:
         super().__init__()
-        self._noted = noted
+        self._keys = keys
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
-        if self._noted:
-            setattr(metadata, "ckpttool", {"format": 1, "by": f"ckpttool {__version__}", "keys": self._noted})  # noqa: B010
+        if self._keys:
+            setattr(metadata, "ckpttool", {"format": 1, "by": f"ckpttool {__version__}", "keys": self._keys})  # noqa: B010
         return plans, metadata
 
 
-def _write(state: dict[str, Any], partial: str, format: str, noted: list[tuple[Any, ...]]) -> None:
+def _write(state: dict[str, Any], partial: str, format: str, keys: list[tuple[Any, ...]]) -> None:
     if format == "dcp":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            torch_dcp.save(state, checkpoint_id=partial, planner=_Planner(noted))
+            torch_dcp.save(state, checkpoint_id=partial, planner=_Planner(keys))
         return
     if format == "torch":
-        if agreement.rank() == 0:
+        if collectives.rank() == 0:
             _to_file(state, partial)
         return
-    _to_file(state, os.path.join(partial, f"rank{agreement.rank()}.pt"))
+    _to_file(state, os.path.join(partial, f"rank{collectives.rank()}.pt"))
 
 
 def _to_file(state: dict[str, Any], path: str) -> None:

@@ -169,14 +169,14 @@ def test_auto_says_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptur
     with caplog.at_level(logging.INFO, logger="ckpttool"):
         ckpttool.load(path_of("torch_full"), None)
     assert "by `parallel`: there is one process" in caplog.text
-    monkeypatch.setattr(loader.agreement, "is_distributed", lambda: True)
+    monkeypatch.setattr(loader.collectives, "is_distributed", lambda: True)
     for seen, strategy, why in (
         ([(True, "ext4"), (True, "lustre")], "parallel", "ext4"),
         ([(True, "ext4"), (True, "nfs4")], "broadcast", "rank 1 sees it on nfs4"),
         ([(True, "ext4"), (False, "ext4")], "broadcast", "rank 1 does not see the path"),
         ([(True, "fuse.s3fs"), (True, "fuse.s3fs")], "broadcast", "fuse.s3fs"),
     ):
-        monkeypatch.setattr(loader.agreement, "gathered", lambda _, seen=seen: seen)
+        monkeypatch.setattr(loader.collectives, "all_gather", lambda _, seen=seen: seen)
         chosen = loader.choose("/somewhere", "auto")
         assert chosen[0] == strategy and why in chosen[1]
 

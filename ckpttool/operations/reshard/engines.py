@@ -114,7 +114,7 @@ def _fits(planned: Catalogue, sharding: Sharding, coordinator: Coordinator) -> t
     from ckpttool.training.reshard_engine import engine
 
     most, largest = bytes_per_rank(planned, sharding)
-    room = engine.room()
+    room = engine.resources()
     rooms = coordinator.exchange("room", [room.host, room.memory, room.kind, room.own])
     own = min(own for *_, own in rooms)
     is_one_kind = len({kind for _, _, kind, _ in rooms}) == 1
@@ -177,5 +177,5 @@ def _save(kind: str, sharding: Sharding, job: Write, partial: str) -> Transferre
             memory=options.max_memory,
             progress=options.progress if coordinator.is_first else None,
         )
-    except engine.Lost as lost:
+    except engine.LostRank as lost:
         raise coordinator.lost(engine.as_error(lost)) from None

@@ -28,17 +28,14 @@ from ckpttool.catalogue.boxes import Box
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CkptError, StorageError
-from ckpttool.formats.dcp import combine as joining
+from ckpttool.formats.dcp import combine
 from ckpttool.layout.mesh import Sharding
 from ckpttool.storage import stores
-from ckpttool.training import collectives as agreement
-from ckpttool.training import devices
-from ckpttool.training import fill as filling
-from ckpttool.training import save as saving
-from ckpttool.training.materialize import materialise
+from ckpttool.training import collectives, devices, fill, save
+from ckpttool.training.materialize import materialize
 from ckpttool.training.read import Reader
-from ckpttool.training.reshard_engine import meta_model as shell
-from ckpttool.training.reshard_engine import optimizer_state as moments
+from ckpttool.training.reshard_engine import meta_model, optimizer_state
+from ckpttool.training.reshard_engine.meta_model import MetaModel
 from ckpttool.transfer import checksums, plan
 from ckpttool.transfer.execute import Transferred, transfer
 from ckpttool.transfer.threads import Progress
@@ -47,7 +44,7 @@ from ckpttool.transfer.threads import Progress
 _PATIENCE = 1800
 
 
-class Lost(Exception):
+class LostRank(Exception):
     """Another rank went away in the middle of a collective."""
 
 
@@ -63,9 +60,9 @@ class Rank:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """What a process may use: `Room("node3", 64 << 30, "cuda", 80 << 30)`. `memory` is what its node has free for all
-    processes on it, `own` what its own accelerator has, of a kind of `devices`."""
+class Resources:
+    """The free memory of a process: `Resources("node3", 64 << 30, "cuda", 80 << 30)`. `memory` is that of its node, for
+    all processes on it, `own` that of its own accelerator, of a kind of `devices`."""
 
     host: str
     memory: int
@@ -73,51 +70,51 @@ class Room:
     own: int
 
 
-def room() -> Room:
+def resources() -> Resources:
     """Of this process."""
     kind = devices.kind()
-    return Room(socket.gethostname(), _free_memory(), kind, devices.free_memory(kind))
+    return Resources(socket.gethostname(), _free_memory(), kind, devices.free_memory(kind))
 
 
 def _free_memory() -> int:
     """Bytes that the system would give without swapping, or that the container is still allowed."""
     free: list[int] = []
-    with suppress(OSError, ValueError, IndexError), open("/proc/meminfo", encoding="ascii") as told:
-        free += [int(line.split()[1]) << 10 for line in told if line.startswith("MemAvailable:")]
+    with suppress(OSError, ValueError, IndexError), open("/proc/meminfo", encoding="ascii") as lines:
+        free += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
     with suppress(OSError, ValueError):
-        most, used = (_number(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
-        free.append(most - used)
+        limit, used = (_number(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+        free.append(limit - used)
     if not free:
         free.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     return max(0, min(free))
 
 
 def _number(path: str) -> int:
-    with open(path, encoding="ascii") as told:
-        return int(told.read())
+    with open(path, encoding="ascii") as lines:
+        return int(lines.read())
 
 
 def run(
-    source: Source, laid: Catalogue, placing: Sharding, partial: str, rank: Rank, *, path: str,
+    source: Source, catalogue: Catalogue, sharding: Sharding, partial: str, rank: Rank, *, path: str,
     threads: int | None, memory: int | None, progress: Progress | None,
 ) -> Transferred:  # fmt: skip
-    """Write `laid` at `partial`, a directory that every rank sees. Every rank calls it; rank 0 has the figures.
+    """Write `catalogue` at `partial`, a directory that every rank sees. Every rank calls it; rank 0 has the figures.
 
     Raises CkptError, the same on every rank, or Lost.
     """
     device = devices.take(rank.kind)
     with _group(rank):
-        agreement.check_sees(partial, "all ranks must write to one shared file system")
-        mesh = init_device_mesh(device.type, placing.mesh.sizes, mesh_dim_names=placing.mesh.names)
-        with agreement.together():
-            made = shell.build(laid, placing, mesh, path)
-        done = _copy_rest(source, laid, made, partial, threads, memory)
-        _fill(made, source, device, progress)
-        _save(laid, made, partial)
-        _check_source(source, laid, made, rank, done)
-        with agreement.together():
+        collectives.check_sees(partial, "all ranks must write to one shared file system")
+        mesh = init_device_mesh(device.type, sharding.mesh.sizes, mesh_dim_names=sharding.mesh.names)
+        with collectives.together():
+            meta = meta_model.build(catalogue, sharding, mesh, path)
+        done = _copy_rest(source, catalogue, meta, partial, threads, memory)
+        _fill(meta, source, device, progress)
+        _save(catalogue, meta, partial)
+        _check_source(source, catalogue, meta, rank, done)
+        with collectives.together():
             if rank.number == 0:
-                joining.join(partial, laid, done.rest)
+                combine.join(partial, catalogue, done.rest)
         return done.moved
 
 
@@ -136,12 +133,12 @@ def _group(rank: Rank) -> Iterator[None]:
             yield
         leave = dist.destroy_process_group
     except torch.OutOfMemoryError as error:
-        said = str(error).partition("\n")[0]
-        raise StorageError(f"rank {rank.number}: {said}", hint="`--engine bytes` needs no GPU") from None
+        message = str(error).partition("\n")[0]
+        raise StorageError(f"rank {rank.number}: {message}", hint="`--engine bytes` needs no GPU") from None
     except (RuntimeError, ConnectionError) as error:
         if isinstance(error, NotImplementedError) or not _is_of_the_group(error):
             raise
-        raise Lost(str(error)) from error
+        raise LostRank(str(error)) from error
     finally:
         if dist.is_initialized():
             with suppress(Exception):
@@ -153,26 +150,26 @@ def _is_of_the_group(error: BaseException) -> bool:
     backend (nccl, xccl, hccl)."""
     if isinstance(error, (dist.DistError, ConnectionError)):
         return True
-    said = str(error).lower()
-    return any(word in said for word in ("gloo", "ccl", "connection", "timed out", "socket", "tcpstore"))
+    message = str(error).lower()
+    return any(word in message for word in ("gloo", "ccl", "connection", "timed out", "socket", "tcpstore"))
 
 
 # Filling --------------------------------------------------------------------------------------------------------------
 
 
-def _fill(made: shell.Shell, source: Source, device: torch.device, progress: Progress | None) -> None:
+def _fill(meta: MetaModel, source: Source, device: torch.device, progress: Progress | None) -> None:
     reader = None
-    if agreement.rank() == 0:
-        reader = _Watched(source, progress, sum(t.nbytes for t in made.told.tensors.values()))
-    how = filling.How(reader, made.told, broadcast=True)
-    with agreement.together():
-        job = filling.prepare(made.model, None, how)
-    materialise(made.model, device, strict=False)
-    filling.fill(made.model, None, job, how)
-    moments.fill(made, how)
+    if collectives.rank() == 0:
+        reader = _ReportingReader(source, progress, sum(t.nbytes for t in meta.contents.tensors.values()))
+    filler = fill.Filler(reader, meta.contents, broadcast=True)
+    with collectives.together():
+        plan_ = fill.prepare(meta.model, None, filler)
+    materialize(meta.model, device, strict=False)
+    fill.fill(meta.model, None, plan_, filler)
+    optimizer_state.fill(meta, filler)
 
 
-class _Watched(Reader):
+class _ReportingReader(Reader):
     """Says how far it is after each tensor."""
 
     def __init__(self, source: Source, progress: Progress | None, total: int) -> None:
@@ -194,12 +191,12 @@ class _Planner(DefaultSavePlanner):  # type: ignore[misc] # torch is not looked 
 
     def create_local_plan(self) -> Any:
         """As torch's."""
-        made = super().create_local_plan()
-        made.items[:] = [
-            item for item in made.items
+        meta = super().create_local_plan()
+        meta.items[:] = [
+            item for item in meta.items
             if item.tensor_data is None or item.tensor_data.chunk.sizes.numel() or not item.tensor_data.size.numel()
         ]  # fmt: skip
-        return made
+        return meta
 
 
 class _Writer(torch_dcp.FileSystemWriter):  # type: ignore[misc]
@@ -211,16 +208,16 @@ class _Writer(torch_dcp.FileSystemWriter):  # type: ignore[misc]
         return plan
 
 
-def _save(laid: Catalogue, made: shell.Shell, partial: str) -> None:
-    spelt = joining.names(laid)
-    state = {spelt[path]: value for path, value in made.state().items()}
+def _save(catalogue: Catalogue, meta: MetaModel, partial: str) -> None:
+    names = combine.names(catalogue)
+    state = {names[path]: value for path, value in meta.state().items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
             torch_dcp.save(state, storage_writer=_Writer(partial), planner=planner)
         except CheckpointException as error:
-            raise saving.failed(next(iter(error.failures.values()))[0], partial, partial) from None
+            raise save.failed(next(iter(error.failures.values()))[0], partial, partial) from None
 
 
 @dataclass(slots=True)
@@ -230,11 +227,16 @@ class _Done:
 
 
 def _copy_rest(
-    source: Source, laid: Catalogue, made: shell.Shell, partial: str, threads: int | None, memory: int | None
+    source: Source,
+    catalogue: Catalogue,
+    meta: MetaModel,
+    partial: str,
+    threads: int | None,
+    memory: int | None,
 ) -> _Done:
     done = _Done(Transferred())
-    with agreement.together():
-        sink = joining.create_rest(partial, laid, made.slots) if agreement.rank() == 0 else None
+    with collectives.together():
+        sink = combine.create_rest(partial, catalogue, meta.tensors) if collectives.rank() == 0 else None
         if sink is not None:
             done.moved = transfer(
                 plan.plan(sink.catalogue), source, sink.catalogue, total=0, threads=threads, memory=memory
@@ -244,30 +246,30 @@ def _copy_rest(
     return done
 
 
-def _check_source(source: Source, laid: Catalogue, made: shell.Shell, rank: Rank, done: _Done) -> None:
+def _check_source(source: Source, catalogue: Catalogue, meta: MetaModel, rank: Rank, done: _Done) -> None:
     """torch knows of no checksums: what the shell was filled from is checked apart, a share by each rank."""
-    said = (0, 0)
-    with agreement.together():
-        read, checked, without = _records(source, laid, made.slots)
+    message = (0, 0)
+    with collectives.together():
+        read, checked, without = _records(source, catalogue, meta.tensors)
         ours = checksums.Pieces()
         for i, record in enumerate(read.records()):
             if i % rank.world == rank.number:
                 ours.touch(record, read.used(record))
-        moved = transfer((), source, laid, total=0, earlier=ours)
+        moved = transfer((), source, catalogue, total=0, earlier=ours)
         first = rank.number == 0
-        said = (moved.checked + first * checked, moved.unchecked + first * without)
-    for checked, unchecked in agreement.gathered(said):
+        message = (moved.checked + first * checked, moved.unchecked + first * without)
+    for checked, unchecked in collectives.all_gather(message):
         done.moved.checked += checked
         done.moved.unchecked += unchecked
 
 
-def _records(source: Source, laid: Catalogue, paths: Iterable[Path]) -> tuple[checksums.Pieces, int, int]:
+def _records(source: Source, catalogue: Catalogue, paths: Iterable[Path]) -> tuple[checksums.Pieces, int, int]:
     """The records that tensors come from; the bytes that were checked when they were decoded, and of those that nobody
     left a checksum of."""
     read, checked, without = checksums.Pieces(), 0, 0
     digested = {i for i, file in enumerate(source.catalogue.files) if stores.has_digest(file.location)}
     for path in paths:
-        tensor = laid.tensor(path)
+        tensor = catalogue.tensor(path)
         origin = tensor.origin or tensor
         for chunk in origin.chunks:
             extent = source.resolve(origin, chunk)
@@ -282,6 +284,6 @@ def _records(source: Source, laid: Catalogue, paths: Iterable[Path]) -> tuple[ch
     return read, checked, without
 
 
-def as_error(lost: Lost) -> CkptError:
+def as_error(lost: LostRank) -> CkptError:
     """What to say when no rank has said why it went."""
     return StorageError(f"lost touch with another rank: {lost}", hint="look at what that rank, or its node, says")

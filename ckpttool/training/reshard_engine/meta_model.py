@@ -1,4 +1,4 @@
-"""A model and an optimizer made from a layout alone, on the meta device, cut as a training script would have cut them.
+"""A model and an optimizer on the meta device, made from a catalogue and sharded as a training script would shard them.
 
     ("model", "layers.0.w")                 a parameter of the module `model.layers.0`, cut by `fully_shard`
     ("model", "rope"), ("model", "gate")    buffers: what is whole, and what has no dimensions, which FSDP2 refuses
@@ -22,12 +22,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor
 from ckpttool.errors import CkptError
-from ckpttool.formats.dcp import combine as joining
-from ckpttool.layout import select as layout
+from ckpttool.formats.dcp import combine
 from ckpttool.layout.mesh import Placements, Sharding, same_boxes
-from ckpttool.layout.optimizer import parse as found
-from ckpttool.layout.optimizer import respell as optimkeys
-from ckpttool.training.contents import Described, Group, Optimizer, Shape
+from ckpttool.layout.optimizer import parse, respell
+from ckpttool.layout.select import strip_wrappers
+from ckpttool.training.contents import Contents, Group, Optimizer, Shape
 
 # What a module has of its own, and what torch and our loader take off names.
 _TAKEN = {*dir(nn.Module()), *dir(FSDPModule), "module"}
@@ -37,7 +36,7 @@ class _Node(nn.Module):  # type: ignore[misc] # torch is not looked into
     """A module of the shell: it has parameters, buffers and modules, and does nothing."""
 
 
-class ShellOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
+class MetaOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     """Has groups, hyper-parameters and state, and does nothing."""
 
     def step(self, closure: Any = None) -> None:
@@ -46,7 +45,7 @@ class ShellOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
 
 @dataclass(slots=True)
-class Slot:
+class MetaTensor:
     """Where a tensor of the layout is in the shell: a parameter or a buffer of `node`; with `key`, what the optimizer
     keeps under it of that parameter."""
 
@@ -57,58 +56,58 @@ class Slot:
 
     @property
     def value(self) -> Any:
-        held = self.node._parameters if self.leaf in self.node._parameters else self.node._buffers
-        return held[self.leaf]
+        included = self.node._parameters if self.leaf in self.node._parameters else self.node._buffers
+        return included[self.leaf]
 
 
 @dataclass(slots=True)
-class Shell:
-    """`told` says to the loader what goes where, in the names of the shell."""
+class MetaModel:
+    """`contents` says to the loader what goes where, in the names of the shell."""
 
     model: nn.Module
-    told: Described
-    optimizer: ShellOptimizer | None = None
-    slots: dict[Path, Slot] = field(default_factory=dict)
+    contents: Contents
+    optimizer: MetaOptimizer | None = None
+    tensors: dict[Path, MetaTensor] = field(default_factory=dict)
 
     def state(self) -> dict[Path, torch.Tensor]:
         """What was filled, by its path in the layout."""
-        made: dict[Path, torch.Tensor] = {}
-        for path, slot in self.slots.items():
-            value = slot.value
-            if slot.key is not None:
+        result: dict[Path, torch.Tensor] = {}
+        for path, target in self.tensors.items():
+            value = target.value
+            if target.key is not None:
                 assert self.optimizer is not None
-                value = self.optimizer.state[value][slot.key]
-            made[path] = value.detach()
-        return made
+                value = self.optimizer.state[value][target.key]
+            result[path] = value.detach()
+        return result
 
 
-def build(laid: Catalogue, placing: Sharding, mesh: DeviceMesh, path: str) -> Shell:
+def build(catalogue: Catalogue, sharding: Sharding, mesh: DeviceMesh, path: str) -> MetaModel:
     """The shell of everything that is of a model or an optimizer, and of whatever else is cut. `mesh` is
     `placing.mesh`, for real; `path` is for messages."""
-    return _Building(laid, placing, mesh, path).shell()
+    return _Builder(catalogue, sharding, mesh, path).build_model()
 
 
-class _Building:
-    def __init__(self, laid: Catalogue, placing: Sharding, mesh: DeviceMesh, path: str) -> None:
-        self._laid, self._placing, self._mesh = laid, placing, mesh
-        self._keeper = joining.keepers(laid)
+class _Builder:
+    def __init__(self, catalogue: Catalogue, sharding: Sharding, mesh: DeviceMesh, path: str) -> None:
+        self._catalogue, self._sharding, self._mesh = catalogue, sharding, mesh
+        self._keeper = combine.keepers(catalogue)
         self._root: nn.Module = _Node()
         self._segments: dict[tuple[int, bool, str], str] = {}
         self._ignored: set[nn.Parameter] = set()
         self._dims: dict[nn.Parameter, int] = {}
-        self._shell = Shell(self._root, Described(path, laid.format))
+        self._meta = MetaModel(self._root, Contents(path, catalogue.format))
 
-    def shell(self) -> Shell:
-        held = [t for t in self._laid.tensors if self._is_held(t)]
-        owners = _owners(self._laid)
-        trained = {owners[path][0] for path in owners if path in self._laid.entries}
+    def build_model(self) -> MetaModel:
+        included = [t for t in self._catalogue.tensors if self._is_included(t)]
+        owners = _owners(self._catalogue)
+        trained = {owners[path][0] for path in owners if path in self._catalogue.entries}
         parameters: dict[str, Tensor] = {}
-        for tensor in held:
+        for tensor in included:
             if tensor.part.kind == "model":
-                name = layout.strip_wrappers(tensor.fqn)
+                name = strip_wrappers(tensor.fqn)
                 self._place(tensor, name in trained)
                 parameters.setdefault(name, tensor)
-        for tensor in held:
+        for tensor in included:
             if tensor.part.kind != "model":
                 name, key = owners.get(tensor.path, ("", ""))
                 parameter = parameters.get(name)
@@ -117,48 +116,48 @@ class _Building:
         self._tie()
         self._shard()
         self._make_optimizer(parameters)
-        return self._shell
+        return self._meta
 
-    def _is_held(self, tensor: Tensor) -> bool:
+    def _is_included(self, tensor: Tensor) -> bool:
         if tensor.embedded or self._keeper[tensor.path] != tensor.path:
             return False
-        return tensor.part.kind in ("model", "optimizer") or tensor.path in self._placing.placements
+        return tensor.part.kind in ("model", "optimizer") or tensor.path in self._sharding.placements
 
-    def _placed(self, tensor: Tensor) -> Placements:
-        return self._placing.placements.get(tensor.path, {})
+    def _placements_of(self, tensor: Tensor) -> Placements:
+        return self._sharding.placements.get(tensor.path, {})
 
     # Modules ---------------------------------------------------------------------------------------------------------
 
     def _place(self, tensor: Tensor, trained: bool) -> None:
         """Parameters are what FSDP cuts and what has state, as far as it has dimensions and can have a gradient; the
         rest are buffers."""
-        placed = self._placed(tensor)
+        placements = self._placements_of(tensor)
         value: Any = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype.name), device="meta")
-        if "tp" in placed:
-            value = distribute_tensor(value, self._mesh["tp"], [Shard(placed["tp"])], src_data_rank=None)
-        slot = self._slot(tensor.path)
-        learns = value.is_floating_point() or value.is_complex()
-        if "shard" in placed or (trained and learns and tensor.shape):
-            value = nn.Parameter(value, requires_grad=learns)
-            slot.node._parameters[slot.leaf] = value
-            if "shard" in placed:
-                self._dims[value] = placed["shard"]
+        if "tp" in placements:
+            value = distribute_tensor(value, self._mesh["tp"], [Shard(placements["tp"])], src_data_rank=None)
+        target = self._meta_tensor(tensor.path)
+        is_trainable = value.is_floating_point() or value.is_complex()
+        if "shard" in placements or (trained and is_trainable and tensor.shape):
+            value = nn.Parameter(value, requires_grad=is_trainable)
+            target.node._parameters[target.leaf] = value
+            if "shard" in placements:
+                self._dims[value] = placements["shard"]
             else:
                 self._ignored.add(value)
         else:
-            slot.node._buffers[slot.leaf] = value
-        self._shell.slots[tensor.path] = slot
-        self._shell.told.model[slot.name] = Shape(tensor.dtype.name, tensor.shape)
-        self._shell.told.tensors["model", slot.name] = tensor.origin or tensor
+            target.node._buffers[target.leaf] = value
+        self._meta.tensors[tensor.path] = target
+        self._meta.contents.model[target.name] = Shape(tensor.dtype.name, tensor.shape)
+        self._meta.contents.tensors["model", target.name] = tensor.origin or tensor
 
-    def _slot(self, path: Path) -> Slot:
+    def _meta_tensor(self, path: Path) -> MetaTensor:
         *above, last = [segment for key in path for segment in str(key).split(".")]
         node, names = self._root, list[str]()
         for segment in above:
             names.append(self._segment(node, segment, leaf=False))
             node = node._modules.setdefault(names[-1], _Node())
         leaf = self._segment(node, last, leaf=True)
-        return Slot(node, leaf, ".".join([*names, leaf]))
+        return MetaTensor(node, leaf, ".".join([*names, leaf]))
 
     def _segment(self, node: nn.Module, key: str, *, leaf: bool) -> str:
         """A key as a module may have it: `type`, `_orig_mod` and an empty one get names that stand for them, and so
@@ -171,15 +170,20 @@ class _Building:
 
     def _tie(self) -> None:
         """Second names of parameters are the same parameter, as in the model that was saved."""
-        for path, kept in self._keeper.items():
-            slot = self._shell.slots.get(kept)
-            tensor = self._laid.tensor(path)
-            if path == kept or slot is None or slot.leaf not in slot.node._parameters or tensor.part.kind != "model":
+        for path, first in self._keeper.items():
+            target = self._meta.tensors.get(first)
+            tensor = self._catalogue.tensor(path)
+            if (
+                path == first
+                or target is None
+                or target.leaf not in target.node._parameters
+                or tensor.part.kind != "model"
+            ):
                 continue
-            again = self._slot(path)
-            again.node._parameters[again.leaf] = slot.value
-            self._shell.told.model[again.name] = Shape(tensor.dtype.name, tensor.shape)
-            self._shell.told.same[again.name] = slot.name
+            second = self._meta_tensor(path)
+            second.node._parameters[second.leaf] = target.value
+            self._meta.contents.model[second.name] = Shape(tensor.dtype.name, tensor.shape)
+            self._meta.contents.same[second.name] = target.name
 
     def _shard(self) -> None:
         if not self._dims:
@@ -199,78 +203,78 @@ class _Building:
     def _follows(self, tensor: Tensor, parameter: Tensor, key: str) -> bool:
         """Whether the tensor is what the optimizer keeps of a parameter under a key, cut as the parameter is, or whole
         and of another shape: so it is that torch knows where to put it."""
-        slot = self._shell.slots[parameter.path]
-        if slot.leaf not in slot.node._parameters or not slot.value.requires_grad:
+        target = self._meta.tensors[parameter.path]
+        if target.leaf not in target.node._parameters or not target.value.requires_grad:
             return False
         alike = tensor.shape == parameter.shape and same_boxes(tensor, parameter)
-        told = self._shell.told
-        told.optimizer = told.optimizer or Optimizer([], {})
-        state = told.optimizer.state.setdefault(slot.name, {})
-        if not (alike or (tensor.shape != parameter.shape and not self._placed(tensor))) or (key,) in state:
+        contents = self._meta.contents
+        contents.optimizer = contents.optimizer or Optimizer([], {})
+        state = contents.optimizer.state.setdefault(target.name, {})
+        if not (alike or (tensor.shape != parameter.shape and not self._placements_of(tensor))) or (key,) in state:
             return False
         state[key,] = Shape(tensor.dtype.name, tensor.shape)
-        told.tensors["optimizer", slot.name, key] = tensor.origin or tensor
-        self._shell.slots[tensor.path] = Slot(slot.node, slot.leaf, slot.name, key)
+        contents.tensors["optimizer", target.name, key] = tensor.origin or tensor
+        self._meta.tensors[tensor.path] = MetaTensor(target.node, target.leaf, target.name, key)
         return True
 
     def _make_optimizer(self, parameters: dict[str, Tensor]) -> None:
         """Of the parameters that there is state of, in the groups of the layout, with their hyper-parameters."""
-        told = self._shell.told.optimizer
-        if told is None:
+        contents = self._meta.contents.optimizer
+        if contents is None:
             return
-        told.state = {name: kept for name, kept in told.state.items() if kept}
-        names = {name: self._shell.slots[t.path].name for name, t in parameters.items()}
-        left = dict.fromkeys(told.state)
-        for params, values in _groups(self._laid):
-            kept = [names[name] for name in params if names.get(name) in left]
-            if kept:
-                told.groups.append(Group(kept, values))
-                left = {name: None for name in left if name not in set(kept)}
-        by_name = {slot.name: slot.value for slot in self._shell.slots.values() if slot.key is None}
-        if told.state:
-            groups = [{"params": [by_name[name] for name in group.params], **group.values} for group in told.groups]
-            self._shell.optimizer = ShellOptimizer(groups, {})
+        contents.state = {name: first for name, first in contents.state.items() if first}
+        names = {name: self._meta.tensors[t.path].name for name, t in parameters.items()}
+        left = dict.fromkeys(contents.state)
+        for params, values in _groups(self._catalogue):
+            first = [names[name] for name in params if names.get(name) in left]
+            if first:
+                contents.groups.append(Group(first, values))
+                left = {name: None for name in left if name not in set(first)}
+        by_name = {target.name: target.value for target in self._meta.tensors.values() if target.key is None}
+        if contents.state:
+            groups = [{"params": [by_name[name] for name in group.params], **group.values} for group in contents.groups]
+            self._meta.optimizer = MetaOptimizer(groups, {})
         else:
-            self._shell.told.optimizer = None
+            self._meta.contents.optimizer = None
 
 
 def _is_odd(key: str) -> bool:
     return not key or key in _TAKEN or key.startswith("_") or "-" in key
 
 
-def _named(laid: Catalogue) -> list[found.Optimizer]:
+def _named(catalogue: Catalogue) -> list[parse.Optimizer]:
     """The optimizers of a layout by the names of parameters, where those can be told."""
     try:
-        laid = optimkeys.respell(laid, "fqn")
+        catalogue = respell.respell(catalogue, "fqn")
     except CkptError:
         # Some have numbers that could be those of several parameters: their state is then not the parameters'.
-        return [one for one in found.optimizers(laid) if one.spelling != "id"]
-    return found.optimizers(laid)
+        return [optimizer for optimizer in parse.optimizers(catalogue) if optimizer.spelling != "id"]
+    return parse.optimizers(catalogue)
 
 
-def _owners(laid: Catalogue) -> dict[Path, tuple[str, str]]:
+def _owners(catalogue: Catalogue) -> dict[Path, tuple[str, str]]:
     """Which parameter a piece of optimizer state is of, and under which key: `("layers.0.w", "exp_avg")`."""
     by_origin = {
-        entry.origin.path: (layout.strip_wrappers(str(name)), below[0])
-        for one in _named(laid) for name, items in one.state.items() for below, entry in items
+        entry.origin.path: (strip_wrappers(str(name)), below[0])
+        for optimizer in _named(catalogue) for name, items in optimizer.state.items() for below, entry in items
         if isinstance(entry, Tensor) and entry.origin is not None and len(below) == 1 and isinstance(below[0], str)
     }  # fmt: skip
     return {
         tensor.path: by_origin[tensor.origin.path]
-        for tensor in laid.tensors
+        for tensor in catalogue.tensors
         if tensor.part.kind == "optimizer" and tensor.origin is not None and tensor.origin.path in by_origin
     }
 
 
-def _groups(laid: Catalogue) -> list[tuple[list[str], dict[str, Any]]]:
+def _groups(catalogue: Catalogue) -> list[tuple[list[str], dict[str, Any]]]:
     """The parameters of each group, and those of its hyper-parameters that stand for themselves."""
-    made = []
-    for one in _named(laid):
-        for group in one.groups:
+    result = []
+    for optimizer in _named(catalogue):
+        for group in optimizer.groups:
             values = {
                 str(below[0]): entry.value
                 for below, entry in group.items
                 if len(below) == 1 and below[0] != "params" and isinstance(entry, Object)
             }
-            made.append(([layout.strip_wrappers(str(name)) for name in group.params], values))
-    return made
+            result.append(([strip_wrappers(str(name)) for name in group.params], values))
+    return result

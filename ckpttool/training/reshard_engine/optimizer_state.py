@@ -15,16 +15,15 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
 from ckpttool.catalogue.entries import Tensor
-from ckpttool.training import broadcast as sending
-from ckpttool.training import collectives as agreement
+from ckpttool.training import broadcast, collectives
 from ckpttool.training.contents import Shape
-from ckpttool.training.fill import How
-from ckpttool.training.read import Reader, like, pieces
-from ckpttool.training.reshard_engine.meta_model import Shell
+from ckpttool.training.fill import Filler
+from ckpttool.training.read import Reader, like, local_shards
+from ckpttool.training.reshard_engine.meta_model import MetaModel
 
 
-class _Of(NamedTuple):
-    """The state of one parameter: `_Of("w", "model.layers.0.w", Parameter(...), {"exp_avg": Shape(...)})`."""
+class _ParameterState(NamedTuple):
+    """The state of one parameter: `_ParameterState("w", "layers.0.w", Parameter(...), {"exp_avg": Shape(...)})`."""
 
     leaf: str
     name: str
@@ -51,51 +50,54 @@ class _Part(torch.optim.Optimizer):  # type: ignore[misc] # torch is not looked 
                 self.state[parameter] = dict(state_dict["state"][name])
 
 
-def fill(made: Shell, how: How) -> None:
+def fill(result: MetaModel, filler: Filler) -> None:
     """Fill the state of the shell's optimizer. A collective: every rank calls it."""
-    by_module: dict[int, tuple[nn.Module, dict[str, _Of]]] = {}
-    for slot in made.slots.values():
+    by_module: dict[int, tuple[nn.Module, dict[str, _ParameterState]]] = {}
+    for slot in result.tensors.values():
         if slot.key is not None:
-            assert made.told.optimizer is not None
-            _, found = by_module.setdefault(id(slot.node), (slot.node, {}))
-            of = found.setdefault(slot.leaf, _Of(slot.leaf, slot.name, slot.value, {}))
-            of.state[slot.key] = made.told.optimizer.state[slot.name][slot.key,]
-    for module, found in by_module.values():
-        filled = _fill_module(module, list(found.values()), how)
-        assert made.optimizer is not None
-        for of, state in zip(found.values(), filled, strict=True):
-            made.optimizer.state[of.parameter] = state
+            assert result.contents.optimizer is not None
+            _, parameters = by_module.setdefault(id(slot.node), (slot.node, {}))
+            of = parameters.setdefault(slot.leaf, _ParameterState(slot.leaf, slot.name, slot.value, {}))
+            of.state[slot.key] = result.contents.optimizer.state[slot.name][slot.key,]
+    for module, parameters in by_module.values():
+        filled = _fill_module(module, list(parameters.values()), filler)
+        assert result.optimizer is not None
+        for of, state in zip(parameters.values(), filled, strict=True):
+            result.optimizer.state[of.parameter] = state
 
 
-def _fill_module(module: nn.Module, parameters: list[_Of], how: How) -> list[dict[str, Any]]:
-    made = [{key: _room(of.parameter, shape) for key, shape in of.state.items()} for of in parameters]
-    sent = [_sent(of) if agreement.is_distributed() else [] for of in parameters]
-    for of, state, keys in zip(parameters, made, sent, strict=True):
+def _fill_module(module: nn.Module, parameters: list[_ParameterState], filler: Filler) -> list[dict[str, Any]]:
+    result = [{key: _room(of.parameter, shape) for key, shape in of.state.items()} for of in parameters]
+    sent = [_sent(of) if collectives.is_distributed() else [] for of in parameters]
+    for of, state, keys in zip(parameters, result, sent, strict=True):
         for key, shape in of.state.items():
             if key not in keys:
-                how.get(("optimizer", of.name, key), shape, pieces(state[key], f"{of.name}.{key}"))
-    live = [i for i, keys in enumerate(sent) if keys]
-    if live:
+                filler.fill(("optimizer", of.name, key), shape, local_shards(state[key], f"{of.name}.{key}"))
+    broadcast_ids = [i for i, keys in enumerate(sent) if keys]
+    if broadcast_ids:
         tensors = [
-            (parameters[i].leaf, {key: how.told.tensors["optimizer", parameters[i].name, key] for key in sent[i]})
-            for i in live
+            (
+                parameters[i].leaf,
+                {key: filler.contents.tensors["optimizer", parameters[i].name, key] for key in sent[i]},
+            )
+            for i in broadcast_ids
         ]
-        part = _Part([parameters[i].parameter for i in live])
-        for i in live:
-            part.state[parameters[i].parameter] = {key: made[i][key] for key in sent[i]}
-        _send(module, part, tensors, how.reader)
-        for i in live:
-            _keep(made[i], part.state[parameters[i].parameter])
-    return made
+        part = _Part([parameters[i].parameter for i in broadcast_ids])
+        for i in broadcast_ids:
+            part.state[parameters[i].parameter] = {key: result[i][key] for key in sent[i]}
+        _send(module, part, tensors, filler.reader)
+        for i in broadcast_ids:
+            _keep(result[i], part.state[parameters[i].parameter])
+    return result
 
 
-def _keep(rooms: dict[str, Any], came: dict[str, Any]) -> None:
+def _keep(state: dict[str, Any], received: dict[str, Any]) -> None:
     """What came, where it belongs: for an accelerator it came by memory, of which there is less than all need."""
-    for key, value in came.items():
-        if rooms[key].device.type == value.device.type:
-            rooms[key] = value
+    for key, value in received.items():
+        if state[key].device.type == value.device.type:
+            state[key] = value
         else:
-            rooms[key].copy_(value)
+            state[key].copy_(value)
 
 
 def _room(parameter: nn.Parameter, shape: Shape) -> Any:
@@ -106,9 +108,9 @@ def _room(parameter: nn.Parameter, shape: Shape) -> Any:
     return torch.empty(shape.sizes, dtype=dtype, device=parameter.device if shape.sizes else "cpu")
 
 
-def _sent(of: _Of) -> list[str]:
+def _sent(of: _ParameterState) -> list[str]:
     """What torch's function can send. It learns the device from a tensor that has dimensions."""
-    keys = [key for key, shape in of.state.items() if sending.travels(shape)]
+    keys = [key for key, shape in of.state.items() if broadcast.travels(shape)]
     return keys if any(of.state[key].sizes for key in keys) else []
 
 
@@ -120,8 +122,8 @@ def _send(
         state = {name: {key: reader.whole(tensor) for key, tensor in kept.items()} for name, kept in tensors}
         return {"state": state, "param_groups": [{"params": [name for name, _ in tensors]}]}
 
-    told = agreement.first_reads(read if reader is not None else None) or {}
+    state_dict = collectives.first_reads(read if reader is not None else None) or {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=True, strict=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        set_optimizer_state_dict(module, part, told, options=options)
+        set_optimizer_state_dict(module, part, state_dict, options=options)

@@ -220,15 +220,15 @@ def elsewhere(kind: str, format: str) -> str:
             if [*own.iterdir()] != [saved] * (dist.get_rank() == 0) or len(found.catalogue.faults):
                 return f"{[*own.iterdir()]} {found.catalogue.faults}"
         ckpttool.load(saved, run.model, run.optimizer)
-        real = saving.agreement.from_first
+        real = saving.collectives.from_first
         if dist.get_rank():
-            saving.agreement.from_first = lambda told: str(own / Path(real(told)).name)
+            saving.collectives.from_first = lambda told: str(own / Path(real(told)).name)
         try:
             ckpttool.save("again", run.model, run.optimizer, format=format)
         except ckpttool.CkptError as error:
             said = "rank 1 does not see" in error.message
         finally:
-            saving.agreement.from_first = real
+            saving.collectives.from_first = real
         return "equal" if said and [*own.iterdir()] == [saved] * (dist.get_rank() == 0) else "otherwise"
     finally:
         os.chdir(there)

@@ -62,7 +62,7 @@ class _TorchrunLauncher(Launcher):
         """Run a job on all processes together."""
         from ckpttool.operations.verify_resume.worker.run import run
 
-        assert world_of(job.dims) == self._collectives.world()
+        assert world_of(job.dims) == self._collectives.world_size()
         with self._collectives.together():
             if self.is_first:
                 job.write()
