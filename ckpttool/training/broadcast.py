@@ -92,27 +92,27 @@ class _Whole:
 
 
 class _Buffer:
-    """Memory that tensors are read into before they are sent, used again for the next but one: fresh memory, which the
-    system clears page by page, costs more than reading and sending."""
+    """Memory that tensors are read into before they are sent. It is reused for the next but one: fresh memory, which
+    the system clears page by page, costs more than reading and sending."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._taken = 0
 
     def needs(self, nbytes: int) -> int:
-        """What a tensor takes of it, as memory of torch's own begins."""
+        """Bytes that a tensor takes of the buffer, aligned as torch allocates them."""
         return -(-nbytes // _ALIGNMENT) * _ALIGNMENT if nbytes >= _SMALL else 0
 
     def clear(self, nbytes: int) -> None:
-        """What was taken is not used any more, and so much will be."""
+        """Release all tensors, and make room for `nbytes`."""
         self._taken = 0
         if len(self._memory) < nbytes:
             self._memory = torch.empty(0, dtype=torch.uint8)  # let go of the old before
             self._memory = torch.empty(nbytes, dtype=torch.uint8)
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of values to come. A small one has memory of its own: one without dimensions is sent by pickle, with
-        all of the memory that it is a view of."""
+        """An uninitialised tensor. A small one has memory of its own: torch sends one without dimensions by pickle,
+        with all of the memory that it is a view of."""
         nbytes = prod(shape) * dtype.itemsize
         if not self.needs(nbytes):
             return empty(shape, dtype)
@@ -121,7 +121,7 @@ class _Buffer:
 
 
 def _copies(module: nn.Module) -> bool:
-    """Whether a module copies what it loads, as torch's do; one with a way of its own may keep it."""
+    """Whether a module copies what it loads, as those of torch do; one with its own method may keep it."""
     hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
     # FSDP2 gives each parameter's module one, which looks at the parameter only.
     foreign = any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
@@ -136,7 +136,7 @@ def _set(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class OutgoingTensor:
-    """A tensor that is sent, what this rank holds of it, and, on rank 0, where it is read."""
+    """A tensor that rank 0 reads and sends, and the shards of it that this rank has."""
 
     shape: Shape
     shards: Sequence[LocalShard]
@@ -144,7 +144,7 @@ class OutgoingTensor:
 
 
 def send_small(sent: Sequence[OutgoingTensor], reader: Reader | None) -> None:
-    """Send small tensors that every rank holds whole (`step`), all in one message. A collective."""
+    """Send small tensors that every rank has whole (`step`), all in one message. A collective."""
 
     def read() -> list[torch.Tensor]:
         assert reader is not None
@@ -157,8 +157,8 @@ def send_small(sent: Sequence[OutgoingTensor], reader: Reader | None) -> None:
 
 
 def send_shares(sent: Sequence[OutgoingTensor], reader: Reader | None) -> None:
-    """Send of each tensor to each rank what it holds of it, and nothing else, some tensors at a time. Rank 0 reads the
-    next ones, its own shares into their place, while some are on their way. A collective; by the CPU."""
+    """Send each rank its shards of each tensor, and nothing else, several tensors at a time. Rank 0 reads its own
+    shards in place, and the next batch while one is being sent. A collective; the tensors are on the CPU."""
     all_boxes = collectives.to_first([[shard.box for shard in one.shards] for one in sent])
     batches = _batches(sent)
     if reader is None or all_boxes is None:
@@ -181,7 +181,7 @@ def send_shares(sent: Sequence[OutgoingTensor], reader: Reader | None) -> None:
 
 
 def _batches(sent: Sequence[OutgoingTensor]) -> list[list[int]]:
-    """Numbers of tensors that are sent together: a message alone has to be waited for as long as a few MiB take."""
+    """Indices of tensors that are sent together: one message costs as much as a few MiB."""
     result: list[list[int]] = []
     buffer = 0
     for i, one in enumerate(sent):
@@ -196,8 +196,7 @@ def _batches(sent: Sequence[OutgoingTensor]) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Shares:
-    """Reads what rank 0 holds of some tensors to where it belongs, and what others hold, as bytes, each with the rank
-    that it goes to."""
+    """Reads the shards of rank 0 in place, and those of other ranks as bytes, each with its rank."""
 
     reader: Reader
     wanted: Sequence[tuple[OutgoingTensor, Sequence[tuple[int, Box]]]]
@@ -234,7 +233,7 @@ def _receive(shards: Sequence[tuple[Shape, LocalShard]]) -> None:
 
 
 def _receive_buffer(shape: Shape, shard: LocalShard) -> torch.Tensor:
-    """Where a piece is received: in its place, or, where that is of another dtype or has gaps, beside it."""
+    """The memory to receive a shard in: its own, or a buffer if that has another dtype or gaps."""
     memory, kind = shard.memory, getattr(torch, shape.dtype)
     if memory.dtype == kind and memory.is_contiguous() and memory.device.type == "cpu":
         return memory
@@ -246,7 +245,7 @@ def _bytes(memory: torch.Tensor) -> torch.Tensor:
 
 
 def ahead(reads: Iterable[Callable[[], T]]) -> Generator[Callable[[], T], None, None]:
-    """Each read, which is under way before it is asked for: a thread reads one while the one before is being sent."""
+    """Start each read while the result of the one before is in use: a thread reads ahead by one."""
     pool = ThreadPoolExecutor(1, "reading")
     try:
         pending: deque[Future[T]] = deque()
@@ -261,7 +260,7 @@ def ahead(reads: Iterable[Callable[[], T]]) -> Generator[Callable[[], T], None, 
 
 
 def send_tiles(shape: Shape, shards: Sequence[LocalShard], tensor: Tensor | None, reader: Reader | None) -> None:
-    """Send a tensor of any dtype in tiles of bytes, of which each rank keeps what it holds. A collective."""
+    """Send a tensor of any dtype in tiles of bytes; each rank copies its shards. A collective."""
     kind = dtypes.dtype(shape.dtype)
     as_torch = torch_dtype(kind, tensor.name if tensor is not None else shape.dtype)
     device = collectives.sending_device()
@@ -285,7 +284,7 @@ def send_tiles(shape: Shape, shards: Sequence[LocalShard], tensor: Tensor | None
 
 
 def is_cut(value: Any) -> bool:
-    """Whether ranks hold different parts of a tensor, as its placements say on each of them alike."""
+    """Whether a tensor is sharded, as its placements say on every rank."""
     return isinstance(value, DTensor) and not all(placement.is_replicate() for placement in value.placements)
 
 

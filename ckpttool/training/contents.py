@@ -1,6 +1,6 @@
-"""What a checkpoint says to a training script: its model, its optimizer by names, and the rest as nested values.
+"""The contents of a checkpoint for a training script: its model, its optimizer by names, and the rest as nested values.
 
-Small, and the same on every rank, so that one that reads can tell the others.
+Small, and the same on every rank, so that a rank that reads can send it to the others.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Group:
 
 @dataclass(slots=True)
 class Optimizer:
-    """`state["layers.0.w"][("exp_avg",)]` is a `Shape`, or a value that is no tensor. `by_number`: params and keys of
-    the state are the numbers of `optimizer.state_dict()`, as no model says what they are called."""
+    """The optimizer: `state["layers.0.w"][("exp_avg",)]` is a `Shape`, or a value other than a tensor. With
+    `by_number`, parameters are the integer ids of `optimizer.state_dict()`, as no model has their names."""
 
     groups: list[Group]
     state: dict[Any, dict[Path, Any]]
@@ -49,16 +49,16 @@ class Optimizer:
 
 
 class PickledValue(NamedTuple):
-    """A value with objects of unknown classes in it, as a pickle that only our own reader opens."""
+    """A value with objects of unknown classes, pickled for our own unpickler."""
 
     data: bytes
 
 
 @dataclass(slots=True)
 class Contents:
-    """`same` are second names of tied weights: `{"lm_head.weight": "embed.weight"}`. `own` is what the script's own
-    objects get that may be large: tensors are a `Shape` in it. `tensors` is what to read for `("model", name)`,
-    `("optimizer", name, *below)` and `("own", *path)`, on a rank that reads; the others have none."""
+    """The contents of a checkpoint. `same` are second names of tied weights: `{"lm_head.weight": "embed.weight"}`.
+    `own` are the values of the script's other objects, with a `Shape` for each tensor. `tensors` are those to read, by
+    `("model", name)`, `("optimizer", name, *below)` and `("own", *path)`, on ranks that read."""
 
     path: str
     format: str
@@ -72,7 +72,7 @@ class Contents:
     tensors: dict[Path, Tensor] = field(default_factory=dict)
 
     def for_others(self) -> Contents:
-        """Without what only a reader can use."""
+        """The contents without the tensors, for ranks that do not read."""
         contents = Contents(self.path, self.format, self.model, self.extra_state, self.same, self.optimizer)
         contents.left = self.left
         for name in ("own", "rest"):
@@ -88,9 +88,13 @@ def describe(
     catalogue: Catalogue, path: str, read: Read, model: str | None, optimizer: str | None, prefix: str = "", *,
     targets: tuple[bool, bool], own: Mapping[Path, bool] | None = None,
 ) -> Contents:  # fmt: skip
-    """`model` and `optimizer` are the root keys of the parts to take, if there are several; `targets` says which of the
-    two are; `prefix` is taken off the names of parameters. `own` says where the script's own objects stand, and whether
-    they have sharded tensors. Raises UsageError when a part is not there, or is not the only one."""
+    """Describe the parts of a catalogue that a script loads.
+
+    Args: `model` and `optimizer` are the root keys of the parts, if there are several; `targets` says which of the two
+    are loaded; `prefix` is removed from the names of parameters; `own` are the paths of the script's other objects, and
+    whether they have sharded tensors.
+    Raises UsageError when a part does not exist, or is ambiguous.
+    """
     contents = Contents(path, catalogue.format)
     catalogue = _without_own(contents, select.start(catalogue), read, own or {})
     chosen: list[Part] = []
@@ -113,8 +117,8 @@ def describe(
 
 
 def _without_own(contents: Contents, catalogue: Catalogue, read: Read, own: Mapping[Path, bool]) -> Catalogue:
-    """What the script's own objects get is theirs, even if it is a model or an optimizer by its key: an average of the
-    weights, or a wrapper around both. What is neither, and not sharded, stays with the rest."""
+    """Take out the values of the script's other objects, even those of a model or an optimizer by their key (EMA
+    weights, or a wrapper around both). Other values that are not sharded stay in the rest."""
     taken: set[Path] = set()
     for where, is_sharded in own.items():
         present = {e.path: e.part.kind for e in catalogue.entries.values() if e.path[: len(where)] == where}
@@ -134,9 +138,9 @@ def _without_own(contents: Contents, catalogue: Catalogue, read: Read, own: Mapp
 
 
 def chosen_part(catalogue: Catalogue, kind: str, name: str | None, path: str) -> Part:
-    """The part of a kind: the one under the key `name`, the only one, or of several models the one that is no average.
+    """The part of a kind: the one under the key `name`, the only one, or of several models the one that is no EMA.
 
-    Raises UsageError when it is not clear.
+    Raises UsageError when it is ambiguous.
     """
     present = [part for part in parts.parts(catalogue) if part.kind == kind]
     if name is not None:
@@ -228,7 +232,7 @@ def _put(values: dict[Any, Any], path: Path, value: Any) -> None:
 
 
 def nested_rest(contents: Contents, rank: int) -> dict[Any, Any]:
-    """The rest as it was saved, of what belongs to a rank this one's, where the rank had it."""
+    """The rest, nested as it was saved, with the rank-local values of this rank only."""
 
     def is_mine(entry: Tensor | Object) -> bool:
         of = _rank_of(entry)
@@ -242,7 +246,7 @@ def nested_rest(contents: Contents, rank: int) -> dict[Any, Any]:
 
 
 def without_own(contents: Contents, rank: int) -> list[str]:
-    """What other ranks saved and this one did not: it was saved by fewer ranks."""
+    """The rank-local parts that other ranks saved and this one did not, as the world size was smaller."""
     by_rank: dict[str, set[int]] = {}
     for entry in contents.rest.entries.values():
         of = _rank_of(entry)
@@ -258,8 +262,7 @@ def _rank_of(entry: Tensor | Object) -> int | None:
 
 
 def with_tensors(value: Any, catalogue: Catalogue, read: Read) -> Any:
-    """An object's value with its tensors, with arrays and scalars of numpy, which random states hold, and with the
-    `Counter` in which `MultiStepLR` has its milestones."""
+    """The value of an object with its tensors, numpy arrays and scalars, and with the `Counter` of `MultiStepLR`."""
     if isinstance(value, Link):
         entry = catalogue.entries.get(value.path)
         return read(entry.origin or entry) if isinstance(entry, Tensor) else value
@@ -282,7 +285,7 @@ def _counter(value: Stub) -> Any:
 
 
 def _numpy(value: Stub) -> Any:
-    """A numpy array of plain numbers, made from what its pickle says; any other stub as it is."""
+    """The numpy array of numbers that a stub stands for; any other stub unchanged."""
     import numpy as np
 
     name = values.stub_name(value) or ""
@@ -298,12 +301,12 @@ def _numpy(value: Stub) -> Any:
 
 
 def to_picklable(value: Any) -> Any:
-    """For another process: a stub's class is made on the spot, and the other's pickle would not find it."""
+    """The value in a form that another process can unpickle: classes of stubs exist in this one only."""
     if any(isinstance(one, Stub) or values.is_stub_type(one) for one in values.walk(value)):
         return PickledValue(pickler.dump(value))
     return value
 
 
 def from_picklable(value: Any) -> Any:
-    """What was sealed, as it was."""
+    """The value that `to_picklable` was given."""
     return unpickler.load(value.data, what="a value") if isinstance(value, PickledValue) else value

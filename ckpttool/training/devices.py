@@ -21,8 +21,8 @@ from torch.distributed import distributed_c10d
 
 
 def kind() -> str:
-    """What processes here can compute on together. An accelerator without a backend of its own (Apple's has gloo, which
-    goes by the CPU) is none."""
+    """The device type that processes compute on together. An accelerator without a backend of its own (Apple's uses
+    gloo on the CPU) does not count."""
     if not torch.accelerator.is_available():
         return "cpu"
     found = str(torch.accelerator.current_accelerator().type)
@@ -31,18 +31,18 @@ def kind() -> str:
 
 
 def count(kind: str) -> int:
-    """How many accelerators of a kind this process sees."""
+    """The number of accelerators of a kind that this process sees."""
     return int(torch.get_device_module(kind).device_count())
 
 
 def backends(kind: str) -> str:
-    """For `init_process_group`, with one for the CPU: what is no tensor travels by it, and whoever waits for a process
-    that has died hears of it there: `cpu:gloo,cuda:nccl`."""
+    """The backends for `init_process_group`: `cpu:gloo,cuda:nccl`. The CPU's is for Python objects, and reports a
+    process that has died."""
     return "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
 
 
 def take(kind: str) -> torch.device:
-    """This process's own device, which is the current one from now on."""
+    """Make this process's own device the current one, and return it."""
     if kind == "cpu":
         return torch.device("cpu")
     number = int(os.environ.get("LOCAL_RANK", "0"))
@@ -51,18 +51,17 @@ def take(kind: str) -> torch.device:
 
 
 def current(kind: str) -> torch.device:
-    """The device of a kind that this process works on."""
+    """The current device of a kind."""
     return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def abort() -> None:
-    """Leave the process group without waiting for what other ranks may never do: to destroy one of nccl's is to wait
-    until its collectives have ended."""
+    """Leave the process group without waiting: destroying one of nccl waits until its collectives have ended."""
     distributed_c10d._abort_process_group()
 
 
 def free_memory(kind: str) -> int:
-    """Bytes that this process's own accelerator has free; 0 where it has none for itself, or does not say."""
+    """Free bytes of the accelerator of this process; 0 if it shares one, or the number is not known."""
     number, here = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     ask = getattr(torch.get_device_module(kind), "mem_get_info", None) if kind != "cpu" else None
     return int(ask(number)[0]) if ask is not None and count(kind) >= here else 0

@@ -1,4 +1,4 @@
-"""Ends a training script at an error of the checkpoint's with two lines from one rank, not with a traceback from each.
+"""Ending a training script at a `CkptError` with two lines from one rank, instead of a traceback from each.
 
 with ckpttool.exit_on_error():
     ckpttool.load("run7/step-1000", model, optimizer)
@@ -53,7 +53,7 @@ def _note_said() -> None:
 
 
 def _is_said() -> bool:
-    """Whether rank 0 has said its error. torchrun ends the others once one has exited: they wait until it has."""
+    """Whether rank 0 has printed its error. torchrun ends the other ranks once one has exited: they wait until then."""
     try:
         _get_default_store().wait([_KEY], timedelta(seconds=_WAIT))
     except Exception as error:

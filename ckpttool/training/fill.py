@@ -1,4 +1,4 @@
-"""Fills a model and an optimizer with what a checkpoint was found to have for them, by either strategy."""
+"""Filling a model and an optimizer from a checkpoint, by either strategy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SMALL = 64
 
 @dataclass(slots=True)
 class FillPlan:
-    """What goes where. `groups` is None when no optimizer is loaded."""
+    """The targets that match the checkpoint. `groups` is None when no optimizer is loaded."""
 
     matched: ModelMatch
     groups: list[GroupMatch] | None
@@ -32,7 +32,7 @@ class FillPlan:
 
 @dataclass(frozen=True, slots=True)
 class Filler:
-    """`reader` is there on ranks that read: all of them, or with `broadcast` the first."""
+    """Fills shards of tensors. `reader` is that of ranks that read: all of them, or with `broadcast` the first."""
 
     reader: Reader | None
     contents: Contents
@@ -50,7 +50,7 @@ class Filler:
 
 
 def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, filler: Filler) -> FillPlan:
-    """Match names, shapes and groups. Changes nothing. Raises UsageError or CorruptError."""
+    """Match names, shapes and groups, and change nothing. Raises UsageError or CorruptError."""
     contents = filler.contents
     owners = {
         f"{prefix}.{name}".lstrip("."): module
@@ -68,7 +68,8 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, filler: F
 
 
 def fill(model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: FillPlan, filler: Filler) -> None:
-    """Models whose parameters are tensors or DTensors: FSDP2, tensor parallelism, DDP, plain."""
+    """Fill a model whose parameters are tensors or DTensors (FSDP2, tensor parallelism, DDP, plain), and its
+    optimizer."""
     sent = filler.broadcast and collectives.is_distributed()
     with torch.no_grad():
         if sent:
@@ -138,7 +139,7 @@ def _read_state(matches: list[GroupMatch], filler: Filler, optimizer: torch.opti
 
 
 def _send_state(matches: list[GroupMatch], filler: Filler) -> State:
-    """What is cut goes to each rank in its part, small values together, and the rest in tiles."""
+    """Send each rank its shards of sharded state, small values together, and other tensors in tiles."""
     result: State = {}
     small: list[OutgoingTensor] = []
     shares: list[OutgoingTensor] = []
@@ -167,7 +168,7 @@ def _send_state(matches: list[GroupMatch], filler: Filler) -> State:
 
 
 def _kept(matches: list[GroupMatch], contents: Contents) -> list[tuple[nn.Parameter, Any, dict[Path, Any]]]:
-    """Each parameter that the checkpoint has state of, what it calls it, and the state."""
+    """The parameters that have state in the checkpoint, with their names there and the state."""
     assert contents.optimizer is not None
     state = contents.optimizer.state
     return [
@@ -179,7 +180,7 @@ def _kept(matches: list[GroupMatch], contents: Contents) -> list[tuple[nn.Parame
 
 
 def _now(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, below: Path) -> Any:
-    """The tensor that the optimizer has at this place, if it has stepped."""
+    """The tensor that the optimizer has at this path, if it has stepped."""
     value: Any = optimizer.state.get(parameter, {})
     for key in below:
         value = value.get(key) if isinstance(value, dict) else None
@@ -187,8 +188,8 @@ def _now(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, below: Path)
 
 
 def room(parameter: Any, saved: Shape, current: Any = None) -> Any:
-    """Memory for one tensor of a parameter's state: placed like the one that is there now, or else like the parameter
-    if it has its shape, or whole on every rank as `step` is."""
+    """Memory for one tensor of a parameter's state: placed like `current`, else like the parameter if it has its shape,
+    else replicated, as `step` is."""
     dtype = getattr(torch, saved.dtype)
     if (
         current is not None
@@ -204,8 +205,10 @@ def room(parameter: Any, saved: Shape, current: Any = None) -> Any:
 def set_state(
     optimizer: torch.optim.Optimizer, matches: list[GroupMatch], state: State, as_saved: set[int], path: str
 ) -> None:  # fmt: skip
-    """Hand state and hyper-parameters to `Optimizer.load_state_dict`, which casts and moves them as torch does; but not
-    of parameters that are `as_saved`, in the checkpoint's dtype. Raises UsageError when it is not of such an optimizer.
+    """Load state and hyper-parameters through `Optimizer.load_state_dict`, which casts and moves them; the dtypes of
+    state of parameters in `as_saved`, which have the checkpoint's dtype, are kept.
+
+    Raises UsageError when the state is not of such an optimizer.
     """
     numbers: dict[int, int] = {}
     for one in matches:
@@ -221,7 +224,7 @@ def set_state(
 
 
 def hand_over(optimizer: torch.optim.Optimizer, contents: dict[str, Any], path: str) -> None:
-    """`Optimizer.load_state_dict`. Raises UsageError for state that it cannot make sense of."""
+    """Call `Optimizer.load_state_dict`. Raises UsageError for state of another optimizer."""
     try:
         optimizer.load_state_dict(contents)
     except (KeyError, TypeError, AttributeError) as error:
@@ -239,8 +242,8 @@ def is_as_saved(parameter: Any, saved: Shape) -> bool:
 
 
 def keep_dtypes(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, loaded: dict[Any, Any]) -> None:
-    """State of another dtype than its parameter, such as a float32 copy of a bfloat16 one, as it came: `Optimizer.
-    load_state_dict` has cast it. One that loads in its own way has not."""
+    """Undo the cast of `Optimizer.load_state_dict` for state of another dtype than its parameter, such as a float32
+    copy of a bfloat16 one. An optimizer with its own method is left as it is."""
     if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict and parameter in optimizer.state:
         optimizer.state[parameter] = _uncast(optimizer.state[parameter], loaded)
 
@@ -254,8 +257,8 @@ def _uncast(current: Any, loaded: Any) -> Any:
 
 
 def group_of(matches: GroupMatch, params: list[Any]) -> dict[str, Any]:
-    """The checkpoint's hyper-parameters over those that only the optimizer has. A run that torch loaded by broadcast
-    has lists for tuples, such as `betas`; they become tuples again."""
+    """The checkpoint's hyper-parameters over those that only the optimizer has. Lists become tuples where the optimizer
+    has one, such as `betas`: a run that torch loaded by broadcast has lists."""
     result = {key: value for key, value in matches.group.items() if key != "params"}
     for key, value in matches.saved.values.items():
         if key == "param_names" and key in result:

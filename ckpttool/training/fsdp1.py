@@ -1,7 +1,7 @@
-"""FSDP1, by its public functions: each rank fills its shards of a SHARDED state dict, and FSDP1 puts them in place.
+"""FSDP1, through its public functions: each rank fills its shards of a sharded state dict, and FSDP1 loads them.
 
-model.state_dict()                  ShardedTensor, DTensor (given a mesh) or whole tensors (NO_SHARD)
-FSDP.optim_state_dict_to_load       takes moments that are cut like their parameter
+model.state_dict()                  ShardedTensor, DTensor (with a mesh) or whole tensors (NO_SHARD)
+FSDP.optim_state_dict_to_load       takes moments that are sharded like their parameter
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def is_fsdp1(model: nn.Module) -> bool:
 
 
 def fill(model: nn.Module, optimizer: torch.optim.Optimizer | None, filler: Filler) -> ModelMatch:
-    """Fill model and optimizer. A collective: FSDP1 moves what each rank read to where its flat parameters are."""
+    """Fill model and optimizer. A collective: FSDP1 copies the shards into its flat parameters."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of ShardedTensor, at every touch
         return _fill(model, optimizer, filler)
@@ -68,7 +68,7 @@ def _fill(model: nn.Module, optimizer: torch.optim.Optimizer | None, filler: Fil
 
 @contextmanager
 def sharded(model: nn.Module) -> Iterator[None]:
-    """State dicts of shards, on the device that they are on."""
+    """Context manager in which state dicts are sharded, on the device of the shards."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         with FullyShardedDataParallel.state_dict_type(
@@ -87,8 +87,7 @@ def _check_real(model: nn.Module) -> None:
 
 
 def _add_tied(matched: ModelMatch, model: nn.Module, values: dict[str, Any]) -> None:
-    """Second names of tied weights that the checkpoint does not have. They have to be filled: FSDP1 loads both names
-    into one memory."""
+    """Add second names of tied weights that the checkpoint lacks: FSDP1 loads both names into the same memory."""
     clean = {strip_wrappers(key): key for key in values}
     saved = {strip_wrappers(place.key): place for place in matched.targets}
     for one, other in _ties(model):
@@ -126,7 +125,7 @@ def _fill_model(matched: ModelMatch, filler: Filler) -> None:
 
 @contextmanager
 def _errors_apart(filler: Filler) -> Iterator[None]:
-    """Where nothing is sent, a rank may fail alone and tells the others afterwards."""
+    """Without broadcast, errors of single ranks are raised on all afterwards."""
     if filler.broadcast:
         yield
     else:
@@ -138,7 +137,7 @@ def _errors_apart(filler: Filler) -> Iterator[None]:
 
 
 def _names_of_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """The parameters of each group by name, as FSDP1 calls them; a flat parameter stands for several."""
+    """The parameters of each group by FSDP1's names; a flat parameter stands for several."""
     bare = {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
     contents = FullyShardedDataParallel.optim_state_dict(model, optimizer, bare)
     return [list(group["params"]) for group in contents["param_groups"]]

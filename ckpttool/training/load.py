@@ -1,10 +1,10 @@
-"""Loads a checkpoint of any format into the model and the optimizer of a training script, whatever mesh they are on.
+"""Loading a checkpoint of any format into the model and the optimizer of a training script, on any mesh.
 
-    parallel     every rank reads the bytes of its own shards from the files, and nothing is sent
-    broadcast    rank 0 reads, module by module, and the others receive: for slow storage, or files only it can see
+    parallel     every rank reads its own shards from the files, and nothing is sent
+    broadcast    rank 0 reads, module by module, and the others receive: for slow storage, or files that only it can see
 
-Both fill the memory that the model has; no rank ever holds the checkpoint. What the checkpoint says beside tensors
-is small and known to every rank, so hyper-parameters are set on each of them.
+Both fill the memory of the model; no rank ever has the whole checkpoint. Values other than tensors are small and known
+to every rank, so hyper-parameters are set on each of them.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _SLOW = ("nfs", "cifs", "smb", "9p", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", 
 
 @dataclass(slots=True)
 class Loaded:
-    """What was loaded, and what else the checkpoint holds.
+    """The result of `load`.
 
-    `rest` is nested as it was saved: `loaded.rest["scheduler"]`, `loaded.rest["step"]`. Of what belongs to a rank
-    (random states, data loaders) it is this rank's own; `without_own` names what other ranks saved and this one did
-    not. `bytes_read` are of this rank. `uninitialised` is what was on the meta device and is not in the checkpoint.
-    `left` are other models and optimizers that the checkpoint has.
+    `rest` is nested as it was saved: `loaded.rest["scheduler"]`, `loaded.rest["step"]`. Rank-local state (random
+    states, data loaders) is that of this rank; `without_own` names the parts that other ranks saved and this one did
+    not. `bytes_read` are of this rank. `uninitialised` was on the meta device and is not in the checkpoint. `left` are
+    other models and optimizers that the checkpoint has.
     """
 
     path: str
@@ -76,14 +76,14 @@ def load(
 ) -> Loaded:
     """Load the checkpoint at `path` into `model` and `optimizer`, in place. Every rank calls it.
 
-    The model may be wrapped by FSDP2, FSDP1, HSDP, tensor parallelism, DDP or not at all, and be on the meta device,
-    on some ranks or all; `device` says where it goes then. The optimizer need not have stepped. `model_key` and
-    `optimizer_key` say which part to take when the checkpoint has several; `strip_prefix` is taken off the
-    checkpoint's names; `shapes` is `--shapes` of the command line. With `strict=False` missing and unexpected names
-    are returned and not refused.
+    The model may be wrapped by FSDP2, FSDP1, HSDP, tensor parallelism, DDP or not at all, and be on the meta device, on
+    some ranks or all; `device` is the device that it gets memory on then. The optimizer need not have stepped.
 
+    Args: `model_key` and `optimizer_key` are the parts to load when the checkpoint has several; `strip_prefix` is
+    removed from the checkpoint's names; `shapes` is `--shapes` of the command line. With `strict=False` missing and
+    unexpected keys are returned instead of refused.
     Raises `CkptError`, the same on every rank, before anything is changed unless reading itself fails, or the optimizer
-    cannot make sense of the state that it is handed.
+    refuses the state.
     """
     if model is None and optimizer is not None:
         raise UsageError("an optimizer is loaded with its model, which knows the names of the parameters")
@@ -117,7 +117,7 @@ def load_parts(
     check: Callable[[dict[Any, Any], Contents], None] | None = None,
     fill_own: Callable[[Filler], None] | None = None,
 ) -> Loaded:
-    """As `load`; `check` may refuse the rest before anything is changed, `fill_own` hands out what is `own`."""
+    """As `load`; `check` may refuse the rest before anything is changed, `fill_own` fills the other objects."""
     if strategy not in STRATEGIES:
         hint = meant(strategy, list(STRATEGIES), "one of `auto`, `parallel`, `broadcast`")
         raise UsageError(f"there is no strategy `{strategy}`", hint=hint)
@@ -193,8 +193,8 @@ def _opened(
 
 
 def _check(catalogue: Catalogue, path: str, targets: LoadTargets) -> None:
-    """What is loaded, and the rest, has to be whole. A model or an optimizer that nobody asked for need not be: one
-    that cannot be opened is a warning. Raises CorruptError."""
+    """Raises CorruptError unless what is loaded, and the rest, is complete. A model or an optimizer that is not loaded
+    may be damaged; that is logged as a warning."""
     unused = {kind for kind in ("model", "optimizer") if getattr(targets, kind) is None}
     entries = {
         path: entry for path, entry in catalogue.entries.items()
@@ -223,7 +223,7 @@ def choose(path: str, strategy: str) -> tuple[str, str]:
 
 
 def _filesystem(path: str) -> str:
-    """The type of the file system that a path is on, as Linux calls it; empty where nothing says."""
+    """The type of the file system of a path, by its Linux name; empty if it is not known."""
     try:
         with open("/proc/self/mounts", encoding="utf-8", errors="replace") as listed:
             mounts = [line.split()[1:3] for line in listed]

@@ -41,10 +41,10 @@ def load_into(
 ) -> Loaded:
     """Load the checkpoint at `path` into every object in `state`, in place. Every rank calls it.
 
-    A model and an optimizer are loaded as by `load`, an object with `load_state_dict` gets what was saved under its
-    key, and any other value is replaced by it. What an object's `state_dict` has in shards it gets in shards. A key
-    that the checkpoint does not have is looked up by its kind (`scheduler` for `lr_scheduler`). `strict=False` leaves
-    what is not there as it was, and names it in `missing`.
+    Models and optimizers are loaded as by `load`, an object with `load_state_dict` gets the value saved under its key,
+    and any other value is replaced. Tensors that an object's `state_dict` has in shards are loaded in shards. A key
+    that the checkpoint lacks is looked up by its kind (`scheduler` for `lr_scheduler`). With `strict=False` values that
+    are not in the checkpoint stay as they are, and are named in `missing`.
 
     Raises `CkptError`, the same on every rank.
     """
@@ -94,8 +94,8 @@ def _leaves(state: Any, where: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def _targets(models: dict[Path, nn.Module], optimizers: dict[Path, torch.optim.Optimizer]) -> Iterator[LoadTargets]:
-    """Each model, with the optimizer beside it that has its parameters. A key says which part only where there are
-    several: one model is found whatever it was saved as."""
+    """Each model, with the optimizer that has its parameters. Keys name the parts only where there are several: a
+    single model is loaded whatever its key."""
     if not models:
         yield LoadTargets()
     left = dict(optimizers)
@@ -118,8 +118,8 @@ def _targets(models: dict[Path, nn.Module], optimizers: dict[Path, torch.optim.O
 
 
 class _CustomObjects:
-    """Objects of the script that get what they saved, in the shards that they have it in: `sharded` says of which that
-    is known beforehand. `found` are those that the checkpoint has so."""
+    """Objects of the script with a `load_state_dict`, which are filled in shards: `sharded` says which have sharded
+    tensors, `found` are those that the checkpoint has."""
 
     def __init__(self, objects: dict[Path, Any]) -> None:
         self._objects = objects
@@ -128,12 +128,12 @@ class _CustomObjects:
         self.found: set[Path] = set()
 
     def find(self, contents: Contents) -> None:
-        """Look for them in the checkpoint."""
+        """Find the objects in the checkpoint."""
         present = {path[:depth] for path in contents.own.entries for depth in range(1, len(path) + 1)}
         self.found = self._objects.keys() & present
 
     def fill(self, filler: Filler) -> None:
-        """Hand each what it saved. A collective."""
+        """Load the value of each object. A collective."""
         own = filler.contents.own
         values = {entry.path: from_picklable(entry.value) for entry in own.objects}
         with nullcontext() if filler.broadcast else collectives.together():
@@ -158,7 +158,7 @@ class _CustomObjects:
 
 
 def _tensors(value: Any) -> dict[Path, Any]:
-    """What an object would save now, of tensors."""
+    """The tensors of an object's state dict."""
     state = value.state_dict() if hasattr(value, "state_dict") else {}
     return {
         where: current for where, current in _leaves(state, ()) if isinstance(current, (torch.Tensor, ShardedTensor))
@@ -181,7 +181,7 @@ def _joined(loaded: Loaded, more: Loaded) -> Loaded:
 
 
 def _find(rest: dict[Any, Any], where: Path) -> list[Any]:
-    """What was saved under a key, in a list; empty when nothing was."""
+    """The value saved under a key, in a list; empty when there is none."""
     node: Any = rest
     for key in where:
         if not isinstance(node, dict):

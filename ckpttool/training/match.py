@@ -1,9 +1,9 @@
-"""What of a model and an optimizer is found in a checkpoint, by name.
+"""Matching a model and an optimizer with a checkpoint, by name.
 
-    the model            module.layers.0._orig_mod.w      layers.0.w       wrappers are taken off on both sides
-    the checkpoint       layers.0.w                       a name that is there as it is comes first
+    the model            module.layers.0._orig_mod.w      layers.0.w       without prefixes of wrappers, on both sides
+    the checkpoint       layers.0.w                       an exact name comes first
 
-Groups of an optimizer are the same when they have the same parameters, in whatever order the groups come.
+Parameter groups match when they have the same parameters, in any order of the groups.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ckpttool.training.contents import Contents, Group, Optimizer, Shape
 
 @dataclass(slots=True)
 class TensorTarget:
-    """A tensor of a model that is to be filled: `TensorTarget("module.w", "w", Parameter(...), module)`.
+    """A tensor of a model to fill: `TensorTarget("module.w", "w", Parameter(...), module)`.
 
     `name` is that of the checkpoint. `value` is a tensor, a DTensor or a ShardedTensor.
     """
@@ -39,8 +39,7 @@ class TensorTarget:
 
 @dataclass(slots=True)
 class ModelMatch:
-    """`missing` are names of the model, `unexpected` of the checkpoint. `spelt` is the checkpoint's name for each
-    tensor, by identity; a tied one has one name."""
+    """`missing` are names of the model, `unexpected` of the checkpoint. Tied weights are one target."""
 
     targets: list[TensorTarget] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -50,8 +49,11 @@ class ModelMatch:
 def match(
     values: Mapping[str, Any], contents: Contents, owners: Mapping[str, nn.Module], *, sharded: bool = False
 ) -> ModelMatch:
-    """`values` is the model's state dict, tied weights the same object under several names. Raises UsageError for a
-    shape that is another. `sharded`: second names are tensors of their own, as in a state dict of FSDP1."""
+    """Match the model's state dict `values` with the checkpoint.
+
+    Tied weights are the same object under several names; if `sharded`, as in a state dict of FSDP1, each name is a
+    tensor of its own. Raises UsageError for different shapes.
+    """
     matched = ModelMatch()
     clean_names = _by_clean_name(contents.model)
     used: set[str] = set()
@@ -99,7 +101,7 @@ def _check_shape(key: str, value: Any, saved: Shape, path: str) -> None:
 
 
 def check_complete(matched: ModelMatch, contents: Contents, model: nn.Module) -> None:
-    """Raises UsageError with what is missing and what is too much, in torch's words, with names that are like them."""
+    """Raises UsageError with the missing and unexpected keys, and the names nearest to them."""
     problems = []
     for what, names, others in (
         ("missing", matched.missing, matched.unexpected or list(contents.model)),
@@ -119,8 +121,7 @@ def check_complete(matched: ModelMatch, contents: Contents, model: nn.Module) ->
 
 
 def check_alike(matched: ModelMatch, matches: Sequence[GroupMatch]) -> None:
-    """Raises UsageError where ranks have not the same tensors, as in a pipeline: what is sent to all would land in
-    another one. A collective."""
+    """Raises UsageError if ranks have different tensors, as in a pipeline. A collective."""
     names = [place.name for place in matched.targets], [one.names for one in matches]
     contents = collectives.all_gather(crc32(repr(names).encode(errors="surrogatepass")))
     other = next((rank for rank, crc in enumerate(contents) if crc != contents[0]), None)
@@ -133,7 +134,7 @@ def check_alike(matched: ModelMatch, matches: Sequence[GroupMatch]) -> None:
 
 
 def _prefix(matched: ModelMatch) -> str | None:
-    """What all the names that are missing have before them in the checkpoint."""
+    """The prefix that the checkpoint has before all the missing names."""
     saved = set(matched.unexpected)
     for name in matched.unexpected:
         if matched.missing and name.endswith("." + matched.missing[0]):
@@ -156,7 +157,7 @@ def _with_near(names: Sequence[str], others: Sequence[str]) -> str:
 
 
 def names_of_parameters(model: nn.Module) -> dict[int, list[str]]:
-    """The names of each parameter without wrappers, by its `id`: several when it is tied."""
+    """The names of each parameter without wrappers, by its `id`: several if it is tied."""
     matches: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         matches.setdefault(id(parameter), []).append(strip_wrappers(name))
@@ -165,8 +166,8 @@ def names_of_parameters(model: nn.Module) -> dict[int, list[str]]:
 
 @dataclass(slots=True)
 class GroupMatch:
-    """A group of the training script's optimizer and the one of the checkpoint: `names[i]` is what the checkpoint
-    calls parameter i, or None for one that it does not mention."""
+    """A parameter group of the optimizer and that of the checkpoint: `names[i]` is the checkpoint's name of parameter
+    i, None if it has none."""
 
     group: dict[str, Any]
     saved: Group
@@ -176,8 +177,10 @@ class GroupMatch:
 def match_groups(
     optimizer: torch.optim.Optimizer, names: Mapping[int, Sequence[str]], saved: Optimizer, path: str
 ) -> list[GroupMatch]:
-    """Each group of the optimizer with the checkpoint's of the same parameters. Raises UsageError when they are
-    grouped in another way: torch would merge groups without a word (pytorch issue 143828)."""
+    """Match each group of the optimizer with the checkpoint's group of the same parameters.
+
+    Raises UsageError for different groups: torch would merge them silently (pytorch issue 143828).
+    """
     if saved.by_number:
         return _in_order(optimizer, saved, path)
     by_name = {strip_wrappers(name): (i, name) for i, group in enumerate(saved.groups) for name in group.params}
@@ -214,7 +217,7 @@ def _match_group(
 
 
 def grouped_otherwise(number: int, unknown: Sequence[str], groups: int, path: str) -> UsageError:
-    """The error for a group whose parameters the checkpoint has in no group, or in several."""
+    """The error for a group whose parameters are in no group of the checkpoint, or in several."""
     what = f"no group has {some(unknown)}" if unknown else f"they are in {groups} groups"
     return UsageError(
         f"`{path}`: the parameters of group {number} of the optimizer are grouped differently in the checkpoint: "
@@ -224,7 +227,7 @@ def grouped_otherwise(number: int, unknown: Sequence[str], groups: int, path: st
 
 
 def check_all_used(matches: list[GroupMatch], saved: Optimizer, path: str) -> None:
-    """Raises UsageError when a group of the checkpoint is there twice, or has parameters of no group here."""
+    """Raises UsageError if a group of the checkpoint matches twice, or has parameters that no group has."""
     twice = [i for i, one in enumerate(matches) if any(one.saved is other.saved for other in matches[:i])]
     if twice:
         raise UsageError(
@@ -245,7 +248,7 @@ def check_all_used(matches: list[GroupMatch], saved: Optimizer, path: str) -> No
 
 
 def _in_order(optimizer: torch.optim.Optimizer, saved: Optimizer, path: str) -> list[GroupMatch]:
-    """By numbers, as `Optimizer.load_state_dict` does it; but shapes of the state have to fit."""
+    """Match by parameter ids, as `Optimizer.load_state_dict` does; but shapes of the state must fit."""
     sizes, indices = ([len(group["params"]) for group in optimizer.param_groups], [len(g.params) for g in saved.groups])
     if sizes != indices:
         raise UsageError(

@@ -49,8 +49,8 @@ class LocalShard(NamedTuple):
 
 
 def local_shards(value: Any, name: str) -> list[LocalShard]:
-    """What this rank holds of a tensor; none when its share is empty. Raises UsageError for a placement that is no cut
-    of the tensor."""
+    """The shards of a tensor that this rank has; none if its shard is empty. Raises UsageError for a partial
+    placement."""
     if isinstance(value, ShardedTensor):
         shards = [
             LocalShard((tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)), s.tensor.detach())
@@ -81,7 +81,7 @@ def _of_dtensor(value: DTensor, name: str) -> list[LocalShard]:
 
 
 def like(value: Any, dtype: torch.dtype) -> Any:
-    """Room for a tensor that is cut and placed as `value` is, such as a moment of a parameter."""
+    """Memory for a tensor that is sharded as `value` is, such as a moment of a parameter."""
     if isinstance(value, ShardedTensor):
         result = value.clone()
         for shard in result.local_shards():
@@ -95,7 +95,7 @@ def like(value: Any, dtype: torch.dtype) -> Any:
 
 
 class Counting(Pool):
-    """A pool that knows how many bytes it has read."""
+    """A pool that counts the bytes that it reads."""
 
     def __init__(self) -> None:
         super().__init__(whole=True)
@@ -113,7 +113,7 @@ class Counting(Pool):
 
 
 class Reader:
-    """An open source whose tensors are read into torch memory. `nbytes` is what was read of their elements."""
+    """Reads tensors of an open source into torch memory. `nbytes` are the bytes read of their elements."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -172,13 +172,13 @@ class Reader:
 
 
 def empty(sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Memory of the CPU for values to come: as bytes first, which torch can fill under `use_deterministic_algorithms`,
-    as it cannot every dtype. Pure."""
+    """Uninitialised memory on the CPU. It is allocated as bytes, which torch can fill under
+    `use_deterministic_algorithms`, as it cannot every dtype. Pure."""
     return torch.empty(prod(sizes) * dtype.itemsize, dtype=torch.uint8).view(dtype).view(tuple(sizes))
 
 
 def torch_dtype(kind: Dtype, name: str) -> torch.dtype:
-    """Raises UsageError for a dtype that is not read alone, or that this torch does not have."""
+    """The dtype of torch. Raises UsageError for quantized dtypes, and those that this torch does not have."""
     shards = getattr(torch, kind.name, None)
     if kind.kind == "quantized" or not isinstance(shards, torch.dtype):
         raise UsageError(f"tensor `{name}`: {kind} cannot be loaded into a model here")
@@ -186,7 +186,7 @@ def torch_dtype(kind: Dtype, name: str) -> torch.dtype:
 
 
 def _bits(memory: torch.Tensor, kind: Dtype) -> Any:
-    """CPU memory as numpy sees it: unsigned integers of the elements' size."""
+    """CPU memory as an array of unsigned integers of the elements' size."""
     name = unsigned(kind)
     if memory.is_contiguous():
         raw = memory.reshape(-1).view(torch.uint8).numpy()

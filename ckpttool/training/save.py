@@ -1,10 +1,10 @@
-"""Saves what `load` loads, by torch's own functions, and so that it appears complete or not at all.
+"""Saving the state of a training script through torch's own functions, complete or not at all.
 
     dcp      a directory; every rank writes its shards            {"model", "optim", ...}
     torch    one file; rank 0 writes everything, gathered         the same
     fsdp1    a directory of `rank{R}.pt`; FSDP1's sharded state   the same
 
-Random states and data loaders belong to a rank, and are saved for each.
+Random states and data loaders are rank-local, and saved for each rank.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def save(
     overwrite: bool = False,
     **extra: Any,
 ) -> None:
-    """Save model and optimizer with what else is given: values, or objects with a `state_dict`, such as a scheduler
-    or a second model, also in dicts. Every rank calls it.
+    """Save model and optimizer, and other values: plain ones, or objects with a `state_dict`, such as a scheduler or a
+    second model, also in dicts. Every rank calls it.
 
     Raises `CkptError`, the same on every rank; then there is nothing at `path`, or what was there before.
     """
@@ -74,7 +74,7 @@ def save(
 
 
 def failed(error: BaseException, path: str, partial: str) -> BaseException:
-    """What to raise for an error of DCP's or torch.save's that was to write `path`, made at `partial`."""
+    """The exception for an error of DCP or torch.save, which was to write `path` at the staging path `partial`."""
     if isinstance(error, OSError):
         return files.failed(error, path, "write")
     if "pickle" in str(error):
@@ -105,7 +105,8 @@ def _check(format: str, model: nn.Module, extra: dict[str, Any]) -> None:
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None, format: str) -> dict[str, Any]:
-    """Under FSDP1 by its own functions: `get_state_dict` cannot load again what it saves without a mesh."""
+    """The state dicts of model and optimizer; under FSDP1 by its own functions, as `get_state_dict` cannot load them
+    again."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if is_fsdp1(model) and format != "torch":
@@ -122,7 +123,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None, format: st
 
 
 def _off_cpu(model: nn.Module) -> bool:
-    """What is on the CPU already must not be offloaded: a segmentation fault or wrong moments in torch 2.13."""
+    """Whether to offload: tensors on the CPU must not be (a segmentation fault or wrong moments in torch 2.13)."""
     return any(parameter.device.type != "cpu" for parameter in model.parameters())
 
 
@@ -147,7 +148,7 @@ def _split_by_rank(state: dict[str, Any], extra: dict[str, Any], format: str) ->
 
 @contextmanager
 def _stage(path: str, is_file: bool, overwrite: bool) -> Iterator[str]:
-    """Where all ranks write. Rank 0 makes it `path` when all are done."""
+    """Context manager of the staging path that all ranks write to. Rank 0 renames it to `path` at the end."""
     with ExitStack() as stack:
         partial = ""
         with collectives.together():
@@ -167,14 +168,14 @@ def _stage(path: str, is_file: bool, overwrite: bool) -> Iterator[str]:
 
 
 def _keys(state: dict[str, Any], extra: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """Where keys are no strings, on every rank: `[("scheduler", "milestones", 5)]`. DCP makes strings of them, and a
-    scheduler looks its milestones up by number."""
+    """Paths with keys that are not strings, on every rank: `[("scheduler", "milestones", 5)]`. DCP makes strings of
+    them, and a scheduler looks up its milestones by number."""
     own = [path for name in extra for path in _paths(state[name], (name,)) if set(map(type, path)) - {str}]
     return list(dict.fromkeys(path for one in collectives.all_gather(own) for path in one))
 
 
 def _paths(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """To what torch does not look into, as far as only dicts are on the way."""
+    """The paths of the values that torch does not flatten, below dicts only."""
     if not isinstance(tree, Mapping):
         yield path
         return
@@ -183,8 +184,7 @@ def _paths(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
 
 
 class _Planner(DefaultSavePlanner):  # type: ignore[misc]
-    """Keeps what DCP has no words for where our own sink of that format keeps it: in an attribute of the index, which
-    torch does not mind."""
+    """Saves keys that are not strings where our DCP writer does: in an attribute of the index, which torch ignores."""
 
     def __init__(self, keys: list[tuple[Any, ...]]) -> None:
         super().__init__()

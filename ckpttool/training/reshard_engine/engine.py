@@ -1,8 +1,8 @@
-"""A checkpoint through torch itself: every rank of a real mesh gets its shards by broadcast, and DCP saves them.
+"""Resharding through torch: every rank of a real mesh receives its shards by broadcast, and DCP saves them.
 
     rank 0 reads, module by module  ->  set_model_state_dict, set_optimizer_state_dict  ->  DCP, each rank its file
 
-What is of no model and no optimizer, and every object, is copied as bytes by rank 0, into a file of its own.
+Tensors of no model and no optimizer, and every object, are copied as bytes by rank 0, into a file of its own.
 """
 
 from __future__ import annotations
@@ -45,13 +45,12 @@ _PATIENCE = 1800
 
 
 class LostRank(Exception):
-    """Another rank went away in the middle of a collective."""
+    """Raised when another rank leaves in the middle of a collective."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Which of the processes this is, on what it holds tensors, and where they find each other:
-    `Rank(2, 4, "cpu", store)`."""
+    """A process, its device type and the store of the group: `Rank(2, 4, "cpu", store)`."""
 
     number: int
     world: int
@@ -71,13 +70,13 @@ class Resources:
 
 
 def resources() -> Resources:
-    """Of this process."""
+    """The free memory of this process."""
     kind = devices.kind()
     return Resources(socket.gethostname(), _free_memory(), kind, devices.free_memory(kind))
 
 
 def _free_memory() -> int:
-    """Bytes that the system would give without swapping, or that the container is still allowed."""
+    """Bytes that are free without swapping, or that the container may still use."""
     free: list[int] = []
     with suppress(OSError, ValueError, IndexError), open("/proc/meminfo", encoding="ascii") as lines:
         free += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
@@ -120,7 +119,7 @@ def run(
 
 @contextmanager
 def _group(rank: Rank) -> Iterator[None]:
-    """The process group. A rank that fails leaves it at once, so that nobody waits for it."""
+    """Context manager of the process group. A rank that fails leaves it at once."""
     leave = dist.destroy_process_group if rank.kind == "cpu" else devices.abort
     try:
         with devices.close_on_failure():
@@ -146,8 +145,8 @@ def _group(rank: Rank) -> Iterator[None]:
 
 
 def _is_of_the_group(error: BaseException) -> bool:
-    """Whether it says that a connection broke: torch has no class of its own for what gloo raises, nor has every
-    backend (nccl, xccl, hccl)."""
+    """Whether an error is of a broken connection: torch has no class of its own for errors of gloo and of some backends
+    (nccl, xccl, hccl)."""
     if isinstance(error, (dist.DistError, ConnectionError)):
         return True
     message = str(error).lower()
@@ -170,7 +169,7 @@ def _fill(meta: MetaModel, source: Source, device: torch.device, progress: Progr
 
 
 class _ReportingReader(Reader):
-    """Says how far it is after each tensor."""
+    """Reports progress after each tensor."""
 
     def __init__(self, source: Source, progress: Progress | None, total: int) -> None:
         super().__init__(source)
@@ -187,7 +186,7 @@ class _ReportingReader(Reader):
 
 
 class _Planner(DefaultSavePlanner):  # type: ignore[misc] # torch is not looked into
-    """Leaves out what ranks without elements would save: their chunks say nothing."""
+    """Omits the empty chunks of ranks without elements."""
 
     def create_local_plan(self) -> Any:
         """As torch's."""
@@ -200,8 +199,8 @@ class _Planner(DefaultSavePlanner):  # type: ignore[misc] # torch is not looked 
 
 
 class _Writer(torch_dcp.FileSystemWriter):  # type: ignore[misc]
-    """Writes where rank 0 has made room, and nowhere else: torch's would make the directory again that rank 0, having
-    failed, has removed."""
+    """Writes into the directory that rank 0 created; torch's would create it again after a failed rank 0 has removed
+    it."""
 
     def prepare_local_plan(self, plan: Any) -> Any:
         """Nothing to prepare."""
@@ -247,7 +246,7 @@ def _copy_rest(
 
 
 def _check_source(source: Source, catalogue: Catalogue, meta: MetaModel, rank: Rank, done: _Done) -> None:
-    """torch knows of no checksums: what the shell was filled from is checked apart, a share by each rank."""
+    """Check the checksums of the source, a share by each rank: torch does not."""
     message = (0, 0)
     with collectives.together():
         read, checked, without = _records(source, catalogue, meta.tensors)
@@ -264,8 +263,7 @@ def _check_source(source: Source, catalogue: Catalogue, meta: MetaModel, rank: R
 
 
 def _records(source: Source, catalogue: Catalogue, paths: Iterable[Path]) -> tuple[checksums.Pieces, int, int]:
-    """The records that tensors come from; the bytes that were checked when they were decoded, and of those that nobody
-    left a checksum of."""
+    """The records that tensors come from; the bytes that were checked when decoded, and those without a checksum."""
     read, checked, without = checksums.Pieces(), 0, 0
     digested = {i for i, file in enumerate(source.catalogue.files) if stores.has_digest(file.location)}
     for path in paths:
@@ -285,5 +283,5 @@ def _records(source: Source, catalogue: Catalogue, paths: Iterable[Path]) -> tup
 
 
 def as_error(lost: LostRank) -> CkptError:
-    """What to say when no rank has said why it went."""
+    """The error to raise when no rank has reported why it left."""
     return StorageError(f"lost touch with another rank: {lost}", hint="look at what that rank, or its node, says")

@@ -33,11 +33,11 @@ _TAKEN = {*dir(nn.Module()), *dir(FSDPModule), "module"}
 
 
 class _Node(nn.Module):  # type: ignore[misc] # torch is not looked into
-    """A module of the shell: it has parameters, buffers and modules, and does nothing."""
+    """A module with parameters, buffers and modules."""
 
 
 class MetaOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
-    """Has groups, hyper-parameters and state, and does nothing."""
+    """An optimizer with groups, hyper-parameters and state that never steps."""
 
     def step(self, closure: Any = None) -> None:
         """Never called."""
@@ -46,8 +46,7 @@ class MetaOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
 @dataclass(slots=True)
 class MetaTensor:
-    """Where a tensor of the layout is in the shell: a parameter or a buffer of `node`; with `key`, what the optimizer
-    keeps under it of that parameter."""
+    """A parameter or a buffer of `node`; with `key`, the state that the optimizer has of that parameter under it."""
 
     node: nn.Module
     leaf: str
@@ -62,7 +61,7 @@ class MetaTensor:
 
 @dataclass(slots=True)
 class MetaModel:
-    """`contents` says to the loader what goes where, in the names of the shell."""
+    """`contents` maps tensors to read to the names of this model."""
 
     model: nn.Module
     contents: Contents
@@ -70,7 +69,7 @@ class MetaModel:
     tensors: dict[Path, MetaTensor] = field(default_factory=dict)
 
     def state(self) -> dict[Path, torch.Tensor]:
-        """What was filled, by its path in the layout."""
+        """The tensors by their path in the catalogue."""
         result: dict[Path, torch.Tensor] = {}
         for path, target in self.tensors.items():
             value = target.value
@@ -82,8 +81,8 @@ class MetaModel:
 
 
 def build(catalogue: Catalogue, sharding: Sharding, mesh: DeviceMesh, path: str) -> MetaModel:
-    """The shell of everything that is of a model or an optimizer, and of whatever else is cut. `mesh` is
-    `placing.mesh`, for real; `path` is for messages."""
+    """The meta model of all models and optimizers, and of other sharded tensors. `mesh` is the device mesh for
+    `sharding.mesh`; `path` is for messages."""
     return _Builder(catalogue, sharding, mesh, path).build_model()
 
 
@@ -129,8 +128,8 @@ class _Builder:
     # Modules ---------------------------------------------------------------------------------------------------------
 
     def _place(self, tensor: Tensor, trained: bool) -> None:
-        """Parameters are what FSDP cuts and what has state, as far as it has dimensions and can have a gradient; the
-        rest are buffers."""
+        """Add a tensor as a parameter if FSDP shards it, or if it has optimizer state, dimensions and a dtype with
+        gradients; else as a buffer."""
         placements = self._placements_of(tensor)
         value: Any = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype.name), device="meta")
         if "tp" in placements:
@@ -160,8 +159,8 @@ class _Builder:
         return MetaTensor(node, leaf, ".".join([*names, leaf]))
 
     def _segment(self, node: nn.Module, key: str, *, leaf: bool) -> str:
-        """A key as a module may have it: `type`, `_orig_mod` and an empty one get names that stand for them, and so
-        does a tensor that is called like a module beside it."""
+        """The name of a key as a module may have it: `type`, `_orig_mod`, an empty key, and a tensor called like a
+        module beside it get other names."""
         known = self._segments.get((id(node), leaf, key))
         if known is None:
             odd = _is_odd(key) or (id(node), not leaf, key) in self._segments
@@ -169,7 +168,7 @@ class _Builder:
         return known
 
     def _tie(self) -> None:
-        """Second names of parameters are the same parameter, as in the model that was saved."""
+        """Tie second names of parameters, as in the model that was saved."""
         for path, first in self._keeper.items():
             target = self._meta.tensors.get(first)
             tensor = self._catalogue.tensor(path)
@@ -201,8 +200,8 @@ class _Builder:
     # The optimizer ---------------------------------------------------------------------------------------------------
 
     def _follows(self, tensor: Tensor, parameter: Tensor, key: str) -> bool:
-        """Whether the tensor is what the optimizer keeps of a parameter under a key, cut as the parameter is, or whole
-        and of another shape: so it is that torch knows where to put it."""
+        """Whether the tensor is state of a parameter that torch can place: sharded as the parameter is, or whole and of
+        another shape."""
         target = self._meta.tensors[parameter.path]
         if target.leaf not in target.node._parameters or not target.value.requires_grad:
             return False
@@ -218,7 +217,8 @@ class _Builder:
         return True
 
     def _make_optimizer(self, parameters: dict[str, Tensor]) -> None:
-        """Of the parameters that there is state of, in the groups of the layout, with their hyper-parameters."""
+        """Make the optimizer of the parameters with state, in the groups of the catalogue, with their
+        hyper-parameters."""
         contents = self._meta.contents.optimizer
         if contents is None:
             return
@@ -243,7 +243,7 @@ def _is_odd(key: str) -> bool:
 
 
 def _named(catalogue: Catalogue) -> list[parse.Optimizer]:
-    """The optimizers of a layout by the names of parameters, where those can be told."""
+    """The optimizers of a catalogue with state by names, where ids can be mapped to parameters."""
     try:
         catalogue = respell.respell(catalogue, "fqn")
     except CkptError:
@@ -253,7 +253,7 @@ def _named(catalogue: Catalogue) -> list[parse.Optimizer]:
 
 
 def _owners(catalogue: Catalogue) -> dict[Path, tuple[str, str]]:
-    """Which parameter a piece of optimizer state is of, and under which key: `("layers.0.w", "exp_avg")`."""
+    """The parameter that a tensor of optimizer state is of, and its key: `("layers.0.w", "exp_avg")`."""
     by_origin = {
         entry.origin.path: (strip_wrappers(str(name)), below[0])
         for optimizer in _named(catalogue) for name, items in optimizer.state.items() for below, entry in items
@@ -267,7 +267,7 @@ def _owners(catalogue: Catalogue) -> dict[Path, tuple[str, str]]:
 
 
 def _groups(catalogue: Catalogue) -> list[tuple[list[str], dict[str, Any]]]:
-    """The parameters of each group, and those of its hyper-parameters that stand for themselves."""
+    """The parameters of each group, and its hyper-parameters that are plain values."""
     result = []
     for optimizer in _named(catalogue):
         for group in optimizer.groups:

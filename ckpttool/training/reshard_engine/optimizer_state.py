@@ -1,7 +1,7 @@
-"""The state of a shell's optimizer, received by `set_optimizer_state_dict`, a module at a time.
+"""Filling the optimizer state of a meta model through `set_optimizer_state_dict`, a module at a time.
 
-What that function makes of the rest of an optimizer is not asked for: `betas` would be a list, and what a fresh
-optimizer lacks (`initial_lr`) would be gone on all ranks but the first. Hyper-parameters are known to every rank.
+That function is not used for hyper-parameters: it would make `betas` a list, and drop what a fresh optimizer lacks
+(`initial_lr`) on all ranks but the first. They are known to every rank.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Part(torch.optim.Optimizer):  # type: ignore[misc] # torch is not looked 
 
 
 def fill(result: MetaModel, filler: Filler) -> None:
-    """Fill the state of the shell's optimizer. A collective: every rank calls it."""
+    """Fill the state of the optimizer. A collective: every rank calls it."""
     by_module: dict[int, tuple[nn.Module, dict[str, _ParameterState]]] = {}
     for slot in result.tensors.values():
         if slot.key is not None:
@@ -92,7 +92,7 @@ def _fill_module(module: nn.Module, parameters: list[_ParameterState], filler: F
 
 
 def _keep(state: dict[str, Any], received: dict[str, Any]) -> None:
-    """What came, where it belongs: for an accelerator it came by memory, of which there is less than all need."""
+    """Copy received tensors into their memory: those for an accelerator are received on the CPU, to save its memory."""
     for key, value in received.items():
         if state[key].device.type == value.device.type:
             state[key] = value
@@ -101,7 +101,7 @@ def _keep(state: dict[str, Any], received: dict[str, Any]) -> None:
 
 
 def _room(parameter: nn.Parameter, shape: Shape) -> Any:
-    """Memory that is cut as the parameter is, or whole for what has another shape; a `step` is on the CPU."""
+    """Memory sharded as the parameter is, or replicated for another shape; a `step` is on the CPU."""
     dtype = getattr(torch, shape.dtype)
     if tuple(parameter.shape) == shape.sizes:
         return like(parameter, dtype)
@@ -109,7 +109,7 @@ def _room(parameter: nn.Parameter, shape: Shape) -> Any:
 
 
 def _sent(of: _ParameterState) -> list[str]:
-    """What torch's function can send. It learns the device from a tensor that has dimensions."""
+    """The keys of the state that torch can broadcast. It needs one tensor with dimensions to learn the device."""
     keys = [key for key, shape in of.state.items() if broadcast.travels(shape)]
     return keys if any(of.state[key].sizes for key in keys) else []
 
