@@ -246,7 +246,6 @@ def check_all_used(matches: list[GroupMatch], saved: Optimizer, path: str) -> No
             )
 
 
-
 def _in_order(optimizer: torch.optim.Optimizer, saved: Optimizer, path: str) -> list[GroupMatch]:
     """Match by parameter ids, as `Optimizer.load_state_dict` does; but shapes of the state must fit."""
     sizes, indices = ([len(group["params"]) for group in optimizer.param_groups], [len(g.params) for g in saved.groups])
