@@ -59,8 +59,13 @@ def key(value: Any, *, name: str = "value") -> str:
     return json.dumps(encode(value, name=name))
 
 
-def key_or_repr(value: Any) -> str:
-    """`key`, or the `repr` of a value that has no JSON."""
+def same(one: Any, other: Any) -> bool:
+    """Return whether two values are the same, bit for bit and type for type: NaN equals itself, 1 is not 1.0. Values
+    without JSON are the same if their `repr` is."""
+    return _key_or_repr(one) == _key_or_repr(other)
+
+
+def _key_or_repr(value: Any) -> str:
     try:
         return key(value)
     except LossError:

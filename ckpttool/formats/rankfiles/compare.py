@@ -1,11 +1,14 @@
-"""What proves that files are of two saves: whole states side by side, counters that all ranks of a save have alike.
+"""Compares what the ranks saved: copies of a tensor or a value, and counters that prove that files are of two saves.
+
+Copies are the same by the checksums of their records where those prove it, else by reading. Counters that every rank of
+a save has alike prove two saves:
 
     kind         entries                                     why
     progress     step, epoch, iteration, global_step, ...    ranks count together
     scheduler    last_epoch, _step_count                     stepped by every rank
     optimizer    step of a parameter; lr of a group          stepped by every rank; of one group everywhere
 
-A random number generator, a dataloader, tokens seen and losses are a rank's own by nature, and prove nothing.
+Random number generators, data loaders, tokens seen and losses are each rank's own, and prove nothing.
 """
 
 from __future__ import annotations
@@ -15,15 +18,20 @@ import struct
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ckpttool.catalogue import parts
-from ckpttool.catalogue.entries import Catalogue, Entry, Object, Path, Tensor, dotted
-from ckpttool.errors import CorruptError, ReadError
-from ckpttool.formats.rankfiles.comparing import Comparing
+from ckpttool.catalogue import boxes, parts, typed_json
+from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.entries import Catalogue, Entry, Extent, File, Object, Path, Tensor, dotted
+from ckpttool.catalogue.values import Stub
+from ckpttool.errors import CorruptError, LossError, ReadError
 from ckpttool.formats.rankfiles.rank_file import RankFile
 from ckpttool.serialization.dtensor import Shard
 from ckpttool.serialization.torch_pickle import TensorRef
+from ckpttool.storage.files import Pool
 from ckpttool.text import some
 
+_TILE = 1 << 20
+_MOST_READ = 1 << 30  # bytes of all comparisons together
+_MOST_GATHERED = 1 << 22  # elements of a tensor that is not row-major
 _COUNTERS = {
     "progress": re.compile(
         r"((global|current|total|train|num|last|completed)_)*(step|steps|epoch|epochs|iteration|iterations|iter|iters)"
@@ -34,91 +42,160 @@ _COUNTERS = {
     "optimizer": re.compile(r"(.*\.)?(step|lr|initial_lr)"),
 }
 _MINOR = ("scheduler", "rng", "dataloader", "scaler", "progress")
-_SPELT = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
+_STRUCT_CODES = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
 
 
-class TwoSaves:
-    """The counters that differ: `{("step",): ("progress", {1: Object(("step",), 3)})}`."""
+# Copies ---------------------------------------------------------------------------------------------------------------
+
+
+class CopyComparer:
+    """Compares elements in the files of a catalogue. It reads up to a limit: opening a checkpoint is not reading it."""
+
+    def __init__(self, pool: Pool, files: list[File]) -> None:
+        self._pool, self._files, self._left = pool, files, _MOST_READ
+
+    def same(self, itemsize: int, sizes: Ints, a: Extent, b: Extent) -> bool | None:
+        """Return whether two copies of a box have the same elements; None if that would take too much reading."""
+        if a == b or 0 in sizes:
+            return True
+        same_layout = a.strides == b.strides and a.codec == b.codec and a.nbytes == b.nbytes
+        if same_layout and a.record is not None and b.record is not None and a.record.crc is not None:
+            within = a.offset - a.record.offset, b.offset - b.record.offset
+            if (a.record.crc, a.record.nbytes, within[0]) == (b.record.crc, b.record.nbytes, within[1]):
+                return True
+            if b.record.crc is not None and a.record.nbytes == b.record.nbytes == a.nbytes and a.strides is None:
+                return False
+        if a.codec != b.codec or a.nbytes + b.nbytes > self._left:
+            return None
+        self._left -= a.nbytes + b.nbytes
+        if a.strides is None and b.strides is None:
+            return self._same_bytes(a, b)
+        if max(a.nbytes, b.nbytes) > _MOST_GATHERED * itemsize:
+            return None
+        return self._elements(itemsize, sizes, a) == self._elements(itemsize, sizes, b)
+
+    def _same_bytes(self, a: Extent, b: Extent) -> bool:
+        for at in range(0, a.nbytes, _TILE):
+            n = min(_TILE, a.nbytes - at)
+            if self._read(a, at, n) != self._read(b, at, n):
+                return False
+        return True
+
+    def bytes_of(self, extent: Extent) -> bytes:
+        """Return the bytes of something small, as they lie in the file."""
+        return self._read(extent, 0, extent.nbytes)
+
+    def _read(self, extent: Extent, at: int, nbytes: int) -> bytes:
+        return self._pool.read(self._files[extent.file].location, extent.offset + at, nbytes)
+
+    def _elements(self, itemsize: int, sizes: Ints, extent: Extent) -> list[bytes]:
+        data = self._read(extent, 0, extent.nbytes)
+        at = [0]
+        for size, stride in zip(sizes, extent.strides or boxes.row_major(sizes), strict=True):
+            at = [start + i * stride for start in at for i in range(size)]
+        return [data[i * itemsize : (i + 1) * itemsize] for i in at]
+
+
+def same_value(a: Object, b: Object) -> bool:
+    """Return whether two objects have the same value."""
+    x, y = a.value, b.value
+    # Each file's pickle makes stubs of its own for the same class.
+    if type(x) is not type(y) and not (isinstance(x, Stub) and isinstance(y, Stub)):
+        return False
+    if x is None or isinstance(x, (bool, int, str, bytes)):
+        return bool(x == y)
+    try:
+        return typed_json.key(x) == typed_json.key(y)
+    except LossError:
+        # A value that contains itself cannot be compared, so each rank keeps its own.
+        return False
+
+
+# Two saves ------------------------------------------------------------------------------------------------------------
+
+
+class MixedSaves:
+    """Class for the counters that differ: `{("step",): ("progress", {1: Object(("step",), 3)})}`."""
 
     def __init__(self) -> None:
-        self._found: dict[Path, tuple[str, dict[int, Entry]]] = {}
+        self._differing: dict[Path, tuple[str, dict[int, Entry]]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._found)
+        return bool(self._differing)
 
     def note(self, kind: str, path: Path, entry: Entry, rank: int) -> None:
-        """What a rank has at `path` differs from what is in the catalogue; kept if that is a counter."""
+        """Note an entry of a rank that differs from that of the catalogue, if it is a counter."""
         names = _COUNTERS.get(kind)
         # A counter that is a list of one for each optimizer ends in an index.
         key = next((key for key in reversed(path) if not isinstance(key, int)), "")
         if names is not None and names.fullmatch(str(key)) and _is_counter(entry):
-            self._found.setdefault(path, (kind, {}))[1][rank] = entry
+            self._differing.setdefault(path, (kind, {}))[1][rank] = entry
 
     def fault(
         self,
         catalogue: Catalogue,
-        comparing: Comparing,
+        comparer: CopyComparer,
         names: Mapping[int, str],
         absent: Mapping[Path, Collection[int]],
         stages: bool,
     ) -> CorruptError | None:
-        """The proof, of all entries that are one the plainest; None when there is none. With pipeline `stages` the
-        groups of one number are of other parameters on each, and may have another learning rate."""
+        """Return the error that proves two saves by the plainest counter that differs; None if none does. With pipeline
+        `stages` the groups of one number have other parameters on each, and may have another learning rate."""
         kinds = [*_COUNTERS][: 2 if stages else 3]
-        proofs = [path for kind in kinds for path, (of, _) in self._found.items() if of == kind]
+        proofs = [path for kind in kinds for path, (of, _) in self._differing.items() if of == kind]
         if not proofs:
             return None
         path, *further = proofs
-        ours, theirs = catalogue.entries[path], self._found[path][1]
-        by: dict[str, list[int]] = {}
+        merged, of_ranks = catalogue.entries[path], self._differing[path][1]
+        ranks_by_value: dict[str, list[int]] = {}
         for rank in names:
-            if rank in theirs or rank not in absent.get(path, ()):
-                by.setdefault(_value(theirs.get(rank, ours), comparing), []).append(rank)
-        told = [
+            if rank in of_ranks or rank not in absent.get(path, ()):
+                ranks_by_value.setdefault(_value(of_ranks.get(rank, merged), comparer), []).append(rank)
+        shown = [
             f"{value} on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks[:8]))}"
             f"{', ...' if len(ranks) > 8 else ''} ({some([names[rank].strip('`') for rank in ranks])})"
-            for value, ranks in by.items()
+            for value, ranks in ranks_by_value.items()
         ]
         more = f"; so {'does' if len(further) == 1 else 'do'} {some([*map(dotted, further)])}" if further else ""
-        many = "two" if len(by) < 3 else str(len(by))
+        many = "two" if len(ranks_by_value) < 3 else str(len(ranks_by_value))
         return CorruptError(
-            f"the files are of {many} saves: `{dotted(path)}` differs between ranks: {' and '.join(told[:4])}{more}",
+            f"the files are of {many} saves: `{dotted(path)}` differs between ranks: {' and '.join(shown[:4])}{more}",
             hint="take all files from one save: what is made of several is a model that never was",
-            ranks=sorted(theirs), found=dict(by), entries=[dotted(p) for p in proofs[:100]],
+            ranks=sorted(of_ranks), found=dict(ranks_by_value), entries=[dotted(p) for p in proofs[:100]],
         )  # fmt: skip
 
 
 def check_parts(patterns: Mapping[str, str], loaded: Mapping[Path, RankFile]) -> None:
-    """Raises ReadError when the files of one part are whole training states, and those of another hold weights too:
-    these are two runs in a directory. `patterns` are what names the files of each part."""
+    """Raise ReadError if the files of one part are whole training states and those of another have weights, too: these
+    are two runs in a directory. `patterns` are the names of the files of each part."""
     whole, weights = [], []
     for root, file in loaded.items():
         part = str(root[0]) if root else ""
-        held = _held(file.tree)
-        if {"model", "optimizer"} <= held:
+        kinds = _kinds_in(file.tree)
+        if {"model", "optimizer"} <= kinds:
             whole.append(part)
-        elif held & {"model", "optimizer"} and parts.kind_of_key(part) not in _MINOR:
+        elif kinds & {"model", "optimizer"} and parts.kind_of_key(part) not in _MINOR:
             weights.append(part)
     if not whole or len(whole) + len(weights) < 2:
         return
-    found = [patterns[part] for part in (*whole, *weights)]
-    choices = " or ".join([f"`'{pattern}'`" for pattern in found[:4]])
+    sets = [patterns[part] for part in (*whole, *weights)]
+    choices = " or ".join([f"`'{pattern}'`" for pattern in sets[:4]])
     raise ReadError(
-        f"{some([pattern.rpartition('/')[2] for pattern in found], 6)} are checkpoints of their own: files of the "
+        f"{some([pattern.rpartition('/')[2] for pattern in sets], 6)} are checkpoints of their own: files of the "
         "first hold model and optimizer, so they are no part of one",
         hint=f"name one: {choices}",
-        found=found,
+        found=sets,
     )  # fmt: skip
 
 
-def _held(tree: Any) -> set[str]:
-    """The kinds of parts that a file has at its root: `{"model", "optimizer"}`; a bare state dict is a model."""
+def _kinds_in(tree: Any) -> set[str]:
+    """Return the kinds of parts that a file has at its root: `{"model", "optimizer"}`; a bare state dict is a model."""
     if not isinstance(tree, dict):
         return set()
     if {"state", "param_groups"} <= tree.keys():
         return {"optimizer"}
-    held = {kind for key, value in tree.items() if isinstance(value, dict) and (kind := parts.kind_of_key(key))}
-    return held or {"model" for value in tree.values() if isinstance(value, (TensorRef, Shard))}
+    kinds = {kind for key, value in tree.items() if isinstance(value, dict) and (kind := parts.kind_of_key(key))}
+    return kinds or {"model" for value in tree.values() if isinstance(value, (TensorRef, Shard))}
 
 
 def _is_counter(entry: Entry) -> bool:
@@ -127,10 +204,10 @@ def _is_counter(entry: Entry) -> bool:
     return isinstance(entry.value, (int, float)) and not isinstance(entry.value, bool)
 
 
-def _value(entry: Entry, comparing: Comparing) -> str:
+def _value(entry: Entry, comparer: CopyComparer) -> str:
     if isinstance(entry, Object):
         return repr(entry.value)
-    spelt = _SPELT.get(entry.dtype.name)
-    if spelt is None or not len(entry.chunks):
+    code = _STRUCT_CODES.get(entry.dtype.name)
+    if code is None or not len(entry.chunks):
         return "another value"
-    return f"{struct.unpack(spelt, comparing.bytes_of(entry.chunks[0].extent))[0]:g}"
+    return f"{struct.unpack(code, comparer.bytes_of(entry.chunks[0].extent))[0]:g}"

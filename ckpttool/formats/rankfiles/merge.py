@@ -22,8 +22,7 @@ from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Entry, Extent, Object, Path, Tensor, dotted
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError
-from ckpttool.formats.rankfiles.compare import TwoSaves
-from ckpttool.formats.rankfiles.comparing import Comparing, same_value
+from ckpttool.formats.rankfiles.compare import CopyComparer, MixedSaves, same_value
 from ckpttool.formats.rankfiles.rank_file import RankFile
 from ckpttool.serialization import torch_tree as torchtree
 from ckpttool.serialization.dtensor import Shard
@@ -82,7 +81,7 @@ class Merging:
 
     def __init__(self, catalogue: Catalogue, pool: files.Pool) -> None:
         self._catalogue = catalogue
-        self.comparing = Comparing(pool, catalogue.files)
+        self.comparer = CopyComparer(pool, catalogue.files)
         self._first: RankState | None = None
         self._seen: list[int] = []
         self._kinds: dict[Path, str] = {}
@@ -99,7 +98,7 @@ class Merging:
         self._hollow: dict[Path, list[int]] = {}  # empty dicts of ranks where another has the whole
         self._unread: dict[Path, None] = {}
         self._shapes: dict[Path, CkptError] = {}
-        self._apart = TwoSaves()
+        self._mixed = MixedSaves()
 
     @property
     def shards(self) -> Mapping[Path, Shard]:
@@ -168,7 +167,7 @@ class Merging:
                 else:
                     self._introduce(path, entry, state)
             elif not self._same(path, ours[path], entry, state):
-                self._apart.note(self._kind(path), path, entry, state.rank)
+                self._mixed.note(self._kind(path), path, entry, state.rank)
                 own[self._unit(path, state.owner(path))] = None
         if entries.keys() != ours.keys():
             for path in [path for path in ours if path not in entries]:
@@ -210,7 +209,7 @@ class Merging:
             theirs.dtype, theirs.shape,
         ):  # fmt: skip
             a, b = ours.chunks[0].extent, theirs.chunks[0].extent
-            same = self.comparing.same(ours.dtype.itemsize, ours.shape, a, b)
+            same = self.comparer.same(ours.dtype.itemsize, ours.shape, a, b)
             if same is None:
                 self._unread[path] = None
             if same is not False:
@@ -218,7 +217,7 @@ class Merging:
             if self._kind(path) not in _STATE:
                 return False
             self._differing.setdefault(path, []).append(state.rank)
-            self._apart.note(self._kind(path), path, theirs, state.rank)
+            self._mixed.note(self._kind(path), path, theirs, state.rank)
             return True
         if self._kind(path) not in _STATE:
             return False
@@ -246,7 +245,7 @@ class Merging:
         if at == len(tensor.chunks):
             tensor.chunks.add(*chunk)
             return
-        same = self.comparing.same(tensor.dtype.itemsize, chunk.sizes, tensor.chunks.extent(at), chunk.extent)
+        same = self.comparer.same(tensor.dtype.itemsize, chunk.sizes, tensor.chunks.extent(at), chunk.extent)
         if same is None:
             self._unread[path] = None
         elif not same:
@@ -313,9 +312,9 @@ class Merging:
                     alike="differ between ranks that should have the same",
                 )
             )  # fmt: skip
-        mixed = self._apart.fault(self._catalogue, self.comparing, self._names, self._absent, self._stages())
-        mixture = [mixed] if mixed is not None else []
-        return [*mixture, *found[:_MOST_FAULTS], *_rest(found[_MOST_FAULTS:]), *blamed.values(), *self._foreign()]
+        mixed = self._mixed.fault(self._catalogue, self.comparer, self._names, self._absent, self._stages())
+        faults = [*found[:_MOST_FAULTS], *_rest(found[_MOST_FAULTS:]), *blamed.values(), *self._foreign()]
+        return faults if mixed is None else [mixed, *faults]
 
     def _advice(self, differing: list[Path], *, alone: bool) -> str:
         """What to do about tensors that differ. Leaving them out is right for buffers that nobody synchronises, as of
@@ -326,7 +325,7 @@ class Merging:
             if isinstance(entry, Tensor) and path not in self._differing and self._kind(path) == "model"
         ]  # fmt: skip
         buffers = all(self._kind(path) == "model" and path not in self._shards for path in differing)
-        if alone and buffers and 0 < len(flags) <= _MOST_BUFFERS and others and not self._apart:
+        if alone and buffers and 0 < len(flags) <= _MOST_BUFFERS and others and not self._mixed:
             return (
                 "if these are buffers that the ranks do not synchronise, save them from one rank, or leave them out: "
                 f"{' '.join(flags)}; otherwise the files are not of one save: take all files from one save"

@@ -8,8 +8,8 @@ from ckpttool.catalogue.entries import Catalogue, File, Path
 from ckpttool.catalogue.protocols import OpenOptions, Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError
-from ckpttool.formats.rankfiles import compare as mixtures
 from ckpttool.formats.rankfiles import rank_file as reading
+from ckpttool.formats.rankfiles.compare import check_parts
 from ckpttool.formats.rankfiles.discover import RankSet
 from ckpttool.formats.rankfiles.flat.restore import Rebuilding, is_needed
 from ckpttool.formats.rankfiles.merge import Merging, RankState
@@ -75,7 +75,7 @@ class _Opening:
         misplaced = self._catalogue.faults[:]
         self._merging.finish(rebuilding.faults if rebuilding is not None else {})
         if rebuilding is not None:
-            self._catalogue.faults += rebuilding.finish(self._catalogue, self._merging.comparing)
+            self._catalogue.faults += rebuilding.finish(self._catalogue, self._merging.comparer)
         if flat is not None:
             # Pieces differ between ranks as they should: what merging said of them is beside the point.
             self._catalogue.faults[:] = [*misplaced, flat]
@@ -98,7 +98,7 @@ class _Opening:
                 self._catalogue.files.append(File(file.path, file.name, file.size, rank=named))
                 loaded[(part,) if part else ()] = file
         if len(loaded) > 1:
-            mixtures.check_parts({part: self._set.pattern(part) for part in self._set.parts}, loaded)
+            check_parts({part: self._set.pattern(part) for part in self._set.parts}, loaded)
         told = {rank for file in loaded.values() for shard in file.shards if (rank := shard.rank) is not None}
         names = some([file.name for file in loaded.values()])
         if len(told) > 1:

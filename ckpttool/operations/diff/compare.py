@@ -117,7 +117,7 @@ class _Comparing:
             return
         part = str(a.part)
         if self._options.exact:
-            if typed_json.key_or_repr(values[0]) != typed_json.key_or_repr(values[1]):
+            if not typed_json.same(*values):
                 self._result.objects.append(ObjectDifference(a.name, part, "", a.value, b.value))
             return
         for at, one, other in objects.differences(*values, self._options.tolerance):

@@ -57,9 +57,7 @@ class _Walk:
             return struct.pack("<d", one) == struct.pack("<d", other)
         if type(one) is type(other) and isinstance(one, (str, bytes, bytearray, int)):
             return bool(one == other)
-        return (
-            one is not ABSENT and other is not ABSENT and typed_json.key_or_repr(one) == typed_json.key_or_repr(other)
-        )
+        return one is not ABSENT and other is not ABSENT and typed_json.same(one, other)
 
 
 def _get(values: Any, i: int) -> Any:

@@ -18,11 +18,11 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from ckpttool.catalogue.typed_json import same
 from ckpttool.errors import UsageError
 from ckpttool.operations.verify_resume.trial import compare
 from ckpttool.operations.verify_resume.trial import route as routes
 from ckpttool.operations.verify_resume.trial.compare import judge
-from ckpttool.operations.verify_resume.trial.diagnose_values import same
 from ckpttool.operations.verify_resume.trial.job import Job, Seen
 from ckpttool.operations.verify_resume.trial.results import Check, Compared, Finding, Report, Step
 from ckpttool.operations.verify_resume.trial.state import RecordedState

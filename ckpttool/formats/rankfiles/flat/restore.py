@@ -17,7 +17,7 @@ from typing import Any
 from ckpttool.catalogue.entries import Catalogue, Extent, Object, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import OpenOptions
 from ckpttool.errors import CkptError, CorruptError
-from ckpttool.formats.rankfiles.comparing import Comparing
+from ckpttool.formats.rankfiles.compare import CopyComparer
 from ckpttool.formats.rankfiles.flat import model as flat
 from ckpttool.formats.rankfiles.flat import optimizer as flatoptim
 from ckpttool.formats.rankfiles.flat.pieces import Counted, Parameter, Place, Rebuilt
@@ -156,19 +156,19 @@ class Rebuilding:
             return {key: self._marked(child) for key, child in value.items()}
         return [self._marked(child) for child in value] if type(value) is list else value
 
-    def finish(self, catalogue: Catalogue, comparing: Comparing) -> Iterator[CkptError]:
+    def finish(self, catalogue: Catalogue, comparer: CopyComparer) -> Iterator[CkptError]:
         """Put the tensors into the catalogue; what is wrong with copies of them."""
         for path, entry in catalogue.entries.items():
             if isinstance(entry, Object) and isinstance(entry.value, str) and entry.value.startswith(_MARK):
                 made = self._made[int(entry.value.removeprefix(_MARK))]
                 catalogue.entries[path] = Tensor(path, made.dtype, made.shape, made.chunks)
-                yield from self._compare(path, made, comparing)
+                yield from self._compare(path, made, comparer)
 
-    def _compare(self, path: Path, made: Rebuilt, comparing: Comparing) -> Iterator[CkptError]:
+    def _compare(self, path: Path, made: Rebuilt, comparer: CopyComparer) -> Iterator[CkptError]:
         if not made.copies or len(made.chunks) != 1:
             return
         ours = made.chunks[0].extent
-        other = [r for r, e in made.copies if comparing.same(made.dtype.itemsize, made.shape, ours, e) is False]
+        other = [r for r, e in made.copies if comparer.same(made.dtype.itemsize, made.shape, ours, e) is False]
         if other:
             names = [self._states[r].rank for r in other]
             yield CorruptError(

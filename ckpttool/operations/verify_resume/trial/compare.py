@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from ckpttool.catalogue.dtypes import dtype
+from ckpttool.catalogue.typed_json import same
 from ckpttool.operations.diff.elements import Comparison
 from ckpttool.operations.verify_resume.trial import state
 from ckpttool.operations.verify_resume.trial.diagnose import diagnose
-from ckpttool.operations.verify_resume.trial.diagnose_values import same
 from ckpttool.operations.verify_resume.trial.job import Job, Seen
 from ckpttool.operations.verify_resume.trial.results import Check, Compared, Drift, Finding, Memory, Report, Run, Step
 from ckpttool.operations.verify_resume.trial.state import MappedTensor, RecordedState

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from ckpttool.catalogue import typed_json
 from ckpttool.catalogue.parts import PER_RANK, rank_key
+from ckpttool.catalogue.typed_json import same
 from ckpttool.operations.diff import ABSENT, Diff
 from ckpttool.operations.verify_resume.trial.results import Finding
 from ckpttool.operations.verify_resume.trial.state import RecordedState, difference_names
@@ -122,11 +122,6 @@ def _took(own: list[_Change], before: RecordedState, rank: int, other: int) -> b
 
 def _is_fresh(changes: list[_Change], fresh: RecordedState | None) -> bool:
     return fresh is not None and all(same(one.now, fresh.objects.get(one.name, ABSENT)) for one in changes)
-
-
-def same(one: Any, other: Any) -> bool:
-    """Return whether two values are equal and of one type; NaN is equal to itself, and -0.0 not to 0.0."""
-    return typed_json.key_or_repr(one) == typed_json.key_or_repr(other)
 
 
 def _numbers_first(changes: list[_Change]) -> list[_Change]:
