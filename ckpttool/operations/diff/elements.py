@@ -1,8 +1,8 @@
-"""How two arrays of one dtype differ, fed tile by tile as bits: whatever torch has, and no torch.
+"""Figures of how two arrays of one dtype differ, fed tile by tile as bits, for every dtype of torch and without torch.
 
 count, first, both values      by their bits: NaN is NaN, and -0.0 is not 0.0
 absolute, relative, cosine     by their values, widened to float64
-ulp                            how many numbers of the dtype lie between the two, and one more
+ulp                            steps from one to the other through the numbers of the dtype
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Tolerance(NamedTuple):
-    """How far apart two elements may be and still pass for the same: `Tolerance(1e-8, 1e-5, 0)`.
+    """Class for how far apart two elements may be and still be close: `Tolerance(1e-8, 1e-5, 0)`.
 
     They are close when `|a - b| <= absolute + relative * |b|`, as `torch.isclose` has it, or when they are at most
     `ulp` numbers of a floating-point dtype apart. So are two NaN, and two infinities of one sign.
@@ -55,27 +55,27 @@ class Difference:
     beyond: int | None = None  #: elements outside of the tolerance; null without one
 
     def index(self, shape: Ints) -> list[int] | None:
-        """The first differing element by its indices in a tensor of this shape. Pure."""
+        """Return the index of the first differing element in a tensor of this shape. Pure."""
         if self.first is None:
             return None
-        rest, found = self.first, []
+        rest, index = self.first, []
         for size in reversed(shape):
             rest, at = divmod(rest, size)
-            found.append(at)
-        return found[::-1]
+            index.append(at)
+        return index[::-1]
 
 
 class Comparison:
-    """Takes tiles of two arrays of `dtype`, in any order, and says how they differ.
+    """Class for the comparison of two arrays of `dtype`, fed in tiles in any order.
 
-    made = Comparison(dtype("bfloat16"))
-    made.feed(a, b, at=0)           # flat, of any numpy dtype of the element's size; `at` counts elements
-    made.result().differing
+    comparison = Comparison(dtype("bfloat16"))
+    comparison.feed(a, b, at=0)     # flat, of any numpy dtype of the element's size; `at` counts elements
+    comparison.result().differing
     """
 
     def __init__(self, dtype: Dtype, *, cosine: bool = True, tolerance: Tolerance | None = None) -> None:
         self.dtype = dtype
-        self._made = Difference(dtype.name, beyond=None if tolerance is None else 0)
+        self._result = Difference(dtype.name, beyond=None if tolerance is None else 0)
         self._tolerance = tolerance
         self._wants_cosine = cosine
         self._dot = self._a = self._b = 0.0
@@ -84,51 +84,51 @@ class Comparison:
         """Compare two flat runs of elements that begin at element `at`."""
         import numpy as np
 
-        made = self._made
+        result = self._result
         one, two = _bits(a, self.dtype), _bits(b, self.dtype)
-        made.numel += len(one)
+        result.numel += len(one)
         where = np.flatnonzero((one != two).reshape(len(one), -1).any(axis=1))
         self._sum_up(one, two, same=not len(where))
         if not len(where):
             return
-        made.differing += len(where)
+        result.differing += len(where)
         one, two = one[where], two[where]
         self._measure(one, two)
         if self._tolerance is not None:
             apart = ~_close(one, two, self.dtype, self._tolerance)
-            made.beyond = (made.beyond or 0) + int(apart.sum())
+            result.beyond = (result.beyond or 0) + int(apart.sum())
             where, one, two = where[apart], one[apart], two[apart]
-        if len(where) and (made.first is None or at + int(where[0]) < made.first):
-            made.first = at + int(where[0])
-            made.values = _value(one[:1], self.dtype), _value(two[:1], self.dtype)
-            made.bits = _integer(one[0]), _integer(two[0])
+        if len(where) and (result.first is None or at + int(where[0]) < result.first):
+            result.first = at + int(where[0])
+            result.values = _value(one[:1], self.dtype), _value(two[:1], self.dtype)
+            result.bits = _integer(one[0]), _integer(two[0])
 
     def merge(self, other: Comparison) -> None:
-        """Add what another one has found about other elements of the same two arrays."""
-        made, more = self._made, other._made
+        """Add the result for other elements of the same two arrays."""
+        result, more = self._result, other._result
         self._dot, self._a, self._b = (x + y for x, y in zip(self.sums, other.sums, strict=True))
-        made.numel += more.numel
-        made.differing += more.differing
-        made.nans += more.nans
-        if made.beyond is not None:
-            made.beyond += more.beyond or 0
-        if more.first is not None and (made.first is None or more.first < made.first):
-            made.first, made.values, made.bits = more.first, more.values, more.bits
-        made.absolute = larger(made.absolute, more.absolute)
-        made.relative = larger(made.relative, more.relative)
-        made.ulp = larger(made.ulp, more.ulp)
+        result.numel += more.numel
+        result.differing += more.differing
+        result.nans += more.nans
+        if result.beyond is not None:
+            result.beyond += more.beyond or 0
+        if more.first is not None and (result.first is None or more.first < result.first):
+            result.first, result.values, result.bits = more.first, more.values, more.bits
+        result.absolute = larger(result.absolute, more.absolute)
+        result.relative = larger(result.relative, more.relative)
+        result.ulp = larger(result.ulp, more.ulp)
 
     @property
     def sums(self) -> tuple[float, float, float]:
-        """`a·b`, `a·a` and `b·b`: what a cosine is made of."""
+        """Return `a·b`, `a·a` and `b·b`, from which a cosine is computed."""
         return self._dot, self._a, self._b
 
     def result(self) -> Difference:
-        """How the two differ, as far as they were fed."""
-        made = self._made
+        """Return how the two differ, as far as they were fed."""
+        result = self._result
         if self._wants_cosine and has_numbers(self.dtype):
-            made.cosine = cosine(*self.sums) if made.differing else 1.0
-        return made
+            result.cosine = cosine(*self.sums) if result.differing else 1.0
+        return result
 
     def _sum_up(self, one: Array, two: Array, same: bool) -> None:
         import numpy as np
@@ -148,18 +148,18 @@ class Comparison:
     def _measure(self, one: Array, two: Array) -> None:
         import numpy as np
 
-        made = self._made
+        result = self._result
         if not has_numbers(self.dtype):
             return
         if self.dtype.kind == "int":
             # Exact, and without an overflow: the smaller from the larger, as the unsigned of the same size.
             a, b = numbers(one, self.dtype), numbers(two, self.dtype)
             apart = np.where(a > b, one - two, two - one)
-            made.absolute = max(made.absolute or 0, int(apart.max()))
+            result.absolute = max(result.absolute or 0, int(apart.max()))
             return
         a, b = _wide(one, self.dtype), _wide(two, self.dtype)
         known = ~(np.isnan(a) | np.isnan(b))
-        made.nans += int((np.isnan(a) ^ np.isnan(b)).sum())
+        result.nans += int((np.isnan(a) ^ np.isnan(b)).sum())
         if not known.any():
             return
         a, b = a[known], b[known]
@@ -167,33 +167,33 @@ class Comparison:
             apart = np.abs(a - b)
             size = np.maximum(np.abs(a), np.abs(b))
             relative = np.where(np.isinf(apart), np.inf, np.where(size > 0, apart / size, 0.0))
-        made.absolute = max(made.absolute or 0.0, float(apart.max()))
-        made.relative = max(made.relative or 0.0, float(relative.max()))
+        result.absolute = max(result.absolute or 0.0, float(apart.max()))
+        result.relative = max(result.relative or 0.0, float(relative.max()))
         if self.dtype.kind == "float":
-            made.ulp = max(made.ulp or 0, int(_distances(one[known], two[known], self.dtype).max()))
+            result.ulp = max(result.ulp or 0, int(_distances(one[known], two[known], self.dtype).max()))
 
 
 def larger(one: Any, other: Any) -> Any:
-    """The larger of two figures of which either may be None. Pure."""
+    """Return the larger of two figures of which either may be None. Pure."""
     return other if one is None else one if other is None else max(one, other)
 
 
 def cosine(dot: float, a: float, b: float) -> float | None:
-    """Of two vectors from `a·b`, `a·a` and `b·b`; None when one is zero, or squares are beyond float64. Pure."""
+    """Return the cosine of two vectors from `a·b`, `a·a` and `b·b`; None if one is zero or too large. Pure."""
     if not (0 < a < math.inf and 0 < b < math.inf and math.isfinite(dot)):
         return None
     return dot / math.sqrt(a) / math.sqrt(b)
 
 
 def compare(a: Array, b: Array, dtype: Dtype) -> Difference:
-    """How two whole arrays of one shape differ."""
-    made = Comparison(dtype)
-    made.feed(a.reshape(-1), b.reshape(-1))
-    return made.result()
+    """Return how two whole arrays of one shape differ."""
+    comparison = Comparison(dtype)
+    comparison.feed(a.reshape(-1), b.reshape(-1))
+    return comparison.result()
 
 
 def _bits(array: Array, dtype: Dtype) -> Array:
-    """As unsigned integers of the element's size; an element of 16 bytes as two of them."""
+    """Return elements as unsigned integers of their size; one of 16 bytes as two of them."""
     import numpy as np
 
     array = np.ascontiguousarray(array)
@@ -220,7 +220,7 @@ def _wide(bits: Array, dtype: Dtype) -> Array:
 
 
 def _close(one: Array, two: Array, dtype: Dtype, tolerance: Tolerance) -> Array:
-    """Which elements, given as bits that differ, are within a tolerance. Those without values never are."""
+    """Return which elements, given as bits that differ, are within a tolerance. Those that are no numbers never are."""
     import numpy as np
 
     if not has_numbers(dtype):
@@ -242,11 +242,11 @@ def _close(one: Array, two: Array, dtype: Dtype, tolerance: Tolerance) -> Array:
 
 
 def _distances(one: Array, two: Array, dtype: Dtype) -> Array:
-    """How many numbers of the dtype apart. Floats of one sign are ordered as their bits are."""
+    """Return how many numbers of the dtype apart. Floats of one sign are ordered as their bits are."""
     import numpy as np
 
     top = one.dtype.type(0 if dtype.name == "float8_e8m0fnu" else 1 << (one.dtype.itemsize * 8 - 1))
     # How far each is from zero: less than 2**63, so that a sum fits.
     a, b = (one & ~top).astype(np.uint64), (two & ~top).astype(np.uint64)
-    found: Array = np.where(((one ^ two) & top) != 0, a + b, np.where(a > b, a - b, b - a))
-    return found
+    steps: Array = np.where(((one ^ two) & top) != 0, a + b, np.where(a > b, a - b, b - a))
+    return steps

@@ -1,4 +1,4 @@
-"""How two values that are not tensors differ, and where inside. Pure."""
+"""Finds where two values that are not tensors differ. Pure."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Found = tuple[str, Any, Any]
 
 
 def differences(one: Any, other: Any, tolerance: Tolerance | None = None) -> Iterator[Found]:
-    """Where two values differ, with what is there: `("[1]", 0.95, 0.99)`; what a side lacks is `ABSENT`. Pure.
+    """Yield where two values differ, and both values there: `("[1]", 0.95, 0.99)`; a missing one is `ABSENT`. Pure.
 
-    Dicts are equal in any order, ordered ones only in the same. A list is no tuple and 1 is neither 1.0 nor True; a
-    NaN is equal to itself, and a reference to a tensor to one with the same path. With a tolerance, numbers that are
-    that close are equal, 1 and 1.0 too.
+    Dicts are equal in any order, ordered ones only in the same. A list is not a tuple and 1 is neither 1.0 nor
+    True; a NaN is equal to itself, and a reference to a tensor to one with the same path. With a tolerance, close
+    numbers are equal, 1 and 1.0 too.
     """
     yield from _Walk(tolerance).of(one, other, "", 0)
 

@@ -1,4 +1,4 @@
-"""What a comparison of two checkpoints has found, as data."""
+"""The result of a comparison of two checkpoints."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from ckpttool.operations.diff.elements import Comparison, Difference, cosine, la
 
 @dataclass(slots=True)
 class Side:
-    """One of the two: `Side("run7/step-500", "dcp", 4, 67, 27, 12988)`: world size, tensors, objects, bytes of values,
-    of what is compared."""
+    """One of the two checkpoints: `Side("run7/step-500", "dcp", 4, 67, 27, 12988)`."""
 
     path: str  #: path, as it was typed
     format: str = ""  #: its format
@@ -25,7 +24,7 @@ class Side:
 
 @dataclass(slots=True)
 class Only:
-    """What one side has alone: `Only("model.extra", "model", "float32", (3,))`; an object has no dtype and shape."""
+    """An entry that only one side has: `Only("model.extra", "model", "float32", (3,))`."""
 
     name: str  #: dotted name
     part: str  #: part
@@ -94,22 +93,22 @@ class Total:
     cosine: float | None = None  #: cosine similarity over the tensors that differ
     sums: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
-    def count(self, numel: int, found: Comparison | None, differs: bool) -> None:
-        """Add a tensor; `found` is None when its bytes are the same."""
+    def count(self, numel: int, comparison: Comparison | None, differs: bool) -> None:
+        """Add a tensor; `comparison` is None if its bytes are the same."""
         self.tensors += 1
         self.equal += not differs
         self.elements += numel
-        if found is None:
+        if comparison is None:
             return
-        made = found.result()
-        self.differing += made.differing
-        if made.beyond is not None:
-            self.beyond = (self.beyond or 0) + made.beyond
-        self.absolute = larger(self.absolute, made.absolute)
-        self.relative = larger(self.relative, made.relative)
-        self.ulp = larger(self.ulp, made.ulp)
-        if made.differing:
-            self.sums = tuple(x + y for x, y in zip(self.sums, found.sums, strict=True))  # type: ignore[assignment]
+        more = comparison.result()
+        self.differing += more.differing
+        if more.beyond is not None:
+            self.beyond = (self.beyond or 0) + more.beyond
+        self.absolute = larger(self.absolute, more.absolute)
+        self.relative = larger(self.relative, more.relative)
+        self.ulp = larger(self.ulp, more.ulp)
+        if more.differing:
+            self.sums = tuple(x + y for x, y in zip(self.sums, comparison.sums, strict=True))  # type: ignore[assignment]
             self.cosine = cosine(*self.sums)
 
 

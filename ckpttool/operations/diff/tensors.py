@@ -76,7 +76,7 @@ def compare(
     """
     work = Work(sum(pair.a.nbytes for pair in pairs), progress)
     with ExitStack() as stack:
-        walk = _Walk(pairs, sources, paths, tolerance, work, stack, keep_failures)
+        walk = _Walk(pairs, sources, paths, tolerance, work, stack, keep_failures, cosine)
         on_threads(walk.tasks(range(len(pairs))), walk.compare, threads, work)
         if cosine:
             differing = [
@@ -97,11 +97,12 @@ class _Walk:
         work: Work,
         stack: ExitStack,
         keep_failures: bool,
+        cosine: bool,
     ) -> None:
         self.results: dict[int, Comparison] = {}
         self.failures: dict[int, CkptError] = {}
         self._pairs, self._sources, self._paths, self._tolerance, self._work = pairs, sources, paths, tolerance, work
-        self._keep_failures = keep_failures
+        self._keep_failures, self._cosine = keep_failures, cosine
         self._pools = stack.enter_context(closing(Pool())), stack.enter_context(closing(Pool()))
         # The tiles of each task that were compared element by element; a task that is not here had none.
         self._unequal: dict[tuple[int, int], set[int]] = {}
@@ -153,7 +154,7 @@ class _Walk:
 
     def _compare_elements(self, n: int, a: bytearray, b: bytearray, tile: Box) -> None:
         pair = self._pairs[n]
-        comparison = Comparison(pair.common, tolerance=self._tolerance)
+        comparison = Comparison(pair.common, cosine=self._cosine, tolerance=self._tolerance)
         comparison.feed(_promoted(a, pair.a.dtype, pair.common), _promoted(b, pair.b.dtype, pair.common))
         first = comparison.result().first
         if first is not None:

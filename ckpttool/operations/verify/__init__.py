@@ -40,7 +40,7 @@ from ckpttool.transfer.threads import Progress
 
 __all__ = ["Finding", "Report", "verify"]
 
-# Warnings of the readers about what is found here file by file.
+# Warnings of the readers for which `verify` has findings of its own, file by file.
 _FOUND_HERE = frozenset(
     {
         "empty-file",

@@ -42,7 +42,7 @@ def _entries(result: Diff, catalogues: tuple[Catalogue, Catalogue], entries: dic
     names = [{entry.name for entry in catalogue.entries.values()} for catalogue in catalogues]
 
     def keys(only: Only, others: set[str]) -> str:
-        return " by these keys, which are spelt otherwise there" if only.name in others else ""
+        return " by these keys, which differ there" if only.name in others else ""
 
     for only in result.only_a:
         yield _finding("only here", only.name, f"is not in the other{keys(only, names[1])}", only.dtype is not None)

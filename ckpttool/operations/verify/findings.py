@@ -1,4 +1,4 @@
-"""What was found about a checkpoint: each finding with its gravity, and all of them as one report."""
+"""The findings of a verification, each with its gravity, and the report of all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckpttool.errors import DIFFERS, DONE, CkptError, CorruptError, RemoteError
 
 DAMAGE, DIFFERENCE, NAN, SUSPECT, NOTE = "damage", "difference", "nan", "suspect", "note"
 GRAVITIES = (DAMAGE, DIFFERENCE, NAN, SUSPECT, NOTE)
-"""From the gravest down. Damage: what is there is not what was written, or not all of it. Difference: from the other
+"""The gravest first. Damage: the bytes are not those that were written, or some are missing. Difference: from the other
 checkpoint. Suspect: nothing that is read is wrong, but something does not belong there, or is not as expected."""
 
 
@@ -46,16 +46,16 @@ class Finding:
         where: Where | None = None,
         tensor: str | None = None,
     ) -> Finding:
-        """What an error says; `where` and `tensor` when the caller knows better than the error.
+        """Return an error as a finding; `where` and `tensor` if the caller knows better than the error.
 
-        One that came while a file was fetched is raised: that it did not arrive says nothing of the file.
+        Raises an error that came while a file was fetched, as it says nothing about the file.
         """
         if isinstance(error, RemoteError) or error.facts.get("fetching"):
             raise error
         facts = error.facts
-        known = where or Where(_text(facts.get("file")), _whole(facts.get("offset")), _whole(facts.get("nbytes")))
+        place = where or Where(_text(facts.get("file")), _whole(facts.get("offset")), _whole(facts.get("nbytes")))
         tensor = tensor or _text(facts.get("tensor"))
-        return cls(gravity, kind, error.message, known.file, tensor, known.offset, known.nbytes, error.hint)
+        return cls(gravity, kind, error.message, place.file, tensor, place.offset, place.nbytes, error.hint)
 
 
 def _text(value: object) -> str | None:
@@ -89,16 +89,16 @@ class Report:
     seconds: float = 0.0  #: duration
     findings: list[Finding] = field(default_factory=list)  #: what was found, the most severe first
 
-    def add(self, found: Iterable[Finding]) -> None:
-        """Take in findings; what was found before is not said twice."""
-        have = {(f.kind, f.message) for f in self.findings}
-        for finding in found:
-            if (finding.kind, finding.message) not in have:
-                have.add((finding.kind, finding.message))
+    def add(self, findings: Iterable[Finding]) -> None:
+        """Add the findings that are not there yet."""
+        known = {(f.kind, f.message) for f in self.findings}
+        for finding in findings:
+            if (finding.kind, finding.message) not in known:
+                known.add((finding.kind, finding.message))
                 self.findings.append(finding)
 
     def settle(self) -> None:
-        """Order the findings by gravity, and by where they are."""
+        """Sort the findings by gravity, and by their place."""
         self.findings.sort(key=lambda f: (GRAVITIES.index(f.gravity), f.file or "", f.offset or 0, f.tensor or ""))
 
     @property

@@ -1,4 +1,4 @@
-"""Whether the index, the headers and the sizes of the files agree: what can be said without reading a payload."""
+"""Checks whether the index, the headers and the sizes of the files agree, without reading a payload."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from ckpttool.operations.verify.findings import DAMAGE, SUSPECT, Finding
 
 
 def faults(catalogue: Catalogue) -> Iterator[Finding]:
-    """What is wrong with the checkpoint as a whole, and with each tensor: holes, overlaps, missing files, ranges
-    outside of files, sizes that do not fit. Missing files first, each once."""
+    """Yield what is wrong with the checkpoint as a whole, and with each tensor: holes, overlaps, missing files, ranges
+    outside of files, sizes that do not match. Missing files come first, each once."""
     for file in catalogue.own_files:
         if file.missing:
-            yield Finding(
-                DAMAGE, "missing", f"`{file.name}` is missing, and the index names it", file.name,
-                hint="copy it from where the checkpoint was saved",
-            )  # fmt: skip
+            text, hint = (
+                f"`{file.name}` is missing, and the index names it",
+                "copy it from where the checkpoint was saved",
+            )
+            yield Finding(DAMAGE, "missing", text, file.name, hint=hint)
     for fault in catalogue.faults:
         if "needs" in fault.facts:
-            yield Finding.of(fault, "unread", SUSPECT)  # nothing is wrong but what we were told
+            yield Finding.of(fault, "unread", SUSPECT)  # the checkpoint is not at fault: `--shapes` is missing
         else:
             yield Finding.of(fault, "missing" if "missing" in fault.facts else "structure")
     sizes = [file.size for file in catalogue.files]
     missing = {file.name for file in catalogue.files if file.missing}
     for tensor in catalogue.tensors:
         for fault in faults_of(tensor, catalogue.files, sizes):
-            named = fault.facts.get("file")
-            if named not in missing:
+            if fault.facts.get("file") not in missing:
                 yield Finding.of(fault, "range" if "offset" in fault.facts else "coverage")
 
 
 def is_readable(tensor: Tensor, i: int, files: Sequence[File]) -> bool:
-    """Whether chunk `i` lies inside a file that is there."""
+    """Return whether chunk `i` lies inside a file that exists."""
     chunks = tensor.chunks
     file, offset, nbytes = files[chunks.file[i]], chunks.offset[i], chunks.nbytes[i]
     return not file.missing and offset >= 0 <= nbytes and offset + nbytes <= file.size
 
 
 def objects(catalogue: Catalogue) -> Iterator[Finding]:
-    """Objects whose bytes cannot be read, or are not those that were written."""
+    """Yield a finding for each object whose bytes cannot be read or have another checksum."""
     for entry in catalogue.objects:
         try:
             _ = entry.value
@@ -52,52 +52,49 @@ def objects(catalogue: Catalogue) -> Iterator[Finding]:
             yield Finding.of(error, "object", tensor=entry.name)
 
 
-class _Placed(NamedTuple):
+class _Item(NamedTuple):
     offset: int
     end: int
     name: str
 
 
 def items(source: Source) -> Iterator[Finding]:
-    """Files that are made of items one behind the other: items that overlap, and bytes that belong to none."""
+    """Yield overlapping items, and bytes of no item, in files that consist of items one behind the other."""
     if not isinstance(source, Itemised):
         return
     catalogue = source.catalogue
-    placed: dict[int, set[_Placed]] = defaultdict(set)
-    blobs: set[int] = set()
+    by_file: dict[int, set[_Item]] = defaultdict(set)
+    whole_files: set[int] = set()
     for name, run in source.items():
-        placed[run.file].add(_Placed(run.offset, run.offset + run.nbytes, name))
+        by_file[run.file].add(_Item(run.offset, run.offset + run.nbytes, name))
     for tensor in catalogue.tensors:
         chunks = tensor.chunks
         # Tensors inside of an object are a part of its item.
         if chunks.item:
             for file, offset, nbytes in zip(chunks.file, chunks.offset, chunks.nbytes, strict=True):
                 if nbytes:
-                    placed[file].add(_Placed(offset, offset + nbytes, tensor.name))
+                    by_file[file].add(_Item(offset, offset + nbytes, tensor.name))
         elif tensor.numel and not tensor.embedded and not chunks.records:
             # One safetensors file for all tensors of a rank, behind its objects; its header was read.
-            blobs.update(chunks.file)
-    for number, found in placed.items():
-        held = catalogue.files[number]
-        if held.name.endswith(".distcp") and not held.missing and number not in blobs:
-            yield from _between(sorted(found), held)
+            whole_files.update(chunks.file)
+    for number, of_file in by_file.items():
+        data_file = catalogue.files[number]
+        if data_file.name.endswith(".distcp") and not data_file.missing and number not in whole_files:
+            yield from _gaps_and_overlaps(sorted(of_file), data_file)
 
 
-def _between(found: list[_Placed], file: File) -> Iterator[Finding]:
-    end, last = 0, _Placed(0, 0, "")
-    for item in [*found, _Placed(file.size, file.size, "")]:
+def _gaps_and_overlaps(items: list[_Item], file: File) -> Iterator[Finding]:
+    end, last = 0, _Item(0, 0, "")
+    for item in [*items, _Item(file.size, file.size, "")]:
         if item.offset > end:
-            yield Finding(
-                SUSPECT, "gap", f"`{file.name}`: bytes {end}..{item.offset} belong to nothing that the index names",
-                file.name, None, end, item.offset - end,
-            )  # fmt: skip
+            text = f"`{file.name}`: bytes {end}..{item.offset} belong to nothing that the index names"
+            yield Finding(SUSPECT, "gap", text, file.name, None, end, item.offset - end)
         elif item.offset < end and (item.offset, item.end) != (last.offset, last.end) and item.name:
-            yield Finding(
-                DAMAGE, "overlap",
+            text = (
                 f"`{file.name}`: `{item.name}` at {item.offset}..{item.end} overlaps `{last.name}` at "
-                f"{last.offset}..{last.end}",
-                file.name, item.name, item.offset, item.end - item.offset,
-                "the index belongs to another save than the data file",
-            )  # fmt: skip
+                f"{last.offset}..{last.end}"
+            )
+            hint = "the index belongs to another save than the data file"
+            yield Finding(DAMAGE, "overlap", text, file.name, item.name, item.offset, item.end - item.offset, hint)
         if item.end > end:
             end, last = item.end, item
