@@ -16,6 +16,7 @@ from ckpttool.operations.diff import objects, promote
 from ckpttool.operations.diff import tensors as tensor_values
 from ckpttool.operations.diff.elements import Comparison, Tolerance
 from ckpttool.operations.diff.results import Diff, ObjectDifference, Only, Side, TensorDifference, Total
+from ckpttool.text import rank_ranges
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.threads import Progress
 
@@ -243,7 +244,7 @@ def _shards(tensor: Tensor, files: Sequence[File]) -> list[tuple[Ints, Ints, int
 
 
 def _describe(tensor: Tensor, files: Sequence[File]) -> str:
-    """Return `whole, rank 0`; `4 along dimension 0, ranks 0 to 3`; `4 x 2, ranks 0 to 7`; `3 pieces, ranks 0, 2`."""
+    """Return `whole, rank 0`; `4 along dimension 0, ranks 0-3`; `4 x 2, ranks 0-7`; `3 pieces, ranks 0, 2`."""
     shards = _shards(tensor, files)
     ranks = sorted({rank for _, _, rank in shards if rank is not None})
     counts = [len({offsets[dim] for offsets, _, _ in shards}) for dim in range(len(tensor.shape))] if shards else []
@@ -254,12 +255,4 @@ def _describe(tensor: Tensor, files: Sequence[File]) -> str:
         text = f"{len(shards)} along dimension {split[0]}"
     else:
         text = " x ".join(map(str, counts)) if prod(counts) == len(shards) else f"{len(shards)} pieces"
-    return f"{text}, {_describe_ranks(ranks)}" if ranks else text
-
-
-def _describe_ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"ranks {ranks[0]} to {ranks[-1]}"
-    return f"ranks {', '.join(map(str, ranks))}" if len(ranks) <= 8 else f"{len(ranks)} ranks"
+    return f"{text}, {rank_ranges(ranks)}" if ranks else text

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ckpttool.catalogue import parts
-from ckpttool.catalogue.entries import Catalogue, Entry, Part, Path, dotted
+from ckpttool.catalogue.entries import Catalogue, Part, Path, dotted
 from ckpttool.catalogue.patterns import any_of, renamer
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.validation import validate
@@ -127,7 +127,7 @@ def _renamed(catalogues: Catalogues, paths: tuple[str, str], options: Selection)
         catalogues = _each_named(catalogues, paths, layout.strip_wrappers)
     if options.strip_prefix:
         prefix = options.strip_prefix.rstrip(".") + "."
-        if not any(_tail(tensor).startswith(prefix) for one in catalogues for tensor in one.tensors):
+        if not any(tensor.fqn.startswith(prefix) for one in catalogues for tensor in one.tensors):
             raise UsageError(f"`--strip-prefix {options.strip_prefix}`: no tensor of either has this prefix")
         catalogues = _each_named(catalogues, paths, lambda name: name.removeprefix(prefix))
     a, b = catalogues
@@ -175,7 +175,7 @@ def _example(catalogue: Catalogue) -> str:
 
 def advice(catalogues: Catalogues) -> str | None:
     """Return what to type if names of both would be the same but for a root, wrappers or a key, else None. Pure."""
-    models = [{_tail(e) for e in one.entries.values() if e.part.kind == "model"} for one in catalogues]
+    models = [{e.fqn for e in one.entries.values() if e.part.kind == "model"} for one in catalogues]
     both = models[0] & models[1]
     roots = _roots(catalogues, "model")
     if both and not roots[0] & roots[1] and () in roots[0] | roots[1]:
@@ -193,8 +193,3 @@ def advice(catalogues: Catalogues) -> str | None:
 
 def _roots(catalogues: Catalogues, kind: str) -> list[set[Path]]:
     return [{e.part.root for e in one.entries.values() if e.part.kind == kind} for one in catalogues]
-
-
-def _tail(entry: Entry) -> str:
-    """Return the name below the root of the entry's part."""
-    return dotted(entry.path[len(entry.part.root) :])
