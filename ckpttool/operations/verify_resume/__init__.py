@@ -1,1 +1,1 @@
-"""Does training go on as if nothing had happened?"""
+"""Checks that training resumes exactly from a checkpoint: audit, trial, and the recipe of both."""

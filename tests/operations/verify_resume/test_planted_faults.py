@@ -42,7 +42,7 @@ def test_each_of_many_faults_is_named(tmp_path: Path) -> None:
     assert differing >= set(STATE) - {"rng"}, differing
     page = trial_page(report.as_dict())
     assert "4,096 ULP" in page
-    assert "Training does not go on as it would have" in page
+    assert "Resume is not exact" in page
 
 
 @pytest.mark.long

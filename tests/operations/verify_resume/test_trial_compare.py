@@ -174,9 +174,9 @@ def test_batches_of_ranks_are_joined_with_their_masks() -> None:
     assert [tuple(kept.tensors[f"input.{i}"].shape) for i in range(3)] == [(6, 5), (6, 5), (5, 5)]
     assert kept.tensors["input.0"][:, 0].tolist() == [0, 0, 0, 1, 1, 1]
     square = [[torch.full((5, 5), rank), torch.ones(5, 5).tril()] for rank in range(2)]
-    assert "may be of the batch" in _joined(square, Kept())[0]
+    assert "may be part of the batch" in _joined(square, Kept())[0]
     other = [[torch.zeros(3, 5), torch.full((7,), rank)] for rank in range(2)]
-    assert "different values" in _joined(other, Kept())[0]
+    assert "different inputs" in _joined(other, Kept())[0]
 
 
 class Marks(Enum):

@@ -1,4 +1,4 @@
-"""What a trial found, as data: what the terminal shows, `--json` prints and the page of `--html` draws."""
+"""The result of a trial as data, for the terminal, `--json` and the page of `--html`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Verdict = Literal["same", "differs", "failed"]
 
 @dataclass(slots=True)
 class Finding:
-    """One thing that is not as it was, named: `Finding("flipped bit", "bit 22 of `model.w`[0, 3] is flipped", "B",
+    """One difference: `Finding("flipped bit", "bit 22 of `model.w`[0, 3] is flipped", "B",
     name="model.w", part="model", index=[0, 3], found=0.25, expected=0.5, ulp=4194304, differing=1, of=64)`.
 
-    `run` is where it was seen, `expected` and `found` the values there of the run that it is compared with and of its
-    own. `differing` of `of` elements differ, by `absolute` and `relative` at most. What does not apply is None.
+    `expected` is the value in the run that `run` is compared with, `found` that in `run`. `differing` of `of` elements
+    differ, by `absolute` and `relative` at most. Fields that do not apply are None.
     """
 
     kind: str  #: kind of difference
@@ -41,8 +41,8 @@ class Finding:
 class Step:
     """One step of a run: `Step(3, [2.71, 2.69], 0.53, "9f2c...", ["aa01...", "77b3..."], 0.04)`.
 
-    `losses`, `batches` (digests of what the model was given) and `digests` (of the parameters that a rank holds) have
-    one entry a rank; `digest` is that of all digests. `seconds` are those of the slowest rank.
+    `losses`, `batches` (digests of the inputs of the model) and `digests` (of the local parameters) have one entry per
+    rank; `digest` is that of all `digests`. `seconds` is that of the slowest rank.
     """
 
     number: int  #: number of the step
@@ -61,7 +61,7 @@ class Step:
 
 @dataclass(slots=True)
 class Memory:
-    """Bytes of parameters and of optimizer state on a rank, and what its placements say they come to."""
+    """Bytes of parameters and optimizer state on a rank, and those that its placements give."""
 
     rank: int
     parameters: int
@@ -72,9 +72,7 @@ class Memory:
 
 @dataclass(slots=True)
 class Run:
-    """One run: `A` (trained without a break), `B` (resumed), `control` (resumed by torch alone), or with checkpoints
-    given `1`, `2`, ... `source` is the checkpoint that it began from, `started` how its processes came to be.
-    """
+    """One run of a trial."""
 
     name: str  #: `A` (uninterrupted), `B` (resumed), `control` (resumed by torch), or `1`, `2`, ... for checkpoints
     mesh: str  #: its mesh
@@ -101,8 +99,7 @@ class Leg:
 
 @dataclass(slots=True)
 class Compared:
-    """One row of what was compared: `Compared("model", "B", "A", 31, 0, "bitwise")`; `count` names or steps, of which
-    `differing` differ. `equal` is None where it is reported and not judged, or could not be compared: `says` why."""
+    """One comparison: `Compared("model", "B", "A", 31, 0, "bitwise")`. If `equal` is None, `says` gives the reason."""
 
     what: str  #: what was compared
     run: str  #: run
@@ -115,8 +112,8 @@ class Compared:
 
 @dataclass(slots=True)
 class Check:
-    """A check of how a run is sharded: `Check("local shapes", "A", 31, True, "")`; `passed` is None when it was not
-    done, and `says` why."""
+    """A check of the sharding of a run: `Check("local shapes", "A", 31, True, "")`. If `passed` is None, `says` gives
+    the reason."""
 
     what: str  #: what was checked
     run: str  #: run
@@ -127,8 +124,7 @@ class Check:
 
 @dataclass(slots=True)
 class Drift:
-    """How far a run on another mesh comes from run A, which is reported and not judged: the largest differences of the
-    losses and of the gradient norms, and of the parameters at the end."""
+    """How far a run on another mesh is from run A, which does not count for the verdict."""
 
     run: str  #: run
     loss: float  #: largest difference of the loss
@@ -141,7 +137,7 @@ class Drift:
 
 @dataclass(slots=True)
 class Stuck:
-    """Where a rank was when its run was ended: `Stuck(1, "step 3", "recipe.py:40 in step", [...])`."""
+    """Where a rank was when its run ended: `Stuck(1, "step 3", "recipe.py:40 in step", [...])`."""
 
     rank: int
     phase: str
@@ -152,7 +148,7 @@ class Stuck:
 
 @dataclass(slots=True)
 class Failure:
-    """A run that did not come to its end."""
+    """A run that did not finish."""
 
     run: str  #: run
     says: str  #: for people
@@ -184,9 +180,9 @@ class Report:
     folder: str | None = None  #: folder of `--keep`
 
     def as_dict(self) -> dict[str, Any]:
-        """What `--json` prints, and the page is drawn from. See `docs/reference/json.md`."""
-        said = asdict(self)
-        for run, made in zip(said["runs"], self.runs, strict=True):
-            for step, one in zip(run["steps"], made.steps, strict=True):
-                step["loss"] = one.loss
-        return {"schema": SCHEMA, **said}
+        """Return what `--json` prints, and the page shows. See `docs/reference/json.md`."""
+        report = asdict(self)
+        for run, fields in zip(self.runs, report["runs"], strict=True):
+            for step, step_fields in zip(run.steps, fields["steps"], strict=True):
+                step_fields["loss"] = step.loss
+        return {"schema": SCHEMA, **report}

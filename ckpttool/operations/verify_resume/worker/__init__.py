@@ -1,1 +1,1 @@
-"""One rank of a run: builds what the recipe says, trains, saves or resumes, and writes down what it sees."""
+"""One rank of a run: builds the model of the recipe, trains, saves or resumes, and records what it observes."""

@@ -1,4 +1,4 @@
-"""What the recipe built, taken apart: the model, the optimizer, generators, and whatever else has a state."""
+"""What a recipe builds: the model, the optimizer, generators, and everything else with a state."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ckpttool.operations.verify_resume.worker import setup
 
 @dataclass(slots=True)
 class Built:
-    """`others` have a state of their own, `kinds` says what each is (`{"sched": "scheduler"}`), `averaged` are models
-    beside the one that is trained, `state` is what the recipe's `step` is given."""
+    """`others` have a state of their own, and `kinds` are their kinds (`{"sched": "scheduler"}`). `averaged` are models
+    beside the one that is trained. `state` is the argument of the recipe's `step`."""
 
     recipe: recipes.Recipe
     mesh: DeviceMesh
@@ -34,11 +34,11 @@ class Built:
 
     @property
     def models(self) -> dict[str, nn.Module]:
-        """All of them, by key; first the one that is trained."""
+        """All models by key, first the one that is trained."""
         return {"model": self.model, **self.averaged}
 
     def saved_as(self, key: str) -> str:
-        """The key in a checkpoint: what is a model, or belongs to a rank, has one that says so."""
+        """Return the key in a checkpoint. Keys of models and of rank-local state show the kind."""
         if key in self.averaged:
             return key if parts.kind_of_key(key) == "model" else f"{key}_model"
         own = self.kinds[key] in parts.PER_RANK
@@ -46,29 +46,29 @@ class Built:
 
 
 def build(job: Job, mesh: DeviceMesh) -> Built:
-    """Seed, and build what the recipe says. Raises UsageError for what cannot be tried."""
+    """Set seeds and build the recipe. Raises UsageError for state that a trial cannot save."""
     recipe = recipes.load(job.recipe)
     setup.seed(job, mesh, own=False)
     state = recipes.built(recipe, mesh)
     setup.seed(job, mesh, own=True)
-    made = Built(recipe, mesh, state, state["model"], state["optimizer"])
+    built = Built(recipe, mesh, state, state["model"], state["optimizer"])
     for key, value in state.items():
         if key in ("model", "optimizer"):
             continue
         if isinstance(value, torch.optim.Optimizer):
             raise UsageError(
-                f"`{job.recipe}`: `{key}` is a second optimizer", hint="a trial takes one; give it all the parameters"
+                f"`{job.recipe}`: `{key}` is a second optimizer", hint="use one optimizer for all parameters"
             )
         if key in ("rng", "step"):
-            raise UsageError(f"`{job.recipe}`: `{key}` is what the trial itself saves", hint="call it something else")
+            raise UsageError(f"`{job.recipe}`: the key `{key}` is reserved", hint="rename it")
         if isinstance(value, torch.Generator):
-            made.generators[key] = value
+            built.generators[key] = value
         elif isinstance(value, nn.Module):
-            made.averaged[key] = value
+            built.averaged[key] = value
         else:
-            made.others[key] = value
-            made.kinds[key] = _kind(key, value)
-    return made
+            built.others[key] = value
+            built.kinds[key] = _kind(key, value)
+    return built
 
 
 def _kind(key: str, value: Any) -> str:

@@ -1,8 +1,8 @@
-"""What a rank sees of each step without the recipe's help: the batch, the gradient norm, the loss, the parameters.
+"""Observes the steps of a rank by hooks: the batch, the gradient norm, the loss, the parameters.
 
-before the model's forward      what it is given is digested
+before the model's forward      a digest of its inputs
 before the optimizer's step     the norm of the gradients over the whole mesh
-after the step                  the loss, and a digest of the pieces of parameters that this rank holds
+after the step                  the loss, and a digest of the local parameters
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ckpttool.operations.verify_resume.worker.build import Built
 
 
 class Observer:
-    """Takes steps of a run, and says what it saw of each. `inputs` is what the model was given last."""
+    """Takes steps of a run and observes each. `inputs` are the last inputs of the model."""
 
     def __init__(self, built: Built) -> None:
         self._built = built
@@ -36,7 +36,7 @@ class Observer:
         built.optimizer.register_step_pre_hook(self._see_gradients)
 
     def step(self, number: int) -> dict[str, Any]:
-        """One step of the recipe. Raises UsageError when it returns no loss."""
+        """Take a step of the recipe, and return what was observed. Raises UsageError if it returns no loss."""
         self._batch, self._norms, self.inputs = hashlib.sha256(), [], None
         began = time.perf_counter()
         loss = _number(self._built.recipe.step(self._built.state, number), self._built.recipe.path)
@@ -73,7 +73,7 @@ def _number(loss: Any, path: str) -> float:
 
 
 def local(value: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor."""
+    """Return the local shard of a tensor."""
     value = value.detach()
     return value.to_local() if isinstance(value, DTensor) else value
 
@@ -84,16 +84,16 @@ def _bytes(value: torch.Tensor) -> bytes:
 
 
 def digest(models: Iterable[nn.Module]) -> str:
-    """Of what this rank holds of the parameters, in their order."""
-    made = hashlib.sha256()
+    """Return a digest of the local parameters, in their order."""
+    sha256 = hashlib.sha256()
     for model in models:
         for parameter in model.parameters():
-            made.update(_bytes(parameter))
-    return made.hexdigest()
+            sha256.update(_bytes(parameter))
+    return sha256.hexdigest()
 
 
 def gradient_norm(built: Built) -> float:
-    """The norm of all gradients over the mesh, each element counted once. Every rank calls it."""
+    """Return the norm of all gradients over the mesh, each element counted once. Every rank calls it."""
     copies = _copies_under_fsdp1(built.model)
     total = 0.0
     world = dist.get_world_size()
@@ -101,35 +101,35 @@ def gradient_norm(built: Built) -> float:
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
-            of = local(parameter.grad)
-            squared = float(torch.linalg.vector_norm(of, dtype=torch.float64)) ** 2 if of.numel() else 0.0
+            shard = local(parameter.grad)
+            squared = float(torch.linalg.vector_norm(shard, dtype=torch.float64)) ** 2 if shard.numel() else 0.0
             total += squared / _copies(parameter, copies, world)
-    made = torch.tensor(total, dtype=torch.float64)
-    dist.all_reduce(made)
-    return math.sqrt(made.item())
+    squares = torch.tensor(total, dtype=torch.float64)
+    dist.all_reduce(squares)
+    return math.sqrt(squares.item())
 
 
 def _copies(parameter: torch.Tensor, under_fsdp1: dict[int, int], world: int) -> int:
-    """On how many ranks the same piece lies."""
+    """Return how many ranks have the same shard."""
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
-        cut = math.prod(mesh.size(i) for i, placed in enumerate(parameter.placements) if placed.is_shard())
-        return world // int(cut)
+        shards = math.prod(mesh.size(i) for i, placed in enumerate(parameter.placements) if placed.is_shard())
+        return world // int(shards)
     return under_fsdp1.get(id(parameter), world)
 
 
 def _copies_under_fsdp1(model: nn.Module) -> dict[int, int]:
-    found: dict[int, int] = {}
+    by_id: dict[int, int] = {}
     world = dist.get_world_size()
     for _, handle in flat_handles(model):
         copies = world // handle.world_size if handle.uses_sharded_strategy else world
         for parameter in [handle.flat_param, *(handle.flat_param._params or ())]:
-            found[id(parameter)] = copies
-    return found
+            by_id[id(parameter)] = copies
+    return by_id
 
 
 def flat_handles(model: nn.Module) -> list[tuple[str, Any]]:
-    """The flat parameters of FSDP1, by the name of their module."""
+    """Return the flat parameters of FSDP1, by the name of their module."""
     return [
         (name, module._handle)
         for name, module in model.named_modules()

@@ -1,11 +1,12 @@
-"""Writes the state of a run to a folder, whole tensors gathered one at a time by torch, in the form `states` reads.
+"""Records the state of a run in a folder, whole tensors gathered one at a time by torch, for `trial.state` to read.
 
-Nothing here is of ckpttool's own savers or readers: what they do is what is judged.
+ckpttool's own savers and readers are not used: they are under test.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -39,8 +40,8 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def record(built: Built, folder: str, *, optimizer: bool = True) -> dict[str, str]:
-    """Write down everything. Every rank calls it. Returns a digest of each value of which one rank's is saved, as this
-    rank has it. `optimizer=False` leaves out an optimizer that has not stepped: asking for its state makes one."""
+    """Record everything. Every rank calls it. Returns this rank's digest of each value of which one rank's is saved.
+    `optimizer=False` leaves out an optimizer that took no step: reading its state would create one."""
     rank = dist.get_rank()
     os.makedirs(folder, exist_ok=True)
     kinds = dict.fromkeys(built.models, "model") | {"optimizer": "optimizer", "rng": "rng"}
@@ -53,22 +54,22 @@ def record(built: Built, folder: str, *, optimizer: bool = True) -> dict[str, st
         warnings.simplefilter("ignore")
         for name, value in tensors(built, objects, optimizer=optimizer):
             boxes[name] = box_of(value)
-            pieces |= {name: found} if (found := _piece(value, boxes[name])) is not None else {}
+            pieces |= {name: piece} if (piece := _piece(value, boxes[name])) is not None else {}
             writer.add(name, gathered(value))
     shared = _others(built, objects, rank)
     for name, value in digests(built.generators).items():
         objects[f"rng.{parts.rank_key(rank)}.{name}"] = value
     with open(os.path.join(folder, f"rank{rank}.json"), "w", encoding="utf-8") as stream:
         json.dump({"objects": objects, "boxes": boxes, "pieces": pieces}, stream)
-    names = [tied for key, model in built.models.items() for tied in tied_names(model, key)]
+    ties = [names for key, model in built.models.items() for names in tied_names(model, key)]
     buffers = [f"{key}.{bare(name)}" for key, model in built.models.items() for name, _ in model.named_buffers()]
-    writer.close({"kinds": kinds, "ties": names, "buffers": buffers})
+    writer.close({"kinds": kinds, "ties": ties, "buffers": buffers})
     dist.barrier()
     return shared
 
 
 class Writer:
-    """Tensors one after the other into a folder; nothing where there is none, on ranks other than 0."""
+    """Writes tensors one after the other into a folder; with None, on ranks other than 0, nothing."""
 
     def __init__(self, folder: str | None) -> None:
         self._folder = folder
@@ -83,7 +84,7 @@ class Writer:
             return
         value = value.detach().cpu().contiguous()
         data = memoryview(value.reshape(-1).view(torch.uint8).numpy())
-        # At a multiple of the largest element, so that each can be mapped as what it is.
+        # Aligned to the largest element, so that each tensor can be mapped.
         gap = -self._at % 16
         self._stream.write(bytes(gap))
         self._index[name] = {
@@ -102,7 +103,7 @@ class Writer:
 
 
 def tensors(built: Built, objects: dict[str, Any], *, optimizer: bool = True) -> Iterator[tuple[str, Any]]:
-    """Every tensor of models and optimizer by name, as torch's state dicts have it; hyper-parameters into `objects`."""
+    """Yield every tensor of models and optimizer by name in torch's state dicts. Other values go into `objects`."""
     for root, model in built.models.items():
         for name, value in _of_model(model).items():
             if isinstance(value, torch.Tensor):
@@ -111,15 +112,15 @@ def tensors(built: Built, objects: dict[str, Any], *, optimizer: bool = True) ->
                 objects[f"{root}.{name}"] = plain(value)
     if not optimizer:
         return
-    told = _of_optimizer(built)
-    for called, items in told["state"].items():
-        for key, value in items.items():
-            name = f"optimizer.state.{called}.{key}"
+    state = _of_optimizer(built)
+    for parameter, values in state["state"].items():
+        for key, value in values.items():
+            name = f"optimizer.state.{parameter}.{key}"
             if isinstance(value, torch.Tensor):
                 yield name, value
             else:
                 objects[name] = plain(value)
-    for number, group in enumerate(told["param_groups"]):
+    for number, group in enumerate(state["param_groups"]):
         objects |= {f"optimizer.param_groups.{number}.{key}": plain(value) for key, value in group.items()}
 
 
@@ -138,26 +139,25 @@ def _of_optimizer(built: Built) -> dict[str, Any]:
 
 
 def gathered(value: Any) -> torch.Tensor | None:
-    """The whole tensor on rank 0. Every rank calls it."""
+    """Return the whole tensor on rank 0. Every rank calls it."""
     if isinstance(value, DTensor):
-        whole: torch.Tensor = value.full_tensor()
-        return whole
+        return value.full_tensor()
     if not isinstance(value, ShardedTensor):
         return value if isinstance(value, torch.Tensor) else None
-    # Of all ranks, replicas among them: its own `gather` knows its process group only.
-    mine = [(one.metadata.shard_offsets, one.tensor.detach().cpu()) for one in value.local_shards()]
-    found: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(mine, found)
-    if found is None:
+    # From all ranks, also replicas: its own `gather` is limited to its process group.
+    own = [(one.metadata.shard_offsets, one.tensor.detach().cpu()) for one in value.local_shards()]
+    shards: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(own, shards)
+    if shards is None:
         return None
-    made = torch.empty(value.size(), dtype=value.dtype)
-    for offsets, piece in (one for each in found for one in each):
-        made[tuple(slice(low, low + size) for low, size in zip(offsets, piece.shape, strict=True))] = piece
-    return made
+    whole = torch.empty(value.size(), dtype=value.dtype)
+    for offsets, shard in itertools.chain.from_iterable(shards):
+        whole[tuple(slice(low, low + size) for low, size in zip(offsets, shard.shape, strict=True))] = shard
+    return whole
 
 
 def box_of(value: Any) -> Any:
-    """The box that this rank holds: `[[4, 0], [4, 13]]`; None of what is empty or not sharded."""
+    """Return the box of this rank's shard, `[[4, 0], [4, 13]]`; None if it is empty or the tensor is not sharded."""
     if isinstance(value, DTensor):
         sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
         return None if 0 in sizes else [list(offsets), list(sizes)]
@@ -168,7 +168,7 @@ def box_of(value: Any) -> Any:
 
 
 def _piece(value: Any, box: Any) -> list[Any] | None:
-    """A digest of what this rank holds, to be compared with that of whoever holds the same box."""
+    """Return the box and a digest of this rank's shard, to be compared with those of ranks with the same box."""
     if isinstance(value, ShardedTensor):
         shards = value.local_shards()
         value = shards[0].tensor if shards else None
@@ -181,7 +181,7 @@ def _piece(value: Any, box: Any) -> list[Any] | None:
 
 
 def tied_names(model: nn.Module, root: str) -> list[list[str]]:
-    """Names that are one parameter: `[["model.embed.weight", "model.head.weight"]]`."""
+    """Return the names that are one parameter: `[["model.embed.weight", "model.head.weight"]]`."""
     by_id: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         by_id.setdefault(id(parameter), []).append(f"{root}.{bare(name)}")
@@ -189,7 +189,7 @@ def tied_names(model: nn.Module, root: str) -> list[list[str]]:
 
 
 def bare(name: str) -> str:
-    """A parameter's name without wrappers."""
+    """Return a parameter's name without wrappers."""
     for wrapper in _WRAPPERS:
         name = name.removeprefix(wrapper).replace(f".{wrapper}", ".")
     return name
@@ -198,18 +198,18 @@ def bare(name: str) -> str:
 def _others(built: Built, objects: dict[str, Any], rank: int) -> dict[str, str]:
     shared: dict[str, str] = {}
     for key, value in built.others.items():
-        told = dict(leaves(value.state_dict(), ()))
+        values = dict(leaves(value.state_dict(), ()))
         if built.kinds[key] in parts.PER_RANK:
-            objects |= {".".join((key, parts.rank_key(rank), *path)): one for path, one in told.items()}
+            objects |= {".".join((key, parts.rank_key(rank), *path)): one for path, one in values.items()}
             continue
-        shared[key] = hashlib.sha256(repr(sorted(told.items())).encode()).hexdigest()
+        shared[key] = hashlib.sha256(repr(sorted(values.items())).encode()).hexdigest()
         if rank == 0:
-            objects |= {".".join((key, *path)): one for path, one in told.items()}
+            objects |= {".".join((key, *path)): one for path, one in values.items()}
     return shared
 
 
 def leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Values below nested dicts, by their keys."""
+    """Yield the values of nested dicts, by their keys."""
     if isinstance(tree, Mapping) and tree:
         for key, value in tree.items():
             yield from leaves(value, (*path, _key(key)))
@@ -218,13 +218,13 @@ def leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], 
 
 
 def _key(key: Any) -> str:
-    """A key as part of a name. 5 is not "5": `MultiStepLR` looks its milestones up by number."""
+    """Return a key as part of a name. 5 is not "5": `MultiStepLR` looks its milestones up by number."""
     return key if isinstance(key, str) else f"[{key!r}]"
 
 
 def plain(value: Any) -> Any:
-    """As JSON has it: a large tensor by its digest, an object by what it says of itself. The same in every process:
-    nothing of an address, nor of the order of a set."""
+    """Return a value as JSON, a large tensor by its digest, an object by its attributes. The same in every process:
+    without addresses, and with sets sorted."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Enum):
@@ -257,7 +257,7 @@ def plain(value: Any) -> Any:
 
 
 def _plain_array(value: Any) -> Any:
-    """Its `repr` leaves out the middle of a long one."""
+    """Return an array by its digest if it is long, as its `repr` leaves out the middle."""
     kind = f"numpy {value.dtype}{list(value.shape)}"
     if value.dtype.hasobject:
         return f"{kind} {[plain(one) for one in value.reshape(-1).tolist()]}"

@@ -16,7 +16,7 @@ from ckpttool.operations.verify_resume.worker.record import record
 
 
 def run(job: Job, watch: Watch, *, leave: bool = True) -> Seen:
-    """Do all of the job, and write down what was seen. `leave` ends the process group."""
+    """Do the job, and write what was observed. `leave` ends the process group."""
     switched_on = setup.deterministic(job)
     watch.enter("process group")
     mesh = setup.join(job)
@@ -51,7 +51,7 @@ def _train(job: Job, watch: Watch, built: Built, seen: Seen) -> None:
         number = _resume(job, watch, built, seen)
     seen.first_step = number
     watch.enter("recording the state")
-    # Before it is saved: what saving does to it is then seen in the steps that follow.
+    # Recorded before it is saved: changes by the save itself then show in the next steps.
     seen.shared = record(built, os.path.join(job.folder, RESUMED))
     shard_checks.check(built, seen)
     if job.save_natively is not None:
@@ -77,11 +77,9 @@ def _resume(job: Job, watch: Watch, built: Built, seen: Seen) -> int:
     watch.enter("loading")
     if job.natively:
         return save_load.load_natively(built, job.load)
-    found, notes = save_load.load(built, job.load)
+    saved_at, notes = save_load.load(built, job.load)
     seen.notes += notes
-    number = found if found is not None else job.first
+    number = saved_at if saved_at is not None else job.first
     if number is None:
-        raise ReadError(
-            f"`{job.load}` does not say at which step it was saved", hint="pass `--first-step`", file=job.load
-        )
+        raise ReadError(f"`{job.load}` contains no step", hint="pass `--first-step`", file=job.load)
     return number

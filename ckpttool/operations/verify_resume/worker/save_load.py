@@ -1,4 +1,4 @@
-"""Saving and resuming: by ckpttool, which is judged, and by torch alone, which is what it is judged against."""
+"""Saves and resumes: by ckpttool, which is under test, and by torch alone, which is the reference."""
 
 from __future__ import annotations
 
@@ -30,65 +30,64 @@ from ckpttool.operations.verify_resume.worker import setup
 from ckpttool.operations.verify_resume.worker.build import Built
 from ckpttool.operations.verify_resume.worker.record import plain
 from ckpttool.training import fsdp1
-from ckpttool.training import load as loader
-from ckpttool.training import save as saving
+from ckpttool.training import load as ckpttool_load
+from ckpttool.training import save as ckpttool_save
 
 _COUNTERS = ("step", "global_step", "current_step", "train_step", "iteration", "iter", "iter_num")
 
 
 @dataclass(slots=True)
 class Sealed:
-    """A value that DCP keeps as one object, whatever is in it."""
+    """A value that DCP saves as one object, whatever it contains."""
 
     value: Any
 
 
 def save(built: Built, path: str, step: int) -> None:
-    """By ckpttool, as DCP."""
+    """Save as DCP with ckpttool."""
     more: dict[str, Any] = {built.saved_as(key): value for key, value in built.others.items()}
     more |= {built.saved_as(key): model for key, model in built.averaged.items()}
     more["rng"] = setup.captured(built.generators)
-    saving.save(path, built.model, built.optimizer, **more, step=step)
+    ckpttool_save.save(path, built.model, built.optimizer, **more, step=step)
 
 
 def load(built: Built, path: str) -> tuple[int | None, list[str]]:
-    """By ckpttool, whatever the format. Returns the step it was saved at, if it says, and notes on what was not in
-    it."""
-    loaded = loader.load(path, built.model, built.optimizer, model_key="model" if built.averaged else None)
+    """Load any format with ckpttool. Returns the step it was saved at, if it has one, and notes on missing state."""
+    loaded = ckpttool_load.load(path, built.model, built.optimizer, model_key="model" if built.averaged else None)
     for key, model in built.averaged.items():
-        loader.load(path, model, model_key=built.saved_as(key))
-    told = {key: _part(loaded.rest, built.saved_as(key), kind) for key, kind in built.kinds.items()}
-    notes = _restore(built, told)
-    without = setup.restore(_part(loaded.rest, "rng", "rng"), built.generators)
-    if without:
-        notes.append(f"rank {dist.get_rank()} finds no random state of its own ({', '.join(without)})")
+        ckpttool_load.load(path, model, model_key=built.saved_as(key))
+    states = {key: _part(loaded.rest, built.saved_as(key), kind) for key, kind in built.kinds.items()}
+    notes = _restore(built, states)
+    missing = setup.restore(_part(loaded.rest, "rng", "rng"), built.generators)
+    if missing:
+        notes.append(f"no saved RNG state for rank {dist.get_rank()} ({', '.join(missing)})")
     return _step(loaded.rest), notes
 
 
-def _restore(built: Built, told: Mapping[str, Any]) -> list[str]:
-    """Give each its state. A rank that has none of its own takes that of the others, if theirs are all alike: it is
-    then a state of the run, and not of a rank. Every rank calls it."""
+def _restore(built: Built, states: Mapping[str, Any]) -> list[str]:
+    """Load the state of everything but model and optimizer. A rank without a state gets that of the others, if theirs
+    are identical: it is then a state of the run, and not of a rank. Every rank calls it."""
     notes = []
     for key, value in built.others.items():
         every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, told[key])
-        there = [one for one in every if one is not None]
-        mine = told[key]
-        if mine is None and there and len({repr(plain(one)) for one in there}) == 1:
-            mine = there[0]
-            notes.append(f"`{key}` is alike on all ranks that saved it, and rank {dist.get_rank()} takes theirs")
-        if mine is None:
-            notes.append(f"rank {dist.get_rank()} finds no `{key}` of its own, which stays as newly built")
+        dist.all_gather_object(every, states[key])
+        saved = [state for state in every if state is not None]
+        own = states[key]
+        if own is None and len({repr(plain(state)) for state in saved}) == 1:
+            own = saved[0]
+            notes.append(f"`{key}` state is identical on all saved ranks; new rank {dist.get_rank()} uses it")
+        if own is None:
+            notes.append(f"no saved `{key}` state for rank {dist.get_rank()}, which keeps that of `build`")
         else:
-            value.load_state_dict(mine)
+            value.load_state_dict(own)
     return notes
 
 
 def _part(rest: Mapping[Any, Any], key: str, kind: str) -> Any:
     if key in rest:
         return rest[key]
-    alike = [name for name in rest if parts.kind_of_key(name) == kind]
-    return rest[alike[0]] if len(alike) == 1 else None
+    names = [name for name in rest if parts.kind_of_key(name) == kind]
+    return rest[names[0]] if len(names) == 1 else None
 
 
 def _step(rest: Mapping[Any, Any]) -> int | None:
@@ -105,41 +104,41 @@ def _step(rest: Mapping[Any, Any]) -> int | None:
 
 
 def save_natively(built: Built, path: str, step: int) -> None:
-    """By torch's DCP."""
-    mine = {
+    """Save with torch's DCP alone."""
+    others = {
         "others": {key: value.state_dict() for key, value in built.others.items()},
         "rng": setup.captured(built.generators),
         "step": step,
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        state: dict[str, Any] = {**_states(built), parts.rank_key(dist.get_rank()): Sealed(mine)}
+        state: dict[str, Any] = {**_states(built), parts.rank_key(dist.get_rank()): Sealed(others)}
         torch_dcp.save(state, checkpoint_id=path)
 
 
 def load_natively(built: Built, path: str) -> int:
-    """By torch's DCP, what `save_natively` saved. A rank that there was not then keeps its own random state. Returns
-    the step."""
+    """Load what `save_natively` saved, with torch's DCP alone. A new rank keeps its own RNG state. Returns the step."""
     metadata = torch_dcp.FileSystemReader(path).read_metadata()
-    mine = parts.rank_key(dist.get_rank())
-    key = mine if mine in metadata.state_dict_metadata else parts.rank_key(0)
+    own_key = parts.rank_key(dist.get_rank())
+    key = own_key if own_key in metadata.state_dict_metadata else parts.rank_key(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         state: dict[str, Any] = {**_states(built), key: Sealed(None)}
         torch_dcp.load(state, checkpoint_id=path)
         _set(built, state)
-    told = state[key].value
-    _restore(built, {
-        name: told["others"][name] if key == mine or built.kinds[name] not in parts.PER_RANK else None
-        for name in built.others
-    })  # fmt: skip
-    if key == mine:
-        setup.restore(told["rng"], built.generators)
-    return int(told["step"])
+    saved = state[key].value
+    is_new = key != own_key
+    states = {
+        name: None if is_new and built.kinds[name] in parts.PER_RANK else saved["others"][name] for name in built.others
+    }
+    _restore(built, states)
+    if not is_new:
+        setup.restore(saved["rng"], built.generators)
+    return int(saved["step"])
 
 
 def _states(built: Built) -> dict[str, Any]:
-    """Model and optimizer in torch's own state dicts: shards, and under FSDP1 whole tensors, as its sharded ones cannot
+    """Return the state dicts of model and optimizer: sharded ones, but full ones under FSDP1, whose sharded ones cannot
     all be loaded again."""
     averaged = {built.saved_as(key): _of_model(model) for key, model in built.averaged.items()}
     if not fsdp1.is_fsdp1(built.model):
@@ -148,7 +147,7 @@ def _states(built: Built) -> dict[str, Any]:
     with _whole(built.model):
         _step_without_change(built)
         optim = FullyShardedDataParallel.optim_state_dict(built.model, built.optimizer)
-        # What is gathered may share its memory, and DCP loads into it.
+        # Gathered tensors may share memory, and DCP loads into them.
         optim = _pytree.tree_map_only(torch.Tensor, torch.clone, optim)
     return {"model": _of_model(built.model), "optim": optim, **averaged}
 
@@ -186,7 +185,7 @@ def _whole(model: nn.Module) -> Any:
 
 
 def _step_without_change(built: Built) -> None:
-    """An optimizer has no state before its first step, and DCP loads into what is there."""
+    """Create the state of an optimizer, which has none before its first step: DCP loads into existing tensors."""
     if built.optimizer.state:
         return
     kept = [dict(group) for group in built.optimizer.param_groups]

@@ -1,7 +1,7 @@
 """A rank before anything is trained: process group, mesh, determinism, seeds, and its random number generators.
 
 An RNG state is nested values that every format keeps: `{"python": {"version": 3, "state": tensor}, "torch": tensor}`.
-States that other programs saved, as tuples and arrays, are understood as well.
+States that other programs saved as tuples and arrays are read as well.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from ckpttool.training import devices
 
 
 def deterministic(job: Job) -> list[str]:
-    """Switch on what makes the same run give the same bits; what that is, for the report."""
-    said = [f"{name}={value}" for name, value in ENVIRONMENT.items() if os.environ.get(name) == value]
+    """Set what makes the same run give the same bits, and return these settings for the report."""
+    settings = [f"{name}={value}" for name, value in ENVIRONMENT.items() if os.environ.get(name) == value]
     torch.set_num_threads(1)
-    said.append("torch.set_num_threads(1)")
+    settings.append("torch.set_num_threads(1)")
     if not job.deterministic:
-        return said
+        return settings
     torch.use_deterministic_algorithms(True)
-    said.append("torch.use_deterministic_algorithms(True)")
+    settings.append("torch.use_deterministic_algorithms(True)")
     if job.device == "cuda":
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True
-        said += ["torch.backends.cudnn.deterministic = True", "torch.backends.cudnn.benchmark = False"]
-    return said
+        settings += ["torch.backends.cudnn.deterministic = True", "torch.backends.cudnn.benchmark = False"]
+    return settings
 
 
 def join(job: Job) -> DeviceMesh:
-    """The process group, if there is none yet, and the mesh over it."""
+    """Create the process group, if there is none yet, and return the mesh over it."""
     join_group(job.device)
     return init_device_mesh(job.device, tuple(job.dims.values()), mesh_dim_names=tuple(job.dims))
 
 
 def join_group(device: str) -> None:
-    """The process group, if there is none yet."""
+    """Create the process group, if there is none yet."""
     devices.take(device)
     if not dist.is_initialized():
         dist.init_process_group(devices.backends(device))
 
 
 def seed(job: Job, mesh: DeviceMesh, *, own: bool) -> None:
-    """Seed every generator: all ranks alike, or each on its `own` but for those that share a batch."""
+    """Seed every generator: the same on all ranks, or with `own` another seed for each data-parallel replica."""
     value = job.seed
     if own:
         value += 1 + replica(job, mesh)
@@ -63,36 +63,36 @@ def seed(job: Job, mesh: DeviceMesh, *, own: bool) -> None:
 
 
 def settle(model: nn.Module) -> list[str]:
-    """Have DDP lay out its buckets now, and not after the first step: where a gradient lies in its bucket decides the
+    """Have DDP lay out its buckets now, and not after the first step. The place of a gradient in its bucket decides the
     order in which more than two ranks add it up, and a run that resumes would be one step behind."""
-    said: set[str] = set()
+    settings: set[str] = set()
     for module in model.modules():
         reducer: Any = module.reducer if isinstance(module, DistributedDataParallel) else None
         if hasattr(reducer, "_push_all_rebuilt_params"):
             reducer._push_all_rebuilt_params()
             reducer._rebuild_buckets()
-            said.add("the buckets of DistributedDataParallel laid out before the first step")
-    return sorted(said)
+            settings.add("the buckets of DistributedDataParallel laid out before the first step")
+    return sorted(settings)
 
 
 def replica(job: Job, mesh: DeviceMesh) -> int:
-    """Which of the data-parallel replicas this rank is part of: its coordinate without `tp`."""
-    at = 0
+    """Return the data-parallel replica that this rank is part of: its coordinate without `tp`."""
+    index = 0
     for name, size, coordinate in zip(job.dims, mesh.mesh.shape, mesh.get_coordinate(), strict=True):
         if name != "tp":
-            at = at * size + coordinate
-    return at
+            index = index * size + coordinate
+    return index
 
 
 # Random number generators ---------------------------------------------------------------------------------------------
 
 
 def captured(generators: Mapping[str, torch.Generator]) -> dict[str, Any]:
-    """The states of this rank; `generators` are those that the recipe made itself."""
+    """Return the RNG states of this rank; `generators` are those of the recipe."""
     version, words, gauss = random.getstate()
     legacy: Any = np.random.get_state()
     kind, keys, position, has_gauss, cached = legacy
-    made: dict[str, Any] = {
+    states: dict[str, Any] = {
         "python": {"version": version, "state": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
         "numpy": {
             "kind": str(kind), "keys": torch.from_numpy(keys.astype(np.int64)), "position": int(position),
@@ -102,31 +102,31 @@ def captured(generators: Mapping[str, torch.Generator]) -> dict[str, Any]:
     }  # fmt: skip
     kind = devices.kind()
     if kind != "cpu" and torch.get_device_module(kind).is_initialized():
-        made[kind] = torch.get_device_module(kind).get_rng_state()
-    return made | {f"generator_{name}": one.get_state() for name, one in generators.items()}
+        states[kind] = torch.get_device_module(kind).get_rng_state()
+    return states | {f"generator_{name}": one.get_state() for name, one in generators.items()}
 
 
 def restore(state: Any, generators: Mapping[str, torch.Generator]) -> list[str]:
-    """Put states back. Returns which of this rank's generators were not in `state`."""
+    """Restore RNG states. Returns the generators of this rank that `state` has no state of."""
     if not isinstance(state, Mapping):
         return [*captured(generators)]
-    without: list[str] = []
+    missing: list[str] = []
     for name in captured(generators):
-        told = next((state[key] for key in (name, *_OTHER_NAMES.get(name, ())) if state.get(key) is not None), None)
-        if told is None:
-            without.append(name)
+        saved = next((state[key] for key in (name, *_OTHER_NAMES.get(name, ())) if state.get(key) is not None), None)
+        if saved is None:
+            missing.append(name)
         elif name == "python":
-            random.setstate(_python(told))
+            random.setstate(_python(saved))
         elif name == "numpy":
-            np.random.set_state(_numpy(told))
+            np.random.set_state(_numpy(saved))
         elif name == "torch":
-            torch.set_rng_state(_bytes(told))
+            torch.set_rng_state(_bytes(saved))
         elif name == devices.kind():
-            mine = told[devices.current(name).index] if isinstance(told, list) else told
-            torch.get_device_module(name).set_rng_state(_bytes(mine))
+            own = saved[devices.current(name).index] if isinstance(saved, list) else saved
+            torch.get_device_module(name).set_rng_state(_bytes(own))
         else:
-            generators[name.removeprefix("generator_")].set_state(_bytes(told))
-    return without
+            generators[name.removeprefix("generator_")].set_state(_bytes(saved))
+    return missing
 
 
 _OTHER_NAMES = {
@@ -138,7 +138,7 @@ _OTHER_NAMES = {
 
 
 def digests(generators: Mapping[str, torch.Generator]) -> dict[str, str]:
-    """One for each generator of this rank: `{"torch": "9f2c..."}`."""
+    """Return a digest of each generator of this rank: `{"torch": "9f2c..."}`."""
     return {name: hashlib.sha256(_flat(value)).hexdigest() for name, value in captured(generators).items()}
 
 
@@ -150,19 +150,19 @@ def _flat(value: Any) -> bytes:
     return repr(value).encode()
 
 
-def _python(told: Any) -> Any:
-    if isinstance(told, Mapping):
-        return told["version"], tuple(int(word) for word in told["state"]), told["gauss"]
-    version, words, gauss = told
+def _python(state: Any) -> Any:
+    if isinstance(state, Mapping):
+        return state["version"], tuple(int(word) for word in state["state"]), state["gauss"]
+    version, words, gauss = state
     return version, tuple(words), gauss
 
 
-def _numpy(told: Any) -> Any:
-    if isinstance(told, Mapping):
-        keys = np.asarray(told["keys"]).astype(np.uint32)
-        return told["kind"], keys, told["position"], told["has_gauss"], told["cached"]
-    return tuple(told)
+def _numpy(state: Any) -> Any:
+    if isinstance(state, Mapping):
+        keys = np.asarray(state["keys"]).astype(np.uint32)
+        return state["kind"], keys, state["position"], state["has_gauss"], state["cached"]
+    return tuple(state)
 
 
-def _bytes(told: Any) -> torch.Tensor:
-    return torch.as_tensor(told, dtype=torch.uint8, device="cpu")
+def _bytes(state: Any) -> torch.Tensor:
+    return torch.as_tensor(state, dtype=torch.uint8, device="cpu")

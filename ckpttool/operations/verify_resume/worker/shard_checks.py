@@ -1,8 +1,9 @@
-"""Whether what a rank holds is what its placements say, by arithmetic of our own."""
+"""Checks the local shapes and bytes of a rank against its placements, by arithmetic independent of torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -15,19 +16,19 @@ from ckpttool.operations.verify_resume.worker.observe import flat_handles, local
 
 
 def check(built: Built, seen: Seen) -> None:
-    """Into `seen`: parameters whose local shard has another shape than its placements say, and bytes in memory."""
+    """Add to `seen` the parameters whose shard has another shape than its placements give, and bytes in memory."""
     expected: dict[int, int] = {}
     for name, parameter in built.model.named_parameters():
         if isinstance(parameter, DTensor):
-            wanted = shape_of_shard(
+            shape = shape_of_shard(
                 tuple(parameter.shape), tuple(parameter.device_mesh.shape),
                 parameter.device_mesh.get_coordinate() or [], parameter.placements,
             )  # fmt: skip
-            found = tuple(local(parameter).shape)
-            seen.uneven += _is_uneven(parameter, wanted)
-            if found != wanted and (0 not in found or 0 not in wanted):
-                seen.shapes.append(f"`{name}`: {list(found)} and not {list(wanted)}, as {parameter.placements} say")
-            expected[id(parameter)] = _numel(wanted)
+            actual = tuple(local(parameter).shape)
+            seen.uneven += _is_uneven(parameter, shape)
+            if actual != shape and (0 not in actual or 0 not in shape):
+                seen.shapes.append(f"`{name}`: {list(actual)} and not {list(shape)}, by {parameter.placements}")
+            expected[id(parameter)] = prod(shape)
             seen.parameters += 1
     _check_flat(built.model, seen, expected)
     for parameter in built.model.parameters():
@@ -37,62 +38,54 @@ def check(built: Built, seen: Seen) -> None:
 
 
 def _check_flat(model: nn.Module, seen: Seen, expected: dict[int, int]) -> None:
-    """FSDP1 cuts all parameters of a module, one after the other, in as many pieces as there are ranks."""
+    """Check flat parameters: FSDP1 concatenates the parameters of a module and cuts them in as many shards as ranks."""
     for name, handle in flat_handles(model):
         flat = handle.flat_param
         whole = int(flat._unpadded_unsharded_size.numel())
-        parts = handle.world_size if handle.uses_sharded_strategy else 1
-        # Its own padding, between parameters, is counted in.
-        padded = int(flat._sharded_size.numel()) * parts if handle.uses_sharded_strategy else whole
-        wanted = -(-padded // parts)
-        found = int(flat._local_shard.numel()) if handle.uses_sharded_strategy else int(flat.numel())
-        if found != wanted or padded < whole or padded - whole > parts * 16:
-            seen.shapes.append(f"`{name or 'the root'}`: {found} elements of {whole} over {parts} ranks, not {wanted}")
-        seen.uneven += whole % parts != 0
-        inner = [one for one in flat._params or () if one is not None]
+        shards = handle.world_size if handle.uses_sharded_strategy else 1
+        # Including the padding between parameters.
+        padded = int(flat._sharded_size.numel()) * shards if handle.uses_sharded_strategy else whole
+        size = -(-padded // shards)
+        actual = int(flat._local_shard.numel()) if handle.uses_sharded_strategy else int(flat.numel())
+        if actual != size or padded < whole or padded - whole > shards * 16:
+            seen.shapes.append(f"`{name or 'the root'}`: {actual} elements of {whole} over {shards} ranks, not {size}")
+        seen.uneven += whole % shards != 0
+        inner = [parameter for parameter in flat._params or () if parameter is not None]
         for parameter in inner:
             expected[id(parameter)] = parameter.numel()
         if not inner:
-            expected[id(flat)] = wanted
+            expected[id(flat)] = size
 
 
 def shape_of_shard(
     shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]
 ) -> tuple[int, ...]:
-    """The shape of one rank's piece. A cut of `n` in `k` is `ceil(n / k)` each, the last ones shorter or empty; where
-    two dimensions of the mesh cut the same one, the inner is cut first if the outer is strided. Pure."""
-    found = list(shape)
+    """Return the shape of one rank's shard. `n` elements over `k` ranks are `ceil(n / k)` each, the last ones fewer or
+    none; where two mesh dimensions shard the same one, the inner comes first if the outer is strided. Pure."""
+    local_shape = list(shape)
     order = sorted(range(len(mesh)), key=lambda i: (type(placements[i]).__name__ == "_StridedShard", i))
     for i in order:
         placed = placements[i]
         if not placed.is_shard() and type(placed).__name__ != "_StridedShard":
             continue
-        step = -(-found[placed.dim] // mesh[i])
-        low = min(coordinate[i] * step, found[placed.dim])
-        found[placed.dim] = min(step, found[placed.dim] - low)
-    return tuple(found)
+        size = local_shape[placed.dim]
+        step = -(-size // mesh[i])
+        local_shape[placed.dim] = min(step, size - min(coordinate[i] * step, size))
+    return tuple(local_shape)
 
 
-def _numel(shape: Sequence[int]) -> int:
-    made = 1
-    for size in shape:
-        made *= size
-    return made
-
-
-def _is_uneven(parameter: DTensor, wanted: tuple[int, ...]) -> bool:
-    cut = 1
-    for i, placed in enumerate(parameter.placements):
-        cut *= parameter.device_mesh.size(i) if placed.is_shard() else 1
-    return bool(_numel(wanted) * cut != parameter.numel())
+def _is_uneven(parameter: DTensor, shape: tuple[int, ...]) -> bool:
+    mesh = parameter.device_mesh
+    shards = prod(mesh.size(i) for i, placed in enumerate(parameter.placements) if placed.is_shard())
+    return bool(prod(shape) * shards != parameter.numel())
 
 
 def _weigh(built: Built, seen: Seen, expected: dict[int, int]) -> None:
-    """Bytes of parameters and of the optimizer's state on this rank, and what they should be."""
+    """Add to `seen` the bytes of parameters and optimizer state on this rank, actual and expected."""
     sums = {"parameters": 0, "parameters_expected": 0, "optimizer": 0, "optimizer_expected": 0}
     for parameter in built.model.parameters():
-        held, size = local(parameter), parameter.element_size()
-        sums["parameters"] += held.numel() * size
+        size = parameter.element_size()
+        sums["parameters"] += local(parameter).numel() * size
         sums["parameters_expected"] += expected[id(parameter)] * size
     for parameter, state in built.optimizer.state.items():
         for value in state.values():
@@ -100,6 +93,7 @@ def _weigh(built: Built, seen: Seen, expected: dict[int, int]) -> None:
                 continue
             size = value.element_size()
             sums["optimizer"] += local(value).numel() * size
-            like = value.shape == parameter.shape
-            sums["optimizer_expected"] += size * (expected.get(id(parameter), value.numel()) if like else value.numel())
+            sharded = value.shape == parameter.shape
+            numel = expected.get(id(parameter), value.numel()) if sharded else value.numel()
+            sums["optimizer_expected"] += size * numel
     seen.memory = sums
