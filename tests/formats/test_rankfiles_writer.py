@@ -199,7 +199,7 @@ def test_two_values_for_one_place(tmp_path: Path) -> None:
     state = rng_of(2)
     state["rng"]["torch"] = torch.zeros(2)
     torch.save(state, tmp_path / "in.pt")
-    with pytest.raises(LossError, match=r"`rng\.torch` cannot have the place|cannot have the place of `rng\.torch`"):
+    with pytest.raises(LossError, match=r"`rng\.torch` cannot be stored as|cannot be stored as `rng\.torch`"):
         convert(tmp_path / "in.pt", tmp_path / "out", to="fsdp1", to_world=2)
     assert not (tmp_path / "out").exists()
 

@@ -446,7 +446,7 @@ def test_what_torch_saves_otherwise_is_refused(tmp_path: Path) -> None:
     dcp.save({"model.w": torch.arange(12.0).reshape(4, 3)}, checkpoint_id=tmp_path / "saved", no_dist=True)
     with closing(opening.open_source(str(tmp_path / "w.pt"))) as source:
         laid = layout.start(source.catalogue)
-        with pytest.raises(CorruptError, match=r"tensor `model\.w` was not saved by torch as it is laid out"):
+        with pytest.raises(CorruptError, match=r"tensor `model\.w` was not saved by torch as planned"):
             joining.join(str(tmp_path / "saved"), chunking.over_world(laid, 2), None)
         joining.join(str(tmp_path / "saved"), chunking.over_world(laid, 1), None)
     with closing(opening.open_source(str(tmp_path / "saved"))) as source:

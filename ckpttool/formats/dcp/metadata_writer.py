@@ -1,8 +1,8 @@
-"""Writes the `.metadata` of a DCP directory, spelt as torch 2.9 to 2.14 spell it; the grammar is in `dcpmetadata`.
+"""Writes the `.metadata` of a DCP directory, byte-compatible with torch 2.9 to 2.14 (grammar: `metadata`).
 
 `TensorProperties` has five elements, or torch up to 2.14 could not open it; torch 2.6 to 2.8 keep what they do not know
 (`version`) as attributes, as all of them do with `ckpttool`. A large index has millions of objects: what comes again
-and again is put together from pieces that are spelt once.
+and again is assembled from opcodes that are computed once.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ckpttool.catalogue.boxes import Ints
+from ckpttool.formats.dcp.index import NAME
 from ckpttool.formats.dcp.metadata import Item, Metadata, StoredTensor
 from ckpttool.serialization.pickler import Writer
+from ckpttool.storage import files
+from ckpttool.storage.stores import Location, locate
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 _BATCH = 1000  # as pickle does: the reader's stack stays small
 
 
-class _Spelling:
+class _Opcodes:
     """Opcodes of the classes and keys that come again and again, each a reference to the pickle's memo."""
 
     def __init__(self, writer: Writer) -> None:
@@ -44,24 +47,24 @@ class _Spelling:
         return self._named(module, name) + b")\x81"
 
     def _reference(self, write: Callable[[], None]) -> bytes:
-        """What `write` writes the second time. The first time is taken off the reader's stack again."""
+        """Return what `write` writes the second time. The first result is popped off the reader's stack."""
         out = self._writer.out
         write()
         out += b"0"
         mark = len(out)
         write()
-        made = bytes(out[mark:])
+        opcodes = bytes(out[mark:])
         del out[mark:]
-        return made
+        return opcodes
 
     def ints(self, values: Ints) -> bytes:
         """A `torch.Size`."""
-        found = self._sizes.get(values)
-        if found is None:
+        opcodes = self._sizes.get(values)
+        if opcodes is None:
             body = b"".join(map(_integer, values))
             packed = body + (b")", b"\x85", b"\x86", b"\x87")[len(values)] if len(values) < 4 else b"(" + body + b"t"
-            found = self._sizes[values] = self.size + packed + b"\x85R"
-        return found
+            opcodes = self._sizes[values] = self.size + packed + b"\x85R"
+        return opcodes
 
 
 def _integer(value: int) -> bytes:
@@ -72,10 +75,18 @@ def _integer(value: int) -> bytes:
     return b"\x8a\x08" + value.to_bytes(8, "little", signed=True)
 
 
+def publish(folder: str | Location, metadata: Metadata) -> None:
+    """Write `.metadata` in a directory whose other files are on disk: under another name, which is then changed."""
+    draft, final = (locate(folder) / (NAME + end) for end in (".tmp", ""))
+    files.write_pieces(draft, lambda flush: write(metadata, flush))
+    files.rename(draft, final)
+    files.sync(folder)
+
+
 def write(metadata: Metadata, flush: Callable[[bytes], object]) -> None:
-    """The pickle of `metadata`, piece by piece."""
+    """Pass the pickle of `metadata` to `flush`, piece by piece."""
     writer = Writer(protocol=4)
-    spelling = _Spelling(writer)
+    opcodes_of = _Opcodes(writer)
     out = writer.out
 
     def drain() -> None:
@@ -90,16 +101,16 @@ def write(metadata: Metadata, flush: Callable[[bytes], object]) -> None:
     for key, entry in metadata.entries.items():
         out.extend(b"(")
         writer.text(key)
-        _describe(writer, spelling, entry)
+        _describe(writer, opcodes_of, entry)
         out.extend(b"u")
         drain()
     writer.text("planner_data")
     writer.write(metadata.paths)
     writer.text("storage_data")
     out.extend(b"}")
-    files = [spelling.text(name) for name in metadata.files]
+    files = [opcodes_of.text(name) for name in metadata.files]
     for key, entry in metadata.entries.items():
-        for piece in _placed(spelling, spelling.text(key), entry, files):
+        for piece in _placed(opcodes_of, opcodes_of.text(key), entry, files):
             out.extend(piece)
             drain()
     writer.text("storage_meta")
@@ -114,12 +125,12 @@ def write(metadata: Metadata, flush: Callable[[bytes], object]) -> None:
     flush(writer.done())
 
 
-def _describe(writer: Writer, spelling: _Spelling, entry: StoredTensor | Item) -> None:
+def _describe(writer: Writer, opcodes_of: _Opcodes, entry: StoredTensor | Item) -> None:
     if isinstance(entry, Item):
-        writer.out += spelling.bytes
+        writer.out += opcodes_of.bytes
         return
-    key, ints = spelling.key, spelling.ints
-    writer.out += spelling.tensor + key["properties"]
+    key, ints = opcodes_of.key, opcodes_of.ints
+    writer.out += opcodes_of.tensor + key["properties"]
     writer.named(_MODULE, "TensorProperties")
     writer.out += b")\x81("
     writer.named("torch", entry.dtype.name)
@@ -128,7 +139,7 @@ def _describe(writer: Writer, spelling: _Spelling, entry: StoredTensor | Item) -
     writer.call(_MODULE, "_MEM_FORMAT_ENCODING", (0,))
     writer.write(False)
     writer.out += b"tb" + key["size"] + ints(entry.shape) + key["chunks"] + b"]"
-    first, second = spelling.chunk + key["offsets"], key["sizes"]
+    first, second = opcodes_of.chunk + key["offsets"], key["sizes"]
     for at in range(0, len(entry.offsets), _BATCH):
         batch = zip(entry.offsets[at : at + _BATCH], entry.sizes[at : at + _BATCH], strict=True)
         writer.out += b"("
@@ -137,10 +148,10 @@ def _describe(writer: Writer, spelling: _Spelling, entry: StoredTensor | Item) -
     writer.out += b"ub"
 
 
-def _placed(spelling: _Spelling, name: bytes, entry: StoredTensor | Item, files: list[bytes]) -> Iterator[bytes]:
+def _placed(opcodes_of: _Opcodes, name: bytes, entry: StoredTensor | Item, files: list[bytes]) -> Iterator[bytes]:
     """Items of `storage_data`, many at a time."""
-    key = spelling.key
-    index, info = spelling.index + key["fqn"] + name, spelling.info + key["relative_path"]
+    key = opcodes_of.key
+    index, info = opcodes_of.index + key["fqn"] + name, opcodes_of.info + key["relative_path"]
     offset, length = key["offset"], key["length"]
     if isinstance(entry, Item):
         yield b"(%b%bNub%b%b%b%b%b%bubu" % (
@@ -148,14 +159,14 @@ def _placed(spelling: _Spelling, name: bytes, entry: StoredTensor | Item, files:
             offset, _integer(entry.offset), length, _integer(entry.length),
         )  # fmt: skip
         return
-    ints, hint = spelling.ints, key["index"]
+    ints, hint = opcodes_of.ints, key["index"]
     rows = zip(entry.offsets, entry.files, entry.starts, entry.lengths, strict=True)
-    made = [
+    items = [
         b"%b%b%b%b%bub%b%b%b%b%b%bub" % (
             index, offset, ints(at), hint, _integer(i),
             info, files[file], offset, _integer(start), length, _integer(size),
         )
         for i, (at, file, start, size) in enumerate(rows)
     ]  # fmt: skip
-    for at in range(0, len(made), _BATCH):
-        yield b"(" + b"".join(made[at : at + _BATCH]) + b"u"
+    for at in range(0, len(items), _BATCH):
+        yield b"(" + b"".join(items[at : at + _BATCH]) + b"u"

@@ -1,8 +1,8 @@
-"""The index of a directory that has lost it: merged from those of its ranks, or made anew after that of another save.
+"""Rebuilds a lost index: merged from those of the ranks, or after that of another save.
 
-An item does not say whose it is. But ranks of one run write the same items in the same order, step after step, so the
-index of another step says what each item is; where it begins is found by reading the files front to back, as only the
-lengths of objects change. Each item has to be what the other index says: its kind, dtype and shape.
+An item does not say to which tensor it belongs. But ranks of one run write the same items in the same order, step
+after step, so the index of another step says what each item is; where it begins is found by reading the files front to
+back, as only the lengths of objects change. Each item has to be what the other index says: its kind, dtype and shape.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from functools import partial
 from ckpttool.catalogue.entries import File
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.formats import dcp
-from ckpttool.formats.dcp import index as dcpindex
-from ckpttool.formats.dcp import metadata_writer as dcpspelling
-from ckpttool.formats.dcp.index import Index
+from ckpttool.formats.dcp.index import NAME, Index
 from ckpttool.formats.dcp.metadata import Item, Metadata, StoredTensor
-from ckpttool.serialization import torch_zip as torchzip
+from ckpttool.serialization import torch_zip
 from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.serialization.torch_zip import Read
 from ckpttool.storage.files import Pool
@@ -34,7 +32,7 @@ _HINT = "`--like` wants another step of the same run, saved by as many ranks"
 
 @dataclass(slots=True)
 class _Slot:
-    """One item that the other index has, and the names that share it: `_Slot(0, 1462, ["w"], ...)`."""
+    """One item of the other index, and the names that share it: `_Slot(0, 1462, ["w"], ...)`."""
 
     offset: int
     length: int
@@ -44,15 +42,15 @@ class _Slot:
 
 
 def merged(folder: str) -> Metadata:
-    """One index out of those that the ranks wrote each for itself. Raises CorruptError when they do not agree."""
+    """Merge the indexes that the ranks wrote each for itself. Raises CorruptError when they do not agree."""
     with closing(dcp.open(folder)) as source:
         index = source.index
         return _metadata(index, index.entries)
 
 
 def rebuilt(folder: str, like: str) -> Metadata:
-    """An index for the data files in `folder`, after that of the checkpoint at `like`. Raises ReadError when that has
-    none, CorruptError when an item is not what it says, or a file has other items than it says."""
+    """Build an index for the data files in `folder`, after that of the checkpoint at `like`. Raises ReadError when that
+    has none, CorruptError when the items of a file differ from it."""
     with closing(dcp.open(like)) as source:
         other = source.index
         placed: dict[tuple[int, int], tuple[int, int]] = {}
@@ -66,25 +64,25 @@ def rebuilt(folder: str, like: str) -> Metadata:
 
 def write(folder: str, metadata: Metadata) -> None:
     """Write `.metadata`."""
-    (locate(folder) / dcpindex.NAME).put(lambda append: dcpspelling.write(metadata, append))
+    (locate(folder) / NAME).put(lambda append: metadata_writer.write(metadata, append))
 
 
 def _metadata(index: Index, entries: dict[str, StoredTensor | Item]) -> Metadata:
     names = [file.name for file in index.files if not file.scratch]
-    return Metadata(dcpindex.NAME, names, entries, index.paths, index.extra)
+    return Metadata(NAME, names, entries, index.paths, index.extra)
 
 
 def _slots(index: Index) -> dict[int, list[_Slot]]:
-    """The items of each file, in their order; one that several names share once."""
-    found: dict[int, dict[int, _Slot]] = defaultdict(dict)
+    """Return the items of each file, in their order; one that several names share once."""
+    slots_of: dict[int, dict[int, _Slot]] = defaultdict(dict)
     for name, entry in index.entries.items():
         for i in range(1 if isinstance(entry, Item) else len(entry.files)):
             item = entry if isinstance(entry, Item) else entry.item(i)
             if item.transforms:
-                raise ReadError(f"`{name}`: compressed, and where compressed items end is not to be seen", hint=_HINT)
+                raise ReadError(f"`{name}`: compressed, and the end of a compressed item cannot be found", hint=_HINT)
             if item.length:
-                found[item.file].setdefault(item.offset, _Slot(item.offset, item.length, name, entry, i))
-    return {number: [slots[at] for at in sorted(slots)] for number, slots in found.items()}
+                slots_of[item.file].setdefault(item.offset, _Slot(item.offset, item.length, name, entry, i))
+    return {number: [slots[at] for at in sorted(slots)] for number, slots in slots_of.items()}
 
 
 def _walk(
@@ -115,41 +113,41 @@ def _walk(
 
 
 def _check(read: Read, at: int, length: int, name: str, slot: _Slot) -> None:
-    """Whether an item is what the other index says. Raises CorruptError."""
+    """Raises CorruptError for an item that differs from the other index."""
     entry = slot.entry
     if isinstance(entry, StoredTensor) and entry.dtype.kind != "quantized":
         sizes = entry.sizes[slot.chunk]
-        torchzip.resolve_item(read, at, length, name=name, file=0, dtype=entry.dtype, sizes=sizes)
+        torch_zip.resolve_item(read, at, length, name=name, file=0, dtype=entry.dtype, sizes=sizes)
     else:
-        tree = torchzip.load_tree(torchzip.open_archive(read, at, length, name=name))
+        tree = torch_zip.load_tree(torch_zip.open_archive(read, at, length, name=name))
         if isinstance(tree, TensorRef) and isinstance(entry, Item):
             raise CorruptError(f"{name}: holds a tensor, and an object in the other checkpoint")
 
 
 def _ends_at(read: Read, at: int, length: int, size: int) -> bool:
-    """Whether a whole archive of this length lies there."""
+    """Return whether a whole archive of this length begins at `at`."""
     if at + length > size:
         return False
     try:
-        torchzip.open_archive(read, at, length, name="")
+        torch_zip.open_archive(read, at, length, name="")
     except CkptError:
         return False
     return read(at, 4) == b"PK\3\4"
 
 
 def _length(read: Read, base: int, size: int) -> int | None:
-    """The length of the archive at `base`: up to the first end record whose own numbers lead back there."""
+    """Return the length of the archive at `base`: up to the first end record that refers back to it."""
     if read(base, min(4, size - base)) != b"PK\3\4":
         return None
     at = base
     while at < size:
         data = read(at, min(_WINDOW, size - at))
-        found = data.find(_END)
-        while found >= 0:
-            length = at + found + 22 - base
+        position = data.find(_END)
+        while position >= 0:
+            length = at + position + 22 - base
             if base + length <= size and _leads_back(read, base, length):
                 return length
-            found = data.find(_END, found + 1)
+            position = data.find(_END, position + 1)
         at += max(1, len(data) - len(_END) + 1)
     return None
 
@@ -167,5 +165,5 @@ def _moved(entry: StoredTensor | Item, placed: dict[tuple[int, int], tuple[int, 
     if isinstance(entry, Item):
         offset, length = placed[entry.file, entry.offset]
         return entry._replace(offset=offset, length=length)
-    there = [placed.get((file, start), (0, 0)) for file, start in zip(entry.files, entry.starts, strict=True)]
-    return replace(entry, starts=array("q", [at for at, _ in there]), lengths=array("q", [n for _, n in there]))
+    places = [placed.get((file, start), (0, 0)) for file, start in zip(entry.files, entry.starts, strict=True)]
+    return replace(entry, starts=array("q", [at for at, _ in places]), lengths=array("q", [n for _, n in places]))

@@ -1,4 +1,4 @@
-"""A DCP directory laid down empty, to be filled.
+"""Creates a DCP directory, whose payloads are then filled.
 
     __{rank}_0.distcp     for each rank that holds anything; objects first, on rank 0, then its tensors
     .metadata             at `finish`, when everything else is on disk
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -20,55 +21,53 @@ from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Object, 
 from ckpttool.catalogue.protocols import Crcs, Loss, Sink, SinkOptions
 from ckpttool.catalogue.values import Link
 from ckpttool.errors import LossError
-from ckpttool.formats.dcp import index as dcpindex
-from ckpttool.formats.dcp import items as dcpitems
-from ckpttool.formats.dcp import metadata_writer as dcpspelling
-from ckpttool.formats.dcp import planner_data as dcpkeys
+from ckpttool.formats.dcp import index, items, metadata_writer, planner_data
 from ckpttool.formats.dcp.items import template
 from ckpttool.formats.dcp.metadata import Item, Metadata, StoredTensor
-from ckpttool.serialization import torch_zip_writer as torchzipwriter
+from ckpttool.serialization import torch_zip_writer
 from ckpttool.serialization.torch_pickle import Slot
 from ckpttool.storage import files
 from ckpttool.storage.stores import locate
 
 
 def losses(catalogue: Catalogue, path: str) -> list[Loss]:
-    """What DCP has no room for."""
+    """Return what DCP cannot store."""
     lost = [
-        Loss(entry.name, "DCP has no words for a quantised tensor outside an object")
+        Loss(entry.name, "DCP cannot store a quantized tensor outside an object")
         for entry in catalogue.tensors
         if entry.dtype.kind == "quantized" and not entry.embedded
     ]
     if () in catalogue.entries:
         lost.append(Loss("the whole state", "a DCP state is a dict"))
         return lost
-    return lost + [Loss(dotted(one), dcpkeys.clash(one, other)) for one, other in dcpkeys.spell(catalogue).clashes]
+    return lost + [
+        Loss(dotted(one), planner_data.clash(one, other)) for one, other in planner_data.spell(catalogue).clashes
+    ]
 
 
 class _DcpSink:
-    def __init__(self, path: str, catalogue: Catalogue, metadata: Metadata, late: list[torchzipwriter.Layout]) -> None:
+    def __init__(
+        self, path: str, catalogue: Catalogue, metadata: Metadata, late: list[torch_zip_writer.Layout]
+    ) -> None:
         self.catalogue = catalogue
         self._path = path
         self._metadata = metadata
         self._late = late
 
     def finish(self, crcs: Crcs) -> None:
-        """What stands around each payload, then, when all of that is on disk, the index."""
-        pool = files.Pool(writing=True)
-        try:
+        """Write the bytes around each payload, then, when all of that is on disk, the index."""
+        with closing(files.Pool(writing=True)) as pool:
             for layout in self._late:
                 for offset, data in layout.patches(lambda record: crcs[record.file, record.offset]):
                     pool.write(self.catalogue.files[0].location, offset, data)
             for number, offset, data in self._frames(crcs):
                 pool.write(self.catalogue.files[number].location, offset, data)
-        finally:
-            pool.close()
         for file in self.catalogue.files:
             files.sync(file.location)
-        self._write_index()
+        metadata_writer.publish(self._path, self._metadata)
 
     def _frames(self, crcs: Crcs) -> Iterator[tuple[int, int, bytes]]:
-        """Heads and tails of the items: the tail of one and the head of the next are one write."""
+        """Yield heads and tails of the items: the tail of one and the head of the next are one write."""
         pending: dict[int, tuple[int, bytes]] = {}
         for tensor in _stored(self.catalogue):
             chunks = tensor.chunks
@@ -84,85 +83,81 @@ class _DcpSink:
         for number, (start, data) in pending.items():
             yield number, start, data
 
-    def _write_index(self) -> None:
-        draft, final = (locate(self._path) / (dcpindex.NAME + end) for end in (".tmp", ""))
-        files.write_pieces(draft, lambda flush: dcpspelling.write(self._metadata, flush))
-        files.rename(draft, final)
-        files.sync(self._path)
-
 
 def _stored(catalogue: Catalogue) -> Iterator[Tensor]:
-    """Tensors that have items of their own."""
+    """Yield the tensors that have items of their own."""
     return (t for t in catalogue.tensors if t.alias is None and not t.embedded)
 
 
-def create(path: str, laid: Catalogue, options: SinkOptions) -> Sink:
-    """A file for each rank that holds anything, and room in it for every item; objects are written at once."""
-    spelt = dcpkeys.spell(laid)
-    if spelt.clashes:
-        raise LossError(dcpkeys.clash(*spelt.clashes[0]), hint="rename one of them with `--rename`")
-    return _Creating(path, laid, spelt).sink()
+def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
+    """Create a file of full size for each rank that holds anything; objects are written at once."""
+    keys = planner_data.spell(planned)
+    if keys.clashes:
+        raise LossError(planner_data.clash(*keys.clashes[0]), hint="rename one of them with `--rename`")
+    return _Builder(path, planned, keys).sink()
 
 
-class _Creating:
-    def __init__(self, path: str, laid: Catalogue, spelt: dcpkeys.Spelt) -> None:
-        self._path, self._laid, self._spelt = path, laid, spelt
-        made = replace(laid, format="dcp", files=[], entries={}, facts={"layout": "one file per rank"}, warnings=[])
-        self._made = made
+class _Builder:
+    def __init__(self, path: str, planned: Catalogue, keys: planner_data.Spelt) -> None:
+        self._path, self._planned, self._keys = path, planned, keys
+        created = replace(
+            planned, format="dcp", files=[], entries={}, facts={"layout": "one file per rank"}, warnings=[]
+        )
+        self._created = created
         self._numbers: dict[int, int] = {}
         self._ends: list[int] = []
-        self._late: list[torchzipwriter.Layout] = []
+        self._late: list[torch_zip_writer.Layout] = []
         self._entries: dict[str, StoredTensor | Item] = {}
         self._own: dict[Path, Path] = {}
 
     def sink(self) -> Sink:
         self._make_files()
         # Bytes items come first, but entries stay in the order of the state.
-        made = self._write_objects()
-        for path, entry in self._laid.entries.items():
-            if path in made:
-                self._made.add(made[path])
+        written = self._write_objects()
+        for path, entry in self._planned.entries.items():
+            if path in written:
+                self._created.add(written[path])
             elif isinstance(entry, Tensor) and not entry.embedded:
-                self._made.add(self._lay_tensor(entry))
+                self._created.add(self._place_tensor(entry))
         for number, size in enumerate(self._ends):
-            file = self._made.files[number]
+            file = self._created.files[number]
             file.size = size
             files.resize(file.location, size)
-        names = [f.name for f in self._made.files]
-        entries = {name: self._entry(path, name) for path, name in self._spelt.names.items()}
-        metadata = Metadata(dcpindex.NAME, names, entries, self._spelt.planned, self._spelt.extra)
-        return _DcpSink(self._path, self._made, metadata, self._late)
+        names = [f.name for f in self._created.files]
+        entries = {name: self._entry(path, name) for path, name in self._keys.names.items()}
+        metadata = Metadata(index.NAME, names, entries, self._keys.planned, self._keys.extra)
+        return _DcpSink(self._path, self._created, metadata, self._late)
 
     def _make_files(self) -> None:
-        ranks = {rank for t in self._laid.tensors if not t.embedded for rank in set(t.chunks.file)}
-        if any(True for _ in self._laid.objects):
+        ranks = {rank for t in self._planned.tensors if not t.embedded for rank in set(t.chunks.file)}
+        if any(True for _ in self._planned.objects):
             ranks.add(0)
         for rank in sorted(ranks):
-            name = f"__{rank}_0{dcpindex.SUFFIX}"
+            name = f"__{rank}_0{index.SUFFIX}"
             location = locate(self._path) / name
             files.create(location, 0)
-            self._numbers[rank] = len(self._made.files)
-            self._made.files.append(File(location, name, 0, rank))
+            self._numbers[rank] = len(self._created.files)
+            self._created.files.append(File(location, name, 0, rank))
             self._ends.append(0)
 
     # Objects ---------------------------------------------------------------------------------------------------------
 
     def _write_objects(self) -> dict[Path, Tensor | Object]:
-        made: dict[Path, Tensor | Object] = {}
-        objects = list(self._laid.objects)
+        entries: dict[Path, Tensor | Object] = {}
+        objects = list(self._planned.objects)
         if not objects:
-            return made
-        pool, location = files.Pool(writing=True), self._made.files[0].location
+            return entries
+        pool, location = files.Pool(writing=True), self._created.files[0].location
         waiting, start = bytearray(), 0
         try:
             for entry in objects:
-                slots = _Slots(self._laid, entry)
+                slots = _Slots(self._planned, entry)
                 base = self._ends[0]
-                layout = torchzipwriter.lay_out(entry.value, slots.of, base=base, file=0, root=dcpitems.ROOT)
+                layout = torch_zip_writer.lay_out(entry.value, slots.of, base=base, file=0, root=items.ROOT)
                 self._ends[0] += layout.size
-                self._entries[self._spelt.names[entry.path]] = Item(0, base, layout.size)
-                made[entry.path] = entry
-                made |= slots.tensors(layout.storages)
+                self._entries[self._keys.names[entry.path]] = Item(0, base, layout.size)
+                entries[entry.path] = entry
+                entries |= slots.tensors(layout.storages)
                 pieces = layout.pieces if layout.storages else [*layout.pieces, *layout.patches(lambda record: 0)]
                 if layout.storages:
                     self._late.append(layout)
@@ -179,27 +174,27 @@ class _Creating:
             pool.write(location, start, bytes(waiting))
         finally:
             pool.close()
-        return made
+        return entries
 
     # Tensors ---------------------------------------------------------------------------------------------------------
 
-    def _lay_tensor(self, tensor: Tensor) -> Tensor:
-        keeper = self._own.setdefault(self._laid.first(tensor).path, tensor.path)
+    def _place_tensor(self, tensor: Tensor) -> Tensor:
+        keeper = self._own.setdefault(self._planned.first(tensor).path, tensor.path)
         if keeper != tensor.path:
-            shared = self._made.tensor(keeper)
+            shared = self._created.tensor(keeper)
             return replace(tensor, chunks=shared.chunks, alias=keeper)
-        laid, ends, numbers = tensor.chunks, self._ends, self._numbers
-        frames = _frames_of(tensor.dtype, laid)
-        taken: Sequence[int] = range(len(laid))
+        planned, ends, numbers = tensor.chunks, self._ends, self._numbers
+        frames = _frames_of(tensor.dtype, planned)
+        taken: Sequence[int] = range(len(planned))
         if tensor.numel and any(not nbytes for _, nbytes, _ in frames.values()):
-            # One without bytes may begin where another one does, and DCP tells items by where they begin.
-            taken = [i for i in taken if frames[laid.sizes[i]][1]]
+            # A chunk without bytes may begin where another one does, and DCP identifies items by their offset.
+            taken = [i for i in taken if frames[planned.sizes[i]][1]]
         # Columns at once: there are a million of them where 256 ranks become 128.
         files, starts, lengths = array("l"), array("q"), array("q")
         records: dict[int, Record] = {}
         for n, i in enumerate(taken):
-            head, nbytes, size = frames[laid.sizes[i]]
-            number = numbers[laid.file[i]]
+            head, nbytes, size = frames[planned.sizes[i]]
+            number = numbers[planned.file[i]]
             payload = ends[number] + head
             files.append(number)
             starts.append(payload)
@@ -208,14 +203,14 @@ class _Creating:
                 records[n] = Record(number, payload, nbytes)
             ends[number] += size
         chunks = Chunks.filled(
-            [laid.offsets[i] for i in taken], [laid.sizes[i] for i in taken], files, starts, lengths, records
+            [planned.offsets[i] for i in taken], [planned.sizes[i] for i in taken], files, starts, lengths, records
         )
         return replace(tensor, chunks=chunks, alias=None)
 
     def _entry(self, path: Path, name: str) -> StoredTensor | Item:
         if name in self._entries:
             return self._entries[name]
-        tensor = self._made.tensor(path)
+        tensor = self._created.tensor(path)
         chunks = tensor.chunks
         frames = _frames_of(tensor.dtype, chunks)
         return StoredTensor(
@@ -226,16 +221,16 @@ class _Creating:
 
 
 def _frames_of(dtype: Dtype, chunks: Chunks) -> dict[Ints, tuple[int, int, int]]:
-    """For each size of chunk, of which a tensor has few: the bytes before the payload, of the payload, and of all."""
-    made = {sizes: template(dtype, sizes) for sizes in set(chunks.sizes)}
-    return {sizes: (len(frame.head), frame.nbytes, frame.size) for sizes, frame in made.items()}
+    """Return, for each size of chunk, of which a tensor has few, the bytes before the payload, of it, and of all."""
+    frames = {sizes: template(dtype, sizes) for sizes in set(chunks.sizes)}
+    return {sizes: (len(frame.head), frame.nbytes, frame.size) for sizes, frame in frames.items()}
 
 
 class _Slots:
-    """The storages of one object's archive: its tensors are its own, whoever else has the same values."""
+    """The storages of one object's archive, which shares none with tensors outside the object."""
 
-    def __init__(self, laid: Catalogue, owner: Object) -> None:
-        self._laid = laid
+    def __init__(self, planned: Catalogue, owner: Object) -> None:
+        self._planned = planned
         self._owner = owner
         self._keys: dict[Path, str] = {}
         self._users: dict[Path, str] = {}
@@ -243,25 +238,25 @@ class _Slots:
     def of(self, value: Any) -> Slot | None:
         if not isinstance(value, Link):
             return None
-        tensor = self._laid.entries.get(value.path)
+        tensor = self._planned.entries.get(value.path)
         if not isinstance(tensor, Tensor):
             raise LossError(
                 f"the object `{self._owner.name}` needs the tensor `{dotted(value.path)}`, which is left out",
                 hint="keep both or leave both out", tensor=dotted(value.path),
             )  # fmt: skip
-        key = self._keys.setdefault(self._laid.first(tensor).path, str(len(self._keys)))
+        key = self._keys.setdefault(self._planned.first(tensor).path, str(len(self._keys)))
         self._users[tensor.path] = key
         return Slot(key, tensor.dtype, tensor.shape, value.storage)
 
     def tensors(self, storages: dict[str, Record]) -> dict[Path, Tensor]:
-        """The tensors of the object, each where its storage is."""
-        made: dict[Path, Tensor] = {}
+        """Return the tensors of the object, each where its storage is."""
+        tensors: dict[Path, Tensor] = {}
         keepers: dict[str, Path] = {}
         for path, key in self._users.items():
-            tensor, record = self._laid.tensor(path), storages[key]
+            tensor, record = self._planned.tensor(path), storages[key]
             keeper = keepers.setdefault(key, path)
             extent = Extent(0, record.offset, record.nbytes, record=record if record.nbytes else None)
-            made[path] = replace(
+            tensors[path] = replace(
                 tensor, chunks=Chunks.single(tensor.shape, extent), alias=None if keeper == path else keeper
             )
-        return made
+        return tensors

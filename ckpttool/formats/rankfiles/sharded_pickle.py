@@ -65,9 +65,9 @@ def speller(tensor_class: str, rank: int, world: int) -> ShardedTensors | DTenso
 
 def _built(kind: type[Stub], state: Any) -> Stub:
     """An instance as pickle makes one: `kind.__new__(kind)`, then its state."""
-    made = kind.__new__(kind)
-    made.state = [state]
-    return made
+    stub = kind.__new__(kind)
+    stub.state = [state]
+    return stub
 
 
 @cache
@@ -114,8 +114,8 @@ class ShardedTensors:
             "tensor_properties": _built(_PROPERTIES, shared.properties),
         })  # fmt: skip
         state = (mine, metadata, self._group, shared.spec, False)
-        made: Stub = _REBUILD(_WRAPPER, _SHARDED_TENSOR, shared.wrapper, state)
-        return made
+        stub: Stub = _REBUILD(_WRAPPER, _SHARDED_TENSOR, shared.wrapper, state)
+        return stub
 
     def _shard(self, box: boxes.Box, rank: int) -> Stub:
         state = {"shard_offsets": [*box[0]], "shard_sizes": [*box[1]], "placement": self._places[rank]}
@@ -167,5 +167,5 @@ class DTensors:
             wrapper = (_DTENSOR, dtype, shape, strides, 0, self._layout, self._cpu, False)
             self._shared[key] = _SPEC(self._mesh, self._placements, meta), wrapper
         spec, wrapper = self._shared[key]
-        made: Stub = _REBUILD(_WRAPPER, _DTENSOR, wrapper, (None, {"_local_tensor": tensor, "_spec": spec}))
-        return made
+        stub: Stub = _REBUILD(_WRAPPER, _DTENSOR, wrapper, (None, {"_local_tensor": tensor, "_spec": spec}))
+        return stub

@@ -1,33 +1,32 @@
-"""Writing one torch.save file for each rank, as FSDP1 does with `StateDictType.SHARDED_STATE_DICT`.
+"""Writes one torch.save file for each rank, as FSDP1 does with `StateDictType.SHARDED_STATE_DICT`.
 
     DST/rank0.pt rank1.pt ...   one archive for each rank, and the whole tree in each:
-      tensor cut by rows        this rank's ShardedTensor or DTensor, see `spelling`; a world of one has plain tensors
+      tensor cut by rows        this rank's ShardedTensor or DTensor, `sharded_pickle`; a world of one has plain tensors
       any other tensor          the same plain tensor in every file
       object                    the same in every file
       rng.rank3.torch           `rng.torch`, in the file of rank 3 and in no other
 
 Upstream: `torch/distributed/fsdp/_state_dict_utils.py` and `_optim_utils.py` of torch 2.6 to 2.15. A file is loaded by
-`torch.load` in the process of its rank, in a world of as many. The chunks are those of `chunking.over_world` with
+`torch.load` in the process of its rank, in a world of as many. The chunks are those of `rechunk.over_world` with
 `everywhere`: a tensor that is not cut has a whole chunk on every rank. Tied tensors share a storage in each file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ckpttool.catalogue import flatten as nesting
-from ckpttool.catalogue import parts
+from ckpttool.catalogue import flatten, parts
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, Extent, File, Path, Record, Tensor, dotted
 from ckpttool.catalogue.protocols import Crcs, Loss, Sink, SinkOptions
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import LossError
-from ckpttool.formats.rankfiles import sharded_pickle as spelling
-from ckpttool.serialization import torch_tree as torchtree
-from ckpttool.serialization import torch_zip_writer as torchzipwriter
+from ckpttool.formats.rankfiles import sharded_pickle
+from ckpttool.serialization import torch_tree, torch_zip_writer
 from ckpttool.serialization.torch_pickle import Around
 from ckpttool.storage import files
 from ckpttool.storage.stores import locate
@@ -37,65 +36,59 @@ _GAP, _RUN = 4096, 1 << 20  # what is written at once: pieces so near, so many b
 
 
 class _RankSink:
-    def __init__(self, catalogue: Catalogue, layouts: list[torchzipwriter.Layout]) -> None:
+    def __init__(self, catalogue: Catalogue, layouts: list[torch_zip_writer.Layout]) -> None:
         self.catalogue = catalogue
         self._layouts = layouts
 
     def finish(self, crcs: Crcs) -> None:
-        pool = files.Pool(writing=True)
-        try:
+        with closing(files.Pool(writing=True)) as pool:
             for file, layout in zip(self.catalogue.files, self._layouts, strict=True):
                 pool.write_all(file.location, layout.patches(lambda record: crcs[record.file, record.offset]))
-        finally:
-            pool.close()
 
 
-def create(path: str, laid: Catalogue, options: SinkOptions) -> Sink:
-    """An archive of full size for each rank, with holes where the payloads go."""
+def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
+    """Create an archive of full size for each rank, with holes where the payloads go."""
     files.make_directory(path)
-    made = Catalogue("rankfiles", facts={"layout": "rank files"}, containers=dict(laid.containers))
-    made.warnings += _left_without(laid, options.world)
-    placing = _Placing(laid, options.world)
-    layouts: list[torchzipwriter.Layout] = []
+    created = Catalogue("rankfiles", facts={"layout": "rank files"}, containers=dict(planned.containers))
+    created.warnings += _left_without(planned, options.world)
+    placing = _Placing(planned, options.world)
+    layouts: list[torch_zip_writer.Layout] = []
     for rank in range(options.world):
         name = f"rank{rank}.pt"
         file = File(locate(path) / name, name, 0, rank)
-        slots = torchtree.Slots(laid, _shapes(rank, options.world))
-        layouts.append(_write(file, laid, slots, options))
+        slots = torch_tree.Slots(planned, _shapes(rank, options.world))
+        layouts.append(_write(file, planned, slots, options))
         placing.take(rank, slots, layouts[-1].storages)
         layouts[-1].storages = {}
-        made.files.append(file)
-    placing.finish(made)
-    return _RankSink(made, layouts)
+        created.files.append(file)
+    placing.finish(created)
+    return _RankSink(created, layouts)
 
 
-def _write(file: File, laid: Catalogue, slots: torchtree.Slots, options: SinkOptions) -> torchzipwriter.Layout:
+def _write(file: File, planned: Catalogue, slots: torch_tree.Slots, options: SinkOptions) -> torch_zip_writer.Layout:
     assert file.rank is not None
     rank, world = file.rank, options.world
-    spelt = spelling.speller(options.tensor_class, rank, world)
+    speller = sharded_pickle.speller(options.tensor_class, rank, world)
 
     def around(value: Any) -> Around | None:
         if not isinstance(value, Tensor) or not _is_cut(value, world):
             return None
-        kind = (value.shape, value.dtype, spelling.local_box(value, rank))
-        return Around(kind, partial(spelt.spelled, value))
+        kind = (value.shape, value.dtype, sharded_pickle.local_box(value, rank))
+        return Around(kind, partial(speller.spelled, value))
 
-    tree = nesting.unflatten(_seen_by(laid, rank), lambda entry: entry if isinstance(entry, Tensor) else entry.value)
-    layout = torchzipwriter.lay_out(tree, slots.of, file=rank, root=_ROOT, around=around)
+    tree = flatten.unflatten(_seen_by(planned, rank), lambda entry: entry if isinstance(entry, Tensor) else entry.value)
+    layout = torch_zip_writer.lay_out(tree, slots.of, file=rank, root=_ROOT, around=around)
     file.size = layout.size
     files.create(file.location, file.size)
-    pool = files.Pool(writing=True)
-    try:
+    with closing(files.Pool(writing=True)) as pool:
         pool.write_all(file.location, _joined(layout.pieces))
-    finally:
-        pool.close()
-    # What is written needs no room: for many ranks the pickles together are large.
+    # Already written, and for many ranks large.
     layout.pieces = []
     return layout
 
 
 def _joined(pieces: list[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    """Pieces in the order of the file as fewer ones: where little is to come between two of them, it is nothing yet."""
+    """Merge pieces, in the order of the file, that lie close to each other; the gap between them is still empty."""
     start, run = 0, bytearray()
     for offset, data in pieces:
         gap = offset - start - len(run)
@@ -111,7 +104,7 @@ def _joined(pieces: list[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
 
 
 def _is_cut(tensor: Tensor, world: int) -> bool:
-    """Whether the ranks share a tensor. One that each has as a whole has as many whole chunks as there are ranks."""
+    """Return whether a tensor is sharded. A replicated one has as many whole chunks as there are ranks."""
     whole = len(tensor.chunks) > 1 and tensor.chunks.sizes[0] == tensor.shape
     return world > 1 and not whole and not tensor.embedded
 
@@ -120,24 +113,24 @@ def _shapes(rank: int, world: int) -> Any:
     def shape_of(tensor: Tensor) -> Ints:
         if not _is_cut(tensor, world):
             return tensor.shape
-        box = spelling.local_box(tensor, rank)
+        box = sharded_pickle.local_box(tensor, rank)
         return box[1] if box is not None else (0, *tensor.shape[1:])
 
     return shape_of
 
 
 class _Placing:
-    """Where each tensor lies, as one rank after the other is laid out. Of one that every file has, the first is the
-    tensor and the others are replicas."""
+    """Collects where each tensor lies, rank by rank. Of a replicated one, the first is the tensor and the others are
+    replicas."""
 
-    def __init__(self, laid: Catalogue, world: int) -> None:
-        self._laid = laid
-        self._cut = {tensor.path: Chunks() for tensor in laid.tensors if _is_cut(tensor, world)}
+    def __init__(self, planned: Catalogue, world: int) -> None:
+        self._planned = planned
+        self._cut = {tensor.path: Chunks() for tensor in planned.tensors if _is_cut(tensor, world)}
         self._whole: dict[Path, list[Tensor]] = {}
 
-    def take(self, rank: int, slots: torchtree.Slots, storages: Mapping[str, Record]) -> None:
-        """Add what one rank's file has."""
-        for tensor in self._laid.tensors:
+    def take(self, rank: int, slots: torch_tree.Slots, storages: Mapping[str, Record]) -> None:
+        """Add the tensors of one rank's file."""
+        for tensor in self._planned.tensors:
             key = slots.key(tensor)
             if key is None:
                 continue
@@ -147,68 +140,68 @@ class _Placing:
             if cut is None:
                 whole = replace(tensor, chunks=Chunks.single(tensor.shape, extent))
                 self._whole.setdefault(tensor.path, []).append(whole)
-            elif (box := spelling.local_box(tensor, rank)) is not None:
+            elif (box := sharded_pickle.local_box(tensor, rank)) is not None:
                 cut.add(*box, extent)
 
-    def finish(self, made: Catalogue) -> None:
-        """Put everything into the catalogue."""
-        for path, entry in self._laid.entries.items():
+    def finish(self, created: Catalogue) -> None:
+        """Add everything to the catalogue."""
+        for path, entry in self._planned.entries.items():
             if not isinstance(entry, Tensor):
-                made.add(entry)
+                created.add(entry)
             elif cut := self._cut.get(path):
-                made.add(replace(entry, chunks=cut))
+                created.add(replace(entry, chunks=cut))
             elif whole := self._whole.get(path):
-                made.add(whole[0])
-                made.replicas += whole[1:] if entry.alias is None else ()
+                created.add(whole[0])
+                created.replicas += whole[1:] if entry.alias is None else ()
 
 
 # Values of one rank ---------------------------------------------------------------------------------------------------
 
 
 def _owner(entry: Entry) -> int | None:
-    """The rank whose value this is: `rng.rank3.torch`. A module or a parameter may be called `rank3` too."""
-    found = parts.find_rank(entry.path)
-    if found is None or entry.part.kind in ("model", "optimizer") or entry.path[found[0]] != parts.rank_key(found[1]):
+    """Return the rank of a value of one rank: `rng.rank3.torch`. A module or a parameter may be called `rank3` too."""
+    key = parts.find_rank(entry.path)
+    if key is None or entry.part.kind in ("model", "optimizer") or entry.path[key[0]] != parts.rank_key(key[1]):
         return None
-    return found[1]
+    return key[1]
 
 
-def _seen_by(laid: Catalogue, rank: int) -> Catalogue:
-    """What stands in the file of a rank, by the path that it has there."""
-    seen = Catalogue(laid.format)
-    for path, entry in laid.entries.items():
+def _seen_by(planned: Catalogue, rank: int) -> Catalogue:
+    """Return the entries of a rank's file, by their paths in it."""
+    seen = Catalogue(planned.format)
+    for path, entry in planned.entries.items():
         owner = _owner(entry)
         if owner is not None and owner != rank:
             continue
-        here = path if owner is None else parts.without_rank(path)
-        if here in seen.entries:
+        own_path = path if owner is None else parts.without_rank(path)
+        if own_path in seen.entries:
             raise LossError(
-                f"`{dotted(path)}` cannot have the place of `{dotted(here)}` in the file of rank {rank}: it is taken",
-                hint="give one of them another name with `--rename`, or leave it out with `--exclude`",
+                f"`{dotted(path)}` cannot be stored as `{dotted(own_path)}` in the file of rank {rank}: it is taken",
+                hint="rename one of them with `--rename`, or exclude it with `--exclude`",
             )
-        seen.entries[here] = entry
+        seen.entries[own_path] = entry
         for depth in range(len(path)):
-            container = laid.containers.get(path[:depth])
+            container = planned.containers.get(path[:depth])
             if container is not None:
                 seen.containers[path[:depth] if owner is None else parts.without_rank(path[:depth])] = container
     return seen
 
 
-def _owned(laid: Catalogue) -> Iterator[tuple[Path, int, Entry]]:
-    """The values of single ranks: what each belongs to, and its rank."""
-    for entry in laid.entries.values():
+def _owned(planned: Catalogue) -> Iterator[tuple[Path, int, Entry]]:
+    """Yield the values of single ranks: the path of what each belongs to, its rank, and the entry."""
+    for entry in planned.entries.values():
         owner = _owner(entry)
-        found = parts.find_rank(entry.path)
-        if owner is not None and found is not None:
-            yield entry.path[: found[0]], owner, entry
+        key = parts.find_rank(entry.path)
+        if owner is not None and key is not None:
+            yield entry.path[: key[0]], owner, entry
 
 
-def _left_without(laid: Catalogue, world: int) -> list[Warning]:
-    have: dict[Path, set[int]] = {}
-    for root, rank, _ in _owned(laid):
-        have.setdefault(root, set()).add(rank)
+def _left_without(planned: Catalogue, world: int) -> list[Warning]:
+    holders_of: dict[Path, set[int]] = {}
+    for root, rank, _ in _owned(planned):
+        holders_of.setdefault(root, set()).add(rank)
     warnings = []
-    for root, holders in have.items():
+    for root, holders in holders_of.items():
         without = [str(rank) for rank in range(world) if rank not in holders]
         if without:
             shown = ", ".join(without[:8]) + (", ..." if len(without) > 8 else "")
@@ -218,14 +211,14 @@ def _left_without(laid: Catalogue, world: int) -> list[Warning]:
 
 
 def losses(catalogue: Catalogue, path: str) -> list[Loss]:
-    """Values of ranks that have no file, and values that pickle has no words for."""
+    """Return the values of ranks that have no file, and values that cannot be pickled."""
     world = catalogue.world_size
-    found = []
+    lost = []
     for root, rank, entry in _owned(catalogue):
         if rank >= world:
-            found.append(Loss(
+            lost.append(Loss(
                 entry.name,
                 f"it belongs to rank {rank}, and {world} ranks have no file for it "
                 f"(`--drop {entry.part.kind}` leaves `{dotted(root)}` out)",
             ))  # fmt: skip
-    return found + torchzipwriter.losses(catalogue.objects)
+    return lost + torch_zip_writer.losses(catalogue.objects)

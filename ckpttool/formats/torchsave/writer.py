@@ -1,15 +1,15 @@
-"""Writing a catalogue as one torch.save archive."""
+"""Writes a catalogue as one torch.save archive."""
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from ckpttool.catalogue import flatten as nesting
+from ckpttool.catalogue import flatten
 from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, Extent, File, Tensor
 from ckpttool.catalogue.protocols import Crcs, Loss, Sink
-from ckpttool.serialization import torch_tree as torchtree
-from ckpttool.serialization import torch_zip_writer as torchzipwriter
+from ckpttool.serialization import torch_tree, torch_zip_writer
 from ckpttool.storage import files
 from ckpttool.storage.stores import locate
 
@@ -17,50 +17,44 @@ _ROOT = "archive"  # what torch calls it when it saves to a buffer; the name of 
 
 
 class _TorchSink:
-    def __init__(self, path: str, catalogue: Catalogue, layout: torchzipwriter.Layout) -> None:
+    def __init__(self, path: str, catalogue: Catalogue, layout: torch_zip_writer.Layout) -> None:
         self.catalogue = catalogue
         self._path = path
         self._layout = layout
 
     def finish(self, crcs: Crcs) -> None:
-        pool = files.Pool(writing=True)
-        try:
+        with closing(files.Pool(writing=True)) as pool:
             for offset, data in self._layout.patches(lambda record: crcs[record.file, record.offset]):
                 pool.write(self._path, offset, data)
-        finally:
-            pool.close()
 
 
 def _value(entry: Entry) -> Any:
     return entry if isinstance(entry, Tensor) else entry.value
 
 
-def create(path: str, laid: Catalogue) -> Sink:
-    """One archive of full size with holes where the payloads go."""
-    slots = torchtree.Slots(laid)
-    layout = torchzipwriter.lay_out(nesting.unflatten(laid, _value), slots.of, root=_ROOT)
+def create(path: str, planned: Catalogue) -> Sink:
+    """Create an archive of full size with holes where the payloads go."""
+    slots = torch_tree.Slots(planned)
+    layout = torch_zip_writer.lay_out(flatten.unflatten(planned, _value), slots.of, root=_ROOT)
     files.create(path, layout.size)
-    pool = files.Pool(writing=True)
-    try:
+    with closing(files.Pool(writing=True)) as pool:
         for offset, data in layout.pieces:
             pool.write(path, offset, data)
-    finally:
-        pool.close()
-    made = Catalogue("torch", [File(path, locate(path).name, layout.size)], facts={"layout": "zip"})
-    made.containers = dict(laid.containers)
-    for entry in laid.entries.values():
+    created = Catalogue("torch", [File(path, locate(path).name, layout.size)], facts={"layout": "zip"})
+    created.containers = dict(planned.containers)
+    for entry in planned.entries.values():
         if isinstance(entry, Tensor):
             key = slots.key(entry)
             if key is None:
                 continue
             record = layout.storages[key]
             extent = Extent(0, record.offset, record.nbytes, record=record if record.nbytes else None)
-            made.add(replace(entry, chunks=Chunks.single(entry.shape, extent)))
+            created.add(replace(entry, chunks=Chunks.single(entry.shape, extent)))
         else:
-            made.add(entry)
-    return _TorchSink(path, made, layout)
+            created.add(entry)
+    return _TorchSink(path, created, layout)
 
 
 def losses(catalogue: Catalogue) -> list[Loss]:
-    """Nothing, but for values that pickle has no words for."""
-    return torchzipwriter.losses(catalogue.objects)
+    """Return the values that cannot be pickled."""
+    return torch_zip_writer.losses(catalogue.objects)
