@@ -1,4 +1,4 @@
-"""plan(source, destination) -> what has to be copied where: each destination chunk with the pieces that fill it. Pure.
+"""Plans a transfer: each destination chunk with the parts of source chunks that fill it. Pure.
 
 Jobs come in destination order (file, then offset), so that a sink can be written front to back and each byte moves
 once. Two catalogues with the same boxes give one piece per job.
@@ -41,7 +41,7 @@ class Job(NamedTuple):
 
 
 class _Finder:
-    """Which chunks of a tensor a box touches; a bisection along the dimension in which they differ most."""
+    """Finds the chunks of a tensor that overlap a box, by bisection along the dimension in which they differ most."""
 
     def __init__(self, chunks: Chunks) -> None:
         self._chunks = chunks
@@ -71,60 +71,60 @@ class _Finder:
 
 
 def meeting(one: Chunks, other: Chunks) -> Iterator[tuple[int, int, Box]]:
-    """The boxes that lie in one chunk of either of two tilings of a tensor, each with the numbers of the two chunks, in
-    the order of the chunks of `one`. Pure."""
+    """Yield the boxes that lie in one chunk of either of two tilings of a tensor, with the numbers of the two chunks,
+    in the order of the chunks of `one`. Pure."""
     finder = _Finder(other)
     for i, box in enumerate(zip(one.offsets, one.sizes, strict=True)):
         for j, shared in finder.touching(box):
             yield i, j, shared
 
 
-_Found = tuple[tuple[int, Box], ...]
+_Parts = tuple[tuple[int, Box], ...]
 
 
 class _Fit:
-    """Which chunks of one tiling fill each chunk of another, and with which of their elements. Tensors of one shape,
-    cut in the same way on both sides, share it: a model has few shapes, and looking is most of the work."""
+    """Finds the chunks of one tiling that fill each chunk of another, and with which elements. Tensors of one shape
+    that are sharded alike on both sides share it: a model has few shapes, and the search is most of the work."""
 
-    def __init__(self, have: Chunks) -> None:
-        self._finder = _Finder(have)
-        self._single = len(have) == 1
-        self._known: dict[int, _Found] = {}
+    def __init__(self, stored: Chunks) -> None:
+        self._finder = _Finder(stored)
+        self._single = len(stored) == 1
+        self._known: dict[int, _Parts] = {}
 
-    def of(self, chunk: Chunk, i: int) -> _Found | None:
-        """The numbers of the chunks that fill `chunk`, the `i`-th of the other tiling, and the boxes to take of each;
+    def of(self, chunk: Chunk, i: int) -> _Parts | None:
+        """Return the numbers of the chunks that fill `chunk`, the `i`-th of the other tiling, with the box of each;
         None when they do not fill it exactly."""
-        found = self._known.get(i)
-        if found is None:
+        parts = self._known.get(i)
+        if parts is None:
             box = (chunk.offsets, chunk.sizes)
-            # A tensor in one piece has been validated: that is the whole.
-            found = ((0, box),) if self._single else tuple(self._finder.touching(box))
-            if not self._single and sum([prod(shared[1]) for _, shared in found]) != prod(chunk.sizes):
+            # The one chunk of a validated tensor is all of it.
+            parts = ((0, box),) if self._single else tuple(self._finder.touching(box))
+            if not self._single and sum([prod(shared[1]) for _, shared in parts]) != prod(chunk.sizes):
                 return None
-            self._known[i] = found
-        return found
+            self._known[i] = parts
+        return parts
 
 
 class _Fits:
-    """The fit of each tensor, made when it is first asked for."""
+    """Caches the fit of each tensor."""
 
     def __init__(self) -> None:
         self._tilings: dict[tuple[tuple[Ints, ...], tuple[Ints, ...]], int] = {}
-        self._made: dict[tuple[int, int], _Fit] = {}
+        self._fits: dict[tuple[int, int], _Fit] = {}
         self._of: dict[int, _Fit] = {}
 
     def of(self, tensor: Tensor, source: Tensor) -> _Fit:
         fit = self._of.get(id(tensor))
         if fit is None:
             key = (self._number(source.chunks), self._number(tensor.chunks))
-            fit = self._made.get(key)
+            fit = self._fits.get(key)
             if fit is None:
-                fit = self._made[key] = _Fit(source.chunks)
+                fit = self._fits[key] = _Fit(source.chunks)
             self._of[id(tensor)] = fit
         return fit
 
     def _number(self, chunks: Chunks) -> int:
-        """The same for tilings of the same boxes in the same order."""
+        """Return the same number for tilings of the same boxes in the same order."""
         return self._tilings.setdefault((tuple(chunks.offsets), tuple(chunks.sizes)), len(self._tilings))
 
 
@@ -132,7 +132,7 @@ _Order = list[tuple[int, Tensor, int]]  # offset, tensor, number of the chunk
 
 
 def plan(destination: Catalogue, share: tuple[int, int] = (0, 1)) -> Iterator[Job]:
-    """The jobs that fill a created catalogue from the origins of its tensors, or the share `(k, n)` of them. Pure.
+    """Yield the jobs that fill a created catalogue from the origins of its tensors, or share `k` of `n` of them. Pure.
 
     Raises CorruptError when the pieces do not fill a chunk exactly (the source was not validated).
     """
@@ -145,7 +145,7 @@ def plan(destination: Catalogue, share: tuple[int, int] = (0, 1)) -> Iterator[Jo
 
 
 def _in_order(destination: Catalogue) -> list[_Order]:
-    """The chunks to be filled, by file and then by where they lie."""
+    """Return the chunks to fill, by file and then by offset."""
     by_file: dict[int, _Order] = defaultdict(list)
     for tensor in chain(destination.tensors, destination.replicas):
         if tensor.alias is not None or not tensor.numel:
@@ -159,8 +159,8 @@ def _in_order(destination: Catalogue) -> list[_Order]:
 
 
 def _share(files: list[_Order], k: int, n: int) -> tuple[int, int | None]:
-    """Which run of the jobs is share `k` of `n`: about as many bytes as each of the others, and whole files where they
-    come out so within an eighth of a share."""
+    """Return the run of jobs that is share `k` of `n`: shares have about equal bytes, and begin with a file where that
+    differs by less than an eighth of a share."""
     if n == 1:
         return 0, None
     ends = list(accumulate(tensor.chunks.nbytes[i] for order in files for _, tensor, i in order))
@@ -169,23 +169,23 @@ def _share(files: list[_Order], k: int, n: int) -> tuple[int, int | None]:
     def cut(k: int) -> int:
         if k in (0, n):
             return len(ends) * (k // n)
-        wanted = ends[-1] * k // n if ends else 0
-        near = min(firsts, key=lambda at: abs(ends[at - 1] - wanted), default=None)
-        if near is not None and abs(ends[near - 1] - wanted) * 8 * n <= ends[-1]:
+        target = ends[-1] * k // n if ends else 0
+        near = min(firsts, key=lambda at: abs(ends[at - 1] - target), default=None)
+        if near is not None and abs(ends[near - 1] - target) * 8 * n <= ends[-1]:
             return near
-        return bisect_left(ends, wanted)
+        return bisect_left(ends, target)
 
     return cut(k), cut(k + 1)
 
 
 def _job(tensor: Tensor, source: Tensor, i: int, fit: _Fit) -> Job:
-    chunk, have = tensor.chunks.at(i), source.chunks
-    found = fit.of(chunk, i)
-    if found is None:
+    chunk, stored = tensor.chunks.at(i), source.chunks
+    parts = fit.of(chunk, i)
+    if parts is None:
         raise CorruptError(
             f"tensor `{tensor.name}`: {list(chunk.sizes)} at {list(chunk.offsets)} is not covered exactly"
         )
-    return Job(tensor, source, chunk, tuple([Piece(have.at(j), box) for j, box in found]))
+    return Job(tensor, source, chunk, tuple([Piece(stored.at(j), box) for j, box in parts]))
 
 
 def tiles(box: Box, most: int) -> Iterator[Box]:

@@ -1,11 +1,11 @@
-"""A destination is made beside its place, synced, and given its name in one rename. What a killed run left is found.
+"""Writes a destination beside its place, syncs it, and renames it once it is complete; finds what killed runs left.
 
-    .out.partial-4242           what is being made of `out`
-    .out.partial-4242.journal   whose it is, and held locked as long as it is; then what has been copied (`journal`)
-    .out.partial-4242.before    what a run left that this one goes on from, until the files have changed places
-    .out.old-4242               what stood at `out`, while the two change places
+    .out.partial-4242           the unfinished `out`
+    .out.partial-4242.journal   which process writes it, and has it locked; then what has been copied (`journal`)
+    .out.partial-4242.before    what an earlier run left to resume from, until its files have been moved
+    .out.old-4242               the old `out`, while it is replaced
 
-The lock ends with its process, however that ends. Where a file system has no locks, the number of the process is asked.
+The lock ends with its process. Where a file system has no locks, the process id is looked up.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from ckpttool.storage import files, local
 from ckpttool.transfer import journal
 
 _MARK = ".journal"
-# What file systems without hard links say.
+# Errors of file systems without hard links.
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
 
 
 class Stage:
-    """Where a destination is made: `Stage("out", "/data/.out.partial-4242", descriptor)`. The descriptor is of the
-    journal, and holds its lock; `held` is bytes on disk that an earlier run left there to go on from."""
+    """Where a destination is written: `Stage("out", "/data/.out.partial-4242", descriptor)`. The descriptor is of the
+    journal, and holds its lock; `held` is the bytes on disk of an earlier run that this one resumes."""
 
     def __init__(self, dst: str, path: str, descriptor: int) -> None:
         self.dst, self.path, self.descriptor = dst, path, descriptor
         self.held = 0
-        self.goes_on = False
+        self.resumes = False
         self.journal: journal.Journal | None = None
 
     @property
@@ -53,27 +53,27 @@ class Stage:
         return f"{head}.old-{number}"
 
     def begin(self, created: Catalogue, digest: str, notes: list[str], *, every: bool) -> journal.Journal:
-        """The journal of what is copied into `created`, which lies at `path`. What an earlier run left takes its place
-        there when it was made by the same plan. With `every`, bytes that nobody wants a CRC of get one too."""
-        made = journal.Journal(self.descriptor, every=every)
+        """Return the journal of what is copied into `created`, which lies at `path`. The files of an earlier run
+        replace the new ones if it followed the same plan. With `every`, all bytes are checksummed."""
+        log = journal.Journal(self.descriptor, every=every)
         try:
-            self._begin(made, created, digest, notes)
+            self._begin(log, created, digest, notes)
         except OSError as error:
             raise files.failed(error, self.path, "write") from None
-        self.journal = made
-        return made
+        self.journal = log
+        return log
 
-    def _begin(self, made: journal.Journal, created: Catalogue, digest: str, notes: list[str]) -> None:
-        if self.goes_on and made.read(digest):
-            made.keep(journal.taken_over(created, self.path, self.before, {file for file, _ in made.done}))
-        elif self.goes_on:
-            notes.append("what an interrupted run left was made of another source or with other flags: started anew")
+    def _begin(self, log: journal.Journal, created: Catalogue, digest: str, notes: list[str]) -> None:
+        if self.resumes and log.read(digest):
+            log.keep(journal.taken_over(created, self.path, self.before, {file for file, _ in log.done}))
+        elif self.resumes:
+            notes.append("partial output is from another source or other options: starting over")
         files.remove(self.before)
-        if not made.done:
-            made.begin(digest, _owner())
+        if not log.done:
+            log.begin(digest, _owner())
 
     def remove(self) -> None:
-        """All of it, the journal last: as long as that is there, somebody finds the rest."""
+        """Remove all of it, the journal last: as long as that exists, the next run finds the rest."""
         files.remove(self.path)
         files.remove(self.before)
         if os.path.lexists(self.dst):
@@ -82,80 +82,80 @@ class Stage:
             os.unlink(self.path + _MARK)
 
     def let_go(self) -> None:
-        """Leave it to whoever comes next."""
+        """Release the lock."""
         with suppress(OSError):
             os.close(self.descriptor)
 
 
 @contextmanager
 def staged(dst: str, *, overwrite: bool, is_file: bool, notes: list[str] | None = None) -> Iterator[str]:
-    """A path beside `dst` to make the destination at. It becomes `dst` when the block ends well, in one rename; else
-    it is removed. With `overwrite`, what was there is moved aside first and removed last."""
-    with stage(dst, overwrite=overwrite, is_file=is_file, notes=notes) as made:
-        yield made.path
+    """Yield a path beside `dst` to write the destination at. It is renamed to `dst` when the block ends without an
+    error; else it is removed. With `overwrite`, the old `dst` is moved aside first and removed last."""
+    with stage(dst, overwrite=overwrite, is_file=is_file, notes=notes) as current:
+        yield current.path
 
 
 @contextmanager
 def stage(
     dst: str, *, overwrite: bool, is_file: bool, resume: bool = False, notes: list[str] | None = None
 ) -> Iterator[Stage]:
-    """The same with what goes on from an earlier run. With `resume`, what that left is taken over, and what this one
-    has done is kept when the machine refuses or the run is stopped. `notes` says what was found, and what became of it.
+    """The same for a run that can be resumed. With `resume`, the files of an earlier run are taken over, and those of
+    this one are kept after an I/O error or an interrupt. `notes` gets a line for everything that was found.
     """
     dst = dst.rstrip("/") or dst if not is_file else dst
     local.check_free(dst, overwrite=overwrite, is_file=is_file)
     if os.path.islink(dst) and os.path.isdir(dst):
-        # A link to another disk: made there, and the link stays.
+        # A link to another disk: the target is replaced, and the link stays.
         dst = os.path.realpath(dst)
     notes = [] if notes is None else notes
     above = Path(dst).absolute().parent
-    made = [folder for folder in (above, *above.parents) if not folder.exists()]
+    created = [folder for folder in (above, *above.parents) if not folder.exists()]
     try:
         above.mkdir(parents=True, exist_ok=True)
-        found = _left(dst, notes, resume)
-        # One that was moved aside may be back.
+        earlier = _left(dst, notes, resume)
+        # `_left` may have restored an old one.
         local.check_free(dst, overwrite=overwrite, is_file=is_file)
-        here = found or _claimed(dst)
+        current = earlier or _claimed(dst)
     except OSError as error:
-        _unmake(made)
+        _unmake(created)
         raise files.failed(error, dst, "write") from None
     kept = False
     try:
-        yield here
-        files.sync_tree(here.path)
-        # Somebody else may have made it meanwhile.
+        yield current
+        files.sync_tree(current.path)
+        # Another run may have written it meanwhile.
         local.check_free(dst, overwrite=overwrite, is_file=is_file)
         try:
-            _swap_in(here.path, dst, here.old, overwrite)
+            _swap_in(current.path, dst, current.old, overwrite)
             files.sync(str(above))
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 raise OverwriteError(
-                    f"`{dst}` exists: another run has made it meanwhile",
+                    f"`{dst}` exists: another run has written it meanwhile",
                     hint="pass `--overwrite` to replace it",
                     file=dst,
                 ) from None
             raise files.failed(error, dst, "write") from None
     except CkptError as error:
-        kept = resume and here.journal is not None and isinstance(error, (StorageError, RemoteError))
-        raise _renamed(error, here.path, dst, kept) from None
+        kept = resume and current.journal is not None and isinstance(error, (StorageError, RemoteError))
+        raise _renamed(error, current.path, dst, kept) from None
     except KeyboardInterrupt as stop:
-        kept = resume and here.journal is not None
-        # The last word of a command says that nothing was written.
+        kept = resume and current.journal is not None
+        # For the last message of the command.
         stop.kept = kept  # type: ignore[attr-defined]
         raise
     finally:
-        if kept and here.journal is not None:
-            here.journal.close()
+        if kept and current.journal is not None:
+            current.journal.close()
         else:
-            here.remove()
-        here.let_go()
+            current.remove()
+        current.let_go()
         if not kept:
-            _unmake(made)
+            _unmake(created)
 
 
 def _renamed(error: CkptError, partial: str, dst: str, kept: bool) -> CkptError:
-    """A file that is gone when the message is read is no help: it would have been this one."""
+    """Return the error with the destination in place of the staging path, which is removed."""
     facts = {k: v.replace(partial, dst) if isinstance(v, str) else v for k, v in error.facts.items()}
     hint = error.hint
     if kept:
@@ -166,7 +166,7 @@ def _renamed(error: CkptError, partial: str, dst: str, kept: bool) -> CkptError:
 
 def _unmake(folders: list[Path]) -> None:
     for folder in folders:
-        # Not those in which somebody else has put something meanwhile.
+        # Not those in which another process has put something meanwhile.
         with suppress(OSError):
             folder.rmdir()
 
@@ -179,7 +179,7 @@ def _swap_in(partial: str, dst: str, old: str, overwrite: bool) -> None:
         _name(partial, dst)
         return
     if os.path.isfile(partial) and os.path.lexists(dst) and (place.is_symlink() or place.is_file()):
-        # A file takes the place of another at once: there is no moment without one.
+        # Renaming a file replaces the other atomically.
         os.rename(partial, dst)
         return
     try:
@@ -187,16 +187,16 @@ def _swap_in(partial: str, dst: str, old: str, overwrite: bool) -> None:
             os.rename(dst, old)
         os.rename(partial, dst)
     except BaseException:
-        # Ctrl-C too, which may come before a rename or after it.
+        # Also for Ctrl-C, before a rename or after it.
         if os.path.lexists(old) and not os.path.lexists(dst):
             os.rename(old, dst)
         raise
 
 
 def _name(partial: str, dst: str) -> None:
-    """Give it its name, which somebody else may have taken this very moment: raises OSError then."""
+    """Rename a destination. Raises OSError when another process has created that name."""
     if os.path.isfile(partial):
-        # To rename a file is to replace another.
+        # A rename would replace it.
         try:
             os.link(partial, dst)
         except OSError as error:
@@ -226,7 +226,7 @@ def no_space(needed: int, free: int) -> str:
     return f"needs {needed} bytes, but {free} are free"
 
 
-# Whose it is ----------------------------------------------------------------------------------------------------------
+# Ownership ------------------------------------------------------------------------------------------------------------
 
 
 def _owner() -> dict[str, Any]:
@@ -237,33 +237,34 @@ def _owner() -> dict[str, Any]:
 
 
 def _claimed(dst: str) -> Stage:
-    """A stage of our own. Raises OSError."""
+    """Return a new stage. Raises OSError."""
     path = Path(dst)
-    # The thread's number: two threads may convert into one DST, as two processes may. It comes round again, and is
-    # somebody else's on another machine that shares the disk.
+    # The thread's number: two threads may write one DST, as two processes may. It is reused, also on another machine
+    # that shares the disk.
     first = threading.get_native_id()
     for number in itertools.chain((first,), (f"{first}{n:03}" for n in itertools.count())):
-        made = Stage(dst, str(path.with_name(f".{path.name}.partial-{number}")), -1)
-        if any(os.path.lexists(there) for there in (made.path, made.before, made.old)):
+        claimed = Stage(dst, str(path.with_name(f".{path.name}.partial-{number}")), -1)
+        if any(os.path.lexists(name) for name in (claimed.path, claimed.before, claimed.old)):
             continue
         try:
-            made.descriptor = os.open(made.path + _MARK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            claimed.descriptor = os.open(claimed.path + _MARK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except FileExistsError:
             continue
         try:
-            if _is_locked(made.descriptor, made.path + _MARK) is not False:
-                journal.put(made.descriptor, _owner())
-                return made
+            if _is_locked(claimed.descriptor, claimed.path + _MARK) is not False:
+                journal.put(claimed.descriptor, _owner())
+                return claimed
         except BaseException:
-            made.remove()
-            made.let_go()
+            claimed.remove()
+            claimed.let_go()
             raise
-        made.let_go()
+        claimed.let_go()
     raise AssertionError("there are always more numbers")
 
 
 def _is_locked(descriptor: int, path: str) -> bool | None:
-    """Lock a journal: whether it is ours now, and still the one that lies at `path`; None where there are no locks."""
+    """Try to lock a journal. Return whether it is locked now and still the one at `path`; None where there are no
+    locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -279,33 +280,33 @@ def _is_locked(descriptor: int, path: str) -> bool | None:
 
 
 def _left(dst: str, notes: list[str], resume: bool) -> Stage | None:
-    """Remove what runs left that nobody cleans up any more, but, with `resume`, for the newest, which is given back to
-    go on from. What was moved aside and never replaced gets its place again."""
+    """Remove what killed runs left; with `resume`, return the newest of it instead. A destination that was moved aside
+    and not replaced is restored."""
     path = Path(dst)
     name = re.compile(re.escape(f".{path.name}.partial-") + r"\d+" + re.escape(_MARK))
-    found = []
+    paths = []
     for entry in sorted(os.scandir(path.absolute().parent), key=lambda entry: entry.name):
         if name.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
-            found.append(str(path.with_name(entry.name.removesuffix(_MARK))))
-    over = [one for one in (_abandoned(dst, there, notes, resume) for there in found) if one is not None]
+            paths.append(str(path.with_name(entry.name.removesuffix(_MARK))))
+    over = [one for one in (_abandoned(dst, candidate, notes, resume) for candidate in paths) if one is not None]
     over.sort(key=lambda one: os.fstat(one.descriptor).st_mtime_ns)
     taken = over.pop() if resume and over else None
     for one in over:
         _put_back(one, notes)
         one.remove()
         one.let_go()
-        notes.append(f"what an interrupted run had left at `{dst}` was removed (`{Path(one.path).name}`)")
+        notes.append(f"removed what an interrupted run left at `{dst}` (`{Path(one.path).name}`)")
     if taken is not None:
         _put_back(taken, notes)
         if os.path.lexists(dst):
-            # It had been replaced, and was about to be removed.
+            # It was replaced and not yet removed.
             files.remove(taken.old)
         _set_aside(taken)
     return taken
 
 
 def _abandoned(dst: str, path: str, notes: list[str], resume: bool) -> Stage | None:
-    """The stage at `path`, ours now, if the run that made it is over."""
+    """Return the stage at `path`, locked, if the run that created it has ended."""
     try:
         descriptor = os.open(path + _MARK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -315,22 +316,22 @@ def _abandoned(dst: str, path: str, notes: list[str], resume: bool) -> Stage | N
         locked = _is_locked(descriptor, path + _MARK)
         if locked is False:
             return None
-        owner, here = journal.owner(descriptor), _owner()
-        machine = not owner or owner.get("boot") == here["boot"] != "" or owner.get("host") == here["host"]
-        if locked is None and (not machine or _is_running(owner, here)):
+        owner, this = journal.owner(descriptor), _owner()
+        machine = not owner or owner.get("boot") == this["boot"] != "" or owner.get("host") == this["host"]
+        if locked is None and (not machine or _is_running(owner, this)):
             return None
         if not machine and not resume:
             # Some network file systems lock within one machine only.
             notes.append(
-                f"a run on {owner.get('host')} left `{Path(path).name}*` beside `{dst}`: remove them when it is over"
+                f"a run on {owner.get('host')} left `{Path(path).name}*` beside `{dst}`: remove them once it has ended"
             )
             return None
         stack.pop_all()
     return Stage(dst, path, descriptor)
 
 
-def _is_running(owner: dict[str, Any], here: dict[str, Any]) -> bool:
-    if not owner or owner.get("boot") != here["boot"]:
+def _is_running(owner: dict[str, Any], this: dict[str, Any]) -> bool:
+    if not owner or owner.get("boot") != this["boot"]:
         return False
     try:
         os.kill(int(owner.get("pid", 0)) or os.getpid(), 0)
@@ -344,19 +345,19 @@ def _is_running(owner: dict[str, Any], here: dict[str, Any]) -> bool:
 def _put_back(left: Stage, notes: list[str]) -> None:
     if os.path.lexists(left.old) and not os.path.lexists(left.dst):
         os.rename(left.old, left.dst)
-        notes.append(f"`{left.dst}` is back: a run that was to replace it was killed")
+        notes.append(f"restored `{left.dst}`: a run that was to replace it was killed")
 
 
 def _set_aside(left: Stage) -> None:
-    """Put what a run has made where `taken_over` looks for it. It may have been doing that itself when killed."""
-    left.goes_on = True
+    """Move the files of a run where `taken_over` looks for them. It may have been doing that itself when killed."""
+    left.resumes = True
     if os.path.isdir(left.before) and os.path.isdir(left.path):
         for folder, _, names in os.walk(left.path):
             for name in names:
-                there = os.path.join(left.before, os.path.relpath(folder, left.path), name)
-                if not os.path.lexists(there):
-                    os.makedirs(os.path.dirname(there), exist_ok=True)
-                    os.rename(os.path.join(folder, name), there)
+                target = os.path.join(left.before, os.path.relpath(folder, left.path), name)
+                if not os.path.lexists(target):
+                    os.makedirs(os.path.dirname(target), exist_ok=True)
+                    os.rename(os.path.join(folder, name), target)
     if os.path.lexists(left.before):
         files.remove(left.path)
     elif os.path.lexists(left.path):
@@ -365,7 +366,7 @@ def _set_aside(left: Stage) -> None:
 
 
 def _on_disk(path: str) -> int:
-    """Bytes that a file, or all below a directory, take."""
+    """Return the bytes on disk of a file, or of all files below a directory."""
     if not os.path.isdir(path):
         return os.stat(path).st_blocks * 512 if os.path.lexists(path) else 0
     below = (os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)

@@ -1,4 +1,4 @@
-"""Work that several threads take from one list, watched by the thread that asked for it."""
+"""Runs work on several threads, with progress reported from the calling thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Stopped(Exception):
 
 
 class Work:
-    """What one run of `on_threads` is at: `done` bytes of `total`."""
+    """The state of one run of `on_threads`: `done` bytes of `total`."""
 
     def __init__(self, total: int = 0, progress: Progress | None = None) -> None:
         self.total = total
@@ -25,20 +25,20 @@ class Work:
         self.stopped = threading.Event()
 
     def note(self, nbytes: int) -> None:
-        """So many bytes more are done. Raises Stopped when nobody wants the rest."""
+        """Add bytes that are done. Raises Stopped when another thread failed."""
         if self.stopped.is_set():
             raise Stopped
         with self.lock:
             self.done += nbytes
 
     def say(self) -> None:
-        """Tell how far it is, in the thread of who asked."""
+        """Call `progress`, from the calling thread."""
         if self.progress is not None:
             self.progress(min(self.done, self.total), self.total)
 
 
 def on_threads(items: Iterator[T], do: Callable[[T], None], threads: int, work: Work) -> None:
-    """Call `do` with each item. Items are taken one at a time, by whichever thread is free.
+    """Call `do` with each item, which free threads take one at a time.
 
     Raises what `do`, or taking an item, raised first; the other threads then end at their next `work.note`.
     """
@@ -55,7 +55,7 @@ def on_threads(items: Iterator[T], do: Callable[[T], None], threads: int, work: 
                 do(item)  # type: ignore[arg-type]
         except Stopped:
             return
-        # Whatever it is, the thread that waits raises it.
+        # Raised again by the waiting thread.
         except BaseException as error:
             failures.append(error)
             work.stopped.set()

@@ -485,7 +485,7 @@ def test_killed(to: str, large: Path, out: Path) -> None:
         assert {left, left + ".journal"} >= {*names(out)} and names(out)
         done = shell("convert", large, out / "dst", "--to", to, "--tensors", "*.1.weight")
         assert done.code == 0, done.err
-        assert "what an interrupted run had left" in done.err and left in done.err
+        assert "what an interrupted run left" in done.err and left in done.err
         assert names(out) == ["dst"]
 
 
@@ -701,7 +701,7 @@ def test_another_run_is_done_a_moment_before(
         real(partial, dst, *others)
 
     monkeypatch.setattr(staging, "_swap_in", swap_in)
-    with pytest.raises(OverwriteError, match="another run has made it meanwhile"):
+    with pytest.raises(OverwriteError, match="another run has written it meanwhile"):
         ckpttool.convert(str(src), str(out / name), to="dcp" if name == "dst" else "torch")
     assert names(out) == [name] and next(path for path in out.rglob("*") if path.is_file()).read_bytes() == b"theirs"
 

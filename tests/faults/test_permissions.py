@@ -131,6 +131,6 @@ def test_a_folder_that_is_read_only_now(words: tuple[str, ...], place: Place) ->
     place.give_back()
     done = place.run(words)
     assert done.code == 0, done.err
-    assert "what an interrupted run had left" in done.err
+    assert "what an interrupted run left" in done.err
     assert os.listdir(place.out) == ["dst"]
     assert run("verify", place.out / "dst").code == 0

@@ -262,7 +262,7 @@ def test_it_starts_anew(
 def test_other_flags(src: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupted(src, out / "out", 6, monkeypatch, to="dcp")
     done = ckpttool.convert(str(src), str(out / "out"), to="dcp", exclude="*.3.weight", resume=True)
-    assert done.resumed == 0 and any("with other flags: started anew" in note for note in done.notes)
+    assert done.resumed == 0 and any("other options: starting over" in note for note in done.notes)
     assert len(list(ckpttool.inspect(str(out / "out")).tensors)) == LAYERS - 1
 
 
@@ -435,7 +435,7 @@ def test_what_was_moved_aside_and_a_run_that_goes_on(aside: Path, src: Path, out
     done = run("convert", src, out / "out", "--to", "dcp", "--overwrite", "--resume", "--json")
     assert done.code == 0, done.err
     said = json.loads(done.out)
-    assert said["resumed"] == said["bytes"] and any("is back" in note for note in said["notes"])
+    assert said["resumed"] == said["bytes"] and any("restored `" in note for note in said["notes"])
     assert os.listdir(out) == ["out"] and len(list(ckpttool.inspect(str(aside)).tensors)) == LAYERS
 
 

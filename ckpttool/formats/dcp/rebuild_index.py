@@ -16,6 +16,7 @@ from functools import partial
 from ckpttool.catalogue.entries import File
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.formats import dcp
+from ckpttool.formats.dcp import metadata_writer
 from ckpttool.formats.dcp.index import NAME, Index
 from ckpttool.formats.dcp.metadata import Item, Metadata, StoredTensor
 from ckpttool.serialization import torch_zip

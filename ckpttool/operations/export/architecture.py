@@ -55,7 +55,7 @@ class Compared:
 
 
 def expected(config: Mapping[str, Any]) -> Expected | str:
-    """What transformers makes of a config; or why it makes nothing."""
+    """Return the tensors that transformers expects for a config, or why that is unknown."""
     if "auto_map" in config:
         return "the config names code of its own, which is not run"
     if not config.get("architectures"):
@@ -64,17 +64,16 @@ def expected(config: Mapping[str, Any]) -> Expected | str:
         return "transformers is not installed"
     with tempfile.TemporaryDirectory(prefix="ckpttool-model-") as scratch:
         out = os.path.join(scratch, "model.json")
-        # Alone with the config: what else lies there, a tokenizer or code, is not looked at.
+        # A directory with the config alone, without a tokenizer or code.
         with open(os.path.join(scratch, "config.json"), "w", encoding="utf-8") as stream:
             json.dump(config, stream)
-        said = _asked(scratch, out)
-    if "why_not" in said:
-        return str(said["why_not"])
-    shapes = {key: {n: tuple(shape) for n, shape in said[key].items()} for key in ("memory", "files")}
-    return Expected(
-        said["architecture"], said["transformers"], shapes["memory"], shapes["files"], said["tied"], said["prefix"],
-        said["missing"], said["unexpected"],
-    )  # fmt: skip
+        answer = _asked(scratch, out)
+    if "why_not" in answer:
+        return str(answer["why_not"])
+    shapes = {key: {n: tuple(shape) for n, shape in answer[key].items()} for key in ("memory", "files")}
+    names = ("tied", "prefix", "missing", "unexpected")
+    parts = [answer["architecture"], answer["transformers"], shapes["memory"], shapes["files"]]
+    return Expected(*parts, *(answer[name] for name in names))
 
 
 def _asked(folder: str, out: str) -> dict[str, Any]:
@@ -82,56 +81,56 @@ def _asked(folder: str, out: str) -> dict[str, Any]:
 
     command = [sys.executable, "-m", "ckpttool.operations.export.architecture_process", folder, out]
     try:
-        # Ours is the interpreter and the module; of the config it sees a file.
+        # Only interpreter and module are arguments; the config is a file.
         subprocess.run(  # noqa: S603
             command, check=False, timeout=_PATIENCE, env={**os.environ, **_OFFLINE},
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         with open(out, encoding="utf-8") as stream:
-            found = json.load(stream)
+            process = json.load(stream)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return {"why_not": f"transformers did not answer ({type(error).__name__})"}
-    return found if isinstance(found, dict) else {}
+    return process if isinstance(process, dict) else {}
 
 
-def compare(found: Mapping[str, Ints], model: Expected) -> Compared:
-    """The tensors that would be written, `{"lm_head.weight": (32, 8)}`, against the model of the config. Pure.
+def compare(shapes: Mapping[str, Ints], model: Expected) -> Compared:
+    """Compare the tensors to write, `{"lm_head.weight": (32, 8)}`, with the model of the config. Pure.
 
-    A tied tensor may be there under each of its names. Names may be those in memory, which transformers loads too.
+    A tied tensor may have any of its names. Names may be those in memory, which transformers loads too.
     """
-    tries = [_compared(found, model.files, model, "")]
+    tries = [_compared(shapes, model.files, model, "")]
     if tries[0].differs:
         kept = {name: shape for name, shape in model.memory.items() if name not in model.tied}
-        in_memory = _compared(found, kept, model, "")
+        in_memory = _compared(shapes, kept, model, "")
         in_memory.in_memory = True
         tries.append(in_memory)
         if model.prefix:
-            there = model.prefix + "."
-            tries.append(_compared({there + name: shape for name, shape in found.items()}, model.files, model, "+"))
-            off = {name.removeprefix(there): shape for name, shape in found.items()}
+            names = model.prefix + "."
+            tries.append(_compared({names + name: shape for name, shape in shapes.items()}, model.files, model, "+"))
+            off = {name.removeprefix(names): shape for name, shape in shapes.items()}
             tries.append(_compared(off, model.files, model, "-"))
             for one, sign in ((tries[-2], "+"), (tries[-1], "-")):
-                one.prefix = sign + there
+                one.prefix = sign + names
     return next((one for one in tries if not one.differs), tries[0])
 
 
-def _compared(found: Mapping[str, Ints], wanted: Mapping[str, Ints], model: Expected, prefix: str) -> Compared:
-    made = Compared(prefix=prefix)
+def _compared(shapes: Mapping[str, Ints], expected_: Mapping[str, Ints], model: Expected, prefix: str) -> Compared:
+    result = Compared(prefix=prefix)
     missing, unexpected = (_any(patterns) for patterns in (model.missing, model.unexpected))
     twins: dict[str, set[str]] = {}
     for name, kept in model.tied.items():
         twins.setdefault(kept, {kept}).add(name)
-    for name, shape in wanted.items():
-        if name in found:
-            if found[name] != shape:
-                made.misshapen.append((name, found[name], shape))
-        elif not missing(name) and not any(twin in found for twin in twins.get(name, ())):
-            made.missing.append(name)
-    made.unexpected = [n for n in found if n not in wanted and n not in model.tied and not unexpected(n)]
-    made.misshapen += [
-        (n, found[n], model.memory[n]) for n in model.tied if n in found and found[n] != model.memory[n]
+    for name, shape in expected_.items():
+        if name in shapes:
+            if shapes[name] != shape:
+                result.misshapen.append((name, shapes[name], shape))
+        elif not missing(name) and not any(twin in shapes for twin in twins.get(name, ())):
+            result.missing.append(name)
+    result.unexpected = [n for n in shapes if n not in expected_ and n not in model.tied and not unexpected(n)]
+    result.misshapen += [
+        (n, shapes[n], model.memory[n]) for n in model.tied if n in shapes and shapes[n] != model.memory[n]
     ]  # fmt: skip
-    return made
+    return result
 
 
 def _any(patterns: Sequence[str]) -> Any:
@@ -139,26 +138,26 @@ def _any(patterns: Sequence[str]) -> Any:
     return lambda name: any(pattern.search(name) for pattern in compiled)
 
 
-def refusal(compared: Compared, found: Mapping[str, Ints], model: Expected, where: str) -> CorruptError:
-    """What is wrong, and what to type next. Pure."""
-    said = []
+def refusal(compared: Compared, shapes: Mapping[str, Ints], model: Expected, where: str) -> CorruptError:
+    """Return the error for tensors that are not those of the config. Pure."""
+    lines = []
     for what, names in (("missing", compared.missing), ("unexpected", compared.unexpected)):
         if names:
-            said.append(f"{len(names)} {what}: {some(names)}")
+            lines.append(f"{len(names)} {what}: {some(names)}")
     if compared.misshapen:
-        name, have, want = compared.misshapen[0]
+        name, actual_, expected_ = compared.misshapen[0]
         more = f" and {len(compared.misshapen) - 1} more" if len(compared.misshapen) > 1 else ""
-        said.append(f"`{name}`{more} of another shape: found {list(have)}, expected {list(want)}")
+        lines.append(f"`{name}`{more} of another shape: found {list(actual_)}, expected {list(expected_)}")
     return CorruptError(
-        f"`{where}`: the tensors are not those of its `{model.architecture}`: {'; '.join(said)}",
-        hint=_hint(compared, found, model),
+        f"`{where}`: the tensors are not those of its `{model.architecture}`: {'; '.join(lines)}",
+        hint=_hint(compared, shapes, model),
         file=where, missing=compared.missing, unexpected=compared.unexpected,
         misshapen=[name for name, _, _ in compared.misshapen],
     )  # fmt: skip
 
 
-def _hint(compared: Compared, found: Mapping[str, Ints], model: Expected) -> str:
-    prefix = _prefix(found, model)
+def _hint(compared: Compared, shapes: Mapping[str, Ints], model: Expected) -> str:
+    prefix = _prefix(shapes, model)
     if prefix:
         return f"every name begins with `{prefix}`: pass `--strip-prefix {prefix.rstrip('.')}`"
     if compared.missing and compared.unexpected:
@@ -168,12 +167,12 @@ def _hint(compared: Compared, found: Mapping[str, Ints], model: Expected) -> str
     return "is the config this model's? `--no-strict` goes on all the same"
 
 
-def _prefix(found: Mapping[str, Ints], model: Expected) -> str:
-    """What stands before every name that is wanted, if it is the same for all."""
-    wanted = max(model.files, key=len, default="")
-    for name in found:
-        prefix = name.removesuffix(wanted)
-        if wanted and prefix != name and prefix.endswith("."):
-            shorter = {n.removeprefix(prefix): shape for n, shape in found.items() if n.startswith(prefix)}
+def _prefix(shapes: Mapping[str, Ints], model: Expected) -> str:
+    """Return the prefix of all expected names, if they have one."""
+    longest = max(model.files, key=len, default="")
+    for name in shapes:
+        prefix = name.removesuffix(longest)
+        if longest and prefix != name and prefix.endswith("."):
+            shorter = {n.removeprefix(prefix): shape for n, shape in shapes.items() if n.startswith(prefix)}
             return "" if _compared(shorter, model.files, model, "").missing else prefix
     return ""

@@ -46,17 +46,17 @@ def describe(folder: str) -> dict[str, Any]:
 
 
 def _tied(model: Any, memory: dict[str, Any]) -> dict[str, str]:
-    found = getattr(model, "all_tied_weights_keys", None)
-    if found is None:
+    tied = getattr(model, "all_tied_weights_keys", None)
+    if tied is None:
         # transformers 4 ties the parameters themselves when the model is made.
         model.tie_weights()
         first: dict[int, str] = {}
-        found = {}
+        tied = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             kept = first.setdefault(id(parameter), name)
             if kept != name:
-                found[name] = kept
-    return {name: kept for name, kept in found.items() if name in memory and kept in memory}
+                tied[name] = kept
+    return {name: kept for name, kept in tied.items() if name in memory and kept in memory}
 
 
 def _in_files(model: Any, tied: dict[str, str]) -> dict[str, Any]:
@@ -81,14 +81,14 @@ def _passed(model: Any) -> list[str]:
 def main(folder: str, out: str) -> None:
     """Write what there is to say to the file `out`, what went wrong included."""
     try:
-        said = describe(folder)
+        answer = describe(folder)
     except ImportError:
-        said = {"why_not": "transformers is not installed"}
+        answer = {"why_not": "transformers is not installed"}
     # Whatever it is, the config is what it is about, and the other process says it in one line.
     except Exception as error:
-        said = {"why_not": f"transformers cannot make the model: {type(error).__name__}: {error}".partition("\n")[0]}
+        answer = {"why_not": f"transformers cannot make the model: {type(error).__name__}: {error}".partition("\n")[0]}
     with open(out, "w", encoding="utf-8") as stream:
-        json.dump(said, stream)
+        json.dump(answer, stream)
 
 
 if __name__ == "__main__":

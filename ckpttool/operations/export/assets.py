@@ -1,5 +1,5 @@
-"""What lies beside the weights of a model: config, tokenizer, chat template, code. Copied as files and never re-saved;
-of `config.json` the dtype is brought in line with what is written."""
+"""The files beside the weights of a model: config, tokenizer, chat template, code. They are copied as files; in
+`config.json`, the dtype is replaced by that of the weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckpttool.catalogue.entries import Catalogue
 from ckpttool.errors import CorruptError, ReadError, UsageError
 from ckpttool.producers.components import ASSET_NAMES
 from ckpttool.producers.open import location_of
-from ckpttool.serialization import strict_json as strictjson
+from ckpttool.serialization import strict_json
 from ckpttool.storage import files, stores
 from ckpttool.storage.stores import Location, Outgoing, locate
 from ckpttool.text import plural, some
@@ -43,8 +43,8 @@ _WORD = re.compile(r'"(?:[^"\\]|\\.)*"|null')
 
 @dataclass(slots=True)
 class Assets:
-    """The files that go along: by name, where each lies. `config` is what `config.json` says, if it is there; `text`
-    is the file itself. `notes` say what is not taken, and why."""
+    """The files to copy, by name, with the path of each. `config` is the parsed `config.json`, if there is one; `text`
+    is the file itself. `notes` say which files are not copied, and why."""
 
     folder: Location
     paths: dict[str, Location] = field(default_factory=dict)
@@ -59,40 +59,39 @@ class Assets:
 
 
 def collect(folder: Location | None, source: str, catalogue: Catalogue) -> Assets | None:
-    """The assets in a folder; without one, those that lie beside the weights in the run
-    directory that is the source.
+    """Return the assets in a folder; without one, those beside the weights in the run directory that is the source.
 
-    The card of a folder that is another model, as that which training began with, is about that model, and is left
-    out. Raises UsageError for a folder that is none or has nothing, and ReadError for a link that leads out of it;
-    beside the source, such links are left out and said.
+    A model card in the folder of another model, as the base model of the training, is not copied. Raises UsageError for
+    a folder that does not exist or has no assets, and ReadError for a link that leads out of it; beside the source,
+    such links are skipped with a note.
     """
     if folder is not None:
         if not folder.is_dir():
             raise UsageError(f"`--assets {folder}`: not a directory", hint="name the directory that has `config.json`")
-        made = _in(folder, strict=True)
-        if CARD in made.paths and _is_another_model(folder, source):
-            del made.paths[CARD]
-            made.notes.append(
+        assets = _in(folder, strict=True)
+        if CARD in assets.paths and _is_another_model(folder, source):
+            del assets.paths[CARD]
+            assets.notes.append(
                 f"`{CARD}` of `{folder}` is not copied: it is about the model there; a card of your own is taken from "
                 "an `--assets` directory without weights"
             )
-        if not made.paths:
+        if not assets.paths:
             raise UsageError(f"`--assets {folder}`: has no config, tokenizer or anything of the kind")
-        return made
-    found = _beside(source, catalogue)
-    if found is None:
+        return assets
+    beside = _beside(source, catalogue)
+    if beside is None:
         return None
-    made = _in(found, strict=False)
-    if not made.paths:
+    assets = _in(beside, strict=False)
+    if not assets.paths:
         return None
-    are = "is" if len(made.paths) == 1 else "are"
-    where = f"{are} taken from `{found}`"
-    made.notes.insert(0, f"{plural(len(made.paths), 'file')} {where}: {some(sorted(made.paths), 5)}")
-    return made
+    are = "is" if len(assets.paths) == 1 else "are"
+    where = f"{are} taken from `{beside}`"
+    assets.notes.insert(0, f"{plural(len(assets.paths), 'file')} {where}: {some(sorted(assets.paths), 5)}")
+    return assets
 
 
 def _is_another_model(folder: Location, source: str) -> bool:
-    """Whether a folder has weights, and is not where the source lies."""
+    """Return whether a folder has weights, and is not that of the source."""
     origin = source if stores.is_remote(source) else locate(source).real()
     above = folder.real()
     if origin == above or origin.startswith(f"{above}/"):
@@ -117,7 +116,7 @@ def _beside(source: str, catalogue: Catalogue) -> Location | None:
 
 
 def _in(folder: Location, *, strict: bool) -> Assets:
-    made = Assets(folder)
+    assets = Assets(folder)
     names = folder.names()
     for sub in _FOLDERS:
         if (folder / sub).is_dir():
@@ -136,16 +135,16 @@ def _in(folder: Location, *, strict: bool) -> Assets:
             text = f"`{path}`: a link that leads out of `{folder}`, which is not followed"
             if strict:
                 raise ReadError(text, hint="put the file itself there, or take the link away", file=path) from None
-            made.notes.append(text)
+            assets.notes.append(text)
             continue
         if kept.is_file():
-            made.paths[name] = kept
-    if CONFIG in made.paths:
-        made.text, made.config = _config(made.paths[CONFIG])
-    elif "params.json" in made.paths:
-        # Meta's, which says no more of the model than how wide its heads are; not an asset of transformers.
-        made.config = _config(made.paths["params.json"])[1]
-    return made
+            assets.paths[name] = kept
+    if CONFIG in assets.paths:
+        assets.text, assets.config = _config(assets.paths[CONFIG])
+    elif "params.json" in assets.paths:
+        # Meta's, used for the width of the heads; not an asset of transformers.
+        assets.config = _config(assets.paths["params.json"])[1]
+    return assets
 
 
 def _config(path: Location) -> tuple[str, Mapping[str, Any]]:
@@ -157,17 +156,17 @@ def _config(path: Location) -> tuple[str, Mapping[str, Any]]:
         raise CorruptError(f"`{path}`: not UTF-8", file=path) from None
     try:
         # Infinity is in configs of transformers.
-        found = json.loads(text)
+        config = json.loads(text)
     except (ValueError, RecursionError):
-        found = strictjson.parse(text.encode(), f"`{path}`")
-    if not isinstance(found, dict):
+        config = strict_json.parse(text.encode(), f"`{path}`")
+    if not isinstance(config, dict):
         raise CorruptError(f"`{path}`: not an object of JSON", file=path)
-    return text, found
+    return text, config
 
 
 def outgoing(assets: Assets, dtype: str | None, *, adapter: bool) -> tuple[list[Outgoing], list[str]]:
-    """The files to be written, and what is changed in them. `dtype` is that of the weights; None leaves the config."""
-    made: list[Outgoing] = []
+    """Return the files to write, and notes on changes in them. `dtype` is that of the weights; None: not changed."""
+    files_: list[Outgoing] = []
     notes: list[str] = []
     for name, path in sorted(assets.paths.items()):
         if adapter and name in _NOT_WITH_ADAPTER:
@@ -175,15 +174,15 @@ def outgoing(assets: Assets, dtype: str | None, *, adapter: bool) -> tuple[list[
         if name == CONFIG and dtype is not None:
             text, changed = with_dtype(assets.text, dtype)
             for key, old in changed:
-                notes.append(f"`{key}` of `config.json` is `{dtype}` now, as the weights are, and was `{old}`")
-            made.append(of_bytes(name, text.encode()))
+                notes.append(f"`{key}` of `config.json` is changed from `{old}` to `{dtype}`, the dtype of the weights")
+            files_.append(of_bytes(name, text.encode()))
         else:
-            made.append(_copy(name, path))
-    return made, notes
+            files_.append(_copy(name, path))
+    return files_, notes
 
 
 def of_bytes(name: str, data: bytes) -> Outgoing:
-    """A file of known bytes."""
+    """Return a file with these bytes."""
 
     def put(append: Callable[[bytes], object]) -> None:
         append(data)
@@ -213,9 +212,9 @@ def _copy(name: str, source: Location) -> Outgoing:
 
 
 def with_dtype(text: str, dtype: str) -> tuple[str, list[tuple[str, str]]]:
-    """The text of a config with the dtype that was written, and which key had which: `[("torch_dtype", "float32")]`.
-
-    Only keys that are there, at the top. Pure.
+    """Return the text of a config with another dtype, and the changed keys with their old values:
+    `[("torch_dtype", "float32")]`. Only existing keys at the top level are changed, and the rest of the text is kept.
+    Pure.
     """
     changed: list[tuple[str, str]] = []
     pieces: list[str] = []
@@ -227,11 +226,11 @@ def with_dtype(text: str, dtype: str) -> tuple[str, list[tuple[str, str]]]:
         elif char in "}]":
             depth -= 1
         elif char == '"':
-            found = _STRING.match(text, at)
-            if found is None:
+            match = _STRING.match(text, at)
+            if match is None:
                 break
-            at = found.end()
-            key = json.loads(found[0])
+            at = match.end()
+            key = json.loads(match[0])
             colon = _skipped(text, at)
             if depth == 1 and key in _DTYPE_KEYS and text[colon : colon + 1] == ":":
                 value = _WORD.match(text, _skipped(text, colon + 1))
@@ -246,15 +245,15 @@ def with_dtype(text: str, dtype: str) -> tuple[str, list[tuple[str, str]]]:
 
 
 def _skipped(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
-    return found.end() if found else at
+    match = _SPACE.match(text, at)
+    return match.end() if match else at
 
 
 def head_dim(config: Mapping[str, Any]) -> int | None:
-    """Rows of one attention head, by a config of transformers or the `params.json` of Meta. Pure."""
-    said = config.get("head_dim")
-    if isinstance(said, int) and said > 0:
-        return said
+    """Return the rows of an attention head, by a config of transformers or the `params.json` of Meta. Pure."""
+    rows = config.get("head_dim")
+    if isinstance(rows, int) and rows > 0:
+        return rows
     for width, heads in (("hidden_size", "num_attention_heads"), ("dim", "n_heads")):
         w, h = config.get(width), config.get(heads)
         if isinstance(w, int) and isinstance(h, int) and h > 0:
@@ -263,6 +262,6 @@ def head_dim(config: Mapping[str, Any]) -> int | None:
 
 
 def ties_words(config: Mapping[str, Any]) -> bool | None:
-    """What a config says of `tie_word_embeddings`; None when it says nothing. Pure."""
-    said = config.get("tie_word_embeddings")
-    return said if isinstance(said, bool) else None
+    """Return `tie_word_embeddings` of a config; None when it is absent. Pure."""
+    value = config.get("tie_word_embeddings")
+    return value if isinstance(value, bool) else None

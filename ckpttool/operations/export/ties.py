@@ -1,8 +1,8 @@
-"""Tied weights: which tensors are one, and which of their names is written.
+"""Tied weights: which tensors share storage, and which of their names is written.
 
-Tensors with the same extents are one in the source. Sharded checkpoints keep each name for itself, so that a head that
-is tied to the embedding is there twice: such pairs are compared byte by byte. What transformers would tie decides,
-where its config says so; a layer norm that is still all ones is nobody's twin.
+Tensors with the same extents are tied in the source. Sharded checkpoints store each name by itself, so that a head that
+is tied to the embedding is stored twice: such pairs are compared byte by byte. Where there is a config of transformers,
+only what it ties is compared: two layer norms that are still all ones are not tied.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _RANKS = tuple(
     )
 )
 _TILE = 1 << 20  # elements
-_FIRST = 1 << 12  # bytes that tell most tensors apart
+_FIRST = 1 << 12  # bytes that differ between most tensors
 
 
 @dataclass(slots=True)
@@ -43,39 +43,41 @@ class Tied:
     notes: list[str] = field(default_factory=list)
 
 
-def by_model(laid: Catalogue, tied: Mapping[str, str], same: Callable[[Tensor, Tensor], bool]) -> Tied:
-    """Tensors that transformers ties, `{"lm_head.weight": "model.embed_tokens.weight"}`, once if they are one or have
-    the same bytes; everything else with bytes of its own."""
-    made = Tied(laid)
+def by_model(planned: Catalogue, tied: Mapping[str, str], same: Callable[[Tensor, Tensor], bool]) -> Tied:
+    """Tie tensors that transformers ties, `{"lm_head.weight": "model.embed_tokens.weight"}`, if they share storage or
+    have the same bytes; untie all others."""
+    result = Tied(planned)
     alias: dict[Path, Path] = {}
-    apart: list[str] = []
+    untied: list[str] = []
     for name, kept in tied.items():
-        one, other = laid.entries.get((name,)), laid.entries.get((kept,))
+        one, other = planned.entries.get((name,)), planned.entries.get((kept,))
         if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one is other:
             continue
-        if laid.first(one) is laid.first(other) or same(one, other):
+        if planned.first(one) is planned.first(other) or same(one, other):
             alias[one.path] = other.path
         else:
-            apart.append(name)
-            made.notes.append(
+            untied.append(name)
+            result.notes.append(
                 f"the config ties `{name}` to `{kept}`, but their values differ: both are written, and transformers "
                 "will not tie them; `tie_word_embeddings` of the config should be false"
             )
-    own = [t.name for t in laid.tensors if t.alias is not None and t.path not in alias and t.name not in apart]
+    own = [t.name for t in planned.tensors if t.alias is not None and t.path not in alias and t.name not in untied]
     if own:
-        made.notes.append(f"one tensor in the source, but not tied by the config, so that each is written: {some(own)}")
-    made.catalogue = _with(laid, alias)
-    return made
+        result.notes.append(
+            f"one tensor in the source, but not tied by the config, so that each is written: {some(own)}"
+        )
+    result.catalogue = _with(planned, alias)
+    return result
 
 
-def by_names(laid: Catalogue, config: bool | None, same: Callable[[Tensor, Tensor], bool]) -> Tied:
-    """What is one tensor in the source, and embeddings with heads of the same bytes. `config` is what
-    `tie_word_embeddings` says: when it is false, each has bytes of its own."""
-    made = Tied(laid)
-    ranked = {t.path: _rank(t.name) for t in laid.tensors}
+def by_names(planned: Catalogue, config: bool | None, same: Callable[[Tensor, Tensor], bool]) -> Tied:
+    """Tie tensors that share storage in the source, and heads with the same bytes as an embedding. `config` is
+    `tie_word_embeddings`: when it is false, nothing is tied."""
+    result = Tied(planned)
+    ranked = {t.path: _rank(t.name) for t in planned.tensors}
     groups: dict[Path, list[Tensor]] = {}
-    for tensor in laid.tensors:
-        groups.setdefault(laid.first(tensor).path, []).append(tensor)
+    for tensor in planned.tensors:
+        groups.setdefault(planned.first(tensor).path, []).append(tensor)
     merged = _merged([group for group in groups.values() if ranked[group[0].path] is not None], same)
     merged += [group for group in groups.values() if ranked[group[0].path] is None and len(group) > 1]
     alias: dict[Path, Path] = {}
@@ -84,15 +86,15 @@ def by_names(laid: Catalogue, config: bool | None, same: Callable[[Tensor, Tenso
             continue
         names = [t.name for t in group]
         if config is False:
-            made.notes.append(f"{some(names)} are the same, but the config ties nothing: each is written")
+            result.notes.append(f"{some(names)} are the same, but the config ties nothing: each is written")
             continue
         kept = min(group, key=lambda t: len(_RANKS) if ranked[t.path] is None else ranked[t.path] or 0)
         alias |= {t.path: kept.path for t in group if t is not kept}
-    heads = [t.name for t in laid.tensors if ranked[t.path] == len(_RANKS) - 1 and t.path not in alias]
+    heads = [t.name for t in planned.tensors if ranked[t.path] == len(_RANKS) - 1 and t.path not in alias]
     if config and heads and len(merged) > 1 and not alias:
-        made.notes.append(f"`tie_word_embeddings` of the config is true, but {some(heads)} has values of its own")
-    made.catalogue = _with(laid, alias)
-    return made
+        result.notes.append(f"`tie_word_embeddings` of the config is true, but {some(heads)} has values of its own")
+    result.catalogue = _with(planned, alias)
+    return result
 
 
 def _rank(name: str) -> int | None:
@@ -100,27 +102,27 @@ def _rank(name: str) -> int | None:
 
 
 def _merged(groups: Sequence[list[Tensor]], same: Callable[[Tensor, Tensor], bool]) -> list[list[Tensor]]:
-    """Groups whose tensors have the same bytes as one."""
-    made: list[list[Tensor]] = []
+    """Merge groups whose tensors have the same bytes."""
+    merged: list[list[Tensor]] = []
     for group in groups:
-        twin = next((other for other in made if _alike(other[0], group[0]) and same(other[0], group[0])), None)
+        twin = next((other for other in merged if _alike(other[0], group[0]) and same(other[0], group[0])), None)
         if twin is None:
-            made.append(list(group))
+            merged.append(list(group))
         else:
             twin += group
-    return made
+    return merged
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
     return len(one.shape) == 2 and (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
-def _with(laid: Catalogue, alias: Mapping[Path, Path]) -> Catalogue:
-    return rebuilt(laid, [again(t, alias=alias.get(t.path)) for t in laid.tensors], {})
+def _with(planned: Catalogue, alias: Mapping[Path, Path]) -> Catalogue:
+    return rebuilt(planned, [again(t, alias=alias.get(t.path)) for t in planned.tensors], {})
 
 
 def same_bytes(source: Source) -> Callable[[Tensor, Tensor], bool]:
-    """Whether two tensors of a layout have the same dtype, shape and bytes: reads both, up to the first difference."""
+    """Return a function that compares dtype, shape and bytes of two tensors, up to the first difference."""
 
     def same(one: Tensor, other: Tensor) -> bool:
         if (one.shape, one.dtype) != (other.shape, other.dtype):

@@ -1,4 +1,4 @@
-"""The weights as files of safetensors, each of which is laid out, filled and checked alone."""
+"""The weights as files of safetensors, each of which is created, filled and checked alone."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.protocols import SinkOptions, Source
 from ckpttool.errors import LossError
 from ckpttool.formats import named
-from ckpttool.formats.safetensors import sharding as placing
-from ckpttool.layout import rechunk as chunking
-from ckpttool.layout import select as layout
+from ckpttool.formats.safetensors import sharding
+from ckpttool.layout import rechunk, select
 from ckpttool.operations.export.assets import of_bytes
-from ckpttool.serialization import safetensors_header as stheader
+from ckpttool.serialization import safetensors_header
 from ckpttool.storage import files
 from ckpttool.storage.stores import Outgoing
 from ckpttool.text import some
@@ -27,7 +26,7 @@ ADAPTER_FILE = "adapter_model.safetensors"
 
 @dataclass(slots=True)
 class Tally:
-    """What was moved so far: bytes whose checksum was compared, bytes that have none, and what a cast overflowed."""
+    """Totals so far: bytes whose checksum was compared, bytes that have none, and values that overflowed in a cast."""
 
     checked: int = 0
     unchecked: int = 0
@@ -37,7 +36,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Moving:
-    """How bytes are moved: the source as it was when it was opened, threads, memory, and who is told how far it is."""
+    """How bytes are copied: source, fingerprint of its files, threads, memory, and the callback for progress."""
 
     source: Source
     before: files.Fingerprint
@@ -46,39 +45,41 @@ class Moving:
     progress: Progress | None = None
 
 
-def outgoing(laid: Catalogue, most: int, moving: Moving, tally: Tally, *, adapter: bool) -> list[Outgoing]:
-    """The files of a model of which no file has more than `most` bytes of weights, and their index. An adapter is one
-    file. Raises LossError for what safetensors cannot hold."""
-    _check_losses(laid)
-    laid = chunking.whole(laid)
-    # Remarks in the header of the source are about the source.
-    laid.facts = {key: value for key, value in laid.facts.items() if key != "metadata"}
-    placed = placing.plan_model(laid, None if adapter else most, {})
-    owners = {tensor.name: tensor for tensor in laid.tensors}
+def outgoing(planned: Catalogue, most: int, moving: Moving, tally: Tally, *, adapter: bool) -> list[Outgoing]:
+    """Return the files of a model, of at most `most` bytes of weights each, and their index. An adapter is one file.
+    Raises LossError for what safetensors cannot store."""
+    _check_losses(planned)
+    planned = rechunk.whole(planned)
+    # `__metadata__` of the source describes the source.
+    planned.facts = {key: value for key, value in planned.facts.items() if key != "metadata"}
+    placed = sharding.plan_model(planned, None if adapter else most, {})
+    owners = {tensor.name: tensor for tensor in planned.tensors}
     total = sum(spec.nbytes for file in placed.files for spec in file.tensors)
-    made: list[Outgoing] = []
+    files_: list[Outgoing] = []
     for file in placed.files:
         alone = len(placed.files) == 1
-        held = list(laid.tensors) if alone else [owners[spec.name] for spec in file.tensors]
+        tensors = list(planned.tensors) if alone else [owners[spec.name] for spec in file.tensors]
         payload = sum(spec.nbytes for spec in file.tensors)
-        size = len(stheader.build_header(file.tensors, file.metadata)) + payload
+        size = len(safetensors_header.build_header(file.tensors, file.metadata)) + payload
         name = ADAPTER_FILE if adapter else file.name
-        made.append(Outgoing(name, size, _writer(name, layout.rebuilt(laid, held, {}), payload, total, moving, tally)))
-    return made + [of_bytes(name, data) for name, data in placed.indexes.items()]
+        files_.append(
+            Outgoing(name, size, _writer(name, select.rebuilt(planned, tensors, {}), payload, total, moving, tally))
+        )
+    return files_ + [of_bytes(name, data) for name, data in placed.indexes.items()]
 
 
-def _check_losses(laid: Catalogue) -> None:
-    lost = _SAFE.losses(laid, "") if _SAFE.losses is not None else []
+def _check_losses(planned: Catalogue) -> None:
+    lost = _SAFE.losses(planned, "") if _SAFE.losses is not None else []
     if lost:
         raise LossError(
             f"{len(lost)} tensors cannot be written as safetensors ({some([one.name for one in lost])}): {lost[0].why}",
-            hint=f"leave them out with `--exclude {lost[0].name!r}`, or keep them with `ckpttool convert --to torch`",
+            hint=f"exclude them with `--exclude {lost[0].name!r}`, or keep them with `ckpttool convert --to torch`",
             lost=[loss.name for loss in lost],
         )
 
 
 def _writer(
-    name: str, held: Catalogue, payload: int, total: int, moving: Moving, tally: Tally
+    name: str, catalogue: Catalogue, payload: int, total: int, moving: Moving, tally: Tally
 ) -> Callable[[str], None]:
     def progress(done: int, _: int) -> None:
         tally.done[name] = done
@@ -87,7 +88,7 @@ def _writer(
 
     def write(path: str) -> None:
         assert _SAFE.create is not None
-        sink = _SAFE.create(path, held, SinkOptions(one_file=True))
+        sink = _SAFE.create(path, catalogue, SinkOptions(one_file=True))
         moved = transfer(
             plan.plan(sink.catalogue), moving.source, sink.catalogue,
             total=payload, threads=moving.threads, memory=moving.memory, progress=progress,
