@@ -1,4 +1,4 @@
-"""The library's face for reading: a checkpoint whose tensors are listed at once and read when asked for.
+"""The Python API for reading: a checkpoint whose tensors are listed when it is opened and read when they are needed.
 
 with ckpttool.open("run7/step-1000") as ckpt:
     ckpt["model.layers.0.weight"].shape          # nothing read yet
@@ -75,11 +75,11 @@ class Checkpoint(Mapping[str, Any]):
         return f"<{self.path}: {self.format}, {tensors} tensors, {len(self) - tensors} objects>"
 
     def tensors(self) -> Iterator[LazyTensor]:
-        """Every tensor, in the order in which they were saved."""
+        """Return an iterator over the tensors, in the order in which they were saved."""
         return (LazyTensor(t, self._source, self._pool) for t in self.catalogue.tensors)
 
     def objects(self) -> dict[str, Any]:
-        """Every value that is not a tensor, by name."""
+        """Return every value that is not a tensor, by name."""
         return {o.name: o.value for o in self.catalogue.objects}
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ class LazyTensor:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> LazyTensor:
-        """Integers and slices with positive steps, as numpy has them."""
+        """Return a slice; indexes are integers and slices with positive steps, as in numpy."""
         if self._index:
             raise UsageError("a slice of a slice: index the tensor once, or the array after reading")
         keys = list(index) if isinstance(index, tuple) else [index]
@@ -164,7 +164,7 @@ class LazyTensor:
         return bits[(..., *self._index)] if self._index else bits
 
     def numpy(self) -> np.ndarray[Any, np.dtype[Any]]:
-        """As a numpy array. Raises UsageError for a dtype that numpy lacks (bfloat16, 8-bit floats)."""
+        """Return a numpy array. Raises UsageError for a dtype that numpy lacks (bfloat16, 8-bit floats)."""
         import numpy as np
 
         try:
@@ -175,7 +175,7 @@ class LazyTensor:
         return bits.view(kind) if bits.ndim else bits.reshape(1).view(kind).reshape(())
 
     def torch(self) -> torch.Tensor:
-        """As a torch tensor on the CPU, with memory of its own. Raises UsageError for the integers of a quantised
+        """Return a torch tensor on the CPU, with memory of its own. Raises UsageError for the integers of a quantized
         tensor, which mean nothing without their scale."""
         import numpy as np
         import torch

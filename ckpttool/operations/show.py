@@ -1,4 +1,4 @@
-"""`show`: where one tensor lies, a few of its values, and figures over all of them, read tile by tile."""
+"""`show`: where one tensor is stored, a few of its values, and statistics of all of them, read tile by tile."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Shown:
 
 
 def show(path: str | os.PathLike[str], tensor: str, *, shapes: str | None = None) -> Shown:
-    """One tensor of the checkpoint at `path`: where it lies, a few values, and figures over all of them. Reads only
-    its bytes. Raises UsageError, with the nearest names, when there is no such tensor."""
+    """Return where one tensor of the checkpoint at `path` is stored, a few values, and statistics of all of them. Reads
+    only its bytes. Raises UsageError, with the nearest names, when there is no such tensor."""
     path = os.fspath(path)
     with opened(path, shapes) as source:
-        found = [t for t in source.catalogue.tensors if t.name == tensor]
-        if not found:
+        matches = [t for t in source.catalogue.tensors if t.name == tensor]
+        if not matches:
             if any(o.name == tensor for o in source.catalogue.objects):
                 hint = "it is an object; `ckpttool inspect` shows its value"
                 raise UsageError(f"`{path}`: `{tensor}` is not a tensor", hint=hint)
@@ -58,14 +58,14 @@ def show(path: str | os.PathLike[str], tensor: str, *, shapes: str | None = None
             hint = meant(tensor, names, f"`ckpttool inspect {path} --tensors '*'` lists them")
             raise UsageError(f"`{path}`: there is no tensor `{tensor}`", hint=hint)
         with naming(path):
-            validate(replace(source.catalogue, entries={found[0].path: found[0]}))
-            return look(found[0], source)
+            validate(replace(source.catalogue, entries={matches[0].path: matches[0]}))
+            return look(matches[0], source)
 
 
 def look(tensor: Tensor, source: Source) -> Shown:
-    """Read a tensor in tiles and sum it up. Figures leave NaN and infinite elements out.
+    """Read a tensor in tiles and compute its statistics, without NaN and infinite elements.
 
-    Raises CorruptError when its bytes are not those that were written, as far as there are checksums of them alone.
+    Raises CorruptError when its bytes do not match their checksum.
     """
     shown = Shown(tensor.name, str(tensor.part), tensor.dtype.name, tensor.shape, tensor.nbytes)
     catalogue = source.catalogue
@@ -77,7 +77,7 @@ def look(tensor: Tensor, source: Source) -> Shown:
     pool = Pool()
     try:
         _check(tensor, source, pool)
-        _sum_up(shown, tensor, source, pool)
+        _add_statistics(shown, tensor, source, pool)
     finally:
         pool.close()
     return shown
@@ -96,7 +96,7 @@ def _check(tensor: Tensor, source: Source, pool: Pool) -> None:
             raise checksums.mismatch(record, crc, location, [tensor.name])
 
 
-def _sum_up(shown: Shown, tensor: Tensor, source: Source, pool: Pool) -> None:
+def _add_statistics(shown: Shown, tensor: Tensor, source: Source, pool: Pool) -> None:
     import numpy as np
 
     total, norm, count = 0.0, 0.0, 0

@@ -1,4 +1,4 @@
-"""A model card for a model that has none: what it was made from, and of what it is. Pure.
+"""A model card for a model without one: its source and its contents. Pure.
 
 No date and no path: the same source gives the same bytes.
 """
@@ -18,7 +18,7 @@ from ckpttool.version import __version__
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the card says: `Facts("run", "out", "dcp", {"bfloat16": 494_032_768}, 290, 988_065_536, "", None)`."""
+    """The contents of the card: `Facts("run", "out", "dcp", {"bfloat16": 494_032_768}, 290, 988_065_536, "", None)`."""
 
     source: str
     title: str
@@ -33,21 +33,21 @@ class Facts:
 
 
 def digest(catalogue: Catalogue) -> str:
-    """A digest of the source: names and sizes of its files, and the checksums that its index has. Nothing is read."""
-    made = hashlib.sha256()
+    """Return a digest of the source: names and sizes of its files, and the checksums in its index."""
+    sha = hashlib.sha256()
     for file in sorted(catalogue.own_files, key=lambda file: file.name):
-        made.update(f"{file.name}\0{file.size}\n".encode("utf-8", "backslashreplace"))
+        sha.update(f"{file.name}\0{file.size}\n".encode("utf-8", "backslashreplace"))
     names = [file.name for file in catalogue.files]
     for tensor in catalogue.tensors:
         for record in tensor.chunks.records.values():
             if record.crc is not None:
                 line = f"{names[record.file]}\0{record.offset}\0{record.nbytes}\0{record.crc:08x}\n"
-                made.update(line.encode("utf-8", "backslashreplace"))
-    return made.hexdigest()
+                sha.update(line.encode("utf-8", "backslashreplace"))
+    return sha.hexdigest()
 
 
 def text(facts: Facts, catalogue: Catalogue) -> str:
-    """The card, as Markdown with the header that the Hub reads."""
+    """Return the card, as Markdown with the header that the Hub reads."""
     total = sum(facts.parameters.values())
     dtypes = ", ".join(f"{name} ({count(n)})" for name, n in facts.parameters.items())
     library = "peft" if facts.adapter else "transformers" if facts.architecture else "safetensors"
@@ -55,7 +55,7 @@ def text(facts: Facts, catalogue: Catalogue) -> str:
     producer = catalogue.facts.get("producer")
     run = catalogue.facts.get("run", ())
     source = os.path.basename(os.path.abspath(facts.source)) if "://" not in facts.source else facts.source
-    taken = next((f"{source}/{found['name']}" for found in run if found["taken"]), source)
+    taken = next((f"{source}/{entry['name']}" for entry in run if entry["taken"]), source)
     rows = [
         ("Made from", f"`{taken}`, {facts.format}" + (f" as {producer} leaves it" if producer else "")),
         ("Made by", f"ckpttool {__version__}, `ckpttool export`"),

@@ -20,7 +20,7 @@ from ckpttool.operations import write
 from ckpttool.operations.export import architecture, assets, key_maps, model_card, select_model, ties, weights
 from ckpttool.operations.export.architecture import Expected
 from ckpttool.operations.export.assets import Assets
-from ckpttool.operations.export.select_model import Chosen
+from ckpttool.operations.export.select_model import SelectedModel
 from ckpttool.operations.export.views import Viewed
 from ckpttool.operations.write import Conversion
 from ckpttool.producers import open as opening
@@ -130,7 +130,7 @@ def _plan(
 ) -> Catalogue:
     """Return the tensors to write, each with its origin in the source."""
     chosen = select_model.model_of(source, options.only)
-    chosen = select_model.named_anew(chosen, options.exclude, options.strip_prefix, options.rename)
+    chosen = select_model.renamed(chosen, options.exclude, options.strip_prefix, options.rename)
     chosen = select_model.without_base(chosen)
     result.adapter = chosen.adapter is not None
     result.dropped = chosen.left
@@ -149,8 +149,8 @@ def _plan(
 
 
 def _mapped(
-    chosen: Chosen, viewed: Viewed, config: Mapping[str, Any] | None, options: ExportOptions, result: Exported
-) -> Chosen:
+    chosen: SelectedModel, viewed: Viewed, config: Mapping[str, Any] | None, options: ExportOptions, result: Exported
+) -> SelectedModel:
     names = [tensor.name for tensor in chosen.catalogue.tensors]
     keymap = key_maps.chosen(options.key_map, names, config)
     if keymap is None:

@@ -1,10 +1,9 @@
-"""Tensors made of other tensors' elements in another order or cut into several, without reading any: a view of their
-chunks.
+"""Views: tensors with the elements of another one in another order, or a part of them, without reading any.
 
     q_proj of Llama, rows in another order     box (head, half) <- every second row of the head
     one expert of a stacked tensor             [2i, h] <- [e, :, :] of [experts, 2i, h]
 
-The rest of the machine sees a tensor with many chunks, each an extent with strides.
+To the rest of the code, a view is a tensor with many chunks, each an extent with strides.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _KEPT = 4096
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Which elements of a tensor go into a box of another: `Slice((0, 0), (32, 64), (0, 0), (0, 1), (2, 1))` takes
+    """The elements of a tensor that fill a box of another: `Slice((0, 0), (32, 64), (0, 0), (0, 1), (2, 1))` takes
     every second row of the first 64.
 
     `offsets` and `sizes` are the box; `start` is where its first element lies in the tensor; of each dimension of the
@@ -39,8 +38,8 @@ class Slice:
 
 
 def halves(shape: Ints, head: int) -> list[Slice]:
-    """Rows `[heads, head / 2, 2]` as `[heads, 2, head / 2]`: pairs of neighbours become halves, as the rotary embedding
-    of transformers wants them. Pure."""
+    """Permute rows `[heads, head / 2, 2]` to `[heads, 2, head / 2]`: pairs of neighbours become halves, as in the
+    rotary embedding of transformers. Pure."""
     half, rest = head // 2, shape[1:]
     zeros, ones = (0,) * len(rest), (1,) * len(rest)
     dims = tuple(range(len(shape)))
@@ -52,8 +51,7 @@ def halves(shape: Ints, head: int) -> list[Slice]:
 
 
 def piece(shape: Ints, at: Ints, low: int, size: int) -> tuple[Ints, Slice]:
-    """What is left of a tensor at the first indexes `at`, and of that `size` rows from `low`: its shape, and where its
-    elements lie. Pure."""
+    """Return shape and slice of `size` rows from `low` of a tensor at the first indexes `at`. Pure."""
     depth = len(at)
     left = (size, *shape[depth + 1 :]) if len(shape) > depth else ()
     start = (*at, low, *(0,) * (len(shape) - depth - 1)) if len(shape) > depth else at
@@ -62,7 +60,7 @@ def piece(shape: Ints, at: Ints, low: int, size: int) -> tuple[Ints, Slice]:
 
 
 class _View:
-    """Of each chunk of a view, the chunk of the tensor and the slice that it comes from."""
+    """For each chunk of a view, the chunk of the tensor and the slice that it comes from."""
 
     def __init__(self, tensor: Tensor, slices: list[Slice]) -> None:
         self.tensor = tensor
@@ -72,7 +70,7 @@ class _View:
 
 
 class Viewed:
-    """A source of which some tensors are seen in another order. Itself a `Source`; closing it closes nothing."""
+    """A source with views of its tensors. Itself a `Source`; closing it closes nothing."""
 
     def __init__(self, source: Source) -> None:
         self.catalogue: Catalogue = source.catalogue
@@ -82,47 +80,47 @@ class Viewed:
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """Nothing: who opened the source closes it."""
+        """Do nothing: the source is closed where it was opened."""
 
     def view(self, tensor: Tensor, path: Path, shape: Ints, slices: Iterable[Slice]) -> Tensor:
-        """A tensor of this shape, each box of which is a slice of `tensor`, an unchanged one of the source."""
-        seen = _View(tensor, list(slices))
+        """Return a tensor of this shape, each box of which is a slice of `tensor`, which is one of the source."""
+        view_ = _View(tensor, list(slices))
         offsets: list[Ints] = []
         sizes: list[Ints] = []
         files: array[int] = array("l")
         nbytes: array[int] = array("q")
-        have = tensor.chunks
-        for number, part in enumerate(seen.slices):
-            for k in range(len(have)):
-                box = _clip(part, (have.offsets[k], have.sizes[k]))
+        stored = tensor.chunks
+        for number, part in enumerate(view_.slices):
+            for k in range(len(stored)):
+                box = _clip(part, (stored.offsets[k], stored.sizes[k]))
                 if box is not None:
                     offsets.append(box[0])
                     sizes.append(box[1])
-                    files.append(have.file[k])
+                    files.append(stored.file[k])
                     nbytes.append(0)
-                    seen.chunk.append(k)
-                    seen.slice.append(number)
-        # Where an unopened item says where it lies, these say which they are.
+                    view_.chunk.append(k)
+                    view_.slice.append(number)
+        # In place of an offset, the extents of a view have the number of the chunk.
         chunks = Chunks.items(offsets, sizes, files, array("q", range(len(offsets))), nbytes)
-        made = Tensor(path, tensor.dtype, shape, chunks, part=tensor.part, origin=tensor)
-        self._views[id(made)] = (made, seen)
-        return made
+        result = Tensor(path, tensor.dtype, shape, chunks, part=tensor.part, origin=tensor)
+        self._views[id(result)] = (result, view_)
+        return result
 
     def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
-        """Where the elements of a chunk lie. Raises CorruptError as the source does."""
-        found = self._views.get(id(tensor))
-        if found is None:
+        """Return the extent of a chunk. Raises CorruptError as the source does."""
+        known = self._views.get(id(tensor))
+        if known is None:
             return self._source.resolve(tensor, chunk)
-        view = found[1]
+        view = known[1]
         number = chunk.extent.offset
-        have = view.tensor.chunks.at(view.chunk[number])
-        extent = self._extent(view.tensor, view.chunk[number], have)
+        stored = view.tensor.chunks.at(view.chunk[number])
+        extent = self._extent(view.tensor, view.chunk[number], stored)
         part = view.slices[view.slice[number]]
-        inner = extent.strides or boxes.row_major(have.sizes)
+        inner = extent.strides or boxes.row_major(stored.sizes)
         index = list(part.start)
         for dim, offset, base, step in zip(part.dims, chunk.offsets, part.offsets, part.steps, strict=True):
             index[dim] += (offset - base) * step
-        first = sum((i - o) * s for i, o, s in zip(index, have.offsets, inner, strict=True))
+        first = sum((i - o) * s for i, o, s in zip(index, stored.offsets, inner, strict=True))
         strides = tuple(inner[dim] * step for dim, step in zip(part.dims, part.steps, strict=True))
         itemsize = tensor.dtype.itemsize
         return extent._replace(
@@ -132,7 +130,7 @@ class Viewed:
         )
 
     def _extent(self, tensor: Tensor, number: int, chunk: Chunk) -> Extent:
-        """Many chunks of a view come from one of the source, which is looked into once."""
+        """Return the extent of a chunk of the source, which is resolved once for many chunks of a view."""
         if not chunk.extent.item:
             return self._source.resolve(tensor, chunk)
         key = (id(tensor), number)
@@ -147,7 +145,7 @@ class Viewed:
 
 
 def _clip(part: Slice, chunk: Box) -> Box | None:
-    """The part of a slice's box whose elements lie in a chunk, or None."""
+    """Return the part of a slice's box whose elements lie in a chunk, or None."""
     low, high = [0] * len(part.dims), list(part.sizes)
     places = {dim: d for d, dim in enumerate(part.dims)}
     for dim, (start, offset, size) in enumerate(zip(part.start, *chunk, strict=True)):
