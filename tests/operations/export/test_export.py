@@ -352,7 +352,7 @@ def test_assets_are_copied_as_files_and_one_word_is_changed(tmp_path: Path) -> N
     assert all((tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes() for name in copied)
     text = (tmp_path / "out" / "config.json").read_text()
     assert text == CONFIG.replace('"torch_dtype": "float32"', '"torch_dtype": "bfloat16"')
-    assert any("`torch_dtype` of `config.json` is `bfloat16` now" in note for note in made.notes)
+    assert any("`torch_dtype` of `config.json` is changed from `float32` to `bfloat16`" in note for note in made.notes)
     assert {p.name for p in (tmp_path / "out").iterdir()} >= {"model.safetensors", CARD}
 
 
