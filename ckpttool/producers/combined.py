@@ -34,10 +34,11 @@ class CombinedSource:
         self._closing = ExitStack()
 
     @classmethod
-    def over(cls, source: Source) -> CombinedSource:
-        """Start with one source as it is."""
+    def over(cls, source: Source, close: Callable[[], object] = lambda: None) -> CombinedSource:
+        """Start with one source as it is; `close` is called when it is closed."""
         combined = cls(source.catalogue)
         combined._append(source, 0)
+        combined._closing.callback(close)
         return combined
 
     def _append(self, source: Source, start: int) -> None:
@@ -138,10 +139,6 @@ class CombinedSource:
         if not start:
             return self._sources[i].resolve(tensor, chunk)
         return self._sources[i].resolve(tensor, chunk._replace(extent=chunk.extent.shifted(-start))).shifted(start)
-
-    def closing(self, done: Callable[[], object]) -> None:
-        """Call `done` when this is closed, before the sources are."""
-        self._closing.callback(done)
 
     def close(self) -> None:
         self._closing.close()

@@ -154,14 +154,13 @@ def _opened(path: str, options: OpenOptions) -> tuple[Source, set[str]]:
             location.store.close()
         raise
     if location is not path and not location.store.is_local:
-        source = CombinedSource.over(source)
-        source.closing(location.store.close)
+        source = CombinedSource.over(source, location.store.close)
     return source, named
 
 
 @contextmanager
 def naming(path: str | None) -> Iterator[None]:
-    """Errors of a directory's reader name the file in it; put the directory before, so that it is known which."""
+    """Context manager that puts `path` before the message of an error that names only a file in it."""
     try:
         yield
     except CkptError as error:
@@ -181,7 +180,9 @@ def location_of(path: str, catalogue: Catalogue) -> Location:
 
 def shapes_from(path: str) -> OpenOptions:
     """The shapes of a model's parameters, from a checkpoint of the model or from JSON: `[["embed.weight", [29, 7]],
-    ...]` or `{"embed.weight": [29, 7], ...}` in the order of the model. Raises ReadError, CorruptError or UsageError.
+    ...]` or `{"embed.weight": [29, 7], ...}` in the order of the model.
+
+    Raises ReadError, CorruptError or UsageError.
     """
     if path.endswith(".json") and not path.endswith(".index.json"):
         return OpenOptions(_shapes_in(path))
@@ -190,31 +191,31 @@ def shapes_from(path: str) -> OpenOptions:
         if len(models) != 1:
             raise UsageError(f"`--shapes {path}`: has {len(models) or 'no'} models, and one is needed")
         depth = len(models[0].root)
-        found = {dotted(t.path[depth:]): t.shape for t in source.catalogue.tensors if t.part == models[0]}
-        return OpenOptions(found, ordered=source.catalogue.format != "safetensors" and is_model_order(list(found)))
+        shapes = {dotted(t.path[depth:]): t.shape for t in source.catalogue.tensors if t.part == models[0]}
+        return OpenOptions(shapes, ordered=source.catalogue.format != "safetensors" and is_model_order(list(shapes)))
 
 
 def _shapes_in(path: str) -> dict[str, tuple[int, ...]]:
     location = locate(path)
-    listed = strict_json.parse(location.head(_LARGEST_SHAPES), f"`{path}`")
-    pairs = list(listed.items()) if isinstance(listed, dict) else listed
-    found: dict[str, tuple[int, ...]] = {}
+    value = strict_json.parse(location.head(_LARGEST_SHAPES), f"`{path}`")
+    pairs = list(value.items()) if isinstance(value, dict) else value
+    shapes: dict[str, tuple[int, ...]] = {}
     for pair in pairs if isinstance(pairs, list) else [None]:
         match pair:
-            case (str() as name, [*sizes]) if all(type(n) is int and n >= 0 for n in sizes) and name not in found:
-                found[name] = tuple(sizes)
+            case (str() as name, [*sizes]) if all(type(n) is int and n >= 0 for n in sizes) and name not in shapes:
+                shapes[name] = tuple(sizes)
             case _:
                 raise CorruptError(
                     f"`{path}`: {pair!r:.80} is not a name and a shape, or the second of that name",
                     hint='write `[["embed.weight", [29, 7]], ...]` in the order of the model',
                     file=path,
                 )
-    return found
+    return shapes
 
 
 @contextmanager
 def opened(path: str, shapes: str | None = None) -> Iterator[Source]:
-    """An open source with its parts told apart. Raises ReadError or CorruptError."""
+    """Context manager of an open source. Raises ReadError or CorruptError."""
     source = open_source(path, shapes)
     try:
         yield source
@@ -223,14 +224,14 @@ def opened(path: str, shapes: str | None = None) -> Iterator[Source]:
 
 
 def harmful(objects: Iterable[Object]) -> Iterator[tuple[str, str]]:
-    """Entries whose values name something that runs commands, and what."""
+    """Names of entries whose values name functions that run commands, with each function."""
     for entry in objects:
         for called in sorted(unsafe_globals.harmful_names(entry.value)):
             yield entry.name, called
 
 
 def harmful_attributes(catalogue: Catalogue) -> Iterator[tuple[Path, str]]:
-    """Dicts whose attributes name something that runs commands, and what."""
+    """Paths of dicts whose attributes name functions that run commands, with each function."""
     for path, container in catalogue.containers.items():
         if container.attrs:
             for called in sorted(unsafe_globals.harmful_names(container.attrs)):

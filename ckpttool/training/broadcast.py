@@ -48,8 +48,8 @@ def travels(shape: Shape) -> bool:
     return not shape.dtype.startswith(_AS_BYTES)
 
 
-def _options() -> StateDictOptions:
-    # What is missing has been dealt with; a call has one module's tensors only, whatever is below it.
+def options() -> StateDictOptions:
+    """Options of a broadcast. Not strict: missing keys are checked before, and a call has one module's tensors only."""
     return StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=True, strict=False)
 
 
@@ -131,7 +131,7 @@ def _copies(module: nn.Module) -> bool:
 def _set(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        set_model_state_dict(module, state, options=_options())
+        set_model_state_dict(module, state, options=options())
 
 
 @dataclass(frozen=True, slots=True)

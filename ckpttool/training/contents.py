@@ -85,9 +85,16 @@ class Contents:
 
 
 def describe(
-    catalogue: Catalogue, path: str, read: Read, model: str | None, optimizer: str | None, prefix: str = "", *,
-    targets: tuple[bool, bool], own: Mapping[Path, bool] | None = None,
-) -> Contents:  # fmt: skip
+    catalogue: Catalogue,
+    path: str,
+    read: Read,
+    model: str | None,
+    optimizer: str | None,
+    prefix: str = "",
+    *,
+    targets: tuple[bool, bool],
+    own: Mapping[Path, bool] | None = None,
+) -> Contents:
     """Describe the parts of a catalogue that a script loads.
 
     Args: `model` and `optimizer` are the root keys of the parts, if there are several; `targets` says which of the two
@@ -207,7 +214,7 @@ def _add_optimizer(contents: Contents, catalogue: Catalogue, part: Part, read: R
         values: dict[str, Any] = {}
         for below, entry in group.items:
             if not (isinstance(entry, Tensor) and entry.embedded):
-                _put(values, below, value(entry))
+                put(values, below, value(entry))
         contents.optimizer.groups.append(Group([bare(name) for name in group.params], values))
     for called, items in one.state.items():
         name = bare(called)
@@ -221,7 +228,8 @@ def _add_optimizer(contents: Contents, catalogue: Catalogue, part: Part, read: R
                 contents.tensors[("optimizer", name, *below)] = entry.origin or entry
 
 
-def _put(values: dict[Any, Any], path: Path, value: Any) -> None:
+def put(values: dict[Any, Any], path: Path, value: Any) -> None:
+    """Set a value in nested dicts, which are created on the way."""
     *above, last = path
     for key in above:
         values = values.setdefault(key, {})

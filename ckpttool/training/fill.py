@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -14,7 +15,7 @@ from ckpttool.catalogue.entries import Path
 from ckpttool.errors import UsageError
 from ckpttool.training import broadcast, collectives, match
 from ckpttool.training.broadcast import OutgoingTensor
-from ckpttool.training.contents import Contents, Shape
+from ckpttool.training.contents import Contents, Shape, put
 from ckpttool.training.match import GroupMatch, ModelMatch
 from ckpttool.training.read import LocalShard, Reader, empty, like, local_shards
 
@@ -47,6 +48,10 @@ class Filler:
         elif self.reader is not None and tensor is not None:
             for shard in shards:
                 self.reader.read(tensor, shard.box, shard.memory)
+
+    def together(self) -> AbstractContextManager[None]:
+        """Context manager that raises errors of one rank on all, if ranks read by themselves."""
+        return nullcontext() if self.broadcast else collectives.together()
 
 
 def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, filler: Filler) -> FillPlan:
@@ -133,7 +138,7 @@ def _read_state(matches: list[GroupMatch], filler: Filler, optimizer: torch.opti
                 if isinstance(saved, Shape):
                     value = room(parameter, saved, _now(optimizer, parameter, below))
                     filler.fill(("optimizer", name, *below), saved, local_shards(value, f"{name}.{below[-1]}"))
-                _put(values, below, value)
+                put(values, below, value)
             result[id(parameter)] = values
     return result
 
@@ -160,7 +165,7 @@ def _send_state(matches: list[GroupMatch], filler: Filler) -> State:
                     small.append(one)
                 else:
                     filler.fill(key, saved, one.shards)
-            _put(values, below, value)
+            put(values, below, value)
         result[id(parameter)] = values
     broadcast.send_small(small, filler.reader)
     broadcast.send_shares(shares, filler.reader)
@@ -204,7 +209,7 @@ def room(parameter: Any, saved: Shape, current: Any = None) -> Any:
 
 def set_state(
     optimizer: torch.optim.Optimizer, matches: list[GroupMatch], state: State, as_saved: set[int], path: str
-) -> None:  # fmt: skip
+) -> None:
     """Load state and hyper-parameters through `Optimizer.load_state_dict`, which casts and moves them; the dtypes of
     state of parameters in `as_saved`, which have the checkpoint's dtype, are kept.
 
@@ -267,10 +272,3 @@ def group_of(matches: GroupMatch, params: list[Any]) -> dict[str, Any]:
             value = tuple(value)
         result[key] = value
     return {**result, "params": params}
-
-
-def _put(values: dict[Any, Any], path: Path, value: Any) -> None:
-    *above, last = path
-    for key in above:
-        values = values.setdefault(key, {})
-    values[last] = value

@@ -26,9 +26,9 @@ from ckpttool.layout.select import strip_wrappers
 from ckpttool.text import some
 from ckpttool.training import collectives, match
 from ckpttool.training.contents import Contents, Group, Shape
-from ckpttool.training.fill import Filler, group_of, hand_over, is_as_saved, keep_dtypes
+from ckpttool.training.fill import Filler, group_of, hand_over, is_as_saved, keep_dtypes, room
 from ckpttool.training.match import GroupMatch, ModelMatch
-from ckpttool.training.read import like, local_shards
+from ckpttool.training.read import local_shards
 
 
 def is_fsdp1(model: nn.Module) -> bool:
@@ -109,7 +109,7 @@ def _ties(model: nn.Module) -> Iterator[tuple[str, str]]:
 def _fill_model(matched: ModelMatch, filler: Filler) -> None:
     first: dict[str, Any] = {}
     tied: list[tuple[Any, Any]] = []
-    with _errors_apart(filler):
+    with filler.together():
         for place in matched.targets:
             name = filler.contents.same.get(place.name, place.name)
             if name in first:
@@ -121,16 +121,6 @@ def _fill_model(matched: ModelMatch, filler: Filler) -> None:
         for value, other in tied:
             for shard, indices in zip(local_shards(value, ""), local_shards(other, ""), strict=True):
                 shard.memory.copy_(indices.memory)
-
-
-@contextmanager
-def _errors_apart(filler: Filler) -> Iterator[None]:
-    """Without broadcast, errors of single ranks are raised on all afterwards."""
-    if filler.broadcast:
-        yield
-    else:
-        with collectives.together():
-            yield
 
 
 # The optimizer --------------------------------------------------------------------------------------------------------
@@ -179,7 +169,7 @@ def _fill_optimizer(
     by_name = {strip_wrappers(name): value for name, value in values.items()}
     names = {strip_wrappers(name): name for name in filler.contents.optimizer.state}
     state: dict[str, dict[Any, Any]] = {}
-    with _errors_apart(filler):
+    with filler.together():
         for one in matches:
             for name in one.names:
                 clean = strip_wrappers(name)
@@ -208,9 +198,7 @@ def _state_of(parameter: Any, name: str, state: dict[Path, Any], filler: Filler)
             raise UsageError(f"state `{'.'.join(map(str, below))}` of `{name}` is nested, which FSDP1 does not load")
         value = saved
         if isinstance(saved, Shape):
-            dtype = getattr(torch, saved.dtype)
-            is_like = tuple(parameter.size()) == saved.sizes and saved.sizes
-            value = like(parameter, dtype) if is_like else torch.empty(saved.sizes, dtype=dtype)
+            value = room(parameter, saved)
             filler.fill(("optimizer", name, *below), saved, local_shards(value, name))
         result[below[0]] = value
     return result

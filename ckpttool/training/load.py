@@ -146,9 +146,12 @@ def load_parts(
 
 
 def _fill(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, filler: Filler, device: torch.device | str | None,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    filler: Filler,
+    device: torch.device | str | None,
     loaded: Loaded,
-) -> None:  # fmt: skip
+) -> None:
     if fsdp1.is_fsdp1(model):
         matched = fsdp1.fill(model, optimizer, filler)
     else:
@@ -182,9 +185,15 @@ def _opened(
                 with naming(path):
                     _check(source.catalogue, path, targets)
                     contents = describe(
-                        source.catalogue, path, reader.whole, targets.model_key, targets.optimizer_key, targets.prefix,
-                        targets=(targets.model is not None, targets.optimizer is not None), own=targets.own,
-                    )  # fmt: skip
+                        source.catalogue,
+                        path,
+                        reader.whole,
+                        targets.model_key,
+                        targets.optimizer_key,
+                        targets.prefix,
+                        targets=(targets.model is not None, targets.optimizer is not None),
+                        own=targets.own,
+                    )
         if strategy == "broadcast":
             sent = collectives.from_first(contents.for_others() if contents is not None else None)
             contents = contents or sent
@@ -197,9 +206,10 @@ def _check(catalogue: Catalogue, path: str, targets: LoadTargets) -> None:
     may be damaged; that is logged as a warning."""
     unused = {kind for kind in ("model", "optimizer") if getattr(targets, kind) is None}
     entries = {
-        path: entry for path, entry in catalogue.entries.items()
+        path: entry
+        for path, entry in catalogue.entries.items()
         if entry.part.kind not in unused or any(path[: len(where)] == where for where in targets.own)
-    }  # fmt: skip
+    }
     absent = [fault for fault in catalogue.faults if parts.kind_of_key(fault.facts.get("absent")) in unused]
     validate(replace(catalogue, entries=entries, faults=[fault for fault in catalogue.faults if fault not in absent]))
     for fault in absent:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, MutableMapping
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -71,9 +70,15 @@ def load_into(
     for targets in _targets(models, optimizers):
         first = loaded is None
         part = load_parts(
-            path, replace(targets, own=own.sharded), strategy=strategy, strict=strict, device=device, shapes=shapes,
-            check=check if first else None, fill_own=own.fill if first else None,
-        )  # fmt: skip
+            path,
+            replace(targets, own=own.sharded),
+            strategy=strategy,
+            strict=strict,
+            device=device,
+            shapes=shapes,
+            check=check if first else None,
+            fill_own=own.fill if first else None,
+        )
         loaded = part if loaded is None else _joined(loaded, part)
     assert loaded is not None
     with collectives.together():
@@ -136,7 +141,7 @@ class _CustomObjects:
         """Load the value of each object. A collective."""
         own = filler.contents.own
         values = {entry.path: from_picklable(entry.value) for entry in own.objects}
-        with nullcontext() if filler.broadcast else collectives.together():
+        with filler.together():
             for path, value in values.items():
                 if isinstance(value, Shape):
                     values[path] = room = self._room(path, value)

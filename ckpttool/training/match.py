@@ -96,8 +96,10 @@ def _check_shape(key: str, value: Any, saved: Shape, path: str) -> None:
             f"`{path}`: tensor `{strip_wrappers(key)}`: {list(saved.sizes)} in the checkpoint, {list(shape)} in "
             "the model",
             hint="the model was made with other sizes (vocabulary, width)",
-            tensor=key, found=list(saved.sizes), expected=list(shape),
-        )  # fmt: skip
+            tensor=key,
+            found=list(saved.sizes),
+            expected=list(shape),
+        )
 
 
 def check_complete(matched: ModelMatch, contents: Contents, model: nn.Module) -> None:
@@ -116,8 +118,9 @@ def check_complete(matched: ModelMatch, contents: Contents, model: nn.Module) ->
         raise UsageError(
             f"`{contents.path}` does not fit the {kind}: {'; '.join(problems)}",
             hint=f"{hint}`strict=False` loads what fits and returns the names of the rest",
-            missing=matched.missing, unexpected=matched.unexpected,
-        )  # fmt: skip
+            missing=matched.missing,
+            unexpected=matched.unexpected,
+        )
 
 
 def check_alike(matched: ModelMatch, matches: Sequence[GroupMatch]) -> None:
@@ -206,9 +209,14 @@ def match_groups(
 
 
 def _match_group(
-    number: int, group: dict[str, Any], known: list[tuple[int, str] | None], indices: set[int], saved: Optimizer,
-    names: Mapping[int, Sequence[str]], path: str,
-) -> GroupMatch:  # fmt: skip
+    number: int,
+    group: dict[str, Any],
+    known: list[tuple[int, str] | None],
+    indices: set[int],
+    saved: Optimizer,
+    names: Mapping[int, Sequence[str]],
+    path: str,
+) -> GroupMatch:
     unknown = [names[id(p)][0] for p, one in zip(group["params"], known, strict=True) if one is None]
     if len(indices) != 1 or unknown:
         raise grouped_otherwise(number, unknown, len(indices), path)
@@ -253,8 +261,9 @@ def _in_order(optimizer: torch.optim.Optimizer, saved: Optimizer, path: str) -> 
         raise UsageError(
             f"`{path}`: its optimizer has groups of {indices} parameters, this one of {sizes}",
             hint="group the parameters as in the run that saved it",
-            found=indices, expected=sizes,
-        )  # fmt: skip
+            found=indices,
+            expected=sizes,
+        )
     matches = [GroupMatch(a, b, list(b.params)) for a, b in zip(optimizer.param_groups, saved.groups, strict=True)]
     for one in matches:
         for parameter, number in zip(one.group["params"], one.names, strict=True):

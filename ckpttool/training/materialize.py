@@ -87,9 +87,10 @@ def _tensors(model: nn.Module) -> list[tuple[str, nn.Module, str, torch.Tensor]]
 def _non_persistent(model: nn.Module, *, meta: bool) -> list[str]:
     """The names of non-persistent buffers that are on the meta device, or not."""
     return [
-        key for key, module, name, value in _tensors(model)
+        key
+        for key, module, name, value in _tensors(model)
         if name in module._non_persistent_buffers_set and value.is_meta == meta
-    ]  # fmt: skip
+    ]
 
 
 def _default_device(model: nn.Module) -> torch.device:

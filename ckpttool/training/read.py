@@ -75,8 +75,9 @@ def _of_dtensor(value: DTensor, name: str) -> list[LocalShard]:
         raise UsageError(
             f"`{name}`: this rank holds {list(memory.shape)}, but {value.placements} of {list(value.shape)} is "
             f"{list(sizes)}",
-            found=list(memory.shape), expected=list(sizes),
-        )  # fmt: skip
+            found=list(memory.shape),
+            expected=list(sizes),
+        )
     return [LocalShard((tuple(offsets), tuple(sizes)), memory)]
 
 

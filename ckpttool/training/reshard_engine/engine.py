@@ -94,9 +94,17 @@ def _number(path: str) -> int:
 
 
 def run(
-    source: Source, catalogue: Catalogue, sharding: Sharding, partial: str, rank: Rank, *, path: str,
-    threads: int | None, memory: int | None, progress: Progress | None,
-) -> Transferred:  # fmt: skip
+    source: Source,
+    catalogue: Catalogue,
+    sharding: Sharding,
+    partial: str,
+    rank: Rank,
+    *,
+    path: str,
+    threads: int | None,
+    memory: int | None,
+    progress: Progress | None,
+) -> Transferred:
     """Write `catalogue` at `partial`, a directory that every rank sees. Every rank calls it; rank 0 has the figures.
 
     Raises CkptError, the same on every rank, or Lost.
@@ -126,9 +134,12 @@ def _group(rank: Rank) -> Iterator[None]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 dist.init_process_group(
-                    devices.backends(rank.kind), store=rank.store, rank=rank.number, world_size=rank.world,
+                    devices.backends(rank.kind),
+                    store=rank.store,
+                    rank=rank.number,
+                    world_size=rank.world,
                     timeout=timedelta(seconds=_PATIENCE),
-                )  # fmt: skip
+                )
             yield
         leave = dist.destroy_process_group
     except torch.OutOfMemoryError as error:
@@ -192,9 +203,10 @@ class _Planner(DefaultSavePlanner):  # type: ignore[misc] # torch is not looked 
         """As torch's."""
         meta = super().create_local_plan()
         meta.items[:] = [
-            item for item in meta.items
+            item
+            for item in meta.items
             if item.tensor_data is None or item.tensor_data.chunk.sizes.numel() or not item.tensor_data.size.numel()
-        ]  # fmt: skip
+        ]
         return meta
 
 

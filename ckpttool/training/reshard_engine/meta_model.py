@@ -193,9 +193,11 @@ class _Builder:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             fully_shard(
-                self._root, mesh=over, ignored_params=self._ignored,
+                self._root,
+                mesh=over,
+                ignored_params=self._ignored,
                 shard_placement_fn=lambda parameter: Shard(dims[parameter]),
-            )  # fmt: skip
+            )
 
     # The optimizer ---------------------------------------------------------------------------------------------------
 
@@ -256,9 +258,11 @@ def _owners(catalogue: Catalogue) -> dict[Path, tuple[str, str]]:
     """The parameter that a tensor of optimizer state is of, and its key: `("layers.0.w", "exp_avg")`."""
     by_origin = {
         entry.origin.path: (strip_wrappers(str(name)), below[0])
-        for optimizer in _named(catalogue) for name, items in optimizer.state.items() for below, entry in items
+        for optimizer in _named(catalogue)
+        for name, items in optimizer.state.items()
+        for below, entry in items
         if isinstance(entry, Tensor) and entry.origin is not None and len(below) == 1 and isinstance(below[0], str)
-    }  # fmt: skip
+    }
     return {
         tensor.path: by_origin[tensor.origin.path]
         for tensor in catalogue.tensors

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 from ckpttool.catalogue.entries import Tensor
 from ckpttool.training import broadcast, collectives
@@ -123,7 +123,6 @@ def _send(
         return {"state": state, "param_groups": [{"params": [name for name, _ in tensors]}]}
 
     state_dict = collectives.first_reads(read if reader is not None else None) or {}
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=True, strict=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        set_optimizer_state_dict(module, part, state_dict, options=options)
+        set_optimizer_state_dict(module, part, state_dict, options=broadcast.options())
