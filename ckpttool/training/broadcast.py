@@ -170,28 +170,28 @@ def send_shares(sent: Sequence[OutgoingTensor], reader: Reader | None) -> None:
     others = list(enumerate(all_boxes))[1:]
     reads = []
     for number, batch in enumerate(batches):
-        wanted = [(sent[i], [(rank, box) for rank, of in others for box in of[i]]) for i in batch]
-        reads.append(_Shares(reader, wanted, buffers[number % 2]))
+        requests = [(sent[i], [(rank, box) for rank, of in others for box in of[i]]) for i in batch]
+        reads.append(_Shares(reader, requests, buffers[number % 2]))
     with closing(ahead(reads)) as ready:
         for read in ready:
-            present = collectives.first_reads(read)
-            assert present is not None
-            for work in [dist.isend(memory, dst=rank) for rank, memory in present]:
+            outgoing = collectives.first_reads(read)
+            assert outgoing is not None
+            for work in [dist.isend(memory, dst=rank) for rank, memory in outgoing]:
                 work.wait()
 
 
 def _batches(sent: Sequence[OutgoingTensor]) -> list[list[int]]:
     """Indices of tensors that are sent together: one message costs as much as a few MiB."""
-    result: list[list[int]] = []
-    buffer = 0
+    batches: list[list[int]] = []
+    remaining = 0
     for i, one in enumerate(sent):
         nbytes = prod(one.shape.sizes) * dtypes.dtype(one.shape.dtype).itemsize
-        if nbytes > buffer:
-            result.append([])
-            buffer = _BATCH
-        result[-1].append(i)
-        buffer -= nbytes
-    return result
+        if nbytes > remaining:
+            batches.append([])
+            remaining = _BATCH
+        batches[-1].append(i)
+        remaining -= nbytes
+    return batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,13 +199,13 @@ class _Shares:
     """Reads the shards of rank 0 in place, and those of other ranks as bytes, each with its rank."""
 
     reader: Reader
-    wanted: Sequence[tuple[OutgoingTensor, Sequence[tuple[int, Box]]]]
+    requests: Sequence[tuple[OutgoingTensor, Sequence[tuple[int, Box]]]]
     buffer: _Buffer
 
     def __call__(self) -> list[tuple[int, torch.Tensor]]:
-        result: list[tuple[int, torch.Tensor]] = []
-        self.buffer.clear(sum(self._needs(one, to) for one, to in self.wanted))
-        for one, to in self.wanted:
+        outgoing: list[tuple[int, torch.Tensor]] = []
+        self.buffer.clear(sum(self._needs(one, to) for one, to in self.requests))
+        for one, to in self.requests:
             tensor = one.tensor
             assert tensor is not None
             for shard in one.shards:
@@ -215,8 +215,8 @@ class _Shares:
                 if box not in read:
                     read[box] = self.buffer.take(box[1], torch_dtype(tensor.dtype, tensor.name))
                     self.reader.read(tensor, box, read[box])
-                result.append((rank, _bytes(read[box])))
-        return result
+                outgoing.append((rank, _bytes(read[box])))
+        return outgoing
 
     def _needs(self, one: OutgoingTensor, to: Sequence[tuple[int, Box]]) -> int:
         itemsize = dtypes.dtype(one.shape.dtype).itemsize
@@ -267,23 +267,23 @@ def send_tiles(shape: Shape, shards: Sequence[LocalShard], tensor: Tensor | None
     for tile in tiles(boxes.whole(shape.sizes), _TILE // kind.itemsize):
         if 0 in tile[1]:
             continue
-        result = empty(tile[1], as_torch)
+        values = empty(tile[1], as_torch)
 
-        def read(tile: Box = tile, result: torch.Tensor = result) -> None:
+        def read(tile: Box = tile, values: torch.Tensor = values) -> None:
             assert reader is not None and tensor is not None
-            reader.read(tensor, tile, result)
+            reader.read(tensor, tile, values)
 
         collectives.first_reads(read if reader is not None else None)
-        raw = result.reshape(-1).view(torch.uint8).to(device)
+        raw = values.reshape(-1).view(torch.uint8).to(device)
         dist.broadcast(raw, src=0)
-        result = raw.view(as_torch).reshape(tile[1])
+        values = raw.view(as_torch).reshape(tile[1])
         for shard in shards:
             shared = boxes.overlap(shard.box, tile)
             if shared is not None:
-                part(shard.memory, shared, shard.box).copy_(part(result, shared, tile))
+                part(shard.memory, shared, shard.box).copy_(part(values, shared, tile))
 
 
-def is_cut(value: Any) -> bool:
+def is_sharded(value: Any) -> bool:
     """Whether a tensor is sharded, as its placements say on every rank."""
     return isinstance(value, DTensor) and not all(placement.is_replicate() for placement in value.placements)
 

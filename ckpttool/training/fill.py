@@ -65,11 +65,11 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, filler: F
     matched = match.match(model.state_dict(keep_vars=True), contents, owners)
     if filler.strict:
         match.check_complete(matched, contents, model)
-    matches = None
+    groups = None
     if optimizer is not None and contents.optimizer is not None:
         names = match.names_of_parameters(model)
-        matches = match.match_groups(optimizer, names, contents.optimizer, contents.path)
-    return FillPlan(matched, matches)
+        groups = match.match_groups(optimizer, names, contents.optimizer, contents.path)
+    return FillPlan(matched, groups)
 
 
 def fill(model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: FillPlan, filler: Filler) -> None:
@@ -81,15 +81,17 @@ def fill(model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: FillPl
             _send_model(plan, filler)
         else:
             with collectives.together():
-                for place in plan.matched.targets:
+                for target in plan.matched.targets:
                     filler.fill(
-                        ("model", place.name), filler.contents.model[place.name], local_shards(place.value, place.name)
+                        ("model", target.name),
+                        filler.contents.model[target.name],
+                        local_shards(target.value, target.name),
                     )
         _set_extra_state(model, filler.contents)
         if optimizer is not None and plan.groups is not None:
             state = _send_state(plan.groups, filler) if sent else _read_state(plan.groups, filler, optimizer)
             as_saved = {
-                id(p.value) for p in plan.matched.targets if is_as_saved(p.value, filler.contents.model[p.name])
+                id(t.value) for t in plan.matched.targets if is_as_saved(t.value, filler.contents.model[t.name])
             }
             set_state(optimizer, plan.groups, state, as_saved, filler.contents.path)
 
@@ -107,18 +109,18 @@ def _set_extra_state(model: nn.Module, contents: Contents) -> None:
 def _send_model(plan: FillPlan, filler: Filler) -> None:
     by_module: dict[int, list[match.TensorTarget]] = {}
     # torch refuses a module that has, or that has below it, tensors on several devices.
-    on_one = len({place.value.device for place in plan.matched.targets if place.value.dim()}) == 1
-    for place in plan.matched.targets:
-        shape = filler.contents.model[place.name]
-        if on_one and place.module is not None and broadcast.travels(shape) and broadcast.is_simple(place.value):
-            by_module.setdefault(id(place.module), []).append(place)
+    on_one = len({target.value.device for target in plan.matched.targets if target.value.dim()}) == 1
+    for target in plan.matched.targets:
+        shape = filler.contents.model[target.name]
+        if on_one and target.module is not None and broadcast.travels(shape) and broadcast.is_simple(target.value):
+            by_module.setdefault(id(target.module), []).append(target)
         else:
-            filler.fill(("model", place.name), shape, local_shards(place.value, place.name))
+            filler.fill(("model", target.name), shape, local_shards(target.value, target.name))
     parts = []
-    for places in by_module.values():
-        assert places[0].module is not None
-        names = [(p.key.rpartition(".")[2], filler.contents.tensors.get(("model", p.name))) for p in places]
-        parts.append((places[0].module, names))
+    for of_module in by_module.values():
+        assert of_module[0].module is not None
+        names = [(p.key.rpartition(".")[2], filler.contents.tensors.get(("model", p.name))) for p in of_module]
+        parts.append((of_module[0].module, names))
     broadcast.send_model(parts, filler.reader)
 
 
@@ -131,9 +133,9 @@ State = dict[int, dict[Any, Any]]
 def _read_state(matches: list[GroupMatch], filler: Filler, optimizer: torch.optim.Optimizer) -> State:
     result: State = {}
     with collectives.together():
-        for parameter, name, kept in _kept(matches, filler.contents):
+        for parameter, name, state in _with_state(matches, filler.contents):
             values: dict[Any, Any] = {}
-            for below, saved in kept.items():
+            for below, saved in state.items():
                 value = saved
                 if isinstance(saved, Shape):
                     value = room(parameter, saved, _now(optimizer, parameter, below))
@@ -149,22 +151,22 @@ def _send_state(matches: list[GroupMatch], filler: Filler) -> State:
     small: list[OutgoingTensor] = []
     shares: list[OutgoingTensor] = []
     by_cpu = collectives.sending_device().type == "cpu"
-    for parameter, name, kept in _kept(matches, filler.contents):
+    for parameter, name, state in _with_state(matches, filler.contents):
         values: dict[Any, Any] = {}
-        for below, saved in kept.items():
+        for below, saved in state.items():
             value = saved
             if isinstance(saved, Shape):
                 value = room(parameter, saved)
                 key = ("optimizer", name, *below)
-                one = OutgoingTensor(
+                outgoing = OutgoingTensor(
                     saved, local_shards(value, f"{name}.{below[-1]}"), filler.contents.tensors.get(key)
                 )
-                if broadcast.is_cut(value) and by_cpu:
-                    shares.append(one)
-                elif not broadcast.is_cut(value) and prod(saved.sizes) <= _SMALL:
-                    small.append(one)
+                if broadcast.is_sharded(value) and by_cpu:
+                    shares.append(outgoing)
+                elif not broadcast.is_sharded(value) and prod(saved.sizes) <= _SMALL:
+                    small.append(outgoing)
                 else:
-                    filler.fill(key, saved, one.shards)
+                    filler.fill(key, saved, outgoing.shards)
             put(values, below, value)
         result[id(parameter)] = values
     broadcast.send_small(small, filler.reader)
@@ -172,7 +174,7 @@ def _send_state(matches: list[GroupMatch], filler: Filler) -> State:
     return result
 
 
-def _kept(matches: list[GroupMatch], contents: Contents) -> list[tuple[nn.Parameter, Any, dict[Path, Any]]]:
+def _with_state(matches: list[GroupMatch], contents: Contents) -> list[tuple[nn.Parameter, Any, dict[Path, Any]]]:
     """The parameters that have state in the checkpoint, with their names there and the state."""
     assert contents.optimizer is not None
     state = contents.optimizer.state

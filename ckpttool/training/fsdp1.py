@@ -89,7 +89,7 @@ def _check_real(model: nn.Module) -> None:
 def _add_tied(matched: ModelMatch, model: nn.Module, values: dict[str, Any]) -> None:
     """Add second names of tied weights that the checkpoint lacks: FSDP1 loads both names into the same memory."""
     clean = {strip_wrappers(key): key for key in values}
-    saved = {strip_wrappers(place.key): place for place in matched.targets}
+    saved = {strip_wrappers(target.key): target for target in matched.targets}
     for one, other in _ties(model):
         for name, first in ((one, other), (other, one)):
             if name in matched.missing and first in saved:
@@ -110,17 +110,17 @@ def _fill_model(matched: ModelMatch, filler: Filler) -> None:
     first: dict[str, Any] = {}
     tied: list[tuple[Any, Any]] = []
     with filler.together():
-        for place in matched.targets:
-            name = filler.contents.same.get(place.name, place.name)
+        for target in matched.targets:
+            name = filler.contents.same.get(target.name, target.name)
             if name in first:
                 # A second name of tied weights: its shards are other memory here.
-                tied.append((place.value, first[name]))
+                tied.append((target.value, first[name]))
                 continue
-            first[name] = place.value
-            filler.fill(("model", name), filler.contents.model[name], local_shards(place.value, name))
+            first[name] = target.value
+            filler.fill(("model", name), filler.contents.model[name], local_shards(target.value, name))
         for value, other in tied:
-            for shard, indices in zip(local_shards(value, ""), local_shards(other, ""), strict=True):
-                shard.memory.copy_(indices.memory)
+            for shard, first_shard in zip(local_shards(value, ""), local_shards(other, ""), strict=True):
+                shard.memory.copy_(first_shard.memory)
 
 
 # The optimizer --------------------------------------------------------------------------------------------------------
@@ -129,8 +129,8 @@ def _fill_model(matched: ModelMatch, filler: Filler) -> None:
 def _names_of_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
     """The parameters of each group by FSDP1's names; a flat parameter stands for several."""
     bare = {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
-    contents = FullyShardedDataParallel.optim_state_dict(model, optimizer, bare)
-    return [list(group["params"]) for group in contents["param_groups"]]
+    state_dict = FullyShardedDataParallel.optim_state_dict(model, optimizer, bare)
+    return [list(group["params"]) for group in state_dict["param_groups"]]
 
 
 def _match_groups(optimizer: torch.optim.Optimizer, groups: list[list[str]], contents: Contents) -> list[GroupMatch]:

@@ -193,7 +193,7 @@ def _find(rest: dict[Any, Any], where: Path) -> list[Any]:
             return []
         if key not in node:
             kind = parts.kind_of_key(key)
-            alike = [present for present in node if kind is not None and parts.kind_of_key(present) == kind]
+            alike = [other for other in node if kind is not None and parts.kind_of_key(other) == kind]
             if len(alike) != 1:
                 return []
             key = alike[0]

@@ -161,10 +161,10 @@ def _with_near(names: Sequence[str], others: Sequence[str]) -> str:
 
 def names_of_parameters(model: nn.Module) -> dict[int, list[str]]:
     """The names of each parameter without wrappers, by its `id`: several if it is tied."""
-    matches: dict[int, list[str]] = {}
+    names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        matches.setdefault(id(parameter), []).append(strip_wrappers(name))
-    return matches
+        names.setdefault(id(parameter), []).append(strip_wrappers(name))
+    return names
 
 
 @dataclass(slots=True)
@@ -243,26 +243,29 @@ def check_all_used(matches: list[GroupMatch], saved: Optimizer, path: str) -> No
             hint="group the parameters as in the run that saved it; torch would mix the hyper-parameters up",
         )
     for i, group in enumerate(saved.groups):
-        sizes = {name for one in matches if one.saved is group for name in one.names}
-        unknown = [name for name in group.params if name not in sizes]
+        names = {name for one in matches if one.saved is group for name in one.names}
+        lacking = [name for name in group.params if name not in names]
         # A second name of tied weights is listed by some.
-        unknown = [name for name in unknown if name in saved.state]
-        if unknown:
+        lacking = [name for name in lacking if name in saved.state]
+        if lacking:
             raise UsageError(
-                f"`{path}`: group {i} has parameters that the optimizer does not have: {some(unknown)}",
+                f"`{path}`: group {i} has parameters that the optimizer does not have: {some(lacking)}",
                 hint="group the parameters as in the run that saved it",
             )
 
 
 def _in_order(optimizer: torch.optim.Optimizer, saved: Optimizer, path: str) -> list[GroupMatch]:
     """Match by parameter ids, as `Optimizer.load_state_dict` does; but shapes of the state must fit."""
-    sizes, indices = ([len(group["params"]) for group in optimizer.param_groups], [len(g.params) for g in saved.groups])
-    if sizes != indices:
+    group_sizes, saved_sizes = (
+        [len(group["params"]) for group in optimizer.param_groups],
+        [len(g.params) for g in saved.groups],
+    )
+    if group_sizes != saved_sizes:
         raise UsageError(
-            f"`{path}`: its optimizer has groups of {indices} parameters, this one of {sizes}",
+            f"`{path}`: its optimizer has groups of {saved_sizes} parameters, this one of {group_sizes}",
             hint="group the parameters as in the run that saved it",
-            found=indices,
-            expected=sizes,
+            found=saved_sizes,
+            expected=group_sizes,
         )
     matches = [GroupMatch(a, b, list(b.params)) for a, b in zip(optimizer.param_groups, saved.groups, strict=True)]
     for one in matches:
