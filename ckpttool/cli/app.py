@@ -6,14 +6,14 @@ import atexit
 import gc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import click
 
 from ckpttool.cli.errors import catch_signals, exit_code_of, stopped_early
-from ckpttool.cli.options import OUTPUT, Option
+from ckpttool.cli.options import Option
 from ckpttool.cli.terminal import out
 from ckpttool.errors import INTERRUPTED, TERMINATED, UsageError
 from ckpttool.version import __version__
@@ -114,6 +114,7 @@ def _install_completion(context: click.Context, param: click.Parameter, shell: s
 
 def application() -> Application:
     """Return the command line."""
+    shell: dict[str, Any] = {"metavar": "[SHELL]", "is_flag": False, "flag_value": ""}
     return Application(
         name="ckpttool",
         help="Inspect, convert, reshard, compare, verify and export PyTorch training checkpoints, bit for bit.",
@@ -121,34 +122,16 @@ def application() -> Application:
         no_args_is_help=True,
         context_settings={"help_option_names": ["-h", "--help"]},
         params=[
-            Option(
-                "--version",
-                is_flag=True,
-                is_eager=True,
-                expose_value=False,
-                callback=_print_version,
-                section=OUTPUT,
-                help="Print the version and exit.",
-            ),
-            *(
-                Option(
-                    name,
-                    metavar="[SHELL]",
-                    is_flag=False,
-                    flag_value="",
-                    is_eager=True,
-                    expose_value=False,
-                    callback=callback,
-                    section=OUTPUT,
-                    help=help,
-                )
-                for name, callback, help in (
-                    ("--install-completion", _install_completion, "Install completion for bash, zsh or fish."),
-                    ("--show-completion", _show_completion, "Print the completion script."),
-                )
-            ),
+            _immediate("--version", _print_version, "Print the version and exit.", is_flag=True),
+            _immediate("--install-completion", _install_completion, "Install completion (bash, zsh, fish).", **shell),
+            _immediate("--show-completion", _show_completion, "Print the completion script.", **shell),
         ],
     )
+
+
+def _immediate(name: str, callback: Callable[..., None], help: str, **settings: Any) -> Option:
+    """Return an option that is done at once, whatever else is on the command line."""
+    return Option(name, is_eager=True, expose_value=False, callback=callback, help=help, **settings)
 
 
 def collect_rarely() -> None:

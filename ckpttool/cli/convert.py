@@ -6,47 +6,45 @@ from typing import Any
 
 from ckpttool.cli import options
 from ckpttool.cli.conversion_result import print_result
-from ckpttool.cli.options import FORMAT, SELECTION, Option
+from ckpttool.cli.options import Option
 from ckpttool.cli.progress import progress_on_stderr
 
 
 @options.command(
     "convert",
-    options.SOURCE,
-    options.DESTINATION,
-    options.ONLY,
-    options.DROP,
-    options.TENSORS,
-    options.EXCLUDE,
-    options.SHAPES,
-    Option("--model-from", metavar="PATH", section=SELECTION, help="Read the model from another checkpoint."),
-    Option("--optim-from", metavar="PATH", section=SELECTION, help="Read the optimizer from another checkpoint."),
-    options.RENAME,
-    options.STRIP_WRAPPERS,
-    options.STRIP_PREFIX,
-    options.TO,
-    options.PRODUCER,
-    options.DTYPE,
-    options.MAX_SHARD_SIZE,
-    Option(
-        "--to-world", metavar="N", type=int, section=FORMAT, help="Shard the tensors for N ranks (dcp and fsdp1 only)."
-    ),
-    Option(
-        "--tensor-class",
-        metavar="CLASS",
-        section=FORMAT,
-        help="Class of sharded tensors: sharded_tensor or dtensor (fsdp1 only).",
-    ),
-    Option(
-        "--optim-keys",
-        metavar="KEYS",
-        section=FORMAT,
-        help="Optimizer key style: fqn (parameter names), id (integers) or flat (dotted keys).",
-    ),
-    Option("--optim-root", metavar="KEY", section=FORMAT, help="Store the optimizer under this key."),
-    *options.WRITING,
-    options.RESUME,
-    *options.PRINTING,
+    arguments=(options.SOURCE, options.DESTINATION),
+    sections={
+        "Selection": (
+            options.ONLY,
+            options.DROP,
+            options.TENSORS,
+            options.EXCLUDE,
+            options.SHAPES,
+            Option("--model-from", metavar="PATH", help="Read the model from another checkpoint."),
+            Option("--optim-from", metavar="PATH", help="Read the optimizer from another checkpoint."),
+        ),
+        "Names": (options.RENAME, options.STRIP_WRAPPERS, options.STRIP_PREFIX),
+        "Format": (
+            options.TO,
+            options.PRODUCER,
+            options.DTYPE,
+            options.MAX_SHARD_SIZE,
+            Option("--to-world", metavar="N", type=int, help="Shard the tensors for N ranks (dcp and fsdp1 only)."),
+            Option(
+                "--tensor-class",
+                metavar="CLASS",
+                help="Class of sharded tensors: sharded_tensor or dtensor (fsdp1 only).",
+            ),
+            Option(
+                "--optim-keys",
+                metavar="KEYS",
+                help="Optimizer key style: fqn (parameter names), id (integers) or flat (dotted keys).",
+            ),
+            Option("--optim-root", metavar="KEY", help="Store the optimizer under this key."),
+        ),
+        "Execution": (*options.WRITING, options.RESUME),
+        "Output": options.PRINTING,
+    },
     examples=(
         "step-1000 model.safetensors --only model",
         "checkpoint.pt step-1000 --to dcp --to-world 8",

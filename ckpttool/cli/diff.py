@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpttool.cli import options
-from ckpttool.cli.options import COMPARISON, Argument, Option
+from ckpttool.cli.options import Argument, Option
 from ckpttool.cli.progress import progress_on_stderr
 from ckpttool.cli.terminal import Painted, Piece, Terminal, answer, bold, dim, err
 from ckpttool.text import duration, plural, size
@@ -30,35 +30,40 @@ _FIGURES = ("max abs", "max rel", "max ulp", "cosine")
 
 @options.command(
     "diff",
-    Argument("a", metavar="A", help="A checkpoint of any format."),
-    Argument("b", metavar="B", help="The checkpoint to compare it with, of any format."),
-    options.reworded(
-        options.ONLY,
-        "Include only this part (model, optimizer, ...; or its key), and remove its key from the names. Repeatable.",
+    arguments=(
+        Argument("a", metavar="A", help="A checkpoint of any format."),
+        Argument("b", metavar="B", help="The checkpoint to compare it with, of any format."),
     ),
-    options.DROP,
-    options.TENSORS,
-    options.EXCLUDE,
-    options.SHAPES,
-    options.reworded(options.RENAME, "Rename OLD in A to NEW, as in convert; @FILE reads rules. Repeatable."),
-    options.STRIP_WRAPPERS,
-    options.STRIP_PREFIX,
-    Option(
-        "--rtol", metavar="R", type=float, section=COMPARISON, help="Relative tolerance of elements, relative to B."
-    ),
-    Option("--atol", metavar="A", type=float, section=COMPARISON, help="Absolute tolerance of elements."),
-    Option("--ulp", metavar="N", type=click.IntRange(min=0), section=COMPARISON, help="Tolerance in ULPs."),
-    Option(
-        "--ignore-dtype",
-        is_flag=True,
-        section=COMPARISON,
-        help="Do not count a different dtype as a difference if the values are equal.",
-    ),
-    Option(
-        "--sharding", "sharded", is_flag=True, section=COMPARISON, help="Count a different sharding as a difference."
-    ),
-    options.THREADS,
-    *options.PRINTING,
+    sections={
+        "Selection": (
+            options.reworded(
+                options.ONLY,
+                "Include only this part (model, optimizer, ...; or its key), and strip its key from names. Repeatable.",
+            ),
+            options.DROP,
+            options.TENSORS,
+            options.EXCLUDE,
+            options.SHAPES,
+        ),
+        "Names": (
+            options.reworded(options.RENAME, "Rename OLD in A to NEW, as in convert; @FILE reads rules. Repeatable."),
+            options.STRIP_WRAPPERS,
+            options.STRIP_PREFIX,
+        ),
+        "Comparison": (
+            Option("--rtol", metavar="R", type=float, help="Relative tolerance of elements, relative to B."),
+            Option("--atol", metavar="A", type=float, help="Absolute tolerance of elements."),
+            Option("--ulp", metavar="N", type=click.IntRange(min=0), help="Tolerance in ULPs."),
+            Option(
+                "--ignore-dtype",
+                is_flag=True,
+                help="Do not count a different dtype as a difference if the values are equal.",
+            ),
+            Option("--sharding", "sharded", is_flag=True, help="Count a different sharding as a difference."),
+        ),
+        "Execution": (options.THREADS,),
+        "Output": options.PRINTING,
+    },
     examples=("step-900 step-1000", "step-1000 model.safetensors --only model --ulp 1"),
 )
 def diff(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:

@@ -8,7 +8,7 @@ import click
 
 from ckpttool.cli import options
 from ckpttool.cli.conversion_result import print_result
-from ckpttool.cli.options import FORMAT, HUB, NAMES, Option
+from ckpttool.cli.options import Option
 from ckpttool.cli.progress import progress_on_stderr
 from ckpttool.text import count, plural, size
 
@@ -19,54 +19,63 @@ if TYPE_CHECKING:
 
 @options.command(
     "export",
-    options.SOURCE,
-    options.reworded(options.DESTINATION, "The directory to write, or hf://org/name on the Hub."),
-    options.reworded(options.ONLY, "Which model, if there are two."),
-    options.EXCLUDE,
-    options.SHAPES,
-    options.RENAME,
-    options.STRIP_PREFIX,
-    Option(
-        "--key-map",
-        metavar="NAME",
-        section=NAMES,
-        help="How the producer names the model's parameters: a name, a .json file, or none.",
+    arguments=(
+        options.SOURCE,
+        options.reworded(options.DESTINATION, "The directory to write, or hf://org/name on the Hub."),
     ),
-    Option(
-        "--assets",
-        metavar="DIR",
-        section=FORMAT,
-        help="Directory or Hub repository with config, tokenizer and code. Default: beside the weights.",
-    ),
-    options.DTYPE,
-    options.reworded(options.MAX_SHARD_SIZE, "Split into files of at most this size: 512MiB, ... Default: 5GB."),
-    Option(
-        "--head-dim",
-        metavar="N",
-        type=click.IntRange(min=2),
-        section=FORMAT,
-        help="Size of an attention head, if no config has it.",
-    ),
-    Option(
-        "--no-strict",
-        "strict",
-        flag_value=False,
-        default=True,
-        section=FORMAT,
-        help="Export even if tensors do not match config.json.",
-    ),
-    Option("--no-card", "card", flag_value=False, default=True, section=FORMAT, help="Write no model card."),
-    Option("--private", is_flag=True, section=HUB, help="Make a newly created repository private."),
-    Option("--create-pr", is_flag=True, section=HUB, help="Open a pull request; do not change the branch."),
-    Option("--commit-message", metavar="TEXT", section=HUB, help="Message of the commit."),
-    Option(
-        "--stage",
-        metavar="DIR",
-        section=HUB,
-        help="Staging directory for the uploads, kept. Default: one temporary file at a time.",
-    ),
-    *options.WRITING,
-    *options.PRINTING,
+    sections={
+        "Selection": (
+            options.reworded(options.ONLY, "Which model, if there are two."),
+            options.EXCLUDE,
+            options.SHAPES,
+        ),
+        "Names": (
+            options.RENAME,
+            options.STRIP_PREFIX,
+            Option(
+                "--key-map",
+                metavar="NAME",
+                help="How the producer names the model's parameters: a name, a .json file, or none.",
+            ),
+        ),
+        "Format": (
+            Option(
+                "--assets",
+                metavar="DIR",
+                help="Directory or Hub repository with config, tokenizer and code. Default: beside the weights.",
+            ),
+            options.DTYPE,
+            options.reworded(
+                options.MAX_SHARD_SIZE, "Split into files of at most this size: 512MiB, ... Default: 5GB."
+            ),
+            Option(
+                "--head-dim",
+                metavar="N",
+                type=click.IntRange(min=2),
+                help="Size of an attention head, if no config has it.",
+            ),
+            Option(
+                "--no-strict",
+                "strict",
+                flag_value=False,
+                default=True,
+                help="Export even if tensors do not match config.json.",
+            ),
+            Option("--no-card", "card", flag_value=False, default=True, help="Write no model card."),
+        ),
+        "Hugging Face Hub": (
+            Option("--private", is_flag=True, help="Make a newly created repository private."),
+            Option("--create-pr", is_flag=True, help="Open a pull request; do not change the branch."),
+            Option("--commit-message", metavar="TEXT", help="Message of the commit."),
+            Option(
+                "--stage",
+                metavar="DIR",
+                help="Staging directory for the uploads, kept. Default: one temporary file at a time.",
+            ),
+        ),
+        "Execution": options.WRITING,
+        "Output": options.PRINTING,
+    },
     examples=(
         "step-1000 my-model --assets meta-llama/Llama-3.1-8B --dtype bfloat16",
         "step-1000 hf://org/my-model --private --dry-run",

@@ -8,7 +8,7 @@ from ckpttool.cli import options
 from ckpttool.cli.terminal import bold, out
 
 
-@options.command("formats", options.AS_JSON, options.QUIET)
+@options.command("formats", sections={"Output": (options.AS_JSON, options.QUIET)})
 def formats(as_json: bool, quiet: bool) -> None:
     """List the formats that can be read and written."""
     from ckpttool.formats import FORMATS

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpttool.cli import options
-from ckpttool.cli.options import SELECTION, Option
+from ckpttool.cli.options import Option
 from ckpttool.cli.terminal import Painted, Piece, Terminal, bold, box, dim, out
 from ckpttool.text import count, meant, plural, size
 
@@ -29,18 +29,17 @@ _TITLES = {"producer": "producer", "writer": "written by", "torch": "torch", "la
 
 @options.command(
     "inspect",
-    options.CHECKPOINT,
-    Option(
-        "--depth",
-        metavar="N",
-        type=click.IntRange(min=1),
-        default=4,
-        section=SELECTION,
-        help="Levels of the module tree to show.",
-    ),
-    options.TENSORS,
-    options.SHAPES,
-    *options.PRINTING,
+    arguments=(options.CHECKPOINT,),
+    sections={
+        "Selection": (
+            Option(
+                "--depth", metavar="N", type=click.IntRange(min=1), default=4, help="Levels of the module tree to show."
+            ),
+            options.TENSORS,
+            options.SHAPES,
+        ),
+        "Output": options.PRINTING,
+    },
     examples=("step-1000", "step-1000 --tensors 'model.layers.0.*'", "hf://org/model --depth 6"),
 )
 def inspect(

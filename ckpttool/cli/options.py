@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import click
 
 Param = TypeVar("Param", bound="Argument | Option")
 
-# The sections of `--help`, in order.
-SELECTION = "Selection"
-NAMES = "Names"
-FORMAT = "Format"
-LAYOUT = "Layout"
-COMPARISON = "Comparison"
-HUB = "Hugging Face Hub"
-RUN = "Execution"
-OUTPUT = "Output"
+Sections = Mapping[str, Sequence[click.Parameter]]  # the parameters in each section of `--help`
 
 
 class Argument(click.Argument):
@@ -31,38 +23,29 @@ class Argument(click.Argument):
 
 
 class Option(click.Option):
-    """An option in a section of `--help`."""
+    """An option whose default is shown, unless it is a flag that turns something off."""
 
-    def __init__(self, *names: str, section: str, help: str, **settings: Any) -> None:
-        show_default = settings.get("default") is not True  # of a flag that turns something off
-        super().__init__(names, help=help, show_default=show_default, **settings)
-        self.section = section
+    def __init__(self, *names: str, **settings: Any) -> None:
+        super().__init__(names, show_default=settings.get("default") is not True, **settings)
 
 
 class Command(click.Command):
-    """A command whose `--help` has a section for its arguments and for each kind of option, and examples."""
+    """A command whose `--help` has titled sections and examples."""
 
-    def __init__(
-        self, name: str, callback: Callable[..., None], params: Sequence[click.Parameter], examples: Sequence[str]
-    ) -> None:
-        super().__init__(name, callback=callback, help=inspect.cleandoc(callback.__doc__ or ""), params=[*params])
+    def __init__(self, name: str, callback: Callable[..., None], sections: Sections, examples: Sequence[str]) -> None:
+        params = [param for section in sections.values() for param in section]
+        super().__init__(name, callback=callback, help=inspect.cleandoc(callback.__doc__ or ""), params=params)
+        self.sections = sections
         self.examples = examples
-
-    def sections(self, context: click.Context) -> dict[str, list[click.Parameter]]:
-        """Return the parameters by the title of their section, in the order of `--help`."""
-        sections: dict[str, list[click.Parameter]] = {"Arguments": []}
-        for param in self.get_params(context):
-            title = "Arguments" if isinstance(param, click.Argument) else getattr(param, "section", OUTPUT)
-            sections.setdefault(title, []).append(param)
-        return {title: params for title, params in sections.items() if params}
 
     def format_arguments(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         """Write nothing: the arguments are the first of the sections."""
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        for title, params in self.sections(context).items():
+        for title, params in self.sections.items():
+            help_option = self.get_help_option(context) if title == "Output" else None
             with formatter.section(title):
-                formatter.write_dl([_help_record(param, context) for param in params])
+                formatter.write_dl([_help_record(p, context) for p in (*params, help_option) if p is not None])
 
     def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         if self.examples:
@@ -88,10 +71,11 @@ def _help_record(param: click.Parameter, context: click.Context) -> tuple[str, s
 
 
 def command(
-    name: str, *params: click.Parameter, examples: Sequence[str] = ()
+    name: str, *, arguments: Sequence[Argument] = (), sections: Sections, examples: Sequence[str] = ()
 ) -> Callable[[Callable[..., None]], Command]:
-    """Make a function a command. Its docstring is the help; it is called with the values of `params` by name."""
-    return lambda callback: Command(name, callback, params, examples)
+    """Make a function a command. Its docstring is the help; it is called with the values of the parameters by name."""
+    with_arguments = {"Arguments": arguments, **sections} if arguments else sections
+    return lambda callback: Command(name, callback, with_arguments, examples)
 
 
 def reworded(param: Param, help: str) -> Param:
@@ -139,63 +123,42 @@ ONLY = Option(
     metavar="PART",
     multiple=True,
     shell_complete=_parts,
-    section=SELECTION,
     help="Include only this part (model, optimizer, ...; or its key). Repeatable.",
 )
-DROP = Option(
-    "--drop",
-    metavar="PART",
-    multiple=True,
-    shell_complete=_parts,
-    section=SELECTION,
-    help="Exclude this part. Repeatable.",
-)
+DROP = Option("--drop", metavar="PART", multiple=True, shell_complete=_parts, help="Exclude this part. Repeatable.")
 TENSORS = Option(
     "--tensors",
     metavar="GLOB",
     multiple=True,
-    section=SELECTION,
     help="Include only tensors whose dotted name matches; `*` also matches dots, `re:` starts a regular expression. "
     "Repeatable.",
 )
-EXCLUDE = Option(
-    "--exclude", metavar="GLOB", multiple=True, section=SELECTION, help="Exclude matching tensors. Repeatable."
-)
+EXCLUDE = Option("--exclude", metavar="GLOB", multiple=True, help="Exclude matching tensors. Repeatable.")
 SHAPES = Option(
     "--shapes",
     metavar="FROM",
-    section=SELECTION,
     help="Parameter names, shapes and order (a checkpoint or JSON); needed for FSDP1 flat parameters and "
     "integer-keyed optimizers.",
 )
 RENAME = Option(
-    "--rename",
-    metavar="OLD=NEW",
-    multiple=True,
-    section=NAMES,
-    help="Rename OLD to NEW; `*` captures; @FILE reads rules. Repeatable.",
+    "--rename", metavar="OLD=NEW", multiple=True, help="Rename OLD to NEW; `*` captures; @FILE reads rules. Repeatable."
 )
 STRIP_WRAPPERS = Option(
     "--strip-wrappers",
     is_flag=True,
-    section=NAMES,
     help="Remove `module.`, `_orig_mod.`, `_fsdp_wrapped_module.` and `_checkpoint_wrapped_module.` from names.",
 )
-STRIP_PREFIX = Option(
-    "--strip-prefix", metavar="P", section=NAMES, help="Remove this prefix from the names of the model."
-)
+STRIP_PREFIX = Option("--strip-prefix", metavar="P", help="Remove this prefix from the names of the model.")
 TO = Option(
     "--to",
     metavar="FORMAT",
     shell_complete=_formats,
-    section=FORMAT,
     help="torch, dcp, safetensors or fsdp1. Default: from the suffix of DST.",
 )
 PRODUCER = Option(
     "--producer",
     metavar="NAME",
     shell_complete=_producers,
-    section=FORMAT,
     help="Write the directory layout that a framework resumes from: accelerate, torchtitan, verl or trainer. "
     "Replaces --to.",
 )
@@ -203,41 +166,30 @@ DTYPE = Option(
     "--dtype",
     metavar="[PATTERN=]DTYPE",
     multiple=True,
-    section=FORMAT,
     help="Cast floating-point tensors: bfloat16, or 'norm*=float32' for some. Repeatable; the first match applies.",
 )
 MAX_SHARD_SIZE = Option(
-    "--max-shard-size", metavar="SIZE", section=FORMAT, help="Split into files of at most this size: 5GB, 512MiB, ..."
+    "--max-shard-size", metavar="SIZE", help="Split into files of at most this size: 5GB, 512MiB, ..."
 )
 
 # Execution and output -------------------------------------------------------------------------------------------------
 
-OVERWRITE = Option(
-    "--overwrite", is_flag=True, section=RUN, help="Replace DST. The old one is kept until the new one is complete."
-)
+OVERWRITE = Option("--overwrite", is_flag=True, help="Replace DST. The old one is kept until the new one is complete.")
 RESUME = Option(
     "--resume",
     is_flag=True,
-    section=RUN,
     help="Continue an interrupted run: check and keep what it has copied. If this run is interrupted, keep its copies.",
 )
-DRY_RUN = Option("--dry-run", "-n", is_flag=True, section=RUN, help="Show the plan and write nothing.")
-CHECK = Option("--check", is_flag=True, section=RUN, help="Verify DST against SRC before committing it.")
-MANIFEST = Option(
-    "--manifest", metavar="FILE", section=RUN, help="Also write a manifest of DST: SHA-256 of each file and tensor."
-)
+DRY_RUN = Option("--dry-run", "-n", is_flag=True, help="Show the plan and write nothing.")
+CHECK = Option("--check", is_flag=True, help="Verify DST against SRC before committing it.")
+MANIFEST = Option("--manifest", metavar="FILE", help="Also write a manifest of DST: SHA-256 of each file and tensor.")
 THREADS = Option(
-    "--threads",
-    "-j",
-    metavar="N",
-    type=click.IntRange(min=1),
-    section=RUN,
-    help="Number of threads that read and write.",
+    "--threads", "-j", metavar="N", type=click.IntRange(min=1), help="Number of threads that read and write."
 )
-MAX_MEMORY = Option("--max-memory", metavar="SIZE", section=RUN, help="Limit the buffers: 2GB, 512MiB, ...")
-AS_JSON = Option("--json", "as_json", is_flag=True, section=OUTPUT, help="Print one JSON object, also for an error.")
-QUIET = Option("--quiet", "-q", is_flag=True, section=OUTPUT, help="Print bare values only, and no progress.")
-VERBOSE = Option("--verbose", "-v", is_flag=True, section=OUTPUT, help="Full output; tracebacks for internal errors.")
+MAX_MEMORY = Option("--max-memory", metavar="SIZE", help="Limit the buffers: 2GB, 512MiB, ...")
+AS_JSON = Option("--json", "as_json", is_flag=True, help="Print one JSON object, also for an error.")
+QUIET = Option("--quiet", "-q", is_flag=True, help="Print bare values only, and no progress.")
+VERBOSE = Option("--verbose", "-v", is_flag=True, help="Full output; tracebacks for internal errors.")
 
 WRITING = (CHECK, MANIFEST, OVERWRITE, DRY_RUN, THREADS, MAX_MEMORY)
 PRINTING = (AS_JSON, QUIET, VERBOSE)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ckpttool.cli import options
-from ckpttool.cli.options import SELECTION, Option
+from ckpttool.cli.options import Option
 from ckpttool.cli.progress import progress_on_stderr
 from ckpttool.cli.terminal import bold, err, out
 from ckpttool.text import duration, plural, size
@@ -15,26 +15,22 @@ from ckpttool.text import duration, plural, size
 
 @options.command(
     "repair",
-    options.SOURCE,
-    options.reworded(options.DESTINATION, "The directory to write, like `cp`."),
-    Option(
-        "--merge",
-        metavar="DIR",
-        multiple=True,
-        section=SELECTION,
-        help="Directory of another node with files of the same save. Repeatable.",
-    ),
-    Option(
-        "--like",
-        metavar="OTHER",
-        section=SELECTION,
-        help="Another step of the same run, to rebuild a missing `.metadata` from.",
-    ),
-    options.OVERWRITE,
-    options.DRY_RUN,
-    options.THREADS,
-    options.AS_JSON,
-    options.QUIET,
+    arguments=(options.SOURCE, options.reworded(options.DESTINATION, "The directory to write, like `cp`.")),
+    sections={
+        "Selection": (
+            Option(
+                "--merge",
+                metavar="DIR",
+                multiple=True,
+                help="Directory of another node with files of the same save. Repeatable.",
+            ),
+            Option(
+                "--like", metavar="OTHER", help="Another step of the same run, to rebuild a missing `.metadata` from."
+            ),
+        ),
+        "Execution": (options.OVERWRITE, options.DRY_RUN, options.THREADS),
+        "Output": (options.AS_JSON, options.QUIET),
+    },
     examples=("node0/step-1000 repaired --merge node1/step-1000", "step-1000 repaired --like step-900"),
 )
 def repair(as_json: bool, quiet: bool, **arguments: Any) -> None:

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 @options.command(
     "show",
-    options.CHECKPOINT,
-    options.Argument("tensor", metavar="TENSOR", help="Its dotted name, as `inspect --tensors` shows it."),
-    options.SHAPES,
-    options.AS_JSON,
-    options.QUIET,
+    arguments=(
+        options.CHECKPOINT,
+        options.Argument("tensor", metavar="TENSOR", help="Its dotted name, as `inspect --tensors` shows it."),
+    ),
+    sections={"Selection": (options.SHAPES,), "Output": (options.AS_JSON, options.QUIET)},
     examples=("step-1000 model.embed.weight",),
 )
 def show(path: str, tensor: str, shapes: str | None, as_json: bool, quiet: bool) -> None:

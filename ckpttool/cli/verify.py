@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpttool.cli import options
-from ckpttool.cli.options import COMPARISON, Option
+from ckpttool.cli.options import Option
 from ckpttool.cli.progress import progress_on_stderr
 from ckpttool.cli.terminal import Painted, Terminal, answer, bold, dim
 from ckpttool.text import duration, plural, size
@@ -31,25 +31,20 @@ _MARKS = {"damage": "red", "difference": "red", "nan": "red", "suspect": "yellow
 
 @options.command(
     "verify",
-    options.CHECKPOINT,
-    options.SHAPES,
-    Option("--against", metavar="OTHER", section=COMPARISON, help="Compare with a checkpoint that should be equal."),
-    Option(
-        "--manifest",
-        metavar="FILE",
-        section=COMPARISON,
-        help="Compare with a manifest: SHA-256 of each file and tensor.",
-    ),
-    Option("--write-manifest", metavar="FILE", section=COMPARISON, help="Write a manifest, if nothing is damaged."),
-    Option(
-        "--values",
-        "check_values",
-        is_flag=True,
-        section=COMPARISON,
-        help="Check every element: NaN, infinite, all zero, denormal.",
-    ),
-    options.THREADS,
-    *options.PRINTING,
+    arguments=(options.CHECKPOINT,),
+    sections={
+        "Selection": (options.SHAPES,),
+        "Comparison": (
+            Option("--against", metavar="OTHER", help="Compare with a checkpoint that should be equal."),
+            Option("--manifest", metavar="FILE", help="Compare with a manifest: SHA-256 of each file and tensor."),
+            Option("--write-manifest", metavar="FILE", help="Write a manifest, if nothing is damaged."),
+            Option(
+                "--values", "check_values", is_flag=True, help="Check every element: NaN, infinite, all zero, denormal."
+            ),
+        ),
+        "Execution": (options.THREADS,),
+        "Output": options.PRINTING,
+    },
     examples=("step-1000", "step-1000 --values", "copy --against step-1000"),
 )
 def verify(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:

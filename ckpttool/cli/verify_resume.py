@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpttool.cli import options
-from ckpttool.cli.options import OUTPUT, RUN, Argument, Option
+from ckpttool.cli.options import Argument, Option
 from ckpttool.cli.terminal import Painted, Piece, Terminal, answer, bold, dim, err, out
 from ckpttool.errors import DIFFERS, DONE, UsageError
 from ckpttool.text import duration, plural, size
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 _VERDICTS = {"same": "green", "differs": "red", "failed": "red"}
 _STATES = {"ok": "green", "note": "dim", "differs": "yellow", "fails": "red"}
 _RESUMABLE = {"exactly": "green", "with differences": "yellow", "no": "red"}
-_TRAINING, _RESUMING = "Training", "Resuming"  # sections of `trial --help`
 _SHOWN = 10
 _NAMES = 20  # names below a check, under -v
 
@@ -31,21 +30,21 @@ _NAMES = 20  # names below a check, under -v
 
 @options.command(
     "audit",
-    options.CHECKPOINT,
-    Option(
-        "--recipe",
-        metavar="FILE",
-        section=RUN,
-        help="Build the model of this recipe, and compare names and shapes with it.",
-    ),
-    Option(
-        "--values/--no-values",
-        default=None,
-        section=RUN,
-        help="Read weights and moments and check for NaN, infinities and negative moments. Default: up to 1 GiB.",
-    ),
-    options.SHAPES,
-    *options.PRINTING,
+    arguments=(options.CHECKPOINT,),
+    sections={
+        "Execution": (
+            Option(
+                "--recipe", metavar="FILE", help="Build the model of this recipe, and compare names and shapes with it."
+            ),
+            Option(
+                "--values/--no-values",
+                default=None,
+                help="Check weights and moments for NaN, infinities and negative moments. Default: up to 1 GiB.",
+            ),
+        ),
+        "Selection": (options.SHAPES,),
+        "Output": options.PRINTING,
+    },
     examples=("step-1000", "step-1000 --recipe recipe.py"),
 )
 def audit(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
@@ -132,78 +131,71 @@ def _part_row(part: Any) -> tuple[Piece, ...]:
 
 @options.command(
     "trial",
-    Argument(
-        "checkpoints",
-        nargs=-1,
-        metavar="[CKPT]...",
-        help="Checkpoints to resume from; each run is compared with that of the first.",
+    arguments=(
+        Argument(
+            "checkpoints",
+            nargs=-1,
+            metavar="[CKPT]...",
+            help="Checkpoints to resume from; each run is compared with that of the first.",
+        ),
     ),
-    Option(
-        "--recipe", metavar="FILE", required=True, section=_TRAINING, help="Python file that builds and trains a model."
-    ),
-    Option("--world", metavar="N", type=click.IntRange(min=1), section=_TRAINING, help="Train on N ranks. Default: 2."),
-    Option("--mesh", metavar="MESH", section=_TRAINING, help="Train on a mesh: shard=2,tp=2 or replicate=2,shard=2."),
-    Option(
-        "--steps",
-        metavar="N",
-        type=click.IntRange(min=1),
-        default=4,
-        section=_TRAINING,
-        help="Steps to train before the save.",
-    ),
-    Option(
-        "--more",
-        metavar="N",
-        type=click.IntRange(min=1),
-        default=4,
-        section=_TRAINING,
-        help="Steps to train after the save.",
-    ),
-    Option("--device", metavar="DEVICE", section=_TRAINING, help="cpu, cuda, xpu, ..."),
-    Option(
-        "--no-deterministic",
-        "deterministic",
-        flag_value=False,
-        default=True,
-        section=_TRAINING,
-        help="Allow nondeterministic operations in torch.",
-    ),
-    Option(
-        "--via",
-        metavar="ROUTE",
-        section=_RESUMING,
-        help="Convert or reshard the save before resuming (comma-separated steps): safetensors, dcp, torch, fsdp1, "
-        "reshard:N.",
-    ),
-    Option("--to-world", metavar="N", type=int, section=_RESUMING, help="Resume on N ranks."),
-    Option("--to-mesh", metavar="MESH", section=_RESUMING, help="Resume on a mesh."),
-    Option(
-        "--first-step",
-        metavar="I",
-        type=click.IntRange(min=0),
-        section=_RESUMING,
-        help="The step to resume at, if CKPT does not contain one.",
-    ),
-    Option(
-        "--no-gradients",
-        "gradients",
-        flag_value=False,
-        default=True,
-        section=RUN,
-        help="Do not compare the gradients with those of one rank.",
-    ),
-    Option(
-        "--time-limit",
-        "limit",
-        metavar="SECONDS",
-        type=click.IntRange(min=1),
-        default=300,
-        section=RUN,
-        help="Time limit for each phase and step of a rank.",
-    ),
-    Option("--html", metavar="FILE", section=OUTPUT, help="Also write the report as an HTML page."),
-    Option("--keep", metavar="FOLDER", section=OUTPUT, help="Keep the files of the runs in this folder."),
-    *options.PRINTING,
+    sections={
+        "Training": (
+            Option("--recipe", metavar="FILE", required=True, help="Python file that builds and trains a model."),
+            Option("--world", metavar="N", type=click.IntRange(min=1), help="Train on N ranks. Default: 2."),
+            Option("--mesh", metavar="MESH", help="Train on a mesh: shard=2,tp=2 or replicate=2,shard=2."),
+            Option(
+                "--steps", metavar="N", type=click.IntRange(min=1), default=4, help="Steps to train before the save."
+            ),
+            Option("--more", metavar="N", type=click.IntRange(min=1), default=4, help="Steps to train after the save."),
+            Option("--device", metavar="DEVICE", help="cpu, cuda, xpu, ..."),
+            Option(
+                "--no-deterministic",
+                "deterministic",
+                flag_value=False,
+                default=True,
+                help="Allow nondeterministic operations in torch.",
+            ),
+        ),
+        "Resuming": (
+            Option(
+                "--via",
+                metavar="ROUTE",
+                help="Convert or reshard the save before resuming (comma-separated steps): "
+                "safetensors, dcp, torch, fsdp1, reshard:N.",
+            ),
+            Option("--to-world", metavar="N", type=int, help="Resume on N ranks."),
+            Option("--to-mesh", metavar="MESH", help="Resume on a mesh."),
+            Option(
+                "--first-step",
+                metavar="I",
+                type=click.IntRange(min=0),
+                help="The step to resume at, if CKPT does not contain one.",
+            ),
+        ),
+        "Execution": (
+            Option(
+                "--no-gradients",
+                "gradients",
+                flag_value=False,
+                default=True,
+                help="Do not compare the gradients with those of one rank.",
+            ),
+            Option(
+                "--time-limit",
+                "limit",
+                metavar="SECONDS",
+                type=click.IntRange(min=1),
+                default=300,
+                help="Time limit for each phase and step of a rank.",
+            ),
+        ),
+        "Output": (
+            Option("--html", metavar="FILE", help="Also write the report as an HTML page."),
+            Option("--keep", metavar="FOLDER", help="Keep the files of the runs in this folder."),
+            *options.PRINTING,
+        ),
+    },
     examples=("--recipe recipe.py", "--recipe recipe.py --via safetensors --to-world 4"),
 )
 def trial(via: str | None, html: str | None, as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
@@ -332,8 +324,12 @@ def _print_losses(terminal: Terminal, result: Report, verbose: bool) -> None:
 
 @options.command(
     "init",
-    Argument("path", metavar="FILE", default="recipe.py", help="The file to write. An existing one is not replaced."),
-    options.QUIET,
+    arguments=(
+        Argument(
+            "path", metavar="FILE", default="recipe.py", help="The file to write. An existing one is not replaced."
+        ),
+    ),
+    sections={"Output": (options.QUIET,)},
 )
 def init(path: str, quiet: bool) -> None:
     """Write a commented, runnable recipe template."""

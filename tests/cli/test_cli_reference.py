@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 from support.cli_reference import GENERATED, by_hand, commands, generated, options
 from support.paths import ROOT
+
+import ckpttool
 
 PAGE = ROOT / "docs" / "reference" / "cli.md"
 COMMANDS = [name for name in commands() if name != "ckpttool"]
@@ -21,11 +25,30 @@ def test_the_page_is_what_the_commands_say(request: pytest.FixtureRequest) -> No
     now = generated(said)
     if request.config.getoption("--accept"):
         PAGE.write_text(now)
-    assert now == said, "run `pytest tests/test_cli_reference.py --accept`"
+    assert now == said, "run `pytest tests/cli/test_cli_reference.py --accept`"
 
 
 def test_every_command_has_its_place_on_the_page() -> None:
     assert [m[1] for m in GENERATED.finditer(PAGE.read_text())] == list(commands())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_names_a_heading_of_the_page(name: str) -> None:
+    headings = re.findall(r"^#+ (.*)$", PAGE.read_text(), re.MULTILINE)
+    assert name.removeprefix("ckpttool ") in headings
+
+
+@pytest.mark.parametrize("name", ["convert", "reshard", "export", "diff", "verify", "repair"])
+def test_an_option_is_an_argument_of_the_library(name: str) -> None:
+    """Each that is not about printing, with the same default."""
+    parameters = dict(inspect.signature(getattr(ckpttool, name)).parameters)
+    del parameters["progress"]
+    options = [p for p in commands()[f"ckpttool {name}"].params if p.name not in ("as_json", "quiet", "verbose")]
+    assert {option.name for option in options} == set(parameters)
+    for option in options:
+        default = parameters[option.name].default
+        if default not in (inspect.Parameter.empty, None, ()):
+            assert option.get_default(click.Context(click.Command(name))) == default
 
 
 def spellings(name: str) -> list[tuple[str, ...]]:
