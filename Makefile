@@ -65,7 +65,7 @@ $(BIN)/.docs-ready: $(BIN)/.ready
 	touch $@
 
 samples: $(BIN)/.ready  ## Make the sample checkpoints anew
-	$(BIN)/python samples/make.py
+	$(BIN)/python samples/generators/make.py
 
 clean:  ## Remove what the targets made
 	rm -rf $(VENV) demo site bench.json .pytest_cache .mypy_cache .ruff_cache build dist ckpttool.egg-info

@@ -255,7 +255,7 @@ except SystemExit as stop:
     print("exit", stop.code or 0, file=sys.stderr)
 print("torch" in sys.modules, file=sys.stderr)
 """
-SOURCES = ("torch_full", "torch_layouts", "dcp_fsdp2_w4", "safetensors_indexed")
+SOURCES = ("torch/full", "torch/layouts", "dcp/fsdp2_w4", "safetensors/indexed")
 
 
 @pytest.mark.parametrize("words", [["--help"], ["formats"], *(["inspect", path_of(name)] for name in SOURCES)])

@@ -25,17 +25,17 @@ BLOCK = re.compile(r"^```(console|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL
 
 # What the pages call it -> the sample that it is.
 NAMES = {
-    "run7/step-500": "dcp_fsdp2_w4/ckpt",
-    "run7/step-1000": "dcp_hsdp_w4/ckpt",
-    "fsdp1-run": "rank_fsdp1_w4/ckpt",
-    "local-run": "rank_fsdp1_local_w2/ckpt",
-    "full-run.pt": "fsdp1_full_w2/ckpt.pt",
-    "full.pt": "torch_full/ckpt.pt",
-    "wrapped.pt": "torch_ddp/ckpt.pt",
-    "llama": "hf_llama/ckpt",
-    "model.safetensors": "safetensors_single/ckpt.safetensors",
-    "finetune": "run_trainer/ckpt",
-    "saved": "run_accelerate_fsdp2_sharded_w2/ckpt",
+    "run7/step-500": "dcp/fsdp2_w4/ckpt",
+    "run7/step-1000": "dcp/hsdp_w4/ckpt",
+    "fsdp1-run": "rank/fsdp1_w4/ckpt",
+    "local-run": "rank/fsdp1_local_w2/ckpt",
+    "full-run.pt": "torch/fsdp1_full_w2/ckpt.pt",
+    "full.pt": "torch/full/ckpt.pt",
+    "wrapped.pt": "torch/ddp/ckpt.pt",
+    "llama": "hf/llama/ckpt",
+    "model.safetensors": "safetensors/single/ckpt.safetensors",
+    "finetune": "run/trainer/ckpt",
+    "saved": "run/accelerate_fsdp2_sharded_w2/ckpt",
 }
 # What differs from run to run and from machine to machine.
 MASKS = (

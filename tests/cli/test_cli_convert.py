@@ -96,7 +96,7 @@ def test_quiet_says_nothing_and_json_everything(tmp_path: Path) -> None:
 
 
 def test_the_pieces_of_a_producers_layout(tmp_path: Path) -> None:
-    source, out = str(CHECKPOINTS / "run_trainer/ckpt"), str(tmp_path / "checkpoint-4")
+    source, out = str(CHECKPOINTS / "run/trainer/ckpt"), str(tmp_path / "checkpoint-4")
     result = run("convert", source, out, "--producer", "trainer", "-n", "-q")
     assert result.stdout.split() == [
         "model.safetensors", "optimizer.pt", "scheduler.pt", "training_args.bin", "trainer_state.json", "rng_state.pth",

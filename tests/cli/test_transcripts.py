@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from support.cli import run
-from support.paths import CHECKPOINTS
+from support.paths import CHECKPOINTS, all_samples
 
 TRANSCRIPTS = sorted(Path(__file__).with_name("transcripts").glob("*.txt"))
 
@@ -33,8 +33,8 @@ _MASKS = (
 def test_transcript(
     transcript: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    for sample in CHECKPOINTS.iterdir():
-        (tmp_path / sample.name).symlink_to(sample)
+    for name in all_samples():
+        (tmp_path / name.replace("/", "_")).symlink_to(CHECKPOINTS / name)
     monkeypatch.chdir(tmp_path)
     for name in ("NO_COLOR", "FORCE_COLOR", "CKPTTOOL_DEBUG"):
         monkeypatch.delenv(name, raising=False)

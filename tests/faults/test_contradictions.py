@@ -241,7 +241,7 @@ def test_an_index_of_another_save(tmp_path: Path) -> None:
 
 
 def test_a_missing_data_file(tmp_path: Path) -> None:
-    path = shutil.copytree(CHECKPOINTS / "dcp_fsdp2_w2" / "ckpt", tmp_path / "ckpt")
+    path = shutil.copytree(CHECKPOINTS / "dcp/fsdp2_w2" / "ckpt", tmp_path / "ckpt")
     (path / "__1_0.distcp").unlink()
     shown = run("inspect", path)
     assert shown.code == 0 and "`__1_0.distcp` is missing" in shown.out
@@ -249,7 +249,7 @@ def test_a_missing_data_file(tmp_path: Path) -> None:
 
 
 def test_a_missing_index_of_one_rank(tmp_path: Path) -> None:
-    path = shutil.copytree(CHECKPOINTS / "dcp_nocollectives_w2" / "ckpt", tmp_path / "ckpt")
+    path = shutil.copytree(CHECKPOINTS / "dcp/nocollectives_w2" / "ckpt", tmp_path / "ckpt")
     for gone in ("__0.metadata", "__1.metadata"):
         kept = (path / gone).read_bytes()
         (path / gone).unlink()
@@ -334,7 +334,7 @@ def test_bytes_after_the_tensors(tmp_path: Path) -> None:
 
 
 def indexed(folder: Path, change: Callable[[Any, Path], Any]) -> Path:
-    path = shutil.copytree(CHECKPOINTS / "safetensors_indexed" / "ckpt", folder / "ckpt")
+    path = shutil.copytree(CHECKPOINTS / "safetensors/indexed" / "ckpt", folder / "ckpt")
     file = path / "model.safetensors.index.json"
     index = json.loads(file.read_text())
     made = change(index, path)

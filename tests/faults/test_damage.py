@@ -181,7 +181,7 @@ def test_a_pipe_in_a_dcp_directory(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "model.safetensors.index.json"])
 def test_a_pipe_in_a_safetensors_directory(name: str, tmp_path: Path) -> None:
-    path = shutil.copytree(CHECKPOINTS / "safetensors_indexed" / "ckpt", tmp_path / "ckpt")
+    path = shutil.copytree(CHECKPOINTS / "safetensors/indexed" / "ckpt", tmp_path / "ckpt")
     there = path / name if (path / name).exists() else sorted(path.glob("*.safetensors"))[0]
     there.unlink()
     os.mkfifo(there)

@@ -266,7 +266,7 @@ def legacy(number: int) -> Place:
 
 def in_tar(member: str) -> Place:
     def make(folder: Path, planted: Planted) -> Path:
-        with tarfile.open(CHECKPOINTS / "torch_tar" / "ckpt.pt") as old:
+        with tarfile.open(CHECKPOINTS / "torch/tar" / "ckpt.pt") as old:
             kept = {m.name: old.extractfile(m).read() for m in old.getmembers() if m.isreg()}  # type: ignore[union-attr]
         kept[member] = hide(kept[member], planted)
         with tarfile.open(folder / "ckpt.pt", "w", format=tarfile.USTAR_FORMAT) as new:
@@ -292,7 +292,7 @@ def in_record(sample: str, record: str) -> Place:
 def inner_archive(folder: Path, planted: Planted) -> Path:
     """The sample inputs of a torch.export program are a torch.save file inside it."""
     path = folder / "ckpt.pt2"
-    path.write_bytes((CHECKPOINTS / "torch_pt2" / "ckpt.pt2").read_bytes())
+    path.write_bytes((CHECKPOINTS / "torch/pt2" / "ckpt.pt2").read_bytes())
     stream = io.BytesIO()
     torch.save((planted,), stream, pickle_module=PICKLE)
     return replace(path, "data/sample_inputs/model.pt", lambda _: stream.getvalue())
@@ -331,8 +331,8 @@ GONE: dict[str, Place] = {
     "a storage's location": in_location,
     **{f"legacy, pickle {i}": legacy(i) for i in range(5)},
     **{f"tar, {member}": in_tar(member) for member in ("sys_info", "pickle", "tensors", "storages")},
-    "TorchScript, data.pkl": in_record("torch_script", "data.pkl"),
-    "TorchScript, constants.pkl": in_record("torch_script", "constants.pkl"),
+    "TorchScript, data.pkl": in_record("torch/script", "data.pkl"),
+    "TorchScript, constants.pkl": in_record("torch/script", "constants.pkl"),
     "torch.export, sample inputs": inner_archive,
 }
 
@@ -467,7 +467,7 @@ def of_each_rank(folder: Path, planted: Planted) -> Path:
     import shutil
 
     path = folder / "ckpt"
-    shutil.copytree(CHECKPOINTS / "dcp_nocollectives_w2" / "ckpt", path)
+    shutil.copytree(CHECKPOINTS / "dcp/nocollectives_w2" / "ckpt", path)
     for name in ("__0.metadata", "__1.metadata"):
         index = pickle.loads((path / name).read_bytes())
         index.storage_meta = planted

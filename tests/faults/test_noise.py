@@ -19,11 +19,11 @@ import ckpttool
 from ckpttool.errors import CkptError
 
 SOURCES = {
-    "torch": "torch_nested", "torch, all": "torch_full", "legacy": "torch_legacy", "tar": "torch_tar",
-    "TorchScript": "torch_script", "torch.export": "torch_pt2", "unknown classes": "torch_unknown_classes",
-    "dcp": "dcp_tuples", "dcp, ranks": "dcp_nocollectives_w2", "dcp, zstd": "dcp_zstd_w2",
-    "dcp, safetensors": "dcp_safetensors_w2", "safetensors": "safetensors_single", "index": "safetensors_indexed",
-    "pieces": "hf_sharded_w2",
+    "torch": "torch/nested", "torch, all": "torch/full", "legacy": "torch/legacy", "tar": "torch/tar",
+    "TorchScript": "torch/script", "torch.export": "torch/pt2", "unknown classes": "torch/unknown_classes",
+    "dcp": "dcp/tuples", "dcp, ranks": "dcp/nocollectives_w2", "dcp, zstd": "dcp/zstd_w2",
+    "dcp, safetensors": "dcp/safetensors_w2", "safetensors": "safetensors/single", "index": "safetensors/indexed",
+    "pieces": "hf/sharded_w2",
 }  # fmt: skip
 
 SECONDS = 2.0

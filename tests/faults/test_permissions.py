@@ -16,7 +16,7 @@ from support.faults import CORRUPT, READ, STORAGE, Ran, check_words, mark, run
 from support.paths import CHECKPOINTS, ROOT
 
 ALTERING = Path(__file__).with_name("change_permissions.py")
-SOURCE = CHECKPOINTS / "dcp_fsdp2_w4" / "ckpt"
+SOURCE = CHECKPOINTS / "dcp/fsdp2_w4" / "ckpt"
 MODEL = ("--only", "model")
 WRITERS = {
     "convert": ("convert", "SRC", "DST", "--to", "torch", "--threads", "1"),

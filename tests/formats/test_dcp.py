@@ -24,7 +24,7 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 from same import assert_same
 from support import checkpoints as by_hand
-from support.paths import CHECKPOINTS
+from support.paths import CHECKPOINTS, samples_of
 from support.upstream_samples import original
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
@@ -48,7 +48,7 @@ from ckpttool.formats.dcp import reader as opening
 from ckpttool.formats.dcp.items import Items
 from ckpttool.formats.dcp.metadata import StoredTensor
 
-NAMES = sorted(folder.name for folder in CHECKPOINTS.glob("dcp_*"))
+NAMES = samples_of("dcp")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -128,7 +128,7 @@ def assert_alike(found: Any, expected: Any, at: str = "$") -> None:
 def test_a_sample_is_read_as_it_was_saved(name: str) -> None:
     source = opened(sample(name))
     found, expected = tree_of(source), original(name)
-    if name == "dcp_unflattened_w2":
+    if name == "dcp/unflattened_w2":
         # One rank's shards of the optimizer in one opaque object: not what was saved, and said so.
         assert any("DTensor" in str(w) and "rank 1" in str(w) for w in source.catalogue.warnings)
         found = {key: value for key, value in found.items() if key != "optim"}
@@ -141,18 +141,18 @@ def test_a_sample_is_read_as_it_was_saved(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "facts"),
     [
-        ("dcp_meta_torch20_w2", {"torch": "2.0 to 2.2"}),
-        ("dcp_meta_torch23_w2", {"torch": "2.3"}),
-        ("dcp_meta_torch24_w2", {"torch": "2.4 to 2.6"}),
-        ("dcp_meta_torch27_w2", {"torch": "2.7 to 2.8"}),
-        ("dcp_fsdp2_w2", {"torch": "2.9 to 2.14", "layout": "one file per rank"}),
-        ("dcp_meta_torch215_w2", {"torch": "2.15 or later"}),
-        ("dcp_foreign_storage_info_w2", {"writer": "olmo_core"}),
-        ("dcp_threads_w2", {"layout": "up to 3 files per rank"}),
-        ("dcp_file_per_item_w2", {"layout": "a file for each item"}),
-        ("dcp_zstd_w2", {"layout": "one file per rank, stream.zstd/1"}),
-        ("dcp_safetensors_w2", {"layout": "one file per rank, tensors as safetensors"}),
-        ("dcp_nocollectives_w2", {"layout": "an index for each rank"}),
+        ("dcp/meta_torch20_w2", {"torch": "2.0 to 2.2"}),
+        ("dcp/meta_torch23_w2", {"torch": "2.3"}),
+        ("dcp/meta_torch24_w2", {"torch": "2.4 to 2.6"}),
+        ("dcp/meta_torch27_w2", {"torch": "2.7 to 2.8"}),
+        ("dcp/fsdp2_w2", {"torch": "2.9 to 2.14", "layout": "one file per rank"}),
+        ("dcp/meta_torch215_w2", {"torch": "2.15 or later"}),
+        ("dcp/foreign_storage_info_w2", {"writer": "olmo_core"}),
+        ("dcp/threads_w2", {"layout": "up to 3 files per rank"}),
+        ("dcp/file_per_item_w2", {"layout": "a file for each item"}),
+        ("dcp/zstd_w2", {"layout": "one file per rank, stream.zstd/1"}),
+        ("dcp/safetensors_w2", {"layout": "one file per rank, tensors as safetensors"}),
+        ("dcp/nocollectives_w2", {"layout": "an index for each rank"}),
     ],
 )
 def test_the_writer_is_told(name: str, facts: dict[str, str]) -> None:
@@ -163,11 +163,11 @@ def test_the_writer_is_told(name: str, facts: dict[str, str]) -> None:
 
 
 def test_the_index_file_stands_for_its_directory(tmp_path: Path) -> None:
-    shutil.copytree(sample("dcp_fsdp2_w2"), tmp_path / "ckpt")
+    shutil.copytree(sample("dcp/fsdp2_w2"), tmp_path / "ckpt")
     renamed = tmp_path / "ckpt" / "index of step 3"
     (tmp_path / "ckpt" / ".metadata").rename(renamed)
     assert FORMAT.recognise(str(renamed))
-    assert_alike(tree_of(opened(renamed)), original("dcp_fsdp2_w2"))
+    assert_alike(tree_of(opened(renamed)), original("dcp/fsdp2_w2"))
 
 
 def test_what_is_no_dcp_is_not_recognised(tmp_path: Path) -> None:
@@ -178,20 +178,20 @@ def test_what_is_no_dcp_is_not_recognised(tmp_path: Path) -> None:
 
 
 def test_integer_ids_of_an_optimizer_are_integers() -> None:
-    source = opened(sample("dcp_int_keys"))
+    source = opened(sample("dcp/int_keys"))
     keys = {path[2] for path in source.catalogue.entries if path[:2] == ("optim", "state")}
     assert keys and all(type(key) is int for key in keys)
     source.close()
 
 
 def test_names_without_a_plan_stay_whole() -> None:
-    source = opened(sample("dcp_foreign_storage_info_w2"))
+    source = opened(sample("dcp/foreign_storage_info_w2"))
     assert all(len(path) == 1 for path in source.catalogue.entries)
     source.close()
 
 
 def test_resolving_on_many_threads(tmp_path: Path) -> None:
-    for name in ("dcp_zstd_w2", "dcp_fsdp2_w4"):
+    for name in ("dcp/zstd_w2", "dcp/fsdp2_w4"):
         source = opened(sample(name))
         expected = original(name)
         failures: list[BaseException] = []
@@ -215,10 +215,10 @@ def test_decoded_items_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Segments of two kilobytes: most items are decoded again when they are asked for again."""
     monkeypatch.setattr(dcpscratch, "_SEGMENT", 2048)
     monkeypatch.setattr(dcpscratch, "_SEGMENTS", 1)
-    source = opened(sample("dcp_zstd_w2"))
+    source = opened(sample("dcp/zstd_w2"))
     files = len(source.catalogue.files)
     for _ in range(3):
-        assert_alike(tree_of(source), original("dcp_zstd_w2"))
+        assert_alike(tree_of(source), original("dcp/zstd_w2"))
     assert len(source.catalogue.files) == files
     source.close()
 
@@ -226,7 +226,7 @@ def test_decoded_items_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_zstd_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
     monkeypatch.setitem(sys.modules, "compression", None)
-    source = FORMAT.open(str(sample("dcp_zstd_w2")))
+    source = FORMAT.open(str(sample("dcp/zstd_w2")))
     tensor = next(source.catalogue.tensors)
     with pytest.raises(ReadError, match="zstd") as caught:
         source.resolve(tensor, tensor.chunks[0])
@@ -237,7 +237,7 @@ def test_zstd_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_very_many_objects_are_read_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opening, "_EAGER", 3)
-    for name in ("dcp_fsdp2_w2", "dcp_int_keys"):
+    for name in ("dcp/fsdp2_w2", "dcp/int_keys"):
         source = opened(sample(name))
         assert any(not o.is_read for o in source.catalogue.objects)
         assert_alike(tree_of(source), original(name))
@@ -292,7 +292,7 @@ def test_ranks_that_contradict_each_other(tmp_path: Path) -> None:
 
 
 def test_a_rank_whose_index_is_missing(tmp_path: Path) -> None:
-    shutil.copytree(sample("dcp_nocollectives_w2"), tmp_path / "ckpt")
+    shutil.copytree(sample("dcp/nocollectives_w2"), tmp_path / "ckpt")
     (tmp_path / "ckpt" / "__1.metadata").unlink()
     with pytest.raises(CorruptError, match="not covered exactly"):
         opened(tmp_path / "ckpt")
@@ -317,9 +317,9 @@ def with_empty_twin(metadata: Metadata, hint: int | None, last: bool) -> None:
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("hint", [None, 0, 2, -1, 99])
 def test_an_empty_chunk_at_the_same_place(hint: int | None, last: bool, tmp_path: Path) -> None:
-    path = change(tmp_path / "ckpt", "dcp_fsdp2_w2", lambda m: with_empty_twin(m, hint, last))
+    path = change(tmp_path / "ckpt", "dcp/fsdp2_w2", lambda m: with_empty_twin(m, hint, last))
     source = opened(path)
-    assert_alike(tree_of(source), original("dcp_fsdp2_w2"))
+    assert_alike(tree_of(source), original("dcp/fsdp2_w2"))
     source.close()
 
 
@@ -329,9 +329,9 @@ def test_a_plan_in_any_order(tmp_path: Path) -> None:
     def backwards(metadata: Metadata) -> None:
         metadata.planner_data = dict(reversed(metadata.planner_data.items()))
 
-    source = opened(change(tmp_path / "ckpt", "dcp_fsdp2_w2", backwards))
+    source = opened(change(tmp_path / "ckpt", "dcp/fsdp2_w2", backwards))
     found = tree_of(source)
-    assert_alike(found, original("dcp_fsdp2_w2"))
+    assert_alike(found, original("dcp/fsdp2_w2"))
     keys = [path for path in source.catalogue.entries if path[:2] == ("optim", "param_groups")]
     assert [path[2] for path in keys] == sorted(path[2] for path in keys)
     source.close()
@@ -344,7 +344,7 @@ def test_items_that_nothing_asks_for(tmp_path: Path) -> None:
         info = metadata.storage_data[MetadataIndex(name, value.chunks[0].offsets)]
         metadata.storage_data[MetadataIndex(name, [99, 99])] = info
 
-    source = opened(change(tmp_path / "ckpt", "dcp_fsdp2_w2", forget))
+    source = opened(change(tmp_path / "ckpt", "dcp/fsdp2_w2", forget))
     assert any("2 items that belong to no tensor" in str(w) and "`step`" in str(w) for w in source.catalogue.warnings)
     source.close()
 
@@ -442,14 +442,14 @@ DAMAGE = {
 @pytest.mark.parametrize("what", DAMAGE)
 def test_damage_is_refused(what: str, tmp_path: Path) -> None:
     edit, message = DAMAGE[what]
-    path = change(tmp_path / "ckpt", "dcp_fsdp2_w2", edit)
+    path = change(tmp_path / "ckpt", "dcp/fsdp2_w2", edit)
     with pytest.raises(CkptError, match=message) as caught:
         tree_of(opened(path))
     assert caught.value.exit_code in (3, 4)
 
 
 def test_a_missing_file_is_a_warning_and_then_an_error(tmp_path: Path) -> None:
-    shutil.copytree(sample("dcp_fsdp2_w2"), tmp_path / "ckpt")
+    shutil.copytree(sample("dcp/fsdp2_w2"), tmp_path / "ckpt")
     (tmp_path / "ckpt" / "__1_0.distcp").unlink()
     source = FORMAT.open(str(tmp_path / "ckpt"))
     assert "file `__1_0.distcp` is missing" in map(str, source.catalogue.warnings)
@@ -462,7 +462,7 @@ def test_a_missing_file_is_a_warning_and_then_an_error(tmp_path: Path) -> None:
 
 
 def test_a_truncated_file(tmp_path: Path) -> None:
-    shutil.copytree(sample("dcp_fsdp2_w2"), tmp_path / "ckpt")
+    shutil.copytree(sample("dcp/fsdp2_w2"), tmp_path / "ckpt")
     path = tmp_path / "ckpt" / "__1_0.distcp"
     path.write_bytes(path.read_bytes()[:-100])
     source = FORMAT.open(str(tmp_path / "ckpt"))
@@ -482,7 +482,7 @@ def test_an_item_of_another_save(tmp_path: Path) -> None:
 
 
 def test_every_cut_of_the_index_is_refused(tmp_path: Path) -> None:
-    shutil.copytree(sample("dcp_shard1_w2"), tmp_path / "ckpt")
+    shutil.copytree(sample("dcp/shard1_w2"), tmp_path / "ckpt")
     index = tmp_path / "ckpt" / ".metadata"
     whole = index.read_bytes()
     for size in range(0, len(whole), 97):
@@ -493,7 +493,7 @@ def test_every_cut_of_the_index_is_refused(tmp_path: Path) -> None:
 
 def test_every_changed_byte_of_the_index_is_harmless(tmp_path: Path) -> None:
     """Whatever the pickle becomes, it is read or refused; nothing else is raised."""
-    shutil.copytree(sample("dcp_shard1_w2"), tmp_path / "ckpt")
+    shutil.copytree(sample("dcp/shard1_w2"), tmp_path / "ckpt")
     index = tmp_path / "ckpt" / ".metadata"
     whole = index.read_bytes()
     generator = np.random.default_rng(0)
@@ -510,7 +510,7 @@ def test_every_changed_byte_of_the_index_is_harmless(tmp_path: Path) -> None:
 
 
 def test_an_incomplete_save(tmp_path: Path) -> None:
-    shutil.copytree(sample("dcp_fsdp2_w2"), tmp_path / "ckpt")
+    shutil.copytree(sample("dcp/fsdp2_w2"), tmp_path / "ckpt")
     folder = tmp_path / "ckpt"
     (folder / ".metadata").rename(folder / ".metadata.tmp")
     assert FORMAT.recognise(str(folder))
@@ -523,7 +523,7 @@ def test_an_incomplete_save(tmp_path: Path) -> None:
 
 
 def test_what_lies_beside_is_said(tmp_path: Path) -> None:
-    shutil.copytree(sample("dcp_fsdp2_w2"), tmp_path / "ckpt")
+    shutil.copytree(sample("dcp/fsdp2_w2"), tmp_path / "ckpt")
     for name, data in {"__7_0.distcp": b"x" * 9, "__8_0.distcp": b"", ".metadata.tmp": b"x", "meta.pt": b"x"}.items():
         (tmp_path / "ckpt" / name).write_bytes(data)
     said = [*map(str, FORMAT.open(str(tmp_path / "ckpt")).catalogue.warnings)]
@@ -555,7 +555,7 @@ def test_tensors_without_elements(tmp_path: Path) -> None:
 
 def test_ties_are_not_seen_where_a_blob_is_shared() -> None:
     """Every item has the offset of its blob and tensors of one shape have one length: that makes no tie."""
-    source = opened(sample("dcp_safetensors_w2"))
+    source = opened(sample("dcp/safetensors_w2"))
     assert not find_aliases(source.catalogue.tensors)
     assert not any(c.extent.item for t in source.catalogue.tensors for c in t.chunks)
     source.close()
@@ -569,7 +569,7 @@ def test_a_tensor_in_a_blob_that_is_said_to_be_empty(tmp_path: Path) -> None:
             chunk.offsets, chunk.sizes = torch.Size([0, 0]), torch.Size([0, 2**40])
 
     with pytest.raises(CorruptError, match="but the index says a tensor without elements"):
-        opened(change(tmp_path / "ckpt", "dcp_safetensors_w2", empty))
+        opened(change(tmp_path / "ckpt", "dcp/safetensors_w2", empty))
 
 
 def test_two_chunks_under_one_name_in_a_blob(tmp_path: Path) -> None:
@@ -580,7 +580,7 @@ def test_two_chunks_under_one_name_in_a_blob(tmp_path: Path) -> None:
                 two.relative_path, two.offset = one.relative_path, one.offset
                 return
 
-    path = change(tmp_path / "ckpt", "dcp_safetensors_w2", edit)
+    path = change(tmp_path / "ckpt", "dcp/safetensors_w2", edit)
     with pytest.raises(CorruptError, match="two of its chunks were written under one name"):
         FORMAT.open(str(path))
 
@@ -727,7 +727,7 @@ def test_our_reader_restores_what_dcp_cannot_spell(ranks: int, tmp_path: Path) -
     assert back.catalogue.warnings == []
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n != "dcp_unflattened_w2"])
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "dcp/unflattened_w2"])
 def test_every_sample_written_again_is_read_by_torch(name: str, tmp_path: Path) -> None:
     source = opened(sample(name))
     convert(source, tmp_path / "out", 2)

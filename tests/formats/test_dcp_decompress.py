@@ -25,7 +25,7 @@ from ckpttool.formats.dcp import decompress as scratch
 from ckpttool.formats.detect import detect
 from ckpttool.transfer import execute as transfer
 
-SOURCE = path_of("dcp_zstd_w2")
+SOURCE = path_of("dcp/zstd_w2")
 CAST = ("*=bfloat16",)
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -77,7 +77,7 @@ def test_a_conversion_needs_little_room(
     monkeypatch.setattr(transfer, "TASK", 700)
     out = tmp_path / ("out.pt" if kind == "torch" else "out")
     done = ckpttool.convert(SOURCE, str(out), to=kind, threads=threads, **options)
-    expected = tensors(original("dcp_zstd_w2"))
+    expected = tensors(original("dcp/zstd_w2"))
     if "dtype" in options:
         expected = {k: t.to(torch.bfloat16) if t.is_floating_point() else t for k, t in expected.items()}
     found = read_back(out, kind)
@@ -92,7 +92,7 @@ def test_two_compressed_sources(tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(SOURCE, other)
     ckpttool.convert(SOURCE, str(tmp_path / "out.pt"), model_from=str(other), threads=4)
-    expected, found = tensors(original("dcp_zstd_w2")), read_back(tmp_path / "out.pt", "torch")
+    expected, found = tensors(original("dcp/zstd_w2")), read_back(tmp_path / "out.pt", "torch")
     assert set(found) == set(expected)
     for name, tensor in expected.items():
         assert_same(found[name], tensor, at=name)
@@ -105,7 +105,7 @@ def test_what_is_held_stays(monkeypatch: pytest.MonkeyPatch, numbers: int) -> No
     monkeypatch.setattr(scratch, "RESERVED", numbers)
     source = detect(SOURCE).open(SOURCE)
     files = len(source.catalogue.files)
-    expected = tensors(original("dcp_zstd_w2"))
+    expected = tensors(original("dcp/zstd_w2"))
     wanted = [(t, chunk) for t in source.catalogue.tensors for chunk in t.chunks if chunk.extent.item]
     assert len(wanted) > 20
     failures: list[BaseException] = []
@@ -148,7 +148,7 @@ def test_damaged_bytes_are_found_when_they_are_decoded(tmp_path: Path, monkeypat
     monkeypatch.setattr(scratch._Segment, "add", damaged)
     with pytest.raises(CorruptError, match=r"`__\d_0.distcp`: `.*`: decompresses to bytes whose CRC is") as caught:
         ckpttool.convert(SOURCE, str(tmp_path / "out.pt"))
-    assert caught.value.facts["tensor"] in tensors(original("dcp_zstd_w2"))
+    assert caught.value.facts["tensor"] in tensors(original("dcp/zstd_w2"))
     assert caught.value.facts["file"].endswith(".distcp")
     assert not (tmp_path / "out.pt").exists()
 

@@ -275,7 +275,7 @@ def test_runs_change_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_torch_writes_runs() -> None:
     """What FSDP2 saves is regular but for the first of each kind, or `inspect` would take twice as long."""
-    data = (CHECKPOINTS / "dcp_fsdp2_w4" / "ckpt" / ".metadata").read_bytes()
+    data = (CHECKPOINTS / "dcp/fsdp2_w4" / "ckpt" / ".metadata").read_bytes()
     found = runs_of(data)
     assert found is not None
     assert sum(len(run.columns[0]) for run in found._all if len(run.columns) > 2) >= 186

@@ -194,8 +194,8 @@ def named_of(ranks: Opened) -> list[Parameter]:
     return named
 
 
-@pytest.mark.parametrize("name", ["rank_fsdp1_local_w2", "rank_fsdp1_flat_w2", "rank_fsdp1_local_w3",
-                                  "rank_fsdp1_flat_w3", "rank_fsdp1_local_w4", "rank_fsdp1_flat_w4"])  # fmt: skip
+@pytest.mark.parametrize("name", ["rank/fsdp1_local_w2", "rank/fsdp1_flat_w2", "rank/fsdp1_local_w3",
+                                  "rank/fsdp1_flat_w3", "rank/fsdp1_local_w4", "rank/fsdp1_flat_w4"])  # fmt: skip
 def test_samples(name: str) -> None:
     whole = torch.load(CHECKPOINTS / name / "reference.pt", weights_only=False)
     ranks = Opened(sorted((CHECKPOINTS / name / "ckpt").glob("*rank*")))
@@ -206,7 +206,7 @@ def test_samples(name: str) -> None:
         assert_same(found, clean(whole["optim"]))
 
 
-@pytest.mark.parametrize("name", ["rank_verl_fsdp1_w1", "rank_verl_fsdp1_w2", "rank_verl_fsdp1_orig_w2"])
+@pytest.mark.parametrize("name", ["rank/verl_fsdp1_w1", "rank/verl_fsdp1_w2", "rank/verl_fsdp1_orig_w2"])
 def test_samples_of_verl(name: str) -> None:
     folder = CHECKPOINTS / name
     whole = torch.load(folder / "reference.pt", weights_only=False)
@@ -231,7 +231,7 @@ def test_the_files_of_all_ranks_are_one_checkpoint(ran: Callable[[int], Path], c
 # What cannot be, or cannot be known -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["rank_fsdp1_local_w2", "rank_fsdp1_flat_w2"])
+@pytest.mark.parametrize("name", ["rank/fsdp1_local_w2", "rank/fsdp1_flat_w2"])
 def test_without_shapes_the_files_are_named(name: str) -> None:
     ranks = sampled(name)
     with pytest.raises(CorruptError, match=r"rank0.pt.*rank1.pt.*LOCAL_STATE_DICT.*not the shapes") as caught:
@@ -264,68 +264,68 @@ def refused(name: str, options: OpenOptions, error: type[CkptError] = CorruptErr
 
 
 def test_a_parameter_without_a_shape_is_named() -> None:
-    error = refused("rank_fsdp1_local_w2", shapes("rank_fsdp1_local_w2", norm__weight=None))
+    error = refused("rank/fsdp1_local_w2", shapes("rank/fsdp1_local_w2", norm__weight=None))
     assert "no shape for 1 parameters" in error.message and "`norm.weight`" in error.message
 
 
 def test_one_shape_is_enough_for_a_shared_parameter() -> None:
-    ranks = sampled("rank_fsdp1_local_w2")
-    options = shapes("rank_fsdp1_local_w2", embed__weight=None)
+    ranks = sampled("rank/fsdp1_local_w2")
+    options = shapes("rank/fsdp1_local_w2", embed__weight=None)
     tensors = flat.model(ranks.part("model"), ranks.place, options).tensors
     assert list(tensors["embed.weight"].chunks) == list(tensors["lm_head.weight"].chunks)
 
 
 def test_even_pieces_of_a_parameter_are_no_buffers() -> None:
-    ranks = sampled("rank_fsdp1_local_w2")
+    ranks = sampled("rank/fsdp1_local_w2")
     first, second = ranks.part("model")
     for name in ("embed.weight", "lm_head.weight"):
         first[name] = replace(first[name], shape=second[name].shape)
-    options = shapes("rank_fsdp1_local_w2", embed__weight=None, lm_head__weight=None)
+    options = shapes("rank/fsdp1_local_w2", embed__weight=None, lm_head__weight=None)
     with pytest.raises(CorruptError, match=r"no shape for 2 parameters of the files: `embed.weight`, `lm_head.weight`"):
         flat.model([first, second], ranks.place, options)
 
 
 def test_flat_parameters_and_pieces_of_different_saves_are_refused() -> None:
-    ranks = sampled("rank_fsdp1_local_w2")
+    ranks = sampled("rank/fsdp1_local_w2")
     trees = ranks.part("model")
     for tree in trees:
         tree["layers.0._flat_param"] = tree["_flat_param"]
     with pytest.raises(CorruptError, match=r"`layers.0`: the pieces .* 399 elements, the flat parameter 212"):
-        flat.model(trees, ranks.place, shapes("rank_fsdp1_local_w2"))
+        flat.model(trees, ranks.place, shapes("rank/fsdp1_local_w2"))
 
 
 def test_a_shape_of_another_size_is_refused() -> None:
-    error = refused("rank_fsdp1_local_w2", shapes("rank_fsdp1_local_w2", layers__0__qkv__weight=(20, 7)))
+    error = refused("rank/fsdp1_local_w2", shapes("rank/fsdp1_local_w2", layers__0__qkv__weight=(20, 7)))
     assert "`layers.0.qkv.weight`" in error.message and "147" in error.message and "140" in error.message
 
 
 @pytest.mark.parametrize("wrong", [(20, 7), (22, 7)])
 def test_a_unit_of_another_size_is_refused(wrong: tuple[int, ...]) -> None:
-    error = refused("rank_fsdp1_flat_w2", shapes("rank_fsdp1_flat_w2", layers__1__qkv__weight=wrong))
+    error = refused("rank/fsdp1_flat_w2", shapes("rank/fsdp1_flat_w2", layers__1__qkv__weight=wrong))
     assert "`layers.1`" in error.message and error.facts["expected"] - error.facts["found"] == (wrong[0] - 21) * 7
 
 
 def test_names_of_another_model_are_refused() -> None:
-    options = shapes("rank_fsdp1_flat_w2")
+    options = shapes("rank/fsdp1_flat_w2")
     assert options.shapes is not None
     prefixed = OpenOptions({f"model.{name}": shape for name, shape in options.shapes.items()})
-    error = refused("rank_fsdp1_flat_w2", prefixed)
+    error = refused("rank/fsdp1_flat_w2", prefixed)
     assert "of the root" in error.message and "`model.embed.weight`" in error.message
-    error = refused("rank_fsdp1_flat_w2", OpenOptions({"embed.weight": (29, 7), "norm.weight": (7,)}))
+    error = refused("rank/fsdp1_flat_w2", OpenOptions({"embed.weight": (29, 7), "norm.weight": (7,)}))
     assert error.message == "the shapes name no parameter of `layers.0`, whose flat parameter has 399 elements"
 
 
 def test_a_flat_parameter_needs_the_order_of_the_model() -> None:
-    options = shapes("rank_fsdp1_flat_w2")
+    options = shapes("rank/fsdp1_flat_w2")
     assert options.shapes is not None
-    error = refused("rank_fsdp1_flat_w2", OpenOptions(dict(sorted(options.shapes.items())), ordered=False), UsageError)
+    error = refused("rank/fsdp1_flat_w2", OpenOptions(dict(sorted(options.shapes.items())), ordered=False), UsageError)
     assert "not in that of the model" in error.message and "JSON" in str(error.hint)
-    ranks = sampled("rank_fsdp1_local_w2")
+    ranks = sampled("rank/fsdp1_local_w2")
     by_name = flat.model(ranks.part("model"), ranks.place, OpenOptions(options.shapes, ordered=False))
     assert len(by_name.tensors) == 17
 
 
-@pytest.mark.parametrize("name", ["rank_fsdp1_flat_w2", "hf_gpt2", "hf_llama", "dcp_hsdp_w4"])
+@pytest.mark.parametrize("name", ["rank/fsdp1_flat_w2", "hf/gpt2", "hf/llama", "dcp/hsdp_w4"])
 def test_the_order_of_a_model_is_told(name: str) -> None:
     state = torch.load(CHECKPOINTS / name / "reference.pt", weights_only=False)
     names = list(state.get("model", state))
@@ -336,7 +336,7 @@ def test_the_order_of_a_model_is_told(name: str) -> None:
 
 
 def test_a_missing_rank_is_a_hole() -> None:
-    for name in ("rank_fsdp1_local_w2", "rank_fsdp1_flat_w2"):
+    for name in ("rank/fsdp1_local_w2", "rank/fsdp1_flat_w2"):
         ranks = sampled(name)
         with pytest.raises(CorruptError, match="are in no chunk") as caught:
             flat.model(ranks.part("model")[:1], ranks.place, shapes(name))
@@ -344,14 +344,14 @@ def test_a_missing_rank_is_a_hole() -> None:
 
 
 def test_ranks_that_disagree_are_named() -> None:
-    ranks = sampled("rank_fsdp1_local_w2")
+    ranks = sampled("rank/fsdp1_local_w2")
     first, second = ranks.part("model")
     del second["norm.weight"]
     with pytest.raises(CorruptError, match=r"rank 0 and rank 1 do not have the same entries: `norm.weight`"):
-        flat.model([first, second], ranks.place, shapes("rank_fsdp1_local_w2"))
+        flat.model([first, second], ranks.place, shapes("rank/fsdp1_local_w2"))
     optim = ranks.part("optim")
     optim[1]["param_groups"][0]["lr"] = 7.0
-    counted = rebuilt_sample("rank_fsdp1_local_w2").counted
+    counted = rebuilt_sample("rank/fsdp1_local_w2").counted
     with pytest.raises(CorruptError, match="`param_groups` are others on rank 1 than on rank 0: `lr`"):
         flatoptim.optimizer(optim, ranks.place, counted)
 
@@ -362,27 +362,27 @@ def rebuilt_sample(name: str) -> flat.Model:
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
-    ranks = sampled("rank_fsdp1_local_w2")
+    ranks = sampled("rank/fsdp1_local_w2")
     optim = ranks.part("optim")
-    counted = [c for c in rebuilt_sample("rank_fsdp1_local_w2").counted if c.name != "layers.0.up.bias"]
+    counted = [c for c in rebuilt_sample("rank/fsdp1_local_w2").counted if c.name != "layers.0.up.bias"]
     with pytest.raises(CorruptError, match=r"16 parameters or units, does not follow.* 15 of the model"):
         flatoptim.optimizer(optim, ranks.place, counted)
 
 
 def test_state_that_is_not_elementwise_is_refused() -> None:
-    ranks = sampled("rank_fsdp1_local_w2")
+    ranks = sampled("rank/fsdp1_local_w2")
     optim = ranks.part("optim")
     optim[0]["state"][4]["row_var"] = optim[0]["state"][2]["exp_avg"]
     with pytest.raises(CorruptError, match=r"state 4 of rank 0 is not of one size.*`exp_avg` \[46\].*`row_var` \[7\]"):
-        flatoptim.optimizer(optim, ranks.place, rebuilt_sample("rank_fsdp1_local_w2").counted)
+        flatoptim.optimizer(optim, ranks.place, rebuilt_sample("rank/fsdp1_local_w2").counted)
 
 
 def test_state_that_one_rank_lacks_is_refused() -> None:
-    ranks = sampled("rank_fsdp1_local_w2")
+    ranks = sampled("rank/fsdp1_local_w2")
     optim = ranks.part("optim")
     del optim[1]["state"][0]["exp_avg"]
     with pytest.raises(CorruptError, match="`exp_avg` of 0 is there on rank 0, but not on rank 1"):
-        flatoptim.optimizer(optim, ranks.place, rebuilt_sample("rank_fsdp1_local_w2").counted)
+        flatoptim.optimizer(optim, ranks.place, rebuilt_sample("rank/fsdp1_local_w2").counted)
 
 
 def test_state_of_a_unit_that_one_rank_lacks_is_refused(ran: Callable[[int], Path]) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from same import assert_same, raw_bytes
-from support.paths import CHECKPOINTS
+from support.paths import CHECKPOINTS, samples_of
 from support.simulated_ranks import chunked, cut, mesh, save
 from support.upstream_samples import path_of, reference
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -34,7 +34,7 @@ from ckpttool.formats.detect import detect
 from ckpttool.formats.rankfiles import FORMAT
 from ckpttool.formats.rankfiles import discover as sets
 
-NAMES = [folder.name for folder in sorted(CHECKPOINTS.glob("rank_*")) if (folder / "ckpt").is_dir()]
+NAMES = [name for name in samples_of("rank") if (CHECKPOINTS / name / "ckpt").is_dir()]
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -180,13 +180,13 @@ def test_flat_parameters_need_shapes(name: str) -> None:
 
 
 def test_a_flat_optimizer_alone_has_no_names() -> None:
-    folder = path_of("rank_verl_fsdp1_w2")
+    folder = path_of("rank/verl_fsdp1_w2")
     (error, *_) = read(f"{folder}/optim_*", sound=False).faults
     assert "no model is beside it" in error.message
-    known = {key: tuple(tensor.shape) for key, tensor in reference("rank_verl_fsdp1_w2")["model"].items()}
+    known = {key: tuple(tensor.shape) for key, tensor in reference("rank/verl_fsdp1_w2")["model"].items()}
     del known["lm_head.weight"], known["tokens_seen"], known["frozen"]
     alone = tree_of(read(f"{folder}/optim_*", options=OpenOptions(known)))
-    assert_same(plain(alone), plain(reference("rank_verl_fsdp1_w2")["optim"]))
+    assert_same(plain(alone), plain(reference("rank/verl_fsdp1_w2")["optim"]))
 
 
 def test_an_optimizer_whose_state_has_one_dimension_is_not_flat(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_a_flat_optimizer_of_a_world_of_one_beside_normalisation(tmp_path: Path)
     assert torch.equal(found["0.bias"]["exp_avg"], torch.arange(15.0, 20.0))
 
 
-@pytest.mark.parametrize("name", ["rank_fsdp1_w2", "rank_hsdp_w4", "rank_fsdp2_tp_w4"])
+@pytest.mark.parametrize("name", ["rank/fsdp1_w2", "rank/hsdp_w4", "rank/fsdp2_tp_w4"])
 def test_torch_is_not_needed(name: str, tmp_path: Path) -> None:
     code = (
         "import sys, ckpttool; ckpttool.convert(sys.argv[1], sys.argv[2], to='dcp', check=True); "
@@ -219,7 +219,7 @@ def test_torch_is_not_needed(name: str, tmp_path: Path) -> None:
 
 
 def test_what_is_said_of_a_set() -> None:
-    found = read(path_of("rank_hsdp_w4"))
+    found = read(path_of("rank/hsdp_w4"))
     assert found.facts["layout"] == "DTensor, mesh 2x2 (ddp, fsdp)"
     assert [(f.name, f.rank) for f in found.files] == [(f"rank{r}.pt", r) for r in range(4)]
     assert found.world_size == 4
@@ -267,7 +267,7 @@ def test_other_peoples_names(name: str) -> None:
 
 
 def test_any_name_of_a_set_will_do(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(path_of("rank_fsdp1_w4"), tmp_path / "run"))
+    folder = Path(shutil.copytree(path_of("rank/fsdp1_w4"), tmp_path / "run"))
     whole = described(read(folder))
     assert described(read(folder / "rank3.pt")) == whole
     assert described(read(f"{folder}/*.pt")) == whole
@@ -328,18 +328,18 @@ def test_two_saves_whose_contents_are_of_the_same_ranks(tmp_path: Path) -> None:
 
 
 def test_a_quoted_pattern_on_the_command_line(tmp_path: Path) -> None:
-    pattern = f"{path_of('rank_fsdp2_w4')}/rank*.pt"
+    pattern = f"{path_of('rank/fsdp2_w4')}/rank*.pt"
     ours = [sys.executable, "-m", "ckpttool"]
     shown = subprocess.run([*ours, "inspect", "--json", pattern], capture_output=True, text=True, check=True)
     assert json.loads(shown.stdout)["format"] == "rankfiles"
     subprocess.run([*ours, "convert", pattern, tmp_path / "out.pt"], capture_output=True, check=True)
     model = torch.load(tmp_path / "out.pt")["model"]
-    assert_same(plain(model), plain(reference("rank_fsdp2_w4")["model"]))
+    assert_same(plain(model), plain(reference("rank/fsdp2_w4")["model"]))
 
 
 @pytest.mark.parametrize("named", ["", "/*.pt", "/rank0.pt"])
 def test_no_file_of_the_set_is_written_over(named: str, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(path_of("rank_fsdp1_w2"), tmp_path / "run"))
+    folder = Path(shutil.copytree(path_of("rank/fsdp1_w2"), tmp_path / "run"))
     before = [path.read_bytes() for path in sorted(folder.iterdir())]
     with pytest.raises(UsageError):
         convert(f"{folder}{named}", folder / "rank1.pt", to="torch", overwrite=True)
@@ -352,7 +352,7 @@ def test_a_pattern_that_matches_nothing(tmp_path: Path) -> None:
 
 
 def test_other_files_of_a_pattern_are_left_out_and_said(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(path_of("rank_fsdp1_w2"), tmp_path / "run"))
+    folder = Path(shutil.copytree(path_of("rank/fsdp1_w2"), tmp_path / "run"))
     torch.save({"a": 1}, folder / "config.pt")
     (folder / "config.json").write_text("{}")
     for way in (f"{folder}/*.pt", folder):
@@ -362,11 +362,11 @@ def test_other_files_of_a_pattern_are_left_out_and_said(tmp_path: Path) -> None:
 
 
 def test_parts_are_mounted_under_their_names() -> None:
-    row = detect(path_of("rank_fsdp2_w2"))
-    source = row.open(path_of("rank_fsdp2_w2"))
+    row = detect(path_of("rank/fsdp2_w2"))
+    source = row.open(path_of("rank/fsdp2_w2"))
     source.close()
     assert {path[0] for path in source.catalogue.entries} == {"model", "optim", "extra_state"}
-    one = read(f"{path_of('rank_fsdp2_w2')}/model_world_size_2_rank_1.pt")
+    one = read(f"{path_of('rank/fsdp2_w2')}/model_world_size_2_rank_1.pt")
     assert ("embed.weight",) in one.entries and len(one.files) == 2
 
 
@@ -429,7 +429,7 @@ def test_ordinary_files_are_none_of_ours(names: list[str], tmp_path: Path) -> No
         detect(str(tmp_path))
 
 
-@pytest.mark.parametrize("name", sorted(f.name for f in CHECKPOINTS.glob("torch_*")))
+@pytest.mark.parametrize("name", samples_of("torch"))
 def test_samples_of_one_file_are_none_of_ours(name: str) -> None:
     assert not FORMAT.recognise(path_of(name))
 
@@ -511,7 +511,7 @@ def test_a_missing_file_of_plain_ones(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_of_one_part(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(path_of("rank_fsdp2_w2"), tmp_path / "run"))
+    folder = Path(shutil.copytree(path_of("rank/fsdp2_w2"), tmp_path / "run"))
     (folder / "extra_state_world_size_2_rank_1.pt").unlink()
     catalogue = FORMAT.open(str(folder)).catalogue
     assert "no file of `extra_state` of rank 1 of 2" in catalogue.faults[0].message
@@ -906,4 +906,4 @@ def test_a_partial_tensor_is_refused(tmp_path: Path) -> None:
 def test_no_warning_is_lost() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        read(path_of("rank_fsdp1_w2"))
+        read(path_of("rank/fsdp1_w2"))

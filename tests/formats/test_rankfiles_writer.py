@@ -26,7 +26,7 @@ from ckpttool.errors import LossError, UsageError
 from ckpttool.formats import FORMATS
 
 WORLDS = (2, 3, 8)
-SAMPLES = ("rank_fsdp1_w2", "fsdp1_full_w2", "dcp_fsdp2_w2")
+SAMPLES = ("rank/fsdp1_w2", "torch/fsdp1_full_w2", "dcp/fsdp2_w2")
 [ROW] = [row for row in FORMATS if row.target == "fsdp1"]
 
 
@@ -92,7 +92,7 @@ def same_sharded_tensor(ours: Any, theirs: ShardedTensor) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", [None, "fsdp"])
 def test_dtensors_are_those_that_torch_distributes(name: str | None, world: int, tmp_path: Path) -> None:
-    sample = "rank_fsdp1_w2"
+    sample = "rank/fsdp1_w2"
     folder = written(sample, tmp_path, world, tensor_class="dtensor" if name is None else f"dtensor:cpu:{name}")
     whole = dict(leaves(reference(sample)))
     for rank in range(world):
@@ -111,21 +111,21 @@ def test_dtensors_are_those_that_torch_distributes(name: str | None, world: int,
 
 
 def test_a_world_of_one_has_plain_tensors_as_fsdp1_saves_them(tmp_path: Path) -> None:
-    found = dict(leaves(load(written("rank_fsdp1_w2", tmp_path, 1), 0, weights_only=True)))
-    for path, expected in leaves(reference("rank_fsdp1_w2")):
+    found = dict(leaves(load(written("rank/fsdp1_w2", tmp_path, 1), 0, weights_only=True)))
+    for path, expected in leaves(reference("rank/fsdp1_w2")):
         if isinstance(expected, torch.Tensor):
             assert type(found[path]) is torch.Tensor
             assert torch.equal(found[path], expected)
 
 
 def test_tied_tensors_share_a_storage_in_every_file(tmp_path: Path) -> None:
-    folder = written("torch_full", tmp_path, 3)
+    folder = written("torch/full", tmp_path, 3)
     for rank in range(3):
         with as_rank(rank, 3):
             model = load(folder, rank)["model"]
             head, embed = (model[f"{name}.weight"].local_shards()[0].tensor for name in ("lm_head", "embed"))
             assert head.data_ptr() == embed.data_ptr()
-            assert torch.equal(head, original("torch_full")["model"]["embed.weight"].chunk(3)[rank])
+            assert torch.equal(head, original("torch/full")["model"]["embed.weight"].chunk(3)[rank])
 
 
 def test_objects_and_the_tensors_in_them_are_in_every_file(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_objects_and_the_tensors_in_them_are_in_every_file(tmp_path: Path) -> No
 
 
 def test_every_checksum_is_right(tmp_path: Path) -> None:
-    for path in written("dcp_fsdp2_w2", tmp_path, 3).iterdir():
+    for path in written("dcp/fsdp2_w2", tmp_path, 3).iterdir():
         with zipfile.ZipFile(path) as archive:
             assert archive.testzip() is None
             assert len(archive.namelist()) > 60
@@ -215,18 +215,18 @@ def test_the_plan_has_the_sizes_and_the_notes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["tensor", "dtensor:", "dtensor:cpu:fsdp:more", "sharded_tensor:cpu"])
 def test_a_class_that_is_none(name: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="unknown tensor class"):
-        convert(path_of("torch_full"), tmp_path / "out", to="fsdp1", tensor_class=name)
+        convert(path_of("torch/full"), tmp_path / "out", to="fsdp1", tensor_class=name)
 
 
 def test_the_world_is_that_of_the_source(tmp_path: Path) -> None:
-    made = convert(path_of("dcp_fsdp2_w4"), tmp_path / "out", to="fsdp1")
+    made = convert(path_of("dcp/fsdp2_w4"), tmp_path / "out", to="fsdp1")
     assert [name for name, _ in made.files] == [f"rank{r}.pt" for r in range(4)]
 
 
 def test_what_is_written_reads_as_what_was_read(tmp_path: Path) -> None:
-    folder = written("dcp_fsdp2_w2", tmp_path, 3)
+    folder = written("dcp/fsdp2_w2", tmp_path, 3)
     source = ROW.open(str(folder))
-    with opened("dcp_fsdp2_w2") as before:
+    with opened("dcp/fsdp2_w2") as before:
         theirs = {t.path: (t.dtype, t.shape) for t in before.catalogue.tensors}
     assert {t.path: (t.dtype, t.shape) for t in source.catalogue.tensors} == theirs
     assert source.catalogue.world_size == 3
@@ -238,4 +238,4 @@ def test_torch_is_not_imported(tmp_path: Path) -> None:
         "import sys, ckpttool; ckpttool.convert(*sys.argv[1:], to='fsdp1', to_world=3, tensor_class='dtensor')\n"
         "assert not {'torch', 'numpy'} & sys.modules.keys()"
     )
-    subprocess.run([sys.executable, "-c", code, path_of("torch_full"), str(tmp_path / "out")], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code, path_of("torch/full"), str(tmp_path / "out")], check=True, timeout=60)

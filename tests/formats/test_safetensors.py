@@ -23,7 +23,7 @@ from huggingface_hub.serialization._base import split_state_dict_into_shards_fac
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from same import assert_same, raw_bytes
-from support.paths import SAMPLES
+from support.paths import CHECKPOINTS, samples_of
 from torch import nn
 
 import ckpttool
@@ -45,12 +45,12 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def sample(name: str) -> Path:
-    return next((SAMPLES / "checkpoints" / name).glob("ckpt*"))
+    return next((CHECKPOINTS / name).glob("ckpt*"))
 
 
 def reference(name: str) -> Any:
     lost.package()
-    kept = SAMPLES / "checkpoints" / name / "reference.pt"
+    kept = CHECKPOINTS / name / "reference.pt"
     return torch.load(kept if kept.is_file() else sample(name), weights_only=False)
 
 
@@ -164,18 +164,18 @@ class Tied(nn.Module):  # type: ignore[misc]
 # Reading --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["safetensors_single", "hf_sharded_w2", "hf_consolidated_w2", "hf_llama", "hf_gpt2"])
+@pytest.mark.parametrize("name", ["safetensors/single", "hf/sharded_w2", "hf/consolidated_w2", "hf/llama", "hf/gpt2"])
 def test_samples(name: str) -> None:
     check(read(sample(name)), reference(name))
 
 
 def test_sample_with_an_index() -> None:
-    catalogue = read(sample("safetensors_indexed"))
-    check(catalogue, reference("safetensors_indexed"), also=("lm_head.weight",))
+    catalogue = read(sample("safetensors/indexed"))
+    check(catalogue, reference("safetensors/indexed"), also=("lm_head.weight",))
     assert list(find_aliases(catalogue.tensors)) == [("lm_head.weight",)]
     assert len(catalogue.files) == 4
     assert catalogue.facts["layout"] == "indexed"
-    index = json.loads((sample("safetensors_indexed") / "model.safetensors.index.json").read_text())
+    index = json.loads((sample("safetensors/indexed") / "model.safetensors.index.json").read_text())
     assert [t.name for t in catalogue.tensors] == [*index["weight_map"], "lm_head.weight"]
 
 
@@ -217,7 +217,7 @@ def test_huggingface_hub(tmp_path: Path, most: int) -> None:
     assert (len(catalogue.files) > 1) == (most == 90)
 
 
-@pytest.mark.parametrize("name", ["hf_llama", "hf_gpt2"])
+@pytest.mark.parametrize("name", ["hf/llama", "hf/gpt2"])
 def test_transformers_in_several_files(tmp_path: Path, name: str) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(sample(name))
     model.save_pretrained(tmp_path, max_shard_size="2KB")
@@ -249,7 +249,7 @@ def test_torch_writer_of_whole_tensors(tmp_path: Path) -> None:
 
 
 def test_pieces_of_ranks() -> None:
-    catalogue = read(sample("hf_sharded_w2"))
+    catalogue = read(sample("hf/sharded_w2"))
     assert catalogue.world_size == 2
     assert sorted({f.rank for f in catalogue.files}, key=str) == [0, 1]
     assert any(len(t.chunks) == 2 and t.chunks[1].offsets[0] for t in catalogue.tensors)
@@ -258,11 +258,11 @@ def test_pieces_of_ranks() -> None:
 
 
 def test_consolidated_files_before_pieces(tmp_path: Path) -> None:
-    whole = sample("hf_consolidated_w2")
+    whole = sample("hf/consolidated_w2")
     assert all(len(t.chunks) == 1 for t in read(whole).tensors)
     shutil.copytree(whole / "sharded", tmp_path / "sharded")
     catalogue = read(tmp_path)
-    check(catalogue, reference("hf_consolidated_w2"))
+    check(catalogue, reference("hf/consolidated_w2"))
     assert any(len(t.chunks) == 2 for t in catalogue.tensors)
 
 
@@ -541,7 +541,7 @@ def test_recognise(tmp_path: Path) -> None:
     assert FORMAT.recognise(str(tmp_path / "folder"))
 
 
-@pytest.mark.parametrize("name", ["safetensors_single", "hf_llama"])
+@pytest.mark.parametrize("name", ["safetensors/single", "hf/llama"])
 def test_file_cut_anywhere(tmp_path: Path, name: str) -> None:
     path = sample(name) if sample(name).is_file() else sample(name) / "model.safetensors"
     data = path.read_bytes()
@@ -634,7 +634,7 @@ def test_tie_whose_name_metadata_has_already(tmp_path: Path) -> None:
         assert file.metadata() == {"format": "pt"}
 
 
-@pytest.mark.parametrize("name", ["hf_llama", "hf_gpt2"])
+@pytest.mark.parametrize("name", ["hf/llama", "hf/gpt2"])
 @pytest.mark.parametrize("most", [None, 2000])
 def test_from_pretrained(tmp_path: Path, name: str, most: int | None) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(sample(name))
@@ -656,8 +656,8 @@ def test_torch_reads_the_directory(tmp_path: Path, most: int | None) -> None:
 
 
 def test_pieces_become_whole(tmp_path: Path) -> None:
-    ckpttool.convert(str(sample("hf_sharded_w2")), str(tmp_path / "x.safetensors"))
-    assert_same(safetensors.torch.load_file(tmp_path / "x.safetensors"), reference("hf_sharded_w2"))
+    ckpttool.convert(str(sample("hf/sharded_w2")), str(tmp_path / "x.safetensors"))
+    assert_same(safetensors.torch.load_file(tmp_path / "x.safetensors"), reference("hf/sharded_w2"))
 
 
 def test_names_below_the_root_of_the_model(tmp_path: Path) -> None:
@@ -821,10 +821,10 @@ def test_files_of_a_state(tmp_path: Path) -> None:
 
 
 def test_model_of_a_state_from_pretrained(tmp_path: Path) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(sample("hf_llama"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(sample("hf/llama"))
     state = {"step": 3, "optimizer": {"master": model.state_dict()["model.norm.weight"]}, "model": model.state_dict()}
     write(state, tmp_path / "out", tmp_path / "from", max_shard_size=1000)
-    shutil.copy(sample("hf_llama") / "config.json", tmp_path / "out")
+    shutil.copy(sample("hf/llama") / "config.json", tmp_path / "out")
     again, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()), info
     assert_same(dict(again.state_dict()), dict(model.state_dict()))
@@ -875,7 +875,7 @@ def test_state_file_comes_last(tmp_path: Path) -> None:
     assert "ckpttool.json" in files_of(tmp_path / "out")
 
 
-TORCH_SAMPLES = sorted(f.name for f in (SAMPLES / "checkpoints").glob("torch_*") if (f / "ckpt.pt").is_file())
+TORCH_SAMPLES = [name for name in samples_of("torch") if (CHECKPOINTS / name / "ckpt.pt").is_file()]
 
 
 @pytest.mark.parametrize("name", TORCH_SAMPLES)
@@ -891,7 +891,7 @@ def test_every_torch_sample_comes_back(tmp_path: Path, name: str) -> None:
         pytest.skip(f"not converted at all: {error.message}")
     ckpttool.convert(str(tmp_path / "out"), str(tmp_path / "back.pt"), to="torch")
     direct, back = (torch.load(tmp_path / f"{n}.pt", weights_only=False) for n in ("direct", "back"))
-    if name == "torch_unknown_classes":
+    if name == "torch/unknown_classes":
         direct, back = lost.shown(direct), lost.shown(back)
     if (tmp_path / "out" / "ckpttool.json").exists():
         assert_same(back, direct)

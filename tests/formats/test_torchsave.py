@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from same import assert_same
-from support.paths import SAMPLES
+from support.paths import CHECKPOINTS, samples_of
 from torch import nn
 
 from ckpttool.catalogue import entries as catalogues
@@ -35,20 +35,20 @@ from ckpttool.catalogue.values import Link, Stub, stub_name
 from ckpttool.errors import CkptError, CorruptError, LossError, ReadError
 from ckpttool.formats.torchsave import FORMAT
 
-NAMES = sorted(f.name for f in (SAMPLES / "checkpoints").glob("torch_*"))
+NAMES = samples_of("torch")
 
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def sample(name: str) -> Path:
-    return next((SAMPLES / "checkpoints" / name).glob("ckpt.*"))
+    return next((CHECKPOINTS / name).glob("ckpt.*"))
 
 
 def original(name: str) -> Any:
     """What was saved, as torch gives it back."""
     lost.package()
-    reference = SAMPLES / "checkpoints" / name / "reference.pt"
+    reference = CHECKPOINTS / name / "reference.pt"
     return torch.load(reference if reference.is_file() else sample(name), weights_only=False)
 
 
@@ -130,17 +130,17 @@ def convert(src: Path, dst: Path) -> Catalogue:
 def expected_of(name: str) -> Any:
     """What our copy of a sample is to load as: the view that we promise where it is not the file's own objects."""
     state = original(name)
-    if name == "torch_ddp":
+    if name == "torch/ddp":
         return torch.load(sample(name))
-    if name in ("torch_module", "torch_legacy_module"):
+    if name in ("torch/module", "torch/legacy_module"):
         return OrderedDict(state)
-    if name == "torch_script":
+    if name == "torch/script":
         return OrderedDict(state)
-    if name == "torch_pt2":
+    if name == "torch/pt2":
         return {**state, "constants": {"scratch": torch.ones(3)}}
-    if name == "torch_layouts":
+    if name == "torch/layouts":
         state["requires_grad"].requires_grad_(False)
-    if name == "torch_wrappers":
+    if name == "torch/wrappers":
         items = state["list"]
         state["list"] = OrderedDict({str(i): items[i] for i in range(len(items))})
         state["uninitialized"] = nn.UninitializedBuffer
@@ -153,7 +153,7 @@ def test_samples_survive(name: str, tmp_path: Path) -> None:
     out = tmp_path / "out.pt"
     made = convert(sample(name), out)
     back = torch.load(out, weights_only=False)
-    assert_same(lost.shown(back) if name == "torch_unknown_classes" else back, expected_of(name))
+    assert_same(lost.shown(back) if name == "torch/unknown_classes" else back, expected_of(name))
     with zipfile.ZipFile(out) as archive:
         assert archive.testzip() is None
     again = read(out)
@@ -163,13 +163,13 @@ def test_samples_survive(name: str, tmp_path: Path) -> None:
         ((_, _, one),), ((_, _, two),) = ours.chunks, theirs.chunks
         assert (ours.dtype, ours.shape, ours.embedded) == (theirs.dtype, theirs.shape, theirs.embedded)
         assert one.nbytes == two.nbytes and (not one.nbytes or one.offset == two.offset)
-    if not (SAMPLES / "checkpoints" / name / "reference.pt").is_file() and name not in OVERLAPPING:
+    if not (CHECKPOINTS / name / "reference.pt").is_file() and name not in OVERLAPPING:
         assert ties(back) == ties(expected_of(name))
     assert again.warnings == [w for w in read(sample(name)).warnings if w in again.warnings]
 
 
 # Storages that are shared in part are written apart; `ties` cannot tell those from ties.
-OVERLAPPING = ("torch_layouts", "torch_storages")
+OVERLAPPING = ("torch/layouts", "torch/storages")
 
 
 def tensors_in(value: Any, at: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -191,14 +191,14 @@ def ties(value: Any) -> set[frozenset[str]]:
     return {frozenset(g) for g in groups.values() if len(g) > 1}
 
 
-PLAIN = ["torch_full", "torch_model", "torch_dtypes", "torch_legacy", "torch_old20", "torch_bigendian", "torch_script"]
+PLAIN = ["torch/full", "torch/model", "torch/dtypes", "torch/legacy", "torch/old20", "torch/bigendian", "torch/script"]
 
 
 @pytest.mark.parametrize("mmap", [False, True])
 @pytest.mark.parametrize("name", PLAIN)
 def test_what_we_write_loads_safely(name: str, mmap: bool, tmp_path: Path) -> None:
     convert(sample(name), tmp_path / "out.pt")
-    if name in ("torch_full", "torch_legacy", "torch_old20"):
+    if name in ("torch/full", "torch/legacy", "torch/old20"):
         allowed = [Namespace, np.ndarray, np.dtype, np._core.multiarray._reconstruct, type(np.dtype(np.uint32))]
         context: Any = torch.serialization.safe_globals(allowed)
     else:
@@ -207,7 +207,7 @@ def test_what_we_write_loads_safely(name: str, mmap: bool, tmp_path: Path) -> No
         assert_same(torch.load(tmp_path / "out.pt", weights_only=True, mmap=mmap), expected_of(name))
 
 
-@pytest.mark.parametrize("name", ["torch_full", "torch_model", "torch_dtypes", "torch_buffer", "torch_ddp"])
+@pytest.mark.parametrize("name", ["torch/full", "torch/model", "torch/dtypes", "torch/buffer", "torch/ddp"])
 def test_what_we_write_is_what_torch_writes(name: str, tmp_path: Path) -> None:
     """The same records in the same order at the same alignment, with the same flags and the same bytes, for the state
     as torch loads it from our file."""
@@ -236,8 +236,8 @@ def records(path: Path) -> list[Any]:
 
 
 def test_deterministic(tmp_path: Path) -> None:
-    convert(sample("torch_full"), tmp_path / "a.pt")
-    convert(sample("torch_full"), tmp_path / "b.pt")
+    convert(sample("torch/full"), tmp_path / "a.pt")
+    convert(sample("torch/full"), tmp_path / "b.pt")
     assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
 
 
@@ -247,14 +247,14 @@ def test_deterministic(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "facts"),
     [
-        ("torch_full", {"layout": "zip", "torch": "2.7 or later", "protocol": 2, "writer": "torch.save"}),
-        ("torch_proto5", {"layout": "zip", "protocol": 5}),
-        ("torch_old20", {"layout": "zip", "torch": "1.6 to 2.0"}),
-        ("torch_legacy", {"layout": "legacy", "torch": "before 1.6"}),
-        ("torch_tar", {"layout": "tar"}),
-        ("torch_script", {"layout": "TorchScript", "writer": "torch.jit"}),
-        ("torch_pt2", {"layout": "pt2", "writer": "torch.export"}),
-        ("torch_module", {"layout": "zip nn.Module"}),
+        ("torch/full", {"layout": "zip", "torch": "2.7 or later", "protocol": 2, "writer": "torch.save"}),
+        ("torch/proto5", {"layout": "zip", "protocol": 5}),
+        ("torch/old20", {"layout": "zip", "torch": "1.6 to 2.0"}),
+        ("torch/legacy", {"layout": "legacy", "torch": "before 1.6"}),
+        ("torch/tar", {"layout": "tar"}),
+        ("torch/script", {"layout": "TorchScript", "writer": "torch.jit"}),
+        ("torch/pt2", {"layout": "pt2", "writer": "torch.export"}),
+        ("torch/module", {"layout": "zip nn.Module"}),
     ],
 )
 def test_facts(name: str, facts: dict[str, Any]) -> None:
@@ -267,20 +267,20 @@ def test_facts(name: str, facts: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("torch_nocrc", "18 of 18 storages have no checksum"),
-        ("torch_skip_data", "no checksum"),
-        ("torch_bigendian", "big-endian"),
-        ("torch_legacy", "no checksums"),
-        ("torch_layouts", "2 storages are larger than the tensors that use them, by 1001 bytes"),
-        ("torch_layouts", "overlap in 3 storages"),
-        ("torch_module", "`lost_package.models.TinyNet` as a whole object"),
-        ("torch_module", "non-persistent buffers left out: `scratch`"),
-        ("torch_module", "storages of 12 bytes belong to no tensor: `data/1`"),
-        ("torch_meta", "2 tensors are on the meta device"),
-        ("torch_wrappers", "2 tensors of class `lost_package.models.Scaled` are taken as plain tensors"),
-        ("torch_wrappers", "`parameter_with_attributes (sequence_parallel, names_of)`"),
-        ("torch_script", "its code is left out"),
-        ("torch_pt2", "its graph is left out"),
+        ("torch/nocrc", "18 of 18 storages have no checksum"),
+        ("torch/skip_data", "no checksum"),
+        ("torch/bigendian", "big-endian"),
+        ("torch/legacy", "no checksums"),
+        ("torch/layouts", "2 storages are larger than the tensors that use them, by 1001 bytes"),
+        ("torch/layouts", "overlap in 3 storages"),
+        ("torch/module", "`lost_package.models.TinyNet` as a whole object"),
+        ("torch/module", "non-persistent buffers left out: `scratch`"),
+        ("torch/module", "storages of 12 bytes belong to no tensor: `data/1`"),
+        ("torch/meta", "2 tensors are on the meta device"),
+        ("torch/wrappers", "2 tensors of class `lost_package.models.Scaled` are taken as plain tensors"),
+        ("torch/wrappers", "`parameter_with_attributes (sequence_parallel, names_of)`"),
+        ("torch/script", "its code is left out"),
+        ("torch/pt2", "its graph is left out"),
     ],
 )
 def test_warnings(name: str, words: str) -> None:
@@ -288,7 +288,7 @@ def test_warnings(name: str, words: str) -> None:
     assert any(words in w for w in found), found
 
 
-@pytest.mark.parametrize("name", ["torch_full", "torch_model", "torch_dtypes", "torch_buffer", "torch_proto4"])
+@pytest.mark.parametrize("name", ["torch/full", "torch/model", "torch/dtypes", "torch/buffer", "torch/proto4"])
 def test_ordinary_files_have_no_warnings(name: str) -> None:
     assert read(sample(name)).warnings == []
 
@@ -320,7 +320,7 @@ def test_roots_of_every_kind(state: Any, tmp_path: Path) -> None:
 
 
 def test_storages_are_links() -> None:
-    found = read(sample("torch_storages"))
+    found = read(sample("torch/storages"))
     entry = found.entries[("untyped",)]
     assert isinstance(entry, Object) and isinstance(entry.value, Link) and entry.value.storage
     tensor = found.tensor(entry.value.path)
@@ -330,7 +330,7 @@ def test_storages_are_links() -> None:
 
 
 def test_meta_tensors_are_never_zeros() -> None:
-    entry = read(sample("torch_meta")).entries[("meta",)]
+    entry = read(sample("torch/meta")).entries[("meta",)]
     assert isinstance(entry, Object) and isinstance(entry.value, Stub)
     assert stub_name(entry.value) == "torch._utils._rebuild_meta_tensor_no_storage"
 
@@ -479,7 +479,7 @@ def repacked(src: Path, dst: Path, change: Any) -> Path:
     ],
 )
 def test_exports_that_contradict_themselves(old: bytes, new: bytes, words: str, tmp_path: Path) -> None:
-    path = repacked(sample("torch_pt2"), tmp_path / "a.pt2", lambda _, data: data.replace(old, new))
+    path = repacked(sample("torch/pt2"), tmp_path / "a.pt2", lambda _, data: data.replace(old, new))
     with pytest.raises(CorruptError, match=words):
         read(path)
 
@@ -498,7 +498,7 @@ def test_weights_that_are_archives_themselves(tmp_path: Path) -> None:
             else data
         )
 
-    repacked(sample("torch_pt2"), tmp_path / "a.pt2", pickled)
+    repacked(sample("torch/pt2"), tmp_path / "a.pt2", pickled)
     convert(tmp_path / "a.pt2", tmp_path / "a.pt")
     assert torch.equal(torch.load(tmp_path / "a.pt")["first.weight"], weight)
 
@@ -510,7 +510,7 @@ def test_weights_that_are_archives_themselves(tmp_path: Path) -> None:
             return None
         return data
 
-    repacked(sample("torch_pt2"), tmp_path / "b.pt2", legacy)
+    repacked(sample("torch/pt2"), tmp_path / "b.pt2", legacy)
     with zipfile.ZipFile(tmp_path / "b.pt2", "a") as archive:
         archive.writestr("ckpt/data/weights/model.pt", whole.getvalue())
     convert(tmp_path / "b.pt2", tmp_path / "b.pt")
@@ -519,7 +519,7 @@ def test_weights_that_are_archives_themselves(tmp_path: Path) -> None:
 
 
 def test_classes_made_with_keywords_are_named() -> None:
-    entry = read(sample("torch_unknown_classes")).entries[("lost", "with_arguments")]
+    entry = read(sample("torch/unknown_classes")).entries[("lost", "with_arguments")]
     assert isinstance(entry, Object) and stub_name(entry.value) == "lost_package.models.WithArguments"
 
 
@@ -567,11 +567,11 @@ def test_no_code_runs(tmp_path: Path) -> None:
     assert mark.exists(), "the payload is not one"
 
 
-@pytest.mark.parametrize("name", ["torch_full", "torch_legacy", "torch_tar", "torch_script", "torch_pt2"])
+@pytest.mark.parametrize("name", ["torch/full", "torch/legacy", "torch/tar", "torch/script", "torch/pt2"])
 def test_cut_files(name: str, tmp_path: Path) -> None:
     data = sample(name).read_bytes()
     path = tmp_path / "cut.pt"
-    last = len(data) - 1 if name != "torch_tar" else data.rindex(b"\x80\x02")  # a tar ends in zeros that nobody needs
+    last = len(data) - 1 if name != "torch/tar" else data.rindex(b"\x80\x02")  # a tar ends in zeros that nobody needs
     for n in [*range(0, last, max(1, len(data) // 60)), last]:
         path.write_bytes(data[:n])
         with pytest.raises(CkptError) as caught:
@@ -580,7 +580,7 @@ def test_cut_files(name: str, tmp_path: Path) -> None:
         FORMAT.recognise(str(path))
 
 
-@pytest.mark.parametrize("name", ["torch_full", "torch_legacy", "torch_script"])
+@pytest.mark.parametrize("name", ["torch/full", "torch/legacy", "torch/script"])
 def test_truncated_files_are_still_recognised(name: str, tmp_path: Path) -> None:
     data = sample(name).read_bytes()
     (tmp_path / "cut").write_bytes(data[: len(data) // 2])

@@ -68,7 +68,7 @@ def test_over_world_is_torch_chunk_for_parameters(ranks: int) -> None:
         assert all(torch.equal(tensor[within(b)], e) for (_, b), e in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("name", ["dcp_fsdp2_w2", "dcp_fsdp2_w4"])
+@pytest.mark.parametrize("name", ["dcp/fsdp2_w2", "dcp/fsdp2_w4"])
 def test_over_world_is_what_fsdp2_saved(name: str) -> None:
     world = int(name[-1])
     saved = dcp.FileSystemReader(CHECKPOINTS / name / "ckpt").read_metadata().state_dict_metadata

@@ -29,8 +29,8 @@ from ckpttool.errors import CkptError, CorruptError, LossError, OverwriteError, 
 from ckpttool.formats.detect import detect
 from ckpttool.storage.files import Pool
 
-FULL, MODEL, DDP = (path_of(name) for name in ("torch_full", "torch_model", "torch_ddp"))
-SHARDED = path_of("dcp_fsdp2_w4")
+FULL, MODEL, DDP = (path_of(name) for name in ("torch/full", "torch/model", "torch/ddp"))
+SHARDED = path_of("dcp/fsdp2_w4")
 
 
 def plain(value: Any, *, ordered: bool = True) -> Any:
@@ -55,16 +55,16 @@ def assert_same(found: Any, expected: Any, *, ordered: bool = True) -> None:
 
 # What upstream leaves out when it reads these, and we do not.
 MORE = {
-    "dcp_unflattened_w2": {"optim"},
-    "safetensors_indexed": {"lm_head.weight"},
-    "torch_pt2": {"constants", "constants.scratch"},
-    "torch_wrappers": {"uninitialized"},
+    "dcp/unflattened_w2": {"optim"},
+    "safetensors/indexed": {"lm_head.weight"},
+    "torch/pt2": {"constants", "constants.scratch"},
+    "torch/wrappers": {"uninitialized"},
 }
 # Modules saved whole: our state dict is one that torch's `state_dict()` would give.
-MODULES = {"fsdp1_full_w2", "torch_legacy_module", "torch_module", "torch_script"}
+MODULES = {"torch/fsdp1_full_w2", "torch/legacy_module", "torch/module", "torch/script"}
 REFUSED = {
-    ("dcp_dtypes", "safetensors"): {"complex32", "complex128"},
-    ("torch_dtypes", "safetensors"): {
+    ("dcp/dtypes", "safetensors"): {"complex32", "complex128"},
+    ("torch/dtypes", "safetensors"): {
         "complex32", "complex128", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2",
     },
 }  # fmt: skip
@@ -94,12 +94,12 @@ def test_every_sample_survives_every_format(tmp_path: Path, name: str, sink: str
     assert (name, sink) not in REFUSED
     if sink != "torch":
         ckpttool.convert(out, back, to="torch", check=True)
-    if name == "torch_unknown_classes":
+    if name == "torch/unknown_classes":
         lost.package()
         found, expected = lost.shown(loaded(back if sink != "torch" else out)), original(name)
     else:
         found, expected = loaded(back if sink != "torch" else out), original(name)
-    if name == "torch_wrappers":
+    if name == "torch/wrappers":
         # An `nn.ParameterList`: a module, so its state dict is a dict; the reference has a list.
         found["list"] = list(found["list"].values())
     if isinstance(expected, dict):
@@ -117,7 +117,7 @@ def content(path: str | Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("sink", ["torch", "dcp", "safetensors"])
-@pytest.mark.parametrize("name", ["torch_full", "torch_layouts", "dcp_fsdp2_w4", "dcp_zstd_w2", "safetensors_indexed"])
+@pytest.mark.parametrize("name", ["torch/full", "torch/layouts", "dcp/fsdp2_w4", "dcp/zstd_w2", "safetensors/indexed"])
 def test_the_same_source_gives_the_same_bytes(tmp_path: Path, name: str, sink: str) -> None:
     outputs = []
     for i, (threads, memory) in enumerate([(1, None), (4, 48 << 20), (2, None)]):
@@ -138,7 +138,7 @@ def converted(tmp_path: Path, src: str = FULL, **options: Any) -> Any:
 
 
 def test_only_and_drop(tmp_path: Path) -> None:
-    saved = original("torch_full")
+    saved = original("torch/full")
     assert_same(converted(tmp_path, only=["model"]), saved["model"])
     assert_same(converted(tmp_path, only=["optim"]), saved["optim"])
     two = converted(tmp_path, only=["model", "scheduler"])
@@ -155,7 +155,7 @@ def test_only_and_drop(tmp_path: Path) -> None:
 
 
 def test_tensors_and_exclude(tmp_path: Path) -> None:
-    saved = original("torch_full")["model"]
+    saved = original("torch/full")["model"]
     found = converted(tmp_path, only=["model"], tensors=["*.weight"], exclude=["*.norm.*", r"re:layers\.1\..*"])
     assert_same(found, type(found)((k, v) for k, v in saved.items() if k.endswith(".weight") and ".norm." not in k
                                    and "layers.1." not in k))  # fmt: skip
@@ -174,7 +174,7 @@ def test_tied_tensors_stay_tied_and_outlive_each_other(tmp_path: Path) -> None:
 
 
 def test_rename(tmp_path: Path) -> None:
-    saved = original("torch_full")
+    saved = original("torch/full")
     found = converted(tmp_path, rename=["model.layers=model.h", "step=global_step", r"re:(.*)\.exp_avg=\1.m"])
     assert list(found["model"]) == [k.replace("layers.", "h.") for k in saved["model"]]
     assert found["global_step"] == saved["step"]
@@ -194,11 +194,11 @@ def test_the_optimizer_of_a_dcp_checkpoint_follows(tmp_path: Path) -> None:
 
 
 def test_strip_wrappers(tmp_path: Path) -> None:
-    assert_same(converted(tmp_path, DDP, strip_wrappers=True), reference("torch_ddp"), ordered=False)
+    assert_same(converted(tmp_path, DDP, strip_wrappers=True), reference("torch/ddp"), ordered=False)
 
 
 def test_strip_prefix(tmp_path: Path) -> None:
-    expected = {k.removeprefix("module."): v for k, v in original("torch_ddp").items()}
+    expected = {k.removeprefix("module."): v for k, v in original("torch/ddp").items()}
     for prefix in ("module", "module."):
         assert_same(converted(tmp_path, DDP, strip_prefix=prefix), expected, ordered=False)
     with pytest.raises(UsageError, match="no tensor of the model has this prefix"):
@@ -206,7 +206,7 @@ def test_strip_prefix(tmp_path: Path) -> None:
 
 
 def test_dtype(tmp_path: Path) -> None:
-    saved = original("torch_full")
+    saved = original("torch/full")
     found = converted(tmp_path, dtype=["bfloat16"], check=True)
     assert_same(found["model"], type(saved["model"])(
         (k, v.bfloat16() if v.is_floating_point() else v) for k, v in saved["model"].items()))  # fmt: skip
@@ -228,7 +228,7 @@ def test_max_shard_size(tmp_path: Path) -> None:
         assert len(part) == 1 or sum(t.nbytes for t in part.values()) <= 2000
         assert {index["weight_map"][name] for name in part} == {path.name}
         found |= part
-    saved = original("torch_model")
+    saved = original("torch/model")
     assert all(np.array_equal(bits(t), bits(saved[name])) for name, t in found.items())
     assert set(saved) - set(found) == {name for name, _ in made.ties}
     with pytest.raises(UsageError, match="cannot be used with `--to torch`"):
@@ -242,7 +242,7 @@ def test_to_world(tmp_path: Path, ranks: int) -> None:
     ckpttool.convert(FULL, str(tmp_path / "out"), to="dcp", to_world=ranks, check=True)
     stored = dcp.FileSystemReader(tmp_path / "out").read_metadata().state_dict_metadata
     split = 0
-    for name, tensor in original("torch_full")["model"].items():
+    for name, tensor in original("torch/full")["model"].items():
         found = [tensor[within((tuple(c.offsets), tuple(c.sizes)))] for c in stored[f"model.{name}"].chunks]
         assert all(map(torch.equal, found, tensor.chunk(ranks) if len(found) > 1 else [tensor]))
         split += len(found) > 1
@@ -254,7 +254,7 @@ def test_to_world(tmp_path: Path, ranks: int) -> None:
 
 
 def test_parts_from_elsewhere(tmp_path: Path) -> None:
-    saved, other = original("torch_full"), original("dcp_fsdp2_w4")
+    saved, other = original("torch/full"), original("dcp/fsdp2_w4")
     found = converted(tmp_path, model_from=SHARDED, check=True)
     assert_same(found["model"], other["model"], ordered=False)
     assert_same({k: v for k, v in found.items() if k != "model"}, {k: v for k, v in saved.items() if k != "model"})
@@ -263,7 +263,7 @@ def test_parts_from_elsewhere(tmp_path: Path) -> None:
     # A bare model gets a key when something comes beside it.
     found = converted(tmp_path, MODEL, optim_from=FULL, check=True)
     assert_same(found["optim"], saved["optim"])
-    assert_same(found["model"], original("torch_model"), ordered=False)
+    assert_same(found["model"], original("torch/model"), ordered=False)
     with pytest.raises(UsageError, match="has no parts of kind optimizer, and one is needed"):
         converted(tmp_path, optim_from=MODEL)
 
@@ -304,7 +304,7 @@ def test_a_list_with_something_left_out(tmp_path: Path) -> None:
 
 
 def test_a_part_that_is_one_value(tmp_path: Path) -> None:
-    assert_same(converted(tmp_path, only=["progress"]), {"step": original("torch_full")["step"]})
+    assert_same(converted(tmp_path, only=["progress"]), {"step": original("torch/full")["step"]})
 
 
 def test_the_format_is_told_by_the_suffix(tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ def test_overwrite(tmp_path: Path) -> None:
         ckpttool.convert(FULL, str(out))
     assert out.read_bytes() == first
     ckpttool.convert(FULL, str(out), overwrite=True)
-    assert_same(torch.load(out, weights_only=False), original("torch_full"))
+    assert_same(torch.load(out, weights_only=False), original("torch/full"))
     assert os.listdir(tmp_path) == ["out.pt"]
 
 
@@ -338,7 +338,7 @@ def test_dry_run_says_what_would_be(tmp_path: Path, to: str) -> None:
     assert plan.dry_run and not done.dry_run
     for name in ("files", "tensors", "objects", "bytes", "disk", "renamed", "cast", "ties", "dropped", "notes"):
         assert getattr(plan, name) == getattr(done, name), name
-    saved = original("torch_full")
+    saved = original("torch/full")
     sizes = {p.name: p.stat().st_size for p in Path(tmp_path / "out").rglob("*")} or {
         "out": (tmp_path / "out").stat().st_size
     }
@@ -500,13 +500,13 @@ def test_show_says_where_a_tensor_lies() -> None:
     stored = dcp.FileSystemReader(SHARDED).read_metadata().state_dict_metadata[name]
     expected = [(i, f"__{i}_0.distcp", tuple(c.offsets), tuple(c.sizes)) for i, c in enumerate(stored.chunks)]
     assert shown.chunks == expected
-    saved = original("dcp_fsdp2_w4")["model"]["embed.weight"].double()
+    saved = original("dcp/fsdp2_w4")["model"]["embed.weight"].double()
     assert shown.norm == pytest.approx(saved.norm().item())
     assert shown.nbytes == saved.numel() * 4
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("name", ["torch_dtypes", "torch_quantized", "torch_layouts"])
+@pytest.mark.parametrize("name", ["torch/dtypes", "torch/quantized", "torch/layouts"])
 def test_show_has_something_to_say_of_every_tensor(name: str) -> None:
     for tensor in ckpttool.inspect(path_of(name)).tensors:
         shown = ckpttool.show(path_of(name), tensor.name)
@@ -514,7 +514,7 @@ def test_show_has_something_to_say_of_every_tensor(name: str) -> None:
         assert shown.mean is None or math.isfinite(shown.mean)
 
 
-@pytest.mark.parametrize("name", ["torch_full", "dcp_fsdp2_w4"])
+@pytest.mark.parametrize("name", ["torch/full", "dcp/fsdp2_w4"])
 def test_show_finds_a_flipped_bit(tmp_path: Path, name: str) -> None:
     copy = tmp_path / "ckpt"
     shutil.copytree(path_of(name), copy) if Path(path_of(name)).is_dir() else shutil.copyfile(path_of(name), copy)
@@ -541,7 +541,7 @@ def test_inspect_reads_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a payload was read")
 
     monkeypatch.setattr(Pool, "read_into", read)
-    for name in ("torch_full", "dcp_fsdp2_w4", "safetensors_indexed"):
+    for name in ("torch/full", "dcp/fsdp2_w4", "safetensors/indexed"):
         catalogue = ckpttool.inspect(path_of(name))
         assert list(catalogue.tensors)
         assert all(entry.part.kind for entry in catalogue.entries.values())

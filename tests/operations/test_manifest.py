@@ -71,7 +71,7 @@ def test_megatron_reads_it_and_we_read_megatrons(tmp_path: Path) -> None:
 @pytest.mark.parametrize("to", ["torch", "safetensors", "fsdp1", "dcp"])
 def test_the_values_are_the_same_in_every_format(to: str, tmp_path: Path) -> None:
     """A manifest of four ranks' DCP directory, held against what was made of it, for another number of ranks too."""
-    path = CHECKPOINTS / "dcp_fsdp2_w4" / "ckpt"
+    path = CHECKPOINTS / "dcp/fsdp2_w4" / "ckpt"
     verify(path, write_manifest=tmp_path / "m.json")
     out = tmp_path / "out"
     if to == "dcp":
@@ -93,7 +93,7 @@ def test_the_values_are_the_same_in_every_format(to: str, tmp_path: Path) -> Non
 
 def test_files_that_are_gone_cut_or_new(tmp_path: Path) -> None:
     path = tmp_path / "hf"
-    shutil.copytree(CHECKPOINTS / "hf_llama" / "ckpt", path)
+    shutil.copytree(CHECKPOINTS / "hf/llama" / "ckpt", path)
     listed = tmp_path / "m.json"
     verify(path, write_manifest=listed)
     names = sorted(name for name in os.listdir(path) if not name.endswith(".safetensors"))
@@ -110,7 +110,7 @@ def test_files_that_are_gone_cut_or_new(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_of_what_is_written(inside: bool, tmp_path: Path) -> None:
-    out, src = tmp_path / "out", CHECKPOINTS / "dcp_fsdp2_w4" / "ckpt"
+    out, src = tmp_path / "out", CHECKPOINTS / "dcp/fsdp2_w4" / "ckpt"
     listed = out / "integrity.json" if inside else tmp_path / "m.json"
     convert(src, out, to="safetensors", only="model", manifest=listed)
     assert verify(out, manifest=listed).findings == []
@@ -140,7 +140,7 @@ NO_FOLDER = "there is no directory"
 def test_a_manifest_that_cannot_be_written_is_told_first(
     dst: str, listed: str, said: str, dry_run: bool, tmp_path: Path
 ) -> None:
-    src, to = CHECKPOINTS / "dcp_fsdp2_w4" / "ckpt", "torch" if dst == "b.pt" else "dcp"
+    src, to = CHECKPOINTS / "dcp/fsdp2_w4" / "ckpt", "torch" if dst == "b.pt" else "dcp"
     with pytest.raises((UsageError, OverwriteError), match=said):
         convert(src, tmp_path / dst, to=to, manifest=f"{tmp_path}/{listed}", dry_run=dry_run)
     assert list(tmp_path.iterdir()) == []

@@ -66,13 +66,13 @@ def test_samples_hold_what_was_saved(name: str) -> None:
         assert len(list(ckpt.tensors())) + len(ckpt.objects()) == len(ckpt.catalogue.entries)
 
 
-FULL = str(CHECKPOINTS / "torch_full" / "ckpt.pt")
-DTYPES = str(CHECKPOINTS / "torch_dtypes" / "ckpt.pt")
-SHARDED = str(CHECKPOINTS / "dcp_fsdp2_w4" / "ckpt")
+FULL = str(CHECKPOINTS / "torch/full" / "ckpt.pt")
+DTYPES = str(CHECKPOINTS / "torch/dtypes" / "ckpt.pt")
+SHARDED = str(CHECKPOINTS / "dcp/fsdp2_w4" / "ckpt")
 
 
 def test_names_paths_and_values() -> None:
-    saved = original("torch_full")
+    saved = original("torch/full")
     with ckpttool.open(FULL) as ckpt:
         assert ckpt.format == "torch"
         assert ckpt.world_size == 1
@@ -138,7 +138,7 @@ def test_slices_read_only_their_bytes(tmp_path: Path, read: list[int]) -> None:
 def test_a_slice_of_a_sharded_tensor_reads_the_ranks_that_hold_it(read: list[int]) -> None:
     with ckpttool.open(SHARDED) as ckpt:
         name = max((t for t in ckpt.tensors() if t.name.startswith("model.")), key=lambda t: t.shape[:1]).name
-        saved = original("dcp_fsdp2_w4")["model"][name.removeprefix("model.")]
+        saved = original("dcp/fsdp2_w4")["model"][name.removeprefix("model.")]
         ckpt[name].torch()
         read.clear()
         assert np.array_equal(bits(ckpt[name][:2].torch()), bits(saved[:2]))
@@ -180,7 +180,7 @@ def test_indexes_that_are_none() -> None:
 
 
 def test_dtypes_that_numpy_lacks_are_torchs() -> None:
-    saved = original("torch_dtypes")
+    saved = original("torch/dtypes")
     with ckpttool.open(DTYPES) as ckpt:
         for name, value in saved.items():
             short = str(value.dtype).removeprefix("torch.")
@@ -207,7 +207,7 @@ def test_what_is_read_belongs_to_the_reader() -> None:
     assert first.eq(7).all()
 
 
-@pytest.mark.parametrize("name", ["torch_quantized", "torch_storages", "torch_sparse"])
+@pytest.mark.parametrize("name", ["torch/quantized", "torch/storages", "torch/sparse"])
 def test_odd_tensors_are_read_or_refused_by_name(name: str) -> None:
     with ckpttool.open(path_of(name)) as ckpt:
         for entry in ckpt.catalogue.entries.values():

@@ -61,18 +61,18 @@ def copied(name: str, to: Path) -> Path:
 
 def test_an_index_of_each_rank(tmp_path: Path) -> None:
     """What `use_collectives=False` has written, as one directory that torch opens as any other."""
-    src = copied("dcp_nocollectives_w2", tmp_path / "src")
+    src = copied("dcp/nocollectives_w2", tmp_path / "src")
     made = repair(src, tmp_path / "out")
     assert made.done == ["one `.metadata` out of 2, an index for each rank"]
     assert files_of(tmp_path / "out") == {".metadata", "__0_0.distcp", "__1_0.distcp"}
     assert verify(src, against=tmp_path / "out").exit_code == 0
-    reference = torch.load(CHECKPOINTS / "dcp_nocollectives_w2" / "reference.pt", weights_only=False)
+    reference = torch.load(CHECKPOINTS / "dcp/nocollectives_w2" / "reference.pt", weights_only=False)
     same(read_by_torch(tmp_path / "out", tmp_path / "a.pt"), reference)
 
 
 def test_directories_of_two_nodes(tmp_path: Path) -> None:
     """Each node has kept what its own ranks wrote, and the first one the index; some files lie on both."""
-    whole = copied("dcp_fsdp2_w4", tmp_path / "whole")
+    whole = copied("dcp/fsdp2_w4", tmp_path / "whole")
     nodes = [tmp_path / "node0", tmp_path / "node1"]
     for i, node in enumerate(nodes):
         node.mkdir()
@@ -86,7 +86,7 @@ def test_directories_of_two_nodes(tmp_path: Path) -> None:
 
 
 def test_indexes_of_ranks_on_two_nodes(tmp_path: Path) -> None:
-    whole = copied("dcp_nocollectives_w2", tmp_path / "whole")
+    whole = copied("dcp/nocollectives_w2", tmp_path / "whole")
     nodes = [tmp_path / "node0", tmp_path / "node1"]
     for i, node in enumerate(nodes):
         node.mkdir()
@@ -113,7 +113,7 @@ def test_a_lost_index(step: int, tmp_path: Path) -> None:
 
 
 def test_a_lost_index_of_four_ranks(tmp_path: Path) -> None:
-    src, like = copied("dcp_fsdp2_w4", tmp_path / "src"), CHECKPOINTS / "dcp_fsdp2_w4" / "ckpt"
+    src, like = copied("dcp/fsdp2_w4", tmp_path / "src"), CHECKPOINTS / "dcp/fsdp2_w4" / "ckpt"
     (src / ".metadata").unlink()
     repair(src, tmp_path / "out", like=like)
     assert verify(tmp_path / "out", against=like).exit_code == 0
@@ -121,7 +121,7 @@ def test_a_lost_index_of_four_ranks(tmp_path: Path) -> None:
 
 
 def test_what_nothing_mentions(tmp_path: Path) -> None:
-    src = copied("dcp_fsdp2_w4", tmp_path / "src")
+    src = copied("dcp/fsdp2_w4", tmp_path / "src")
     (src / "__9_0.distcp").write_bytes(b"stale")
     (src / "__1_5.distcp").write_bytes(b"")
     (src / ".metadata.tmp").write_bytes(b"\x80")
@@ -137,7 +137,7 @@ def test_what_nothing_mentions(tmp_path: Path) -> None:
 
 
 def test_a_stale_shard(tmp_path: Path) -> None:
-    src = copied("safetensors_indexed", tmp_path / "src")
+    src = copied("safetensors/indexed", tmp_path / "src")
     stale = src / "model-00009-of-00009.safetensors"
     shutil.copy(sorted(src.glob("*.safetensors"))[0], stale)
     assert repair(src, tmp_path / "out").dropped == [stale.name]
@@ -156,16 +156,16 @@ def refused(error: type[CkptError], match: str, src: Path, **flags: Any) -> None
 
 
 def test_nothing_to_repair(tmp_path: Path) -> None:
-    refused(UsageError, "nothing to repair", copied("dcp_fsdp2_w4", tmp_path / "src"))
+    refused(UsageError, "nothing to repair", copied("dcp/fsdp2_w4", tmp_path / "src"))
     with pytest.raises(UsageError, match="one file"):
-        repair(CHECKPOINTS / "torch_full" / "ckpt.pt", tmp_path / "out")
+        repair(CHECKPOINTS / "torch/full" / "ckpt.pt", tmp_path / "out")
     with pytest.raises(ReadError):
         repair(tmp_path / "nowhere", tmp_path / "out")
 
 
 def test_other_damage_stays_damage(tmp_path: Path) -> None:
     """Something can be put right, and something cannot: nothing is written that is not whole."""
-    src = copied("dcp_fsdp2_w4", tmp_path / "src")
+    src = copied("dcp/fsdp2_w4", tmp_path / "src")
     (src / ".metadata.tmp").write_bytes(b"\x80")
     file = src / "__2_0.distcp"
     damage.flip(file, max(damage.payload_of_dcp(file), key=len).start + 5)
@@ -202,8 +202,8 @@ def test_an_index_that_does_not_fit(what: str, tmp_path: Path) -> None:
 
 
 def test_a_template_that_is_not_needed(tmp_path: Path) -> None:
-    src = copied("dcp_nocollectives_w2", tmp_path / "src")
-    refused(UsageError, "no index is lost", src, like=CHECKPOINTS / "dcp_fsdp2_w2" / "ckpt")
+    src = copied("dcp/nocollectives_w2", tmp_path / "src")
+    refused(UsageError, "no index is lost", src, like=CHECKPOINTS / "dcp/fsdp2_w2" / "ckpt")
 
 
 # As it is typed -------------------------------------------------------------------------------------------------------
@@ -221,20 +221,20 @@ def everything(folder: Path) -> dict[str, tuple[int, int, bytes]]:
 def in_need(kind: str, folder: Path) -> tuple[Path, dict[str, Any]]:
     """A directory of each kind that can be repaired, and how it is."""
     if kind == "ranks":
-        return copied("dcp_nocollectives_w2", folder / "src"), {}
+        return copied("dcp/nocollectives_w2", folder / "src"), {}
     if kind == "safetensors":
-        src = copied("hf_sharded_w2", folder / "src")
+        src = copied("hf/sharded_w2", folder / "src")
         (src / "left.safetensors.tmp").write_bytes(b"x")
         return src, {}
-    src, node = copied("dcp_fsdp2_w4", folder / "src"), folder / "node"
+    src, node = copied("dcp/fsdp2_w4", folder / "src"), folder / "node"
     node.mkdir()
     (src / "__3_0.distcp").rename(node / "__3_0.distcp")
     if kind == "lost":
         (src / ".metadata").unlink()
     else:
         shutil.copy(src / "__2_0.distcp", src / "__9_0.distcp")
-        verify(CHECKPOINTS / "dcp_fsdp2_w4" / "ckpt", write_manifest=src / "integrity.json")
-    return src, {"merge": [node], **({"like": CHECKPOINTS / "dcp_fsdp2_w4" / "ckpt"} if kind == "lost" else {})}
+        verify(CHECKPOINTS / "dcp/fsdp2_w4" / "ckpt", write_manifest=src / "integrity.json")
+    return src, {"merge": [node], **({"like": CHECKPOINTS / "dcp/fsdp2_w4" / "ckpt"} if kind == "lost" else {})}
 
 
 @pytest.mark.parametrize("kind", ["ranks", "lost", "strays", "safetensors"])
@@ -260,15 +260,15 @@ def test_a_dry_run_refuses_what_the_run_refuses(tmp_path: Path, monkeypatch: pyt
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
-    src = copied("dcp_fsdp2_w2", tmp_path / "src")
+    src = copied("dcp/fsdp2_w2", tmp_path / "src")
     (src / "__7_0.distcp").write_bytes(b"stale")
     damage.flip(src / "__1_0.distcp", damage.payload_of_dcp(src / "__1_0.distcp")[0].start)
-    whole = copied("dcp_fsdp2_w2", tmp_path / "whole")
-    lost = copied("dcp_fsdp2_w2", tmp_path / "lost")
+    whole = copied("dcp/fsdp2_w2", tmp_path / "whole")
+    lost = copied("dcp/fsdp2_w2", tmp_path / "lost")
     (lost / ".metadata").unlink()
     refused: list[tuple[Path, dict[str, Any], type[CkptError]]] = [
         (src, {}, CorruptError), (whole, {}, UsageError), (lost, {}, ReadError),
-        (lost, {"like": CHECKPOINTS / "dcp_fsdp2_w4" / "ckpt"}, CorruptError),
+        (lost, {"like": CHECKPOINTS / "dcp/fsdp2_w4" / "ckpt"}, CorruptError),
     ]  # fmt: skip
     for path, options, error in refused:
         said = []
@@ -281,7 +281,7 @@ def test_a_dry_run_refuses_what_the_run_refuses(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_dry_run_says_what_is_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    src = copied("dcp_nocollectives_w2", tmp_path / "src")
+    src = copied("dcp/nocollectives_w2", tmp_path / "src")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "x").touch()
     monkeypatch.setattr("ckpttool.storage.files.free_space", lambda path: 10)
@@ -297,12 +297,12 @@ def run(*words: object) -> Result:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    src, dst = copied("dcp_fsdp2_w4", tmp_path / "src"), tmp_path / "out"
+    src, dst = copied("dcp/fsdp2_w4", tmp_path / "src"), tmp_path / "out"
     (src / ".metadata").rename(tmp_path / ".metadata")
     node = tmp_path / "node"
     node.mkdir()
     (src / "__3_0.distcp").rename(node / "__3_0.distcp")
-    like = CHECKPOINTS / "dcp_fsdp2_w4" / "ckpt"
+    like = CHECKPOINTS / "dcp/fsdp2_w4" / "ckpt"
     done = run("repair", src, dst)
     assert done.exit_code == 3 and "hint:" in done.stderr and "--like" in done.stderr
     done = run("repair", src, dst, "--merge", node, "--like", like, "--dry-run")

@@ -21,8 +21,8 @@ import ckpttool
 from ckpttool.catalogue.boxes import Box
 from ckpttool.errors import CkptError, LossError, ReadError, UsageError
 
-W4 = CHECKPOINTS / "dcp_fsdp2_w4" / "ckpt"
-TP = CHECKPOINTS / "dcp_fsdp2_tp_w4" / "ckpt"
+W4 = CHECKPOINTS / "dcp/fsdp2_w4" / "ckpt"
+TP = CHECKPOINTS / "dcp/fsdp2_tp_w4" / "ckpt"
 TP_RULES = ("*.up.*=tp:0", "*.down.weight=tp:1")
 
 
@@ -67,10 +67,10 @@ def boxes_in(path: Path) -> dict[str, set[Box]]:
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
-        ("dcp_fsdp2_w2", {"to_world": 2}),
-        ("dcp_fsdp2_w4", {"to_world": 4}),
-        ("dcp_hsdp_w4", {"to_mesh": "replicate=2,shard=2"}),
-        ("dcp_fsdp2_tp_w4", {"to_mesh": "shard=2,tp=2", "placements": TP_RULES}),
+        ("dcp/fsdp2_w2", {"to_world": 2}),
+        ("dcp/fsdp2_w4", {"to_world": 4}),
+        ("dcp/hsdp_w4", {"to_mesh": "replicate=2,shard=2"}),
+        ("dcp/fsdp2_tp_w4", {"to_mesh": "shard=2,tp=2", "placements": TP_RULES}),
     ],
 )
 @pytest.mark.parametrize("way", ["again", "through one rank"])
@@ -138,11 +138,11 @@ def test_there_and_back_again(tmp_path: Path) -> None:
 
 def test_like_another_checkpoint(tmp_path: Path) -> None:
     """Trained otherwise, but of the same model: the boxes and the files of each tensor."""
-    ckpttool.reshard(CHECKPOINTS / "dcp_fsdp2_w2" / "ckpt", tmp_path / "like", like=W4)
+    ckpttool.reshard(CHECKPOINTS / "dcp/fsdp2_w2" / "ckpt", tmp_path / "like", like=W4)
     assert boxes_in(tmp_path / "like") == boxes_in(W4)
     # FSDP2 also saves pieces without elements.
     assert places_in(tmp_path / "like").items() < places_in(W4).items()
-    assert_same(loaded(tmp_path / "like"), loaded(CHECKPOINTS / "dcp_fsdp2_w2" / "ckpt"))
+    assert_same(loaded(tmp_path / "like"), loaded(CHECKPOINTS / "dcp/fsdp2_w2" / "ckpt"))
 
 
 def places_in(path: Path) -> dict[tuple[str, Any], str]:
@@ -151,9 +151,9 @@ def places_in(path: Path) -> dict[tuple[str, Any], str]:
 
 
 def test_a_file_becomes_dcp_and_rank_files_stay(tmp_path: Path) -> None:
-    assert ckpttool.reshard(CHECKPOINTS / "torch_full" / "ckpt.pt", tmp_path / "full", to_world=2).format == "dcp"
+    assert ckpttool.reshard(CHECKPOINTS / "torch/full" / "ckpt.pt", tmp_path / "full", to_world=2).format == "dcp"
     assert (
-        ckpttool.reshard(CHECKPOINTS / "rank_fsdp1_w2" / "ckpt", tmp_path / "ranks", to_world=3).format == "rankfiles"
+        ckpttool.reshard(CHECKPOINTS / "rank/fsdp1_w2" / "ckpt", tmp_path / "ranks", to_world=3).format == "rankfiles"
     )
     assert sorted(p.name for p in (tmp_path / "ranks").iterdir()) == ["rank0.pt", "rank1.pt", "rank2.pt"]
 
@@ -249,7 +249,7 @@ def test_nothing_is_left_of_what_fails(tmp_path: Path) -> None:
 @pytest.mark.parametrize("flags", [{"to_world": 3}, {"to_mesh": "shard=2,tp=2", "placements": TP_RULES}])
 def test_only_the_model_has_the_boxes_that_it_has_beside_the_rest(tmp_path: Path, flags: dict[str, Any]) -> None:
     """Though nothing is left that says which tensors are parameters: the source is one file."""
-    full = CHECKPOINTS / "torch_full" / "ckpt.pt"
+    full = CHECKPOINTS / "torch/full" / "ckpt.pt"
     ckpttool.reshard(full, tmp_path / "all", to="dcp", **flags)
     made = ckpttool.reshard(full, tmp_path / "only", to="dcp", only="model", check=True, **flags)
     whole = {name: cut for name, cut in boxes_in(tmp_path / "all").items() if name.startswith("model.")}

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
-from support.paths import CHECKPOINTS
+from support.paths import CHECKPOINTS, samples_of
 from support.upstream_samples import path_of, reference
 from torch import nn
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
@@ -33,7 +33,7 @@ from ckpttool.producers.open import open_resolved, resolve
 from ckpttool.producers.reader import shapes_of_moments
 from ckpttool.producers.runs import step_in
 
-SAMPLES = sorted(folder.name for folder in CHECKPOINTS.glob("run_*"))
+SAMPLES = samples_of("run")
 TARGETS = ("torch", "dcp", "safetensors")
 
 
@@ -162,10 +162,10 @@ def _shapes(name: str, ref: dict[str, Any], folder: Path) -> str | None:
 # The table -----------------------------------------------------------------------------------------------------------
 
 PRODUCER_OF: dict[str, str | None] = {
-    "run_lightning_log": None,  # a file, as any script saves one
+    "run/lightning_log": None,  # a file, as any script saves one
     "run_accelerate": "accelerate",
-    "run_trainer": "transformers Trainer",
-    "run_hf_assets": "transformers",
+    "run/trainer": "transformers Trainer",
+    "run/hf_assets": "transformers",
     "run_lightning": "Lightning",
     "run_fabric": "Lightning",
     "run_composer": "Composer",
@@ -472,7 +472,7 @@ def test_a_step_directory_of_somebody_else_is_not_called_torchtitan(tmp_path: Pa
 
 
 def test_two_models_of_verl_hang_under_their_names(tmp_path: Path) -> None:
-    actor = Path(path_of("run_verl_fsdp2_w2")) / "global_step_3" / "actor"
+    actor = Path(path_of("run/verl_fsdp2_w2")) / "global_step_3" / "actor"
     for role in ("actor", "critic"):
         shutil.copytree(actor, tmp_path / "global_step_3" / role)
     catalogue = inspect(tmp_path / "global_step_3")
@@ -481,7 +481,7 @@ def test_two_models_of_verl_hang_under_their_names(tmp_path: Path) -> None:
 
 
 def test_random_states_that_end_too_early_are_missed(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(path_of("run_accelerate_fsdp2_rankfiles_w4"), tmp_path / "ckpt"))
+    folder = Path(shutil.copytree(path_of("run/accelerate_fsdp2_rankfiles_w4"), tmp_path / "ckpt"))
     (folder / "random_states_3.pkl").unlink()
     assert any("`random_states_2.pkl` is of 3 ranks, but 4 have written" in str(w) for w in inspect(folder).warnings)
 
@@ -514,7 +514,7 @@ def test_the_one_to_be_taken_is_looked_into_however_large_its_index_is(
     assert str(catalogue.warnings[0]) == said
 
 
-@pytest.mark.parametrize("name", sorted(f.name for f in CHECKPOINTS.glob("dcp_*")))
+@pytest.mark.parametrize("name", samples_of("dcp"))
 def test_the_files_that_an_index_names_are_found_without_building_it(name: str) -> None:
     folder = Path(path_of(name))
     named = {n for index in folder.glob("*.metadata") for n in runs._named_in(index.read_bytes())}
@@ -523,7 +523,7 @@ def test_the_files_that_an_index_names_are_found_without_building_it(name: str) 
 
 
 def test_steps_of_dinov2_in_one_directory(tmp_path: Path) -> None:
-    sample = Path(path_of("run_dinov2_w2"))
+    sample = Path(path_of("run/dinov2_w2"))
     run = tmp_path / "run [1]"
     run.mkdir()
     for step in (3, 7, 9):
@@ -532,7 +532,7 @@ def test_steps_of_dinov2_in_one_directory(tmp_path: Path) -> None:
     (run / "model_0000009.rank_0.pth").unlink()
     found = runs.checkpoints(str(run))
     assert [(f.step, f.why_not) for f in found] == [(3, None), (7, None), (9, "the file of rank 0 is missing")]
-    ref = reference("run_dinov2_w2")
+    ref = reference("run/dinov2_w2")
     catalogue = inspect(run, shapes=_shapes("dinov2", ref, tmp_path))
     assert [f["name"] for f in catalogue.facts["run"] if f["taken"]] == ["model_0000007.rank_*.pth"]
     assert {f.name for f in catalogue.files} == {f"model_0000007.rank_{rank}.pth" for rank in (0, 1)}
@@ -540,7 +540,7 @@ def test_steps_of_dinov2_in_one_directory(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_no_number(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(Path(path_of("run_trainer")) / "checkpoint-4", tmp_path / "checkpoint-4"))
+    folder = Path(shutil.copytree(Path(path_of("run/trainer")) / "checkpoint-4", tmp_path / "checkpoint-4"))
     state = json.loads((folder / "trainer_state.json").read_text())
     state["log_history"][0]["loss"] = float("nan")
     (folder / "trainer_state.json").write_text(json.dumps(state))
@@ -550,7 +550,7 @@ def test_a_loss_that_is_no_number(tmp_path: Path) -> None:
 
 
 def test_json_that_is_cut_is_a_fault(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(Path(path_of("run_trainer")) / "checkpoint-4", tmp_path / "checkpoint-4"))
+    folder = Path(shutil.copytree(Path(path_of("run/trainer")) / "checkpoint-4", tmp_path / "checkpoint-4"))
     (folder / "trainer_state.json").write_text('{"global_step": 4, ')
     assert any("trainer_state.json` is not JSON" in str(w) for w in inspect(folder).warnings)
     with pytest.raises(CorruptError, match="is not JSON"):
@@ -559,7 +559,7 @@ def test_json_that_is_cut_is_a_fault(tmp_path: Path) -> None:
 
 def test_a_finished_trainer_run_is_its_last_model(tmp_path: Path) -> None:
     """`save_model` and `save_state` write into the directory that the checkpoints are in."""
-    run = Path(shutil.copytree(path_of("run_trainer"), tmp_path / "run"))
+    run = Path(shutil.copytree(path_of("run/trainer"), tmp_path / "run"))
     for name in ("model.safetensors", "config.json", "training_args.bin", "trainer_state.json"):
         shutil.copy(run / "checkpoint-4" / name, run / name)
     (run / "runs").mkdir()
@@ -624,7 +624,7 @@ def test_verl_of_one_rank_saves_plain_tensors(tmp_path: Path) -> None:
 
 
 def test_two_worlds_of_verl_in_one_directory(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(path_of("run_verl_fsdp2_w2"), tmp_path / "run")) / "global_step_3" / "actor"
+    folder = Path(shutil.copytree(path_of("run/verl_fsdp2_w2"), tmp_path / "run")) / "global_step_3" / "actor"
     for part in ("model", "optim", "extra_state"):
         shutil.copy(folder / f"{part}_world_size_2_rank_0.pt", folder / f"{part}_world_size_4_rank_0.pt")
     (found,) = runs.checkpoints(str(tmp_path / "run"))
@@ -642,7 +642,7 @@ def test_a_directory_of_very_many_files_is_told_fast(tmp_path: Path) -> None:
     assert took < 3, took
 
 
-@pytest.mark.parametrize("name", [n for n in SAMPLES if n.startswith(("run_accelerate", "run_trainer"))])
+@pytest.mark.parametrize("name", [n for n in SAMPLES if n.startswith(("run/accelerate", "run/trainer"))])
 def test_keys_are_not_doubled(name: str) -> None:
     ref = reference(name)
     catalogue = inspect(path_of(name))
@@ -702,7 +702,7 @@ def test_no_complete_checkpoint_exits_with_the_list(tmp_path: Path) -> None:
 
 
 def test_pieces_and_assets_in_json(tmp_path: Path) -> None:
-    said = json.loads(ran("inspect", path_of("run_trainer"), "--json")[1])
+    said = json.loads(ran("inspect", path_of("run/trainer"), "--json")[1])
     assert said["producer"] == "transformers Trainer"
     assert "config.json" in said["assets"]
     assert {m["path"]: (m["root"], m["format"]) for m in said["mounted"]} == {
@@ -713,7 +713,7 @@ def test_pieces_and_assets_in_json(tmp_path: Path) -> None:
 
 
 def test_a_conversion_names_the_assets(tmp_path: Path) -> None:
-    made = convert(path_of("run_trainer"), tmp_path / "out.pt")
+    made = convert(path_of("run/trainer"), tmp_path / "out.pt")
     assert made.notes[0] == "using `checkpoint-4`, the newest complete of the 2 checkpoints in the run"
     assert made.notes[1].startswith("not copied (not part of the state): `config.json`, ")
 
@@ -722,7 +722,7 @@ def test_a_conversion_names_the_assets(tmp_path: Path) -> None:
 def test_files_of_a_repository_are_no_assets(tmp_path: Path, below: str) -> None:
     """A clone, or a download, has files that say how git keeps the others."""
     run = tmp_path / below
-    shutil.copytree(f"{path_of('run_trainer')}/checkpoint-4", run)
+    shutil.copytree(f"{path_of('run/trainer')}/checkpoint-4", run)
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "training_args.bin"):
         (run / name).unlink() if below == "plain" else None
     (run / ".git").mkdir()
@@ -765,8 +765,8 @@ def test_names_that_do_not_say_which_is_the_newest(tmp_path: Path) -> None:
 
 def test_a_last_step_for_transformers(tmp_path: Path) -> None:
     """torchtitan's last step may be a model of Hugging Face, sharded and consolidated."""
-    shutil.copytree(Path(path_of("run_torchtitan_w2")) / "step-3", tmp_path / "step-3")
-    shutil.copytree(path_of("hf_consolidated_w2"), tmp_path / "step-10")
+    shutil.copytree(Path(path_of("run/torchtitan_w2")) / "step-3", tmp_path / "step-3")
+    shutil.copytree(path_of("hf/consolidated_w2"), tmp_path / "step-10")
     catalogue = inspect(tmp_path)
     assert [(f["name"], f["format"], f["taken"]) for f in catalogue.facts["run"]] == [
         ("step-3", "dcp", False), ("step-10", "safetensors", True)
@@ -781,7 +781,7 @@ def test_an_adapter_alone(tmp_path: Path) -> None:
 
 
 def test_what_deepspeed_left_is_named(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(Path(path_of("run_trainer")) / "checkpoint-4", tmp_path / "checkpoint-4"))
+    folder = Path(shutil.copytree(Path(path_of("run/trainer")) / "checkpoint-4", tmp_path / "checkpoint-4"))
     (folder / "optimizer.pt").unlink()
     (folder / "global_step4").mkdir()
     torch.save({"module": {"w": torch.ones(2)}}, folder / "global_step4" / "mp_rank_00_model_states.pt")
@@ -811,7 +811,7 @@ def test_damage_ends_in_one_of_our_errors(name: str, file: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("damage", ["gone", "cut"])
 def test_a_broken_optimizer_does_not_stop_the_model(damage: str, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(path_of("run_accelerate_fsdp1_rankfiles_w2"), tmp_path / "run"))
+    folder = Path(shutil.copytree(path_of("run/accelerate_fsdp1_rankfiles_w2"), tmp_path / "run"))
     broken = folder / "optimizer_0_rank1.bin"
     if damage == "gone":
         broken.unlink()
@@ -822,7 +822,7 @@ def test_a_broken_optimizer_does_not_stop_the_model(damage: str, tmp_path: Path)
             convert(str(folder), str(tmp_path / "out.pt"), **flags)  # type: ignore[arg-type]
     assert any("optimizer_0_rank" in str(text) for text in inspect(folder).warnings)
     convert(str(folder), str(tmp_path / "out.pt"), only="model", check=True)
-    whole = reference("run_accelerate_fsdp1_rankfiles_w2")["model"]
+    whole = reference("run/accelerate_fsdp1_rankfiles_w2")["model"]
     found = torch.load(tmp_path / "out.pt")
     assert found.keys() == whole.keys()
     assert all(torch.equal(found[name], whole[name]) for name in whole)

@@ -69,10 +69,10 @@ def assert_same(found: Any, expected: Any, at: str = "$") -> None:
 
 
 ACCELERATE = (
-    ("run_accelerate_fsdp2_sharded_w2", "accelerate:sharded"),
-    ("run_accelerate_fsdp1_sharded_w2", "accelerate:sharded"),
-    ("run_accelerate_fsdp1_full_w2", "accelerate:full"),
-    ("run_accelerate_ddp_w2", "accelerate:ddp"),
+    ("run/accelerate_fsdp2_sharded_w2", "accelerate:sharded"),
+    ("run/accelerate_fsdp1_sharded_w2", "accelerate:sharded"),
+    ("run/accelerate_fsdp1_full_w2", "accelerate:full"),
+    ("run/accelerate_ddp_w2", "accelerate:ddp"),
 )
 
 
@@ -87,16 +87,16 @@ def test_what_accelerate_left_comes_back(tmp_path: Path, sample: str, layout: st
 
 def test_a_relative_destination(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    source = path_of("rank_fsdp1_w2")
+    source = path_of("rank/fsdp1_w2")
     for producer, name in (("torchtitan", "step-3"), ("verl", "global_step_3"), ("trainer", "checkpoint-3")):
         assert convert(source, name, producer=producer, check=True).destination == name
 
 
 OTHERS = (
-    ("run_trainer", "trainer", "checkpoint-4", "checkpoint-4"),
-    ("run_trainer_w2", "trainer", "checkpoint-4", "checkpoint-4"),
-    ("run_trainer_fsdp2_w2", "trainer", "checkpoint-4", "checkpoint-4"),
-    ("run_torchtitan_w2", "torchtitan", "step-3", "step-3"),
+    ("run/trainer", "trainer", "checkpoint-4", "checkpoint-4"),
+    ("run/trainer_w2", "trainer", "checkpoint-4", "checkpoint-4"),
+    ("run/trainer_fsdp2_w2", "trainer", "checkpoint-4", "checkpoint-4"),
+    ("run/torchtitan_w2", "torchtitan", "step-3", "step-3"),
 )
 
 
@@ -116,7 +116,7 @@ ASSETS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_
 
 
 def test_what_verl_left_comes_back(tmp_path: Path) -> None:
-    source, made = path_of("run_verl_fsdp2_w2"), tmp_path / "global_step_3"
+    source, made = path_of("run/verl_fsdp2_w2"), tmp_path / "global_step_3"
     convert(source, made, producer="verl", tensor_class="dtensor:cpu:fsdp", check=True)
     names = {p.name for p in (Path(source) / "global_step_3/actor").iterdir()} - {"huggingface"}
     assert {p.name for p in (made / "actor").iterdir()} == names
@@ -139,7 +139,7 @@ def local(state: Any) -> Any:
 
 def test_a_step_that_only_the_state_says(tmp_path: Path) -> None:
     """Other people's `step` becomes what the framework has for it."""
-    source = path_of("rank_fsdp1_w2")
+    source = path_of("rank/fsdp1_w2")
     made = convert(source, tmp_path / "step-3", producer="torchtitan", check=True)
     state = read(tmp_path / "step-3")["train_state"]
     assert_same(state, {"step": torch.tensor(3, dtype=torch.int32), "ntokens_seen": torch.tensor(0)})
@@ -154,7 +154,7 @@ def test_a_step_that_only_the_state_says(tmp_path: Path) -> None:
 
 
 def test_a_step_that_only_the_name_says(tmp_path: Path) -> None:
-    source = path_of("rank_fsdp1_w2")
+    source = path_of("rank/fsdp1_w2")
     convert(source, tmp_path / "checkpoint-7", producer="trainer", drop="step")
     assert read(tmp_path / "checkpoint-7/trainer_state.json")["global_step"] == 7
     for producer in ("trainer", "torchtitan"):
@@ -164,12 +164,12 @@ def test_a_step_that_only_the_name_says(tmp_path: Path) -> None:
 
 def test_torchtitan_to_trainer(tmp_path: Path) -> None:
     """What has a counterpart is carried over, what has none is named."""
-    source = path_of("run_torchtitan_w2")
+    source = path_of("run/torchtitan_w2")
     with pytest.raises(LossError, match=r"4 would be lost .*the Trainer stores no such value"):
         convert(source, tmp_path / "checkpoint-3", producer="trainer")
     exclude = "train_state.ntokens_seen"
     convert(source, tmp_path / "checkpoint-3", producer="trainer", drop="dataloader", exclude=exclude, check=True)
-    found, ref = pieces(tmp_path / "checkpoint-3"), reference("run_torchtitan_w2")
+    found, ref = pieces(tmp_path / "checkpoint-3"), reference("run/torchtitan_w2")
     assert_same(found["model.safetensors"], dict(ref["model"]))
     names = [name for group in ref["optim"]["param_groups"] for name in group["params"]]
     assert [group["params"] for group in found["optimizer.pt"]["param_groups"]] == [[0, 1, 2], [3, 4]]
@@ -181,10 +181,10 @@ def test_torchtitan_to_trainer(tmp_path: Path) -> None:
 
 def test_data_loaders_go_where_they_mean_the_same(tmp_path: Path) -> None:
     """accelerate and verl keep torchdata's; torchtitan pickles one for each rank."""
-    convert(path_of("run_verl_fsdp2_w2"), tmp_path / "a", producer="accelerate", check=True)
-    assert_same(read(tmp_path / "a/dl_state_dict.bin"), reference("run_verl_fsdp2_w2")["dataloader"])
+    convert(path_of("run/verl_fsdp2_w2"), tmp_path / "a", producer="accelerate", check=True)
+    assert_same(read(tmp_path / "a/dl_state_dict.bin"), reference("run/verl_fsdp2_w2")["dataloader"])
     with pytest.raises(LossError, match=r"dataloader\.dp_rank_1"):
-        convert(path_of("run_torchtitan_w2"), tmp_path / "b", producer="accelerate", drop="train_state")
+        convert(path_of("run/torchtitan_w2"), tmp_path / "b", producer="accelerate", drop="train_state")
     torch.save({"model": {"w": torch.ones(2)}, "sampler": {"epoch": 1}}, tmp_path / "own.pt")
     with pytest.raises(LossError, match="sampler"):
         convert(tmp_path / "own.pt", tmp_path / "b", producer="accelerate")
@@ -209,7 +209,7 @@ def test_a_tensor_tied_across_pieces_is_written_in_both(tmp_path: Path) -> None:
 
 
 def test_the_world_of_whole_tensors_is_that_of_its_generators(tmp_path: Path) -> None:
-    source = path_of("run_trainer_w2")
+    source = path_of("run/trainer_w2")
     with pytest.raises(LossError, match="it is of rank 1, and 1 ranks have no file for it"):
         convert(source, tmp_path / "checkpoint-4", producer="trainer", to_world=1)
     convert(source, tmp_path / "checkpoint-4", producer="trainer", to_world=1, exclude="rng.rank1.*", check=True)
@@ -218,8 +218,8 @@ def test_the_world_of_whole_tensors_is_that_of_its_generators(tmp_path: Path) ->
 
 
 def test_generators_under_the_names_of_another_framework(tmp_path: Path) -> None:
-    convert(path_of("run_verl_fsdp2_w2"), tmp_path / "a", producer="accelerate", check=True)
-    for rank, expected in enumerate(reference("run_verl_fsdp2_w2")["rng_by_rank"]):
+    convert(path_of("run/verl_fsdp2_w2"), tmp_path / "a", producer="accelerate", check=True)
+    for rank, expected in enumerate(reference("run/verl_fsdp2_w2")["rng_by_rank"]):
         found = read(tmp_path / f"a/random_states_{rank}.pkl")
         names = {"random_state": "random", "numpy_random_seed": "numpy", "torch_manual_seed": "cpu"}
         assert_same(found, {name: expected[theirs] for name, theirs in names.items()})
@@ -227,13 +227,13 @@ def test_generators_under_the_names_of_another_framework(tmp_path: Path) -> None
 
 def test_how_many_batches_were_gathered_is_left_out_when_it_is_none(tmp_path: Path) -> None:
     """accelerate keeps it with the generators; another framework has no place for it."""
-    source = path_of("run_accelerate_fsdp2_sharded_w2")
+    source = path_of("run/accelerate_fsdp2_sharded_w2")
     drop = ("scaler", "sampler", "other")
     made = convert(source, tmp_path / "global_step_6", producer="verl", drop=drop, check=True)
     assert not [name for name in made.dropped if name.startswith("rng")]
     with pytest.raises(LossError, match=r"`data.pt` lies beside `actor/`"):
         convert(source, tmp_path / "actor", producer="verl", drop=drop)
-    own = torch.load(path_of("run_accelerate_fsdp2_sharded_w2") + "/random_states_0.pkl", weights_only=False)
+    own = torch.load(path_of("run/accelerate_fsdp2_sharded_w2") + "/random_states_0.pkl", weights_only=False)
     torch.save({"model": {"w": torch.ones(4, 2)}, "rng": {**own, "step": 3}}, tmp_path / "state.pt")
     with pytest.raises(LossError, match=r"1 would be lost \(`rng.step`\)"):
         convert(tmp_path / "state.pt", tmp_path / "checkpoint-1", producer="trainer")
@@ -256,15 +256,15 @@ def test_tensors_inside_objects_go_with_them(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_split(tmp_path: Path) -> None:
-    convert(path_of("run_trainer"), tmp_path / "checkpoint-4", producer="trainer", max_shard_size=2000, check=True)
+    convert(path_of("run/trainer"), tmp_path / "checkpoint-4", producer="trainer", max_shard_size=2000, check=True)
     names = sorted(p.name for p in (tmp_path / "checkpoint-4").glob("model*"))
     assert names[-1] == "model.safetensors.index.json" and len(names) == 3
     weights = [read(tmp_path / "checkpoint-4" / name) for name in names[:-1]]
-    assert_same(weights[0] | weights[1], read(Path(path_of("run_trainer")) / "checkpoint-4/model.safetensors"))
+    assert_same(weights[0] | weights[1], read(Path(path_of("run/trainer")) / "checkpoint-4/model.safetensors"))
 
 
 def test_nothing_to_split(tmp_path: Path) -> None:
-    source = path_of("run_trainer_fsdp2_w2")
+    source = path_of("run/trainer_fsdp2_w2")
     made = convert(source, tmp_path / "checkpoint-4", producer="trainer", max_shard_size="1GB")
     assert "`--max-shard-size` has no effect: no component is of safetensors" in made.notes
 
@@ -272,10 +272,10 @@ def test_nothing_to_split(tmp_path: Path) -> None:
 def test_ids_in_the_order_of_the_model(tmp_path: Path) -> None:
     """FSDP1 with flat parameters has them unit by unit; verl makes its optimizer of `model.parameters()`."""
     tensor_class = "dtensor:cpu:fsdp"
-    source, out = path_of("run_verl_fsdp1_w2"), tmp_path / "global_step_3"
+    source, out = path_of("run/verl_fsdp1_w2"), tmp_path / "global_step_3"
     made = convert(source, out, producer="verl", tensor_class=tensor_class, check=True)
     assert not [note for note in made.notes if "ids" in note]
-    ref = reference("run_verl_fsdp1_w2")
+    ref = reference("run/verl_fsdp1_w2")
     with simulated_ranks.as_rank(0, 2):
         model = read(out / "actor/model_world_size_2_rank_0.pt")
         optim = read(out / "actor/optim_world_size_2_rank_0.pt")
@@ -286,7 +286,7 @@ def test_ids_in_the_order_of_the_model(tmp_path: Path) -> None:
 
 
 def test_the_layouts_of_accelerate_hold_the_same(tmp_path: Path) -> None:
-    source = path_of("run_accelerate_fsdp2_sharded_w2")
+    source = path_of("run/accelerate_fsdp2_sharded_w2")
     expected = pieces(Path(source))
     convert(source, tmp_path / "full", producer="accelerate:full", check=True)
     found = pieces(tmp_path / "full")
@@ -297,7 +297,7 @@ def test_the_layouts_of_accelerate_hold_the_same(tmp_path: Path) -> None:
 
 
 def test_a_plan_lists_the_pieces(tmp_path: Path) -> None:
-    made = convert(path_of("rank_fsdp1_w2"), tmp_path / "out", producer="accelerate", drop="step", dry_run=True)
+    made = convert(path_of("rank/fsdp1_w2"), tmp_path / "out", producer="accelerate", drop="step", dry_run=True)
     assert not (tmp_path / "out").exists()
     assert [name for name, _ in made.files] == [
         "pytorch_model_fsdp_0/__0_0.distcp", "pytorch_model_fsdp_0/__1_0.distcp",
@@ -308,17 +308,17 @@ def test_a_plan_lists_the_pieces(tmp_path: Path) -> None:
 
 def test_what_has_no_place_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(LossError, match=r"`step`.*accelerate stores no such value"):
-        convert(path_of("rank_fsdp1_w2"), tmp_path / "out", producer="accelerate")
+        convert(path_of("rank/fsdp1_w2"), tmp_path / "out", producer="accelerate")
     assert not (tmp_path / "out").exists()
 
 
 def test_generators_of_ranks_that_will_not_be_there(tmp_path: Path) -> None:
-    source = path_of("run_accelerate_fsdp2_sharded_w2")
+    source = path_of("run/accelerate_fsdp2_sharded_w2")
     with pytest.raises(LossError, match="it is of rank 1, and 1 ranks have no file for it"):
         convert(source, tmp_path / "out", producer="accelerate", to_world=1)
     made = convert(source, tmp_path / "out", producer="accelerate", to_world=4)
     assert "no states of random number generators for 2 ranks: 2, 3" in made.notes
-    made = convert(path_of("run_verl_fsdp2_w2"), tmp_path / "global_step_3", producer="verl", to_world=4, check=True)
+    made = convert(path_of("run/verl_fsdp2_w2"), tmp_path / "global_step_3", producer="verl", to_world=4, check=True)
     said = [note for note in made.notes if "rng" in note or "generators" in note]
     assert len(said) == 1 and said[0].startswith("`actor/extra_state_world_size_4_rank_*.pt`: the files of 2 ranks")
 
@@ -326,32 +326,32 @@ def test_generators_of_ranks_that_will_not_be_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize("flag", [{"to": "dcp"}, {"tensor_class": "dtensor"}, {"max_shard_size": "1GB"}])
 def test_flags_that_do_not_go_together(tmp_path: Path, flag: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
-        convert(path_of("rank_fsdp1_w2"), tmp_path / "out", producer="accelerate", **flag)
+        convert(path_of("rank/fsdp1_w2"), tmp_path / "out", producer="accelerate", **flag)
 
 
 def test_flags_that_do_not_go_with_verl(tmp_path: Path) -> None:
     for flag in ({"tensor_class": "sharded_tensor"}, {"to_world": 1}, {"optim_keys": "fqn"}):
         with pytest.raises(UsageError):
-            convert(path_of("run_verl_fsdp2_w2"), tmp_path / "global_step_3", producer="verl", **flag)
+            convert(path_of("run/verl_fsdp2_w2"), tmp_path / "global_step_3", producer="verl", **flag)
     assert not any(tmp_path.iterdir())
 
 
 def test_a_layout_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no layout of a producer is called `acelerate`") as caught:
-        convert(path_of("rank_fsdp1_w2"), tmp_path / "out", producer="acelerate")
+        convert(path_of("rank/fsdp1_w2"), tmp_path / "out", producer="acelerate")
     assert "accelerate" in str(caught.value.hint)
 
 
 def test_what_was_written_is_known_again(tmp_path: Path) -> None:
     """Also without the generators that accelerate always saves."""
     for producer in ("accelerate:ddp", "accelerate:sharded", "accelerate:full"):
-        convert(path_of("rank_fsdp1_w2"), tmp_path / producer, producer=producer, drop="step")
+        convert(path_of("rank/fsdp1_w2"), tmp_path / producer, producer=producer, drop="step")
         assert inspect(tmp_path / producer).facts["producer"] == "accelerate"
 
 
 def test_a_layout_is_replaced_like_any_checkpoint(tmp_path: Path) -> None:
     for _ in range(2):
-        convert(path_of("run_accelerate_ddp_w2"), tmp_path / "out", producer="accelerate", overwrite=True)
+        convert(path_of("run/accelerate_ddp_w2"), tmp_path / "out", producer="accelerate", overwrite=True)
     entries = inspect(tmp_path / "out").entries
     assert sum(isinstance(entry, Tensor) for entry in entries.values()) == 29
 
@@ -365,7 +365,7 @@ def named_parameters(folder: Path) -> list[tuple[str, list[int]]]:
 @pytest.mark.parametrize("to", ["dcp", "torch"])
 def test_a_model_that_once_was_sorted_orders_nothing(tmp_path: Path, to: str) -> None:
     """The groups are in the order of the model; the model that came out of safetensors is not, in any format."""
-    source = Path(path_of("run_trainer")) / "checkpoint-4"
+    source = Path(path_of("run/trainer")) / "checkpoint-4"
     (tmp_path / "order.json").write_text(json.dumps(named_parameters(source)))
     named, shapes = tmp_path / "named.pt", str(tmp_path / "order.json")
     convert(source, named, to=to, optim_keys="fqn", shapes=shapes)

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from support.paths import CHECKPOINTS, ROOT
 
-FULL = str(CHECKPOINTS / "torch_full" / "ckpt.pt")
+FULL = str(CHECKPOINTS / "torch/full" / "ckpt.pt")
 
 
 def run(*words: str, env: Mapping[str, str] | None = None) -> Result:

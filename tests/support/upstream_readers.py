@@ -16,9 +16,9 @@ from safetensors import safe_open
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from support.paths import SAMPLES
+from support.paths import CHECKPOINTS, GENERATORS, SAMPLES
 
-sys.path.append(str(SAMPLES))  # for the programs that ranks run
+sys.path += [str(SAMPLES), str(GENERATORS)]  # for the programs that ranks run
 
 from same import assert_same, raw_bytes
 
@@ -48,12 +48,12 @@ def load(path: str | Path, **options: Any) -> Any:
 
 def path_of(sample: str) -> str:
     """The file or directory of a sample."""
-    return str(next((SAMPLES / "checkpoints" / sample).glob("ckpt*")))
+    return str(next((CHECKPOINTS / sample).glob("ckpt*")))
 
 
 def reference_of(sample: str) -> Path:
     """The file with what a reader must give back."""
-    reference = SAMPLES / "checkpoints" / sample / "reference.pt"
+    reference = CHECKPOINTS / sample / "reference.pt"
     return reference if reference.is_file() else Path(path_of(sample))
 
 

@@ -13,12 +13,10 @@ import torch
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import ReadError
 from ckpttool.formats.detect import detect
-from support.paths import CHECKPOINTS
+from support.paths import CHECKPOINTS, all_samples
 
 # Run directories and rank files have references of their own making: see test_producers, test_rankfiles.
-NAMES = sorted(
-    f.name for f in CHECKPOINTS.iterdir() if any(f.glob("ckpt*")) and not f.name.startswith(("run_", "rank_"))
-)
+NAMES = [name for name in all_samples() if not name.startswith(("run/", "rank/"))]
 
 
 def path_of(name: str) -> str:
@@ -29,8 +27,8 @@ def path_of(name: str) -> str:
 @lru_cache(maxsize=8)
 def original(name: str) -> Any:
     """What was saved. Some samples hold objects of a module beside the samples' scripts."""
-    # What was saved as `torch_ddp` has wrappers in its names, and its reference has none.
-    return loaded(path_of(name)) if name == "torch_ddp" else reference(name)
+    # What was saved as `torch/ddp` has wrappers in its names, and its reference has none.
+    return loaded(path_of(name)) if name == "torch/ddp" else reference(name)
 
 
 def reference(name: str) -> Any:

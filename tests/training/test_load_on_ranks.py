@@ -28,18 +28,18 @@ def everyday() -> Cases:
         ["full_broadcast", "hsdp", "broadcast"],
     ]
     cases += [
-        ["sample", "dcp_fsdp2_w4", "fsdp2", "parallel"],
-        ["sample", "dcp_fsdp2_w4", "fsdp2", "broadcast"],
-        ["sample", "dcp_fsdp2_w4", "compiled", "broadcast"],
-        ["sample", "torch_full", "fsdp1", "parallel"],
-        ["sample", "rank_fsdp1_w4", "fsdp2", "parallel", "meta"],
-        ["foreign", "dcp_safetensors_w2", "fsdp1", "parallel"],
-        ["foreign", "dcp_safetensors_w2", "fsdp1 flat", "broadcast"],
-        ["foreign", "safetensors_single", "fsdp2", "broadcast"],
-        ["foreign", "torch_ddp", "fsdp2", "parallel"],
-        ["foreign", "torch_model", "columns", "broadcast"],
-        ["directory", "run_torchtitan_w2", "fsdp2", "parallel"],
-        ["directory", "run_lightning_w2", "fsdp2", "broadcast"],
+        ["sample", "dcp/fsdp2_w4", "fsdp2", "parallel"],
+        ["sample", "dcp/fsdp2_w4", "fsdp2", "broadcast"],
+        ["sample", "dcp/fsdp2_w4", "compiled", "broadcast"],
+        ["sample", "torch/full", "fsdp1", "parallel"],
+        ["sample", "rank/fsdp1_w4", "fsdp2", "parallel", "meta"],
+        ["foreign", "dcp/safetensors_w2", "fsdp1", "parallel"],
+        ["foreign", "dcp/safetensors_w2", "fsdp1 flat", "broadcast"],
+        ["foreign", "safetensors/single", "fsdp2", "broadcast"],
+        ["foreign", "torch/ddp", "fsdp2", "parallel"],
+        ["foreign", "torch/model", "columns", "broadcast"],
+        ["directory", "run/torchtitan_w2", "fsdp2", "parallel"],
+        ["directory", "run/lightning_w2", "fsdp2", "broadcast"],
     ]
     cases += [["own_bytes", kind] for kind in ("fsdp2", "tp", "columns", "hsdp", "ddp", "fsdp1", "fsdp1 flat")]
     cases += [["casts", kind, strategy] for kind in ("plain", "fsdp2") for strategy in STRATEGIES]
@@ -63,13 +63,13 @@ def everyday() -> Cases:
 
 
 SAMPLES = (
-    "dcp_fsdp2_w4", "dcp_hsdp_w4", "dcp_fsdp2_tp_w4", "dcp_flat_optim_w2", "dcp_zstd_w2",
-    "dcp_safetensors_w2", "dcp_fsdp1_w2", "torch_full", "fsdp1_full_w2", "rank_fsdp1_w4", "rank_fsdp1_hybrid_w4",
-    "rank_fsdp1_mesh_w2", "rank_fsdp2_w4", "rank_fsdp2_tp_w4", "rank_hsdp_w4",
+    "dcp/fsdp2_w4", "dcp/hsdp_w4", "dcp/fsdp2_tp_w4", "dcp/flat_optim_w2", "dcp/zstd_w2",
+    "dcp/safetensors_w2", "dcp/fsdp1_w2", "torch/full", "torch/fsdp1_full_w2", "rank/fsdp1_w4", "rank/fsdp1_hybrid_w4",
+    "rank/fsdp1_mesh_w2", "rank/fsdp2_w4", "rank/fsdp2_tp_w4", "rank/hsdp_w4",
 )  # fmt: skip
 DIRECTORIES = (
-    "run_accelerate_fsdp1_sharded_w2", "run_accelerate_fsdp2_sharded_w2", "run_composer_w2", "run_fabric_w2",
-    "run_lightning_w2", "run_torchtitan_w2",
+    "run/accelerate_fsdp1_sharded_w2", "run/accelerate_fsdp2_sharded_w2", "run/composer_w2", "run/fabric_w2",
+    "run/lightning_w2", "run/torchtitan_w2",
 )  # fmt: skip
 
 
@@ -116,7 +116,7 @@ def on_gpus(world: int) -> Cases:
     kinds = EVEN if world % 2 else ()
     cases = [case for case in everyday() if case[1] not in kinds and (world > 1 or case[0] not in NEED_TWO)]
     for strategy in STRATEGIES:
-        cases += [["sample", "dcp_fsdp2_w4", "offloaded", strategy], ["apart", "plain", strategy]]
+        cases += [["sample", "dcp/fsdp2_w4", "offloaded", strategy], ["apart", "plain", strategy]]
         cases += [["transformers_model", what, strategy] for what in TRANSFORMERS]
     return cases
 

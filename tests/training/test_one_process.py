@@ -54,8 +54,8 @@ def test_the_library_is_imported_without_torch() -> None:
 
 
 def test_what_else_the_checkpoint_holds() -> None:
-    expected = expected_of("torch_full")
-    rest = ckpttool.load(path_of("torch_full"), None).rest
+    expected = expected_of("torch/full")
+    rest = ckpttool.load(path_of("torch/full"), None).rest
     assert rest["step"] == expected["step"] and rest["scheduler"] == expected["scheduler"]
     assert torch.equal(rest["rng"]["torch"], expected["rng"]["torch"])
     assert rest["rng"]["python"] == expected["rng"]["python"]
@@ -167,7 +167,7 @@ def test_refused(tmp_path: Path, call: Any, words: str) -> None:
 
 def test_auto_says_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="ckpttool"):
-        ckpttool.load(path_of("torch_full"), None)
+        ckpttool.load(path_of("torch/full"), None)
     assert "by `parallel`: there is one process" in caplog.text
     monkeypatch.setattr(loader.collectives, "is_distributed", lambda: True)
     for seen, strategy, why in (
@@ -243,12 +243,12 @@ def test_a_rank_that_dies_takes_the_others_along(tmp_path: Path, strategy: str) 
 def test_a_damaged_optimizer_does_not_stop_a_load_of_the_model(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shutil.copytree(path_of("run_accelerate_fsdp1_sharded_w2"), tmp_path / "run")
+    shutil.copytree(path_of("run/accelerate_fsdp1_sharded_w2"), tmp_path / "run")
     (tmp_path / "run" / "optimizer_0" / ".metadata").write_bytes(b"no index")
     model = runs.Tiny()
     loaded = ckpttool.load(tmp_path / "run", model)
     assert not loaded.missing and "scheduler" in loaded.rest
-    expected = expected_of("run_accelerate_fsdp1_sharded_w2")["model"]
+    expected = expected_of("run/accelerate_fsdp1_sharded_w2")["model"]
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
     assert "not asked for, and damaged: `optimizer_0`" in caplog.text
     with pytest.raises(ckpttool.CkptError, match="`optimizer_0`"):

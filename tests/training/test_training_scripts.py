@@ -24,20 +24,20 @@ def train(script: str, world: int, *options: object) -> dict[int, float]:
 @pytest.fixture(scope="module")
 def straight() -> dict[int, float]:
     """Eight steps at one go."""
-    return train("train_fsdp2.py", 2, "--weights", path_of("torch_model"), "--steps", 8)
+    return train("train_fsdp2.py", 2, "--weights", path_of("torch/model"), "--steps", 8)
 
 
 def test_from_fsdp1_to_fsdp2_on_more_ranks(straight: dict[int, float], tmp_path: Path) -> None:
     saved = tmp_path / "full.pt"
-    first = train("train_fsdp1.py", 2, "--weights", path_of("torch_model"), "--save", saved, "--format", "torch")
+    first = train("train_fsdp1.py", 2, "--weights", path_of("torch/model"), "--save", saved, "--format", "torch")
     then = train("train_fsdp2.py", 3, "--resume", saved)
     assert first | then == pytest.approx(straight, rel=1e-5)
 
 
 def test_one_rank_says_what_is_wrong() -> None:
-    said = torchrun(2, SAMPLES / "train_fsdp2.py", "--resume", path_of("torch_model"))
+    said = torchrun(2, SAMPLES / "train_fsdp2.py", "--resume", path_of("torch/model"))
     assert re.findall("^(?:error|hint): .*", said, re.MULTILINE) == [
-        f"error: `{path_of('torch_model')}`: has no optimizers, and one is needed",
+        f"error: `{path_of('torch/model')}`: has no optimizers, and one is needed",
         "hint: `ckpttool inspect` shows what is in it",
     ]
     assert "loader.py" not in said, "a rank's traceback"
@@ -63,7 +63,7 @@ def test_a_rank_that_is_alone_with_an_error_says_it(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["parallel", "broadcast"])
 def test_from_fsdp2_to_fsdp1_and_on(straight: dict[int, float], tmp_path: Path, strategy: str) -> None:
-    first = train("train_fsdp2.py", 3, "--weights", path_of("torch_model"), "--save", tmp_path / "dcp", "--steps", 4)
+    first = train("train_fsdp2.py", 3, "--weights", path_of("torch/model"), "--save", tmp_path / "dcp", "--steps", 4)
     options = ("--strategy", strategy, "--format", "fsdp1")
     then = train("train_fsdp1.py", 2, "--resume", tmp_path / "dcp", "--save", tmp_path / "ranks", *options)
     assert first | then == pytest.approx(straight, rel=1e-5)

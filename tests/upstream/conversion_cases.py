@@ -16,7 +16,7 @@ Step = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Case:
-    """`Case("dcp_fsdp2_w4, 3 ranks", "dcp_fsdp2_w4", (("dcp", {"to_world": 3}),))`.
+    """`Case("dcp/fsdp2_w4, 3 ranks", "dcp/fsdp2_w4", (("dcp", {"to_world": 3}),))`.
 
     `reader` says what it is loaded into, see `read_on_ranks.py`; `sizes` are those of the model, where they are not the
     usual ones; `worlds`, on how many ranks. `long` is left to `make test-all`.
@@ -52,18 +52,18 @@ ROUTES: dict[str, tuple[Step, ...]] = {
 WORLDS: dict[str, tuple[Step, ...]] = {f"dcp over {n}": (over(n),) for n in (1, 2, 4, 8)}
 # What is enough of the routes where another sample takes them all.
 BRIEF = {"dcp over 3", "torch, dcp", "safetensors, torch, dcp over 3"}
-ALL_ROUTES = {"dcp_fsdp2_w4", "dcp_fsdp2_tp_w4"}
+ALL_ROUTES = {"dcp/fsdp2_w4", "dcp/fsdp2_tp_w4"}
 TP_SIZES = {"width": 8, "hidden": 30}
 TRAINED: dict[str, tuple[str, dict[str, int]]] = {
-    "dcp_fsdp2_w2": ("training", {}),
-    "dcp_fsdp2_w4": ("training", {}),
-    "dcp_hsdp_w4": ("training", {}),
-    "dcp_fsdp2_tp_w4": ("training", TP_SIZES),
-    "dcp_fsdp1_w2": ("late", {}),
-    "dcp_single": ("training", {}),
-    "dcp_flat_optim_w2": ("flat", {"layers": 1}),
-    "dcp_int_keys": ("ids", {}),
-    "torch_full": ("ids", {}),
+    "dcp/fsdp2_w2": ("training", {}),
+    "dcp/fsdp2_w4": ("training", {}),
+    "dcp/hsdp_w4": ("training", {}),
+    "dcp/fsdp2_tp_w4": ("training", TP_SIZES),
+    "dcp/fsdp1_w2": ("late", {}),
+    "dcp/single": ("training", {}),
+    "dcp/flat_optim_w2": ("flat", {"layers": 1}),
+    "dcp/int_keys": ("ids", {}),
+    "torch/full": ("ids", {}),
 }
 
 
@@ -73,12 +73,12 @@ def _cases() -> Iterator[Case]:
             long = sample not in ALL_ROUTES and name not in BRIEF
             yield Case(f"{sample}: {name}", sample, route, reader, sizes=sizes, long=long)
     for name in ("dcp", "dcp over 3", "safetensors, torch, dcp over 3"):
-        yield Case(f"dcp_hsdp_w4 into HSDP: {name}", "dcp_hsdp_w4", ROUTES[name], "hsdp", (4,))
-        yield Case(f"dcp_fsdp2_tp_w4 into TP: {name}", "dcp_fsdp2_tp_w4", ROUTES[name], "tp", (4,), TP_SIZES)
+        yield Case(f"dcp/hsdp_w4 into HSDP: {name}", "dcp/hsdp_w4", ROUTES[name], "hsdp", (4,))
+        yield Case(f"dcp/fsdp2_tp_w4 into TP: {name}", "dcp/fsdp2_tp_w4", ROUTES[name], "tp", (4,), TP_SIZES)
     for sample in (
-        "safetensors_single", "safetensors_indexed", "hf_sharded_w2", "hf_consolidated_w2", "hf_llama", "hf_gpt2",
-        "dcp_dtypes", "dcp_shard1_w2", "dcp_grid_w4", "dcp_zstd_w2", "dcp_safetensors_w2", "torch_dtypes",
-        "torch_legacy",
+        "safetensors/single", "safetensors/indexed", "hf/sharded_w2", "hf/consolidated_w2", "hf/llama", "hf/gpt2",
+        "dcp/dtypes", "dcp/shard1_w2", "dcp/grid_w4", "dcp/zstd_w2", "dcp/safetensors_w2", "torch/dtypes",
+        "torch/legacy",
     ):  # fmt: skip
         for name in ("dcp", "dcp over 3"):
             yield Case(f"{sample}: {name}", sample, ROUTES[name], "tensors")
@@ -100,16 +100,16 @@ TP_MESH = onto(to_mesh="shard=2,tp=2", placements=TP_RULES)
 def _resharded_cases() -> Iterator[Case]:
     """Saved by one mesh, laid out for another, loaded on that one."""
     hsdp = onto(to_mesh="replicate=2,shard=2")
-    yield Case("dcp_fsdp2_w4: reshard 8, 3, 4", "dcp_fsdp2_w4", tuple(onto(to_world=n) for n in (8, 3, 4)))
-    yield Case("dcp_fsdp2_w4: reshard onto HSDP", "dcp_fsdp2_w4", (hsdp,), "hsdp", (4,))
-    yield Case("torch_full: reshard onto 2", "torch_full", (onto(to_world=2),), "ids", (2,))
-    yield Case("dcp_fsdp2_tp_w4: reshard onto TP", "dcp_fsdp2_tp_w4", (onto(to_world=3), TP_MESH), "tp", (4,), TP_SIZES)
-    yield Case("dcp_fsdp2_tp_w4: reshard onto 2", "dcp_fsdp2_tp_w4", (onto(to_world=2),), worlds=(2,), sizes=TP_SIZES)
+    yield Case("dcp/fsdp2_w4: reshard 8, 3, 4", "dcp/fsdp2_w4", tuple(onto(to_world=n) for n in (8, 3, 4)))
+    yield Case("dcp/fsdp2_w4: reshard onto HSDP", "dcp/fsdp2_w4", (hsdp,), "hsdp", (4,))
+    yield Case("torch/full: reshard onto 2", "torch/full", (onto(to_world=2),), "ids", (2,))
+    yield Case("dcp/fsdp2_tp_w4: reshard onto TP", "dcp/fsdp2_tp_w4", (onto(to_world=3), TP_MESH), "tp", (4,), TP_SIZES)
+    yield Case("dcp/fsdp2_tp_w4: reshard onto 2", "dcp/fsdp2_tp_w4", (onto(to_world=2),), worlds=(2,), sizes=TP_SIZES)
     rank_files = onto(to_world=4, to="fsdp1", rng="rank0")
-    yield Case("rank_fsdp1_w2: reshard onto 4", "rank_fsdp1_w2", (rank_files,), "fsdp1", (4,))
+    yield Case("rank/fsdp1_w2: reshard onto 4", "rank/fsdp1_w2", (rank_files,), "fsdp1", (4,))
 
 
-FSDP1_SAMPLES = ("rank_fsdp1_w2", "dcp_fsdp1_w2", "fsdp1_full_w2", "dcp_fsdp2_w2")
+FSDP1_SAMPLES = ("rank/fsdp1_w2", "dcp/fsdp1_w2", "torch/fsdp1_full_w2", "dcp/fsdp2_w2")
 # How FSDP1 is built, and what its sharded tensors are then.
 FSDP1_CLASSES = {"fsdp1": None, "fsdp1 flat": None, "fsdp1 mesh": "dtensor", "fsdp1 named": "dtensor:cpu:row"}
 # Of each world, what is not left to `make test-all`.
@@ -126,18 +126,18 @@ def _fsdp1_cases() -> Iterator[Case]:
     for world, brief in FSDP1_WORLDS.items():
         for sample in FSDP1_SAMPLES:
             for reader, tensor_class in FSDP1_CLASSES.items():
-                if sample == "dcp_fsdp2_w2" and reader == "fsdp1 flat":
+                if sample == "dcp/fsdp2_w2" and reader == "fsdp1 flat":
                     continue  # a flat parameter is in one group, and this sample has two for those of a block
                 route = (("fsdp1", {"to_world": world, "tensor_class": tensor_class}),)
-                long = sample != "rank_fsdp1_w2" or reader not in brief
+                long = sample != "rank/fsdp1_w2" or reader not in brief
                 yield Case(f"{sample}: {reader} over {world}", sample, route, reader, (world,), long=long)
     for world in (2, 4):
         for reader in ("fsdp1 dcp", "fsdp1 flat dcp"):
-            name = f"rank_fsdp1_w2: {reader} on {world}"
-            yield Case(name, "rank_fsdp1_w2", ROUTES["dcp"], reader, (world,), long=world > 2)
-        name, route = f"dcp_fsdp2_w2: fsdp1 mesh api on {world}", (("fsdp1", {"to_world": 2}), SAME)
-        yield Case(name, "dcp_fsdp2_w2", route, "fsdp1 mesh api", (world,), long=world > 2)
-    yield Case("rank_fsdp1_w2: fsdp1 and 2", "rank_fsdp1_w2", (), "fsdp1 and 2")
+            name = f"rank/fsdp1_w2: {reader} on {world}"
+            yield Case(name, "rank/fsdp1_w2", ROUTES["dcp"], reader, (world,), long=world > 2)
+        name, route = f"dcp/fsdp2_w2: fsdp1 mesh api on {world}", (("fsdp1", {"to_world": 2}), SAME)
+        yield Case(name, "dcp/fsdp2_w2", route, "fsdp1 mesh api", (world,), long=world > 2)
+    yield Case("rank/fsdp1_w2: fsdp1 and 2", "rank/fsdp1_w2", (), "fsdp1 and 2")
 
 
 CASES = {case.name: case for case in _cases()}

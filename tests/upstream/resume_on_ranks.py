@@ -44,6 +44,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, full
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[2] / "samples"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "samples" / "generators"))
 
 from runs import Tiny, adamw, rng_state
 from runs_accelerate import Counter, accelerator, not_offloaded

@@ -44,12 +44,12 @@ ONTO: dict[str, dict[str, Any]] = {
     "w4": {"to_world": 4},
     "hsdp": {"to_mesh": "replicate=2,shard=2"},
     "tp": {"to_mesh": "shard=2,tp=2", "placements": TP},
-    "like tp": {"like": path_of("dcp_fsdp2_tp_w4")},
+    "like tp": {"like": path_of("dcp/fsdp2_tp_w4")},
     "w8": {"to_world": 8},
     "hsdp tp": {"to_mesh": "replicate=2,shard=2,tp=2", "placements": TP},
 }
 WORLDS = {"w2": 2, "tp2": 2, "ddp2": 2, "w3": 3, "w8": 8, "hsdp tp": 8}
-SAMPLES = {"dcp": "dcp_fsdp2_w4", "tp": "dcp_fsdp2_tp_w4", "torch": "torch_full", "safetensors": "safetensors_indexed"}
+SAMPLES = {"dcp": "dcp/fsdp2_w4", "tp": "dcp/fsdp2_tp_w4", "torch": "torch/full", "safetensors": "safetensors/indexed"}
 ODD = {"odd": unusual_state.whole, "ids": unusual_state.numbered, "sgd": unusual_state.with_momentum}
 
 BRIEF = [
@@ -79,7 +79,7 @@ def sources(once: Once) -> dict[str, str]:
         ckpttool.reshard(folder / "odd.pt", folder / "odd dcp", to_world=3)
 
     folder = once("engine-sources", make)
-    found = {name: path_of(sample) for name, sample in SAMPLES.items()} | {"ranks": path_of("rank_fsdp1_w2")}
+    found = {name: path_of(sample) for name, sample in SAMPLES.items()} | {"ranks": path_of("rank/fsdp1_w2")}
     return found | {name: str(folder / f"{name}.pt") for name in ODD} | {"odd dcp": str(folder / "odd dcp")}
 
 
@@ -219,7 +219,7 @@ def leaves(value: Any, where: tuple[Any, ...]) -> Iterator[tuple[Any, tuple[Any,
 
 # The choice -----------------------------------------------------------------------------------------------------------
 
-W4 = path_of("dcp_fsdp2_w4")
+W4 = path_of("dcp/fsdp2_w4")
 CHOICES: dict[str, tuple[dict[str, Any], Any]] = {
     "as many as ranks": ({"to_world": 2}, ("mesh", "2 processes for as many ranks, and the state fits their memory")),
     "planned": ({"to_world": 2, "dry_run": True}, ("mesh", "2 processes for as many ranks, and the state fits")),

@@ -83,18 +83,18 @@ NEEDED = {
     (FILESYSTEM, "_StorageInfo"): {"relative_path", "offset", "length"},
 }
 ROUTES: list[tuple[str, dict[str, Any]]] = [
-    ("dcp_fsdp2_w2", {}),
-    ("dcp_fsdp2_w4", {"to_world": 3}),
-    ("dcp_meta_torch215_w2", {}),
-    ("dcp_meta_py313_w2", {}),
-    ("dcp_meta_py314_w2", {"to_world": 8}),
-    ("dcp_foreign_storage_info_w2", {}),
-    ("dcp_zstd_w2", {}),
-    ("torch_full", {}),
-    ("torch_full", {"to_world": 4}),
-    ("torch_dtypes", {}),
-    ("safetensors_single", {"to_world": 2}),
-    ("hf_sharded_w2", {}),
+    ("dcp/fsdp2_w2", {}),
+    ("dcp/fsdp2_w4", {"to_world": 3}),
+    ("dcp/meta_torch215_w2", {}),
+    ("dcp/meta_py313_w2", {}),
+    ("dcp/meta_py314_w2", {"to_world": 8}),
+    ("dcp/foreign_storage_info_w2", {}),
+    ("dcp/zstd_w2", {}),
+    ("torch/full", {}),
+    ("torch/full", {"to_world": 4}),
+    ("torch/dtypes", {}),
+    ("safetensors/single", {"to_world": 2}),
+    ("hf/sharded_w2", {}),
 ]
 
 
@@ -194,8 +194,8 @@ def test_pickle_tools_and_pickle_agree(tmp_path: Path) -> None:
             seen.add((module, name))
             return super().find_class(module, name)
 
-    for file in (Path(path_of("dcp_fsdp2_w2"), ".metadata"), None):
-        data = file.read_bytes() if file else written("dcp_fsdp2_w2", {}, tmp_path)
+    for file in (Path(path_of("dcp/fsdp2_w2"), ".metadata"), None):
+        data = file.read_bytes() if file else written("dcp/fsdp2_w2", {}, tmp_path)
         seen: set[tuple[str, str]] = set()
         Asked(io.BytesIO(data)).load()
         assert seen == names(data)

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 from support import large_state
+from support.paths import all_samples
 from support.upstream_readers import (
-    SAMPLES,
     dcp_into,
     dcp_whole,
     detached,
@@ -35,13 +35,13 @@ from ckpttool import convert
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
-ALL = sorted(folder.name for folder in (SAMPLES / "checkpoints").iterdir() if any(folder.glob("ckpt*")))
+ALL = all_samples()
 # Its objects hold tensors that are pieces of DTensors, which nothing can put together.
-LOST = {"dcp_unflattened_w2"}
+LOST = {"dcp/unflattened_w2"}
 SOURCES = [
-    *(name for name in ALL if name.startswith(("dcp_", "safetensors_", "hf_")) and name not in LOST),
-    "torch_full", "torch_model", "torch_dtypes", "torch_layouts", "torch_legacy", "torch_tar", "torch_bigendian",
-    "torch_proto4", "fsdp1_full_w2",
+    *(name for name in ALL if name.startswith(("dcp/", "safetensors/", "hf/")) and name not in LOST),
+    "torch/full", "torch/model", "torch/dtypes", "torch/layouts", "torch/legacy", "torch/tar", "torch/bigendian",
+    "torch/proto4", "torch/fsdp1_full_w2",
 ]  # fmt: skip
 
 
@@ -64,14 +64,14 @@ def test_read_whole_and_into_a_state(sample: str, world: int | None, tmp_path: P
     found = dcp_whole(out)
     for name in set(found) - set(wanted):
         # A tied weight that safetensors holds once, and mentions in its metadata.
-        assert sample.startswith(("safetensors_", "hf_"))
+        assert sample.startswith(("safetensors/", "hf/"))
         assert any(found[name].equal(value) for value in wanted.values() if value.shape == found[name].shape)
         del found[name]
     assert difference(found, wanted) == "equal"
     assert difference(dcp_into(out, hollow(wanted)), wanted) == "equal"
 
 
-@pytest.mark.parametrize("sample", ["dcp_fsdp2_w4", "dcp_fsdp2_tp_w4", "torch_full", "hf_sharded_w2", "torch_dtypes"])
+@pytest.mark.parametrize("sample", ["dcp/fsdp2_w4", "dcp/fsdp2_tp_w4", "torch/full", "hf/sharded_w2", "torch/dtypes"])
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_pieces_of_every_world(sample: str, world: int, tmp_path: Path) -> None:
     out = written(path_of(sample), tmp_path, to_world=world)
@@ -93,7 +93,7 @@ def test_pieces_of_every_world(sample: str, world: int, tmp_path: Path) -> None:
             assert tuple(index.offset) == (int(rows[0]), *(0,) * (len(entry.size) - 1)), index.fqn
 
 
-@pytest.mark.parametrize("sample", ["dcp_fsdp2_w4", "torch_full", "torch_layouts", "safetensors_single", "dcp_dtypes"])
+@pytest.mark.parametrize("sample", ["dcp/fsdp2_w4", "torch/full", "torch/layouts", "safetensors/single", "dcp/dtypes"])
 def test_items_are_sound_archives(sample: str, tmp_path: Path) -> None:
     """Each item is a zip file whose CRCs are right, and what is between items is nothing."""
     out = written(path_of(sample), tmp_path, to_world=2)
@@ -109,20 +109,20 @@ def test_items_are_sound_archives(sample: str, tmp_path: Path) -> None:
         assert whole[-1][1] == (Path(out) / name).stat().st_size
 
 
-@pytest.mark.parametrize("sample", ["dcp_fsdp2_w4", "torch_full", "safetensors_single", "dcp_flat_optim_w2"])
+@pytest.mark.parametrize("sample", ["dcp/fsdp2_w4", "torch/full", "safetensors/single", "dcp/flat_optim_w2"])
 def test_to_one_torch_file_by_torch(sample: str, tmp_path: Path) -> None:
     dcp_to_torch_save(written(path_of(sample), tmp_path), tmp_path / "whole.pt")
     assert difference(load(tmp_path / "whole.pt"), expected(sample)) == "equal"
 
 
-@pytest.mark.parametrize("sample", ["torch_full", "torch_model", "dcp_fsdp2_w2"])
+@pytest.mark.parametrize("sample", ["torch/full", "torch/model", "dcp/fsdp2_w2"])
 def test_named_as_torch_names_it(sample: str, tmp_path: Path) -> None:
     """The keys, key paths, dtypes, sizes and kinds of an index that torch writes of the same state."""
-    state = trusted(path_of(sample)) if sample.startswith("torch_") else expected_of(sample)
+    state = trusted(path_of(sample)) if sample.startswith("torch/") else expected_of(sample)
     torch_dcp.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
     theirs = torch_dcp.FileSystemReader(tmp_path / "theirs").read_metadata()
     ours = torch_dcp.FileSystemReader(written(path_of(sample), tmp_path)).read_metadata()
-    empty = {"extra.empty_dict": ("extra", "empty_dict")} if sample == "torch_full" else {}  # see `spelled`
+    empty = {"extra.empty_dict": ("extra", "empty_dict")} if sample == "torch/full" else {}  # see `spelled`
     assert ours.planner_data == {**theirs.planner_data, **empty}
     assert set(ours.state_dict_metadata) == {*theirs.state_dict_metadata, *empty}
     for name, entry in theirs.state_dict_metadata.items():
@@ -135,8 +135,8 @@ def test_named_as_torch_names_it(sample: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_one_part_alone(world: int, tmp_path: Path) -> None:
-    out = written(path_of("dcp_fsdp2_w4"), tmp_path, only=["model"], to_world=world)
-    assert difference(dcp_whole(out), expected("dcp_fsdp2_w4")["model"]) == "equal"
+    out = written(path_of("dcp/fsdp2_w4"), tmp_path, only=["model"], to_world=world)
+    assert difference(dcp_whole(out), expected("dcp/fsdp2_w4")["model"]) == "equal"
 
 
 @pytest.mark.parametrize("world", [None, 1, 3])
@@ -153,6 +153,6 @@ def test_large_state(source: str, world: int | None, large_folder: Path, tmp_pat
 
 def test_strict_reader_misses_nothing(tmp_path: Path) -> None:
     # Else `dcp_into` would be content with keys that are not there.
-    out = written(path_of("dcp_fsdp2_w2"), tmp_path, exclude=["model.norm.weight"])
+    out = written(path_of("dcp/fsdp2_w2"), tmp_path, exclude=["model.norm.weight"])
     with pytest.raises(BaseException, match=r"norm\.weight"):
-        dcp_into(out, hollow(expected("dcp_fsdp2_w2")))
+        dcp_into(out, hollow(expected("dcp/fsdp2_w2")))

@@ -20,15 +20,15 @@ from ckpttool import convert
 from ckpttool.errors import LossError
 
 # They have dtypes that safetensors does not have.
-UNSAFE = ["dcp_dtypes", "torch_dtypes"]
+UNSAFE = ["dcp/dtypes", "torch/dtypes"]
 STATES = [
-    "dcp_fsdp2_w2", "dcp_fsdp2_w4", "dcp_hsdp_w4", "dcp_fsdp2_tp_w4", "dcp_fsdp1_w2", "dcp_flat_optim_w2", "dcp_single",
-    "dcp_int_keys", "dcp_zstd_w2", "dcp_safetensors_w2", "dcp_nocollectives_w2", "dcp_meta_torch20_w2",
-    "dcp_meta_torch215_w2", "dcp_shard1_w2", "dcp_grid_w4", "dcp_strided_w2", "dcp_foreign_storage_info_w2",
-    "torch_full", "torch_legacy", "torch_tar", "torch_bigendian", "torch_layouts",
-    "safetensors_single", "safetensors_indexed", "hf_sharded_w2", "hf_consolidated_w2", "hf_llama", "hf_gpt2",
+    "dcp/fsdp2_w2", "dcp/fsdp2_w4", "dcp/hsdp_w4", "dcp/fsdp2_tp_w4", "dcp/fsdp1_w2", "dcp/flat_optim_w2", "dcp/single",
+    "dcp/int_keys", "dcp/zstd_w2", "dcp/safetensors_w2", "dcp/nocollectives_w2", "dcp/meta_torch20_w2",
+    "dcp/meta_torch215_w2", "dcp/shard1_w2", "dcp/grid_w4", "dcp/strided_w2", "dcp/foreign_storage_info_w2",
+    "torch/full", "torch/legacy", "torch/tar", "torch/bigendian", "torch/layouts",
+    "safetensors/single", "safetensors/indexed", "hf/sharded_w2", "hf/consolidated_w2", "hf/llama", "hf/gpt2",
 ]  # fmt: skip
-MODELS = ["dcp_fsdp2_w2", "dcp_fsdp2_w4", "dcp_fsdp1_w2", "dcp_hsdp_w4", "torch_full", "torch_model", "torch_legacy"]
+MODELS = ["dcp/fsdp2_w2", "dcp/fsdp2_w4", "dcp/fsdp1_w2", "dcp/hsdp_w4", "torch/full", "torch/model", "torch/legacy"]
 
 
 def written(source: str, out: Path, **options: Any) -> Path:
@@ -75,7 +75,7 @@ def model_of(sample: str) -> Any:
 def test_every_tensor_of_a_whole_state(sample: str, tmp_path: Path) -> None:
     out = written(path_of(sample), tmp_path / "out")
     found = by_path(out)
-    if sample == "safetensors_indexed":
+    if sample == "safetensors/indexed":
         del found["lm_head.weight"]  # tied, and left out of the reference
     same_values(found, expected_of(sample))
     for file in out.glob("*.safetensors"):
@@ -110,7 +110,7 @@ def has_numpy(tensor: torch.Tensor) -> bool:
 @pytest.mark.parametrize("sample", MODELS)
 def test_one_file_loads_into_a_model(sample: str, tmp_path: Path) -> None:
     # DCP holds a tied weight twice and nothing of its being one; `load_model` wants one of the names.
-    twice = sample.startswith("dcp_")
+    twice = sample.startswith("dcp/")
     exclude = ["lm_head.weight"] if twice else []
     out = written(path_of(sample), tmp_path / "model.safetensors", only=["model"], exclude=exclude)
     wanted = dict(detached(model_of(sample)))
@@ -124,7 +124,7 @@ def test_one_file_loads_into_a_model(sample: str, tmp_path: Path) -> None:
         assert header(out)["__metadata__"] == {"format": "pt", "lm_head.weight": "embed.weight"}
 
 
-@pytest.mark.parametrize("sample", ["dcp_fsdp2_w4", "dcp_hsdp_w4", "hf_sharded_w2", "hf_gpt2", "dcp_shard1_w2"])
+@pytest.mark.parametrize("sample", ["dcp/fsdp2_w4", "dcp/hsdp_w4", "hf/sharded_w2", "hf/gpt2", "dcp/shard1_w2"])
 def test_same_bytes_as_save_file(sample: str, tmp_path: Path) -> None:
     only = ["model"] if "model" in expected_of(sample) else []
     out = written(path_of(sample), tmp_path / "ours.safetensors", only=only)

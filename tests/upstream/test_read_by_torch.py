@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from support import large_state
+from support.paths import all_samples
 from support.upstream_readers import (
     PLAIN,
-    SAMPLES,
     detached,
     difference,
     expected_of,
@@ -26,18 +26,18 @@ from support.upstream_readers import (
 
 from ckpttool import convert
 
-ALL = sorted(folder.name for folder in (SAMPLES / "checkpoints").iterdir() if any(folder.glob("ckpt*")))
+ALL = all_samples()
 
-DCP = [name for name in ALL if name.startswith("dcp_")]
-SAFETENSORS = [name for name in ALL if name.startswith(("safetensors_", "hf_"))]
+DCP = [name for name in ALL if name.startswith("dcp/")]
+SAFETENSORS = [name for name in ALL if name.startswith(("safetensors/", "hf/"))]
 # Files of torch whose content is plain: tensors, containers, and what `PLAIN` allows.
 TORCH = [
-    "torch_align4096", "torch_bigendian", "torch_buffer", "torch_dtypes", "torch_full", "torch_layouts", "torch_legacy",
-    "torch_model", "torch_numpy1", "torch_old20", "torch_proto4", "torch_proto5", "torch_tar",
-    "fsdp1_full_w2",
+    "torch/align4096", "torch/bigendian", "torch/buffer", "torch/dtypes", "torch/full", "torch/layouts", "torch/legacy",
+    "torch/model", "torch/numpy1", "torch/old20", "torch/proto4", "torch/proto5", "torch/tar",
+    "torch/fsdp1_full_w2",
 ]  # fmt: skip
 # Objects of these are tuples and instances with tensors inside, of classes that `weights_only=True` does not build.
-NOT_PLAIN = {"dcp_tuples", "dcp_unflattened_w2"}
+NOT_PLAIN = {"dcp/tuples", "dcp/unflattened_w2"}
 
 
 def written(source: str, folder: Path, **options: Any) -> Path:
@@ -101,7 +101,7 @@ def plain(tree: Any) -> Any:
 
 
 def test_order_of_keys_and_kinds_of_dicts_survive(tmp_path: Path) -> None:
-    found, expected = load(written(path_of("torch_full"), tmp_path)), expected_of("torch_full")
+    found, expected = load(written(path_of("torch/full"), tmp_path)), expected_of("torch/full")
     assert shape(found) == shape(expected)
     assert type(found["model"]) is type(expected["model"])
     assert found["model"]._metadata == expected["model"]._metadata
@@ -117,10 +117,10 @@ def shape(tree: Any) -> Any:
 
 @pytest.mark.parametrize("options", [{}, {"mmap": True}])
 def test_tied_weights_share_storage(options: dict[str, Any], tmp_path: Path) -> None:
-    direct = load(written(path_of("torch_full"), tmp_path), **options)["model"]
+    direct = load(written(path_of("torch/full"), tmp_path), **options)["model"]
     assert storage(direct["lm_head.weight"]) == storage(direct["embed.weight"])
     for route in (["dcp"], ["safetensors"], ["dcp", "safetensors", "dcp"]):
-        source = path_of("torch_full")
+        source = path_of("torch/full")
         folder = tmp_path / "-".join(route)
         folder.mkdir()
         for number, to in enumerate(route):
@@ -147,7 +147,7 @@ def test_large_state(source: str, threads: int, large_folder: Path, tmp_path: Pa
 
 
 def test_one_model_from_a_training_state(tmp_path: Path) -> None:
-    for sample in ("torch_full", "dcp_fsdp2_w4"):
+    for sample in ("torch/full", "dcp/fsdp2_w4"):
         (tmp_path / sample).mkdir()
         out = written(path_of(sample), tmp_path / sample, only=["model"])
         model = torch.load(out, weights_only=True)  # nothing but tensors: no class need be allowed
@@ -160,4 +160,4 @@ def test_the_classes_that_are_allowed_are_needed(tmp_path: Path) -> None:
     # Else the tests above would not notice that an object was left out.
     assert PLAIN
     with pytest.raises(Exception, match="weights_only"):
-        torch.load(written(path_of("torch_full"), tmp_path), weights_only=True)
+        torch.load(written(path_of("torch/full"), tmp_path), weights_only=True)

@@ -20,7 +20,7 @@ from support.upstream_readers import path_of
 
 import ckpttool
 
-SOURCE = Path(path_of("dcp_fsdp2_w4"))
+SOURCE = Path(path_of("dcp/fsdp2_w4"))
 SECONDS = 60  # for importing torch in every process, on a machine with other things to do
 # The three ways in which people start it.
 WAYS = {

@@ -19,37 +19,37 @@ from ckpttool import convert
 Case = tuple[str, str, dict[str, Any], str, str, str | None]
 CASES: dict[str, Case] = {
     "accelerate, FSDP2": (
-        "run_accelerate_fsdp2_sharded_w2", "accelerate", {}, "a", "accelerate fsdp2", "run_accelerate_fsdp2_sharded_w2",
+        "run/accelerate_fsdp2_sharded_w2", "accelerate", {}, "a", "accelerate fsdp2", "run/accelerate_fsdp2_sharded_w2",
     ),
     "accelerate, FSDP1": (
-        "run_accelerate_fsdp1_sharded_w2", "accelerate", {}, "a", "accelerate fsdp1", "run_accelerate_fsdp1_sharded_w2",
+        "run/accelerate_fsdp1_sharded_w2", "accelerate", {}, "a", "accelerate fsdp1", "run/accelerate_fsdp1_sharded_w2",
     ),
     "accelerate, FSDP1 whole": (
-        "run_accelerate_fsdp1_full_w2", "accelerate", {}, "a", "accelerate full", "run_accelerate_fsdp1_full_w2",
+        "run/accelerate_fsdp1_full_w2", "accelerate", {}, "a", "accelerate full", "run/accelerate_fsdp1_full_w2",
     ),
     "accelerate, DDP": (
-        "run_accelerate_fsdp2_sharded_w2", "accelerate:ddp", {}, "a", "accelerate ddp", None,
+        "run/accelerate_fsdp2_sharded_w2", "accelerate:ddp", {}, "a", "accelerate ddp", None,
     ),
     "accelerate, DDP, safetensors": (
-        "run_accelerate_ddp_w2", "accelerate", {}, "a", "accelerate ddp", "run_accelerate_ddp_w2",
+        "run/accelerate_ddp_w2", "accelerate", {}, "a", "accelerate ddp", "run/accelerate_ddp_w2",
     ),
     "rank files of FSDP1 -> accelerate": (
-        "run_accelerate_fsdp1_rankfiles_w2", "accelerate:sharded", {}, "a", "accelerate fsdp1",
-        "run_accelerate_fsdp1_sharded_w2",
+        "run/accelerate_fsdp1_rankfiles_w2", "accelerate:sharded", {}, "a", "accelerate fsdp1",
+        "run/accelerate_fsdp1_sharded_w2",
     ),
-    "torchtitan": ("run_torchtitan_w2", "torchtitan", {}, "step-3", "torchtitan few", "run_torchtitan_w2"),
+    "torchtitan": ("run/torchtitan_w2", "torchtitan", {}, "step-3", "torchtitan few", "run/torchtitan_w2"),
     "accelerate -> torchtitan": (
-        "run_accelerate_fsdp2_sharded_w2", "torchtitan",
+        "run/accelerate_fsdp2_sharded_w2", "torchtitan",
         {"drop": ("rng", "dataloader", "sampler", "scaler", "other")}, "step-3", "torchtitan", None,
     ),
     "verl": (
-        "run_verl_fsdp2_w2", "verl", {"tensor_class": "dtensor:cpu:fsdp"}, "global_step_3", "verl", "run_verl_fsdp2_w2",
+        "run/verl_fsdp2_w2", "verl", {"tensor_class": "dtensor:cpu:fsdp"}, "global_step_3", "verl", "run/verl_fsdp2_w2",
     ),
     "verl, FSDP1 -> FSDP2": (
-        "run_verl_fsdp1_w2", "verl", {"tensor_class": "dtensor:cpu:fsdp"}, "global_step_3", "verl", None,
+        "run/verl_fsdp1_w2", "verl", {"tensor_class": "dtensor:cpu:fsdp"}, "global_step_3", "verl", None,
     ),
 }  # fmt: skip
-INNER = {"run_torchtitan_w2": "step-3", "run_verl_fsdp2_w2": "global_step_3/actor"}
+INNER = {"run/torchtitan_w2": "step-3", "run/verl_fsdp2_w2": "global_step_3/actor"}
 Once = Callable[[str, Callable[[Path], None]], Path]
 
 

@@ -14,7 +14,7 @@ from support import upstream_readers  # puts samples/ on the path
 
 from ckpttool import convert
 
-HALFWAY = Path(upstream_readers.path_of("run_trainer")) / "checkpoint-2"
+HALFWAY = Path(upstream_readers.path_of("run/trainer")) / "checkpoint-2"
 
 
 def end_of(folder: Path, checkpoint: Path) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_the_oracle_goes_on_as_the_run_did(native: dict[str, Any]) -> None:
-    reference = upstream_readers.expected_of("run_trainer")
+    reference = upstream_readers.expected_of("run/trainer")
     for part in ("model", "optim", "step", "scheduler"):
         assert_same(native[part], reference[part], at=part)
 

@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.upstream_readers import SAMPLES, assert_same, dcp_whole, expected_of, trusted
+from support.paths import CHECKPOINTS, samples_of
+from support.upstream_readers import assert_same, dcp_whole, expected_of, trusted
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
-RUNS = sorted(path.name for path in (SAMPLES / "checkpoints").glob("run_*"))
+RUNS = samples_of("run")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def ckpt(sample: str) -> Path:
     """The root of a run."""
-    return SAMPLES / "checkpoints" / sample / "ckpt"
+    return CHECKPOINTS / sample / "ckpt"
 
 
 def by_rank(sample: str, pattern: str) -> list[Any]:
@@ -55,17 +56,17 @@ def test_a_reference_has_model_notes_and_moments(sample: str) -> None:
 @pytest.mark.parametrize(
     ("sample", "part", "prefix", "optimizer"),
     [
-        ("run_lightning_w2", "checkpoints/epoch=0-step=3.ckpt", "model.model.", "optimizer_0.state.model."),
-        ("run_fabric_w2", "", "net.", "adam.state."),
-        ("run_composer_w2", "ep0-ba3", "state.model.", "state.optimizers.AdamW.state."),
-        ("run_torchtitan_w2", "step-3", "", "optimizer.state."),
-        ("run_accelerate_fsdp1_local_w2", "optimizer_0", None, "optimizer.state."),
-        ("run_accelerate_fsdp1_sharded_w2", "optimizer_0", None, "optimizer.state."),
-        ("run_accelerate_fsdp2_sharded_w2", "optimizer_0", None, "optimizer.state."),
-        ("run_accelerate_fsdp1_sharded_w2", "pytorch_model_fsdp_0", "model.", None),
-        ("run_accelerate_fsdp2_sharded_w2", "pytorch_model_fsdp_0", "model.", None),
-        ("run_trainer_fsdp2_w2", "checkpoint-4/pytorch_model_fsdp_0", "model.", None),
-        ("run_trainer_fsdp2_w2", "checkpoint-4/optimizer_0", None, "optimizer.state."),
+        ("run/lightning_w2", "checkpoints/epoch=0-step=3.ckpt", "model.model.", "optimizer_0.state.model."),
+        ("run/fabric_w2", "", "net.", "adam.state."),
+        ("run/composer_w2", "ep0-ba3", "state.model.", "state.optimizers.AdamW.state."),
+        ("run/torchtitan_w2", "step-3", "", "optimizer.state."),
+        ("run/accelerate_fsdp1_local_w2", "optimizer_0", None, "optimizer.state."),
+        ("run/accelerate_fsdp1_sharded_w2", "optimizer_0", None, "optimizer.state."),
+        ("run/accelerate_fsdp2_sharded_w2", "optimizer_0", None, "optimizer.state."),
+        ("run/accelerate_fsdp1_sharded_w2", "pytorch_model_fsdp_0", "model.", None),
+        ("run/accelerate_fsdp2_sharded_w2", "pytorch_model_fsdp_0", "model.", None),
+        ("run/trainer_fsdp2_w2", "checkpoint-4/pytorch_model_fsdp_0", "model.", None),
+        ("run/trainer_fsdp2_w2", "checkpoint-4/optimizer_0", None, "optimizer.state."),
     ],
 )
 def test_dcp_parts(sample: str, part: str, prefix: str | None, optimizer: str | None) -> None:
@@ -92,10 +93,10 @@ def leaves(tree: Any, at: str = "") -> Any:
 @pytest.mark.parametrize(
     ("sample", "model", "optimizer"),
     [
-        ("run_accelerate_fsdp2_rankfiles_w4", "pytorch_model_fsdp_0_rank*.bin", "optimizer_0_rank*.bin"),
-        ("run_torch_checkpointing_w2", "step-3/model_*.pt", "step-3/optimizer_*.pt"),
-        ("run_verl_fsdp2_w2", "global_step_3/actor/model_*.pt", "global_step_3/actor/optim_*.pt"),
-        ("run_verl_fsdp1_w2", "global_step_3/actor/model_*.pt", None),
+        ("run/accelerate_fsdp2_rankfiles_w4", "pytorch_model_fsdp_0_rank*.bin", "optimizer_0_rank*.bin"),
+        ("run/torch_checkpointing_w2", "step-3/model_*.pt", "step-3/optimizer_*.pt"),
+        ("run/verl_fsdp2_w2", "global_step_3/actor/model_*.pt", "global_step_3/actor/optim_*.pt"),
+        ("run/verl_fsdp1_w2", "global_step_3/actor/model_*.pt", None),
     ],
 )
 def test_rank_files_of_dtensors(sample: str, model: str, optimizer: str | None) -> None:
@@ -119,8 +120,8 @@ def test_rank_files_of_dtensors(sample: str, model: str, optimizer: str | None) 
 @pytest.mark.parametrize(
     ("sample", "pattern", "key"),
     [
-        ("run_dinov2_w2", "model_0000003.rank_*.pth", "model"),
-        ("run_accelerate_fsdp1_local_w2", "pytorch_model_fsdp_rank*.bin", None),
+        ("run/dinov2_w2", "model_0000003.rank_*.pth", "model"),
+        ("run/accelerate_fsdp1_local_w2", "pytorch_model_fsdp_rank*.bin", None),
     ],
 )
 def test_local_pieces(sample: str, pattern: str, key: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,14 +138,14 @@ def test_local_pieces(sample: str, pattern: str, key: str | None, monkeypatch: p
 @pytest.mark.parametrize(
     ("sample", "model", "optimizer"),
     [
-        ("run_accelerate_ddp_w2", "model.safetensors", "optimizer.bin"),
+        ("run/accelerate_ddp_w2", "model.safetensors", "optimizer.bin"),
         (
-            "run_accelerate_named",
+            "run/accelerate_named",
             "checkpoints/checkpoint_1/pytorch_model.bin",
             "checkpoints/checkpoint_1/optimizer.bin",
         ),
-        ("run_trainer", "checkpoint-4/model.safetensors", "checkpoint-4/optimizer.pt"),
-        ("run_trainer_w2", "checkpoint-4/model.safetensors", "checkpoint-4/optimizer.pt"),
+        ("run/trainer", "checkpoint-4/model.safetensors", "checkpoint-4/optimizer.pt"),
+        ("run/trainer_w2", "checkpoint-4/model.safetensors", "checkpoint-4/optimizer.pt"),
     ],
 )
 def test_whole_files(sample: str, model: str, optimizer: str) -> None:
@@ -161,7 +162,7 @@ def test_whole_files(sample: str, model: str, optimizer: str) -> None:
 
 
 def test_generators_by_rank() -> None:
-    for sample in (name for name in RUNS if name.startswith("run_accelerate")):
+    for sample in (name for name in RUNS if name.startswith("run/accelerate")):
         for rank, expected in enumerate(expected_of(sample)["rng_by_rank"]):
             path = next(iter(sorted(ckpt(sample).rglob(f"random_states_{rank}.pkl"), reverse=True)))
             found = trusted(path)
@@ -180,8 +181,8 @@ def test_olmo_core_is_read_once_its_class_is_known(monkeypatch: pytest.MonkeyPat
         monkeypatch.setitem(sys.modules, home.rsplit(".", cut)[0] if cut else home, filesystem)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = dict(leaves(dcp_whole(ckpt("run_olmo_core_w2") / "step3/model_and_optim")))
-    whole = expected_of("run_olmo_core_w2")
+        found = dict(leaves(dcp_whole(ckpt("run/olmo_core_w2") / "step3/model_and_optim")))
+    whole = expected_of("run/olmo_core_w2")
     for name, value in whole["model"].items():
         assert_same(found[f"model.{name}"], value)
     for name, state in whole["optim"]["state"].items():
@@ -193,8 +194,8 @@ def test_raw_optimizer_of_dinov2(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed._shard.sharded_tensor import ShardedTensor
 
     monkeypatch.setattr(ShardedTensor, "__setstate__", lambda self, state: None)
-    states = [one["optimizer"]["state"] for one in by_rank("run_dinov2_w2", "model_0000003.rank_*.pth")]
-    optim = expected_of("run_dinov2_w2")["optim"]
+    states = [one["optimizer"]["state"] for one in by_rank("run/dinov2_w2", "model_0000003.rank_*.pth")]
+    optim = expected_of("run/dinov2_w2")["optim"]
     # Ids go by the groups of the run, which rank 0 and the reference have in the same order.
     names = [name for group in optim["param_groups"] for name in group["params"]]
     for number, name in enumerate(names):
@@ -207,7 +208,7 @@ def test_sharded_tensors_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed._shard.sharded_tensor import ShardedTensor
 
     monkeypatch.setattr(ShardedTensor, "__setstate__", lambda self, state: setattr(self, "_local_shards", state[0]))
-    sample = "run_accelerate_fsdp1_rankfiles_w2"
+    sample = "run/accelerate_fsdp1_rankfiles_w2"
     whole = expected_of(sample)
     models, optims = by_rank(sample, "pytorch_model_fsdp_0_rank*.bin"), by_rank(sample, "optimizer_0_rank*.bin")
     for name, value in whole["optim"]["state"].items():

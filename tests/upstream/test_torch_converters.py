@@ -23,7 +23,7 @@ from ckpttool import convert
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
-SAMPLES = ["dcp_fsdp2_w2", "dcp_fsdp2_tp_w4", "dcp_fsdp1_w2", "dcp_flat_optim_w2"]
+SAMPLES = ["dcp/fsdp2_w2", "dcp/fsdp2_tp_w4", "dcp/fsdp1_w2", "dcp/flat_optim_w2"]
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
@@ -57,7 +57,7 @@ def test_large_state(large_folder: Path, tmp_path: Path) -> None:
     assert difference(dcp_whole(str(tmp_path / "theirs")), spelled(detached(large_state.state()))) == "equal"
 
 
-@pytest.mark.parametrize("sample", ["hf_sharded_w2", "hf_consolidated_w2"])
+@pytest.mark.parametrize("sample", ["hf/sharded_w2", "hf/consolidated_w2"])
 def test_hugging_face_writer_of_torch(sample: str, tmp_path: Path) -> None:
     """Pieces that `HuggingFaceStorageWriter` wrote on each rank, in all three formats."""
     wanted = expected_of(sample)
@@ -71,7 +71,7 @@ def test_hugging_face_writer_of_torch(sample: str, tmp_path: Path) -> None:
     assert difference(safetensors_in(tmp_path / "indexed"), wanted) == "equal"
 
 
-@pytest.mark.parametrize("sample", ["hf_sharded_w2", "dcp_fsdp2_w4"])
+@pytest.mark.parametrize("sample", ["hf/sharded_w2", "dcp/fsdp2_w4"])
 def test_hugging_face_reader_of_torch(sample: str, tmp_path: Path) -> None:
     """Our safetensors directories, by `HuggingFaceStorageReader`."""
     wanted = expected_of(sample)

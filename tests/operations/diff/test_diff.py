@@ -22,8 +22,8 @@ from ckpttool.errors import CorruptError, ReadError, UsageError
 from ckpttool.operations.diff import ABSENT, Diff, diff
 from ckpttool.operations.reshard import reshard
 
-FSDP2 = CHECKPOINTS / "dcp_fsdp2_w4" / "ckpt"
-FULL = CHECKPOINTS / "torch_full" / "ckpt.pt"
+FSDP2 = CHECKPOINTS / "dcp/fsdp2_w4" / "ckpt"
+FULL = CHECKPOINTS / "torch/full" / "ckpt.pt"
 
 
 def state() -> dict[str, Any]:
@@ -313,7 +313,7 @@ def test_sharding(tmp_path: Path) -> None:
     assert cuts["model.embed.weight"] == ("4 along dimension 0, ranks 0-3", "2 along dimension 0, ranks 0-1")
     read = dcp.FileSystemReader(FSDP2).read_metadata().state_dict_metadata["model.embed.weight"]
     assert len(read.chunks) == 4
-    grid = diff(CHECKPOINTS / "dcp_grid_w4" / "ckpt", CHECKPOINTS / "dcp_grid_w4" / "ckpt", sharded=True)
+    grid = diff(CHECKPOINTS / "dcp/grid_w4" / "ckpt", CHECKPOINTS / "dcp/grid_w4" / "ckpt", sharded=True)
     assert grid.same
 
 

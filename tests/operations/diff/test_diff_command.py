@@ -14,7 +14,7 @@ import torch
 from click.testing import CliRunner, Result
 from support.paths import CHECKPOINTS
 
-DCP = CHECKPOINTS / "dcp_fsdp2_w4" / "ckpt"
+DCP = CHECKPOINTS / "dcp/fsdp2_w4" / "ckpt"
 
 
 def run(*words: object) -> Result:
@@ -42,7 +42,7 @@ def test_the_same() -> None:
     assert done.exit_code == 0 and "are the same" in done.stdout and done.stderr == ""
     assert run("diff", DCP, DCP, "-q").stdout == ""
     assert "optimizer (optim)" in run("diff", DCP, DCP, "--verbose").stdout
-    assert run("diff", DCP, CHECKPOINTS / "dcp_fsdp2_w2" / "ckpt", "--quiet").exit_code in (0, 1)
+    assert run("diff", DCP, CHECKPOINTS / "dcp/fsdp2_w2" / "ckpt", "--quiet").exit_code in (0, 1)
 
 
 def test_what_differs(two: tuple[Path, Path]) -> None:

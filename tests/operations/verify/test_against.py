@@ -20,7 +20,7 @@ from ckpttool.operations.verify import verify
 @pytest.mark.parametrize("to", ["torch", "safetensors", "fsdp1", "dcp"])
 def test_what_was_made_of_it_is_equal(to: str, tmp_path: Path) -> None:
     """Four ranks of FSDP2 with an optimizer, in every format; by both sides."""
-    src = CHECKPOINTS / "dcp_fsdp2_w4" / "ckpt"
+    src = CHECKPOINTS / "dcp/fsdp2_w4" / "ckpt"
     out = tmp_path / ("out.pt" if to == "torch" else "out")
     reshard(src, out, to_world=2) if to == "dcp" else convert(src, out, to=to)
     for one, other in ((src, out), (out, src)):

@@ -19,7 +19,7 @@ from support.wrapped_store import WrappedStore
 from ckpttool.errors import CkptError, OverwriteError, ReadError, StorageError
 from ckpttool.operations.verify import Finding, Report, verify
 
-EVERY = sorted(str(path.relative_to(CHECKPOINTS)) for path in CHECKPOINTS.glob("*/ckpt*"))
+EVERY = sorted(str(path.relative_to(CHECKPOINTS)) for path in CHECKPOINTS.glob("*/*/ckpt*"))
 FLAT = ("rank_fsdp1_flat", "rank_fsdp1_local", "rank_fsdp1_dinov2", "run_dinov2")
 
 
@@ -59,7 +59,7 @@ def test_nothing_is_wrong_with_the_samples(names: list[str]) -> None:
         assert report.exit_code == 0 and report.read == report.checked + report.unchecked > 0, name
 
 
-@pytest.mark.parametrize(("name", "checks"), [("dcp_fsdp2_w4/ckpt", True), ("hf_llama/ckpt", False)])
+@pytest.mark.parametrize(("name", "checks"), [("dcp/fsdp2_w4/ckpt", True), ("hf/llama/ckpt", False)])
 def test_how_much_could_be_checked(name: str, checks: bool) -> None:
     """Every payload is read once; DCP has a checksum of each, safetensors of none."""
     report = verify(CHECKPOINTS / name)
@@ -144,7 +144,7 @@ def test_a_header_that_contradicts_the_index(what: str, tmp_path: Path) -> None:
 def test_files_of_another_save(tmp_path: Path) -> None:
     """A shard of safetensors in the place of another."""
     path = tmp_path / "hf"
-    shutil.copytree(CHECKPOINTS / "safetensors_indexed" / "ckpt", path)
+    shutil.copytree(CHECKPOINTS / "safetensors/indexed" / "ckpt", path)
     shards = sorted(path.glob("*.safetensors"))
     shutil.copy(shards[0], shards[1])
     report = verify(path)
@@ -154,7 +154,7 @@ def test_files_of_another_save(tmp_path: Path) -> None:
 def test_every_shard_is_looked_at(tmp_path: Path) -> None:
     """Also when the first of them makes it impossible to open the rest."""
     path = tmp_path / "hf"
-    shutil.copytree(CHECKPOINTS / "safetensors_indexed" / "ckpt", path)
+    shutil.copytree(CHECKPOINTS / "safetensors/indexed" / "ckpt", path)
     shards = sorted(path.glob("*.safetensors"))
     for shard in shards:
         os.truncate(shard, shard.stat().st_size - 1)
@@ -164,7 +164,7 @@ def test_every_shard_is_looked_at(tmp_path: Path) -> None:
 
 def test_a_rank_is_missing(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    shutil.copytree(CHECKPOINTS / "rank_fsdp2_w4" / "ckpt", path)
+    shutil.copytree(CHECKPOINTS / "rank/fsdp2_w4" / "ckpt", path)
     sorted(path.iterdir())[2].unlink()
     report = verify(path)
     assert report.exit_code == 4 and any("2" in f.message and f.kind == "missing" for f in report.findings)
@@ -172,7 +172,7 @@ def test_a_rank_is_missing(tmp_path: Path) -> None:
 
 def test_an_index_of_a_rank_is_missing(tmp_path: Path) -> None:
     path = tmp_path / "ckpt"
-    shutil.copytree(CHECKPOINTS / "dcp_nocollectives_w2" / "ckpt", path)
+    shutil.copytree(CHECKPOINTS / "dcp/nocollectives_w2" / "ckpt", path)
     (path / "__0.metadata").unlink()
     report = verify(path)
     assert report.exit_code == 4 and "__0.metadata" in {f.file for f in report.findings}
@@ -223,7 +223,7 @@ def test_our_own_remains_beside_it(dcp: Path) -> None:
 
 def test_a_stale_shard(tmp_path: Path) -> None:
     path = tmp_path / "hf"
-    shutil.copytree(CHECKPOINTS / "safetensors_indexed" / "ckpt", path)
+    shutil.copytree(CHECKPOINTS / "safetensors/indexed" / "ckpt", path)
     shutil.copy(sorted(path.glob("*.safetensors"))[0], path / "model-00009-of-00009.safetensors")
     assert only(verify(path), "suspect", "stale").file == "model-00009-of-00009.safetensors"
 

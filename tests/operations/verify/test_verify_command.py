@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from support import damage
 from support.paths import CHECKPOINTS
 
-DCP = CHECKPOINTS / "dcp_fsdp2_w4" / "ckpt"
+DCP = CHECKPOINTS / "dcp/fsdp2_w4" / "ckpt"
 
 
 def run(*words: object) -> Result:
@@ -77,7 +77,7 @@ def test_manifest_and_against(tmp_path: Path) -> None:
     assert run("convert", DCP, out, "--manifest", listed).exit_code == 0
     done = run("verify", out, "--manifest", listed, "--against", DCP)
     assert done.exit_code == 0 and f"against   {DCP}" in done.stdout and "hashed" in done.stdout
-    other = CHECKPOINTS / "dcp_hsdp_w4" / "ckpt"
+    other = CHECKPOINTS / "dcp/hsdp_w4" / "ckpt"
     done = run("verify", out, "--against", other)
     assert done.exit_code == 1 and "whole, but differs" in done.stdout
     again = tmp_path / "again.json"
@@ -89,9 +89,9 @@ def test_manifest_and_against(tmp_path: Path) -> None:
 
 
 def test_flat_parameters_with_their_shapes() -> None:
-    path = CHECKPOINTS / "rank_fsdp1_local_w2" / "ckpt"
+    path = CHECKPOINTS / "rank/fsdp1_local_w2" / "ckpt"
     assert "--shapes" in run("verify", path).stdout
-    shapes = CHECKPOINTS / "rank_fsdp1_local_w2" / "reference.pt"
+    shapes = CHECKPOINTS / "rank/fsdp1_local_w2" / "reference.pt"
     done = run("verify", path, "--shapes", shapes)
     assert done.exit_code == 0 and "suspect" not in done.stdout
 

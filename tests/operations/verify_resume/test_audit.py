@@ -252,20 +252,20 @@ def test_a_directory_of_torch_dcp(tmp_path: Path) -> None:
 
 # What its framework saves, as far as the samples hold it: see samples/README.md.
 RUNS = {
-    "run_accelerate_fsdp2_sharded_w2": ("exactly", set()),
-    "run_accelerate_fsdp1_local_w2": ("with differences", {"dataloader"}),
-    "run_accelerate_ddp_w4": ("exactly", set()),
-    "run_trainer_w2": ("exactly", set()),
-    "run_torchtitan_w2": ("with differences", {"rng"}),
-    "run_composer_w2": ("with differences", {"dataloader"}),
-    "run_olmo_core_w2": ("exactly", set()),
-    "run_verl_fsdp2_w2": ("exactly", set()),
-    "rank_fsdp2_groups_w2": ("with differences", {"dataloader"}),
-    "rank_verl_fsdp1_w2": ("with differences", {"dataloader"}),
-    "dcp_flat_optim_w2": ("with differences", {"rng"}),
-    "dcp_hsdp_w4": ("with differences", {"scheduler", "rng", "dataloader"}),
-    "dcp_unflattened_w2": ("no", {"scheduler", "rng", "dataloader"}),
-    "hf_llama": ("no", {"rng", "dataloader", "progress"}),
+    "run/accelerate_fsdp2_sharded_w2": ("exactly", set()),
+    "run/accelerate_fsdp1_local_w2": ("with differences", {"dataloader"}),
+    "run/accelerate_ddp_w4": ("exactly", set()),
+    "run/trainer_w2": ("exactly", set()),
+    "run/torchtitan_w2": ("with differences", {"rng"}),
+    "run/composer_w2": ("with differences", {"dataloader"}),
+    "run/olmo_core_w2": ("exactly", set()),
+    "run/verl_fsdp2_w2": ("exactly", set()),
+    "rank/fsdp2_groups_w2": ("with differences", {"dataloader"}),
+    "rank/verl_fsdp1_w2": ("with differences", {"dataloader"}),
+    "dcp/flat_optim_w2": ("with differences", {"rng"}),
+    "dcp/hsdp_w4": ("with differences", {"scheduler", "rng", "dataloader"}),
+    "dcp/unflattened_w2": ("no", {"scheduler", "rng", "dataloader"}),
+    "hf/llama": ("no", {"rng", "dataloader", "progress"}),
 }
 
 
@@ -351,8 +351,8 @@ def test_names_are_shown_by_v(tmp_path: Path) -> None:
 
 def test_numbers_get_names_by_shapes(tmp_path: Path) -> None:
     """The model is only there as safetensors, which sorts it."""
-    path = path_of("run_trainer_w2")
-    named = reference("run_trainer_w2")["model"]
+    path = path_of("run/trainer_w2")
+    named = reference("run/trainer_w2")["model"]
     order = [[name, list(value.shape)] for name, value in named.items() if name != "lm_head.weight"]
     (tmp_path / "order.json").write_text(json.dumps(order))
     assert "state not matched with parameters" in run("verify-resume", "audit", path).stdout
@@ -373,7 +373,7 @@ finally:
 """
 
 
-@pytest.mark.parametrize("name", ["dcp_fsdp2_w4", "torch_full", "run_trainer_w2", "rank_fsdp1_w4"])
+@pytest.mark.parametrize("name", ["dcp/fsdp2_w4", "torch/full", "run/trainer_w2", "rank/fsdp1_w4"])
 def test_torch_is_not_imported(name: str) -> None:
     done = subprocess.run([sys.executable, "-c", RUN, path_of(name)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -19,13 +19,13 @@ from huggingface_hub import constants
 from safetensors.torch import load, load_file, save, save_file
 from support.hub_client import patience
 from support.hub_server import WRITER, Handler, Hub, stall
-from support.paths import ROOT
+from support.paths import CHECKPOINTS, ROOT
 
 import ckpttool
 from ckpttool.cli.app import application
 from ckpttool.errors import RemoteError, UsageError
 
-SAMPLE = ROOT / "samples" / "checkpoints" / "dcp_single" / "ckpt"
+SAMPLE = CHECKPOINTS / "dcp/single" / "ckpt"
 
 
 def environment(hub: Hub, folder: Path) -> dict[str, str]:

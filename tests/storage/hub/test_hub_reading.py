@@ -31,8 +31,8 @@ from ckpttool.storage.hub import address
 from ckpttool.storage.hub import progress as watching
 
 SOME = [
-    "dcp_fsdp2_w2", "dcp_single", "dcp_zstd_w2", "hf_sharded_w2", "rank_fsdp1_w2", "rank_fsdp2_w2", "torch_full",
-    "run_accelerate_fsdp2_sharded_w2", "run_trainer", "run_torchtitan_w2", "torch_legacy", "torch_tar",
+    "dcp/fsdp2_w2", "dcp/single", "dcp/zstd_w2", "hf/sharded_w2", "rank/fsdp1_w2", "rank/fsdp2_w2", "torch/full",
+    "run/accelerate_fsdp2_sharded_w2", "run/trainer", "run/torchtitan_w2", "torch/legacy", "torch/tar",
 ]  # fmt: skip
 
 
@@ -481,7 +481,7 @@ def test_a_server_that_is_not_there(hub: Hub) -> None:
 def test_hf_is_not_a_folder(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="is not on this machine") as raised:
-        ckpttool.convert(CHECKPOINTS / "dcp_single", "hf://org/name", to="dcp")
+        ckpttool.convert(CHECKPOINTS / "dcp/single", "hf://org/name", to="dcp")
     assert "ckpttool export" in str(raised.value.hint)
     assert not (tmp_path / "hf:").exists()
 

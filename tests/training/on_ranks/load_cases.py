@@ -84,7 +84,7 @@ def foreign(name: str, kind: str, strategy: str) -> str:
     expected = expected_of(name)
     expected = expected.get("model", expected)
     model = KINDS[kind](training_scripts.bare(training_scripts.sizes_of(expected)))
-    loaded = ckpttool.load(path_of(name), model, strategy=strategy, strict=name != "safetensors_single")
+    loaded = ckpttool.load(path_of(name), model, strategy=strategy, strict=name != "safetensors/single")
     if loaded.missing:
         return f"missing {loaded.missing}"
     found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
@@ -94,9 +94,9 @@ def foreign(name: str, kind: str, strategy: str) -> str:
 
 
 # Run directories whose names of the model are the model's, but for a prefix.
-PREFIXED = {"run_lightning_w2": "model"}
+PREFIXED = {"run/lightning_w2": "model"}
 # These leave out what a scheduler puts into the groups.
-WITHOUT_INITIAL = ("run_torchtitan_w2", "run_olmo_core_w2")
+WITHOUT_INITIAL = ("run/torchtitan_w2", "run/olmo_core_w2")
 
 
 def directory(name: str, kind: str, strategy: str) -> str:

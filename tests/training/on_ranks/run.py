@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 sys.path.append(str(Path(__file__).resolve().parents[3] / "samples"))
+sys.path.append(str(Path(__file__).resolve().parents[3] / "samples" / "generators"))
 
 import load_cases
 import training_scripts

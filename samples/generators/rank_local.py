@@ -26,7 +26,7 @@ def local_state(run: Run) -> dict[str, Any]:
 
 
 @sample(
-    "rank_fsdp1_flat_w2",
+    "rank/fsdp1_flat_w2",
     what="2 FSDP1 ranks, local flat shards, `use_orig_params=False`",
     trap="flat parameters only: neither names nor shapes; optimizer state for each unit, by integer ids",
     writer=LOCAL,
@@ -34,7 +34,7 @@ def local_state(run: Run) -> dict[str, Any]:
     world=2,
 )
 @sample(
-    "rank_fsdp1_local_w2",
+    "rank/fsdp1_local_w2",
     what="2 FSDP1 ranks, local flat shards, `use_orig_params=True`",
     trap="flat parameters padded to 16 bytes, and beside them pieces of one dimension under the names; no shapes",
     writer=LOCAL,
@@ -43,7 +43,7 @@ def local_state(run: Run) -> dict[str, Any]:
 )
 def rank_fsdp1_local(folder: Path) -> Any:
     """The raw `optimizer.state_dict()` of each rank beside the model; the reference has the optimizer by name."""
-    by_name = folder.name == "rank_fsdp1_local_w2"
+    by_name = folder.name == "rank/fsdp1_local_w2"
     run = train(wrap=wrap_fsdp1 if by_name else _wrap_flat)
     save_for_rank(local_state(run), folder)
     return fsdp1_whole(run, step=STEPS)
@@ -54,7 +54,7 @@ def _wrap_flat(model: nn.Module) -> nn.Module:
 
 
 @sample(
-    "rank_fsdp1_local_w4",
+    "rank/fsdp1_local_w4",
     what="4 FSDP1 ranks, local flat shards, `use_orig_params=True`, a frozen parameter",
     trap="a parameter in pieces on several ranks and none on others; the tied head twice; no state for the frozen "
     "`layers.0.norm.weight` nor, on a rank, for ids without elements; ids by two groups",
@@ -63,9 +63,9 @@ def _wrap_flat(model: nn.Module) -> nn.Module:
     world=4,
 )
 @sample(
-    "rank_fsdp1_local_w3",
+    "rank/fsdp1_local_w3",
     what="3 FSDP1 ranks, local flat shards, `use_orig_params=True`, a frozen parameter",
-    trap="as `rank_fsdp1_local_w4`; units divide unevenly by 3, so that pieces begin and end anywhere",
+    trap="as `rank/fsdp1_local_w4`; units divide unevenly by 3, so that pieces begin and end anywhere",
     writer=LOCAL,
     load=None,
     world=3,
@@ -78,7 +78,7 @@ def rank_fsdp1_local_frozen(folder: Path) -> Any:
 
 
 @sample(
-    "rank_fsdp1_flat_w4",
+    "rank/fsdp1_flat_w4",
     what="4 FSDP1 ranks, local flat shards, `use_orig_params=False`, a frozen unit inside another",
     trap="`layers.0.norm` is a unit below the unit `layers.0`; the moments are padded at the end of a unit, "
     "the parameters are not; no state for the frozen one; ids by two groups",
@@ -87,9 +87,9 @@ def rank_fsdp1_local_frozen(folder: Path) -> Any:
     world=4,
 )
 @sample(
-    "rank_fsdp1_flat_w3",
+    "rank/fsdp1_flat_w3",
     what="3 FSDP1 ranks, local flat shards, `use_orig_params=False`, a frozen unit inside another",
-    trap="as `rank_fsdp1_flat_w4`: 200 elements as 67, 67, 66, moments as 67, 67, 67",
+    trap="as `rank/fsdp1_flat_w4`: 200 elements as 67, 67, 66, moments as 67, 67, 67",
     writer=LOCAL,
     load=None,
     world=3,
@@ -113,7 +113,7 @@ def _freeze(model: nn.Module) -> None:
 
 
 @sample(
-    "rank_fsdp1_dinov2_w2",
+    "rank/fsdp1_dinov2_w2",
     what="2 FSDP1 ranks, local flat shards in the files of DINOv2; scheduler and generators",
     trap="`model_0000002.rank_R.pth` and a pointer `last_checkpoint.rank_R`; `optimizer` and `iteration`; "
     "each rank has its own `rng`",

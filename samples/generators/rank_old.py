@@ -138,7 +138,7 @@ class Old:
 
 
 @sample(
-    "rank_dtensor_torch21_w2",
+    "rank/dtensor_torch21_w2",
     what="model of 2 FSDP1 ranks with `DTensor`s, spelled as torch 2.1 does",
     trap="everything below `torch.distributed._tensor`; the shape is in a `TensorMetadata` of `torch.fx`; groups are "
     "tags and ranks",
@@ -147,7 +147,7 @@ class Old:
     world=2,
 )
 @sample(
-    "rank_dtensor_torch24_w2",
+    "rank/dtensor_torch24_w2",
     what="model of 2 FSDP1 ranks with `DTensor`s, spelled as torch 2.2 to 2.4 do",
     trap="`torch.distributed._tensor.api.DTensor`, its specification in `placement_types`; the mesh is a tensor "
     "in `mesh`",
@@ -158,10 +158,10 @@ class Old:
 def rank_dtensor_old(folder: Path) -> Any:
     """FSDP1 with a mesh: the only training of those versions that gave `DTensor`s by itself."""
     old = {
-        "rank_dtensor_torch21_w2": Old(
+        "rank/dtensor_torch21_w2": Old(
             TO_2_1, {DeviceMesh: mesh_state(group_fields=2, thread=False), DTensorSpec: spec_state()}, fx=True
         ),
-        "rank_dtensor_torch24_w2": Old(
+        "rank/dtensor_torch24_w2": Old(
             TO_2_4, {DeviceMesh: mesh_state(group_fields=3, thread=True), DTensorSpec: spec_state()}
         ),
     }[folder.name]
@@ -172,7 +172,7 @@ def rank_dtensor_old(folder: Path) -> Any:
 
 
 @sample(
-    "rank_dtensor_torch25_w4",
+    "rank/dtensor_torch25_w4",
     what="model of 4 ranks, 2 replicas of 2 FSDP2 shards, spelled as torch 2.5 to 2.7 do",
     trap="a `mesh` tensor of 2 by 2; groups are tuples of tag, ranks and name",
     writer=EMULATION,
@@ -190,7 +190,7 @@ def rank_dtensor_25(folder: Path) -> Any:
 
 
 @sample(
-    "rank_dtensor_torch29_w2",
+    "rank/dtensor_torch29_w2",
     what="model of 2 FSDP2 ranks, spelled as torch 2.8 and 2.9 do",
     trap="today's class names; the mesh is a tensor in `mesh`, without layout and rank map; groups are names",
     writer=EMULATION,
@@ -198,7 +198,7 @@ def rank_dtensor_25(folder: Path) -> Any:
     world=2,
 )
 @sample(
-    "rank_dtensor_torch212_w2",
+    "rank/dtensor_torch212_w2",
     what="model of 2 FSDP2 ranks, spelled as torch 2.10 to 2.12 do",
     trap="`_MeshLayout` has `shape` and `stride` themselves, and no `axes`",
     writer=EMULATION,
@@ -206,7 +206,7 @@ def rank_dtensor_25(folder: Path) -> Any:
     world=2,
 )
 @sample(
-    "rank_dtensor_torch215_w2",
+    "rank/dtensor_torch215_w2",
     what="model of 2 FSDP2 ranks, spelled as torch 2.15 does",
     trap="a mesh with `_preserve_rank_order`",
     writer=EMULATION,
@@ -225,12 +225,12 @@ def rank_dtensor_fsdp2(folder: Path) -> Any:
     run = trained(fsdp2())
     model = run.model.state_dict()
     old = {
-        "rank_dtensor_torch29_w2": {
+        "rank/dtensor_torch29_w2": {
             DeviceMesh: mesh_state(group_fields=0, thread=True),
             DTensorSpec: spec_state(),
         },
-        "rank_dtensor_torch212_w2": {_MeshLayout: flat_layout, DTensorSpec: spec_state("shard_order")},
-        "rank_dtensor_torch215_w2": {DeviceMesh: unordered},
+        "rank/dtensor_torch212_w2": {_MeshLayout: flat_layout, DTensorSpec: spec_state("shard_order")},
+        "rank/dtensor_torch215_w2": {DeviceMesh: unordered},
     }[folder.name]
     Old({}, old).save({"model": model, "step": STEPS}, folder)
     return detached({"model": whole(model), "step": STEPS})

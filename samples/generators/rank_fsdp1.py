@@ -18,7 +18,7 @@ SHARDED = "torch 2.13 `torch.save` of `SHARDED_STATE_DICT`"
 
 
 @sample(
-    "rank_fsdp1_w2",
+    "rank/fsdp1_w2",
     what="2 FSDP1 ranks, sharded, one file for each",
     trap="`ShardedTensor`: torch reads it in a process group of the same size only; rank and offsets are in the pickle",
     writer=SHARDED,
@@ -34,7 +34,7 @@ def rank_fsdp1(folder: Path) -> Any:
 
 
 @sample(
-    "rank_fsdp1_w4",
+    "rank/fsdp1_w4",
     what="4 FSDP1 ranks, sharded, `use_orig_params=True`; scheduler and step",
     trap="a rank without rows has an empty list of shards: under `ChunkShardingSpec` when several others have rows, "
     "under `EnumerableShardingSpec` when one has",
@@ -43,23 +43,23 @@ def rank_fsdp1(folder: Path) -> Any:
     world=4,
 )
 @sample(
-    "rank_fsdp1_noorig_w4",
+    "rank/fsdp1_noorig_w4",
     what="4 FSDP1 ranks, sharded, `use_orig_params=False`; scheduler and step",
-    trap="as `rank_fsdp1_w4`: what is saved has the names of the parameters all the same",
+    trap="as `rank/fsdp1_w4`: what is saved has the names of the parameters all the same",
     writer=SHARDED,
     load=None,
     world=4,
 )
 def rank_fsdp1_four(folder: Path) -> Any:
     """Six rows and one row over four ranks."""
-    run = trained(fsdp1(use_orig_params=folder.name == "rank_fsdp1_w4"))
+    run = trained(fsdp1(use_orig_params=folder.name == "rank/fsdp1_w4"))
     rest = {"step": STEPS, "scheduler": run.scheduler.state_dict()}
     save_for_rank({**fsdp1_sharded(run), **rest}, folder)
     return fsdp1_whole(run, **rest)
 
 
 @sample(
-    "rank_fsdp1_mesh_w2",
+    "rank/fsdp1_mesh_w2",
     what="2 FSDP1 ranks given a `device_mesh`",
     trap="`DTensor`s by `Shard(0)` under FSDP1, in the model and in the optimizer by name",
     writer=SHARDED,
@@ -75,7 +75,7 @@ def rank_fsdp1_mesh(folder: Path) -> Any:
 
 
 @sample(
-    "rank_fsdp1_hybrid_w4",
+    "rank/fsdp1_hybrid_w4",
     what="4 FSDP1 ranks, `HYBRID_SHARD` on a mesh of 2 by 2",
     trap="`[Replicate, Shard(0)]` on a mesh of two dimensions: each piece is in two files",
     writer=SHARDED,
@@ -91,7 +91,7 @@ def rank_fsdp1_hybrid(folder: Path) -> Any:
 
 
 @sample(
-    "rank_fsdp1_hybrid_groups_w4",
+    "rank/fsdp1_hybrid_groups_w4",
     what="4 FSDP1 ranks, `HYBRID_SHARD` by two process groups and no mesh",
     trap="`ShardedTensor`s of a world of 2 among 4 ranks: group and global rank differ; each piece is in two files",
     writer=SHARDED,
@@ -113,7 +113,7 @@ def rank_fsdp1_hybrid_groups(folder: Path) -> Any:
 
 
 @sample(
-    "rank_fsdp1_no_shard_w2",
+    "rank/fsdp1_no_shard_w2",
     what="2 FSDP1 ranks, `NO_SHARD`",
     trap="plain whole tensors in every file, nothing says of which rank; generators differ by rank, the rest must not",
     writer=SHARDED,
@@ -129,7 +129,7 @@ def rank_fsdp1_no_shard(folder: Path) -> Any:
 
 
 @sample(
-    "rank_fsdp1_w1",
+    "rank/fsdp1_w1",
     what="FSDP1 in a world of one",
     trap="FSDP1 turns to `NO_SHARD` by itself: plain whole tensors in the only file",
     writer=SHARDED,
@@ -147,7 +147,7 @@ def rank_fsdp1_alone(folder: Path) -> Any:
 
 
 @sample(
-    "rank_fsdp1_mixed_w2",
+    "rank/fsdp1_mixed_w2",
     what="2 FSDP1 ranks computing in bf16, buffers in fp32",
     trap="parameters and moments are saved in fp32 all the same; a float buffer beside integer ones",
     writer=SHARDED,

@@ -70,7 +70,7 @@ def constant(step: int) -> float:
 
 
 @sample(
-    "run_verl_fsdp2_w2",
+    "run/verl_fsdp2_w2",
     what="`default_local_dir` of 2 FSDP2 ranks: `global_step_3/actor/`, `data.pt`, the file with the newest step",
     trap="`model`, `optim` and `extra_state` files by rank two levels below the root; both `DTensor`; a Hugging Face "
     "directory without weights beside them",
@@ -79,7 +79,7 @@ def constant(step: int) -> float:
     world=2,
 )
 @sample(
-    "run_verl_fsdp1_w2",
+    "run/verl_fsdp1_w2",
     what="`default_local_dir` of 2 FSDP1 ranks: `global_step_3/actor/`, `data.pt`, the file with the newest step",
     trap="the model is `DTensor` by name, the optimizer flat pieces by unit under integer ids",
     writer="torch 2.13 `torch.save`; emulation of verl 0.9",
@@ -141,7 +141,7 @@ def check_pieces(model: dict[str, Any], whole: dict[str, Any]) -> None:
 
 
 @sample(
-    "run_dinov2_w2",
+    "run/dinov2_w2",
     what="output directory of 2 FSDP1 ranks: `model_0000003.rank_R.pth`, `last_checkpoint.rank_R`",
     trap="the parts of a checkpoint are told apart by rank in the middle of a name; model is `LOCAL_STATE_DICT`, "
     "optimizer the pieces of each rank under integer ids",
@@ -170,7 +170,7 @@ def dinov2(folder: Path) -> Any:
 
 
 @sample(
-    "run_olmo_unsharded_w2",
+    "run/olmo_unsharded_w2",
     what="save folder of 2 FSDP1 ranks: `step3-unsharded/` with `model.pt`, `optim.pt`, `train.pt`, `config.yaml`",
     trap="model and optimizer are bare, each in a file of its own; `train.pt` holds paths as objects",
     writer="torch 2.13 `torch.save`; emulation of OLMo 0.6",
@@ -216,7 +216,7 @@ def olmo_train_state() -> dict[str, Any]:
 
 
 @sample(
-    "run_lightning_log",
+    "run/lightning_log",
     what="default root of one process: `lightning_logs/version_0/checkpoints/epoch=0-step=3.ckpt`",
     trap="the checkpoint is a file three levels below the root; `state_dict` under `model.`, `optimizer_states` a list",
     writer="torch 2.13 `torch.save`; emulation of Lightning 2.6",

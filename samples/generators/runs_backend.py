@@ -25,7 +25,7 @@ def gather(self: Any, data: Any, process_group: Any = None) -> dict[int, Any]:
 
 
 @sample(
-    "run_torch_checkpointing_w4",
+    "run/torch_checkpointing_w4",
     what="checkpoint folder of 4 FSDP2 ranks with `step-3/`: `model_R.pt`, `optimizer_R.pt`, `metadata.pkl`",
     trap="a torch.save file for each item and rank; shapes and placements are in one pickle of the package's own",
     writer="torch_checkpointing 0.1.1 `CheckpointManager.save`; the metadata are gathered on the CPU",
@@ -34,7 +34,7 @@ def gather(self: Any, data: Any, process_group: Any = None) -> dict[int, Any]:
     needs="torch_checkpointing",
 )
 @sample(
-    "run_torch_checkpointing_w2",
+    "run/torch_checkpointing_w2",
     what="checkpoint folder of 2 FSDP2 ranks with `step-3/`: `model_R.pt`, `optimizer_R.pt`, `metadata.pkl`",
     trap="a torch.save file for each item and rank; shapes and placements are in one pickle of the package's own",
     writer="torch_checkpointing 0.1.1 `CheckpointManager.save`; the metadata are gathered on the CPU",

@@ -119,7 +119,7 @@ def save_2_3(folder: Path) -> Any:
 
 
 @sample(
-    "dcp_meta_torch20_w2",
+    "dcp/meta_torch20_w2",
     what=f"{MODEL}, metadata of torch 2.0 to 2.2",
     trap="`TensorProperties` of the sharded tensor module; three fields; a dict without tensors is one object",
     writer="emulation: data of torch 2.13 planned as 2.3 did, metadata respelled",
@@ -134,7 +134,7 @@ def dcp_meta_torch20(folder: Path) -> Any:
 
 
 @sample(
-    "dcp_meta_torch23_w2",
+    "dcp/meta_torch23_w2",
     what=f"{MODEL}, metadata of torch 2.3",
     trap="`TensorProperties` of DCP's own, still three fields; a dict without tensors is one object",
     writer="emulation: data of torch 2.13 planned as 2.3 did, metadata respelled",
@@ -149,7 +149,7 @@ def dcp_meta_torch23(folder: Path) -> Any:
 
 
 @sample(
-    "dcp_meta_torch24_w2",
+    "dcp/meta_torch24_w2",
     what=f"{MODEL}, metadata of torch 2.4 to 2.6",
     trap="`StorageMeta` with an absolute path and without `modules`; no `version`",
     writer="emulation: data of torch 2.13, metadata respelled",
@@ -171,7 +171,7 @@ def dcp_meta_torch24(folder: Path) -> Any:
 
 
 @sample(
-    "dcp_meta_torch27_w2",
+    "dcp/meta_torch27_w2",
     what=f"{MODEL}, metadata of torch 2.7 and 2.8",
     trap="`StorageMeta.modules`; no `version` yet (torch 2.9 to 2.14 write what the other samples hold)",
     writer="emulation: data of torch 2.13, metadata respelled",
@@ -187,7 +187,7 @@ def dcp_meta_torch27(folder: Path) -> Any:
 
 
 @sample(
-    "dcp_meta_torch215_w2",
+    "dcp/meta_torch215_w2",
     what=f"{MODEL}, metadata of torch 2.15",
     trap="`TensorProperties` has a sixth element, strides or `None`: torch up to 2.14 fails on it",
     writer="emulation: data of torch 2.13, metadata respelled",
@@ -211,7 +211,7 @@ def dcp_meta_torch215(folder: Path) -> Any:
 
 
 @sample(
-    "dcp_meta_py313_w2",
+    "dcp/meta_py313_w2",
     what=f"{MODEL}, metadata of Python 3.13",
     trap="the path is a `pathlib._local.PosixPath`: other Pythons have no such module",
     writer="emulation: data of torch 2.13, metadata respelled",
@@ -227,7 +227,7 @@ def dcp_meta_py313(folder: Path) -> Any:
 
 
 @sample(
-    "dcp_meta_py314_w2",
+    "dcp/meta_py314_w2",
     what=f"{MODEL}, metadata of Python 3.14",
     trap="pickle protocol 5 (Python 3.8 to 3.13 dump protocol 4)",
     writer="emulation: data of torch 2.13, metadata pickled again",
@@ -243,7 +243,7 @@ def dcp_meta_py314(folder: Path) -> Any:
 
 
 @sample(
-    "dcp_foreign_storage_info_w2",
+    "dcp/foreign_storage_info_w2",
     what=f"{MODEL}, metadata of a framework's own writer",
     trap="`olmo_core...filesystem._StorageInfo`; no planner data, no index in `MetadataIndex`: names stay flat",
     writer="emulation of OLMo-core: data of torch 2.13, metadata respelled",

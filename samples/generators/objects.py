@@ -24,7 +24,7 @@ from training import detached, seed
 
 
 @sample(
-    "torch_unknown_classes",
+    "torch/unknown_classes",
     what="objects of a package that cannot be imported, and of the standard library and NumPy",
     trap="each way in which a pickle calls, builds and fills an object; classes must not be needed to read the tensors",
     writer=TORCH,
@@ -127,7 +127,7 @@ def torch_unknown_classes(folder: Path) -> Any:
 
 
 @sample(
-    "torch_module",
+    "torch/module",
     what="a whole `nn.Module` of a class that cannot be imported",
     trap="weights inside `_parameters` of unknown objects; a tied parameter; a buffer that is not persistent",
     writer=TORCH,
@@ -147,7 +147,7 @@ def lost_module() -> nn.Module:
 
 
 @sample(
-    "torch_script",
+    "torch/script",
     what="`torch.jit.save` of a scripted module",
     trap="a zip with `constants.pkl` and compressed `code/`: not a torch.save file, though `data.pkl` has the tensors",
     writer="torch 2.13 `torch.jit.save`",
@@ -161,7 +161,7 @@ def torch_script(folder: Path) -> Any:
 
 
 @sample(
-    "torch_pt2",
+    "torch/pt2",
     what="`torch.export.save`",
     trap="a zip without `data.pkl`: weights are raw records, described by JSON",
     writer="torch 2.13 `torch.export.save`",

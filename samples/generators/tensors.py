@@ -53,7 +53,7 @@ DTYPES = [
 
 
 @sample(
-    "torch_dtypes",
+    "torch/dtypes",
     what="one tensor of every dtype",
     trap="new dtypes arrive by `_rebuild_tensor_v3` over an untyped storage counted in bytes",
     writer=TORCH,
@@ -70,7 +70,7 @@ def torch_dtypes(folder: Path) -> Any:
 
 
 @sample(
-    "torch_layouts",
+    "torch/layouts",
     what="views, orders and shapes of strided tensors",
     trap="storage shared, larger than its tensor, walked in another order, or conjugated and negated on the way",
     writer=TORCH,
@@ -121,7 +121,7 @@ def torch_layouts(folder: Path) -> Any:
 
 
 @sample(
-    "torch_wrappers",
+    "torch/wrappers",
     what="`Parameter`s, tensors with Python attributes, a `Buffer`, a tensor subclass",
     trap="values arrive by `_rebuild_parameter_with_state` and `_rebuild_from_type_v2`; "
     "FSDP1 marks each tensor `_has_been_cloned`; the class of the subclass is gone",
@@ -167,7 +167,7 @@ def plain_values(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @sample(
-    "torch_quantized",
+    "torch/quantized",
     what="quantized tensors, per tensor and per channel",
     trap="`_rebuild_qtensor`: scales and zero points are arguments, or tensors of their own",
     writer=TORCH,
@@ -193,7 +193,7 @@ def torch_quantized(folder: Path) -> Any:
 
 
 @sample(
-    "torch_sparse",
+    "torch/sparse",
     what="sparse tensors: COO, hybrid COO, CSR, CSC, BSR, BSC",
     trap="`_rebuild_sparse_tensor` with a layout; one value is several tensors",
     writer=TORCH,
@@ -221,7 +221,7 @@ def torch_sparse(folder: Path) -> Any:
 
 
 @sample(
-    "torch_nested",
+    "torch/nested",
     what="nested tensors, strided and jagged",
     trap="`_rebuild_nested_tensor` and `_rebuild_njt`: one buffer, sizes and offsets in other tensors",
     writer=TORCH,
@@ -241,7 +241,7 @@ def torch_nested(folder: Path) -> Any:
 
 
 @sample(
-    "torch_storages",
+    "torch/storages",
     what="typed and untyped storages as values, beside a tensor over one of them",
     trap="a persistent id that no tensor wraps",
     writer=TORCH,
@@ -264,7 +264,7 @@ def torch_storages(folder: Path) -> Any:
 
 
 @sample(
-    "torch_meta",
+    "torch/meta",
     what="tensors on the meta device beside a real one",
     trap="a shape and a dtype, and no bytes: `_rebuild_meta_tensor_no_storage`",
     writer=TORCH,

@@ -103,15 +103,15 @@ def brief_state() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @sample(
-    "dcp_fsdp2_w4",
+    "dcp/fsdp2_w4",
     what="whole training state of 4 FSDP2 ranks",
-    trap="as `dcp_fsdp2_w2`; empty chunks of several ranks share an offset and are stored once",
+    trap="as `dcp/fsdp2_w2`; empty chunks of several ranks share an offset and are stored once",
     writer=DCP,
     load=load,
     world=4,
 )
 @sample(
-    "dcp_fsdp2_w2",
+    "dcp/fsdp2_w2",
     what="whole training state of 2 FSDP2 ranks",
     trap="uneven and empty chunks, replicated items on one rank only, tied head stored twice",
     writer=DCP,
@@ -127,7 +127,7 @@ def dcp_fsdp2(folder: Path) -> Any:
 
 
 @sample(
-    "dcp_hsdp_w4",
+    "dcp/hsdp_w4",
     what="model and optimizer of 4 ranks, 2 replicas of 2 shards",
     trap="each chunk is on two ranks and written by one of them",
     writer=DCP,
@@ -144,7 +144,7 @@ def dcp_hsdp(folder: Path) -> Any:
 
 
 @sample(
-    "dcp_fsdp2_tp_w4",
+    "dcp/fsdp2_tp_w4",
     what="model and optimizer of 4 ranks, FSDP2 by 2 over tensor parallel by 2",
     trap="`_StridedShard`: 30 rows in pieces of 8, 7, 8, 7, not in the order of the ranks; other weights on a submesh",
     writer=DCP,
@@ -167,7 +167,7 @@ def dcp_fsdp2_tp(folder: Path) -> Any:
 
 
 @sample(
-    "dcp_single",
+    "dcp/single",
     what="whole training state of one process",
     trap="`__0_0.distcp` only; one chunk for each tensor",
     writer=f"{DCP}, `no_dist=True`",
@@ -183,7 +183,7 @@ def dcp_single(folder: Path) -> Any:
 
 
 @sample(
-    "dcp_int_keys",
+    "dcp/int_keys",
     what="`optimizer.state_dict()` saved as it is",
     trap="integer parameter ids became strings; the reference has integers under `optim.state`",
     writer=f"{DCP}, `no_dist=True`",
@@ -205,7 +205,7 @@ def with_integer_ids(state: dict[str, Any]) -> dict[str, Any]:
 
 
 @sample(
-    "dcp_flat_optim_w2",
+    "dcp/flat_optim_w2",
     what="2 FSDP2 ranks, flattened optimizer, in the layout of torchtitan",
     trap="model keys at the root; `optimizer.param_groups.<name>.lr` for each parameter; bytes by rank",
     writer=f"{DCP}; the layout is that of torchtitan",
@@ -237,7 +237,7 @@ def dcp_flat_optim(folder: Path) -> Any:
 
 
 @sample(
-    "dcp_async_w2",
+    "dcp/async_w2",
     what="model of 2 FSDP2 ranks, saved in the background",
     trap="none: the layout is that of a plain save",
     writer="torch 2.13 `dcp.async_save`",
@@ -253,7 +253,7 @@ def dcp_async(folder: Path) -> Any:
 
 
 @sample(
-    "dcp_threads_w2",
+    "dcp/threads_w2",
     what="model of 2 FSDP2 ranks, three files a rank",
     trap="`__R_F.distcp`; tensors sorted by size over the files",
     writer=f"{DCP}, `thread_count=3`",
@@ -268,7 +268,7 @@ def dcp_threads(folder: Path) -> Any:
 
 
 @sample(
-    "dcp_file_per_item_w2",
+    "dcp/file_per_item_w2",
     what="model of 2 FSDP2 ranks, a file for each item",
     trap="many files, each of one item at offset 0",
     writer=f"{DCP}, `single_file_per_rank=False`",
@@ -283,7 +283,7 @@ def dcp_file_per_item(folder: Path) -> Any:
 
 
 @sample(
-    "dcp_zstd_w2",
+    "dcp/zstd_w2",
     what="model of 2 FSDP2 ranks, compressed",
     trap="items are zstd frames, `transform_descriptors` is `['stream.zstd/1']`; lengths are of the frames",
     writer=f"{DCP} with the `ZStandard` stream extension",
@@ -318,7 +318,7 @@ def load_blobs(folder: Path) -> Any:
 
 
 @sample(
-    "dcp_safetensors_w2",
+    "dcp/safetensors_w2",
     what="model of 2 FSDP2 ranks, safetensors inside `.distcp`",
     trap="objects first, then one safetensors blob; the offset of each tensor is that of the blob; no upstream reader",
     writer=f"{DCP}, `SerializationFormat.SAFETENSORS`",
@@ -335,7 +335,7 @@ def dcp_safetensors(folder: Path) -> Any:
 
 
 @sample(
-    "dcp_nocollectives_w2",
+    "dcp/nocollectives_w2",
     what="model of 2 FSDP2 ranks that did not talk to each other",
     trap="`__R.metadata` for each rank, with its own chunks only; replicated items on every rank; torch reads rank 0's",
     writer=f"{DCP}, `use_collectives=False`",
@@ -359,7 +359,7 @@ def dcp_nocollectives(folder: Path) -> Any:
 
 
 @sample(
-    "dcp_unflattened_w2",
+    "dcp/unflattened_w2",
     what="2 FSDP2 ranks, `flatten_state_dict=False`",
     trap="no planner data; the nested optimizer is one opaque object of one rank, with that rank's shards as DTensors: "
     "the rest is lost, and the reference leaves the optimizer out",
@@ -377,7 +377,7 @@ def dcp_unflattened(folder: Path) -> Any:
 
 
 @sample(
-    "dcp_fsdp1_w2",
+    "dcp/fsdp1_w2",
     what="model and optimizer of 2 FSDP1 ranks, sharded",
     trap="`ShardedTensor`: empty shards are absent; optimizer keyed by name, sorted",
     writer=f"{DCP} of `SHARDED_STATE_DICT`",

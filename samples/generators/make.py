@@ -1,6 +1,6 @@
 """Make small real checkpoints of every format, by running the libraries that write them.
 
-    python samples/make.py [--out DIR] [--list] [--readme] [NAME ...]
+    python samples/generators/make.py [--out DIR] [--list] [--readme] [NAME ...]
 
 Each sample is built in a scratch directory, read back with the upstream library, compared with what was saved, and
 only then put in place.
@@ -20,6 +20,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
 import dcp
 import dcpitems
 import dcpmeta
@@ -37,14 +43,11 @@ import runs_dcp
 import runs_ranks
 import runs_trainer
 import tensors
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 import torchsave
 from same import assert_same
 from sample import SAMPLES, Sample
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parents[1]
 TABLES = "<!-- The tables below are written by `make.py --readme`. -->"
 FAMILIES = {
     "torch.save": (torchsave, tensors, objects, legacy),
@@ -126,7 +129,7 @@ def build(names: Sequence[str]) -> None:
     torch.set_num_threads(1)
     for name in names:
         folder = Path(name)
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(exist_ok=True, parents=True)
         expected = SAMPLES[name].build(folder)
         if not dist.is_initialized() or dist.get_rank() == 0:
             torch.save(expected, folder / "reference.pt")

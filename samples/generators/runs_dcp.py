@@ -74,7 +74,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 @sample(
-    "run_lightning_w2",
+    "run/lightning_w2",
     what="`ModelCheckpoint` of 2 FSDP1 ranks: `epoch=0-step=3.ckpt/` in `checkpoints/`",
     trap="a directory called `.ckpt`; weights under `model.model.`, optimizer as `optimizer_0`; the step in `meta.pt`",
     writer=f"{EMULATED} Lightning 2.6",
@@ -135,7 +135,7 @@ def prefixed_optim(optim: dict[str, Any], prefix: str = "model.") -> dict[str, A
 
 
 @sample(
-    "run_fabric_w2",
+    "run/fabric_w2",
     what="`Fabric.save` of 2 FSDP1 ranks: the checkpoint itself",
     trap="keys are those of the user: `net`, `adam`; all that is not a module or an optimizer is in `meta.pt`",
     writer=f"{EMULATED} Lightning Fabric 2.6",
@@ -164,7 +164,7 @@ def fabric(folder: Path) -> Any:
 
 
 @sample(
-    "run_composer_w2",
+    "run/composer_w2",
     what="save folder of 2 FSDP2 ranks: `ep0-ba3/`, `latest-rank0.pt.symlink`",
     trap="everything is in one DCP tree: `state.model`, `state.optimizers.AdamW`, `rng` by rank as a list; tuples of "
     "algorithms; a text file in place of a symbolic link",
@@ -220,7 +220,7 @@ def timestamp() -> dict[str, Any]:
 
 
 @sample(
-    "run_torchtitan_w2",
+    "run/torchtitan_w2",
     what="checkpoint folder of 2 FSDP2 ranks: `step-3`, and `step-4` whose `.metadata` was never written",
     trap="the newest step is not complete; model keys at the root, `optimizer.state.<name>.*` and "
     "`optimizer.param_groups.<name>.*` flattened; pickled bytes of the dataloader by rank",
@@ -271,7 +271,7 @@ def keep_flat(key: str) -> bool:
 
 
 @sample(
-    "run_olmo_core_w2",
+    "run/olmo_core_w2",
     what="save folder of 2 FSDP2 ranks: `step3/` with `train/rankR.pt` and `model_and_optim/`",
     trap="DCP directory below the checkpoint, metadata of a class that is not torch's; flattened optimizer; train "
     "state by rank",

@@ -28,7 +28,7 @@ def whole(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 @sample(
-    "dcp_shard1_w2",
+    "dcp/shard1_w2",
     what="`DTensor`s sharded on other dimensions than the first",
     trap="chunks that are column blocks: their rows lie apart in the whole; uneven and empty; a replicated `DTensor`",
     writer=DCP,
@@ -56,7 +56,7 @@ def dcp_shard1(folder: Path) -> Any:
 
 
 @sample(
-    "dcp_grid_w4",
+    "dcp/grid_w4",
     what="`DTensor`s on a mesh of 2 by 2, sharded on two dimensions",
     trap="chunks that are blocks of a matrix; the same dimension sharded twice; uneven in both directions",
     writer=DCP,
@@ -81,14 +81,14 @@ def dcp_grid(folder: Path) -> Any:
 
 
 @sample(
-    "dcp_dtypes",
+    "dcp/dtypes",
     what="one tensor of every dtype",
     trap="`TensorProperties` names the dtype, the item itself again; items at odd offsets",
     writer=f"{DCP}, `no_dist=True`",
     load=load,
 )
 def dcp_dtypes(folder: Path) -> Any:
-    """As `torch_dtypes`, without the `bits` dtypes, which DCP cannot save."""
+    """As `torch/dtypes`, without the `bits` dtypes, which DCP cannot save."""
     names = [name for name in DTYPES if not name.startswith("bits")]
     state = {name: raw(getattr(torch, name), 6, first=index) for index, name in enumerate(names)}
     state["bool"] = torch.tensor([True, False, False, True, True, False])
@@ -97,7 +97,7 @@ def dcp_dtypes(folder: Path) -> Any:
 
 
 @sample(
-    "dcp_strided_w2",
+    "dcp/strided_w2",
     what="tensors that are not row-major, plain and `DTensor`",
     trap="items keep their strides: column-major, channels last, conjugated; `.t()` of a `DTensor` is sharded on dim 1",
     writer=DCP,
@@ -130,7 +130,7 @@ def dcp_strided(folder: Path) -> Any:
 
 
 @sample(
-    "dcp_tuples",
+    "dcp/tuples",
     what="tensors inside tuples, sets of values and objects",
     trap="tuples and objects are opaque: their tensors are not in the catalogue; lists with tensors are taken apart",
     writer=f"{DCP}, `no_dist=True`",

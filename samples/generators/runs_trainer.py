@@ -114,23 +114,23 @@ def train(folder: Path, save_steps: int = 2, **options: Any) -> Capture:
 
 
 @sample(
-    "run_trainer_w4",
+    "run/trainer_w4",
     what="output directory of 4 DDP ranks, `checkpoint-2` and `checkpoint-4`",
-    trap="`rng_state_R.pth` by rank; the rest as `run_trainer`",
+    trap="`rng_state_R.pth` by rank; the rest as `run/trainer`",
     writer=TRAINER,
     load=None,
     world=4,
 )
 @sample(
-    "run_trainer_w2",
+    "run/trainer_w2",
     what="output directory of 2 DDP ranks, `checkpoint-2` and `checkpoint-4`",
-    trap="`rng_state_R.pth` by rank; the rest as `run_trainer`",
+    trap="`rng_state_R.pth` by rank; the rest as `run/trainer`",
     writer=TRAINER,
     load=None,
     world=2,
 )
 @sample(
-    "run_trainer",
+    "run/trainer",
     what="output directory of one process, `checkpoint-2` and `checkpoint-4`, a tokenizer",
     trap="the newest checkpoint is in `checkpoint-4`; the step is in `trainer_state.json`; `optimizer.pt` has integer "
     "ids in two groups; `training_args.bin` is a pickled object; `lm_head.weight` is tied and left out",
@@ -166,7 +166,7 @@ NOTES = {
 
 
 @sample(
-    "run_trainer_fsdp2_w4",
+    "run/trainer_fsdp2_w4",
     what="output directory of 4 FSDP2 ranks, `SHARDED_STATE_DICT`, one `checkpoint-4`",
     trap="accelerate's DCP directories inside a `checkpoint-N`; no safetensors, no `config.json`; SGD with momentum",
     writer=TRAINER,
@@ -174,7 +174,7 @@ NOTES = {
     world=4,
 )
 @sample(
-    "run_trainer_fsdp2_w2",
+    "run/trainer_fsdp2_w2",
     what="output directory of 2 FSDP2 ranks, `SHARDED_STATE_DICT`, one `checkpoint-4`",
     trap="accelerate's DCP directories inside a `checkpoint-N`; no safetensors, no `config.json`; SGD with momentum",
     writer=TRAINER,
@@ -225,7 +225,7 @@ class TinyForCausalLM(LlamaForCausalLM):
 
 
 @sample(
-    "run_hf_assets",
+    "run/hf_assets",
     what="a model directory with tokenizer, generation config, code of its own and a model card",
     trap="files beside the weights are to be carried along; several safetensors files under an index",
     writer="transformers 5.23 `save_pretrained`; `modeling_tiny.py`, `README.md` and `chat_template.jinja` by hand",

@@ -169,7 +169,7 @@ NOTES = {
 
 
 @sample(
-    "run_accelerate_fsdp1_full_w4",
+    "run/accelerate_fsdp1_full_w4",
     what="4 FSDP1 ranks, `FULL_STATE_DICT`; scaler, sampler, dataloader, custom object",
     trap="whole model and optimizer in one file each, generators by rank; `sampler.bin` is a pickled object",
     writer=ACCELERATE,
@@ -177,7 +177,7 @@ NOTES = {
     world=4,
 )
 @sample(
-    "run_accelerate_fsdp1_full_w2",
+    "run/accelerate_fsdp1_full_w2",
     what="2 FSDP1 ranks, `FULL_STATE_DICT`; scaler, sampler, dataloader, custom object",
     trap="whole model and optimizer in one file each, generators by rank; `sampler.bin` is a pickled object",
     writer=ACCELERATE,
@@ -202,7 +202,7 @@ def accelerate_fsdp1_full(folder: Path) -> Any:
 
 
 @sample(
-    "run_accelerate_fsdp1_local_w4",
+    "run/accelerate_fsdp1_local_w4",
     what="4 FSDP1 ranks, `LOCAL_STATE_DICT`",
     trap="flat shards of the model by rank, yet the optimizer is a DCP directory with the whole shapes",
     writer=ACCELERATE,
@@ -210,7 +210,7 @@ def accelerate_fsdp1_full(folder: Path) -> Any:
     world=4,
 )
 @sample(
-    "run_accelerate_fsdp1_local_w2",
+    "run/accelerate_fsdp1_local_w2",
     what="2 FSDP1 ranks, `LOCAL_STATE_DICT`",
     trap="flat shards of the model by rank, yet the optimizer is a DCP directory with the whole shapes",
     writer=ACCELERATE,
@@ -230,7 +230,7 @@ def accelerate_fsdp1_local(folder: Path) -> Any:
 
 
 @sample(
-    "run_accelerate_fsdp2_sharded_w4",
+    "run/accelerate_fsdp2_sharded_w4",
     what="4 FSDP2 ranks, `SHARDED_STATE_DICT`",
     trap="model and optimizer are two DCP directories below the checkpoint; `DTensor`",
     writer=ACCELERATE,
@@ -238,7 +238,7 @@ def accelerate_fsdp1_local(folder: Path) -> Any:
     world=4,
 )
 @sample(
-    "run_accelerate_fsdp2_sharded_w2",
+    "run/accelerate_fsdp2_sharded_w2",
     what="2 FSDP2 ranks, `SHARDED_STATE_DICT`",
     trap="model and optimizer are two DCP directories below the checkpoint; `DTensor`",
     writer=ACCELERATE,
@@ -246,7 +246,7 @@ def accelerate_fsdp1_local(folder: Path) -> Any:
     world=2,
 )
 @sample(
-    "run_accelerate_fsdp1_sharded_w4",
+    "run/accelerate_fsdp1_sharded_w4",
     what="4 FSDP1 ranks, `SHARDED_STATE_DICT`",
     trap="model and optimizer are two DCP directories below the checkpoint; `ShardedTensor`",
     writer=ACCELERATE,
@@ -254,7 +254,7 @@ def accelerate_fsdp1_local(folder: Path) -> Any:
     world=4,
 )
 @sample(
-    "run_accelerate_fsdp1_sharded_w2",
+    "run/accelerate_fsdp1_sharded_w2",
     what="2 FSDP1 ranks, `SHARDED_STATE_DICT`",
     trap="model and optimizer are two DCP directories below the checkpoint; `ShardedTensor`",
     writer=ACCELERATE,
@@ -276,7 +276,7 @@ def accelerate_sharded(folder: Path) -> Any:
 
 
 @sample(
-    "run_accelerate_fsdp1_rankfiles_w4",
+    "run/accelerate_fsdp1_rankfiles_w4",
     what="4 FSDP1 ranks, `SHARDED_STATE_DICT` without DCP",
     trap="`ShardedTensor` in a file for each rank, which accelerate cannot load again with `weights_only=True`",
     writer="accelerate 1.15 `save_state` with `use_dcp=False` of `save_fsdp_model` and `save_fsdp_optimizer`",
@@ -284,7 +284,7 @@ def accelerate_sharded(folder: Path) -> Any:
     world=4,
 )
 @sample(
-    "run_accelerate_fsdp1_rankfiles_w2",
+    "run/accelerate_fsdp1_rankfiles_w2",
     what="2 FSDP1 ranks, `SHARDED_STATE_DICT` without DCP",
     trap="`ShardedTensor` in a file for each rank, which accelerate cannot load again with `weights_only=True`",
     writer="accelerate 1.15 `save_state` with `use_dcp=False` of `save_fsdp_model` and `save_fsdp_optimizer`",
@@ -292,7 +292,7 @@ def accelerate_sharded(folder: Path) -> Any:
     world=2,
 )
 @sample(
-    "run_accelerate_fsdp2_rankfiles_w4",
+    "run/accelerate_fsdp2_rankfiles_w4",
     what="4 FSDP2 ranks, `SHARDED_STATE_DICT` without DCP",
     trap="`DTensor` in a file for each rank, model and optimizer apart",
     writer="accelerate 1.15 `save_state` with `use_dcp=False` of `save_fsdp_model` and `save_fsdp_optimizer`",
@@ -321,7 +321,7 @@ def without_dcp(name: str) -> Any:
 
 
 @sample(
-    "run_accelerate_ddp_w4",
+    "run/accelerate_ddp_w4",
     what="4 DDP ranks; two models, optimizers and schedulers, scaler, custom object, dataloader",
     trap="`model_1.safetensors`, `optimizer_1.bin`: numbers from the second on; integer ids; names under `module.`; "
     "the tied head is left out of the safetensors file",
@@ -330,7 +330,7 @@ def without_dcp(name: str) -> Any:
     world=4,
 )
 @sample(
-    "run_accelerate_ddp_w2",
+    "run/accelerate_ddp_w2",
     what="2 DDP ranks; two models, optimizers and schedulers, scaler, custom object, dataloader",
     trap="`model_1.safetensors`, `optimizer_1.bin`: numbers from the second on; integer ids; names under `module.`; "
     "the tied head is left out of the safetensors file",
@@ -392,7 +392,7 @@ def small(one: Accelerator) -> Run:
 
 
 @sample(
-    "run_accelerate_named",
+    "run/accelerate_named",
     what="project directory of one process, `checkpoints/checkpoint_0` and `checkpoint_1`",
     trap="the number counts saves, not steps; `pytorch_model.bin` in place of safetensors; names as they are",
     writer="accelerate 1.15 `save_state(safe_serialization=False)` with `automatic_checkpoint_naming`",

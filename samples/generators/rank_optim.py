@@ -21,7 +21,7 @@ VERL = "torch 2.13 `torch.save`; the names are those of verl"
 
 
 @sample(
-    "rank_fsdp1_sharded_optim_w2",
+    "rank/fsdp1_sharded_optim_w2",
     what="2 FSDP1 ranks, the optimizer by `FSDP.sharded_optim_state_dict`",
     trap="the deprecated call: the state is of the same form as that of `optim_state_dict`",
     writer="torch 2.13 `torch.save` of `SHARDED_STATE_DICT`",
@@ -37,7 +37,7 @@ def rank_fsdp1_sharded_optim(folder: Path) -> Any:
 
 
 @sample(
-    "rank_fsdp1_full_optim_w2",
+    "rank/fsdp1_full_optim_w2",
     what="2 FSDP1 ranks, a sharded model beside `FSDP.full_optim_state_dict`",
     trap="the deprecated call, `rank0_only=True` by default: the whole optimizer is in the file of rank 0, `{}` in the "
     "other",
@@ -54,7 +54,7 @@ def rank_fsdp1_full_optim(folder: Path) -> Any:
 
 
 @sample(
-    "rank_fsdp1_full_optim_copies_w2",
+    "rank/fsdp1_full_optim_copies_w2",
     what="2 FSDP1 ranks, a sharded model beside `FSDP.optim_state_dict` of `FULL_STATE_DICT`",
     trap="the optimizer is whole and plain in both files, the model is in pieces",
     writer="torch 2.13 `torch.save`",
@@ -70,7 +70,7 @@ def rank_fsdp1_full_optim_copies(folder: Path) -> Any:
 
 
 @sample(
-    "rank_fsdp1_param_ids_w2",
+    "rank/fsdp1_param_ids_w2",
     what="2 FSDP1 ranks, the sharded optimizer rekeyed to integer ids",
     trap="`rekey_optim_state_dict` numbers parameters in the order of the model, not in that of the groups, and the "
     "state is not sorted by them; `optim_by_name` in the reference",
@@ -93,7 +93,7 @@ def rank_fsdp1_param_ids(folder: Path) -> Any:
 
 
 @sample(
-    "fsdp1_full_w2",
+    "torch/fsdp1_full_w2",
     what="2 FSDP1 ranks, `FULL_STATE_DICT` of rank 0 in one file",
     trap="every tensor has the Python attribute `_has_been_cloned` and so arrives by `_rebuild_from_type_v2`",
     writer="torch 2.13 `torch.save` of `FULL_STATE_DICT`",
@@ -110,7 +110,7 @@ def fsdp1_full(folder: Path) -> Any:
 
 
 @sample(
-    "rank_fsdp1_full_extra_w2",
+    "rank/fsdp1_full_extra_w2",
     what="2 FSDP1 ranks, `FULL_STATE_DICT` of rank 0 in one file: `model`, `optim`, `extra`",
     trap="`_has_been_cloned` on each tensor of the model; `extra` has the step, the scheduler and generators of rank 0",
     writer="torch 2.13 `torch.save` of `FULL_STATE_DICT`",
@@ -128,7 +128,7 @@ def rank_fsdp1_full_extra(folder: Path) -> Any:
 
 
 @sample(
-    "rank_verl_fsdp1_w2",
+    "rank/verl_fsdp1_w2",
     what="2 FSDP1 ranks in the layout of verl, `use_orig_params=False`; scheduler and generators",
     trap="the model is `DTensor`s; the optimizer is flat shards of whole units, padded at the end, by integer ids, and "
     "tells no names; the reference has it by name",
@@ -137,9 +137,9 @@ def rank_fsdp1_full_extra(folder: Path) -> Any:
     world=2,
 )
 @sample(
-    "rank_verl_fsdp1_orig_w2",
+    "rank/verl_fsdp1_orig_w2",
     what="2 FSDP1 ranks in the layout of verl, `use_orig_params=True`",
-    trap="as `rank_verl_fsdp1_w2`, but the optimizer has pieces of one dimension for each parameter, and only ids "
+    trap="as `rank/verl_fsdp1_w2`, but the optimizer has pieces of one dimension for each parameter, and only ids "
     "with elements on the rank",
     writer=VERL,
     load=None,
@@ -147,11 +147,11 @@ def rank_fsdp1_full_extra(folder: Path) -> Any:
 )
 def rank_verl_fsdp1(folder: Path) -> Any:
     """verl makes the optimizer's state dict inside the context too, which does not change it."""
-    return _save_as_verl(folder, use_orig_params=folder.name == "rank_verl_fsdp1_orig_w2")
+    return _save_as_verl(folder, use_orig_params=folder.name == "rank/verl_fsdp1_orig_w2")
 
 
 @sample(
-    "rank_verl_fsdp1_w1",
+    "rank/verl_fsdp1_w1",
     what="one FSDP1 rank in the layout of verl",
     trap="plain tensors; the optimizer is flat by unit all the same, by integer ids",
     writer=VERL,

@@ -23,7 +23,7 @@ SAVE = "torch 2.13 `torch.save`"
 
 
 @sample(
-    "rank_fsdp2_w2",
+    "rank/fsdp2_w2",
     what="2 FSDP2 ranks, `model`, `optim` and `extra_state` files for each, in the layout of verl",
     trap="`DTensor`s: mesh, coordinate and placements are in the pickle, the mesh is a storage of its own; "
     "padded and empty storages; integer parameter ids",
@@ -45,7 +45,7 @@ def rank_fsdp2(folder: Path) -> Any:
 
 
 @sample(
-    "rank_hsdp_w4",
+    "rank/hsdp_w4",
     what="4 ranks, 2 replicas of 2 FSDP2 shards, one file for each",
     trap="a mesh of two dimensions; each shard is in two files",
     writer="torch 2.13 `torch.save`",
@@ -84,7 +84,7 @@ def whole_by_id(run: Run, **rest: Any) -> dict[str, Any]:
 
 
 @sample(
-    "rank_fsdp2_w4",
+    "rank/fsdp2_w4",
     what="4 FSDP2 ranks, the optimizer by integer ids in one group; scheduler and step",
     trap="uneven pieces (6 rows as 2, 2, 2, 0) and empty ones; ids follow the model, the tied head "
     "once; `optim_by_name` in the reference",
@@ -101,7 +101,7 @@ def rank_fsdp2_four(folder: Path) -> Any:
 
 
 @sample(
-    "rank_fsdp2_groups_w2",
+    "rank/fsdp2_groups_w2",
     what="2 FSDP2 ranks, the optimizer by integer ids in two groups; scheduler, step and generators",
     trap="ids follow the groups, not the model: shapes alone do not tell `norm.weight` from `layers.0.norm.weight`; "
     "each rank has its own `rng`; `optim_by_name` in the reference",
@@ -118,7 +118,7 @@ def rank_fsdp2_groups(folder: Path) -> Any:
 
 
 @sample(
-    "rank_fsdp2_named_w2",
+    "rank/fsdp2_named_w2",
     what="2 FSDP2 ranks, `get_state_dict`: the optimizer by name",
     trap="`params` are names; `DTensor`s in both",
     writer=f"{SAVE} of `get_state_dict`",
@@ -133,7 +133,7 @@ def rank_fsdp2_named(folder: Path) -> Any:
 
 
 @sample(
-    "rank_fsdp2_shard1_w4",
+    "rank/fsdp2_shard1_w4",
     what="4 FSDP2 ranks, matrices cut by columns with `shard_placement_fn`",
     trap="`Shard(1)` beside `Shard(0)`; pieces are not contiguous in the whole; ids in two groups with `param_names`, "
     "as the optimizer was given names; `optim_by_name` in the reference",
@@ -159,7 +159,7 @@ def rank_fsdp2_shard1(folder: Path) -> Any:
 
 
 @sample(
-    "rank_fsdp2_tp_w4",
+    "rank/fsdp2_tp_w4",
     what="4 ranks, FSDP2 by 2 over tensor parallel by 2, the optimizer by integer ids",
     trap="`_StridedShard`: 30 rows in pieces of 8, 7, 8, 7, not in the order of the ranks; other weights on a submesh, "
     "each piece in two files; `optim_by_name` in the reference",
@@ -168,9 +168,9 @@ def rank_fsdp2_shard1(folder: Path) -> Any:
     world=4,
 )
 @sample(
-    "rank_fsdp2_tp_named_w4",
+    "rank/fsdp2_tp_named_w4",
     what="4 ranks, FSDP2 by 2 over tensor parallel by 2, `get_state_dict`: the optimizer by name",
-    trap="as `rank_fsdp2_tp_w4`",
+    trap="as `rank/fsdp2_tp_w4`",
     writer=f"{SAVE} of `get_state_dict`",
     load=None,
     world=4,
@@ -185,7 +185,7 @@ def rank_fsdp2_tp(folder: Path) -> Any:
         return shard(model, mesh["dp"])
 
     run = trained(wrap, Sizes(vocab=17, width=8, hidden=30, layers=1))
-    if folder.name == "rank_fsdp2_tp_w4":
+    if folder.name == "rank/fsdp2_tp_w4":
         save_for_rank({**by_id(run), "step": STEPS}, folder)
         return whole_by_id(run, step=STEPS)
     save_for_rank({**by_name(run), "step": STEPS}, folder)
@@ -193,7 +193,7 @@ def rank_fsdp2_tp(folder: Path) -> Any:
 
 
 @sample(
-    "rank_ddp_w2",
+    "rank/ddp_w2",
     what="2 DDP ranks, each of which saved its own copy; scheduler, step and generators",
     trap="plain whole tensors in every file under `module.`; equal but for `rng`; the reference has no prefix, and "
     "`optim_by_name`",
@@ -215,7 +215,7 @@ def _named(run: Run) -> dict[str, Any]:
 
 
 @sample(
-    "rank_dtensor_bare_w2",
+    "rank/dtensor_bare_w2",
     what="2 FSDP2 ranks, each of which saved `model.state_dict()`: a common mistake",
     trap="no root key: names are at the root of `model_0.pt` and `model_1.pt`; the reference has them under `model`",
     writer=SAVE,

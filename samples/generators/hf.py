@@ -59,7 +59,7 @@ SAFE_DTYPES = [
 
 
 @sample(
-    "safetensors_single",
+    "safetensors/single",
     what="one file: the model, a tensor of every dtype that safetensors has, user metadata",
     trap="empty and 0-d tensors, sub-byte dtype, a `__metadata__` of strings, names outside ASCII",
     writer="safetensors 0.8 `save_file`",
@@ -76,7 +76,7 @@ def safetensors_single(folder: Path) -> Any:
 
 
 @sample(
-    "safetensors_indexed",
+    "safetensors/indexed",
     what="several files and `model.safetensors.index.json`",
     trap="weight map, total size, tied head left out and noted in the metadata",
     writer="huggingface_hub 2.4 `save_torch_state_dict`, 1500 bytes a file",
@@ -108,7 +108,7 @@ def load_shards(folder: Path) -> Any:
 
 
 @sample(
-    "hf_sharded_w2",
+    "hf/sharded_w2",
     what="model of 2 FSDP2 ranks, a safetensors file for each rank",
     trap="pieces, not tensors: offsets in `DCP_SHARDING_INFO` of the metadata; no index, no global shape; empty pieces",
     writer="torch 2.13 `HuggingFaceStorageWriter(save_distributed=True)`",
@@ -126,7 +126,7 @@ def hf_sharded(folder: Path) -> Any:
 
 
 @sample(
-    "hf_consolidated_w2",
+    "hf/consolidated_w2",
     what="model of 2 FSDP2 ranks, `sharded/` and the consolidated model above it",
     trap="header without metadata and without padding: payloads are not aligned",
     writer="torch 2.13 `HuggingFaceStorageWriter(save_distributed=True, enable_consolidation=True)`",
@@ -145,7 +145,7 @@ def hf_consolidated(folder: Path) -> Any:
 
 
 @sample(
-    "hf_llama",
+    "hf/llama",
     what="tiny random Llama with tied embeddings",
     trap="`lm_head.weight` is left out; `config.json` says that it is tied",
     writer="transformers 5.23 `save_pretrained`",
@@ -167,7 +167,7 @@ def hf_llama(folder: Path) -> Any:
 
 
 @sample(
-    "hf_gpt2",
+    "hf/gpt2",
     what="tiny random GPT-2",
     trap="`Conv1D` weights are transposed with regard to `Linear`",
     writer="transformers 5.23 `save_pretrained`",

@@ -52,7 +52,7 @@ def cut_records(path: Path, after: str) -> None:
 
 
 @sample(
-    "torch_legacy",
+    "torch/legacy",
     what="whole training state, `_use_new_zipfile_serialization=False`",
     trap="five pickles, then sizes and bytes of the storages; no index: offsets are running sums",
     writer=f"{TORCH} in the format of torch before 1.6",
@@ -68,7 +68,7 @@ def torch_legacy(folder: Path) -> Any:
 
 
 @sample(
-    "torch_legacy_module",
+    "torch/legacy_module",
     what="a whole `nn.Module`, `_use_new_zipfile_serialization=False`",
     trap="persistent ids `('module', class, file, source)` hold the source code of the class",
     writer=f"{TORCH} in the format of torch before 1.6",
@@ -82,7 +82,7 @@ def torch_legacy_module(folder: Path) -> Any:
 
 
 @sample(
-    "torch_legacy_views",
+    "torch/legacy_views",
     what="legacy file with storages that are views of storages",
     trap="`view_metadata` in the persistent id: a key of its own, an offset in elements and a size",
     writer="emulation by hand of torch before 0.4, to the grammar of torch 2.13's reader",
@@ -131,7 +131,7 @@ def system_information() -> dict[str, Any]:
 
 
 @sample(
-    "torch_tar",
+    "torch/tar",
     what="tar of `sys_info`, `pickle`, `tensors`, `storages`",
     trap="tensors are persistent ids; views of storages; sizes and strides in binary; `weights_only=True` refuses it",
     writer="emulation by hand of torch 0.1.10, to the grammar of torch 2.13's reader",
@@ -197,7 +197,7 @@ class _TarKey:
 
 
 @sample(
-    "torch_old20",
+    "torch/old20",
     what="archive without `byteorder`, `.format_version` and `.storage_alignment`",
     trap="storages in the order of their names (0, 1, 10, 11, 2): the order of the file is not that of the tensors",
     writer="emulation of torch 2.0: records of torch 2.13 written again",
@@ -218,7 +218,7 @@ def torch_old20(folder: Path) -> Any:
 
 
 @sample(
-    "torch_bigendian",
+    "torch/bigendian",
     what="archive of a big-endian machine",
     trap="`byteorder` says `big`: each element is to be swapped, of complex numbers each half",
     writer="emulation: records of torch 2.13 with swapped payloads, written again",
@@ -261,7 +261,7 @@ def storage_dtypes(data: bytes) -> dict[str, torch.dtype]:
 
 
 @sample(
-    "torch_numpy1",
+    "torch/numpy1",
     what="generator states and arrays under the global names of NumPy 1",
     trap="`numpy.core.multiarray` where NumPy 2 says `numpy._core.multiarray`",
     writer="emulation: names changed in the pickle of torch 2.13",

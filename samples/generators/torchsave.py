@@ -20,7 +20,7 @@ def load(folder: Path) -> Any:
 
 
 @sample(
-    "torch_full",
+    "torch/full",
     what="whole training state: model, AdamW, scheduler, RNG, step, extra",
     trap="tied weights, int keys, tuples, empty containers, inf and NaN, integers over 64 bits, a `Namespace`, NumPy",
     writer=TORCH,
@@ -36,7 +36,7 @@ def torch_full(folder: Path) -> Any:
 
 
 @sample(
-    "torch_model",
+    "torch/model",
     what="bare `state_dict()`",
     trap="an `OrderedDict` with a `_metadata` attribute; tied head; 0-d integer and bool buffers; no root key",
     writer=TORCH,
@@ -58,16 +58,16 @@ def brief_state() -> dict[str, Any]:
 
 
 @sample(
-    "torch_proto5",
+    "torch/proto5",
     what="`pickle_protocol=5`",
-    trap="as `torch_proto4`, and `BYTEARRAY8`",
+    trap="as `torch/proto4`, and `BYTEARRAY8`",
     writer=TORCH,
     load=load,
     reference=False,
     strides=True,
 )
 @sample(
-    "torch_proto4",
+    "torch/proto4",
     what="`pickle_protocol=4`",
     trap="short strings, sets, `STACK_GLOBAL`, frames, memo by `MEMOIZE`; `weights_only=True` refuses it",
     writer=TORCH,
@@ -90,7 +90,7 @@ def torch_protocols(folder: Path) -> Any:
 
 
 @sample(
-    "torch_buffer",
+    "torch/buffer",
     what="saved to a `BytesIO`",
     trap="records lie under `archive/` instead of the name of the file",
     writer=TORCH,
@@ -107,7 +107,7 @@ def torch_buffer(folder: Path) -> Any:
 
 
 @sample(
-    "torch_nocrc",
+    "torch/nocrc",
     what="`set_crc32_options(False)`",
     trap="the CRC of every record is 0; Python's `zipfile` refuses the file",
     writer=TORCH,
@@ -127,7 +127,7 @@ def torch_nocrc(folder: Path) -> Any:
 
 
 @sample(
-    "torch_align4096",
+    "torch/align4096",
     what="`torch.utils.serialization.config.save.storage_alignment = 4096`",
     trap="payloads on page boundaries, padded by extra fields of the local headers",
     writer=TORCH,
@@ -144,7 +144,7 @@ def torch_align4096(folder: Path) -> Any:
 
 
 @sample(
-    "torch_skip_data",
+    "torch/skip_data",
     what="saved under `torch.serialization.skip_data()`",
     trap="every record is there with its size, and is a hole under a CRC of 0: no weights were written",
     writer=TORCH,
@@ -169,7 +169,7 @@ def unwrapped(folder: Path) -> Any:
 
 
 @sample(
-    "torch_ddp",
+    "torch/ddp",
     what="a state dict with the prefixes of wrappers at several depths",
     trap="`module.`, `_orig_mod.`, `_fsdp_wrapped_module.`, `_checkpoint_wrapped_module.`; the reference has none",
     writer="torch 2.13 `torch.save`; the names are put in by hand",
