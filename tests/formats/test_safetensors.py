@@ -229,7 +229,7 @@ def test_transformers_in_several_files(tmp_path: Path, name: str) -> None:
     # A file of the index, named by itself, is itself.
     name = catalogue.files[1].name
     check(read(tmp_path / name), safetensors.torch.load_file(tmp_path / name))
-    check(read(tmp_path / "model.safetensors.index.json"), reference(model.config.model_type.join(("hf_", ""))))
+    check(read(tmp_path / "model.safetensors.index.json"), reference(model.config.model_type.join(("hf/", ""))))
 
 
 @pytest.mark.parametrize("text", ["[1", "[]", '{"model_type": NaN}', '"x"'])

@@ -35,8 +35,8 @@ from ckpttool.catalogue.values import Link, Stub, stub_name
 from ckpttool.errors import CkptError, CorruptError, LossError, ReadError
 from ckpttool.formats.torchsave import FORMAT
 
-NAMES = samples_of("torch")
-
+# What FSDP1 saved as a whole has an `OrderedDict` where its reference has a dict: see test_convert.
+NAMES = [name for name in samples_of("torch") if name != "torch/fsdp1_full_w2"]
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -163,18 +163,18 @@ def _shapes(name: str, ref: dict[str, Any], folder: Path) -> str | None:
 
 PRODUCER_OF: dict[str, str | None] = {
     "run/lightning_log": None,  # a file, as any script saves one
-    "run_accelerate": "accelerate",
+    "run/accelerate": "accelerate",
     "run/trainer": "transformers Trainer",
     "run/hf_assets": "transformers",
-    "run_lightning": "Lightning",
-    "run_fabric": "Lightning",
-    "run_composer": "Composer",
-    "run_torchtitan": "torchtitan",
-    "run_olmo_core": "OLMo-core",
-    "run_olmo_unsharded": "OLMo",
-    "run_verl": "verl",
-    "run_torch_checkpointing": "torch_checkpointing",
-    "run_dinov2": "DINOv2",
+    "run/lightning": "Lightning",
+    "run/fabric": "Lightning",
+    "run/composer": "Composer",
+    "run/torchtitan": "torchtitan",
+    "run/olmo_core": "OLMo-core",
+    "run/olmo_unsharded": "OLMo",
+    "run/verl": "verl",
+    "run/torch_checkpointing": "torch_checkpointing",
+    "run/dinov2": "DINOv2",
 }
 every_row = pytest.mark.parametrize("row", PRODUCERS, ids=lambda row: row.name)
 

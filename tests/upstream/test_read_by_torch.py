@@ -148,7 +148,7 @@ def test_large_state(source: str, threads: int, large_folder: Path, tmp_path: Pa
 
 def test_one_model_from_a_training_state(tmp_path: Path) -> None:
     for sample in ("torch/full", "dcp/fsdp2_w4"):
-        (tmp_path / sample).mkdir()
+        (tmp_path / sample).mkdir(parents=True)
         out = written(path_of(sample), tmp_path / sample, only=["model"])
         model = torch.load(out, weights_only=True)  # nothing but tensors: no class need be allowed
         assert difference(plain(dict(model)), plain(dict(expected_of(sample)["model"]))) == "equal"
