@@ -1,4 +1,4 @@
-"""A manifest: SHA-256 of every file of a checkpoint, and of every tensor's values however they are stored.
+"""Manifests: SHA-256 of every file of a checkpoint, and of every tensor's values however they are stored.
 
     {"algorithm": "sha256",                                         as Megatron Core's `integrity.json`, and read by it
      "files": {"__0_0.distcp": "9f86d0...", ".metadata": "..."},
@@ -25,8 +25,8 @@ from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CorruptError, OverwriteError, ReadError, UsageError
-from ckpttool.producers import open as opening
-from ckpttool.serialization import strict_json as strictjson
+from ckpttool.producers.open import opened
+from ckpttool.serialization import strict_json
 from ckpttool.storage import files
 from ckpttool.storage.stores import Location, locate
 from ckpttool.transfer.execute import DEFAULT_THREADS
@@ -52,7 +52,7 @@ class Hashed(NamedTuple):
 
 @dataclass(slots=True)
 class Manifest:
-    """What a manifest says: `Manifest({"__0_0.distcp": "9f86d0..."}, {"__0_0.distcp": 4096}, [Hashed(...)])`. One of
+    """Class for a manifest: `Manifest({"__0_0.distcp": "9f86d0..."}, {"__0_0.distcp": 4096}, [Hashed(...)])`. One of
     Megatron has no sizes and no tensors."""
 
     files: dict[str, str] = field(default_factory=dict)
@@ -65,29 +65,34 @@ class Manifest:
 
 def make(
     root: Location, names: Sequence[str], source: Source, threads: int, progress: Progress | None = None
-) -> Manifest:  # fmt: skip
-    """The manifest of these files below `root`, and of the tensors of `source`, which is what they hold and is valid.
-    Raises ReadError, CorruptError or StorageError for a file that cannot be read."""
+) -> Manifest:
+    """Return the manifest of these files below `root`, and of the tensors in them, those of the valid `source`.
+
+    Raises ReadError, CorruptError or StorageError for a file that cannot be read.
+    """
     sizes = {name: (root / name).size() for name in names}
     total = sum(sizes.values()) + sum(t.nbytes for t in source.catalogue.tensors)
     work = Work(total, progress)
-    hashed = of_files(root, names, threads, work)
+    hashes = of_files(root, names, threads, work)
     values = of_tensors(source, list(source.catalogue.tensors), threads, work)
     tensors = [Hashed(t.name, t.dtype.name, t.shape, values[t.path]) for t in source.catalogue.tensors]
-    return Manifest(hashed, sizes, tensors)
+    return Manifest(hashes, sizes, tensors)
 
 
 def write_for(dst: str, path: str, threads: int | None = None) -> None:
-    """The manifest of a checkpoint that was just written, read back through its own reader. Raises what `make` and
-    `write` do; the checkpoint stays."""
-    with opening.opened(dst) as source:
+    """Write the manifest of a checkpoint that was just written, read back through its own reader. Raises the errors of
+    `make` and `write`; the checkpoint stays."""
+    with opened(dst) as source:
         root, names = files_of(locate(dst), source.catalogue)
         write(path, make(root, names, source, threads or DEFAULT_THREADS))
 
 
 def check_wanted(path: str | None, dst: str, *, is_file: bool, dry_run: bool) -> None:
-    """Raises UsageError for a manifest that would be DST itself or where there will be no directory, OverwriteError for
-    one that is there; inside of DST it goes with what was there before. To be called before anything is written."""
+    """Check where a manifest is to be written, before anything is written.
+
+    Raises UsageError if it would be DST itself or there will be no directory, OverwriteError if it exists. A manifest
+    inside of DST may be there, as it is replaced with DST.
+    """
     if path is None:
         return
     real, target = locate(path).real(), locate(dst).real()
@@ -103,8 +108,8 @@ def check_wanted(path: str | None, dst: str, *, is_file: bool, dry_run: bool) ->
 
 
 def of_files(root: Location, names: Iterable[str], threads: int, work: Work) -> dict[str, str]:
-    """The SHA-256 of each file, in hexadecimal."""
-    found: dict[str, str] = dict.fromkeys(names, "")
+    """Return the SHA-256 of each file, in hexadecimal."""
+    hashes: dict[str, str] = dict.fromkeys(names, "")
 
     def hash_one(name: str) -> None:
         digest, location = sha256(), root / name
@@ -112,16 +117,16 @@ def of_files(root: Location, names: Iterable[str], threads: int, work: Work) -> 
             while block := location.read_block(stream, _BUFFER):
                 digest.update(block)
                 work.note(len(block))
-        found[name] = digest.hexdigest()
+        hashes[name] = digest.hexdigest()
 
-    on_threads(iter(list(found)), hash_one, threads, work)
-    return found
+    on_threads(iter(list(hashes)), hash_one, threads, work)
+    return hashes
 
 
 def of_tensors(source: Source, tensors: Sequence[Tensor], threads: int, work: Work) -> dict[Path, str]:
-    """The SHA-256 of the values of each tensor; those that share their bytes are read once."""
+    """Return the SHA-256 of the values of each tensor. Tied tensors are read once."""
     aliases = find_aliases(tensors)
-    found: dict[Path, str] = {}
+    hashes: dict[Path, str] = {}
     lock, pool = threading.Lock(), files.Pool()
 
     def hash_one(tensor: Tensor) -> None:
@@ -130,18 +135,18 @@ def of_tensors(source: Source, tensors: Sequence[Tensor], threads: int, work: Wo
             digest.update(bits.reshape(-1).view("u1").data)
             work.note(bits.nbytes)
         with lock:
-            found[tensor.path] = digest.hexdigest()
+            hashes[tensor.path] = digest.hexdigest()
 
     with closing(pool):
         on_threads((t for t in tensors if t.path not in aliases), hash_one, threads, work)
-    return found | {path: found[kept] for path, kept in aliases.items()}
+    return hashes | {path: hashes[kept] for path, kept in aliases.items()}
 
 
 # On disk --------------------------------------------------------------------------------------------------------------
 
 
 def check_free(path: str) -> None:
-    """Raises OverwriteError when there is something already."""
+    """Raise OverwriteError if the file exists."""
     location = locate(path)
     if location.exists() or location.is_link():
         raise OverwriteError(
@@ -150,13 +155,16 @@ def check_free(path: str) -> None:
 
 
 def write(path: str, manifest: Manifest) -> None:
-    """A new file, which appears whole or not at all. Raises OverwriteError or StorageError."""
+    """Write a manifest to a new file, atomically. Raises OverwriteError or StorageError."""
     check_free(path)
-    said = {
-        "algorithm": _ALGORITHM, "files": manifest.files, "schema": SCHEMA, "by": f"ckpttool {__version__}",
+    document = {
+        "algorithm": _ALGORITHM,
+        "files": manifest.files,
+        "schema": SCHEMA,
+        "by": f"ckpttool {__version__}",
         "sizes": manifest.sizes,
-    }  # fmt: skip
-    head = json.dumps(said, indent=1)[:-2]
+    }
+    head = json.dumps(document, indent=1)[:-2]
     rows = (
         json.dumps({"name": t.name, "dtype": t.dtype, "shape": list(t.shape), "sha256": t.sha256})
         for t in manifest.tensors
@@ -173,26 +181,26 @@ def write(path: str, manifest: Manifest) -> None:
 
 
 def read(path: str) -> Manifest:
-    """A manifest of ours or of Megatron. Raises ReadError, or CorruptError for one that says something else."""
+    """Read a manifest of ckpttool or Megatron. Raises ReadError, or CorruptError if it is not one."""
     location = locate(path)
     size = location.size()
     if size > _LARGEST:
-        raise CorruptError(f"`{path}`: {size} bytes of JSON are more than the {_LARGEST} that we read", file=path)
-    said = strictjson.parse(location.read(0, size), f"`{path}`")
-    if not isinstance(said, dict) or not isinstance(said.get("files"), dict):
+        raise CorruptError(f"`{path}`: {size} bytes of JSON are more than the {_LARGEST} that are read", file=path)
+    document = strict_json.parse(location.read(0, size), f"`{path}`")
+    if not isinstance(document, dict) or not isinstance(document.get("files"), dict):
         raise CorruptError(
-            f"`{path}`: is no manifest: it has no `files`", hint="`--write-manifest` writes one", file=path
+            f"`{path}`: is not a manifest: it has no `files`", hint="`--write-manifest` writes one", file=path
         )
-    if said.get("algorithm", _ALGORITHM) != _ALGORITHM:
-        raise ReadError(f"`{path}`: hashes of `{said['algorithm']}`, and only sha256 is known here", file=path)
-    sizes = said.get("sizes", {})
-    if not all(_is_hash(value) for value in said["files"].values()) or not isinstance(sizes, dict):
-        raise CorruptError(f"`{path}`: something in `files` is no SHA-256 in hexadecimal", file=path)
-    tensors = said.get("tensors", [])
+    if document.get("algorithm", _ALGORITHM) != _ALGORITHM:
+        raise ReadError(f"`{path}`: has hashes of `{document['algorithm']}`, and only sha256 is supported", file=path)
+    sizes = document.get("sizes", {})
+    if not all(_is_hash(value) for value in document["files"].values()) or not isinstance(sizes, dict):
+        raise CorruptError(f"`{path}`: a value in `files` is not a SHA-256 in hexadecimal", file=path)
+    tensors = document.get("tensors", [])
     if not isinstance(tensors, list):
         raise CorruptError(f"`{path}`: `tensors` is not a list", file=path)
     known = {name: n for name, n in sizes.items() if type(n) is int}
-    return Manifest(said["files"], known, [_hashed(row, path) for row in tensors])
+    return Manifest(document["files"], known, [_hashed(row, path) for row in tensors])
 
 
 def _is_hash(value: Any) -> bool:
@@ -201,16 +209,16 @@ def _is_hash(value: Any) -> bool:
 
 def _hashed(row: Any, path: str) -> Hashed:
     match row:
-        case {"name": str() as name, "dtype": str() as dtype, "shape": [*shape], "sha256": str() as found} if _is_hash(
-            found
+        case {"name": str() as name, "dtype": str() as dtype, "shape": [*shape], "sha256": str() as digest} if _is_hash(
+            digest
         ) and all(type(n) is int for n in shape):
-            return Hashed(name, dtype, tuple(shape), found.lower())
-    raise CorruptError(f"`{path}`: {row!r:.80} is no tensor of a manifest", file=path)
+            return Hashed(name, dtype, tuple(shape), digest.lower())
+    raise CorruptError(f"`{path}`: {row!r:.80} is not a tensor of a manifest", file=path)
 
 
 def files_of(path: Location, catalogue: Catalogue) -> tuple[Location, list[str]]:
-    """The root of a checkpoint and the names of its files below it: all that are in a directory, indexes too, but for
-    manifests and what an interrupted save left; or the one file. Raises ReadError."""
+    """Return the root of a checkpoint and the names of its files below it: all that are in a directory, indexes, too,
+    without manifests and what an interrupted save left; or the one file. Raises ReadError."""
     if path.is_dir():
         return path, [name for name in path.below() if name.rpartition("/")[2] != NAME]
     locations = [locate(file.location) for file in catalogue.own_files if not file.missing]

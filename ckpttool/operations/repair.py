@@ -1,12 +1,12 @@
-"""A copy of a checkpoint with everything put right that can be without guessing.
+"""`repair`: a copy of a checkpoint in which everything is repaired that needs no guess.
 
-    directories of several nodes         one directory; files of one name must be the same
-    an index for each rank               one `.metadata`
-    no index                             one after that of another step of the run (`--like`)
-    files that nothing mentions          left out, as are the remains of a save that stopped
+    directories of several nodes         merged; files of one name must be the same
+    an index for each rank               merged into one `.metadata`
+    no index                             rebuilt after that of another step of the run (`--like`)
+    files that the index does not name   left out, as is what an interrupted save left
 
-The copy is verified before it gets its name: what cannot be put right is refused, and the source is never touched. A
-dry run does all of it to a directory that is planned only: its files are read where they are.
+The copy is verified before it gets its name. A checkpoint that is damaged otherwise is refused, and the source is never
+changed. A dry run repairs a planned directory, whose files are read where they are.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ckpttool.errors import CorruptError, OverwriteError, ReadError, StorageError, UsageError
-from ckpttool.formats.dcp import rebuild_index as rebuilding
+from ckpttool.formats.dcp import rebuild_index
 from ckpttool.operations import manifest as manifests
-from ckpttool.operations import verify as verifying
-from ckpttool.operations.verify import Report
+from ckpttool.operations.verify import Report, verify
 from ckpttool.storage import files, local
 from ckpttool.storage.stores import Entry, Location, Stat, Store, locate
 from ckpttool.text import some
@@ -64,48 +63,48 @@ def repair(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Repaired:
-    """Write a whole checkpoint to `dst` out of the directory `src` and those of `merge`. `like` is another step of the
-    same run, for a DCP directory that has lost its index. With `dry_run` everything is read and nothing is written.
+    """Write a repaired checkpoint to `dst` from the directory `src` and those of `merge`.
 
-    Raises UsageError when there is nothing to repair, CorruptError when it would not be whole after that; then there is
-    nothing at `dst`.
+    `like` is another step of the same run, for a DCP directory that has lost its index. With `dry_run` everything is
+    read and nothing is written. Raises UsageError if there is nothing to repair, and CorruptError if the result would
+    not be whole; then there is nothing at `dst`.
     """
     began = time.monotonic()
     sources = [os.fspath(path) for path in (src, *merge)]
-    made = Repaired(sources[0], os.fspath(dst), sources[1:], None if like is None else os.fspath(like))
-    made.dry_run = dry_run
+    result = Repaired(sources[0], os.fspath(dst), sources[1:], None if like is None else os.fspath(like))
+    result.dry_run = dry_run
     for path in sources:
         _check_directory(path)
-    _check_apart(made.destination, [*sources, *([made.like] if made.like is not None else [])])
-    found, before = _gathered(sources, made)
+    _check_apart(result.destination, [*sources, *([result.like] if result.like is not None else [])])
+    originals, before = _gathered(sources, result)
     if dry_run:
-        made.notes += _in_the_way(made.destination, overwrite, found)
-        folder = Location(made.destination, _Planned(made.destination.rstrip("/"), dict(found)))
-        _put_right(folder, made, before, threads, progress)
+        result.notes += _obstacles(result.destination, overwrite, originals)
+        folder = Location(result.destination, _Planned(result.destination.rstrip("/"), dict(originals)))
+        _repair(folder, result, before, threads, progress)
     else:
-        with staging.staged(made.destination, overwrite=overwrite, is_file=False) as partial:
-            _copy(found, partial, made, threads, progress)
-            _put_right(locate(partial), made, before, threads)
-    made.seconds = time.monotonic() - began
-    return made
+        with staging.staged(result.destination, overwrite=overwrite, is_file=False) as partial:
+            _copy(originals, partial, result, threads, progress)
+            _repair(locate(partial), result, before, threads)
+    result.seconds = time.monotonic() - began
+    return result
 
 
-def _put_right(
-    folder: Location, made: Repaired, before: files.Fingerprint, threads: int | None, progress: Progress | None = None
+def _repair(
+    folder: Location, result: Repaired, before: files.Fingerprint, threads: int | None, progress: Progress | None = None
 ) -> None:
-    """Everything that can be, in a folder with all files. Raises CorruptError or UsageError when that is not enough."""
-    _mend_indexes(folder, made)
-    report = verifying.verify(folder, threads=threads, progress=progress)
-    report = _drop(folder, report, made, threads)
+    """Repair a directory that has all files. Raises UsageError if it was whole, CorruptError if it is still damaged."""
+    _merge_indexes(folder, result)
+    report = verify(folder, threads=threads, progress=progress)
+    report = _drop(folder, report, result, threads)
     files.check_unchanged(before)
-    if not made.done:
+    if not result.done:
         raise UsageError(
-            f"`{made.source}`: there is nothing to repair" + ("" if report.whole else " without guessing"),
-            hint=f"`ckpttool verify {made.source}` says what is wrong, if anything",
+            f"`{result.source}`: there is nothing to repair" + ("" if report.whole else " without guessing"),
+            hint=f"`ckpttool verify {result.source}` says what is wrong, if anything",
         )
-    _check_whole(report, made)
+    _check_whole(report, result)
     names = folder.below()
-    made.files, made.bytes = len(names), sum((folder / name).size() for name in names)
+    result.files, result.bytes = len(names), sum((folder / name).size() for name in names)
 
 
 # Before anything is written -------------------------------------------------------------------------------------------
@@ -115,7 +114,7 @@ def _check_directory(path: str) -> None:
     location = locate(path)
     if location.kind() != "dir":
         raise UsageError(
-            f"`{path}`: one file, in which nothing can be put right",
+            f"`{path}`: is one file, in which nothing can be repaired",
             hint=f"`ckpttool verify {path}` says what is wrong",
         )
 
@@ -128,69 +127,69 @@ def _check_apart(dst: str, sources: Sequence[str]) -> None:
             raise UsageError(f"`{dst}` and `{path}` are one, or inside each other", hint="write somewhere else")
 
 
-def _gathered(sources: Sequence[str], made: Repaired) -> tuple[dict[str, Location], files.Fingerprint]:
-    """Every file by its name, of all directories. Raises CorruptError for two of one name that are not the same."""
-    found: dict[str, Location] = {}
+def _gathered(sources: Sequence[str], result: Repaired) -> tuple[dict[str, Location], files.Fingerprint]:
+    """Return the files of all directories by their names. Raises CorruptError for two of one name that differ."""
+    originals: dict[str, Location] = {}
     for root in map(locate, sources):
         names = root.below()
-        left = _remains(root)
-        if left:
-            made.dropped += left
-            made.done.append(f"left out what a save left that stopped: {some(left)}")
+        remains = _remains(root)
+        if remains:
+            result.dropped += remains
+            result.done.append(f"left out what a save left that stopped: {some(remains)}")
         for name in names:
             location = root / name
-            if name not in found:
-                found[name] = location
-            elif not _same(found[name], location):
+            if name not in originals:
+                originals[name] = location
+            elif not _same(originals[name], location):
                 raise CorruptError(
-                    f"`{name}` is in `{found[name].parent}` and in `{root}`, and they are not the same",
+                    f"`{name}` is in `{originals[name].parent}` and in `{root}`, and they are not the same",
                     hint="they are of different saves: name the directories of one", file=name,
                 )  # fmt: skip
-    if not found:
+    if not originals:
         raise ReadError(f"`{sources[0]}`: an empty directory", file=sources[0])
     if len(sources) > 1:
-        made.done.append(f"merged {len(sources)} directories")
-    return found, files.fingerprint(found.values())
+        result.done.append(f"merged {len(sources)} directories")
+    return originals, files.fingerprint(originals.values())
 
 
 def _remains(root: Location, below: str = "") -> list[str]:
-    """The names below a directory of what an interrupted save left; a whole directory counts once."""
-    found: list[str] = []
+    """Return the names below a directory of what an interrupted save left; a whole directory counts once."""
+    names: list[str] = []
     for entry in (root / below).entries() if below else root.entries():
         name = f"{below}/{entry.name}" if below else entry.name
         if files.REMAINS.fullmatch(entry.name):
-            found.append(name)
+            names.append(name)
         elif entry.is_dir and not (root / name).is_link():
-            found += _remains(root, name)
-    return found
+            names += _remains(root, name)
+    return names
 
 
 def _same(one: Location, other: Location) -> bool:
     if one.size() != other.size():
         return False
-    hashed = [manifests.of_files(path.parent, [path.name], 1, Work()) for path in (one, other)]
-    return list(hashed[0].values()) == list(hashed[1].values())
+    a, b = (manifests.of_files(path.parent, [path.name], 1, Work())[path.name] for path in (one, other))
+    return a == b
 
 
 # A dry run ------------------------------------------------------------------------------------------------------------
 
 
 class _Planned(Store):
-    """The directory that a repair would make: files that are read where they are, and the indexes, kept in memory."""
+    """Class for the directory that a repair would write: files that are read where they are, and indexes in memory."""
 
-    def __init__(self, root: str, found: dict[str, Location]) -> None:
+    def __init__(self, root: str, originals: dict[str, Location]) -> None:
         self.root = root
-        self._found = found
+        self._originals = originals
         self._written: dict[str, bytes] = {}
 
     def _names(self) -> set[str]:
-        return {*self._found, *self._written}
+        return {*self._originals, *self._written}
 
     def stat(self, name: str) -> Stat:
         if name in self._written:
             return Stat(len(self._written[name]), "file")
-        if name in self._found:
-            return Stat(self._found[name].size(), "file")
+        if name in self._originals:
+            return Stat(self._originals[name].size(), "file")
         if not name or any(other.startswith(f"{name}/") for other in self._names()):
             return Stat(0, "dir")
         raise FileNotFoundError(errno.ENOENT, "no such file or directory", name)
@@ -201,8 +200,8 @@ class _Planned(Store):
         return sorted({Entry(first, is_dir=bool(slash)) for first, slash, _ in below})
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
-        if name in self._found:
-            return self._found[name].read_into(offset, buffer)
+        if name in self._originals:
+            return self._originals[name].read_into(offset, buffer)
         data = self._written[name][offset : offset + len(buffer)]
         buffer[: len(data)] = data
         return len(data)
@@ -213,48 +212,51 @@ class _Planned(Store):
         self._written[name] = bytes(data)
 
     def remove(self, name: str) -> None:
-        self._found.pop(name, None)
+        self._originals.pop(name, None)
         self._written.pop(name, None)
 
 
-def _in_the_way(dst: str, overwrite: bool, found: dict[str, Location]) -> list[str]:
-    """What would stop the run that is not dry."""
-    said = []
+def _obstacles(dst: str, overwrite: bool, originals: dict[str, Location]) -> list[str]:
+    """Return what would stop a run that is not dry."""
+    notes = []
     try:
         local.check_free(dst, overwrite=overwrite, is_file=False)
     except OverwriteError as error:
-        said.append(f"{error.message}: {error.hint}")
-    wanted, free = sum(file.size() for file in found.values()), files.free_space(dst)
-    if wanted > free:
-        said.append(f"`{dst}`: needs {wanted} bytes, but {free} are free")
-    return said
+        notes.append(f"{error.message}: {error.hint}")
+    needed, free = sum(file.size() for file in originals.values()), files.free_space(dst)
+    if needed > free:
+        notes.append(f"`{dst}`: needs {needed} bytes, but {free} are free")
+    return notes
 
 
-# Making it ------------------------------------------------------------------------------------------------------------
+# Writing ------------------------------------------------------------------------------------------------------------
 
 
 def _copy(
-    found: dict[str, Location], partial: str, made: Repaired, threads: int | None, progress: Progress | None
-) -> None:  # fmt: skip
-    sizes = {name: location.size() for name, location in found.items()}
-    wanted, free = sum(sizes.values()), files.free_space(made.destination)
-    if wanted > free:
+    originals: dict[str, Location], partial: str, result: Repaired, threads: int | None, progress: Progress | None
+) -> None:
+    sizes = {name: location.size() for name, location in originals.items()}
+    needed, free = sum(sizes.values()), files.free_space(result.destination)
+    if needed > free:
         raise StorageError(
-            f"`{made.destination}`: needs {wanted} bytes, but {free} are free", hint="write somewhere else",
-            file=made.destination, found=free, expected=wanted,
-        )  # fmt: skip
-    work = Work(wanted, progress)
+            f"`{result.destination}`: needs {needed} bytes, but {free} are free",
+            hint="write somewhere else",
+            file=result.destination,
+            found=free,
+            expected=needed,
+        )
+    work = Work(needed, progress)
 
     def copy_one(name: str) -> None:
-        files.copy(found[name], locate(partial) / name)
+        files.copy(originals[name], locate(partial) / name)
         work.note(sizes[name])
 
-    on_threads(iter(found), copy_one, threads or DEFAULT_THREADS, work)
+    on_threads(iter(originals), copy_one, threads or DEFAULT_THREADS, work)
 
 
-def _mend_indexes(root: Location, made: Repaired) -> None:
-    """Give every directory of DCP in it one index."""
-    used = False
+def _merge_indexes(root: Location, result: Repaired) -> None:
+    """Write one index in every DCP directory. Raises ReadError, CorruptError or UsageError."""
+    is_like_used = False
     for below, names in sorted(_directories(root).items()):
         folder = root / below if below else root
         where = f"`{below}`: " if below else ""
@@ -263,32 +265,32 @@ def _mend_indexes(root: Location, made: Repaired) -> None:
         ranked = sorted(name for name in names if _OF_RANK.fullmatch(name))
         if ranked:
             _check_all_ranks(ranked, where)
-            rebuilding.write(folder, rebuilding.merged(folder))
+            rebuild_index.write(folder, rebuild_index.merged(folder))
             for name in ranked:
                 (folder / name).remove()
-            made.done.append(f"{where}one `.metadata` out of {len(ranked)}, an index for each rank")
-        elif made.like is not None:
-            like = locate(made.like) / below if below else locate(made.like)
-            rebuilding.write(folder, rebuilding.rebuilt(folder, like))
-            made.done.append(f"{where}`.metadata` made after that of `{like}`: every item has its dtype and shape")
-            used = True
+            result.done.append(f"{where}one `.metadata` out of {len(ranked)}, an index for each rank")
+        elif result.like is not None:
+            like = locate(result.like) / below if below else locate(result.like)
+            rebuild_index.write(folder, rebuild_index.rebuilt(folder, like))
+            result.done.append(f"{where}`.metadata` made after that of `{like}`: every item has its dtype and shape")
+            is_like_used = True
         else:
             raise ReadError(
-                f"{where or f'`{made.source}`: '}a DCP checkpoint without `.metadata`",
+                f"{where or f'`{result.source}`: '}a DCP checkpoint without `.metadata`",
                 hint="copy it from where the checkpoint was saved; or pass `--like` with another step of the same run",
-                file=made.source,
+                file=result.source,
             )
-    if made.like is not None and not used:
-        raise UsageError(f"`--like {made.like}`: no index is lost", hint="leave it out")
+    if result.like is not None and not is_like_used:
+        raise UsageError(f"`--like {result.like}`: no index is lost", hint="leave it out")
 
 
 def _directories(root: Location) -> dict[str, list[str]]:
-    """The names of the files in each directory, by its name below the root."""
-    found: dict[str, list[str]] = {}
+    """Return the names of the files in each directory, by its name below the root."""
+    directories: dict[str, list[str]] = {}
     for name in root.below():
         folder, _, last = name.rpartition("/")
-        found.setdefault(folder, []).append(last)
-    return found
+        directories.setdefault(folder, []).append(last)
+    return directories
 
 
 def _check_all_ranks(names: Sequence[str], where: str) -> None:
@@ -301,27 +303,28 @@ def _check_all_ranks(names: Sequence[str], where: str) -> None:
         )  # fmt: skip
 
 
-def _drop(folder: Location, report: Report, made: Repaired, threads: int | None) -> Report:
-    """Take out what belongs to nothing."""
-    stray = [f.file for f in report.findings if f.kind in ("stale", "remains") and f.file is not None]
-    if not stray:
+def _drop(folder: Location, report: Report, result: Repaired, threads: int | None) -> Report:
+    """Remove files that do not belong to the checkpoint, and return the report of the rest."""
+    strays = [f.file for f in report.findings if f.kind in ("stale", "remains") and f.file is not None]
+    if not strays:
         return report
-    for name in stray:
+    for name in strays:
         folder.inside(name).remove()
-    made.dropped += stray
-    made.done.append(f"left out what nothing mentions: {some(stray)}")
-    return verifying.verify(folder, threads=threads)
+    result.dropped += strays
+    result.done.append(f"left out what nothing mentions: {some(strays)}")
+    return verify(folder, threads=threads)
 
 
-def _check_whole(report: Report, made: Repaired) -> None:
+def _check_whole(report: Report, result: Repaired) -> None:
     report.settle()
     if not report.whole:
-        first = report.findings[0]
-        count = report.counts["damage"]
+        first, count = report.findings[0], report.counts["damage"]
+        more = f", and {count - 1} more" if count > 1 else ""
         raise CorruptError(
-            f"`{made.source}`: cannot be put right: {first.message}" + (f", and {count - 1} more" if count > 1 else ""),
-            hint=f"`ckpttool verify {made.source}` says everything; take another copy, or an older step",
-            file=first.file, tensor=first.tensor,
-        )  # fmt: skip
-    made.records, made.checked, made.unchecked = report.records, report.checked, report.unchecked
-    made.notes += [f.message for f in report.findings if f.gravity == "suspect"]
+            f"`{result.source}`: cannot be repaired: {first.message}{more}",
+            hint=f"`ckpttool verify {result.source}` lists everything; take another copy, or an older step",
+            file=first.file,
+            tensor=first.tensor,
+        )
+    result.records, result.checked, result.unchecked = report.records, report.checked, report.unchecked
+    result.notes += [f.message for f in report.findings if f.gravity == "suspect"]

@@ -169,7 +169,7 @@ def test_other_damage_stays_damage(tmp_path: Path) -> None:
     (src / ".metadata.tmp").write_bytes(b"\x80")
     file = src / "__2_0.distcp"
     damage.flip(file, max(damage.payload_of_dcp(file), key=len).start + 5)
-    refused(CorruptError, "cannot be put right: `__2_0.distcp`: tensor", src)
+    refused(CorruptError, "cannot be repaired: `__2_0.distcp`: tensor", src)
 
 
 def test_two_saves_are_not_merged(tmp_path: Path) -> None:
