@@ -39,14 +39,14 @@ def one_moment_for_two(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> li
     """
     names = {_owner(path) for path, kept in aliases.items() if _owner(path) == _owner(kept) and path[-1] != kept[-1]}
     state = (catalogue.tensor(path) for path in aliases if _owner(path) in names)
-    found = [tensor.name for tensor in state if tensor.part.kind == "optimizer" and tensor.numel > 1]
-    if not found:
+    shared = [tensor.name for tensor in state if tensor.part.kind == "optimizer" and tensor.numel > 1]
+    if not shared:
         return []
     return [
         Warning(
             "suspect-values",
-            f"the optimizer's state is wrong: {len(found)} moments are the same bytes as another one of their "
-            f"parameter ({some(found)}); FSDP1 saves that of a full state dict on CPUs",
+            f"the optimizer's state is wrong: {len(shared)} moments are the same bytes as another one of their "
+            f"parameter ({some(shared)}); FSDP1 saves that of a full state dict on CPUs",
         )
     ]
 

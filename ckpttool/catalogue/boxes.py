@@ -45,13 +45,13 @@ def flat_range(shape: Sequence[int], start: int, stop: int) -> list[tuple[Box, i
 
     `flat_range((4, 13), 10, 30)` is `[(((0, 10), (1, 3)), 0), (((1, 0), (1, 13)), 3), (((2, 0), (1, 4)), 16)]`.
     """
-    found: list[tuple[Box, int]] = []
+    pieces: list[tuple[Box, int]] = []
 
     def walk(row: Ints, low: int, high: int) -> None:
         """Elements `low..high` of the part of the tensor that `row`, its first indexes, leaves."""
         depth = len(row)
         if depth == len(shape):
-            found.append(((row, (1,) * depth), done()))
+            pieces.append(((row, (1,) * depth), done()))
             return
         inner = prod(shape[depth + 1 :])
         first, skipped = divmod(low, inner)
@@ -65,16 +65,16 @@ def flat_range(shape: Sequence[int], start: int, stop: int) -> list[tuple[Box, i
         if first < last:
             rest = len(shape) - depth - 1
             box = (*row, first, *(0,) * rest), (*(1,) * depth, last - first, *shape[depth + 1 :])
-            found.append((box, done()))
+            pieces.append((box, done()))
         if over:
             walk((*row, last), 0, over)
 
     def done() -> int:
-        return found[-1][1] + prod(found[-1][0][1]) if found else 0
+        return pieces[-1][1] + prod(pieces[-1][0][1]) if pieces else 0
 
     if start < stop:
         walk((), start, stop)
-    return found
+    return pieces
 
 
 def is_row_major(sizes: Sequence[int], strides: Sequence[int]) -> bool:

@@ -86,7 +86,7 @@ ALIASES = {
 def dtype(name: str) -> Dtype:
     """The dtype called `name`, with or without `torch.` before it. Raises CorruptError for a name nobody knows."""
     short = name.removeprefix("torch.")
-    found = DTYPES.get(ALIASES.get(short, short))
-    if found is None:
+    match = DTYPES.get(ALIASES.get(short, short))
+    if match is None:
         raise CorruptError(f"unknown dtype `{name}`", found=name)
-    return found
+    return match

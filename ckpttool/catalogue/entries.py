@@ -121,10 +121,10 @@ class Chunks(Sequence[Chunk]):
 
     @classmethod
     def of(cls, chunks: Iterable[Chunk]) -> Chunks:
-        made = cls()
+        result = cls()
         for chunk in chunks:
-            made.add(chunk.offsets, chunk.sizes, chunk.extent)
-        return made
+            result.add(chunk.offsets, chunk.sizes, chunk.extent)
+        return result
 
     @classmethod
     def single(cls, shape: Ints, extent: Extent) -> Chunks:
@@ -139,20 +139,20 @@ class Chunks(Sequence[Chunk]):
     @classmethod
     def on(cls, offsets: list[Ints], sizes: list[Ints], ranks: Sequence[int]) -> Chunks:
         """The same from columns, of which the boxes are kept as they are: tensors of one shape may share them."""
-        made = cls()
-        made.offsets, made.sizes, made.file = offsets, sizes, array("l", ranks)
-        made.offset = made.nbytes = array("q", bytes(8 * len(ranks)))
-        return made
+        result = cls()
+        result.offsets, result.sizes, result.file = offsets, sizes, array("l", ranks)
+        result.offset = result.nbytes = array("q", bytes(8 * len(ranks)))
+        return result
 
     @classmethod
     def items(
         cls, offsets: list[Ints], sizes: list[Ints], file: array[int], offset: array[int], nbytes: array[int]
     ) -> Chunks:
         """Unopened DCP items, from columns that are kept as they are."""
-        made = cls(item=True)
-        made.offsets, made.sizes = offsets, sizes
-        made.file, made.offset, made.nbytes = file, offset, nbytes
-        return made
+        result = cls(item=True)
+        result.offsets, result.sizes = offsets, sizes
+        result.file, result.offset, result.nbytes = file, offset, nbytes
+        return result
 
     @classmethod
     def filled(
@@ -160,9 +160,9 @@ class Chunks(Sequence[Chunk]):
         records: dict[int, Record],
     ) -> Chunks:  # fmt: skip
         """Plain chunks from columns that are kept as they are, and the records that some lie in, by their numbers."""
-        made = cls.items(offsets, sizes, file, offset, nbytes)
-        made.item, made.records = False, records
-        return made
+        result = cls.items(offsets, sizes, file, offset, nbytes)
+        result.item, result.records = False, records
+        return result
 
     def add(self, offsets: Ints, sizes: Ints, extent: Extent) -> None:
         n = len(self.offsets)
@@ -182,12 +182,12 @@ class Chunks(Sequence[Chunk]):
 
     def shifted(self, by: int) -> Chunks:
         """The same chunks when `by` other files come before theirs. Pure."""
-        made = Chunks(item=self.item)
-        made.offsets, made.sizes, made.offset, made.nbytes = self.offsets, self.sizes, self.offset, self.nbytes
-        made.file = array("l", [file + by for file in self.file])
-        made.strides, made.codecs = self.strides, self.codecs
-        made.records = {i: record._replace(file=record.file + by) for i, record in self.records.items()}
-        return made
+        result = Chunks(item=self.item)
+        result.offsets, result.sizes, result.offset, result.nbytes = self.offsets, self.sizes, self.offset, self.nbytes
+        result.file = array("l", [file + by for file in self.file])
+        result.strides, result.codecs = self.strides, self.codecs
+        result.records = {i: record._replace(file=record.file + by) for i, record in self.records.items()}
+        return result
 
     def extent(self, i: int) -> Extent:
         """That of chunk `i`, which is there."""
@@ -203,8 +203,8 @@ class Chunks(Sequence[Chunk]):
             self.records.get(i) if self.records else None,
             self.item, False, None,
         ))  # fmt: skip
-        made: Chunk = _tuple(Chunk, (self.offsets[i], self.sizes[i], extent))
-        return made
+        chunk: Chunk = _tuple(Chunk, (self.offsets[i], self.sizes[i], extent))
+        return chunk
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -320,14 +320,14 @@ class Object:
 
     def at(self, path: Path, *, part: Part | None = None, change: Callable[[Any], Any] | None = None) -> Object:
         """The same value under another path, `change(value)` of it if given. `origin` stays the path in the source."""
-        made = Object(
+        moved = Object(
             path,
             read=(lambda: change(self.value)) if change is not None else (lambda: self.value),
             part=part or self.part,
             nbytes=self.nbytes,
         )
-        made.origin = self.origin
-        return made
+        moved.origin = self.origin
+        return moved
 
 
 Entry = Tensor | Object

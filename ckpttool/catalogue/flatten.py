@@ -107,42 +107,42 @@ class _Linking:
             raise CorruptError(f"`{dotted(self._root)}` is nested more than {MAX_DEPTH} deep")
         if isinstance(value, self._flattening.linked):
             # Inside the object the place, not only the key, tells two tensors apart.
-            made: Any = self._flattening.embed(value, self._free(path))
-            self._done[id(value)] = made
-            return made
+            result: Any = self._flattening.embed(value, self._free(path))
+            self._done[id(value)] = result
+            return result
         if isinstance(value, (dict, list, Stub)):
             return self._replace_mutable(value, path)
         if isinstance(value, (tuple, set, frozenset)):
             items = [self.replace(v, (*path, i)) for i, v in enumerate(value)]
-            made = type(value)(items) if type(value) in (tuple, set, frozenset, TorchSize) else tuple(items)
-            self._done[id(value)] = made
-            return made
+            result = type(value)(items) if type(value) in (tuple, set, frozenset, TorchSize) else tuple(items)
+            self._done[id(value)] = result
+            return result
         return value
 
     def _replace_mutable(self, value: Any, path: Path) -> Any:
-        made: Any
+        result: Any
         if isinstance(value, Stub):
-            made = object.__new__(type(value))
-            self._done[id(value)] = made
-            made.how, made.kwargs = value.how, self.replace(value.kwargs, (*path, "kwargs"))
-            made.target = self.replace(value.target, (*path, "target"))
-            made.args = self.replace(value.args, (*path, "args"))
-            made.state = [self.replace(s, (*path, "state")) for s in value.state]
-            made.values = [self.replace(v, (*path, i)) for i, v in enumerate(value.values)]
-            made.pairs = [(k, self.replace(v, (*path, _as_key(k)))) for k, v in value.pairs]
-            return made
+            result = object.__new__(type(value))
+            self._done[id(value)] = result
+            result.how, result.kwargs = value.how, self.replace(value.kwargs, (*path, "kwargs"))
+            result.target = self.replace(value.target, (*path, "target"))
+            result.args = self.replace(value.args, (*path, "args"))
+            result.state = [self.replace(s, (*path, "state")) for s in value.state]
+            result.values = [self.replace(v, (*path, i)) for i, v in enumerate(value.values)]
+            result.pairs = [(k, self.replace(v, (*path, _as_key(k)))) for k, v in value.pairs]
+            return result
         if isinstance(value, list):
-            made = []
-            self._done[id(value)] = made
-            made.extend(self.replace(v, (*path, i)) for i, v in enumerate(value))
-            return made
-        made = type(value)()
-        self._done[id(value)] = made
+            result = []
+            self._done[id(value)] = result
+            result.extend(self.replace(v, (*path, i)) for i, v in enumerate(value))
+            return result
+        result = type(value)()
+        self._done[id(value)] = result
         for key, child in value.items():
-            made[key] = self.replace(child, (*path, _as_key(key)))
+            result[key] = self.replace(child, (*path, _as_key(key)))
         if _attributes(value):
-            vars(made).update(self.replace(_attributes(value), (*path, "__dict__")))
-        return made
+            vars(result).update(self.replace(_attributes(value), (*path, "__dict__")))
+        return result
 
     def _free(self, path: Path) -> Path:
         taken = self._flattening._catalogue.entries
@@ -238,18 +238,18 @@ def unflatten(catalogue: Catalogue, value_of: Callable[[Tensor | Object], Any]) 
     """
     if () in catalogue.entries:
         return value_of(catalogue.entries[()])
-    made: dict[Path, Any] = {(): _new(catalogue, ())}
+    containers: dict[Path, Any] = {(): _new(catalogue, ())}
     for path, entry in catalogue.entries.items():
         if isinstance(entry, Tensor) and entry.embedded:
             continue
         for depth in range(1, len(path)):
-            if path[:depth] not in made:
-                made[path[:depth]] = _new(catalogue, path[:depth])
-                _insert(made, path[:depth], made[path[:depth]])
-        if path in made:
+            if path[:depth] not in containers:
+                containers[path[:depth]] = _new(catalogue, path[:depth])
+                _insert(containers, path[:depth], containers[path[:depth]])
+        if path in containers:
             raise LossError(f"`{dotted(path)}` is both a value and a container")
-        _insert(made, path, value_of(entry))
-    return made[()]
+        _insert(containers, path, value_of(entry))
+    return containers[()]
 
 
 def _new(catalogue: Catalogue, path: Path) -> Any:
@@ -263,8 +263,8 @@ def _new(catalogue: Catalogue, path: Path) -> Any:
     return ordered
 
 
-def _insert(made: dict[Path, Any], path: Path, value: Any) -> None:
-    parent = made[path[:-1]]
+def _insert(containers: dict[Path, Any], path: Path, value: Any) -> None:
+    parent = containers[path[:-1]]
     if isinstance(parent, list):
         # Selecting may have left gaps; what stays keeps its order.
         parent.append(value)

@@ -69,10 +69,10 @@ def _tree(catalogue: Catalogue) -> _Node:
     for path, entry in catalogue.entries.items():
         node = root
         for key in path:
-            found = node.children.get(key)
-            if found is None:
-                found = node.children[key] = _Node()
-            node = found
+            child = node.children.get(key)
+            if child is None:
+                child = node.children[key] = _Node()
+            node = child
         node.entry = entry
     return root
 
@@ -141,17 +141,17 @@ def _parts_below(node: _Node, path: Path, depth: int) -> Iterator[tuple[Path, Pa
     yield path, OTHER._replace(root=path)
     has_model = any(kinds[key] == "model" for key in telling)
     for key, child in node.children.items():
-        here = (*path, key)
+        below = (*path, key)
         kind = kinds[key] if key in telling else None
         if kind is not None:
-            yield here, Part(kind, here)
+            yield below, Part(kind, below)
         elif key in deeper:
-            yield from _parts_below(child, here, depth + 1)
+            yield from _parts_below(child, below, depth + 1)
         elif isinstance(child.entry, Tensor) and not has_model:
             # Tensors beside the optimizer and no model of that name: they are the model (torchtitan).
-            yield here, Part("model", path)
+            yield below, Part("model", path)
         elif not has_model and _has_tensor(child) and not deeper:
-            yield here, Part("model", path)
+            yield below, Part("model", path)
 
 
 def _tells(kind: str, child: _Node) -> bool:
@@ -196,18 +196,18 @@ def matcher(names: Iterable[str], catalogue: Catalogue) -> Callable[[Part], bool
 
     Raises UsageError for a name that is no part here, with those that are.
     """
-    have = parts(catalogue)
-    wanted: set[Part] = set()
+    present = parts(catalogue)
+    chosen: set[Part] = set()
     for name in names:
         # A root key is the more exact name: `--only model` with `model` and `ema` there means `model`.
-        found = [p for p in have if dotted(p.root) == name] or [p for p in have if p.kind == name]
-        if not found:
-            there = [p.kind if not p.root else dotted(p.root) for p in have]
-            known = list(dict.fromkeys([*there, *(p.kind for p in have)]))
-            hint = f"the parts are {', '.join(f'`{n}`' for n in there)}"
+        matches = [p for p in present if dotted(p.root) == name] or [p for p in present if p.kind == name]
+        if not matches:
+            labels = [p.kind if not p.root else dotted(p.root) for p in present]
+            known = list(dict.fromkeys([*labels, *(p.kind for p in present)]))
+            hint = f"the parts are {', '.join(f'`{n}`' for n in labels)}"
             raise UsageError(f"there is no part `{name}`", hint=meant(name, known, hint))
-        wanted.update(found)
-    return wanted.__contains__
+        chosen.update(matches)
+    return chosen.__contains__
 
 
 # Values of one rank ---------------------------------------------------------------------------------------------------
@@ -236,5 +236,5 @@ def find_rank(path: Path) -> tuple[int, int] | None:
 
 def without_rank(path: Path) -> Path:
     """Return the path that the value has in the file of its own rank. Pure."""
-    found = find_rank(path)
-    return path if found is None else (*path[: found[0]], *path[found[0] + 1 :])
+    match = find_rank(path)
+    return path if match is None else (*path[: match[0]], *path[match[0] + 1 :])

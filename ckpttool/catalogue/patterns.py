@@ -98,9 +98,9 @@ def _rename_rule(old: str, new: str) -> Callable[[str], str | None]:
         match = pattern.fullmatch(name)
         if match is None:
             return None
-        made = pieces[0]
+        new_name = pieces[0]
         for group, piece in zip(match.groups(), pieces[1:], strict=False):
-            made += group + piece
-        return made
+            new_name += group + piece
+        return new_name
 
     return by_glob

@@ -90,9 +90,9 @@ class _Encoder:
                 f"`{self._name}` cannot be written as JSON: a {_kind(value)} in it holds itself", name=self._name
             )
         self._open.add(id(value))
-        made = self._container(value, depth + 1)
+        encoded = self._container(value, depth + 1)
         self._open.remove(id(value))
-        return made
+        return encoded
 
     def _leaf(self, value: Any) -> Any:
         match value:
@@ -130,8 +130,8 @@ class _Encoder:
                 # Equal sets make equal files.
                 return {f"${type(value).__name__}": sorted(self._all(value, depth), key=repr)}
             case OrderedDict():
-                made: dict[str, Any] = {"$OrderedDict": self._pairs(list(value.items()), depth)}
-                return made | {"attributes": self.encode(dict(vars(value)), depth)} if vars(value) else made
+                encoded: dict[str, Any] = {"$OrderedDict": self._pairs(list(value.items()), depth)}
+                return encoded | {"attributes": self.encode(dict(vars(value)), depth)} if vars(value) else encoded
             case dict() if all(type(k) is str and not k.startswith("$") and _is_text(k) for k in value):
                 return {k: self.encode(v, depth) for k, v in value.items()}
             case dict():
@@ -139,20 +139,20 @@ class _Encoder:
         return self._stub(value, depth)
 
     def _stub(self, stub: Stub, depth: int) -> Any:
-        made: dict[str, Any] = {f"${stub.how}": [type(stub).module, type(stub).name]}
+        encoded: dict[str, Any] = {f"${stub.how}": [type(stub).module, type(stub).name]}
         if stub.target is not None:
-            made["target"] = self.encode(stub.target, depth)
+            encoded["target"] = self.encode(stub.target, depth)
         if stub.args:
-            made["args"] = self._all(stub.args, depth)
+            encoded["args"] = self._all(stub.args, depth)
         if stub.kwargs:
-            made["kwargs"] = self.encode(stub.kwargs, depth)
+            encoded["kwargs"] = self.encode(stub.kwargs, depth)
         if stub.values:
-            made["values"] = self._all(stub.values, depth)
+            encoded["values"] = self._all(stub.values, depth)
         if stub.pairs:
-            made["pairs"] = self._pairs(stub.pairs, depth)
+            encoded["pairs"] = self._pairs(stub.pairs, depth)
         if stub.state:
-            made["state"] = self._all(stub.state, depth)
-        return made
+            encoded["state"] = self._all(stub.state, depth)
+        return encoded
 
     def _all(self, values: Any, depth: int) -> list[Any]:
         return [self.encode(v, depth) for v in values]
@@ -185,13 +185,13 @@ def _base64(data: bytes | bytearray) -> str:
 Functions = Mapping[tuple[str, str], Known]
 
 
-def decode(made: Any, *, name: str = "value", functions: Functions | None = None) -> Any:
+def decode(encoded: Any, *, name: str = "value", functions: Functions | None = None) -> Any:
     """The value that `encode` made this JSON of; `functions` are those that `$function` may name, by module and name.
 
     Raises CorruptError for JSON that `encode` does not make.
     """
     try:
-        return _Decoder(name, functions or {}).decode(made)
+        return _Decoder(name, functions or {}).decode(encoded)
     except RecursionError:
         raise CorruptError(f"{name}: nested too deeply") from None
 
@@ -202,44 +202,44 @@ class _Decoder:
         self._functions = functions
         self._types: dict[tuple[str, str], type[Stub]] = {}
 
-    def decode(self, made: Any) -> Any:
-        if isinstance(made, list):
-            return [self.decode(v) for v in made]
-        if not isinstance(made, dict):
-            return made
-        tags = [k for k in made if k.startswith("$")]
+    def decode(self, encoded: Any) -> Any:
+        if isinstance(encoded, list):
+            return [self.decode(v) for v in encoded]
+        if not isinstance(encoded, dict):
+            return encoded
+        tags = [k for k in encoded if k.startswith("$")]
         if not tags:
-            return {k: self.decode(v) for k, v in made.items()}
+            return {k: self.decode(v) for k, v in encoded.items()}
         read = _READERS.get(tags[0])
         if len(tags) > 1 or read is None:
             self._refuse(f"`{'`, `'.join(tags)}` is no kind of value", hint="it was written by a later ckpttool")
-        fields = {k: v for k, v in made.items() if k != tags[0]}
+        fields = {k: v for k, v in encoded.items() if k != tags[0]}
         try:
             if not fields.keys() <= _FIELDS.get(tags[0], set()):
                 raise TypeError
-            return read(self, made[tags[0]], fields)
+            return read(self, encoded[tags[0]], fields)
         except (TypeError, ValueError, OverflowError):
             self._refuse(f"a malformed `{tags[0]}`")
 
     def _refuse(self, why: str, hint: str | None = None) -> NoReturn:
         raise CorruptError(f"{self._name}: {why}", hint=hint)
 
-    def all(self, made: Any) -> list[Any]:
-        if not isinstance(made, list):
+    def all(self, encoded: Any) -> list[Any]:
+        if not isinstance(encoded, list):
             raise TypeError
-        return [self.decode(v) for v in made]
+        return [self.decode(v) for v in encoded]
 
-    def pairs(self, made: Any) -> list[tuple[Any, Any]]:
-        return [(self.decode(k), self.decode(v)) for k, v in made]
+    def pairs(self, encoded: Any) -> list[tuple[Any, Any]]:
+        return [(self.decode(k), self.decode(v)) for k, v in encoded]
 
-    def function(self, made: Any) -> Known:
-        found = self._functions.get(_two_names(made))
-        if found is None:
+    def function(self, encoded: Any) -> Known:
+        function = self._functions.get(_two_names(encoded))
+        if function is None:
             raise TypeError
-        return found
+        return function
 
-    def type(self, made: Any) -> type[Stub]:
-        module, name = _two_names(made)
+    def type(self, encoded: Any) -> type[Stub]:
+        module, name = _two_names(encoded)
         if (module, name) not in self._types:
             try:
                 self._types[module, name] = stub_type(module, name)
@@ -247,8 +247,8 @@ class _Decoder:
                 self._refuse(error.message)
         return self._types[module, name]
 
-    def object(self, how: str, made: Any, fields: dict[str, Any]) -> Stub:
-        kind = self.type(made)
+    def object(self, how: str, encoded: Any, fields: dict[str, Any]) -> Stub:
+        kind = self.type(encoded)
         stub = kind.__new__(kind, *self.all(fields.get("args", [])))
         stub.how = how
         stub.target = self.decode(fields.get("target"))
@@ -261,21 +261,21 @@ class _Decoder:
         stub.state = self.all(fields.get("state", []))
         return stub
 
-    def ordered(self, made: Any, fields: dict[str, Any]) -> OrderedDict[Any, Any]:
-        ordered: OrderedDict[Any, Any] = OrderedDict(self.pairs(made))
+    def ordered(self, encoded: Any, fields: dict[str, Any]) -> OrderedDict[Any, Any]:
+        ordered: OrderedDict[Any, Any] = OrderedDict(self.pairs(encoded))
         vars(ordered).update(attributes_of(self.decode(fields.get("attributes", {}))))
         return ordered
 
 
-def attributes_of(made: Any) -> dict[str, Any]:
+def attributes_of(decoded: Any) -> dict[str, Any]:
     """Attributes that an OrderedDict can be given. Raises TypeError for others: one called `items` would hide it."""
-    if not isinstance(made, dict) or not all(isinstance(k, str) and not hasattr(OrderedDict, k) for k in made):
+    if not isinstance(decoded, dict) or not all(isinstance(k, str) and not hasattr(OrderedDict, k) for k in decoded):
         raise TypeError
-    return made
+    return decoded
 
 
-def _two_names(made: Any) -> tuple[str, str]:
-    module, name = made
+def _two_names(encoded: Any) -> tuple[str, str]:
+    module, name = encoded
     if not isinstance(module, str) or not isinstance(name, str):
         raise TypeError
     return module, name

@@ -20,11 +20,11 @@ def validate(catalogue: Catalogue, paths: Collection[Path] | None = None) -> Non
     absent = [fault for fault in catalogue.faults if "absent" in fault.facts and paths is None]
     if absent:
         raise absent[0]
-    wanted = catalogue.entries if paths is None else paths
-    stop_at_fault(catalogue, (entry.name for entry in catalogue.entries.values() if entry.path in wanted))
+    checked = catalogue.entries if paths is None else paths
+    stop_at_fault(catalogue, (entry.name for entry in catalogue.entries.values() if entry.path in checked))
     sizes = [f.size for f in catalogue.files]
     for tensor in catalogue.tensors:
-        if tensor.path in wanted:
+        if tensor.path in checked:
             for fault in faults_of(tensor, catalogue.files, sizes):
                 raise fault
 

@@ -53,9 +53,9 @@ class StubType(type):
     name: str
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        made: Any = cls.__new__(cls, *args, **kwargs)  # type: ignore[arg-type]
-        made.how = "call"
-        return made
+        stub: Any = cls.__new__(cls, *args, **kwargs)  # type: ignore[arg-type]
+        stub.how = "call"
+        return stub
 
     @property
     def full_name(cls) -> str:
@@ -97,9 +97,9 @@ class Stub(metaclass=StubType):
         maker = self.args[0] if self.args else None
         if isinstance(maker, StubType) and maker.name.endswith(".__new__"):
             kind = stub_type(maker.module, maker.name.removesuffix(".__new__"))
-        made: Stub = kind(*args, **kwargs)
-        made.target = self
-        return made
+        stub: Stub = kind(*args, **kwargs)
+        stub.target = self
+        return stub
 
     def __setstate__(self, state: Any) -> None:
         self.state = [state]
@@ -130,17 +130,17 @@ def check_spelling(module: str, name: str) -> None:
     # Opcode GLOBAL ends a name at a newline and takes what follows for opcodes: written out, such a name would run.
     for part in (module, name):
         if " " in part or not part.isprintable():
-            said = ascii(part)
-            said = said if len(said) <= 80 else said[:77] + "..."
-            raise CorruptError(f"{said} is not what a module, class or function can be called", found=said)
+            shown = ascii(part)
+            shown = shown if len(shown) <= 80 else shown[:77] + "..."
+            raise CorruptError(f"{shown} is not what a module, class or function can be called", found=shown)
 
 
 def stub_type(module: str, name: str) -> type[Stub]:
     """A new inert class that stands for `module.name`. Raises CorruptError for what nothing can be called."""
     check_spelling(module, name)
     attributes = {"module": module, "name": name, "__slots__": ()}
-    made: type[Stub] = StubType(name.rpartition(".")[2] or "Stub", (Stub,), attributes)  # type: ignore[assignment]
-    return made
+    kind: type[Stub] = StubType(name.rpartition(".")[2] or "Stub", (Stub,), attributes)  # type: ignore[assignment]
+    return kind
 
 
 def is_stub_type(value: Any) -> bool:

@@ -73,7 +73,7 @@ def parse_mesh(text: str) -> Mesh:
 
 def parse_placements(text: str, mesh: Mesh) -> dict[str, int]:
     """What a rule says of a tensor: `tp:0,shard:1` is `{"tp": 0, "shard": 1}`. Raises UsageError."""
-    found: dict[str, int] = {}
+    placements: dict[str, int] = {}
     for part in text.split(","):
         name, _, dim = part.strip().partition(":")
         name = _NAMES.get(name, name)
@@ -81,13 +81,13 @@ def parse_placements(text: str, mesh: Mesh) -> dict[str, int]:
             raise UsageError(
                 f"`--placements ...={text}`: the mesh has no dimension `{name}`", hint=f"it is `--to-mesh {mesh}`"
             )
-        if name == "replicate" or not (dim.isascii() and dim.isdecimal()) or name in found:
+        if name == "replicate" or not (dim.isascii() and dim.isdecimal()) or name in placements:
             raise UsageError(
                 f"`--placements ...={text}`: `{part.strip()}` is not a mesh dimension and a dimension of the tensor",
                 hint="write `tp:0`, or `tp:1,shard:0`",
             )
-        found[name] = int(dim)
-    return found
+        placements[name] = int(dim)
+    return placements
 
 
 def mesh_boxes(shape: Ints, mesh: Mesh, placed: Placements) -> Iterator[tuple[Box, list[int]]]:
@@ -96,7 +96,7 @@ def mesh_boxes(shape: Ints, mesh: Mesh, placed: Placements) -> Iterator[tuple[Bo
     `placed` names dimensions that the tensor has. Boxes are disjoint and tile the tensor.
     """
     cutting = [(i, placed[name]) for i, name in enumerate(mesh.names) if name in placed]
-    held: dict[Box, list[int]] = {}
+    holders: dict[Box, list[int]] = {}
     for rank, coordinate in enumerate(product(*map(range, mesh.sizes))):
         offsets, sizes = [0] * len(shape), list(shape)
         for i, dim in reversed(cutting):
@@ -105,8 +105,8 @@ def mesh_boxes(shape: Ints, mesh: Mesh, placed: Placements) -> Iterator[tuple[Bo
             offsets[dim] += low
             sizes[dim] = min(step, sizes[dim] - low)
         if 0 not in sizes:
-            held.setdefault((tuple(offsets), tuple(sizes)), []).append(rank)
-    yield from held.items()
+            holders.setdefault((tuple(offsets), tuple(sizes)), []).append(rank)
+    yield from holders.items()
 
 
 # Boxes -> mesh and placements -----------------------------------------------------------------------------------------
@@ -126,18 +126,20 @@ class Sharding:
     placements: dict[Path, Placements]
 
 
-def find_sharding(laid: Catalogue, mesh: Mesh | None, world: int) -> Sharding | str:
+def find_sharding(planned: Catalogue, mesh: Mesh | None, world: int) -> Sharding | str:
     """How `mesh`, or, where that is not known, one of `world` ranks, makes the boxes of the layout; or why none does.
     Embedded tensors are no tensors of a mesh. Pure."""
     if mesh is not None:
         if [name for name in ORDER if name in mesh.names] != list(mesh.names):
             return f"FSDP2 takes the dimensions of a mesh in the order {', '.join(ORDER)}, and this is `{mesh}`"
-        found = _on(laid, mesh)
-        return found if isinstance(found, Sharding) else f"FSDP2 does not cut tensor `{found.name}` as it is laid out"
+        sharding = _on(planned, mesh)
+        if isinstance(sharding, Tensor):
+            return f"FSDP2 does not shard tensor `{sharding.name}` as planned"
+        return sharding
     for shape in _factors(world):
-        found = _on(laid, shape)
-        if isinstance(found, Sharding):
-            return found
+        sharding = _on(planned, shape)
+        if isinstance(sharding, Sharding):
+            return sharding
     return f"no mesh of {world} ranks has the chunks of that layout"
 
 
@@ -153,29 +155,29 @@ def _factors(world: int) -> Iterator[Mesh]:
     yield from sorted(tried, key=lambda mesh: len(mesh.names))
 
 
-def _on(laid: Catalogue, mesh: Mesh) -> Sharding | Tensor:
+def _on(planned: Catalogue, mesh: Mesh) -> Sharding | Tensor:
     """What the mesh does to each tensor; the first that it cannot cut so."""
     known: dict[_Key, Placements | None] = {}
-    made: dict[Path, Placements] = {}
-    for tensor in laid.tensors:
+    placements: dict[Path, Placements] = {}
+    for tensor in planned.tensors:
         chunks = tensor.chunks
         if tensor.embedded or len(chunks) < 2:
             continue
         key = (tensor.shape, tuple(chunks.offsets), tuple(chunks.sizes))
         if key not in known:
             known[key] = _placements(key, mesh)
-        found = known[key]
-        if found is None:
+        placed = known[key]
+        if placed is None:
             return tensor
-        made[tensor.path] = found
-    return Sharding(mesh, made)
+        placements[tensor.path] = placed
+    return Sharding(mesh, placements)
 
 
 def _placements(key: _Key, mesh: Mesh) -> Placements | None:
     shape, offsets, sizes = key
-    wanted = set(zip(offsets, sizes, strict=True))
+    expected = set(zip(offsets, sizes, strict=True))
     for placed in _candidates(shape, mesh):
-        if {box for box, _ in mesh_boxes(shape, mesh, placed)} == wanted:
+        if {box for box, _ in mesh_boxes(shape, mesh, placed)} == expected:
             return placed
     return None
 
@@ -194,17 +196,17 @@ def _candidates(shape: Ints, mesh: Mesh) -> Iterator[Placements]:
         yield {name: dim for name, dim in (("shard", shard), ("tp", tp)) if dim is not None}
 
 
-def bytes_per_rank(laid: Catalogue, placing: Sharding) -> tuple[int, int]:
+def bytes_per_rank(planned: Catalogue, sharding: Sharding) -> tuple[int, int]:
     """Bytes that the fullest rank of the mesh holds of the layout, and those of the largest tensor. Ties count once.
     Pure."""
     most = largest = 0
-    size = dict(zip(placing.mesh.names, placing.mesh.sizes, strict=True))
-    for tensor in laid.tensors:
+    size = dict(zip(sharding.mesh.names, sharding.mesh.sizes, strict=True))
+    for tensor in planned.tensors:
         if tensor.alias is not None or tensor.embedded:
             continue
         local = list(tensor.shape)
         for name in ("tp", "shard"):
-            dim = placing.placements.get(tensor.path, {}).get(name)
+            dim = sharding.placements.get(tensor.path, {}).get(name)
             if dim is not None:
                 local[dim] = -(-local[dim] // size[name])
         most += prod(local) * tensor.dtype.itemsize
@@ -218,6 +220,6 @@ def same_boxes(one: Tensor, other: Tensor) -> bool:
 
 
 def _boxes(tensor: Tensor) -> set[Box]:
-    there = set(zip(tensor.chunks.offsets, tensor.chunks.sizes, strict=True))
+    chunk_boxes = set(zip(tensor.chunks.offsets, tensor.chunks.sizes, strict=True))
     # A rank without elements may have a chunk without.
-    return {box for box in there if 0 not in box[1]} if tensor.numel else set()
+    return {box for box in chunk_boxes if 0 not in box[1]} if tensor.numel else set()

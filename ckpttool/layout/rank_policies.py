@@ -24,16 +24,18 @@ from ckpttool.text import meant, plural, rank_ranges
 CHOICES = {"rng": ("keep", "rank0", "drop"), "dataloader": ("keep", "drop")}
 
 
-def check(kind: str, policy: str) -> None:
+def check_policy(kind: str, policy: str) -> None:
     """Raises UsageError for a policy that there is not."""
     if policy not in CHOICES[kind]:
-        there = ", ".join(f"`{choice}`" for choice in CHOICES[kind])
+        choices = ", ".join(f"`{choice}`" for choice in CHOICES[kind])
         raise UsageError(
-            f"`--{kind} {policy}`: there is no such policy", hint=meant(policy, CHOICES[kind], f"one of {there}")
+            f"`--{kind} {policy}`: there is no such policy", hint=meant(policy, CHOICES[kind], f"one of {choices}")
         )
 
 
-def applied(catalogue: Catalogue, kind: str, policy: str, mesh: Mesh, *, files: bool) -> tuple[Catalogue, list[str]]:
+def apply_policy(
+    catalogue: Catalogue, kind: str, policy: str, mesh: Mesh, *, files: bool
+) -> tuple[Catalogue, list[str]]:
     """The catalogue with the values of `kind` as the policy says, and what it did. With `files`, each value goes into
     the file of its rank, and one that has none cannot be kept.
 
@@ -43,31 +45,31 @@ def applied(catalogue: Catalogue, kind: str, policy: str, mesh: Mesh, *, files: 
         return catalogue, []
     if policy == "drop":
         gone = [e for e in catalogue.entries.values() if e.part.kind == kind]
-        made = layout.select(catalogue, lambda e: e.part.kind != kind)
-        return made, [f"{kind}: left out, {plural(len(gone), 'value')} (`--{kind} drop`)"]
-    said: list[str] = []
+        kept = layout.select(catalogue, lambda e: e.part.kind != kind)
+        return kept, [f"{kind}: left out, {plural(len(gone), 'value')} (`--{kind} drop`)"]
+    messages: list[str] = []
     for root, holders in _owned(catalogue, kind).items():
         world = _holders(root, catalogue, mesh)
         if policy == "rank0":
             catalogue = _from_first(catalogue, root, holders, world)
-            said.append(_told_first(root, sorted(holders), world))
+            messages.append(_message_first(root, sorted(holders), world))
         else:
             _check_kept(kind, root, holders, world, files)
-            said.append(_told_kept(kind, root, sorted(holders), world))
+            messages.append(_message_kept(kind, root, sorted(holders), world))
     whole = [o for o in catalogue.entries.values() if o.part.kind == kind and parts.find_rank(o.path) is None]
-    if not said:
-        said.append(f"{kind}: kept, {plural(len(whole), 'value')} that belong to no rank")
-    return catalogue, said
+    if not messages:
+        messages.append(f"{kind}: kept, {plural(len(whole), 'value')} that belong to no rank")
+    return catalogue, messages
 
 
 def _owned(catalogue: Catalogue, kind: str) -> dict[Path, dict[int, Path]]:
     """Where the ranks' values stand: `{("rng",): {0: ("rng", "rank0"), ...}}`."""
-    found: dict[Path, dict[int, Path]] = {}
+    owned: dict[Path, dict[int, Path]] = {}
     for path, entry in catalogue.entries.items():
         at = parts.find_rank(path)
         if entry.part.kind == kind and at is not None:
-            found.setdefault(path[: at[0]], {})[at[1]] = path[: at[0] + 1]
-    return found
+            owned.setdefault(path[: at[0]], {})[at[1]] = path[: at[0] + 1]
+    return owned
 
 
 def _holders(root: Path, catalogue: Catalogue, mesh: Mesh) -> int:
@@ -88,17 +90,17 @@ def _from_first(catalogue: Catalogue, root: Path, holders: dict[int, Path], worl
         )
     depth = len(first)
     others = {path for rank, path in holders.items() if rank}
-    made = layout.select(catalogue, lambda e: e.path[:depth] not in others)
+    result = layout.select(catalogue, lambda e: e.path[:depth] not in others)
     entries: list[Entry] = []
-    containers = dict(made.containers)
-    for entry in made.entries.values():
+    containers = dict(result.containers)
+    for entry in result.entries.values():
         entries.append(entry)
     for rank in range(1, world):
         place = (*root, re.sub(r"\d+$", str(rank), str(first[-1])))
-        moved = {path: place + path[depth:] for path in made.entries if path[:depth] == first}
-        entries += [_copied(made.entries[path], new, moved) for path, new in moved.items()]
-        containers |= {place + p[depth:]: c for p, c in made.containers.items() if p[:depth] == first}
-    return layout.rebuilt(made, entries, containers)
+        moved = {path: place + path[depth:] for path in result.entries if path[:depth] == first}
+        entries += [_copied(result.entries[path], new, moved) for path, new in moved.items()]
+        containers |= {place + p[depth:]: c for p, c in result.containers.items() if p[:depth] == first}
+    return layout.rebuilt(result, entries, containers)
 
 
 def _copied(entry: Entry, new: Path, moved: dict[Path, Path]) -> Entry:
@@ -123,18 +125,18 @@ def _check_kept(kind: str, root: Path, holders: dict[int, Path], world: int, fil
         )
 
 
-def _told_kept(kind: str, root: Path, holders: list[int], world: int) -> str:
-    said = f"{dotted(root)}: kept under {rank_ranges(holders)} (`--{kind} keep`)"
+def _message_kept(kind: str, root: Path, holders: list[int], world: int) -> str:
+    message = f"{dotted(root)}: kept under {rank_ranges(holders)} (`--{kind} keep`)"
     without = [rank for rank in range(world) if rank not in set(holders)]
     gone = [rank for rank in holders if rank >= world]
     if without:
-        said += f"; {rank_ranges(without)} of the new world {'has' if len(without) == 1 else 'have'} none"
+        message += f"; {rank_ranges(without)} of the new world {'has' if len(without) == 1 else 'have'} none"
     if gone:
-        said += f"; {rank_ranges(gone)} {'is' if len(gone) == 1 else 'are'} not in the new world"
-    return said
+        message += f"; {rank_ranges(gone)} {'is' if len(gone) == 1 else 'are'} not in the new world"
+    return message
 
 
-def _told_first(root: Path, holders: list[int], world: int) -> str:
-    said = f"{dotted(root)}: {rank_ranges(range(world))} {'has' if world == 1 else 'all have'} what rank 0 had"
+def _message_first(root: Path, holders: list[int], world: int) -> str:
+    message = f"{dotted(root)}: {rank_ranges(range(world))} {'has' if world == 1 else 'all have'} what rank 0 had"
     gone = [rank for rank in holders if rank]
-    return f"{said} (`--rng rank0`)" + (f"; the values of {rank_ranges(gone)} are left out" if gone else "")
+    return f"{message} (`--rng rank0`)" + (f"; the values of {rank_ranges(gone)} are left out" if gone else "")

@@ -58,40 +58,40 @@ def like(catalogue: Catalogue, reference: Catalogue, name: str) -> Catalogue:
     by_name = {t.name: t for t in reference.tensors if not t.embedded}
 
     def place(tensor: Tensor) -> Chunks:
-        there = by_name.get(tensor.name)
-        if there is None and tensor.part.kind in parts.PER_RANK:
+        match = by_name.get(tensor.name)
+        if match is None and tensor.part.kind in parts.PER_RANK:
             # What belongs to a rank is of this world, not of a layout.
             return Chunks.placed([(boxes.whole(tensor.shape), 0)])
-        if there is None:
+        if match is None:
             hint = meant(tensor.name, list(by_name), "it must be a checkpoint of the same model")
             if tensor.part.kind == "optimizer" and any(t.part.kind == "optimizer" for t in reference.tensors):
                 hint = "where the two spell the optimizer otherwise, `ckpttool convert --optim-keys fqn` first"
             raise UsageError(f"`--like {name}`: has no tensor `{tensor.name}`", hint=hint, tensor=tensor.name)
-        if there.shape != tensor.shape:
+        if match.shape != tensor.shape:
             raise UsageError(
-                f"`--like {name}`: tensor `{tensor.name}` is {list(there.shape)} there, but {list(tensor.shape)} here",
+                f"`--like {name}`: tensor `{tensor.name}` is {list(match.shape)} there, but {list(tensor.shape)} here",
                 hint="it must be a checkpoint of the same model",
-                tensor=tensor.name, found=list(there.shape), expected=list(tensor.shape),
+                tensor=tensor.name, found=list(match.shape), expected=list(tensor.shape),
             )  # fmt: skip
-        chunks = there.chunks
+        chunks = match.chunks
         placed = [((o, s), files[f] or 0) for o, s, f in zip(chunks.offsets, chunks.sizes, chunks.file, strict=True)]
-        return Chunks.placed(_without_empty(placed, there))
+        return Chunks.placed(_without_empty(placed, match))
 
     return _placed(catalogue, place)
 
 
 def _placed(catalogue: Catalogue, place: Callable[[Tensor], Chunks]) -> Catalogue:
-    made: dict[Path, Chunks] = {}
+    planned: dict[Path, Chunks] = {}
     entries: list[Entry] = []
     for entry in catalogue.entries.values():
         if isinstance(entry, Tensor):
-            if entry.alias in made and entry.alias is not None:
-                chunks = made[entry.alias]
+            if entry.alias in planned and entry.alias is not None:
+                chunks = planned[entry.alias]
             elif entry.embedded:
                 chunks = Chunks.placed([(boxes.whole(entry.shape), 0)])
             else:
                 chunks = place(entry)
-            made[entry.path] = chunks
+            planned[entry.path] = chunks
             entry = again(entry, chunks=chunks)
         entries.append(entry)
     return rebuilt(catalogue, entries, catalogue.containers)
@@ -141,10 +141,10 @@ def over_mesh(catalogue: Catalogue, mesh: Mesh, rules: Rules = NO_RULES, *, ever
             return Chunks.placed([(boxes.whole(tensor.shape), rank) for rank in range(mesh.world)])
         return holders.whole(tensor)
 
-    made = _placed(catalogue, place)
-    made.warnings = [*made.warnings, *warnings]
-    made.files = [File("", f"rank {rank}", 0, rank) for rank in range(mesh.world)] if everywhere else []
-    return made
+    planned = _placed(catalogue, place)
+    planned.warnings = [*planned.warnings, *warnings]
+    planned.files = [File("", f"rank {rank}", 0, rank) for rank in range(mesh.world)] if everywhere else []
+    return planned
 
 
 class _Ranks:
@@ -163,16 +163,16 @@ class _Ranks:
 
     def cut(self, tensor: Tensor, placed: Placements) -> Chunks:
         key = (tensor.shape, tuple(sorted(placed.items())))
-        found = self._boxes.get(key)
-        if found is None:
-            found = self._boxes[key] = _Boxes.of(tensor.shape, self._mesh, placed)
+        columns = self._boxes.get(key)
+        if columns is None:
+            columns = self._boxes[key] = _Boxes.of(tensor.shape, self._mesh, placed)
         load, itemsize = self._load, tensor.dtype.itemsize
         owners: list[int] = []
-        for held, numel in zip(found.ranks, found.numels, strict=True):
-            owner = held[0] if len(held) == 1 else min(held, key=load.__getitem__)
+        for holders, numel in zip(columns.ranks, columns.numels, strict=True):
+            owner = holders[0] if len(holders) == 1 else min(holders, key=load.__getitem__)
             load[owner] += numel * itemsize
             owners.append(owner)
-        return Chunks.on(found.offsets, found.sizes, owners)
+        return Chunks.on(columns.offsets, columns.sizes, owners)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +186,9 @@ class _Boxes:
 
     @classmethod
     def of(cls, shape: boxes.Ints, mesh: Mesh, placed: Placements) -> _Boxes:
-        found = list(mesh_boxes(shape, mesh, placed))
-        sizes = [box[1] for box, _ in found]
-        return cls([box[0] for box, _ in found], sizes, [held for _, held in found], [prod(s) for s in sizes])
+        pairs = list(mesh_boxes(shape, mesh, placed))
+        sizes = [box[1] for box, _ in pairs]
+        return cls([box[0] for box, _ in pairs], sizes, [ranks for _, ranks in pairs], [prod(s) for s in sizes])
 
 
 # What is cut ----------------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ class _Cutting:
         self._warnings = warnings
 
     def all(self) -> dict[Path, Placements]:
-        found: dict[Path, Placements] = {}
+        placements: dict[Path, Placements] = {}
         ruled: set[Path] = set()
         parameters: dict[str, tuple[Tensor, Placements | None]] = {}
         for tensor in self._tensors:
@@ -227,21 +227,21 @@ class _Cutting:
             named, placed = self._placements(tensor, (tensor.name, name))
             if tensor.alias is not None and tensor.alias not in ruled and named:
                 # Tied: what is said of one name holds for the values.
-                _set(found, tensor.alias, placed)
+                _set(placements, tensor.alias, placed)
                 first = dotted(tensor.alias[len(tensor.part.root) :])
                 parameters[first] = (tensor, placed)
             if named:
                 ruled.add(tensor.path)
             if tensor.part.kind == "model":
                 parameters.setdefault(name, (tensor, placed))
-            _set(found, tensor.path, placed)
+            _set(placements, tensor.path, placed)
         for state, placed in self._of_states(parameters):
-            _set(found, state.path, placed)
+            _set(placements, state.path, placed)
         self._rules.check_used([*parameters] or [t.name for t in self._tensors])
-        self._note_frozen(found, ruled)
-        return found
+        self._note_frozen(placements, ruled)
+        return placements
 
-    def _note_frozen(self, found: dict[Path, Placements], ruled: set[Path]) -> None:
+    def _note_frozen(self, placements: dict[Path, Placements], ruled: set[Path]) -> None:
         """Where the source cuts nothing, nothing tells a frozen weight from a buffer, and a name proves nothing."""
         models = [t for t in self._tensors if t.part.kind == "model"]
         trained = any(t.part.kind == "optimizer" and t.shape for t in self._tensors)
@@ -249,7 +249,7 @@ class _Cutting:
             return
         left = [
             tensor for tensor in models
-            if tensor.path not in found and tensor.path not in ruled and tensor.alias is None and tensor.numel
+            if tensor.path not in placements and tensor.path not in ruled and tensor.alias is None and tensor.numel
             and len(tensor.shape) > 1 and tensor.dtype.kind == "float"
             and str(tensor.path[-1]).rpartition(".")[2] == "weight"
         ]  # fmt: skip
@@ -323,23 +323,23 @@ class _Ruling:
 
     def of(self, tensor: Tensor, names: Sequence[str]) -> tuple[bool, Placements | None]:
         """Whether a rule is about this tensor; and what it gets: None to stay whole."""
-        said: list[tuple[str, Placements | None]] = []
+        matches_of_rules: list[tuple[str, Placements | None]] = []
         for text, matches, placed in self._placements:
             if any(map(matches, names)):
                 self._used.add(text)
-                if not said:
-                    said.append((text, {**self._default, **placed}))
-        for text, matches, wanted in self._flags:
+                if not matches_of_rules:
+                    matches_of_rules.append((text, {**self._default, **placed}))
+        for text, matches, is_shard in self._flags:
             if any(map(matches, names)):
                 self._used.add(text)
-                said.append((text, self._default if wanted else None))
-        for text, other in said[1:]:
-            if (other is None) != (said[0][1] is None):
+                matches_of_rules.append((text, self._default if is_shard else None))
+        for text, other in matches_of_rules[1:]:
+            if (other is None) != (matches_of_rules[0][1] is None):
                 raise UsageError(
-                    f"tensor `{tensor.name}`: `{said[0][0]}` and `{text}` contradict each other",
+                    f"tensor `{tensor.name}`: `{matches_of_rules[0][0]}` and `{text}` contradict each other",
                     hint="write patterns that do not both match it", tensor=tensor.name,
                 )  # fmt: skip
-        return (True, said[0][1]) if said else (False, None)
+        return (True, matches_of_rules[0][1]) if matches_of_rules else (False, None)
 
     def check_used(self, names: Sequence[str]) -> None:
         """Raises UsageError for a rule that matched nothing: a misspelt one would change nothing, unseen."""
@@ -371,11 +371,11 @@ def _check_fits(tensor: Tensor, mesh: Mesh, placed: Placements) -> None:
         )  # fmt: skip
 
 
-def _set(found: dict[Path, Placements], path: Path, placed: Placements | None) -> None:
+def _set(placements: dict[Path, Placements], path: Path, placed: Placements | None) -> None:
     if placed is None:
-        found.pop(path, None)
+        placements.pop(path, None)
     else:
-        found[path] = placed
+        placements[path] = placed
 
 
 def _parameter_of(state: Tensor) -> str | None:

@@ -25,32 +25,32 @@ WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_c
 
 def start(source: Catalogue) -> Catalogue:
     """A catalogue with everything of the source, to be changed by the steps below. Pure."""
-    made = Catalogue(source.format, [], {}, dict(source.containers), dict(source.facts), [])
+    result = Catalogue(source.format, [], {}, dict(source.containers), dict(source.facts), [])
     aliases = find_aliases(source.tensors)
     for entry in source.entries.values():
-        made.add(again(entry, alias=aliases.get(entry.path)) if isinstance(entry, Tensor) else entry)
-    made.warnings += one_moment_for_two(source, aliases)
-    return made
+        result.add(again(entry, alias=aliases.get(entry.path)) if isinstance(entry, Tensor) else entry)
+    result.warnings += one_moment_for_two(source, aliases)
+    return result
 
 
 def again(tensor: Tensor, **changes: Any) -> Tensor:
     """A tensor that is changed, and knows its origin. Pure."""
     # `dataclasses.replace` takes as long again, and a large model has every tensor changed several times.
-    made = Tensor(
+    changed = Tensor(
         tensor.path, tensor.dtype, tensor.shape, tensor.chunks, tensor.part, tensor.embedded,
         tensor.origin or tensor, tensor.alias,
     )  # fmt: skip
     for name, value in changes.items():
-        setattr(made, name, value)
-    return made
+        setattr(changed, name, value)
+    return changed
 
 
 def rebuilt(catalogue: Catalogue, entries: Iterable[Entry], containers: dict[Path, Container]) -> Catalogue:
     """The same catalogue with other entries. Pure."""
-    made = Catalogue(catalogue.format, [], {}, containers, catalogue.facts, catalogue.warnings)
+    result = Catalogue(catalogue.format, [], {}, containers, catalogue.facts, catalogue.warnings)
     for entry in entries:
-        made.entries[entry.path] = entry
-    return made
+        result.entries[entry.path] = entry
+    return result
 
 
 def select(catalogue: Catalogue, keep: Callable[[Entry], bool]) -> Catalogue:
@@ -103,12 +103,12 @@ def _owners(catalogue: Catalogue) -> dict[Path, Path]:
 def matching(tensors: Sequence[str], exclude: Sequence[str]) -> Callable[[Entry], bool]:
     """For `select`: tensors that match one of `tensors` (all, when there is none; objects stay) and nothing that
     matches one of `exclude`."""
-    wanted, unwanted = any_of(tensors), any_of(exclude)
+    included, excluded = any_of(tensors), any_of(exclude)
 
     def keep(entry: Entry) -> bool:
-        if unwanted(entry.name):
+        if excluded(entry.name):
             return False
-        return not tensors or not isinstance(entry, Tensor) or wanted(entry.name)
+        return not tensors or not isinstance(entry, Tensor) or included(entry.name)
 
     return keep
 
@@ -141,23 +141,23 @@ def _new_parameters(catalogue: Catalogue, moved: dict[Path, Path]) -> dict[str, 
     """
     parameters: dict[str, str] = {}
     for root, entries in models(catalogue):
-        there = moved_root(root, moved)
+        new_root = moved_root(root, moved)
         for entry in entries:
             path = entry.path
             new = moved.get(path, path)
             # A rule may take some of the part away from under its root: those go by their full names.
-            depth = len(root) if new == path else len(there) if new[: len(there)] == there else 0
+            depth = len(root) if new == path else len(new_root) if new[: len(new_root)] == new_root else 0
             parameters.setdefault(entry.fqn, dotted(new[depth:]))
     return {name: new for name, new in parameters.items() if name != new}
 
 
 def models(catalogue: Catalogue) -> list[tuple[Path, list[Entry]]]:
     """Return the root of each model with its entries: the one called `model` first, averaged weights (EMA) last."""
-    found: dict[Path, list[Entry]] = defaultdict(list)
+    by_root: dict[Path, list[Entry]] = defaultdict(list)
     for entry in catalogue.entries.values():
         if entry.part.kind == "model" and not (isinstance(entry, Tensor) and entry.embedded):
-            found[entry.part.root].append(entry)
-    return [(root, found[root]) for root in sorted(found, key=model_rank)]
+            by_root[entry.part.root].append(entry)
+    return [(root, by_root[root]) for root in sorted(by_root, key=model_rank)]
 
 
 def model_rank(root: Path) -> int:
@@ -213,7 +213,7 @@ def move(catalogue: Catalogue, moved: dict[Path, Path]) -> Catalogue:
     """
     owners = _owners(catalogue)
     moved = moved | {path: moved.get(owner, owner) + path[len(owner) :] for path, owner in owners.items()}
-    made = Catalogue(catalogue.format, [], {}, {}, catalogue.facts, catalogue.warnings)
+    result = Catalogue(catalogue.format, [], {}, {}, catalogue.facts, catalogue.warnings)
     taken: dict[Path, Path] = {}
     names: dict[str, Path] = {}
     roots: dict[Path, Path] = {}
@@ -232,18 +232,18 @@ def move(catalogue: Catalogue, moved: dict[Path, Path]) -> Catalogue:
         root = entry.part.root
         if root not in roots:
             roots[root] = moved_root(root, moved)
-        made.entries[new] = _moved_entry(entry, new, Part(entry.part.kind, roots[root]), moved, linking)
-    _check_leaves(made, taken)
+        result.entries[new] = _moved_entry(entry, new, Part(entry.part.kind, roots[root]), moved, linking)
+    _check_leaves(result, taken)
     for path, container in catalogue.containers.items():
-        made.containers[moved_root(path, moved)] = container
-    return made
+        result.containers[moved_root(path, moved)] = container
+    return result
 
 
-def _check_leaves(made: Catalogue, taken: dict[Path, Path]) -> None:
-    for path, entry in made.entries.items():
+def _check_leaves(moved: Catalogue, taken: dict[Path, Path]) -> None:
+    for path, entry in moved.entries.items():
         if isinstance(entry, Tensor) and entry.embedded:
             continue
-        above = next((path[:depth] for depth in range(len(path)) if path[:depth] in made.entries), None)
+        above = next((path[:depth] for depth in range(len(path)) if path[:depth] in moved.entries), None)
         if above is not None:
             raise UsageError(
                 f"`{dotted(taken[above])}` would be called `{dotted(above)}`, but `{dotted(taken[path])}` needs a dict "
@@ -278,22 +278,22 @@ def relinked(value: Any, moved: Mapping[Path, Path]) -> Any:
     if isinstance(value, Link):
         return Link(moved.get(value.path, value.path), value.storage)
     if isinstance(value, dict):
-        made = type(value)((k, relinked(v, moved)) for k, v in value.items())
+        result = type(value)((k, relinked(v, moved)) for k, v in value.items())
         if getattr(value, "__dict__", None):
-            vars(made).update(vars(value))
-        return made
+            vars(result).update(vars(value))
+        return result
     if isinstance(value, (list, set, frozenset)):
         return type(value)(relinked(v, moved) for v in value)
     if type(value) is tuple:
         return tuple(relinked(v, moved) for v in value)
     if isinstance(value, Stub):
-        again = object.__new__(type(value))
-        again.how, again.kwargs = value.how, relinked(value.kwargs, moved)
-        again.target = relinked(value.target, moved)
-        again.args, again.state = relinked(value.args, moved), relinked(value.state, moved)
-        again.values = relinked(value.values, moved)
-        again.pairs = [(k, relinked(v, moved)) for k, v in value.pairs]
-        return again
+        stub = object.__new__(type(value))
+        stub.how, stub.kwargs = value.how, relinked(value.kwargs, moved)
+        stub.target = relinked(value.target, moved)
+        stub.args, stub.state = relinked(value.args, moved), relinked(value.state, moved)
+        stub.values = relinked(value.values, moved)
+        stub.pairs = [(k, relinked(v, moved)) for k, v in value.pairs]
+        return stub
     return value
 
 
@@ -320,11 +320,11 @@ def without_root(catalogue: Catalogue, part: Part) -> Catalogue:
         return catalogue
     depth = len(part.root)
     moved = {path: path[depth:] for path in catalogue.entries if path[:depth] == part.root}
-    made = move(catalogue, moved)
-    made.containers = {p[depth:]: c for p, c in catalogue.containers.items() if p[:depth] == part.root}
-    for entry in made.entries.values():
+    result = move(catalogue, moved)
+    result.containers = {p[depth:]: c for p, c in catalogue.containers.items() if p[:depth] == part.root}
+    for entry in result.entries.values():
         entry.part = Part(part.kind, ())
-    return made
+    return result
 
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")

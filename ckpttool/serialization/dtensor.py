@@ -73,16 +73,16 @@ def mentions(data: bytes) -> bool:
     )
 
 
-def replace(tree: Any, found: list[Shard] | None = None) -> Any:
+def replace(tree: Any, shards: list[Shard] | None = None) -> Any:
     """`tree` with a `Shard` in place of each stub of a sharded tensor; dicts, lists and stubs are changed in place.
     `found` gets every one. Raises CorruptError or ReadError for one that is not what torch writes.
     """
-    return _Replacing(found if found is not None else []).replace(tree, ())
+    return _Replacing(shards if shards is not None else []).replace(tree, ())
 
 
 class _Replacing:
-    def __init__(self, found: list[Shard]) -> None:
-        self._found = found
+    def __init__(self, shards: list[Shard]) -> None:
+        self._shards = shards
         self._done: dict[int, Any] = {}
         self._known = _Known({}, {})
 
@@ -96,13 +96,13 @@ class _Replacing:
         if isinstance(value, tuple):
             items = [self.replace(v, (*path, i)) for i, v in enumerate(value)]
             same = all(new is old for new, old in zip(items, value, strict=True))
-            made: Any = value if same else tuple(items)
-            self._done[id(value)] = made
-            return made
+            result: Any = value if same else tuple(items)
+            self._done[id(value)] = result
+            return result
         if isinstance(value, Stub) and (call := _wrapper(value)) is not None:
-            made = self._done[id(value)] = self._named(call, path)
-            self._found.append(made)
-            return made
+            result = self._done[id(value)] = self._named(call, path)
+            self._shards.append(result)
+            return result
         self._done[id(value)] = value
         if isinstance(value, dict):
             for key, child in value.items():
@@ -167,13 +167,13 @@ def _ints(value: Any, what: str) -> Ints:
 
 def _state(value: Any) -> dict[str, Any]:
     """The attributes of an object: its state is a dict, or with `__slots__` a pair of two."""
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     states = value.state if isinstance(value, Stub) else ()
     for state in states:
         for part in state if isinstance(state, tuple) else (state,):
             if isinstance(part, dict):
-                found |= part
-    return found
+                attributes |= part
+    return attributes
 
 
 def _local(value: Any, what: str) -> TensorRef:
@@ -208,8 +208,8 @@ def _sharded_tensor(call: _Call) -> Shard:
     dtype = pieces[0].ref.dtype if pieces else call.dtype
     if dtype is None:
         raise CorruptError("a ShardedTensor without a dtype")
-    told = _state(group)
-    rank, world = told.get("global_rank"), told.get("global_world_size")
+    process_group = _state(group)
+    rank, world = process_group.get("global_rank"), process_group.get("global_world_size")
     if type(rank) is not int or type(world) is not int or not 0 <= rank < world or world > _MOST_RANKS:
         raise CorruptError(f"its process group says rank {rank!r} of {world!r}")
     return Shard("ShardedTensor", dtype, shape, tuple(pieces), rank, world, ranks=_all_ranks(world))

@@ -71,8 +71,8 @@ def _runs_by_order(
         if factor != placements[i].factor:
             return _runs_by_factor(size, dim, place, placements, order)
         cuts.insert(at, i)
-    if order and sorted(told := order.get(dim, ())) == sorted(cuts):
-        cuts = list(told)
+    if order and sorted(mesh_dims := order.get(dim, ())) == sorted(cuts):
+        cuts = list(mesh_dims)
     runs = [(0, size)]
     for i in cuts:
         runs = _chunk(runs, place.mesh[i], place.coordinate[i])
@@ -96,20 +96,20 @@ def _chunk(runs: Runs, parts: int, index: int) -> Runs:
     total = sum(length for _, length in runs)
     step = -(-total // parts)
     low, high = min(index * step, total), min((index + 1) * step, total)
-    made, at = [], 0
+    chunks, at = [], 0
     for start, length in runs:
         first, last = max(low - at, 0), min(high - at, length)
         if first < last:
-            made.append((start + first, last - first))
+            chunks.append((start + first, last - first))
         at += length
-    return made
+    return chunks
 
 
 def _joined(runs: Runs) -> Runs:
-    made: Runs = []
+    joined: Runs = []
     for start, length in runs:
-        if made and sum(made[-1]) == start:
-            made[-1] = made[-1][0], made[-1][1] + length
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = joined[-1][0], joined[-1][1] + length
         else:
-            made.append((start, length))
-    return made
+            joined.append((start, length))
+    return joined

@@ -46,11 +46,11 @@ def is_heavy(data: bytes, end: int) -> bool:
 
 def check_objects(code: bytes, size: int) -> None:
     """Raises CorruptError when the opcodes of a pickle of `size` bytes make more than those of a writer would."""
-    found = _objects(code, len(code))
-    if found > MAX_OBJECTS + size // BYTES_PER_OBJECT:
+    count = _objects(code, len(code))
+    if count > MAX_OBJECTS + size // BYTES_PER_OBJECT:
         raise CorruptError(
-            f"it makes up to {found} lists, dicts and other containers in {size} bytes",
-            found=found, expected=MAX_OBJECTS + size // BYTES_PER_OBJECT,
+            f"it makes up to {count} lists, dicts and other containers in {size} bytes",
+            found=count, expected=MAX_OBJECTS + size // BYTES_PER_OBJECT,
         )  # fmt: skip
 
 
@@ -98,33 +98,33 @@ def shares_tuples(pieces: list[bytearray], rows: list[int]) -> bool:
         # The search is to end at the end; else it would begin anew between opcodes.
         mentions.update(one or four for one, four in _get(piece + b"h\0"))
         mentions[b"\0"] -= 1
-    wanted: dict[int, int] = {}
-    for spelt, count in mentions.items():
-        index = int.from_bytes(spelt, "little")
-        wanted[index] = wanted.get(index, 0) + count
-    if sum(wanted.values()) < _FEW:
+    mentioned: dict[int, int] = {}
+    for argument, count in mentions.items():
+        index = int.from_bytes(argument, "little")
+        mentioned[index] = mentioned.get(index, 0) + count
+    if sum(mentioned.values()) < _FEW:
         return False
     puts = [put for piece in pieces for put in _put(piece + b"q\0")[:-1]]
     if not puts:
-        return _tuples_mentioned(pieces, rows, wanted) >= _FEW
+        return _tuples_mentioned(pieces, rows, mentioned) >= _FEW
     if any(rows) or any(b"\x94" in piece and any(map(itemgetter(1), _memoized(piece))) for piece in pieces):
         return True  # no writer numbers in both ways
     tuples = {int.from_bytes(one or four, "little") for before, one, four in puts if before[:1] in _TUPLE_ON_TOP}
-    return sum(wanted.get(index, 0) for index in tuples) >= _FEW
+    return sum(mentioned.get(index, 0) for index in tuples) >= _FEW
 
 
 def _memoized(piece: bytearray) -> list[tuple[bytes, bytes]]:
     """For each row of MEMOIZE, the opcode before, or nothing at the beginning; and the row itself."""
-    found: list[tuple[bytes, bytes]] = _memoize(piece + b"\x94")
-    before, row = found[-1]
-    found[-1] = before, row[1:]
-    return found
+    rows: list[tuple[bytes, bytes]] = _memoize(piece + b"\x94")
+    before, row = rows[-1]
+    rows[-1] = before, row[1:]
+    return rows
 
 
-def _tuples_mentioned(pieces: list[bytearray], rows: list[int], wanted: dict[int, int]) -> int:
+def _tuples_mentioned(pieces: list[bytearray], rows: list[int], mentioned: dict[int, int]) -> int:
     """How often those are mentioned that MEMOIZE numbers and that may be tuples."""
-    found = number = 0
-    indexes = sorted(wanted)
+    count = number = 0
+    indexes = sorted(mentioned)
     for piece, left_out in zip(pieces, rows, strict=True):
         memoized = _memoized(piece)
         # How many are numbered at the end of each row.
@@ -132,9 +132,9 @@ def _tuples_mentioned(pieces: list[bytearray], rows: list[int], wanted: dict[int
         for index in indexes[bisect_left(indexes, number) : bisect_left(indexes, ends[-1])]:
             before, _ = memoized[bisect_right(ends, index) - 1]
             if before[:1] in _TUPLE_ON_TOP:
-                found += wanted[index]
+                count += mentioned[index]
         number = ends[-1] + left_out
-    return found
+    return count
 
 
 # The machine in numbers: a tuple is what its hash costs, everything else is 1 -----------------------------------------

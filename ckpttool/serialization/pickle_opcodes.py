@@ -97,10 +97,10 @@ def find_end(read: Callable[[int, int], bytes], size: int) -> int | None:
                 matched = run(data, whole)
                 assert matched is not None
                 whole = matched.end()
-                found = data[whole]
-                if found == _STOP:
+                code = data[whole]
+                if code == _STOP:
                     return at + whole + 1
-                whole = _after(data, whole, found, size, size)
+                whole = _after(data, whole, code, size, size)
         except (IndexError, struct.error, ValueError):
             pass
         if whole == 0 and len(data) < window:
@@ -184,11 +184,11 @@ def _walk(data: bytes, start: int, limit: int, code: _Code | None) -> int | None
             matched = run(data, at)
             assert matched is not None
             begin, at = at, matched.end()
-            found = data[at]
-            after = at + 1 if found == _STOP else _after(data, at, found, limit, memo)
+            opcode = data[at]
+            after = at + 1 if opcode == _STOP else _after(data, at, opcode, limit, memo)
             # The reader of a large DCP index leaves thousands of MEMOIZE behind a name (0.2 s -> 0.0 s).
             at = _row(data, after).end() if code is None else code.add(data, begin, at, after)  # type: ignore[union-attr]
-            if found == _STOP:
+            if opcode == _STOP:
                 return after
     except (IndexError, struct.error, ValueError):
         return None
@@ -210,11 +210,11 @@ def _after(data: bytes, at: int, code: int, limit: int, memo: int) -> int:
         if code == _BINPUT:
             _check_memo(struct.unpack_from("<I", data, at + 1)[0], memo)
         return at + 1 + n
-    spelt = _LENGTHS[n]
-    length = struct.unpack_from(spelt, data, at + 1)[0]
+    length_format = _LENGTHS[n]
+    length = struct.unpack_from(length_format, data, at + 1)[0]
     if not 0 <= length <= limit:
         raise CorruptError(f"a value of {length} bytes at byte {at}, in a pickle of at most {limit}")
-    return at + 1 + struct.calcsize(spelt) + int(length)
+    return at + 1 + struct.calcsize(length_format) + int(length)
 
 
 def _check_memo(index: int | bytes, limit: int) -> None:

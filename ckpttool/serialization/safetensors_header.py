@@ -90,9 +90,9 @@ def read_header(read: Read, base: int, length: int, *, name: str, exact: bool = 
     metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CorruptError(f"{name}: `{METADATA}` in the header is not an object of strings")
-    found = {tensor: _entry(tensor, info, payload, name) for tensor, info in table.items()}
+    tensors = {tensor: _entry(tensor, info, payload, name) for tensor, info in table.items()}
     # Writers need not list tensors in the order of their bytes.
-    tensors = dict(sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)))
+    tensors = dict(sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)))
     end = _check_tiling(tensors, payload, name)
     limit = base + length
     if end > limit:
@@ -157,10 +157,10 @@ def _entry(tensor: str, info: Any, payload: int, name: str) -> Entry:
     for key in ("dtype", "shape", "data_offsets"):
         if key not in info:
             raise CorruptError(f"{where}: has no `{key}` in the header", tensor=tensor, expected=key)
-    spelt, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
-    dtype = BY_SAFETENSORS.get(spelt) if isinstance(spelt, str) else None
+    dtype_name, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
+    dtype = BY_SAFETENSORS.get(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None:
-        raise CorruptError(f"{where}: unknown dtype `{spelt!s:.80}`", tensor=tensor, found=spelt)
+        raise CorruptError(f"{where}: unknown dtype `{dtype_name!s:.80}`", tensor=tensor, found=dtype_name)
     if not _is_ints(shape):
         raise CorruptError(f"{where}: its shape {shape!r:.80} is not a list of sizes", tensor=tensor, found=shape)
     if not _is_ints(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
@@ -256,9 +256,9 @@ def build_header(tensors: Iterable[Spec], metadata: Mapping[str, str] | None = N
         text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError as error:
         # Names are UTF-8, or `why_not` says so. JSON can spell half a character, and safetensors does not read it back.
-        said = ascii(error.object[max(error.start - 20, 0) : error.end + 20])
+        excerpt = ascii(error.object[max(error.start - 20, 0) : error.end + 20])
         raise LossError(
-            f"`{METADATA}` has {said}, which is not UTF-8",
+            f"`{METADATA}` has {excerpt}, which is not UTF-8",
             hint="torch and DCP keep no such metadata: convert to one of them",
         ) from None
     text += b" " * (-len(text) % 8)

@@ -18,11 +18,11 @@ class _Repeated(ValueError):
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    result = dict(pairs)
+    if len(result) != len(pairs):
         ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise _Repeated(name)
-    return made
+    return result
 
 
 def _no_constant(text: str) -> Any:
@@ -39,10 +39,10 @@ _WINDOW = 1 << 16
 def check_values(text: bytes, what: str) -> None:
     """Raises CorruptError when JSON could hold far more values than one of its size does that somebody wrote."""
     most = MAX_VALUES + len(text) // BYTES_PER_VALUE
-    if len(text) > MAX_VALUES and (found := sum(map(text.count, (b",", b"[", b"{")))) > most:
+    if len(text) > MAX_VALUES and (count := sum(map(text.count, (b",", b"[", b"{")))) > most:
         raise CorruptError(
-            f"{what} has up to {found} values, more than the {most} that JSON of {len(text)} bytes may have",
-            found=found, expected=most,
+            f"{what} has up to {count} values, more than the {most} that JSON of {len(text)} bytes may have",
+            found=count, expected=most,
         )  # fmt: skip
 
 

@@ -85,14 +85,14 @@ class Exported:
             items = [(name, folder + meta["path_name"], meta) for name, meta in config.items()]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptError(f"{self._archive.name}: `{record}` is not a table of tensors: {error!r}") from None
-        made = {}
+        tensors = {}
         for name, path, meta in items:
             ref = self._load(path) if meta.get("use_pickle") else self._described(name, path, meta.get("tensor_meta"))
             if isinstance(ref, TensorRef):
-                made[name] = ref
+                tensors[name] = ref
             else:
                 self.left_out.append(name)
-        return made
+        return tensors
 
     def _load(self, record: str) -> Any:
         """What a record that is itself a torch.save archive holds: a tensor, or a dict of them."""

@@ -148,11 +148,11 @@ def open_stream(read: Read, size: int, *, name: str) -> Stream:
     refs: dict[str, StorageRef] = {}
 
     def persistent(pid: Any) -> Any:
-        made = torchpickle.persistent_load(pid)
-        if isinstance(made, StorageRef):
+        value = torchpickle.persistent_load(pid)
+        if isinstance(value, StorageRef):
             # A storage that was first seen untyped counts bytes; each mention counts by its own class.
-            refs.setdefault(made.key, made)
-        return made
+            refs.setdefault(value.key, value)
+        return value
 
     stream = Stream(name, "legacy", cursor.pickle("tree", persistent))
     keys = cursor.pickle("storage keys")
@@ -190,10 +190,10 @@ def open_tar(read: Read, path: Location, *, name: str) -> Stream:
     def persistent(pid: Any) -> Any:
         if isinstance(pid, tuple):
             return pid[0] if pid else None
-        made = tensors.get(str(pid)) or storages.get(str(pid))
-        if made is None:
+        value = tensors.get(str(pid)) or storages.get(str(pid))
+        if value is None:
             raise CorruptError(f"the tree names tensor `{pid}`, which is not there")
-        return made
+        return value
 
     stream.tree = _Cursor(read, *members["pickle"], name).pickle("tree", persistent)
     return stream

@@ -75,21 +75,21 @@ def _replace(value: Any, dropped: Dropped, done: dict[int, Any], depth: int) -> 
     if id(value) not in done:
         done[id(value)] = value  # a container inside itself stays as it is
         items = value.items() if isinstance(value, dict) else enumerate(value)
-        new = {k: made for k, v in items if (made := _replace(v, dropped, done, depth + 1)) is not v}
+        new = {k: replacement for k, v in items if (replacement := _replace(v, dropped, done, depth + 1)) is not v}
         if new:
             copy = value.copy()
-            for key, made in new.items():
-                copy[key] = made
+            for key, replacement in new.items():
+                copy[key] = replacement
             done[id(value)] = copy
     return done[id(value)]
 
 
 def state_dict(module: Stub, dropped: Dropped) -> OrderedDict[str, Any]:
     """The state dict of a module, in the order of `nn.Module.state_dict`."""
-    made: OrderedDict[str, Any] = OrderedDict()
+    result: OrderedDict[str, Any] = OrderedDict()
     dropped.modules.append(stub_name(module) or "")
-    _collect(module, "", made, dropped, 0)
-    return made
+    _collect(module, "", result, dropped, 0)
+    return result
 
 
 # Every module has these; nobody misses them.
@@ -98,7 +98,7 @@ _USUAL = {
 }  # fmt: skip
 
 
-def _collect(module: Any, prefix: str, made: OrderedDict[str, Any], dropped: Dropped, depth: int) -> None:
+def _collect(module: Any, prefix: str, result: OrderedDict[str, Any], dropped: Dropped, depth: int) -> None:
     if depth > _MAX_DEPTH:
         raise CorruptError(f"the module `{prefix[:80]}` is nested more than {_MAX_DEPTH} deep")
     state = _state(module) or {}
@@ -111,29 +111,29 @@ def _collect(module: Any, prefix: str, made: OrderedDict[str, Any], dropped: Dro
             if own == "_buffers" and name in passing:
                 dropped.buffers.append(f"{prefix}{name}")
             else:
-                made[f"{prefix}{name}"] = value
+                result[f"{prefix}{name}"] = value
     dropped.attributes.update(
         str(k) for k, v in state.items() if k not in _USUAL and v is not None and not (isinstance(v, dict) and not v)
     )
     for name, child in state.get("_modules", {}).items():
         if is_module(child):
-            _collect(child, f"{prefix}{name}.", made, dropped, depth + 1)
+            _collect(child, f"{prefix}{name}.", result, dropped, depth + 1)
         elif child is not None:
-            made[f"{prefix}{name}"] = child
+            result[f"{prefix}{name}"] = child
 
 
 def script_tensors(root: Any, dropped: Dropped) -> OrderedDict[str, Any]:
     """Every tensor of a TorchScript object, under the dotted path of its attribute."""
-    made: OrderedDict[str, Any] = OrderedDict()
-    _collect_script(root, "", made, dropped, 0)
-    return made
+    result: OrderedDict[str, Any] = OrderedDict()
+    _collect_script(root, "", result, dropped, 0)
+    return result
 
 
-def _collect_script(value: Any, prefix: str, made: OrderedDict[str, Any], dropped: Dropped, depth: int) -> None:
+def _collect_script(value: Any, prefix: str, result: OrderedDict[str, Any], dropped: Dropped, depth: int) -> None:
     if depth > _MAX_DEPTH:
         raise CorruptError(f"the script's object `{prefix[:80]}` is nested more than {_MAX_DEPTH} deep")
     if isinstance(value, (TensorRef, StorageRef)):
-        made[prefix] = value
+        result[prefix] = value
         return
     items: Any = ()
     if isinstance(value, Stub) and (stub_name(value) or "").startswith("torch.jit._pickle.") and value.args:
@@ -149,4 +149,4 @@ def _collect_script(value: Any, prefix: str, made: OrderedDict[str, Any], droppe
     elif value is not None and (name := prefix.rpartition(".")[2]) not in _USUAL:
         dropped.attributes.add(name)
     for key, child in items:
-        _collect_script(child, f"{prefix}.{key}" if prefix else str(key), made, dropped, depth + 1)
+        _collect_script(child, f"{prefix}.{key}" if prefix else str(key), result, dropped, depth + 1)

@@ -108,8 +108,8 @@ def _tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) ->
 
 def rebuild(storage: StorageRef, offset: int, shape: Ints, strides: Ints) -> TensorRef:
     """A tensor over a typed storage. Raises CorruptError when the storage is too small for it."""
-    made: TensorRef = _tensor_v2(storage, offset, shape, strides)
-    return made
+    ref: TensorRef = _tensor_v2(storage, offset, shape, strides)
+    return ref
 
 
 def _parameter(data: Any, *rest: Any) -> Any:
@@ -147,10 +147,10 @@ _REBUILT = stub_type("torch._tensor", "_rebuild_from_type_v2")
 
 def _from_type_v2(function: Any, kind: Any, args: Any, state: Any) -> Any:
     if isinstance(function, Known) and function.module == "torch._utils" and isinstance(args, tuple):
-        made = _with_attributes(function(*args), state)
+        tensor = _with_attributes(function(*args), state)
         name = stub_name(kind)
-        if isinstance(made, TensorRef):
-            return made if name in _PLAIN else replace(made, wrapper=name)
+        if isinstance(tensor, TensorRef):
+            return tensor if name in _PLAIN else replace(tensor, wrapper=name)
     return _REBUILT(function, kind, args, state)
 
 

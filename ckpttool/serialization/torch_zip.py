@@ -61,13 +61,13 @@ class Archive:
 
     def payload(self, record: str) -> Record:
         """Where the bytes of a record lie, once its local header has been read."""
-        found = self._payloads.get(record)
-        if found is None:
+        location = self._payloads.get(record)
+        if location is None:
             listed = self.records.get(record)
             if listed is None:
                 raise CorruptError(f"{self.name}: has no record `{record}`", hint="the file is incomplete")
-            found = self._payloads[record] = _locate(self, record, listed)
-        return found
+            location = self._payloads[record] = _locate(self, record, listed)
+        return location
 
     @property
     def located(self) -> Collection[str]:
@@ -78,11 +78,11 @@ class Archive:
         """The bytes of a small record. Raises CorruptError when they are not those that the writer made the CRC of."""
         at = self.payload(record)
         data = self.read(at.offset, at.nbytes)
-        if at.crc and (found := crc32(data)) != at.crc:
+        if at.crc and (actual := crc32(data)) != at.crc:
             raise CorruptError(
-                f"{self.name}: record `{record}` has CRC {found:08x}, but the writer left {at.crc:08x}",
+                f"{self.name}: record `{record}` has CRC {actual:08x}, but the writer left {at.crc:08x}",
                 hint="its bytes changed after they were written; take another copy of the checkpoint",
-                found=f"{found:08x}", expected=f"{at.crc:08x}",
+                found=f"{actual:08x}", expected=f"{at.crc:08x}",
             )  # fmt: skip
         return data
 
@@ -138,7 +138,7 @@ def open_archive(read: Read, base: int, length: int, *, name: str, file: int = 0
     _, disk, _, _, count, size, at, comment = END.unpack_from(tail, end)
     if disk or comment or end + END.size != len(tail):
         raise _not_an_archive(name, "bytes after the end record")
-    said, behind = (count, size, at), tail_at + end
+    expected, behind = (count, size, at), tail_at + end
     if end >= LOCATOR64.size and tail[end - LOCATOR64.size : end - LOCATOR64.size + 4] == b"PK\6\7":
         at64 = LOCATOR64.unpack_from(tail, end - LOCATOR64.size)[2]
         if at64 + END64.size > length:
@@ -148,7 +148,7 @@ def open_archive(read: Read, base: int, length: int, *, name: str, file: int = 0
             raise _not_an_archive(name, "no zip64 end record")
         count, size, at = END64.unpack_from(data)[7:]
         full = (0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF)
-        if any(short not in (wide, most) for short, wide, most in zip(said, (count, size, at), full, strict=True)):
+        if any(short not in (wide, most) for short, wide, most in zip(expected, (count, size, at), full, strict=True)):
             raise _not_an_archive(name, "its two end records differ")
         behind = at64
     if at + size > length or count * CENTRAL.size > size:
@@ -182,8 +182,8 @@ def _read_directory(
         if signature != b"PK\1\2":
             raise _not_an_archive(name, "its directory is damaged")
         at += CENTRAL.size
-        spelt = directory[at : at + name_len]
-        record = spelt.decode("utf-8", "replace")
+        name_bytes = directory[at : at + name_len]
+        record = name_bytes.decode("utf-8", "replace")
         extra = directory[at + name_len : at + name_len + extra_len]
         at += name_len + extra_len + comment_len
         if 0xFFFFFFFF in (packed, nbytes, offset):

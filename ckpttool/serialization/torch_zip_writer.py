@@ -71,7 +71,7 @@ class _Directory:
     def patches(self, crc_of: Callable[[Record], int]) -> list[tuple[int, bytes]]:
         base, columns, known = self._base, self._columns, self._known
         crcs: list[int] = []
-        made: list[tuple[int, bytes]] = []
+        patches: list[tuple[int, bytes]] = []
         for i, (header, at, nbytes) in enumerate(
             zip(columns.headers, columns.payloads, columns.nbytes, strict=True)
         ):  # fmt: skip
@@ -80,9 +80,9 @@ class _Directory:
                 crc = crc_of(Record(self._file, base + at, nbytes)) if nbytes else 0
             crcs.append(crc)
             if nbytes:
-                made.append((base + at + nbytes, _descriptor(crc, nbytes, header)))
-        made.append((base + columns.end, self._bytes(crcs)))
-        return made
+                patches.append((base + at + nbytes, _descriptor(crc, nbytes, header)))
+        patches.append((base + columns.end, self._bytes(crcs)))
+        return patches
 
     def _bytes(self, crcs: Sequence[int]) -> bytes:
         out = bytearray()
@@ -172,28 +172,28 @@ def lay_out(
 @lru_cache(maxsize=4)
 def _arranged(root: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> _Columns:
     headers, payloads, ends = array("q"), array("q"), array("q")
-    spelt = [f"{root}/{name}".encode() for name in names]
+    full_names = [f"{root}/{name}".encode() for name in names]
     heads = bytearray()
     at = 0
-    for name, nbytes in zip(spelt, sizes, strict=True):
+    for name, nbytes in zip(full_names, sizes, strict=True):
         header, payload = _local_header(name, at, nbytes)
         heads += header
         headers.append(at)
         payloads.append(payload)
         ends.append(len(heads))
         at = payload + nbytes + (len(_descriptor(0, nbytes, at)) if nbytes else 0)
-    return _Columns(b"\n".join(spelt), headers, payloads, array("q", sizes), bytes(heads), ends, at)
+    return _Columns(b"\n".join(full_names), headers, payloads, array("q", sizes), bytes(heads), ends, at)
 
 
 def losses(objects: Iterable[Object]) -> list[Loss]:
     """Values that pickle has no words for; a link is written as the tensor that it refers to."""
-    found = []
+    result = []
     for entry in objects:
         try:
             picklewriter.dump(entry.value, leaf=lambda writer, value: isinstance(value, Link))
         except LossError as error:
-            found.append(Loss(entry.name, error.message))
-    return found
+            result.append(Loss(entry.name, error.message))
+    return result
 
 
 def _serialization_id(data: bytes) -> bytes:

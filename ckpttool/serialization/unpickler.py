@@ -221,17 +221,17 @@ def _loaded(count: int, unpickler: _Unpickler) -> Any:
     """What the machine makes of a pickle of at most `count` tuples: if they are many, on a stack that all fit on."""
     if count < _FEW_TUPLES:
         return unpickler.load()
-    made: list[Any] = []
-    failed: list[BaseException] = []
+    results: list[Any] = []
+    errors: list[BaseException] = []
     context = copy_context()
 
     def load() -> None:
         try:
-            made.append(context.run(unpickler.load))
-            check_depths(made[0])
+            results.append(context.run(unpickler.load))
+            check_depths(results[0])
         # Whatever it is, the thread that waits raises it.
         except BaseException as error:
-            failed.append(error)
+            errors.append(error)
 
     with _stack_size:
         before = threading.stack_size((16 << 20) + (count * _LEVEL >> 12 << 12))
@@ -243,6 +243,6 @@ def _loaded(count: int, unpickler: _Unpickler) -> Any:
         finally:
             threading.stack_size(before)
     thread.join()
-    if failed:
-        raise failed[0]
-    return made[0]
+    if errors:
+        raise errors[0]
+    return results[0]

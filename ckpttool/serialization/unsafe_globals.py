@@ -37,12 +37,12 @@ def is_harmful(module: str, name: str) -> bool:
 
 def harmful_names(value: Any) -> set[str]:
     """The names in this tree that `is_harmful` knows."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in walk(value):
         kind = node if isinstance(node, StubType) else type(node) if isinstance(node, Stub) else None
         if kind is not None and is_harmful(kind.module, kind.name):
-            found.add(kind.full_name)
-    return found
+            names.add(kind.full_name)
+    return names
 
 
 noted: ContextVar[set[str] | None] = ContextVar("noted", default=None)

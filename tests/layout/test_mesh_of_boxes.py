@@ -62,7 +62,7 @@ def test_boxes_of_no_mesh() -> None:
     laid.tensor(("model", "w0")).chunks = Chunks.placed([(((0, 0), (4, 5)), 0), (((4, 0), (2, 5)), 1)])
     assert find_sharding(laid, None, 2) == "no mesh of 2 ranks has the chunks of that layout"
     said = find_sharding(laid, parse_mesh("shard=2"), 2)
-    assert said == "FSDP2 does not cut tensor `model.w0` as it is laid out"
+    assert said == "FSDP2 does not shard tensor `model.w0` as planned"
 
 
 def test_columns_are_cut_evenly_by_fsdp() -> None:

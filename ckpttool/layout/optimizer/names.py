@@ -45,19 +45,19 @@ _OTHER_MODEL = (
 )
 
 
-def name_ids(found: Sequence[Optimizer], source: Catalogue) -> list[dict[int, str]]:
+def name_ids(optimizers: Sequence[Optimizer], source: Catalogue) -> list[dict[int, str]]:
     """For each of these optimizers, all spelt by ids, the name of each id; `source` has the model.
 
     Raises UsageError when the model does not say which parameter is which, CorruptError when it cannot be the model.
     """
-    names: list[dict[int, str]] = [{} for _ in found]
-    unnamed = [(i, group) for i, optimizer in enumerate(found) for group in optimizer.groups if group.params]
+    names: list[dict[int, str]] = [{} for _ in optimizers]
+    unnamed = [(i, group) for i, optimizer in enumerate(optimizers) for group in optimizer.groups if group.params]
     if not unnamed:
         return names
     if all(_own_names(group) is not None for _, group in unnamed) and not layout.models(source):
         for i, group in unnamed:
             names[i] |= dict(zip(group.params, _own_names(group) or (), strict=True))
-        return _distinct(found, names)
+        return _distinct(optimizers, names)
     model = _parameters(source)
     known = _names(source)
     left: list[tuple[int, Group]] = []
@@ -72,13 +72,13 @@ def name_ids(found: Sequence[Optimizer], source: Catalogue) -> list[dict[int, st
         for done in names:
             for name in done.values():
                 model.pop(name, None)
-        _check_ordered(source, found[left[0][0]], model)
+        _check_ordered(source, optimizers[left[0][0]], model)
         for (i, group), places in zip(
-            left, _places(left, found, model, "parameter order" in source.facts), strict=True
+            left, _places(left, optimizers, model, "parameter order" in source.facts), strict=True
         ):
             order = list(model)
             names[i] |= {key: order[place] for key, place in zip(group.params, places, strict=True)}
-    return _distinct(found, names)
+    return _distinct(optimizers, names)
 
 
 def _own_names(group: Group) -> list[str] | None:
@@ -87,8 +87,8 @@ def _own_names(group: Group) -> list[str] | None:
     return value if fits else None
 
 
-def _distinct(found: Sequence[Optimizer], names: list[dict[int, str]]) -> list[dict[int, str]]:
-    for optimizer, named in zip(found, names, strict=True):
+def _distinct(optimizers: Sequence[Optimizer], names: list[dict[int, str]]) -> list[dict[int, str]]:
+    for optimizer, named in zip(optimizers, names, strict=True):
         twice = [name for name, count in Counter(named.values()).items() if count > 1]
         if twice:
             raise CorruptError(f"`{optimizer.name}` has two parameters called `{twice[0]}`", found=twice[0])
@@ -108,21 +108,21 @@ def _parameters(source: Catalogue) -> dict[str, Ints]:
     tensors = _model(source)
     names = {tensor.fqn for tensor in tensors}
     aliases = find_aliases(t.origin or t for t in tensors)
-    made: dict[str, Ints] = {}
+    parameters: dict[str, Ints] = {}
     for tensor in tensors:
         name = tensor.fqn
         tied = tensor.alias is not None or (tensor.origin or tensor).path in aliases
         if not tied and tensor.dtype.kind in ("float", "complex") and not is_statistic(name, names):
-            made[name] = tensor.shape
+            parameters[name] = tensor.shape
     # What `--shapes` does not list is a buffer.
     order = source.facts.get("parameter order")
-    return made if order is None else {name: made[name] for name in order if name in made}
+    return parameters if order is None else {name: parameters[name] for name in order if name in parameters}
 
 
 def is_statistic(name: str, names: set[str]) -> bool:
     """Whether this is one of the two buffers of a normalisation layer, which always come together."""
-    found = _STATISTICS.fullmatch(name)
-    return found is not None and {f"{found[1] or ''}running_mean", f"{found[1] or ''}running_var"} <= names
+    match = _STATISTICS.fullmatch(name)
+    return match is not None and {f"{match[1] or ''}running_mean", f"{match[1] or ''}running_var"} <= names
 
 
 def _model(source: Catalogue) -> list[Tensor]:
@@ -163,7 +163,7 @@ def _check_ordered(source: Catalogue, optimizer: Optimizer, model: dict[str, Int
 # Shapes ---------------------------------------------------------------------------------------------------------------
 
 
-def shape_told(items: Sequence[Item]) -> Ints | None:
+def parameter_shape(items: Sequence[Item]) -> Ints | None:
     """The shape of the parameter that this state is for; None when it does not tell. Pure."""
     shapes = {str(i.below[0]): i.entry.shape for i in items if len(i.below) == 1 and isinstance(i.entry, Tensor)}
     like = {shape for name, shape in shapes.items() if name in LIKE_PARAMETER}
@@ -178,19 +178,18 @@ def shape_told(items: Sequence[Item]) -> Ints | None:
 
 
 def _places(
-    left: list[tuple[int, Group]], found: Sequence[Optimizer], model: dict[str, Ints], is_told: bool
+    left: list[tuple[int, Group]], optimizers: Sequence[Optimizer], model: dict[str, Ints], is_told: bool
 ) -> list[list[int]]:
-    wanted = [[shape_told(found[i].state.get(key, ())) for key in group.params] for i, group in left]
-    have = list(model.values())
-    who = found[left[0][0]].name
-    _check_counts(wanted, have, who)
-    fits = ways(wanted, have)
+    shapes = [[parameter_shape(optimizers[i].state.get(key, ())) for key in group.params] for i, group in left]
+    model_shapes = list(model.values())
+    optimizer = optimizers[left[0][0]].name
+    _check_counts(shapes, model_shapes, optimizer)
+    fits = ways(shapes, model_shapes)
     if fits is None:
-        raise UsageError(f"`{who}`: its groups fit the parameters of the model in more ways than can be told apart",
-                         hint=_MANUAL)  # fmt: skip
+        raise UsageError(f"`{optimizer}`: its groups fit the parameters of the model in too many ways", hint=_MANUAL)
     if not fits:
         raise CorruptError(
-            f"`{who}`: the shapes of its state do not follow the order of the model's parameters",
+            f"`{optimizer}`: the shapes of its state do not follow the order of the model's parameters",
             hint=_OTHER_MODEL,
         )
     vague = [(left[g][1].params[k], places) for g, row in enumerate(fits) for k, places in enumerate(row) if places[1:]]
@@ -198,7 +197,7 @@ def _places(
         names = list(model)
         key, places = vague[0]
         raise UsageError(
-            f"`{who}`: {len(vague)} of its ids fit more than one parameter, such as {key}: "
+            f"`{optimizer}`: {len(vague)} of its ids fit more than one parameter, such as {key}: "
             f"{some([names[place] for place in places])}",
             hint=_MANUAL if is_told else _BUFFERS,
             found=[names[place] for place in places],
@@ -206,15 +205,18 @@ def _places(
     return [[places[0] for places in row] for row in fits]
 
 
-def _check_counts(wanted: list[list[Ints | None]], have: list[Ints], who: str) -> None:
-    asked, there = sum(map(len, wanted)), Counter(have)
-    if asked > len(have):
-        raise CorruptError(f"`{who}` has {asked} parameters, but the model has {len(have)}", hint=_OTHER_MODEL)
-    for shape, count in Counter(shape for row in wanted for shape in row if shape is not None).items():
-        if count > there[shape]:
+def _check_counts(shapes: list[list[Ints | None]], model_shapes: list[Ints], optimizer: str) -> None:
+    requested, available = sum(map(len, shapes)), Counter(model_shapes)
+    if requested > len(model_shapes):
+        raise CorruptError(
+            f"`{optimizer}` has {requested} parameters, but the model has {len(model_shapes)}", hint=_OTHER_MODEL
+        )
+    for shape, count in Counter(shape for row in shapes for shape in row if shape is not None).items():
+        if count > available[shape]:
             raise CorruptError(
-                f"`{who}` has state for {_parameters_of(count, shape)}, but the model has {there[shape] or 'none'}",
-                hint=_OTHER_MODEL, found=count, expected=there[shape],
+                f"`{optimizer}` has state for {_parameters_of(count, shape)}, "
+                f"but the model has {available[shape] or 'none'}",
+                hint=_OTHER_MODEL, found=count, expected=available[shape],
             )  # fmt: skip
 
 
@@ -225,53 +227,53 @@ def _parameters_of(count: int, shape: Ints) -> str:
 State = tuple[int, ...]
 
 
-def ways(wanted: Sequence[Sequence[Ints | None]], have: Sequence[Ints]) -> list[list[list[int]]] | None:
+def ways(groups: Sequence[Sequence[Ints | None]], model: Sequence[Ints]) -> list[list[list[int]]] | None:
     """The places in `have` that each of `wanted` can take: every group in order, no place twice, shapes the same.
 
     An empty list when there is no way, None when there are too many to follow. `wanted` None fits any shape. A state
     of the search is how far each group has come; places that cannot be passed over, as later ones are too few of
     their shape, keep the states few. Pure.
     """
-    total, slack, at = sum(map(len, wanted)), Counter(have), _positions(wanted)
+    total, slack, at = sum(map(len, groups)), Counter(model), _positions(groups)
     for group in at:
         slack.subtract({shape: len(ks) for shape, ks in group.items()})
     seen: Counter[Ints] = Counter()
     layers: list[dict[State, list[State]]] = []
-    current: dict[State, list[State]] = {(0,) * len(wanted): []}
+    current: dict[State, list[State]] = {(0,) * len(groups): []}
     followed = 0
-    for place, shape in enumerate(have):
+    for place, shape in enumerate(model):
         seen[shape] += 1
         after: dict[State, list[State]] = defaultdict(list)
         for state in current:
             used = sum(bisect_left(group.get(shape, ()), k) for group, k in zip(at, state, strict=True))
             spare = seen[shape] - used <= slack[shape]
             for g, k in enumerate(state):
-                if k < len(wanted[g]) and (wanted[g][k] == shape or (spare and wanted[g][k] is None)):
+                if k < len(groups[g]) and (groups[g][k] == shape or (spare and groups[g][k] is None)):
                     after[(*state[:g], k + 1, *state[g + 1 :])].append(state)
-            if spare and total - sum(state) < len(have) - place:
+            if spare and total - sum(state) < len(model) - place:
                 after[state].append(state)
-            followed += len(wanted) * len(wanted)
+            followed += len(groups) * len(groups)
             if followed > _MOST_WORK:
                 return None
         layers.append(after)
         current = after
-    end = tuple(map(len, wanted))
-    return _collected(wanted, layers, end) if end in current or not total else []
+    end = tuple(map(len, groups))
+    return _collected(groups, layers, end) if end in current or not total else []
 
 
-def _positions(wanted: Sequence[Sequence[Ints | None]]) -> list[dict[Ints, list[int]]]:
-    made: list[dict[Ints, list[int]]] = []
-    for row in wanted:
-        made.append(defaultdict(list))
+def _positions(groups: Sequence[Sequence[Ints | None]]) -> list[dict[Ints, list[int]]]:
+    positions: list[dict[Ints, list[int]]] = []
+    for row in groups:
+        positions.append(defaultdict(list))
         for k, shape in enumerate(row):
             if shape is not None:
-                made[-1][shape].append(k)
-    return made
+                positions[-1][shape].append(k)
+    return positions
 
 
-def _collected(wanted: Sequence[Sequence[Any]], layers: list[dict[State, list[State]]], end: State) -> list[Any]:
+def _collected(groups: Sequence[Sequence[Any]], layers: list[dict[State, list[State]]], end: State) -> list[Any]:
     """Back along every way that came to the end."""
-    found: list[list[set[int]]] = [[set() for _ in row] for row in wanted]
+    places: list[list[set[int]]] = [[set() for _ in row] for row in groups]
     reached = {end}
     for place in range(len(layers) - 1, -1, -1):
         before: set[State] = set()
@@ -280,9 +282,9 @@ def _collected(wanted: Sequence[Sequence[Any]], layers: list[dict[State, list[St
                 before.add(previous)
                 for g, (was, now) in enumerate(zip(previous, state, strict=True)):
                     if was != now:
-                        found[g][was].add(place)
+                        places[g][was].add(place)
         reached = before
-    return [[sorted(places) for places in row] for row in found]
+    return [[sorted(places) for places in row] for row in places]
 
 
 # Order of names -------------------------------------------------------------------------------------------------------

@@ -47,20 +47,20 @@ def numbered(catalogue: Catalogue, source: Catalogue) -> Catalogue:
                 )  # fmt: skip
             _check_own_order(optimizer, source)
         elif any(sorted(group.params, key=places.__getitem__) != group.params for group in optimizer.groups):
-            who = "`--shapes`" if "parameter order" in source.facts else "the model"
-            text = f"`{optimizer.name}`: its parameters are numbered in the order of {who}, not of its groups"
+            authority = "`--shapes`" if "parameter order" in source.facts else "the model"
+            text = f"`{optimizer.name}`: its parameters are numbered in the order of {authority}, not of its groups"
             warnings.append(Warning("optimizer-keys", text))
     entries = [_ordered(entry, places) if _lists_names(entry) else entry for entry in named.entries.values()]
-    made = optimkeys.respell(layout.rebuilt(named, entries, named.containers), "id", source)
-    made.warnings = [*made.warnings, *warnings]
-    return made
+    result = optimkeys.respell(layout.rebuilt(named, entries, named.containers), "id", source)
+    result.warnings = [*result.warnings, *warnings]
+    return result
 
 
 def _places(source: Catalogue) -> dict[str, int]:
     """Where in the model each parameter is; empty when its order is not known."""
-    told = source.facts.get("parameter order")
-    if told is not None:
-        return {name: place for place, name in enumerate(told)}
+    order = source.facts.get("parameter order")
+    if order is not None:
+        return {name: place for place, name in enumerate(order)}
     for _, entries in layout.models(source)[:1]:
         tensors = [entry for entry in entries if isinstance(entry, Tensor)]
         names = [tensor.fqn for tensor in tensors]

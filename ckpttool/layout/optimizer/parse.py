@@ -42,8 +42,8 @@ class Group:
 
     def value(self, key: str) -> Any:
         """A hyper-parameter that is one object; None when there is no such object."""
-        found = (i.entry for i in self.items if i.below == (key,))
-        return next((entry.value for entry in found if isinstance(entry, Object)), None)
+        values = (i.entry for i in self.items if i.below == (key,))
+        return next((entry.value for entry in values if isinstance(entry, Object)), None)
 
 
 @dataclass(slots=True)
@@ -78,26 +78,26 @@ class Optimizer:
 def optimizers(catalogue: Catalogue) -> list[Optimizer]:
     """Every optimizer, however it is spelt. Raises CorruptError for groups that list no parameters, and for state that
     no group lists."""
-    found: dict[Path, list[Entry]] = defaultdict(list)
+    by_optimizer: dict[Path, list[Entry]] = defaultdict(list)
     flat: dict[Path, bool] = {}
     for entry in catalogue.entries.values():
         place = _place(entry) if entry.part.kind == "optimizer" else None
         if place is not None:
             root, is_flat = place
-            found[root].append(entry)
+            by_optimizer[root].append(entry)
             if flat.setdefault(root, is_flat) != is_flat:
                 raise CorruptError(
                     f"`{dotted(root)}` has both nested and flattened keys, such as `{entry.name}`", found=entry.name
                 )
-    made = [(_flat if flat[root] else _nested)(root, entries) for root, entries in found.items()]
-    by_root = {optimizer.root: optimizer for optimizer in made}
+    result = [(_flat if flat[root] else _nested)(root, entries) for root, entries in by_optimizer.items()]
+    by_root = {optimizer.root: optimizer for optimizer in result}
     for path, container in catalogue.containers.items():
         for depth in range(len(path)):
             if path[:depth] in by_root and parse_key(path[depth : depth + 1]) is not None:
                 by_root[path[:depth]].containers[path[depth:]] = container
-    for optimizer, entries in zip(made, found.values(), strict=True):
+    for optimizer, entries in zip(result, by_optimizer.values(), strict=True):
         optimizer.entries = {entry.path for entry in entries}
-    return made
+    return result
 
 
 def _place(entry: Entry) -> tuple[Path, bool] | None:
@@ -110,7 +110,7 @@ def _place(entry: Entry) -> tuple[Path, bool] | None:
 
 
 def _nested(root: Path, entries: list[Entry]) -> Optimizer:
-    made = Optimizer(root, entries[0].part, "fqn")
+    optimizer = Optimizer(root, entries[0].part, "fqn")
     groups: dict[Hashable, Group] = {}
     for entry in _opened(entries, len(root)):
         key, *tail = entry.path[len(root) :]
@@ -118,35 +118,35 @@ def _nested(root: Path, entries: list[Entry]) -> Optimizer:
             if not isinstance(entry, Object) or entry.value not in ({}, []):
                 raise CorruptError(f"`{entry.name}` is not the {key} of an optimizer", found=entry.name)
         elif key == "state":
-            made.state.setdefault(tail[0], []).append(Item(tuple(tail[1:]), entry))
+            optimizer.state.setdefault(tail[0], []).append(Item(tuple(tail[1:]), entry))
         elif tail[1:] == ["params"] and isinstance(entry, Object):
             group = groups.setdefault(tail[0], Group())
             group.listed, group.params, group.place = entry, _listed(entry), len(group.items)
         else:
             groups.setdefault(tail[0], Group()).items.append(Item(tuple(tail[1:]), entry))
-    made.groups = list(groups.values())
-    for i, group in enumerate(made.groups):
+    optimizer.groups = list(groups.values())
+    for i, group in enumerate(optimizer.groups):
         if group.listed is None:
-            raise CorruptError(f"group {i} of `{made.name}` lists no `params`", found=made.name)
-    kinds = {type(key) for key in made.params}
+            raise CorruptError(f"group {i} of `{optimizer.name}` lists no `params`", found=optimizer.name)
+    kinds = {type(key) for key in optimizer.params}
     if kinds == {int}:
-        made.spelling = "id"
+        optimizer.spelling = "id"
         # DCP makes strings of integer keys.
-        made.state = {_as_id(key): items for key, items in made.state.items()}
+        optimizer.state = {_as_id(key): items for key, items in optimizer.state.items()}
     elif kinds - {str}:
-        raise CorruptError(f"the `params` of `{made.name}` are neither names nor numbers", found=made.name)
-    elif not kinds and any(type(key) is int for key in made.state):
-        made.spelling = "id"
-    if len(set(made.params)) < len(made.params):
-        twice = next(key for key, count in Counter(made.params).items() if count > 1)
-        raise CorruptError(f"the groups of `{made.name}` list `{twice}` twice", found=twice)
-    _part_loose(made)
-    return made
+        raise CorruptError(f"the `params` of `{optimizer.name}` are neither names nor numbers", found=optimizer.name)
+    elif not kinds and any(type(key) is int for key in optimizer.state):
+        optimizer.spelling = "id"
+    if len(set(optimizer.params)) < len(optimizer.params):
+        twice = next(key for key, count in Counter(optimizer.params).items() if count > 1)
+        raise CorruptError(f"the groups of `{optimizer.name}` list `{twice}` twice", found=twice)
+    _separate_loose(optimizer)
+    return optimizer
 
 
 def _opened(entries: list[Entry], depth: int) -> list[Entry]:
     """With `param_groups` that are one value taken apart."""
-    made: list[Entry] = []
+    opened: list[Entry] = []
     for entry in entries:
         tail = entry.path[depth:]
         whole = entry.value if isinstance(entry, Object) and tail[:1] == ("param_groups",) and len(tail) < 3 else None
@@ -155,14 +155,14 @@ def _opened(entries: list[Entry], depth: int) -> list[Entry]:
         elif len(tail) == 2 and isinstance(whole, dict):
             rows = [((*entry.path, key), v) for key, v in whole.items()]
         else:
-            made.append(entry)
+            opened.append(entry)
             continue
         origin = entry.origin if isinstance(entry, Object) else entry.path
         for path, v in rows:
             value = Object(path, v, part=entry.part)
             value.origin = origin
-            made.append(value)
-    return made
+            opened.append(value)
+    return opened
 
 
 def _listed(entry: Object) -> list[Any]:
@@ -177,25 +177,25 @@ def _as_id(key: Any) -> Any:
     return key
 
 
-def _part_loose(made: Optimizer) -> None:
+def _separate_loose(optimizer: Optimizer) -> None:
     """Keep what is no parameter's apart: torch copies such state as it is. A number is always a parameter's."""
-    known = set(made.params)
-    made.loose = {key: items for key, items in made.state.items() if key not in known}
-    strays = [str(key) for key in made.loose if type(key) is int]
+    known = set(optimizer.params)
+    optimizer.loose = {key: items for key, items in optimizer.state.items() if key not in known}
+    strays = [str(key) for key in optimizer.loose if type(key) is int]
     if strays:
         raise CorruptError(
-            f"`{made.name}` has state of the ids {some(strays)}, which no group lists",
+            f"`{optimizer.name}` has state of the ids {some(strays)}, which no group lists",
             hint="`param_groups` and `state` are of two different saves",
             found=strays,
         )  # fmt: skip
-    made.state = {key: items for key, items in made.state.items() if key in known}
+    optimizer.state = {key: items for key, items in optimizer.state.items() if key in known}
 
 
 # Flat -----------------------------------------------------------------------------------------------------------------
 
 
 def _flat(root: Path, entries: list[Entry]) -> Optimizer:
-    made = Optimizer(root, entries[0].part, "flat")
+    optimizer = Optimizer(root, entries[0].part, "flat")
     depth = len(root)
     values: dict[str, list[Item]] = {}
     states: list[tuple[str, Entry]] = []
@@ -209,14 +209,14 @@ def _flat(root: Path, entries: list[Entry]) -> Optimizer:
         owner = _owner(name, values)
         if owner is None:
             raise CorruptError(
-                f"`{entry.name}`: `{made.name}` has no hyper-parameters of the parameter that it is about",
+                f"`{entry.name}`: `{optimizer.name}` has no hyper-parameters of the parameter that it is about",
                 hint="its `param_groups.` keys are missing; `--drop optimizer` leaves the optimizer out",
                 found=entry.name,
             )  # fmt: skip
         rest = name[len(owner) + 1 :].split(".")
-        made.state.setdefault(owner, []).append(Item((*rest, *entry.path[depth + 1 :]), entry))
-    made.groups = _regrouped(made.name, values)
-    return made
+        optimizer.state.setdefault(owner, []).append(Item((*rest, *entry.path[depth + 1 :]), entry))
+    optimizer.groups = _regrouped(optimizer.name, values)
+    return optimizer
 
 
 def _owner(key: str, names: dict[str, list[Item]]) -> str | None:
@@ -231,13 +231,13 @@ def _regrouped(root: str, values: dict[str, list[Item]]) -> list[Group]:
     """Parameters with the same hyper-parameters in one group, in the order in which they come."""
     groups: dict[Any, Group] = {}
     for name, items in values.items():
-        group = groups.setdefault(frozenset(map(_told, items)), Group(items=items, place=len(items)))
+        group = groups.setdefault(frozenset(map(_identity, items)), Group(items=items, place=len(items)))
         group.params.append(name)
         tensors = {item.below: _bytes_of(item.entry) for item in items if isinstance(item.entry, Tensor)}
-        for ours in group.items if tensors else ():
-            if _bytes_of(ours.entry) != tensors.get(ours.below):
+        for item in group.items if tensors else ():
+            if _bytes_of(item.entry) != tensors.get(item.below):
                 raise UsageError(
-                    f"`{root}` keeps the hyper-parameter `{dotted(ours.below)}` as a tensor for each parameter, so it "
+                    f"`{root}` keeps the hyper-parameter `{dotted(item.below)}` as a tensor for each parameter, so it "
                     f"is not known whether `{group.params[0]}` and `{name}` were in one group",
                     hint="keep it flat: `--optim-keys flat`",
                 )
@@ -248,7 +248,7 @@ def _bytes_of(entry: Entry) -> Path | None:
     return (entry.alias or entry.path) if isinstance(entry, Tensor) else None
 
 
-def _told(item: Item) -> Any:
+def _identity(item: Item) -> Any:
     """What tells two values apart. Of plain ones `repr` does: 1 is not 1.0, nor True."""
     if isinstance(item.entry, Tensor):
         return item.below, item.entry.dtype, item.entry.shape

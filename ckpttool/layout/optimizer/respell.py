@@ -24,34 +24,34 @@ from ckpttool.layout.optimizer.parse import Optimizer
 SPELLINGS = ("fqn", "id", "flat")
 
 
-def respell(catalogue: Catalogue, wanted: str, source: Catalogue | None = None) -> Catalogue:
+def respell(catalogue: Catalogue, style: str, source: Catalogue | None = None) -> Catalogue:
     """Every optimizer of the catalogue in the given spelling. `source` is where the model is, if not here.
 
     What is spelt so already stays as it is. Raises UsageError for a spelling that is none, or when ids could be those
     of several parameters; CorruptError when optimizer and model contradict each other.
     """
-    if wanted not in SPELLINGS:
-        there = ", ".join(f"`{name}`" for name in SPELLINGS)
-        raise UsageError(f"there is no spelling `{wanted}` of an optimizer's keys", hint=f"one of {there}")
-    changed = [optimizer for optimizer in found.optimizers(catalogue) if optimizer.spelling != wanted]
+    if style not in SPELLINGS:
+        choices = ", ".join(f"`{name}`" for name in SPELLINGS)
+        raise UsageError(f"there is no spelling `{style}` of an optimizer's keys", hint=f"one of {choices}")
+    changed = [optimizer for optimizer in found.optimizers(catalogue) if optimizer.spelling != style]
     if not changed:
         return catalogue
     numbered = [optimizer for optimizer in changed if optimizer.spelling == "id"]
     for optimizer, names in zip(numbered, naming.name_ids(numbered, source or catalogue), strict=True):
         _name(optimizer, names)
     said: list[str] = []
-    made: dict[Path, spelling.Spelt] = {}
+    respelled: dict[Path, spelling.Spelt] = {}
     for optimizer in changed:
-        said += [f"`{optimizer.name}`: {remark}" for remark in _remarks(optimizer, wanted)]
-        if wanted == "flat":
-            made[optimizer.root] = spelling.flat(optimizer)
-        elif wanted == "fqn":
+        said += [f"`{optimizer.name}`: {remark}" for remark in _remarks(optimizer, style)]
+        if style == "flat":
+            respelled[optimizer.root] = spelling.flat(optimizer)
+        elif style == "fqn":
             names_again = dict.fromkeys([*optimizer.state, *optimizer.params])
-            made[optimizer.root] = spelling.nested(optimizer, {name: name for name in names_again})
+            respelled[optimizer.root] = spelling.nested(optimizer, {name: name for name in names_again})
         else:
-            made[optimizer.root] = spelling.nested(optimizer, _numbers(optimizer))
-    respelt = _replaced(catalogue, changed, made)
-    if wanted == "id":
+            respelled[optimizer.root] = spelling.nested(optimizer, _numbers(optimizer))
+    respelt = _replaced(catalogue, changed, respelled)
+    if style == "id":
         said += _unclear_again(respelt, changed)
     respelt.warnings = [*catalogue.warnings, *(Warning("optimizer-keys", text) for text in said)]
     return respelt
@@ -71,13 +71,13 @@ def respell_root(catalogue: Catalogue, name: str) -> Catalogue:
     moved = {
         path: (*new, *path[len(root) :]) for path, e in catalogue.entries.items() if e.part == Part("optimizer", root)
     }
-    made = layout.move(catalogue, moved)
+    result = layout.move(catalogue, moved)
     for path in moved.values():
-        made.entries[path].part = Part("optimizer", new)
-    if not root and len(moved) == len(catalogue.entries) and () in made.containers:
+        result.entries[path].part = Part("optimizer", new)
+    if not root and len(moved) == len(catalogue.entries) and () in result.containers:
         # The dict at the root was the optimizer's own.
-        made.containers[new] = made.containers.pop(())
-    return made
+        result.containers[new] = result.containers.pop(())
+    return result
 
 
 def origins(catalogue: Catalogue) -> set[Path]:
@@ -90,14 +90,14 @@ def origins(catalogue: Catalogue) -> set[Path]:
 
 def _numbers(optimizer: Optimizer) -> dict[str, int]:
     """As torch numbers: group by group, a parameter that comes again keeps its number."""
-    made: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     for number, name in enumerate(optimizer.params):
-        made.setdefault(name, number)
-    return made
+        numbers.setdefault(name, number)
+    return numbers
 
 
-def _name(optimizer: Optimizer, told: Mapping[int, str]) -> None:
-    names: dict[Any, str] = dict(told)
+def _name(optimizer: Optimizer, names_of_ids: Mapping[int, str]) -> None:
+    names: dict[Any, str] = dict(names_of_ids)
     optimizer.state = {names[key]: items for key, items in optimizer.state.items()}
     for group in optimizer.groups:
         group.params = [names[key] for key in group.params]
@@ -107,7 +107,7 @@ def _name(optimizer: Optimizer, told: Mapping[int, str]) -> None:
     }  # fmt: skip
 
 
-def _replaced(catalogue: Catalogue, changed: list[Optimizer], made: dict[Path, spelling.Spelt]) -> Catalogue:
+def _replaced(catalogue: Catalogue, changed: list[Optimizer], respelled: dict[Path, spelling.Spelt]) -> Catalogue:
     """With the new entries of each optimizer where its first one stood."""
     at = {path: optimizer.root for optimizer in changed for path in optimizer.entries}
     entries: list[Entry] = []
@@ -118,12 +118,12 @@ def _replaced(catalogue: Catalogue, changed: list[Optimizer], made: dict[Path, s
             entries.append(entry)
         elif root not in done:
             done.add(root)
-            entries += made[root][0]
+            entries += respelled[root][0]
     containers = {
         path: container for path, container in catalogue.containers.items()
         if not any(optimizer.has(path) for optimizer in changed)
     }  # fmt: skip
-    for _, below in made.values():
+    for _, below in respelled.values():
         containers |= below
     respelt = layout.rebuilt(catalogue, _retied(entries), containers)
     if len(respelt.entries) != len(entries):
@@ -145,8 +145,8 @@ def _retied(entries: list[Entry]) -> Iterator[Entry]:
 # What is lost ---------------------------------------------------------------------------------------------------------
 
 
-def _remarks(optimizer: Optimizer, wanted: str) -> list[str]:
-    if wanted == "flat":
+def _remarks(optimizer: Optimizer, style: str) -> list[str]:
+    if style == "flat":
         return spelling.lost_when_flat(optimizer)
     if optimizer.spelling == "flat":
         count = len(optimizer.groups)

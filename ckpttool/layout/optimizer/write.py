@@ -49,25 +49,25 @@ def nested(optimizer: Optimizer, keys: Mapping[Any, Any]) -> Spelt:
 
 def _nested_containers(optimizer: Optimizer, keys: Mapping[Any, Any]) -> dict[Path, Container]:
     root = optimizer.root
-    made: dict[Path, Container] = {}
+    containers: dict[Path, Container] = {}
     names = {f"state.{name}": name for name in keys} if optimizer.spelling == "flat" else {}
     # The values of a group are those of its first parameter.
     firsts = {f"param_groups.{group.params[0]}": i for i, group in enumerate(optimizer.groups) if group.params}
     for path, container in optimizer.containers.items():
         if path[0] == "param_groups":
-            made[(*root, *path)] = container
+            containers[(*root, *path)] = container
         elif path[0] == "state":
-            made[(*root, "state", *(keys.get(key, key) for key in path[1:2]), *path[2:])] = container
+            containers[(*root, "state", *(keys.get(key, key) for key in path[1:2]), *path[2:])] = container
         else:
             head, _, last = str(path[0]).rpartition(".")
             name, rest = _split(str(path[0]), names)
             if name is not None:
-                made[(*root, "state", keys[name], *rest, *path[1:])] = container
+                containers[(*root, "state", keys[name], *rest, *path[1:])] = container
             elif head in firsts:
-                made[(*root, "param_groups", firsts[head], last, *path[1:])] = container
+                containers[(*root, "param_groups", firsts[head], last, *path[1:])] = container
     if optimizer.groups:
-        made[(*root, "param_groups")] = Container("list")
-    return made
+        containers[(*root, "param_groups")] = Container("list")
+    return containers
 
 
 def _split(key: str, names: Mapping[str, str]) -> tuple[str | None, list[str]]:
@@ -114,31 +114,31 @@ def _value_at(optimizer: Optimizer, name: str, rest: Path) -> Path:
 
 def _flat_containers(optimizer: Optimizer, place: Callable[[str, Path], Path]) -> dict[Path, Container]:
     """Those below a hyper-parameter, once for each parameter, and the lists in a parameter's state with all in them."""
-    made: dict[Path, Container] = {}
+    containers: dict[Path, Container] = {}
     for path, container in optimizer.containers.items():
         if path[0] == "param_groups" and len(path) > 2 and isinstance(path[1], int):
-            made |= {_value_at(optimizer, name, path[2:]): container for name in optimizer.groups[path[1]].params}
+            containers |= {_value_at(optimizer, name, path[2:]): container for name in optimizer.groups[path[1]].params}
         elif path[0] == "state" and len(path) > 2:
             new = place(str(path[1]), path[2:])
             if container.kind == "list" or len(new) > len(optimizer.root) + 1:
-                made[new] = container
-    return made
+                containers[new] = container
+    return containers
 
 
 def lost_when_flat(optimizer: Optimizer) -> list[str]:
     """What flat keys do not say, so that the way back is not exact."""
-    said = []
+    losses = []
     empty = sum(not group.params for group in optimizer.groups)
     if empty:
-        said.append(f"{empty} of its groups are empty, and flat keys do not mention them")
+        losses.append(f"{empty} of its groups are empty, and flat keys do not mention them")
     alike = Counter(_hyper_parameters(group.items) for group in optimizer.groups if group.params)
     if any(count > 1 for count in alike.values()):
-        said.append("groups with the same hyper-parameters become one when they are put together from flat keys")
+        losses.append("groups with the same hyper-parameters become one when they are put together from flat keys")
     nested_items = (item for items in optimizer.state.values() for item in items if len(item.below) > 1)
     deep = {str(item.below[0]) for item in nested_items if not (isinstance(item.entry, Tensor) and item.entry.embedded)}
     if deep:
-        said.append(f"the keys of dicts inside the state become parts of a name, and strings: {some(sorted(deep))}")
-    return said
+        losses.append(f"the keys of dicts inside the state become parts of a name, and strings: {some(sorted(deep))}")
+    return losses
 
 
 def _hyper_parameters(items: Sequence[Item]) -> tuple[Any, ...]:
@@ -154,15 +154,15 @@ def _placed(optimizer: Optimizer, items: Sequence[Item], place: Callable[[Path],
         if isinstance(entry, Tensor) and entry.embedded:
             owner = next((below[:d] for d in range(len(below)) if below[:d] in embedding), below)
         moved[entry.path] = (*place(owner), *below[len(owner) :])
-    made: list[Entry] = []
+    entries: list[Entry] = []
     for _, entry in items:
         if isinstance(entry, Tensor):
             path = moved[entry.path]
-            made.append(layout.again(entry, path=path, part=optimizer.part, alias=entry.alias or entry.path))
+            entries.append(layout.again(entry, path=path, part=optimizer.part, alias=entry.alias or entry.path))
         else:
             change = (lambda value: layout.relinked(value, moved)) if embedding else None
-            made.append(entry.at(moved[entry.path], part=optimizer.part, change=change))
-    return made
+            entries.append(entry.at(moved[entry.path], part=optimizer.part, change=change))
+    return entries
 
 
 def _any_embedded(items: Sequence[Item]) -> bool:

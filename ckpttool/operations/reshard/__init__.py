@@ -153,8 +153,8 @@ def _parse(
         message = f"{names} exclude each other" if given else "no target layout given"
         raise UsageError(message, hint="pass one of `--to-world N`, `--to-mesh shard=4,tp=2` and `--like OTHER`")
     engines.check(engine)
-    policies.check("rng", rng)
-    policies.check("dataloader", dataloader)
+    policies.check_policy("rng", rng)
+    policies.check_policy("dataloader", dataloader)
     mesh = world_mesh(to_world) if to_world else parse_mesh(to_mesh) if to_mesh else None
     if mesh is None and rules != rechunk.NO_RULES:
         raise UsageError(
@@ -212,7 +212,7 @@ def _plan(opened: OpenSource, options: ReshardOptions, target: Format, result: R
             mesh, result.mesh = world_mesh(other.world_size), options.like or ""
         result.world = mesh.world
         for kind, policy in (("rng", options.rng), ("dataloader", options.dataloader)):
-            planned, notes = policies.applied(planned, kind, policy, mesh, files=target.even)
+            planned, notes = policies.apply_policy(planned, kind, policy, mesh, files=target.even)
             result.policies += notes
         if options.mesh is not None:
             planned = rechunk.over_mesh(planned, mesh, options.rules, everywhere=target.even)
