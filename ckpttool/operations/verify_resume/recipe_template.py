@@ -1,14 +1,14 @@
-"""A recipe to begin with, as `ckpttool verify-resume init` writes it. It runs as it is. Pure."""
+"""The recipe template that `ckpttool verify-resume init` writes. It runs as it is. Pure."""
 
 from __future__ import annotations
 
-TEXT = '''"""What `ckpttool verify-resume` trains, to see whether training goes on as if nothing had happened.
+TEXT = '''"""What `ckpttool verify-resume` trains, to check that training resumes exactly.
 
     ckpttool verify-resume trial --recipe {name}                      save and resume on as many ranks
     ckpttool verify-resume trial --recipe {name} --via safetensors --to-world 4
     ckpttool verify-resume audit CHECKPOINT --recipe {name}           without training
 
-It runs as it is. Put your model, your optimizer and your data in; each place says what is asked of it.
+It runs as it is. Replace the model, the optimizer and the data with yours.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-# Optional: the dimensions of the mesh that so many ranks make, outermost first; `replicate`, `shard` and `tp`. Without
-# this function all ranks are in `shard`.
+# Optional: the dimensions of the mesh of `world` ranks, outermost first: `replicate`, `shard` and `tp`. Without this
+# function all ranks are in `shard`.
 #
 # def mesh(world):
 #     return {{"replicate": 2, "shard": world // 2}}
 
 
 def build(mesh):
-    """Make everything that has a state, as it is before the first step. `mesh` is a torch DeviceMesh over all ranks;
-    the process group is there, and `mesh.device_type` is "cpu", "cuda", "xpu" ...
+    """Create everything that has a state, as it is before the first step. `mesh` is a torch DeviceMesh over all ranks;
+    the process group is initialized, and `mesh.device_type` is "cpu", "cuda", "xpu" ...
 
-    Returns a dict with "model" and "optimizer", and whatever else has to go on where it was: anything that has
+    Returns a dict with "model" and "optimizer", and everything else that is saved and restored: anything that has
     `state_dict` and `load_state_dict` (a scheduler, a data loader, a grad scaler, a second model), and
-    `torch.Generator`s. The generators of Python, NumPy and torch, a GPU's too, are taken care of.
+    `torch.Generator`s. The RNG states of Python, NumPy, torch and the GPU are saved in any case.
     """
-    # Weights are made alike on every rank; with FSDP2, each then keeps its piece of them.
+    # The same initial weights on every rank; with FSDP2, each rank then keeps its shard of them.
     torch.manual_seed(0)
     model = Model().to(mesh.device_type)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
-    # Make the optimizer after the model is sharded, of its parameters.
+    # Create the optimizer after the model is sharded, from its parameters.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
 
-    # From here on ranks draw random numbers of their own, for dropout.
+    # From here on each rank draws its own random numbers, for dropout.
     torch.manual_seed(1 + dist.get_rank())
     return {{"model": model, "optimizer": optimizer, "scheduler": scheduler, "dataloader": Batches()}}
 
 
 def step(state, i):
-    """Take one whole step of the optimizer, with as many micro-batches as yours has; `i` counts steps from 0. Returns
-    the loss, as a tensor or a number."""
+    """Take one whole step of the optimizer, with all micro-batches; `i` counts steps from 0. Returns the loss, as a
+    tensor or a number."""
     model, optimizer = state["model"], state["optimizer"]
     inputs, targets = next(state["dataloader"])
     device = next(model.parameters()).device
@@ -64,7 +64,7 @@ def step(state, i):
 
 
 class Model(nn.Module):
-    """Replace it by yours."""
+    """Replace it with yours."""
 
     def __init__(self):
         super().__init__()
@@ -81,9 +81,9 @@ class Model(nn.Module):
 
 
 class Batches:
-    """Replace it by your data loader, which has to know where it is: torchdata's StatefulDataLoader does.
+    """Replace it with your data loader, which has to save its position, as torchdata's StatefulDataLoader does.
 
-    A batch is drawn for all ranks together and each takes its share, so that the state means the same to another
+    A batch is drawn for all ranks together and each takes its share, so that the state has the same meaning on another
     number of ranks.
     """
 

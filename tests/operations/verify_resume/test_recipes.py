@@ -42,7 +42,7 @@ def run(*words: str) -> Result:
             "cannot be called as `step(state, i)`",
             "def step",
         ),
-        ("build = 3\n" + STEP, "`build` is int, and not a function", "init"),
+        ("build = 3\n" + STEP, "`build` is int, not a function", "init"),
         ("import nowhere_at_all\n", "does not run at line 1: ModuleNotFoundError", None),
         ("x = 1\ny = (\n", "does not run at line 2: SyntaxError", None),
         ("mesh = 4\ndef build(mesh):\n    pass\n" + STEP, "`mesh` is int", "init"),
@@ -58,7 +58,7 @@ def test_what_is_no_recipe(tmp_path: Path, text: str, says: str, hint: str | Non
 
 
 def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="there is no such recipe"):
+    with pytest.raises(UsageError, match="no such recipe"):
         recipes.load(tmp_path / "mine.py")
     (tmp_path / "mine.txt").write_text(PLAIN)
     with pytest.raises(UsageError, match=r"called `\.py`"):
@@ -79,8 +79,8 @@ def test_a_recipe_imports_what_lies_beside_it(tmp_path: Path, monkeypatch: pytes
     [
         ("", None),
         ("return {'replicate': 2, 'shard': world // 2}", None),
-        ("return 3", "`mesh(4)` is 3, and not a dict of dimensions"),
-        ("return {'dp': world}", "`mesh(4)` has a dimension `dp`"),
+        ("return 3", "`mesh(4)` is 3, not a dict of dimensions"),
+        ("return {'dp': world}", "`mesh(4)` has an unknown dimension `dp`"),
         ("return {'shard': 2.0, 'tp': 2}", "the size of `shard` is 2.0"),
         ("return {'shard': 2, 'tp': 1}", "`mesh(4)` is shard=2,tp=1, which has 2 ranks"),
         ("return {'shard': world // 0}", "`mesh(4)` fails at line 7: ZeroDivisionError"),
@@ -105,9 +105,9 @@ GOOD = {"model": MODEL, "optimizer": OPTIMIZER}
     ("made", "says"),
     [
         (GOOD | {"noise": torch.Generator(), "scheduler": torch.optim.lr_scheduler.StepLR(OPTIMIZER, 1)}, None),
-        ((MODEL, OPTIMIZER), "`build(mesh)` returned tuple, and not a dict"),
+        ((MODEL, OPTIMIZER), "`build(mesh)` returned tuple, not a dict"),
         ({"model": MODEL, "optim": OPTIMIZER}, "has no `optimizer`"),
-        ({"model": OPTIMIZER, "optimizer": OPTIMIZER}, "`model` is SGD, and not a torch.nn.Module"),
+        ({"model": OPTIMIZER, "optimizer": OPTIMIZER}, "`model` is SGD, not a torch.nn.Module"),
         (GOOD | {"epoch": 3}, "`epoch` is int, which has no state to save"),
     ],
 )

@@ -154,4 +154,4 @@ def test_what_makes_no_sense_is_refused_before_anything_runs(options: dict[str, 
 def test_a_recipe_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(CkptError) as caught:
         trial(tmp_path / "nowhere.py")
-    assert "there is no such recipe" in caught.value.message
+    assert "no such recipe" in caught.value.message

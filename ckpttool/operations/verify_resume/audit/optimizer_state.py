@@ -52,8 +52,8 @@ def check_optimizers(
     except CkptError as error:
         checks.fails("optimizer state", error.message, hint=error.hint)
         return []
-    for said in one_moment_for_two(catalogue, aliases):
-        checks.fails("optimizer state", said.text)
+    for warning in one_moment_for_two(catalogue, aliases):
+        checks.fails("optimizer state", warning.text)
     shapes = _shapes(catalogue)
     result = []
     for optimizer in parsed:

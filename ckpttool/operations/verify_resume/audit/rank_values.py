@@ -56,34 +56,36 @@ def _rank_of(entry: Entry, catalogue: Catalogue) -> int | None:
 
 
 def _generators(catalogue: Catalogue, checks: Checks) -> None:
-    found: ByRank = defaultdict(set)
+    by_rank: ByRank = defaultdict(set)
     for entry in catalogue.entries.values():
         if entry.part.kind == "rng":
             kinds = set(_kinds(entry))
             if kinds:
-                found[_rank_of(entry, catalogue)] |= kinds
-    if not found:
+                by_rank[_rank_of(entry, catalogue)] |= kinds
+    if not by_rank:
         checks.differs("rng", "no RNG state: dropout and shuffling will differ")
         return
     world = _world(catalogue)
-    every = set().union(*found.values())
+    every = set().union(*by_rank.values())
     known = [kind for kind in (*KINDS, "other devices") if kind in every]
     before = len(checks.of("differs"))
-    if None in found and world > 1 and len(found) == 1:
+    if None in by_rank and world > 1 and len(by_rank) == 1:
         checks.differs("rng", f"one RNG state ({', '.join(known)}) for {world} ranks; {_DRAWS_SAME}")
-    elif None not in found:
-        absent = [f"rank {rank}" for rank in range(world) if rank not in found]
+    elif None not in by_rank:
+        absent = [f"rank {rank}" for rank in range(world) if rank not in by_rank]
         if absent:
             checks.differs("rng", f"{some_plain(absent)} of {world} ranks without RNG state", absent)
         for kind in known:
-            lacking = [f"rank {rank}" for rank in sorted(r for r in found if r is not None) if kind not in found[rank]]
+            lacking = [
+                f"rank {rank}" for rank in sorted(r for r in by_rank if r is not None) if kind not in by_rank[rank]
+            ]
             if lacking:
                 checks.differs("rng", f"{some_plain(lacking)} without the RNG state of {kind}", lacking)
     lost = [kind for kind in KINDS[:3] if kind not in every]
     if lost and "unknown" not in every:
         checks.differs("rng", f"no RNG state of {', '.join(lost)}: matters only if the training uses it")
     if len(checks.of("differs")) == before:
-        of_ranks = f" of each of {world} ranks" if None not in found and world > 1 else ""
+        of_ranks = f" of each of {world} ranks" if None not in by_rank and world > 1 else ""
         generators = ", ".join(known) or "states of an unknown kind"
         cuda = "" if "cuda" in every else "; no cuda, as without GPUs"
         checks.ok("rng", f"{generators}{of_ranks}{cuda}")
@@ -151,13 +153,13 @@ def _loaders(catalogue: Catalogue, checks: Checks) -> None:
     roots: dict[Path, ByRank] = defaultdict(lambda: defaultdict(set))
     for entry in entries:
         roots[entry.part.root][_rank_of(entry, catalogue)].add("state")
-    for root, found in roots.items():
+    for root, by_rank in roots.items():
         name = ".".join(map(str, root))
-        own = sorted(rank for rank in found if rank is not None)
+        own = sorted(rank for rank in by_rank if rank is not None)
         # `dp_rank_R` counts data-parallel ranks, of which there may be fewer.
         dp = any(str(key).startswith("dp_rank") for e in entries if e.part.root == root for key in e.path)
         world = own[-1] + 1 if dp and own else _world(catalogue)
-        absent = [f"rank {rank}" for rank in range(world) if rank not in found] if own and None not in found else []
+        absent = [f"rank {rank}" for rank in range(world) if rank not in by_rank] if own and None not in by_rank else []
         if absent:
             checks.differs("dataloader", f"`{name}`: {some_plain(absent)} of {world} without state", absent)
         else:

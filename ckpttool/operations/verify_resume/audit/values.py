@@ -118,9 +118,9 @@ def _report(faults: ValueFaults, trained: set[str], checks: Checks) -> None:
                             f"{size(faults.nbytes)}")  # fmt: skip
 
 
-def _counted(found: dict[str, int]) -> str:
-    name, count = next(iter(found.items()))
-    more = f" and {plural(len(found) - 1, 'other tensor')}" if len(found) > 1 else ""
+def _counted(faults: dict[str, int]) -> str:
+    name, count = next(iter(faults.items()))
+    more = f" and {plural(len(faults) - 1, 'other tensor')}" if len(faults) > 1 else ""
     return f"`{name}` ({plural(count, 'element')}){more}"
 
 
