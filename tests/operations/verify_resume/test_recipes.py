@@ -61,7 +61,7 @@ def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such recipe"):
         recipes.load(tmp_path / "mine.py")
     (tmp_path / "mine.txt").write_text(PLAIN)
-    with pytest.raises(UsageError, match=r"called `\.py`"):
+    with pytest.raises(UsageError, match=r"the suffix `\.py`"):
         recipes.load(tmp_path / "mine.txt")
 
 
