@@ -20,10 +20,10 @@ from ckpttool.layout import rechunk, select
 from ckpttool.layout.optimizer import respell
 from ckpttool.operations import arguments, write
 from ckpttool.operations.write import Conversion, Planned, WriteOptions
-from ckpttool.producers import open as opening
 from ckpttool.producers import writable
 from ckpttool.producers.arrange import Destination, LayoutBuilder
 from ckpttool.producers.components import WritableLayout
+from ckpttool.producers.open import naming
 from ckpttool.storage import files
 from ckpttool.transfer.read import read_box
 from ckpttool.transfer.threads import Progress
@@ -100,9 +100,9 @@ def convert(
     result = Conversion(src, "", dst, target.name, dry_run=dry_run)
     with (
         write.destination(result, target, how, src, model_from, optim_from),
-        write.open_source(src, shapes, model_from, optim_from) as opened,
+        write.open_sources(src, shapes, model_from, optim_from) as opened,
     ):
-        with opening.naming(opened.path):
+        with naming(opened.path):
             planned, target = _plan(opened.source, dst, target, options)
         write.Write(opened, planned, target, result, how).run()
     return result

@@ -16,7 +16,7 @@ from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import UsageError
-from ckpttool.producers import open as opening
+from ckpttool.producers.open import open_source
 from ckpttool.storage.files import Pool
 from ckpttool.text import near_names
 from ckpttool.transfer.read import read_box
@@ -36,7 +36,7 @@ class Checkpoint(Mapping[str, Any]):
 
     def __init__(self, path: str, shapes: str | None = None) -> None:
         self.path = path
-        self._source: Source = opening.open_source(path, shapes)
+        self._source: Source = open_source(path, shapes)
         self._pool = Pool()
         self._names: dict[str, Path] = {dotted(p): p for p in self.catalogue.entries}
 

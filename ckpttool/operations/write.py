@@ -21,9 +21,9 @@ from ckpttool.errors import CkptError, CorruptError, LossError, OverwriteError, 
 from ckpttool.formats.detect import detect
 from ckpttool.operations import arguments
 from ckpttool.operations import manifest as manifests
-from ckpttool.producers import open as opening
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.directory import Directory
+from ckpttool.producers.open import harmful, harmful_attributes, naming, open_source, opened
 from ckpttool.storage import files, local, stores
 from ckpttool.text import some
 from ckpttool.transfer import journal, readback, staging
@@ -100,7 +100,7 @@ class Planned:
 
 
 @contextmanager
-def open_source(
+def open_sources(
     src: str, shapes: str | None = None, model_from: str | None = None, optim_from: str | None = None
 ) -> Iterator[OpenSource]:
     """Open the source, parts of which may come from other checkpoints. Raises ReadError or CorruptError."""
@@ -166,7 +166,7 @@ class Write:
         """Refuse what must not be written, and start the summary. Raises UsageError, CorruptError or LossError."""
         source, planned = self.opened.source, self.planned.catalogue
         arguments.check_apart(self.dst, *(file.location for file in source.catalogue.own_files))
-        with opening.naming(self.opened.path):
+        with naming(self.opened.path):
             _check_harmless(planned, self.result.source)
             _check_losses(planned, self.target, self.result.source, self.dst)
         _summarise(self.result, source, self.planned, self.target)
@@ -214,7 +214,7 @@ class Write:
 
     def _fill(self, sink: Sink, partial: str, log: journal.Journal | None = None) -> Transferred:
         options = self.options
-        with opening.naming(self.opened.path):
+        with naming(self.opened.path):
             return self.coordinator.transfer(
                 partial,
                 sink.catalogue,
@@ -320,13 +320,13 @@ def check_place(manifest: str | None, dst: str, names: Iterable[str]) -> None:
 
 def _open_all(stack: ExitStack, src: str, shapes: str | None, model_from: str | None, optim_from: str | None) -> Source:
     if model_from is None and optim_from is None:
-        return stack.enter_context(opening.opened(src, shapes))
-    source = opening.open_source(src, shapes)
+        return stack.enter_context(opened(src, shapes))
+    source = open_source(src, shapes)
     mounted = CombinedSource.over(source)
     stack.callback(mounted.close)
     for kind, path in (("model", model_from), ("optimizer", optim_from)):
         if path is not None:
-            mounted.replace_part(kind, opening.open_source(path), path)
+            mounted.replace_part(kind, open_source(path), path)
     return mounted
 
 
@@ -360,13 +360,13 @@ def _is_index(path: str) -> bool:
 def _check_harmless(planned: Catalogue, src: str) -> None:
     """Raises CorruptError for an object that runs code where it is loaded. Attributes of a dict are removed, as no
     option excludes them: opening the source has warned of them."""
-    for name, called in opening.harmful(planned.objects):
+    for name, called in harmful(planned.objects):
         raise CorruptError(
             f"`{src}`: `{name}` names `{called}`, which runs code where it is loaded, and is not passed on",
             hint=f"look where this file came from; `--exclude '{name}'` leaves the entry out",
             file=src, found=called,
         )  # fmt: skip
-    for path in {path for path, _ in opening.harmful_attributes(planned)}:
+    for path in {path for path, _ in harmful_attributes(planned)}:
         planned.containers[path] = planned.containers[path]._replace(attrs=None)
 
 

@@ -108,17 +108,16 @@ def _describe_run(catalogue: Catalogue, run: runs.Run) -> None:
     ]
     if chosen is None:
         names = [c.name for c in reversed(run.checkpoints)]
-        lies = "lies" if len(names) == 1 else "lie"
-        text = f"the model in the directory itself is taken; {some(names)} {lies} in it too"
+        text = f"the final model is opened; the directory also has {some(names)}"
         catalogue.warnings.insert(0, Warning("chosen", text))
         return
     if run.newer:
         reasons = "; ".join(f"`{c.name}`: {c.why_not}" for c in run.newer[-3:])
-        text = f"`{chosen.name}` is taken, as what is newer is not complete: {reasons}"
+        text = f"`{chosen.name}` is opened; newer checkpoints are incomplete: {reasons}"
         catalogue.warnings.insert(0, Warning("chosen", text))
     pointer = runs.pointer(run.directory)
     if pointer is not None and pointer[1] != chosen.step:
-        text = f"`{pointer[0]}` names step {pointer[1]}, but step {chosen.step} is taken"
+        text = f"`{pointer[0]}` names step {pointer[1]}, but step {chosen.step} is opened"
         catalogue.warnings.append(Warning("chosen", text))
 
 

@@ -43,7 +43,7 @@ def open_directory(producer: Producer, directory: Directory, options: OpenOption
         catalogue.facts["assets"] = [name.rstrip("/") for name in layout.assets]
     catalogue.warnings += layout.warnings
     if layout.unknown:
-        catalogue.warnings.append(Warning("left-out", f"{some(layout.unknown)}: not known here, and left out"))
+        catalogue.warnings.append(Warning("left-out", f"left out, unknown to {producer.name}: {some(layout.unknown)}"))
     catalogue.faults += [
         CorruptError(text, hint="copy what is missing, or name another checkpoint", file=directory.path, **facts)
         for text, facts in [*((text, {}) for text in layout.missing), *_too_few_ranks(layout, catalogue)]

@@ -268,7 +268,7 @@ def _why_not(directory: Directory, name: str, row: Producer | None, kind: str | 
     if not directory.names:
         return "an empty directory"
     if row is None and kind is None:
-        return "no checkpoint that we know"
+        return "no known format"
     if row is not None:
         layout = row.layout(directory)
         if layout.missing:

@@ -314,7 +314,11 @@ def remove(name: str) -> Callable[[Path], object]:
         (saved, truncate("optimizer.bin"), "`optimizer.bin` is empty"),
         (lambda f: saved(f, world=3), remove("random_states_1.pkl"), "the file of rank 1 of 3 is missing"),
         (saved, lambda f: shutil.rmtree(f) or f.mkdir(), "an empty directory"),
-        (saved, lambda f: [file.rename(f / f"{file.name}.part") for file in f.iterdir()], "no checkpoint that we know"),
+        (
+            saved,
+            lambda f: [file.rename(f / f"{file.name}.part") for file in f.iterdir()],
+            "no known format",
+        ),
     ],
 )
 def test_what_is_not_complete_is_passed_over(
@@ -328,7 +332,7 @@ def test_what_is_not_complete_is_passed_over(
     assert why in second.why_not
     made = convert(tmp_path / "run", tmp_path / "out.pt")
     assert made.notes[0] == "using `step-1`, the newest complete of the 2 checkpoints in the run"
-    assert made.notes[1].startswith("`step-1` is taken, as what is newer is not complete: `step-2`: ")
+    assert made.notes[1].startswith("`step-1` is opened; newer checkpoints are incomplete: `step-2`: ")
 
 
 @pytest.mark.parametrize("name", ["tmp_step-2", ".step-2", "step-2.tmp", "step-2-incomplete", "tmp-checkpoint-2"])
@@ -381,7 +385,7 @@ def test_a_pointer_to_another_step_is_told(tmp_path: Path) -> None:
     for step in (1, 2):
         saved_dcp(tmp_path / f"step-{step}")
     (tmp_path / "latest").write_text("step-1\n")
-    assert any("`latest` names step 1, but step 2 is taken" in str(w) for w in inspect(tmp_path).warnings)
+    assert any("`latest` names step 1, but step 2 is opened" in str(w) for w in inspect(tmp_path).warnings)
     (tmp_path / "latest").write_text("step-2")
     assert not any("latest" in str(w) for w in inspect(tmp_path).warnings)
 
@@ -394,7 +398,7 @@ def test_a_model_beside_the_checkpoints_of_its_run_is_what_is_opened(tmp_path: P
     assert set(catalogue.entries) == {("final",)}
     assert [f["name"] for f in catalogue.facts["run"]] == ["checkpoint-1"]
     assert not any(f["taken"] for f in catalogue.facts["run"])
-    assert str(catalogue.warnings[0]) == "the model in the directory itself is taken; `checkpoint-1` lies in it too"
+    assert str(catalogue.warnings[0]) == "the final model is opened; the directory also has `checkpoint-1`"
 
 
 def test_checkpoints_of_one_file_each(tmp_path: Path) -> None:
@@ -453,7 +457,7 @@ def test_without_an_optimizer_it_opens_with_a_warning(tmp_path: Path) -> None:
 def test_what_is_not_known_is_named(tmp_path: Path) -> None:
     folder = saved(tmp_path / "checkpoint_0")
     (folder / "notes.xyz").touch()
-    assert [str(w) for w in inspect(folder).warnings] == ["`notes.xyz`: not known here, and left out"]
+    assert [str(w) for w in inspect(folder).warnings] == ["left out, unknown to accelerate: `notes.xyz`"]
 
 
 def test_a_piece_that_cannot_be_read_leaves_the_others_to_be_seen(tmp_path: Path) -> None:
@@ -510,7 +514,7 @@ def test_the_one_to_be_taken_is_looked_into_however_large_its_index_is(
     assert [f.complete for f in runs.checkpoints(str(tmp_path))] == [True, True]
     catalogue = inspect(tmp_path)
     assert [f["taken"] for f in catalogue.facts["run"]] == [True, False]
-    said = "`step-1` is taken, as what is newer is not complete: `step-2`: `__0_0.distcp` is missing"
+    said = "`step-1` is opened; newer checkpoints are incomplete: `step-2`: `__0_0.distcp` is missing"
     assert str(catalogue.warnings[0]) == said
 
 
@@ -566,7 +570,7 @@ def test_a_finished_trainer_run_is_its_last_model(tmp_path: Path) -> None:
     (run / "all_results.json").write_text("{}")
     catalogue = inspect(run)
     assert [str(w) for w in catalogue.warnings] == [
-        "the model in the directory itself is taken; `checkpoint-4`, `checkpoint-2` lie in it too",
+        "the final model is opened; the directory also has `checkpoint-4`, `checkpoint-2`",
         "there is no optimizer and no rng in it",
     ]
     assert {e.part.kind for e in catalogue.entries.values()} == {"model", "progress", "other"}
@@ -746,7 +750,7 @@ def test_a_link_to_the_newest_is_no_checkpoint_of_its_own(tmp_path: Path) -> Non
     assert not any("last" in str(w) for w in inspect(tmp_path).warnings)
     (tmp_path / "last").unlink()
     (tmp_path / "last").symlink_to("step-1")
-    assert any("`last` names step 1, but step 2 is taken" in str(w) for w in inspect(tmp_path).warnings)
+    assert any("`last` names step 1, but step 2 is opened" in str(w) for w in inspect(tmp_path).warnings)
 
 
 def test_names_that_do_not_say_which_is_the_newest(tmp_path: Path) -> None:
@@ -786,7 +790,7 @@ def test_what_deepspeed_left_is_named(tmp_path: Path) -> None:
     (folder / "global_step4").mkdir()
     torch.save({"module": {"w": torch.ones(2)}}, folder / "global_step4" / "mp_rank_00_model_states.pt")
     assert [str(w) for w in inspect(folder).warnings] == [
-        "there is no optimizer in it", "`global_step4/`: not known here, and left out"
+        "there is no optimizer in it", "left out, unknown to transformers Trainer: `global_step4/`"
     ]  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 import ckpttool
 from ckpttool.catalogue import typed_json
 from ckpttool.catalogue.entries import Tensor
-from ckpttool.producers import open as opening
+from ckpttool.producers.open import open_source
 from ckpttool.training.read import Reader
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
@@ -162,7 +162,7 @@ def test_the_engines_agree_on_gpus(gpus: int, sources: dict[str, str], launched:
 
 def assert_equal(one: Path, other: Path) -> None:
     """Names and paths, dtypes, shapes, boxes, values, ties, objects, containers; and what torch itself reads."""
-    with closing(opening.open_source(str(one))) as a, closing(opening.open_source(str(other))) as b:
+    with closing(open_source(str(one))) as a, closing(open_source(str(other))) as b:
         assert list(a.catalogue.entries) == list(b.catalogue.entries)
         assert a.catalogue.containers == b.catalogue.containers
         cut = 0
@@ -444,10 +444,10 @@ def test_what_torch_saves_otherwise_is_refused(tmp_path: Path) -> None:
 
     torch.save({"model": {"w": torch.arange(12.0).reshape(4, 3)}}, tmp_path / "w.pt")
     dcp.save({"model.w": torch.arange(12.0).reshape(4, 3)}, checkpoint_id=tmp_path / "saved", no_dist=True)
-    with closing(opening.open_source(str(tmp_path / "w.pt"))) as source:
+    with closing(open_source(str(tmp_path / "w.pt"))) as source:
         laid = layout.start(source.catalogue)
         with pytest.raises(CorruptError, match=r"tensor `model\.w` was not saved by torch as planned"):
             joining.join(str(tmp_path / "saved"), chunking.over_world(laid, 2), None)
         joining.join(str(tmp_path / "saved"), chunking.over_world(laid, 1), None)
-    with closing(opening.open_source(str(tmp_path / "saved"))) as source:
+    with closing(open_source(str(tmp_path / "saved"))) as source:
         assert [tensor.path for tensor in source.catalogue.tensors] == [("model", "w")]

@@ -23,7 +23,7 @@ from ckpttool.operations.export.assets import Assets
 from ckpttool.operations.export.select_model import SelectedModel
 from ckpttool.operations.export.views import Viewed
 from ckpttool.operations.write import Conversion
-from ckpttool.producers import open as opening
+from ckpttool.producers.open import naming
 from ckpttool.storage.stores import Location, Outgoing, locate
 from ckpttool.transfer.threads import Progress
 
@@ -92,10 +92,10 @@ def planned(result: Exported, options: ExportOptions, progress: Progress | None 
     `progress(done, total)` counts bytes of weights over all files. Raises the errors of `ckpttool.errors`.
     """
     src, memory = result.source, options.max_memory
-    with write.open_source(src, options.shapes) as opened, _located(options.assets) as folder:
+    with write.open_sources(src, options.shapes) as opened, _located(options.assets) as folder:
         source = opened.catalogue
         result.source_format = source.format
-        with opening.naming(src):
+        with naming(src):
             viewed = Viewed(opened.source)
             beside = assets.collect(folder, src, source)
             catalogue = _plan(source, viewed, beside, options, result)

@@ -22,7 +22,7 @@ from ckpttool.layout.rechunk import Rules
 from ckpttool.operations import arguments, write
 from ckpttool.operations.reshard import engines
 from ckpttool.operations.write import Conversion, OpenSource, Planned, WriteOptions
-from ckpttool.producers import open as opening
+from ckpttool.producers.open import naming
 from ckpttool.text import meant
 from ckpttool.transfer import processes
 from ckpttool.transfer.threads import Progress
@@ -108,7 +108,7 @@ def reshard(
         target, is_first = options.to or formats.FORMATS[0], coordinator.is_first
         with (
             write.destination(result, target, how, src, options.like, is_first=is_first),
-            write.open_source(src, shapes) as opened,
+            write.open_sources(src, shapes) as opened,
         ):
             target = options.to or _same_format(opened.catalogue)
             planned = _plan(opened, options, target, result)
@@ -190,7 +190,7 @@ def _same_format(source: Catalogue) -> Format:
 def _plan(opened: OpenSource, options: ReshardOptions, target: Format, result: Resharding) -> Planned:
     source = opened.catalogue
     is_wanted = _wanted_parts(source, options)
-    with opening.naming(opened.path):
+    with naming(opened.path):
         if options.only or options.drop:
             parts.stop_at_absent(source, options.only)
             validate(source, {path for path, entry in source.entries.items() if is_wanted(entry.part)})
@@ -258,8 +258,8 @@ def _opened_like(stack: ExitStack, path: str, target: Format) -> Catalogue:
             f"`--like` cannot be used with `--to {target.target}`, whose chunks are always those of FSDP1",
             hint="use it with `--to dcp`",
         )
-    other = stack.enter_context(write.open_source(path)).catalogue
-    with opening.naming(path):
+    other = stack.enter_context(write.open_sources(path)).catalogue
+    with naming(path):
         validate(other)
     return other
 
