@@ -37,7 +37,7 @@ def plan_only(root: Path, onto: int) -> None:
 
     collect_rarely()  # as the command does
     began, used = time.perf_counter(), time.process_time()
-    with write.open_source(str(root)) as have, tempfile.TemporaryDirectory(dir=root.parent) as scratch:
+    with write.open_sources(str(root)) as have, tempfile.TemporaryDirectory(dir=root.parent) as scratch:
         validate(have.catalogue)
         laid = chunking.over_mesh(layout.start(have.catalogue), world_mesh(onto))
         create = FORMATS[0].create
