@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from importlib import import_module
-from pathlib import Path
 
 import pytest
-from json_reference import GENERATED, fields, generated
+from support.json_reference import GENERATED, fields, generated
+from support.paths import ROOT
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "json.md"
+PAGE = ROOT / "docs" / "reference" / "json.md"
 CLASSES = [match[1] for match in GENERATED.finditer(PAGE.read_text())]
 NOT_IN_JSON = {"Audit": {"catalogue"}, "Total": {"sums"}}
 
@@ -19,7 +19,7 @@ def test_the_tables_are_current(request: pytest.FixtureRequest) -> None:
     current = generated(page)
     if request.config.getoption("--accept"):
         PAGE.write_text(current)
-    assert current == page, "run `pytest tests/test_json_reference.py --accept`"
+    assert current == page, "run `pytest tests/cli/test_json_reference.py --accept`"
 
 
 @pytest.mark.parametrize("name", CLASSES)
