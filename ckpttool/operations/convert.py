@@ -164,7 +164,7 @@ def _speller(
     if row is not None:
         if optim_keys not in (None, row.keys):
             raise UsageError(f"`--optim-keys {optim_keys}`: {row.name} has `{row.keys}`", hint="leave it out")
-        return lambda laid, source: writable.spell_optimizers(row, laid, source)
+        return lambda planned, source: writable.spell_optimizers(row, planned, source)
     keys = optim_keys or ("fqn" if target.even else None)
     return None if keys is None else lambda planned, source: respell.respell(planned, keys, source)
 

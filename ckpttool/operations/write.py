@@ -20,7 +20,7 @@ from ckpttool.catalogue.protocols import Format, Sink, SinkOptions, Source
 from ckpttool.errors import CkptError, CorruptError, LossError, OverwriteError, UsageError
 from ckpttool.formats.detect import detect
 from ckpttool.operations import arguments
-from ckpttool.operations import manifest as manifests
+from ckpttool.operations.manifest import check_wanted, write_for
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.directory import Directory
 from ckpttool.producers.open import harmful, harmful_attributes, naming, open_source, opened
@@ -125,11 +125,11 @@ def destination(
     dst = result.destination
     arguments.check_apart(dst, *sources)
     if is_first:
-        manifests.check_wanted(options.manifest, dst, is_file=target.is_file(dst), dry_run=options.dry_run)
+        check_wanted(options.manifest, dst, is_file=target.is_file(dst), dry_run=options.dry_run)
         result.notes += check_free(dst, target, options.overwrite, options.dry_run)
     yield
     if options.manifest is not None and is_first and not options.dry_run:
-        manifests.write_for(dst, options.manifest, options.threads)
+        write_for(dst, options.manifest, options.threads)
     result.seconds = time.monotonic() - began
 
 
@@ -364,8 +364,9 @@ def _check_harmless(planned: Catalogue, src: str) -> None:
         raise CorruptError(
             f"`{src}`: `{name}` names `{called}`, which runs code where it is loaded, and is not passed on",
             hint=f"look where this file came from; `--exclude '{name}'` leaves the entry out",
-            file=src, found=called,
-        )  # fmt: skip
+            file=src,
+            found=called,
+        )
     for path in {path for path, _ in harmful_attributes(planned)}:
         planned.containers[path] = planned.containers[path]._replace(attrs=None)
 
@@ -458,12 +459,12 @@ def expected_memory(planned: Catalogue, cast: object, threads: int | None, memor
     """Return the bytes that the process is expected to hold at most while it copies `planned`; `cast` is whether
     values change."""
     count, tile = budget(threads, memory)
-    held = arguments.BASE_MEMORY + count * BUFFER
+    total = arguments.BASE_MEMORY + count * BUFFER
     if cast:
-        held += _TORCH_MEMORY + 4 * count * tile
+        total += _TORCH_MEMORY + 4 * count * tile
     elif any(_may_be_gathered(tensor) for tensor in planned.tensors):
-        held += _NUMPY_MEMORY + 2 * count * tile
-    return held
+        total += _NUMPY_MEMORY + 2 * count * tile
+    return total
 
 
 def _may_be_gathered(tensor: Tensor) -> bool:

@@ -31,10 +31,8 @@ class _Opcodes:
         self.bytes = self._new(_MODULE, "BytesStorageMetadata")
         self.index = self._new(_MODULE, "MetadataIndex") + b"}("
         self.info = self._new("torch.distributed.checkpoint.filesystem", "_StorageInfo") + b"}("
-        names = (
-            "offsets", "sizes", "properties", "size", "chunks", "fqn", "offset", "index", "relative_path", "length",
-        )  # fmt: skip
-        self.key = {name: self.text(name) for name in names}
+        keys = "offsets sizes properties size chunks fqn offset index relative_path length"
+        self.key = {name: self.text(name) for name in keys.split()}
         self._sizes: dict[Ints, bytes] = {}
 
     def text(self, value: str) -> bytes:
@@ -86,7 +84,7 @@ def publish(folder: str | Location, metadata: Metadata) -> None:
 def write(metadata: Metadata, flush: Callable[[bytes], object]) -> None:
     """Pass the pickle of `metadata` to `flush`, piece by piece."""
     writer = Writer(protocol=4)
-    opcodes_of = _Opcodes(writer)
+    opcodes = _Opcodes(writer)
     out = writer.out
 
     def drain() -> None:
@@ -101,16 +99,16 @@ def write(metadata: Metadata, flush: Callable[[bytes], object]) -> None:
     for key, entry in metadata.entries.items():
         out.extend(b"(")
         writer.text(key)
-        _describe(writer, opcodes_of, entry)
+        _describe(writer, opcodes, entry)
         out.extend(b"u")
         drain()
     writer.text("planner_data")
     writer.write(metadata.paths)
     writer.text("storage_data")
     out.extend(b"}")
-    files = [opcodes_of.text(name) for name in metadata.files]
+    files = [opcodes.text(name) for name in metadata.files]
     for key, entry in metadata.entries.items():
-        for piece in _placed(opcodes_of, opcodes_of.text(key), entry, files):
+        for piece in _placed(opcodes, opcodes.text(key), entry, files):
             out.extend(piece)
             drain()
     writer.text("storage_meta")
@@ -125,12 +123,12 @@ def write(metadata: Metadata, flush: Callable[[bytes], object]) -> None:
     flush(writer.done())
 
 
-def _describe(writer: Writer, opcodes_of: _Opcodes, entry: StoredTensor | Item) -> None:
+def _describe(writer: Writer, opcodes: _Opcodes, entry: StoredTensor | Item) -> None:
     if isinstance(entry, Item):
-        writer.out += opcodes_of.bytes
+        writer.out += opcodes.bytes
         return
-    key, ints = opcodes_of.key, opcodes_of.ints
-    writer.out += opcodes_of.tensor + key["properties"]
+    key, ints = opcodes.key, opcodes.ints
+    writer.out += opcodes.tensor + key["properties"]
     writer.named(_MODULE, "TensorProperties")
     writer.out += b")\x81("
     writer.named("torch", entry.dtype.name)
@@ -139,7 +137,7 @@ def _describe(writer: Writer, opcodes_of: _Opcodes, entry: StoredTensor | Item) 
     writer.call(_MODULE, "_MEM_FORMAT_ENCODING", (0,))
     writer.write(False)
     writer.out += b"tb" + key["size"] + ints(entry.shape) + key["chunks"] + b"]"
-    first, second = opcodes_of.chunk + key["offsets"], key["sizes"]
+    first, second = opcodes.chunk + key["offsets"], key["sizes"]
     for at in range(0, len(entry.offsets), _BATCH):
         batch = zip(entry.offsets[at : at + _BATCH], entry.sizes[at : at + _BATCH], strict=True)
         writer.out += b"("
@@ -148,25 +146,41 @@ def _describe(writer: Writer, opcodes_of: _Opcodes, entry: StoredTensor | Item) 
     writer.out += b"ub"
 
 
-def _placed(opcodes_of: _Opcodes, name: bytes, entry: StoredTensor | Item, files: list[bytes]) -> Iterator[bytes]:
+def _placed(opcodes: _Opcodes, name: bytes, entry: StoredTensor | Item, files: list[bytes]) -> Iterator[bytes]:
     """Items of `storage_data`, many at a time."""
-    key = opcodes_of.key
-    index, info = opcodes_of.index + key["fqn"] + name, opcodes_of.info + key["relative_path"]
+    key = opcodes.key
+    index, info = opcodes.index + key["fqn"] + name, opcodes.info + key["relative_path"]
     offset, length = key["offset"], key["length"]
     if isinstance(entry, Item):
         yield b"(%b%bNub%b%b%b%b%b%bubu" % (
-            index, key["index"], info, files[entry.file],
-            offset, _integer(entry.offset), length, _integer(entry.length),
-        )  # fmt: skip
+            index,
+            key["index"],
+            info,
+            files[entry.file],
+            offset,
+            _integer(entry.offset),
+            length,
+            _integer(entry.length),
+        )
         return
-    ints, hint = opcodes_of.ints, key["index"]
+    ints, hint = opcodes.ints, key["index"]
     rows = zip(entry.offsets, entry.files, entry.starts, entry.lengths, strict=True)
     items = [
-        b"%b%b%b%b%bub%b%b%b%b%b%bub" % (
-            index, offset, ints(at), hint, _integer(i),
-            info, files[file], offset, _integer(start), length, _integer(size),
+        b"%b%b%b%b%bub%b%b%b%b%b%bub"
+        % (
+            index,
+            offset,
+            ints(at),
+            hint,
+            _integer(i),
+            info,
+            files[file],
+            offset,
+            _integer(start),
+            length,
+            _integer(size),
         )
         for i, (at, file, start, size) in enumerate(rows)
-    ]  # fmt: skip
+    ]
     for at in range(0, len(items), _BATCH):
         yield b"(" + b"".join(items[at : at + _BATCH]) + b"u"

@@ -109,8 +109,11 @@ def _walk(
     if at != size:
         raise CorruptError(
             f"`{file.name}`: the items that the other checkpoint has end at {at}, but the file has {size} bytes",
-            hint=_HINT, file=file.name, found=size, expected=at,
-        )  # fmt: skip
+            hint=_HINT,
+            file=file.name,
+            found=size,
+            expected=at,
+        )
 
 
 def _check(read: Read, at: int, length: int, name: str, slot: _Slot) -> None:

@@ -214,10 +214,14 @@ class _Builder:
         chunks = tensor.chunks
         frames = _frames_of(tensor.dtype, chunks)
         return StoredTensor(
-            tensor.dtype, tensor.shape, chunks.offsets, chunks.sizes, chunks.file,
+            tensor.dtype,
+            tensor.shape,
+            chunks.offsets,
+            chunks.sizes,
+            chunks.file,
             array("q", [at - frames[sizes][0] for at, sizes in zip(chunks.offset, chunks.sizes, strict=True)]),
             array("q", [frames[sizes][2] for sizes in chunks.sizes]),
-        )  # fmt: skip
+        )
 
 
 def _frames_of(dtype: Dtype, chunks: Chunks) -> dict[Ints, tuple[int, int, int]]:
@@ -242,8 +246,9 @@ class _Slots:
         if not isinstance(tensor, Tensor):
             raise LossError(
                 f"the object `{self._owner.name}` needs the tensor `{dotted(value.path)}`, which is left out",
-                hint="keep both or leave both out", tensor=dotted(value.path),
-            )  # fmt: skip
+                hint="keep both or leave both out",
+                tensor=dotted(value.path),
+            )
         key = self._keys.setdefault(self._planned.first(tensor).path, str(len(self._keys)))
         self._users[tensor.path] = key
         return Slot(key, tensor.dtype, tensor.shape, value.storage)

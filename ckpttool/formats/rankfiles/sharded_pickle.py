@@ -105,15 +105,13 @@ class ShardedTensors:
         """This rank's part of a laid tensor; the tensor itself stands for its local elements."""
         shared = self._of_all(tensor)
         box = local_box(tensor, self._rank)
-        mine = [] if box is None else [_built(_LOCAL_SHARD, (None, {
-            "tensor": tensor, "metadata": self._shard(box, self._rank)
-        }))]  # fmt: skip
-        metadata = _built(_METADATA, {
-            "shards_metadata": shared.shards,
-            "size": shared.size,
-            "tensor_properties": _built(_PROPERTIES, shared.properties),
-        })  # fmt: skip
-        state = (mine, metadata, self._group, shared.spec, False)
+        mine = []
+        if box is not None:
+            shard = {"tensor": tensor, "metadata": self._shard(box, self._rank)}
+            mine.append(_built(_LOCAL_SHARD, (None, shard)))
+        properties = _built(_PROPERTIES, shared.properties)
+        metadata = {"shards_metadata": shared.shards, "size": shared.size, "tensor_properties": properties}
+        state = (mine, _built(_METADATA, metadata), self._group, shared.spec, False)
         stub: Stub = _REBUILD(_WRAPPER, _SHARDED_TENSOR, shared.wrapper, state)
         return stub
 
@@ -136,10 +134,12 @@ class ShardedTensors:
                 spec = _built(_ENUMERABLE_SPEC, {"shards": shards})
             size = (tensor.shape, boxes.row_major(tensor.shape))
             self._shared[key] = _Shared(
-                shards, spec, TorchSize(tensor.shape),
+                shards,
+                spec,
+                TorchSize(tensor.shape),
                 (dtype, self._layout, False, self._contiguous, False),
                 (_SHARDED_TENSOR, dtype, *size, 0, self._layout, self._cpu, False),
-            )  # fmt: skip
+            )
         return self._shared[key]
 
 

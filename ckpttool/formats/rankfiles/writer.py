@@ -216,9 +216,6 @@ def losses(catalogue: Catalogue, path: str) -> list[Loss]:
     lost = []
     for root, rank, entry in _owned(catalogue):
         if rank >= world:
-            lost.append(Loss(
-                entry.name,
-                f"it belongs to rank {rank}, and {world} ranks have no file for it "
-                f"(`--drop {entry.part.kind}` leaves `{dotted(root)}` out)",
-            ))  # fmt: skip
+            why = f"it belongs to rank {rank}, and {world} ranks have no file for it"
+            lost.append(Loss(entry.name, f"{why} (`--drop {entry.part.kind}` leaves `{dotted(root)}` out)"))
     return lost + torch_zip_writer.losses(catalogue.objects)

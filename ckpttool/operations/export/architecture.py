@@ -83,9 +83,14 @@ def _asked(folder: str, out: str) -> dict[str, Any]:
     try:
         # Only interpreter and module are arguments; the config is a file.
         subprocess.run(  # noqa: S603
-            command, check=False, timeout=_PATIENCE, env={**os.environ, **_OFFLINE},
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            command,
+            check=False,
+            timeout=_PATIENCE,
+            env={**os.environ, **_OFFLINE},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         with open(out, encoding="utf-8") as stream:
             process = json.load(stream)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
@@ -129,7 +134,7 @@ def _compared(shapes: Mapping[str, Ints], expected_: Mapping[str, Ints], model: 
     result.unexpected = [n for n in shapes if n not in expected_ and n not in model.tied and not unexpected(n)]
     result.misshapen += [
         (n, shapes[n], model.memory[n]) for n in model.tied if n in shapes and shapes[n] != model.memory[n]
-    ]  # fmt: skip
+    ]
     return result
 
 
@@ -151,9 +156,11 @@ def refusal(compared: Compared, shapes: Mapping[str, Ints], model: Expected, whe
     return CorruptError(
         f"`{where}`: the tensors are not those of its `{model.architecture}`: {'; '.join(lines)}",
         hint=_hint(compared, shapes, model),
-        file=where, missing=compared.missing, unexpected=compared.unexpected,
+        file=where,
+        missing=compared.missing,
+        unexpected=compared.unexpected,
         misshapen=[name for name, _, _ in compared.misshapen],
-    )  # fmt: skip
+    )
 
 
 def _hint(compared: Compared, shapes: Mapping[str, Ints], model: Expected) -> str:

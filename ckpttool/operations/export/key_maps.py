@@ -264,6 +264,8 @@ def _head(tensor: Tensor, head_dim: int | None) -> int:
         raise UsageError(
             f"tensor `{tensor.name}` {list(tensor.shape)}: its rows are no multiple of {head_dim}, those of a head",
             hint="the config is not this model's, or pass another `--head-dim`",
-            tensor=tensor.name, found=rows, expected=head_dim,
-        )  # fmt: skip
+            tensor=tensor.name,
+            found=rows,
+            expected=head_dim,
+        )
     return head_dim

@@ -47,7 +47,7 @@ def halves(shape: Ints, head: int) -> list[Slice]:
         Slice((row + side * half, *zeros), (half, *rest), (row + side, *zeros), dims, (2, *ones))
         for row in range(0, shape[0], head)
         for side in (0, 1)
-    ]  # fmt: skip
+    ]
 
 
 def piece(shape: Ints, at: Ints, low: int, size: int) -> tuple[Ints, Slice]:

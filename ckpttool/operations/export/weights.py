@@ -90,9 +90,14 @@ def _writer(
         assert _SAFE.create is not None
         sink = _SAFE.create(path, catalogue, SinkOptions(one_file=True))
         moved = transfer(
-            plan.plan(sink.catalogue), moving.source, sink.catalogue,
-            total=payload, threads=moving.threads, memory=moving.memory, progress=progress,
-        )  # fmt: skip
+            plan.plan(sink.catalogue),
+            moving.source,
+            sink.catalogue,
+            total=payload,
+            threads=moving.threads,
+            memory=moving.memory,
+            progress=progress,
+        )
         files.check_unchanged(moving.before)
         sink.finish(moved.crcs)
         tally.checked += moved.checked

@@ -32,7 +32,9 @@ def _folded(faults: list[CkptError]) -> list[str]:
     for i, fault in enumerate(faults):
         groups.setdefault(fault.facts.get("alike", i), []).append(fault)
     return [
-        one.message if not more else f"{1 + len(more)} tensors {what}: "
+        one.message
+        if not more
+        else f"{1 + len(more)} tensors {what}: "
         f"{some([fault.facts['tensor'] for fault in (one, *more)])}; of the first: {one.message}"
         for what, (one, *more) in groups.items()
-    ]  # fmt: skip
+    ]

@@ -1,4 +1,4 @@
-"""What `inspect --json` says: the schema `ckpttool/inspect/1`. Pure.
+"""The document of `inspect --json`: the schema `ckpttool/inspect/1`. Pure.
 
 {"schema": "ckpttool/inspect/1", "format": "dcp", "world_size": 4, "path": ..., "bytes": ..., "files": [...], facts,
  "tensors": [{"name", "path", "part", "dtype", "shape", "nbytes",
@@ -23,10 +23,10 @@ _OURS = ("tensors", "objects", "warnings")
 
 
 def document(
-    catalogue: Catalogue, path: str, step: float | None, wanted: Callable[[str], bool] = lambda name: True
+    catalogue: Catalogue, path: str, step: float | None, is_selected: Callable[[str], bool] = lambda name: True
 ) -> Iterator[str]:
-    """The document as JSON text in pieces, a tensor or an object a line: a large checkpoint has hundreds of megabytes
-    of it. `wanted` chooses tensors by name."""
+    """Yield the document as JSON text, a tensor or an object a line: a large checkpoint has hundreds of
+    megabytes of it. `is_selected` selects tensors by name."""
     head: dict[str, Any] = {
         "schema": SCHEMA,
         "format": catalogue.format,
@@ -41,7 +41,7 @@ def document(
             head.setdefault(str(key), jsonable(value, catalogue.entries))
     yield "{" + ",\n ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items())
     yield ',\n "tensors": ['
-    yield from _lines(_tensor(t, catalogue) for t in catalogue.tensors if wanted(t.name))
+    yield from _lines(_tensor(t, catalogue) for t in catalogue.tensors if is_selected(t.name))
     yield '],\n "objects": ['
     yield from _lines(_object(o, catalogue) for o in catalogue.objects)
     findings = [*catalogue.warnings, *warnings.findings(catalogue, find_aliases(catalogue.tensors))]
@@ -75,8 +75,8 @@ def _tensor(tensor: Tensor, catalogue: Catalogue) -> dict[str, Any]:
 
 
 def _object(entry: Object, catalogue: Catalogue) -> dict[str, Any]:
-    said = {"name": entry.name, "path": path_json(entry.path), "part": entry.part.kind}
+    reason = {"name": entry.name, "path": path_json(entry.path), "part": entry.part.kind}
     value, instead = peek(entry)
     if instead is not None:
-        return {**said, "type": "unread", "value": instead}
-    return {**said, "type": type_name(value), "value": jsonable(value, catalogue.entries)}
+        return {**reason, "type": "unread", "value": instead}
+    return {**reason, "type": type_name(value), "value": jsonable(value, catalogue.entries)}

@@ -59,26 +59,26 @@ class _Group:
 
 def tables(entries: Iterable[Entry], tensors: Tensors) -> list[Table]:
     """One table for each `param_groups` in `entries`."""
-    found: dict[Path, tuple[Table, dict[str, _Group]]] = {}
+    by_root: dict[Path, tuple[Table, dict[str, _Group]]] = {}
     for entry in entries:
         place = _place(entry)
         if place is None:
             continue
         root, group, name, flat = place
-        table, groups = found.setdefault(root, (Table(root, []), {}))
+        table, groups = by_root.setdefault(root, (Table(root, []), {}))
         table.paths.add(entry.path)
-        here = groups.setdefault(group, _Group(flat))
+        values = groups.setdefault(group, _Group(flat))
         if name == "params":
             value = peek(entry)[0] if isinstance(entry, Object) else None
-            here.params = len(value) if isinstance(value, (list, tuple)) else None
+            values.params = len(value) if isinstance(value, (list, tuple)) else None
         elif isinstance(entry, Tensor):
-            here.values[name] = f"<tensor {entry.dtype} {list(entry.shape)}>"
+            values.values[name] = f"<tensor {entry.dtype} {list(entry.shape)}>"
         else:
             value, instead = peek(entry)
-            here.values[name] = instead or describe(value, tensors, _VALUE)
-    for table, groups in found.values():
+            values.values[name] = instead or describe(value, tensors, _VALUE)
+    for table, groups in by_root.values():
         table.columns = _folded(groups)
-    return [table for table, _ in found.values()]
+    return [table for table, _ in by_root.values()]
 
 
 def _place(entry: Entry) -> tuple[Path, str, str, bool] | None:

@@ -61,10 +61,10 @@ def lines(tensors: Iterable[Tensor], root: Path, tied: Collection[Path], depth: 
     for tensor in tensors:
         node = top
         for key in tensor.name[skip:].split(".", _DEPTH):
-            found = node.children.get(key)
-            if found is None:
-                found = node.children[key] = _Node()
-            node = found
+            child = node.children.get(key)
+            if child is None:
+                child = node.children[key] = _Node()
+            node = child
         node.tensor = tensor
         node.tied = tensor.path in tied
     _count(top, {})
@@ -99,11 +99,19 @@ def _walk(node: _Node, level: int, times: int, depth: int) -> Iterator[Line]:
             more, child = inner[0]
             name, folded = f"{name}.{_label(more)}", folded * len(more)
         count = times * folded
-        here = child.tensor if not child.children else None
+        leaf = child.tensor if not child.children else None
         yield Line(
-            level, name, folded, count, child.tensors * count, child.dtypes, here.shape if here else None,
-            child.parameters * count, child.nbytes * count, child.tied,
-        )  # fmt: skip
+            level,
+            name,
+            folded,
+            count,
+            child.tensors * count,
+            child.dtypes,
+            leaf.shape if leaf else None,
+            child.parameters * count,
+            child.nbytes * count,
+            child.tied,
+        )
         if level + 1 < depth:
             yield from _walk(child, level + 1, count, depth)
 

@@ -1,8 +1,4 @@
-"""What `inspect` shows of a catalogue. Pure: it reads nothing but what the catalogue holds or opens by itself.
-
-summarise(catalogue) -> Summary     for people: parts, trees, hyper-parameters, objects, warnings
-document(catalogue)  -> JSON text   for programs, piece by piece
-"""
+"""Summarises a catalogue for `inspect`: parts, module trees, hyper-parameters, objects, warnings. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +8,7 @@ from dataclasses import dataclass, field
 
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.entries import KINDS, Catalogue, Entry, Object, Part, Path, Tensor, dotted
-from ckpttool.operations.inspect import hyperparameters
-from ckpttool.operations.inspect import module_tree as tree
+from ckpttool.operations.inspect import hyperparameters, module_tree
 from ckpttool.operations.inspect.format_value import LIMIT, describe, peek
 from ckpttool.operations.inspect.warnings import findings
 from ckpttool.text import ranges
@@ -46,11 +41,11 @@ class ObjectLine:
 
 @dataclass(slots=True)
 class Summary:
-    """What the human view of `inspect` prints, in its order."""
+    """What `inspect` prints, in its order."""
 
     step: float | None
     parts: list[PartLine]
-    trees: list[tuple[Part, list[tree.Line]]]
+    trees: list[tuple[Part, list[module_tree.Line]]]
     hyperparameters: list[hyperparameters.Table]
     objects: list[ObjectLine]
     ties: list[tuple[str, str]]
@@ -72,14 +67,15 @@ def summarise(catalogue: Catalogue, *, depth: int = DEPTH, limit: int = LIMIT) -
         step=step(catalogue),
         parts=[_part(part, by_part[part], aliases) for part in ordered],
         trees=[
-            (part, tree.lines((e for e in by_part[part] if isinstance(e, Tensor)), part.root, aliases, depth))
-            for part in ordered if part.kind == "model"
+            (part, module_tree.lines((e for e in by_part[part] if isinstance(e, Tensor)), part.root, aliases, depth))
+            for part in ordered
+            if part.kind == "model"
         ],
         hyperparameters=tables,
         objects=_folded(ObjectLine(e.name, value_text(e, catalogue, limit)) for e in rest),
         ties=[(dotted(path), dotted(kept)) for path, kept in aliases.items()],
         warnings=[str(warning) for warning in (*catalogue.warnings, *findings(catalogue, aliases))],
-    )  # fmt: skip
+    )
 
 
 def _part(part: Part, entries: Iterable[Entry], aliases: Mapping[Path, Path]) -> PartLine:
@@ -99,22 +95,22 @@ def _part(part: Part, entries: Iterable[Entry], aliases: Mapping[Path, Path]) ->
 
 
 def step(catalogue: Catalogue) -> float | None:
-    """How far the training was, from an object that says so: the progress part first, then the optimizer's steps."""
-    said: dict[tuple[str, object], Object] = {}
+    """Return the training step, from a counter in the progress part, else in the optimizer."""
+    counters: dict[tuple[str, object], Object] = {}
     for entry in catalogue.objects:
         if entry.part.kind in ("progress", "optimizer") and entry.path and entry.path[-1] in _PROGRESS:
-            said.setdefault((entry.part.kind, entry.path[-1]), entry)
+            counters.setdefault((entry.part.kind, entry.path[-1]), entry)
     for kind in ("progress", "optimizer"):
         for name in _PROGRESS:
-            found = said.get((kind, name))
-            value = peek(found)[0] if found is not None else catalogue.facts.get("step")
+            counter = counters.get((kind, name))
+            value = peek(counter)[0] if counter is not None else catalogue.facts.get("step")
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 return value
     return None
 
 
 def value_text(entry: Object, catalogue: Catalogue, limit: int = LIMIT) -> str:
-    """One line for an object's value; its size where it is large, the reason where it cannot be read."""
+    """Return one line for an object's value; its size where it is large, the reason where it cannot be read."""
     value, instead = peek(entry)
     return describe(value, catalogue.entries, limit) if instead is None else instead
 
@@ -123,7 +119,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 def _folded(lines: Iterable[ObjectLine]) -> list[ObjectLine]:
-    """Neighbours with one value whose names differ in one number, as one line: `state.0-7.step`."""
+    """Fold neighbours with equal values whose names differ in one number to one line: `state.0-7.step`."""
     runs: list[list[ObjectLine]] = []
     for line in lines:
         if runs and runs[-1][0].text == line.text and _differing(runs[-1][0].name, line.name) is not None:
@@ -136,7 +132,7 @@ def _folded(lines: Iterable[ObjectLine]) -> list[ObjectLine]:
 
 
 def _differing(a: str, b: str) -> int | None:
-    """Which number of two names differs, when nothing else does."""
+    """Return which number of two names differs, when nothing else does."""
     if _NUMBER.sub("#", a) != _NUMBER.sub("#", b):
         return None
     differing = [i for i, (x, y) in enumerate(zip(_NUMBER.findall(a), _NUMBER.findall(b), strict=True)) if x != y]
@@ -148,7 +144,7 @@ def _run(lines: list[ObjectLine]) -> ObjectLine:
         return lines[0]
     place = _differing(lines[0].name, lines[1].name)
     assert place is not None
-    numbers = ranges((int(_NUMBER.findall(line.name)[place]) for line in lines), ",", tree.RANGES)
+    numbers = ranges((int(_NUMBER.findall(line.name)[place]) for line in lines), ",", module_tree.RANGES)
     at = list(_NUMBER.finditer(lines[0].name))[place]
     name = lines[0].name
     return ObjectLine(name[: at.start()] + numbers + name[at.end() :], lines[0].text, len(lines))

@@ -1,4 +1,4 @@
-"""What a person would want to be told about a checkpoint that opens without an error. Pure; each one line."""
+"""Warnings about a checkpoint that opens without an error: uneven ranks, weights stored twice. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHOWN = 3
 
 
 def findings(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> list[Warning]:
-    """Warnings that need no more than the catalogue."""
+    """Return the warnings, which need only the catalogue."""
     twice = _stored_twice(catalogue, aliases)
     known = {*aliases, *(tensor.path for tensors in twice for tensor in tensors)}
     return [
@@ -51,7 +51,7 @@ def _uneven_ranks(catalogue: Catalogue) -> Iterator[Warning]:
 
 
 def _stored_twice(catalogue: Catalogue, aliases: Collection[Path]) -> list[list[Tensor]]:
-    """Equal bytes in two places, as far as checksums tell. Vectors are left out: all ones or zeros are no news."""
+    """Return tensors with equal checksums in two places. Vectors are skipped: many are all ones or zeros."""
     same: dict[tuple[object, ...], list[Tensor]] = defaultdict(list)
     for tensor in catalogue.tensors:
         chunks = tensor.chunks
@@ -69,18 +69,18 @@ def _places(tensors: list[Tensor]) -> int:
     return len({(t.chunks.file[0], t.chunks.offset[0]) for t in tensors})
 
 
-def _probably_tied(catalogue: Catalogue, told: Collection[Path]) -> Iterator[Warning]:
-    """A matrix that the optimizer does not know, of the shape of exactly one that it knows: a tied weight that was
-    stored twice, as DCP does."""
+def _probably_tied(catalogue: Catalogue, known_ties: Collection[Path]) -> Iterator[Warning]:
+    """Yield a warning for a matrix without optimizer state, of the shape of exactly one with it: probably a tied weight
+    that was stored twice, as DCP does."""
     known = _with_state(catalogue)
     if not known:
         return
     strangers: dict[tuple[object, ...], list[Tensor]] = defaultdict(list)
     partners: dict[tuple[object, ...], list[Tensor]] = defaultdict(list)
     for tensor in catalogue.tensors:
-        if tensor.part.kind == "model" and len(tensor.shape) >= 2 and tensor.path not in told:
-            here = partners if tensor.fqn in known else strangers
-            here[tensor.part, tensor.dtype.name, tensor.shape].append(tensor)
+        if tensor.part.kind == "model" and len(tensor.shape) >= 2 and tensor.path not in known_ties:
+            group = partners if tensor.fqn in known else strangers
+            group[tensor.part, tensor.dtype.name, tensor.shape].append(tensor)
     for key, tensors in strangers.items():
         if len(tensors) == 1 == len(partners.get(key, ())):
             yield Warning(

@@ -14,10 +14,10 @@ from ckpttool.catalogue.patterns import rule, several
 from ckpttool.catalogue.protocols import Format, SinkOptions
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import UsageError
-from ckpttool.layout import rank_policies as policies
 from ckpttool.layout import rechunk, select
 from ckpttool.layout.mesh import Mesh, parse_mesh, world_mesh
 from ckpttool.layout.optimizer import respell
+from ckpttool.layout.rank_policies import apply_policy, check_policy
 from ckpttool.layout.rechunk import Rules
 from ckpttool.operations import arguments, write
 from ckpttool.operations.reshard import engines
@@ -153,8 +153,8 @@ def _parse(
         message = f"{names} exclude each other" if given else "no target layout given"
         raise UsageError(message, hint="pass one of `--to-world N`, `--to-mesh shard=4,tp=2` and `--like OTHER`")
     engines.check(engine)
-    policies.check_policy("rng", rng)
-    policies.check_policy("dataloader", dataloader)
+    check_policy("rng", rng)
+    check_policy("dataloader", dataloader)
     mesh = world_mesh(to_world) if to_world else parse_mesh(to_mesh) if to_mesh else None
     if mesh is None and rules != rechunk.NO_RULES:
         raise UsageError(
@@ -212,7 +212,7 @@ def _plan(opened: OpenSource, options: ReshardOptions, target: Format, result: R
             mesh, result.mesh = world_mesh(other.world_size), options.like or ""
         result.world = mesh.world
         for kind, policy in (("rng", options.rng), ("dataloader", options.dataloader)):
-            planned, notes = policies.apply_policy(planned, kind, policy, mesh, files=target.even)
+            planned, notes = apply_policy(planned, kind, policy, mesh, files=target.even)
             result.policies += notes
         if options.mesh is not None:
             planned = rechunk.over_mesh(planned, mesh, options.rules, everywhere=target.even)
