@@ -43,7 +43,7 @@ _TABLE = (
     Dtype("float8_e5m2", 1, "float", "F8_E5M2"),
     Dtype("float8_e5m2fnuz", 1, "float", "F8_E5M2FNUZ"),
     Dtype("float8_e8m0fnu", 1, "float", "F8_E8M0"),
-    # Two 4-bit values in a byte: torch counts bytes, safetensors counts values (see stheader).
+    # Two 4-bit values in a byte: torch counts bytes, safetensors counts values (see safetensors_header).
     Dtype("float4_e2m1fn_x2", 1, "float", "F4"),
     Dtype("int64", 8, "int", "I64", "LongStorage"),
     Dtype("int32", 4, "int", "I32", "IntStorage"),

@@ -35,8 +35,7 @@ from collections.abc import Callable, Mapping
 from math import isfinite, isnan
 from typing import Any, NoReturn
 
-from ckpttool.catalogue import values as stubs
-from ckpttool.catalogue.values import Known, Link, Stub, TorchSize, is_stub_type, stub_type
+from ckpttool.catalogue.values import Known, Link, Stub, TorchSize, is_stub_type, stub_name, stub_type
 from ckpttool.errors import CorruptError, LossError
 
 MAX_DEPTH = 100
@@ -162,7 +161,7 @@ class _Encoder:
 
 
 def _kind(value: Any) -> str:
-    name = stubs.stub_name(value) or type(value).__name__
+    name = stub_name(value) or type(value).__name__
     return f"`{name}`"
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Entry, Object, Path, Tensor, dotted
 from ckpttool.errors import LossError, UsageError
-from ckpttool.layout import select as layout
+from ckpttool.layout import select
 from ckpttool.layout.mesh import Mesh
 from ckpttool.text import meant, plural, rank_ranges
 
@@ -45,7 +45,7 @@ def apply_policy(
         return catalogue, []
     if policy == "drop":
         gone = [e for e in catalogue.entries.values() if e.part.kind == kind]
-        kept = layout.select(catalogue, lambda e: e.part.kind != kind)
+        kept = select.select(catalogue, lambda e: e.part.kind != kind)
         return kept, [f"{kind}: left out, {plural(len(gone), 'value')} (`--{kind} drop`)"]
     messages: list[str] = []
     for root, holders in _owned(catalogue, kind).items():
@@ -90,7 +90,7 @@ def _from_first(catalogue: Catalogue, root: Path, holders: dict[int, Path], worl
         )
     depth = len(first)
     others = {path for rank, path in holders.items() if rank}
-    result = layout.select(catalogue, lambda e: e.path[:depth] not in others)
+    result = select.select(catalogue, lambda e: e.path[:depth] not in others)
     entries: list[Entry] = []
     containers = dict(result.containers)
     for entry in result.entries.values():
@@ -100,16 +100,16 @@ def _from_first(catalogue: Catalogue, root: Path, holders: dict[int, Path], worl
         moved = {path: place + path[depth:] for path in result.entries if path[:depth] == first}
         entries += [_copied(result.entries[path], new, moved) for path, new in moved.items()]
         containers |= {place + p[depth:]: c for p, c in result.containers.items() if p[:depth] == first}
-    return layout.rebuilt(result, entries, containers)
+    return select.rebuilt(result, entries, containers)
 
 
 def _copied(entry: Entry, new: Path, moved: dict[Path, Path]) -> Entry:
     if isinstance(entry, Tensor):
         # Bytes of its own: in files of one rank, the first is not there to be tied to.
-        return layout.again(entry, path=new, alias=None)
+        return select.again(entry, path=new, alias=None)
 
     def change(value: Any) -> Any:
-        return layout.relinked(value, moved)
+        return select.relinked(value, moved)
 
     return entry.at(new, change=change) if isinstance(entry, Object) else entry
 

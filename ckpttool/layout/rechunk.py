@@ -1,11 +1,11 @@
-"""Catalogue -> catalogue: which rank is to hold which box of which tensor. Pure; nothing is read.
+"""Plans which rank holds which box of which tensor: a catalogue becomes one with other chunks. Pure.
 
     whole        one chunk on rank 0                           formats that know no others
     as_stored    the source's own chunks on its own ranks      dcp
     over_mesh    as FSDP2 cuts parameters on a mesh            --to-world, --to-mesh, --placements
     like         the boxes and the ranks of another            --like
 
-Whether a tensor is a parameter, which is cut, or a buffer, which is not, is not always written down, see `cuts`.
+Parameters are sharded and buffers are not. Checkpoints do not always say which is which, see `cuts`.
 Source: `torch/distributed/fsdp/_fully_shard/_fsdp_param.py` of torch 2.13.
 """
 

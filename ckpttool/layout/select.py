@@ -1,4 +1,4 @@
-"""Catalogue -> catalogue: select, rename, cast. Pure; nothing is read. Which rank holds which box is `chunking`'s.
+"""Catalogue -> catalogue: select, rename, cast. Pure; nothing is read. Which rank holds which box is `rechunk`'s.
 
 Each step returns a new catalogue whose tensors know their `origin` in the source. Names in the optimizer follow the
 model's: renaming a parameter renames its optimizer state and its mention in `param_groups`.

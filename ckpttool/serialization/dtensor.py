@@ -10,7 +10,7 @@
 
 Sources: `torch/distributed/tensor/` (`_tensor/` to 2.4), `torch/distributed/device_mesh.py` and
 `torch/distributed/_shard/` of torch 2.0 to 2.15. Classes are told by the last part of their names, which moved between
-modules. A `DTensor` says which boxes it has by mesh, coordinate and placements only, see `cuts`.
+modules. A `DTensor` says which boxes it has by mesh, coordinate and placements only, see `dtensor_offsets`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ckpttool.catalogue.dtypes import DTYPES, Dtype
 from ckpttool.catalogue.entries import dotted
 from ckpttool.catalogue.values import Stub, stub_name
 from ckpttool.errors import CkptError, CorruptError, ReadError
-from ckpttool.serialization import dtensor_offsets as cuts
+from ckpttool.serialization import dtensor_offsets
 from ckpttool.serialization.dtensor_offsets import Place, Placement, Runs
 from ckpttool.serialization.torch_pickle import TensorRef
 
@@ -260,7 +260,7 @@ def _dtensor(call: _Call, known: _Known) -> Shard:
         runs = known.runs.get(key)
         if runs is None:
             place = Place(mesh.shape, mesh.coordinate)
-            runs = known.runs[key] = cuts.of_local(local.shape, call.shape, place, placements, order)
+            runs = known.runs[key] = dtensor_offsets.of_local(local.shape, call.shape, place, placements, order)
         pieces = tuple(_boxes(local, runs))
     world = max(mesh.ranks) + 1 if mesh.ranks else None
     return Shard(

@@ -20,7 +20,7 @@ from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import BY_SAFETENSORS, Dtype
 from ckpttool.catalogue.entries import check_shape
 from ckpttool.errors import CorruptError, LossError
-from ckpttool.serialization import strict_json as strictjson
+from ckpttool.serialization import strict_json
 
 Read = Callable[[int, int], bytes]
 """`read(offset, nbytes)` of the file that the header lies in, absolute offsets."""
@@ -140,7 +140,7 @@ def _parse(text: bytes, name: str) -> dict[str, Any]:
         raise CorruptError(
             f"{name}: the header begins with {text[:1]!r}, not with `{{`", hint="this may not be a safetensors file"
         )
-    table = strictjson.parse(text, f"{name}: the header")
+    table = strict_json.parse(text, f"{name}: the header")
     assert isinstance(table, dict)
     return table
 

@@ -20,8 +20,7 @@ from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Extent, check_shape
 from ckpttool.errors import CorruptError
-from ckpttool.serialization import strict_json as strictjson
-from ckpttool.serialization import torch_zip as torchzip
+from ckpttool.serialization import strict_json, torch_zip
 from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
 from ckpttool.serialization.torch_zip import Archive
 
@@ -81,7 +80,7 @@ class Exported:
         if record not in self._archive.records:
             return {}
         try:
-            config = strictjson.parse(self._archive.content(record), f"{self._archive.name}: `{record}`")["config"]
+            config = strict_json.parse(self._archive.content(record), f"{self._archive.name}: `{record}`")["config"]
             items = [(name, folder + meta["path_name"], meta) for name, meta in config.items()]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptError(f"{self._archive.name}: `{record}` is not a table of tensors: {error!r}") from None
@@ -99,8 +98,8 @@ class Exported:
         self.nested.add(record)
         at = self._archive.payload(record)
         name = f"{self._archive.name}: `{record}`"
-        inner = torchzip.open_archive(self._archive.read, at.offset, at.nbytes, name=name, file=at.file)
-        tree = torchzip.load_tree(inner)
+        inner = torch_zip.open_archive(self._archive.read, at.offset, at.nbytes, name=name, file=at.file)
+        tree = torch_zip.load_tree(inner)
         if isinstance(tree, dict):
             return {key: self._within(inner, record, value) for key, value in tree.items()}
         return self._within(inner, record, tree)

@@ -26,9 +26,7 @@ from ckpttool.catalogue.dtypes import BY_STORAGE
 from ckpttool.catalogue.entries import Extent
 from ckpttool.catalogue.values import stub_name
 from ckpttool.errors import CkptError, CorruptError
-from ckpttool.serialization import pickle_opcodes as opcodes
-from ckpttool.serialization import torch_pickle as torchpickle
-from ckpttool.serialization import unpickler as pickles
+from ckpttool.serialization import pickle_opcodes, torch_pickle, unpickler
 from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
 from ckpttool.storage.stores import Location
 
@@ -121,7 +119,7 @@ class _Cursor:
 
     def pickle(self, what: str, persistent: Callable[[Any], Any] | None = None) -> Any:
         start, room = self.at, self._end - self.at
-        end = opcodes.find_end(lambda at, nbytes: self._read(start + at, nbytes), room)
+        end = pickle_opcodes.find_end(lambda at, nbytes: self._read(start + at, nbytes), room)
         if end is None:
             raise CorruptError(f"{self._name}: {what}: not a whole pickle", hint="the file is truncated")
         if end > _MAX_PICKLE:
@@ -131,8 +129,8 @@ class _Cursor:
             )  # fmt: skip
         data = self._read(start, end)
         self.at += end
-        return pickles.load(
-            data, what=f"{self._name}: {what}", known=torchpickle.KNOWN, persistent=persistent
+        return unpickler.load(
+            data, what=f"{self._name}: {what}", known=torch_pickle.KNOWN, persistent=persistent
         )  # fmt: skip
 
     def int64(self) -> int:
@@ -148,7 +146,7 @@ def open_stream(read: Read, size: int, *, name: str) -> Stream:
     refs: dict[str, StorageRef] = {}
 
     def persistent(pid: Any) -> Any:
-        value = torchpickle.persistent_load(pid)
+        value = torch_pickle.persistent_load(pid)
         if isinstance(value, StorageRef):
             # A storage that was first seen untyped counts bytes; each mention counts by its own class.
             refs.setdefault(value.key, value)
@@ -235,7 +233,7 @@ def _tar_tensors(cursor: _Cursor, storages: dict[str, StorageRef]) -> dict[str, 
         if not 0 <= dims <= 64:
             raise CorruptError(f"tensor `{key}` of the tar has {dims} dimensions")
         numbers = struct.unpack(f"<{2 * dims + 1}q", cursor.take(8 * (2 * dims + 1)))
-        tensors[str(key)] = torchpickle.rebuild(
+        tensors[str(key)] = torch_pickle.rebuild(
             storages[str(storage)], numbers[-1], numbers[:dims], numbers[dims : 2 * dims]
         )
     return tensors

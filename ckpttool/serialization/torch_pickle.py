@@ -15,14 +15,12 @@ from math import prod
 from typing import Any
 
 from ckpttool.catalogue import boxes
-from ckpttool.catalogue import values as stubs
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import BY_STORAGE, Dtype, dtype
 from ckpttool.catalogue.entries import check_shape
-from ckpttool.catalogue.values import Known, Stub, stub_name, stub_type
+from ckpttool.catalogue.values import Known, Stub, is_stub_type, stub_name, stub_type
 from ckpttool.errors import CorruptError
-from ckpttool.serialization import pickler as picklewriter
-from ckpttool.serialization import unpickler as pickles
+from ckpttool.serialization import pickler, unpickler
 from ckpttool.serialization.pickler import Writer, spelt_text
 
 
@@ -176,7 +174,7 @@ def persistent_load(pid: Any) -> Any:
     """A storage for a persistent id. Legacy files also hold `("module", class, file, source)` for modules."""
     if not isinstance(pid, tuple) or not pid:
         raise CorruptError("a persistent id is not a tuple")
-    if pid[0] == "module" and len(pid) >= 2 and stubs.is_stub_type(pid[1]):
+    if pid[0] == "module" and len(pid) >= 2 and is_stub_type(pid[1]):
         return pid[1]
     if pid[0] != "storage" or len(pid) < 5:
         raise CorruptError(f"a persistent id of an unknown kind: {pid[0]!r}")
@@ -199,7 +197,7 @@ def persistent_load(pid: Any) -> Any:
 
 def load(stream: io.BufferedIOBase | io.BytesIO | bytes, what: str) -> Any:
     """The tree of a torch pickle: plain values and stubs, with a `TensorRef` for each tensor."""
-    return pickles.load(stream, what=what, known=KNOWN, persistent=persistent_load)
+    return unpickler.load(stream, what=what, known=KNOWN, persistent=persistent_load)
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,4 +313,4 @@ def dump(
 
     A slot that was written before is written again with the same key, so that tensors go on sharing a storage.
     """
-    return picklewriter.dump(tree, protocol=2, leaf=_Leaves(slot_of, around))
+    return pickler.dump(tree, protocol=2, leaf=_Leaves(slot_of, around))

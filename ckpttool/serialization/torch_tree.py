@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ckpttool.catalogue import flatten as nesting
-from ckpttool.catalogue import values as stubs
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, Object, Path, Tensor, dotted
-from ckpttool.catalogue.values import Link, stub_name
+from ckpttool.catalogue.flatten import flatten
+from ckpttool.catalogue.values import Link, stub_name, walk
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CorruptError, LossError
-from ckpttool.serialization import torch_module as torchmodule
 from ckpttool.serialization.dtensor import Shard
+from ckpttool.serialization.torch_module import Dropped, is_module, replace_modules
 from ckpttool.serialization.torch_pickle import Slot, StorageRef, TensorRef
 from ckpttool.storage import files
 from ckpttool.text import some
@@ -46,10 +45,10 @@ def fill(
 ) -> None:
     """Add a tree to the catalogue at `root`; `place` says where the bytes of a tensor are. Adds warnings on it too.
     Every `Shard` in the tree becomes a tensor with the chunks that its rank has, and is put into `shards`."""
-    dropped = torchmodule.Dropped()
-    if torchmodule.is_module(tree):
+    dropped = Dropped()
+    if is_module(tree):
         catalogue.facts["layout"] = f"{catalogue.facts.get('layout', '')} nn.Module".strip()
-    tree = torchmodule.replace_modules(tree, dropped)
+    tree = replace_modules(tree, dropped)
     wrapped: dict[str, list[str]] = {}
     tagged: list[str] = []
 
@@ -77,7 +76,7 @@ def fill(
                 tagged.append(f"{dotted(path)} ({', '.join(ref.attributes)})")
         return Tensor(path, kind, shape, Chunks.single(shape, placed(ref, path)), embedded=embedded)
 
-    nesting.flatten(tree, catalogue, (TensorRef, Shard), make, root, bare=StorageRef)
+    flatten(tree, catalogue, (TensorRef, Shard), make, root, bare=StorageRef)
     catalogue.warnings += dropped.warnings()
     for kind, names in wrapped.items():
         text = f"{len(names)} tensors of class `{kind}` are taken as plain tensors: {some(names)}"
@@ -92,7 +91,7 @@ def _object_warnings(objects: Iterable[Object]) -> list[Warning]:
     sharded: list[str] = []
     meta: list[str] = []
     for entry in objects:
-        names = {name for node in stubs.walk(entry.value) if (name := stub_name(node))}
+        names = {name for node in walk(entry.value) if (name := stub_name(node))}
         if any(n.startswith("torch.distributed.") and n.endswith((".DTensor", ".ShardedTensor")) for n in names):
             sharded.append(entry.name)
         if "torch._utils._rebuild_meta_tensor_no_storage" in names:

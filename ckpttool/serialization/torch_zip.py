@@ -21,8 +21,7 @@ from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Extent, Record
 from ckpttool.errors import CorruptError
-from ckpttool.serialization import pickle_opcodes as opcodes
-from ckpttool.serialization import torch_pickle as torchpickle
+from ckpttool.serialization import pickle_opcodes, torch_pickle
 from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
 from ckpttool.storage.crc import crc32
 
@@ -289,7 +288,7 @@ def _locate(archive: Archive, record: str, listed: Record) -> Record:
 
 
 def load_tree(archive: Archive) -> Any:
-    """The tree of the archive's `data.pkl`, with a `TensorRef` for each tensor; see `torchpickle`."""
+    """The tree of the archive's `data.pkl`, with a `TensorRef` for each tensor; see `torch_pickle`."""
     if "data.pkl" not in archive.records:
         raise CorruptError(f"{archive.name}: a zip file without `data.pkl`", hint="not made by torch.save")
     if "byteorder" in archive.records:
@@ -302,10 +301,10 @@ def load_tree(archive: Archive) -> Any:
     at = archive.payload("data.pkl")
     if at.nbytes > _WINDOW:
         try:
-            opcodes.check_beginning(archive.read(at.offset, _WINDOW), at.nbytes)
+            pickle_opcodes.check_beginning(archive.read(at.offset, _WINDOW), at.nbytes)
         except CorruptError as error:
             raise CorruptError(f"{archive.name}: data.pkl: {error.message}", **error.facts) from None
-    return torchpickle.load(archive.content("data.pkl"), f"{archive.name}: data.pkl")
+    return torch_pickle.load(archive.content("data.pkl"), f"{archive.name}: data.pkl")
 
 
 # One tensor: an item of DCP -------------------------------------------------------------------------------------------

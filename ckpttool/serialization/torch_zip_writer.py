@@ -4,7 +4,7 @@
     storages    where each payload goes
     patches     what depends on the payloads' CRCs: a descriptor behind each, the central directory
 
-As torch 2.7 and later write it; see `torchzip` for the parts of an archive, and where they come from.
+As torch 2.7 and later write it; see `torch_zip` for the parts of an archive, and where they come from.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from ckpttool.catalogue.entries import Object, Record
 from ckpttool.catalogue.protocols import Loss
 from ckpttool.catalogue.values import Link
 from ckpttool.errors import LossError
-from ckpttool.serialization import pickler as picklewriter
-from ckpttool.serialization import torch_pickle as torchpickle
+from ckpttool.serialization import pickler, torch_pickle
 from ckpttool.serialization.torch_pickle import Around, Slot
 from ckpttool.serialization.torch_zip import ALIGNMENT, CENTRAL, END, END64, LOCAL, LOCATOR64
 from ckpttool.storage.crc import crc32
@@ -126,7 +125,7 @@ def lay_out(
     around: Callable[[Any], Around | None] | None = None,
 ) -> Layout:
     """Lay out an archive of `tree` at `base` of a file. `slot_of` says which values are tensors, and `around` what is
-    written around one; see `torchpickle`.
+    written around one; see `torch_pickle`.
 
     Storages follow in the order in which the pickle first mentions them, 64-byte aligned within the archive, as torch
     2.7 and later write them.
@@ -139,7 +138,7 @@ def lay_out(
             sizes.setdefault(slot.key, slot.numel * slot.dtype.itemsize)
         return slot
 
-    data = torchpickle.dump(tree, noting, around)
+    data = torch_pickle.dump(tree, noting, around)
     before = {
         "data.pkl": data,
         ".format_version": b"1",
@@ -190,7 +189,7 @@ def losses(objects: Iterable[Object]) -> list[Loss]:
     result = []
     for entry in objects:
         try:
-            picklewriter.dump(entry.value, leaf=lambda writer, value: isinstance(value, Link))
+            pickler.dump(entry.value, leaf=lambda writer, value: isinstance(value, Link))
         except LossError as error:
             result.append(Loss(entry.name, error.message))
     return result

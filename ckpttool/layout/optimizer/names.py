@@ -22,7 +22,7 @@ from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Tensor, dotted
 from ckpttool.errors import CorruptError, UsageError
-from ckpttool.layout import select as layout
+from ckpttool.layout import select
 from ckpttool.layout.optimizer.keys import LIKE_PARAMETER
 from ckpttool.layout.optimizer.parse import Group, Item, Optimizer
 from ckpttool.text import some
@@ -54,7 +54,7 @@ def name_ids(optimizers: Sequence[Optimizer], source: Catalogue) -> list[dict[in
     unnamed = [(i, group) for i, optimizer in enumerate(optimizers) for group in optimizer.groups if group.params]
     if not unnamed:
         return names
-    if all(_own_names(group) is not None for _, group in unnamed) and not layout.models(source):
+    if all(_own_names(group) is not None for _, group in unnamed) and not select.models(source):
         for i, group in unnamed:
             names[i] |= dict(zip(group.params, _own_names(group) or (), strict=True))
         return _distinct(optimizers, names)
@@ -63,7 +63,7 @@ def name_ids(optimizers: Sequence[Optimizer], source: Catalogue) -> list[dict[in
     left: list[tuple[int, Group]] = []
     for i, group in unnamed:
         own = _own_names(group)
-        clean = own and [name if name in known else layout.strip_wrappers(name) for name in own]
+        clean = own and [name if name in known else select.strip_wrappers(name) for name in own]
         if clean and known.issuperset(clean):
             names[i] |= dict(zip(group.params, clean, strict=True))
         else:
@@ -126,14 +126,14 @@ def is_statistic(name: str, names: set[str]) -> bool:
 
 
 def _model(source: Catalogue) -> list[Tensor]:
-    models = layout.models(source)
+    models = select.models(source)
     if not models:
         raise UsageError(
             "the optimizer calls its parameters by numbers, and there is no model here to say which they are",
             hint="name one with `--model-from`: the model that was trained with this optimizer",
         )
-    rank = layout.model_rank(models[0][0])
-    rivals = [root for root, _ in models if layout.model_rank(root) == rank]
+    rank = select.model_rank(models[0][0])
+    rivals = [root for root, _ in models if select.model_rank(root) == rank]
     if len(rivals) > 1:
         raise UsageError(
             f"the optimizer calls its parameters by numbers, and there are several models: "

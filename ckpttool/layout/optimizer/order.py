@@ -17,12 +17,11 @@ from collections.abc import Sequence
 from ckpttool.catalogue.entries import Catalogue, Entry, Object, Tensor
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import UsageError
-from ckpttool.layout import select as layout
-from ckpttool.layout.optimizer import parse as found
-from ckpttool.layout.optimizer import respell as optimkeys
+from ckpttool.layout import select
 from ckpttool.layout.optimizer.keys import parse_key
 from ckpttool.layout.optimizer.names import follows_modules, is_sorted, order_hint
-from ckpttool.layout.optimizer.parse import Optimizer
+from ckpttool.layout.optimizer.parse import Optimizer, optimizers
+from ckpttool.layout.optimizer.respell import respell
 
 _LISTS = (("params",), ("param_names",))
 
@@ -32,12 +31,12 @@ def numbered(catalogue: Catalogue, source: Catalogue) -> Catalogue:
 
     Raises UsageError when neither the model nor the groups are known to be in that order.
     """
-    if all(optimizer.spelling == "id" for optimizer in found.optimizers(catalogue)):
+    if all(optimizer.spelling == "id" for optimizer in optimizers(catalogue)):
         return catalogue
-    named = optimkeys.respell(catalogue, "fqn", source)
+    named = respell(catalogue, "fqn", source)
     places = _places(source)
     warnings: list[Warning] = []
-    for optimizer in found.optimizers(named):
+    for optimizer in optimizers(named):
         missing = next((name for name in optimizer.params if name not in places), None)
         if missing is not None:
             if "parameter order" in source.facts:
@@ -51,7 +50,7 @@ def numbered(catalogue: Catalogue, source: Catalogue) -> Catalogue:
             text = f"`{optimizer.name}`: its parameters are numbered in the order of {authority}, not of its groups"
             warnings.append(Warning("optimizer-keys", text))
     entries = [_ordered(entry, places) if _lists_names(entry) else entry for entry in named.entries.values()]
-    result = optimkeys.respell(layout.rebuilt(named, entries, named.containers), "id", source)
+    result = respell(select.rebuilt(named, entries, named.containers), "id", source)
     result.warnings = [*result.warnings, *warnings]
     return result
 
@@ -61,7 +60,7 @@ def _places(source: Catalogue) -> dict[str, int]:
     order = source.facts.get("parameter order")
     if order is not None:
         return {name: place for place, name in enumerate(order)}
-    for _, entries in layout.models(source)[:1]:
+    for _, entries in select.models(source)[:1]:
         tensors = [entry for entry in entries if isinstance(entry, Tensor)]
         names = [tensor.fqn for tensor in tensors]
         if follows_modules(names) and not is_sorted(source, tensors, names):

@@ -4,7 +4,7 @@
     fqn    state {"layers.0.w": {exp_avg}}         param_groups [{lr, params: ["layers.0.w"]}]  FSDP, get_state_dict
     flat   "state.layers.0.w.exp_avg"              "param_groups.layers.0.w.lr"    flatten_optimizer_state_dict=True
 
-Names are in the middle: ids are named by `naming`, an optimizer by names is written by `spelling`.
+Names are in the middle: ids are named by `names`, an optimizer by names is written by `write`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from typing import Any
 from ckpttool.catalogue.entries import Catalogue, Entry, Object, Part, Path, Tensor
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, UsageError
-from ckpttool.layout import select as layout
-from ckpttool.layout.optimizer import names as naming
-from ckpttool.layout.optimizer import parse as found
-from ckpttool.layout.optimizer import write as spelling
-from ckpttool.layout.optimizer.parse import Optimizer
+from ckpttool.layout import select
+from ckpttool.layout.optimizer.names import name_ids
+from ckpttool.layout.optimizer.parse import Optimizer, optimizers
+from ckpttool.layout.optimizer.write import Written, lost_when_flat, write_flat, write_nested
 
 SPELLINGS = ("fqn", "id", "flat")
 
@@ -33,23 +32,23 @@ def respell(catalogue: Catalogue, style: str, source: Catalogue | None = None) -
     if style not in SPELLINGS:
         choices = ", ".join(f"`{name}`" for name in SPELLINGS)
         raise UsageError(f"there is no spelling `{style}` of an optimizer's keys", hint=f"one of {choices}")
-    changed = [optimizer for optimizer in found.optimizers(catalogue) if optimizer.spelling != style]
+    changed = [optimizer for optimizer in optimizers(catalogue) if optimizer.spelling != style]
     if not changed:
         return catalogue
     numbered = [optimizer for optimizer in changed if optimizer.spelling == "id"]
-    for optimizer, names in zip(numbered, naming.name_ids(numbered, source or catalogue), strict=True):
+    for optimizer, names in zip(numbered, name_ids(numbered, source or catalogue), strict=True):
         _name(optimizer, names)
     said: list[str] = []
-    respelled: dict[Path, spelling.Spelt] = {}
+    respelled: dict[Path, Written] = {}
     for optimizer in changed:
         said += [f"`{optimizer.name}`: {remark}" for remark in _remarks(optimizer, style)]
         if style == "flat":
-            respelled[optimizer.root] = spelling.flat(optimizer)
+            respelled[optimizer.root] = write_flat(optimizer)
         elif style == "fqn":
             names_again = dict.fromkeys([*optimizer.state, *optimizer.params])
-            respelled[optimizer.root] = spelling.nested(optimizer, {name: name for name in names_again})
+            respelled[optimizer.root] = write_nested(optimizer, {name: name for name in names_again})
         else:
-            respelled[optimizer.root] = spelling.nested(optimizer, _numbers(optimizer))
+            respelled[optimizer.root] = write_nested(optimizer, _numbers(optimizer))
     respelt = _replaced(catalogue, changed, respelled)
     if style == "id":
         said += _unclear_again(respelt, changed)
@@ -71,7 +70,7 @@ def respell_root(catalogue: Catalogue, name: str) -> Catalogue:
     moved = {
         path: (*new, *path[len(root) :]) for path, e in catalogue.entries.items() if e.part == Part("optimizer", root)
     }
-    result = layout.move(catalogue, moved)
+    result = select.move(catalogue, moved)
     for path in moved.values():
         result.entries[path].part = Part("optimizer", new)
     if not root and len(moved) == len(catalogue.entries) and () in result.containers:
@@ -107,7 +106,7 @@ def _name(optimizer: Optimizer, names_of_ids: Mapping[int, str]) -> None:
     }  # fmt: skip
 
 
-def _replaced(catalogue: Catalogue, changed: list[Optimizer], respelled: dict[Path, spelling.Spelt]) -> Catalogue:
+def _replaced(catalogue: Catalogue, changed: list[Optimizer], respelled: dict[Path, Written]) -> Catalogue:
     """With the new entries of each optimizer where its first one stood."""
     at = {path: optimizer.root for optimizer in changed for path in optimizer.entries}
     entries: list[Entry] = []
@@ -125,7 +124,7 @@ def _replaced(catalogue: Catalogue, changed: list[Optimizer], respelled: dict[Pa
     }  # fmt: skip
     for _, below in respelled.values():
         containers |= below
-    respelt = layout.rebuilt(catalogue, _retied(entries), containers)
+    respelt = select.rebuilt(catalogue, _retied(entries), containers)
     if len(respelt.entries) != len(entries):
         raise CorruptError("two values of the optimizer have one name in the new spelling")
     return respelt
@@ -138,7 +137,7 @@ def _retied(entries: list[Entry]) -> Iterator[Entry]:
         if isinstance(entry, Tensor):
             first = firsts.setdefault(entry.alias or entry.path, entry.path)
             alias = None if first == entry.path else first
-            entry = entry if alias == entry.alias else layout.again(entry, alias=alias)
+            entry = entry if alias == entry.alias else select.again(entry, alias=alias)
         yield entry
 
 
@@ -147,7 +146,7 @@ def _retied(entries: list[Entry]) -> Iterator[Entry]:
 
 def _remarks(optimizer: Optimizer, style: str) -> list[str]:
     if style == "flat":
-        return spelling.lost_when_flat(optimizer)
+        return lost_when_flat(optimizer)
     if optimizer.spelling == "flat":
         count = len(optimizer.groups)
         return [
@@ -160,9 +159,9 @@ def _remarks(optimizer: Optimizer, style: str) -> list[str]:
 def _unclear_again(respelt: Catalogue, changed: list[Optimizer]) -> list[str]:
     """Whether the ids could be given their names again, with what will be in the file."""
     before = {optimizer.root: {n: name for name, n in _numbers(optimizer).items()} for optimizer in changed}
-    again = [optimizer for optimizer in found.optimizers(respelt) if optimizer.root in before]
+    again = [optimizer for optimizer in optimizers(respelt) if optimizer.root in before]
     try:
-        names = naming.name_ids(again, respelt)
+        names = name_ids(again, respelt)
     except CkptError as error:
         return [f"whose the ids are is not written, and cannot be found again: {error.message}"]
     for optimizer, named in zip(again, names, strict=True):

@@ -16,15 +16,15 @@ from typing import Any
 
 from ckpttool.catalogue.entries import Container, Entry, Object, Path, Tensor
 from ckpttool.errors import LossError
-from ckpttool.layout import select as layout
+from ckpttool.layout import select
 from ckpttool.layout.optimizer.parse import Item, Optimizer
 from ckpttool.text import some
 
-Spelt = tuple[list[Entry], dict[Path, Container]]
+Written = tuple[list[Entry], dict[Path, Container]]
 """Entries under their new paths, and containers. A tensor's `alias` is still that of before, or its own old path."""
 
 
-def nested(optimizer: Optimizer, keys: Mapping[Any, Any]) -> Spelt:
+def write_nested(optimizer: Optimizer, keys: Mapping[Any, Any]) -> Written:
     """`keys` has what each parameter is to be called; state comes in the order of `keys`."""
     root, entries = optimizer.root, list[Entry]()
     for key, new in keys.items():
@@ -78,7 +78,7 @@ def _split(key: str, names: Mapping[str, str]) -> tuple[str | None, list[str]]:
     return names.get(head), rest
 
 
-def flat(optimizer: Optimizer) -> Spelt:
+def write_flat(optimizer: Optimizer) -> Written:
     """Raises LossError for state that belongs to no parameter, which has no place here."""
     if optimizer.loose:
         raise LossError(
@@ -158,9 +158,9 @@ def _placed(optimizer: Optimizer, items: Sequence[Item], place: Callable[[Path],
     for _, entry in items:
         if isinstance(entry, Tensor):
             path = moved[entry.path]
-            entries.append(layout.again(entry, path=path, part=optimizer.part, alias=entry.alias or entry.path))
+            entries.append(select.again(entry, path=path, part=optimizer.part, alias=entry.alias or entry.path))
         else:
-            change = (lambda value: layout.relinked(value, moved)) if embedding else None
+            change = (lambda value: select.relinked(value, moved)) if embedding else None
             entries.append(entry.at(moved[entry.path], part=optimizer.part, change=change))
     return entries
 
