@@ -111,14 +111,16 @@ def dimensions(recipe: Recipe, world: int) -> dict[str, int]:
     if not isinstance(sizes, Mapping) or not sizes:
         raise UsageError(
             f"`{recipe.path}`: `mesh({world})` is {sizes!r:.80}, not a dict of dimensions",
-            hint='return `{"shard": world}`, or `{"replicate": 2, "shard": world // 2}`', file=recipe.path,
-        )  # fmt: skip
+            hint='return `{"shard": world}`, or `{"replicate": 2, "shard": world // 2}`',
+            file=recipe.path,
+        )
     for name, size in sizes.items():
         if name not in DIMENSIONS:
             raise UsageError(
                 f"`{recipe.path}`: `mesh({world})` has an unknown dimension `{name}`",
-                hint="the dimensions are `replicate`, `shard` and `tp`, outermost first", file=recipe.path,
-            )  # fmt: skip
+                hint="the dimensions are `replicate`, `shard` and `tp`, outermost first",
+                file=recipe.path,
+            )
         if type(size) is not int or size < 1:
             raise UsageError(
                 f"`{recipe.path}`: `mesh({world})`: the size of `{name}` is {size!r:.40}", file=recipe.path
@@ -127,9 +129,11 @@ def dimensions(recipe: Recipe, world: int) -> dict[str, int]:
         mesh = ",".join(f"{name}={size}" for name, size in sizes.items())
         raise UsageError(
             f"`{recipe.path}`: `mesh({world})` is {mesh}, which has {prod(sizes.values())} ranks",
-            hint="run it on as many ranks as its mesh allows", file=recipe.path, found=prod(sizes.values()),
+            hint="run it on as many ranks as its mesh allows",
+            file=recipe.path,
+            found=prod(sizes.values()),
             expected=world,
-        )  # fmt: skip
+        )
     return dict(sizes)
 
 
@@ -151,8 +155,9 @@ def checked(recipe: Recipe, state: Any) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise UsageError(
             f"`{path}`: `build(mesh)` returned {type(state).__name__}, not a dict",
-            hint='return `{"model": model, "optimizer": optimizer, "scheduler": scheduler}`', file=path,
-        )  # fmt: skip
+            hint='return `{"model": model, "optimizer": optimizer, "scheduler": scheduler}`',
+            file=path,
+        )
     for name, kind, of in (("model", torch.nn.Module, "torch.nn.Module"), ("optimizer", torch.optim.Optimizer, "")):
         if name not in state:
             keys = [key for key in state if isinstance(key, str)]

@@ -135,8 +135,9 @@ def _whole(catalogue: Catalogue, checks: Checks) -> bool:
         validate(catalogue)
     except CkptError as error:
         more = len(catalogue.faults) - 1
-        checks.fails("files", error.message + (f", and {plural(more, 'other fault')}" if more > 0 else ""),
-                     hint=error.hint)  # fmt: skip
+        checks.fails(
+            "files", error.message + (f", and {plural(more, 'other fault')}" if more > 0 else ""), hint=error.hint
+        )
         return False
     checks.ok("files", f"every tensor is fully covered, in {plural(len(catalogue.own_files), 'file')}")
     return True
@@ -151,9 +152,7 @@ def _parts(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> list[PartSumma
         else:
             row[0] += 1
             row[2] += 0 if path in aliases else entry.nbytes
-    return [
-        PartSummary(kind, any(row[:2]), *row) for kind, row in counts.items() if kind in _SHOULD_BE or any(row[:2])
-    ]  # fmt: skip
+    return [PartSummary(kind, any(row[:2]), *row) for kind, row in counts.items() if kind in _SHOULD_BE or any(row[:2])]
 
 
 def _why(kind: str, catalogue: Catalogue) -> str:

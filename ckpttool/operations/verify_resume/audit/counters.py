@@ -35,8 +35,9 @@ def _of(catalogue: Catalogue, kind: str) -> list[tuple[Part, list[Entry]]]:
     """Return the parts of a kind, each with its entries."""
     return [
         (part, [e for e in catalogue.entries.values() if e.part == part])
-        for part in parts.parts(catalogue) if part.kind == kind
-    ]  # fmt: skip
+        for part in parts.parts(catalogue)
+        if part.kind == kind
+    ]
 
 
 def _value(entry: Entry) -> Any:
@@ -102,9 +103,13 @@ def _listed(values: set[float]) -> str:
 
 
 def _schedulers(
-    catalogue: Catalogue, optimizers: Sequence[NamedOptimizer], steps: set[float], epochs: dict[str, float],
-    counters: dict[str, float], checks: Checks,
-) -> None:  # fmt: skip
+    catalogue: Catalogue,
+    optimizers: Sequence[NamedOptimizer],
+    steps: set[float],
+    epochs: dict[str, float],
+    counters: dict[str, float],
+    checks: Checks,
+) -> None:
     found_parts = _of(catalogue, "scheduler")
     if not found_parts:
         had = [
@@ -124,8 +129,9 @@ def _schedulers(
         for root, own in sorted(_each(values).items(), key=lambda item: [str(key) for key in item[0]]):
             named = optimizers[n] if n < len(optimizers) else optimizers[0] if len(optimizers) == 1 else None
             optimizer = named.optimizer if named is not None else None
-            _one_scheduler(dotted((*part.root, *root)) or "the scheduler", own, optimizer, steps, checks,
-                           catalogue.world_size)  # fmt: skip
+            _one_scheduler(
+                dotted((*part.root, *root)) or "the scheduler", own, optimizer, steps, checks, catalogue.world_size
+            )
             n += 1
 
 

@@ -109,8 +109,9 @@ def _named_shapes(model: Any) -> tuple[dict[str, tuple[Ints, str]], set[str]]:
     state = get_model_state_dict(model)
     shapes = {
         layout.strip_wrappers(name): (tuple(v.shape), str(v.dtype).removeprefix("torch."))
-        for name, v in state.items() if hasattr(v, "shape")
-    }  # fmt: skip
+        for name, v in state.items()
+        if hasattr(v, "shape")
+    }
     return shapes, {layout.strip_wrappers(name) for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -137,15 +138,18 @@ def _compare(
     if shapes:
         name = shapes[0]
         checks.fails(
-            "recipe", f"{named(shapes, 'tensor')} of another shape: {list(actual[name][0])}, and the model has "
-            f"{list(expected[name][0])}", shapes,
-        )  # fmt: skip
+            "recipe",
+            f"{named(shapes, 'tensor')} of another shape: {list(actual[name][0])}, and the model has "
+            f"{list(expected[name][0])}",
+            shapes,
+        )
     if dtypes:
         name = dtypes[0]
         checks.differs(
-            "recipe", f"{named(dtypes, 'tensor')} of another dtype: {actual[name][1]}, and the model has "
-            f"{expected[name][1]}", dtypes,
-        )  # fmt: skip
+            "recipe",
+            f"{named(dtypes, 'tensor')} of another dtype: {actual[name][1]}, and the model has {expected[name][1]}",
+            dtypes,
+        )
     if not (missing or extra or shapes or dtypes):
         where = "on the meta device" if device == "meta" else "on the CPU"
         checks.ok(

@@ -92,9 +92,10 @@ def _named(optimizer: Optimizer, catalogue: Catalogue, checks: Checks) -> NamedO
         (names,) = naming.name_ids([optimizer], catalogue)
     except CkptError as error:
         checks.note(
-            "param groups", f"state not matched with parameters: {error.message}",
+            "param groups",
+            f"state not matched with parameters: {error.message}",
             hint=error.hint if "--shapes" in (error.hint or "") else None,
-        )  # fmt: skip
+        )
         return NamedOptimizer(optimizer, {key: str(key) for key in keys}, is_named=False)
     return NamedOptimizer(optimizer, {key: layout.strip_wrappers(names[key]) for key in keys if key in names})
 
@@ -194,9 +195,7 @@ def _steps(known: NamedOptimizer, read: ReadNumber, checks: Checks, where: str) 
     elif by_step:
         usual = max(by_step, key=lambda step: len(by_step[step]))
         others = [name for step, names in by_step.items() if step != usual for name in names]
-        odd = "; ".join(
-            f"{step:g} for {some(names)}" for step, names in sorted(by_step.items()) if step != usual
-        )  # fmt: skip
+        odd = "; ".join(f"{step:g} for {some(names)}" for step, names in sorted(by_step.items()) if step != usual)
         checks.differs(
             "step", f"steps differ{where}: {usual:g} for {plural(len(by_step[usual]), 'parameter')}, but {odd}", others
         )
@@ -249,6 +248,8 @@ def _cover(
             left.append(name)
     if left:
         checks.note(
-            "param groups", f"{plural(len(left), 'model tensor')} in no group{where}: {some(left)}; expected for "
-            "buffers, frozen parameters and tied weights", left,
-        )  # fmt: skip
+            "param groups",
+            f"{plural(len(left), 'model tensor')} in no group{where}: {some(left)}; expected for "
+            "buffers, frozen parameters and tied weights",
+            left,
+        )

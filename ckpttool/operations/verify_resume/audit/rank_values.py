@@ -148,7 +148,7 @@ def _loaders(catalogue: Catalogue, checks: Checks) -> None:
             checks.differs(
                 "dataloader",
                 "no dataloader/sampler state: batches will differ after resume unless the script fast-forwards",
-            )  # fmt: skip
+            )
         return
     roots: dict[Path, ByRank] = defaultdict(lambda: defaultdict(set))
     for entry in entries:

@@ -40,11 +40,13 @@ def read_number(tensor: Tensor, source: Source, pool: Pool) -> float:
 
 def tensors_with_values(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> list[Tensor]:
     """Return the tensors whose values are checked: floating-point ones of models and optimizers, tied ones once."""
-    return [
-        t for t in catalogue.tensors
-        if t.part.kind in ("model", "optimizer") and t.dtype.kind in ("float", "complex") and t.path not in aliases
-        and not t.dtype.name.startswith("float4") and t.numel
-    ]  # fmt: skip
+
+    def has_values(tensor: Tensor) -> bool:
+        kind = tensor.dtype
+        return bool(tensor.numel) and kind.kind in ("float", "complex") and not kind.name.startswith("float4")
+
+    own = (tensor for tensor in catalogue.tensors if tensor.path not in aliases)
+    return [tensor for tensor in own if tensor.part.kind in ("model", "optimizer") and has_values(tensor)]
 
 
 def check_values(tensors: Iterable[Tensor], source: Source, trained: set[str], checks: Checks) -> None:
@@ -110,12 +112,13 @@ def _report(faults: ValueFaults, trained: set[str], checks: Checks) -> None:
         checks.fails("values", f"negative second moments in {_counted(faults.negative)}", list(faults.negative))
     if faults.zero:
         checks.differs(
-            "values", f"second moments all zero, first moments not: {named(faults.zero, 'tensor')}",
-            faults.zero,
-        )  # fmt: skip
+            "values", f"second moments all zero, first moments not: {named(faults.zero, 'tensor')}", faults.zero
+        )
     if len(checks.of("fails")) + len(checks.of("differs")) == before:
-        checks.ok("values", f"all finite, no negative second moment: {plural(faults.tensors, 'tensor')}, "
-                            f"{size(faults.nbytes)}")  # fmt: skip
+        checks.ok(
+            "values",
+            f"all finite, no negative second moment: {plural(faults.tensors, 'tensor')}, {size(faults.nbytes)}",
+        )
 
 
 def _counted(faults: dict[str, int]) -> str:

@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpttool.errors import OverwriteError, UsageError
+from ckpttool.operations.verify_resume.recipe import load
 from ckpttool.operations.verify_resume.trial import compare, launch, route, state, torchrun
-from ckpttool.operations.verify_resume.trial.arguments import TrialOptions, parse_options
+from ckpttool.operations.verify_resume.trial.arguments import TrialOptions, parse_device, parse_meshes
 from ckpttool.operations.verify_resume.trial.diagnose import diagnose
 from ckpttool.operations.verify_resume.trial.job import BUILT, END, RESUMED, Job, Seen, read_seen, world_of
 from ckpttool.operations.verify_resume.trial.launch import Ended, Launcher
@@ -59,10 +60,8 @@ class _Trial:
         self.tell(f"run {name}: {says} on {plural(world_of(dims), 'rank')}")
         # What is not restored must not come out the same by chance: only A has this seed.
         seed = _SEED if name in ("A", "alone") else _SEED + 1_000
-        job = Job(
-            os.path.join(self.folder, name), options.recipe, dict(dims), options.device, seed, options.deterministic,
-            options.limit, **more,
-        )  # fmt: skip
+        settings = (dict(dims), options.device, seed, options.deterministic, options.limit)
+        job = Job(os.path.join(self.folder, name), options.recipe, *settings, **more)
         began = time.monotonic()
         self.launcher.start(job, name)
         seen = read_seen(job.folder, world_of(dims))
@@ -113,15 +112,32 @@ def trial(
     a verdict and no error.
     """
     began = time.monotonic()
-    options = parse_options(
-        recipe, checkpoints, world, mesh, via, to_world, to_mesh, steps, more, first_step, device, deterministic,
-        gradients, limit,
-    )  # fmt: skip
+    if more < 1 or (steps < 1 and not checkpoints):
+        raise UsageError("at least one step is trained before the save and one after it", hint="`--steps 4 --more 4`")
+    if checkpoints and (via or to_world or to_mesh):
+        hint = "`--world` or `--mesh` sets the mesh on which all of them are resumed"
+        raise UsageError("`--via`, `--to-world` and `--to-mesh` cannot be used with checkpoints", hint=hint)
+    if not torchrun.is_started():
+        launch.prepare()
+    loaded = load(recipe)
+    dims, onto = parse_meshes(loaded, world, mesh, to_world, to_mesh)
+    stages = route.parse(via, onto, other_mesh=dict(dims) != dict(onto))
+    device = parse_device(device, max(world_of(dims), world_of(onto)))
+    gradients = gradients and world_of(dims) > 1 and not checkpoints and not torchrun.is_started()
+    paths = tuple(os.path.abspath(path) for path in checkpoints)
+    options = TrialOptions(
+        loaded.path, paths, dims, onto, stages, steps, more, device, deterministic, gradients, limit, first_step
+    )
     rule = "checkpoints" if checkpoints else "bitwise" if dict(options.dims) == dict(options.onto) else "control"
     report = Report(
-        options.recipe, rule, _RULES[rule], device=options.device, steps_before=0 if checkpoints else steps,
-        steps_after=more, folder=os.path.abspath(keep) if keep is not None else None,
-    )  # fmt: skip
+        options.recipe,
+        rule,
+        _RULES[rule],
+        device=options.device,
+        steps_before=0 if checkpoints else steps,
+        steps_after=more,
+        folder=os.path.abspath(keep) if keep is not None else None,
+    )
     launcher = torchrun.join(options.device) if torchrun.is_started() else Launcher()
     with ExitStack() as stack:
         folder = launcher.from_first(lambda: _folder(stack, keep))
@@ -160,10 +176,15 @@ def _over_a_save(trial: _Trial) -> None:
     saved, native = os.path.join(trial.folder, "saved"), os.path.join(trial.folder, "native")
     other_mesh = report.rule == "control"
     a = trial.run(
-        "A", f"trains {plural(options.steps, 'step')}, saves, trains {options.more} more", options.dims,
-        before=options.steps, after=options.more, save=saved, save_natively=native if other_mesh else None,
+        "A",
+        f"trains {plural(options.steps, 'step')}, saves, trains {options.more} more",
+        options.dims,
+        before=options.steps,
+        after=options.more,
+        save=saved,
+        save_natively=native if other_mesh else None,
         keep_gradients=options.gradients,
-    )  # fmt: skip
+    )
     report.route = trial.launcher.from_first(
         lambda: route.follow(options.stages, saved, os.path.join(trial.folder, "route"), trial.tell)
     )
@@ -210,9 +231,13 @@ def _over_checkpoints(trial: _Trial) -> None:
     options = trial.options
     for number, path in enumerate(options.checkpoints, 1):
         trial.run(
-            str(number), f"resumes from `{path}` and trains", options.dims, load=path, after=options.more,
+            str(number),
+            f"resumes from `{path}` and trains",
+            options.dims,
+            load=path,
+            after=options.more,
             first=options.first_step,
-        )  # fmt: skip
+        )
     for number in range(1, len(options.checkpoints) + 1) if trial.launcher.is_first else ():
         if number > 1:
             _compare(trial, "1", str(number), "1")

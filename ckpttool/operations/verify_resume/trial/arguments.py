@@ -10,8 +10,7 @@ from typing import Any
 from ckpttool.errors import UsageError
 from ckpttool.layout.mesh import parse_mesh, world_mesh
 from ckpttool.operations.verify_resume import recipe as recipes
-from ckpttool.operations.verify_resume.trial import launch, route, torchrun
-from ckpttool.operations.verify_resume.trial.job import world_of
+from ckpttool.operations.verify_resume.trial import torchrun
 from ckpttool.text import plural
 
 
@@ -33,42 +32,18 @@ class TrialOptions:
     first_step: int | None
 
 
-def parse_options(
-    recipe: str | os.PathLike[str], checkpoints: Sequence[str | os.PathLike[str]], world: int | None, mesh: str | None,
-    via: str | Sequence[route.Step], to_world: int | None, to_mesh: str | None, steps: int, more: int,
-    first_step: int | None, device: str | None, deterministic: bool, gradients: bool, limit: float,
-) -> TrialOptions:  # fmt: skip
-    """Return the options, with the recipe read and the meshes parsed. Raises UsageError for what cannot be run."""
-    if not torchrun.is_started():
-        launch.prepare()
-    loaded = recipes.load(recipe)
-    if world is not None and mesh is not None:
-        raise UsageError(
-            "`--world` and `--mesh` exclude each other", hint="pass `--mesh`, whose sizes give the number of ranks"
-        )
-    if to_world is not None and to_mesh is not None:
-        raise UsageError(
-            "`--to-world` and `--to-mesh` exclude each other",
-            hint="pass `--to-mesh`, whose sizes give the number of ranks",
-        )
-    if more < 1 or (steps < 1 and not checkpoints):
-        raise UsageError("at least one step is trained before the save and one after it", hint="`--steps 4 --more 4`")
-    if checkpoints and (via or to_world or to_mesh):
-        raise UsageError(
-            "`--via`, `--to-world` and `--to-mesh` cannot be used with checkpoints",
-            hint="`--world` or `--mesh` sets the mesh on which all of them are resumed",
-        )
+def parse_meshes(
+    recipe: recipes.Recipe, world: int | None, mesh: str | None, to_world: int | None, to_mesh: str | None
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the meshes of A and of the runs that resume. Raises UsageError for what cannot be run."""
+    for flag, ranks, sizes in (("", world, mesh), ("to-", to_world, to_mesh)):
+        if ranks is not None and sizes is not None:
+            hint = f"pass `--{flag}mesh`, whose sizes give the number of ranks"
+            raise UsageError(f"`--{flag}world` and `--{flag}mesh` exclude each other", hint=hint)
     if torchrun.is_started():
         torchrun.check(world, mesh, to_world, to_mesh)
-    dims = _dims(loaded, mesh, world if world is not None else None if mesh else torchrun.world() or 2)
-    onto = dims if to_world is None and to_mesh is None else _dims(loaded, to_mesh, to_world)
-    device = _device(device)
-    _check_devices(device, max(world_of(dims), world_of(onto)))
-    return TrialOptions(
-        loaded.path, tuple(os.path.abspath(path) for path in checkpoints), dims, onto,
-        route.parse(via, onto, other_mesh=dict(dims) != dict(onto)), steps, more, device, deterministic,
-        gradients and world_of(dims) > 1 and not checkpoints and not torchrun.is_started(), limit, first_step,
-    )  # fmt: skip
+    dims = _dims(recipe, mesh, world if world is not None else torchrun.world() or 2)
+    return dims, dims if to_world is None and to_mesh is None else _dims(recipe, to_mesh, to_world)
 
 
 def _dims(recipe: recipes.Recipe, mesh: str | None, world: int | None) -> dict[str, int]:
@@ -81,24 +56,20 @@ def _dims(recipe: recipes.Recipe, mesh: str | None, world: int | None) -> dict[s
     return recipes.dimensions(recipe, world)
 
 
-def _device(device: str | None) -> str:
+def parse_device(device: str | None, world: int) -> str:
+    """Return the kind of device, by default the GPU if there is one. Raises UsageError for an unknown kind, or if this
+    node has fewer devices than ranks."""
     from ckpttool.training import devices
 
     default = devices.kind()
     known = tuple(dict.fromkeys(("cpu", "cuda", default)))
     if device is not None and device not in known:
         raise UsageError(f"`--device {device}` is unknown", hint=" or ".join(f"`{one}`" for one in known))
-    return device or default
-
-
-def _check_devices(device: str, world: int) -> None:
-    """Raises UsageError if this node has fewer devices than ranks."""
-    from ckpttool.training import devices
-
+    device = device or default
     if torchrun.is_started():
         world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if device != "cpu" and devices.count(device) < world:
-        raise UsageError(
-            f"{plural(world, 'rank')} need one GPU each, and this node has {devices.count(device)}",
-            hint="`--device cpu` runs them on the CPU", found=devices.count(device), expected=world,
-        )  # fmt: skip
+        message = f"{plural(world, 'rank')} need one GPU each, and this node has {devices.count(device)}"
+        hint = "`--device cpu` runs them on the CPU"
+        raise UsageError(message, hint=hint, found=devices.count(device), expected=world)
+    return device

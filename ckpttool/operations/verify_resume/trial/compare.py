@@ -165,13 +165,12 @@ def measure_drift(
     if not pairs:
         return
     losses = [abs(one.loss - two.loss) for one, two in pairs]
-    relative = [
-        gap / max(abs(one.loss), abs(two.loss), 1e-300) for gap, (one, two) in zip(losses, pairs, strict=True)
-    ]  # fmt: skip
+    relative = [gap / max(abs(one.loss), abs(two.loss), 1e-300) for gap, (one, two) in zip(losses, pairs, strict=True)]
     norms = [
-        abs(one.gradient_norm - two.gradient_norm) for one, two in pairs
+        abs(one.gradient_norm - two.gradient_norm)
+        for one, two in pairs
         if one.gradient_norm is not None and two.gradient_norm is not None
-    ]  # fmt: skip
+    ]
     parameters = {name: 0.0 for name in ends[0].tensors if name.startswith("model.")}
     parameters |= {
         one.name: float(one.values.absolute or 0.0)
@@ -182,10 +181,15 @@ def measure_drift(
     says = "informational: another mesh sums in another order, and has other RNG states"
     report.drifts.append(
         Drift(
-            run, max(losses), max(relative), max(norms) if norms else None, parameters[most] if most else None, most,
+            run,
+            max(losses),
+            max(relative),
+            max(norms) if norms else None,
+            parameters[most] if most else None,
+            most,
             says,
         )
-    )  # fmt: skip
+    )
 
 
 # Shards ---------------------------------------------------------------------------------------------------------------
@@ -226,9 +230,10 @@ def check_sharding(report: Report, run: str, job: Job, seen: list[Seen]) -> None
 
 def _check_memory(report: Report, run: str, seen: list[Seen]) -> None:
     wrong = [
-        one for one in seen
+        one
+        for one in seen
         if any(one.memory.get(key) != one.memory.get(f"{key}_expected") for key in ("parameters", "optimizer"))
-    ]  # fmt: skip
+    ]
     totals = [one.memory.get("parameters", 0) + one.memory.get("optimizer", 0) for one in seen]
     low, high = size(min(totals)), size(max(totals))
     says = f"{low if low == high else f'{low} to {high}'} per rank, equals the sum of its shards"

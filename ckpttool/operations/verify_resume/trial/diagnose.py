@@ -28,9 +28,12 @@ _MOST = 20
 
 
 def diagnose(
-    before: RecordedState, after: RecordedState, fresh: RecordedState | None = None, run: str = "B",
+    before: RecordedState,
+    after: RecordedState,
+    fresh: RecordedState | None = None,
+    run: str = "B",
     difference: Diff | None = None,
-) -> list[Finding]:  # fmt: skip
+) -> list[Finding]:
     """Return every way in which `after` is not `before`, the most telling first; none when they are bit-identical.
 
     Values of a rank that one of the two does not have are left out: worlds may differ in size. `difference` is that of
@@ -39,8 +42,11 @@ def diagnose(
     difference = difference if difference is not None else compare(before, after)
     diagnosis = _Diagnosis(before, after, fresh, run, difference)
     findings = [
-        *diagnosis.names(), *diagnosis.ties(), *diagnosis.tensors(), *changed_values(before, after, fresh, difference),
-    ]  # fmt: skip
+        *diagnosis.names(),
+        *diagnosis.ties(),
+        *diagnosis.tensors(),
+        *changed_values(before, after, fresh, difference),
+    ]
     for finding in findings:
         finding.run = run
     return findings
@@ -76,9 +82,13 @@ class _Diagnosis:
         expected, actual = (f"{kind} {list(shape)}" for kind, shape in zip(one.dtypes, one.shapes, strict=True))
         kind = "shape differs" if "shape" in one.kinds else "dtype differs"
         return Finding(
-            kind, f"`{one.name}` was {expected} and is {actual}",
-            name=one.name, part=self.before.kind_of(one.name), expected=expected, found=actual,
-        )  # fmt: skip
+            kind,
+            f"`{one.name}` was {expected} and is {actual}",
+            name=one.name,
+            part=self.before.kind_of(one.name),
+            expected=expected,
+            found=actual,
+        )
 
     def ties(self) -> Iterator[Finding]:
         """Yield the names that were one tensor and are several."""
@@ -91,17 +101,23 @@ class _Diagnosis:
             for name in names:
                 self.left.pop(name, None)
             yield Finding(
-                "untied", f"{some(rest)} was tied with `{first}` and is a tensor of its own", name=rest[0],
-                part="model", hint="tie the weights in `build`, before the optimizer is made",
-            )  # fmt: skip
+                "untied",
+                f"{some(rest)} was tied with `{first}` and is a tensor of its own",
+                name=rest[0],
+                part="model",
+                hint="tie the weights in `build`, before the optimizer is made",
+            )
 
     def tensors(self) -> Iterator[Finding]:
         """Yield what happened to the values of each tensor."""
-        for step in (
-            self._swapped, self._steps, self._not_restored, self._zeroed, self._rounded, self._flipped,
-            self._wrong_shards, self._others,
-        ):  # fmt: skip
-            yield from step()
+        yield from self._swapped()
+        yield from self._steps()
+        yield from self._not_restored()
+        yield from self._zeroed()
+        yield from self._rounded()
+        yield from self._flipped()
+        yield from self._wrong_shards()
+        yield from self._others()
 
     def _swapped(self) -> Iterator[Finding]:
         """Yield tensors of the same shape that changed places, the moments of two parameters together."""
@@ -235,11 +251,21 @@ class _Diagnosis:
         difference = self.values[name]
         expected, actual = difference.values or (None, None)
         return Finding(
-            kind, says, self.run, name, self.before.kind_of(name), rank,
-            index=difference.index(self.before.tensors[name].shape), expected=_plain(expected), found=_plain(actual),
-            ulp=difference.ulp, differing=difference.differing, of=difference.numel, absolute=difference.absolute,
+            kind,
+            says,
+            self.run,
+            name,
+            self.before.kind_of(name),
+            rank,
+            index=difference.index(self.before.tensors[name].shape),
+            expected=_plain(expected),
+            found=_plain(actual),
+            ulp=difference.ulp,
+            differing=difference.differing,
+            of=difference.numel,
+            absolute=difference.absolute,
             relative=difference.relative,
-        )  # fmt: skip
+        )
 
 
 def _all_blocks(tensor: MappedTensor, test: Callable[[Array], bool]) -> bool:
@@ -284,9 +310,10 @@ def _shifted_boxes(was: Array, now: Array, boxes: list[Any]) -> list[tuple[int, 
         if not box or (_cut(was, box) == _cut(now, box)).all():
             continue
         others = (
-            other for other, its in enumerate(boxes)
+            other
+            for other, its in enumerate(boxes)
             if its and its != box and its[1] == box[1] and (_cut(was, its) == _cut(now, box)).all()
-        )  # fmt: skip
+        )
         other = next(others, None)
         if other is None:
             return []

@@ -80,9 +80,13 @@ def _of_the_run(root: str, kind: str, changes: list[_Change], fresh: RecordedSta
 
 
 def _of_ranks(
-    root: str, kind: str, changes: list[_Change], before: RecordedState, after: RecordedState,
+    root: str,
+    kind: str,
+    changes: list[_Change],
+    before: RecordedState,
+    after: RecordedState,
     fresh: RecordedState | None,
-) -> Iterator[Finding]:  # fmt: skip
+) -> Iterator[Finding]:
     """Yield RNG states and data loaders of ranks that are missing or not as they were."""
     title, world = _TITLES[kind], min(before.world, after.world)
     by_rank: dict[int, list[_Change]] = {}

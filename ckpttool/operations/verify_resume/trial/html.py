@@ -26,14 +26,11 @@ _MOST = 200  # findings in the table
 def trial_page(report: Mapping[str, Any]) -> str:
     """Return one self-contained HTML file, light and dark, for the dict that a trial prints with `--json`."""
     verdict = str(report.get("verdict", "failed"))
-    return _environment().get_template("page.html.j2").render(
-        report=report,
-        verdict=verdict,
-        title=_VERDICTS.get(verdict, verdict),
-        rules=_RULES,
-        charts=_charts(report),
-        most=_MOST,
-    )  # fmt: skip
+    title = _VERDICTS.get(verdict, verdict)
+    template = _environment().get_template("page.html.j2")
+    return template.render(
+        report=report, verdict=verdict, title=title, rules=_RULES, charts=_charts(report), most=_MOST
+    )
 
 
 def _environment() -> Environment:
@@ -45,8 +42,13 @@ def _environment() -> Environment:
         finalize=_printable,
     )
     environment.filters |= {
-        "duration": duration, "number": _number, "plural": plural, "prose": _prose, "purpose": _purpose, "size": size,
-    }  # fmt: skip
+        "duration": duration,
+        "number": _number,
+        "plural": plural,
+        "prose": _prose,
+        "purpose": _purpose,
+        "size": size,
+    }
     return environment
 
 

@@ -66,10 +66,17 @@ def launch(job: Job, name: str) -> None:
     path, world = job.write(), world_of(job.dims)
     logs = DefaultLogsSpecs(log_dir=os.path.join(job.folder, "logs"), redirects=Std.ALL)
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=world, logs_specs=logs, max_restarts=0, rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0", local_addr="127.0.0.1", run_id=f"ckpttool-{os.getpid()}-{name}",
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=world,
+        logs_specs=logs,
+        max_restarts=0,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="127.0.0.1",
+        run_id=f"ckpttool-{os.getpid()}-{name}",
         start_method=_START,
-    )  # fmt: skip
+    )
     with _environment(), _signals(), _quiet(), _without_main():
         try:
             elastic_launch(config, begin)(path, dict(os.environ))
@@ -139,11 +146,15 @@ def _signals() -> Iterator[None]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence what the launcher logs when a rank fails, as the report has it."""
-    loggers = [logging.getLogger(name) for name in (
-        "torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing.spawn"
-    )]  # fmt: skip
-    loggers += [log for name, log in logging.root.manager.loggerDict.items()
-                if name.startswith("torch.distributed.elastic") and isinstance(log, logging.Logger)]  # fmt: skip
+    loggers = [
+        logging.getLogger(name)
+        for name in ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing.spawn")
+    ]
+    loggers += [
+        log
+        for name, log in logging.root.manager.loggerDict.items()
+        if name.startswith("torch.distributed.elastic") and isinstance(log, logging.Logger)
+    ]
     kept = [log.level for log in loggers]
     for log in loggers:
         log.setLevel(logging.CRITICAL + 1)
@@ -232,6 +243,8 @@ def as_error(ended: Ended) -> CkptError:
     if ended.cause is not None and ended.cause.exit_code != BUG:
         return ended.cause
     return UsageError(
-        ended.failure.says, hint="`--keep FOLDER` keeps the logs of its ranks", run=ended.failure.run,
+        ended.failure.says,
+        hint="`--keep FOLDER` keeps the logs of its ranks",
+        run=ended.failure.run,
         ranks=[f"rank {one.rank}: {one.phase}" for one in ended.failure.ranks],
-    )  # fmt: skip
+    )

@@ -71,9 +71,8 @@ def _stage(step: Step, dims: Mapping[str, int]) -> _Stage:
 def _resharding(mesh: Mesh) -> _Stage:
     if mesh.names == ("shard",):
         return _Stage(
-            f"reshard --to-world {mesh.world}", "resharded",
-            lambda source, to: reshard(source, to, to_world=mesh.world),
-        )  # fmt: skip
+            f"reshard --to-world {mesh.world}", "resharded", lambda source, to: reshard(source, to, to_world=mesh.world)
+        )
     return _Stage(f"reshard --to-mesh {mesh}", "resharded", lambda source, to: reshard(source, to, to_mesh=str(mesh)))
 
 

@@ -129,9 +129,10 @@ def difference_names(difference: Diff) -> set[str]:
 
 def _common(state: RecordedState, other: RecordedState) -> Catalogue:
     entries = {
-        path: entry for path, entry in state.catalogue.entries.items()
+        path: entry
+        for path, entry in state.catalogue.entries.items()
         if (rank := state.rank_of(entry.name)) is None or rank < other.world
-    }  # fmt: skip
+    }
     return Catalogue(state.catalogue.format, state.catalogue.files, entries)
 
 

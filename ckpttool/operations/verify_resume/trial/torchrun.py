@@ -37,9 +37,11 @@ def check(world_: int | None, mesh: str | None, to_world: int | None, to_mesh: s
     """Raises UsageError for a run on another number of ranks than there are processes."""
     started = world()
     for flag, requested in (
-        ("--world", world_), ("--mesh", parse_mesh(mesh).world if mesh else None), ("--to-world", to_world),
+        ("--world", world_),
+        ("--mesh", parse_mesh(mesh).world if mesh else None),
+        ("--to-world", to_world),
         ("--to-mesh", parse_mesh(to_mesh).world if to_mesh else None),
-    ):  # fmt: skip
+    ):
         if requested is not None and requested != started:
             raise UsageError(
                 f"`{flag}` asks for {requested} ranks, and torchrun started {started}",

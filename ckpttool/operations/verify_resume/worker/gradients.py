@@ -104,9 +104,10 @@ def _why_not(built: Built, leaves: list[Any]) -> str:
     if any(isinstance(one, DTensor) for one in leaves):
         return "the model has a sharded tensor among its inputs"
     if fsdp1.is_fsdp1(built.model) and not all(
-        handle._use_orig_params for handle in (m._handle for m in FullyShardedDataParallel.fsdp_modules(built.model))
+        handle._use_orig_params
+        for handle in (m._handle for m in FullyShardedDataParallel.fsdp_modules(built.model))
         if handle is not None
-    ):  # fmt: skip
+    ):
         return "FSDP1 hides the gradients of flat parameters; pass it `use_orig_params=True`"
     return ""
 

@@ -44,10 +44,13 @@ class Observer:
             torch.accelerator.synchronize()
         seconds = time.perf_counter() - began
         return {
-            "number": number, "loss": loss, "gradient_norm": self._norms[-1] if self._norms else None,
+            "number": number,
+            "loss": loss,
+            "gradient_norm": self._norms[-1] if self._norms else None,
             "batch": self._batch.hexdigest() if self.inputs is not None else None,
-            "digest": digest(self._built.models.values()), "seconds": seconds,
-        }  # fmt: skip
+            "digest": digest(self._built.models.values()),
+            "seconds": seconds,
+        }
 
     def _see_batch(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled():

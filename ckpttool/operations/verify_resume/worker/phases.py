@@ -70,7 +70,11 @@ def describe(error: Exception, recipe: str) -> dict[str, Any]:
     where = f"{os.path.basename(at.filename)}:{at.lineno} in {at.name}" if at is not None else None
     if isinstance(error, CkptError):
         return {
-            "ours": True, "type": type(error).__name__, "message": error.message, "hint": error.hint,
-            "facts": error.facts, "where": where,
-        }  # fmt: skip
+            "ours": True,
+            "type": type(error).__name__,
+            "message": error.message,
+            "hint": error.hint,
+            "facts": error.facts,
+            "where": where,
+        }
     return {"ours": False, "type": type(error).__name__, "message": str(error), "where": where}

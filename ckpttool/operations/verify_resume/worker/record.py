@@ -88,9 +88,11 @@ class Writer:
         gap = -self._at % 16
         self._stream.write(bytes(gap))
         self._index[name] = {
-            "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "offset": self._at + gap,
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "shape": list(value.shape),
+            "offset": self._at + gap,
             "nbytes": data.nbytes,
-        }  # fmt: skip
+        }
         self._stream.write(data)
         self._at += gap + data.nbytes
 

@@ -167,9 +167,7 @@ def _set(built: Built, state: dict[str, Any]) -> None:
         else:
             set_model_state_dict(model, state[built.saved_as(key)])
     if not fsdp1.is_fsdp1(built.model):
-        set_state_dict(
-            built.model, built.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
-        )  # fmt: skip
+        set_state_dict(built.model, built.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
         return
     with _whole(built.model):
         built.model.load_state_dict(state["model"])
@@ -179,9 +177,11 @@ def _set(built: Built, state: dict[str, Any]) -> None:
 
 def _whole(model: nn.Module) -> Any:
     return FullyShardedDataParallel.state_dict_type(
-        model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=False, offload_to_cpu=False),
+        model,
+        StateDictType.FULL_STATE_DICT,
+        FullStateDictConfig(rank0_only=False, offload_to_cpu=False),
         FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False),
-    )  # fmt: skip
+    )
 
 
 def _step_without_change(built: Built) -> None:

@@ -95,11 +95,14 @@ def captured(generators: Mapping[str, torch.Generator]) -> dict[str, Any]:
     states: dict[str, Any] = {
         "python": {"version": version, "state": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
         "numpy": {
-            "kind": str(kind), "keys": torch.from_numpy(keys.astype(np.int64)), "position": int(position),
-            "has_gauss": int(has_gauss), "cached": float(cached),
+            "kind": str(kind),
+            "keys": torch.from_numpy(keys.astype(np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
         },
         "torch": torch.get_rng_state(),
-    }  # fmt: skip
+    }
     kind = devices.kind()
     if kind != "cpu" and torch.get_device_module(kind).is_initialized():
         states[kind] = torch.get_device_module(kind).get_rng_state()

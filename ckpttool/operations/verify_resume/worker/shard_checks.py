@@ -21,9 +21,11 @@ def check(built: Built, seen: Seen) -> None:
     for name, parameter in built.model.named_parameters():
         if isinstance(parameter, DTensor):
             shape = shape_of_shard(
-                tuple(parameter.shape), tuple(parameter.device_mesh.shape),
-                parameter.device_mesh.get_coordinate() or [], parameter.placements,
-            )  # fmt: skip
+                tuple(parameter.shape),
+                tuple(parameter.device_mesh.shape),
+                parameter.device_mesh.get_coordinate() or [],
+                parameter.placements,
+            )
             actual = tuple(local(parameter).shape)
             seen.uneven += _is_uneven(parameter, shape)
             if actual != shape and (0 not in actual or 0 not in shape):
