@@ -25,10 +25,10 @@ demo: $(BIN)/.ready  ## Train with FSDP2 on 2 ranks, inspect, convert, read ever
 	$(BIN)/python samples/demo.py
 
 test: $(BIN)/.ready check  ## Format, lint, types and tests
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not long and not gpu"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not long and not gpu"
 
 test-all: $(BIN)/.ready check  ## The same, with the tests that take minutes
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 test-gpu: $(BIN)/.ready  ## Tests with one GPU, and with all that there are, one for each rank
 	$(BIN)/python -m pytest -m gpu

@@ -1,6 +1,11 @@
 """Options of the whole test run, and what tests in several directories need."""
 
+import os
+
 import pytest
+
+# A worker of pytest-xdist has a processor to itself, and so have the ranks and commands that it starts.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -20,7 +20,7 @@ from ckpttool.errors import CkptError, OverwriteError, ReadError, StorageError
 from ckpttool.operations.verify import Finding, Report, verify
 
 EVERY = sorted(str(path.relative_to(CHECKPOINTS)) for path in CHECKPOINTS.glob("*/*/ckpt*"))
-FLAT = ("rank_fsdp1_flat", "rank_fsdp1_local", "rank_fsdp1_dinov2", "run_dinov2")
+FLAT = ("rank/fsdp1_flat", "rank/fsdp1_local", "rank/fsdp1_dinov2", "run/dinov2")
 
 
 @pytest.fixture
