@@ -645,14 +645,6 @@ def test_losses_are_what_pickle_has_no_words_for() -> None:
     assert loss.name == "odd" and "cannot be pickled" in loss.why
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "a.pt").write_bytes(b"mine")
-    assert FORMAT.create is not None
-    with pytest.raises(CkptError):
-        FORMAT.create(str(tmp_path / "a.pt"), Catalogue("torch"), SinkOptions())
-    assert (tmp_path / "a.pt").read_bytes() == b"mine"
-
-
 @pytest.mark.long
 def test_a_hundred_thousand_tensors(tmp_path: Path) -> None:
     laid = Catalogue("torch")
