@@ -196,6 +196,25 @@ def test_one_package_speaks_to_the_hub() -> None:
     assert users and all(name.startswith("storage.hub.") for name in users)
 
 
+# Commands that start programs of their own and exchange files with them.
+WITH_OWN_FILES = ("operations.export.architecture", "operations.verify_resume")
+FILE_MODULES = {"os", "io", "pathlib", "shutil", "glob", "tempfile", "mmap"}
+
+
+@pytest.mark.parametrize("name", [n for n in MODULES if layer_of(n) in {"formats", "producers", "operations"}])
+def test_storage_is_the_one_door_to_a_checkpoints_files(name: str) -> None:
+    tree = MODULES[name]
+    if name.startswith(WITH_OWN_FILES):
+        return
+    assert "open" not in calls(tree), f"{name} calls `open`: `locate(path).open()` knows where the bytes are"
+    public = {"os.PathLike", "os.fspath"} if layer_of(name) == "operations" else set()
+    used = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert not {one for one in used if one.partition(".")[0] in FILE_MODULES and one.count(".") == 1} - public
+    assert foreign(tree) & FILE_MODULES <= {one.partition(".")[0] for one in public}
+    for node in ast.walk(tree):
+        assert not isinstance(node, ast.ImportFrom) or node.module not in FILE_MODULES, ast.unparse(node)
+
+
 @every
 def test_only_the_cli_talks(name: str) -> None:
     if layer_of(name) != "cli":

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Sequence
 
 from ckpttool.catalogue.patterns import rule, several
 from ckpttool.errors import ReadError, UsageError
-from ckpttool.storage.files import failed
+from ckpttool.storage.stores import is_remote, locate
 from ckpttool.text import parse_size
 
 # What Python, the catalogue and the buffers of the standard library need on top of the transfer's own.
@@ -32,11 +31,13 @@ def check_apart(dst: str, *sources: str | None) -> None:
     """Raises UsageError when `dst` is a source, or one contains the other: `--overwrite` replaces a directory with all
     that it holds."""
     for path in filter(None, sources):
-        real, other = os.path.realpath(dst), os.path.realpath(path)
+        if is_remote(path):
+            continue
+        real, other = locate(dst).real(), locate(path).real()
         hint = "write somewhere else; SRC is never touched"
-        if real == other or real.startswith(other.rstrip("/") + "/"):
+        if real.is_below(other):
             raise UsageError(f"`{dst}` is the source, or lies inside it", hint=hint)
-        if other.startswith(real.rstrip("/") + "/"):
+        if other.is_below(real):
             raise UsageError(f"the source `{path}` lies inside `{dst}`", hint=hint)
 
 
@@ -53,10 +54,7 @@ def rules(value: str | Sequence[str], flag: str) -> list[str]:
 
 def _of_file(path: str, flag: str) -> Iterator[str]:
     try:
-        with open(path, encoding="utf-8-sig") as stream:
-            lines = stream.read().splitlines()
-    except OSError as error:
-        raise failed(error, path, "read") from None
+        lines = locate(path).read().decode("utf-8-sig").splitlines()
     except UnicodeDecodeError:
         raise ReadError(f"`{path}`: not a text file", hint="write one rule a line", file=path) from None
     for number, line in enumerate(lines, 1):

@@ -113,10 +113,9 @@ def of_files(root: Location, names: Iterable[str], threads: int, work: Work) -> 
 
     def hash_one(name: str) -> None:
         digest, location = sha256(), root / name
-        with location.open() as stream:
-            while block := location.read_block(stream, _BUFFER):
-                digest.update(block)
-                work.note(len(block))
+        for block in location.blocks(_BUFFER):
+            digest.update(block)
+            work.note(len(block))
         hashes[name] = digest.hexdigest()
 
     on_threads(iter(list(hashes)), hash_one, threads, work)

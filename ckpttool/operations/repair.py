@@ -195,6 +195,8 @@ class _Planned(Store):
         raise FileNotFoundError(errno.ENOENT, "no such file or directory", name)
 
     def entries(self, name: str) -> list[Entry]:
+        if self.stat(name).kind != "dir":
+            raise NotADirectoryError(errno.ENOTDIR, "not a directory", name)
         start = f"{name}/" if name else ""
         below = (other[len(start) :].partition("/") for other in self._names() if other.startswith(start))
         return sorted({Entry(first, is_dir=bool(slash)) for first, slash, _ in below})
@@ -202,6 +204,7 @@ class _Planned(Store):
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
         if name in self._originals:
             return self._originals[name].read_into(offset, buffer)
+        self.stat(name)
         data = self._written[name][offset : offset + len(buffer)]
         buffer[: len(data)] = data
         return len(data)

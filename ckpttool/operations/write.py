@@ -5,13 +5,11 @@ Nothing appears at the destination unless all of it does.
 
 from __future__ import annotations
 
-import os
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path as FilePath
+from fnmatch import fnmatchcase
 from typing import Any
 
 from ckpttool import formats, producers
@@ -25,6 +23,7 @@ from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.directory import Directory
 from ckpttool.producers.open import harmful, harmful_attributes, naming, open_source, opened
 from ckpttool.storage import files, local, stores
+from ckpttool.storage.stores import Location, locate
 from ckpttool.text import some
 from ckpttool.transfer import journal, readback, staging
 from ckpttool.transfer.execute import BUFFER, Transferred, budget
@@ -239,12 +238,12 @@ class Write:
 
     @contextmanager
     def _scratch(self) -> Iterator[str]:
-        with tempfile.TemporaryDirectory(prefix="ckpttool-plan-") as scratch:
-            yield str(FilePath(scratch, FilePath(self.dst.rstrip("/")).name or "out"))
+        with files.scratch_directory("ckpttool-plan-") as scratch:
+            yield locate(scratch) / locate(self.dst).name
 
     def _note_files(self, sink: Sink, partial: str) -> None:
         # Users see the destination in place of the staging path.
-        name = FilePath(self.dst).name
+        name = locate(self.dst).name
         self.result.files = [(name if f.location == partial else f.name, f.size) for f in sink.catalogue.files]
         self.result.disk = sum(size for _, size in self.result.files)
         check_place(self.options.manifest, self.dst, (name for name, _ in self.result.files))
@@ -283,7 +282,7 @@ def check_free(dst: str, target: Format, overwrite: bool, dry_run: bool) -> list
         if overwrite or not dry_run:
             raise
         return [f"{error.message}: {error.hint}"]
-    if overwrite and FilePath(dst).is_dir() and any(FilePath(dst).iterdir()):
+    if overwrite and locate(dst).is_dir() and locate(dst).names():
         _check_is_checkpoint(dst)
     return []
 
@@ -310,9 +309,9 @@ def check_not_empty(planned: Catalogue) -> None:
 def check_place(manifest: str | None, dst: str, names: Iterable[str]) -> None:
     """Raises OverwriteError for a manifest where one of these files of the destination will be."""
     if manifest is not None:
-        path = os.path.realpath(manifest)
-        taken = any(os.path.realpath(os.path.join(dst, name)) == path for name in names)
-        if taken or (os.path.dirname(path) == os.path.realpath(dst) and _is_index(path)):
+        path, root = locate(manifest).real(), locate(dst)
+        taken = any((root / name).real() == path for name in names)
+        if taken or (path.parent == root.real() and _is_index(path)):
             raise OverwriteError(
                 f"`{manifest}` is a file of the checkpoint", hint="call the manifest `integrity.json`", file=manifest
             )
@@ -336,13 +335,24 @@ _INDEXES = (".metadata", "__*.metadata", "*.index.json", "ckpttool.json")
 def _fingerprint(*sources: str | None) -> files.Fingerprint:
     """Return the state of the sources' files before they are opened: reading a large index takes seconds, in which a
     file can be replaced."""
-    paths: list[str] = []
-    for path in filter(None, sources):
-        if os.path.isdir(path):
-            paths += [str(p) for pattern in ("*", "*/*") for p in FilePath(path).glob(pattern)]
+    paths: list[Location] = []
+    for source in filter(None, sources):
+        if stores.is_remote(source):
+            continue
+        location = locate(source)
+        if location.is_dir():
+            below = _children(location)
+            paths += [*below, *(inner for path in below if path.is_dir() for inner in _children(path))]
         else:
-            paths += [path, *(str(p) for pattern in _INDEXES for p in FilePath(path).parent.glob(pattern))]
-    return files.fingerprint(path for path in paths if os.path.isfile(path))
+            paths += [location, *filter(_is_index, _children(location.parent))]
+    return files.fingerprint(path for path in paths if path.is_file())
+
+
+def _children(folder: Location) -> list[Location]:
+    try:
+        return [folder / name for name in folder.names()]
+    except CkptError:
+        return []
 
 
 def _watched(catalogue: Catalogue, before: files.Fingerprint) -> files.Fingerprint:
@@ -354,7 +364,8 @@ def _watched(catalogue: Catalogue, before: files.Fingerprint) -> files.Fingerpri
 
 
 def _is_index(path: str) -> bool:
-    return any(FilePath(path).match(pattern) for pattern in _INDEXES)
+    name = path.rpartition("/")[2]
+    return any(fnmatchcase(name, pattern) for pattern in _INDEXES)
 
 
 def _check_harmless(planned: Catalogue, src: str) -> None:

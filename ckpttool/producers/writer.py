@@ -12,7 +12,6 @@ it like any other. The files of the components are numbered one after the other.
 from __future__ import annotations
 
 import json
-import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +26,7 @@ from ckpttool.layout import rechunk, select
 from ckpttool.producers.components import Constant
 from ckpttool.storage import files
 from ckpttool.storage.crc import crc32
+from ckpttool.storage.stores import Location, locate
 
 _SCRATCH = ".component"
 
@@ -81,24 +81,19 @@ class OutputLayout:
 
     def create(self, path: str, catalogue: Catalogue, options: SinkOptions) -> Sink:
         """Create every component at its full size below `path`, which does not exist yet."""
-        try:
-            return self._create(path, catalogue, options)
-        except OSError as error:
-            raise files.failed(error, path, "write") from None
-
-    def _create(self, path: str, catalogue: Catalogue, options: SinkOptions) -> Sink:
-        os.mkdir(path)
+        root = locate(path)
+        files.make_directory(root)
         result = Catalogue("", facts={"layout": f"{len(self.components)} pieces"})
         sinks: list[tuple[Sink, int]] = []
         entries: dict[Path, Entry] = {}
         crcs: dict[tuple[int, int], int] = {}
         for component, contents in self._split(catalogue):
-            location = os.path.join(path, component.name) if component.name else path
+            location = root / component.name if component.name else root
             sink = _create_component(component, location, contents, options)
             written, start = sink.catalogue, len(result.files)
             sinks.append((sink, start))
             for file in written.files:
-                file.name = os.path.relpath(file.location, path)
+                file.name = locate(file.location).relative_to(root)
             result.files += written.files
             name = component.name.replace("{rank}", "*")
             result.warnings += [w.prefixed(f"`{name}`") if name else w for w in written.warnings]
@@ -204,10 +199,12 @@ class _CombinedSink:
             sink.finish(share)
 
 
-def _create_component(component: OutputComponent, location: str, contents: Catalogue, options: SinkOptions) -> Sink:
+def _create_component(
+    component: OutputComponent, location: Location, contents: Catalogue, options: SinkOptions
+) -> Sink:
     form = component.format
-    if os.path.dirname(component.name):
-        os.makedirs(os.path.dirname(location), exist_ok=True)
+    if "/" in component.name:
+        files.make_directory(location.parent, exist_ok=True)
     if form is None:
         return _create_json(location, contents, component.values)
     assert form.create is not None
@@ -215,41 +212,40 @@ def _create_component(component: OutputComponent, location: str, contents: Catal
         return _create_by_rank(form, location, contents, options)
     if form.splits and options.max_shard_size is not None:
         # Split files lie beside the other components, with their index.
-        folder = os.path.dirname(location)
-        scratch = os.path.join(folder, _SCRATCH)
-        return _MovedUp(form.create(scratch, contents, replace(options, one_file=False)), scratch, folder)
+        scratch = location.parent / _SCRATCH
+        return _MovedUp(form.create(scratch, contents, replace(options, one_file=False)), scratch)
     return form.create(location, contents, replace(options, one_file=form.is_file(location)))
 
 
-def _create_by_rank(form: Format, location: str, contents: Catalogue, options: SinkOptions) -> Sink:
+def _create_by_rank(form: Format, location: Location, contents: Catalogue, options: SinkOptions) -> Sink:
     """Create one file per rank, and rename each as the framework does."""
     assert form.create is not None
-    scratch = os.path.join(os.path.dirname(location), _SCRATCH)
+    scratch = location.parent / _SCRATCH
     sink = form.create(scratch, contents, options)
     for file in sink.catalogue.files:
-        final = location.replace("{rank}", str(file.rank))
-        os.rename(file.location, final)
+        final = location.parent / location.name.replace("{rank}", str(file.rank))
+        files.rename(file.location, final)
         file.location = final
-    os.rmdir(scratch)
+    scratch.remove()
     return sink
 
 
 class _MovedUp:
     """A sink whose files lie in the folder above that of its own, where its index follows when it is complete."""
 
-    def __init__(self, sink: Sink, scratch: str, folder: str) -> None:
+    def __init__(self, sink: Sink, scratch: Location) -> None:
         self.catalogue = sink.catalogue
-        self._sink, self._scratch, self._folder = sink, scratch, folder
+        self._sink, self._scratch = sink, scratch
         for file in self.catalogue.files:
-            final = os.path.join(folder, os.path.basename(file.location))
-            os.rename(file.location, final)
+            final = scratch.parent / locate(file.location).name
+            files.rename(file.location, final)
             file.location = final
 
     def finish(self, crcs: Crcs) -> None:
         self._sink.finish(crcs)
-        for name in os.listdir(self._scratch):
-            os.rename(os.path.join(self._scratch, name), os.path.join(self._folder, name))
-        os.rmdir(self._scratch)
+        for name in self._scratch.names():
+            files.rename(self._scratch / name, self._scratch.parent / name)
+        self._scratch.remove()
 
 
 # JSON -----------------------------------------------------------------------------------------------------------------
@@ -263,11 +259,11 @@ class _JsonSink:
         """Do nothing: the file is complete."""
 
 
-def _create_json(location: str, contents: Catalogue, values: Mapping[str, Any]) -> Sink:
+def _create_json(location: Location, contents: Catalogue, values: Mapping[str, Any]) -> Sink:
     tree = flatten.unflatten(contents, _value) if contents.entries else {}
     text = json.dumps({**values, **tree}, indent=2).encode() + b"\n"
     files.write_file(location, text)
-    contents.files = [File(location, os.path.basename(location), len(text))]
+    contents.files = [File(location, location.name, len(text))]
     return _JsonSink(contents)
 
 

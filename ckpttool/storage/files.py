@@ -11,8 +11,8 @@ import shutil
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -191,6 +191,22 @@ class _Stream(io.RawIOBase):
 def stream(read_into: Callable[[int, memoryview], int], offset: int, nbytes: int) -> io.BufferedReader:
     """Return a binary stream over a range of a file; `read_into(offset, buffer)` returns the number of bytes read."""
     return io.BufferedReader(_Stream(read_into, offset, nbytes))
+
+
+def temporary_folder() -> str:
+    """Return the directory that temporary files are made in: `TMPDIR`, or that of the system."""
+    import tempfile
+
+    return tempfile.gettempdir()
+
+
+@contextmanager
+def scratch_directory(prefix: str) -> Iterator[str]:
+    """Yield a temporary directory, which is removed at the end of the block."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix=prefix) as path:
+        yield path
 
 
 class ScratchFile:
@@ -392,10 +408,10 @@ def rename(path: str, to: str) -> None:
         raise failed(error, to, "write") from None
 
 
-def make_directory(path: str) -> None:
-    """Make a directory and those above it. Raises StorageError when it is there already."""
+def make_directory(path: str, *, exist_ok: bool = False) -> None:
+    """Make a directory and those above it. Raises StorageError when it is there already, unless `exist_ok`."""
     try:
-        os.makedirs(path)
+        os.makedirs(path, exist_ok=exist_ok)
     except OSError as error:
         raise failed(error, path, "write") from None
 

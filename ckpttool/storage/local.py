@@ -31,9 +31,11 @@ class LocalStore(Store):
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
         descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            return os.preadv(descriptor, [buffer], offset)
+            data = os.pread(descriptor, len(buffer), offset)
         finally:
             os.close(descriptor)
+        buffer[: len(data)] = data
+        return len(data)
 
     def open(self, name: str) -> BinaryIO:
         return open(name, "rb")

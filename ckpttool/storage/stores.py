@@ -15,7 +15,8 @@ import importlib
 import os
 import posixpath
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, partial
@@ -295,22 +296,29 @@ class Location(str):
         names = self._ask(self.store.glob)
         return [Location(f"{root}/{name}" if root else name, self.store) for name in names]
 
-    def open(self) -> BinaryIO:
-        """Open a whole file as a binary stream."""
-        return self._ask(self.store.open)
+    @contextmanager
+    def open(self) -> Iterator[BinaryIO]:
+        """Open a whole file as a binary stream for a block. What reading raises in it becomes a ReadError."""
+        with self._ask(self.store.open) as stream:
+            try:
+                yield stream
+            except OSError as error:
+                raise failed(error, self, "read") from None
+
+    def blocks(self, nbytes: int) -> Iterator[bytes]:
+        """Yield a whole file block by block."""
+        with self.open() as stream:
+            while block := stream.read(nbytes):
+                yield block
 
     def read(self, offset: int = 0, nbytes: int | None = None) -> bytes:
         """Exactly these bytes, or the whole file. Raises CorruptError when the file ends before."""
         if nbytes is None:
             with self.open() as stream:
-                return self._ask(lambda _: stream.read())
+                return stream.read()
         data = bytearray(nbytes)
         self.fill(offset, memoryview(data))
         return bytes(data)
-
-    def read_block(self, stream: BinaryIO, nbytes: int) -> bytes:
-        """The next bytes of this file when `open` gave the stream. Raises ReadError."""
-        return self._ask(lambda _: stream.read(nbytes))
 
     def head(self, nbytes: int) -> bytes:
         """The first bytes of a file, fewer when it ends before."""

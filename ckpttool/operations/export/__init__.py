@@ -20,6 +20,7 @@ from ckpttool.operations.export.plan import Export, Exported, ExportOptions, pla
 from ckpttool.operations.export.to_store import Remote
 from ckpttool.operations.write import WriteOptions
 from ckpttool.storage import files
+from ckpttool.storage.stores import locate
 from ckpttool.transfer import readback, staging
 from ckpttool.transfer.threads import Progress
 
@@ -109,15 +110,12 @@ def _write(plan: Export, how: WriteOptions) -> None:
     staging.check_space(dst, result.disk, result.free)
     with staging.staged(dst, overwrite=how.overwrite, is_file=False, notes=result.notes) as partial:
         for file in plan.files:
-            path = os.path.join(partial, *file.name.split("/"))
-            try:
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-            except OSError as error:
-                raise files.failed(error, path, "write") from None
+            path = locate(partial) / file.name
+            files.make_directory(path.parent, exist_ok=True)
             file.write(path)
         if how.check:
             # An adapter alone is not recognised as a model in the directory: it is opened by its name.
-            written = os.path.join(partial, plan.files[0].name) if result.adapter else partial
+            written = locate(partial) / plan.files[0].name if result.adapter else partial
             readback.check_written(
                 _SAFETENSORS, written, plan.planned, plan.source, total=result.bytes, threads=how.threads, memory=None
             )

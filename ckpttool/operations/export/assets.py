@@ -197,9 +197,8 @@ def _copy(name: str, source: Location) -> Outgoing:
     before = files.fingerprint([source])
 
     def append_blocks(append: Callable[[bytes], object]) -> None:
-        with source.open() as stream:
-            while block := source.read_block(stream, _BLOCK):
-                append(block)
+        for block in source.blocks(_BLOCK):
+            append(block)
 
     def write(path: str) -> None:
         files.write_pieces(path, append_blocks)

@@ -21,7 +21,6 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path as FilePath
 from typing import Any
 
 from ckpttool.catalogue.entries import Catalogue, Entry, Path, Tensor
@@ -29,7 +28,7 @@ from ckpttool.errors import UsageError
 from ckpttool.layout.select import again, rebuilt
 from ckpttool.operations.export.views import Slice, Viewed, halves, piece
 from ckpttool.serialization import strict_json
-from ckpttool.storage.files import failed
+from ckpttool.storage.stores import locate
 from ckpttool.text import meant, some
 
 _NUMBER = re.compile(r"\\\{(\w+)\\\}")
@@ -78,8 +77,8 @@ class Mapped:
 def known() -> list[KeyMap]:
     """Return the maps that come with ckpttool."""
     # Not `importlib.resources`, which takes ten milliseconds: the package is always a directory.
-    paths = sorted(FilePath(__file__).with_name("keymaps").glob("*.json"))
-    return [parse(json.loads(path.read_text(encoding="utf-8")), path.name) for path in paths]
+    paths = (locate(__file__).parent.escaped() / "keymaps/*.json").matches()
+    return [parse(json.loads(path.read()), path.name) for path in paths]
 
 
 def chosen(name: str | None, names: Sequence[str], config: Mapping[str, Any] | None) -> KeyMap | None:
@@ -102,12 +101,7 @@ def chosen(name: str | None, names: Sequence[str], config: Mapping[str, Any] | N
 
 
 def _from_file(path: str) -> KeyMap:
-    try:
-        with open(path, "rb") as stream:
-            text = stream.read(1 << 24)
-    except OSError as error:
-        raise failed(error, path, "read") from None
-    return parse(strict_json.parse(text, f"`{path}`"), path)
+    return parse(strict_json.parse(locate(path).head(1 << 24), f"`{path}`"), path)
 
 
 def parse(data: Any, where: str) -> KeyMap:

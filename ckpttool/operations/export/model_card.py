@@ -6,12 +6,12 @@ No date and no path: the same source gives the same bytes.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpttool.catalogue.entries import Catalogue
+from ckpttool.storage.stores import is_remote, locate
 from ckpttool.text import count, plural, size
 from ckpttool.version import __version__
 
@@ -54,7 +54,7 @@ def text(facts: Facts, catalogue: Catalogue) -> str:
     what = "a LoRA adapter" if facts.adapter else f"a `{facts.architecture}`" if facts.architecture else "a model"
     producer = catalogue.facts.get("producer")
     run = catalogue.facts.get("run", ())
-    source = os.path.basename(os.path.abspath(facts.source)) if "://" not in facts.source else facts.source
+    source = facts.source if is_remote(facts.source) else locate(facts.source).name
     taken = next((f"{source}/{entry['name']}" for entry in run if entry["taken"]), source)
     rows = [
         ("Made from", f"`{taken}`, {facts.format}" + (f" as {producer} leaves it" if producer else "")),

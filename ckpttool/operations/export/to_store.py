@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
 
 from ckpttool.errors import UsageError
 from ckpttool.operations.export.plan import Export
 from ckpttool.storage import stores
-from ckpttool.storage.files import free_space
+from ckpttool.storage.files import free_space, temporary_folder
 from ckpttool.transfer.threads import Progress
 
 
@@ -72,7 +71,7 @@ def send(plan: Export, how: Remote, both: Both) -> None:
     """Write and send the files of a plan, or note what would be sent. Raises RemoteError and what the files raise."""
     result = plan.result
     store = stores.remote_module(result.destination)
-    result.free = free_space(how.stage or tempfile.gettempdir())
+    result.free = free_space(how.stage or temporary_folder())
     result.sent = store.send(
         plan.files,
         result.destination,

@@ -8,7 +8,6 @@ Both give the same checkpoint. `mesh` is the default where it is possible.
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from ckpttool.errors import UsageError
 from ckpttool.layout.mesh import Mesh, Sharding, bytes_per_rank, find_sharding
 from ckpttool.operations.write import Write
 from ckpttool.storage import files
+from ckpttool.storage.stores import locate
 from ckpttool.text import meant, plural, size
 from ckpttool.transfer import processes, staging
 from ckpttool.transfer.execute import Transferred
@@ -147,15 +147,15 @@ def write(engine: Engine, job: Write) -> None:
             partial = stack.enter_context(
                 staging.staged(job.dst, overwrite=options.overwrite, is_file=False, notes=result.notes)
             )
-            os.makedirs(partial)
-        partial = str(coordinator.exchange("partial", os.path.abspath(partial) if partial else "")[0])
+            files.make_directory(partial)
+        partial = str(coordinator.exchange("partial", str(locate(partial).absolute()) if partial else "")[0])
         moved = _save(engine.kind, engine.sharding, job, partial)
         if not coordinator.is_first:
             return
         files.check_unchanged(job.opened.before)
         job.read_back(partial, job.planned.catalogue)
-        entries = sorted(os.scandir(partial), key=lambda entry: entry.name)
-        result.files = [(entry.name, entry.stat().st_size) for entry in entries if entry.name != ".metadata"]
+        sizes = locate(partial).sizes()
+        result.files = [(name, sizes[name]) for name in sorted(sizes) if name != ".metadata"]
         result.disk = sum(nbytes for _, nbytes in result.files)
     result.checked, result.unchecked = moved.checked, moved.unchecked
 
