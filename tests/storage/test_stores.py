@@ -180,7 +180,7 @@ def test_nobody_opens_a_remote_file_past_its_store(root: Location) -> None:
 
 # Stores that are no good ----------------------------------------------------------------------------------------------
 
-SAMPLES = ["dcp_fsdp2_w4", "safetensors_indexed", "torch_full", "rank_fsdp2_w2", "run_accelerate_fsdp2_sharded_w2"]
+SAMPLES = ["dcp/fsdp2_w4", "safetensors/indexed", "torch/full", "rank/fsdp2_w2", "run/accelerate_fsdp2_sharded_w2"]
 
 
 @pytest.fixture(params=SAMPLES)
