@@ -65,13 +65,13 @@ class LayoutBuilder:
 
     def numbered(self, kind: str) -> Iterator[tuple[int, Part]]:
         """The parts of a kind with the number in the name of each; the one without a number is the first."""
-        found = self.parts(kind)
-        numbers = {p: int(m[1]) for p in found if p.root and (m := re.search(r"_(\d+)$", str(p.root[-1])))}
-        plain = [p for p in found if p not in numbers]
+        of_kind = self.parts(kind)
+        numbers = {p: int(m[1]) for p in of_kind if p.root and (m := re.search(r"_(\d+)$", str(p.root[-1])))}
+        plain = [p for p in of_kind if p not in numbers]
         if len(plain) > 1:
             plain = [p for p in plain if not p.root or re.fullmatch(rf"{kind}|optim|lr_scheduler", str(p.root[-1]))]
-        if not plain and len(found) == 1:
-            numbers, plain = {}, found
+        if not plain and len(of_kind) == 1:
+            numbers, plain = {}, of_kind
         if len(plain) == 1 and 0 not in numbers.values():
             yield 0, plain[0]
         yield from ((number, part) for part, number in numbers.items())

@@ -161,10 +161,10 @@ def _without_concerns(fault: CkptError) -> CkptError:
 
 
 def _only_part(catalogue: Catalogue, kind: str, name: str) -> Part:
-    found = [p for p in parts.parts(catalogue) if p.kind == kind]
-    if len(found) != 1:
-        raise UsageError(f"`{name}` has {len(found) or 'no'} parts of kind {kind}, and one is needed")
-    return found[0]
+    of_kind = [p for p in parts.parts(catalogue) if p.kind == kind]
+    if len(of_kind) != 1:
+        raise UsageError(f"`{name}` has {len(of_kind) or 'no'} parts of kind {kind}, and one is needed")
+    return of_kind[0]
 
 
 def _unmatched(catalogue: Catalogue) -> list[str]:

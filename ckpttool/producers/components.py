@@ -263,10 +263,10 @@ def _component(pattern: Pattern, match: re.Match[str], above: Path) -> Component
     )
 
 
-def _add_rank_files(layout: Layout, pattern: Pattern, found: list[re.Match[str]], above: Path) -> None:
+def _add_rank_files(layout: Layout, pattern: Pattern, all_matches: list[re.Match[str]], above: Path) -> None:
     """Add files that differ only in their rank as one component."""
     sets: dict[str, list[re.Match[str]]] = {}
-    for match in found:
+    for match in all_matches:
         begin, end = match.span("rank")
         sets.setdefault(f"{match.string[:begin]}*{match.string[end:]}", []).append(match)
     for name, matches in sets.items():

@@ -66,10 +66,10 @@ def _beside(directory: Directory, producer: Producer) -> runs.Run | None:
     if not folders or not directory.has(folders):
         return None
     try:
-        found = [c for c in runs.in_directory(directory) if re.fullmatch(folders, f"{c.name}/")]
+        checkpoints = [c for c in runs.in_directory(directory) if re.fullmatch(folders, f"{c.name}/")]
     except CkptError:
         return None
-    return runs.Run(directory, found, None) if found else None
+    return runs.Run(directory, checkpoints, None) if checkpoints else None
 
 
 def open_resolved(resolved: Resolved, options: OpenOptions = NO_HINTS) -> Source:

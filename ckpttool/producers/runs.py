@@ -93,23 +93,23 @@ def find(directory: Directory) -> Run | None:
 
     Raises ReadError when no checkpoint is complete, or nothing says which is the newest.
     """
-    inner, found = _search(directory)
-    return Run(inner, found, _newest(directory.path, found)) if found else None
+    inner, checkpoints = _search(directory)
+    return Run(inner, checkpoints, _newest(directory.path, checkpoints)) if checkpoints else None
 
 
 def _search(directory: Directory) -> tuple[Directory, list[RunCheckpoint]]:
     for inner in (directory, *_below(directory)):
-        if found := in_directory(inner):
-            return inner, found
+        if checkpoints := in_directory(inner):
+            return inner, checkpoints
     return directory, []
 
 
 def in_directory(directory: Directory) -> list[RunCheckpoint]:
     """The checkpoints in a directory itself, by step; none when it is no run."""
-    found = [*_folders(directory), *_files(directory), *_rank_files(directory)]
-    if not any(f.producer or f.format for f in found):
-        found = []
-    return sorted(found, key=lambda f: (-1 if f.step is None else f.step, f.name))
+    checkpoints = [*_folders(directory), *_files(directory), *_rank_files(directory)]
+    if not any(f.producer or f.format for f in checkpoints):
+        checkpoints = []
+    return sorted(checkpoints, key=lambda f: (-1 if f.step is None else f.step, f.name))
 
 
 def _below(directory: Directory, depth: int = 1) -> Iterator[Directory]:
@@ -122,30 +122,32 @@ def _below(directory: Directory, depth: int = 1) -> Iterator[Directory]:
             yield from _below(inner, depth + 1)
 
 
-def _newest(path: str, found: list[RunCheckpoint]) -> RunCheckpoint:
+def _newest(path: str, checkpoints: list[RunCheckpoint]) -> RunCheckpoint:
     """The complete checkpoint of the highest step. Newer ones whose indexes show that they are not complete are marked
-    in `found`."""
-    for i in reversed(range(len(found))):
-        if found[i].complete:
-            why_not = _check_indexes(found[i])
+    in `checkpoints`."""
+    for i in reversed(range(len(checkpoints))):
+        if checkpoints[i].complete:
+            why_not = _check_indexes(checkpoints[i])
             if why_not is None:
-                _require_step(path, found[i], found)
-                return found[i]
-            found[i] = replace(found[i], why_not=why_not)
-    reasons = "; ".join(f"`{f.name}`: {f.why_not}" for f in found[-5:])
-    more = f"; and {len(found) - 5} before them" if len(found) > 5 else ""
-    count = "the one checkpoint in it is not" if len(found) == 1 else f"none of its {len(found)} checkpoints is"
+                _require_step(path, checkpoints[i], checkpoints)
+                return checkpoints[i]
+            checkpoints[i] = replace(checkpoints[i], why_not=why_not)
+    reasons = "; ".join(f"`{f.name}`: {f.why_not}" for f in checkpoints[-5:])
+    more = f"; and {len(checkpoints) - 5} before them" if len(checkpoints) > 5 else ""
+    count = (
+        "the one checkpoint in it is not" if len(checkpoints) == 1 else f"none of its {len(checkpoints)} checkpoints is"
+    )
     raise ReadError(
         f"`{path}`: {count} complete: {reasons}{more}",
-        hint=f"name one to open it all the same: `{found[-1].path}`",
+        hint=f"name one to open it all the same: `{checkpoints[-1].path}`",
         file=path,
-        found=[f.name for f in found],
+        found=[f.name for f in checkpoints],
     )
 
 
-def _require_step(path: str, chosen: RunCheckpoint, found: list[RunCheckpoint]) -> None:
+def _require_step(path: str, chosen: RunCheckpoint, checkpoints: list[RunCheckpoint]) -> None:
     """Raises ReadError when nothing says which of several is the newest."""
-    complete = [f.name for f in found if f.complete]
+    complete = [f.name for f in checkpoints if f.complete]
     if chosen.step is None and len(complete) > 1:
         raise ReadError(
             f"`{path}`: has {len(complete)} checkpoints, {some(complete)}, and nothing says which is the newest",
@@ -316,12 +318,12 @@ def _dcp_why_not(directory: Directory, most: int) -> str | None:
 
 def _named_in(pickle: bytes) -> list[str]:
     """The data files that a `.metadata` names, found without unpickling it."""
-    found = set()
+    names = set()
     for match in _NAMED.finditer(pickle):
         length = match["short"] or match["long"]
         if int.from_bytes(length, "little") == len(match["name"]):
-            found.add(match["name"].decode())
-    return sorted(found)
+            names.add(match["name"].decode())
+    return sorted(names)
 
 
 # Names ----------------------------------------------------------------------------------------------------------------

@@ -76,11 +76,11 @@ class Contents:
         contents = Contents(self.path, self.format, self.model, self.extra_state, self.same, self.optimizer)
         contents.left = self.left
         for name in ("own", "rest"):
-            mine = getattr(self, name)
-            theirs = Catalogue(name, containers=mine.containers)
-            for entry in mine.objects:
-                theirs.add(Object(entry.path, to_picklable(entry.value), part=entry.part))
-            setattr(contents, name, theirs)
+            catalogue = getattr(self, name)
+            sendable = Catalogue(name, containers=catalogue.containers)
+            for entry in catalogue.objects:
+                sendable.add(Object(entry.path, to_picklable(entry.value), part=entry.part))
+            setattr(contents, name, sendable)
         return contents
 
 
@@ -126,14 +126,14 @@ def describe(
 def _without_own(contents: Contents, catalogue: Catalogue, read: Read, own: Mapping[Path, bool]) -> Catalogue:
     """Take out the values of the script's other objects, even those of a model or an optimizer by their key (EMA
     weights, or a wrapper around both). Other values that are not sharded stay in the rest."""
-    taken: set[Path] = set()
+    own_paths: set[Path] = set()
     for where, is_sharded in own.items():
         present = {e.path: e.part.kind for e in catalogue.entries.values() if e.path[: len(where)] == where}
         if is_sharded or not {"model", "optimizer"}.isdisjoint(present.values()):
-            taken |= present.keys()
-    if not taken:
+            own_paths |= present.keys()
+    if not own_paths:
         return catalogue
-    kept = select.select(catalogue, lambda entry: entry.path in taken)
+    kept = select.select(catalogue, lambda entry: entry.path in own_paths)
     contents.own.containers = kept.containers
     for entry in kept.entries.values():
         if isinstance(entry, Object):
@@ -141,7 +141,7 @@ def _without_own(contents: Contents, catalogue: Catalogue, read: Read, own: Mapp
         elif not entry.embedded:
             contents.own.add(Object(entry.path, Shape(entry.dtype.name, entry.shape), part=entry.part))
             contents.tensors[("own", *entry.path)] = entry.origin or entry
-    return select.select(catalogue, lambda entry: entry.path not in taken)
+    return select.select(catalogue, lambda entry: entry.path not in own_paths)
 
 
 def chosen_part(catalogue: Catalogue, kind: str, name: str | None, path: str) -> Part:
@@ -151,12 +151,12 @@ def chosen_part(catalogue: Catalogue, kind: str, name: str | None, path: str) ->
     """
     present = [part for part in parts.parts(catalogue) if part.kind == kind]
     if name is not None:
-        found = [part for part in present if dotted(part.root) == name]
-        if not found:
+        named = [part for part in present if dotted(part.root) == name]
+        if not named:
             roots = [dotted(part.root) for part in present]
             hint = meant(name, roots, f"there is {', '.join(f'`{n}`' for n in roots)}" if roots else "there is none")
             raise UsageError(f"`{path}`: has no {kind} under `{name}`", hint=hint)
-        return found[0]
+        return named[0]
     if kind == "model" and len(present) > 1:
         best = min(select.model_rank(part.root) for part in present)
         present = [part for part in present if select.model_rank(part.root) == best]

@@ -25,9 +25,9 @@ def kind() -> str:
     gloo on the CPU) does not count."""
     if not torch.accelerator.is_available():
         return "cpu"
-    found = str(torch.accelerator.current_accelerator().type)
-    backend = dist.Backend.default_device_backend_map.get(found, "gloo")
-    return found if backend != "gloo" and dist.is_backend_available(backend) else "cpu"
+    kind = str(torch.accelerator.current_accelerator().type)
+    backend = dist.Backend.default_device_backend_map.get(kind, "gloo")
+    return kind if backend != "gloo" and dist.is_backend_available(backend) else "cpu"
 
 
 def count(kind: str) -> int:
@@ -62,9 +62,9 @@ def abort() -> None:
 
 def free_memory(kind: str) -> int:
     """Free bytes of the accelerator of this process; 0 if it shares one, or the number is not known."""
-    number, here = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    number, processes = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     ask = getattr(torch.get_device_module(kind), "mem_get_info", None) if kind != "cpu" else None
-    return int(ask(number)[0]) if ask is not None and count(kind) >= here else 0
+    return int(ask(number)[0]) if ask is not None and count(kind) >= processes else 0
 
 
 # Connections ----------------------------------------------------------------------------------------------------------
@@ -91,10 +91,10 @@ def close_on_failure() -> Iterator[None]:
 
 def _sockets() -> set[int]:
     """The descriptors of this process that are sockets."""
-    found: set[int] = set()
+    sockets: set[int] = set()
     with suppress(OSError):
         for name in os.listdir("/dev/fd"):
             with suppress(OSError):  # that of the listing itself is closed by now
                 if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                    found.add(int(name))
-    return found
+                    sockets.add(int(name))
+    return sockets

@@ -83,9 +83,9 @@ def load_into(
     assert loaded is not None
     with collectives.together():
         for where, value in others.items():
-            found = [] if where in own.found else _find(loaded.rest, where)
-            if found:
-                _restore(state, where, value, found[0])
+            saved = [] if where in own.found else _find(loaded.rest, where)
+            if saved:
+                _restore(state, where, value, saved[0])
     loaded.missing += missing
     return loaded
 

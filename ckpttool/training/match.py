@@ -81,12 +81,12 @@ def match(
 
 
 def _by_clean_name(names: Iterable[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    originals: dict[str, str] = {}
     for name in names:
         clean = strip_wrappers(name)
-        if found.setdefault(clean, name) != name:
-            raise UsageError(f"`{found[clean]}` and `{name}` are both `{clean}` without the prefixes of wrappers")
-    return found
+        if originals.setdefault(clean, name) != name:
+            raise UsageError(f"`{originals[clean]}` and `{name}` are both `{clean}` without the prefixes of wrappers")
+    return originals
 
 
 def _check_shape(key: str, value: Any, saved: Shape, path: str) -> None:

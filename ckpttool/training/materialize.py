@@ -78,8 +78,8 @@ def _tensors(model: nn.Module) -> list[tuple[str, nn.Module, str, torch.Tensor]]
     return [
         (f"{prefix}.{name}".lstrip("."), module, name, value)
         for prefix, module in model.named_modules()
-        for held in (module._parameters, module._buffers)
-        for name, value in held.items()
+        for tensors in (module._parameters, module._buffers)
+        for name, value in tensors.items()
         if value is not None
     ]
 

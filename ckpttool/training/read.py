@@ -67,7 +67,7 @@ def _of_dtensor(value: DTensor, name: str) -> list[LocalShard]:
     memory = value.detach().to_local()
     partial = [placement for placement in value.placements if placement.is_partial()]
     if partial:
-        raise UsageError(f"`{name}` is placed as {partial[0]}: a sum that is not made yet cannot be loaded")
+        raise UsageError(f"`{name}` has the placement {partial[0]}: unreduced tensors cannot be loaded")
     if value.device_mesh.get_coordinate() is None:
         return []
     sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)

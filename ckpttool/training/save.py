@@ -99,9 +99,9 @@ def _check(format: str, model: nn.Module, extra: dict[str, Any]) -> None:
         raise UsageError(f"there is no format `{format}` to save in", hint=hint)
     if format == "fsdp1" and not is_fsdp1(model):
         raise UsageError("the model is not wrapped by FSDP1", hint='`format="dcp"` saves every model in shards')
-    taken = {"model", "optim"} & extra.keys()
-    if taken:
-        raise UsageError(f"`{taken.pop()}` is what the model or its optimizer is saved as")
+    reserved = {"model", "optim"} & extra.keys()
+    if reserved:
+        raise UsageError(f"`{reserved.pop()}` is what the model or its optimizer is saved as")
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None, format: str) -> dict[str, Any]:
@@ -131,8 +131,8 @@ def _value(value: Any, format: str) -> Any:
     if isinstance(value, nn.Module):
         return _state(value, None, format)["model"]
     if isinstance(value, Mapping) and not hasattr(value, "state_dict"):
-        made = {key: _value(below, format) for key, below in value.items()}
-        return made if any(made[key] is not below for key, below in value.items()) else value
+        values = {key: _value(below, format) for key, below in value.items()}
+        return values if any(values[key] is not below for key, below in value.items()) else value
     return value.state_dict() if hasattr(value, "state_dict") else value
 
 

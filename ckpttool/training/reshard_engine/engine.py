@@ -262,11 +262,11 @@ def _check_source(source: Source, catalogue: Catalogue, meta: MetaModel, rank: R
     message = (0, 0)
     with collectives.together():
         read, checked, without = _records(source, catalogue, meta.tensors)
-        ours = checksums.Pieces()
+        share = checksums.Pieces()
         for i, record in enumerate(read.records()):
             if i % rank.world == rank.number:
-                ours.touch(record, read.used(record))
-        moved = transfer((), source, catalogue, total=0, earlier=ours)
+                share.touch(record, read.used(record))
+        moved = transfer((), source, catalogue, total=0, earlier=share)
         first = rank.number == 0
         message = (moved.checked + first * checked, moved.unchecked + first * without)
     for checked, unchecked in collectives.all_gather(message):

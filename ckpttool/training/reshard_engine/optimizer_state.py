@@ -19,7 +19,7 @@ from ckpttool.training import broadcast, collectives
 from ckpttool.training.contents import Shape
 from ckpttool.training.fill import Filler
 from ckpttool.training.read import Reader, like, local_shards
-from ckpttool.training.reshard_engine.meta_model import MetaModel
+from ckpttool.training.reshard_engine.meta_model import MetaModel, MetaOptimizer
 
 
 class _ParameterState(NamedTuple):
@@ -31,15 +31,8 @@ class _ParameterState(NamedTuple):
     state: dict[str, Shape]
 
 
-class _Part(torch.optim.Optimizer):  # type: ignore[misc] # torch is not looked into
+class _Part(MetaOptimizer):
     """The part of an optimizer that belongs to one module."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        super().__init__(parameters, {})
-
-    def step(self, closure: Any = None) -> None:
-        """Never called: the state is there from the start."""
-        raise AssertionError
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the state as it came: torch's would cast moments to the dtype of their parameter."""
@@ -82,7 +75,7 @@ def _fill_module(module: nn.Module, parameters: list[_ParameterState], filler: F
             )
             for i in broadcast_ids
         ]
-        part = _Part([parameters[i].parameter for i in broadcast_ids])
+        part = _Part([parameters[i].parameter for i in broadcast_ids], {})
         for i in broadcast_ids:
             part.state[parameters[i].parameter] = {key: result[i][key] for key in sent[i]}
         _send(module, part, tensors, filler.reader)
