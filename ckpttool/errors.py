@@ -16,7 +16,7 @@ TERMINATED = 143
 
 
 class CkptError(Exception):
-    """Something is wrong that the person who called us can put right.
+    """Base class of all errors that a user can correct.
 
     `facts` holds what the message says in a form for machines (`--json`): `file`, `tensor`, `found`, `expected`, ...
     """
@@ -47,7 +47,7 @@ class UsageError(CkptError):
 
 
 class ReadError(CkptError):
-    """The source cannot be read: no such path, no permission, a format that we do not know."""
+    """The source cannot be read: no such path, no permission, an unknown format."""
 
     exit_code = 3
     kind = "cannot read"
@@ -61,7 +61,7 @@ class CorruptError(CkptError):
 
 
 class LossError(CkptError):
-    """The destination cannot hold something that the source has, and nobody said to leave it out."""
+    """The destination cannot hold an entry of the source, and no option excludes it."""
 
     exit_code = 5
     kind = "would lose"
@@ -75,14 +75,14 @@ class OverwriteError(CkptError):
 
 
 class StorageError(CkptError):
-    """The machine refused: no space, no permission to write, an I/O error."""
+    """A local file cannot be written: no space, no permission, an I/O error."""
 
     exit_code = 7
     kind = "storage"
 
 
 class RemoteError(CkptError):
-    """A remote store refused or cannot be reached."""
+    """A remote store refuses a request or cannot be reached."""
 
     exit_code = 8
     kind = "remote"

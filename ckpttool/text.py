@@ -81,13 +81,13 @@ def near_names(name: str, names: Sequence[str], most: int = 3) -> list[str]:
 
 
 def meant(name: str, names: Sequence[str], otherwise: str) -> str:
-    """A hint for a name that is none: the nearest ones, or else what `otherwise` says."""
+    """Return a hint for an unknown name: the nearest ones, or `otherwise` if none is near."""
     near = near_names(name, names)
     return f"did you mean {', '.join(f'`{n}`' for n in near)}?" if near else otherwise
 
 
 def some(names: Sequence[str], most: int = 3) -> str:
-    """The first few of many names, for a message. Pure."""
+    """Return the first few of many names, for a message. Pure."""
     shown = ", ".join(f"`{name}`" for name in names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 

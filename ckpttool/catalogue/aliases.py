@@ -1,4 +1,4 @@
-"""Tensors that are the same bytes: tied weights, and what no optimizer has."""
+"""Finds tensors that share their bytes: tied weights, and optimizer state that was overwritten."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckpttool.text import some
 
 
 def find_aliases(tensors: Iterable[Tensor]) -> dict[Path, Path]:
-    """Tensors that have the same extents as an earlier one, and which one. Pure.
+    """Return the path of the first tensor with the same extents, for each later one. Pure.
 
     Tensors without elements have no bytes to share. An alias has the same dtype, shape and boxes too: a transposed
     view of the same storage is another tensor, and so are the same bytes in another order.

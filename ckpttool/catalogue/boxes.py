@@ -15,12 +15,12 @@ Box = tuple[Ints, Ints]
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box that covers a tensor of `shape`. Pure."""
+    """Return the box that covers a tensor of `shape`. Pure."""
     return (0,) * len(shape), tuple(shape)
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """What two boxes share, or None. Pure."""
+    """Return the intersection of two boxes, or None. Pure."""
     offsets, sizes = [], []
     for ao, asz, bo, bsz in zip(a[0], a[1], b[0], b[1], strict=True):
         low, high = max(ao, bo), min(ao + asz, bo + bsz)
@@ -32,7 +32,7 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 
 def row_major(shape: Sequence[int]) -> Ints:
-    """Strides of a contiguous tensor, in elements. Pure."""
+    """Return the strides of a contiguous tensor, in elements. Pure."""
     strides = [1] * len(shape)
     for i in range(len(shape) - 2, -1, -1):
         strides[i] = strides[i + 1] * max(shape[i + 1], 1)
@@ -91,14 +91,14 @@ def is_row_major(sizes: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def span(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements between the first and the last one, both counted: what `as_strided` needs of its storage. Pure."""
+    """Return the number of elements from the first to the last one: the storage that `as_strided` needs. Pure."""
     if 0 in sizes:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
 
 
 def run_length(box_sizes: Sequence[int], within: Sequence[int]) -> int:
-    """How many elements of a box lie next to each other when a box of sizes `within` is stored row-major. Pure."""
+    """Return how many elements of a box are contiguous in a row-major box of sizes `within`. Pure."""
     run = 1
     for size, full in zip(reversed(box_sizes), reversed(within), strict=True):
         run *= size
@@ -108,7 +108,7 @@ def run_length(box_sizes: Sequence[int], within: Sequence[int]) -> int:
 
 
 def runs(box: Box, within: Box, run: int) -> Iterator[int]:
-    """Where each run of `run` elements of `box` starts in `within`, stored row-major, in elements. Pure.
+    """Yield where each run of `run` elements of `box` starts in `within`, stored row-major, in elements. Pure.
 
     `run` is `run_length(box[1], within[1])` or a divisor of it that is a product of trailing sizes.
     """
@@ -135,7 +135,7 @@ def _walk(start: int, sizes: Ints, strides: Ints) -> Iterator[int]:
 
 
 def tiling_fault(shape: Sequence[int], offsets: Sequence[Ints], sizes: Sequence[Ints]) -> str | None:
-    """Why these boxes do not cover a tensor of `shape` exactly once, or None when they do. Pure.
+    """Return why these boxes do not cover a tensor of `shape` exactly once; None if they do. Pure.
 
     Boxes without elements cover nothing and are fine anywhere inside. The walk is linear for boxes that are slabs
     along one dimension (what FSDP writes) and near linear for grids.

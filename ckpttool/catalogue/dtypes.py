@@ -1,4 +1,4 @@
-"""One table of element types: torch's short name, size, and the spelling of each format.
+"""The table of element types: torch's short name, size, and the name in each format.
 
 Sources: `torch.dtype` of torch 2.13; `torch/storage.py` for the storage classes; safetensors 0.8 `tensor.rs` for its
 names. A dtype without a safetensors name cannot be written there.
@@ -84,7 +84,7 @@ ALIASES = {
 
 
 def dtype(name: str) -> Dtype:
-    """The dtype called `name`, with or without `torch.` before it. Raises CorruptError for a name nobody knows."""
+    """Return the dtype called `name`, with or without `torch.` before it. Raises CorruptError for an unknown name."""
     short = name.removeprefix("torch.")
     match = DTYPES.get(ALIASES.get(short, short))
     if match is None:

@@ -1,6 +1,6 @@
-"""Which part of the training state is what: model, optimizer, scheduler, rng, dataloader, scaler, progress, other.
+"""Classifies keys into parts: model, optimizer, scheduler, rng, dataloader, scaler, progress, other.
 
-Told by the names that training code uses, and by shape where a name says nothing: a dict with `state` and
+By the names that training code uses, and by structure where a name says nothing: a dict with `state` and
 `param_groups` is an optimizer whatever it is called. A part is found at any depth (`app.model`, `app.optim`); tensors
 at the root beside known keys are the model (torchtitan).
 
@@ -43,7 +43,7 @@ _RANK_KEY = re.compile(r"(?:dp_)?rank_?(\d+)")
 
 
 def kind_of_key(key: object) -> str | None:
-    """The kind that a key names, `optim_state_dict` -> `optimizer`; None for a key that says nothing. Pure."""
+    """Return the kind that a key names, `optim_state_dict` -> `optimizer`; None for any other key. Pure."""
     if not isinstance(key, str):
         return None
     return next((kind for kind, pattern in _PATTERNS if pattern.fullmatch(key)), None)
@@ -178,13 +178,13 @@ def _has_parts(node: _Node, depth: int) -> bool:
 
 
 def parts(catalogue: Catalogue) -> list[Part]:
-    """The parts in order of appearance, kinds in the order of `KINDS`."""
+    """Return the parts in order of appearance, kinds in the order of `KINDS`."""
     seen = dict.fromkeys(entry.part for entry in catalogue.entries.values())
     return sorted(seen, key=lambda part: KINDS.index(part.kind))
 
 
 def stop_at_absent(catalogue: Catalogue, only: Sequence[str]) -> None:
-    """Raise the fault of a part that could not be opened, unless others alone are wanted."""
+    """Raises the error of a part that could not be opened, unless `only` selects others."""
     for fault in catalogue.faults:
         root = fault.facts.get("absent")
         if root is not None and (not only or {root, root.partition(".")[0], kind_of_key(root)} & {*only}):
@@ -192,9 +192,9 @@ def stop_at_absent(catalogue: Catalogue, only: Sequence[str]) -> None:
 
 
 def matcher(names: Iterable[str], catalogue: Catalogue) -> Callable[[Part], bool]:
-    """Whether a part is one of those named on the command line: by kind (`model`) or by root key (`ema`).
+    """Return a predicate for the parts named on the command line: by kind (`model`) or by root key (`ema`).
 
-    Raises UsageError for a name that is no part here, with those that are.
+    Raises UsageError for a name that is not a part of the catalogue.
     """
     present = parts(catalogue)
     chosen: set[Part] = set()

@@ -11,7 +11,7 @@ from ckpttool.errors import UsageError
 
 
 def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """Raises UsageError for a regular expression that is none."""
+    """Return the compiled pattern. Raises UsageError for an invalid regular expression."""
     if pattern.startswith("re:"):
         try:
             return re.compile(pattern[3:])
@@ -21,18 +21,18 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def any_of(patterns: Sequence[str]) -> Callable[[str], bool]:
-    """Whether a name matches one of these."""
+    """Return a predicate for names that match one of the patterns."""
     compiled = [compile_pattern(p) for p in patterns]
     return lambda name: any(c.fullmatch(name) for c in compiled)
 
 
 def several(value: str | Sequence[str]) -> Sequence[str]:
-    """One text as a sequence of one: to Python, a string is a sequence of strings too."""
+    """Return a string as a sequence of one, and any other sequence as it is."""
     return (value,) if isinstance(value, str) else value
 
 
 def rule(text: str, flag: str) -> tuple[str, str]:
-    """`PATTERN=VALUE` as its two sides. Raises UsageError without `=`."""
+    """Split `PATTERN=VALUE` into its two sides. Raises UsageError if there is no `=`."""
     left, equals, right = text.rpartition("=") if text.startswith("re:") else text.partition("=")
     if not equals or not left:
         raise UsageError(f"`{flag} {text}` is not of the form PATTERN=VALUE")
@@ -40,7 +40,7 @@ def rule(text: str, flag: str) -> tuple[str, str]:
 
 
 def renamer(rules: Sequence[str]) -> Callable[[str], str]:
-    """The new name of a name under `OLD=NEW` rules, the first that matches.
+    """Return a function that renames by the first matching `OLD=NEW` rule.
 
     In a glob, each `*` of NEW stands for what the same `*` of OLD matched; after `re:`, NEW is a replacement in
     Python's syntax (`\\1`). A rule without `*` renames that one name, or everything below it:

@@ -1,4 +1,4 @@
-"""What a format promises: how it is recognised, opened (a `Source`) and laid down empty (a `Sink`)."""
+"""Protocols that each format implements: `Format`, `Source`, `Sink`."""
 
 from __future__ import annotations
 

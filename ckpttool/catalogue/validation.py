@@ -1,5 +1,5 @@
-"""What is wrong with a catalogue, as far as it tells: holes, overlaps, missing files, extents outside of them; and
-which of its faults stop what is asked for. Pure."""
+"""Validates a catalogue: coverage, overlaps, missing files, extents within files; and selects the faults that concern
+certain entries. Pure."""
 
 from __future__ import annotations
 

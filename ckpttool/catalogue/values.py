@@ -1,4 +1,4 @@
-"""What stands for a class or an object that a pickle names and that is not imported: which one, how it was called.
+"""Inert placeholders for the classes and objects that a pickle names.
 
 TorchSize            a `torch.Size`
 a subclass of Stub   a name that was only mentioned: a class, `torch.float32`
@@ -126,7 +126,7 @@ class Stub(metaclass=StubType):
 
 
 def check_spelling(module: str, name: str) -> None:
-    """Raises CorruptError for what nothing can be called."""
+    """Raises CorruptError for a string that cannot be the name of a module, class or function."""
     # Opcode GLOBAL ends a name at a newline and takes what follows for opcodes: written out, such a name would run.
     for part in (module, name):
         if " " in part or not part.isprintable():
@@ -136,7 +136,7 @@ def check_spelling(module: str, name: str) -> None:
 
 
 def stub_type(module: str, name: str) -> type[Stub]:
-    """A new inert class that stands for `module.name`. Raises CorruptError for what nothing can be called."""
+    """Return a new inert class that stands for `module.name`. Raises CorruptError for an impossible name."""
     check_spelling(module, name)
     attributes = {"module": module, "name": name, "__slots__": ()}
     kind: type[Stub] = StubType(name.rpartition(".")[2] or "Stub", (Stub,), attributes)  # type: ignore[assignment]
@@ -144,7 +144,7 @@ def stub_type(module: str, name: str) -> type[Stub]:
 
 
 def is_stub_type(value: Any) -> bool:
-    """Whether this is a name that a pickle mentioned without calling it."""
+    """Return whether this is a name that a pickle mentions without calling it."""
     return isinstance(value, StubType)
 
 

@@ -43,14 +43,14 @@ class Mesh:
 
 
 def world_mesh(ranks: int) -> Mesh:
-    """All ranks in one dimension, sharded. Raises UsageError for a number that is none."""
+    """Return the mesh with all ranks in one sharded dimension. Raises UsageError for an invalid number."""
     if not 1 <= ranks <= _MOST:
         raise UsageError(f"`--to-world {ranks}`: a world has at least one rank and at most {_MOST}")
     return Mesh(("shard",), (ranks,))
 
 
 def parse_mesh(text: str) -> Mesh:
-    """The mesh that `shard=4,tp=2` says. Raises UsageError for a dimension that is none, or is there twice."""
+    """Return the mesh that `shard=4,tp=2` describes. Raises UsageError for unknown or repeated dimensions."""
     names: list[str] = []
     sizes: list[int] = []
     for part in text.split(","):
@@ -72,7 +72,7 @@ def parse_mesh(text: str) -> Mesh:
 
 
 def parse_placements(text: str, mesh: Mesh) -> dict[str, int]:
-    """What a rule says of a tensor: `tp:0,shard:1` is `{"tp": 0, "shard": 1}`. Raises UsageError."""
+    """Return the placements of a rule: `tp:0,shard:1` is `{"tp": 0, "shard": 1}`. Raises UsageError."""
     placements: dict[str, int] = {}
     for part in text.split(","):
         name, _, dim = part.strip().partition(":")
@@ -127,8 +127,8 @@ class Sharding:
 
 
 def find_sharding(planned: Catalogue, mesh: Mesh | None, world: int) -> Sharding | str:
-    """How `mesh`, or, where that is not known, one of `world` ranks, makes the boxes of the layout; or why none does.
-    Embedded tensors are no tensors of a mesh. Pure."""
+    """Return how `mesh`, or, if that is None, some mesh of `world` ranks, gives the boxes of a planned catalogue; or a
+    message why none does. Embedded tensors are not sharded. Pure."""
     if mesh is not None:
         if [name for name in ORDER if name in mesh.names] != list(mesh.names):
             return f"FSDP2 takes the dimensions of a mesh in the order {', '.join(ORDER)}, and this is `{mesh}`"
@@ -144,7 +144,7 @@ def find_sharding(planned: Catalogue, mesh: Mesh | None, world: int) -> Sharding
 
 
 def _factors(world: int) -> Iterator[Mesh]:
-    """Meshes of so many ranks, the plainer ones first."""
+    """Yield the meshes of `world` ranks, those with fewer dimensions first."""
     tried: list[Mesh] = []
     for tp in range(1, world + 1):
         for shard in range(world // tp, 0, -1):
@@ -156,7 +156,7 @@ def _factors(world: int) -> Iterator[Mesh]:
 
 
 def _on(planned: Catalogue, mesh: Mesh) -> Sharding | Tensor:
-    """What the mesh does to each tensor; the first that it cannot cut so."""
+    """Return the placements of all tensors on the mesh; or the first tensor that no placements fit."""
     known: dict[_Key, Placements | None] = {}
     placements: dict[Path, Placements] = {}
     for tensor in planned.tensors:
@@ -197,8 +197,7 @@ def _candidates(shape: Ints, mesh: Mesh) -> Iterator[Placements]:
 
 
 def bytes_per_rank(planned: Catalogue, sharding: Sharding) -> tuple[int, int]:
-    """Bytes that the fullest rank of the mesh holds of the layout, and those of the largest tensor. Ties count once.
-    Pure."""
+    """Return the bytes on the fullest rank, and the bytes of the largest tensor. Tied tensors count once. Pure."""
     most = largest = 0
     size = dict(zip(sharding.mesh.names, sharding.mesh.sizes, strict=True))
     for tensor in planned.tensors:
@@ -215,7 +214,7 @@ def bytes_per_rank(planned: Catalogue, sharding: Sharding) -> tuple[int, int]:
 
 
 def same_boxes(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are cut alike, wherever their chunks lie. Pure."""
+    """Return whether two tensors have the same boxes, wherever their chunks are stored. Pure."""
     return _boxes(one) == _boxes(other)
 
 

@@ -1,4 +1,4 @@
-"""Values that belong to a rank or a data-parallel replica, when there is another number of those. Pure.
+"""Policies for values of one rank (RNG states, data loaders) when the world size changes. Pure.
 
     rng.rank0.torch .. rng.rank3.torch, onto 8 ranks
     keep    under the old rank; ranks 4 to 7 are left without
@@ -25,7 +25,7 @@ CHOICES = {"rng": ("keep", "rank0", "drop"), "dataloader": ("keep", "drop")}
 
 
 def check_policy(kind: str, policy: str) -> None:
-    """Raises UsageError for a policy that there is not."""
+    """Raises UsageError for an unknown policy."""
     if policy not in CHOICES[kind]:
         choices = ", ".join(f"`{choice}`" for choice in CHOICES[kind])
         raise UsageError(

@@ -28,12 +28,12 @@ from ckpttool.text import meant, plural, size, some
 
 
 def whole(catalogue: Catalogue) -> Catalogue:
-    """Every tensor in one chunk on rank 0, for formats that know no others. Pure."""
+    """Plan every tensor as one chunk on rank 0, for formats without sharding. Pure."""
     return _placed(catalogue, lambda tensor: Chunks.placed([(boxes.whole(tensor.shape), 0)]))
 
 
 def as_stored(catalogue: Catalogue, files: Sequence[int | None]) -> Catalogue:
-    """The source's own chunks on the ranks that wrote them; `files[i]` is the rank of file i. Pure."""
+    """Plan the chunks of the source on the ranks that wrote them; `files[i]` is the rank of file i. Pure."""
 
     def place(tensor: Tensor) -> Chunks:
         chunks = (tensor.origin or tensor).chunks
@@ -50,7 +50,7 @@ def _without_empty(placed: list[tuple[boxes.Box, int]], tensor: Tensor) -> list[
 
 
 def like(catalogue: Catalogue, reference: Catalogue, name: str) -> Catalogue:
-    """The boxes and the ranks that each tensor has in another checkpoint, which messages call `name`. Pure.
+    """Plan the boxes and ranks that each tensor has in another checkpoint, which messages call `name`. Pure.
 
     Raises UsageError for a tensor that is not there, or has another shape.
     """
@@ -197,7 +197,7 @@ class _Boxes:
 def cuts(
     catalogue: Catalogue, mesh: Mesh, rules: Rules, *, untrained: bool = False, warnings: list[Warning] | None = None
 ) -> dict[Path, Placements]:
-    """The tensors that are cut, and along which dimension by which dimension of the mesh. Pure.
+    """Return the placements of the tensors that are sharded. Pure.
 
     What the rules name first; else parameters, along dimension 0. The optimizer's state follows the parameter of its
     name, whatever the spelling of the optimizer, or, where parameters have numbers only, one of its shape.
@@ -350,7 +350,7 @@ class _Ruling:
 
 
 def _check_fits(tensor: Tensor, mesh: Mesh, placed: Placements) -> None:
-    """Raises UsageError where FSDP2 itself would refuse."""
+    """Raises UsageError for placements that FSDP2 refuses."""
     shape = list(tensor.shape)
     for name, dim in placed.items():
         if dim >= len(shape):

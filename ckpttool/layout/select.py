@@ -1,4 +1,4 @@
-"""Catalogue -> catalogue: select, rename, cast. Pure; nothing is read. Which rank holds which box is `rechunk`'s.
+"""Selects, renames and casts the entries of a catalogue. Pure; nothing is read.
 
 Each step returns a new catalogue whose tensors know their `origin` in the source. Names in the optimizer follow the
 model's: renaming a parameter renames its optimizer state and its mention in `param_groups`.
@@ -24,7 +24,7 @@ WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_c
 
 
 def start(source: Catalogue) -> Catalogue:
-    """A catalogue with everything of the source, to be changed by the steps below. Pure."""
+    """Return a catalogue with all entries of the source, for the functions below. Pure."""
     result = Catalogue(source.format, [], {}, dict(source.containers), dict(source.facts), [])
     aliases = find_aliases(source.tensors)
     for entry in source.entries.values():
@@ -34,7 +34,7 @@ def start(source: Catalogue) -> Catalogue:
 
 
 def again(tensor: Tensor, **changes: Any) -> Tensor:
-    """A tensor that is changed, and knows its origin. Pure."""
+    """Return a copy of a tensor with other attributes and its origin. Pure."""
     # `dataclasses.replace` takes as long again, and a large model has every tensor changed several times.
     changed = Tensor(
         tensor.path, tensor.dtype, tensor.shape, tensor.chunks, tensor.part, tensor.embedded,
@@ -46,7 +46,7 @@ def again(tensor: Tensor, **changes: Any) -> Tensor:
 
 
 def rebuilt(catalogue: Catalogue, entries: Iterable[Entry], containers: dict[Path, Container]) -> Catalogue:
-    """The same catalogue with other entries. Pure."""
+    """Return a copy of a catalogue with other entries and containers. Pure."""
     result = Catalogue(catalogue.format, [], {}, containers, catalogue.facts, catalogue.warnings)
     for entry in entries:
         result.entries[entry.path] = entry
@@ -54,7 +54,7 @@ def rebuilt(catalogue: Catalogue, entries: Iterable[Entry], containers: dict[Pat
 
 
 def select(catalogue: Catalogue, keep: Callable[[Entry], bool]) -> Catalogue:
-    """What `keep` says, and the tensors embedded in the objects that are kept. Pure.
+    """Return the entries for which `keep` is true, and the tensors embedded in them. Pure.
 
     A tied tensor whose first name goes keeps its bytes under the next one; what follows in a list moves up.
     """
@@ -117,7 +117,7 @@ def matching(tensors: Sequence[str], exclude: Sequence[str]) -> Callable[[Entry]
 
 
 def rename(catalogue: Catalogue, new_name: Callable[[str], str], *, within_parts: bool = False) -> Catalogue:
-    """Every entry under its new name. Raises UsageError when two would have the same.
+    """Return the catalogue with every entry under its new name. Raises UsageError if two would have the same.
 
     `new_name` is asked for the dotted full name; or, with `within_parts`, for the name below the part's root (of
     models only). What the model's parameters are called is then changed wherever the optimizer mentions them. Pure.
@@ -161,7 +161,7 @@ def models(catalogue: Catalogue) -> list[tuple[Path, list[Entry]]]:
 
 
 def model_rank(root: Path) -> int:
-    """Which of several models the optimizer is about: 0 before 1 before 2. Pure."""
+    """Return the rank of a model among those that the optimizer may be about; the lowest is first. Pure."""
     key = str(root[-1]).lower() if root else "model"
     return 0 if key == "model" else 2 if re.search(r"(^|_)ema(_|$)", key) else 1
 
@@ -274,7 +274,7 @@ def moved_root(root: Path, moved: dict[Path, Path]) -> Path:
 
 
 def relinked(value: Any, moved: Mapping[Path, Path]) -> Any:
-    """An object's value with its links following what was moved. Pure."""
+    """Return an object's value with its links to tensors under their new paths. Pure."""
     if isinstance(value, Link):
         return Link(moved.get(value.path, value.path), value.storage)
     if isinstance(value, dict):
@@ -371,7 +371,7 @@ def caster(rules: Sequence[str]) -> Callable[[Tensor], Dtype | None]:
 
 
 def cast(catalogue: Catalogue, cast_to: Callable[[Tensor], Dtype | None]) -> Catalogue:
-    """Tensors with their new dtype; tied ones that get different dtypes are tied no longer. Pure."""
+    """Return the catalogue with the new dtypes. Tied tensors that get different dtypes are untied. Pure."""
     entries: list[Entry] = []
     firsts: dict[tuple[Path, Dtype], Path] = {}
     for entry in catalogue.entries.values():

@@ -1,4 +1,4 @@
-"""What checkpoint files are made of: pickles, torch.save archives and streams, safetensors headers, typed JSON.
+"""Reads and writes pickles, torch.save archives and streams, safetensors headers and JSON.
 
-A container knows its bytes and nothing of checkpoints; formats put containers together.
+Nothing here knows of checkpoints; `formats` are built from these.
 """

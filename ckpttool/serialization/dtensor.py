@@ -1,4 +1,4 @@
-"""Sharded tensors in the pickle of one rank: what a `DTensor` or a `ShardedTensor` says of itself, without its class.
+"""Parses `DTensor` and `ShardedTensor` in the pickle of one rank, without their classes.
 
     _rebuild_from_type_v2(_rebuild_wrapper_subclass, class, (class, dtype, size, stride, ...), state)
     DTensor        state (None, {"_local_tensor": tensor, "_spec": DTensorSpec})

@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank of a mesh has: each dimension cut by its placements, as torch cuts it.
+"""Local shape and global offset of a DTensor shard, as `compute_local_shape_and_global_offset` has them.
 
 The offsets are those of `torch/distributed/tensor/_utils.py`, `_compute_local_shape_and_global_offset`, proved against
 the shape of what the rank really has.

@@ -1,4 +1,4 @@
-"""Looks through a pickle before the machine runs it: where it ends, and whether it asks for too much.
+"""Scans the opcodes of a pickle before it runs: finds its end and enforces limits.
 
 CPython's machine makes room for the highest memo index that a pickle names: nine bytes, `80 02 4e 72 ff ff ff 7f 2e`,
 take 32 GiB. And an extension code can stand for a class that this process has loaded, past `find_class`. What else

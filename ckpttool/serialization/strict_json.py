@@ -1,4 +1,4 @@
-"""JSON as its standard has it: no name twice, no NaN, UTF-8 only; what Python's reader lets pass has two meanings."""
+"""Parses JSON strictly: no duplicate names, no NaN, UTF-8 only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch.export saves: an archive without a pickle of its own. Read only.
+"""Reads the archives of torch.export, which have no pickle of their own.
 
     <root>/data/weights/<model>_weights_config.json      {"config": {name: {"path_name", "use_pickle", "tensor_meta"}}}
            data/weights/weight_0 ...                     raw elements, or a torch.save archive (`use_pickle`)

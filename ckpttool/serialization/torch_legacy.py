@@ -1,4 +1,4 @@
-"""What torch wrote before 1.6: the legacy stream, and the tar of the first releases. Read only.
+"""Reads files from before torch 1.6: the legacy stream, and the tar of the first releases.
 
     legacy    pickle(magic) pickle(1001) pickle(sys_info) pickle(tree) pickle([storage key, ...])
               then for each key, in that order:  int64 elements, raw bytes                      nothing aligned

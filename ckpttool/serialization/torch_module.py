@@ -1,4 +1,4 @@
-"""Modules that were saved whole, as state dicts: `nn.Module` pickles and TorchScript files, out of inert stubs.
+"""Converts modules that were saved whole (`nn.Module` pickles, TorchScript) to state dicts, from inert stubs.
 
     nn.Module     state {"training", "_parameters": {name: tensor}, "_buffers": {...}, "_modules": {name: module},
                   "_non_persistent_buffers_set": {name}, ...}

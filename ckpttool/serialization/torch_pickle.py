@@ -1,4 +1,4 @@
-"""torch's vocabulary inside a pickle: which calls rebuild a tensor, and how a tensor is spelt when one is written.
+"""The calls that rebuild a tensor in a pickle of torch: reading and writing them.
 
 Sources: `torch/_utils.py`, `torch/_tensor.py` and `torch/serialization.py` of torch 2.0 to 2.15.
 A storage is a persistent id `("storage", torch.FloatStorage, key, location, numel)`; a tensor is a call

@@ -1,4 +1,4 @@
-"""What a torch file holds, as entries of a catalogue: the same for every container that torch has had.
+"""Converts the tree of a torch file to entries of a catalogue, for every container that torch has used.
 
 A tree of plain values, stubs, `TensorRef`s and `StorageRef`s becomes key paths by `nesting`; a module that was saved
 whole becomes its state dict by `torchmodule`; what is lost from view becomes a warning. `Slots` is for the way back.

@@ -1,4 +1,4 @@
-"""A torch.save archive laid out with holes to fill: everything but the payloads is known before they are copied.
+"""Plans a torch.save archive: all bytes but the payloads, and where those go.
 
     pieces      what is known now: local headers, `data.pkl`, `version`, ...
     storages    where each payload goes

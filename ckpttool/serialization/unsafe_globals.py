@@ -1,4 +1,4 @@
-"""Names in pickles that run commands where they are loaded by others."""
+"""Globals that are unsafe to unpickle (`os.system`, `subprocess.Popen`, ...)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parameter each id of an optimizer stands for. Pure.
+"""Maps the ids of an optimizer to the names of parameters. Pure.
 
     model        embed (29, 7)    qkv (21, 7)    norm (7,)    rope (7,)     in the order of the state dict
     group 0      id 0 (29, 7)     id 1 (21, 7)

@@ -1,4 +1,4 @@
-"""The parameters of each group in the order of the model, as `AdamW(model.parameters())` has them. Pure.
+"""Sorts the parameters of each group into the order of the model, as in `AdamW(model.parameters())`. Pure.
 
     param_groups [{params: [norm.w, layers.0.w]}]    model layers.0.w, norm.w    ->    [{params: [layers.0.w, norm.w]}]
 

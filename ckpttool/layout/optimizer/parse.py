@@ -1,4 +1,4 @@
-"""The optimizers of a catalogue, taken apart: what is kept for each parameter, and the groups. Pure.
+"""Parses the optimizers of a catalogue: the state of each parameter, and the parameter groups. Pure.
 
     nested   (*root, "state", KEY, "exp_avg")            (*root, "param_groups", 0, "lr"), (..., 0, "params")
     flat     (*root, "state.layers.0.w.exp_avg")         (*root, "param_groups.layers.0.w.lr")
@@ -178,7 +178,7 @@ def _as_id(key: Any) -> Any:
 
 
 def _separate_loose(optimizer: Optimizer) -> None:
-    """Keep what is no parameter's apart: torch copies such state as it is. A number is always a parameter's."""
+    """Move state that belongs to no parameter to `loose`; torch copies it as it is. An id is always a parameter's."""
     known = set(optimizer.params)
     optimizer.loose = {key: items for key, items in optimizer.state.items() if key not in known}
     strays = [str(key) for key in optimizer.loose if type(key) is int]
@@ -249,7 +249,7 @@ def _bytes_of(entry: Entry) -> Path | None:
 
 
 def _identity(item: Item) -> Any:
-    """What tells two values apart. Of plain ones `repr` does: 1 is not 1.0, nor True."""
+    """Return a key that is equal for the same values only. Plain ones use `repr`: 1 is not 1.0, nor True."""
     if isinstance(item.entry, Tensor):
         return item.below, item.entry.dtype, item.entry.shape
     value = item.entry.value

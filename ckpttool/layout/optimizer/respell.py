@@ -1,4 +1,4 @@
-"""The optimizer's spelling: how its state says which parameter it belongs to. Pure.
+"""Converts the keys of optimizers: by FQN, by id, or flattened. Pure.
 
     id     state {0: {exp_avg}}                    param_groups [{lr, params: [0, 1]}]          optimizer.state_dict()
     fqn    state {"layers.0.w": {exp_avg}}         param_groups [{lr, params: ["layers.0.w"]}]  FSDP, get_state_dict

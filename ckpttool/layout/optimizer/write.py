@@ -1,4 +1,4 @@
-"""An optimizer by names, written out again: nested by names or by ids, or flat. Pure.
+"""Writes the entries of a parsed optimizer: nested by FQN or by id, or flattened. Pure.
 
     nested   {"state": {KEY: {...}}, "param_groups": [{"lr": 0.1, "params": [KEY, ...]}]}
     flat     "state.NAME.exp_avg" for what each parameter has, then "param_groups.NAME.lr" for each of a group
