@@ -18,9 +18,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ckpttool.errors import CorruptError, OverwriteError, ReadError, StorageError, UsageError
+from ckpttool.errors import CorruptError, OverwriteError, ReadError, UsageError
 from ckpttool.formats.dcp import rebuild_index
 from ckpttool.operations import manifest as manifests
+from ckpttool.operations.arguments import check_apart
 from ckpttool.operations.verify import Report, verify
 from ckpttool.storage import files, local
 from ckpttool.storage.stores import Entry, Location, Stat, Store, locate
@@ -75,7 +76,7 @@ def repair(
     result.dry_run = dry_run
     for path in sources:
         _check_directory(path)
-    _check_apart(result.destination, [*sources, *([result.like] if result.like is not None else [])])
+    check_apart(result.destination, *sources, result.like)
     originals, before = _gathered(sources, result)
     if dry_run:
         result.notes += _obstacles(result.destination, overwrite, originals)
@@ -117,14 +118,6 @@ def _check_directory(path: str) -> None:
             f"`{path}`: is one file, in which nothing can be repaired",
             hint=f"`ckpttool verify {path}` says what is wrong",
         )
-
-
-def _check_apart(dst: str, sources: Sequence[str]) -> None:
-    target = locate(dst).real()
-    for path in sources:
-        real = locate(path).real()
-        if target.is_below(real) or real.is_below(target):
-            raise UsageError(f"`{dst}` and `{path}` are one, or inside each other", hint="write somewhere else")
 
 
 def _gathered(sources: Sequence[str], result: Repaired) -> tuple[dict[str, Location], files.Fingerprint]:
@@ -228,7 +221,7 @@ def _obstacles(dst: str, overwrite: bool, originals: dict[str, Location]) -> lis
         notes.append(f"{error.message}: {error.hint}")
     needed, free = sum(file.size() for file in originals.values()), files.free_space(dst)
     if needed > free:
-        notes.append(f"`{dst}`: needs {needed} bytes, but {free} are free")
+        notes.append(f"`{dst}`: {files.no_space(needed, free)}")
     return notes
 
 
@@ -240,14 +233,7 @@ def _copy(
 ) -> None:
     sizes = {name: location.size() for name, location in originals.items()}
     needed, free = sum(sizes.values()), files.free_space(result.destination)
-    if needed > free:
-        raise StorageError(
-            f"`{result.destination}`: needs {needed} bytes, but {free} are free",
-            hint="write somewhere else",
-            file=result.destination,
-            found=free,
-            expected=needed,
-        )
+    files.check_space(result.destination, needed, free)
     work = Work(needed, progress)
 
     def copy_one(name: str) -> None:

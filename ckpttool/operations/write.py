@@ -188,7 +188,7 @@ class Write:
             result.notes += map(str, sink.catalogue.warnings)
             result.notes += _lost_attributes(self.planned.catalogue, sink.catalogue)
             self._note_files(sink, stage.path)
-            staging.check_space(self.dst, result.disk, result.free + stage.held)
+            files.check_space(self.dst, result.disk, result.free + stage.held)
             log = self._journal(stage, sink) if self.coordinator.size == 1 else None
             moved = self._fill(sink, stage.path, log)
             files.check_unchanged(self.opened.before)
@@ -233,7 +233,7 @@ class Write:
             result.notes += map(str, sink.catalogue.warnings)
             self._note_files(sink, partial)
         if result.disk > result.free:
-            result.notes.insert(0, staging.no_space(result.disk, result.free))
+            result.notes.insert(0, files.no_space(result.disk, result.free))
         result.memory = expected_memory(self.planned.catalogue, result.cast, options.threads, options.max_memory)
 
     @contextmanager

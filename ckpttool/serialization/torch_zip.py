@@ -69,6 +69,13 @@ class Archive:
         return location
 
     @property
+    def torch_versions(self) -> str:
+        """The versions of torch that write such archives."""
+        if ".format_version" in self.records:
+            return "2.7 or later"
+        return "2.1 to 2.6" if "byteorder" in self.records else "1.6 to 2.0"
+
+    @property
     def located(self) -> Collection[str]:
         """The records that somebody has asked for."""
         return self._payloads.keys()

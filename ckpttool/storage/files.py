@@ -472,6 +472,18 @@ def sync_tree(path: str) -> None:
         sync(path)
 
 
+def check_space(path: str, needed: int, free: int, hint: str = "free some space, or write somewhere else") -> None:
+    """Raises StorageError when more bytes are needed at `path` than are free."""
+    if needed > free:
+        message = f"`{path}`: {no_space(needed, free)}"
+        raise StorageError(message, hint=hint, file=path, found=free, expected=needed)
+
+
+def no_space(needed: int, free: int) -> str:
+    """Return the message for a disk without enough space."""
+    return f"needs {needed} bytes, but {free} are free"
+
+
 def free_space(path: str) -> int:
     """Bytes free where `path` would be made."""
     folder = Path(path).absolute()

@@ -209,23 +209,6 @@ def _name(partial: str, dst: str) -> None:
         os.rename(partial, dst)
 
 
-def check_space(dst: str, needed: int, free: int) -> None:
-    """Raises StorageError when more bytes are needed at `dst` than are free."""
-    if needed > free:
-        raise StorageError(
-            f"`{dst}`: {no_space(needed, free)}",
-            hint="free some space, or write somewhere else",
-            file=dst,
-            found=free,
-            expected=needed,
-        )
-
-
-def no_space(needed: int, free: int) -> str:
-    """Return the message for a disk without enough space."""
-    return f"needs {needed} bytes, but {free} are free"
-
-
 # Ownership ------------------------------------------------------------------------------------------------------------
 
 

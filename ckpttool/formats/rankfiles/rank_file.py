@@ -79,7 +79,7 @@ def load(pool: files.Pool, path: Location) -> RankFile:
         made = RankFile(path, size, stream.tree, stream.extent, "before 1.6 or legacy")
     else:
         archive = torchzip.open_archive(read, 0, size, name=name)
-        made = RankFile(path, size, torchzip.load_tree(archive), archive.extent, _torch_versions(archive))
+        made = RankFile(path, size, torchzip.load_tree(archive), archive.extent, archive.torch_versions)
     dropped = torchmodule.Dropped()
     try:
         made.tree = torchmodule.replace_modules(made.tree, dropped)
@@ -88,12 +88,6 @@ def load(pool: files.Pool, path: Location) -> RankFile:
         raise type(error)(f"{name}: {error.message}", hint=error.hint, **{"file": path, **error.facts}) from None
     made.warnings += dropped.warnings()
     return made
-
-
-def _torch_versions(archive: torchzip.Archive) -> str:
-    if ".format_version" in archive.records:
-        return "2.7 or later"
-    return "2.1 to 2.6" if "byteorder" in archive.records else "1.6 to 2.0"
 
 
 def is_torch(path: Location) -> bool:

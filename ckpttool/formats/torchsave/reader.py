@@ -116,7 +116,7 @@ def _read_stream(catalogue: Catalogue, stream: torchlegacy.Stream) -> None:
 
 
 def _read_zip(catalogue: Catalogue, archive: Archive) -> None:
-    catalogue.facts |= {"layout": "zip", "writer": "torch.save", "torch": _torch_versions(archive)}
+    catalogue.facts |= {"layout": "zip", "writer": "torch.save", "torch": archive.torch_versions}
     nested: Collection[str] = ()
     if torchexport.is_export(archive):
         catalogue.facts |= {"layout": "pt2", "writer": "torch.export", "torch": "2.7 or later"}
@@ -154,12 +154,6 @@ def _read_script(catalogue: Catalogue, archive: Archive) -> None:
     text = "a TorchScript program: its code is left out, only its tensors are shown"
     catalogue.warnings.append(Warning("left-out", text))
     catalogue.warnings += dropped.attribute_warnings()
-
-
-def _torch_versions(archive: Archive) -> str:
-    if ".format_version" in archive.records:
-        return "2.7 or later"
-    return "2.1 to 2.6" if "byteorder" in archive.records else "1.6 to 2.0"
 
 
 # What a person should know about the container ------------------------------------------------------------------------

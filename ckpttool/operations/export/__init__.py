@@ -107,7 +107,7 @@ def export(
 
 def _write(plan: Export, how: WriteOptions) -> None:
     result, dst = plan.result, plan.result.destination
-    staging.check_space(dst, result.disk, result.free)
+    files.check_space(dst, result.disk, result.free)
     with staging.staged(dst, overwrite=how.overwrite, is_file=False, notes=result.notes) as partial:
         for file in plan.files:
             path = locate(partial) / file.name

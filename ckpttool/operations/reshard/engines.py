@@ -143,7 +143,7 @@ def write(engine: Engine, job: Write) -> None:
     with ExitStack() as stack:
         partial = ""
         if coordinator.is_first:
-            staging.check_space(job.dst, result.bytes, result.free)
+            files.check_space(job.dst, result.bytes, result.free)
             partial = stack.enter_context(
                 staging.staged(job.dst, overwrite=options.overwrite, is_file=False, notes=result.notes)
             )

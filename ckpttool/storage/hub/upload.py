@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub import errors as theirs
 
-from ckpttool.errors import RemoteError, StorageError, UsageError
-from ckpttool.storage.files import failed, free_space
+from ckpttool.errors import RemoteError, UsageError
+from ckpttool.storage.files import check_space, failed, free_space
 from ckpttool.storage.hub import client
 from ckpttool.storage.hub import errors as failing
 from ckpttool.storage.hub import listing as contents
@@ -108,13 +108,8 @@ def _place(stage: str | None, outgoing: Sequence[Outgoing]) -> Iterator[str]:
         folder, needed = stage, sum(file.size for file in outgoing)
         _check_stage(stage, {file.name for file in outgoing})
     try:
-        free = free_space(folder)
-        if needed > free:
-            raise StorageError(
-                f"`{folder}`: needs {needed} bytes, but {free} are free",
-                hint="make smaller files with `--max-shard-size`, or name a larger disk in `TMPDIR`",
-                file=folder, found=free, expected=needed,
-            )  # fmt: skip
+        hint = "make smaller files with `--max-shard-size`, or name a larger disk in `TMPDIR`"
+        check_space(folder, needed, free_space(folder), hint)
         yield folder
     finally:
         if stage is None:
