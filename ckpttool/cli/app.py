@@ -21,7 +21,7 @@ from ckpttool.version import __version__
 _COMPLETE = "_CKPTTOOL_COMPLETE"  # the variable in which a completion script asks
 
 
-class Described(NamedTuple):
+class Listed(NamedTuple):
     """The module of a command, and its line in `ckpttool --help`, at most 60 characters."""
 
     module: str
@@ -30,16 +30,16 @@ class Described(NamedTuple):
 
 # In the order of `--help`. A command's module is imported when the command is run.
 COMMANDS = {
-    "inspect": Described("inspect", "Show what a checkpoint holds, without reading its weights."),
-    "show": Described("show", "Show one tensor: shards, values, mean, norm, NaN."),
-    "diff": Described("diff", "Compare two checkpoints of any format and world size."),
-    "verify": Described("verify", "Is it whole? Check every checksum, size and range."),
-    "repair": Described("repair", "Write a repaired copy; only lossless fixes."),
-    "convert": Described("convert", "Convert to another format, bit for bit."),
-    "export": Described("export", "Export the model for transformers, vLLM and the Hub."),
-    "reshard": Described("reshard", "Reshard for another number of ranks or another mesh."),
-    "formats": Described("formats", "List the formats that can be read and written."),
-    "verify-resume": Described("verify_resume", "Check that training resumes exactly from a checkpoint."),
+    "inspect": Listed("inspect", "Show what a checkpoint holds, without reading its weights."),
+    "show": Listed("show", "Show one tensor: shards, values, mean, norm, NaN."),
+    "diff": Listed("diff", "Compare two checkpoints of any format and world size."),
+    "verify": Listed("verify", "Is it whole? Check every checksum, size and range."),
+    "repair": Listed("repair", "Write a repaired copy; only lossless fixes."),
+    "convert": Listed("convert", "Convert to another format, bit for bit."),
+    "export": Listed("export", "Export the model for transformers, vLLM and the Hub."),
+    "reshard": Listed("reshard", "Reshard for another number of ranks or another mesh."),
+    "formats": Listed("formats", "List the formats that can be read and written."),
+    "verify-resume": Listed("verify_resume", "Check that training resumes exactly from a checkpoint."),
 }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from ckpttool.cli.terminal import Painted, Terminal, bold, err, out
+from ckpttool.cli.terminal import Styled, Terminal, bold, err, out
 from ckpttool.text import duration, plural, size
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _print_plan(terminal: Terminal, result: Conversion, more: Iterable[tuple[str
     terminal.line("would write ", bold(result.destination))
     terminal.write("\n")
     short = "red" if result.disk > result.free else ""
-    disk = Painted(f"{size(result.disk)} needed, {size(result.free)} free", short)
+    disk = Styled(f"{size(result.disk)} needed, {size(result.free)} free", short)
     memory = f"about {size(result.memory)} at most"
     terminal.facts([*_facts(result, more), ("disk", disk), ("memory", memory)])
     terminal.heading("files", plural(len(result.files), "file"))

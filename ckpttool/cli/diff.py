@@ -12,7 +12,7 @@ import click
 from ckpttool.cli import options
 from ckpttool.cli.options import Argument, Option
 from ckpttool.cli.progress import progress_on_stderr
-from ckpttool.cli.terminal import Painted, Piece, Terminal, answer, bold, dim, err
+from ckpttool.cli.terminal import Styled, Terminal, TextLike, answer, bold, dim, err
 from ckpttool.text import duration, plural, size
 
 if TYPE_CHECKING:
@@ -143,14 +143,14 @@ def _total(total: Total) -> dict[str, Any]:
 
 def _print(terminal: Terminal, result: Diff, verbose: bool) -> None:
     limit = None if verbose else _SHOWN
-    verdict = Painted("are the same", "bold") if result.same else Painted("differ", "red")
+    verdict = Styled("are the same", "bold") if result.same else Styled("differ", "red")
     terminal.line(bold(result.a.path), " and ", bold(result.b.path), " ", verdict)
     terminal.facts(_facts(result))
     if not result.same or verbose:
         _print_parts(terminal, result)
     for title, entries in (("only in A", result.only_a), ("only in B", result.only_b)):
         _print_list(terminal, title, [_one_side(entry) for entry in entries], wrap=(0,), limit=limit)
-    kinds: list[list[Piece]] = [[name] for name in result.kinds]
+    kinds: list[list[TextLike]] = [[name] for name in result.kinds]
     _print_list(terminal, "a tensor in one, an object in the other", kinds, wrap=(0,), limit=limit)
     _print_layouts(terminal, result, verbose)
     _print_values(terminal, result, limit)
@@ -184,7 +184,7 @@ def _print_parts(terminal: Terminal, result: Diff) -> None:
     beyond = result.within is not None
     headers = ["part", "tensors", "equal", "elements", "differing", *(["beyond"] if beyond else []), *_FIGURES]
     totals = [*result.parts, *([result.total] if len(result.parts) > 1 else [])]
-    rows: list[list[Piece]] = [
+    rows: list[list[TextLike]] = [
         [
             dim("total") if total is result.total else bold(total.part),
             f"{total.tensors:,}",
@@ -221,12 +221,12 @@ def _short(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
 
 
-def _one_side(entry: Only) -> list[Piece]:
+def _one_side(entry: Only) -> list[TextLike]:
     return [entry.name] if entry.shape is None else [entry.name, str(entry.dtype), str(list(entry.shape))]
 
 
 def _print_layouts(terminal: Terminal, result: Diff, verbose: bool) -> None:
-    rows: list[list[Piece]] = []
+    rows: list[list[TextLike]] = []
     for tensor in result.tensors:
         if "dtype" in tensor.kinds:
             rows.append([tensor.name, "dtype", *tensor.dtypes])
@@ -247,7 +247,7 @@ def _print_layouts(terminal: Terminal, result: Diff, verbose: bool) -> None:
 
 
 def _print_values(terminal: Terminal, result: Diff, limit: int | None) -> None:
-    rows: list[list[Piece]] = []
+    rows: list[list[TextLike]] = []
     for tensor in result.tensors:
         values = tensor.values
         if "values" not in tensor.kinds or values is None:
@@ -271,16 +271,16 @@ def _print_objects(terminal: Terminal, result: Diff, verbose: bool) -> None:
     from ckpttool.operations.diff import ABSENT
     from ckpttool.operations.inspect.format_value import describe
 
-    def shown(value: Any) -> Piece:
+    def shown(value: Any) -> TextLike:
         return dim("-") if value is ABSENT else describe(value, limit=_WHOLE if verbose else _VALUE)
 
-    rows: list[list[Piece]] = [[entry.name + entry.at, shown(entry.a), shown(entry.b)] for entry in result.objects]
+    rows: list[list[TextLike]] = [[entry.name + entry.at, shown(entry.a), shown(entry.b)] for entry in result.objects]
     limit = None if verbose else _SHOWN
     _print_list(terminal, "objects", rows, ("value", "A", "B"), wrap=(0,), clip=(1, 2), limit=limit)
 
 
 def _print_list(
-    terminal: Terminal, title: str, rows: Sequence[Sequence[Piece]], headers: Sequence[str] = (), **layout: Any
+    terminal: Terminal, title: str, rows: Sequence[Sequence[TextLike]], headers: Sequence[str] = (), **layout: Any
 ) -> None:
     """Print the heading of a table and the table, if it has rows."""
     if rows:

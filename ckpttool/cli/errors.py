@@ -20,7 +20,7 @@ from typing import Any
 
 import click
 
-from ckpttool.cli.terminal import Painted, ReaderGone, dim, err, out
+from ckpttool.cli.terminal import ReaderGone, Styled, dim, err, out
 from ckpttool.errors import BUG, DONE, INTERRUPTED, TERMINATED, CkptError, StorageError, UsageError
 from ckpttool.text import near_names
 
@@ -149,7 +149,7 @@ class _Report:
                 terminal.write(json.dumps({"schema": SCHEMA, "error": error}, default=str) + "\n")
             else:
                 terminal = err()
-                terminal.paragraph(message, mark=Painted(title, "red"), indent=len(title))
+                terminal.paragraph(message, mark=Styled(title, "red"), indent=len(title))
                 if hint:
                     terminal.paragraph(hint, mark=dim("hint: "), indent=6)
             terminal.flush()

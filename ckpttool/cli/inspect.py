@@ -9,7 +9,7 @@ import click
 
 from ckpttool.cli import options
 from ckpttool.cli.options import Option
-from ckpttool.cli.terminal import Painted, Piece, Terminal, bold, box, dim, out
+from ckpttool.cli.terminal import Styled, Terminal, TextLike, bold, box, dim, out
 from ckpttool.text import count, meant, plural, size
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def _print(
     if summary.warnings:
         terminal.heading("warnings")
     for warning in summary.warnings:
-        terminal.paragraph(warning, mark=Painted("! ", "yellow"))
+        terminal.paragraph(warning, mark=Styled("! ", "yellow"))
 
 
 def _run(terminal: Terminal, catalogue: Catalogue, path: str, verbose: bool) -> None:
@@ -124,11 +124,11 @@ def _run(terminal: Terminal, catalogue: Catalogue, path: str, verbose: bool) -> 
     shown = run if verbose else run[-_RUN:]
     if len(shown) < len(run):
         terminal.line(dim(f"  {len(run) - len(shown):,} before them, shown by -v"))
-    rows: list[list[Piece]] = []
+    rows: list[list[TextLike]] = []
     for entry in shown:
-        state: Piece = "shown below" if entry["taken"] else ""
+        state: TextLike = "shown below" if entry["taken"] else ""
         if not entry["complete"]:
-            state = Painted(f"not complete: {entry['why_not']}", "yellow")
+            state = Styled(f"not complete: {entry['why_not']}", "yellow")
         step = "" if entry["step"] is None else f"{entry['step']:,}"
         name = bold(entry["name"]) if entry["taken"] else entry["name"]
         rows.append([name, step, size(entry["bytes"]), entry["producer"] or entry["format"] or "", state])
@@ -171,7 +171,7 @@ def _fact(value: Any) -> str:
 
 def _parts(terminal: Terminal, parts: list[PartLine]) -> None:
     terminal.write("\n")
-    rows: list[list[Piece]] = []
+    rows: list[list[TextLike]] = []
     for part in parts:
         numbers = (f"{part.tensors:,}", count(part.parameters), size(part.nbytes), f"{part.objects:,}")
         rows.append([bold(str(part.part)), *numbers, _dtypes(list(part.dtypes))])
@@ -205,7 +205,7 @@ def _tree(terminal: Terminal, part: Part, lines: list[Line]) -> None:
 
 def _tensors(terminal: Terminal, tensors: list[Tensor], catalogue: Catalogue) -> None:
     terminal.heading("tensors", f"{len(tensors):,} of {sum(1 for _ in catalogue.tensors):,}")
-    rows: list[tuple[Piece, ...]] = []
+    rows: list[tuple[TextLike, ...]] = []
     for tensor in tensors:
         shards = _shards(tensor.chunks, tensor, catalogue)
         only = shards[0] if len(shards) == 1 else ""
@@ -227,7 +227,7 @@ def hyperparameters(terminal: Terminal, table: Table, verbose: bool) -> None:
     """Print the hyper-parameters of one optimizer, with a column for each distinct set of values."""
     terminal.heading("hyper-parameters", ".".join(map(str, table.root)))
     columns = table.columns if verbose else table.columns[:_COLUMNS]
-    rows: list[list[Piece]] = []
+    rows: list[list[TextLike]] = []
     if any(c.params is not None for c in columns):
         rows.append([dim("parameters"), *("" if c.params is None else f"{c.params:,}" for c in columns)])
     rows += [[name, *(c.values.get(name, "") for c in columns)] for name in table.names]

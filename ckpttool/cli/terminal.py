@@ -42,24 +42,24 @@ def _writing() -> Iterator[None]:
         raise StorageError(f"the output cannot be written: {(error.strerror or str(error)).lower()}") from None
 
 
-class Painted(NamedTuple):
-    """Text in a style: `bold`, `dim`, `red`, `green`, `yellow`, or none: `Painted("model", "bold")`."""
+class Styled(NamedTuple):
+    """Text in a style: `bold`, `dim`, `red`, `green`, `yellow`, or none: `Styled("model", "bold")`."""
 
     text: str
     style: str
 
 
-Piece = str | Painted
+TextLike = str | Styled
 
 
-def bold(text: str) -> Painted:
+def bold(text: str) -> Styled:
     """Text that is bold where the terminal shows colours."""
-    return Painted(text, "bold")
+    return Styled(text, "bold")
 
 
-def dim(text: str) -> Painted:
+def dim(text: str) -> Styled:
     """Text that is dim where the terminal shows colours."""
-    return Painted(text, "dim")
+    return Styled(text, "dim")
 
 
 def wants_colour(stream: TextIO) -> bool:
@@ -111,28 +111,27 @@ class Terminal:
         with _writing():
             self.stream.flush()
 
-    def render(self, piece: Piece) -> str:
-        """Return `piece` escaped, with the codes of its style if there are colours."""
-        if isinstance(piece, str):
-            return safe(piece)
-        text = safe(piece.text)
-        if not (self.colour and text and piece.style):
-            return text
+    def render(self, text: TextLike) -> str:
+        """Return `text` escaped, with the codes of its style if there are colours."""
+        styled = _as_styled(text)
+        escaped = safe(styled.text)
+        if not (self.colour and escaped and styled.style):
+            return escaped
         from rich.color import ColorSystem
         from rich.style import Style
 
-        return Style.parse(_STYLES[piece.style]).render(text, color_system=ColorSystem.STANDARD)
+        return Style.parse(_STYLES[styled.style]).render(escaped, color_system=ColorSystem.STANDARD)
 
-    def line(self, *pieces: Piece) -> None:
+    def line(self, *texts: TextLike) -> None:
         """Write one line, which is not wrapped."""
-        self.write("".join(map(self.render, pieces)) + "\n")
+        self.write("".join(map(self.render, texts)) + "\n")
 
     def heading(self, title: str, aside: str = "") -> None:
         """Write an empty line and the title of a section."""
         self.write("\n")
         self.line(bold(title), dim(f"  {aside}" if aside else ""))
 
-    def paragraph(self, text: str, *, mark: Piece = "  ", indent: int = 2) -> None:
+    def paragraph(self, text: str, *, mark: TextLike = "  ", indent: int = 2) -> None:
         """Write `mark` and `text`, on a terminal wrapped with the following lines indented."""
         text = safe(text)
         room = self.width - indent if self.width else None
@@ -142,7 +141,7 @@ class Terminal:
 
     def table(
         self,
-        rows: Iterable[Sequence[Piece]],
+        rows: Iterable[Sequence[TextLike]],
         headers: Sequence[str] = (),
         *,
         right: Iterable[int] = (),
@@ -171,7 +170,7 @@ class Terminal:
             self.write(" " * indent + line.rstrip() + "\n")
         self.more(omitted)
 
-    def facts(self, rows: Iterable[tuple[str, Piece]]) -> None:
+    def facts(self, rows: Iterable[tuple[str, TextLike]]) -> None:
         """Write a table of titles and texts."""
         self.table([(dim(title), text) for title, text in rows], wrap=(1,))
 
@@ -183,19 +182,19 @@ class Terminal:
     def warnings(self, notes: Iterable[str]) -> None:
         """Write a paragraph for each of `notes`."""
         for note in notes:
-            self.paragraph(note, mark=Painted("warning: ", "yellow"), indent=9)
+            self.paragraph(note, mark=Styled("warning: ", "yellow"), indent=9)
 
-    def _plain_table(self, rows: list[list[Piece]], headers: Sequence[str], right: set[int]) -> str:
+    def _plain_table(self, rows: list[list[TextLike]], headers: Sequence[str], right: set[int]) -> str:
         from tabulate import tabulate
 
-        titles: list[list[Piece]] = [[dim(title) for title in headers]] if headers else []
+        titles: list[list[TextLike]] = [[dim(title) for title in headers]] if headers else []
         cells = [[_keep_indent(self.render(cell)) for cell in row] for row in [*titles, *rows]]
         align = ["right" if i in right else "left" for i in range(len(rows[0]))]
         return tabulate(cells, tablefmt="plain", colalign=align, disable_numparse=True).replace(_SPACE, " ")
 
     def _fitted_table(
         self,
-        rows: list[list[Piece]],
+        rows: list[list[TextLike]],
         headers: Sequence[str],
         right: set[int],
         wrap: set[int],
@@ -216,7 +215,7 @@ class Terminal:
                 overflow="fold" if i in wrap else "ellipsis",
             )
         for row in rows:
-            cells = [_as_painted(cell) for cell in row]
+            cells = [_as_styled(cell) for cell in row]
             table.add_row(
                 *(Text(safe(c.text), _STYLES.get(c.style, ""), no_wrap=i in clip or None) for i, c in enumerate(cells))
             )
@@ -230,8 +229,8 @@ def _keep_indent(text: str) -> str:
     return _SPACE * (len(text) - len(bare)) + bare
 
 
-def _as_painted(piece: Piece) -> Painted:
-    return piece if isinstance(piece, Painted) else Painted(piece, "")
+def _as_styled(text: TextLike) -> Styled:
+    return text if isinstance(text, Styled) else Styled(text, "")
 
 
 def box(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> str:

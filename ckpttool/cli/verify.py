@@ -12,7 +12,7 @@ import click
 from ckpttool.cli import options
 from ckpttool.cli.options import Option
 from ckpttool.cli.progress import progress_on_stderr
-from ckpttool.cli.terminal import Painted, Terminal, answer, bold, dim
+from ckpttool.cli.terminal import Styled, Terminal, answer, bold, dim
 from ckpttool.text import duration, plural, size
 
 if TYPE_CHECKING:
@@ -81,16 +81,16 @@ def _print(terminal: Terminal, report: Report, verbose: bool) -> None:
             _print_findings(terminal, findings, gravity, verbose)
 
 
-def _verdict(report: Report) -> Painted:
+def _verdict(report: Report) -> Styled:
     counts = report.counts
     if not report.whole:
-        return Painted(f"damaged: {plural(counts['damage'], 'finding')}", "red")
+        return Styled(f"damaged: {plural(counts['damage'], 'finding')}", "red")
     verdict = "whole"
     if counts["difference"]:
         verdict += f", but differs: {plural(counts['difference'], 'finding')}"
     if counts["nan"]:
         verdict += f", but has NaN in {plural(counts['nan'], 'tensor')}"
-    return Painted(verdict, "red" if report.exit_code else "bold")
+    return Styled(verdict, "red" if report.exit_code else "bold")
 
 
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
@@ -123,7 +123,7 @@ def _checked(report: Report) -> Iterator[str]:
 def _print_findings(terminal: Terminal, findings: list[Finding], gravity: str, verbose: bool) -> None:
     shown = findings if verbose else findings[:_SHOWN]
     for i, finding in enumerate(shown):
-        terminal.paragraph(finding.message, mark=Painted("! ", _MARKS.get(gravity, "dim")))
+        terminal.paragraph(finding.message, mark=Styled("! ", _MARKS.get(gravity, "dim")))
         # A hint that several have in common follows the last of them.
         if finding.hint and (i + 1 == len(shown) or shown[i + 1].hint != finding.hint):
             terminal.paragraph(finding.hint, mark=dim("  hint: "), indent=8)

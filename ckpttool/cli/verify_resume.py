@@ -10,7 +10,7 @@ import click
 
 from ckpttool.cli import options
 from ckpttool.cli.options import Argument, Option
-from ckpttool.cli.terminal import Painted, Piece, Terminal, answer, bold, dim, err, out
+from ckpttool.cli.terminal import Styled, Terminal, TextLike, answer, bold, dim, err, out
 from ckpttool.errors import DIFFERS, DONE, UsageError
 from ckpttool.text import duration, plural, size
 
@@ -106,9 +106,9 @@ def _print_audit(terminal: Terminal, result: Audit, verbose: bool) -> None:
     for table in _tables(result):
         hyperparameters(terminal, table, verbose)
     terminal.heading("checks")
-    shown: list[tuple[Piece, ...]] = []
+    shown: list[tuple[TextLike, ...]] = []
     for check in result.checks:
-        mark = Painted(check.state, _STATES[check.state])
+        mark = Styled(check.state, _STATES[check.state])
         shown.append((mark, check.what, check.says))
         if check.hint and check.state != "ok":
             shown.append(("", "", dim(f"hint: {check.hint}")))
@@ -116,12 +116,12 @@ def _print_audit(terminal: Terminal, result: Audit, verbose: bool) -> None:
             shown += [("", "", dim(name)) for name in check.names[:_NAMES]]
     terminal.table(shown, wrap=(2,))
     terminal.write("\n")
-    terminal.line(Painted(result.says, _RESUMABLE[result.verdict]))
+    terminal.line(Styled(result.says, _RESUMABLE[result.verdict]))
 
 
-def _part_row(part: Any) -> tuple[Piece, ...]:
+def _part_row(part: Any) -> tuple[TextLike, ...]:
     if not part.present:
-        return (bold(part.kind), Painted("missing", "yellow"), "", "", "")
+        return (bold(part.kind), Styled("missing", "yellow"), "", "", "")
     numbers = (f"{part.tensors:,}", f"{part.objects:,}", size(part.bytes) if part.tensors else "")
     return (bold(part.kind), "present", *numbers)
 
@@ -242,7 +242,7 @@ def _write_page(path: str, document: Any) -> None:
 
 
 def _print_trial(terminal: Terminal, result: Report, verbose: bool) -> None:
-    terminal.line(Painted("PASS" if result.verdict == "same" else "FAIL", _VERDICTS[result.verdict]), "  ", result.says)
+    terminal.line(Styled("PASS" if result.verdict == "same" else "FAIL", _VERDICTS[result.verdict]), "  ", result.says)
     terminal.write("\n")
     about = list(_about(result))
     indent = max(len(title) for title, _ in about) + 4
@@ -269,7 +269,7 @@ def _print_trial(terminal: Terminal, result: Report, verbose: bool) -> None:
         terminal.heading("found", plural(len(result.findings), "difference"))
         shown = result.findings if verbose else result.findings[:_SHOWN]
         for finding in shown:
-            terminal.paragraph(f"{finding.kind}: {finding.says}", mark=Painted("- ", "red"))
+            terminal.paragraph(f"{finding.kind}: {finding.says}", mark=Styled("- ", "red"))
             if finding.hint:
                 terminal.paragraph(finding.hint, mark=dim("  hint: "), indent=8)
         terminal.more(len(result.findings) - len(shown))
@@ -281,7 +281,7 @@ def _print_trial(terminal: Terminal, result: Report, verbose: bool) -> None:
             for frame in stuck.stack if verbose else ():
                 terminal.line(dim(f"    {frame}"))
     for note in result.notes:
-        terminal.paragraph(note, mark=Painted("note: ", "yellow"))
+        terminal.paragraph(note, mark=Styled("note: ", "yellow"))
 
 
 def _about(result: Report) -> Iterator[tuple[str, str]]:
@@ -301,10 +301,10 @@ def _about(result: Report) -> Iterator[tuple[str, str]]:
     yield "time", duration(result.seconds)
 
 
-def _mark(equal: bool | None) -> Painted:
+def _mark(equal: bool | None) -> Styled:
     if equal is None:
-        return Painted("no verdict", "dim")
-    return Painted("same", "green") if equal else Painted("differs", "red")
+        return Styled("no verdict", "dim")
+    return Styled("same", "green") if equal else Styled("differs", "red")
 
 
 def _print_losses(terminal: Terminal, result: Report, verbose: bool) -> None:
