@@ -30,6 +30,14 @@ class CkptError(Exception):
         self.hint = hint
         self.facts = facts
 
+    def names(self, place: str) -> bool:
+        """Return whether the message names a path or another place already."""
+        return place in self.message
+
+    def prefixed(self, prefix: str, **facts: Any) -> CkptError:
+        """Return the same error with `prefix: ` before its message, and with those facts that it does not have."""
+        return type(self)(f"{prefix}: {self.message}", hint=self.hint, **{**facts, **self.facts})
+
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors travel between processes; the default would drop the keywords.
         return (_remake, (type(self), self.message, self.hint, self.facts))

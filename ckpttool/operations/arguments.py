@@ -65,5 +65,5 @@ def _of_file(path: str, flag: str) -> Iterator[str]:
         try:
             rule(text, flag)
         except UsageError as error:
-            raise UsageError(f"`{path}` line {number}: {error.message}", hint=error.hint, file=path) from None
+            raise error.prefixed(f"`{path}` line {number}", file=path) from None
         yield text

@@ -136,8 +136,9 @@ def _gathered(sources: Sequence[str], result: Repaired) -> tuple[dict[str, Locat
             elif not _same(originals[name], location):
                 raise CorruptError(
                     f"`{name}` is in `{originals[name].parent}` and in `{root}`, and they are not the same",
-                    hint="they are of different saves: name the directories of one", file=name,
-                )  # fmt: skip
+                    hint="they are of different saves: name the directories of one",
+                    file=name,
+                )
     if not originals:
         raise ReadError(f"`{sources[0]}`: an empty directory", file=sources[0])
     if len(sources) > 1:
@@ -288,8 +289,9 @@ def _check_all_ranks(names: Sequence[str], where: str) -> None:
     if absent:
         raise CorruptError(
             f"{where}`__{absent[0]}.metadata` is missing, the index of rank {absent[0]}",
-            hint="pass the directory of its node with `--merge`", file=f"__{absent[0]}.metadata",
-        )  # fmt: skip
+            hint="pass the directory of its node with `--merge`",
+            file=f"__{absent[0]}.metadata",
+        )
 
 
 def _drop(folder: Location, report: Report, result: Repaired, threads: int | None) -> Report:

@@ -163,9 +163,9 @@ def naming(path: str | None) -> Iterator[None]:
     try:
         yield
     except CkptError as error:
-        if path is None or path.rstrip("/") in error.message or not isinstance(error, CorruptError | ReadError):
+        if path is None or error.names(path.rstrip("/")) or not isinstance(error, CorruptError | ReadError):
             raise
-        raise type(error)(f"`{path}`: {error.message}", hint=error.hint, **{"file": path, **error.facts}) from None
+        raise error.prefixed(f"`{path}`", file=path) from None
 
 
 def location_of(path: str, catalogue: Catalogue) -> Location:

@@ -112,7 +112,7 @@ class _Opening:
                 return self._add_by_rank(combined, component)
             source = self._open(component, combined.catalogue)
         except (CorruptError, ReadError) as error:
-            is_named = self._directory.path in error.message or not name
+            is_named = error.names(self._directory.path) or not name
             message = error.message if is_named else f"`{name}`: {error.message}"
             absent = {"absent": dotted(component.root)} if component.root else {}
             return type(error)(message, hint=error.hint, **{"file": self._directory.at(name), **error.facts, **absent})

@@ -170,7 +170,7 @@ def _entry(tensor: str, info: Any, payload: int, name: str) -> Entry:
     try:
         check_shape(shape)
     except CorruptError as error:
-        raise CorruptError(f"{where}: {error.message}", tensor=tensor, **error.facts) from None
+        raise error.prefixed(where, tensor=tensor) from None
     begin, end = offsets
     sizes = _to_torch(dtype, tuple(shape), where)
     nbytes = prod(sizes) * dtype.itemsize

@@ -310,7 +310,7 @@ def load_tree(archive: Archive) -> Any:
         try:
             pickle_opcodes.check_beginning(archive.read(at.offset, _WINDOW), at.nbytes)
         except CorruptError as error:
-            raise CorruptError(f"{archive.name}: data.pkl: {error.message}", **error.facts) from None
+            raise error.prefixed(f"{archive.name}: data.pkl") from None
     return torch_pickle.load(archive.content("data.pkl"), f"{archive.name}: data.pkl")
 
 

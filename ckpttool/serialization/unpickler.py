@@ -199,9 +199,9 @@ def load(
         with no_garbage_collection(), copies_limited(len(data)):
             return _loaded(pickle_opcodes.tuples(data, end), _Unpickler(io.BytesIO(data), known or {}, persistent))
     except CkptError as error:
-        if what in error.message:
+        if error.names(what):
             raise
-        raise type(error)(f"{what}: {error.message}", hint=error.hint, **error.facts) from None
+        raise error.prefixed(what) from None
     except RecursionError:
         raise CorruptError(f"{what}: the pickle is nested too deeply") from None
     except MemoryError:

@@ -130,7 +130,7 @@ def _whole(stream: Any, beginning: bytes, name: str) -> bytes:
     try:
         opcodes.check_beginning(beginning, size)
     except CorruptError as error:
-        raise CorruptError(f"`{name}`: {error.message}", file=name, **error.facts) from None
+        raise error.prefixed(f"`{name}`", file=name) from None
     data: bytes = beginning + stream.read()
     return data
 
@@ -146,10 +146,9 @@ def _read(data: bytes, name: str, found: Runs | None = None) -> Metadata:
         made.harmful = sorted(set(names.harmful))
         return made
     except CkptError as error:
-        if error.message.startswith(f"`{name}`"):
+        if error.names(f"`{name}`"):
             raise
-        facts = {"file": name, **error.facts}
-        raise type(error)(f"`{name}`{reader.at()}: {error.message}", hint=error.hint, **facts) from None
+        raise error.prefixed(f"`{name}`{reader.at()}", file=name) from None
     except AttributeError:
         # A slot that no BUILD has set.
         raise CorruptError(f"`{name}`{reader.at()}: an object of the index has no fields", file=name) from None

@@ -161,8 +161,10 @@ class MixedSaves:
         return CorruptError(
             f"the files are of {many} saves: `{dotted(path)}` differs between ranks: {' and '.join(shown[:4])}{more}",
             hint="take all files from one save: what is made of several is a model that never was",
-            ranks=sorted(of_ranks), found=dict(ranks_by_value), entries=[dotted(p) for p in proofs[:100]],
-        )  # fmt: skip
+            ranks=sorted(of_ranks),
+            found=dict(ranks_by_value),
+            entries=[dotted(p) for p in proofs[:100]],
+        )
 
 
 def check_parts(patterns: Mapping[str, str], loaded: Mapping[Path, RankFile]) -> None:
@@ -185,7 +187,7 @@ def check_parts(patterns: Mapping[str, str], loaded: Mapping[Path, RankFile]) ->
         "first hold model and optimizer, so they are no part of one",
         hint=f"name one: {choices}",
         found=sets,
-    )  # fmt: skip
+    )
 
 
 def _kinds_in(tree: Any) -> set[str]:

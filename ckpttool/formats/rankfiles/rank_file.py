@@ -85,7 +85,7 @@ def load(pool: files.Pool, path: Location) -> RankFile:
         made.tree = torchmodule.replace_modules(made.tree, dropped)
         made.tree = sharded.replace(made.tree, made.shards)
     except CkptError as error:
-        raise type(error)(f"{name}: {error.message}", hint=error.hint, **{"file": path, **error.facts}) from None
+        raise error.prefixed(name, file=path) from None
     made.warnings += dropped.warnings()
     return made
 

@@ -147,7 +147,7 @@ def _named(catalogue: Catalogue, path: str, new_name: Callable[[str], str], *, w
     try:
         return layout.rename(catalogue, new_name, within_parts=within_parts)
     except UsageError as error:
-        raise UsageError(f"`{path}`: {error.message}", hint=error.hint, **error.facts) from None
+        raise error.prefixed(f"`{path}`") from None
 
 
 def _matching(catalogues: Catalogues, options: Selection) -> Catalogues:
