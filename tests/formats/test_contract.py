@@ -18,7 +18,8 @@ from support.checkpoints import bits
 from support.upstream_samples import path_of
 
 import ckpttool
-from ckpttool.catalogue.entries import Catalogue
+from ckpttool.catalogue.dtypes import dtype
+from ckpttool.catalogue.entries import Catalogue, Chunks, Tensor
 from ckpttool.catalogue.protocols import Format, SinkOptions
 from ckpttool.errors import CkptError, CorruptError, LossError, OverwriteError, ReadError, StorageError, UsageError
 from ckpttool.formats import FORMATS
@@ -239,8 +240,10 @@ def test_a_destination_is_overwritten_only_when_asked(row: Format, tmp_path: Pat
 def test_a_sink_is_never_laid_over_a_file(row: Format, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"mine")
     assert row.create is not None
+    planned = Catalogue(row.name)
+    planned.add(Tensor(("w",), dtype("float32"), (), Chunks.placed([(((), ()), 0)])))
     with pytest.raises(CkptError):
-        row.create(str(tmp_path / "a"), Catalogue(row.name), SinkOptions())
+        row.create(str(tmp_path / "a"), planned, SinkOptions())
     assert (tmp_path / "a").read_bytes() == b"mine"
 
 
