@@ -10,11 +10,10 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.cli import run
 from support.paths import CHECKPOINTS, ROOT
 
 from ckpttool import convert
@@ -85,10 +84,8 @@ def test_examples_of_a_page(page: Path, there: Path, request: pytest.FixtureRequ
 def _dialogue(line: str) -> str:
     words = shlex.split(line.removeprefix("$ "), comments=True)
     assert words[0] == "ckpttool", f"`{line}`: only ckpttool is run here; use another kind of block"
-    done = subprocess.run(
-        [sys.executable, "-m", "ckpttool", *words[1:]], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.returncode != BUG, done.stderr  # not something to accept
+    done = run(*words[1:])
+    assert done.exit_code != BUG, done.stderr  # not something to accept
     printed = done.stdout + done.stderr
     for pattern, instead in MASKS:
         printed = pattern.sub(instead, printed)
