@@ -19,6 +19,7 @@ from ckpttool.catalogue.values import Stub, stub_name
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.serialization import torch_legacy as torchlegacy
 from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
+from ckpttool.storage.stores import locate
 
 MAGIC = 0x1950A86A20F9469CFC6C
 
@@ -255,13 +256,13 @@ def tar(path: Path, contents: dict[str, bytes]) -> Path:
 
 def open_tar(path: Path) -> tuple[bytes, torchlegacy.Stream]:
     data = path.read_bytes()
-    return data, torchlegacy.open_tar(lambda o, n: data[o : o + n], str(path), name="`a.tar`")
+    return data, torchlegacy.open_tar(lambda o, n: data[o : o + n], locate(str(path)), name="`a.tar`")
 
 
 def test_a_tar(tmp_path: Path) -> None:
     path = tar(tmp_path / "a.pt", members())
     data, stream = open_tar(path)
-    assert torchlegacy.is_tar(data[:512], str(path))
+    assert torchlegacy.is_tar(data[:512], locate(str(path)))
     expected = torch.load(path, weights_only=False)
     assert list(stream.tree) == list(expected) == ["a", "b", "step"]
     for name in ("a", "b"):
@@ -290,7 +291,7 @@ def test_tars_that_contradict_themselves(changes: dict[str, bytes], words: str, 
 
 def test_other_tars_are_not_ours(tmp_path: Path) -> None:
     path = tar(tmp_path / "model.nemo", {"model_config.yaml": b"", "model_weights.ckpt": b""})
-    assert not torchlegacy.is_tar(path.read_bytes()[:512], str(path))
+    assert not torchlegacy.is_tar(path.read_bytes()[:512], locate(str(path)))
     with pytest.raises(CorruptError, match="no member"):
         open_tar(path)
 
