@@ -22,9 +22,16 @@ def find_aliases(tensors: Iterable[Tensor]) -> dict[Path, Path]:
             continue
         c = tensor.chunks
         key = (
-            tensor.dtype.name, tensor.shape, tuple(c.offsets), tuple(c.sizes),
-            c.file.tobytes(), c.offset.tobytes(), c.nbytes.tobytes(), tuple(c.strides.items()), tuple(c.codecs.items()),
-        )  # fmt: skip
+            tensor.dtype.name,
+            tensor.shape,
+            tuple(c.offsets),
+            tuple(c.sizes),
+            c.file.tobytes(),
+            c.offset.tobytes(),
+            c.nbytes.tobytes(),
+            tuple(c.strides.items()),
+            tuple(c.codecs.items()),
+        )
         kept = first.setdefault(key, tensor.path)
         if kept != tensor.path:
             aliases[tensor.path] = kept

@@ -183,9 +183,7 @@ def _are_slabs(shape: Sequence[int], offsets: Sequence[Ints], sizes: Sequence[In
         return True
     slabs = sorted(zip(starts, lengths, strict=True))
     ends = [0, *accumulate(length for _, length in slabs)]
-    return ends[-1] == full and all(
-        start == end for (start, length), end in zip(slabs, ends, strict=False) if length
-    )  # fmt: skip
+    return ends[-1] == full and all(start == end for (start, length), end in zip(slabs, ends, strict=False) if length)
 
 
 def _first_overlap(boxes: list[Box]) -> tuple[Box, Box] | None:

@@ -30,8 +30,9 @@ def check_shape(shape: Sequence[int]) -> None:
     if len(shape) > MAX_DIMENSIONS:
         raise CorruptError(
             f"a tensor of {len(shape)} dimensions, more than {MAX_DIMENSIONS}",
-            found=len(shape), expected=MAX_DIMENSIONS,
-        )  # fmt: skip
+            found=len(shape),
+            expected=MAX_DIMENSIONS,
+        )
     if any(size >= 1 << 63 for size in shape):
         raise CorruptError("a tensor with a size of 2**63 or more")
     if prod(shape) >= MAX_ELEMENTS:
@@ -156,9 +157,14 @@ class Chunks(Sequence[Chunk]):
 
     @classmethod
     def filled(
-        cls, offsets: list[Ints], sizes: list[Ints], file: array[int], offset: array[int], nbytes: array[int],
+        cls,
+        offsets: list[Ints],
+        sizes: list[Ints],
+        file: array[int],
+        offset: array[int],
+        nbytes: array[int],
         records: dict[int, Record],
-    ) -> Chunks:  # fmt: skip
+    ) -> Chunks:
         """Plain chunks from columns that are kept as they are, and the records that some lie in, by their numbers."""
         result = cls.items(offsets, sizes, file, offset, nbytes)
         result.item, result.records = False, records
@@ -196,13 +202,20 @@ class Chunks(Sequence[Chunk]):
     def at(self, i: int) -> Chunk:
         """Chunk `i`, which is there: as `chunks[i]`, at half the time."""
         # A plan asks for a million of them: this is `Chunk(..., Extent(...))` at half the time.
-        extent = _tuple(Extent, (
-            self.file[i], self.offset[i], self.nbytes[i],
-            self.strides.get(i) if self.strides else None,
-            self.codecs.get(i, ()) if self.codecs else (),
-            self.records.get(i) if self.records else None,
-            self.item, False, None,
-        ))  # fmt: skip
+        extent = _tuple(
+            Extent,
+            (
+                self.file[i],
+                self.offset[i],
+                self.nbytes[i],
+                self.strides.get(i) if self.strides else None,
+                self.codecs.get(i, ()) if self.codecs else (),
+                self.records.get(i) if self.records else None,
+                self.item,
+                False,
+                None,
+            ),
+        )
         chunk: Chunk = _tuple(Chunk, (self.offsets[i], self.sizes[i], extent))
         return chunk
 

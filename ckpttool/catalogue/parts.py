@@ -132,9 +132,10 @@ def _parts_below(node: _Node, path: Path, depth: int) -> Iterator[tuple[Path, Pa
         # A state dict whose buffer is called `tokens_seen` is a state dict.
         telling = set()
     deeper = {
-        key for key, child in node.children.items()
+        key
+        for key, child in node.children.items()
         if key not in telling and depth < _DEPTH and child.children and _has_parts(child, depth + 1)
-    }  # fmt: skip
+    }
     if not telling and not deeper:
         yield path, Part("model" if _has_tensor(node) else "other", path)
         return
@@ -172,9 +173,11 @@ def _has_parts(node: _Node, depth: int) -> bool:
     kinds = {_shape_of(c) or kind_of_key(k) for k, c in node.children.items() if c.children}
     if {"model", "optimizer"} <= kinds or _shape_of(node) is not None:
         return True
-    return depth < _DEPTH and len(node.children) <= 16 and any(
-        c.children and _has_parts(c, depth + 1) for c in node.children.values()
-    )  # fmt: skip
+    return (
+        depth < _DEPTH
+        and len(node.children) <= 16
+        and any(c.children and _has_parts(c, depth + 1) for c in node.children.values())
+    )
 
 
 def parts(catalogue: Catalogue) -> list[Part]:

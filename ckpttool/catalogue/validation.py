@@ -39,8 +39,9 @@ def faults_of(tensor: Tensor, files: Sequence[File], sizes: list[int] | None = N
             yield CorruptError(
                 f"tensor `{tensor.name}` {list(tensor.shape)} is not covered exactly: {fault}",
                 hint="a rank's file is missing, or the index belongs to another save",
-                tensor=tensor.name, shape=list(tensor.shape),
-            )  # fmt: skip
+                tensor=tensor.name,
+                shape=list(tensor.shape),
+            )
     if chunks.item and _inside(chunks, sizes or [f.size for f in files]):
         return
     for i in range(len(chunks)):
@@ -59,8 +60,9 @@ def _chunk_fault(tensor: Tensor, i: int, files: Sequence[File]) -> CorruptError 
             if len(missing) == 1
             else f"{len(missing)} files are missing ({some(missing)}), and with them a part of tensor `{tensor.name}`",
             hint="copy what is missing from where the checkpoint was saved",
-            file=file.name, tensor=tensor.name,
-        )  # fmt: skip
+            file=file.name,
+            tensor=tensor.name,
+        )
     if offset < 0 or nbytes < 0 or offset + nbytes > file.size:
         return outside(f"tensor `{tensor.name}`", file, offset, nbytes, tensor.name)
     if chunks.item:
@@ -73,8 +75,13 @@ def _chunk_fault(tensor: Tensor, i: int, files: Sequence[File]) -> CorruptError 
     return CorruptError(
         f"`{file.name}`: tensor `{tensor.name}`: {nbytes} bytes at {offset}..{offset + nbytes}, "
         f"but {tensor.dtype} {list(chunks.sizes[i])} needs {needed}",
-        file=file.name, tensor=tensor.name, found=nbytes, expected=needed, offset=offset, nbytes=nbytes,
-    )  # fmt: skip
+        file=file.name,
+        tensor=tensor.name,
+        found=nbytes,
+        expected=needed,
+        offset=offset,
+        nbytes=nbytes,
+    )
 
 
 def outside(what: str, file: File, offset: int, nbytes: int, tensor: str | None = None) -> CorruptError:

@@ -71,8 +71,10 @@ def like(catalogue: Catalogue, reference: Catalogue, name: str) -> Catalogue:
             raise UsageError(
                 f"`--like {name}`: tensor `{tensor.name}` is {list(match.shape)} there, but {list(tensor.shape)} here",
                 hint="it must be a checkpoint of the same model",
-                tensor=tensor.name, found=list(match.shape), expected=list(tensor.shape),
-            )  # fmt: skip
+                tensor=tensor.name,
+                found=list(match.shape),
+                expected=list(tensor.shape),
+            )
         chunks = match.chunks
         placed = [((o, s), files[f] or 0) for o, s, f in zip(chunks.offsets, chunks.sizes, chunks.file, strict=True)]
         return Chunks.placed(_without_empty(placed, match))
@@ -248,11 +250,16 @@ class _Cutting:
         if not trained or not self._default or any(len((t.origin or t).chunks) > 1 for t in models):
             return
         left = [
-            tensor for tensor in models
-            if tensor.path not in placements and tensor.path not in ruled and tensor.alias is None and tensor.numel
-            and len(tensor.shape) > 1 and tensor.dtype.kind == "float"
+            tensor
+            for tensor in models
+            if tensor.path not in placements
+            and tensor.path not in ruled
+            and tensor.alias is None
+            and tensor.numel
+            and len(tensor.shape) > 1
+            and tensor.dtype.kind == "float"
             and str(tensor.path[-1]).rpartition(".")[2] == "weight"
-        ]  # fmt: skip
+        ]
         if left:
             text = (
                 f"{plural(len(left), 'weight')} ({size(sum(tensor.nbytes for tensor in left))}) that the optimizer has "
@@ -337,8 +344,9 @@ class _Ruling:
             if (other is None) != (matches_of_rules[0][1] is None):
                 raise UsageError(
                     f"tensor `{tensor.name}`: `{matches_of_rules[0][0]}` and `{text}` contradict each other",
-                    hint="write patterns that do not both match it", tensor=tensor.name,
-                )  # fmt: skip
+                    hint="write patterns that do not both match it",
+                    tensor=tensor.name,
+                )
         return (True, matches_of_rules[0][1]) if matches_of_rules else (False, None)
 
     def check_used(self, names: Sequence[str]) -> None:
@@ -357,8 +365,10 @@ def _check_fits(tensor: Tensor, mesh: Mesh, placed: Placements) -> None:
             raise UsageError(
                 f"tensor `{tensor.name}` is {shape} and has no dimension {dim} to be cut by `{name}:{dim}`",
                 hint=f"a rule for it alone, before this one, counts instead: `--placements '{tensor.name}=...'`",
-                tensor=tensor.name, found=shape, expected=dim + 1,
-            )  # fmt: skip
+                tensor=tensor.name,
+                found=shape,
+                expected=dim + 1,
+            )
     dim = placed.get("shard", 0)
     # Of a dimension that both cut, FSDP2 sees what tensor parallelism has left.
     by = prod(size for name, size in zip(mesh.names, mesh.sizes, strict=True) if placed.get(name) == dim)
@@ -367,8 +377,10 @@ def _check_fits(tensor: Tensor, mesh: Mesh, placed: Placements) -> None:
             f"tensor `{tensor.name}` is {shape}, and dimension {dim} does not divide by {by}: FSDP2 cuts no dimension "
             "but the first unevenly",
             hint="place it along another dimension, or choose another mesh",
-            tensor=tensor.name, found=shape[dim], expected=f"a multiple of {by}",
-        )  # fmt: skip
+            tensor=tensor.name,
+            found=shape[dim],
+            expected=f"a multiple of {by}",
+        )
 
 
 def _set(placements: dict[Path, Placements], path: Path, placed: Placements | None) -> None:

@@ -37,9 +37,15 @@ def again(tensor: Tensor, **changes: Any) -> Tensor:
     """Return a copy of a tensor with other attributes and its origin. Pure."""
     # `dataclasses.replace` takes as long again, and a large model has every tensor changed several times.
     changed = Tensor(
-        tensor.path, tensor.dtype, tensor.shape, tensor.chunks, tensor.part, tensor.embedded,
-        tensor.origin or tensor, tensor.alias,
-    )  # fmt: skip
+        tensor.path,
+        tensor.dtype,
+        tensor.shape,
+        tensor.chunks,
+        tensor.part,
+        tensor.embedded,
+        tensor.origin or tensor,
+        tensor.alias,
+    )
     for name, value in changes.items():
         setattr(changed, name, value)
     return changed
@@ -59,10 +65,7 @@ def select(catalogue: Catalogue, keep: Callable[[Entry], bool]) -> Catalogue:
     A tied tensor whose first name goes keeps its bytes under the next one; what follows in a list moves up.
     """
     owners = _owners(catalogue)
-    kept = [
-        e for e in catalogue.entries.values()
-        if keep(catalogue.entries[owners[e.path]] if e.path in owners else e)
-    ]  # fmt: skip
+    kept = [e for e in catalogue.entries.values() if keep(catalogue.entries[owners[e.path]] if e.path in owners else e)]
     names = {e.path for e in kept}
     heirs: dict[Path, Path] = {}
     entries: list[Entry] = []
@@ -84,9 +87,8 @@ def _closed_up(catalogue: Catalogue) -> Catalogue:
             continue
         above = [places.get(path[:depth]) for depth in range(len(path))]
         moved[path] = tuple(
-            key if there is None else there.setdefault(key, len(there))
-            for key, there in zip(path, above, strict=True)
-        )  # fmt: skip
+            key if there is None else there.setdefault(key, len(there)) for key, there in zip(path, above, strict=True)
+        )
     return move(catalogue, moved) if any(new != path for path, new in moved.items()) else catalogue
 
 

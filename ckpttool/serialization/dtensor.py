@@ -202,8 +202,9 @@ def _sharded_tensor(call: _Call) -> Shard:
         if ref.shape != sizes or len(offsets) != len(shape) or len(sizes) != len(shape):
             raise CorruptError(
                 f"a shard {list(ref.shape)} where its metadata says {list(sizes)} at {list(offsets)} of {list(shape)}",
-                found=list(ref.shape), expected=list(sizes),
-            )  # fmt: skip
+                found=list(ref.shape),
+                expected=list(sizes),
+            )
         pieces.append(Piece(offsets, sizes, ref))
     dtype = pieces[0].ref.dtype if pieces else call.dtype
     if dtype is None:
@@ -264,9 +265,18 @@ def _dtensor(call: _Call, known: _Known) -> Shard:
         pieces = tuple(_boxes(local, runs))
     world = max(mesh.ranks) + 1 if mesh.ranks else None
     return Shard(
-        "DTensor", local.dtype, call.shape, pieces, mesh.rank, world,
-        mesh.shape, tuple(map(str, placements)), mesh.names, mesh.ranks, mesh.within,
-    )  # fmt: skip
+        "DTensor",
+        local.dtype,
+        call.shape,
+        pieces,
+        mesh.rank,
+        world,
+        mesh.shape,
+        tuple(map(str, placements)),
+        mesh.names,
+        mesh.ranks,
+        mesh.within,
+    )
 
 
 def _spec(value: Any) -> dict[str, Any]:

@@ -51,8 +51,9 @@ def of_local(
         f"the local tensor is {list(local)}, but {', '.join(map(str, placements))} of {list(shape)} at "
         f"{list(place.coordinate)} of a mesh {list(place.mesh)} leaves {tried[0]}",
         hint="it was made by hand (`DTensor.from_local` of an uneven tensor), or the file was changed",
-        found=list(local), expected=tried[0],
-    )  # fmt: skip
+        found=list(local),
+        expected=tried[0],
+    )
 
 
 def _runs_by_order(

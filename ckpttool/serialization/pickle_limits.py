@@ -50,8 +50,9 @@ def check_objects(code: bytes, size: int) -> None:
     if count > MAX_OBJECTS + size // BYTES_PER_OBJECT:
         raise CorruptError(
             f"it makes up to {count} lists, dicts and other containers in {size} bytes",
-            found=count, expected=MAX_OBJECTS + size // BYTES_PER_OBJECT,
-        )  # fmt: skip
+            found=count,
+            expected=MAX_OBJECTS + size // BYTES_PER_OBJECT,
+        )
 
 
 def _objects(data: bytes, end: int) -> int:

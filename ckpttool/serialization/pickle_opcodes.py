@@ -32,9 +32,11 @@ _REFUSED = frozenset(b"\x82\x83\x84\x97\x982")
 # Bytes of argument behind each opcode, or of the length before it (negative: see `_LENGTHS`), or None: up to a newline.
 _ARGUMENT: list[int | None] = [0] * 256
 _LENGTHS = {
-    pickletools.TAKEN_FROM_ARGUMENT1: "<B", pickletools.TAKEN_FROM_ARGUMENT4: "<i",
-    pickletools.TAKEN_FROM_ARGUMENT4U: "<I", pickletools.TAKEN_FROM_ARGUMENT8U: "<Q",
-}  # fmt: skip
+    pickletools.TAKEN_FROM_ARGUMENT1: "<B",
+    pickletools.TAKEN_FROM_ARGUMENT4: "<i",
+    pickletools.TAKEN_FROM_ARGUMENT4U: "<I",
+    pickletools.TAKEN_FROM_ARGUMENT8U: "<Q",
+}
 for _op in pickletools.opcodes:
     _n = 0 if _op.arg is None else _op.arg.n
     _ARGUMENT[ord(_op.code)] = None if _n == pickletools.UP_TO_NEWLINE else _n

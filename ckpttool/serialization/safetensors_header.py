@@ -30,9 +30,29 @@ METADATA = "__metadata__"
 
 # The enum of `tensor.rs`, which is sorted by alignment; files hold their tensors in descending order of it.
 _ORDER = (
-    "BOOL", "F4", "F6_E2M3", "F6_E3M2", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ",
-    "I16", "U16", "F16", "BF16", "I32", "U32", "F32", "C64", "F64", "I64", "U64",
-)  # fmt: skip
+    "BOOL",
+    "F4",
+    "F6_E2M3",
+    "F6_E3M2",
+    "U8",
+    "I8",
+    "F8_E5M2",
+    "F8_E4M3",
+    "F8_E8M0",
+    "F8_E4M3FNUZ",
+    "F8_E5M2FNUZ",
+    "I16",
+    "U16",
+    "F16",
+    "BF16",
+    "I32",
+    "U32",
+    "F32",
+    "C64",
+    "F64",
+    "I64",
+    "U64",
+)
 _RANK = {name: -n for n, name in enumerate(_ORDER)}
 _LENGTH = struct.Struct("<Q")
 
@@ -100,14 +120,17 @@ def read_header(read: Read, base: int, length: int, *, name: str, exact: bool = 
         raise CorruptError(
             f"{name}: tensor `{last}`: ends at byte {tensors[last].end}, but the file ends at {limit}",
             hint="the file is truncated or still being written",
-            tensor=last, found=limit, expected=end,
-        )  # fmt: skip
+            tensor=last,
+            found=limit,
+            expected=end,
+        )
     if exact and end < limit:
         raise CorruptError(
             f"{name}: the file has {limit} bytes, but the tensors in its header end at {end}",
             hint="something was appended to the file, or its header was changed",
-            found=limit, expected=end,
-        )  # fmt: skip
+            found=limit,
+            expected=end,
+        )
     return Header(tensors, metadata, payload, end)
 
 
@@ -116,22 +139,25 @@ def _read_text(read: Read, base: int, length: int, name: str) -> tuple[bytes, in
         raise CorruptError(
             f"{name}: a safetensors file begins with 8 bytes of header length, but this has {length}",
             hint="the file is truncated or still being written",
-            found=length, expected=_LENGTH.size,
-        )  # fmt: skip
+            found=length,
+            expected=_LENGTH.size,
+        )
     (size,) = _LENGTH.unpack(read(base, _LENGTH.size))
     if size > MAX_HEADER:
         raise CorruptError(
             f"{name}: a header of {size} bytes is more than the {MAX_HEADER} that safetensors allows",
             hint="this may not be a safetensors file",
-            found=size, expected=MAX_HEADER,
-        )  # fmt: skip
+            found=size,
+            expected=MAX_HEADER,
+        )
     payload = base + _LENGTH.size + size
     if payload > base + length:
         raise CorruptError(
             f"{name}: a header of {size} bytes ends at {payload}, but the file ends at {base + length}",
             hint="the file is truncated or still being written",
-            found=base + length, expected=payload,
-        )  # fmt: skip
+            found=base + length,
+            expected=payload,
+        )
     return read(base + _LENGTH.size, size), payload
 
 
@@ -177,8 +203,10 @@ def _entry(tensor: str, info: Any, payload: int, name: str) -> Entry:
     if end - begin != nbytes:
         raise CorruptError(
             f"{where}: {end - begin} bytes at {payload + begin}..{payload + end}, but {dtype} {shape} needs {nbytes}",
-            tensor=tensor, found=end - begin, expected=nbytes,
-        )  # fmt: skip
+            tensor=tensor,
+            found=end - begin,
+            expected=nbytes,
+        )
     return Entry(dtype, sizes, payload + begin, payload + end)
 
 
@@ -190,8 +218,10 @@ def _check_tiling(tensors: Mapping[str, Entry], payload: int, name: str) -> int:
             raise CorruptError(
                 f"{name}: tensor `{tensor}` begins at byte {entry.begin}, not {at}: it {fault} {before}",
                 hint="the header was changed after it was written",
-                tensor=tensor, found=entry.begin, expected=at,
-            )  # fmt: skip
+                tensor=tensor,
+                found=entry.begin,
+                expected=at,
+            )
         at, before = entry.end, f"`{tensor}`"
     return at
 
@@ -249,8 +279,10 @@ def build_header(tensors: Iterable[Spec], metadata: Mapping[str, str] | None = N
             raise LossError(f"two tensors would be called `{name}`", tensor=name)
         end = at + spec.nbytes
         table[name] = {
-            "dtype": dtype.safetensors, "shape": _to_safetensors(dtype, shape), "data_offsets": [at, end],
-        }  # fmt: skip
+            "dtype": dtype.safetensors,
+            "shape": _to_safetensors(dtype, shape),
+            "data_offsets": [at, end],
+        }
         at = end
     try:
         text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
@@ -266,6 +298,7 @@ def build_header(tensors: Iterable[Spec], metadata: Mapping[str, str] | None = N
         raise LossError(
             f"a header of {len(text)} bytes is more than the {MAX_HEADER} that safetensors can read back",
             hint="pass a smaller `--max-shard-size`",
-            found=len(text), expected=MAX_HEADER,
-        )  # fmt: skip
+            found=len(text),
+            expected=MAX_HEADER,
+        )
     return _LENGTH.pack(len(text)) + text

@@ -42,8 +42,9 @@ def check_values(text: bytes, what: str) -> None:
     if len(text) > MAX_VALUES and (count := sum(map(text.count, (b",", b"[", b"{")))) > most:
         raise CorruptError(
             f"{what} has up to {count} values, more than the {most} that JSON of {len(text)} bytes may have",
-            found=count, expected=most,
-        )  # fmt: skip
+            found=count,
+            expected=most,
+        )
 
 
 def check_beginning(window: bytes, what: str) -> None:
@@ -68,8 +69,10 @@ def parse(text: bytes, what: str) -> Any:
         why = error.msg[:1].lower() + error.msg[1:]
         raise CorruptError(
             f"{what} is not JSON: {why} at byte {error.pos} of {len(text)}",
-            hint="the file is truncated or was changed after it was written", found=error.pos, expected=len(text),
-        ) from None  # fmt: skip
+            hint="the file is truncated or was changed after it was written",
+            found=error.pos,
+            expected=len(text),
+        ) from None
     except RecursionError:
         raise CorruptError(f"{what} is not JSON that can be read: it is nested too deeply") from None
     except ValueError:

@@ -128,8 +128,10 @@ class Exported:
             raise CorruptError(
                 f"{self._archive.name}: tensor `{name}` {dtype} {list(shape)} needs {need} bytes, "
                 f"but record `{record}` has {nbytes}",
-                tensor=name, found=nbytes, expected=need,
-            )  # fmt: skip
+                tensor=name,
+                found=nbytes,
+                expected=need,
+            )
         return TensorRef(storage, dtype, offset, shape, strides)
 
     def extent(self, ref: TensorRef | StorageRef) -> Extent:

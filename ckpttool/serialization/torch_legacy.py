@@ -65,8 +65,9 @@ class Stream:
             raise CorruptError(
                 f"{self.name}: storage `{storage.key}` has {at[1]} bytes, but {start * itemsize + nbytes} are needed",
                 hint="the file is truncated or was changed after it was written",
-                found=at[1], expected=start * itemsize + nbytes,
-            )  # fmt: skip
+                found=at[1],
+                expected=start * itemsize + nbytes,
+            )
         if isinstance(ref, StorageRef):
             return Extent(0, offset, nbytes)
         strides = None if boxes.is_row_major(ref.shape, ref.strides) else ref.strides
@@ -113,8 +114,10 @@ class _Cursor:
         if nbytes < 0 or self.at + nbytes > self._end:
             raise CorruptError(
                 f"{self._name}: ends at byte {self._end}, but {nbytes} bytes are needed at {self.at}",
-                hint="the file is truncated", found=self._end, expected=self.at + nbytes,
-            )  # fmt: skip
+                hint="the file is truncated",
+                found=self._end,
+                expected=self.at + nbytes,
+            )
         return nbytes
 
     def pickle(self, what: str, persistent: Callable[[Any], Any] | None = None) -> Any:
@@ -125,13 +128,12 @@ class _Cursor:
         if end > _MAX_PICKLE:
             raise CorruptError(
                 f"{self._name}: {what}: a pickle of {end} bytes is more than the {_MAX_PICKLE} that we read",
-                found=end, expected=_MAX_PICKLE,
-            )  # fmt: skip
+                found=end,
+                expected=_MAX_PICKLE,
+            )
         data = self._read(start, end)
         self.at += end
-        return unpickler.load(
-            data, what=f"{self._name}: {what}", known=torch_pickle.KNOWN, persistent=persistent
-        )  # fmt: skip
+        return unpickler.load(data, what=f"{self._name}: {what}", known=torch_pickle.KNOWN, persistent=persistent)
 
     def int64(self) -> int:
         return int.from_bytes(self.take(8), "little", signed=True)

@@ -94,8 +94,13 @@ def state_dict(module: Stub, dropped: Dropped) -> OrderedDict[str, Any]:
 
 # Every module has these; nobody misses them.
 _USUAL = {
-    "training", "_is_full_backward_hook", "_non_persistent_buffers_set", "call_super_init", "dump_patches", *_OWN,
-}  # fmt: skip
+    "training",
+    "_is_full_backward_hook",
+    "_non_persistent_buffers_set",
+    "call_super_init",
+    "dump_patches",
+    *_OWN,
+}
 
 
 def _collect(module: Any, prefix: str, result: OrderedDict[str, Any], dropped: Dropped, depth: int) -> None:

@@ -72,9 +72,13 @@ def _rebuild(storage: Any, kind: Dtype, offset: Any, size: Any, stride: Any, fla
         raise CorruptError("a tensor is not rebuilt from a storage, an offset, a size and a stride")
     flags = flags if isinstance(flags, dict) else {}
     ref = TensorRef(
-        storage, kind, offset, shape, strides,
+        storage,
+        kind,
+        offset,
+        shape,
+        strides,
         codec=tuple(name for name in ("conj", "neg") if flags.get(name)),
-    )  # fmt: skip
+    )
     have = storage.nbytes if storage.view is None else storage.view[1] * kind.itemsize
     need = (offset + boxes.span(shape, strides)) * kind.itemsize if 0 not in shape else 0
     if need > have:
@@ -87,8 +91,9 @@ def _rebuild(storage: Any, kind: Dtype, offset: Any, size: Any, stride: Any, fla
             f"a tensor {kind} {list(shape)} with strides {list(strides)} claims {claimed} bytes of a storage that has "
             f"{have}",
             hint="no tensor repeats its elements that often: the file was made to fill a disk",
-            found=have, expected=claimed,
-        )  # fmt: skip
+            found=have,
+            expected=claimed,
+        )
     return ref
 
 
@@ -134,9 +139,13 @@ def _with_attributes(data: Any, state: Any) -> Any:
 
 
 _PLAIN = {
-    "torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer",
-    "torch.nn.Parameter", "torch.nn.Buffer",
-}  # fmt: skip
+    "torch.Tensor",
+    "torch._tensor.Tensor",
+    "torch.nn.parameter.Parameter",
+    "torch.nn.parameter.Buffer",
+    "torch.nn.Parameter",
+    "torch.nn.Buffer",
+}
 
 
 # One class for all: making one for each of a file's DTensors takes as long as reading the file.

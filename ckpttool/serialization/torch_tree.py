@@ -183,8 +183,9 @@ class Slots:
             if not isinstance(tensor, Tensor):
                 raise LossError(
                     f"an object needs the tensor `{dotted(value.path)}`, which is left out",
-                    hint="keep both or leave both out", tensor=dotted(value.path),
-                )  # fmt: skip
+                    hint="keep both or leave both out",
+                    tensor=dotted(value.path),
+                )
             return self._slot(tensor, bare=value.storage)
         return None
 

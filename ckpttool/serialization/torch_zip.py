@@ -88,8 +88,9 @@ class Archive:
             raise CorruptError(
                 f"{self.name}: record `{record}` has CRC {actual:08x}, but the writer left {at.crc:08x}",
                 hint="its bytes changed after they were written; take another copy of the checkpoint",
-                found=f"{actual:08x}", expected=f"{at.crc:08x}",
-            )  # fmt: skip
+                found=f"{actual:08x}",
+                expected=f"{at.crc:08x}",
+            )
         return data
 
     def extent(self, ref: TensorRef | StorageRef, folder: str = "data") -> Extent:
@@ -112,9 +113,13 @@ class Archive:
         if self.swapped and ref.dtype.word > 1:
             codec = ("swap", *codec)
         return Extent(
-            self.file, record.offset + ref.offset * ref.dtype.itemsize, elements * ref.dtype.itemsize,
-            None if plain else ref.strides, codec, record,
-        )  # fmt: skip
+            self.file,
+            record.offset + ref.offset * ref.dtype.itemsize,
+            elements * ref.dtype.itemsize,
+            None if plain else ref.strides,
+            codec,
+            record,
+        )
 
     def _check_size(self, storage: StorageRef, record: Record) -> None:
         if record.nbytes < storage.nbytes:
@@ -122,8 +127,9 @@ class Archive:
                 f"{self.name}: record `data/{storage.key}` has {record.nbytes} bytes, but its storage needs "
                 f"{storage.nbytes}",
                 hint="the file is truncated or was changed after it was written",
-                found=record.nbytes, expected=storage.nbytes,
-            )  # fmt: skip
+                found=record.nbytes,
+                expected=storage.nbytes,
+            )
 
 
 def _not_an_archive(name: str, why: str) -> CorruptError:
@@ -182,9 +188,9 @@ def _read_directory(
     for _ in range(count):
         if at + CENTRAL.size > len(directory):
             raise _not_an_archive(name, "its directory is cut")
-        (
-            signature, _, _, flags, method, _, _, crc, packed, nbytes, name_len, extra_len, comment_len, *_, offset
-        ) = CENTRAL.unpack_from(directory, at)  # fmt: skip
+        (signature, _, _, flags, method, _, _, crc, packed, nbytes, name_len, extra_len, comment_len, *_, offset) = (
+            CENTRAL.unpack_from(directory, at)
+        )
         if signature != b"PK\1\2":
             raise _not_an_archive(name, "its directory is damaged")
         at += CENTRAL.size
@@ -327,6 +333,7 @@ def resolve_item(read: Read, base: int, length: int, *, name: str, file: int, dt
         raise CorruptError(
             f"{name}: holds {ref.dtype} {list(ref.shape)}, but the metadata says {dtype} {list(sizes)}",
             hint="the data file and `.metadata` are not of the same save",
-            found=f"{ref.dtype} {list(ref.shape)}", expected=f"{dtype} {list(sizes)}",
-        )  # fmt: skip
+            found=f"{ref.dtype} {list(ref.shape)}",
+            expected=f"{dtype} {list(sizes)}",
+        )
     return archive.extent(ref)

@@ -71,9 +71,7 @@ class _Directory:
         base, columns, known = self._base, self._columns, self._known
         crcs: list[int] = []
         patches: list[tuple[int, bytes]] = []
-        for i, (header, at, nbytes) in enumerate(
-            zip(columns.headers, columns.payloads, columns.nbytes, strict=True)
-        ):  # fmt: skip
+        for i, (header, at, nbytes) in enumerate(zip(columns.headers, columns.payloads, columns.nbytes, strict=True)):
             crc = known.get(i)
             if crc is None:
                 crc = crc_of(Record(self._file, base + at, nbytes)) if nbytes else 0
@@ -95,7 +93,7 @@ class _Directory:
             size, at = min(nbytes, 0xFFFFFFFF), min(header, 0xFFFFFFFF)
             out += CENTRAL.pack(
                 b"PK\1\2", 0, 0, _flags(nbytes), 0, 0, 0, crc, size, size, len(name), len(extra), 0, 0, 0, 0, at
-            )  # fmt: skip
+            )
             out += name + extra
         start, end64 = columns.end, columns.end + len(out)
         n, size = len(names), len(out)

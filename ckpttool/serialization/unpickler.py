@@ -103,9 +103,11 @@ class _Ordered(OrderedDict[Any, Any]):
 def _ordered(*args: Any) -> OrderedDict[Any, Any]:
     if not args:
         return _Ordered()
-    if len(args) == 1 and isinstance(args[0], (list, tuple)) and all(
-        isinstance(p, (list, tuple)) and len(p) == 2 for p in args[0]
-    ):  # fmt: skip
+    if (
+        len(args) == 1
+        and isinstance(args[0], (list, tuple))
+        and all(isinstance(p, (list, tuple)) and len(p) == 2 for p in args[0])
+    ):
         charge_hashing(pair[0] for pair in args[0])
         return _Ordered(args[0])
     raise CorruptError("a pickle calls `OrderedDict` in a way that pickle itself never does")

@@ -216,8 +216,10 @@ def _check_counts(shapes: list[list[Ints | None]], model_shapes: list[Ints], opt
             raise CorruptError(
                 f"`{optimizer}` has state for {_parameters_of(count, shape)}, "
                 f"but the model has {available[shape] or 'none'}",
-                hint=_OTHER_MODEL, found=count, expected=available[shape],
-            )  # fmt: skip
+                hint=_OTHER_MODEL,
+                found=count,
+                expected=available[shape],
+            )
 
 
 def _parameters_of(count: int, shape: Ints) -> str:

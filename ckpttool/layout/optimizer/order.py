@@ -41,9 +41,10 @@ def numbered(catalogue: Catalogue, source: Catalogue) -> Catalogue:
         if missing is not None:
             if "parameter order" in source.facts:
                 raise UsageError(
-                    f"`--shapes` does not list `{missing}`, which `{optimizer.name}` has", found=missing,
+                    f"`--shapes` does not list `{missing}`, which `{optimizer.name}` has",
+                    found=missing,
                     hint="it has to list all parameters, by the names that the source has for them",
-                )  # fmt: skip
+                )
             _check_own_order(optimizer, source)
         elif any(sorted(group.params, key=places.__getitem__) != group.params for group in optimizer.groups):
             authority = "`--shapes`" if "parameter order" in source.facts else "the model"

@@ -187,7 +187,7 @@ def _separate_loose(optimizer: Optimizer) -> None:
             f"`{optimizer.name}` has state of the ids {some(strays)}, which no group lists",
             hint="`param_groups` and `state` are of two different saves",
             found=strays,
-        )  # fmt: skip
+        )
     optimizer.state = {key: items for key, items in optimizer.state.items() if key in known}
 
 
@@ -212,7 +212,7 @@ def _flat(root: Path, entries: list[Entry]) -> Optimizer:
                 f"`{entry.name}`: `{optimizer.name}` has no hyper-parameters of the parameter that it is about",
                 hint="its `param_groups.` keys are missing; `--drop optimizer` leaves the optimizer out",
                 found=entry.name,
-            )  # fmt: skip
+            )
         rest = name[len(owner) + 1 :].split(".")
         optimizer.state.setdefault(owner, []).append(Item((*rest, *entry.path[depth + 1 :]), entry))
     optimizer.groups = _regrouped(optimizer.name, values)

@@ -103,7 +103,7 @@ def _name(optimizer: Optimizer, names_of_ids: Mapping[int, str]) -> None:
     optimizer.containers = {
         (path[0], names.get(path[1], path[1]), *path[2:]) if path[:1] == ("state",) and path[1:] else path: container
         for path, container in optimizer.containers.items()
-    }  # fmt: skip
+    }
 
 
 def _replaced(catalogue: Catalogue, changed: list[Optimizer], respelled: dict[Path, Written]) -> Catalogue:
@@ -119,9 +119,10 @@ def _replaced(catalogue: Catalogue, changed: list[Optimizer], respelled: dict[Pa
             done.add(root)
             entries += respelled[root][0]
     containers = {
-        path: container for path, container in catalogue.containers.items()
+        path: container
+        for path, container in catalogue.containers.items()
         if not any(optimizer.has(path) for optimizer in changed)
-    }  # fmt: skip
+    }
     for _, below in respelled.values():
         containers |= below
     respelt = select.rebuilt(catalogue, _retied(entries), containers)

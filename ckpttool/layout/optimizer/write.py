@@ -85,7 +85,7 @@ def write_flat(optimizer: Optimizer) -> Written:
             f"`{optimizer.name}` keeps state that belongs to no parameter, which has no place in flat keys: "
             f"{some([str(key) for key in optimizer.loose])}",
             hint="`--optim-keys fqn` keeps it",
-        )  # fmt: skip
+        )
     lists = {path for path, container in optimizer.containers.items() if container.kind == "list"}
 
     def place(name: str, rest: Path) -> Path:
