@@ -333,9 +333,9 @@ def _print_losses(terminal: Terminal, result: Report, verbose: bool) -> None:
 )
 def init(path: str, quiet: bool) -> None:
     """Write a commented, runnable recipe template."""
-    from ckpttool.operations.verify_resume.recipe import write
+    from ckpttool.operations.verify_resume.recipe import write_template
 
-    write(path)
+    write_template(path)
     terminal = out()
     if quiet:
         terminal.line(path)

@@ -39,7 +39,7 @@ class Recipe:
     mesh: Callable[[int], Mapping[str, int]] | None = None
 
 
-def load(path: str | os.PathLike[str]) -> Recipe:
+def load_recipe(path: str | os.PathLike[str]) -> Recipe:
     """Return the recipe in the file `path`. Its directory is added to `sys.path`, as that of a script.
 
     Raises UsageError if it is not a Python file, fails when it is run, or lacks a function.
@@ -99,7 +99,7 @@ def _function(module: ModuleType, path: str, name: str, takes: int) -> Callable[
     return function  # type: ignore[no-any-return]
 
 
-def dimensions(recipe: Recipe, world: int) -> dict[str, int]:
+def mesh_dimensions(recipe: Recipe, world: int) -> dict[str, int]:
     """Return the mesh of `world` ranks, outermost dimension first: `{"replicate": 2, "shard": 4}`. Raises UsageError if
     the recipe's mesh has another number of ranks."""
     if recipe.mesh is None:
@@ -137,16 +137,16 @@ def dimensions(recipe: Recipe, world: int) -> dict[str, int]:
     return dict(sizes)
 
 
-def built(recipe: Recipe, mesh: Any) -> dict[str, Any]:
+def build_state(recipe: Recipe, mesh: Any) -> dict[str, Any]:
     """Return the checked state that `build(mesh)` returns. Raises UsageError if it fails or is not a valid state."""
     try:
         state = recipe.build(mesh)
     except Exception as error:
         raise _failed(recipe.path, "`build(mesh)` fails", error) from error
-    return checked(recipe, state)
+    return check_state(recipe, state)
 
 
-def checked(recipe: Recipe, state: Any) -> dict[str, Any]:
+def check_state(recipe: Recipe, state: Any) -> dict[str, Any]:
     """Return `state` if it is a dict with a model, an optimizer, and otherwise only objects with `state_dict` and
     `load_state_dict`, and `torch.Generator`s. Raises UsageError for any other."""
     import torch
@@ -184,7 +184,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names) or "nothing"
 
 
-def write(path: str | os.PathLike[str]) -> None:
+def write_template(path: str | os.PathLike[str]) -> None:
     """Write a recipe template. Raises OverwriteError if `path` exists, UsageError if it lacks the suffix `.py`, and
     StorageError if it cannot be written."""
     path = os.fspath(path)

@@ -51,7 +51,7 @@ def run(*words: str) -> Result:
 def test_what_is_no_recipe(tmp_path: Path, text: str, says: str, hint: str | None) -> None:
     path = written(tmp_path, text)
     with pytest.raises(UsageError) as caught:
-        recipes.load(path)
+        recipes.load_recipe(path)
     assert caught.value.message.startswith(f"`{path}`: ")
     assert says in caught.value.message
     assert hint is None or hint in str(caught.value.hint)
@@ -59,10 +59,10 @@ def test_what_is_no_recipe(tmp_path: Path, text: str, says: str, hint: str | Non
 
 def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such recipe"):
-        recipes.load(tmp_path / "mine.py")
+        recipes.load_recipe(tmp_path / "mine.py")
     (tmp_path / "mine.txt").write_text(PLAIN)
     with pytest.raises(UsageError, match=r"the suffix `\.py`"):
-        recipes.load(tmp_path / "mine.txt")
+        recipes.load_recipe(tmp_path / "mine.txt")
 
 
 def test_a_recipe_imports_what_lies_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def test_a_recipe_imports_what_lies_beside_it(tmp_path: Path, monkeypatch: pytes
     path = written(
         tmp_path, PLAIN.replace("import torch", "import beside_a_recipe").replace("0.0", "beside_a_recipe.LOSS")
     )
-    assert recipes.load(path).step({}, 0) == 4.5
+    assert recipes.load_recipe(path).step({}, 0) == 4.5
 
 
 @pytest.mark.parametrize(
@@ -87,12 +87,12 @@ def test_a_recipe_imports_what_lies_beside_it(tmp_path: Path, monkeypatch: pytes
     ],
 )
 def test_the_mesh_of_a_recipe(tmp_path: Path, body: str, says: str | None) -> None:
-    recipe = recipes.load(written(tmp_path, PLAIN + (f"def mesh(world):\n    {body}\n" if body else "")))
+    recipe = recipes.load_recipe(written(tmp_path, PLAIN + (f"def mesh(world):\n    {body}\n" if body else "")))
     if says is None:
-        assert recipes.dimensions(recipe, 4) == ({"replicate": 2, "shard": 2} if body else {"shard": 4})
+        assert recipes.mesh_dimensions(recipe, 4) == ({"replicate": 2, "shard": 2} if body else {"shard": 4})
         return
     with pytest.raises(UsageError) as caught:
-        recipes.dimensions(recipe, 4)
+        recipes.mesh_dimensions(recipe, 4)
     assert says in caught.value.message
 
 
@@ -114,17 +114,17 @@ GOOD = {"model": MODEL, "optimizer": OPTIMIZER}
 def test_what_build_returns(made: Any, says: str | None) -> None:
     recipe = recipes.Recipe("mine.py", lambda mesh: made, lambda state, i: 0.0)
     if says is None:
-        assert recipes.built(recipe, None) is made
+        assert recipes.build_state(recipe, None) is made
         return
     with pytest.raises(UsageError) as caught:
-        recipes.built(recipe, None)
+        recipes.build_state(recipe, None)
     assert says in caught.value.message
 
 
 def test_a_build_that_fails_says_where(tmp_path: Path) -> None:
-    recipe = recipes.load(written(tmp_path, "def build(mesh):\n    x = 1\n    raise KeyError('w')\n" + STEP))
+    recipe = recipes.load_recipe(written(tmp_path, "def build(mesh):\n    x = 1\n    raise KeyError('w')\n" + STEP))
     with pytest.raises(UsageError, match=r"`build\(mesh\)` fails at line 3: KeyError: 'w'"):
-        recipes.built(recipe, None)
+        recipes.build_state(recipe, None)
 
 
 # init -----------------------------------------------------------------------------------------------------------------
@@ -151,8 +151,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from ckpttool.operations.verify_resume import recipe as recipes
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-recipe = recipes.load(sys.argv[1])
-state = recipes.built(recipe, init_device_mesh("cpu", (1,), mesh_dim_names=tuple(recipes.dimensions(recipe, 1))))
+recipe = recipes.load_recipe(sys.argv[1])
+mesh = init_device_mesh("cpu", (1,), mesh_dim_names=tuple(recipes.mesh_dimensions(recipe, 1)))
+state = recipes.build_state(recipe, mesh)
 losses = [float(recipe.step(state, i)) for i in range(4)]
 assert state["scheduler"].last_epoch == 4 and losses[0] != losses[1], losses
 """
@@ -166,7 +167,7 @@ def test_recipes_run_as_they_are(tmp_path: Path, name: str) -> None:
     path = ROOT / "samples" / name
     if name == "init":
         path = tmp_path / "recipe.py"
-        recipes.write(path)
+        recipes.write_template(path)
     words = [sys.executable, "-c", TRAIN, str(path)]
     done = subprocess.run(
         words, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}

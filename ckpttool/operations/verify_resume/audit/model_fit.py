@@ -16,14 +16,14 @@ from ckpttool.errors import CkptError, UsageError
 from ckpttool.layout import select as layout
 from ckpttool.layout.optimizer import names as naming
 from ckpttool.layout.optimizer.parse import optimizers
-from ckpttool.operations.verify_resume import recipe as recipes
 from ckpttool.operations.verify_resume.audit.checks import Checks, named
+from ckpttool.operations.verify_resume.recipe import Recipe, build_state, load_recipe, mesh_dimensions
 from ckpttool.text import plural
 
 
 def check_model(path: str, catalogue: Catalogue) -> Checks:
     """Compare the checkpoint with the model of the recipe at `path`. Raises UsageError if the recipe does not run."""
-    recipe = recipes.load(path)
+    recipe = load_recipe(path)
     checks = Checks()
     with _one_process(recipe, catalogue.world_size) as mesh:
         state, device = _build(recipe, mesh)
@@ -44,7 +44,7 @@ def check_model(path: str, catalogue: Catalogue) -> Checks:
 
 
 @contextmanager
-def _one_process(recipe: recipes.Recipe, world: int) -> Iterator[Any]:
+def _one_process(recipe: Recipe, world: int) -> Iterator[Any]:
     """Yield the recipe's mesh with every dimension of size 1, over a process group of this process alone."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -60,22 +60,22 @@ def _one_process(recipe: recipes.Recipe, world: int) -> Iterator[Any]:
             dist.destroy_process_group()
 
 
-def _dimensions(recipe: recipes.Recipe, world: int) -> tuple[str, ...]:
+def _dimensions(recipe: Recipe, world: int) -> tuple[str, ...]:
     try:
-        return tuple(recipes.dimensions(recipe, world))
+        return tuple(mesh_dimensions(recipe, world))
     except UsageError:
         if world != 1:
             raise
     # A file merged from many ranks does not tell how many; names do not depend on it.
     for ranks in (2, 4, 8, 16):
         try:
-            return tuple(recipes.dimensions(recipe, ranks))
+            return tuple(mesh_dimensions(recipe, ranks))
         except UsageError:
             continue
-    return tuple(recipes.dimensions(recipe, world))
+    return tuple(mesh_dimensions(recipe, world))
 
 
-def _build(recipe: recipes.Recipe, mesh: Any) -> tuple[dict[str, Any], str]:
+def _build(recipe: Recipe, mesh: Any) -> tuple[dict[str, Any], str]:
     import torch
     from torch.overrides import TorchFunctionMode
 
@@ -96,10 +96,10 @@ def _build(recipe: recipes.Recipe, mesh: Any) -> tuple[dict[str, Any], str]:
 
     try:
         with torch.device("meta"), Staying():
-            return recipes.built(recipe, mesh), "meta"
+            return build_state(recipe, mesh), "meta"
     except CkptError:
         # FSDP1 needs storage, DDP broadcasts weights, and data need values.
-        return recipes.built(recipe, mesh), "cpu"
+        return build_state(recipe, mesh), "cpu"
 
 
 def _named_shapes(model: Any) -> tuple[dict[str, tuple[Ints, str]], set[str]]:

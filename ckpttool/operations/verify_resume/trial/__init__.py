@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpttool.errors import OverwriteError, UsageError
-from ckpttool.operations.verify_resume.recipe import load
+from ckpttool.operations.verify_resume.recipe import load_recipe
 from ckpttool.operations.verify_resume.trial import compare, launch, route, state, torchrun
 from ckpttool.operations.verify_resume.trial.arguments import TrialOptions, parse_device, parse_meshes
 from ckpttool.operations.verify_resume.trial.diagnose import diagnose
@@ -119,7 +119,7 @@ def trial(
         raise UsageError("`--via`, `--to-world` and `--to-mesh` cannot be used with checkpoints", hint=hint)
     if not torchrun.is_started():
         launch.prepare()
-    loaded = load(recipe)
+    loaded = load_recipe(recipe)
     dims, onto = parse_meshes(loaded, world, mesh, to_world, to_mesh)
     stages = route.parse(via, onto, other_mesh=dict(dims) != dict(onto))
     device = parse_device(device, max(world_of(dims), world_of(onto)))

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckpttool.errors import UsageError
 from ckpttool.layout.mesh import parse_mesh, world_mesh
-from ckpttool.operations.verify_resume import recipe as recipes
+from ckpttool.operations.verify_resume.recipe import Recipe, mesh_dimensions
 from ckpttool.operations.verify_resume.trial import torchrun
 from ckpttool.text import plural
 
@@ -33,7 +33,7 @@ class TrialOptions:
 
 
 def parse_meshes(
-    recipe: recipes.Recipe, world: int | None, mesh: str | None, to_world: int | None, to_mesh: str | None
+    recipe: Recipe, world: int | None, mesh: str | None, to_world: int | None, to_mesh: str | None
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return the meshes of A and of the runs that resume. Raises UsageError for what cannot be run."""
     for flag, ranks, sizes in (("", world, mesh), ("to-", to_world, to_mesh)):
@@ -46,14 +46,14 @@ def parse_meshes(
     return dims, dims if to_world is None and to_mesh is None else _dims(recipe, to_mesh, to_world)
 
 
-def _dims(recipe: recipes.Recipe, mesh: str | None, world: int | None) -> dict[str, int]:
+def _dims(recipe: Recipe, mesh: str | None, world: int | None) -> dict[str, int]:
     if mesh is not None:
         parsed = parse_mesh(mesh)
         return dict(zip(parsed.names, parsed.sizes, strict=True))
     assert world is not None
     if world < 1:
         world_mesh(world)
-    return recipes.dimensions(recipe, world)
+    return mesh_dimensions(recipe, world)
 
 
 def parse_device(device: str | None, world: int) -> str:

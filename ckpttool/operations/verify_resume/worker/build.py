@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ckpttool.catalogue import parts
 from ckpttool.errors import UsageError
-from ckpttool.operations.verify_resume import recipe as recipes
+from ckpttool.operations.verify_resume.recipe import Recipe, build_state, load_recipe
 from ckpttool.operations.verify_resume.trial.job import Job
 from ckpttool.operations.verify_resume.worker import setup
 
@@ -22,7 +22,7 @@ class Built:
     """`others` have a state of their own, and `kinds` are their kinds (`{"sched": "scheduler"}`). `averaged` are models
     beside the one that is trained. `state` is the argument of the recipe's `step`."""
 
-    recipe: recipes.Recipe
+    recipe: Recipe
     mesh: DeviceMesh
     state: dict[str, Any]
     model: nn.Module
@@ -47,9 +47,9 @@ class Built:
 
 def build(job: Job, mesh: DeviceMesh) -> Built:
     """Set seeds and build the recipe. Raises UsageError for state that a trial cannot save."""
-    recipe = recipes.load(job.recipe)
+    recipe = load_recipe(job.recipe)
     setup.seed(job, mesh, own=False)
-    state = recipes.built(recipe, mesh)
+    state = build_state(recipe, mesh)
     setup.seed(job, mesh, own=True)
     built = Built(recipe, mesh, state, state["model"], state["optimizer"])
     for key, value in state.items():
