@@ -1,4 +1,4 @@
-"""How torch pickles a tensor that is cut over the ranks, as stubs: what one rank's file says of it.
+"""How torch pickles a sharded tensor, as stubs: the part of it in the file of one rank.
 
     _rebuild_from_type_v2(_rebuild_wrapper_subclass, class, (class, dtype, size, stride, ...), state)
     ShardedTensor  state ([Shard of this rank], ShardedTensorMetadata of all, ProcessGroupState, spec, False)
@@ -7,10 +7,10 @@
                    a rank without rows has a local tensor of none
 
 Upstream: `torch/distributed/_shard/`, `torch/distributed/fsdp/_shard_utils.py`, `torch/distributed/tensor/` and
-`torch/distributed/device_mesh.py` of torch 2.6 to 2.15. A `ShardedTensor` is spelt as torch spells it.
+`torch/distributed/device_mesh.py` of torch 2.6 to 2.15. A `ShardedTensor` is pickled as torch pickles it.
 
-A `DTensor`'s mesh and spec are not. torch pickles their attributes, which are others to 2.9, to 2.12 and since: files
-with those of one version cannot be read by the next. Here they are calls of the public constructors, which all of them
+A `DTensor`'s mesh and spec are not. torch pickles their attributes, which changed after 2.9 and after 2.12: files with
+those of one version cannot be read by the next. Here they are calls of the public constructors, which all of them
 have; the mesh is then made anew in the process that loads, over its process group, as FSDP1 needs it to be anyway.
 """
 
@@ -48,7 +48,7 @@ _MESH = stub_type("torch.distributed.device_mesh", "DeviceMesh")
 
 
 def local_box(tensor: Tensor, rank: int) -> boxes.Box | None:
-    """The rows of a laid tensor that `rank` holds; None when it holds none. Pure."""
+    """Return the rows of a planned tensor that `rank` holds; None when it holds none. Pure."""
     chunks = tensor.chunks
     # The first rank has the first rows, and so on; only the last ranks can be left without.
     if rank >= len(chunks):
@@ -58,13 +58,13 @@ def local_box(tensor: Tensor, rank: int) -> boxes.Box | None:
 
 
 def speller(tensor_class: str, rank: int, world: int) -> ShardedTensors | DTensors:
-    """What spells the tensors of a rank's file; `tensor_class` is that of `SinkOptions`."""
+    """Return the object that builds the tensors of a rank's file; `tensor_class` is that of `SinkOptions`."""
     _, *mesh = tensor_class.split(":")
     return DTensors(rank, world, *mesh) if tensor_class.startswith("dtensor") else ShardedTensors(rank, world)
 
 
 def _built(kind: type[Stub], state: Any) -> Stub:
-    """An instance as pickle makes one: `kind.__new__(kind)`, then its state."""
+    """Return an instance as pickle creates it: `kind.__new__(kind)`, then its state."""
     stub = kind.__new__(kind)
     stub.state = [state]
     return stub
@@ -84,8 +84,8 @@ class _Shared(NamedTuple):
 
 
 class ShardedTensors:
-    """The `ShardedTensor`s of one rank's file. What nobody changes once it is loaded is made once for each shape, and a
-    pickle then refers to it: torch writes it for every tensor, for 256 ranks 256 shards of each."""
+    """The `ShardedTensor`s of one rank's file. Immutable parts are built once for each shape, and shared in the pickle:
+    torch writes them for every tensor, for 256 ranks 256 shards of each."""
 
     def __init__(self, rank: int, world: int) -> None:
         self._rank = rank
@@ -102,7 +102,7 @@ class ShardedTensors:
         self._shared: dict[tuple[Ints, Dtype], _Shared] = {}
 
     def spelled(self, tensor: Tensor) -> Stub:
-        """This rank's part of a laid tensor; the tensor itself stands for its local elements."""
+        """Return this rank's part of a planned tensor, in which the tensor itself is a placeholder for its elements."""
         shared = self._of_all(tensor)
         box = local_box(tensor, self._rank)
         mine = []
@@ -120,7 +120,7 @@ class ShardedTensors:
         return _built(_SHARD_METADATA, (None, state))
 
     def _of_all(self, tensor: Tensor) -> _Shared:
-        """What is said of the shards of every rank that has one, and how torch calls cutting like that."""
+        """Return the metadata of the shards of all ranks, and torch's name for such a sharding."""
         key = (tensor.shape, tensor.dtype)
         if key not in self._shared:
             chunks, dtype = tensor.chunks, _dtype(tensor.dtype)
@@ -159,7 +159,7 @@ class DTensors:
         self._shared: dict[tuple[Ints, Dtype], tuple[Stub, tuple[Any, ...]]] = {}
 
     def spelled(self, tensor: Tensor) -> Stub:
-        """This rank's part of a laid tensor; the tensor itself stands for its local elements."""
+        """Return this rank's part of a planned tensor, in which the tensor itself is a placeholder for its elements."""
         key = (tensor.shape, tensor.dtype)
         if key not in self._shared:
             shape, strides, dtype = tensor.shape, boxes.row_major(tensor.shape), _dtype(tensor.dtype)
