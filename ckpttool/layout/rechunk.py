@@ -393,9 +393,11 @@ def _set(placements: dict[Path, Placements], path: Path, placed: Placements | No
 def _parameter_of(state: Tensor) -> str | None:
     """Return the FQN of the parameter that a tensor of the optimizer is about; None where it has an id. Pure."""
     key = parse_key(state.path, len(state.part.root))
-    name = key.parameter if key is not None else None
+    if key is None:
+        return None
+    name = key.parameter
     # DCP makes strings of integer keys.
-    return None if key is None or name is None or (not key.flat and name.isdecimal()) else name
+    return None if name is not None and not key.flat and name.isdecimal() else name
 
 
 def _sharded(catalogue: Catalogue, untrained: bool) -> set[Path]:

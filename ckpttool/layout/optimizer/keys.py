@@ -44,13 +44,13 @@ def parse_key(path: Path, start: int = 0) -> Key | None:
     without `state` or `param_groups`."""
     for depth in range(start, len(path)):
         key = path[depth]
-        if key in ("state", "param_groups"):
-            return Key(path[:depth], str(key), path[depth + 1] if depth + 1 < len(path) else None, path[depth + 2 :])
-        for section in ("state", "param_groups") if isinstance(key, str) else ():
-            if str(key).startswith(section + "."):
-                owner, _, last = str(key)[len(section) + 1 :].rpartition(".")
-                if owner:
-                    return Key(path[:depth], section, owner, (last, *path[depth + 1 :]), flat=True)
+        if isinstance(key, str) and key in ("state", "param_groups"):
+            return Key(path[:depth], key, path[depth + 1] if depth + 1 < len(path) else None, path[depth + 2 :])
+        if isinstance(key, str) and key.startswith(("state.", "param_groups.")):
+            section, _, rest = key.partition(".")
+            owner, _, last = rest.rpartition(".")
+            if owner:
+                return Key(path[:depth], section, owner, (last, *path[depth + 1 :]), True)
     return None
 
 
