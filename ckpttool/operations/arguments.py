@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ckpttool.catalogue.patterns import rule, several
 from ckpttool.errors import ReadError, UsageError
-from ckpttool.storage.stores import is_remote, locate
+from ckpttool.storage.stores import local_path
 from ckpttool.text import parse_size
 
 # What Python, the catalogue and the buffers of the standard library need on top of the transfer's own.
@@ -31,9 +31,7 @@ def check_apart(dst: str, *sources: str | None) -> None:
     """Raises UsageError when `dst` is a source, or one contains the other: `--overwrite` replaces a directory with all
     that it holds."""
     for path in filter(None, sources):
-        if is_remote(path):
-            continue
-        real, other = locate(dst).real(), locate(path).real()
+        real, other = local_path(dst).real(), local_path(path).real()
         hint = "write somewhere else; SRC is never touched"
         if real.is_below(other):
             raise UsageError(f"`{dst}` is the source, or lies inside it", hint=hint)
@@ -54,7 +52,7 @@ def rules(value: str | Sequence[str], flag: str) -> list[str]:
 
 def _of_file(path: str, flag: str) -> Iterator[str]:
     try:
-        lines = locate(path).read().decode("utf-8-sig").splitlines()
+        lines = local_path(path).read().decode("utf-8-sig").splitlines()
     except UnicodeDecodeError:
         raise ReadError(f"`{path}`: not a text file", hint="write one rule a line", file=path) from None
     for number, line in enumerate(lines, 1):

@@ -24,7 +24,7 @@ from ckpttool.producers.arrange import Destination, LayoutBuilder
 from ckpttool.producers.components import WritableLayout
 from ckpttool.producers.open import naming
 from ckpttool.storage import files
-from ckpttool.storage.stores import locate
+from ckpttool.storage.stores import local_path
 from ckpttool.transfer.read import read_box
 from ckpttool.transfer.threads import Progress
 
@@ -188,7 +188,7 @@ def _arranged(
     def read(tensor: Tensor) -> int | None:
         return _small_integer(source, tensor.origin or tensor)
 
-    builder = LayoutBuilder(planned, Destination(world, locate(dst).name, read))
+    builder = LayoutBuilder(planned, Destination(world, local_path(dst).name, read))
     output = row.build(builder)
     folded |= builder.folded
     output.catalogue.warnings = [*planned.warnings, *(Warning("framework", note) for note in builder.notes)]

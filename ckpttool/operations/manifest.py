@@ -28,7 +28,7 @@ from ckpttool.errors import CorruptError, OverwriteError, ReadError, UsageError
 from ckpttool.producers.open import opened
 from ckpttool.serialization import strict_json
 from ckpttool.storage import files
-from ckpttool.storage.stores import Location, locate
+from ckpttool.storage.stores import Location, local_path, locate
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.read import read_tiles
 from ckpttool.transfer.threads import Progress, Work, on_threads
@@ -83,7 +83,7 @@ def write_for(dst: str, path: str, threads: int | None = None) -> None:
     """Write the manifest of a checkpoint that was just written, read back through its own reader. Raises the errors of
     `make` and `write`; the checkpoint stays."""
     with opened(dst) as source:
-        root, names = files_of(locate(dst), source.catalogue)
+        root, names = files_of(local_path(dst), source.catalogue)
         write(path, make(root, names, source, threads or DEFAULT_THREADS))
 
 
@@ -95,13 +95,13 @@ def check_wanted(path: str | None, dst: str, *, is_file: bool, dry_run: bool) ->
     """
     if path is None:
         return
-    real, target = locate(path).real(), locate(dst).real()
+    real, target = local_path(path).real(), local_path(dst).real()
     if real == target or path.endswith("/"):
         raise UsageError(f"the manifest cannot be `{path}`", hint=f"name a file: `{dst.rstrip('/')}.json`")
     if real.parent == target and not is_file:
         return
     if real.is_below(target) or not real.parent.is_dir():
-        folder = locate(path).parent
+        folder = local_path(path).parent
         raise UsageError(f"there is no directory `{folder}` for the manifest", hint="make it, or name another file")
     if not dry_run:
         check_free(path)
@@ -146,7 +146,7 @@ def of_tensors(source: Source, tensors: Sequence[Tensor], threads: int, work: Wo
 
 def check_free(path: str) -> None:
     """Raise OverwriteError if the file exists."""
-    location = locate(path)
+    location = local_path(path)
     if location.exists() or location.is_link():
         raise OverwriteError(
             f"`{path}` exists", hint="check it with `--manifest`, remove it, or name another file", file=path
@@ -181,7 +181,7 @@ def write(path: str, manifest: Manifest) -> None:
 
 def read(path: str) -> Manifest:
     """Read a manifest of ckpttool or Megatron. Raises ReadError, or CorruptError if it is not one."""
-    location = locate(path)
+    location = local_path(path)
     size = location.size()
     if size > _LARGEST:
         raise CorruptError(f"`{path}`: {size} bytes of JSON are more than the {_LARGEST} that are read", file=path)

@@ -24,7 +24,7 @@ from ckpttool.operations import manifest as manifests
 from ckpttool.operations.arguments import check_apart
 from ckpttool.operations.verify import Report, verify
 from ckpttool.storage import files, local
-from ckpttool.storage.stores import Entry, Location, Stat, Store, locate
+from ckpttool.storage.stores import Entry, Location, Stat, Store, local_path
 from ckpttool.text import some
 from ckpttool.transfer import staging
 from ckpttool.transfer.execute import DEFAULT_THREADS
@@ -85,7 +85,7 @@ def repair(
     else:
         with staging.staged(result.destination, overwrite=overwrite, is_file=False) as partial:
             _copy(originals, partial, result, threads, progress)
-            _repair(locate(partial), result, before, threads)
+            _repair(local_path(partial), result, before, threads)
     result.seconds = time.monotonic() - began
     return result
 
@@ -112,7 +112,7 @@ def _repair(
 
 
 def _check_directory(path: str) -> None:
-    location = locate(path)
+    location = local_path(path)
     if location.kind() != "dir":
         raise UsageError(
             f"`{path}`: is one file, in which nothing can be repaired",
@@ -123,7 +123,7 @@ def _check_directory(path: str) -> None:
 def _gathered(sources: Sequence[str], result: Repaired) -> tuple[dict[str, Location], files.Fingerprint]:
     """Return the files of all directories by their names. Raises CorruptError for two of one name that differ."""
     originals: dict[str, Location] = {}
-    for root in map(locate, sources):
+    for root in map(local_path, sources):
         names = root.below()
         remains = _remains(root)
         if remains:
@@ -238,7 +238,7 @@ def _copy(
     work = Work(needed, progress)
 
     def copy_one(name: str) -> None:
-        files.copy(originals[name], locate(partial) / name)
+        files.copy(originals[name], local_path(partial) / name)
         work.note(sizes[name])
 
     on_threads(iter(originals), copy_one, threads or DEFAULT_THREADS, work)
@@ -260,7 +260,7 @@ def _merge_indexes(root: Location, result: Repaired) -> None:
                 (folder / name).remove()
             result.done.append(f"{where}one `.metadata` out of {len(ranked)}, an index for each rank")
         elif result.like is not None:
-            like = locate(result.like) / below if below else locate(result.like)
+            like = local_path(result.like) / below if below else local_path(result.like)
             rebuild_index.write(folder, rebuild_index.rebuilt(folder, like))
             result.done.append(f"{where}`.metadata` made after that of `{like}`: every item has its dtype and shape")
             is_like_used = True

@@ -23,7 +23,7 @@ from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.directory import Directory
 from ckpttool.producers.open import harmful, harmful_attributes, naming, open_source, opened
 from ckpttool.storage import files, local, stores
-from ckpttool.storage.stores import Location, locate
+from ckpttool.storage.stores import Location, local_path
 from ckpttool.text import some
 from ckpttool.transfer import journal, readback, staging
 from ckpttool.transfer.execute import BUFFER, Transferred, budget
@@ -239,11 +239,11 @@ class Write:
     @contextmanager
     def _scratch(self) -> Iterator[str]:
         with files.scratch_directory("ckpttool-plan-") as scratch:
-            yield locate(scratch) / locate(self.dst).name
+            yield local_path(scratch) / local_path(self.dst).name
 
     def _note_files(self, sink: Sink, partial: str) -> None:
         # Users see the destination in place of the staging path.
-        name = locate(self.dst).name
+        name = local_path(self.dst).name
         self.result.files = [(name if f.location == partial else f.name, f.size) for f in sink.catalogue.files]
         self.result.disk = sum(size for _, size in self.result.files)
         check_place(self.options.manifest, self.dst, (name for name, _ in self.result.files))
@@ -282,7 +282,7 @@ def check_free(dst: str, target: Format, overwrite: bool, dry_run: bool) -> list
         if overwrite or not dry_run:
             raise
         return [f"{error.message}: {error.hint}"]
-    if overwrite and locate(dst).is_dir() and locate(dst).names():
+    if overwrite and local_path(dst).is_dir() and local_path(dst).names():
         _check_is_checkpoint(dst)
     return []
 
@@ -309,7 +309,7 @@ def check_not_empty(planned: Catalogue) -> None:
 def check_place(manifest: str | None, dst: str, names: Iterable[str]) -> None:
     """Raises OverwriteError for a manifest where one of these files of the destination will be."""
     if manifest is not None:
-        path, root = locate(manifest).real(), locate(dst)
+        path, root = local_path(manifest).real(), local_path(dst)
         taken = any((root / name).real() == path for name in names)
         if taken or (path.parent == root.real() and _is_index(path)):
             raise OverwriteError(
@@ -339,7 +339,7 @@ def _fingerprint(*sources: str | None) -> files.Fingerprint:
     for source in filter(None, sources):
         if stores.is_remote(source):
             continue
-        location = locate(source)
+        location = local_path(source)
         if location.is_dir():
             below = _children(location)
             paths += [*below, *(inner for path in below if path.is_dir() for inner in _children(path))]

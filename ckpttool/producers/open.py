@@ -23,7 +23,7 @@ from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.components import Producer
 from ckpttool.producers.directory import Directory
 from ckpttool.serialization import strict_json, unsafe_globals
-from ckpttool.storage.stores import Location, locate
+from ckpttool.storage.stores import Location, local_path, locate
 from ckpttool.text import some
 
 _LARGEST_SHAPES = 64 << 20
@@ -195,7 +195,7 @@ def shapes_from(path: str) -> OpenOptions:
 
 
 def _shapes_in(path: str) -> dict[str, tuple[int, ...]]:
-    location = locate(path)
+    location = local_path(path)
     value = strict_json.parse(location.head(_LARGEST_SHAPES), f"`{path}`")
     pairs = list(value.items()) if isinstance(value, dict) else value
     shapes: dict[str, tuple[int, ...]] = {}

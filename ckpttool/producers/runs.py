@@ -17,7 +17,7 @@ from ckpttool.errors import CkptError, ReadError
 from ckpttool.producers import PRODUCERS, recognise
 from ckpttool.producers.components import Producer, is_dcp
 from ckpttool.producers.directory import Directory
-from ckpttool.storage.stores import Location, escape, locate
+from ckpttool.storage.stores import Location, escape, local_path
 from ckpttool.text import some
 
 _FILE = re.compile(r".*\.(ckpt|pt|pth|bin|safetensors)")
@@ -85,7 +85,7 @@ class Run:
 
 def checkpoints(path: str) -> list[RunCheckpoint]:
     """The checkpoints of a run, oldest first; none when `path` is no run. Raises ReadError."""
-    return _search(Directory(path))[1] if locate(path).is_dir() else []
+    return _search(Directory(path))[1] if local_path(path).is_dir() else []
 
 
 def find(directory: Directory) -> Run | None:

@@ -396,6 +396,11 @@ def locate(path: str) -> Location:
     return location
 
 
+def local_path(path: str) -> Location:
+    """Return the location of a path of this machine: a destination, the file of an option. No address is looked up."""
+    return path if isinstance(path, Location) else Location(path, _local())
+
+
 def remote_module(address: str) -> ModuleType:
     """The module of the store of an address: its `send` makes files there."""
     return importlib.import_module(STORES[address.partition("://")[0]])

@@ -28,7 +28,7 @@ from ckpttool.errors import UsageError
 from ckpttool.layout.select import again, rebuilt
 from ckpttool.operations.export.views import Slice, Viewed, halves, piece
 from ckpttool.serialization import strict_json
-from ckpttool.storage.stores import locate
+from ckpttool.storage.stores import local_path
 from ckpttool.text import meant, some
 
 _NUMBER = re.compile(r"\\\{(\w+)\\\}")
@@ -77,7 +77,7 @@ class Mapped:
 def known() -> list[KeyMap]:
     """Return the maps that come with ckpttool."""
     # Not `importlib.resources`, which takes ten milliseconds: the package is always a directory.
-    paths = (locate(__file__).parent.escaped() / "keymaps/*.json").matches()
+    paths = (local_path(__file__).parent.escaped() / "keymaps/*.json").matches()
     return [parse(json.loads(path.read()), path.name) for path in paths]
 
 
@@ -101,7 +101,7 @@ def chosen(name: str | None, names: Sequence[str], config: Mapping[str, Any] | N
 
 
 def _from_file(path: str) -> KeyMap:
-    return parse(strict_json.parse(locate(path).head(1 << 24), f"`{path}`"), path)
+    return parse(strict_json.parse(local_path(path).head(1 << 24), f"`{path}`"), path)
 
 
 def parse(data: Any, where: str) -> KeyMap:

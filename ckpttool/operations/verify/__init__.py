@@ -173,7 +173,7 @@ def _damaged(report: Report) -> set[str]:
 
 def _root(path: str, source: Source | None) -> Location:
     """Return the directory of the files: in a run, that of the checkpoint that was chosen."""
-    return producers.location_of(path, source.catalogue) if source is not None else stores.locate(path)
+    return producers.location_of(path, source.catalogue) if source is not None else stores.local_path(path)
 
 
 def _remarks(catalogue: Catalogue) -> list[Finding]:
@@ -190,7 +190,7 @@ def _remarks(catalogue: Catalogue) -> list[Finding]:
 
 def _write(path: str, root: Location, source: Source, report: Report, threads: int, progress: Progress | None) -> None:
     top, names = manifests.files_of(root, source.catalogue)
-    own = stores.locate(path).absolute().relative_to(top.absolute())
+    own = stores.local_path(path).absolute().relative_to(top.absolute())
     manifest = manifests.make(top, [name for name in names if name != own], source, threads, progress)
     manifests.write(path, manifest)
     report.wrote = path

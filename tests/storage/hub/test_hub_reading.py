@@ -70,8 +70,9 @@ def test_every_sample_is_what_lies_here(hub: Hub, tmp_path: Path) -> None:
 
 def check_same(hub: Hub, folder: Path, name: str) -> None:
     """Opened, shown and converted from the Hub, a sample is what it is from the disk."""
-    hub.make(f"org/{name}", CHECKPOINTS / name)
-    src, here = f"hf://org/{name}", str(CHECKPOINTS / name)
+    repo = f"org/{name.replace('/', '_')}"
+    hub.make(repo, CHECKPOINTS / name)
+    src, here = f"hf://{repo}", str(CHECKPOINTS / name)
     below = [p for p in ("ckpt.pt", "ckpt", "run") if (CHECKPOINTS / name / p).exists()]
     if below:
         src, here = f"{src}/{below[0]}", f"{here}/{below[0]}"

@@ -25,7 +25,7 @@ from ckpttool.operations.verify_resume.audit.rank_values import check_rank_value
 from ckpttool.operations.verify_resume.audit.values import check_values, read_number, tensors_with_values, trained_names
 from ckpttool.producers.open import opened
 from ckpttool.storage.files import Pool
-from ckpttool.storage.stores import locate
+from ckpttool.storage.stores import local_path
 from ckpttool.text import plural, size
 
 SCHEMA = "ckpttool/audit/1"
@@ -87,7 +87,7 @@ def audit(
     """
     began = time.monotonic()
     path = os.fspath(path)
-    if recipe is not None and not locate(recipe).is_file():
+    if recipe is not None and not local_path(recipe).is_file():
         raise UsageError(f"`{recipe}`: no such recipe", hint="`ckpttool verify-resume init` writes a template")
     with opened(path, shapes) as source:
         result = _audited(path, source, values)
