@@ -1,14 +1,14 @@
-"""Which files are one set: by their names, as the frameworks choose them. What is in them has the last word, later.
+"""Finds the files of one set by the names that frameworks give them. The contents are checked later and decide.
 
     model_world_size_4_rank_2.pt                                    verl: part, world size and rank
     rank0.pt   sharded_rank0.pt   optimizer_0_rank1.bin   last.rank_0.pth   rank0_model.pt      part and rank
-    rank_0/model.pt                                                 the directory says the rank
+    rank_0/model.pt                                                 the directory has the rank
     checkpoint_0.pt   0.pt                 a number: a rank if there are sharded tensors or copies inside, else an epoch
-    shard_0_of_2.pt   a.pt   0/model.pt    names that say nothing: ranks if there are sharded tensors, which say whose
-    pytorch_model-00001-of-00002.bin   mp_rank_00_model_states.pt                              none of ours
+    shard_0_of_2.pt   a.pt   0/model.pt    other names: ranks if there are sharded tensors, which have the rank
+    pytorch_model-00001-of-00002.bin   mp_rank_00_model_states.pt                              not rank files
 
-What stands before the rank is the part that the set is: files of several parts in a directory are one checkpoint,
-unless the parts differ by a number only; then they are several.
+The name before the rank is the part: files of several parts in a directory are one checkpoint, unless the parts differ
+only in a number; then they are several checkpoints.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MOST = 100_000
 
 class Member(NamedTuple):
     """A file by its name: `Member("/run/model_world_size_4_rank_2.pt", "model", 2, 4, ".pt")`. `numbered` names have
-    a number where it is not said that it is a rank."""
+    a number that may not be a rank."""
 
     path: Location
     stem: str
@@ -53,8 +53,8 @@ class Member(NamedTuple):
 
 @dataclass(slots=True)
 class RankSet:
-    """The files of a checkpoint: part -> rank in the name -> path. `parts` has one key of "" for a set of one part.
-    `left_out` are files of a directory or a pattern that are no rank's."""
+    """The files of a checkpoint: part -> rank in the name -> path. The key of a set with one part is "". `left_out` are
+    files of a directory or a pattern that belong to no rank."""
 
     parts: dict[str, dict[int, Location]]
     world: int | None = None
@@ -64,7 +64,7 @@ class RankSet:
 
     @property
     def folder(self) -> str:
-        """The directory that all files are below; empty when they lie in one."""
+        """The common directory of files in several directories; empty if all are in one."""
         folders = {path.absolute().parent for members in self.parts.values() for path in members.values()}
         if len(folders) == 1:
             return ""
@@ -74,45 +74,45 @@ class RankSet:
         return above
 
     def pattern(self, part: str) -> str:
-        """What names the files of one part: `/run/full_rank*.pt`."""
+        """Return a pattern that matches the files of one part: `/run/full_rank*.pt`."""
         path = next(iter(self.parts[part].values()))
-        found = member(path)
-        if found is None:
+        match = member(path)
+        if match is None:
             return path
         folder = path.parent
-        if found.numbered or not _FOLDER.fullmatch(folder.name):
-            return folder / _pattern_of(found)
+        if match.numbered or not _FOLDER.fullmatch(folder.name):
+            return folder / _pattern_of(match)
         return folder.parent / "rank*" / path.name
 
 
 def member(path: str) -> Member | None:
-    """What a file's name says; None for a name without a rank."""
+    """Parse the name of a file; None for a name without a rank."""
     path = locate(path)
     name = path.name
     for pattern in _NAMES:
-        found = pattern.fullmatch(name)
-        if found is not None:
-            stem = found["stem"].strip("._-")
+        match = pattern.fullmatch(name)
+        if match is not None:
+            stem = match["stem"].strip("._-")
             if _PARALLEL.search(stem):
                 return None
-            said = found.groupdict().get("world")
-            return Member(path, stem, int(found["rank"]), int(said) if said else None, found["ending"])
+            world = match.groupdict().get("world")
+            return Member(path, stem, int(match["rank"]), int(world) if world else None, match["ending"])
     within = _FOLDER.fullmatch(path.parent.name)
-    if within is not None and (found := _NAMED.fullmatch(name)) is not None:
-        return Member(path, found["stem"], int(within[1]), None, found["ending"])
-    found = _NUMBERED.fullmatch(name)
-    if found is None or len(found["rank"]) > 6 or re.search(r"(?<![a-zA-Z])of[._-]?$", found["stem"]):
+    if within is not None and (match := _NAMED.fullmatch(name)) is not None:
+        return Member(path, match["stem"], int(within[1]), None, match["ending"])
+    match = _NUMBERED.fullmatch(name)
+    if match is None or len(match["rank"]) > 6 or re.search(r"(?<![a-zA-Z])of[._-]?$", match["stem"]):
         return None
-    return Member(path, found["stem"].strip("._-"), int(found["rank"]), None, found["ending"], numbered=True)
+    return Member(path, match["stem"].strip("._-"), int(match["rank"]), None, match["ending"], numbered=True)
 
 
 def recognise(path: str) -> bool:
-    """Whether these are rank files, or this is one."""
+    """Return whether a path is a rank file, or a directory or pattern of rank files."""
     location = locate(path)
     if location.is_pattern():
-        return bool(_ours(names := _matches(location), told=True) or _with_shards(names, any_of=True))
+        return bool(_rank_files(names := _matches(location), is_named=True) or _with_shards(names, any_of=True))
     if location.is_dir():
-        return bool(_ours(names := _files_in(location)) or _with_shards(names))
+        return bool(_rank_files(names := _files_in(location)) or _with_shards(names))
     if not location.is_file() or not reading.is_torch(location):
         return False
     if reading.mentions_shards(location):
@@ -124,45 +124,43 @@ def recognise(path: str) -> bool:
 
 
 def find(path: str) -> RankSet:
-    """The set at a directory, around one file, or of a pattern. Raises ReadError when there are several."""
+    """Return the set in a directory, around one file, or of a pattern. Raises ReadError if there are several."""
     location = locate(path)
     is_pattern = location.is_pattern()
     if not is_pattern and not location.is_dir():
         return _around(location)
     names = _matches(location) if is_pattern else _files_in(location)
-    ours = _ours(names, told=is_pattern) or _told_inside(_with_shards(names, any_of=is_pattern))
-    if not ours:
-        raise ReadError(
-            f"`{path}`: no file there is that of a rank", hint="name the files: `'run/*rank*.pt'`", file=path
-        )
+    members = _rank_files(names, is_named=is_pattern) or _by_contents(_with_shards(names, any_of=is_pattern))
+    if not members:
+        raise ReadError(f"`{path}`: has no rank files", hint="name the files: `'run/*rank*.pt'`", file=path)
     groups: dict[tuple[str, int | None, str], list[Member]] = {}
-    for found in ours:
-        groups.setdefault((found.stem, found.world, found.ending), []).append(found)
+    for found_member in members:
+        groups.setdefault((found_member.stem, found_member.world, found_member.ending), []).append(found_member)
     worlds = {world for _, world, _ in groups if world is not None}
     plain = [re.sub(r"\d+", "", stem) for stem, _, _ in groups]
     if len(worlds) > 1 or len(set(plain)) < len(plain):
         raise _several(location, groups)
-    made = RankSet({}, next(iter(worlds), None), numbered=ours[0].numbered)
+    rank_set = RankSet({}, next(iter(worlds), None), numbered=members[0].numbered)
     keys = _keys([stem for stem, _, _ in groups])
-    for (stem, _, _), members in groups.items():
-        _check_once(members)
-        made.parts[keys[stem]] = {m.rank: m.path for m in sorted(members, key=lambda m: m.rank)}
-    taken = {m.path for m in ours}
-    made.left_out = [name for name in names if name not in taken and (is_pattern or _is_data(name))]
-    return made
+    for (stem, _, _), group in groups.items():
+        _check_once(group)
+        rank_set.parts[keys[stem]] = {m.rank: m.path for m in sorted(group, key=lambda m: m.rank)}
+    used = {m.path for m in members}
+    rank_set.left_out = [name for name in names if name not in used and (is_pattern or _is_data(name))]
+    return rank_set
 
 
 def _check_once(members: list[Member]) -> None:
     """Raises ReadError for two files of one rank: a pattern can match the checkpoints of several directories."""
-    taken: dict[int, Location] = {}
+    seen: dict[int, Location] = {}
     for m in members:
-        if m.rank in taken:
+        if m.rank in seen:
             raise ReadError(
-                f"`{taken[m.rank]}` and `{m.path}` are both of rank {m.rank}",
+                f"`{seen[m.rank]}` and `{m.path}` are both of rank {m.rank}",
                 hint="name the files of one checkpoint, by its directory or with a narrower pattern",
-                files=[taken[m.rank], m.path],
+                files=[seen[m.rank], m.path],
             )
-        taken[m.rank] = m.path
+        seen[m.rank] = m.path
 
 
 def _several(path: Location, groups: dict[tuple[str, int | None, str], list[Member]]) -> ReadError:
@@ -181,17 +179,17 @@ def _several(path: Location, groups: dict[tuple[str, int | None, str], list[Memb
     )  # fmt: skip
 
 
-def _pattern_of(found: Member) -> str:
-    """The name of a file with a `*` for its rank."""
-    name = found.path.name
-    at = [m for m in re.finditer(r"\d+", name) if int(m[0]) == found.rank][-1]
+def _pattern_of(rank_file: Member) -> str:
+    """Return the name of a file with `*` in place of its rank."""
+    name = rank_file.path.name
+    at = [m for m in re.finditer(r"\d+", name) if int(m[0]) == rank_file.rank][-1]
     return f"{name[: at.start()]}*{name[at.end() :]}"
 
 
 def _around(path: Location) -> RankSet:
     this = member(path)
     if this is None:
-        beside = _told_inside(_with_shards(_beside(path), any_of=True))
+        beside = _by_contents(_with_shards(_beside(path), any_of=True))
         if len(beside) < 2:
             return RankSet({"": {0: path}}, alone=True)
         return RankSet({"": {m.rank: m.path for m in beside}})
@@ -202,29 +200,30 @@ def _around(path: Location) -> RankSet:
 
 
 def _like(this: Member) -> list[Member]:
-    """The files beside this one that are named alike but for the rank."""
+    """Return the files in the same directory whose names differ only in the rank."""
     folder = this.path.parent
     paths = [folder / name for name in _listed(folder)]
     if _FOLDER.fullmatch(folder.name):
         paths += [path for path in _beside(this.path) if path not in paths]
-    found = [
+    members = [
         other for path in paths
         if (other := member(path)) is not None and other[1:2] + other[3:] == this[1:2] + this[3:]
     ]  # fmt: skip
     if this.numbered:
-        found = [m for m in found if m.path == this.path or reading.mentions_shards(m.path)]
-    return sorted(found, key=lambda m: m.rank)
+        members = [m for m in members if m.path == this.path or reading.mentions_shards(m.path)]
+    return sorted(members, key=lambda m: m.rank)
 
 
 def _beside(path: Location) -> list[Location]:
-    """The files whose paths differ from this one by numbers only: in its folder, or in the folders beside that."""
+    """Return the files whose paths differ from this one only in numbers: in its directory, or in the directories beside
+    it."""
     folder, name = path.parent, path.name
     if any(c.isdigit() for c in name):
-        found = [folder / other for other in _listed(folder) if _same_but_numbers(other, name)]
+        paths = [folder / other for other in _listed(folder) if _same_but_numbers(other, name)]
     else:
         above = folder.parent
-        found = [above / other / name for other in _listed(above) if _same_but_numbers(other, folder.name)]
-    return [other for other in found if other.is_file()]
+        paths = [above / other / name for other in _listed(above) if _same_but_numbers(other, folder.name)]
+    return [other for other in paths if other.is_file()]
 
 
 def _same_but_numbers(a: str, b: str) -> bool:
@@ -232,45 +231,45 @@ def _same_but_numbers(a: str, b: str) -> bool:
 
 
 def _with_shards(paths: list[Location], *, any_of: bool = False) -> list[Location]:
-    """Those with sharded tensors inside. A directory is told by the first file of torch.save in it, so that one of a
-    thousand others is not read through; of what a person named, every file is looked at."""
-    found = [path for path in paths if reading.is_torch(path)]
-    if not any_of and (not found or not reading.mentions_shards(found[0])):
+    """Return the files that contain sharded tensors. In a directory the first torch.save file decides, so that a
+    thousand other files are not scanned; with `any_of`, for files named by the user, every file is examined."""
+    torch_files = [path for path in paths if reading.is_torch(path)]
+    if not any_of and (not torch_files or not reading.mentions_shards(torch_files[0])):
         return []
-    return [path for path in found if reading.mentions_shards(path)]
+    return [path for path in torch_files if reading.mentions_shards(path)]
 
 
-def _told_inside(paths: list[Location]) -> list[Member]:
-    """Files whose contents say of which rank they are. Raises CorruptError for one that is not whole."""
-    made: list[Member] = []
-    taken: dict[tuple[str, int], Location] = {}
+def _by_contents(paths: list[Location]) -> list[Member]:
+    """Return the files whose contents have a rank. Raises CorruptError for a damaged one."""
+    members: list[Member] = []
+    seen: dict[tuple[str, int], Location] = {}
     pool = files.Pool()
     try:
         for path in paths:
             name = path.name
-            found = _NAMED.fullmatch(name)
-            stem, ending = (found["stem"], found["ending"]) if found is not None else (name, "")
+            match = _NAMED.fullmatch(name)
+            stem, ending = (match["stem"], match["ending"]) if match is not None else (name, "")
             stem = _COUNT.sub("", stem).strip("._-")
             rank = reading.load(pool, path).rank
             if rank is None:
                 continue
-            other = taken.setdefault((stem, rank), path)
+            other = seen.setdefault((stem, rank), path)
             if other != path:
                 raise CorruptError(
                     f"`{other}` and `{path}` are both of rank {rank}",
-                    hint="two saves are mixed up here: name the files of one with a pattern", files=[other, path],
+                    hint="these are files of two saves: name the files of one with a pattern", files=[other, path],
                 )  # fmt: skip
-            made.append(Member(path, stem, rank, None, ending))
+            members.append(Member(path, stem, rank, None, ending))
     finally:
         pool.close()
-    if len({m.rank for m in made}) == len({m.stem for m in made}) == len(made):
-        # Each has a name of its own, which is no part.
-        made = [m._replace(stem="") for m in made]
-    return made
+    if len({m.rank for m in members}) == len({m.stem for m in members}) == len(members):
+        # Each file has a name of its own, which is not a part.
+        members = [m._replace(stem="") for m in members]
+    return members
 
 
 def _is_data(path: Location) -> bool:
-    """Whether this is a file that somebody would miss."""
+    """Return whether a file holds tensors."""
     return path.endswith(".safetensors") or reading.is_torch(path)
 
 
@@ -282,45 +281,45 @@ def _listed(folder: Location) -> list[str]:
 
 
 def _files_in(folder: Location) -> list[Location]:
-    """The files in a directory; where there are none of torch.save, those in its directories for each rank."""
+    """Return the files in a directory; if none is a torch.save file, those in its directories of single ranks."""
     names = _listed(folder)
-    found = [path for name in names if (path := folder / name).is_file()]
+    paths = [path for name in names if (path := folder / name).is_file()]
     below = [name for name in names if _FOLDER.fullmatch(name)]
-    if below and not any(_NAMED.fullmatch(path.name) for path in found):
-        found += [path for name in below for path in _files_in(folder / name)]
-    return found
+    if below and not any(_NAMED.fullmatch(path.name) for path in paths):
+        paths += [path for name in below for path in _files_in(folder / name)]
+    return paths
 
 
 def _matches(pattern: Location) -> list[Location]:
     return [path for path in pattern.matches()[:_MOST] if path.is_file()]
 
 
-def _ours(paths: Iterable[Location], *, told: bool = False) -> list[Member]:
-    """The rank files among these. Names that say so are believed, numbers of files that look like it inside, or when
-    a person has `told` us with a pattern."""
-    found = [m for path in paths if (m := member(path)) is not None]
-    named = [m for m in found if not m.numbered]
+def _rank_files(paths: Iterable[Location], *, is_named: bool = False) -> list[Member]:
+    """Return the rank files among paths. A name with a rank is sufficient; a number is a rank if the contents show it,
+    or if the user named the files with a pattern (`is_named`)."""
+    members = [m for path in paths if (m := member(path)) is not None]
+    named = [m for m in members if not m.numbered]
     if any(reading.is_torch(m.path) for m in named):
         return named
     stems: dict[str, list[Member]] = {}
-    for m in found:
+    for m in members:
         if m.numbered:
             stems.setdefault(m.stem, []).append(m)
-    return [m for members in stems.values() if _are_ranks(members, told) for m in members]
+    return [m for members in stems.values() if _are_ranks(members, is_named) for m in members]
 
 
-def _are_ranks(members: list[Member], told: bool) -> bool:
-    """Whether the numbers of these are ranks: there are sharded tensors inside, or (DDP) copies of one model."""
+def _are_ranks(members: list[Member], is_named: bool) -> bool:
+    """Return whether the numbers are ranks: the files contain sharded tensors or, with DDP, copies of one model."""
     first, *rest = sorted(members, key=lambda m: m.rank)
     if reading.mentions_shards(first.path):
         return True
     if not rest or [m.rank for m in (first, *rest)] != list(range(len(members))):
         return False
-    return all(reading.is_torch(m.path) for m in members) if told else reading.alike(first.path, rest[0].path)
+    return all(reading.is_torch(m.path) for m in members) if is_named else reading.alike(first.path, rest[0].path)
 
 
 def _keys(stems: list[str]) -> dict[str, str]:
-    """The key in the checkpoint for each part: `pytorch_model_fsdp_0` is `model`. Pure."""
+    """Return the key in the checkpoint for each part: `pytorch_model_fsdp_0` is `model`. Pure."""
     if len(stems) == 1:
         return {stems[0]: ""}
     short = {

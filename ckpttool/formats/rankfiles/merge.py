@@ -1,14 +1,14 @@
-"""The trees of all ranks as one catalogue, one rank after the other.
+"""Merges the trees of all ranks into one catalogue, one rank after the other.
 
     in the files of the ranks                              in the catalogue
-    DTensor, ShardedTensor                                 one tensor of the pieces of all ranks; copies of a box once
+    DTensor, ShardedTensor                                 one tensor with the shards of all ranks, each box once
     the same plain tensor or value on every rank           once
     another plain tensor of the model or the optimizer     a fault
     another step, epoch or learning rate                   a fault: these are two saves
     another value, or anything else                        the rank's own: `rng.rank3.torch`
-    on some ranks only                                     as it is, and said
+    on some ranks only                                     kept, with a warning
 
-Pieces go where their placements say; that bytes are equal never decides anything. The order is that of the first rank.
+Shards are merged by their placements; equal bytes never decide. The order is that of the first rank.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ class RankState:
     shards: dict[Path, Shard] = field(default_factory=dict)
 
     def fill(self) -> None:
-        """Make entries of the trees."""
+        """Add the entries of the trees."""
         for root, file in self.files.items():
             torchtree.fill(self.read, file.tree, file.place, root, shards=self.shards)
             self.read.warnings += file.warnings
 
     def file_of(self, path: Path) -> RankFile:
-        """The file that has what stands at `path`."""
+        """Return the file with the entry at `path`."""
         return next(file for root, file in self.files.items() if path[: len(root)] == root)
 
     def under(self, unit: Path, *, at: Path) -> Catalogue:
-        """What stands at `unit` of the tree, as entries at another path."""
-        made = Catalogue("rankfiles")
-        torchtree.fill(made, self.node(unit), self.file_of(unit).place, at)
-        return made
+        """Return the subtree at `unit` as entries at another path."""
+        catalogue = Catalogue("rankfiles")
+        torchtree.fill(catalogue, self.node(unit), self.file_of(unit).place, at)
+        return catalogue
 
     def node(self, path: Path) -> Any:
-        """What stands at `path` of the tree."""
+        """Return the node at `path` of the tree."""
         root, file = next((r, f) for r, f in self.files.items() if path[: len(r)] == r)
         node = file.tree
         for key in path[len(root) :]:
@@ -69,15 +69,15 @@ class RankState:
         return node
 
     def owner(self, path: Path) -> Path:
-        """The path of the object that an embedded tensor belongs to; that of anything else is its own."""
+        """Return the path of the object that contains an embedded tensor; for other entries, their own path."""
         entry = self.read.entries[path]
         if not isinstance(entry, Tensor) or not entry.embedded:
             return path
         return next(path[:n] for n in range(len(path) - 1, -1, -1) if path[:n] in self.read.entries)
 
 
-class Merging:
-    """Takes the ranks in turn; `finish` leaves the catalogue with all of them."""
+class RankMerger:
+    """Adds the ranks to a catalogue one by one; `finish` completes it."""
 
     def __init__(self, catalogue: Catalogue, pool: files.Pool) -> None:
         self._catalogue = catalogue
@@ -86,34 +86,34 @@ class Merging:
         self._seen: list[int] = []
         self._kinds: dict[Path, str] = {}
         self._units: dict[Path, Path] = {}
-        self._inner: set[Path] = set()  # what other entries lie below
+        self._inner: set[Path] = set()  # paths of containers
         self._boxes: dict[Path, dict[tuple[Ints, Ints], int]] = {}
         self._shards: dict[Path, Shard] = {}
         self._names: dict[int, str] = {}
-        # What is each rank's own, by the path that it has in its file.
+        # Values kept for each rank, by their path in its file.
         self._own: dict[Path, dict[int, Catalogue]] = {}
         self._holders: dict[Path, RankState] = {}
         self._absent: dict[Path, set[int]] = {}
         self._differing: dict[Path, list[int]] = {}
-        self._hollow: dict[Path, list[int]] = {}  # empty dicts of ranks where another has the whole
+        self._hollow: dict[Path, list[int]] = {}  # dicts that are empty on some ranks and complete on another
         self._unread: dict[Path, None] = {}
         self._shapes: dict[Path, CkptError] = {}
         self._mixed = MixedSaves()
 
     @property
     def shards(self) -> Mapping[Path, Shard]:
-        """The sharded tensors, each as the first rank has it that has it."""
+        """The sharded tensors, each as in the first rank that has it."""
         return self._shards
 
     def add(self, state: RankState) -> None:
-        """Merge what a rank has."""
+        """Merge the state of a rank."""
         state.fill()
         self._names[state.rank] = some([file.name for file in state.files.values()])
         if self._first is None:
             self._start(state)
         else:
             self._compare(state)
-            # Of all the trees one is enough, and what is held of this one now are parts.
+            # One tree is enough in memory.
             if not any(holder is state for holder in self._holders.values()):
                 for file in state.files.values():
                     file.tree = None
@@ -125,14 +125,14 @@ class Merging:
 
     def _start(self, state: RankState) -> None:
         self._first = state
-        ours = self._catalogue
-        ours.containers |= state.read.containers
-        ours.warnings += state.read.warnings
+        catalogue = self._catalogue
+        catalogue.containers |= state.read.containers
+        catalogue.warnings += state.read.warnings
         for path, entry in state.read.entries.items():
             self._take(path, entry, state)
-        self._tell_kinds()
+        self._assign_kinds()
 
-    def _tell_kinds(self) -> None:
+    def _assign_kinds(self) -> None:
         parts.assign(self._catalogue)
         self._kinds = {part.root: part.kind for part in parts.parts(self._catalogue)}
         self._units.clear()
@@ -152,11 +152,11 @@ class Merging:
     # Every other rank ------------------------------------------------------------------------------------------------
 
     def _compare(self, state: RankState) -> None:
-        entries, ours = state.read.entries, self._catalogue.entries
+        entries, merged = state.read.entries, self._catalogue.entries
         own: dict[Path, None] = {}
         hollow = len(self._hollow)
         for path, entry in entries.items():
-            if path not in ours:
+            if path not in merged:
                 unit = self._unit(path, state.owner(path))
                 if _is_empty(entry) and path in self._inner:
                     # `full_optim_state_dict` of all ranks but one, or `rank0_only` and every rank saved.
@@ -166,22 +166,22 @@ class Merging:
                     own[unit] = None
                 else:
                     self._introduce(path, entry, state)
-            elif not self._same(path, ours[path], entry, state):
+            elif not self._same(path, merged[path], entry, state):
                 self._mixed.note(self._kind(path), path, entry, state.rank)
                 own[self._unit(path, state.owner(path))] = None
-        if entries.keys() != ours.keys():
-            for path in [path for path in ours if path not in entries]:
+        if entries.keys() != merged.keys():
+            for path in [path for path in merged if path not in entries]:
                 unit = self._unit(path, path)
                 if unit != path and any(other in entries for other in self._group(unit)):
                     own[unit] = None
                 else:
                     self._absent.setdefault(path, set()).add(state.rank)
         if len(self._hollow) > hollow:
-            # An empty dict is no model; what this rank has there may be one.
-            self._tell_kinds()
+            # An empty dict is not a model, but the dict of this rank may be one.
+            self._assign_kinds()
         for unit in own:
-            made = state.under(unit, at=(*unit, parts.rank_key(state.rank)))
-            self._own.setdefault(unit, {})[state.rank] = made
+            values = state.under(unit, at=(*unit, parts.rank_key(state.rank)))
+            self._own.setdefault(unit, {})[state.rank] = values
 
     def _introduce(self, path: Path, entry: Entry, state: RankState) -> None:
         for depth in range(len(path)):
@@ -197,19 +197,20 @@ class Merging:
                 if container is not None:
                     self._catalogue.containers.setdefault(path[:depth], container)
 
-    def _same(self, path: Path, ours: Entry, theirs: Entry, state: RankState) -> bool:
-        """Whether a rank has the same as those before it, or a piece of the same. False: it is the rank's own."""
+    def _same(self, path: Path, merged: Entry, entry: Entry, state: RankState) -> bool:
+        """Return whether an entry of a rank is equal to the merged one or another shard of it. Otherwise it is kept for
+        each rank."""
         shard, first = state.shards.get(path), self._shards.get(path)
-        if isinstance(ours, Object) and isinstance(theirs, Object):
-            return same_value(ours, theirs)
+        if isinstance(merged, Object) and isinstance(entry, Object):
+            return same_value(merged, entry)
         if shard is not None or first is not None:
-            self._add_pieces(path, ours, theirs, state)
+            self._add_pieces(path, merged, entry, state)
             return True
-        if isinstance(ours, Tensor) and isinstance(theirs, Tensor) and (ours.dtype, ours.shape) == (
-            theirs.dtype, theirs.shape,
+        if isinstance(merged, Tensor) and isinstance(entry, Tensor) and (merged.dtype, merged.shape) == (
+            entry.dtype, entry.shape,
         ):  # fmt: skip
-            a, b = ours.chunks[0].extent, theirs.chunks[0].extent
-            same = self.comparer.same(ours.dtype.itemsize, ours.shape, a, b)
+            a, b = merged.chunks[0].extent, entry.chunks[0].extent
+            same = self.comparer.same(merged.dtype.itemsize, merged.shape, a, b)
             if same is None:
                 self._unread[path] = None
             if same is not False:
@@ -217,25 +218,25 @@ class Merging:
             if self._kind(path) not in _STATE:
                 return False
             self._differing.setdefault(path, []).append(state.rank)
-            self._mixed.note(self._kind(path), path, theirs, state.rank)
+            self._mixed.note(self._kind(path), path, entry, state.rank)
             return True
         if self._kind(path) not in _STATE:
             return False
-        self._disagree(path, _said(ours), _said(theirs), state)
+        self._disagree(path, _describe(merged), _describe(entry), state)
         return True
 
-    def _add_pieces(self, path: Path, ours: Entry, theirs: Entry, state: RankState) -> None:
+    def _add_pieces(self, path: Path, merged: Entry, entry: Entry, state: RankState) -> None:
         shard, first = state.shards.get(path), self._shards.get(path)
         if shard is None or first is None or (shard.kind, shard.dtype, shard.shape) != (
             first.kind, first.dtype, first.shape,
         ):  # fmt: skip
-            a = _said(ours) if first is None else f"a {first.kind} of {first.dtype} {list(first.shape)}"
-            b = _said(theirs) if shard is None else f"a {shard.kind} of {shard.dtype} {list(shard.shape)}"
+            a = _describe(merged) if first is None else f"a {first.kind} of {first.dtype} {list(first.shape)}"
+            b = _describe(entry) if shard is None else f"a {shard.kind} of {shard.dtype} {list(shard.shape)}"
             self._disagree(path, a, b, state)
             return
-        assert isinstance(ours, Tensor) and isinstance(theirs, Tensor)
-        for chunk in theirs.chunks:
-            self._add_piece(path, ours, chunk, state)
+        assert isinstance(merged, Tensor) and isinstance(entry, Tensor)
+        for chunk in entry.chunks:
+            self._add_piece(path, merged, chunk, state)
 
     def _add_piece(self, path: Path, tensor: Tensor, chunk: Chunk, state: RankState) -> None:
         if 0 in chunk.sizes:
@@ -261,7 +262,7 @@ class Merging:
         return "other"
 
     def _unit(self, path: Path, owner: Path) -> Path:
-        """What is the rank's own together with this: all of a random number generator, else the value alone."""
+        """Return the path whose values are kept for each rank together: a whole RNG, otherwise the value alone."""
         unit = self._units.get(path)
         if unit is None:
             unit = owner
@@ -278,31 +279,31 @@ class Merging:
 
     # Faults ----------------------------------------------------------------------------------------------------------
 
-    def _disagree(self, path: Path, ours: str, theirs: str, state: RankState) -> None:
+    def _disagree(self, path: Path, expected: str, found: str, state: RankState) -> None:
         if path in self._shapes:
             return
         holder = self._holders.get(path, self._first)
         assert holder is not None
         a, b = holder.file_of(path).name, state.file_of(path).name
         self._shapes[path] = CorruptError(
-            f"ranks {holder.rank} and {state.rank} disagree on `{dotted(path)}`: {ours} in `{a}`, {theirs} in `{b}`",
+            f"ranks {holder.rank} and {state.rank} disagree on `{dotted(path)}`: {expected} in `{a}`, {found} in `{b}`",
             hint="the files are not of one save: copy all of them again from the same step",
-            tensor=dotted(path), ranks=[holder.rank, state.rank], files=[a, b], found=theirs, expected=ours,
+            tensor=dotted(path), ranks=[holder.rank, state.rank], files=[a, b], found=found, expected=expected,
             concerns=[dotted(path)], alike="are not the same kind of tensor on every rank",
         )  # fmt: skip
 
     def _faults(self, blamed: Mapping[Path, CkptError]) -> list[CkptError]:
-        """`blamed` are parts of which more is known than that their tensors differ."""
+        """Return the faults. `blamed` are parts with a more precise fault than that their tensors differ."""
         within = {path for path in (*self._shapes, *self._differing) if _is_below(path, blamed)}
-        found = [error for path, error in self._shapes.items() if path not in within]
+        errors = [error for path, error in self._shapes.items() if path not in within]
         differing = [path for path in self._differing if path not in within]
-        hint = self._advice(differing, alone=not found)
+        hint = self._advice(differing, alone=not errors)
         for path in differing:
             holder, others = self._holders.get(path, self._first), self._differing[path]
             assert holder is not None
             copies = sorted(set(others))
             names = some([self._names[rank].strip("`") for rank in copies])
-            found.append(
+            errors.append(
                 CorruptError(
                     f"tensor `{dotted(path)}` differs between ranks that should have the same: "
                     f"{'rank' if len(copies) == 1 else 'ranks'} {', '.join(map(str, copies))} ({names}) "
@@ -313,12 +314,12 @@ class Merging:
                 )
             )  # fmt: skip
         mixed = self._mixed.fault(self._catalogue, self.comparer, self._names, self._absent, self._stages())
-        faults = [*found[:_MOST_FAULTS], *_rest(found[_MOST_FAULTS:]), *blamed.values(), *self._foreign()]
+        faults = [*errors[:_MOST_FAULTS], *_rest(errors[_MOST_FAULTS:]), *blamed.values(), *self._foreign()]
         return faults if mixed is None else [mixed, *faults]
 
     def _advice(self, differing: list[Path], *, alone: bool) -> str:
-        """What to do about tensors that differ. Leaving them out is right for buffers that nobody synchronises, as of
-        batch normalisation: few of the model's, whole on every rank, and all else agrees. `alone`: no shape differs."""
+        """Return the hint for tensors that differ. Excluding them is right for unsynchronised buffers, as of batch
+        normalisation: few tensors of the model, whole on every rank, while all others agree. `alone`: shapes agree."""
         flags = _left_out(differing)
         others = [
             path for path, entry in self._catalogue.entries.items()
@@ -333,15 +334,15 @@ class Merging:
         return "the files are not of one save: take all files from one save"
 
     def _hollow_at(self, path: Path) -> set[int]:
-        """The ranks that have nothing where others have all that is above `path`."""
+        """Return the ranks on which a container above `path` is empty."""
         return {rank for depth in range(len(path)) for rank in self._hollow.get(path[:depth], ())}
 
     def _stages(self) -> bool:
-        """Whether there are meshes of some ranks each, as with pipeline stages."""
+        """Return whether there are several meshes, as with pipeline stages."""
         return len({shard.within for shard in self._shards.values()} - {()}) > 1
 
     def _foreign(self) -> list[CkptError]:
-        """Ranks without a tensor of the model that they should have: with pipeline stages each mesh has its own."""
+        """Return faults of ranks that lack a tensor of the model; with pipeline stages each mesh has its own."""
         assert self._first is not None
         lacking: dict[int, list[str]] = {}
         alone: dict[int, list[str]] = {}
@@ -354,19 +355,19 @@ class Merging:
                 absent = absent - self._hollow_at(path)
             expected = {rank for rank in absent if shard is None or not shard.within or rank in shard.within}
             holders = set(self._seen) - self._absent[path]
-            # The odd file out is that of the few.
+            # The smaller group is the wrong one.
             odd, names = (holders, alone) if len(holders) < len(expected) else (expected, lacking)
             for rank in odd:
                 names.setdefault(rank, []).append(dotted(path))
         stages = {shard.within for shard in self._shards.values()} - {()}
         return [
             CorruptError(
-                f"{self._names[rank]}: rank {rank} {said % some(names)}",
+                f"{self._names[rank]}: rank {rank} {text % some(names)}",
                 hint="the file is that of another model or save: copy it again from the same step",
                 ranks=[rank], found=names[:_MOST_FAULTS],
             )
-            for odd_ones, said in (
-                (alone, "has %s, which other ranks have not"), (lacking, "has no %s, which other ranks have"),
+            for odd_ones, text in (
+                (alone, "has %s, which other ranks do not have"), (lacking, "has no %s, which other ranks have"),
             )
             for rank, names in sorted(odd_ones.items())
             if len(stages) < 2 or any(rank in within for within in stages if len(within) == len(self._seen))
@@ -375,8 +376,8 @@ class Merging:
     # The end ---------------------------------------------------------------------------------------------------------
 
     def finish(self, blamed: Mapping[Path, CkptError]) -> None:
-        """Put what is each rank's own into its place, and say what was found; what is wrong with `blamed` parts is
-        known."""
+        """Insert the values kept for each rank, and add faults and warnings; `blamed` are the faults of parts that are
+        already known."""
         for path, shard in self._shards.items():
             tensor = self._catalogue.tensor(path)
             if not tensor.numel and not tensor.chunks:
@@ -411,38 +412,38 @@ class Merging:
         if not self._own:
             return
         assert self._first is not None
-        ours, made = self._catalogue, dict[Path, Entry]()
+        catalogue, entries = self._catalogue, dict[Path, Entry]()
         done: set[Path] = set()
-        for path, entry in ours.entries.items():
+        for path, entry in catalogue.entries.items():
             unit = next((path[:n] for n in range(len(path) + 1) if path[:n] in self._own), None)
             if unit is None:
-                made[path] = entry
+                entries[path] = entry
             elif unit not in done:
                 done.add(unit)
                 for own in self._of_each(unit):
-                    made |= own.entries
-        for path in [p for p in ours.containers if any(p[:n] in self._own for n in range(len(p) + 1))]:
-            del ours.containers[path]
+                    entries |= own.entries
+        for path in [p for p in catalogue.containers if any(p[:n] in self._own for n in range(len(p) + 1))]:
+            del catalogue.containers[path]
         for unit in self._own:
             for own in self._of_each(unit):
-                ours.containers |= own.containers
-        ours.entries = made
+                catalogue.containers |= own.containers
+        catalogue.entries = entries
         objects = [dotted(unit) for unit in self._own if self._kind(unit) not in _PER_RANK]
         if objects:
             text = f"{len(objects)} values differ between the ranks and are kept for each: {some(objects)}"
-            ours.warnings.append(Warning("per-rank", text))
+            catalogue.warnings.append(Warning("per-rank", text))
 
     def _of_each(self, unit: Path) -> list[Catalogue]:
-        """What each rank has at a unit, under the key of the rank."""
-        found, own = [], self._own[unit]
+        """Return the entries of each rank at a unit, under the key of the rank."""
+        catalogues, own = [], self._own[unit]
         holder = next((h for path, h in self._holders.items() if path[: len(unit)] == unit), self._first)
         assert holder is not None
         for rank in self._seen:
             if rank not in own and rank not in self._absent.get(unit, ()):
                 own[rank] = holder.under(unit, at=(*unit, parts.rank_key(rank)))
             if rank in own:
-                found.append(own[rank])
-        return found
+                catalogues.append(own[rank])
+        return catalogues
 
 
 def _is_below(path: Path, roots: Iterable[Path]) -> bool:
@@ -450,13 +451,13 @@ def _is_below(path: Path, roots: Iterable[Path]) -> bool:
 
 
 def _rest(faults: list[CkptError]) -> list[CkptError]:
-    """Those beyond what anybody reads, as one."""
+    """Return faults past the limit as one."""
     names = [name for fault in faults for name in fault.facts["concerns"]]
     return [CorruptError(f"{len(names)} more tensors differ: {some(names)}", concerns=names)] if names else []
 
 
 def _left_out(paths: list[Path]) -> list[str]:
-    """What to type to do without some buffers, each name once; nothing for what has the name of a parameter. Pure."""
+    """Return the options that exclude buffers, each name once; none if one has the name of a parameter. Pure."""
     if any(str(path[-1]).rpartition(".")[2] in ("weight", "bias") for path in paths):
         return []
     names = list(map(dotted, paths))
@@ -472,5 +473,5 @@ def _is_empty(entry: Entry) -> bool:
     return isinstance(entry, Object) and isinstance(entry.value, (dict, list)) and not entry.value
 
 
-def _said(entry: Entry) -> str:
+def _describe(entry: Entry) -> str:
     return f"{entry.dtype} {list(entry.shape)}" if isinstance(entry, Tensor) else "no tensor"

@@ -76,18 +76,18 @@ def load(pool: files.Pool, path: Location) -> RankFile:
 
     if torchlegacy.is_stream(head):
         stream = torchlegacy.open_stream(read, size, name=name)
-        made = RankFile(path, size, stream.tree, stream.extent, "before 1.6 or legacy")
+        file = RankFile(path, size, stream.tree, stream.extent, "before 1.6 or legacy")
     else:
         archive = torchzip.open_archive(read, 0, size, name=name)
-        made = RankFile(path, size, torchzip.load_tree(archive), archive.extent, archive.torch_versions)
+        file = RankFile(path, size, torchzip.load_tree(archive), archive.extent, archive.torch_versions)
     dropped = torchmodule.Dropped()
     try:
-        made.tree = torchmodule.replace_modules(made.tree, dropped)
-        made.tree = sharded.replace(made.tree, made.shards)
+        file.tree = torchmodule.replace_modules(file.tree, dropped)
+        file.tree = sharded.replace(file.tree, file.shards)
     except CkptError as error:
         raise error.prefixed(name, file=path) from None
-    made.warnings += dropped.warnings()
-    return made
+    file.warnings += dropped.warnings()
+    return file
 
 
 def is_torch(path: Location) -> bool:

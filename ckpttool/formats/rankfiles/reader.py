@@ -12,7 +12,7 @@ from ckpttool.formats.rankfiles import rank_file as reading
 from ckpttool.formats.rankfiles.compare import check_parts
 from ckpttool.formats.rankfiles.discover import RankSet
 from ckpttool.formats.rankfiles.flat.restore import Rebuilding, is_needed
-from ckpttool.formats.rankfiles.merge import Merging, RankState
+from ckpttool.formats.rankfiles.merge import RankMerger, RankState
 from ckpttool.formats.rankfiles.rank_file import RankFile
 from ckpttool.serialization import torch_tree as torchtree
 from ckpttool.serialization import unpickler as pickles
@@ -23,13 +23,13 @@ from ckpttool.text import rank_ranges, some
 _SAME_SAVE = "the files are not of one save: copy all of them again from the same step"
 
 
-def open_set(found: RankSet, options: OpenOptions) -> Source:
+def open_set(rank_set: RankSet, options: OpenOptions) -> Source:
     """The catalogue of a set. Raises CorruptError for a file that is not whole."""
     catalogue = Catalogue("rankfiles")
     pool = files.Pool()
     try:
         with pickles.no_garbage_collection():
-            _Opening(catalogue, pool, found, options).run()
+            _Opening(catalogue, pool, rank_set, options).run()
     except BaseException:
         pool.close()
         raise
@@ -39,10 +39,10 @@ def open_set(found: RankSet, options: OpenOptions) -> Source:
 class _Opening:
     """Reads the files of a set one after the other, and finds what contradicts what."""
 
-    def __init__(self, catalogue: Catalogue, pool: files.Pool, found: RankSet, options: OpenOptions) -> None:
-        self._catalogue, self._pool, self._set, self._options = catalogue, pool, found, options
-        self._merging = Merging(catalogue, pool)
-        self._folder = found.folder
+    def __init__(self, catalogue: Catalogue, pool: files.Pool, rank_set: RankSet, options: OpenOptions) -> None:
+        self._catalogue, self._pool, self._set, self._options = catalogue, pool, rank_set, options
+        self._merger = RankMerger(catalogue, pool)
+        self._folder = rank_set.folder
         self._expected: dict[str, tuple[int, ...]] = {}  # ranks that a file knows of, by its name
         self._by: dict[int, str] = {}
         self._cut: dict[int, CorruptError] = {}  # files that are not whole, by the ranks in their names
@@ -67,24 +67,24 @@ class _Opening:
             states = (state for state in every[1:])
         # One after the other: a tuple of them would hold all trees at once.
         for state in chain([first], states) if first is not None else ():
-            self._merging.add(state)
+            self._merger.add(state)
         if self._cut and not self._by:
             raise next(iter(self._cut.values()))
         # What a file that is not whole should have had is missing from the rest.
         self._catalogue.faults[:0] = self._cut.values()
         misplaced = self._catalogue.faults[:]
-        self._merging.finish(rebuilding.faults if rebuilding is not None else {})
+        self._merger.finish(rebuilding.faults if rebuilding is not None else {})
         if rebuilding is not None:
-            self._catalogue.faults += rebuilding.finish(self._catalogue, self._merging.comparer)
+            self._catalogue.faults += rebuilding.finish(self._catalogue, self._merger.comparer)
         if flat is not None:
-            # Pieces differ between ranks as they should: what merging said of them is beside the point.
+            # Flat pieces differ between ranks as they should: the warnings of the merge do not apply.
             self._catalogue.faults[:] = [*misplaced, flat]
         # A file that is in the wrong place is why another is missing, and that is why tensors do not fit.
         self._catalogue.faults[len(misplaced) : len(misplaced)] = self._missing()
         self._describe()
 
     def _load(self, named: int) -> RankState | None:
-        """The files of a rank; None for one that cannot be told where it belongs."""
+        """Return the files of a rank; None if it is unknown which rank they belong to."""
         loaded: dict[Path, RankFile] = {}
         for part, members in self._set.parts.items():
             if named in members:
@@ -99,12 +99,12 @@ class _Opening:
                 loaded[(part,) if part else ()] = file
         if len(loaded) > 1:
             check_parts({part: self._set.pattern(part) for part in self._set.parts}, loaded)
-        told = {rank for file in loaded.values() for shard in file.shards if (rank := shard.rank) is not None}
+        ranks = {rank for file in loaded.values() for shard in file.shards if (rank := shard.rank) is not None}
         names = some([file.name for file in loaded.values()])
-        if len(told) > 1:
-            self._fault(f"{names} hold tensors of {rank_ranges(told)}", _SAME_SAVE)
+        if len(ranks) > 1:
+            self._fault(f"{names} hold tensors of {rank_ranges(ranks)}", _SAME_SAVE)
             return None
-        rank = next(iter(told), named)
+        rank = next(iter(ranks), named)
         for file in loaded.values():
             self._torch[file.torch] = None
             self._catalogue.files[file.number].rank = rank
@@ -148,10 +148,10 @@ class _Opening:
             if lacking and not self._renamed:
                 faults.append(self._no_file(lacking, len(expected), part))
         if extra and not faults:
-            told = some([self._by[rank].strip("`") for rank in extra])
+            extra_files = some([self._by[rank].strip("`") for rank in extra])
             faults.append(
                 CorruptError(
-                    f"{told} {'is' if len(extra) == 1 else 'are'} of {rank_ranges(extra)}, but the "
+                    f"{extra_files} {'is' if len(extra) == 1 else 'are'} of {rank_ranges(extra)}, but the "
                     f"checkpoint is of {rank_ranges(expected)}",
                     hint="a file of an older save by more ranks was left behind: move it away",
                     ranks=extra, expected=sorted(expected),
@@ -176,20 +176,22 @@ class _Opening:
         )  # fmt: skip
 
     def _describe(self) -> None:
-        ours = self._catalogue
-        kinds = dict.fromkeys(map(_kind, self._merging.shards.values()))
+        catalogue = self._catalogue
+        kinds = dict.fromkeys(map(_kind, self._merger.shards.values()))
         plain = "plain, one rank" if len(self._by) < 2 else "plain, the same on each rank"
-        ours.facts |= {
+        catalogue.facts |= {
             "layout": "; ".join([*kinds][:3]) or plain,
             "writer": "torch.save",
             "torch": ", ".join(self._torch),
         }  # fmt: skip
         if self._renamed:
-            text = f"names say other ranks than contents, which are believed: {some(self._renamed)}"
-            ours.warnings.append(Warning("renamed-rank", text))
+            text = (
+                f"names and contents have different ranks, the contents are used: {some(self._renamed)}"
+            )
+            catalogue.warnings.append(Warning("renamed-rank", text))
         if self._set.left_out:
-            text = f"files that belong to no rank, left out: {some(self._set.left_out)}"
-            ours.warnings.append(Warning("left-out", text))
+            text = f"files that belong to no rank are left out: {some(self._set.left_out)}"
+            catalogue.warnings.append(Warning("left-out", text))
 
 
 _ONE_FILE = (
@@ -202,7 +204,7 @@ def _of_another(names: list[str], known: tuple[int, ...], others: list[str], kep
     return CorruptError(
         f"{some(names)} {'is' if len(names) == 1 else 'are'} of a save by {len(known)} ranks, {some(others)} by "
         f"{len(kept)}",
-        hint="two saves are mixed up here: keep the files of one, or name them with a pattern",
+        hint="these are files of two saves: keep the files of one, or name them with a pattern",
         files=names, found=len(known), expected=len(kept),
     )  # fmt: skip
 

@@ -158,18 +158,18 @@ def _described(value: Any) -> str:
 def _pieces_by_name(trees: Trees, flats: Iterable[_Flat], shapes: Mapping[str, Ints]) -> dict[str, list[TensorRef]]:
     """What each rank has of every parameter that is there under its own name."""
     inside = {(p.rank, p.ref.storage.key) for flat in flats for p in flat.pieces}
-    found: dict[str, list[TensorRef]] = {}
+    pieces: dict[str, list[TensorRef]] = {}
     for name in trees[0]:
         refs = [tree[name] for tree in trees]
         if not isinstance(name, str) or not all(map(is_line, refs)):
             continue
-        held = [ref.shape[0] for ref in refs]
+        lengths = [ref.shape[0] for ref in refs]
         views = any((rank, ref.storage.key) in inside for rank, ref in enumerate(refs) if ref.shape[0])
         # Flat parameters that were moved to the CPU are no longer what the pieces are views of. A buffer has the same
         # length everywhere, and that length is its shape.
-        if views or len(set(held)) > 1 or (name in shapes and shapes[name] != refs[0].shape):
-            found[name] = refs
-    return found
+        if views or len(set(lengths)) > 1 or (name in shapes and shapes[name] != refs[0].shape):
+            pieces[name] = refs
+    return pieces
 
 
 def _owner(name: str, units: Iterable[str]) -> str | None:
@@ -236,7 +236,7 @@ def _missing_shapes(missing: Sequence[str]) -> CkptError:
 
 def _line(name: str, refs: Sequence[TensorRef]) -> _Flat:
     """The pieces of one parameter, end to end in the order of the ranks."""
-    made: list[Piece] = []
+    pieces: list[Piece] = []
     end = 0
     for rank, ref in enumerate(refs):
         if ref.dtype != refs[0].dtype:
@@ -245,9 +245,9 @@ def _line(name: str, refs: Sequence[TensorRef]) -> _Flat:
                 hint="the files are of different saves", tensor=name, ranks=[0, rank],
             )  # fmt: skip
         if ref.shape[0]:
-            made.append(Piece(end, end + ref.shape[0], rank, ref))
+            pieces.append(Piece(end, end + ref.shape[0], rank, ref))
             end += ref.shape[0]
-    return _Flat(name, refs[0].dtype, end, tuple(made))
+    return _Flat(name, refs[0].dtype, end, tuple(pieces))
 
 
 def _tied_pieces(pieces: Mapping[str, list[TensorRef]]) -> dict[str, str]:
@@ -290,8 +290,8 @@ def _from_flats(trees: Trees, place: Place, flats: Mapping[str, _Flat], options:
     for entry in trees[0]:
         if (unit := _unit_of(entry)) in flats:
             assert unit is not None
-            made, unit_tensors = _cut(flats[unit], {name: shapes[name] for name in members[unit]}, place, options)
-            counted.append(made)
+            unit_parts, unit_tensors = _cut(flats[unit], {name: shapes[name] for name in members[unit]}, place, options)
+            counted.append(unit_parts)
             tensors |= unit_tensors
         else:
             counted += _spare(trees, entry)

@@ -79,17 +79,17 @@ def optimizer(
     ranks = range(len(trees)) if ranks is None else ranks
     groups = [[_slot(key, trees, ranks) for key in group["params"]] for group in _groups(trees[ranks[0]])]
     owners = _owners(_groups(trees[ranks[0]]), groups, counted, len(ranks))
-    made: dict[str, dict[str, Any]] = {}
+    states: dict[str, dict[str, Any]] = {}
     for slot, owner in zip((slot for group in groups for slot in group), owners, strict=True):
         if slot.by_rank:
-            made |= _state(slot, owner, place, ranks)
+            states |= _state(slot, owner, place, ranks)
     names = iter(owners)
-    said = []
+    new_groups = []
     for group in _same_groups(trees, ranks):
         keys = [name for _ in group["params"] for name in _names(next(names))]
-        said.append({key: _value(value, place, ranks[0]) for key, value in group.items()} | {"params": keys})
+        new_groups.append({key: _value(value, place, ranks[0]) for key, value in group.items()} | {"params": keys})
     rest = {key: _value(value, place, ranks[0]) for key, value in trees[ranks[0]].items()}
-    return rest | {"state": made, "param_groups": said}
+    return rest | {"state": states, "param_groups": new_groups}
 
 
 def named(trees: Trees, place: Place) -> list[Parameter]:
@@ -99,7 +99,7 @@ def named(trees: Trees, place: Place) -> list[Parameter]:
     sharded = any(isinstance(value, Shard) for value in trees[0].values())
     names = set(trees[0])
     seen: set[tuple[object, ...]] = set()
-    found: list[Parameter] = []
+    parameters: list[Parameter] = []
     for name, value in trees[0].items():
         if not isinstance(value, (Shard, TensorRef)) or value.dtype.kind not in ("float", "complex"):
             continue
@@ -107,9 +107,9 @@ def named(trees: Trees, place: Place) -> list[Parameter]:
         places = [(rank, ref.shape, place(rank, ref)) for rank, ref in refs]
         bytes_of = (value.shape, *((r, shape, *_content(extent)) for r, shape, extent in places if prod(shape)))
         certain = isinstance(value, Shard) or not (sharded or is_statistic(name, names))
-        found.append(Parameter(name, value.shape, None, certain, bytes_of in seen))
+        parameters.append(Parameter(name, value.shape, None, certain, bytes_of in seen))
         seen.add(bytes_of)
-    return found
+    return parameters
 
 
 def _refs(value: Any) -> list[TensorRef]:
@@ -174,19 +174,19 @@ def _alike(a: Any, b: Any, depth: int = 0) -> bool:
 
 def _slot(key: Any, trees: Trees, ranks: Sequence[int]) -> _Slot:
     by_rank = {rank: state for rank in ranks if isinstance(state := trees[rank].get("state", {}).get(key), dict)}
-    held = dict.fromkeys(ranks, 0)
-    told = False
+    lengths = dict.fromkeys(ranks, 0)
+    has_lengths = False
     for rank, state in by_rank.items():
         shapes = {name: value.shape for name, value in state.items() if _is_piece(value)}
         if len(set(shapes.values())) > 1:
-            said = ", ".join(f"`{name}` {list(shape)}" for name, shape in shapes.items())
+            sizes = ", ".join(f"`{name}` {list(shape)}" for name, shape in shapes.items())
             raise CorruptError(
-                f"optimizer state {key} of rank {rank} is not of one size: {said}",
+                f"optimizer state {key} of rank {rank} is not of one size: {sizes}",
                 hint="only state with a value for each element of a parameter can be rebuilt", rank=rank,
             )  # fmt: skip
         for shape in shapes.values():
-            held[rank], told = prod(shape), True
-    return _Slot(key, by_rank, tuple(held[rank] for rank in ranks) if told else None)
+            lengths[rank], has_lengths = prod(shape), True
+    return _Slot(key, by_rank, tuple(lengths[rank] for rank in ranks) if has_lengths else None)
 
 
 def _is_piece(value: Any) -> bool:
@@ -200,18 +200,18 @@ def _owners(
     groups: Sequence[Mapping[str, Any]], slots: Sequence[Sequence[_Slot]], counted: Sequence[Counted], world: int
 ) -> list[Counted]:
     """What each id stands for, group by group."""
-    told = _by_name(groups, counted)
-    if told is not None:
-        return told
+    owners = _by_name(groups, counted)
+    if owners is not None:
+        return owners
     known = any(isinstance(c, Unit) or c.held is not None for c in counted)
     once = [c for c in counted if isinstance(c, Unit) or not c.again]
-    found: list[list[list[Counted]]] = []
+    candidates: list[list[list[Counted]]] = []
     for some_of in (once, counted) if len(once) < len(counted) else (counted,):
-        found.append(_matched(slots, some_of, world))
+        candidates.append(_matched(slots, some_of, world))
         if not known:
             # Whether the ids are of parameters or of units, and of which, is to be found out.
-            found.append(_derived(slots, [c for c in some_of if isinstance(c, Parameter) and c.certain], world))
-    answers = [answer for answer in found if answer]
+            candidates.append(_derived(slots, [c for c in some_of if isinstance(c, Parameter) and c.certain], world))
+    answers = [answer for answer in candidates if answer]
     if not answers:
         raise CorruptError(
             f"the optimizer's state, of {sum(map(len, slots))} parameters or units, does not follow the order and the "
@@ -242,7 +242,7 @@ def _vague(answers: Sequence[Sequence[Sequence[Counted]]]) -> list[str]:
 def _by_name(groups: Sequence[Mapping[str, Any]], counted: Sequence[Counted]) -> list[Counted] | None:
     """By the names that the groups give; None unless all do."""
     by_name = {f"{c.name}.{FLAT_PARAM}".lstrip(".") if isinstance(c, Unit) else c.name: c for c in counted}
-    found: list[Counted] = []
+    owners: list[Counted] = []
     for group in groups:
         names = group.get("param_names")
         if not group["params"]:
@@ -253,8 +253,8 @@ def _by_name(groups: Sequence[Mapping[str, Any]], counted: Sequence[Counted]) ->
             clean = ".".join(part for part in str(name).split(".") if part not in _WRAPPERS)
             if clean not in by_name:
                 return None
-            found.append(by_name[clean])
-    return found if found else None
+            owners.append(by_name[clean])
+    return owners if owners else None
 
 
 def _matched(slots: Sequence[Sequence[_Slot]], counted: Sequence[Counted], world: int) -> list[list[Counted]]:
@@ -301,7 +301,7 @@ def _state(slot: _Slot, owner: Counted, place: Place, ranks: Sequence[int]) -> I
     """The state of each parameter that an id stands for."""
     members = owner.parameters if isinstance(owner, Unit) else (owner,)
     keys = dict.fromkeys(key for state in slot.by_rank.values() for key in state)
-    made: dict[str, dict[str, Any]] = {member.name: {} for member in members}
+    states: dict[str, dict[str, Any]] = {member.name: {} for member in members}
     for key in keys:
         values = {rank: state[key] for rank, state in slot.by_rank.items() if key in state}
         if len(values) < len(slot.by_rank):
@@ -314,23 +314,23 @@ def _state(slot: _Slot, owner: Counted, place: Place, ranks: Sequence[int]) -> I
         if whole or not any(map(_is_piece, values.values())):
             shared = _shared(key, slot, values, place)
             for member in members:
-                made[member.name][key] = shared
+                states[member.name][key] = shared
             continue
         at = 0
         pieces = _pieces(key, slot, owner, values, ranks)
         for member in members:
             numel = prod(member.shape)
             kind = next(iter(values.values())).dtype
-            made[member.name][key] = rebuild(kind, member.shape, part(pieces, at, at + numel), place)
+            states[member.name][key] = rebuild(kind, member.shape, part(pieces, at, at + numel), place)
             at += numel
-    yield from made.items()
+    yield from states.items()
 
 
 def _pieces(
     key: str, slot: _Slot, owner: Counted, values: Mapping[int, Any], ranks: Sequence[int]
 ) -> list[Piece]:  # fmt: skip
     """The pieces of one tensor of the state, end to end."""
-    made: list[Piece] = []
+    pieces: list[Piece] = []
     end = 0
     kinds = {value.dtype if isinstance(value, TensorRef) else None for value in values.values()}
     for rank in ranks:
@@ -346,17 +346,17 @@ def _pieces(
         if isinstance(owner, Unit):
             end = ranks.index(rank) * owner.step
         numel = value.shape[0]
-        made.append(Piece(end, end + numel, rank, value))
+        pieces.append(Piece(end, end + numel, rank, value))
         end += numel
     need = sum(prod(p.shape) for p in owner.parameters) if isinstance(owner, Unit) else prod(owner.shape)
-    have = sum(piece.stop - piece.start for piece in made)
-    if have < need or (isinstance(owner, Parameter) and have > need):
+    numel_found = sum(piece.stop - piece.start for piece in pieces)
+    if numel_found < need or (isinstance(owner, Parameter) and numel_found > need):
         raise CorruptError(
-            f"optimizer state `{key}` of {slot.key} has {have} elements on all ranks, but {some(_names(owner))} "
+            f"optimizer state `{key}` of {slot.key} has {numel_found} elements on all ranks, but {some(_names(owner))} "
             f"{'need' if isinstance(owner, Unit) else 'needs'} {need}",
-            hint="a rank's file is missing, or of another save", key=key, found=have, expected=need,
+            hint="a rank's file is missing, or of another save", key=key, found=numel_found, expected=need,
         )  # fmt: skip
-    return made
+    return pieces
 
 
 def _shared(key: str, slot: _Slot, values: Mapping[int, Any], place: Place) -> Any:
@@ -370,10 +370,10 @@ def _shared(key: str, slot: _Slot, values: Mapping[int, Any], place: Place) -> A
                 f"rank {first}",
                 hint="the files are of different saves", key=key, ranks=[first, rank],
             )  # fmt: skip
-    made = _value(value, place, first)
-    if isinstance(made, Rebuilt):
-        return made._replace(copies=tuple((rank, place(rank, values[rank])) for rank in others))
-    return made
+    rebuilt = _value(value, place, first)
+    if isinstance(rebuilt, Rebuilt):
+        return rebuilt._replace(copies=tuple((rank, place(rank, values[rank])) for rank in others))
+    return rebuilt
 
 
 def _value(value: Any, place: Place, rank: int, depth: int = 0) -> Any:

@@ -1,4 +1,4 @@
-"""Sets with flat pieces: what `flat` and `flatoptim` rebuild takes their place, between reading and merging.
+"""Replaces flat parameters by the tensors that `flat.model` and `flat.optimizer` restore, between reading and merging.
 
     in every tree   {"model": {embed.weight: 1-D, _flat_param: ShardedTensor}, "optim": {state: {0: 1-D}, ...}}
     becomes         {"model": {embed.weight: Marker(0)},                       "optim": {state: {embed.weight: ...}}}
@@ -18,8 +18,8 @@ from ckpttool.catalogue.entries import Catalogue, Extent, Object, Path, Tensor, 
 from ckpttool.catalogue.protocols import OpenOptions
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.formats.rankfiles.compare import CopyComparer
-from ckpttool.formats.rankfiles.flat import model as flat
-from ckpttool.formats.rankfiles.flat import optimizer as flatoptim
+from ckpttool.formats.rankfiles.flat import model as flat_model
+from ckpttool.formats.rankfiles.flat import optimizer as flat_optimizer
 from ckpttool.formats.rankfiles.flat.pieces import Counted, Parameter, Place, Rebuilt
 from ckpttool.formats.rankfiles.merge import RankState
 from ckpttool.serialization.dtensor import Shard
@@ -34,15 +34,15 @@ class Rebuilding:
 
     def __init__(self, states: Sequence[RankState], options: OpenOptions) -> None:
         self._states, self._options = states, options
-        self._made: list[Rebuilt] = []
+        self._rebuilt: list[Rebuilt] = []
         self.faults: dict[Path, CkptError] = {}
         self.models: list[Path] = []
         self.optimizers: list[Path] = []
         for path, node in _dicts(states[0]):
-            if flat.is_flat([node]):
+            if flat_model.is_flat([node]):
                 self.models.append(path)
         for path, node in _dicts(states[0]):
-            raw = _is_optimizer(node) and flatoptim.is_raw([node], beside_flat=bool(self.models))
+            raw = _is_optimizer(node) and flat_optimizer.is_raw([node], beside_flat=bool(self.models))
             if raw and (self.models or not self._all_lines()):
                 self.optimizers.append(path)
 
@@ -60,7 +60,7 @@ class Rebuilding:
         counted: Sequence[Counted] | None = None
         for path in self.models:
             trees = [state.node(path) for state in self._states]
-            model = flat.model(trees, self._placer(path), self._options, self._files(path))
+            model = flat_model.model(trees, self._placer(path), self._options, self._files(path))
             counted = counted or model.counted
             whole = set(model.whole)
             markers = {name: self._mark(rebuilt) for name, rebuilt in model.tensors.items()}
@@ -78,7 +78,7 @@ class Rebuilding:
                 self._blame(path, error)
                 continue
             try:
-                marked = self._marked(flatoptim.optimizer(trees, self._placer(path), known, self._replica()))
+                marked = self._marked(flat_optimizer.optimizer(trees, self._placer(path), known, self._replica()))
             except CkptError as error:
                 if self.models or any(True for state in self._states for file in state.files.values() if file.shards):
                     self._blame(path, error)
@@ -108,7 +108,7 @@ class Rebuilding:
         ]  # fmt: skip
         if candidates:
             trees = [state.node(candidates[0]) for state in self._states]
-            return flatoptim.named(trees, self._placer(candidates[0]))
+            return flat_optimizer.named(trees, self._placer(candidates[0]))
         if self._options.shapes is not None and self._options.ordered:
             return [Parameter(name, shape) for name, shape in self._options.shapes.items()]
         files = self._files(optimizer)
@@ -129,9 +129,9 @@ class Rebuilding:
                         range(1) if placement == "Replicate" else range(size)
                         for size, placement in zip(value.mesh, value.placements, strict=True)
                     ]
-                    taken = set(product(*choices))
+                    replica = set(product(*choices))
                     every = product(*map(range, value.mesh))
-                    return [where[rank] for rank, at in zip(value.within, every, strict=True) if at in taken]
+                    return [where[rank] for rank, at in zip(value.within, every, strict=True) if at in replica]
         return None
 
     def _placer(self, path: Path) -> Place:
@@ -146,8 +146,8 @@ class Rebuilding:
         return [state.file_of(path).name for state in self._states]
 
     def _mark(self, rebuilt: Rebuilt) -> str:
-        self._made.append(rebuilt)
-        return f"{_MARK}{len(self._made) - 1}"
+        self._rebuilt.append(rebuilt)
+        return f"{_MARK}{len(self._rebuilt) - 1}"
 
     def _marked(self, value: Any) -> Any:
         if isinstance(value, Rebuilt):
@@ -157,18 +157,19 @@ class Rebuilding:
         return [self._marked(child) for child in value] if type(value) is list else value
 
     def finish(self, catalogue: Catalogue, comparer: CopyComparer) -> Iterator[CkptError]:
-        """Put the tensors into the catalogue; what is wrong with copies of them."""
+        """Add the restored tensors to the catalogue; yield the faults of their replicas."""
         for path, entry in catalogue.entries.items():
             if isinstance(entry, Object) and isinstance(entry.value, str) and entry.value.startswith(_MARK):
-                made = self._made[int(entry.value.removeprefix(_MARK))]
-                catalogue.entries[path] = Tensor(path, made.dtype, made.shape, made.chunks)
-                yield from self._compare(path, made, comparer)
+                rebuilt = self._rebuilt[int(entry.value.removeprefix(_MARK))]
+                catalogue.entries[path] = Tensor(path, rebuilt.dtype, rebuilt.shape, rebuilt.chunks)
+                yield from self._compare(path, rebuilt, comparer)
 
-    def _compare(self, path: Path, made: Rebuilt, comparer: CopyComparer) -> Iterator[CkptError]:
-        if not made.copies or len(made.chunks) != 1:
+    def _compare(self, path: Path, rebuilt: Rebuilt, comparer: CopyComparer) -> Iterator[CkptError]:
+        if not rebuilt.copies or len(rebuilt.chunks) != 1:
             return
-        ours = made.chunks[0].extent
-        other = [r for r, e in made.copies if comparer.same(made.dtype.itemsize, made.shape, ours, e) is False]
+        extent = rebuilt.chunks[0].extent
+        itemsize, shape = rebuilt.dtype.itemsize, rebuilt.shape
+        other = [r for r, e in rebuilt.copies if comparer.same(itemsize, shape, extent, e) is False]
         if other:
             names = [self._states[r].rank for r in other]
             yield CorruptError(
@@ -181,7 +182,7 @@ class Rebuilding:
 
 def is_needed(state: RankState) -> bool:
     """Whether a rank has flat pieces, as far as it alone can tell."""
-    return any(flat.is_flat([n]) or (_is_optimizer(n) and flatoptim.is_raw([n])) for _, n in _dicts(state))
+    return any(flat_model.is_flat([n]) or (_is_optimizer(n) and flat_optimizer.is_raw([n])) for _, n in _dicts(state))
 
 
 def _is_optimizer(node: Mapping[Any, Any]) -> bool:
@@ -195,10 +196,10 @@ def _within_optimizer(state: RankState, path: Path) -> bool:
 def _dicts(state: RankState) -> Iterable[tuple[Path, dict[Any, Any]]]:
     """The dicts of a rank's trees that may be a model or an optimizer."""
     todo: list[tuple[Path, Any]] = [(root, file.tree) for root, file in state.files.items()]
-    found = []
+    dicts = []
     for path, node in todo:
         if isinstance(node, dict):
-            found.append((path, node))
+            dicts.append((path, node))
             if len(path) < _DEPTH:
                 todo += [((*path, key), child) for key, child in node.items() if isinstance(child, dict)]
-    return found
+    return dicts

@@ -83,16 +83,16 @@ class _Try:
             if i == len(self._steps):
                 raise _Unfit
             self._ids += 1
-        held = list(module.own)
+        parameters = list(module.own)
         for inner in module.inner.values():
-            held += self.visit(inner)
+            parameters += self.visit(inner)
         if not is_unit:
-            return held
-        step = -(-sum(prod(p.shape) for p in held) // self._world)
+            return parameters
+        step = -(-sum(prod(p.shape) for p in parameters) // self._world)
         # A unit without anything of its own has no flat parameter: it is as if it were not wrapped.
         if not step or self._steps[i] not in (None, step):
             raise _Unfit
-        self.units[i] = Unit(module.name, tuple(held), step)
+        self.units[i] = Unit(module.name, tuple(parameters), step)
         return []
 
     def answer(self, root: _Module) -> tuple[Unit, ...]:
@@ -108,20 +108,20 @@ def derive(parameters: Sequence[Parameter], steps: Sequence[int | None], world: 
     for parameter in parameters:
         root.put(parameter)
     root = root.finished()
-    found: dict[tuple[tuple[Parameter, ...], ...], tuple[Unit, ...]] = {}
+    answers: dict[tuple[tuple[Parameter, ...], ...], tuple[Unit, ...]] = {}
     choices: list[dict[Kind, bool]] = [{}]
     visits = 0
-    while choices and len(found) < 2:
+    while choices and len(answers) < 2:
         wrapped = choices.pop()
         attempt = _Try(wrapped, steps, world)
         try:
             units = attempt.answer(root)
         except _Unasked as asked:
-            choices += [{**wrapped, asked.args[0]: said} for said in (False, True)]
+            choices += [{**wrapped, asked.args[0]: choice} for choice in (False, True)]
         except _Unfit:
             pass
         else:
-            found.setdefault(tuple(unit.parameters for unit in units), units)
+            answers.setdefault(tuple(unit.parameters for unit in units), units)
         visits += attempt.visits
         if visits > _MOST_VISITS:
             raise UsageError(
@@ -129,4 +129,4 @@ def derive(parameters: Sequence[Parameter], steps: Sequence[int | None], world: 
                 f"those sizes",
                 hint="save the optimizer with `FSDP.optim_state_dict`, which names the parameters",
             )
-    return list(found.values())
+    return list(answers.values())
