@@ -441,7 +441,7 @@ def test_contents_are_believed_before_names(tmp_path: Path) -> None:
     (folder / "x").rename(folder / "rank1.pt")
     found = read(folder)
     assert {f.name: f.rank for f in found.files} == {"rank0.pt": 1, "rank1.pt": 0}
-    assert any("names say other ranks" in str(w) for w in found.warnings)
+    assert any("names and contents have different ranks" in str(w) for w in found.warnings)
     assert_same(tree_of(found)["model"]["w"], WHOLE)
 
 
@@ -735,7 +735,7 @@ def test_of_three_files_the_odd_one_is_named(tmp_path: Path) -> None:
     def state(rank: int) -> Any:
         return {"model": {"v" if rank == 1 else "w": cut(WHOLE, mesh(3), Shard(0))}}
 
-    with pytest.raises(CorruptError, match=r"`rank1.pt`: rank 1 has `model.v`, which other ranks have not"):
+    with pytest.raises(CorruptError, match=r"`rank1.pt`: rank 1 has `model.v`, which other ranks do not have"):
         read(save(tmp_path / "run", 3, state))
 
 

@@ -185,9 +185,7 @@ class _Opening:
             "torch": ", ".join(self._torch),
         }  # fmt: skip
         if self._renamed:
-            text = (
-                f"names and contents have different ranks, the contents are used: {some(self._renamed)}"
-            )
+            text = f"names and contents have different ranks, the contents are used: {some(self._renamed)}"
             catalogue.warnings.append(Warning("renamed-rank", text))
         if self._set.left_out:
             text = f"files that belong to no rank are left out: {some(self._set.left_out)}"
