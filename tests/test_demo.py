@@ -147,7 +147,7 @@ def test_training_that_does_not_go_on_fails(
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert program.main(["--dir", str(folder)]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("\x1b[1;31mtrained on 2 ranks, resumed on 4 and 1: training does not go on")
+    assert last.startswith("\x1b[1;31mtrained on 2 ranks, resumed on 4 and 1: resume is not exact")
 
 
 def test_a_directory_of_somebody_else_is_left_alone(tmp_path: Path) -> None:

@@ -118,10 +118,10 @@ def test_consolidated_files_of_meta_go_by_their_params(tmp_path: Path) -> None:
 
 def test_without_the_width_of_a_head_there_is_no_guess(tmp_path: Path) -> None:
     torch.save(meta_llama()[1], tmp_path / "a.pt")
-    with pytest.raises(errors.UsageError, match="how many a head has") as caught:
+    with pytest.raises(errors.UsageError, match="number of rows per head is unknown") as caught:
         ckpttool.export(tmp_path / "a.pt", tmp_path / "out")
     assert "--head-dim" in (caught.value.hint or "")
-    with pytest.raises(errors.UsageError, match="no heads of 12"):
+    with pytest.raises(errors.UsageError, match="its rows are no multiple of 12, those of a head"):
         ckpttool.export(tmp_path / "a.pt", tmp_path / "out", head_dim=12)
     made = ckpttool.export(tmp_path / "a.pt", tmp_path / "out", key_map="none")
     assert not made.key_map
@@ -182,9 +182,9 @@ def test_a_map_of_ones_own(tmp_path: Path) -> None:
     ("said", "why"),
     [
         ([], "a key map is an object"),
-        ({"rules": [{"to": "x"}]}, "is no rule"),
-        ({"rules": [{"from": "a", "to": "b.{n}"}]}, "is no rule"),
-        ({"rules": [{"from": "a", "to": "b", "rows": "thirds"}]}, "is no rule"),
+        ({"rules": [{"to": "x"}]}, "is not a rule of a key map"),
+        ({"rules": [{"from": "a", "to": "b.{n}"}]}, "is not a rule of a key map"),
+        ({"rules": [{"from": "a", "to": "b", "rows": "thirds"}]}, "is not a rule of a key map"),
         ({"rules": [], "needs": "a"}, "a list of strings"),
     ],
 )
@@ -197,13 +197,13 @@ def test_a_map_that_is_none(said: Any, why: str, tmp_path: Path) -> None:
 
 def test_a_map_that_does_not_fit(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3, 2)}, tmp_path / "a.pt")
-    with pytest.raises(errors.UsageError, match="no key map `llama`") as caught:
+    with pytest.raises(errors.UsageError, match="unknown key map `llama`") as caught:
         ckpttool.export(tmp_path / "a.pt", tmp_path / "out", key_map="llama")
     assert "llama-meta" in (caught.value.hint or "")
     with pytest.raises(errors.UsageError, match="no rule of it is about"):
         ckpttool.export(tmp_path / "a.pt", tmp_path / "out", key_map="llama-meta")
     (tmp_path / "map.json").write_text(json.dumps({"rules": [{"from": "w", "to": ["a", "b"]}]}))
-    with pytest.raises(errors.UsageError, match="cannot be cut"):
+    with pytest.raises(errors.UsageError, match=r"tensor `w` \[3, 2\] cannot be split into `a`"):
         ckpttool.export(tmp_path / "a.pt", tmp_path / "out", key_map=str(tmp_path / "map.json"))
 
 

@@ -21,7 +21,7 @@ from huggingface_hub import constants, hf_hub_download
 from safetensors.torch import load_file, save_file
 from support.hub_client import check_told_to_nobody, everything_logged, patience
 from support.hub_server import READER, Handler, Hub, cut, drop, freeze, stall
-from support.paths import CHECKPOINTS
+from support.paths import CHECKPOINTS, all_samples
 
 import ckpttool
 from ckpttool.catalogue.entries import Catalogue
@@ -64,7 +64,7 @@ def test_it_is_what_lies_here(hub: Hub, tmp_path: Path, name: str) -> None:
 
 @pytest.mark.long
 def test_every_sample_is_what_lies_here(hub: Hub, tmp_path: Path) -> None:
-    for name in sorted(os.listdir(CHECKPOINTS)):
+    for name in all_samples():
         check_same(hub, tmp_path / name, name)
 
 
