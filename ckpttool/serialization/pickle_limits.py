@@ -240,14 +240,30 @@ def _calls_with_keywords(m: _Costs) -> None:
 
 _RUN: dict[int, Callable[[_Costs], None]] = {
     **dict.fromkeys(_PUSH, _push),
-    0x85: _tuple(1), 0x86: _tuple(2), 0x87: _tuple(3), ord("t"): _marked_tuple,
-    ord("("): _mark, ord("0"): _pop, ord("1"): _marked(0),
-    ord("l"): _marked(1), ord("d"): _marked(1, keys=slice(0, None, 2)), ord("o"): _marked(1), ord("i"): _marked(1),
-    ord("e"): _marked(0), ord("u"): _marked(0, keys=slice(0, None, 2)), 0x90: _marked(0, keys=slice(None)),
+    0x85: _tuple(1),
+    0x86: _tuple(2),
+    0x87: _tuple(3),
+    ord("t"): _marked_tuple,
+    ord("("): _mark,
+    ord("0"): _pop,
+    ord("1"): _marked(0),
+    ord("l"): _marked(1),
+    ord("d"): _marked(1, keys=slice(0, None, 2)),
+    ord("o"): _marked(1),
+    ord("i"): _marked(1),
+    ord("e"): _marked(0),
+    ord("u"): _marked(0, keys=slice(0, None, 2)),
+    0x90: _marked(0, keys=slice(None)),
     0x91: _marked(1, keys=slice(None)),
-    ord("a"): _takes(1), ord("s"): _set_item, ord("b"): _takes(1),
-    ord("R"): _calls, 0x81: _calls, 0x92: _calls_with_keywords, 0x93: _takes(2, 1), ord("Q"): _takes(1, 1),
-}  # fmt: skip
+    ord("a"): _takes(1),
+    ord("s"): _set_item,
+    ord("b"): _takes(1),
+    ord("R"): _calls,
+    0x81: _calls,
+    0x92: _calls_with_keywords,
+    0x93: _takes(2, 1),
+    ord("Q"): _takes(1, 1),
+}
 _PUT, _BINPUT, _LONG_BINPUT, _MEMOIZE = b"pqr\x94"
 _GET, _BINGET, _LONG_BINGET = b"ghj"
 

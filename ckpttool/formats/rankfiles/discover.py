@@ -175,8 +175,9 @@ def _several(path: Location, groups: dict[tuple[str, int | None, str], list[Memb
     return ReadError(
         f"`{path}`: has {what}: {some(patterns, 6)}",
         hint=f"name one: `'{folder / name}'`",
-        file=path, found=patterns,
-    )  # fmt: skip
+        file=path,
+        found=patterns,
+    )
 
 
 def _pattern_of(rank_file: Member) -> str:
@@ -206,9 +207,10 @@ def _like(this: Member) -> list[Member]:
     if _FOLDER.fullmatch(folder.name):
         paths += [path for path in _beside(this.path) if path not in paths]
     members = [
-        other for path in paths
+        other
+        for path in paths
         if (other := member(path)) is not None and other[1:2] + other[3:] == this[1:2] + this[3:]
-    ]  # fmt: skip
+    ]
     if this.numbered:
         members = [m for m in members if m.path == this.path or reading.mentions_shards(m.path)]
     return sorted(members, key=lambda m: m.rank)
@@ -257,8 +259,9 @@ def _by_contents(paths: list[Location]) -> list[Member]:
             if other != path:
                 raise CorruptError(
                     f"`{other}` and `{path}` are both of rank {rank}",
-                    hint="these are files of two saves: name the files of one with a pattern", files=[other, path],
-                )  # fmt: skip
+                    hint="these are files of two saves: name the files of one with a pattern",
+                    files=[other, path],
+                )
             members.append(Member(path, stem, rank, None, ending))
     finally:
         pool.close()

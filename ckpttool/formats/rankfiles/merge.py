@@ -206,9 +206,15 @@ class RankMerger:
         if shard is not None or first is not None:
             self._add_pieces(path, merged, entry, state)
             return True
-        if isinstance(merged, Tensor) and isinstance(entry, Tensor) and (merged.dtype, merged.shape) == (
-            entry.dtype, entry.shape,
-        ):  # fmt: skip
+        if (
+            isinstance(merged, Tensor)
+            and isinstance(entry, Tensor)
+            and (merged.dtype, merged.shape)
+            == (
+                entry.dtype,
+                entry.shape,
+            )
+        ):
             a, b = merged.chunks[0].extent, entry.chunks[0].extent
             same = self.comparer.same(merged.dtype.itemsize, merged.shape, a, b)
             if same is None:
@@ -227,9 +233,16 @@ class RankMerger:
 
     def _add_pieces(self, path: Path, merged: Entry, entry: Entry, state: RankState) -> None:
         shard, first = state.shards.get(path), self._shards.get(path)
-        if shard is None or first is None or (shard.kind, shard.dtype, shard.shape) != (
-            first.kind, first.dtype, first.shape,
-        ):  # fmt: skip
+        if (
+            shard is None
+            or first is None
+            or (shard.kind, shard.dtype, shard.shape)
+            != (
+                first.kind,
+                first.dtype,
+                first.shape,
+            )
+        ):
             a = _describe(merged) if first is None else f"a {first.kind} of {first.dtype} {list(first.shape)}"
             b = _describe(entry) if shard is None else f"a {shard.kind} of {shard.dtype} {list(shard.shape)}"
             self._disagree(path, a, b, state)
@@ -288,9 +301,14 @@ class RankMerger:
         self._shapes[path] = CorruptError(
             f"ranks {holder.rank} and {state.rank} disagree on `{dotted(path)}`: {expected} in `{a}`, {found} in `{b}`",
             hint="the files are not of one save: copy all of them again from the same step",
-            tensor=dotted(path), ranks=[holder.rank, state.rank], files=[a, b], found=found, expected=expected,
-            concerns=[dotted(path)], alike="are not the same kind of tensor on every rank",
-        )  # fmt: skip
+            tensor=dotted(path),
+            ranks=[holder.rank, state.rank],
+            files=[a, b],
+            found=found,
+            expected=expected,
+            concerns=[dotted(path)],
+            alike="are not the same kind of tensor on every rank",
+        )
 
     def _faults(self, blamed: Mapping[Path, CkptError]) -> list[CkptError]:
         """Return the faults. `blamed` are parts with a more precise fault than that their tensors differ."""
@@ -309,10 +327,12 @@ class RankMerger:
                     f"{'rank' if len(copies) == 1 else 'ranks'} {', '.join(map(str, copies))} ({names}) "
                     f"from rank {holder.rank} ({self._names[holder.rank]})",
                     hint=hint,
-                    tensor=dotted(path), ranks=[holder.rank, *copies], concerns=[dotted(path)],
+                    tensor=dotted(path),
+                    ranks=[holder.rank, *copies],
+                    concerns=[dotted(path)],
                     alike="differ between ranks that should have the same",
                 )
-            )  # fmt: skip
+            )
         mixed = self._mixed.fault(self._catalogue, self.comparer, self._names, self._absent, self._stages())
         faults = [*errors[:_MOST_FAULTS], *_rest(errors[_MOST_FAULTS:]), *blamed.values(), *self._foreign()]
         return faults if mixed is None else [mixed, *faults]
@@ -322,9 +342,10 @@ class RankMerger:
         normalisation: few tensors of the model, whole on every rank, while all others agree. `alone`: shapes agree."""
         flags = _left_out(differing)
         others = [
-            path for path, entry in self._catalogue.entries.items()
+            path
+            for path, entry in self._catalogue.entries.items()
             if isinstance(entry, Tensor) and path not in self._differing and self._kind(path) == "model"
-        ]  # fmt: skip
+        ]
         buffers = all(self._kind(path) == "model" and path not in self._shards for path in differing)
         if alone and buffers and 0 < len(flags) <= _MOST_BUFFERS and others and not self._mixed:
             return (
@@ -364,14 +385,16 @@ class RankMerger:
             CorruptError(
                 f"{self._names[rank]}: rank {rank} {text % some(names)}",
                 hint="the file is that of another model or save: copy it again from the same step",
-                ranks=[rank], found=names[:_MOST_FAULTS],
+                ranks=[rank],
+                found=names[:_MOST_FAULTS],
             )
             for odd_ones, text in (
-                (alone, "has %s, which other ranks do not have"), (lacking, "has no %s, which other ranks have"),
+                (alone, "has %s, which other ranks do not have"),
+                (lacking, "has no %s, which other ranks have"),
             )
             for rank, names in sorted(odd_ones.items())
             if len(stages) < 2 or any(rank in within for within in stages if len(within) == len(self._seen))
-        ]  # fmt: skip
+        ]
 
     # The end ---------------------------------------------------------------------------------------------------------
 
@@ -385,9 +408,10 @@ class RankMerger:
         self._catalogue.faults += self._faults(blamed)
         self._spread()
         some_ranks = [
-            dotted(path) for path in self._catalogue.entries
+            dotted(path)
+            for path in self._catalogue.entries
             if path in self._absent and self._absent[path] - self._hollow_at(path)
-        ]  # fmt: skip
+        ]
         for unit, ranks_of in self._hollow.items():
             within = (path for path in self._absent if path[: len(unit)] == unit)
             holders = sorted(set(self._seen) - set().union(*map(self._absent.__getitem__, within)))

@@ -154,9 +154,10 @@ class _Opening:
                     f"{extra_files} {'is' if len(extra) == 1 else 'are'} of {rank_ranges(extra)}, but the "
                     f"checkpoint is of {rank_ranges(expected)}",
                     hint="a file of an older save by more ranks was left behind: move it away",
-                    ranks=extra, expected=sorted(expected),
+                    ranks=extra,
+                    expected=sorted(expected),
                 )
-            )  # fmt: skip
+            )
         return faults
 
     def _no_file(self, missing: list[int], world: int, part: str = "") -> CkptError:
@@ -166,14 +167,15 @@ class _Opening:
             return CorruptError(
                 f"{have} is the part of rank {next(iter(self._by), 0)} of a checkpoint of {world} ranks: "
                 f"the rest is in no file beside it",
-                hint=_ONE_FILE, missing=missing,
-            )  # fmt: skip
+                hint=_ONE_FILE,
+                missing=missing,
+            )
         return CorruptError(
-            f"no file of {what}{rank_ranges(missing)} of {world}: "
-            f"found only {have}",
+            f"no file of {what}{rank_ranges(missing)} of {world}: found only {have}",
             hint="copy the missing files from where the checkpoint was saved: every rank has a part of every tensor",
-            missing=missing, expected=world,
-        )  # fmt: skip
+            missing=missing,
+            expected=world,
+        )
 
     def _describe(self) -> None:
         catalogue = self._catalogue
@@ -183,7 +185,7 @@ class _Opening:
             "layout": "; ".join([*kinds][:3]) or plain,
             "writer": "torch.save",
             "torch": ", ".join(self._torch),
-        }  # fmt: skip
+        }
         if self._renamed:
             text = f"names and contents have different ranks, the contents are used: {some(self._renamed)}"
             catalogue.warnings.append(Warning("renamed-rank", text))
@@ -203,8 +205,10 @@ def _of_another(names: list[str], known: tuple[int, ...], others: list[str], kep
         f"{some(names)} {'is' if len(names) == 1 else 'are'} of a save by {len(known)} ranks, {some(others)} by "
         f"{len(kept)}",
         hint="these are files of two saves: keep the files of one, or name them with a pattern",
-        files=names, found=len(known), expected=len(kept),
-    )  # fmt: skip
+        files=names,
+        found=len(known),
+        expected=len(kept),
+    )
 
 
 def _kind(shard: Shard) -> str:

@@ -76,8 +76,9 @@ def no_shapes(files: Sequence[str]) -> CkptError:
         f"{what}: a LOCAL_STATE_DICT set has flat parameters, and not the shapes of what is in them",
         hint="pass `--shapes FROM`: a checkpoint of the same model saved by torch or DCP, a safetensors file, or JSON "
         'of names and shapes in model order, like `{"embed.weight": [29, 7]}`',
-        files=list(files), needs="--shapes",
-    )  # fmt: skip
+        files=list(files),
+        needs="--shapes",
+    )
 
 
 def model(trees: Trees, place: Place, options: OpenOptions, files: Sequence[str] = ()) -> Model:
@@ -111,8 +112,9 @@ def _check_names(trees: Trees) -> None:
             odd = sorted(map(str, tree.keys() ^ trees[0].keys()))
             raise CorruptError(
                 f"rank 0 and rank {rank} do not have the same entries: {some(odd)}",
-                hint="the files are of different saves", ranks=[0, rank],
-            )  # fmt: skip
+                hint="the files are of different saves",
+                ranks=[0, rank],
+            )
 
 
 def _flat_parameters(trees: Trees) -> Iterator[_Flat]:
@@ -126,14 +128,17 @@ def _flat_parameters(trees: Trees) -> Iterator[_Flat]:
             if not isinstance(shard, Shard) or (shard.dtype, shard.shape) != (first.dtype, first.shape):
                 raise CorruptError(
                     f"`{name}`: rank {rank} has {_described(shard)}, but rank 0 {_described(first)}",
-                    hint="the files are of different saves", tensor=name, ranks=[0, rank],
-                )  # fmt: skip
+                    hint="the files are of different saves",
+                    tensor=name,
+                    ranks=[0, rank],
+                )
             for local in shard.pieces:
                 if not is_line(local.ref) or len(local.offsets) != 1 or len(first.shape) != 1:
                     raise CorruptError(
                         f"`{name}`: rank {rank}: a flat parameter has one dimension, this has {_described(shard)}",
-                        tensor=name, rank=rank,
-                    )  # fmt: skip
+                        tensor=name,
+                        rank=rank,
+                    )
                 start = local.offsets[0]
                 pieces.append(Piece(start, start + local.ref.shape[0], rank, local.ref))
         _check_line(name, pieces, first.shape[0])
@@ -145,8 +150,10 @@ def _check_line(name: str, pieces: Sequence[Piece], numel: int) -> None:
     if fault is not None:
         raise CorruptError(
             f"flat parameter `{name}` of {numel} elements is not covered exactly: {fault}",
-            hint="a rank's file is missing, or of another save", tensor=name, expected=numel,
-        )  # fmt: skip
+            hint="a rank's file is missing, or of another save",
+            tensor=name,
+            expected=numel,
+        )
 
 
 def _described(value: Any) -> str:
@@ -189,9 +196,12 @@ def _spare(trees: Trees, name: str) -> Iterator[Parameter]:
 
 
 def _from_pieces(
-    trees: Trees, place: Place, flats: Mapping[str, _Flat], pieces: Mapping[str, list[TensorRef]],
+    trees: Trees,
+    place: Place,
+    flats: Mapping[str, _Flat],
+    pieces: Mapping[str, list[TensorRef]],
     shapes: Mapping[str, Ints],
-) -> Model:  # fmt: skip
+) -> Model:
     first = _tied_pieces(pieces)
     known = {name: shapes[name] for name in pieces if name in shapes}
     # A shared parameter may be in the source of the shapes under one of its names only.
@@ -214,8 +224,10 @@ def _from_pieces(
             raise CorruptError(
                 f"`{name}`: the pieces of all ranks have {line.numel} elements, but {list(shape)} needs {prod(shape)}",
                 hint="the shapes are those of another model, or a rank's file is missing",
-                tensor=name, found=line.numel, expected=prod(shape),
-            )  # fmt: skip
+                tensor=name,
+                found=line.numel,
+                expected=prod(shape),
+            )
         tensors[name] = rebuild(refs[0].dtype, shape, line.pieces, place)
         if first[name] == name:
             counted.append(Parameter(name, shape, tuple(ref.shape[0] for ref in refs)))
@@ -230,8 +242,9 @@ def _from_pieces(
 def _missing_shapes(missing: Sequence[str]) -> CkptError:
     return CorruptError(
         f"there is no shape for {len(missing)} parameters of the files: {some(missing)}",
-        hint="`--shapes` has to name a checkpoint of the same model, with the same names", missing=list(missing),
-    )  # fmt: skip
+        hint="`--shapes` has to name a checkpoint of the same model, with the same names",
+        missing=list(missing),
+    )
 
 
 def _line(name: str, refs: Sequence[TensorRef]) -> _Flat:
@@ -242,8 +255,10 @@ def _line(name: str, refs: Sequence[TensorRef]) -> _Flat:
         if ref.dtype != refs[0].dtype:
             raise CorruptError(
                 f"`{name}`: rank {rank} has {ref.dtype}, but rank 0 {refs[0].dtype}",
-                hint="the files are of different saves", tensor=name, ranks=[0, rank],
-            )  # fmt: skip
+                hint="the files are of different saves",
+                tensor=name,
+                ranks=[0, rank],
+            )
         if ref.shape[0]:
             pieces.append(Piece(end, end + ref.shape[0], rank, ref))
             end += ref.shape[0]
@@ -267,8 +282,11 @@ def _check_sizes_agree(flat: _Flat, total: int, count: int, world: int) -> None:
         raise CorruptError(
             f"{_module(flat.unit)}: the pieces under the names of its parameters have {total} elements, the flat "
             f"parameter {flat.numel}",
-            hint="the files are of different saves", tensor=flat.unit, found=flat.numel, expected=total,
-        )  # fmt: skip
+            hint="the files are of different saves",
+            tensor=flat.unit,
+            found=flat.numel,
+            expected=total,
+        )
 
 
 # use_orig_params=False ------------------------------------------------------------------------------------------------
@@ -300,7 +318,7 @@ def _from_flats(trees: Trees, place: Place, flats: Mapping[str, _Flat], options:
 
 def _cut(
     flat: _Flat, shapes: Mapping[str, Ints], place: Place, options: OpenOptions
-) -> tuple[Unit, dict[str, Rebuilt]]:  # fmt: skip
+) -> tuple[Unit, dict[str, Rebuilt]]:
     """What a flat parameter is made of, by the shapes of the parameters that lie in its unit."""
     first = _ties(flat, shapes)
     own = [name for name in shapes if first[name] == name]
@@ -311,7 +329,7 @@ def _cut(
             hint="pass `--shapes` a checkpoint that torch or DCP saved, or JSON of names and shapes in the order of "
             "`model.state_dict()`",
             unit=flat.unit,
-        )  # fmt: skip
+        )
     tensors: dict[str, Rebuilt] = {}
     at = 0
     for name in own:
@@ -339,8 +357,11 @@ def _ties(flat: _Flat, shapes: Mapping[str, Ints]) -> dict[str, str]:
     if not shapes:
         raise CorruptError(
             f"the shapes name no parameter of {_module(flat.unit)}, whose flat parameter has {flat.numel} elements",
-            hint="the shapes are those of another model", unit=flat.unit, found=flat.numel, expected=0,
-        )  # fmt: skip
+            hint="the shapes are those of another model",
+            unit=flat.unit,
+            found=flat.numel,
+            expected=0,
+        )
     if total == flat.numel:
         return {name: name for name in shapes}
     first: dict[Ints, str] = {}
@@ -351,8 +372,10 @@ def _ties(flat: _Flat, shapes: Mapping[str, Ints]) -> dict[str, str]:
             f"{_titled(flat.unit)} has {flat.numel} elements, but its {len(shapes)} parameters need {total}: "
             f"{some(list(shapes))}",
             hint="the shapes are those of another model; or leave all but one of the names of a shared parameter out",
-            unit=flat.unit, found=flat.numel, expected=total,
-        )  # fmt: skip
+            unit=flat.unit,
+            found=flat.numel,
+            expected=total,
+        )
     # Names of one shape are all shared or all not, or there would have been another choice.
     return {name: first[shape] if name in shared else name for name, shape in shapes.items()}
 

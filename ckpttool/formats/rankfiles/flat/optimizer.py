@@ -62,9 +62,13 @@ def is_raw(trees: Trees, *, beside_flat: bool = False) -> bool:
     ignore has. Pure."""
     states = [state for tree in trees if isinstance(tree.get("state"), dict) for state in tree["state"].items()]
     values = [v for _, state in states if isinstance(state, dict) for v in state.values()]
-    return bool(states) and all(type(key) is int for key, _ in states) and all(
-        (isinstance(v, TensorRef) and (beside_flat or len(v.shape) <= 1)) or not hasattr(v, "shape") for v in values
-    )  # fmt: skip
+    return (
+        bool(states)
+        and all(type(key) is int for key, _ in states)
+        and all(
+            (isinstance(v, TensorRef) and (beside_flat or len(v.shape) <= 1)) or not hasattr(v, "shape") for v in values
+        )
+    )
 
 
 def optimizer(
@@ -151,8 +155,9 @@ def _same_groups(trees: Trees, ranks: Sequence[int]) -> list[dict[str, Any]]:
             raise CorruptError(
                 f"the optimizer's `param_groups` are others on rank {rank} than on rank {ranks[0]}: "
                 f"{some(sorted(map(str, odd))) if odd else f'{len(other)} groups, not {len(groups)}'}",
-                hint="the files are of different saves", ranks=[ranks[0], rank],
-            )  # fmt: skip
+                hint="the files are of different saves",
+                ranks=[ranks[0], rank],
+            )
     return groups
 
 
@@ -182,8 +187,9 @@ def _slot(key: Any, trees: Trees, ranks: Sequence[int]) -> _Slot:
             sizes = ", ".join(f"`{name}` {list(shape)}" for name, shape in shapes.items())
             raise CorruptError(
                 f"optimizer state {key} of rank {rank} is not of one size: {sizes}",
-                hint="only state with a value for each element of a parameter can be rebuilt", rank=rank,
-            )  # fmt: skip
+                hint="only state with a value for each element of a parameter can be rebuilt",
+                rank=rank,
+            )
         for shape in shapes.values():
             lengths[rank], has_lengths = prod(shape), True
     return _Slot(key, by_rank, tuple(lengths[rank] for rank in ranks) if has_lengths else None)
@@ -218,8 +224,9 @@ def _owners(
             f"sizes of the {len(counted)} of the model",
             hint="the files are of different saves, or FSDP wrapped the model in a way that they do not tell: "
             f"{_UNTOLD}",
-            found=sum(map(len, slots)), expected=len(counted),
-        )  # fmt: skip
+            found=sum(map(len, slots)),
+            expected=len(counted),
+        )
     if len({tuple(tuple(_names(owner)) for owner in one) for answer in answers for one in answer}) > 1:
         raise _ambiguous(sum(map(len, slots)), _vague(answers))
     return list(answers[0][0])
@@ -229,8 +236,9 @@ def _ambiguous(count: int, names: Sequence[str]) -> UsageError:
     return UsageError(
         f"which parameters the {count} ids of the optimizer stand for is not said, and the sizes fit in more ways than "
         f"one: {some(names)}",
-        hint=_UNTOLD, found=list(names),
-    )  # fmt: skip
+        hint=_UNTOLD,
+        found=list(names),
+    )
 
 
 def _vague(answers: Sequence[Sequence[Sequence[Counted]]]) -> list[str]:
@@ -308,8 +316,9 @@ def _state(slot: _Slot, owner: Counted, place: Place, ranks: Sequence[int]) -> I
             raise CorruptError(
                 f"optimizer state `{key}` of {slot.key} is there on rank {min(values)}, but not on rank "
                 f"{min(slot.by_rank.keys() - values.keys())}",
-                hint="the files are of different saves", key=key,
-            )  # fmt: skip
+                hint="the files are of different saves",
+                key=key,
+            )
         whole = isinstance(owner, Parameter) and not owner.certain
         if whole or not any(map(_is_piece, values.values())):
             shared = _shared(key, slot, values, place)
@@ -326,9 +335,7 @@ def _state(slot: _Slot, owner: Counted, place: Place, ranks: Sequence[int]) -> I
     yield from states.items()
 
 
-def _pieces(
-    key: str, slot: _Slot, owner: Counted, values: Mapping[int, Any], ranks: Sequence[int]
-) -> list[Piece]:  # fmt: skip
+def _pieces(key: str, slot: _Slot, owner: Counted, values: Mapping[int, Any], ranks: Sequence[int]) -> list[Piece]:
     """The pieces of one tensor of the state, end to end."""
     pieces: list[Piece] = []
     end = 0
@@ -341,8 +348,10 @@ def _pieces(
             raise CorruptError(
                 f"optimizer state `{key}` of {slot.key} is of another kind on rank {rank} than on rank {min(values)}, "
                 f"or no flat piece",
-                hint="the files are of different saves", key=key, rank=rank,
-            )  # fmt: skip
+                hint="the files are of different saves",
+                key=key,
+                rank=rank,
+            )
         if isinstance(owner, Unit):
             end = ranks.index(rank) * owner.step
         numel = value.shape[0]
@@ -354,8 +363,11 @@ def _pieces(
         raise CorruptError(
             f"optimizer state `{key}` of {slot.key} has {numel_found} elements on all ranks, but {some(_names(owner))} "
             f"{'need' if isinstance(owner, Unit) else 'needs'} {need}",
-            hint="a rank's file is missing, or of another save", key=key, found=numel_found, expected=need,
-        )  # fmt: skip
+            hint="a rank's file is missing, or of another save",
+            key=key,
+            found=numel_found,
+            expected=need,
+        )
     return pieces
 
 
@@ -368,8 +380,10 @@ def _shared(key: str, slot: _Slot, values: Mapping[int, Any], place: Place) -> A
             raise CorruptError(
                 f"optimizer state `{key}` of {slot.key} is {values[rank]!r:.40} on rank {rank}, but {value!r:.40} on "
                 f"rank {first}",
-                hint="the files are of different saves", key=key, ranks=[first, rank],
-            )  # fmt: skip
+                hint="the files are of different saves",
+                key=key,
+                ranks=[first, rank],
+            )
     rebuilt = _value(value, place, first)
     if isinstance(rebuilt, Rebuilt):
         return rebuilt._replace(copies=tuple((rank, place(rank, values[rank])) for rank in others))

@@ -49,9 +49,12 @@ class Rebuilding:
     def _all_lines(self) -> bool:
         """Whether even the model has nothing of two dimensions: then an optimizer without is no wonder."""
         tensors = [
-            v for p, node in _dicts(self._states[0]) if not _is_optimizer(node)
-            for v in node.values() if isinstance(v, (TensorRef, Shard)) and not _within_optimizer(self._states[0], p)
-        ]  # fmt: skip
+            v
+            for p, node in _dicts(self._states[0])
+            if not _is_optimizer(node)
+            for v in node.values()
+            if isinstance(v, (TensorRef, Shard)) and not _within_optimizer(self._states[0], p)
+        ]
         return bool(tensors) and all(len(v.shape) < 2 for v in tensors)
 
     def run(self) -> None:
@@ -102,10 +105,12 @@ class Rebuilding:
     def _named(self, optimizer: Path) -> Sequence[Parameter]:
         """The parameters of the model that an optimizer is of."""
         candidates = [
-            path for path, node in _dicts(self._states[0])
-            if not _within_optimizer(self._states[0], path) and not _is_optimizer(node)
+            path
+            for path, node in _dicts(self._states[0])
+            if not _within_optimizer(self._states[0], path)
+            and not _is_optimizer(node)
             and any(isinstance(v, (TensorRef, Shard)) and v.dtype.kind == "float" for v in node.values())
-        ]  # fmt: skip
+        ]
         if candidates:
             trees = [state.node(candidates[0]) for state in self._states]
             return flat_optimizer.named(trees, self._placer(candidates[0]))
@@ -117,7 +122,7 @@ class Rebuilding:
             hint="name the directory, or a pattern that matches the model's files too, or pass `--shapes FROM`: a "
             "checkpoint of the model",
             files=files,
-        )  # fmt: skip
+        )
 
     def _replica(self) -> list[int] | None:
         """The ranks, by their place here, that have everything once, where the model's mesh has several replicas."""
@@ -176,8 +181,10 @@ class Rebuilding:
                 f"tensor `{dotted(path)}` differs between ranks that should have the same: ranks "
                 f"{', '.join(map(str, names))} ({', '.join(f'`{self._files(path)[r]}`' for r in other)})",
                 hint="the files are not of one save: copy all of them again from the same step",
-                tensor=dotted(path), ranks=names, concerns=[dotted(path)],
-            )  # fmt: skip
+                tensor=dotted(path),
+                ranks=names,
+                concerns=[dotted(path)],
+            )
 
 
 def is_needed(state: RankState) -> bool:
