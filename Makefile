@@ -8,6 +8,8 @@ JSON ?= bench.json
 TIME ?= 60
 # Tests that start torch processes take a gigabyte each.
 WORKERS ?= 2
+# Tests start thousands of processes, and compiling the modules is half of the start of each.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo test test-all test-gpu check format format-write lint types bench fuzz samples docs docs-serve clean
 
