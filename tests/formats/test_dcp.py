@@ -819,7 +819,7 @@ def test_empty_pieces_are_left_out(tmp_path: Path) -> None:
 def test_what_was_read_ahead_in_a_scratch_file_is_read_again(tmp_path: Path) -> None:
     """Scratch files are filled anew under their number."""
     torch_dcp.save({f"t{i}": torch.randn(16, 16) for i in range(3)}, checkpoint_id=tmp_path / "a", no_dist=True)
-    index = dcpindex.read(str(tmp_path / "a"))
+    index = dcpindex.read_index(str(tmp_path / "a"))
     index.files[0].scratch = True
     stored = [entry for entry in index.entries.values() if isinstance(entry, StoredTensor)]
     stored.sort(key=lambda entry: entry.starts[0])

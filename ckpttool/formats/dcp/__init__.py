@@ -1,7 +1,7 @@
 """torch.distributed.checkpoint directories, of every torch from 2.0 to 2.15.
 
-    .metadata                      the index, written last; see `dcpmetadata`
-    __{rank}_{n}.distcp            items back to back; see `dcpitems`. n counts threads, or items
+    .metadata                      the index, written last; see `metadata`
+    __{rank}_{n}.distcp            items back to back; see `items`. n counts threads, or items
     __{rank}.metadata              instead of `.metadata`: `use_collectives=False`, an index for each rank (torch 2.9)
     *.metadata.tmp                 an index that was being written when the save stopped
 
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 
 def open(path: str, options: OpenOptions = NO_HINTS) -> DcpSource:
     """The catalogue of a directory, or of the directory that an index file lies in."""
-    from ckpttool.formats.dcp import reader as opening
+    from ckpttool.formats.dcp import reader
 
-    return opening.open_directory(path)
+    return reader.open_directory(path)
 
 
-def _create(path: str, laid: Catalogue, options: SinkOptions) -> Sink:
-    from ckpttool.formats.dcp import writer as sink
+def _create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
+    from ckpttool.formats.dcp import writer
 
-    return sink.create(path, laid, options)
+    return writer.create(path, planned, options)
 
 
 def _losses(catalogue: Catalogue, path: str) -> list[Loss]:
-    from ckpttool.formats.dcp import writer as sink
+    from ckpttool.formats.dcp import writer
 
-    return sink.losses(catalogue, path)
+    return writer.losses(catalogue, path)
 
 
 FORMAT = Format(

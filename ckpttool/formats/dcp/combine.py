@@ -16,8 +16,7 @@ from dataclasses import replace
 from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, Path, Tensor
 from ckpttool.catalogue.protocols import Sink, SinkOptions
 from ckpttool.errors import CorruptError
-from ckpttool.formats.dcp import index, metadata_writer, planner_data, writer
-from ckpttool.formats.dcp import metadata as metadata_reader
+from ckpttool.formats.dcp import index, metadata, metadata_writer, planner_data, writer
 from ckpttool.formats.dcp.metadata import Item, Metadata, StoredTensor
 from ckpttool.storage import files
 from ckpttool.storage.stores import locate
@@ -27,7 +26,7 @@ REST = "rest"
 
 def names(planned: Catalogue) -> dict[Path, str]:
     """Return the name of each entry in DCP. Pure."""
-    return planner_data.spell(planned).names
+    return planner_data.name_entries(planned).names
 
 
 def keepers(planned: Catalogue) -> dict[Path, Path]:
@@ -66,9 +65,9 @@ def join(folder: str, planned: Catalogue, rest: Catalogue | None) -> None:
     saved = _read(folder)
     own, own_names = Metadata(index.NAME, [], {}), dict[Path, str]()
     if rest is not None:
-        own, own_names = _read(locate(folder) / REST), planner_data.spell(rest).names
+        own, own_names = _read(locate(folder) / REST), planner_data.name_entries(rest).names
         _move_in(folder, own)
-    keys, keeper = planner_data.spell(planned), keepers(planned)
+    keys, keeper = planner_data.name_entries(planned), keepers(planned)
     entries: dict[str, StoredTensor | Item] = {}
     for path, name in keys.names.items():
         kept = keeper.get(path, path)
@@ -85,7 +84,7 @@ def join(folder: str, planned: Catalogue, rest: Catalogue | None) -> None:
 
 def _read(folder: str) -> Metadata:
     with (locate(folder) / index.NAME).open() as stream:
-        return metadata_reader.read(stream, index.NAME)
+        return metadata.read(stream, index.NAME)
 
 
 def _move_in(folder: str, own: Metadata) -> None:

@@ -29,7 +29,7 @@ MAX_TRANSFORMS = 8
 _MAX_WINDOW = 1 << 27  # bytes that zstd may keep; its own tools take no more unless told
 
 
-class Placed(NamedTuple):
+class DecodedItem(NamedTuple):
     """Where the bytes of an item are, decoded: `Placed(3, 0, 1462)`."""
 
     file: int
@@ -40,7 +40,7 @@ class Placed(NamedTuple):
 # Compressed items -----------------------------------------------------------------------------------------------------
 
 
-def _unpacked(stream: IO[bytes], transforms: tuple[str, ...], name: str) -> IO[bytes]:
+def _decompressed_stream(stream: IO[bytes], transforms: tuple[str, ...], name: str) -> IO[bytes]:
     """The stream through its transforms, in the order listed: writers list them ready for reading."""
     if len(transforms) > MAX_TRANSFORMS:
         raise CorruptError(f"{name}: written through {len(transforms)} transforms, more than {MAX_TRANSFORMS}")
@@ -127,64 +127,70 @@ class Scratch:
     def __init__(self, entries: list[File], pool: Pool) -> None:
         self._files, self._pool = entries, pool
         self._free: list[int] = []
-        self._done: dict[Item, tuple[Placed, _Segment]] = {}
-        self._busy: dict[Item, threading.Lock] = {}
+        self._decoded: dict[Item, tuple[DecodedItem, _Segment]] = {}
+        self._item_locks: dict[Item, threading.Lock] = {}
         self._idle: list[_Segment] = []
         self._full: list[_Segment] = []
-        self._made: list[_Segment] = []
+        self._segments: list[_Segment] = []
         self._changed = threading.Condition()
 
     def reserve(self, segments: int) -> None:
         """Enter files that are not there yet, so that they have numbers when catalogues are mounted together."""
         for _ in range(segments):
-            self._free.append(self._enter())
+            self._free.append(self._add_file())
 
-    def _enter(self) -> int:
+    def _add_file(self) -> int:
         self._files.append(File("", "(decompressed)", 0, scratch=True))
         return len(self._files) - 1
 
     def decode(
-        self, item: Item, most: int, name: str, *, keep: bool = False, check: Callable[[Placed], None] | None = None
-    ) -> tuple[Placed, Lease]:
+        self,
+        item: Item,
+        limit: int,
+        name: str,
+        *,
+        keep: bool = False,
+        check: Callable[[DecodedItem], None] | None = None,
+    ) -> tuple[DecodedItem, Lease]:
         """Decode an item; it stays where it is while the lease is held, with `keep` until the end. `most` bounds what
         it may become. `check` is called each time that it was decoded, and raises when the bytes are not right."""
         with self._changed:
-            if item in self._done:
-                return self._leased(item)
-            busy = self._busy.setdefault(item, threading.Lock())
-        with busy:
+            if item in self._decoded:
+                return self._lease_decoded(item)
+            item_lock = self._item_locks.setdefault(item, threading.Lock())
+        with item_lock:
             with self._changed:
-                if item in self._done:
-                    return self._leased(item)
-                segment = self._kept() if keep else self._take()
-            placed = None
+                if item in self._decoded:
+                    return self._lease_decoded(item)
+                segment = self._permanent_segment() if keep else self._acquire_segment()
+            decoded = None
             try:
-                placed = self._unpack(item, segment, most, name, check)
+                decoded = self._decompress(item, segment, limit, name, check)
             finally:
                 with self._changed:
-                    if placed is not None:
-                        self._done[item] = placed, segment
+                    if decoded is not None:
+                        self._decoded[item] = decoded, segment
                         segment.items.append(item)
-                        self._busy.pop(item, None)
+                        self._item_locks.pop(item, None)
                     # Before anybody can empty it.
                     lease = segment.lease()
                     if not keep:
                         (self._full if segment.size >= _SEGMENT else self._idle).append(segment)
                         self._changed.notify()
-            return placed, lease
+            return decoded, lease
 
-    def _leased(self, item: Item) -> tuple[Placed, Lease]:
-        placed, segment = self._done[item]
-        return placed, segment.lease()
+    def _lease_decoded(self, item: Item) -> tuple[DecodedItem, Lease]:
+        decoded, segment = self._decoded[item]
+        return decoded, segment.lease()
 
-    def _kept(self) -> _Segment:
+    def _permanent_segment(self) -> _Segment:
         """One that is never emptied. These are made while the source is being opened, so their number is their own."""
-        number = self._enter()
+        number = self._add_file()
         segment = _Segment(number, self._files[number])
-        self._made.append(segment)
+        self._segments.append(segment)
         return segment
 
-    def _take(self) -> _Segment:
+    def _acquire_segment(self) -> _Segment:
         """A segment with room, for one thread; the lock is held."""
         while True:
             if self._idle:
@@ -193,14 +199,14 @@ class Scratch:
             if unread is not None and (len(self._full) > _SEGMENTS or not self._free):
                 self._full.remove(unread)
                 for item in unread.items:
-                    del self._done[item]
+                    del self._decoded[item]
                 unread.empty()
                 return unread
             if self._free:
-                made = _Segment(self._free[0], self._files[self._free[0]])
-                self._made.append(made)
+                segment = _Segment(self._free[0], self._files[self._free[0]])
+                self._segments.append(segment)
                 del self._free[0]
-                return made
+                return segment
             if self._full:
                 # All are being read: one grows instead.
                 smallest = min(self._full, key=lambda segment: segment.size)
@@ -209,23 +215,23 @@ class Scratch:
             # Each is another thread's, which is decoding.
             self._changed.wait()
 
-    def _unpack(
-        self, item: Item, segment: _Segment, most: int, name: str, check: Callable[[Placed], None] | None
-    ) -> Placed:
+    def _decompress(
+        self, item: Item, segment: _Segment, limit: int, name: str, check: Callable[[DecodedItem], None] | None
+    ) -> DecodedItem:
         read_into = partial(self._pool.read_some, self._files[item.file].location)
         source = files.stream(read_into, item.offset, item.length)
-        stream = _unpacked(source, item.transforms, name)
+        stream = _decompressed_stream(source, item.transforms, name)
         start = segment.size
         try:
             while data := stream.read(_BLOCK):
                 segment.add(data)
-                if segment.size - start > most:
-                    raise CorruptError(f"{name}: decompresses to more than {most} bytes", expected=most)
-            placed = Placed(segment.file, start, segment.size - start)
+                if segment.size - start > limit:
+                    raise CorruptError(f"{name}: decompresses to more than {limit} bytes", expected=limit)
+            decoded = DecodedItem(segment.file, start, segment.size - start)
             segment.note()
             if check is not None:
-                check(placed)
-            return placed
+                check(decoded)
+            return decoded
         # What there is of it is written over.
         except BaseException as error:
             segment.size = start
@@ -236,5 +242,5 @@ class Scratch:
             raise CorruptError(f"{name}: cannot be decompressed: {str(error).lower()}") from None
 
     def close(self) -> None:
-        for segment in self._made:
+        for segment in self._segments:
             segment.scratch.close()

@@ -18,7 +18,7 @@ from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import File
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError
-from ckpttool.formats.dcp import metadata as dcpmetadata
+from ckpttool.formats.dcp import metadata
 from ckpttool.formats.dcp.metadata import Item, KeyPath, Metadata, StoredTensor
 from ckpttool.storage.stores import Location, locate
 from ckpttool.text import rank_ranges, some
@@ -74,28 +74,28 @@ def looks_like(path: str) -> bool:
     try:
         if location.is_dir():
             return any(n == NAME or _OF_RANK.fullmatch(n) or n.endswith(SUFFIX) for n in location.names())
-        return path.endswith(SUFFIX) or (location.is_file() and dcpmetadata.looks_like(location.head(2048)))
+        return path.endswith(SUFFIX) or (location.is_file() and metadata.looks_like(location.head(2048)))
     except CkptError:
         return False
 
 
-def read(path: str) -> Index:
+def read_index(path: str) -> Index:
     """Read and merge the index. Raises ReadError when there is none."""
     folder, names = index_files(path)
     if not names:
-        raise _no_index(path, folder)
+        raise _no_index_error(path, folder)
     sizes = folder.sizes()
-    merged = _Merged(folder, sizes)
+    merger = _IndexMerger(folder, sizes)
     for name in names:
         metadata = _read_one(folder / name, name)
-        ranked = _OF_RANK.fullmatch(name)
-        merged.add(metadata, int(ranked[1]) if ranked else 0)
-    index = merged.index
+        match = _OF_RANK.fullmatch(name)
+        merger.add(metadata, int(match[1]) if match else 0)
+    index = merger.index
     index.name = names[0]
     if len(names) > 1 or _OF_RANK.fullmatch(names[0]):
         index.facts["layout"] = "an index for each rank"
         _check_ranks(index, names)
-    index.warnings += _about_others(sizes, {f.name for f in index.files}, set(names))
+    index.warnings += _other_file_warnings(sizes, {f.name for f in index.files}, set(names))
     return index
 
 
@@ -103,10 +103,10 @@ def _read_one(location: Location, name: str) -> Metadata:
     if not location.size():
         raise CorruptError(f"`{location}`: is empty", hint="the save did not end; take an older step", file=location)
     with location.open() as stream:
-        return dcpmetadata.read(stream, name)
+        return metadata.read(stream, name)
 
 
-def _no_index(path: str, folder: str) -> ReadError:
+def _no_index_error(path: str, folder: str) -> ReadError:
     if path.endswith(SUFFIX):
         return ReadError(
             f"`{path}`: one data file of a DCP checkpoint, which is a directory",
@@ -118,10 +118,10 @@ def _no_index(path: str, folder: str) -> ReadError:
         hint="`.metadata` is written last: the save did not end, or the file (its name begins with a dot) was not "
         "copied along",
         file=path,
-    )  # fmt: skip
+    )
 
 
-class _Merged:
+class _IndexMerger:
     def __init__(self, folder: Location, sizes: Mapping[str, int]) -> None:
         self._sizes = sizes
         self._numbers: dict[str, int] = {}
@@ -132,23 +132,23 @@ class _Merged:
         numbers = [self._file(name) for name in metadata.files]
         index = self.index
         for name, entry in metadata.entries.items():
-            moved = _renumbered(entry, numbers)
-            have = index.entries.get(name)
-            if have is None:
-                index.entries[name] = moved
-            elif isinstance(have, Item) or isinstance(moved, Item):
-                if not (isinstance(have, Item) and isinstance(moved, Item)):
+            renumbered = _renumbered(entry, numbers)
+            existing = index.entries.get(name)
+            if existing is None:
+                index.entries[name] = renumbered
+            elif isinstance(existing, Item) or isinstance(renumbered, Item):
+                if not (isinstance(existing, Item) and isinstance(renumbered, Item)):
                     raise CorruptError(f"`{metadata.name}`: `{name}` is bytes on one rank and a tensor on another")
-                index.copies.append(Copy(name, rank, have, moved))
+                index.copies.append(Copy(name, rank, existing, renumbered))
             else:
-                self._join(name, have, moved, metadata.name, rank)
+                self._join(name, existing, renumbered, metadata.name, rank)
         if metadata.paths is not None:
             index.paths = {**(index.paths or {}), **metadata.paths}
         index.extra = index.extra or metadata.extra
         index.facts = {**metadata.facts, **index.facts}
-        for called in metadata.harmful:
-            text = f"`{metadata.name}` names `{called}`, which runs code where torch opens it; not here"
-            index.warnings.append(Warning("unsafe-global", text, file=metadata.name, names=(called,)))
+        for function in metadata.harmful:
+            text = f"`{metadata.name}` names `{function}`, which runs code where torch opens it; not here"
+            index.warnings.append(Warning("unsafe-global", text, file=metadata.name, names=(function,)))
         if metadata.strays:
             text = (
                 f"`{metadata.name}` places {len(metadata.strays)} items that belong to no tensor, or to one twice: "
@@ -169,33 +169,33 @@ class _Merged:
         missing = size is None
         if missing:
             self.index.warnings.append(Warning("missing-file", f"file `{name}` is missing", file=name))
-        ranked = _DATA.search(name)
+        match = _DATA.search(name)
         number = self._numbers[name] = len(self.index.files)
-        self.index.files.append(File(location, name, size or 0, int(ranked[1]) if ranked else None, missing))
+        self.index.files.append(File(location, name, size or 0, int(match[1]) if match else None, missing))
         return number
 
-    def _join(self, name: str, have: StoredTensor, more: StoredTensor, where: str, rank: int) -> None:
-        if have.dtype != more.dtype or have.shape != more.shape:
+    def _join(self, name: str, tensor: StoredTensor, other: StoredTensor, index_name: str, rank: int) -> None:
+        if tensor.dtype != other.dtype or tensor.shape != other.shape:
             raise CorruptError(
-                f"`{where}`: tensor `{name}` is {more.dtype} {list(more.shape)} on rank {rank}, but "
-                f"{have.dtype} {list(have.shape)} before",
+                f"`{index_name}`: tensor `{name}` is {other.dtype} {list(other.shape)} on rank {rank}, but "
+                f"{tensor.dtype} {list(tensor.shape)} before",
                 tensor=name,
             )
-        known: dict[tuple[Ints, Ints], int] = {}
-        for i, box in enumerate(zip(have.offsets, have.sizes, strict=True)):
-            known.setdefault(box, i)
-        for i, box in enumerate(zip(more.offsets, more.sizes, strict=True)):
-            if box in known:
+        chunks: dict[tuple[Ints, Ints], int] = {}
+        for i, box in enumerate(zip(tensor.offsets, tensor.sizes, strict=True)):
+            chunks.setdefault(box, i)
+        for i, box in enumerate(zip(other.offsets, other.sizes, strict=True)):
+            if box in chunks:
                 if 0 not in box[1]:
-                    self.index.copies.append(Copy(name, rank, have.item(known[box]), more.item(i), known[box]))
+                    self.index.copies.append(Copy(name, rank, tensor.item(chunks[box]), other.item(i), chunks[box]))
                 continue
-            if i in more.transforms:
-                have.transforms[len(have.offsets)] = more.transforms[i]
-            have.offsets.append(box[0])
-            have.sizes.append(box[1])
-            have.files.append(more.files[i])
-            have.starts.append(more.starts[i])
-            have.lengths.append(more.lengths[i])
+            if i in other.transforms:
+                tensor.transforms[len(tensor.offsets)] = other.transforms[i]
+            tensor.offsets.append(box[0])
+            tensor.sizes.append(box[1])
+            tensor.files.append(other.files[i])
+            tensor.starts.append(other.starts[i])
+            tensor.lengths.append(other.lengths[i])
 
 
 def _renumbered(entry: StoredTensor | Item, numbers: list[int]) -> StoredTensor | Item:
@@ -209,21 +209,21 @@ def _renumbered(entry: StoredTensor | Item, numbers: list[int]) -> StoredTensor 
 def _check_ranks(index: Index, names: list[str]) -> None:
     """An index of every rank must be there: what a missing one lists would be a hole, or not be noticed at all."""
     ranks = [int(m[1]) for name in names if (m := _OF_RANK.fullmatch(name))]
-    absent = sorted(set(range(max(ranks, default=-1) + 1)) - set(ranks))
-    if absent:
-        text = f"no index of {rank_ranges(absent)}: objects of theirs may be missing"
+    missing = sorted(set(range(max(ranks, default=-1) + 1)) - set(ranks))
+    if missing:
+        text = f"no index of {rank_ranges(missing)}: objects of theirs may be missing"
         index.warnings.append(Warning("missing-index", text))
 
 
-def _about_others(sizes: Mapping[str, int], mentioned: set[str], indexes: set[str]) -> list[Warning]:
+def _other_file_warnings(sizes: Mapping[str, int], mentioned: set[str], indexes: set[str]) -> list[Warning]:
     warnings = []
-    left = {name: size for name, size in sizes.items() if name not in mentioned | indexes}
-    stale = sorted(name for name in left if name.endswith(SUFFIX))
-    drafts = sorted(name for name in left if name.endswith((".metadata.tmp", ".metadata.bck")))
-    indices = sorted(name for name in left if name.endswith(NAME))
-    others = sorted(set(left) - {*stale, *drafts, *indices})
+    unmentioned = {name: size for name, size in sizes.items() if name not in mentioned | indexes}
+    stale = sorted(name for name in unmentioned if name.endswith(SUFFIX))
+    drafts = sorted(name for name in unmentioned if name.endswith((".metadata.tmp", ".metadata.bck")))
+    indices = sorted(name for name in unmentioned if name.endswith(NAME))
+    others = sorted(set(unmentioned) - {*stale, *drafts, *indices})
     if stale:
-        total = sum(left[name] for name in stale)
+        total = sum(unmentioned[name] for name in stale)
         text = f"{len(stale)} data files of {total} bytes are not mentioned by the index, left over from another save: "
         warnings.append(Warning("stale-file", text + some(stale)))
     if drafts or indices:

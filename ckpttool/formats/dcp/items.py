@@ -1,7 +1,7 @@
 """The items of a `.distcp` file, both ways.
 
     [bytes item][bytes item] ... [tensor item][tensor item] ...      back to back, at any byte
-    item = a whole torch.save archive (root `archive`) of one tensor or of one object; see `torchzip`
+    item = a whole torch.save archive (root `archive`) of one tensor or of one object; see `torch_zip`
          | zstd frames of that                                        `transform_descriptors`, torch 2.7
     SerializationFormat.SAFETENSORS (torch 2.8): bytes items, then one safetensors file for all tensors of this one
 
@@ -22,22 +22,14 @@ from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Extent, File, Record
 from ckpttool.catalogue.validation import outside
 from ckpttool.errors import CorruptError
-from ckpttool.formats.dcp import decompress as dcpscratch
+from ckpttool.formats.dcp import decompress
 from ckpttool.formats.dcp.metadata import Item
 from ckpttool.serialization import (
-    pickle_opcodes as opcodes,
-)
-from ckpttool.serialization import (
-    safetensors_header as stheader,
-)
-from ckpttool.serialization import (
-    torch_pickle as torchpickle,
-)
-from ckpttool.serialization import (
-    torch_zip as torchzip,
-)
-from ckpttool.serialization import (
-    torch_zip_writer as torchzipwriter,
+    pickle_opcodes,
+    safetensors_header,
+    torch_pickle,
+    torch_zip,
+    torch_zip_writer,
 )
 from ckpttool.serialization.safetensors_header import Header
 from ckpttool.serialization.torch_pickle import Slot, TensorRef
@@ -63,11 +55,11 @@ class Items:
     def __init__(self, files: list[File]) -> None:
         self._files = files
         self._pool = Pool()
-        self._scratch = dcpscratch.Scratch(files, self._pool)
+        self._scratch = decompress.Scratch(files, self._pool)
         self._block: tuple[int, int, bytes] = (-1, 0, b"")
         self._blobs: dict[tuple[int, int], Header] = {}
-        self._likenesses: dict[tuple[Dtype, Ints, int], _Likeness] = {}
-        self._ahead: dict[int, tuple[int, bytes]] = {}  # what lies behind the last item, by file
+        self._patterns: dict[tuple[Dtype, Ints, int], _ItemPattern] = {}
+        self._read_ahead: dict[int, tuple[int, bytes]] = {}  # what lies behind the last item, by file
         # A large tensor is copied in many pieces, each resolved anew.
         self._resolved = lru_cache(1024)(self._resolve)
 
@@ -82,99 +74,103 @@ class Items:
         if not item.transforms:
             return self._resolved(item, dtype, sizes, name)
         # What torch.save adds grows with Python attributes only.
-        most = 2 * prod(sizes) * dtype.itemsize + (1 << 20)
+        limit = 2 * prod(sizes) * dtype.itemsize + (1 << 20)
 
-        def check(placed: dcpscratch.Placed) -> None:
-            self._check_decoded(item, self._resolve(Item(*placed), dtype, sizes, name), name)
+        def check(decoded: decompress.DecodedItem) -> None:
+            self._check_decoded(item, self._resolve(Item(*decoded), dtype, sizes, name), name)
 
-        placed, lease = self._scratch.decode(item, most, self._named(item, name), check=check)
-        extent = self._resolve(Item(*placed), dtype, sizes, name)
+        decoded, lease = self._scratch.decode(item, limit, self._label(item, name), check=check)
+        extent = self._resolve(Item(*decoded), dtype, sizes, name)
         checked = extent.record is not None and extent.record.crc is not None
         return extent._replace(record=None, checked=checked, lease=lease)
 
     def check_empty(self, item: Item, name: str) -> None:
         """Raises CorruptError when the item of a tensor without elements has some, or cannot be read."""
-        tree = torchzip.load_tree(self.archive(item, name))
+        tree = torch_zip.load_tree(self.archive(item, name))
         if isinstance(tree, TensorRef) and 0 in tree.shape:
             return
         holds = f"{tree.dtype} {list(tree.shape)}" if isinstance(tree, TensorRef) else "a value"
         raise CorruptError(
-            f"{self._named(item, name)}: holds {holds}, but the metadata says a tensor without elements",
+            f"{self._label(item, name)}: holds {holds}, but the metadata says a tensor without elements",
             hint="the data file and `.metadata` are not of the same save",
-            file=self._files[item.file].name, tensor=name,
-        )  # fmt: skip
+            file=self._files[item.file].name,
+            tensor=name,
+        )
 
     def _check_decoded(self, item: Item, extent: Extent, name: str) -> None:
         """Checked here and not by the transfer, at whose end other bytes may lie in this place."""
         record = extent.record
         if record is None or record.crc is None:
             return
-        found = self.crc(record.file, record.offset, record.offset + record.nbytes)
-        if found != record.crc:
+        actual = self.crc(record.file, record.offset, record.offset + record.nbytes)
+        if actual != record.crc:
             raise CorruptError(
-                f"{self._named(item, name)}: decompresses to bytes whose CRC is {found:08x}, but the writer left "
+                f"{self._label(item, name)}: decompresses to bytes whose CRC is {actual:08x}, but the writer left "
                 f"{record.crc:08x}",
                 hint="these bytes changed after they were written; take another copy of the checkpoint",
-                file=self._files[item.file].name, tensor=name, found=f"{found:08x}", expected=f"{record.crc:08x}",
-            )  # fmt: skip
+                file=self._files[item.file].name,
+                tensor=name,
+                found=f"{actual:08x}",
+                expected=f"{record.crc:08x}",
+            )
 
     def reserve_scratch(self) -> None:
         """Called when the files of the catalogue are all entered and some items are compressed."""
-        self._scratch.reserve(dcpscratch.RESERVED)
+        self._scratch.reserve(decompress.RESERVED)
 
     def _resolve(self, item: Item, dtype: Dtype, sizes: Ints, name: str) -> Extent:
-        like = self._likenesses.get((dtype, sizes, item.length))
-        if like is not None:
+        pattern = self._patterns.get((dtype, sizes, item.length))
+        if pattern is not None:
             self._check_inside(item, name)
-            extent = like.extent(item, *self._around(item, len(like.head), len(like.tail)))
+            extent = pattern.extent(item, *self._read_ends(item, len(pattern.head), len(pattern.tail)))
             if extent is not None:
                 return extent
         read = self._window(item)
-        extent = torchzip.resolve_item(
-            read, item.offset, item.length, name=self._named(item, name), file=item.file, dtype=dtype, sizes=sizes
+        extent = torch_zip.resolve_item(
+            read, item.offset, item.length, name=self._label(item, name), file=item.file, dtype=dtype, sizes=sizes
         )
-        if like is None:
-            made = _likeness(item, read, extent)
-            if made is not None:
-                self._likenesses[dtype, sizes, item.length] = made
+        if pattern is None:
+            new_pattern = _item_pattern(item, read, extent)
+            if new_pattern is not None:
+                self._patterns[dtype, sizes, item.length] = new_pattern
         return extent
 
-    def _around(self, item: Item, head: int, tail: int) -> tuple[bytes, bytes]:
+    def _read_ends(self, item: Item, head: int, tail: int) -> tuple[bytes, bytes]:
         """The first and the last bytes of an item. Items lie back to back: what is read of one reaches into the next,
         so that one read does for both."""
         file, end = self._files[item.file], item.offset + item.length
         if file.scratch:
             # Emptied and filled anew: what was read ahead may not be what lies there by now.
             return self._pool.read(file.location, item.offset, head), self._pool.read(file.location, end - tail, tail)
-        start, data = self._ahead.get(item.file, (0, b""))
+        start, data = self._read_ahead.get(item.file, (0, b""))
         first = data[:head] if start == item.offset else b""
         if len(first) < head:
             first = self._pool.read(file.location, item.offset, head)
         last = self._pool.read(file.location, end - tail, min(tail + head, file.size - end + tail))
-        self._ahead[item.file] = (end, last[tail:])
+        self._read_ahead[item.file] = (end, last[tail:])
         return first, last[:tail]
 
     def tree(self, item: Item, name: str) -> tuple[Any, Archive | None]:
         """The value of a bytes item as a tree, and its archive if there are tensors in it."""
         if item.length <= SMALL and not item.transforms:
-            tree = _plain_tree(self._next_to(item, name), self._named(item, name))
+            tree = _plain_tree(self._read_small(item, name), self._label(item, name))
             if tree is not _NOT_PLAIN:
                 return tree, None
         archive = self.archive(item, name, keep=False)
-        tree = torchzip.load_tree(archive)
+        tree = torch_zip.load_tree(archive)
         if not any(r.startswith("data/") for r in archive.records):
             return tree, None
         # Its tensors are found by their extents for as long as the source is open.
         return tree, self.archive(item, name, keep=True) if item.transforms else archive
 
     def archive(self, item: Item, name: str, *, keep: bool = False) -> Archive:
-        where = self._named(item, name)
+        where = self._label(item, name)
         lease = None
         if item.transforms:
-            most = min(_LARGEST_OBJECT, max(_SMALL_OBJECT, MAX_RATIO * item.length))
-            placed, lease = self._scratch.decode(item, most, where, keep=keep)
-            item = Item(*placed)
-        return torchzip.open_archive(self._window(item, lease), item.offset, item.length, name=where, file=item.file)
+            limit = min(_LARGEST_OBJECT, max(_SMALL_OBJECT, MAX_RATIO * item.length))
+            decoded, lease = self._scratch.decode(item, limit, where, keep=keep)
+            item = Item(*decoded)
+        return torch_zip.open_archive(self._window(item, lease), item.offset, item.length, name=where, file=item.file)
 
     def head(self, item: Item, nbytes: int) -> bytes:
         return self._pool.read(self._files[item.file].location, item.offset, min(nbytes, item.length))
@@ -186,22 +182,24 @@ class Items:
 
     def blob(self, item: Item) -> Header:
         """The header of the safetensors file that a tensor's item stands for."""
-        found = self._blobs.get((item.file, item.offset))
-        if found is None:
+        header = self._blobs.get((item.file, item.offset))
+        if header is None:
             file = self._files[item.file]
             if not 0 <= item.offset <= file.size:
                 raise CorruptError(f"`{file.name}`: its tensors would begin at {item.offset}, outside", file=file.name)
-            found = self._blobs[item.file, item.offset] = stheader.read_header(
+            header = self._blobs[item.file, item.offset] = safetensors_header.read_header(
                 lambda offset, nbytes: self._pool.read(file.location, offset, nbytes),
-                item.offset, file.size - item.offset, name=f"`{file.name}`",
-            )  # fmt: skip
-        return found
+                item.offset,
+                file.size - item.offset,
+                name=f"`{file.name}`",
+            )
+        return header
 
     def crc(self, file: int, begin: int, end: int) -> int:
         """The CRC of some bytes that carry none."""
         return crc_of(partial(self._pool.read_into, self._files[file].location), begin, end - begin)
 
-    def _named(self, item: Item, name: str) -> str:
+    def _label(self, item: Item, name: str) -> str:
         return f"`{self._files[item.file].name}`: `{name}`"
 
     def _check_inside(self, item: Item, name: str) -> None:
@@ -211,18 +209,18 @@ class Items:
         if item.offset < 0 or item.length < 0 or item.offset + item.length > file.size:
             raise outside(f"`{name}`", file, item.offset, item.length)
 
-    def _next_to(self, item: Item, name: str) -> bytes:
+    def _read_small(self, item: Item, name: str) -> bytes:
         """The bytes of a small item, from a larger read that its neighbours share."""
         self._check_inside(item, name)
         number, start, block = self._block
-        at = item.offset - start
-        if number != item.file or at < 0 or at + item.length > len(block):
+        begin = item.offset - start
+        if number != item.file or begin < 0 or begin + item.length > len(block):
             file = self._files[item.file]
             block = self._pool.read(file.location, item.offset, min(_BLOCK, file.size - item.offset))
-            self._block, at = (item.file, item.offset, block), 0
-        return block[at : at + item.length]
+            self._block, begin = (item.file, item.offset, block), 0
+        return block[begin : begin + item.length]
 
-    def _window(self, item: Item, lease: dcpscratch.Lease | None = None) -> Read:
+    def _window(self, item: Item, lease: decompress.Lease | None = None) -> Read:
         """Reads of an archive from its two ends, which are read once. The lease is held for as long as they can be."""
         location, base, length = self._files[item.file].location, item.offset, item.length
         pool = self._pool
@@ -232,7 +230,7 @@ class Items:
             tail = base + length - _WINDOW
             parts = [(base, pool.read(location, base, _WINDOW)), (tail, pool.read(location, tail, _WINDOW))]
 
-        def read(offset: int, nbytes: int, held: dcpscratch.Lease | None = lease) -> bytes:
+        def read(offset: int, nbytes: int, _lease: decompress.Lease | None = lease) -> bytes:
             for start, data in parts:
                 at = offset - start
                 if at >= 0 and at + nbytes <= len(data):
@@ -242,7 +240,7 @@ class Items:
         return read
 
 
-class _Likeness(NamedTuple):
+class _ItemPattern(NamedTuple):
     """An item that was opened, for the next of its dtype, sizes and length: all bytes around the payload are the same
     but for the CRC of the payload, which stands in `tail` twice, and the serialization id with its own.
 
@@ -251,7 +249,7 @@ class _Likeness(NamedTuple):
 
     head: bytes
     tail: bytes
-    same: tuple[tuple[int, int], ...]  # stretches of the tail that must not differ
+    constant: tuple[tuple[int, int], ...]  # stretches of the tail that must not differ
     crcs: tuple[int, int]  # where the tail has the payload's CRC
     opened: Extent
     base: int
@@ -259,7 +257,7 @@ class _Likeness(NamedTuple):
     def extent(self, item: Item, head: bytes, tail: bytes) -> Extent | None:
         """Where the payload of `item` lies, given the bytes around it; None when it is not alike."""
         first, second = (tail[at : at + 4] for at in self.crcs)
-        if head != self.head or first != second or any(tail[a:b] != self.tail[a:b] for a, b in self.same):
+        if head != self.head or first != second or any(tail[a:b] != self.tail[a:b] for a, b in self.constant):
             return None
         record = self.opened.record
         assert record is not None
@@ -269,7 +267,7 @@ class _Likeness(NamedTuple):
         return self.opened._replace(file=item.file, offset=self.opened.offset + shift, record=moved)
 
 
-def _likeness(item: Item, read: Read, opened: Extent) -> _Likeness | None:
+def _item_pattern(item: Item, read: Read, opened: Extent) -> _ItemPattern | None:
     """What an opened item has in common with others like it; None when it is not plain to see which bytes differ."""
     record = opened.record
     if record is None or not record.crc:
@@ -279,24 +277,24 @@ def _likeness(item: Item, read: Read, opened: Extent) -> _Likeness | None:
     tail = read(end, item.offset + item.length - end)
     if max(len(head), len(tail)) > _WINDOW:
         return None
-    payload = _places(tail, record.crc.to_bytes(4, "little"))
-    named = re.search(rb"serialization_id.{0,80}?(\d{40})PK\x07\x08(.{4})", tail, re.DOTALL)
-    if len(payload) != 2 or (named is None and b"serialization_id" in tail):
+    payload_crcs = _positions(tail, record.crc.to_bytes(4, "little"))
+    serialization_id = re.search(rb"serialization_id.{0,80}?(\d{40})PK\x07\x08(.{4})", tail, re.DOTALL)
+    if len(payload_crcs) != 2 or (serialization_id is None and b"serialization_id" in tail):
         return None
-    differ = [(at, at + 4) for at in payload]
-    if named is not None:
-        own = _places(tail, named[2])
-        if len(own) != 2:
+    varying = [(at, at + 4) for at in payload_crcs]
+    if serialization_id is not None:
+        id_crcs = _positions(tail, serialization_id[2])
+        if len(id_crcs) != 2:
             return None
-        differ += [named.span(1), *((at, at + 4) for at in own)]
-    differ.sort()
-    starts, ends = [0, *(b for _, b in differ)], [*(a for a, _ in differ), len(tail)]
-    same = tuple((a, b) for a, b in zip(starts, ends, strict=True) if a < b)
-    return _Likeness(head, tail, same, (payload[0], payload[1]), opened, item.offset)
+        varying += [serialization_id.span(1), *((at, at + 4) for at in id_crcs)]
+    varying.sort()
+    starts, ends = [0, *(b for _, b in varying)], [*(a for a, _ in varying), len(tail)]
+    constant = tuple((a, b) for a, b in zip(starts, ends, strict=True) if a < b)
+    return _ItemPattern(head, tail, constant, (payload_crcs[0], payload_crcs[1]), opened, item.offset)
 
 
-def _places(data: bytes, what: bytes) -> list[int]:
-    return [match.start() for match in re.finditer(re.escape(what), data)]
+def _positions(data: bytes, pattern: bytes) -> list[int]:
+    return [match.start() for match in re.finditer(re.escape(pattern), data)]
 
 
 MISSING = "copy the file from where the checkpoint was saved"
@@ -314,7 +312,7 @@ def _plain_tree(data: bytes, name: str) -> Any:
     if not data[30 : 30 + name_len].endswith(b"/data.pkl"):
         return _NOT_PLAIN
     data = data[30 + name_len + extra_len :]
-    end = opcodes.end_of(data)
+    end = pickle_opcodes.end_of(data)
     # Behind the record stands its descriptor, with the CRC (or none, or none that was computed).
     if (
         end is None
@@ -322,7 +320,7 @@ def _plain_tree(data: bytes, name: str) -> Any:
         or int.from_bytes(data[end + 4 : end + 8], "little") != crc32(data[:end])
     ):
         return _NOT_PLAIN
-    return torchpickle.load(data[:end], name)
+    return torch_pickle.load(data[:end], name)
 
 
 # Writing --------------------------------------------------------------------------------------------------------------
@@ -343,20 +341,20 @@ class Template:
         return len(self.head) + self.nbytes + len(self.tail)
 
     def tail_with(self, crc: int) -> bytes:
-        made = bytearray(self.tail)
+        tail = bytearray(self.tail)
         for at in self.marks:
-            struct.pack_into("<L", made, at, crc)
-        return bytes(made)
+            struct.pack_into("<L", tail, at, crc)
+        return bytes(tail)
 
 
 @lru_cache(4096)
 def template(dtype: Dtype, sizes: Ints) -> Template:
     """What all items that hold a tensor of this dtype and these sizes have in common."""
     slot = Slot("0", dtype, sizes)
-    layout = torchzipwriter.lay_out(slot, lambda value: slot if value is slot else None, root=ROOT)
+    layout = torch_zip_writer.lay_out(slot, lambda value: slot if value is slot else None, root=ROOT)
     record = layout.storages["0"]
     start, end = record.offset, record.offset + record.nbytes
-    zeros, ones = (_drawn(layout, crc, start, end) for crc in (0, 0xFFFFFFFF))
+    zeros, ones = (_render(layout, crc, start, end) for crc in (0, 0xFFFFFFFF))
     marks: list[int] = []
     for at, (a, b) in enumerate(zip(zeros[1], ones[1], strict=True)):
         if a != b and (not marks or at >= marks[-1] + 4):
@@ -364,7 +362,7 @@ def template(dtype: Dtype, sizes: Ints) -> Template:
     return Template(zeros[0], record.nbytes, zeros[1], tuple(marks))
 
 
-def _drawn(layout: torchzipwriter.Layout, crc: int, start: int, end: int) -> tuple[bytes, bytes]:
+def _render(layout: torch_zip_writer.Layout, crc: int, start: int, end: int) -> tuple[bytes, bytes]:
     """An archive of one storage, without its payload: the bytes before and after."""
     head, tail = bytearray(start), bytearray(layout.size - end)
     for offset, data in [*layout.pieces, *layout.patches(lambda record: crc)]:

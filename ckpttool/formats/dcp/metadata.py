@@ -15,8 +15,8 @@ protocol (4; 5 from Python 3.14 on). Up to torch 2.2 TensorProperties lived in `
 bring clones of `_StorageInfo` and subclasses of Metadata, so classes are told by their name. Everything else that a
 pickle names (paths, Megatron's plans) is an inert stub.
 
-The objects of a large run are many (256 ranks x 2,930 tensors: 750,000 chunks), so they end as columns; `classes` has
-what they are until then.
+The objects of a large run are many (256 ranks x 2,930 tensors: 750,000 chunks), so they end as columns; until then
+they are objects of `metadata_classes`.
 """
 
 from __future__ import annotations
@@ -34,16 +34,14 @@ from ckpttool.catalogue.dtypes import Dtype, dtype
 from ckpttool.catalogue.entries import check_shape
 from ckpttool.catalogue.values import stub_name
 from ckpttool.errors import CkptError, CorruptError
-from ckpttool.formats.dcp import metadata_classes as classes
-from ckpttool.formats.dcp import metadata_fast as runs
+from ckpttool.formats.dcp import metadata_classes, metadata_fast
 from ckpttool.formats.dcp.metadata_fast import Row, Run, Runs
-from ckpttool.serialization import pickle_opcodes as opcodes
-from ckpttool.serialization import unpickler as pickles
+from ckpttool.serialization import pickle_opcodes, unpickler
 from ckpttool.serialization.pickle_limits import check_depths
 
 KeyPath = tuple["str | int", ...]
 _DTYPE = re.compile(r"torch\.\w+")
-MAX_PATH = 256  # keys; as deep as `nesting` goes
+MAX_PATH = 256  # keys; as deep as `flatten` goes
 _LARGE = 1 << 16  # bytes of an index that is worth looking for what is regular in it
 _BEGINNING = 1 << 20  # bytes that are read before it is known that this could be an index
 
@@ -112,39 +110,39 @@ def read(stream: Any, name: str) -> Metadata:
     """
     data = stream.read(_BEGINNING)
     if len(data) == _BEGINNING:
-        data = _whole(stream, data, name)
-    with pickles.no_garbage_collection():
+        data = _read_large(stream, data, name)
+    with unpickler.no_garbage_collection():
         if len(data) >= _LARGE:
-            found = runs.find(data, {**classes.CLASSES, "Size": classes.size})
-            if found is not None:
+            runs = metadata_fast.find(data, {**metadata_classes.CLASSES, "Size": metadata_classes.size})
+            if runs is not None:
                 with suppress(CkptError):
-                    return _read(found.data, name, found)
+                    return _read(runs.data, name, runs)
         return _read(data, name)
 
 
-def _whole(stream: Any, beginning: bytes, name: str) -> bytes:
+def _read_large(stream: Any, beginning: bytes, name: str) -> bytes:
     """All of a large index, once its beginning could be one and its size is known: it may be a hole in a file."""
-    here = stream.tell()
+    position = stream.tell()
     size = stream.seek(0, 2)  # the end
-    stream.seek(here)
+    stream.seek(position)
     try:
-        opcodes.check_beginning(beginning, size)
+        pickle_opcodes.check_beginning(beginning, size)
     except CorruptError as error:
         raise error.prefixed(f"`{name}`", file=name) from None
     data: bytes = beginning + stream.read()
     return data
 
 
-def _read(data: bytes, name: str, found: Runs | None = None) -> Metadata:
-    names = classes.Names(found)
+def _read(data: bytes, name: str, runs: Runs | None = None) -> Metadata:
+    names = metadata_classes.Names(runs)
     reader = _Reader(name)
     try:
-        root = pickles.load(data, what=f"`{name}`", known=names)
-        made = reader.metadata(root, names.seen)
-        if found is not None and (made.extra is not None or not found.all_used()):
+        root = unpickler.load(data, what=f"`{name}`", known=names)
+        metadata = reader.metadata(root, names.seen)
+        if runs is not None and (metadata.extra is not None or not runs.all_used()):
             raise CorruptError("a run of the index is not where it belongs")
-        made.harmful = sorted(set(names.harmful))
-        return made
+        metadata.harmful = sorted(set(names.harmful))
+        return metadata
     except CkptError as error:
         if error.names(f"`{name}`"):
             raise
@@ -167,54 +165,59 @@ class _Reader:
         return f": `{self._key}`" if isinstance(self._key, str) else ""
 
     def metadata(self, root: Any, seen: Mapping[str, str]) -> Metadata:
-        if not isinstance(root, classes.Root):
+        if not isinstance(root, metadata_classes.Root):
             raise CorruptError(
                 f"a pickle of {stub_name(root) or type(root).__name__}, not of a DCP `Metadata`",
                 hint="this is not the index of a torch.distributed.checkpoint directory",
             )
-        described = root.fields.get("state_dict_metadata")
-        if type(described) is not dict:
+        tensors = root.fields.get("state_dict_metadata")
+        if type(tensors) is not dict:
             raise CorruptError("it has no `state_dict_metadata`")
         entries: dict[str, StoredTensor | Item | None] = {}
-        for key, value in described.items():
+        for key, value in tensors.items():
             self._key = key
-            entries[key] = self._described(key, value)
+            entries[key] = self._read_entry(key, value)
         self._key = None
-        self._place(entries, root.fields.get("storage_data"))
+        self._assign_items(entries, root.fields.get("storage_data"))
         for key, entry in entries.items():
             self._key = key
-            self._check_placed(entry)
+            self._check_assigned(entry)
         self._key = None
-        whole = cast("dict[str, StoredTensor | Item]", entries)
-        made = Metadata(self._name, list(self._numbers), whole, self._paths(root.fields.get("planner_data")))
+        complete = cast("dict[str, StoredTensor | Item]", entries)
+        metadata = Metadata(self._name, list(self._numbers), complete, self._paths(root.fields.get("planner_data")))
         extra = root.fields.get("ckpttool")
         check_depths(extra)
-        made.extra = extra if type(extra) is dict else None
-        made.strays = self._strays
-        made.facts = self._facts(root.fields, seen)
-        return made
+        metadata.extra = extra if type(extra) is dict else None
+        metadata.strays = self._strays
+        metadata.facts = self._facts(root.fields, seen)
+        return metadata
 
-    def _described(self, key: Any, value: Any) -> StoredTensor | None:
+    def _read_entry(self, key: Any, value: Any) -> StoredTensor | None:
         if type(key) is not str:
             raise CorruptError(f"a name is {type(key).__name__}, not a string")
-        if isinstance(value, classes.BytesMeta):
+        if isinstance(value, metadata_classes.BytesMeta):
             return None
-        if not isinstance(value, classes.TensorMeta):
+        if not isinstance(value, metadata_classes.TensorMeta):
             raise CorruptError(f"described by a {stub_name(value) or type(value).__name__}, not as a tensor or bytes")
         properties, chunks = value.fields.get("properties"), value.fields.get("chunks")
         shape = _checked([value.fields.get("size")], "size", None)[0]
-        if not isinstance(properties, classes.Properties) or type(chunks) is not list:
+        if not isinstance(properties, metadata_classes.Properties) or type(chunks) is not list:
             raise CorruptError("a tensor without properties or chunks")
         check_shape(shape)
         offsets, sizes = _columns(chunks, len(shape))
         self._properties = max(self._properties, properties.count)
         n = len(offsets)
         return StoredTensor(
-            self._dtype(properties), shape, offsets, sizes,
-            array("l", [-1]) * n, array("q", [0]) * n, array("q", [0]) * n,
-        )  # fmt: skip
+            self._dtype(properties),
+            shape,
+            offsets,
+            sizes,
+            array("l", [-1]) * n,
+            array("q", [0]) * n,
+            array("q", [0]) * n,
+        )
 
-    def _dtype(self, properties: classes.Properties) -> Dtype:
+    def _dtype(self, properties: metadata_classes.Properties) -> Dtype:
         name = stub_name(properties.dtype)
         if name is None or not _DTYPE.fullmatch(name):
             raise CorruptError("its dtype is not one of torch's")
@@ -222,20 +225,22 @@ class _Reader:
             raise CorruptError(f"layout `{properties.layout}` cannot be read", found=properties.layout)
         return dtype(name)
 
-    def _place(self, entries: dict[str, StoredTensor | Item | None], storage: Any) -> None:
+    def _assign_items(self, entries: dict[str, StoredTensor | Item | None], storage: Any) -> None:
         """Give each chunk and each bytes entry its item."""
         if type(storage) is not dict:
             raise CorruptError("it has no `storage_data`", hint="the writer of this checkpoint is not a file system's")
         kinds, infos = set(map(type, storage)), set(map(type, storage.values()))
         with_runs = Run in kinds
-        if kinds - {classes.Index, Run} or infos - ({classes.Info, type(None)} if with_runs else {classes.Info}):
+        if kinds - {metadata_classes.Index, Run} or infos - (
+            {metadata_classes.Info, type(None)} if with_runs else {metadata_classes.Info}
+        ):
             raise CorruptError("`storage_data` holds something else than `MetadataIndex` and `_StorageInfo`")
         items = storage.items()
-        rows = chain.from_iterable(map(_rows, items)) if with_runs else _singles(items)
-        self._place_rows(entries, rows)
+        rows = chain.from_iterable(map(_rows, items)) if with_runs else _rows_of_items(items)
+        self._assign_rows(entries, rows)
         self._key = None
 
-    def _place_rows(self, entries: dict[str, StoredTensor | Item | None], rows: Iterable[Row]) -> None:
+    def _assign_rows(self, entries: dict[str, StoredTensor | Item | None], rows: Iterable[Row]) -> None:
         numbers = self._numbers
         # Once per item, and there may be a million.
         for key, at, i, path, start, length, transforms in rows:
@@ -243,13 +248,13 @@ class _Reader:
             number = numbers.get(path)
             entry = entries.get(key, _ABSENT)
             if number is None:
-                number = self._number(path)
+                number = self._file_number(path)
             if type(entry) is StoredTensor:
                 try:
-                    fits = entry.offsets[i] == at
+                    is_expected = entry.offsets[i] == at
                 except (TypeError, IndexError):
-                    fits = False
-                if not fits:
+                    is_expected = False
+                if not is_expected:
                     i = self._position(key, entry, at)
                     if i is None:
                         self._strays.append(key)
@@ -264,7 +269,7 @@ class _Reader:
             elif entry is _ABSENT:
                 self._strays.append(str(key))
             else:
-                entries[key] = self._blob(number, start, length, transforms)
+                entries[key] = self._bytes_item(number, start, length, transforms)
 
     def _position(self, key: str, entry: StoredTensor, at: Any) -> int | None:
         """Which chunk is at these offsets, when the hint did not say."""
@@ -274,35 +279,35 @@ class _Reader:
             self._by_offsets[key] = {o: i for i, o in enumerate(entry.offsets)}
         return self._by_offsets[key].get(at)
 
-    def _blob(self, number: int, start: Any, length: Any, transforms: Any) -> Item:
+    def _bytes_item(self, number: int, start: Any, length: Any, transforms: Any) -> Item:
         if type(start) is not int or type(length) is not int:
             raise CorruptError("an item whose offset or length is no integer")
         return Item(number, start, length, _transforms(transforms))
 
-    def _number(self, path: str) -> int:
+    def _file_number(self, path: str) -> int:
         self._numbers[path] = len(self._numbers)
         return self._numbers[path]
 
-    def _check_placed(self, entry: StoredTensor | Item | None) -> None:
+    def _check_assigned(self, entry: StoredTensor | Item | None) -> None:
         if entry is None:
-            raise CorruptError("its bytes are in no file", hint=_HOLE)
+            raise CorruptError("its bytes are in no file", hint=_MISSING_PART)
         if isinstance(entry, Item) or -1 not in entry.files:
             return
-        placed = {o: i for i, o in enumerate(entry.offsets) if entry.files[i] >= 0}
+        by_offsets = {o: i for i, o in enumerate(entry.offsets) if entry.files[i] >= 0}
         for i, file in enumerate(entry.files):
             if file >= 0:
                 continue
             # Chunks at the same offsets have one key in `storage_data`: the last empty one takes it from the others.
-            twin = placed.get(entry.offsets[i])
-            if twin is not None:
-                entry.files[i], entry.starts[i] = entry.files[twin], entry.starts[twin]
-                entry.lengths[i] = entry.lengths[twin]
+            other = by_offsets.get(entry.offsets[i])
+            if other is not None:
+                entry.files[i], entry.starts[i] = entry.files[other], entry.starts[other]
+                entry.lengths[i] = entry.lengths[other]
             elif 0 in entry.sizes[i]:
                 entry.files[i] = 0
             else:
                 raise CorruptError(
-                    f"the chunk at {list(entry.offsets[i])} is in no file", hint=_HOLE, tensor=self._key
-                )  # fmt: skip
+                    f"the chunk at {list(entry.offsets[i])} is in no file", hint=_MISSING_PART, tensor=self._key
+                )
 
     def _paths(self, planned: Any) -> dict[str, KeyPath] | None:
         if type(planned) is not dict:
@@ -328,7 +333,7 @@ class _Reader:
             facts["torch"] = "2.15 or later"
         elif "version" in fields:
             facts["torch"] = "2.9 to 2.14"
-        elif isinstance(meta, classes.StorageMeta):
+        elif isinstance(meta, metadata_classes.StorageMeta):
             facts["torch"] = "2.7 to 2.8" if "modules" in meta.fields else "2.4 to 2.6"
         elif "TensorProperties" in seen:
             facts["torch"] = "2.3"
@@ -340,13 +345,13 @@ class _Reader:
 
 
 _ABSENT: Any = object()
-_HOLE = "a rank's part of the index is missing; the save did not end well"
+_MISSING_PART = "a rank's part of the index is missing; the save did not end well"
 
 
 def _columns(chunks: list[Any], dims: int) -> tuple[list[Ints], list[Ints]]:
     """Offsets and sizes of a tensor's chunks."""
     kinds = set(map(type, chunks))
-    if kinds - {classes.Chunk, Run}:
+    if kinds - {metadata_classes.Chunk, Run}:
         raise CorruptError("a chunk that is not a `ChunkStorageMetadata`")
     if Run not in kinds:
         return _checked([c.offsets for c in chunks], "offsets", dims), _checked(
@@ -364,7 +369,7 @@ def _columns(chunks: list[Any], dims: int) -> tuple[list[Ints], list[Ints]]:
     return offsets, sizes
 
 
-def _singles(items: Iterable[tuple[classes.Index, classes.Info]]) -> Iterator[Row]:
+def _rows_of_items(items: Iterable[tuple[metadata_classes.Index, metadata_classes.Info]]) -> Iterator[Row]:
     for index, info in items:
         # Looked up by their hashes: see `pickle_limits.check_depths`.
         if type(index.fqn) is not str:
@@ -375,7 +380,7 @@ def _singles(items: Iterable[tuple[classes.Index, classes.Info]]) -> Iterator[Ro
 
 
 def _rows(item: tuple[Any, Any]) -> Iterator[Row]:
-    return item[0].rows() if type(item[0]) is Run else _singles((item,))
+    return item[0].rows() if type(item[0]) is Run else _rows_of_items((item,))
 
 
 def _checked(values: list[Any], what: str, dims: int | None) -> list[Ints]:

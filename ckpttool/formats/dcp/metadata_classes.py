@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from ckpttool.catalogue import values as stubs
+from ckpttool.catalogue import values
 from ckpttool.errors import CorruptError
 from ckpttool.formats.dcp.metadata_fast import Runs
-from ckpttool.serialization import unsafe_globals as harm
+from ckpttool.serialization import unsafe_globals
 
 
 def _no_fields(state: Any, kind: str) -> CorruptError:
@@ -79,17 +79,17 @@ class Properties:
         if type(state) is not tuple or len(state) < 2:
             raise CorruptError("a `TensorProperties` is not a tuple of a dtype, a layout, ...")
         self.dtype, self.count = state[0], len(state)
-        args = state[1].args if isinstance(state[1], stubs.Stub) else ()
+        args = state[1].args if isinstance(state[1], values.Stub) else ()
         self.layout = args[0] if args and isinstance(args[0], str) else "torch.strided"
 
 
 class _Fields:
     __slots__ = ("fields",)
-    theirs: ClassVar[str]  # what torch calls it
+    torch_name: ClassVar[str]  # what torch calls it
 
     def __setstate__(self, state: Any) -> None:
         if type(state) is not dict:
-            raise _no_fields(state, self.theirs)
+            raise _no_fields(state, self.torch_name)
         self.fields: dict[str, Any] = state
 
 
@@ -97,28 +97,28 @@ class TensorMeta(_Fields):
     """A tensor: `properties`, `size` and `chunks`."""
 
     __slots__ = ()
-    theirs = "TensorStorageMetadata"
+    torch_name = "TensorStorageMetadata"
 
 
 class BytesMeta(_Fields):
     """An object: nothing is said of it."""
 
     __slots__ = ()
-    theirs = "BytesStorageMetadata"
+    torch_name = "BytesStorageMetadata"
 
 
 class StorageMeta(_Fields):
     """Of the save: `checkpoint_id`, `save_id`, `load_id`, `modules`."""
 
     __slots__ = ()
-    theirs = "StorageMeta"
+    torch_name = "StorageMeta"
 
 
 class Root(_Fields):
     """The whole index."""
 
     __slots__ = ()
-    theirs = "Metadata"
+    torch_name = "Metadata"
 
 
 CLASSES: dict[str, type] = {
@@ -156,7 +156,7 @@ class Names(Mapping[tuple[str, str], Any]):
     def __contains__(self, key: Any) -> bool:
         if key == ("torch", "Size") or key[1] in CLASSES or key in self._runs:
             return True
-        if harm.is_harmful(*key):
+        if unsafe_globals.is_harmful(*key):
             self.harmful.append(".".join(key))
         return False
 

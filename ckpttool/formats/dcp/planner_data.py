@@ -16,8 +16,7 @@ from typing import Any
 from ckpttool.catalogue.entries import Catalogue, Container, Path, Tensor, dotted
 from ckpttool.errors import CorruptError
 from ckpttool.formats.dcp.metadata import KeyPath
-from ckpttool.serialization import pickler as picklewriter
-from ckpttool.serialization import unpickler as pickles
+from ckpttool.serialization import pickler, unpickler
 from ckpttool.version import __version__
 
 # Reading --------------------------------------------------------------------------------------------------------------
@@ -36,38 +35,36 @@ def restore(
     """
     if planned is None:
         return {name: (name,) for name in names}, {}
-    left = dict.fromkeys(names)
-    paths: dict[str, Path] = {name: path for name, path in planned.items() if name in left}
-    paths |= {name: (name,) for name in left if name not in planned}
+    unseen = dict.fromkeys(names)
+    paths: dict[str, Path] = {name: path for name, path in planned.items() if name in unseen}
+    paths |= {name: (name,) for name in unseen if name not in planned}
     if extra is not None and "containers" in extra:
-        return _exactly(paths, extra)
+        return _restore_noted(paths, extra)
     lists = _lists(paths.values())
-    paths = _in_order(paths, lists)
-    for root in _with_integer_ids(paths, value_of):
+    paths = _sorted_paths(paths, lists)
+    for root in _integer_id_roots(paths, value_of):
         depth = len(root) + 1
 
-        def whole(path: Path, at: Path = (*root, "state"), depth: int = depth) -> Path:
-            if path[:depth] != at or len(path) <= depth:
+        def with_integer_id(path: Path, state: Path = (*root, "state"), depth: int = depth) -> Path:
+            if path[:depth] != state or len(path) <= depth:
                 return path
-            return (*at, int(str(path[depth])), *path[depth + 1 :])
+            return (*state, int(str(path[depth])), *path[depth + 1 :])
 
-        paths = {name: whole(path) for name, path in paths.items()}
-        lists = {whole(path) for path in lists}
+        paths = {name: with_integer_id(path) for name, path in paths.items()}
+        lists = {with_integer_id(path) for path in lists}
     if extra is not None:
-        paths, lists = _with_own_keys(paths, lists, extra)
+        paths, lists = _restore_keys(paths, lists, extra)
     # In one order, whatever the seed of the hashes is.
     return paths, {path: Container("list") for path in sorted(lists, key=dotted)}
 
 
-def _with_own_keys(
-    paths: dict[str, Path], lists: set[Path], extra: dict[str, Any]
-) -> tuple[dict[str, Path], set[Path]]:
+def _restore_keys(paths: dict[str, Path], lists: set[Path], extra: dict[str, Any]) -> tuple[dict[str, Path], set[Path]]:
     """Keys that were no strings. `ckpttool.save` notes `("scheduler", "milestones", 5)`; the rest is torch's."""
-    noted = extra.get("keys", [])
-    if type(noted) is not list:
+    key_paths = extra.get("keys", [])
+    if type(key_paths) is not list:
         raise CorruptError("`ckpttool` in the index is not what this program writes")
     exact: dict[Path, Path] = {}
-    for path in map(_checked, noted):
+    for path in map(_check_path, key_paths):
         exact |= {tuple(map(str, path[:depth])): path[:depth] for depth in range(1, len(path) + 1)}
     deepest = max(map(len, exact), default=0)
 
@@ -89,7 +86,7 @@ def _lists(paths: Iterable[Path]) -> set[Path]:
     return lists - dicts - {()}
 
 
-def _in_order(paths: dict[str, Path], lists: set[Path]) -> dict[str, Path]:
+def _sorted_paths(paths: dict[str, Path], lists: set[Path]) -> dict[str, Path]:
     """Lists by index, dicts by first mention: what several ranks have planned comes in turns."""
     first: dict[Path, int] = {}
 
@@ -104,42 +101,42 @@ def _in_order(paths: dict[str, Path], lists: set[Path]) -> dict[str, Path]:
     return dict(sorted(paths.items(), key=lambda item: rank(item[1])))
 
 
-def _with_integer_ids(paths: dict[str, Path], value_of: Callable[[str], Any]) -> list[Path]:
+def _integer_id_roots(paths: dict[str, Path], value_of: Callable[[str], Any]) -> list[Path]:
     integers: dict[Path, bool] = {}
     for name, path in paths.items():
         if len(path) >= 3 and path[-1] == "params" and type(path[-2]) is int and path[-3] == "param_groups":
             value = value_of(name)
             is_ids = type(value) is list and all(type(v) is int for v in value)
             integers[path[:-3]] = integers.get(path[:-3], True) and is_ids
-    found = []
+    roots = []
     for root in (root for root, yes in integers.items() if yes):
         at = (*root, "state")
         keys = {path[len(at)] for path in paths.values() if path[: len(at)] == at and len(path) > len(at)}
         if keys and all(type(k) is str and k.isascii() and k.isdecimal() and str(int(k)) == k for k in keys):
-            found.append(root)
-    return found
+            roots.append(root)
+    return roots
 
 
-def _exactly(paths: dict[str, Path], extra: dict[str, Any]) -> tuple[dict[str, Path], dict[Path, Container]]:
+def _restore_noted(paths: dict[str, Path], extra: dict[str, Any]) -> tuple[dict[str, Path], dict[Path, Container]]:
     """As our own sink noted it."""
-    exact, listed = extra.get("paths", {}), extra.get("containers", [])
-    if type(exact) is not dict or type(listed) is not list:
+    noted_paths, container_rows = extra.get("paths", {}), extra.get("containers", [])
+    if type(noted_paths) is not dict or type(container_rows) is not list:
         raise CorruptError("`ckpttool` in the index is not what this program writes")
-    for name, path in exact.items():
+    for name, path in noted_paths.items():
         if name in paths:
-            paths[name] = _checked(path)
+            paths[name] = _check_path(path)
     containers: dict[Path, Container] = {}
-    for row in listed:
+    for row in container_rows:
         match row:
             case (path, "list" | "dict" | "OrderedDict" as kind, None | bytes() as attrs):
-                made = None if attrs is None else pickles.load(attrs, what="attributes in the index")
-                containers[_checked(path)] = Container(kind, made)
+                attributes = None if attrs is None else unpickler.load(attrs, what="attributes in the index")
+                containers[_check_path(path)] = Container(kind, attributes)
             case _:
                 raise CorruptError("a container in the index that is none")
     return paths, containers
 
 
-def _checked(path: Any) -> Path:
+def _check_path(path: Any) -> Path:
     try:
         hash(path)
     except TypeError:
@@ -153,7 +150,7 @@ def _checked(path: Any) -> Path:
 
 
 @dataclass(slots=True)
-class Spelt:
+class EntryNames:
     """The names of a catalogue's entries in DCP: `Spelt({("optim", "state", 0): "optim.state.0"}, ...)`.
 
     `planned` is `planner_data`; `extra` what it cannot say; `clashes` are entries whose name another one has, and
@@ -166,46 +163,46 @@ class Spelt:
     clashes: list[tuple[Path, Path]] = field(default_factory=list)
 
 
-def spell(catalogue: Catalogue) -> Spelt:
+def name_entries(catalogue: Catalogue) -> EntryNames:
     """Names as `flatten_state_dict` makes them. Where a selection left gaps in a list, what stays moves up."""
-    made = Spelt()
+    result = EntryNames()
     lists = {path for path, container in catalogue.containers.items() if container.kind == "list"}
     places: dict[Path, dict[Any, int]] = {path: {} for path in lists}
     owners: dict[str, Path] = {}
-    exactly: dict[str, Path] = {}
+    exact_paths: dict[str, Path] = {}
 
-    def exact(path: Path) -> Path:
+    def exact_path_of(path: Path) -> Path:
         return tuple(
             places[path[:i]].setdefault(key, len(places[path[:i]])) if path[:i] in lists else key
             for i, key in enumerate(path)
-        )  # fmt: skip
+        )
 
     for path, entry in catalogue.entries.items():
         if isinstance(entry, Tensor) and entry.embedded:
             continue
-        real = exact(path)
+        exact_path = exact_path_of(path)
         planned = tuple(
-            key if path[:i] in lists and i and type(key) is int else str(key) for i, key in enumerate(real)
-        )  # fmt: skip
+            key if path[:i] in lists and i and type(key) is int else str(key) for i, key in enumerate(exact_path)
+        )
         name = ".".join(map(str, planned))
         if name in owners:
-            made.clashes.append((path, owners[name]))
+            result.clashes.append((path, owners[name]))
             continue
         owners[name] = path
-        made.names[path] = name
-        made.planned[name] = planned
-        if real != planned or any(map(_differs, real, planned)):
-            exactly[name] = real
-    made.extra = {
+        result.names[path] = name
+        result.planned[name] = planned
+        if exact_path != planned or any(map(_differs, exact_path, planned)):
+            exact_paths[name] = exact_path
+    result.extra = {
         "format": 1,
         "by": f"ckpttool {__version__}",
-        "paths": exactly,
+        "paths": exact_paths,
         "containers": [
-            (exact(path), c.kind, None if not c.attrs else picklewriter.dump(c.attrs, protocol=4))
+            (exact_path_of(path), c.kind, None if not c.attrs else pickler.dump(c.attrs, protocol=4))
             for path, c in catalogue.containers.items()
         ],
     }
-    return made
+    return result
 
 
 def _differs(one: Any, other: Any) -> bool:

@@ -6,20 +6,17 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from ckpttool.catalogue import values as stubs
+from ckpttool.catalogue import values
 from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, File, Object, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Run
 from ckpttool.catalogue.values import stub_name
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError
-from ckpttool.formats.dcp import index as dcpindex
-from ckpttool.formats.dcp import planner_data as dcpkeys
-from ckpttool.formats.dcp.index import Index
+from ckpttool.formats.dcp import planner_data
+from ckpttool.formats.dcp.index import Index, read_index
 from ckpttool.formats.dcp.items import Items
 from ckpttool.formats.dcp.metadata import Item, StoredTensor
-from ckpttool.serialization import safetensors_header as stheader
-from ckpttool.serialization import torch_tree as torchtree
-from ckpttool.serialization import unpickler as pickles
+from ckpttool.serialization import safetensors_header, torch_tree, unpickler
 from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
 from ckpttool.serialization.torch_zip import Archive
 
@@ -41,12 +38,12 @@ class DcpSource:
         """Items that are no chunk of the catalogue: those of objects, and what several ranks have stored."""
         for name, entry in self.index.entries.items():
             # A quantised tensor is the call that makes it.
-            whole = [entry] if isinstance(entry, Item) else map(entry.item, range(len(entry.files)))
-            for item in whole if isinstance(entry, Item) or entry.dtype.kind == "quantized" else ():
+            tensor_items = [entry] if isinstance(entry, Item) else map(entry.item, range(len(entry.files)))
+            for item in tensor_items if isinstance(entry, Item) or entry.dtype.kind == "quantized" else ():
                 yield name, Run(item.file, item.offset, item.length, bool(item.transforms))
-        for again in self.index.copies:
-            item = again.again
-            yield again.name, Run(item.file, item.offset, item.length, bool(item.transforms))
+        for copy in self.index.copies:
+            item = copy.again
+            yield copy.name, Run(item.file, item.offset, item.length, bool(item.transforms))
 
     def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
         extent = chunk.extent
@@ -68,17 +65,17 @@ class DcpSource:
 
 def open_directory(path: str) -> DcpSource:
     """The catalogue of a directory, or of the directory that an index file lies in."""
-    with pickles.no_garbage_collection():
-        index = dcpindex.read(path)
+    with unpickler.no_garbage_collection():
+        index = read_index(path)
         items = Items(index.files)
         try:
-            return _Opening(index, items).source()
+            return _CatalogueBuilder(index, items).source()
         except BaseException:
             items.close()
             raise
 
 
-class _Opening:
+class _CatalogueBuilder:
     """Turns an index into a catalogue; reads small things from the data files on the way."""
 
     def __init__(self, index: Index, items: Items) -> None:
@@ -92,17 +89,17 @@ class _Opening:
 
     def source(self) -> DcpSource:
         index, catalogue = self._index, self._catalogue
-        self._note_transforms()
+        self._collect_transforms()
         if self._transforms:
             self._items.reserve_scratch()
-        self._is_safetensors = self._probe()
+        self._is_safetensors = self._is_in_safetensors()
         if index.copies:
             # What it compares them with is much, and few directories have any.
-            from ckpttool.formats.dcp import replicas as copies
+            from ckpttool.formats.dcp import replicas
 
-            catalogue.warnings += copies.settle(index, self._items, is_safetensors=self._is_safetensors)
-        self._read_objects()
-        paths, containers = dcpkeys.restore(index.entries, index.paths, index.extra, self._value)
+            catalogue.warnings += replicas.settle(index, self._items, is_safetensors=self._is_safetensors)
+        self._decode_objects()
+        paths, containers = planner_data.restore(index.entries, index.paths, index.extra, self._value)
         catalogue.containers = containers
         for name, path in paths.items():
             entry = index.entries[name]
@@ -111,15 +108,15 @@ class _Opening:
             else:
                 self._add_object(name, path)
         if self._unread:
-            name, why = self._unread[0]
-            more = f", nor {len(self._unread) - 1} objects more" if len(self._unread) > 1 else ""
-            catalogue.warnings.append(Warning("unreadable", f"`{name}` cannot be read{more}: {why}"))
+            name, reason = self._unread[0]
+            others = f", nor {len(self._unread) - 1} objects more" if len(self._unread) > 1 else ""
+            catalogue.warnings.append(Warning("unreadable", f"`{name}` cannot be read{others}: {reason}"))
         self._describe()
         return DcpSource(catalogue, self._items, self._transforms, index)
 
     # Tensors ---------------------------------------------------------------------------------------------------------
 
-    def _note_transforms(self) -> None:
+    def _collect_transforms(self) -> None:
         for entry in self._index.entries.values():
             if isinstance(entry, Item):
                 if entry.transforms:
@@ -128,7 +125,7 @@ class _Opening:
                 for i, transforms in entry.transforms.items():
                     self._transforms[entry.files[i], entry.starts[i]] = transforms
 
-    def _probe(self) -> bool:
+    def _is_in_safetensors(self) -> bool:
         """Whether tensors lie in safetensors blobs. It is the writer's choice for all of them, so one item tells."""
         for entry in self._index.entries.values():
             if isinstance(entry, Item):
@@ -141,12 +138,12 @@ class _Opening:
                     head = self._items.head(item._replace(length=16), 16)
                 except CkptError:
                     continue
-                return not head.startswith(b"PK") and stheader.looks_like(head)
+                return not head.startswith(b"PK") and safetensors_header.looks_like(head)
         return False
 
     def _tensor(self, name: str, path: Path, entry: StoredTensor) -> Tensor:
         if self._is_safetensors:
-            chunks = self._in_blobs(name, entry)
+            chunks = self._safetensors_chunks(name, entry)
         else:
             chunks = Chunks.items(entry.offsets, entry.sizes, entry.files, entry.starts, entry.lengths)
             if 0 in entry.shape and entry.dtype.kind != "quantized":
@@ -166,7 +163,7 @@ class _Opening:
                 self._catalogue.faults.append(type(error)(error.message, hint=error.hint, **facts))
                 return
 
-    def _in_blobs(self, name: str, entry: StoredTensor) -> Chunks:
+    def _safetensors_chunks(self, name: str, entry: StoredTensor) -> Chunks:
         """Every item of a file has the offset of its blob: only the blob's own header tells them apart."""
         chunks = Chunks()
         seen: set[int] = set()
@@ -181,32 +178,35 @@ class _Opening:
                 raise CorruptError(
                     f"`{file.name}`: tensor `{name}`: two of its chunks were written under one name, so one is lost",
                     hint="torch has no other trace of it; save again without `SerializationFormat.SAFETENSORS`",
-                    file=file.name, tensor=name,
-                )  # fmt: skip
+                    file=file.name,
+                    tensor=name,
+                )
             seen.add(entry.files[i])
-            found = self._items.blob(entry.item(i)).tensors.get(name)
-            if found is None or found.dtype != entry.dtype or found.shape != sizes:
-                holds = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
+            stored = self._items.blob(entry.item(i)).tensors.get(name)
+            if stored is None or stored.dtype != entry.dtype or stored.shape != sizes:
+                actual = "nothing" if stored is None else f"{stored.dtype} {list(stored.shape)}"
                 raise CorruptError(
-                    f"`{file.name}`: tensor `{name}`: the header has {holds}, but the index says {entry.dtype} "
+                    f"`{file.name}`: tensor `{name}`: the header has {actual}, but the index says {entry.dtype} "
                     f"{list(sizes)}",
-                    file=file.name, tensor=name,
-                )  # fmt: skip
-            chunks.add(offsets, sizes, Extent(entry.files[i], found.begin, found.end - found.begin))
+                    file=file.name,
+                    tensor=name,
+                )
+            chunks.add(offsets, sizes, Extent(entry.files[i], stored.begin, stored.end - stored.begin))
         return chunks
 
     def _check_empty_blob(self, name: str, item: Item) -> None:
-        found, file = self._items.blob(item).tensors.get(name), self._index.files[item.file].name
-        if found is not None and 0 not in found.shape:
+        stored, file = self._items.blob(item).tensors.get(name), self._index.files[item.file].name
+        if stored is not None and 0 not in stored.shape:
             raise CorruptError(
-                f"`{file}`: tensor `{name}`: the header has {found.dtype} {list(found.shape)}, but the index says a "
+                f"`{file}`: tensor `{name}`: the header has {stored.dtype} {list(stored.shape)}, but the index says a "
                 "tensor without elements",
-                file=file, tensor=name,
-            )  # fmt: skip
+                file=file,
+                tensor=name,
+            )
 
     # Objects ---------------------------------------------------------------------------------------------------------
 
-    def _read_objects(self) -> None:
+    def _decode_objects(self) -> None:
         blobs: list[tuple[Item, str]] = []
         for name, entry in self._index.entries.items():
             if isinstance(entry, Item):
@@ -228,30 +228,30 @@ class _Opening:
         entry = self._index.entries[name]
         if name not in self._trees and isinstance(entry, Item):
             self._decode(entry, name)
-        found = self._trees.get(name)
-        return found[0] if isinstance(found, tuple) else None
+        decoded = self._trees.get(name)
+        return decoded[0] if isinstance(decoded, tuple) else None
 
     def _add_object(self, name: str, path: Path) -> None:
         catalogue, entry = self._catalogue, self._index.entries[name]
         item = entry if isinstance(entry, Item) else entry.item(0)
-        found = self._trees.get(name)
-        if found is None:
-            catalogue.add(Object(path, read=lambda: self._late(item, name), nbytes=item.length))
-        elif isinstance(found, CkptError):
-            self._unread.append((dotted(path), found.message))
-            catalogue.add(Object(path, read=lambda: _raise(found), nbytes=item.length))
-        elif found[1] is None and (self._index.extra is not None or not isinstance(found[0], (dict, list))):
+        decoded = self._trees.get(name)
+        if decoded is None:
+            catalogue.add(Object(path, read=lambda: self._read_late(item, name), nbytes=item.length))
+        elif isinstance(decoded, CkptError):
+            self._unread.append((dotted(path), decoded.message))
+            catalogue.add(Object(path, read=lambda: _raise(decoded), nbytes=item.length))
+        elif decoded[1] is None and (self._index.extra is not None or not isinstance(decoded[0], (dict, list))):
             # Ours: a dict that was one object goes on being one.
-            catalogue.add(Object(path, found[0], nbytes=item.length))
+            catalogue.add(Object(path, decoded[0], nbytes=item.length))
         else:
-            self._fill(path, item, *found)
+            self._fill(path, item, *decoded)
 
     def _fill(self, path: Path, item: Item, tree: Any, archive: Archive | None) -> None:
         part = Catalogue("dcp")
-        place: torchtree.Place = _no_storage
+        place: torch_tree.Place = _no_storage
         if archive is not None:
             place = archive.extent
-        torchtree.fill(part, tree, place, path)
+        torch_tree.fill(part, tree, place, path)
         for entry in part.entries.values():
             if isinstance(entry, Object):
                 entry.nbytes = item.length
@@ -267,7 +267,7 @@ class _Opening:
             self._catalogue.warnings.append(Warning("lost-shards", text))
         self._catalogue.warnings += [w for w in part.warnings if w.kind != "rank-part"]
 
-    def _late(self, item: Item, name: str) -> Any:
+    def _read_late(self, item: Item, name: str) -> Any:
         tree, archive = self._items.tree(item, name)
         if archive is not None:
             raise ReadError(
@@ -280,19 +280,21 @@ class _Opening:
 
     def _describe(self) -> None:
         catalogue, index = self._catalogue, self._index
-        ours = index.extra.get("by") if index.extra is not None else None
-        if isinstance(ours, str):
-            catalogue.facts["writer"] = ours
+        writer = index.extra.get("by") if index.extra is not None else None
+        if isinstance(writer, str):
+            catalogue.facts["writer"] = writer
             catalogue.facts.pop("torch", None)
         per_rank: dict[int, list[File]] = defaultdict(list)
         for file in index.files:
             if file.rank is not None:
                 per_rank[file.rank].append(file)
-        most = max(map(len, per_rank.values()), default=1)
+        files_per_rank = max(map(len, per_rank.values()), default=1)
         items = sum(1 if isinstance(e, Item) else len(e.files) for e in index.entries.values())
         layout = [catalogue.facts["layout"]] if "layout" in catalogue.facts else []
-        if most > 1:
-            layout.append("a file for each item" if items == len(index.files) else f"up to {most} files per rank")
+        if files_per_rank > 1:
+            layout.append(
+                "a file for each item" if items == len(index.files) else f"up to {files_per_rank} files per rank"
+            )
         elif not layout:
             layout.append("one file per rank")
         layout += sorted({t for transforms in self._transforms.values() for t in transforms})
@@ -310,5 +312,5 @@ def _no_storage(ref: TensorRef | StorageRef) -> NoReturn:
 
 
 def _is_sharded(value: Any) -> bool:
-    names = (stub_name(node) or "" for node in stubs.walk(value))
+    names = (stub_name(node) or "" for node in values.walk(value))
     return any(n.startswith("torch.distributed.") and n.endswith((".DTensor", ".ShardedTensor")) for n in names)

@@ -32,7 +32,7 @@ _HINT = "`--like` wants another step of the same run, saved by as many ranks"
 
 
 @dataclass(slots=True)
-class _Slot:
+class _ExpectedItem:
     """One item of the other index, and the names that share it: `_Slot(0, 1462, ["w"], ...)`."""
 
     offset: int
@@ -58,8 +58,8 @@ def rebuilt(folder: str, like: str) -> Metadata:
         pool = Pool()
         with closing(pool):
             for number, slots in _slots(other).items():
-                _walk(folder, other.files[number], number, slots, pool, placed)
-        entries = {name: _moved(entry, placed) for name, entry in other.entries.items()}
+                _locate_items(folder, other.files[number], number, slots, pool, placed)
+        entries = {name: _relocated(entry, placed) for name, entry in other.entries.items()}
         return _metadata(other, entries)
 
 
@@ -73,21 +73,26 @@ def _metadata(index: Index, entries: dict[str, StoredTensor | Item]) -> Metadata
     return Metadata(NAME, names, entries, index.paths, index.extra)
 
 
-def _slots(index: Index) -> dict[int, list[_Slot]]:
+def _slots(index: Index) -> dict[int, list[_ExpectedItem]]:
     """Return the items of each file, in their order; one that several names share once."""
-    slots_of: dict[int, dict[int, _Slot]] = defaultdict(dict)
+    items_of: dict[int, dict[int, _ExpectedItem]] = defaultdict(dict)
     for name, entry in index.entries.items():
         for i in range(1 if isinstance(entry, Item) else len(entry.files)):
             item = entry if isinstance(entry, Item) else entry.item(i)
             if item.transforms:
                 raise ReadError(f"`{name}`: compressed, and the end of a compressed item cannot be found", hint=_HINT)
             if item.length:
-                slots_of[item.file].setdefault(item.offset, _Slot(item.offset, item.length, name, entry, i))
-    return {number: [slots[at] for at in sorted(slots)] for number, slots in slots_of.items()}
+                items_of[item.file].setdefault(item.offset, _ExpectedItem(item.offset, item.length, name, entry, i))
+    return {number: [slots[at] for at in sorted(slots)] for number, slots in items_of.items()}
 
 
-def _walk(
-    folder: str, file: File, number: int, slots: list[_Slot], pool: Pool, placed: dict[tuple[int, int], tuple[int, int]]
+def _locate_items(
+    folder: str,
+    file: File,
+    number: int,
+    slots: list[_ExpectedItem],
+    pool: Pool,
+    placed: dict[tuple[int, int], tuple[int, int]],
 ) -> None:
     """Find the items of one file; `placed` gets `(file, old offset) -> (offset, length)`."""
     location = locate(folder) / file.name
@@ -116,7 +121,7 @@ def _walk(
         )
 
 
-def _check(read: Read, at: int, length: int, name: str, slot: _Slot) -> None:
+def _check(read: Read, at: int, length: int, name: str, slot: _ExpectedItem) -> None:
     """Raises CorruptError for an item that differs from the other index."""
     entry = slot.entry
     if isinstance(entry, StoredTensor) and entry.dtype.kind != "quantized":
@@ -149,14 +154,14 @@ def _length(read: Read, base: int, size: int) -> int | None:
         position = data.find(_END)
         while position >= 0:
             length = at + position + 22 - base
-            if base + length <= size and _leads_back(read, base, length):
+            if base + length <= size and _is_end_record_of(read, base, length):
                 return length
             position = data.find(_END, position + 1)
         at += max(1, len(data) - len(_END) + 1)
     return None
 
 
-def _leads_back(read: Read, base: int, length: int) -> bool:
+def _is_end_record_of(read: Read, base: int, length: int) -> bool:
     end = base + length - 22
     locator = read(max(base, end - _LOCATOR), min(_LOCATOR, end - base))
     if locator[:4] != b"PK\6\7":
@@ -165,7 +170,7 @@ def _leads_back(read: Read, base: int, length: int) -> bool:
     return base + at64 + 56 + _LOCATOR == end and read(base + at64, 4) == b"PK\6\6"
 
 
-def _moved(entry: StoredTensor | Item, placed: dict[tuple[int, int], tuple[int, int]]) -> StoredTensor | Item:
+def _relocated(entry: StoredTensor | Item, placed: dict[tuple[int, int], tuple[int, int]]) -> StoredTensor | Item:
     if isinstance(entry, Item):
         offset, length = placed[entry.file, entry.offset]
         return entry._replace(offset=offset, length=length)

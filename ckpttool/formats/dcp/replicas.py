@@ -34,12 +34,12 @@ class _Replicas:
         unknown: list[str] = []
         equal = 0
         for name, copies in by_name.items():
-            same = [self._is_same(copy) for copy in copies]
-            if False in same:
+            results = [self._is_same(copy) for copy in copies]
+            if False in results:
                 entry = self._index.entries[name]
                 whole = isinstance(entry, Item) or entry.sizes == [entry.shape]
                 (per_rank if whole else differing).append(name)
-            elif None in same:
+            elif None in results:
                 unknown.append(name)
             else:
                 equal += 1

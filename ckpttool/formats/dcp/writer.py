@@ -32,16 +32,16 @@ from ckpttool.storage.stores import locate
 
 def losses(catalogue: Catalogue, path: str) -> list[Loss]:
     """Return what DCP cannot store."""
-    lost = [
+    unsupported = [
         Loss(entry.name, "DCP cannot store a quantized tensor outside an object")
         for entry in catalogue.tensors
         if entry.dtype.kind == "quantized" and not entry.embedded
     ]
     if () in catalogue.entries:
-        lost.append(Loss("the whole state", "a DCP state is a dict"))
-        return lost
-    return lost + [
-        Loss(dotted(one), planner_data.clash(one, other)) for one, other in planner_data.spell(catalogue).clashes
+        unsupported.append(Loss("the whole state", "a DCP state is a dict"))
+        return unsupported
+    return unsupported + [
+        Loss(dotted(one), planner_data.clash(one, other)) for one, other in planner_data.name_entries(catalogue).clashes
     ]
 
 
@@ -52,12 +52,12 @@ class _DcpSink:
         self.catalogue = catalogue
         self._path = path
         self._metadata = metadata
-        self._late = late
+        self._late_layouts = late
 
     def finish(self, crcs: Crcs) -> None:
         """Write the bytes around each payload, then, when all of that is on disk, the index."""
         with closing(files.Pool(writing=True)) as pool:
-            for layout in self._late:
+            for layout in self._late_layouts:
                 for offset, data in layout.patches(lambda record: crcs[record.file, record.offset]):
                     pool.write(self.catalogue.files[0].location, offset, data)
             for number, offset, data in self._frames(crcs):
@@ -91,14 +91,14 @@ def _stored(catalogue: Catalogue) -> Iterator[Tensor]:
 
 def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
     """Create a file of full size for each rank that holds anything; objects are written at once."""
-    keys = planner_data.spell(planned)
+    keys = planner_data.name_entries(planned)
     if keys.clashes:
         raise LossError(planner_data.clash(*keys.clashes[0]), hint="rename one of them with `--rename`")
     return _Builder(path, planned, keys).sink()
 
 
 class _Builder:
-    def __init__(self, path: str, planned: Catalogue, keys: planner_data.Spelt) -> None:
+    def __init__(self, path: str, planned: Catalogue, keys: planner_data.EntryNames) -> None:
         self._path, self._planned, self._keys = path, planned, keys
         created = replace(
             planned, format="dcp", files=[], entries={}, facts={"layout": "one file per rank"}, warnings=[]
@@ -106,12 +106,12 @@ class _Builder:
         self._created = created
         self._numbers: dict[int, int] = {}
         self._ends: list[int] = []
-        self._late: list[torch_zip_writer.Layout] = []
+        self._late_layouts: list[torch_zip_writer.Layout] = []
         self._entries: dict[str, StoredTensor | Item] = {}
-        self._own: dict[Path, Path] = {}
+        self._keepers: dict[Path, Path] = {}
 
     def sink(self) -> Sink:
-        self._make_files()
+        self._create_files()
         # Bytes items come first, but entries stay in the order of the state.
         written = self._write_objects()
         for path, entry in self._planned.entries.items():
@@ -126,9 +126,9 @@ class _Builder:
         names = [f.name for f in self._created.files]
         entries = {name: self._entry(path, name) for path, name in self._keys.names.items()}
         metadata = Metadata(index.NAME, names, entries, self._keys.planned, self._keys.extra)
-        return _DcpSink(self._path, self._created, metadata, self._late)
+        return _DcpSink(self._path, self._created, metadata, self._late_layouts)
 
-    def _make_files(self) -> None:
+    def _create_files(self) -> None:
         ranks = {rank for t in self._planned.tensors if not t.embedded for rank in set(t.chunks.file)}
         if any(True for _ in self._planned.objects):
             ranks.add(0)
@@ -148,7 +148,7 @@ class _Builder:
         if not objects:
             return entries
         pool, location = files.Pool(writing=True), self._created.files[0].location
-        waiting, start = bytearray(), 0
+        pending, start = bytearray(), 0
         try:
             for entry in objects:
                 slots = _Slots(self._planned, entry)
@@ -160,18 +160,18 @@ class _Builder:
                 entries |= slots.tensors(layout.storages)
                 pieces = layout.pieces if layout.storages else [*layout.pieces, *layout.patches(lambda record: 0)]
                 if layout.storages:
-                    self._late.append(layout)
+                    self._late_layouts.append(layout)
                     for offset, data in pieces:
                         pool.write(location, offset, data)
                     continue
-                if base != start + len(waiting) or len(waiting) > 1 << 20:
-                    pool.write(location, start, bytes(waiting))
-                    waiting, start = bytearray(), base
-                room = bytearray(layout.size)
+                if base != start + len(pending) or len(pending) > 1 << 20:
+                    pool.write(location, start, bytes(pending))
+                    pending, start = bytearray(), base
+                archive = bytearray(layout.size)
                 for offset, data in pieces:
-                    room[offset - base : offset - base + len(data)] = data
-                waiting += room
-            pool.write(location, start, bytes(waiting))
+                    archive[offset - base : offset - base + len(data)] = data
+                pending += archive
+            pool.write(location, start, bytes(pending))
         finally:
             pool.close()
         return entries
@@ -179,20 +179,20 @@ class _Builder:
     # Tensors ---------------------------------------------------------------------------------------------------------
 
     def _place_tensor(self, tensor: Tensor) -> Tensor:
-        keeper = self._own.setdefault(self._planned.first(tensor).path, tensor.path)
+        keeper = self._keepers.setdefault(self._planned.first(tensor).path, tensor.path)
         if keeper != tensor.path:
             shared = self._created.tensor(keeper)
             return replace(tensor, chunks=shared.chunks, alias=keeper)
         planned, ends, numbers = tensor.chunks, self._ends, self._numbers
         frames = _frames_of(tensor.dtype, planned)
-        taken: Sequence[int] = range(len(planned))
+        indices: Sequence[int] = range(len(planned))
         if tensor.numel and any(not nbytes for _, nbytes, _ in frames.values()):
             # A chunk without bytes may begin where another one does, and DCP identifies items by their offset.
-            taken = [i for i in taken if frames[planned.sizes[i]][1]]
+            indices = [i for i in indices if frames[planned.sizes[i]][1]]
         # Columns at once: there are a million of them where 256 ranks become 128.
         files, starts, lengths = array("l"), array("q"), array("q")
         records: dict[int, Record] = {}
-        for n, i in enumerate(taken):
+        for n, i in enumerate(indices):
             head, nbytes, size = frames[planned.sizes[i]]
             number = numbers[planned.file[i]]
             payload = ends[number] + head
@@ -203,7 +203,7 @@ class _Builder:
                 records[n] = Record(number, payload, nbytes)
             ends[number] += size
         chunks = Chunks.filled(
-            [planned.offsets[i] for i in taken], [planned.sizes[i] for i in taken], files, starts, lengths, records
+            [planned.offsets[i] for i in indices], [planned.sizes[i] for i in indices], files, starts, lengths, records
         )
         return replace(tensor, chunks=chunks, alias=None)
 

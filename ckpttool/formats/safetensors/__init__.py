@@ -1,9 +1,9 @@
 """safetensors: one file, a directory of them, or a whole training state without pickle.
 
-    model.safetensors                                            one file; see `stheader`
-    model-00001-of-00002.safetensors .. + model.safetensors.index.json   several; see `stindex`
+    model.safetensors                                            one file; see `safetensors_header`
+    model-00001-of-00002.safetensors .. + model.safetensors.index.json   several; see `index`
     [sharded/]shard-00001-model-00001-of-00001.safetensors ..    pieces of tensors, one file per rank (and index)
-    model.safetensors optimizer.safetensors .. + ckpttool.json   ours; see `statefile`
+    model.safetensors optimizer.safetensors .. + ckpttool.json   ours; see `state_json`
 
 Upstream: safetensors 0.8, huggingface_hub 2.4, transformers 5, and torch 2.8 to 2.13 `HuggingFaceStorageWriter`, which
 keeps the offset of a piece in the header's `DCP_SHARDING_INFO` and the size of the whole tensor nowhere. A tensor's
@@ -21,9 +21,9 @@ from ckpttool.catalogue.protocols import NO_HINTS, Format, Loss, OpenOptions, Si
 
 def recognise(path: str) -> bool:
     """Whether this is a safetensors file, whole or not, or a directory that has some."""
-    from ckpttool.formats.safetensors import reader as opening
+    from ckpttool.formats.safetensors import reader
 
-    return opening.recognise(path)
+    return reader.recognise(path)
 
 
 def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
@@ -31,21 +31,21 @@ def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
 
     Raises CorruptError for files that contradict themselves or each other.
     """
-    from ckpttool.formats.safetensors import reader as opening
+    from ckpttool.formats.safetensors import reader
 
-    return opening.open_path(path)
+    return reader.open_path(path)
 
 
-def _create(path: str, laid: Catalogue, options: SinkOptions) -> Sink:
-    from ckpttool.formats.safetensors import writer as sink
+def _create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
+    from ckpttool.formats.safetensors import writer
 
-    return sink.create(path, laid, options)
+    return writer.create(path, planned, options)
 
 
 def _losses(catalogue: Catalogue, path: str) -> list[Loss]:
-    from ckpttool.formats.safetensors import writer as sink
+    from ckpttool.formats.safetensors import writer
 
-    return sink.losses(catalogue, one_file=is_file(path))
+    return writer.losses(catalogue, one_file=is_file(path))
 
 
 def is_file(path: str) -> bool:

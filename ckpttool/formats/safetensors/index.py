@@ -13,13 +13,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckpttool.errors import CorruptError
-from ckpttool.serialization import strict_json as strictjson
+from ckpttool.serialization import strict_json
 
 INDEX = ".safetensors.index.json"
 MAX_SHARD_SIZE = 5 * 10**9  # huggingface_hub's MAX_SHARD_SIZE; transformers 5 passes 50 GB
 
 
-def split(sizes: Iterable[tuple[str, int]], most: int) -> list[list[str]]:
+def split(sizes: Iterable[tuple[str, int]], max_size: int) -> list[list[str]]:
     """Names in order, filled into files of at most `most` bytes. Pure.
 
     A tensor larger than that gets a file of its own, and the file before it goes on being filled after it:
@@ -29,10 +29,10 @@ def split(sizes: Iterable[tuple[str, int]], most: int) -> list[list[str]]:
     current: list[str] = []
     filled = 0
     for name, nbytes in sizes:
-        if nbytes > most:
+        if nbytes > max_size:
             files.append([name])
             continue
-        if filled + nbytes > most:
+        if filled + nbytes > max_size:
             files.append(current)
             current, filled = [], 0
         current.append(name)
@@ -55,7 +55,7 @@ def build(weight_map: Mapping[str, str], total_size: int, metadata: Mapping[str,
 
 def parse(text: bytes, name: str) -> tuple[dict[str, str], dict[str, Any]]:
     """The weight map and the metadata of an index. Raises CorruptError; `name` goes before its message."""
-    index = strictjson.parse(text, name)
+    index = strict_json.parse(text, name)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise CorruptError(

@@ -16,11 +16,9 @@ from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Part, Tensor
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CorruptError, ReadError
-from ckpttool.formats.safetensors import index as stindex
-from ckpttool.formats.safetensors import sharding as stfiles
+from ckpttool.formats.safetensors import index, sharding
 from ckpttool.formats.safetensors.sharding import SUFFIX
-from ckpttool.serialization import safetensors_header as stheader
-from ckpttool.serialization import strict_json as strictjson
+from ckpttool.serialization import safetensors_header, strict_json
 from ckpttool.serialization.safetensors_header import Entry, Header
 from ckpttool.storage.stores import Location
 from ckpttool.text import some
@@ -42,10 +40,10 @@ _NO_SIZES = Warning(
 def read_json(path: Location) -> bytes:
     """A whole file of JSON, unless it is absurdly long."""
     size = path.size()
-    most = strictjson.MAX_JSON
-    if size > most:
-        raise CorruptError(f"`{path}`: {size} bytes of JSON are more than the {most} that we read", file=path)
-    strictjson.check_beginning(path.head(1 << 16), f"`{path}`")
+    limit = strict_json.MAX_JSON
+    if size > limit:
+        raise CorruptError(f"`{path}`: {size} bytes of JSON are more than the {limit} that we read", file=path)
+    strict_json.check_beginning(path.head(1 << 16), f"`{path}`")
     return path.read(0, size)
 
 
@@ -83,15 +81,16 @@ class Reader:
         offsets = _saved_offsets(header, f"`{path}`")
         for tensor, entry in header.tensors.items():
             piece = Piece(file, offsets.get(tensor) or (0,) * len(entry.shape), entry)
-            before = self._pieces.setdefault(tensor, [])
-            if before and not (offsets and rank is not None):
-                first = self.catalogue.files[before[0].file].name
+            pieces = self._pieces.setdefault(tensor, [])
+            if pieces and not (offsets and rank is not None):
+                first = self.catalogue.files[pieces[0].file].name
                 raise CorruptError(
                     f"`{self._root}`: tensor `{tensor}` is in `{first}` and in `{name}`",
                     hint="files of two checkpoints lie in one directory; name one of the files itself",
-                    tensor=tensor, found=[first, name],
-                )  # fmt: skip
-            before.append(piece)
+                    tensor=tensor,
+                    found=[first, name],
+                )
+            pieces.append(piece)
 
     def file_of(self, tensor: str) -> str | None:
         pieces = self._pieces.get(tensor)
@@ -107,7 +106,7 @@ class Reader:
         remarks: dict[str, str] = {}
         for name, kept in (self.metadata | (ties or {})).items():
             first = self.catalogue.entries.get((kept,))
-            if isinstance(first, Tensor) and (name,) not in self.catalogue.entries and name not in stfiles.RESERVED:
+            if isinstance(first, Tensor) and (name,) not in self.catalogue.entries and name not in sharding.RESERVED:
                 self.catalogue.add(replace(first, path=(name,)))
             else:
                 remarks[name] = kept
@@ -143,7 +142,7 @@ def mount(catalogue: Catalogue, path: Location, name: str, rank: int | None = No
         raise CorruptError(
             f"`{path}`: is not there, but the index names it", hint="copy the missing file too", file=path
         ) from None
-    header = stheader.read_header(path.read, 0, size, name=f"`{path}`")
+    header = safetensors_header.read_header(path.read, 0, size, name=f"`{path}`")
     catalogue.files.append(File(path, name, size, rank))
     return len(catalogue.files) - 1, header
 
@@ -153,7 +152,7 @@ def _saved_offsets(header: Header, where: str) -> dict[str, Ints]:
     text = header.metadata.get(SHARDING)
     if not text:
         return {}
-    table = strictjson.parse(text.encode("utf-8", "replace"), f"{where}: its `{SHARDING}`")
+    table = strict_json.parse(text.encode("utf-8", "replace"), f"{where}: its `{SHARDING}`")
     try:
         offsets = {name: tuple(table[name]["saved_offsets"]) for name in header.tensors}
     except (TypeError, KeyError):
@@ -174,8 +173,9 @@ def open_file(root: Location, name: str) -> Catalogue:
     if _RANK_FILE.fullmatch(name) and len(rank_files(root)) > 1:
         raise ReadError(
             f"`{root / name}`: holds one rank's pieces of tensors",
-            hint=f"name the directory: `{root or '.'}`", file=name,
-        )  # fmt: skip
+            hint=f"name the directory: `{root or '.'}`",
+            file=name,
+        )
     reader = Reader(root, "one file")
     reader.add(name, given=True)
     catalogue = reader.finish()
@@ -186,19 +186,19 @@ def open_file(root: Location, name: str) -> Catalogue:
 
 def open_directory(root: Location, names: Sequence[str]) -> Catalogue:
     """The model in a directory with these names in it; whole tensors before pieces of the same."""
-    found = [n for n in names if n.endswith(SUFFIX)]
-    ranks = [n for n in found if _RANK_FILE.fullmatch(n)]
-    whole = [n for n in found if n not in ranks]
-    indexes = [n for n in names if n.endswith(stindex.INDEX)]
-    inner = root / SHARDED
+    model_files = [n for n in names if n.endswith(SUFFIX)]
+    ranks = [n for n in model_files if _RANK_FILE.fullmatch(n)]
+    whole = [n for n in model_files if n not in ranks]
+    indexes = [n for n in names if n.endswith(index.INDEX)]
+    sharded = root / SHARDED
     if not whole and not indexes:
-        return _open_ranks(root, ranks) if ranks else _open_ranks(inner, rank_files(inner))
+        return _open_ranks(root, ranks) if ranks else _open_ranks(sharded, rank_files(sharded))
     catalogue = _open_whole(root, whole, indexes)
     used = {f.name for f in catalogue.files}
-    if aside := [n for n in found if n not in used]:
-        text = f"{len(aside)} safetensors files are left aside: {some(aside)}"
+    if unused := [n for n in model_files if n not in used]:
+        text = f"{len(unused)} safetensors files are left aside: {some(unused)}"
         catalogue.warnings.append(Warning("unused-file", text))
-    if rank_files(inner) and any(not t.shape for t in catalogue.tensors):
+    if rank_files(sharded) and any(not t.shape for t in catalogue.tensors):
         text = f"torch's consolidation writes 0-d tensors as zeros: `{SHARDED}/` has them as they were saved"
         catalogue.warnings.append(Warning("suspect-values", text))
     return catalogue
@@ -210,13 +210,13 @@ def _open_whole(root: Location, whole: Sequence[str], indexes: Sequence[str]) ->
         raise ReadError(
             f"`{root}`: has {len(indexes)} indexes, {some(indexes)}", hint="name one of them itself", file=root
         )
-    index = _INDEX if _INDEX in indexes else next(iter(indexes), None)
-    if index is None:
+    index_name = _INDEX if _INDEX in indexes else next(iter(indexes), None)
+    if index_name is None:
         return _open_listed(root, [_SINGLE] if _SINGLE in whole else whole)
-    catalogue = open_indexed(root, index) if _SINGLE not in whole else None
+    catalogue = open_indexed(root, index_name) if _SINGLE not in whole else None
     # transformers, too, takes the single file where there are both.
-    text = f"`{index}` is left aside for `{_SINGLE}`"
-    return catalogue or _open_listed(root, [_SINGLE], Warning("superseded-file", text, file=index))
+    text = f"`{index_name}` is left aside for `{_SINGLE}`"
+    return catalogue or _open_listed(root, [_SINGLE], Warning("superseded-file", text, file=index_name))
 
 
 def _open_listed(root: Location, names: Sequence[str], *warnings: Warning) -> Catalogue:
@@ -234,37 +234,40 @@ def _open_listed(root: Location, names: Sequence[str], *warnings: Warning) -> Ca
 
 def _check_numbers(root: Location, names: Sequence[str]) -> None:
     """Files that say they are k of n: all n have to be there."""
-    families = Counter((m[1], int(m[3])) for n in names if (m := _NUMBERED.fullmatch(n)))
-    for (stem, count), present in families.items():
+    counts = Counter((m[1], int(m[3])) for n in names if (m := _NUMBERED.fullmatch(n)))
+    for (stem, count), present in counts.items():
         if present < count:
-            missing = next(n for n in stindex.file_names(stem, count) if n not in names)
+            missing = next(n for n in index.file_names(stem, count) if n not in names)
             raise CorruptError(
                 f"`{root / missing}`: is not there, but `{stem}-...` are {count} files",
-                hint="copy the missing file too", file=missing,
-            )  # fmt: skip
+                hint="copy the missing file too",
+                file=missing,
+            )
 
 
-def open_indexed(root: Location, index: str) -> Catalogue:
+def open_indexed(root: Location, index_name: str) -> Catalogue:
     """The files that an index names. Raises CorruptError when a tensor is not where it says."""
-    where = f"`{root / index}`"
-    weight_map, metadata = stindex.parse(read_json(root / index), where)
+    where = f"`{root / index_name}`"
+    weight_map, metadata = index.parse(read_json(root / index_name), where)
     reader = Reader(root, "indexed")
     for name in dict.fromkeys(weight_map.values()):
         reader.add(name)
     for tensor, file in weight_map.items():
-        held = reader.file_of(tensor)
-        if held != file:
+        actual = reader.file_of(tensor)
+        if actual != file:
             raise CorruptError(
                 f"{where}: says that tensor `{tensor}` is in `{file}`, "
-                + (f"but it is in `{held}`" if held else "which does not have it"),
+                + (f"but it is in `{actual}`" if actual else "which does not have it"),
                 hint="the index belongs to another save, or two ranks wrote the same file",
-                tensor=tensor, found=held, expected=file,
-            )  # fmt: skip
+                tensor=tensor,
+                found=actual,
+                expected=file,
+            )
     unlisted = [name for name in reader if name not in weight_map]
     catalogue = reader.finish(weight_map, {k: v for k, v in metadata.items() if isinstance(v, str)})
     if unlisted:
-        text = f"{len(unlisted)} tensors are in the files but not in `{index}`: {some(unlisted)}"
-        catalogue.warnings.append(Warning("unlisted-tensor", text, file=index))
+        text = f"{len(unlisted)} tensors are in the files but not in `{index_name}`: {some(unlisted)}"
+        catalogue.warnings.append(Warning("unlisted-tensor", text, file=index_name))
     return catalogue
 
 

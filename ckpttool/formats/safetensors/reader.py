@@ -10,8 +10,7 @@ from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError
-from ckpttool.formats.safetensors import index as stindex
-from ckpttool.formats.safetensors import state_json as statefile
+from ckpttool.formats.safetensors import index, state_json
 from ckpttool.formats.safetensors.model_files import (
     SHARDED,
     mount,
@@ -22,8 +21,8 @@ from ckpttool.formats.safetensors.model_files import (
     read_json,
 )
 from ckpttool.formats.safetensors.sharding import SUFFIX
-from ckpttool.formats.safetensors.state_json import Wanted
-from ckpttool.serialization import safetensors_header as stheader
+from ckpttool.formats.safetensors.state_json import TensorReference
+from ckpttool.serialization import safetensors_header
 from ckpttool.serialization.safetensors_header import Header
 from ckpttool.storage.stores import Location, locate
 from ckpttool.text import some
@@ -49,7 +48,7 @@ def recognise(path: str) -> bool:
         names = location.names()
         return (
             _is_state(location, names)
-            or any(name.endswith((SUFFIX, stindex.INDEX)) for name in names)
+            or any(name.endswith((SUFFIX, index.INDEX)) for name in names)
             or (SHARDED in names and bool(rank_files(location / SHARDED)))
         )
     except (CorruptError, ReadError):
@@ -60,11 +59,11 @@ def _looks_like_file(path: Location) -> bool:
     head = path.head(9)
     # A file that is cut before its header, or whose header is too long, is known by its name only.
     named = path.endswith(SUFFIX) and head[8:9] in (b"", b"{")
-    return stheader.looks_like(head) or named or (path.endswith(stindex.INDEX) and head[:1] == b"{")
+    return safetensors_header.looks_like(head) or named or (path.endswith(index.INDEX) and head[:1] == b"{")
 
 
 def _is_state(root: Location, names: Sequence[str]) -> bool:
-    return statefile.NAME in names and statefile.looks_like((root / statefile.NAME).head(4096))
+    return state_json.NAME in names and state_json.looks_like((root / state_json.NAME).head(4096))
 
 
 def open_path(path: str) -> Source:
@@ -75,7 +74,7 @@ def open_path(path: str) -> Source:
     location = locate(path)
     if not location.is_dir():
         root, name = location.parent, location.name
-        return _SafeSource(open_indexed(root, name) if path.endswith(stindex.INDEX) else open_file(root, name))
+        return _SafeSource(open_indexed(root, name) if path.endswith(index.INDEX) else open_file(root, name))
     names = location.names()
     if _is_state(location, names):
         return _SafeSource(_open_state(location))
@@ -101,10 +100,10 @@ def _open_state(root: Location) -> Catalogue:
     catalogue = Catalogue("safetensors", facts={"layout": "training state"})
     headers: dict[str, tuple[int, Header]] = {}
     used: set[tuple[str, str]] = set()
-    where = f"`{root / statefile.NAME}`"
+    where = f"`{root / state_json.NAME}`"
 
-    def make(wanted: Wanted) -> Tensor:
-        file, name, _ = wanted.place
+    def make(reference: TensorReference) -> Tensor:
+        file, name, _ = reference.place
         if file not in headers:
             headers[file] = mount(catalogue, root.inside(file), file)
         number, header = headers[file]
@@ -112,16 +111,18 @@ def _open_state(root: Location) -> Catalogue:
         if entry is None:
             raise CorruptError(
                 f"{where}: says that tensor `{name}` is in `{file}`, which does not have it",
-                hint="the files are not of the same save", tensor=name, file=file,
-            )  # fmt: skip
+                hint="the files are not of the same save",
+                tensor=name,
+                file=file,
+            )
         used.add((file, name))
-        dtype, shape = statefile.true_type(wanted, entry.dtype, entry.shape, f"`{root / file}`")
+        dtype, shape = state_json.true_type(reference, entry.dtype, entry.shape, f"`{root / file}`")
         extent = Extent(number, entry.begin, entry.end - entry.begin)
-        return Tensor(wanted.path, dtype, shape, Chunks.single(shape, extent), embedded=wanted.embedded)
+        return Tensor(reference.path, dtype, shape, Chunks.single(shape, extent), embedded=reference.embedded)
 
-    statefile.parse(read_json(root / statefile.NAME), catalogue, make, where)
-    spare = [n for file, (_, header) in headers.items() for n in header.tensors if (file, n) not in used]
-    if spare:
-        text = f"{len(spare)} tensors are in the files but not in `{statefile.NAME}`: {some(spare)}"
-        catalogue.warnings.append(Warning("unlisted-tensor", text, file=statefile.NAME))
+    state_json.parse(read_json(root / state_json.NAME), catalogue, make, where)
+    unlisted = [n for file, (_, header) in headers.items() for n in header.tensors if (file, n) not in used]
+    if unlisted:
+        text = f"{len(unlisted)} tensors are in the files but not in `{state_json.NAME}`: {some(unlisted)}"
+        catalogue.warnings.append(Warning("unlisted-tensor", text, file=state_json.NAME))
     return catalogue

@@ -14,9 +14,9 @@ from math import prod
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue, Part, Path, Tensor, dotted
 from ckpttool.errors import LossError
-from ckpttool.formats.safetensors import index as stindex
+from ckpttool.formats.safetensors import index
 from ckpttool.formats.safetensors.state_json import Place
-from ckpttool.serialization import safetensors_header as stheader
+from ckpttool.serialization import safetensors_header
 from ckpttool.serialization.safetensors_header import Spec
 
 SUFFIX = ".safetensors"
@@ -64,11 +64,11 @@ def name_below(tensor: Tensor) -> str:
 
 def collisions(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Pairs that would have one name: `("a", "b")` and `("a.b",)`."""
-    taken: dict[str, Tensor] = {}
-    return [(taken[n], t) for t in tensors if taken.setdefault(n := name_below(t), t) is not t]
+    owners: dict[str, Tensor] = {}
+    return [(owners[n], t) for t in tensors if owners.setdefault(n := name_below(t), t) is not t]
 
 
-def plan_model(catalogue: Catalogue, most: int | None, metadata: dict[str, str]) -> Plan:
+def plan_model(catalogue: Catalogue, max_size: int | None, metadata: dict[str, str]) -> Plan:
     """The files of a model, at most `most` bytes in each; None: one file. Raises LossError when two names collide."""
     tensors = list(catalogue.tensors)
     for one, other in collisions(tensors):
@@ -80,7 +80,7 @@ def plan_model(catalogue: Catalogue, most: int | None, metadata: dict[str, str])
     plan = Plan()
     # No metadata can say that a tensor called `format` is tied: it gets bytes of its own.
     owners = {t.path: t if name_below(t) in RESERVED else catalogue.first(t) for t in tensors}
-    _Group("model", tensors, owners, metadata, {t.path: name_below(t) for t in tensors}).add_to(plan, most)
+    _Group("model", tensors, owners, metadata, {t.path: name_below(t) for t in tensors}).add_to(plan, max_size)
     plan.places |= {path: plan.places[owner.path] for path, owner in owners.items()}
     return plan
 
@@ -99,22 +99,22 @@ class _Group:
     metadata: dict[str, str]
     names: dict[Path, str]
 
-    def add_to(self, plan: Plan, most: int | None) -> None:
-        kept = [t for t in self.tensors if self.owners[t.path] is t]
-        specs = {self.names[t.path]: _spec(self.names[t.path], t) for t in kept}
-        sizes = [(self.names[t.path], t.nbytes) for t in kept]
+    def add_to(self, plan: Plan, max_size: int | None) -> None:
+        stored = [t for t in self.tensors if self.owners[t.path] is t]
+        specs = {self.names[t.path]: _spec(self.names[t.path], t) for t in stored}
+        sizes = [(self.names[t.path], t.nbytes) for t in stored]
         total = sum(n for _, n in sizes)
-        groups = stindex.split(sizes, total if most is None else most)
-        files = stindex.file_names(self.stem, len(groups))
+        groups = index.split(sizes, total if max_size is None else max_size)
+        files = index.file_names(self.stem, len(groups))
         weight_map = {name: file for file, names in zip(files, groups, strict=True) for name in names}
         metadata = self._metadata(weight_map)
         # huggingface_hub keeps the metadata of several files in their index.
-        each = FORMAT_PT | metadata if len(files) == 1 else FORMAT_PT
+        header_metadata = FORMAT_PT | metadata if len(files) == 1 else FORMAT_PT
         for file, names in zip(files, groups, strict=True):
-            plan.files.append(FilePlan(file, [specs[name] for name in names], dict(each)))
+            plan.files.append(FilePlan(file, [specs[name] for name in names], dict(header_metadata)))
         if len(files) > 1:
-            plan.indexes[self.stem + stindex.INDEX] = stindex.build(weight_map, total, metadata)
-        for tensor in kept:
+            plan.indexes[self.stem + index.INDEX] = index.build(weight_map, total, metadata)
+        for tensor in stored:
             name = self.names[tensor.path]
             plan.places[tensor.path] = Place(weight_map[name], name, is_raw(tensor))
 
@@ -144,7 +144,7 @@ def _spec(name: str, tensor: Tensor) -> Spec:
 # A whole state --------------------------------------------------------------------------------------------------------
 
 
-def plan_state(catalogue: Catalogue, most: int) -> Plan:
+def plan_state(catalogue: Catalogue, max_size: int) -> Plan:
     """The files of a whole training state: those of each part, at most `most` bytes in each."""
     parts: dict[Part, list[Tensor]] = {}
     for tensor in catalogue.tensors:
@@ -155,7 +155,7 @@ def plan_state(catalogue: Catalogue, most: int) -> Plan:
     for part, tensors in parts.items():
         group = _Group(stems[part], tensors, owners, {}, _unique_names(tensors))
         if any(owners[t.path] is t for t in tensors):
-            group.add_to(plan, most)
+            group.add_to(plan, max_size)
     plan.places |= {path: plan.places[owner.path] for path, owner in owners.items()}
     return plan
 
@@ -192,13 +192,13 @@ def _stems(parts: list[Part]) -> dict[Part, str]:
 def _unique_names(tensors: list[Tensor]) -> dict[Path, str]:
     """Names that a header can hold, each once; what they stand for is in the state file."""
     names: dict[Path, str] = {}
-    taken = {stheader.METADATA}
+    used = {safetensors_header.METADATA}
     for tensor in tensors:
         name = name_below(tensor).encode("utf-8", "backslashreplace").decode()
-        free, n = name, 1
-        while free in taken:
+        unique, n = name, 1
+        while unique in used:
             n += 1
-            free = f"{name}#{n}"
-        taken.add(free)
-        names[tensor.path] = free
+            unique = f"{name}#{n}"
+        used.add(unique)
+        names[tensor.path] = unique
     return names

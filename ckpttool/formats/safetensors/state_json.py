@@ -6,7 +6,7 @@
                  {"path": ["z"], "file": "other.safetensors", "name": "z", "dtype": "complex128", "shape": [2]},
                  {"path": ["optim", "state", 0], "value": ..}, ..]}
 
-Entries are in the order in which they were saved, one to a line. Keys of a path and values are spelt by `typedjson`. A
+Entries are in the order in which they were saved, one to a line. Keys of a path and values are spelt by `typed_json`. A
 tensor of a dtype that safetensors does not have lies in its file as that many U8, with the truth here. Tied tensors
 name the same tensor of the same file; `"embedded": true` marks one that an object's value refers to.
 """
@@ -18,14 +18,12 @@ from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool.catalogue import dtypes, typed_json
-from ckpttool.catalogue import flatten as nesting
+from ckpttool.catalogue import dtypes, flatten, typed_json
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Catalogue, Container, Object, Path, Tensor, dotted
 from ckpttool.errors import CorruptError, ReadError
-from ckpttool.serialization import strict_json as strictjson
-from ckpttool.serialization import torch_pickle, unpickler
+from ckpttool.serialization import strict_json, torch_pickle, unpickler
 
 _FUNCTIONS = {**unpickler.REAL, **torch_pickle.KNOWN}
 
@@ -44,9 +42,11 @@ class Place(NamedTuple):
     raw: bool = False
 
 
-class Wanted(NamedTuple):
-    """A tensor that the state file names: `Wanted(("model", "w"), Place(...), False, None)`. `truth` is the dtype and
-    shape of one that lies there raw."""
+class TensorReference(NamedTuple):
+    """A tensor in the state file: `TensorReference(("model", "w"), Place(...), False, None)`.
+
+    `truth` is the dtype and shape of a tensor that is stored as raw bytes.
+    """
 
     path: Path
     place: Place
@@ -71,8 +71,8 @@ def build(catalogue: Catalogue, places: Mapping[Path, Place], writer: str) -> by
     return "\n".join([*lines, "}", ""]).encode()
 
 
-def _line(made: Any) -> str:
-    return json.dumps(made, ensure_ascii=False, allow_nan=False)
+def _line(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def _array(key: str, items: Iterator[dict[str, Any]], end: str) -> list[str]:
@@ -87,34 +87,34 @@ def _path(path: Path) -> list[Any]:
 
 
 def _container(path: Path, container: Container) -> dict[str, Any]:
-    made = {"path": _path(path), "kind": container.kind}
+    data = {"path": _path(path), "kind": container.kind}
     if container.attrs:
-        made["attributes"] = typed_json.encode(container.attrs, name=dotted(path))
-    return made
+        data["attributes"] = typed_json.encode(container.attrs, name=dotted(path))
+    return data
 
 
 def _entry(entry: Tensor | Object, places: Mapping[Path, Place]) -> dict[str, Any]:
-    made: dict[str, Any] = {"path": _path(entry.path)}
+    data: dict[str, Any] = {"path": _path(entry.path)}
     if isinstance(entry, Object):
-        return made | {"value": typed_json.encode(entry.value, name=entry.name)}
+        return data | {"value": typed_json.encode(entry.value, name=entry.name)}
     place = places[entry.path]
-    made |= {"file": place.file, "name": place.name}
+    data |= {"file": place.file, "name": place.name}
     if place.raw:
-        made |= {"dtype": entry.dtype.name, "shape": list(entry.shape)}
+        data |= {"dtype": entry.dtype.name, "shape": list(entry.shape)}
     if entry.embedded:
-        made["embedded"] = True
-    return made
+        data["embedded"] = True
+    return data
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
 
 
-def parse(text: bytes, catalogue: Catalogue, make: Callable[[Wanted], Tensor], name: str) -> None:
+def parse(text: bytes, catalogue: Catalogue, make_tensor: Callable[[TensorReference], Tensor], name: str) -> None:
     """Add everything that a state file says to the catalogue; `make` turns what it names into a tensor.
 
     Raises CorruptError for one that we did not write like this, ReadError for one of a later version.
     """
-    state = strictjson.parse(text, name)
+    state = strict_json.parse(text, name)
     schema = state.get("schema") if isinstance(state, dict) else None
     if schema != SCHEMA:
         raise ReadError(
@@ -129,7 +129,7 @@ def parse(text: bytes, catalogue: Catalogue, make: Callable[[Wanted], Tensor], n
             value = typed_json.decode(item["value"], name=f"{name}: `{dotted(path)}`", functions=_FUNCTIONS)
             catalogue.add(Object(path, value, nbytes=len(_line(item["value"]))))
         else:
-            catalogue.add(make(_wanted(item, path, name)))
+            catalogue.add(make_tensor(_read_reference(item, path, name)))
     _check_links(catalogue, name)
 
 
@@ -162,35 +162,36 @@ def _read_container(item: Mapping[str, Any], path: Path, name: str) -> Container
     raise CorruptError(f"{name}: `{dotted(path)}` is no container that we know: {kind!r} with {attributes!r}")
 
 
-def _wanted(item: Mapping[str, Any], path: Path, name: str) -> Wanted:
+def _read_reference(item: Mapping[str, Any], path: Path, name: str) -> TensorReference:
     file, stored, shape = item.get("file"), item.get("name"), item.get("shape")
     if not isinstance(file, str) or not isinstance(stored, str):
         raise CorruptError(f"{name}: `{dotted(path)}` is neither a value nor a tensor", tensor=dotted(path))
     embedded = item.get("embedded") is True
     if "dtype" not in item:
-        return Wanted(path, Place(file, stored), embedded, None)
+        return TensorReference(path, Place(file, stored), embedded, None)
     if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
         raise CorruptError(f"{name}: tensor `{dotted(path)}`: its shape is {shape!r}", tensor=dotted(path))
-    return Wanted(path, Place(file, stored, True), embedded, (dtypes.dtype(str(item["dtype"])), tuple(shape)))
+    return TensorReference(path, Place(file, stored, True), embedded, (dtypes.dtype(str(item["dtype"])), tuple(shape)))
 
 
-def true_type(wanted: Wanted, stored: Dtype, shape: Ints, where: str) -> tuple[Dtype, Ints]:
+def true_type(reference: TensorReference, stored: Dtype, shape: Ints, where: str) -> tuple[Dtype, Ints]:
     """The dtype and shape of a tensor, from what its safetensors header says and what the state file does."""
-    if wanted.truth is None:
+    if reference.truth is None:
         return stored, shape
-    dtype, sizes = wanted.truth
-    if stored.name != "uint8" or len(shape) != 1 or shape[0] != prod(sizes) * dtype.itemsize:
+    dtype, sizes = reference.truth
+    nbytes = prod(sizes) * dtype.itemsize
+    if stored.name != "uint8" or len(shape) != 1 or shape[0] != nbytes:
         raise CorruptError(
-            f"{where}: tensor `{wanted.place.name}` is {stored} {list(shape)}, not the {prod(sizes) * dtype.itemsize} "
-            f"bytes of a {dtype} {list(sizes)}",
-            tensor=dotted(wanted.path),
+            f"{where}: tensor `{reference.place.name}` is {stored} {list(shape)}, not the {nbytes} bytes of a "
+            f"{dtype} {list(sizes)}",
+            tensor=dotted(reference.path),
         )
     return dtype, sizes
 
 
 def _check_links(catalogue: Catalogue, name: str) -> None:
     for entry in catalogue.objects:
-        for link in nesting.links(entry.value):
+        for link in flatten.links(entry.value):
             if not isinstance(catalogue.entries.get(link.path), Tensor):
                 raise CorruptError(
                     f"{name}: `{entry.name}` needs the tensor `{dotted(link.path)}`, which is not there",

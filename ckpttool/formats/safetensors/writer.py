@@ -20,27 +20,27 @@ from ckpttool.version import __version__
 
 
 class _SafeSink:
-    def __init__(self, catalogue: Catalogue, marks: dict[str, bytes]) -> None:
+    def __init__(self, catalogue: Catalogue, late_files: dict[str, bytes]) -> None:
         self.catalogue = catalogue
-        self._marks = marks
+        self._late_files = late_files
 
     def finish(self, crcs: Crcs) -> None:
         """Write the indexes, and last of all the state file: without it the directory is not a checkpoint."""
-        for path, data in self._marks.items():
+        for path, data in self._late_files.items():
             files.write_file(path, data)
 
 
 def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
     """Create files of full size, with headers: a model by the convention of Hugging Face, anything else as a state."""
     one_file = options.one_file or path.endswith(SUFFIX)
-    most = options.max_shard_size or index.MAX_SHARD_SIZE
+    max_size = options.max_shard_size or index.MAX_SHARD_SIZE
     model = sharding.is_model(planned)
     if one_file and not model:
         raise LossError(f"`{path}`: one safetensors file holds the tensors of one model, and nothing else")
     if model:
-        plan = sharding.plan_model(planned, None if one_file else most, planned.facts.get("metadata", {}))
+        plan = sharding.plan_model(planned, None if one_file else max_size, planned.facts.get("metadata", {}))
     else:
-        plan = sharding.plan_state(planned, most)
+        plan = sharding.plan_state(planned, max_size)
     # What JSON cannot encode is found before anything is written.
     state = None if model else state_json.build(planned, plan.places, f"ckpttool {__version__}")
     created = Catalogue("safetensors", containers={} if model else dict(planned.containers))
@@ -50,10 +50,10 @@ def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
     extents = _write_files(created, path, plan.files, one_file)
     _fill(created, planned, plan.places, extents, model)
     root = locate(path)
-    marks: dict[str, bytes] = {root / name: data for name, data in plan.indexes.items()}
+    late_files: dict[str, bytes] = {root / name: data for name, data in plan.indexes.items()}
     if state is not None:
-        marks[root / state_json.NAME] = state
-    return _SafeSink(created, marks)
+        late_files[root / state_json.NAME] = state
+    return _SafeSink(created, late_files)
 
 
 def _write_files(
@@ -93,10 +93,10 @@ def _fill(
             continue
         place = places[entry.path]
         path = (sharding.name_below(entry),) if model else entry.path
-        kept = first.setdefault(place, path)
+        target = first.setdefault(place, path)
         chunks = Chunks.single(entry.shape, extents[place.file, place.name])
         part = MODEL if model else entry.part
-        created.add(replace(entry, path=path, part=part, chunks=chunks, alias=None if kept == path else kept))
+        created.add(replace(entry, path=path, part=part, chunks=chunks, alias=None if target == path else target))
 
 
 def losses(catalogue: Catalogue, *, one_file: bool) -> list[Loss]:
@@ -107,31 +107,31 @@ def losses(catalogue: Catalogue, *, one_file: bool) -> list[Loss]:
         return _state_losses(catalogue)
     parts = {e.part for e in catalogue.tensors if not e.embedded}
     models = [p for p in parts if p.kind == "model"]
-    kept = models[0] if len(models) == 1 else None
-    lost = [
+    model = models[0] if len(models) == 1 else None
+    unsupported = [
         Loss(e.name, "one safetensors file holds the tensors of one model, and nothing else")
         for e in catalogue.entries.values()
-        if e.part != kept or not isinstance(e, Tensor) or e.embedded
+        if e.part != model or not isinstance(e, Tensor) or e.embedded
     ]
-    return lost + _model_losses([t for t in catalogue.tensors if t.part == kept and not t.embedded])
+    return unsupported + _model_losses([t for t in catalogue.tensors if t.part == model and not t.embedded])
 
 
 def _model_losses(tensors: list[Tensor]) -> list[Loss]:
-    lost = []
+    unsupported = []
     for tensor in tensors:
-        why = safetensors_header.why_not(sharding.name_below(tensor), tensor.dtype, tensor.shape)
-        if why is not None:
-            lost.append(Loss(tensor.name, why))
+        reason = safetensors_header.why_not(sharding.name_below(tensor), tensor.dtype, tensor.shape)
+        if reason is not None:
+            unsupported.append(Loss(tensor.name, reason))
     for one, other in sharding.collisions(tensors):
-        lost.append(Loss(other.name, f"keys {list(one.path)} and {list(other.path)} make the same name"))
-    return lost
+        unsupported.append(Loss(other.name, f"keys {list(one.path)} and {list(other.path)} make the same name"))
+    return unsupported
 
 
 def _state_losses(catalogue: Catalogue) -> list[Loss]:
-    lost = []
+    unsupported = []
     for entry in catalogue.objects:
         try:
             typed_json.encode(entry.value, name=entry.name)
         except LossError as error:
-            lost.append(Loss(entry.name, error.message))
-    return lost
+            unsupported.append(Loss(entry.name, error.message))
+    return unsupported
