@@ -146,7 +146,7 @@ def test_damaged_bytes_are_found_when_they_are_decoded(tmp_path: Path, monkeypat
         add(self, bytes(changed))
 
     monkeypatch.setattr(scratch._Segment, "add", damaged)
-    with pytest.raises(CorruptError, match=r"`__\d_0.distcp`: `.*`: decompresses to bytes whose CRC is") as caught:
+    with pytest.raises(CorruptError, match=r"`__\d_0.distcp`: `.*`: decompresses to bytes with CRC ") as caught:
         ckpttool.convert(SOURCE, str(tmp_path / "out.pt"))
     assert caught.value.facts["tensor"] in tensors(original("dcp/zstd_w2"))
     assert caught.value.facts["file"].endswith(".distcp")

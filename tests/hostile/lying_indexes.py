@@ -164,7 +164,7 @@ for name, make, pattern in (
     ("100,000 dimensions", indexed(tiles([(0,) * 100_000], (1,) * 100_000, (1,) * 100_000)), "a tensor of 100000 dimensions, more than 64"),
     ("100,000 dimensions of 2**62", indexed(lambda i: SET(i.state_dict_metadata["w"], "size", torch.Size((2**62,) * 100_000))), r"`\.metadata`: `w`: a tensor of \d+ dimensions, more than 64"),
     ("a sparse layout", indexed(lambda i: SET(i.state_dict_metadata["w"].properties, "layout", torch.sparse_coo)), "layout"),
-    ("an offset of 2**70", indexed(put("w", offset=2**70)), r"`\.metadata`: `w`: an item whose offset or length is no integer"),
+    ("an offset of 2**70", indexed(put("w", offset=2**70)), r"`\.metadata`: `w`: an item whose offset or length is not an integer"),
     ("an item that is described as two things", indexed(lambda i: i.planner_data.update(w=("lr",))), "two entries are called `lr`"),
     ("a path of floats", indexed(planner(w=(1.5,))), r"`\.metadata`: `w`: its path in `planner_data` holds something else than strings and indexes"),
     ("a path of nothing", indexed(planner(w=())), r"`\.metadata`: `w`: its path in `planner_data` is not a tuple of keys"),
@@ -197,7 +197,7 @@ for name, make, pattern in (
     ("an item inside another", indexed(lambda i: put("w", offset=place(i, "w").offset + 64)(i)), r"`__0_0\.distcp`: `w`: not a whole torch\.save archive: bytes after the end record"),
     ("a transform that nobody knows", indexed(put("w", transform_descriptors=["exec.sh/1"])), "exec.sh/1"),
     ("a transform of zstd over what is none", indexed(put("w", transform_descriptors=["stream.zstd/1"])), r"`__0_0\.distcp`: `w`: cannot be decompressed"),
-    ("a thousand transforms", indexed(put("w", transform_descriptors=["stream.zstd/1"] * 1000)), r"`__0_0\.distcp`: `w`: written through \d+ transforms, more than 8"),
+    ("a thousand transforms", indexed(put("w", transform_descriptors=["stream.zstd/1"] * 1000)), r"`__0_0\.distcp`: `w`: written with \d+ extensions, more than 8"),
 ):  # fmt: skip
     lie(f"dcp: {name}", make, pattern, code=(READ, 4, STORAGE), late=True)
 

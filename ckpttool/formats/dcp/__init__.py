@@ -6,9 +6,9 @@
     *.metadata.tmp                 an index that was being written when the save stopped
 
 Upstream: `torch/distributed/checkpoint/filesystem.py`; keys are flattened by `_nested_dict.py` and `_traverse.py`.
-A tensor's chunks stay unopened items until `resolve`; objects are decoded at open, but for very many of them.
-What DCP has no words for (integer keys, `OrderedDict`, attributes) our sink keeps in an attribute `ckpttool` of the
-index, which torch carries along and ignores; tied names point at the same item.
+A tensor's chunks are unopened items until `resolve`; objects are decoded when the directory is opened, up to a limit.
+What DCP cannot express (integer keys, `OrderedDict`, attributes) is written to an attribute `ckpttool` of the index,
+which torch keeps and ignores; tied names refer to the same item.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ckpttool.formats.dcp import index
 if TYPE_CHECKING:
     from ckpttool.formats.dcp.reader import DcpSource
 
-# What reads and what writes is imported on use: every command of the tool asks whether a path is such a directory.
+# Reader and writer are imported on use: every command checks whether a path is a DCP directory.
 
 
 def open(path: str, options: OpenOptions = NO_HINTS) -> DcpSource:
-    """The catalogue of a directory, or of the directory that an index file lies in."""
+    """Return the source of a DCP directory, or of the directory that contains the index file `path`."""
     from ckpttool.formats.dcp import reader
 
     return reader.open_directory(path)

@@ -1,10 +1,10 @@
-"""Combines two DCP directories: what torch saved, and what was written beside it.
+"""Combines two DCP directories: the one that torch saved, and the one with the remaining entries.
 
     out/  .metadata  __0_0.distcp  __1_0.distcp            torch's own, tensors by their names in DCP
-    out/rest/  .metadata  __0_0.distcp                     objects and what belongs to no mesh, of one rank
+    out/rest/  .metadata  __0_0.distcp                     objects and tensors without a mesh, of one rank
     out/  .metadata  __0_0.distcp  __0_1.distcp  __1_0.distcp
 
-The combined index has what neither can have: integer keys, lists, empty dicts, and one item for tied tensors.
+Only the combined index has integer keys, lists, empty dicts, and one item for tied tensors.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ def keepers(planned: Catalogue) -> dict[Path, Path]:
 
 
 def create_rest(folder: str, planned: Catalogue, saved: Iterable[Path]) -> Sink | None:
-    """Create what torch does not save of `planned`, in a directory of its own; None when that is nothing. `saved` are
-    the paths that torch saves."""
+    """Create a directory for the entries of `planned` that torch does not save; return None if there are none.
+
+    `saved` are the paths that torch saves.
+    """
     rest = _rest(planned, set(saved))
     if not rest.entries:
         return None
@@ -60,8 +62,10 @@ def _rest(planned: Catalogue, saved: set[Path]) -> Catalogue:
 
 
 def join(folder: str, planned: Catalogue, rest: Catalogue | None) -> None:
-    """Combine what torch saved at `folder` with the rest, which is finished; `.metadata` is written last. Raises
-    CorruptError when torch saved other boxes than planned."""
+    """Combine the directory that torch saved at `folder` with the finished rest; write `.metadata` last.
+
+    Raises CorruptError if torch saved other boxes than planned.
+    """
     saved = _read(folder)
     own, own_names = Metadata(index.NAME, [], {}), dict[Path, str]()
     if rest is not None:
@@ -88,7 +92,7 @@ def _read(folder: str) -> Metadata:
 
 
 def _move_in(folder: str, own: Metadata) -> None:
-    """Move the one file of the rest, under a name that no rank of torch's has."""
+    """Move the file of the rest to a name that torch gives to no rank."""
     location = locate(folder)
     for i, name in enumerate(own.files):
         new = f"__0_{i + 1}{index.SUFFIX}"

@@ -1,4 +1,4 @@
-"""Compressed items of a DCP directory, decoded into files without a name.
+"""Decompresses items of a DCP directory into unnamed temporary files.
 
     transform_descriptors   ["stream.zstd/1"]      what to apply when reading, in the order listed   (torch 2.7)
     item                    zstd frames            length is that of the frames
@@ -26,11 +26,11 @@ _SEGMENT = 1 << 30
 _SEGMENTS = 4
 RESERVED = 32
 MAX_TRANSFORMS = 8
-_MAX_WINDOW = 1 << 27  # bytes that zstd may keep; its own tools take no more unless told
+_MAX_WINDOW = 1 << 27  # bytes of zstd's window; the default limit of its command-line tool
 
 
 class DecodedItem(NamedTuple):
-    """Where the bytes of an item are, decoded: `Placed(3, 0, 1462)`."""
+    """The place of an item's decoded bytes: `DecodedItem(3, 0, 1462)`."""
 
     file: int
     offset: int
@@ -41,14 +41,14 @@ class DecodedItem(NamedTuple):
 
 
 def _decompressed_stream(stream: IO[bytes], transforms: tuple[str, ...], name: str) -> IO[bytes]:
-    """The stream through its transforms, in the order listed: writers list them ready for reading."""
+    """Return the stream with its transforms applied in the order listed, which is the order for reading."""
     if len(transforms) > MAX_TRANSFORMS:
-        raise CorruptError(f"{name}: written through {len(transforms)} transforms, more than {MAX_TRANSFORMS}")
+        raise CorruptError(f"{name}: written with {len(transforms)} extensions, more than {MAX_TRANSFORMS}")
     for descriptor in transforms:
         kind, _, version = descriptor.partition("/")
         if kind.partition("@")[0] != "stream.zstd" or version.partition(".")[0] not in ("1", ""):
             raise ReadError(
-                f"{name}: written through `{descriptor}`, which is not known here",
+                f"{name}: written with the extension `{descriptor}`, which is not supported",
                 hint="save the checkpoint again without that extension",
                 found=descriptor,
             )
@@ -73,13 +73,13 @@ def _zstd(stream: IO[bytes], name: str) -> IO[bytes]:
 
 
 class Lease:
-    """Held by whoever may still read what was decoded: its segment is not emptied before."""
+    """Keeps a segment from being emptied while its decoded bytes may still be read."""
 
     __slots__ = ("__weakref__",)
 
 
 class _Segment:
-    """A temporary file that one thread writes at a time, and others read."""
+    """A temporary file that one thread writes at a time and other threads read."""
 
     def __init__(self, file: int, entry: File) -> None:
         self.scratch = ScratchFile()
@@ -95,7 +95,7 @@ class _Segment:
         self.size += len(data)
 
     def note(self) -> None:
-        """What was added is whole, and may be read."""
+        """Mark the bytes added so far as complete and readable."""
         self._entry.size = self.size
 
     def lease(self) -> Lease:
@@ -110,18 +110,18 @@ class _Segment:
         return self._lease is not None and self._lease() is not None
 
     def empty(self) -> None:
-        # The same file under the same number: a descriptor that another thread keeps open reads what comes next.
+        # The file stays open under its number: another thread may have its descriptor.
         self.scratch.empty()
         self.items.clear()
         self.size = self._entry.size = 0
 
 
 class Scratch:
-    """Decoded items. A thread has a segment to itself while it decodes; of those that are full, the last few are kept,
-    and those that somebody holds a lease of, so that a compressed checkpoint of any size needs little.
+    """Decoded items in a bounded number of segments.
 
-    A file number means the same segment for as long as the source is open, and all numbers are taken when it is
-    opened: one that came later would, in a catalogue of several sources, be a file of the next one.
+    A thread has a segment to itself while it decodes. Of the full segments, the last few are kept, and those with a
+    lease. A file number means the same segment for as long as the source is open, and all numbers are reserved when it
+    is opened: a later number would, in a catalogue of several sources, be a file of the next source.
     """
 
     def __init__(self, entries: list[File], pool: Pool) -> None:
@@ -135,7 +135,7 @@ class Scratch:
         self._changed = threading.Condition()
 
     def reserve(self, segments: int) -> None:
-        """Enter files that are not there yet, so that they have numbers when catalogues are mounted together."""
+        """Reserve file numbers for segments, before catalogues are mounted together."""
         for _ in range(segments):
             self._free.append(self._add_file())
 
@@ -152,8 +152,11 @@ class Scratch:
         keep: bool = False,
         check: Callable[[DecodedItem], None] | None = None,
     ) -> tuple[DecodedItem, Lease]:
-        """Decode an item; it stays where it is while the lease is held, with `keep` until the end. `most` bounds what
-        it may become. `check` is called each time that it was decoded, and raises when the bytes are not right."""
+        """Decode an item, and return its place and a lease that keeps it there; with `keep` it is never evicted.
+
+        `limit` is the most bytes it may decode to. `check` is called after each decoding, and raises if the bytes are
+        wrong.
+        """
         with self._changed:
             if item in self._decoded:
                 return self._lease_decoded(item)
@@ -172,7 +175,7 @@ class Scratch:
                         self._decoded[item] = decoded, segment
                         segment.items.append(item)
                         self._item_locks.pop(item, None)
-                    # Before anybody can empty it.
+                    # Before another thread can empty it.
                     lease = segment.lease()
                     if not keep:
                         (self._full if segment.size >= _SEGMENT else self._idle).append(segment)
@@ -184,14 +187,14 @@ class Scratch:
         return decoded, segment.lease()
 
     def _permanent_segment(self) -> _Segment:
-        """One that is never emptied. These are made while the source is being opened, so their number is their own."""
+        """Return a segment that is never emptied, with a new number: this happens only while the source is opened."""
         number = self._add_file()
         segment = _Segment(number, self._files[number])
         self._segments.append(segment)
         return segment
 
     def _acquire_segment(self) -> _Segment:
-        """A segment with room, for one thread; the lock is held."""
+        """Return a segment with room, for one thread. The caller has the lock."""
         while True:
             if self._idle:
                 return self._idle.pop()
@@ -208,11 +211,11 @@ class Scratch:
                 del self._free[0]
                 return segment
             if self._full:
-                # All are being read: one grows instead.
+                # All segments are being read: the smallest grows.
                 smallest = min(self._full, key=lambda segment: segment.size)
                 self._full.remove(smallest)
                 return smallest
-            # Each is another thread's, which is decoding.
+            # Other threads are decoding into every segment.
             self._changed.wait()
 
     def _decompress(
@@ -232,13 +235,13 @@ class Scratch:
             if check is not None:
                 check(decoded)
             return decoded
-        # What there is of it is written over.
+        # The next item overwrites the partial one.
         except BaseException as error:
             segment.size = start
             segment.note()
             if isinstance(error, CkptError) or not isinstance(error, Exception):
                 raise
-            # zstandard.ZstdError, or what the other library has for it.
+            # zstandard.ZstdError, or the other library's exception.
             raise CorruptError(f"{name}: cannot be decompressed: {str(error).lower()}") from None
 
     def close(self) -> None:

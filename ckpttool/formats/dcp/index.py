@@ -1,6 +1,6 @@
-"""The index of a DCP directory: its `.metadata`, or the `__R.metadata` of all ranks merged; and its files.
+"""Reads the index of a DCP directory: its `.metadata`, or the `__R.metadata` of all ranks, merged.
 
-    ckpt/  .metadata  __0_0.distcp  __1_0.distcp ...                                    what nearly everyone writes
+    ckpt/  .metadata  __0_0.distcp  __1_0.distcp ...                                    the default
     ckpt/  __0.metadata  __0_0.distcp  __1.metadata  __1_0.distcp ...                   use_collectives=False, torch 2.9
 
 Each rank's own index has global sizes, the chunks of that rank, and its copy of everything that is replicated.
@@ -31,8 +31,10 @@ _DATA = re.compile(r"__(\d+)_(\d+)\.distcp$")
 
 @dataclass(slots=True)
 class Copy:
-    """A second copy of what another rank has stored: `Copy("step", 1, Item(...), Item(...))`. `chunk` is which of the
-    tensor's chunks it repeats; None for bytes."""
+    """A replica of an item of another rank: `Copy("step", 1, Item(...), Item(...))`.
+
+    `chunk` is the number of the tensor's chunk; None for bytes.
+    """
 
     name: str
     rank: int
@@ -43,7 +45,7 @@ class Copy:
 
 @dataclass(slots=True)
 class Index:
-    """A whole checkpoint's index. File numbers of `entries` are places in `files`."""
+    """The index of a whole checkpoint. File numbers of `entries` are positions in `files`."""
 
     folder: Location
     name: str
@@ -57,7 +59,7 @@ class Index:
 
 
 def index_files(path: str) -> tuple[Location, list[str]]:
-    """The directory and the names of the index files in it, for a path to either. Empty when there are none."""
+    """Return the directory and the names of its index files, for the path of either; no names if it has none."""
     location = locate(path)
     if not location.is_dir():
         return location.parent, [] if path.endswith(SUFFIX) else [location.name]
@@ -69,7 +71,7 @@ def index_files(path: str) -> tuple[Location, list[str]]:
 
 
 def looks_like(path: str) -> bool:
-    """Whether a path is a DCP directory, complete or not, or the index of one."""
+    """Return whether a path is a DCP directory, complete or not, or its index."""
     location = locate(path)
     try:
         if location.is_dir():
@@ -80,7 +82,7 @@ def looks_like(path: str) -> bool:
 
 
 def read_index(path: str) -> Index:
-    """Read and merge the index. Raises ReadError when there is none."""
+    """Return the index, merged from all ranks. Raises ReadError if there is none."""
     folder, names = index_files(path)
     if not names:
         raise _no_index_error(path, folder)
@@ -101,7 +103,7 @@ def read_index(path: str) -> Index:
 
 def _read_one(location: Location, name: str) -> Metadata:
     if not location.size():
-        raise CorruptError(f"`{location}`: is empty", hint="the save did not end; take an older step", file=location)
+        raise CorruptError(f"`{location}`: is empty", hint="the save did not finish; use an older step", file=location)
     with location.open() as stream:
         return metadata.read(stream, name)
 
@@ -109,14 +111,14 @@ def _read_one(location: Location, name: str) -> Metadata:
 def _no_index_error(path: str, folder: str) -> ReadError:
     if path.endswith(SUFFIX):
         return ReadError(
-            f"`{path}`: one data file of a DCP checkpoint, which is a directory",
+            f"`{path}`: a single data file of a DCP checkpoint",
             hint=f"name the directory: `{folder or '.'}`",
             file=path,
         )
     return ReadError(
         f"`{path}`: a DCP checkpoint without `{NAME}`",
-        hint="`.metadata` is written last: the save did not end, or the file (its name begins with a dot) was not "
-        "copied along",
+        hint="`.metadata` is written last: the save did not finish, or the file (its name begins with a dot) was not "
+        "copied",
         file=path,
     )
 
@@ -147,7 +149,7 @@ class _IndexMerger:
         index.extra = index.extra or metadata.extra
         index.facts = {**metadata.facts, **index.facts}
         for function in metadata.harmful:
-            text = f"`{metadata.name}` names `{function}`, which runs code where torch opens it; not here"
+            text = f"`{metadata.name}` names `{function}`, which runs code when torch loads it, not in ckpttool"
             index.warnings.append(Warning("unsafe-global", text, file=metadata.name, names=(function,)))
         if metadata.strays:
             text = (
@@ -163,7 +165,7 @@ class _IndexMerger:
         size = self._sizes.get(name)
         location = self.index.folder / name
         if size is None:
-            # A link, or a file in a folder of its own.
+            # A link, or a file in a subdirectory.
             location = self.index.folder.inside(name)
             size = location.size() if location.exists() else None
         missing = size is None
@@ -207,11 +209,11 @@ def _renumbered(entry: StoredTensor | Item, numbers: list[int]) -> StoredTensor 
 
 
 def _check_ranks(index: Index, names: list[str]) -> None:
-    """An index of every rank must be there: what a missing one lists would be a hole, or not be noticed at all."""
+    """Add a warning for each rank without an index: its entries may be missing unnoticed."""
     ranks = [int(m[1]) for name in names if (m := _OF_RANK.fullmatch(name))]
     missing = sorted(set(range(max(ranks, default=-1) + 1)) - set(ranks))
     if missing:
-        text = f"no index of {rank_ranges(missing)}: objects of theirs may be missing"
+        text = f"no index of {rank_ranges(missing)}: objects of these ranks may be missing"
         index.warnings.append(Warning("missing-index", text))
 
 
@@ -227,13 +229,13 @@ def _other_file_warnings(sizes: Mapping[str, int], mentioned: set[str], indexes:
         text = f"{len(stale)} data files of {total} bytes are not mentioned by the index, left over from another save: "
         warnings.append(Warning("stale-file", text + some(stale)))
     if drafts or indices:
-        text = f"other indexes lie beside it, from a save that stopped or from another one: {some(drafts + indices)}"
+        text = f"stale index files are ignored: {some(drafts + indices)}"
         warnings.append(Warning("stale-index", text))
     if others:
         text = f"{len(others)} files are not mentioned by the index: {some(others)}"
         warnings.append(Warning("unlisted-file", text, names=tuple(others)))
     empty = sorted(name for name, size in sizes.items() if not size and name.endswith(SUFFIX))
     if empty:
-        text = f"{len(empty)} data files are empty, as a save leaves them that stopped: {some(empty)}"
+        text = f"{len(empty)} data files are empty, left by an interrupted save: {some(empty)}"
         warnings.append(Warning("empty-file", text))
     return warnings

@@ -1,4 +1,4 @@
-"""The items of a `.distcp` file, both ways.
+"""Reads and writes the items of a `.distcp` file.
 
     [bytes item][bytes item] ... [tensor item][tensor item] ...      back to back, at any byte
     item = a whole torch.save archive (root `archive`) of one tensor or of one object; see `torch_zip`
@@ -38,19 +38,19 @@ from ckpttool.storage.crc import crc32, crc_of
 from ckpttool.storage.files import Pool
 
 ROOT = "archive"  # what torch.save calls it when it writes to a stream
-_WINDOW = 4096  # an archive of one tensor has some 700 bytes before its payload and 900 after
-_BLOCK = 1 << 20  # bytes items lie next to each other
+_WINDOW = 4096  # an archive of one tensor has about 700 bytes before its payload and 900 after
+_BLOCK = 1 << 20  # one read for many bytes items, which are adjacent
 SMALL = 1 << 16
 _LARGEST_OBJECT = 1 << 31
-_SMALL_OBJECT = 1 << 26  # bytes that any object may decompress to
-MAX_RATIO = 1000  # of a larger one
+_SMALL_OBJECT = 1 << 26  # bytes; any object may decompress to this size
+MAX_RATIO = 1000  # of decompressed to compressed bytes of a larger object
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
 
 
 class Items:
-    """Opens items of the files of a catalogue. Thread-safe, but for `tree`."""
+    """Opens the items in the files of a catalogue. Thread-safe except for `tree`."""
 
     def __init__(self, files: list[File]) -> None:
         self._files = files
@@ -59,7 +59,7 @@ class Items:
         self._block: tuple[int, int, bytes] = (-1, 0, b"")
         self._blobs: dict[tuple[int, int], Header] = {}
         self._patterns: dict[tuple[Dtype, Ints, int], _ItemPattern] = {}
-        self._read_ahead: dict[int, tuple[int, bytes]] = {}  # what lies behind the last item, by file
+        self._read_ahead: dict[int, tuple[int, bytes]] = {}  # the bytes after the last item, by file
         # A large tensor is copied in many pieces, each resolved anew.
         self._resolved = lru_cache(1024)(self._resolve)
 
@@ -68,12 +68,12 @@ class Items:
         self._pool.close()
 
     def tensor(self, item: Item, dtype: Dtype, sizes: Ints, name: str) -> Extent:
-        """The extent of the tensor in an item. Raises CorruptError when it is not one of that dtype and size."""
+        """Return the extent of the tensor in an item. Raises CorruptError if its dtype or size differs."""
         if 0 in sizes:
             return Extent(item.file, item.offset, 0)
         if not item.transforms:
             return self._resolved(item, dtype, sizes, name)
-        # What torch.save adds grows with Python attributes only.
+        # What torch.save adds grows only with Python attributes.
         limit = 2 * prod(sizes) * dtype.itemsize + (1 << 20)
 
         def check(decoded: decompress.DecodedItem) -> None:
@@ -85,7 +85,7 @@ class Items:
         return extent._replace(record=None, checked=checked, lease=lease)
 
     def check_empty(self, item: Item, name: str) -> None:
-        """Raises CorruptError when the item of a tensor without elements has some, or cannot be read."""
+        """Raise CorruptError if the item of a tensor without elements has elements, or cannot be read."""
         tree = torch_zip.load_tree(self.archive(item, name))
         if isinstance(tree, TensorRef) and 0 in tree.shape:
             return
@@ -98,14 +98,14 @@ class Items:
         )
 
     def _check_decoded(self, item: Item, extent: Extent, name: str) -> None:
-        """Checked here and not by the transfer, at whose end other bytes may lie in this place."""
+        """Compare the CRC of decoded bytes now: when the transfer ends, other bytes may be in their place."""
         record = extent.record
         if record is None or record.crc is None:
             return
         actual = self.crc(record.file, record.offset, record.offset + record.nbytes)
         if actual != record.crc:
             raise CorruptError(
-                f"{self._label(item, name)}: decompresses to bytes whose CRC is {actual:08x}, but the writer left "
+                f"{self._label(item, name)}: decompresses to bytes with CRC {actual:08x}, but the stored CRC is "
                 f"{record.crc:08x}",
                 hint="these bytes changed after they were written; take another copy of the checkpoint",
                 file=self._files[item.file].name,
@@ -115,7 +115,7 @@ class Items:
             )
 
     def reserve_scratch(self) -> None:
-        """Called when the files of the catalogue are all entered and some items are compressed."""
+        """Reserve file numbers for decoded items, after the data files of the catalogue are added."""
         self._scratch.reserve(decompress.RESERVED)
 
     def _resolve(self, item: Item, dtype: Dtype, sizes: Ints, name: str) -> Extent:
@@ -136,11 +136,13 @@ class Items:
         return extent
 
     def _read_ends(self, item: Item, head: int, tail: int) -> tuple[bytes, bytes]:
-        """The first and the last bytes of an item. Items lie back to back: what is read of one reaches into the next,
-        so that one read does for both."""
+        """Return the first and the last bytes of an item.
+
+        Items are adjacent, so the read of the last bytes includes the first bytes of the next item.
+        """
         file, end = self._files[item.file], item.offset + item.length
         if file.scratch:
-            # Emptied and filled anew: what was read ahead may not be what lies there by now.
+            # A segment may have been refilled since its bytes were read ahead.
             return self._pool.read(file.location, item.offset, head), self._pool.read(file.location, end - tail, tail)
         start, data = self._read_ahead.get(item.file, (0, b""))
         first = data[:head] if start == item.offset else b""
@@ -151,7 +153,7 @@ class Items:
         return first, last[:tail]
 
     def tree(self, item: Item, name: str) -> tuple[Any, Archive | None]:
-        """The value of a bytes item as a tree, and its archive if there are tensors in it."""
+        """Return the value of a bytes item as a tree, and its archive if it contains tensors."""
         if item.length <= SMALL and not item.transforms:
             tree = _plain_tree(self._read_small(item, name), self._label(item, name))
             if tree is not _NOT_PLAIN:
@@ -160,7 +162,7 @@ class Items:
         tree = torch_zip.load_tree(archive)
         if not any(r.startswith("data/") for r in archive.records):
             return tree, None
-        # Its tensors are found by their extents for as long as the source is open.
+        # The extents of its tensors must stay valid while the source is open.
         return tree, self.archive(item, name, keep=True) if item.transforms else archive
 
     def archive(self, item: Item, name: str, *, keep: bool = False) -> Archive:
@@ -176,17 +178,17 @@ class Items:
         return self._pool.read(self._files[item.file].location, item.offset, min(nbytes, item.length))
 
     def bytes_of(self, item: Item, name: str) -> bytes:
-        """The bytes as they lie in the file."""
+        """Return the stored bytes of an item."""
         self._check_inside(item, name)
         return self._pool.read(self._files[item.file].location, item.offset, item.length)
 
     def blob(self, item: Item) -> Header:
-        """The header of the safetensors file that a tensor's item stands for."""
+        """Return the header of the safetensors file that contains a tensor's item."""
         header = self._blobs.get((item.file, item.offset))
         if header is None:
             file = self._files[item.file]
             if not 0 <= item.offset <= file.size:
-                raise CorruptError(f"`{file.name}`: its tensors would begin at {item.offset}, outside", file=file.name)
+                raise CorruptError(f"`{file.name}`: its tensors begin at {item.offset}, outside", file=file.name)
             header = self._blobs[item.file, item.offset] = safetensors_header.read_header(
                 lambda offset, nbytes: self._pool.read(file.location, offset, nbytes),
                 item.offset,
@@ -196,7 +198,7 @@ class Items:
         return header
 
     def crc(self, file: int, begin: int, end: int) -> int:
-        """The CRC of some bytes that carry none."""
+        """Return the computed CRC of a range of bytes."""
         return crc_of(partial(self._pool.read_into, self._files[file].location), begin, end - begin)
 
     def _label(self, item: Item, name: str) -> str:
@@ -210,7 +212,7 @@ class Items:
             raise outside(f"`{name}`", file, item.offset, item.length)
 
     def _read_small(self, item: Item, name: str) -> bytes:
-        """The bytes of a small item, from a larger read that its neighbours share."""
+        """Return the bytes of a small item, from a larger read that includes its neighbours."""
         self._check_inside(item, name)
         number, start, block = self._block
         begin = item.offset - start
@@ -221,7 +223,7 @@ class Items:
         return block[begin : begin + item.length]
 
     def _window(self, item: Item, lease: decompress.Lease | None = None) -> Read:
-        """Reads of an archive from its two ends, which are read once. The lease is held for as long as they can be."""
+        """Return a read function with both ends of an archive cached. The function keeps the lease."""
         location, base, length = self._files[item.file].location, item.offset, item.length
         pool = self._pool
         if length <= 4 * _WINDOW:
@@ -241,21 +243,22 @@ class Items:
 
 
 class _ItemPattern(NamedTuple):
-    """An item that was opened, for the next of its dtype, sizes and length: all bytes around the payload are the same
-    but for the CRC of the payload, which stands in `tail` twice, and the serialization id with its own.
+    """An opened item as the pattern for others of its dtype, sizes and length.
 
-    Opening costs 60 us; comparing, 10. A shard of a large model has thousands of items of a few kinds.
+    The bytes around the payload are the same, except for the CRC of the payload, which is in `tail` twice, and the
+    serialization id with its CRC. Opening an item takes 60 us, comparing it 10 us; a shard of a large model has
+    thousands of items of a few kinds.
     """
 
     head: bytes
     tail: bytes
-    constant: tuple[tuple[int, int], ...]  # stretches of the tail that must not differ
-    crcs: tuple[int, int]  # where the tail has the payload's CRC
+    constant: tuple[tuple[int, int], ...]  # ranges of the tail that must not differ
+    crcs: tuple[int, int]  # positions of the payload's CRC in the tail
     opened: Extent
     base: int
 
     def extent(self, item: Item, head: bytes, tail: bytes) -> Extent | None:
-        """Where the payload of `item` lies, given the bytes around it; None when it is not alike."""
+        """Return the extent of the payload of `item`, given the bytes around it; None if they do not match."""
         first, second = (tail[at : at + 4] for at in self.crcs)
         if head != self.head or first != second or any(tail[a:b] != self.tail[a:b] for a, b in self.constant):
             return None
@@ -268,7 +271,7 @@ class _ItemPattern(NamedTuple):
 
 
 def _item_pattern(item: Item, read: Read, opened: Extent) -> _ItemPattern | None:
-    """What an opened item has in common with others like it; None when it is not plain to see which bytes differ."""
+    """Return the pattern of an opened item; None if the bytes that vary cannot be determined."""
     record = opened.record
     if record is None or not record.crc:
         return None
@@ -302,9 +305,9 @@ _NOT_PLAIN: Any = object()
 
 
 def _plain_tree(data: bytes, name: str) -> Any:
-    """The value of a small archive without storages, read from its first record alone; `_NOT_PLAIN` for any other.
+    """Return the value of a small archive without storages, from its first record only; `_NOT_PLAIN` for any other.
 
-    An ordinary flattened optimizer has thousands of these.
+    A flattened optimizer has thousands of these.
     """
     if data[:4] != b"PK\3\4" or data[8:10] != b"\0\0" or data[-22:-18] != b"PK\5\6" or b"storage" in data:
         return _NOT_PLAIN
@@ -313,7 +316,7 @@ def _plain_tree(data: bytes, name: str) -> Any:
         return _NOT_PLAIN
     data = data[30 + name_len + extra_len :]
     end = pickle_opcodes.end_of(data)
-    # Behind the record stands its descriptor, with the CRC (or none, or none that was computed).
+    # The data descriptor with the CRC follows the record (or it is absent, or has no computed CRC).
     if (
         end is None
         or data[end : end + 4] != b"PK\7\10"
@@ -328,8 +331,10 @@ def _plain_tree(data: bytes, name: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The item of any tensor of one dtype and size: what comes before its payload and after, and where the CRC of the
-    payload goes in the latter. `Template(b"PK...", 262144, b"PK...", (4, 283))`."""
+    """The item of any tensor of one dtype and size: `Template(b"PK...", 262144, b"PK...", (4, 283))`.
+
+    `head` and `tail` are the bytes around the payload; `marks` are the positions of its CRC in `tail`.
+    """
 
     head: bytes
     nbytes: int
@@ -349,7 +354,7 @@ class Template:
 
 @lru_cache(4096)
 def template(dtype: Dtype, sizes: Ints) -> Template:
-    """What all items that hold a tensor of this dtype and these sizes have in common."""
+    """Return the template of the items of tensors of this dtype and size."""
     slot = Slot("0", dtype, sizes)
     layout = torch_zip_writer.lay_out(slot, lambda value: slot if value is slot else None, root=ROOT)
     record = layout.storages["0"]
@@ -363,7 +368,7 @@ def template(dtype: Dtype, sizes: Ints) -> Template:
 
 
 def _render(layout: torch_zip_writer.Layout, crc: int, start: int, end: int) -> tuple[bytes, bytes]:
-    """An archive of one storage, without its payload: the bytes before and after."""
+    """Return the bytes before and after the payload of an archive with one storage."""
     head, tail = bytearray(start), bytearray(layout.size - end)
     for offset, data in [*layout.pieces, *layout.patches(lambda record: crc)]:
         if offset < start:

@@ -1,4 +1,4 @@
-"""The `.metadata` of a DCP directory: one pickle that says which tensors there are and where each item lies.
+"""Reads the `.metadata` of a DCP directory: a pickle of all tensors and of the place of each item.
 
     Metadata            state_dict_metadata   fqn -> TensorStorageMetadata | BytesStorageMetadata
                         planner_data          fqn -> key path, or None                          (flattened or not)
@@ -12,7 +12,7 @@
 
 Upstream: `torch/distributed/checkpoint/metadata.py` and `filesystem.py` of torch 2.0 to 2.15, pickled with the default
 protocol (4; 5 from Python 3.14 on). Up to torch 2.2 TensorProperties lived in `torch.distributed._shard`; frameworks
-bring clones of `_StorageInfo` and subclasses of Metadata, so classes are told by their name. Everything else that a
+have copies of `_StorageInfo` and subclasses of Metadata, so classes are identified by name only. Everything else that a
 pickle names (paths, Megatron's plans) is an inert stub.
 
 The objects of a large run are many (256 ranks x 2,930 tensors: 750,000 chunks), so they end as columns; until then
@@ -42,12 +42,12 @@ from ckpttool.serialization.pickle_limits import check_depths
 KeyPath = tuple["str | int", ...]
 _DTYPE = re.compile(r"torch\.\w+")
 MAX_PATH = 256  # keys; as deep as `flatten` goes
-_LARGE = 1 << 16  # bytes of an index that is worth looking for what is regular in it
-_BEGINNING = 1 << 20  # bytes that are read before it is known that this could be an index
+_LARGE = 1 << 16  # bytes; a larger index is searched for regular runs
+_BEGINNING = 1 << 20  # bytes that are read before the file is known to be an index
 
 
 class Item(NamedTuple):
-    """Where an item lies and what has to be done to its bytes first: `Item(0, 1398, 1462, ("stream.zstd/1",))`."""
+    """The place of an item, and the transforms of its bytes: `Item(0, 1398, 1462, ("stream.zstd/1",))`."""
 
     file: int
     offset: int
@@ -59,8 +59,8 @@ class Item(NamedTuple):
 class StoredTensor:
     """A tensor of the index: `StoredTensor(float32, (8, 4), [(0, 0), (4, 0)], [(4, 4), (4, 4)], ...)`.
 
-    The columns `files`, `starts` and `lengths` say where the item of each chunk lies; a chunk without elements may
-    have none (`lengths` 0). `transforms` is only for the chunks that have any.
+    The columns `files`, `starts` and `lengths` are the place of the item of each chunk; a chunk without elements may
+    have none (`lengths` 0). `transforms` has only the chunks with transforms.
     """
 
     dtype: Dtype
@@ -78,8 +78,10 @@ class StoredTensor:
 
 @dataclass(slots=True, eq=False)
 class Metadata:
-    """What a `.metadata` says, checked. `files` are the relative paths that items are in; `entries` are in the order of
-    the index, `paths` (planner_data) in that of the state dict. `extra` is the attribute `ckpttool` of our own sink.
+    """The checked contents of a `.metadata`.
+
+    `files` are the relative paths of the data files; `entries` are in the order of the index, `paths` (planner_data)
+    in that of the state dict. `extra` is the attribute `ckpttool` of directories that ckpttool wrote.
 
     `strays` are items of names or chunks that the index does not list; `harmful` are names of functions in the pickle
     that would run a command where it is loaded by torch.
@@ -99,14 +101,14 @@ class Metadata:
 
 
 def looks_like(head: bytes) -> bool:
-    """Whether the first kilobyte of a file is that of a DCP index."""
+    """Return whether a file with this first kilobyte is a DCP index."""
     return head[:1] == b"\x80" and re.search(rb"Metadata.{0,400}state_dict_metadata", head, re.DOTALL) is not None
 
 
 def read(stream: Any, name: str) -> Metadata:
-    """What the pickle in `stream` says; `name` is that of the file. Runs nothing.
+    """Return the contents of the pickle in `stream`, without running any of it; `name` is the name of the file.
 
-    Raises CorruptError for whatever it should not hold, naming the file and the key.
+    Raises CorruptError, with the file and the key, if the index is not valid.
     """
     data = stream.read(_BEGINNING)
     if len(data) == _BEGINNING:
@@ -121,7 +123,7 @@ def read(stream: Any, name: str) -> Metadata:
 
 
 def _read_large(stream: Any, beginning: bytes, name: str) -> bytes:
-    """All of a large index, once its beginning could be one and its size is known: it may be a hole in a file."""
+    """Return all bytes of a large index, after a check of its beginning: the file may be a sparse one."""
     position = stream.tell()
     size = stream.seek(0, 2)  # the end
     stream.seek(position)
@@ -226,7 +228,7 @@ class _Reader:
         return dtype(name)
 
     def _assign_items(self, entries: dict[str, StoredTensor | Item | None], storage: Any) -> None:
-        """Give each chunk and each bytes entry its item."""
+        """Assign an item to each chunk and to each bytes entry."""
         if type(storage) is not dict:
             raise CorruptError("it has no `storage_data`", hint="the writer of this checkpoint is not a file system's")
         kinds, infos = set(map(type, storage)), set(map(type, storage.values()))
@@ -234,7 +236,7 @@ class _Reader:
         if kinds - {metadata_classes.Index, Run} or infos - (
             {metadata_classes.Info, type(None)} if with_runs else {metadata_classes.Info}
         ):
-            raise CorruptError("`storage_data` holds something else than `MetadataIndex` and `_StorageInfo`")
+            raise CorruptError("`storage_data` contains something else than `MetadataIndex` and `_StorageInfo`")
         items = storage.items()
         rows = chain.from_iterable(map(_rows, items)) if with_runs else _rows_of_items(items)
         self._assign_rows(entries, rows)
@@ -262,7 +264,7 @@ class _Reader:
                 try:
                     entry.starts[i], entry.lengths[i] = start, length
                 except (TypeError, OverflowError):
-                    raise CorruptError("an item whose offset or length is no integer") from None
+                    raise CorruptError("an item whose offset or length is not an integer") from None
                 entry.files[i] = number
                 if transforms is not None:
                     entry.transforms[i] = _transforms(transforms)
@@ -272,7 +274,7 @@ class _Reader:
                 entries[key] = self._bytes_item(number, start, length, transforms)
 
     def _position(self, key: str, entry: StoredTensor, at: Any) -> int | None:
-        """Which chunk is at these offsets, when the hint did not say."""
+        """Return the number of the chunk at these offsets, if the hint was wrong."""
         if type(at) is not tuple or set(map(type, at)) - {int}:
             raise CorruptError("an item of a tensor without offsets")
         if key not in self._by_offsets:
@@ -281,7 +283,7 @@ class _Reader:
 
     def _bytes_item(self, number: int, start: Any, length: Any, transforms: Any) -> Item:
         if type(start) is not int or type(length) is not int:
-            raise CorruptError("an item whose offset or length is no integer")
+            raise CorruptError("an item whose offset or length is not an integer")
         return Item(number, start, length, _transforms(transforms))
 
     def _file_number(self, path: str) -> int:
@@ -324,7 +326,7 @@ class _Reader:
         return planned
 
     def _facts(self, fields: Mapping[str, Any], seen: Mapping[str, str]) -> dict[str, Any]:
-        """What tells the torch that wrote it; see the table at the top."""
+        """Return the version of torch that wrote the index (see the table at the top), and the framework."""
         meta = fields.get("storage_meta")
         facts: dict[str, Any] = {}
         if seen.get("TensorProperties", "").startswith("torch.distributed._shard"):
@@ -345,11 +347,11 @@ class _Reader:
 
 
 _ABSENT: Any = object()
-_MISSING_PART = "a rank's part of the index is missing; the save did not end well"
+_MISSING_PART = "the index of a rank is missing: the save did not finish"
 
 
 def _columns(chunks: list[Any], dims: int) -> tuple[list[Ints], list[Ints]]:
-    """Offsets and sizes of a tensor's chunks."""
+    """Return the offsets and the sizes of a tensor's chunks."""
     kinds = set(map(type, chunks))
     if kinds - {metadata_classes.Chunk, Run}:
         raise CorruptError("a chunk that is not a `ChunkStorageMetadata`")
@@ -363,9 +365,9 @@ def _columns(chunks: list[Any], dims: int) -> tuple[list[Ints], list[Ints]]:
         more = chunk.chunks() if type(chunk) is Run else _columns([chunk], dims)
         offsets += more[0]
         sizes += more[1]
-    # Those of a run are tuples of integers: it has made them.
+    # A run contains tuples of integers only.
     if set(map(len, offsets)) | set(map(len, sizes)) != {dims}:
-        raise CorruptError(f"a chunk has not the {dims} dimensions of its tensor")
+        raise CorruptError(f"a chunk does not have the {dims} dimensions of its tensor")
     return offsets, sizes
 
 
@@ -384,7 +386,7 @@ def _rows(item: tuple[Any, Any]) -> Iterator[Row]:
 
 
 def _checked(values: list[Any], what: str, dims: int | None) -> list[Ints]:
-    """The same list, when every value is a tuple of integers. Looks at types in bulk."""
+    """Return the list if every value is a tuple of integers, checked in bulk. Raises CorruptError otherwise."""
     if (
         set(map(type, values)) - {tuple}
         or set(map(type, chain.from_iterable(values))) - {int}

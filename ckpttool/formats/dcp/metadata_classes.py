@@ -1,7 +1,6 @@
-"""What stands for the classes that a `.metadata` names: slots for the fields that are read, and nothing else of theirs.
+"""Replacements for the classes that a `.metadata` names, with slots for the fields that are read.
 
-The objects of a large run are many (256 ranks x 2,930 tensors: 750,000 chunks), so they give up their state dicts as
-soon as they have them.
+A large run has many objects (256 ranks x 2,930 tensors: 750,000 chunks), so each clears its state dict at once.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ def _no_fields(state: Any, kind: str) -> CorruptError:
 
 
 class Chunk:
-    """`ChunkStorageMetadata`: where a chunk begins in its tensor, and its sizes, both a `torch.Size`."""
+    """`ChunkStorageMetadata`: the offsets of a chunk in its tensor, and its sizes, each a `torch.Size`."""
 
     __slots__ = ("offsets", "sizes")
     offsets: Any
@@ -31,12 +30,12 @@ class Chunk:
             raise _no_fields(state, "ChunkStorageMetadata")
         get = state.get
         self.offsets, self.sizes = get("offsets"), get("sizes")
-        # The unpickler's memo holds on to the dict: 200 bytes each, two million of them.
+        # The unpickler's memo keeps the dict: 200 bytes each, two million of them.
         state.clear()
 
 
 class Index:
-    """`MetadataIndex`: the name of an item, the offsets of a tensor's chunk, and a hint at its number."""
+    """`MetadataIndex`: the name of an item, the offsets of its chunk, and a hint for the number of the chunk."""
 
     __slots__ = ("fqn", "index", "offset")
     fqn: Any
@@ -52,7 +51,7 @@ class Index:
 
 
 class Info:
-    """`_StorageInfo`: file, offset and length in bytes, and what was done to the bytes, of an item."""
+    """`_StorageInfo`: the file, offset and length in bytes of an item, and its transforms."""
 
     __slots__ = ("length", "offset", "path", "transforms")
     length: Any
@@ -70,12 +69,12 @@ class Info:
 
 
 class Properties:
-    """`TensorProperties`: dtype and layout of a tensor, and how many properties there were."""
+    """`TensorProperties`: dtype and layout of a tensor, and the number of properties."""
 
     __slots__ = ("count", "dtype", "layout")
 
     def __setstate__(self, state: Any) -> None:
-        # 5 or 6 in what is known; only the first two are of use.
+        # Known versions of torch have 5 or 6; only the first two are read.
         if type(state) is not tuple or len(state) < 2:
             raise CorruptError("a `TensorProperties` is not a tuple of a dtype, a layout, ...")
         self.dtype, self.count = state[0], len(state)
@@ -85,7 +84,7 @@ class Properties:
 
 class _Fields:
     __slots__ = ("fields",)
-    torch_name: ClassVar[str]  # what torch calls it
+    torch_name: ClassVar[str]  # the name of the class in torch
 
     def __setstate__(self, state: Any) -> None:
         if type(state) is not dict:
@@ -101,14 +100,14 @@ class TensorMeta(_Fields):
 
 
 class BytesMeta(_Fields):
-    """An object: nothing is said of it."""
+    """An object, without any fields."""
 
     __slots__ = ()
     torch_name = "BytesStorageMetadata"
 
 
 class StorageMeta(_Fields):
-    """Of the save: `checkpoint_id`, `save_id`, `load_id`, `modules`."""
+    """The save: `checkpoint_id`, `save_id`, `load_id`, `modules`."""
 
     __slots__ = ()
     torch_name = "StorageMeta"
@@ -135,17 +134,18 @@ CLASSES: dict[str, type] = {
 
 
 def size(sizes: Any) -> Any:
-    """What stands for `torch.Size`. Raises CorruptError for what is not a tuple of integers."""
-    # Given a tuple of integers, the same one: no tuple gets another name by this, see `pickle_limits`.
+    """Return `sizes` in place of a `torch.Size`. Raises CorruptError if it is not a tuple of integers."""
+    # Returns the tuple itself and not a copy, see `pickle_limits`.
     if type(sizes) is not tuple or not all(type(n) is int for n in sizes):
         raise CorruptError("a `torch.Size` is not made of a tuple of integers")
     return sizes
 
 
 class Names(Mapping[tuple[str, str], Any]):
-    """Our classes by the name of theirs. `seen` remembers the module of each, `harmful` names that run commands.
+    """The replacements by the names of torch's classes.
 
-    All of them have a `__setstate__`, so that a pickle cannot set attributes on them, nor on the classes themselves.
+    `seen` has the module of each class that was looked up, `harmful` the names that run commands. Every class has a
+    `__setstate__`, so that a pickle cannot set attributes on objects or on the classes themselves.
     """
 
     def __init__(self, runs: Runs | None) -> None:

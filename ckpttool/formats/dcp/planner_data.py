@@ -1,4 +1,4 @@
-"""Key paths in a DCP index, both ways. Pure.
+"""Converts between key paths and names in a DCP index. Pure.
 
     state   {"optim": {"state": {0: {"step": 3}}, "param_groups": [{"lr": 0.1}]}}
     DCP     optim.state.0.step        ("optim", "state", "0", "step")      dict keys are strings,
@@ -28,10 +28,10 @@ def restore(
     extra: dict[str, Any] | None,
     value_of: Callable[[str], Any],
 ) -> tuple[dict[str, Path], dict[Path, Container]]:
-    """The path of each name in the order of the state, and the lists and ordered dicts on the way.
+    """Return the path of each name, in the order of the state dict, and the lists and ordered dicts above them.
 
-    Without `planned` a name is a key as it stands. `value_of` is asked for the `params` of optimizers: an optimizer
-    whose groups list integers had integers for the keys of its state.
+    Without `planned` a name is a single key. `value_of` returns the `params` of optimizers: if the parameter groups
+    list integers, the keys of the optimizer's state were integers too.
     """
     if planned is None:
         return {name: (name,) for name in names}, {}
@@ -54,15 +54,15 @@ def restore(
         lists = {with_integer_id(path) for path in lists}
     if extra is not None:
         paths, lists = _restore_keys(paths, lists, extra)
-    # In one order, whatever the seed of the hashes is.
+    # Sorted: the order of a set depends on the hash seed.
     return paths, {path: Container("list") for path in sorted(lists, key=dotted)}
 
 
 def _restore_keys(paths: dict[str, Path], lists: set[Path], extra: dict[str, Any]) -> tuple[dict[str, Path], set[Path]]:
-    """Keys that were no strings. `ckpttool.save` notes `("scheduler", "milestones", 5)`; the rest is torch's."""
+    """Restore keys that were not strings, such as `("scheduler", "milestones", 5)`, as `ckpttool.save` noted them."""
     key_paths = extra.get("keys", [])
     if type(key_paths) is not list:
-        raise CorruptError("`ckpttool` in the index is not what this program writes")
+        raise CorruptError("`ckpttool` in the index is not as ckpttool writes it")
     exact: dict[Path, Path] = {}
     for path in map(_check_path, key_paths):
         exact |= {tuple(map(str, path[:depth])): path[:depth] for depth in range(1, len(path) + 1)}
@@ -87,7 +87,7 @@ def _lists(paths: Iterable[Path]) -> set[Path]:
 
 
 def _sorted_paths(paths: dict[str, Path], lists: set[Path]) -> dict[str, Path]:
-    """Lists by index, dicts by first mention: what several ranks have planned comes in turns."""
+    """Sort lists by index and dicts by first mention: the plans of several ranks are interleaved."""
     first: dict[Path, int] = {}
 
     def rank(path: Path) -> tuple[int, ...]:
@@ -118,10 +118,10 @@ def _integer_id_roots(paths: dict[str, Path], value_of: Callable[[str], Any]) ->
 
 
 def _restore_noted(paths: dict[str, Path], extra: dict[str, Any]) -> tuple[dict[str, Path], dict[Path, Container]]:
-    """As our own sink noted it."""
+    """Restore paths and containers from the notes of a directory that ckpttool wrote."""
     noted_paths, container_rows = extra.get("paths", {}), extra.get("containers", [])
     if type(noted_paths) is not dict or type(container_rows) is not list:
-        raise CorruptError("`ckpttool` in the index is not what this program writes")
+        raise CorruptError("`ckpttool` in the index is not as ckpttool writes it")
     for name, path in noted_paths.items():
         if name in paths:
             paths[name] = _check_path(path)
@@ -132,7 +132,7 @@ def _restore_noted(paths: dict[str, Path], extra: dict[str, Any]) -> tuple[dict[
                 attributes = None if attrs is None else unpickler.load(attrs, what="attributes in the index")
                 containers[_check_path(path)] = Container(kind, attributes)
             case _:
-                raise CorruptError("a container in the index that is none")
+                raise CorruptError("a container in the index is not a list or dict")
     return paths, containers
 
 
@@ -153,8 +153,7 @@ def _check_path(path: Any) -> Path:
 class EntryNames:
     """The names of a catalogue's entries in DCP: `Spelt({("optim", "state", 0): "optim.state.0"}, ...)`.
 
-    `planned` is `planner_data`; `extra` what it cannot say; `clashes` are entries whose name another one has, and
-    that one.
+    `planned` is `planner_data`; `extra` is what it cannot express; `clashes` are pairs of entries with the same name.
     """
 
     names: dict[Path, str] = field(default_factory=dict)
@@ -164,7 +163,7 @@ class EntryNames:
 
 
 def name_entries(catalogue: Catalogue) -> EntryNames:
-    """Names as `flatten_state_dict` makes them. Where a selection left gaps in a list, what stays moves up."""
+    """Return names as `flatten_state_dict` does. The remaining elements of a list with gaps are renumbered."""
     result = EntryNames()
     lists = {path for path, container in catalogue.containers.items() if container.kind == "list"}
     places: dict[Path, dict[Any, int]] = {path: {} for path in lists}
@@ -210,5 +209,5 @@ def _differs(one: Any, other: Any) -> bool:
 
 
 def clash(one: Path, other: Path) -> str:
-    """What is wrong with two paths that are spelt alike."""
+    """Return the message about two paths with the same name."""
     return f"`{dotted(one)}` {one!r} and {other!r} have the same name in DCP"

@@ -1,4 +1,4 @@
-"""An index as a catalogue: tensors as unopened items, objects decoded."""
+"""Reads a DCP directory into a catalogue: tensors are unopened items, objects are decoded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EAGER = 5_000  # bytes items that are decoded at open; 35 us each
 
 
 class DcpSource:
-    """An open directory; `index` is what it says, and has the file numbers of the catalogue."""
+    """An open DCP directory; `index` is its index, with the file numbers of the catalogue."""
 
     def __init__(
         self, catalogue: Catalogue, items: Items, transforms: dict[tuple[int, int], tuple[str, ...]], index: Index
@@ -35,9 +35,9 @@ class DcpSource:
         self._transforms = transforms
 
     def items(self) -> Iterator[tuple[str, Run]]:
-        """Items that are no chunk of the catalogue: those of objects, and what several ranks have stored."""
+        """Yield the items that are not chunks of the catalogue: those of objects, and replicas."""
         for name, entry in self.index.entries.items():
-            # A quantised tensor is the call that makes it.
+            # A quantized tensor is stored as an object.
             tensor_items = [entry] if isinstance(entry, Item) else map(entry.item, range(len(entry.files)))
             for item in tensor_items if isinstance(entry, Item) or entry.dtype.kind == "quantized" else ():
                 yield name, Run(item.file, item.offset, item.length, bool(item.transforms))
@@ -51,7 +51,7 @@ class DcpSource:
             return extent
         if tensor.dtype.kind == "quantized":
             raise ReadError(
-                f"tensor `{tensor.name}`: {tensor.dtype} in pieces, each quantised by itself, cannot be put together",
+                f"tensor `{tensor.name}`: {tensor.dtype} in chunks, each quantized by itself, cannot be merged",
                 hint="leave it out with `--exclude`",
                 tensor=tensor.name,
             )
@@ -64,7 +64,7 @@ class DcpSource:
 
 
 def open_directory(path: str) -> DcpSource:
-    """The catalogue of a directory, or of the directory that an index file lies in."""
+    """Return the source of a DCP directory, or of the directory that contains the index file `path`."""
     with unpickler.no_garbage_collection():
         index = read_index(path)
         items = Items(index.files)
@@ -76,7 +76,7 @@ def open_directory(path: str) -> DcpSource:
 
 
 class _CatalogueBuilder:
-    """Turns an index into a catalogue; reads small things from the data files on the way."""
+    """Builds a catalogue from an index and small reads of the data files."""
 
     def __init__(self, index: Index, items: Items) -> None:
         self._index = index
@@ -94,7 +94,7 @@ class _CatalogueBuilder:
             self._items.reserve_scratch()
         self._is_safetensors = self._is_in_safetensors()
         if index.copies:
-            # What it compares them with is much, and few directories have any.
+            # Imported on use: few directories have replicas.
             from ckpttool.formats.dcp import replicas
 
             catalogue.warnings += replicas.settle(index, self._items, is_safetensors=self._is_safetensors)
@@ -109,7 +109,7 @@ class _CatalogueBuilder:
                 self._add_object(name, path)
         if self._unread:
             name, reason = self._unread[0]
-            others = f", nor {len(self._unread) - 1} objects more" if len(self._unread) > 1 else ""
+            others = f", nor {len(self._unread) - 1} other objects" if len(self._unread) > 1 else ""
             catalogue.warnings.append(Warning("unreadable", f"`{name}` cannot be read{others}: {reason}"))
         self._describe()
         return DcpSource(catalogue, self._items, self._transforms, index)
@@ -126,7 +126,7 @@ class _CatalogueBuilder:
                     self._transforms[entry.files[i], entry.starts[i]] = transforms
 
     def _is_in_safetensors(self) -> bool:
-        """Whether tensors lie in safetensors blobs. It is the writer's choice for all of them, so one item tells."""
+        """Return whether tensors are stored as safetensors. One item decides: the writer stores all alike."""
         for entry in self._index.entries.values():
             if isinstance(entry, Item):
                 continue
@@ -151,11 +151,11 @@ class _CatalogueBuilder:
         return Tensor(path, entry.dtype, entry.shape, chunks)
 
     def _check_empty(self, name: str, path: Path, entry: StoredTensor) -> None:
-        """Nobody comes back to the items of a tensor without elements, which had better have none."""
+        """Check the items of a tensor without elements, which are never resolved."""
         for item in map(entry.item, range(len(entry.files))):
             file = self._index.files[item.file]
             if item.length <= 0 or item.offset < 0 or file.missing or item.offset + item.length > file.size:
-                continue  # there is none, or that is told elsewhere
+                continue  # no item, or damage that is reported elsewhere
             try:
                 self._items.check_empty(item, name)
             except CkptError as error:
@@ -164,7 +164,7 @@ class _CatalogueBuilder:
                 return
 
     def _safetensors_chunks(self, name: str, entry: StoredTensor) -> Chunks:
-        """Every item of a file has the offset of its blob: only the blob's own header tells them apart."""
+        """Return the chunks in safetensors blobs. All items of a file have the offset of its blob."""
         chunks = Chunks()
         seen: set[int] = set()
         for i, (offsets, sizes) in enumerate(zip(entry.offsets, entry.sizes, strict=True)):
@@ -176,8 +176,8 @@ class _CatalogueBuilder:
                 continue
             if entry.files[i] in seen:
                 raise CorruptError(
-                    f"`{file.name}`: tensor `{name}`: two of its chunks were written under one name, so one is lost",
-                    hint="torch has no other trace of it; save again without `SerializationFormat.SAFETENSORS`",
+                    f"`{file.name}`: tensor `{name}`: two of its chunks have the same name, so one is lost",
+                    hint="the lost chunk cannot be recovered; save again without `SerializationFormat.SAFETENSORS`",
                     file=file.name,
                     tensor=name,
                 )
@@ -212,7 +212,7 @@ class _CatalogueBuilder:
             if isinstance(entry, Item):
                 blobs.append((entry, name))
             elif entry.dtype.kind == "quantized" and len(entry.files) == 1 and not self._is_safetensors:
-                # Its scale and zero point are in the call that makes it: an object around its integers.
+                # Its scale and zero point are in the pickle: it is an object around its integers.
                 blobs.append((entry.item(0), name))
         blobs.sort()
         for item, name in blobs[:_EAGER]:
@@ -241,7 +241,7 @@ class _CatalogueBuilder:
             self._unread.append((dotted(path), decoded.message))
             catalogue.add(Object(path, read=lambda: _raise(decoded), nbytes=item.length))
         elif decoded[1] is None and (self._index.extra is not None or not isinstance(decoded[0], (dict, list))):
-            # Ours: a dict that was one object goes on being one.
+            # In a directory of ckpttool, a dict that was one object stays one.
             catalogue.add(Object(path, decoded[0], nbytes=item.length))
         else:
             self._fill(path, item, *decoded)
@@ -261,7 +261,7 @@ class _CatalogueBuilder:
             rank = self._index.files[item.file].rank
             text = (
                 f"`{dotted(path)}` is one object with DTensor or ShardedTensor inside: only the shards of "
-                f"{'the rank that wrote it' if rank is None else f'rank {rank}'} are there "
+                f"{'the rank that wrote it' if rank is None else f'rank {rank}'} are stored "
                 "(`flatten_state_dict=False` loses the others)"
             )
             self._catalogue.warnings.append(Warning("lost-shards", text))
@@ -271,12 +271,12 @@ class _CatalogueBuilder:
         tree, archive = self._items.tree(item, name)
         if archive is not None:
             raise ReadError(
-                f"`{name}`: an object with tensors inside, one of more than {_EAGER} objects, cannot be taken apart",
+                f"`{name}`: an object with tensors, one of more than {_EAGER} objects, cannot be read",
                 hint="leave it out with `--exclude`",
             )
         return tree
 
-    # What a person should know ---------------------------------------------------------------------------------------
+    # Facts -----------------------------------------------------------------------------------------------------------
 
     def _describe(self) -> None:
         catalogue, index = self._catalogue, self._index

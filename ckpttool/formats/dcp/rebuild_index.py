@@ -1,8 +1,8 @@
 """Rebuilds a lost index: merged from those of the ranks, or after that of another save.
 
-An item does not say to which tensor it belongs. But ranks of one run write the same items in the same order, step
-after step, so the index of another step says what each item is; where it begins is found by reading the files front to
-back, as only the lengths of objects change. Each item has to be what the other index says: its kind, dtype and shape.
+An item does not contain the name of its tensor. But the ranks of a run write the same items in the same order at each
+step, so the index of another step identifies each item; its offset is found by a scan of the file, as only the lengths
+of objects change. The kind, dtype and shape of each item must agree with the other index.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ckpttool.storage.stores import locate
 _WINDOW = 1 << 20
 _END = b"PK\5\6"
 _LOCATOR = 20  # bytes before the end record, where torch always has a zip64 end record
-_HINT = "`--like` wants another step of the same run, saved by as many ranks"
+_HINT = "`--like` needs another step of the same run, saved by as many ranks"
 
 
 @dataclass(slots=True)
