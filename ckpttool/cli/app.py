@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import click
 
-from ckpttool.cli.errors import catch_signals, exit_code_of, stopped_early
+from ckpttool.cli.errors import exit_code_of, stopped_early
 from ckpttool.cli.options import Option
+from ckpttool.cli.signals import catch_signals
 from ckpttool.cli.terminal import out
 from ckpttool.errors import INTERRUPTED, TERMINATED, UsageError
 from ckpttool.version import __version__

@@ -19,6 +19,7 @@ from ckpttool.catalogue.entries import Catalogue, Entry, Object, Path, Tensor, d
 from ckpttool.errors import LossError, UsageError
 from ckpttool.layout import select
 from ckpttool.layout.mesh import Mesh
+from ckpttool.layout.move import again, rebuilt, relinked
 from ckpttool.text import meant, plural, rank_ranges
 
 CHOICES = {"rng": ("keep", "rank0", "drop"), "dataloader": ("keep", "drop")}
@@ -100,16 +101,16 @@ def _from_first(catalogue: Catalogue, root: Path, holders: dict[int, Path], worl
         moved = {path: place + path[depth:] for path in result.entries if path[:depth] == first}
         entries += [_copied(result.entries[path], new, moved) for path, new in moved.items()]
         containers |= {place + p[depth:]: c for p, c in result.containers.items() if p[:depth] == first}
-    return select.rebuilt(result, entries, containers)
+    return rebuilt(result, entries, containers)
 
 
 def _copied(entry: Entry, new: Path, moved: dict[Path, Path]) -> Entry:
     if isinstance(entry, Tensor):
         # Bytes of its own: in files of one rank, the first is not there to be tied to.
-        return select.again(entry, path=new, alias=None)
+        return again(entry, path=new, alias=None)
 
     def change(value: Any) -> Any:
-        return select.relinked(value, moved)
+        return relinked(value, moved)
 
     return entry.at(new, change=change) if isinstance(entry, Object) else entry
 

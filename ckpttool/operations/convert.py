@@ -16,7 +16,9 @@ from ckpttool.catalogue.validation import stop_at_fault, validate
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import UsageError
 from ckpttool.layout import rechunk, select
+from ckpttool.layout.cast import cast, caster
 from ckpttool.layout.optimizer import respell
+from ckpttool.layout.rename import rename_entries, strip_wrappers, without_root
 from ckpttool.operations import arguments, write
 from ckpttool.operations.write import Conversion, Planned, WriteOptions
 from ckpttool.producers import writable
@@ -136,7 +138,7 @@ def _plan(source: Source, dst: str, target: Format, options: ConvertOptions) -> 
     planned = _select_and_rename(planned, options)
     validate(catalogue, respell.origins(planned) | folded)
     _check_matches("--dtype", [rule(text, "--dtype")[0] for text in options.dtype if "=" in text], planned)
-    planned = select.cast(planned, select.caster(options.dtype))
+    planned = cast(planned, caster(options.dtype))
     world = options.to_world or catalogue.world_size
     tensor_class = options.tensor_class
     if row is not None:
@@ -255,7 +257,7 @@ def _start(
     left = parts.parts(planned)
     if options.only and len(left) == 1:
         # Before anything else, so that every pattern below sees the names that will be written.
-        planned = select.without_root(planned, left[0])
+        planned = without_root(planned, left[0])
     if options.optim_root is not None:
         planned = respell.respell_root(planned, options.optim_root)
     return planned, folded
@@ -276,18 +278,18 @@ def _select_and_rename(planned: Catalogue, options: ConvertOptions) -> Catalogue
         planned = select.select(planned, select.matching(options.tensors, options.exclude))
         write.check_not_empty(planned)
     if options.strip_wrappers:
-        planned = select.rename(planned, select.strip_wrappers, within_parts=True)
+        planned = rename_entries(planned, strip_wrappers, within_parts=True)
     if options.strip_prefix:
         prefix = options.strip_prefix.rstrip(".") + "."
         if not any(t.fqn.startswith(prefix) for t in planned.tensors):
             raise UsageError(f"`--strip-prefix {options.strip_prefix}`: no tensor of the model has this prefix")
-        planned = select.rename(planned, lambda name: name.removeprefix(prefix), within_parts=True)
+        planned = rename_entries(planned, lambda name: name.removeprefix(prefix), within_parts=True)
     for text in options.rename:
         step = renamer([text])
         if all(step(entry.name) == entry.name for entry in planned.entries.values()):
             raise UsageError(f"`--rename {text}` changes no name", hint=_names_hint(planned))
     if options.rename:
-        planned = select.rename(planned, renamer(options.rename))
+        planned = rename_entries(planned, renamer(options.rename))
     return planned
 
 

@@ -16,6 +16,7 @@ from ckpttool.catalogue.entries import Catalogue, Entry, Object, Part, Path, Ten
 from ckpttool.catalogue.protocols import Loss
 from ckpttool.errors import LossError
 from ckpttool.layout import select
+from ckpttool.layout.move import move
 from ckpttool.producers.components import Constant
 from ckpttool.producers.runs import step_in
 from ckpttool.producers.writer import OutputComponent, OutputLayout
@@ -159,7 +160,7 @@ class LayoutBuilder:
             else:
                 self.lose(entry, otherwise)
         kept = select.select(self.catalogue, lambda entry: entry.path not in self._folded)
-        moved = select.move(kept, {old: new for old, new in self._moved.items() if old in kept.entries})
+        moved = move(kept, {old: new for old, new in self._moved.items() if old in kept.entries})
         for path, part in self._parts.items():
             if path in moved.entries:
                 moved.entries[path].part = part

@@ -16,6 +16,7 @@ from ckpttool.catalogue.validation import concerns
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, UsageError
 from ckpttool.layout import select
+from ckpttool.layout.move import move
 from ckpttool.layout.optimizer.keys import parse_key
 from ckpttool.text import some
 
@@ -55,7 +56,7 @@ class CombinedSource:
         self._append(other, shift)
         depth = len(part.root) if part is not None else 0
         added = other.catalogue if part is None else select.select(other.catalogue, lambda entry: entry.part == part)
-        moved = select.move(added, {path: (*root, *path[depth:]) for path in added.entries})
+        moved = move(added, {path: (*root, *path[depth:]) for path in added.entries})
         for entry in moved.entries.values():
             if isinstance(entry, Tensor):
                 entry = replace(entry, origin=None, chunks=entry.chunks.shifted(shift))
@@ -119,7 +120,7 @@ class CombinedSource:
             root = _ROOTS[part.kind]
             alone = all(entry.part == part for entry in catalogue.entries.values())
             moved = {path: (*root, *path) for path, entry in catalogue.entries.items() if entry.part == part}
-            catalogue = select.move(catalogue, moved)
+            catalogue = move(catalogue, moved)
             for path in moved.values():
                 catalogue.entries[path].part = Part(part.kind, root)
             # The dict at the root is the model's own if it has nothing else.

@@ -17,7 +17,7 @@ from ckpttool.catalogue.protocols import NO_HINTS, Format, OpenOptions, Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
 from ckpttool.formats.detect import detect
-from ckpttool.layout.optimizer.names import is_model_order
+from ckpttool.layout.optimizer.names_of_ids import is_model_order
 from ckpttool.producers import reader, runs
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.components import Producer

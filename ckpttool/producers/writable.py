@@ -8,7 +8,8 @@ from __future__ import annotations
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.protocols import NO_HINTS, Format, OpenOptions, Source
 from ckpttool.errors import UsageError
-from ckpttool.layout.optimizer import order, respell
+from ckpttool.layout.optimizer import model_order as order
+from ckpttool.layout.optimizer import respell
 from ckpttool.producers import PRODUCERS, reader
 from ckpttool.producers.components import Producer, WritableLayout
 from ckpttool.producers.directory import Directory

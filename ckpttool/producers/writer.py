@@ -23,6 +23,7 @@ from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, File, Object, P
 from ckpttool.catalogue.protocols import Crcs, Format, Loss, Sink, SinkOptions
 from ckpttool.catalogue.warning import Warning
 from ckpttool.layout import rechunk, select
+from ckpttool.layout.move import move, rebuilt
 from ckpttool.producers.components import Constant
 from ckpttool.storage import files
 from ckpttool.storage.crc import crc32
@@ -142,9 +143,9 @@ def _contents(component: OutputComponent, catalogue: Catalogue, entries: list[En
         if path[: len(component.root)] == component.root and path in within
     }
     # A tensor that is tied to one of another component gets bytes of its own.
-    selected = select.select(select.rebuilt(catalogue, entries, containers), lambda entry: True)
+    selected = select.select(rebuilt(catalogue, entries, containers), lambda entry: True)
     # An entry of a list keeps its index when it goes with all of its list, as it does here.
-    contents = select.move(selected, {path: component.inner(path) for path in selected.entries})
+    contents = move(selected, {path: component.inner(path) for path in selected.entries})
     for constant in component.constants:
         inner = component.inner(constant.path)
         contents.entries[inner] = Tensor(inner, constant.dtype, (), Chunks.placed([(((), ()), 0)]))

@@ -16,6 +16,7 @@ from ckpttool.catalogue.entries import Catalogue, Object, Part, Path, Tensor, do
 from ckpttool.catalogue.values import Link, Stub
 from ckpttool.errors import CkptError, UsageError
 from ckpttool.layout import select
+from ckpttool.layout.move import move
 from ckpttool.layout.optimizer import parse, respell
 from ckpttool.serialization import pickler, unpickler
 from ckpttool.text import meant
@@ -248,7 +249,7 @@ def nested_rest(contents: Contents, rank: int) -> dict[Any, Any]:
 
     kept = select.select(contents.rest, is_mine)
     moved = {path: parts.without_rank(path) for path, entry in kept.entries.items() if _rank_of(entry) is not None}
-    kept = select.move(kept, moved)
+    kept = move(kept, moved)
     result = flatten.unflatten(kept, lambda entry: from_picklable(entry.value) if isinstance(entry, Object) else None)
     return result if isinstance(result, dict) else {"value": result}
 

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
 
 from ckpttool.catalogue.entries import Path
 from ckpttool.errors import UsageError
-from ckpttool.layout.select import strip_wrappers
+from ckpttool.layout.rename import strip_wrappers
 from ckpttool.text import some
 from ckpttool.training import collectives, match
 from ckpttool.training.contents import Contents, Group, Shape

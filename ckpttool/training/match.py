@@ -17,7 +17,7 @@ from torch import nn
 
 from ckpttool.errors import CorruptError, UsageError
 from ckpttool.layout.optimizer.keys import LIKE_PARAMETER
-from ckpttool.layout.select import strip_wrappers
+from ckpttool.layout.rename import strip_wrappers
 from ckpttool.storage.crc import crc32
 from ckpttool.text import near_names, some
 from ckpttool.training import collectives

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Box
-from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Catalogue, Chunk, Extent, Record
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CorruptError
@@ -28,6 +27,7 @@ from ckpttool.storage import stores
 from ckpttool.storage.crc import crc32, crc_of
 from ckpttool.storage.files import Pool, aligned, failed, pages, start_writing
 from ckpttool.transfer import checksums, read
+from ckpttool.transfer.cast import cast_array
 from ckpttool.transfer.journal import Done, Entry, Journal
 from ckpttool.transfer.plan import Job, tiles
 from ckpttool.transfer.threads import Progress, Stopped, Work, on_threads
@@ -370,7 +370,7 @@ class _Copier:
                 if shared is not None:
                     read.fill(read.part(bits, shared, tile), self.pool, files, extent, chunk, shared, old)
                     self.tally.note_read(entry, extent, 0, prod(shared[1]) * old.itemsize, None)
-            data, overflowed = _cast(bits, old, new)
+            data, overflowed = cast_array(bits, old, new)
             entry.overflowed += overflowed
             self._put(task, start, data)
             entry.wrote.append((start, len(data), crc32(data) if counted else None))
@@ -404,23 +404,3 @@ def _is_run(task: _Task, extent: Extent, chunk: Chunk, box: Box) -> bool:
         return False
     run = _run_length(task, chunk, box)
     return run == prod(box[1]) or run * task.job.tensor.dtype.itemsize >= SHORT_RUN
-
-
-def _cast(array: Array, old: Dtype, new: Dtype) -> tuple[memoryview, int]:
-    """Return the bytes of a contiguous tile's elements as `new`, rounded as torch rounds, and how many finite elements
-    are not finite in `new`."""
-    import numpy as np
-
-    raw = array.reshape(-1).view(np.uint8) if array.size else np.empty(0, np.uint8)
-    if old == new:
-        return raw.data, 0
-    import torch
-
-    before = torch.frombuffer(raw, dtype=getattr(torch, old.name))
-    after = before.to(getattr(torch, new.name))
-    overflowed = 0
-    # torch does not check 8-bit floats; those without an infinity overflow to NaN.
-    finite = (after.float() if new.itemsize == 1 else after).isfinite()
-    if not finite.all():
-        overflowed = int(((before.float() if old.itemsize == 1 else before).isfinite() & ~finite).sum())
-    return after.view(torch.uint8).numpy().data, overflowed

@@ -12,6 +12,7 @@ from ckpttool.catalogue.protocols import Format, Source
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import CorruptError
 from ckpttool.layout import select
+from ckpttool.layout.move import relinked
 from ckpttool.transfer import plan
 from ckpttool.transfer.execute import Transferred, transfer
 
@@ -57,7 +58,7 @@ def _check_containers(planned: Catalogue, written: Catalogue) -> None:
 
 
 def _spelt(entry: Object, ties: Mapping[Path, Path]) -> str:
-    return typed_json.key(select.relinked(entry.value, ties), name=entry.name)
+    return typed_json.key(relinked(entry.value, ties), name=entry.name)
 
 
 def _resolved(stored: Tensor, tensor: Tensor, source: Source) -> Tensor:

@@ -26,11 +26,11 @@ from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import CkptError, CorruptError, UsageError
 from ckpttool.formats.rankfiles import FORMAT
-from ckpttool.formats.rankfiles.flat import model as flat
 from ckpttool.formats.rankfiles.flat import optimizer as flatoptim
+from ckpttool.formats.rankfiles.flat import parameters as flat
 from ckpttool.formats.rankfiles.flat import units as flatunits
 from ckpttool.formats.rankfiles.flat.pieces import Parameter, Rebuilt
-from ckpttool.layout.optimizer import names as model_names
+from ckpttool.layout.optimizer import names_of_ids as model_names
 from ckpttool.serialization import dtensor as sharded
 from ckpttool.serialization import torch_zip as torchzip
 from ckpttool.serialization.torch_pickle import TensorRef

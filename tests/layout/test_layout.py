@@ -19,7 +19,9 @@ from ckpttool.catalogue.flatten import links, unflatten
 from ckpttool.catalogue.patterns import renamer
 from ckpttool.catalogue.values import stub_type
 from ckpttool.errors import UsageError
+from ckpttool.layout import cast as casting
 from ckpttool.layout import select as layout
+from ckpttool.layout.rename import rename_entries, strip_wrappers, without_root
 from ckpttool.operations.inspect.summary import summarise
 
 
@@ -111,7 +113,7 @@ def test_what_follows_in_a_list_moves_up() -> None:
     assert left.containers.keys() == {("model", "layers"), ("model", "layers", 1, "sub")}
     held = left.entries[("model", "layers", 1, "sub", 0)]
     assert isinstance(held, Object) and [left.tensor(link.path).embedded for link in links(held.value)] == [True]
-    away = layout.rename(laid, renamer(["model.layers.1=model.first"]))
+    away = rename_entries(laid, renamer(["model.layers.1=model.first"]))
     assert ("model", "layers", 1, "sub", 2) in away.entries
 
 
@@ -146,11 +148,11 @@ def test_tensors_and_exclude(tensors: list[str], exclude: list[str], left: list[
 
 def test_renaming_keeps_keys_that_are_no_strings() -> None:
     state = {"optim": {"state": {0: {"exp_avg": torch.zeros(1)}, 10: {"exp_avg": torch.zeros(1)}}}, "step": 3}
-    laid = layout.rename(started(state), renamer(["optim.state.*.exp_avg=optim.state.*.m"]))
+    laid = rename_entries(started(state), renamer(["optim.state.*.exp_avg=optim.state.*.m"]))
     assert tree(laid)["optim"] == {
         "state": {0: {"m": "<optim.state.0.exp_avg>"}, 10: {"m": "<optim.state.10.exp_avg>"}}
     }
-    laid = layout.rename(started(state), renamer(["optim=opt", "step=global.step"]))
+    laid = rename_entries(started(state), renamer(["optim=opt", "step=global.step"]))
     assert tree(laid)["opt"]["state"][0] == {"exp_avg": "<optim.state.0.exp_avg>"}
     assert [e.name for e in laid.objects] == ["global.step"]
 
@@ -159,7 +161,7 @@ def test_renaming_keeps_containers() -> None:
     ordered: OrderedDict[str, Any] = OrderedDict({"layers.0.w": torch.zeros(1)})
     ordered._metadata = {"": {"version": 1}}  # type: ignore[attr-defined]
     state = {"model": ordered, "groups": [{"lr": 1}, {"lr": 2}]}
-    laid = layout.rename(started(state), renamer(["model=net", "groups=deep.groups"]))
+    laid = rename_entries(started(state), renamer(["model=net", "groups=deep.groups"]))
     found = tree(laid)
     assert type(found["net"]) is OrderedDict
     assert found["net"]._metadata == {"": {"version": 1}}
@@ -169,7 +171,7 @@ def test_renaming_keeps_containers() -> None:
 
 
 def test_renaming_keeps_ties_parts_and_origins() -> None:
-    laid = layout.rename(started({"model": tied(), "step": 3}), renamer(["model=net"]))
+    laid = rename_entries(started({"model": tied(), "step": 3}), renamer(["model=net"]))
     assert aliases(laid) == {"net.head": "net.embed", "net.again": "net.embed"}
     assert {t.part for t in laid.tensors} == {Part("model", ("net",))}
     assert [(t.origin or t).name for t in laid.tensors] == ["model.embed", "model.head", "model.again", "model.other"]
@@ -178,7 +180,7 @@ def test_renaming_keeps_ties_parts_and_origins() -> None:
 def test_what_is_inside_an_object_moves_with_it_and_its_links_follow() -> None:
     stub = stub_type("some.module", "Class")(torch.zeros(2), key=torch.ones(1))
     state = {"a": {"thing": stub, "pair": (torch.zeros(1), {"deep": [torch.ones(3)]})}, "w": torch.zeros(1)}
-    laid = layout.rename(started(state), renamer(["a=b"]))
+    laid = rename_entries(started(state), renamer(["a=b"]))
     for entry in laid.objects:
         found = [laid.entries[link.path] for link in links(entry.value)]
         assert found and all(isinstance(t, Tensor) and t.embedded for t in found)
@@ -195,8 +197,8 @@ def test_collisions_are_refused_by_name() -> None:
     laid = started({"a": {"w": torch.zeros(1)}, "b": {"w": torch.zeros(1)}, "c.w": 1})
     for rules in (["a=b"], ["b=a"], ["a=c"], ["c.w=a.w"], ["re:.*=x"]):
         with pytest.raises(UsageError, match="would both be called"):
-            layout.rename(laid, renamer(rules))
-    swapped = layout.rename(laid, renamer(["a=b", "b=a"]))
+            rename_entries(laid, renamer(rules))
+    swapped = rename_entries(laid, renamer(["a=b", "b=a"]))
     assert tree(swapped) == {"b": {"w": "<a.w>"}, "a": {"w": "<b.w>"}, "c.w": 1}
 
 
@@ -204,7 +206,7 @@ def test_collisions_are_refused_by_name() -> None:
 def test_a_value_where_another_needs_a_dict_is_refused(rules: list[str]) -> None:
     laid = started({"model": {"w": {"a": torch.zeros(1)}}, "step": 3})
     with pytest.raises(UsageError, match="needs a dict of that name"):
-        layout.rename(laid, renamer(rules))
+        rename_entries(laid, renamer(rules))
 
 
 @pytest.mark.parametrize(
@@ -218,11 +220,11 @@ def test_a_value_where_another_needs_a_dict_is_refused(rules: list[str]) -> None
     ],
 )
 def test_the_optimizer_follows_the_models_names(rules: list[str], new: list[str]) -> None:
-    laid = layout.rename(started(by_name()), renamer(rules))
+    laid = rename_entries(started(by_name()), renamer(rules))
     optim = tree(laid)["optim"]
     assert list(optim["state"]) == new
     assert optim["param_groups"] == [{"lr": 0.1, "params": new}]
-    laid = layout.rename(started(flattened()), renamer(rules))
+    laid = rename_entries(started(flattened()), renamer(rules))
     assert list(tree(laid)["optim"]) == [f"state.{n}.exp_avg" for n in new] + [f"param_groups.{n}.lr" for n in new]
 
 
@@ -231,8 +233,8 @@ def test_the_optimizer_follows_the_models_names(rules: list[str], new: list[str]
 def test_the_optimizer_follows_the_first_of_several_models(spelt: Callable[[], dict[str, Any]], last: str) -> None:
     state = {last: {name: torch.ones(4, 2) for name in by_name()["model"]}, **spelt()}
     before = tree(started(state))["optim"]
-    assert tree(layout.rename(started(state), renamer([f"{last}.layers.0.w={last}.shadow"])))["optim"] == before
-    both = layout.rename(started(state), renamer([f"{last}.layers.0.w={last}.shadow", "model.layers.0.w=model.first"]))
+    assert tree(rename_entries(started(state), renamer([f"{last}.layers.0.w={last}.shadow"])))["optim"] == before
+    both = rename_entries(started(state), renamer([f"{last}.layers.0.w={last}.shadow", "model.layers.0.w=model.first"]))
     names = {dotted(e.path[1:]) for e in both.entries.values() if e.path[0] == "optim"}
     assert not any("shadow" in name for name in names)
     assert any(name.startswith("state.first.") for name in names)
@@ -246,21 +248,21 @@ def test_a_parameter_that_is_called_like_a_key_of_the_optimizer(name: str) -> No
         "model": {name: torch.zeros(2), "other": torch.zeros(2)},
         "optim": {"state": {name: moments, "other": dict(moments)}, "param_groups": [group]},
     }
-    found = tree(layout.rename(started(state), renamer([f"model.{name}=model.new"])))["optim"]
+    found = tree(rename_entries(started(state), renamer([f"model.{name}=model.new"])))["optim"]
     assert list(found) == ["state", "param_groups"]
     assert {key: list(value) for key, value in found["state"].items()} == {
         key: list(moments) for key in ("new", "other")
     }
     assert found["param_groups"] == [group | {"params": ["new", "other"]}]
     flat = {f"state.{name}.eps": torch.zeros(2), f"param_groups.{name}.eps": 1, "eps": 1}
-    laid = layout.rename(started({"model": state["model"], "optim": flat}), renamer([f"model.{name}=model.new"]))
+    laid = rename_entries(started({"model": state["model"], "optim": flat}), renamer([f"model.{name}=model.new"]))
     assert list(tree(laid)["optim"]) == ["state.new.eps", "param_groups.new.eps", "eps"]
 
 
 def test_an_optimizer_that_counts_its_parameters_stays() -> None:
     state = by_name()
     state["optim"] = {"state": {0: {"exp_avg": torch.zeros(4, 2)}}, "param_groups": [{"params": [0, 1]}]}
-    laid = layout.rename(started(state), renamer(["model.layers=model.h"]))
+    laid = rename_entries(started(state), renamer(["model.layers=model.h"]))
     assert tree(laid)["optim"] == {
         "state": {0: {"exp_avg": "<optim.state.0.exp_avg>"}},
         "param_groups": [{"params": [0, 1]}],
@@ -281,12 +283,12 @@ def test_an_optimizer_that_counts_its_parameters_stays() -> None:
     ],
 )
 def test_wrappers_at_any_depth(name: str, stripped: str) -> None:
-    assert layout.strip_wrappers(name) == stripped
+    assert strip_wrappers(name) == stripped
 
 
 def test_wrappers_are_taken_off_the_model_and_the_optimizer_follows() -> None:
     state = by_name("_orig_mod.module.", module={"thing": 1})
-    laid = layout.rename(started(state), layout.strip_wrappers, within_parts=True)
+    laid = rename_entries(started(state), strip_wrappers, within_parts=True)
     found = tree(laid)
     assert list(found["model"]) == list(found["optim"]["state"]) == ["layers.0.w", "layers.1.w"]
     assert found["optim"]["param_groups"][0]["params"] == ["layers.0.w", "layers.1.w"]
@@ -294,17 +296,17 @@ def test_wrappers_are_taken_off_the_model_and_the_optimizer_follows() -> None:
 
 
 def test_wrappers_of_a_bare_model_and_of_nested_dicts() -> None:
-    bare = layout.rename(started({"module.w": torch.zeros(1)}), layout.strip_wrappers, within_parts=True)
+    bare = rename_entries(started({"module.w": torch.zeros(1)}), strip_wrappers, within_parts=True)
     assert tree(bare) == {"w": "<module.w>"}
     state = {"model": {"module": {"w": torch.zeros(1), "b": torch.zeros(1)}}, "step": 3}
-    nested = layout.rename(started(state), layout.strip_wrappers, within_parts=True)
+    nested = rename_entries(started(state), strip_wrappers, within_parts=True)
     assert tree(nested)["model"] == {"w": "<model.module.w>", "b": "<model.module.b>"}
 
 
 def test_wrappers_that_hide_a_collision() -> None:
     laid = started({"model": {"module.w": torch.zeros(1), "w": torch.zeros(1)}, "step": 3})
     with pytest.raises(UsageError, match=r"`model.module.w` and `model.w` would both be called `model.w`"):
-        layout.rename(laid, layout.strip_wrappers, within_parts=True)
+        rename_entries(laid, strip_wrappers, within_parts=True)
 
 
 def test_without_root() -> None:
@@ -313,7 +315,7 @@ def test_without_root() -> None:
     laid = started({"app": {"model": ordered, "optim": by_name()["optim"]}})
     alone = layout.select(laid, lambda e: e.part.kind == "model")
     (part,) = parts.parts(alone)
-    bare = layout.without_root(alone, part)
+    bare = without_root(alone, part)
     found = tree(bare)
     assert type(found) is OrderedDict
     assert found._metadata == {"": {"version": 1}}
@@ -327,7 +329,7 @@ def test_without_root() -> None:
 def test_a_part_that_is_one_value_keeps_its_key(value: Any) -> None:
     laid = layout.select(started({"model": tied(), "step": value}), lambda e: e.part.kind == "progress")
     (part,) = parts.parts(laid)
-    assert set(layout.without_root(laid, part).entries) == set(laid.entries)
+    assert set(without_root(laid, part).entries) == set(laid.entries)
     assert ("step",) in laid.entries
 
 
@@ -336,7 +338,7 @@ def test_a_part_that_is_one_value_keeps_its_key(value: Any) -> None:
 
 def cast(state: dict[Any, Any], *rules: str) -> dict[str, str]:
     laid = started(state)
-    new = layout.cast(laid, layout.caster(rules))
+    new = casting.cast(laid, casting.caster(rules))
     return {t.name: t.dtype.name for t in new.tensors if t.dtype != laid.tensor(t.path).dtype}
 
 
@@ -381,16 +383,16 @@ def test_cast_rules(rules: list[str], changed: dict[str, str]) -> None:
 )
 def test_dtypes_to_which_nothing_is_cast(text: str) -> None:
     with pytest.raises(UsageError, match="--dtype"):
-        layout.caster([text])
+        casting.caster([text])
 
 
 def test_a_cast_that_takes_one_of_two_tied_names_unties_them() -> None:
-    laid = layout.cast(started(tied()), layout.caster(["head=bfloat16", "again=bfloat16"]))
+    laid = casting.cast(started(tied()), casting.caster(["head=bfloat16", "again=bfloat16"]))
     assert {t.name: t.dtype.name for t in laid.tensors}["embed"] == "float32"
     assert aliases(laid) == {"again": "head"}
-    both = layout.cast(started(tied()), layout.caster(["bfloat16"]))
+    both = casting.cast(started(tied()), casting.caster(["bfloat16"]))
     assert aliases(both) == {"head": "embed", "again": "embed"}
-    first = layout.cast(started(tied()), layout.caster(["embed=bfloat16"]))
+    first = casting.cast(started(tied()), casting.caster(["embed=bfloat16"]))
     assert aliases(first) == {"again": "head"}
 
 

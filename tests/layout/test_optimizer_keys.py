@@ -23,7 +23,8 @@ from ckpttool.catalogue.flatten import unflatten
 from ckpttool.errors import CkptError, CorruptError, LossError, UsageError
 from ckpttool.layout import select as layout
 from ckpttool.layout.optimizer import respell as optimkeys
-from ckpttool.layout.optimizer.names import ways
+from ckpttool.layout.optimizer.names_of_ids import ways
+from ckpttool.layout.rename import rename_entries
 
 WAYS = [(a, b) for a in optimkeys.SPELLINGS for b in optimkeys.SPELLINGS]
 
@@ -164,7 +165,7 @@ def test_names_in_the_groups_are_taken_at_their_word() -> None:
 def test_names_in_the_groups_follow_a_rename(spelling: str) -> None:
     groups = [{"params": ["a", "b"], "param_names": ["a", "b"]}]
     state = small(state={}, param_groups=groups)
-    laid = layout.rename(optimkeys.respell(started(state), spelling), lambda name: f"x.{name}", within_parts=True)
+    laid = rename_entries(optimkeys.respell(started(state), spelling), lambda name: f"x.{name}", within_parts=True)
     found = [e.value for e in laid.objects if e.name.endswith("param_names")]
     assert found == [["x.a", "x.b"]] * (2 if spelling == "flat" else 1)
 

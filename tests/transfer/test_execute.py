@@ -29,6 +29,7 @@ from ckpttool.catalogue.entries import Catalogue, Chunks, Tensor
 from ckpttool.errors import CorruptError, StorageError
 from ckpttool.layout import rechunk as chunking
 from ckpttool.layout import select as layout
+from ckpttool.layout.cast import cast
 from ckpttool.storage.files import Pool
 from ckpttool.transfer import execute as transfer
 from ckpttool.transfer import read as gather
@@ -203,7 +204,7 @@ def test_casts_round_as_torch_rounds(tmp_path: Path, old: str, new: str, monkeyp
     monkeypatch.setattr(transfer, "BUFFER", 1000)
     source = Made(tmp_path / "from")
     source.add("w", values, grid(values.shape, (3,)), crc=True)
-    laid = layout.cast(chunking.whole(layout.start(source.catalogue)), lambda tensor: dtype(new))
+    laid = cast(chunking.whole(layout.start(source.catalogue)), lambda tensor: dtype(new))
     done = moved(source, laid, tmp_path / "to", crc=True)
     found = stored(laid, laid.tensor(("w",)))
     same = found == bits(expected)
@@ -248,7 +249,7 @@ def test_one_flipped_bit_is_found_by_the_writers_checksum(tmp_path: Path, add: A
     add(checkpoints.random((40, 40)), source)
     laid = chunking.whole(layout.start(source.catalogue))
     if "cast" in how:
-        laid = layout.cast(laid, lambda tensor: dtype(how["cast"]))
+        laid = cast(laid, lambda tensor: dtype(how["cast"]))
     moved(source, laid, tmp_path / "right")
     flip(source.catalogue.files[0].location, 3 + at)
     laid.files.clear()
@@ -279,7 +280,7 @@ def test_comparing_finds_one_flipped_bit(tmp_path: Path, add: Any, how: Any) -> 
     add(checkpoints.random((40, 40)), source)
     laid = chunking.whole(layout.start(source.catalogue))
     if "cast" in how:
-        laid = layout.cast(laid, lambda tensor: dtype(how["cast"]))
+        laid = cast(laid, lambda tensor: dtype(how["cast"]))
     moved(source, laid, tmp_path / "to")
     run(source, laid, compare=True)
     file = laid.files[0]

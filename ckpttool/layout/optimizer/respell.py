@@ -15,8 +15,8 @@ from typing import Any
 from ckpttool.catalogue.entries import Catalogue, Entry, Object, Part, Path, Tensor
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, UsageError
-from ckpttool.layout import select
-from ckpttool.layout.optimizer.names import name_ids
+from ckpttool.layout.move import again, move, rebuilt
+from ckpttool.layout.optimizer.names_of_ids import name_ids
 from ckpttool.layout.optimizer.parse import Optimizer, optimizers
 from ckpttool.layout.optimizer.write import Written, lost_when_flat, write_flat, write_nested
 
@@ -70,7 +70,7 @@ def respell_root(catalogue: Catalogue, name: str) -> Catalogue:
     moved = {
         path: (*new, *path[len(root) :]) for path, e in catalogue.entries.items() if e.part == Part("optimizer", root)
     }
-    result = select.move(catalogue, moved)
+    result = move(catalogue, moved)
     for path in moved.values():
         result.entries[path].part = Part("optimizer", new)
     if not root and len(moved) == len(catalogue.entries) and () in result.containers:
@@ -125,7 +125,7 @@ def _replaced(catalogue: Catalogue, changed: list[Optimizer], respelled: dict[Pa
     }
     for _, below in respelled.values():
         containers |= below
-    respelt = select.rebuilt(catalogue, _retied(entries), containers)
+    respelt = rebuilt(catalogue, _retied(entries), containers)
     if len(respelt.entries) != len(entries):
         raise CorruptError("two values of the optimizer have one name in the new spelling")
     return respelt
@@ -138,7 +138,7 @@ def _retied(entries: list[Entry]) -> Iterator[Entry]:
         if isinstance(entry, Tensor):
             first = firsts.setdefault(entry.alias or entry.path, entry.path)
             alias = None if first == entry.path else first
-            entry = entry if alias == entry.alias else select.again(entry, alias=alias)
+            entry = entry if alias == entry.alias else again(entry, alias=alias)
         yield entry
 
 

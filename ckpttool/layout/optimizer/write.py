@@ -16,7 +16,7 @@ from typing import Any
 
 from ckpttool.catalogue.entries import Container, Entry, Object, Path, Tensor
 from ckpttool.errors import LossError
-from ckpttool.layout import select
+from ckpttool.layout.move import again, relinked
 from ckpttool.layout.optimizer.parse import Item, Optimizer
 from ckpttool.text import some
 
@@ -158,9 +158,9 @@ def _placed(optimizer: Optimizer, items: Sequence[Item], place: Callable[[Path],
     for _, entry in items:
         if isinstance(entry, Tensor):
             path = moved[entry.path]
-            entries.append(select.again(entry, path=path, part=optimizer.part, alias=entry.alias or entry.path))
+            entries.append(again(entry, path=path, part=optimizer.part, alias=entry.alias or entry.path))
         else:
-            change = (lambda value: select.relinked(value, moved)) if embedding else None
+            change = (lambda value: relinked(value, moved)) if embedding else None
             entries.append(entry.at(moved[entry.path], part=optimizer.part, change=change))
     return entries
 

@@ -11,7 +11,8 @@ from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Entry, File, Object, Part, Path, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CkptError
-from ckpttool.layout.select import interchangeable, relinked
+from ckpttool.layout.move import relinked
+from ckpttool.layout.select import interchangeable
 from ckpttool.operations.diff import objects, promote
 from ckpttool.operations.diff import tensors as tensor_values
 from ckpttool.operations.diff.elements import Comparison, Tolerance

@@ -13,6 +13,7 @@ from ckpttool.catalogue.validation import validate
 from ckpttool.errors import CkptError, UsageError
 from ckpttool.layout import select as layout
 from ckpttool.layout.optimizer import parse, respell
+from ckpttool.layout.rename import rename_entries, strip_wrappers, without_root
 from ckpttool.producers import open as producers
 from ckpttool.text import meant
 
@@ -96,7 +97,7 @@ def _parts_called(names: Sequence[str], catalogues: Catalogues) -> tuple[set[Par
 
 def _without_root(catalogue: Catalogue) -> Catalogue:
     remaining = parts.parts(catalogue)
-    return layout.without_root(catalogue, remaining[0]) if len(remaining) == 1 else catalogue
+    return without_root(catalogue, remaining[0]) if len(remaining) == 1 else catalogue
 
 
 # The optimizer --------------------------------------------------------------------------------------------------------
@@ -124,7 +125,7 @@ def _same_optimizer_keys(
 
 def _renamed(catalogues: Catalogues, paths: tuple[str, str], options: Selection) -> Catalogues:
     if options.strip_wrappers:
-        catalogues = _each_named(catalogues, paths, layout.strip_wrappers)
+        catalogues = _each_named(catalogues, paths, strip_wrappers)
     if options.strip_prefix:
         prefix = options.strip_prefix.rstrip(".") + "."
         if not any(tensor.fqn.startswith(prefix) for one in catalogues for tensor in one.tensors):
@@ -145,7 +146,7 @@ def _each_named(catalogues: Catalogues, paths: tuple[str, str], new_name: Callab
 
 def _named(catalogue: Catalogue, path: str, new_name: Callable[[str], str], *, within_parts: bool = False) -> Catalogue:
     try:
-        return layout.rename(catalogue, new_name, within_parts=within_parts)
+        return rename_entries(catalogue, new_name, within_parts=within_parts)
     except UsageError as error:
         raise error.prefixed(f"`{path}`") from None
 
@@ -180,7 +181,7 @@ def advice(catalogues: Catalogues) -> str | None:
     roots = _roots(catalogues, "model")
     if both and not roots[0] & roots[1] and () in roots[0] | roots[1]:
         return "the models have the same names below their keys: `--only model`"
-    if not both and set.intersection(*({layout.strip_wrappers(name) for name in names} for names in models)):
+    if not both and set.intersection(*({strip_wrappers(name) for name in names} for names in models)):
         return "without the wrappers of DDP and `torch.compile` the names are the same: `--strip-wrappers`"
     for kind in ("optimizer", "model"):
         roots = _roots(catalogues, kind)

@@ -25,8 +25,9 @@ from typing import Any
 
 from ckpttool.catalogue.entries import Catalogue, Entry, Path, Tensor
 from ckpttool.errors import UsageError
-from ckpttool.layout.select import again, rebuilt
-from ckpttool.operations.export.views import Slice, Viewed, halves, piece
+from ckpttool.layout.move import again, rebuilt
+from ckpttool.operations.export.rotary import halves
+from ckpttool.operations.export.views import Slice, Viewed, piece
 from ckpttool.serialization import strict_json
 from ckpttool.storage.stores import local_path
 from ckpttool.text import meant, some

@@ -15,7 +15,7 @@ from ckpttool.catalogue.entries import Catalogue, Tensor, dotted
 from ckpttool.catalogue.patterns import any_of, rule
 from ckpttool.errors import UsageError
 from ckpttool.formats.safetensors.index import MAX_SHARD_SIZE
-from ckpttool.layout import select
+from ckpttool.layout.cast import cast, caster
 from ckpttool.operations import write
 from ckpttool.operations.export import architecture, assets, key_maps, model_card, select_model, ties, weights
 from ckpttool.operations.export.architecture import Expected
@@ -142,7 +142,7 @@ def _plan(
     for pattern in [rule(text, "--dtype")[0] for text in options.dtype if "=" in text]:
         if not any(map(any_of([pattern]), (t.name for t in planned.tensors))):
             raise UsageError(f"`--dtype {pattern}=..` matches nothing", hint="patterns are over the names as written")
-    planned = select.cast(planned, select.caster(options.dtype))
+    planned = cast(planned, caster(options.dtype))
     if isinstance(model, Expected) and beside is not None:
         _compare(planned, model, beside, options, result)
     return planned

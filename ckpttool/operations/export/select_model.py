@@ -12,6 +12,8 @@ from ckpttool.catalogue.patterns import any_of, renamer
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import UsageError
 from ckpttool.layout import select
+from ckpttool.layout.move import again, move, rebuilt
+from ckpttool.layout.rename import rename_entries, strip_wrappers, without_root
 from ckpttool.text import some
 
 _MODEL = Part("model")
@@ -54,7 +56,7 @@ def model_of(source: Catalogue, only: Sequence[str]) -> SelectedModel:
     validate(source, set(model.entries))
     left = [str(other) for other in parts.parts(source) if other != part]
     left += [entry.name for entry in source.entries.values() if entry.part == part and entry.path not in model.entries]
-    model = select.without_root(model, part)
+    model = without_root(model, part)
     return SelectedModel(_flat(model), left)
 
 
@@ -74,12 +76,12 @@ def _not_one(models: Sequence[Part], source: Catalogue) -> UsageError:
 
 def _flat(catalogue: Catalogue) -> Catalogue:
     """Give each tensor a path of one key, as in files of safetensors."""
-    flat = select.move(catalogue, {path: (dotted(path),) for path in catalogue.entries})
+    flat = move(catalogue, {path: (dotted(path),) for path in catalogue.entries})
     entries: list[Entry] = []
     for tensor in flat.tensors:
         # Indexes of a list without its prefix, `layers`, stay as they are.
-        entries.append(select.again(tensor, part=_MODEL))
-    return select.rebuilt(flat, entries, {})
+        entries.append(again(tensor, part=_MODEL))
+    return rebuilt(flat, entries, {})
 
 
 def renamed(
@@ -87,7 +89,7 @@ def renamed(
 ) -> SelectedModel:
     """Strip wrappers at any depth, exclude tensors, strip the prefix and apply the renaming rules, in this order.
     Raises UsageError for a rule that does nothing, or names that collide."""
-    model = select.rename(chosen.catalogue, select.strip_wrappers)
+    model = rename_entries(chosen.catalogue, strip_wrappers)
     left = list(chosen.left)
     if exclude:
         is_excluded = any_of(exclude)
@@ -100,12 +102,12 @@ def renamed(
     if strip_prefix is not None:
         prefix = strip_prefix.rstrip(".") + "."
         _check_some("--strip-prefix", strip_prefix, lambda name: name.startswith(prefix), model)
-        model = select.rename(model, lambda name: name.removeprefix(prefix))
+        model = rename_entries(model, lambda name: name.removeprefix(prefix))
     for text in rename:
         step = renamer([text])
         _check_some("--rename", text, lambda name, step=step: step(name) != name, model)  # type: ignore[misc]
     if rename:
-        model = select.rename(model, renamer(rename))
+        model = rename_entries(model, renamer(rename))
     return SelectedModel(_flat(model), left, chosen.adapter)
 
 
@@ -141,7 +143,7 @@ def without_base(chosen: SelectedModel) -> SelectedModel:
     own = {name for name in names if _ADAPTER.search(name) or _is_saved_too(name, adapter)}
     base = [name for name in names if name not in own]
     model = select.select(chosen.catalogue, lambda entry: entry.name in own)
-    model = select.rename(model, lambda name: _as_peft(name, adapter))
+    model = rename_entries(model, lambda name: _as_peft(name, adapter))
     left = [*chosen.left, f"{len(base)} tensors of the base model"] if base else chosen.left
     return SelectedModel(_flat(model), left, adapter or "default")
 

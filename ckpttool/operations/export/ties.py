@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.protocols import Source
-from ckpttool.layout.select import again, rebuilt
+from ckpttool.layout.move import again, rebuilt
 from ckpttool.storage.files import Pool
 from ckpttool.text import some
 from ckpttool.transfer.plan import tiles

@@ -37,19 +37,6 @@ class Slice:
     steps: Ints
 
 
-def halves(shape: Ints, head: int) -> list[Slice]:
-    """Permute rows `[heads, head / 2, 2]` to `[heads, 2, head / 2]`: pairs of neighbours become halves, as in the
-    rotary embedding of transformers. Pure."""
-    half, rest = head // 2, shape[1:]
-    zeros, ones = (0,) * len(rest), (1,) * len(rest)
-    dims = tuple(range(len(shape)))
-    return [
-        Slice((row + side * half, *zeros), (half, *rest), (row + side, *zeros), dims, (2, *ones))
-        for row in range(0, shape[0], head)
-        for side in (0, 1)
-    ]
-
-
 def piece(shape: Ints, at: Ints, low: int, size: int) -> tuple[Ints, Slice]:
     """Return shape and slice of `size` rows from `low` of a tensor at the first indexes `at`. Pure."""
     depth = len(at)

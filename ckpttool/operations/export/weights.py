@@ -10,7 +10,8 @@ from ckpttool.catalogue.protocols import SinkOptions, Source
 from ckpttool.errors import LossError
 from ckpttool.formats import named
 from ckpttool.formats.safetensors import sharding
-from ckpttool.layout import rechunk, select
+from ckpttool.layout import rechunk
+from ckpttool.layout.move import rebuilt
 from ckpttool.operations.export.assets import of_bytes
 from ckpttool.serialization import safetensors_header
 from ckpttool.storage import files
@@ -62,9 +63,7 @@ def outgoing(planned: Catalogue, most: int, moving: Moving, tally: Tally, *, ada
         payload = sum(spec.nbytes for spec in file.tensors)
         size = len(safetensors_header.build_header(file.tensors, file.metadata)) + payload
         name = ADAPTER_FILE if adapter else file.name
-        files_.append(
-            Outgoing(name, size, _writer(name, select.rebuilt(planned, tensors, {}), payload, total, moving, tally))
-        )
+        files_.append(Outgoing(name, size, _writer(name, rebuilt(planned, tensors, {}), payload, total, moving, tally)))
     return files_ + [of_bytes(name, data) for name, data in placed.indexes.items()]
 
 

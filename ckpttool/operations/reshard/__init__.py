@@ -19,6 +19,7 @@ from ckpttool.layout.mesh import Mesh, parse_mesh, world_mesh
 from ckpttool.layout.optimizer import respell
 from ckpttool.layout.rank_policies import apply_policy, check_policy
 from ckpttool.layout.rechunk import Rules
+from ckpttool.layout.rename import without_root
 from ckpttool.operations import arguments, write
 from ckpttool.operations.reshard import engines
 from ckpttool.operations.write import Conversion, OpenSource, Planned, WriteOptions
@@ -244,7 +245,7 @@ def _without_root(planned: Catalogue, only: Sequence[str]) -> Catalogue:
     left = parts.parts(planned)
     if not only or len(left) != 1:
         return planned
-    return _with_files(select.without_root(planned, left[0]), planned)
+    return _with_files(without_root(planned, left[0]), planned)
 
 
 def _with_files(result: Catalogue, planned: Catalogue) -> Catalogue:

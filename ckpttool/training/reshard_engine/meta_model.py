@@ -25,7 +25,7 @@ from ckpttool.errors import CkptError
 from ckpttool.formats.dcp import combine
 from ckpttool.layout.mesh import Placements, Sharding, same_boxes
 from ckpttool.layout.optimizer import parse, respell
-from ckpttool.layout.select import strip_wrappers
+from ckpttool.layout.rename import strip_wrappers
 from ckpttool.training.contents import Contents, Group, Optimizer, Shape
 
 # What a module has of its own, and what torch and our loader take off names.

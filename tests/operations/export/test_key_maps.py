@@ -24,6 +24,7 @@ from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, File, Tensor
 from ckpttool.operations.export import key_maps as keymaps
 from ckpttool.operations.export import views
+from ckpttool.operations.export.rotary import halves
 
 NAMES = {
     "model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output", "model.layers": "layers",
@@ -244,7 +245,7 @@ def test_each_element_of_a_view_comes_from_where_the_slice_says(data: st.DataObj
     ]
     tensor = Tensor(("w",), DTYPES["float32"], (rows, width), Chunks.of(chunks))
     viewed = views.Viewed(Still())
-    seen = viewed.view(tensor, ("v",), (rows, width), views.halves((rows, width), 2 * half))
+    seen = viewed.view(tensor, ("v",), (rows, width), halves((rows, width), 2 * half))
     expected = (torch.arange(rows)[:, None] * stride + torch.arange(width)).view(heads, half, 2, width)
     expected = expected.transpose(1, 2).reshape(rows, width)
     found = torch.full((rows, width), -1)

@@ -35,7 +35,7 @@ from ckpttool.formats.rankfiles.flat.pieces import (
     part,
     rebuild,
 )
-from ckpttool.layout.optimizer.names import is_statistic, ways
+from ckpttool.layout.optimizer.names_of_ids import is_statistic, ways
 from ckpttool.serialization.dtensor import Shard
 from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.text import some

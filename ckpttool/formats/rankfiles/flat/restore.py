@@ -18,8 +18,8 @@ from ckpttool.catalogue.entries import Catalogue, Extent, Object, Path, Tensor, 
 from ckpttool.catalogue.protocols import OpenOptions
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.formats.rankfiles.compare import CopyComparer
-from ckpttool.formats.rankfiles.flat import model as flat_model
 from ckpttool.formats.rankfiles.flat import optimizer as flat_optimizer
+from ckpttool.formats.rankfiles.flat import parameters as flat_model
 from ckpttool.formats.rankfiles.flat.pieces import Counted, Parameter, Place, Rebuilt
 from ckpttool.formats.rankfiles.merge import RankState
 from ckpttool.serialization.dtensor import Shard

@@ -18,6 +18,7 @@ from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import CkptError, UsageError
 from ckpttool.layout import select as layout
+from ckpttool.layout.rename import strip_wrappers
 from ckpttool.operations.verify_resume.audit.checks import Check, Checks
 from ckpttool.operations.verify_resume.audit.counters import check_counters
 from ckpttool.operations.verify_resume.audit.optimizer_state import NamedOptimizer, check_optimizers
@@ -186,7 +187,7 @@ def _values(
     if not all(one.is_named for one in optimizers):
         # The ids have no names: any tensor may be a parameter.
         models = layout.models(source.catalogue)
-        parameters |= {layout.strip_wrappers(entry.fqn) for _, entries in models for entry in entries}
+        parameters |= {strip_wrappers(entry.fqn) for _, entries in models for entry in entries}
     check_values(tensors, source, trained_names(source.catalogue, parameters), checks)
 
 

@@ -14,8 +14,9 @@ from ckpttool.catalogue.entries import Catalogue, Tensor
 from ckpttool.catalogue.parts import kind_of_key
 from ckpttool.errors import CkptError, UsageError
 from ckpttool.layout import select as layout
-from ckpttool.layout.optimizer import names as naming
+from ckpttool.layout.optimizer import names_of_ids as naming
 from ckpttool.layout.optimizer.parse import optimizers
+from ckpttool.layout.rename import strip_wrappers
 from ckpttool.operations.verify_resume.audit.checks import Checks, named
 from ckpttool.operations.verify_resume.recipe import Recipe, build_state, load_recipe, mesh_dimensions
 from ckpttool.text import plural
@@ -108,17 +109,17 @@ def _named_shapes(model: Any) -> tuple[dict[str, tuple[Ints, str]], set[str]]:
 
     state = get_model_state_dict(model)
     shapes = {
-        layout.strip_wrappers(name): (tuple(v.shape), str(v.dtype).removeprefix("torch."))
+        strip_wrappers(name): (tuple(v.shape), str(v.dtype).removeprefix("torch."))
         for name, v in state.items()
         if hasattr(v, "shape")
     }
-    return shapes, {layout.strip_wrappers(name) for name, p in model.named_parameters() if p.requires_grad}
+    return shapes, {strip_wrappers(name) for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _shapes(catalogue: Catalogue) -> dict[str, tuple[Ints, str]]:
     models = layout.models(catalogue)
     return {
-        layout.strip_wrappers(entry.fqn): (entry.shape, entry.dtype.name)
+        strip_wrappers(entry.fqn): (entry.shape, entry.dtype.name)
         for entry in (models[0][1] if models else ())
         if isinstance(entry, Tensor)
     }
@@ -166,7 +167,7 @@ def _compare_optimizer(trained: set[str], groups: int, catalogue: Catalogue, che
         names = naming.name_ids(parsed, catalogue)[0] if optimizer.spelling == "id" else {}
     except CkptError:
         return  # reported by the check of the optimizer
-    keys = {layout.strip_wrappers(str(names.get(key, key))) for key in optimizer.params}
+    keys = {strip_wrappers(str(names.get(key, key))) for key in optimizer.params}
     lost = sorted(trained - keys)
     if lost:
         checks.fails("recipe", f"{named(lost)} of the recipe's model in no group of the optimizer", lost)

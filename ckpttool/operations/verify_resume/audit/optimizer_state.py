@@ -12,9 +12,10 @@ from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor
 from ckpttool.errors import CkptError
 from ckpttool.layout import select as layout
-from ckpttool.layout.optimizer import names as naming
+from ckpttool.layout.optimizer import names_of_ids as naming
 from ckpttool.layout.optimizer.keys import LIKE_PARAMETER
 from ckpttool.layout.optimizer.parse import Group, Item, Optimizer, optimizers
+from ckpttool.layout.rename import strip_wrappers
 from ckpttool.operations.verify_resume.audit.checks import Checks, named
 from ckpttool.text import plural, some
 
@@ -87,7 +88,7 @@ def _one(
 def _named(optimizer: Optimizer, catalogue: Catalogue, checks: Checks) -> NamedOptimizer:
     keys = dict.fromkeys([*optimizer.params, *optimizer.state])
     if optimizer.spelling != "id":
-        return NamedOptimizer(optimizer, {key: layout.strip_wrappers(str(key)) for key in keys})
+        return NamedOptimizer(optimizer, {key: strip_wrappers(str(key)) for key in keys})
     try:
         (names,) = naming.name_ids([optimizer], catalogue)
     except CkptError as error:
@@ -97,14 +98,14 @@ def _named(optimizer: Optimizer, catalogue: Catalogue, checks: Checks) -> NamedO
             hint=error.hint if "--shapes" in (error.hint or "") else None,
         )
         return NamedOptimizer(optimizer, {key: str(key) for key in keys}, is_named=False)
-    return NamedOptimizer(optimizer, {key: layout.strip_wrappers(names[key]) for key in keys if key in names})
+    return NamedOptimizer(optimizer, {key: strip_wrappers(names[key]) for key in keys if key in names})
 
 
 def _shapes(catalogue: Catalogue) -> dict[str, Ints]:
     """Return the shapes of the trained model by FQN, without wrappers."""
     models = layout.models(catalogue)
     entries = models[0][1] if models else ()
-    return {layout.strip_wrappers(entry.fqn): entry.shape for entry in entries if isinstance(entry, Tensor)}
+    return {strip_wrappers(entry.fqn): entry.shape for entry in entries if isinstance(entry, Tensor)}
 
 
 # State ----------------------------------------------------------------------------------------------------------------
@@ -241,7 +242,7 @@ def _cover(
         return
     left = []
     for tensor in layout.models(catalogue)[0][1]:
-        name = layout.strip_wrappers(tensor.fqn)
+        name = strip_wrappers(tensor.fqn)
         if isinstance(tensor, Object) or tensor.path in aliases or name in in_groups:
             continue
         if tensor.dtype.kind in ("float", "complex") and not naming.is_statistic(name, names):

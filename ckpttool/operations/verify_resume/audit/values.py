@@ -10,6 +10,7 @@ from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.layout import select as layout
 from ckpttool.layout.optimizer.keys import STATE_KINDS
+from ckpttool.layout.rename import strip_wrappers
 from ckpttool.operations.verify_resume.audit.checks import Checks, named
 from ckpttool.storage.files import Pool
 from ckpttool.text import plural, size
@@ -131,5 +132,5 @@ def trained_names(catalogue: Catalogue, parameters: set[str]) -> set[str]:
     """Return the full names of parameters and of all tensors of the optimizer. Pure."""
     names = {tensor.name for tensor in catalogue.tensors if tensor.part.kind == "optimizer"}
     for _, entries in layout.models(catalogue):
-        names |= {entry.name for entry in entries if layout.strip_wrappers(entry.fqn) in parameters}
+        names |= {entry.name for entry in entries if strip_wrappers(entry.fqn) in parameters}
     return names

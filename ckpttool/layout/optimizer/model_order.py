@@ -18,8 +18,9 @@ from ckpttool.catalogue.entries import Catalogue, Entry, Object, Tensor
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import UsageError
 from ckpttool.layout import select
+from ckpttool.layout.move import rebuilt
 from ckpttool.layout.optimizer.keys import parse_key
-from ckpttool.layout.optimizer.names import follows_modules, is_sorted, order_hint
+from ckpttool.layout.optimizer.names_of_ids import follows_modules, is_sorted, order_hint
 from ckpttool.layout.optimizer.parse import Optimizer, optimizers
 from ckpttool.layout.optimizer.respell import respell
 
@@ -51,7 +52,7 @@ def numbered(catalogue: Catalogue, source: Catalogue) -> Catalogue:
             text = f"`{optimizer.name}`: its parameters are numbered in the order of {authority}, not of its groups"
             warnings.append(Warning("optimizer-keys", text))
     entries = [_ordered(entry, places) if _lists_names(entry) else entry for entry in named.entries.values()]
-    result = respell(select.rebuilt(named, entries, named.containers), "id", source)
+    result = respell(rebuilt(named, entries, named.containers), "id", source)
     result.warnings = [*result.warnings, *warnings]
     return result
 

@@ -25,6 +25,7 @@ from ckpttool.errors import CorruptError, UsageError
 from ckpttool.layout import select
 from ckpttool.layout.optimizer.keys import LIKE_PARAMETER
 from ckpttool.layout.optimizer.parse import Group, Item, Optimizer
+from ckpttool.layout.rename import strip_wrappers
 from ckpttool.text import some
 
 # Rows and columns of a factored second moment: torch.optim.Adafactor; transformers, fairseq.
@@ -63,7 +64,7 @@ def name_ids(optimizers: Sequence[Optimizer], source: Catalogue) -> list[dict[in
     left: list[tuple[int, Group]] = []
     for i, group in unnamed:
         own = _own_names(group)
-        clean = own and [name if name in known else select.strip_wrappers(name) for name in own]
+        clean = own and [name if name in known else strip_wrappers(name) for name in own]
         if clean and known.issuperset(clean):
             names[i] |= dict(zip(group.params, clean, strict=True))
         else:

@@ -1,0 +1,65 @@
+"""Casts: which tensors `--dtype` rules apply to, and a catalogue with their new dtypes. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from ckpttool.catalogue.dtypes import ALIASES, DTYPES, Dtype
+from ckpttool.catalogue.entries import Catalogue, Entry, Path, Tensor
+from ckpttool.catalogue.patterns import compile_pattern, rule
+from ckpttool.errors import UsageError
+from ckpttool.layout.move import again, rebuilt
+from ckpttool.text import meant
+
+_FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+
+
+def caster(rules: Sequence[str]) -> Callable[[Tensor], Dtype | None]:
+    """The dtype that `--dtype` rules give a tensor; None to leave it.
+
+    A rule is `PATTERN=DTYPE` over full names, the first that matches, or a bare `DTYPE` for the floating-point tensors
+    of models that match none (8-bit floats stay). Integers and bools are never cast. Raises UsageError for a dtype
+    that is none. Pure.
+    """
+    compiled: list[tuple[re.Pattern[str] | None, Dtype]] = []
+    if sum("=" not in text for text in rules) > 1:
+        raise UsageError("`--dtype` without a pattern is given more than once")
+    # The bare one is the general case, wherever it stands.
+    for text in sorted(rules, key=lambda text: "=" not in text):
+        pattern, name = rule(text, "--dtype") if "=" in text else (None, text)
+        short = name.removeprefix("torch.")
+        kind = DTYPES.get(ALIASES.get(short, short))
+        if kind is None or kind.kind != "float" or kind.name.startswith("float4"):
+            raise UsageError(
+                f"`--dtype {text}`: `{name}` is not a floating-point dtype",
+                hint=meant(short, _FLOATS, f"one of {', '.join(_FLOATS)}"),
+            )
+        compiled.append((compile_pattern(pattern) if pattern else None, kind))
+
+    def cast_to(tensor: Tensor) -> Dtype | None:
+        # Nothing converts the 4-bit floats, and torch has no other names for them.
+        if tensor.dtype.kind != "float" or tensor.embedded or tensor.dtype.name.startswith("float4"):
+            return None
+        for pattern, kind in compiled:
+            if pattern is None:
+                if tensor.part.kind == "model" and tensor.dtype.itemsize > 1:
+                    return kind
+            elif pattern.fullmatch(tensor.name):
+                return kind
+        return None
+
+    return cast_to
+
+
+def cast(catalogue: Catalogue, cast_to: Callable[[Tensor], Dtype | None]) -> Catalogue:
+    """Return the catalogue with the new dtypes. Tied tensors that get different dtypes are untied. Pure."""
+    entries: list[Entry] = []
+    firsts: dict[tuple[Path, Dtype], Path] = {}
+    for entry in catalogue.entries.values():
+        if isinstance(entry, Tensor):
+            kind = cast_to(entry) or entry.dtype
+            first = firsts.setdefault((entry.alias or entry.path, kind), entry.path)
+            entry = again(entry, dtype=kind, alias=None if first == entry.path else first)
+        entries.append(entry)
+    return rebuilt(catalogue, entries, catalogue.containers)

@@ -1,0 +1,151 @@
+"""Moves entries to other key paths, with the links in their values; copies of entries and catalogues. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any
+
+from ckpttool.catalogue.entries import Catalogue, Container, Entry, Object, Part, Path, Tensor, dotted
+from ckpttool.catalogue.values import Link, Stub
+from ckpttool.errors import UsageError
+
+
+def move(catalogue: Catalogue, moved: dict[Path, Path]) -> Catalogue:
+    """Entries, containers, aliases, links and part roots under their new paths; what `moved` does not have stays.
+
+    Raises UsageError when two entries would have the same name, or one would stand where another needs a dict. Pure.
+    """
+    owners = embedded_owners(catalogue)
+    moved = moved | {path: moved.get(owner, owner) + path[len(owner) :] for path, owner in owners.items()}
+    result = Catalogue(catalogue.format, [], {}, {}, catalogue.facts, catalogue.warnings)
+    taken: dict[Path, Path] = {}
+    names: dict[str, Path] = {}
+    roots: dict[Path, Path] = {}
+    linking = set(owners.values())
+    for path, entry in catalogue.entries.items():
+        new = moved.get(path, path)
+        clash = taken.get(new, names.get(dotted(new)))
+        # Two names that only look the same may stay: `("a.b",)` and `("a", "b")`.
+        if clash is not None and (new in taken or new != path or moved.get(clash, clash) != clash):
+            raise UsageError(
+                f"`{dotted(clash)}` and `{dotted(path)}` would both be called `{dotted(new)}`",
+                hint="leave one of them out with `--exclude`, or give it another name with `--rename_entries`",
+            )
+        taken[new] = path
+        names[dotted(new)] = path
+        root = entry.part.root
+        if root not in roots:
+            roots[root] = moved_root(root, moved)
+        result.entries[new] = _moved_entry(entry, new, Part(entry.part.kind, roots[root]), moved, linking)
+    _check_leaves(result, taken)
+    for path, container in catalogue.containers.items():
+        result.containers[moved_root(path, moved)] = container
+    return result
+
+
+def _check_leaves(moved: Catalogue, taken: dict[Path, Path]) -> None:
+    for path, entry in moved.entries.items():
+        if isinstance(entry, Tensor) and entry.embedded:
+            continue
+        above = next((path[:depth] for depth in range(len(path)) if path[:depth] in moved.entries), None)
+        if above is not None:
+            raise UsageError(
+                f"`{dotted(taken[above])}` would be called `{dotted(above)}`, but `{dotted(taken[path])}` needs a dict "
+                "of that name",
+                hint="give it another name with `--rename_entries`, or leave one of them out with `--exclude`",
+            )
+
+
+def _moved_entry(entry: Entry, new: Path, part: Part, moved: dict[Path, Path], linking: set[Path]) -> Entry:
+    if isinstance(entry, Tensor):
+        alias = moved.get(entry.alias, entry.alias) if entry.alias is not None else None
+        return again(entry, path=new, part=part, alias=alias)
+    linked = entry.path in linking
+    return entry.at(new, part=part, change=(lambda value: relinked(value, moved)) if linked else None)
+
+
+def moved_root(root: Path, moved: dict[Path, Path]) -> Path:
+    """Where a dict went, seen from what went with it: the prefix that everything below `root` got. Pure."""
+    if not root:
+        return root
+    for path, new in moved.items():
+        if path[: len(root)] == root and len(path) > len(root):
+            tail = path[len(root) :]
+            if new[-len(tail) :] == tail:
+                return new[: len(new) - len(tail)]
+            return new[: len(root)] if len(new) > len(root) else new[:-1]
+    return root
+
+
+def relinked(value: Any, moved: Mapping[Path, Path]) -> Any:
+    """Return an object's value with its links to tensors under their new paths. Pure."""
+    if isinstance(value, Link):
+        return Link(moved.get(value.path, value.path), value.storage)
+    if isinstance(value, dict):
+        result = type(value)((k, relinked(v, moved)) for k, v in value.items())
+        if getattr(value, "__dict__", None):
+            vars(result).update(vars(value))
+        return result
+    if isinstance(value, (list, set, frozenset)):
+        return type(value)(relinked(v, moved) for v in value)
+    if type(value) is tuple:
+        return tuple(relinked(v, moved) for v in value)
+    if isinstance(value, Stub):
+        stub = object.__new__(type(value))
+        stub.how, stub.kwargs = value.how, relinked(value.kwargs, moved)
+        stub.target = relinked(value.target, moved)
+        stub.args, stub.state = relinked(value.args, moved), relinked(value.state, moved)
+        stub.values = relinked(value.values, moved)
+        stub.pairs = [(k, relinked(v, moved)) for k, v in value.pairs]
+        return stub
+    return value
+
+
+def again(tensor: Tensor, **changes: Any) -> Tensor:
+    """Return a copy of a tensor with other attributes and its origin. Pure."""
+    # `dataclasses.replace` takes as long again, and a large model has every tensor changed several times.
+    changed = Tensor(
+        tensor.path,
+        tensor.dtype,
+        tensor.shape,
+        tensor.chunks,
+        tensor.part,
+        tensor.embedded,
+        tensor.origin or tensor,
+        tensor.alias,
+    )
+    for name, value in changes.items():
+        setattr(changed, name, value)
+    return changed
+
+
+def rebuilt(catalogue: Catalogue, entries: Iterable[Entry], containers: dict[Path, Container]) -> Catalogue:
+    """Return a copy of a catalogue with other entries and containers. Pure."""
+    result = Catalogue(catalogue.format, [], {}, containers, catalogue.facts, catalogue.warnings)
+    for entry in entries:
+        result.entries[entry.path] = entry
+    return result
+
+
+def close_gaps(catalogue: Catalogue) -> Catalogue:
+    """What is left of each list under the indexes that it has in a list without gaps, as it will be written."""
+    places: dict[Path, dict[Hashable, int]] = {p: {} for p, c in catalogue.containers.items() if c.kind == "list"}
+    moved: dict[Path, Path] = {}
+    for path, entry in catalogue.entries.items() if places else ():
+        if isinstance(entry, Tensor) and entry.embedded:
+            continue
+        above = [places.get(path[:depth]) for depth in range(len(path))]
+        moved[path] = tuple(
+            key if there is None else there.setdefault(key, len(there)) for key, there in zip(path, above, strict=True)
+        )
+    return move(catalogue, moved) if any(new != path for path, new in moved.items()) else catalogue
+
+
+def embedded_owners(catalogue: Catalogue) -> dict[Path, Path]:
+    """Of each embedded tensor, the object that links to it: the entry that its path begins with."""
+    owners: dict[Path, Path] = {}
+    for tensor in catalogue.tensors:
+        if tensor.embedded:
+            prefixes = (tensor.path[:depth] for depth in range(len(tensor.path)))
+            owners[tensor.path] = next(p for p in prefixes if isinstance(catalogue.entries.get(p), Object))
+    return owners

@@ -1,0 +1,110 @@
+"""Renames entries. Names in the optimizer follow the model's: renaming a parameter renames its optimizer state and its
+mention in `param_groups`. Pure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from ckpttool.catalogue.entries import Catalogue, Object, Part, Path, Tensor, dotted
+from ckpttool.layout.move import close_gaps, move, moved_root, rebuilt
+from ckpttool.layout.optimizer.keys import parse_key
+from ckpttool.layout.select import models
+
+WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+
+
+def rename_entries(catalogue: Catalogue, new_name: Callable[[str], str], *, within_parts: bool = False) -> Catalogue:
+    """Return the catalogue with every entry under its new name. Raises UsageError if two would have the same.
+
+    `new_name` is asked for the dotted full name; or, with `within_parts`, for the name below the part's root (of
+    models only). What the model's parameters are called is then changed wherever the optimizer mentions them. Pure.
+    """
+    moved: dict[Path, Path] = {}
+    for path, entry in catalogue.entries.items():
+        if isinstance(entry, Tensor) and entry.embedded:
+            continue
+        depth = len(entry.part.root) if entry.part.kind == "model" else 0
+        if within_parts and entry.part.kind != "model":
+            continue
+        prefix, tail = (path[:depth], path[depth:]) if within_parts else ((), path)
+        moved[path] = (*prefix, *_repath(tail, new_name(dotted(tail))))
+    return close_gaps(move(_follow_in_optimizer(catalogue, _new_parameters(catalogue, moved), moved), moved))
+
+
+def _new_parameters(catalogue: Catalogue, moved: dict[Path, Path]) -> dict[str, str]:
+    """What the model's parameters were called and are called now, each below the root of its part.
+
+    Where several models have a name, the optimizer follows the first in `models`, even if that one keeps it.
+    """
+    parameters: dict[str, str] = {}
+    for root, entries in models(catalogue):
+        new_root = moved_root(root, moved)
+        for entry in entries:
+            path = entry.path
+            new = moved.get(path, path)
+            # A rule may take some of the part away from under its root: those go by their full names.
+            depth = len(root) if new == path else len(new_root) if new[: len(new_root)] == new_root else 0
+            parameters.setdefault(entry.fqn, dotted(new[depth:]))
+    return {name: new for name, new in parameters.items() if name != new}
+
+
+def _repath(path: Path, name: str) -> Path:
+    """The path of a new dotted name that keeps the keys of `path` at both ends where they are still the same."""
+    if dotted(path) == name:
+        return path
+    head = 0
+    while head < len(path) - 1 and name.startswith(dotted(path[: head + 1]) + "."):
+        head += 1
+    rest = name[len(dotted(path[:head])) + 1 :] if head else name
+    tail = len(path)
+    while tail > head + 1 and rest.endswith("." + dotted(path[tail - 1 :])):
+        tail -= 1
+    middle = rest[: len(rest) - len(dotted(path[tail:])) - 1] if tail < len(path) else rest
+    return (*path[:head], middle, *path[tail:])
+
+
+def _follow_in_optimizer(catalogue: Catalogue, parameters: dict[str, str], moved: dict[Path, Path]) -> Catalogue:
+    if not parameters:
+        return catalogue
+    entries = dict(catalogue.entries)
+    for path, entry in catalogue.entries.items():
+        if entry.part.kind != "optimizer" or (isinstance(entry, Tensor) and entry.embedded):
+            continue
+        new = moved.get(path, path)
+        key = parse_key(new, max(len(entry.part.root) + len(new) - len(path), 0))
+        if key is not None and key.parameter in parameters:
+            new = key._replace(owner=parameters[key.parameter]).path
+        if new != path:
+            moved[path] = new
+        if isinstance(entry, Object) and str(path[-1]).rpartition(".")[2] in ("params", "param_names"):
+            entries[path] = _with_params(entry, parameters)
+    return rebuilt(catalogue, entries.values(), catalogue.containers)
+
+
+def _with_params(entry: Object, parameters: dict[str, str]) -> Object:
+    def renamed(value: Any) -> Any:
+        return [parameters.get(v, v) if isinstance(v, str) else v for v in value] if isinstance(value, list) else value
+
+    return entry.at(entry.path, change=renamed)
+
+
+def strip_wrappers(name: str) -> str:
+    """`module._orig_mod.layers.0._checkpoint_wrapped_module.w` -> `layers.0.w`. Pure."""
+    return WRAPPERS.sub("", name)
+
+
+def without_root(catalogue: Catalogue, part: Part) -> Catalogue:
+    """One part alone, its root key off every name: `model.w` -> `w`. A part that is one value, such as `step`, keeps
+    its key: without it nothing would be left of the name. Pure."""
+    if not part.root or part.root in catalogue.entries:
+        return catalogue
+    depth = len(part.root)
+    moved = {path: path[depth:] for path in catalogue.entries if path[:depth] == part.root}
+    result = move(catalogue, moved)
+    result.containers = {p[depth:]: c for p, c in catalogue.containers.items() if p[:depth] == part.root}
+    for entry in result.entries.values():
+        entry.part = Part(part.kind, ())
+    return result
