@@ -187,7 +187,6 @@ def test_torch_is_needed_for_values_only() -> None:
         "operations.open",
         "operations.reshard.engines",
         "transfer.cast",
-        "transfer.execute",
         "transfer.processes",
     }
 
