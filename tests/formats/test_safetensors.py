@@ -938,11 +938,11 @@ def lies() -> Iterator[tuple[str, Any, str]]:
     yield "entries", lambda s, e: s.update(entries={}), "`entries` is not a list"
     yield "entry", lambda s, e: s["entries"].append(3), "`entries` is not a list of objects"
     yield "containers", lambda s, e: s.pop("containers"), "`containers` is not a list"
-    yield "container", lambda s, e: s["containers"].append({"path": [], "kind": "x"}), "no container that we know"
+    yield "container", lambda s, e: s["containers"].append({"path": [], "kind": "x"}), "an unknown container"
     yield (
         "attributes",
         lambda s, e: s["containers"].append({"path": [], "kind": "OrderedDict", "attributes": {"items": 3}}),
-        "no container that we know",
+        "an unknown container",
     )
     yield "value", lambda s, e: e[("pair",)].update(value={"$x": 1}), r"ckpttool.json`: `pair`: `\$x` is no kind"
     yield "link", lambda s, e: e[("pair",)].update(value={"$tensor": ["q"]}), "`pair` needs the tensor `q`"

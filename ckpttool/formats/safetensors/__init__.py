@@ -16,20 +16,20 @@ from __future__ import annotations
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.protocols import NO_HINTS, Format, Loss, OpenOptions, Sink, SinkOptions, Source
 
-# What reads and what writes is imported on use: a command needs one format, or two.
+# Reader and writer are imported on use: a command needs one format, or two.
 
 
 def recognise(path: str) -> bool:
-    """Whether this is a safetensors file, whole or not, or a directory that has some."""
+    """Return whether `path` is a safetensors file, complete or not, or a directory with such files."""
     from ckpttool.formats.safetensors import reader
 
     return reader.recognise(path)
 
 
 def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
-    """The catalogue of a file, an index or a directory.
+    """Return the source of a file, an index or a directory.
 
-    Raises CorruptError for files that contradict themselves or each other.
+    Raises CorruptError if the files are inconsistent.
     """
     from ckpttool.formats.safetensors import reader
 
@@ -49,7 +49,7 @@ def _losses(catalogue: Catalogue, path: str) -> list[Loss]:
 
 
 def is_file(path: str) -> bool:
-    """Whether a person who types this means one file."""
+    """Return whether `path` is the name of a single file."""
     return path.endswith(".safetensors")
 
 

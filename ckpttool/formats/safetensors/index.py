@@ -1,4 +1,4 @@
-"""`model.safetensors.index.json`, both ways, and the split that makes it necessary.
+"""Reads and writes `model.safetensors.index.json`, and splits tensors into files.
 
     {"metadata": {"total_size": 1000, ..}, "weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors", ..}}
 
@@ -20,10 +20,10 @@ MAX_SHARD_SIZE = 5 * 10**9  # huggingface_hub's MAX_SHARD_SIZE; transformers 5 p
 
 
 def split(sizes: Iterable[tuple[str, int]], max_size: int) -> list[list[str]]:
-    """Names in order, filled into files of at most `most` bytes. Pure.
+    """Return the names of each file, in order, for files of at most `max_size` bytes. Pure.
 
-    A tensor larger than that gets a file of its own, and the file before it goes on being filled after it:
-    `split_state_dict_into_shards_factory` does so.
+    A larger tensor gets its own file, and the file before it is filled further, as in
+    `split_state_dict_into_shards_factory`.
     """
     files: list[list[str]] = []
     current: list[str] = []
@@ -41,20 +41,20 @@ def split(sizes: Iterable[tuple[str, int]], max_size: int) -> list[list[str]]:
 
 
 def file_names(stem: str, count: int) -> list[str]:
-    """`["model.safetensors"]`, or `["model-00001-of-00002.safetensors", ...]`. Pure."""
+    """Return `["model.safetensors"]`, or `["model-00001-of-00002.safetensors", ...]`. Pure."""
     if count == 1:
         return [f"{stem}.safetensors"]
     return [f"{stem}-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
 
 
 def build(weight_map: Mapping[str, str], total_size: int, metadata: Mapping[str, str]) -> bytes:
-    """An index, byte for byte as huggingface_hub writes it. Pure."""
+    """Return an index, with the same bytes as huggingface_hub writes. Pure."""
     index = {"metadata": {"total_size": total_size, **metadata}, "weight_map": dict(weight_map)}
     return json.dumps(index, indent=2).encode()
 
 
 def parse(text: bytes, name: str) -> tuple[dict[str, str], dict[str, Any]]:
-    """The weight map and the metadata of an index. Raises CorruptError; `name` goes before its message."""
+    """Return the weight map and the metadata of an index. Raises CorruptError, with `name` in its message."""
     index = strict_json.parse(text, name)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):

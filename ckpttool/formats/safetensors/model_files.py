@@ -1,8 +1,8 @@
-"""safetensors files of a model -> one catalogue: which files there are, and what their headers say together.
+"""Reads the safetensors files of a model into one catalogue.
 
 A tensor's path is its name, dots and all. A file of torch's `HuggingFaceStorageWriter(save_distributed=True)` holds
 pieces: `__metadata__.DCP_SHARDING_INFO` is `{name: {"saved_offsets": [..]}}` as JSON in a string, and the size of the
-whole is written nowhere (torch 2.8 to 2.13 take the furthest end of a piece).
+whole tensor is not stored (torch 2.8 to 2.13 take the furthest end of a piece).
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _NO_SIZES = Warning(
 
 
 def read_json(path: Location) -> bytes:
-    """A whole file of JSON, unless it is absurdly long."""
+    """Return the contents of a JSON file. Raises CorruptError if it is larger than the limit."""
     size = path.size()
     limit = strict_json.MAX_JSON
     if size > limit:
-        raise CorruptError(f"`{path}`: {size} bytes of JSON are more than the {limit} that we read", file=path)
+        raise CorruptError(f"`{path}`: {size} bytes of JSON, more than the limit of {limit}", file=path)
     strict_json.check_beginning(path.head(1 << 16), f"`{path}`")
     return path.read(0, size)
 
 
 def rank_files(root: Location) -> list[str]:
-    """Files with pieces of tensors in a directory, if that is there."""
+    """Return the names of the rank files in a directory, if it exists."""
     return [n for n in root.names() if _RANK_FILE.fullmatch(n)] if root.is_dir() else []
 
 
@@ -62,7 +62,7 @@ class Piece:
 
 
 class Reader:
-    """Headers of several files, joined to one catalogue: tensors by name, pieces of one tensor together."""
+    """Merges the headers of several files into one catalogue, and the pieces of each tensor."""
 
     def __init__(self, root: Location, layout: str) -> None:
         self.catalogue = Catalogue("safetensors", facts={"layout": layout})
@@ -71,9 +71,9 @@ class Reader:
         self._pieces: dict[str, list[Piece]] = {}
 
     def add(self, name: str, rank: int | None = None, *, given: bool = False) -> None:
-        """Take in the tensors of a file, which may be a link out of the directory when a person has `given` it.
+        """Add the tensors of a file, which may be a link out of the directory if the user has `given` it.
 
-        Raises CorruptError for a name that another file has too.
+        Raises CorruptError if another file has a tensor of the same name.
         """
         path = self._root / name if given else self._root.inside(name)
         file, header = mount(self.catalogue, path, name, rank)
@@ -86,7 +86,7 @@ class Reader:
                 first = self.catalogue.files[pieces[0].file].name
                 raise CorruptError(
                     f"`{self._root}`: tensor `{tensor}` is in `{first}` and in `{name}`",
-                    hint="files of two checkpoints lie in one directory; name one of the files itself",
+                    hint="the directory has files of two checkpoints; name one of the files itself",
                     tensor=tensor,
                     found=[first, name],
                 )
@@ -100,7 +100,7 @@ class Reader:
         return iter(self._pieces)
 
     def finish(self, order: Iterable[str] = (), ties: dict[str, str] | None = None) -> Catalogue:
-        """The catalogue with everything in it, `order` first; `ties` are names in an index that mean other tensors."""
+        """Return the catalogue with all tensors, `order` first; `ties` are names in an index of tied tensors."""
         for name in dict.fromkeys([*order, *self._pieces]):
             self.catalogue.add(self._tensor(name, self._pieces[name]))
         remarks: dict[str, str] = {}
@@ -124,7 +124,7 @@ class Reader:
                     f"`{self._root}`: tensor `{name}` is {first.dtype} {list(first.shape)} in "
                     f"`{self.catalogue.files[pieces[0].file].name}`, but {entry.dtype} {list(entry.shape)} in "
                     f"`{self.catalogue.files[file].name}`",
-                    hint="files of two checkpoints lie in one directory",
+                    hint="the directory has files of two checkpoints",
                     tensor=name,
                 )
             shape = [max(n, o + s) for n, o, s in zip(shape, offsets, entry.shape, strict=True)]
@@ -133,7 +133,7 @@ class Reader:
 
 
 def mount(catalogue: Catalogue, path: Location, name: str, rank: int | None = None) -> tuple[int, Header]:
-    """Add a file to the catalogue: its number, and its header. Raises CorruptError when that lies."""
+    """Add a file to the catalogue, and return its number and header. Raises CorruptError if the header is wrong."""
     try:
         size = path.size()
     except ReadError:
@@ -148,7 +148,7 @@ def mount(catalogue: Catalogue, path: Location, name: str, rank: int | None = No
 
 
 def _saved_offsets(header: Header, where: str) -> dict[str, Ints]:
-    """Where each tensor of a file begins in the whole one, when torch wrote it piece by piece."""
+    """Return the offsets of each tensor of a file in the whole tensor, if torch wrote it in pieces."""
     text = header.metadata.get(SHARDING)
     if not text:
         return {}
@@ -169,7 +169,7 @@ def _saved_offsets(header: Header, where: str) -> dict[str, Ints]:
 
 
 def open_file(root: Location, name: str) -> Catalogue:
-    """One file, as a person has named it: also one of those that an index names."""
+    """Return the catalogue of one file, which an index may name too."""
     if _RANK_FILE.fullmatch(name) and len(rank_files(root)) > 1:
         raise ReadError(
             f"`{root / name}`: holds one rank's pieces of tensors",
@@ -185,7 +185,7 @@ def open_file(root: Location, name: str) -> Catalogue:
 
 
 def open_directory(root: Location, names: Sequence[str]) -> Catalogue:
-    """The model in a directory with these names in it; whole tensors before pieces of the same."""
+    """Return the catalogue of a directory with these names; files of whole tensors come before rank files."""
     model_files = [n for n in names if n.endswith(SUFFIX)]
     ranks = [n for n in model_files if _RANK_FILE.fullmatch(n)]
     whole = [n for n in model_files if n not in ranks]
@@ -205,7 +205,7 @@ def open_directory(root: Location, names: Sequence[str]) -> Catalogue:
 
 
 def _open_whole(root: Location, whole: Sequence[str], indexes: Sequence[str]) -> Catalogue:
-    """Files of whole tensors: one of them, those of an index, or all."""
+    """Return the catalogue of files of whole tensors: one of them, those of an index, or all."""
     if len(indexes) > 1 and _INDEX not in indexes:
         raise ReadError(
             f"`{root}`: has {len(indexes)} indexes, {some(indexes)}", hint="name one of them itself", file=root
@@ -233,7 +233,7 @@ def _open_listed(root: Location, names: Sequence[str], *warnings: Warning) -> Ca
 
 
 def _check_numbers(root: Location, names: Sequence[str]) -> None:
-    """Files that say they are k of n: all n have to be there."""
+    """Raise CorruptError if one of n numbered files is missing."""
     counts = Counter((m[1], int(m[3])) for n in names if (m := _NUMBERED.fullmatch(n)))
     for (stem, count), present in counts.items():
         if present < count:
@@ -246,7 +246,7 @@ def _check_numbers(root: Location, names: Sequence[str]) -> None:
 
 
 def open_indexed(root: Location, index_name: str) -> Catalogue:
-    """The files that an index names. Raises CorruptError when a tensor is not where it says."""
+    """Return the catalogue of the files of an index. Raises CorruptError if a tensor is not in its file."""
     where = f"`{root / index_name}`"
     weight_map, metadata = index.parse(read_json(root / index_name), where)
     reader = Reader(root, "indexed")
@@ -272,7 +272,7 @@ def open_indexed(root: Location, index_name: str) -> Catalogue:
 
 
 def _open_ranks(root: Location, names: Sequence[str]) -> Catalogue:
-    """Pieces of tensors, a file for each rank (and for each number that the rank's tensors were mapped to)."""
+    """Return the catalogue of rank files (one for each rank and file number of the rank's tensors)."""
     if not names:
         raise ReadError(f"`{root}`: has no safetensors files", file=root)
     numbers = [tuple(map(int, _RANK_FILE.fullmatch(name).groups())) for name in names]  # type: ignore[union-attr]

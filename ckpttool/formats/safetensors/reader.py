@@ -1,4 +1,4 @@
-"""A file, an index, a directory or a training state as a catalogue; how the files are read, see `reader`."""
+"""Reads a safetensors file, an index, a directory or a training state into a catalogue."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class _SafeSource:
         return chunk.extent
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        """Do nothing: no file is open."""
 
 
 def recognise(path: str) -> bool:
-    """Whether this is a safetensors file, whole or not, or a directory that has some."""
+    """Return whether `path` is a safetensors file, complete or not, or a directory with such files."""
     location = locate(path)
     try:
         if not location.is_dir():
@@ -57,7 +57,7 @@ def recognise(path: str) -> bool:
 
 def _looks_like_file(path: Location) -> bool:
     head = path.head(9)
-    # A file that is cut before its header, or whose header is too long, is known by its name only.
+    # A file that ends before its header, or whose header is too long, is recognised by its name only.
     named = path.endswith(SUFFIX) and head[8:9] in (b"", b"{")
     return safetensors_header.looks_like(head) or named or (path.endswith(index.INDEX) and head[:1] == b"{")
 
@@ -67,9 +67,9 @@ def _is_state(root: Location, names: Sequence[str]) -> bool:
 
 
 def open_path(path: str) -> Source:
-    """The catalogue of a file, an index or a directory.
+    """Return the source of a file, an index or a directory.
 
-    Raises CorruptError for files that contradict themselves or each other.
+    Raises CorruptError if the files are inconsistent.
     """
     location = locate(path)
     if not location.is_dir():
@@ -85,7 +85,7 @@ def open_path(path: str) -> Source:
 
 
 def _config(path: Location) -> dict[str, Any]:
-    """What a transformers model says of itself; nothing when it says it badly."""
+    """Return the facts in the `config.json` of a transformers model; none if it cannot be parsed."""
     try:
         config = json.loads(read_json(path))
     except (CkptError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Which tensor goes into which safetensors file, under which name. Pure.
+"""Plans the safetensors files of a catalogue, and the names of tensors in them. Pure.
 
 A model by the convention of Hugging Face, or a whole training state: each part in files of its own, so that the model's
 load without the rest. A tied tensor is written once; its other names become `metadata`, as `save_model` makes them.
@@ -22,7 +22,7 @@ from ckpttool.serialization.safetensors_header import Spec
 SUFFIX = ".safetensors"
 
 FORMAT_PT = {"format": "pt"}
-# Keys that the metadata of a header or of an index has already: no tensor's other name can be kept under them.
+# Keys of the metadata of a header or of an index, which cannot be names of tied tensors.
 RESERVED = frozenset({"format", "total_size"})
 _RAW = DTYPES["uint8"]
 
@@ -38,7 +38,7 @@ class FilePlan:
 
 @dataclass(slots=True)
 class Plan:
-    """All files, their indexes (`model.safetensors.index.json` and its bytes), and where each tensor lies."""
+    """All files, their indexes (`model.safetensors.index.json` and its bytes), and the place of each tensor."""
 
     files: list[FilePlan] = field(default_factory=list)
     indexes: dict[str, bytes] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Plan:
 
 
 def is_model(catalogue: Catalogue) -> bool:
-    """Whether everything is tensors of one model (or of nothing that says what it is)."""
+    """Return whether all entries are tensors of one model (or of one unknown part)."""
     entries = catalogue.entries.values()
     parts = {entry.part for entry in entries}
     return (
@@ -55,7 +55,7 @@ def is_model(catalogue: Catalogue) -> bool:
 
 
 def name_below(tensor: Tensor) -> str:
-    """The dotted name without the root of the part: `model.lm_head.weight` -> `lm_head.weight`."""
+    """Return the dotted name without the root of the part: `model.lm_head.weight` -> `lm_head.weight`."""
     return tensor.fqn
 
 
@@ -63,13 +63,13 @@ def name_below(tensor: Tensor) -> str:
 
 
 def collisions(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Pairs that would have one name: `("a", "b")` and `("a.b",)`."""
+    """Return pairs of tensors with the same name: `("a", "b")` and `("a.b",)`."""
     owners: dict[str, Tensor] = {}
     return [(owners[n], t) for t in tensors if owners.setdefault(n := name_below(t), t) is not t]
 
 
 def plan_model(catalogue: Catalogue, max_size: int | None, metadata: dict[str, str]) -> Plan:
-    """The files of a model, at most `most` bytes in each; None: one file. Raises LossError when two names collide."""
+    """Plan the files of a model, of at most `max_size` bytes each, or one file. Raises LossError if names collide."""
     tensors = list(catalogue.tensors)
     for one, other in collisions(tensors):
         raise LossError(
@@ -78,7 +78,7 @@ def plan_model(catalogue: Catalogue, max_size: int | None, metadata: dict[str, s
             tensor=name_below(other),
         )
     plan = Plan()
-    # No metadata can say that a tensor called `format` is tied: it gets bytes of its own.
+    # The metadata cannot have a tie named `format`: such a tensor gets its own bytes.
     owners = {t.path: t if name_below(t) in RESERVED else catalogue.first(t) for t in tensors}
     _Group("model", tensors, owners, metadata, {t.path: name_below(t) for t in tensors}).add_to(plan, max_size)
     plan.places |= {path: plan.places[owner.path] for path, owner in owners.items()}
@@ -91,7 +91,7 @@ def _keys(path: Path) -> str:
 
 @dataclass(slots=True)
 class _Group:
-    """Tensors that share a file, or an index. `owners` says under whose name the bytes of each lie."""
+    """Tensors that share a file or an index. `owners` are the tensors under whose names the bytes are stored."""
 
     stem: str
     tensors: list[Tensor]
@@ -124,13 +124,13 @@ class _Group:
             owner = self.owners[tensor.path]
             if owner is not tensor and owner.path in self.names:
                 ties[self.names[tensor.path]] = self.names[owner.path]
-        # A remark that names a tensor would be taken for a tie when it is read again.
+        # A remark with the name of a tensor would be read as a tie.
         remarks = {k: v for k, v in self.metadata.items() if v not in weight_map and k not in RESERVED}
         return {k: v for k, v in (remarks | ties).items() if k not in RESERVED}
 
 
 def is_raw(tensor: Tensor) -> bool:
-    """Whether safetensors has no words for this dtype, so that only its bytes can be kept."""
+    """Return whether safetensors does not have this dtype, so that the tensor is stored as bytes."""
     kind = tensor.dtype.safetensors
     return kind is None or (kind == "F4" and not tensor.shape)
 
@@ -145,7 +145,7 @@ def _spec(name: str, tensor: Tensor) -> Spec:
 
 
 def plan_state(catalogue: Catalogue, max_size: int) -> Plan:
-    """The files of a whole training state: those of each part, at most `most` bytes in each."""
+    """Plan the files of a whole training state: those of each part, of at most `max_size` bytes each."""
     parts: dict[Part, list[Tensor]] = {}
     for tensor in catalogue.tensors:
         parts.setdefault(tensor.part, []).append(tensor)
@@ -161,7 +161,7 @@ def plan_state(catalogue: Catalogue, max_size: int) -> Plan:
 
 
 def _owners(catalogue: Catalogue) -> dict[Path, Tensor]:
-    """Under whose name the bytes of each tensor lie: its first name, but one in a model before any other."""
+    """Return the tensor under whose name the bytes of each tensor are stored: one of a model, or the first."""
     ties: dict[Path, list[Tensor]] = {}
     for tensor in catalogue.tensors:
         ties.setdefault(catalogue.first(tensor).path, []).append(tensor)
@@ -175,9 +175,9 @@ def _owners(catalogue: Catalogue) -> dict[Path, Tensor]:
 
 
 def _stems(parts: list[Part]) -> dict[Part, str]:
-    """What the files of each part are called: its kind, or with a second of that kind, its root key too."""
+    """Return the file name stem of each part: its kind, with the root key for a second part of that kind."""
     stems: dict[Part, str] = {}
-    # With `ema` and `model`, both models, the latter is the one that people mean.
+    # If both `ema` and `model` are models, `model` gets the plain name.
     for part in sorted(parts, key=lambda p: p.root[-1:] != (p.kind,)):
         stem, n = part.kind, 1
         if stem in stems.values():
@@ -190,7 +190,7 @@ def _stems(parts: list[Part]) -> dict[Part, str]:
 
 
 def _unique_names(tensors: list[Tensor]) -> dict[Path, str]:
-    """Names that a header can hold, each once; what they stand for is in the state file."""
+    """Return unique names for the header; the state file has the paths."""
     names: dict[Path, str] = {}
     used = {safetensors_header.METADATA}
     for tensor in tensors:

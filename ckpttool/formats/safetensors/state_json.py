@@ -1,4 +1,4 @@
-"""`ckpttool.json`: what a whole training state needs beside its safetensors files, without pickle.
+"""Reads and writes `ckpttool.json`, the part of a training state that is not in its safetensors files.
 
     {"schema": "ckpttool/state/1", "writer": "ckpttool 0.1.0",
      "containers": [{"path": [..], "kind": "list" | "dict" | "OrderedDict", "attributes": {..}}, ..],
@@ -6,9 +6,9 @@
                  {"path": ["z"], "file": "other.safetensors", "name": "z", "dtype": "complex128", "shape": [2]},
                  {"path": ["optim", "state", 0], "value": ..}, ..]}
 
-Entries are in the order in which they were saved, one to a line. Keys of a path and values are spelt by `typed_json`. A
-tensor of a dtype that safetensors does not have lies in its file as that many U8, with the truth here. Tied tensors
-name the same tensor of the same file; `"embedded": true` marks one that an object's value refers to.
+Entries are in the order in which they were saved, one to a line. Keys of a path and values are encoded by `typed_json`.
+A tensor of a dtype that safetensors does not have is stored as U8, with its dtype and shape in this file. Tied tensors
+have the same file and name; `"embedded": true` marks a tensor that an object's value refers to.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MARK = f'"schema": "{_FAMILY}'.encode()
 
 
 class Place(NamedTuple):
-    """Where a tensor lies: `Place("model.safetensors", "w")`. `raw`: as bytes, under a dtype of its own."""
+    """The place of a tensor: `Place("model.safetensors", "w")`. `raw`: stored as bytes."""
 
     file: str
     name: str
@@ -55,7 +55,7 @@ class TensorReference(NamedTuple):
 
 
 def looks_like(head: bytes) -> bool:
-    """Whether a file that begins like this is a state file, of this version or another."""
+    """Return whether a file with these first bytes is a state file of any version."""
     return head.lstrip().startswith(b"{") and _MARK in head[:256]
 
 
@@ -63,7 +63,7 @@ def looks_like(head: bytes) -> bool:
 
 
 def build(catalogue: Catalogue, places: Mapping[Path, Place], writer: str) -> bytes:
-    """The state file of a catalogue. Raises LossError for a value that cannot be written as JSON. Pure."""
+    """Return the state file of a catalogue. Raises LossError for a value that JSON cannot represent. Pure."""
     head = {"schema": SCHEMA, "writer": writer}
     lines = ["{", *(f"{_line(k)}: {_line(v)}," for k, v in head.items())]
     lines += _array("containers", (_container(p, c) for p, c in catalogue.containers.items()), ",")
@@ -110,9 +110,9 @@ def _entry(entry: Tensor | Object, places: Mapping[Path, Place]) -> dict[str, An
 
 
 def parse(text: bytes, catalogue: Catalogue, make_tensor: Callable[[TensorReference], Tensor], name: str) -> None:
-    """Add everything that a state file says to the catalogue; `make` turns what it names into a tensor.
+    """Add the entries of a state file to the catalogue; `make_tensor` opens the tensors.
 
-    Raises CorruptError for one that we did not write like this, ReadError for one of a later version.
+    Raises CorruptError if the file is not valid, ReadError if it is of a later version.
     """
     state = strict_json.parse(text, name)
     schema = state.get("schema") if isinstance(state, dict) else None
@@ -159,7 +159,7 @@ def _read_container(item: Mapping[str, Any], path: Path, name: str) -> Container
             return Container(kind, typed_json.attributes_of(attributes) or None)
     except TypeError:
         pass
-    raise CorruptError(f"{name}: `{dotted(path)}` is no container that we know: {kind!r} with {attributes!r}")
+    raise CorruptError(f"{name}: `{dotted(path)}` is an unknown container: {kind!r} with {attributes!r}")
 
 
 def _read_reference(item: Mapping[str, Any], path: Path, name: str) -> TensorReference:
@@ -175,7 +175,7 @@ def _read_reference(item: Mapping[str, Any], path: Path, name: str) -> TensorRef
 
 
 def true_type(reference: TensorReference, stored: Dtype, shape: Ints, where: str) -> tuple[Dtype, Ints]:
-    """The dtype and shape of a tensor, from what its safetensors header says and what the state file does."""
+    """Return the dtype and shape of a tensor, given those of its safetensors header."""
     if reference.truth is None:
         return stored, shape
     dtype, sizes = reference.truth
