@@ -1,7 +1,7 @@
-"""The regular part of a large index, read without the unpickler.
+"""Reads the regular part of a large index without the unpickler.
 
-A run of 256 ranks has 750,000 chunks, each told twice, and after the first few all are spelt alike but for a name and
-some numbers. In brackets what the memo has; `\\x94` puts something into it.
+An index of 256 ranks has 750,000 chunks, each in it twice, and after the first few all are the same opcodes except for
+a name and some numbers. In brackets: references to the memo; `\\x94` puts a value into it.
 
     [ChunkStorageMetadata] NEW  [offsets] [Size] ints SIZE  [sizes] [Size] ints SIZE  ub
     [MetadataIndex] NEW  [fqn] text \\x94 [index] int [offset] [Size] ints SIZE  ub
@@ -46,7 +46,7 @@ _TAKEN = _MODULE.encode() + b"\n"
 
 
 class Irregular(Exception):
-    """Something that only looks like a run."""
+    """Raised if opcodes only look like a run."""
 
 
 class _Skipped:
@@ -58,7 +58,7 @@ SKIPPED = _Skipped()
 
 
 class Run:
-    """What was read from one run: of chunks `offsets` and `sizes`, of items `rows`. A column is as long as the run."""
+    """The columns of one run: of chunks `offsets` and `sizes`, of items `rows`. A column is as long as the run."""
 
     __slots__ = ("_expected", "_paths", "columns", "used")
 
@@ -72,7 +72,7 @@ class Run:
         self.used = False
 
     def resolve(self, found: tuple[Any, ...]) -> Run:
-        """Told what its references refer to: those that the pattern expects, then the paths. Raises CorruptError."""
+        """Check the values of the references of the pattern, and set the paths. Raises CorruptError if they differ."""
         n = len(self._expected)
         if any(have is not want and have != want for have, want in zip(found, self._expected, strict=False)):
             raise CorruptError("a run of the index refers to something else")
@@ -91,7 +91,7 @@ class Run:
         return offsets, sizes
 
     def rows(self) -> Iterator[Row]:
-        """For each item: fqn, offsets, hint, path, start, length and None for the transforms."""
+        """Return for each item: fqn, offsets, hint, path, start, length and None for the transforms."""
         self._use()
         names, hints, offsets, paths, starts, lengths = self.columns
         return zip(names, offsets, hints, map(self._paths.__getitem__, paths), starts, lengths, repeat(None))
@@ -142,7 +142,7 @@ def _pattern(words: Iterable[str | bytes], references: Iterator[bytes], *, take:
 
 
 class Runs(Mapping[tuple[str, str], Any]):
-    """All runs of an index, `data` without them, and what the names in their places stand for."""
+    """All runs of an index, `data` without them, and the values of the names in their places."""
 
     def __init__(self, data: bytes, middle: int, expected: Mapping[str, Any]) -> None:
         self._all: list[Run] = []
@@ -187,7 +187,7 @@ class Runs(Mapping[tuple[str, str], Any]):
         return list(column) if kind == "path" else list(map(self._tables[kind].__getitem__, column))
 
     def all_used(self) -> bool:
-        """Whether the index has each run where one belongs."""
+        """Return whether the index uses each run."""
         return all(run.used for run in self._all)
 
     def __getitem__(self, key: tuple[str, str]) -> Any:
@@ -204,7 +204,7 @@ class Runs(Mapping[tuple[str, str], Any]):
 
 
 def find(data: bytes, expected: Mapping[str, Any]) -> Runs | None:
-    """The runs of the index that the pickle `data` is, or None. `expected`: what is given for a class's name."""
+    """Return the runs of the pickled index `data`, or None. `expected` has the value for the name of each class."""
     try:
         whole = _unframed(data)
         middle = whole.find(b"storage_data")
@@ -216,7 +216,7 @@ def find(data: bytes, expected: Mapping[str, Any]) -> Runs | None:
 
 
 def _unframed(data: bytes) -> bytes:
-    """The pickle without its frames, which every 64 KiB stand in the middle of something and tell nothing."""
+    """Return the pickle without its frames, which begin every 64 KiB, even inside a run."""
     if data[2:3] != b"\x95":
         return data
     pieces, at = [data[:2]], 2

@@ -151,7 +151,7 @@ def _check_path(path: Any) -> Path:
 
 @dataclass(slots=True)
 class EntryNames:
-    """The names of a catalogue's entries in DCP: `Spelt({("optim", "state", 0): "optim.state.0"}, ...)`.
+    """The names of a catalogue's entries in DCP: `EntryNames({("optim", "state", 0): "optim.state.0"}, ...)`.
 
     `planned` is `planner_data`; `extra` is what it cannot express; `clashes` are pairs of entries with the same name.
     """
