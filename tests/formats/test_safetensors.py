@@ -37,6 +37,7 @@ from ckpttool.errors import CkptError, CorruptError, LossError, ReadError
 from ckpttool.formats import torchsave
 from ckpttool.formats.safetensors import FORMAT
 from ckpttool.formats.safetensors import index as stindex
+from ckpttool.formats.safetensors.sharding import split
 from ckpttool.layout import rechunk as chunking
 from ckpttool.layout import select as layout
 
@@ -597,14 +598,14 @@ def test_split_as_huggingface_hub(sizes: list[int], most: int) -> None:
     theirs = split_state_dict_into_shards_factory(
         table, get_storage_size=lambda n: n, filename_pattern="model{suffix}.safetensors", max_shard_size=most
     )
-    groups = stindex.split(table.items(), most)
+    groups = split(table.items(), most)
     assert dict(zip(stindex.file_names("model", len(groups)), groups, strict=True)) == theirs.filename_to_tensors
 
 
 def test_default_size_is_that_of_huggingface_hub() -> None:
     from huggingface_hub.serialization._base import MAX_SHARD_SIZE, parse_size_to_int
 
-    assert parse_size_to_int(MAX_SHARD_SIZE) == stindex.MAX_SHARD_SIZE
+    assert parse_size_to_int(MAX_SHARD_SIZE) == sharding.MAX_SHARD_SIZE
 
 
 @pytest.mark.parametrize("most", [10**9, 90])

@@ -1,4 +1,4 @@
-"""Reads and writes `model.safetensors.index.json`, and splits tensors into files.
+"""Reads and writes `model.safetensors.index.json`.
 
     {"metadata": {"total_size": 1000, ..}, "weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors", ..}}
 
@@ -9,35 +9,13 @@ Upstream: huggingface_hub 2.4 `serialization/_base.py` and `_torch.py`, which tr
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ckpttool.errors import CorruptError
 from ckpttool.serialization import strict_json
 
 INDEX = ".safetensors.index.json"
-MAX_SHARD_SIZE = 5 * 10**9  # huggingface_hub's MAX_SHARD_SIZE; transformers 5 passes 50 GB
-
-
-def split(sizes: Iterable[tuple[str, int]], max_size: int) -> list[list[str]]:
-    """Return the names of each file, in order, for files of at most `max_size` bytes. Pure.
-
-    A larger tensor gets its own file, and the file before it is filled further, as in
-    `split_state_dict_into_shards_factory`.
-    """
-    files: list[list[str]] = []
-    current: list[str] = []
-    filled = 0
-    for name, nbytes in sizes:
-        if nbytes > max_size:
-            files.append([name])
-            continue
-        if filled + nbytes > max_size:
-            files.append(current)
-            current, filled = [], 0
-        current.append(name)
-        filled += nbytes
-    return [*files, current] if current or not files else files
 
 
 def file_names(stem: str, count: int) -> list[str]:

@@ -20,6 +20,7 @@ from ckpttool.serialization import safetensors_header
 from ckpttool.serialization.safetensors_header import Spec
 
 SUFFIX = ".safetensors"
+MAX_SHARD_SIZE = 5 * 10**9  # huggingface_hub's MAX_SHARD_SIZE; transformers 5 passes 50 GB
 
 FORMAT_PT = {"format": "pt"}
 # Keys of the metadata of a header or of an index, which cannot be names of tied tensors.
@@ -104,7 +105,7 @@ class _Group:
         specs = {self.names[t.path]: _spec(self.names[t.path], t) for t in stored}
         sizes = [(self.names[t.path], t.nbytes) for t in stored]
         total = sum(n for _, n in sizes)
-        groups = index.split(sizes, total if max_size is None else max_size)
+        groups = split(sizes, total if max_size is None else max_size)
         files = index.file_names(self.stem, len(groups))
         weight_map = {name: file for file, names in zip(files, groups, strict=True) for name in names}
         metadata = self._metadata(weight_map)
@@ -202,3 +203,24 @@ def _unique_names(tensors: list[Tensor]) -> dict[Path, str]:
         used.add(unique)
         names[tensor.path] = unique
     return names
+
+
+def split(sizes: Iterable[tuple[str, int]], max_size: int) -> list[list[str]]:
+    """Return the names of each file, in order, for files of at most `max_size` bytes. Pure.
+
+    A larger tensor gets its own file, and the file before it is filled further, as in
+    `split_state_dict_into_shards_factory`.
+    """
+    files: list[list[str]] = []
+    current: list[str] = []
+    filled = 0
+    for name, nbytes in sizes:
+        if nbytes > max_size:
+            files.append([name])
+            continue
+        if filled + nbytes > max_size:
+            files.append(current)
+            current, filled = [], 0
+        current.append(name)
+        filled += nbytes
+    return [*files, current] if current or not files else files

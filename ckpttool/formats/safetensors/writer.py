@@ -9,9 +9,9 @@ from ckpttool.catalogue import typed_json
 from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Path, Tensor
 from ckpttool.catalogue.protocols import Crcs, Loss, Sink, SinkOptions
 from ckpttool.errors import LossError
-from ckpttool.formats.safetensors import index, sharding, state_json
+from ckpttool.formats.safetensors import sharding, state_json
 from ckpttool.formats.safetensors.model_files import MODEL
-from ckpttool.formats.safetensors.sharding import SUFFIX, FilePlan
+from ckpttool.formats.safetensors.sharding import MAX_SHARD_SIZE, SUFFIX, FilePlan
 from ckpttool.formats.safetensors.state_json import Place
 from ckpttool.serialization import safetensors_header
 from ckpttool.storage import files
@@ -33,7 +33,7 @@ class _SafeSink:
 def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
     """Create files of full size, with headers: a model by the convention of Hugging Face, anything else as a state."""
     one_file = options.one_file or path.endswith(SUFFIX)
-    max_size = options.max_shard_size or index.MAX_SHARD_SIZE
+    max_size = options.max_shard_size or MAX_SHARD_SIZE
     model = sharding.is_model(planned)
     if one_file and not model:
         raise LossError(f"`{path}`: one safetensors file holds the tensors of one model, and nothing else")

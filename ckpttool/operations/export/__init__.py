@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from ckpttool import formats
 from ckpttool.catalogue.patterns import several
 from ckpttool.errors import UsageError
-from ckpttool.formats.safetensors.index import MAX_SHARD_SIZE
+from ckpttool.formats.safetensors.sharding import MAX_SHARD_SIZE
 from ckpttool.operations import arguments, write
 from ckpttool.operations.export import to_store
 from ckpttool.operations.export.plan import Export, Exported, ExportOptions, planned

@@ -14,7 +14,7 @@ from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue, Tensor, dotted
 from ckpttool.catalogue.patterns import any_of, rule
 from ckpttool.errors import UsageError
-from ckpttool.formats.safetensors.index import MAX_SHARD_SIZE
+from ckpttool.formats.safetensors.sharding import MAX_SHARD_SIZE
 from ckpttool.layout.cast import cast, caster
 from ckpttool.operations import write
 from ckpttool.operations.export import architecture, assets, key_maps, model_card, select_model, ties, weights
