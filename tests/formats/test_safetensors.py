@@ -35,7 +35,7 @@ from ckpttool.catalogue.entries import Catalogue, Part, Tensor
 from ckpttool.catalogue.protocols import Sink, SinkOptions
 from ckpttool.errors import CkptError, CorruptError, LossError, ReadError
 from ckpttool.formats import torchsave
-from ckpttool.formats.safetensors import FORMAT
+from ckpttool.formats.safetensors import FORMAT, sharding
 from ckpttool.formats.safetensors import index as stindex
 from ckpttool.formats.safetensors.sharding import split
 from ckpttool.layout import rechunk as chunking
