@@ -6,21 +6,16 @@ import fcntl
 import json
 import os
 import shutil
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 from conversion_cases import CASES, description
 from support import large_state
-
-# Seconds; a launch takes 20 on a machine that has nothing else to do.
-LAUNCH = 500
+from support.torchrun import forked
 
 Once = Callable[[str, Callable[[Path], None]], Path]
 
@@ -75,7 +70,8 @@ def verdicts(once: Once, large_folder: Path, pytestconfig: pytest.Config) -> Cal
             found = {one["name"]: one["verdict"] for one in told if "verdict" in one}
             rest = [one for one in told if "verdict" not in one and world in CASES[one["name"]].worlds]
             (folder / "cases.json").write_text(json.dumps(rest))
-            said = torchrun(world, folder / "cases.json", folder / "read.json")
+            script = Path(__file__).with_name("read_on_ranks.py")
+            said = forked(world, script, folder / "cases.json", folder / "read.json")
             if (folder / "read.json").exists():
                 found.update(json.loads((folder / "read.json").read_text()))
             for one in rest:
@@ -89,19 +85,3 @@ def verdicts(once: Once, large_folder: Path, pytestconfig: pytest.Config) -> Cal
         return made
 
     return get
-
-
-def torchrun(world: int, *arguments: Any) -> str:
-    """Run the reader on so many ranks; the answer is the end of what it printed."""
-    script = Path(__file__).with_name("read_on_ranks.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", script, *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, env=environment, **pipes) as running:
-        try:
-            said, _ = running.communicate(timeout=LAUNCH)
-        except subprocess.TimeoutExpired:
-            running.terminate()  # and torchrun ends its ranks, which are in sessions of their own
-            said = running.communicate()[0] + f"\nended after {LAUNCH} s"
-    return said[-3000:]
