@@ -9,17 +9,17 @@ from urllib.parse import quote, unquote
 from ckpttool.errors import UsageError
 
 SCHEME = "hf://"
-# A branch name with a slash is written `feature%2Fx`, but for those that the Hub makes itself.
+# A slash in a branch name is written `%2F`, except in the references that the Hub itself creates.
 _ADDRESS = re.compile(
     r"hf://(?:models/)?(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>refs/(?:pr|convert)/[^/]+|[^/]+))?(?:/(?P<path>.*))?"
 )
-_MADE_BY_THE_HUB = re.compile(r"refs/(?:pr|convert)/[^/]+")
+_HUB_REFERENCE = re.compile(r"refs/(?:pr|convert)/[^/]+")
 _KINDS = ("datasets/", "spaces/", "buckets/", "kernels/")
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """`Address("org/name", "main", "step-100")`; `revision` is None when none was named."""
+    """Class for an address: `Address("org/name", "main", "step-100")`; `revision` is None when the address has none."""
 
     repo: str
     revision: str | None = None
@@ -30,35 +30,31 @@ class Address:
 
     @property
     def root(self) -> str:
-        """The address of the repository at this revision, without the path in it."""
+        """The address of the repository at this revision, without the path."""
         if self.revision is None:
             return f"{SCHEME}{self.repo}"
-        named = self.revision if _MADE_BY_THE_HUB.fullmatch(self.revision) else quote(self.revision, safe="")
-        return f"{SCHEME}{self.repo}@{named}"
+        revision = self.revision if _HUB_REFERENCE.fullmatch(self.revision) else quote(self.revision, safe="")
+        return f"{SCHEME}{self.repo}@{revision}"
 
     @property
     def branch(self) -> str:
-        """The revision that is meant."""
+        """The revision, `main` by default."""
         return self.revision or "main"
 
 
 def parse(text: str) -> Address:
-    """An address taken apart. Raises UsageError for what is none. Pure."""
+    """Return the parsed address. Raises UsageError if `text` is not one. Pure."""
     rest = text.removeprefix(SCHEME)
     if rest.startswith(_KINDS):
         kind = rest.partition("/")[0]
+        raise UsageError(f"`{text}`: {kind} are not supported", hint="use a model repository: `hf://org/name`")
+    match = _ADDRESS.fullmatch(text)
+    if match is None:
         raise UsageError(
-            f"`{text}`: {kind} are not read", hint="checkpoints are in model repositories: `hf://org/name`"
+            f"`{text}` is not an address on the Hub", hint="write `hf://org/name` or `hf://org/name@revision/path`"
         )
-    found = _ADDRESS.fullmatch(text)
-    if found is None:
-        raise UsageError(
-            f"`{text}` is no address on the Hub", hint="write `hf://org/name`, `hf://org/name@revision/path/in/it`"
-        )
-    path = (found["path"] or "").strip("/")
+    path = (match["path"] or "").strip("/")
     if any(part in (".", "..", "") for part in path.split("/")) and path:
-        raise UsageError(
-            f"`{text}`: no path in a repository looks like `{path}`", hint="write `hf://org/name/path/in/it`"
-        )
-    revision = unquote(found["revision"]) if found["revision"] else None
-    return Address(found["repo"], revision, path)
+        raise UsageError(f"`{text}`: `{path}` is not a path in a repository", hint="write `hf://org/name/path`")
+    revision = unquote(match["revision"]) if match["revision"] else None
+    return Address(match["repo"], revision, path)

@@ -1,6 +1,6 @@
-"""The client of huggingface_hub, made to give up: left alone it waits for ever for a server that does not answer.
+"""The client of huggingface_hub with time-outs; by default, it waits for a silent server for ever.
 
-The token and the endpoint are found where the library looks for them: `HF_TOKEN`, `hf auth login`, `HF_ENDPOINT`.
+The library itself finds the token and the endpoint: `HF_TOKEN`, `hf auth login`, `HF_ENDPOINT`.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ _prepared = False
 
 
 def timeout() -> float:
-    """Seconds after which a silent server is given up. Raises UsageError for a variable that is no number."""
+    """Return the time-out in seconds. Raises UsageError if `CKPTTOOL_HUB_TIMEOUT` is not a number."""
     text = os.environ.get(_VARIABLE, "")
     try:
         seconds = float(text) if text else TIMEOUT
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise UsageError(f"`{_VARIABLE}={text}` is no number of seconds", hint=f"write `{_VARIABLE}=60`")
+        raise UsageError(f"`{_VARIABLE}={text}` is not a number of seconds", hint=f"set `{_VARIABLE}=60`")
     return seconds
 
 
 def api() -> HfApi:
-    """A client that is quiet and gives up. Raises UsageError for a library that cannot be told to."""
+    """Return a client with time-outs. Raises UsageError if huggingface_hub is older than 1.0."""
     _prepare()
     endpoint = os.environ.get("HF_ENDPOINT") or None
     return HfApi(endpoint=endpoint, library_name="ckpttool", library_version=__version__)
 
 
-def _without_signatures(record: LogRecord) -> bool:
+def _hide_signatures(record: LogRecord) -> bool:
     record.msg, record.args = re.sub(r"(https?://[^\s?]*\?)\S+", r"\1...", record.getMessage()), ()
     return True
 
@@ -59,38 +59,41 @@ def _prepare() -> None:
             hint="`pip install -U huggingface_hub`",
         )
     seconds = timeout()
-    # Rust reads them when its session is made, which is at the first file.
+    # Xet reads them when it creates its session, at the first file.
     os.environ.setdefault("HF_XET_CLIENT_READ_TIMEOUT", f"{seconds:g}s")
     os.environ.setdefault("HF_XET_CLIENT_CONNECT_TIMEOUT", f"{seconds:g}s")
 
-    # What it says before it tries again has addresses in it, and those of a store are signed.
+    # The messages before a retry contain addresses, some with signatures.
     for name in (_http.__name__, file_download.__name__):
-        logging.get_logger(name).addFilter(_without_signatures)
-    huggingface_hub.set_client_factory(_giving_up(_http._GLOBAL_CLIENT_FACTORY))
+        logging.get_logger(name).addFilter(_hide_signatures)
+    huggingface_hub.set_client_factory(_with_timeout(_http._GLOBAL_CLIENT_FACTORY))
     _prepared = True
 
 
-def _giving_up(make: Callable[[], Any]) -> Callable[[], Any]:
+def _with_timeout(create: Callable[[], Any]) -> Callable[[], Any]:
     def factory() -> Any:
-        made = make()
-        # Not the client's own, which many of its calls overrule by none at all.
-        made.event_hooks = {**made.event_hooks, "request": [*made.event_hooks["request"], _limit]}
-        return made
+        session = create()
+        # A default time-out of the session has no effect: many calls of the library override it with none.
+        session.event_hooks = {**session.event_hooks, "request": [*session.event_hooks["request"], _set_timeout]}
+        return session
 
     return factory
 
 
-def _limit(request: Any) -> None:
-    given = request.extensions.get("timeout", {})
-    ours = timeout()
+def _set_timeout(request: Any) -> None:
+    timeouts = request.extensions.get("timeout", {})
+    default = timeout()
     request.extensions["timeout"] = {
-        kind: ours if given.get(kind) is None else given[kind] for kind in ("connect", "read", "write", "pool")
+        kind: default if timeouts.get(kind) is None else timeouts[kind] for kind in ("connect", "read", "write", "pool")
     }
 
 
 class _Quiet:
-    """Without the library's own progress bars and warnings, which name addresses with signatures in them and say
-    before us what we say better. The process may be somebody's training script: all is as it was afterwards."""
+    """Context manager that turns off the progress bars and warnings of the library.
+
+    The warnings contain addresses with signatures. The settings are restored at the end, since the process may be a
+    training script.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -116,9 +119,9 @@ class _Quiet:
                     enable_progress_bars()
 
 
-quietly = _Quiet()
+quiet = _Quiet()
 
 
 def token() -> str | None:
-    """The token that is sent, to be kept out of everything that is shown."""
+    """Return the token of the user, or None. It must not appear in any output."""
     return huggingface_hub.get_token()

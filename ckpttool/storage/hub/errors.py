@@ -1,7 +1,7 @@
-"""What the client raises, as one of our errors with the next thing to do.
+"""Exceptions of the client as errors of `ckpttool.errors`, with a hint.
 
-The client raises its own errors, those of the HTTP library below it, and for a file that could not be sent a bare
-RuntimeError or ConnectionError around them; of what Xet met, only a text is left.
+The client raises its own exceptions and those of the HTTP library. It wraps them in a RuntimeError or ConnectionError
+when an upload fails; of the errors of Xet, it keeps the text only.
 """
 
 from __future__ import annotations
@@ -12,81 +12,94 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from huggingface_hub import errors as theirs
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from huggingface_hub.utils import _http
 
 from ckpttool.errors import CkptError, RemoteError, UsageError
 from ckpttool.storage.files import failed
 from ckpttool.storage.hub import client
 
-# httpx, or httpx2 of later versions of the library.
+# httpx, or httpx2 in later versions of the library.
 _Http: Any = next(getattr(_http, name) for name in ("httpx2", "httpx") if hasattr(_http, name))
-# A LookupError is an answer that lacks something, as of a proxy that is no Hub.
+# A LookupError: the response lacks a field, for example because a proxy sent it.
 CAUGHT = (_Http.HTTPError, OSError, RuntimeError, ValueError, LookupError)
 _STATUS = re.compile(r"\b(?:status(?: code)?:?|HTTP(?: status)?(?: \w+ error)?:? ?\(?) ?(4\d\d|5\d\d)\b", re.I)
-# Xet's own words for a connection that broke, or on which nothing came for too long.
-_BROKE = re.compile(r"error sending request|error decoding response body|timed? ?out|connection (closed|reset)", re.I)
+# Messages of Xet for a broken connection or a time-out.
+_CONNECTION_LOST = re.compile(
+    r"error sending request|error decoding response body|timed? ?out|connection (closed|reset)", re.I
+)
 _LOG_IN = "log in with `hf auth login`, or set `HF_TOKEN`"
 
 
 @contextmanager
-def speaking(address: str, doing: str = "read", **facts: Any) -> Iterator[None]:
-    """Let the client work; what it raises becomes one of our errors. `doing` is `read` or `write`."""
-    with client.quietly:
+def translate_errors(address: str, doing: str = "read", **facts: Any) -> Iterator[None]:
+    """Translate what the client raises in the block. `doing` is `read` or `write`."""
+    with client.quiet:
         try:
             yield
         except CkptError:
             raise
         except CAUGHT as error:
-            raise translated(error, address, doing, **facts) from None
+            raise translate(error, address, doing, **facts) from None
 
 
-def translated(error: BaseException, address: str, doing: str, **facts: Any) -> CkptError:
-    """One of our errors for what the client raised."""
+def translate(error: BaseException, address: str, doing: str, **facts: Any) -> CkptError:
+    """Return the error of `ckpttool.errors` for an exception of the client."""
     chain = list(_chain(error))
     facts = {"file": address, **facts}
     for one in chain:
-        known = _known(one, address, doing, facts)
-        if known is not None:
-            return known
+        result = _translate_known(one, address, doing, facts)
+        if result is not None:
+            return result
     status = status_of(error)
     if status is not None:
-        said = next((one.server_message for one in chain if isinstance(one, theirs.HfHubHTTPError)), None)
-        return _answered(status, said, address, doing, facts)
+        message = next((one.server_message for one in chain if isinstance(one, HfHubHTTPError)), None)
+        return _status_error(status, message, address, doing, facts)
     for one in chain:
         if isinstance(one, OSError) and one.errno is not None and not isinstance(one, ConnectionError):
             return failed(one, str(one.filename or address), "write" if one.errno == errno.ENOSPC else doing)
-    if any(isinstance(one, ConnectionError | RuntimeError) and _BROKE.search(str(one)) for one in chain):
-        hint = f"{_again(doing)}, or give it longer: `CKPTTOOL_HUB_TIMEOUT=300`"
-        said = "the connection to the store of large files broke, or nothing came for too long"
-        return RemoteError(f"`{address}`: {_did(doing)}: {said}", hint=hint, **facts)
-    said = _clean(f"{type(error).__name__}: {error}".partition("\n")[0])
-    return RemoteError(f"`{address}`: {_did(doing)}: {said}", hint=_again(doing), **facts)
+    if any(isinstance(one, ConnectionError | RuntimeError) and _CONNECTION_LOST.search(str(one)) for one in chain):
+        hint = f"{_again(doing)}, or with a longer time-out: `CKPTTOOL_HUB_TIMEOUT=300`"
+        message = "the connection to the storage of large files broke or timed out"
+        return RemoteError(f"`{address}`: {_failure(doing)}: {message}", hint=hint, **facts)
+    message = _clean(f"{type(error).__name__}: {error}".partition("\n")[0])
+    return RemoteError(f"`{address}`: {_failure(doing)}: {message}", hint=_again(doing), **facts)
 
 
 def status_of(error: BaseException) -> int | None:
-    """The status of the answer that is at the bottom of an error."""
+    """Return the HTTP status of the response that caused an exception, or None."""
     for one in _chain(error):
         response = getattr(one, "response", None)
         if response is not None:
             return int(response.status_code)
-    found = _STATUS.search(str(error))
-    return int(found[1]) if found is not None else None
+    match = _STATUS.search(str(error))
+    return int(match[1]) if match is not None else None
 
 
-def is_lost(error: BaseException) -> bool:
-    """Whether the server may have done what it was asked for all the same: no answer came, or one of its own trouble,
-    or that somebody was there before, which may have been us."""
+def is_outcome_unknown(error: BaseException) -> bool:
+    """Return whether the server may have carried out the request: there was no response, a server error or a conflict.
+
+    The conflict may be with the same request, sent before.
+    """
     status = status_of(error)
     if status is not None:
         return status >= 500 or status in (408, 409, 412)
     return any(isinstance(one, _Http.TransportError | ConnectionError) for one in _chain(error))
 
 
-def is_passing(error: BaseException) -> bool:
-    """Whether another try may have better luck."""
+def is_temporary(error: BaseException) -> bool:
+    """Return whether a retry may succeed."""
     status = status_of(error)
-    return is_lost(error) and status not in (409, 412)
+    return is_outcome_unknown(error) and status not in (409, 412)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -95,76 +108,81 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _known(one: BaseException, address: str, doing: str, facts: dict[str, Any]) -> CkptError | None:
-    where = f"`{address}`"
-    if isinstance(one, theirs.LocalEntryNotFoundError):
-        return None  # why the Hub could not be asked is its cause
-    if isinstance(one, theirs.GatedRepoError):
-        hint = "ask for access on its page, then log in with `hf auth login`"
-        return RemoteError(f"{where}: access is granted by the owner of the repository", hint=hint, **facts)
-    if isinstance(one, theirs.RepositoryNotFoundError):
-        hint = f"check the name; for a private one, {_LOG_IN}"
-        return RemoteError(f"{where}: no such repository, or one that is hidden from you", hint=hint, **facts)
-    if isinstance(one, theirs.RevisionNotFoundError):
-        hint = "name a branch, a tag or a commit of it: `hf://org/name@main`"
-        return RemoteError(f"{where}: the repository has no such revision", hint=hint, **facts)
-    if isinstance(one, theirs.EntryNotFoundError):
-        return RemoteError(f"{where}: no such file in the repository", hint="look at it on the Hub", **facts)
-    if isinstance(one, theirs.OfflineModeIsEnabled):
-        hint = "unset `HF_HUB_OFFLINE`; without the Hub only what is in the cache can be read"
-        return RemoteError(f"{where}: the Hub is switched off here by `HF_HUB_OFFLINE`", hint=hint, **facts)
-    if isinstance(one, theirs.HFValidationError):
-        return UsageError(f"{where}: {_clean(str(one)).rstrip('.')}", hint="write `hf://org/name`", **facts)
+def _translate_known(one: BaseException, address: str, doing: str, facts: dict[str, Any]) -> CkptError | None:
+    prefix = f"`{address}`"
+    if isinstance(one, LocalEntryNotFoundError):
+        return None  # the reason is its cause
+    if isinstance(one, GatedRepoError):
+        hint = "request access on its page, then log in with `hf auth login`"
+        return RemoteError(
+            f"{prefix}: the repository is gated, and its owner has not granted you access", hint=hint, **facts
+        )
+    if isinstance(one, RepositoryNotFoundError):
+        hint = f"check the name; for a private repository, {_LOG_IN}"
+        return RemoteError(f"{prefix}: no such repository, or you have no access to it", hint=hint, **facts)
+    if isinstance(one, RevisionNotFoundError):
+        hint = "name a branch, a tag or a commit: `hf://org/name@main`"
+        return RemoteError(f"{prefix}: the repository has no such revision", hint=hint, **facts)
+    if isinstance(one, EntryNotFoundError):
+        return RemoteError(f"{prefix}: no such file in the repository", hint="check the path on the Hub", **facts)
+    if isinstance(one, OfflineModeIsEnabled):
+        hint = "unset `HF_HUB_OFFLINE`; offline, only files in the cache can be read"
+        return RemoteError(f"{prefix}: `HF_HUB_OFFLINE` disables access to the Hub", hint=hint, **facts)
+    if isinstance(one, HFValidationError):
+        return UsageError(f"{prefix}: {_clean(str(one)).rstrip('.')}", hint="write `hf://org/name`", **facts)
     if isinstance(one, _Http.TimeoutException):
-        hint = f"{_again(doing)}, or give it longer: `CKPTTOOL_HUB_TIMEOUT=300`"
-        return RemoteError(f"{where}: the Hub does not answer within {client.timeout():g} s", hint=hint, **facts)
+        hint = f"{_again(doing)}, or with a longer time-out: `CKPTTOOL_HUB_TIMEOUT=300`"
+        return RemoteError(f"{prefix}: the Hub does not answer within {client.timeout():g} s", hint=hint, **facts)
     if isinstance(one, _Http.ConnectError):
         hint = "check the network, the proxy and `HF_ENDPOINT`; `HF_HUB_OFFLINE=1` reads from the cache"
-        return RemoteError(f"{where}: the Hub cannot be reached", hint=hint, **facts)
+        return RemoteError(f"{prefix}: the Hub cannot be reached", hint=hint, **facts)
     if isinstance(one, _Http.TransportError):
-        return RemoteError(f"{where}: the connection to the Hub broke", hint=_again(doing), **facts)
+        return RemoteError(f"{prefix}: the connection to the Hub broke", hint=_again(doing), **facts)
     return None
 
 
-def _answered(status: int, said: str | None, address: str, doing: str, facts: dict[str, Any]) -> CkptError:
-    asked = client.token() is not None
-    what, hint = {
-        401: ("the token is not valid" if asked else "there is no token", _LOG_IN),
+def _status_error(status: int, message: str | None, address: str, doing: str, facts: dict[str, Any]) -> CkptError:
+    has_token = client.token() is not None
+    reason, hint = {
+        401: ("the token is not valid" if has_token else "there is no token", _LOG_IN),
         403: (
-            "the token does not allow this" if asked else "there is no token",
+            "the token does not allow this" if has_token else "there is no token",
             "use a token with write access to the repository; `--create-pr` needs none"
             if doing == "write"
             else _LOG_IN,
         ),
-        404: ("it has no such place", "check the name and `HF_ENDPOINT`"),
-        409: ("another change is being made", _again(doing)),
+        404: ("the Hub does not have this address", "check the name and `HF_ENDPOINT`"),
+        409: ("another commit is in progress", _again(doing)),
         412: (
-            "the branch has changed since this began, and nothing was committed",
-            "look at what is there now, and run it again",
+            "the branch changed during the upload, and nothing was committed",
+            "check what the branch contains now, and run the command again",
         ),
-        413: ("a request was too large", "export into smaller files: `--max-shard-size`"),
+        413: ("a request was too large", "export smaller files with `--max-shard-size`"),
         429: ("too many requests", f"wait a few minutes and {_again(doing)}"),
     }.get(
         status,
-        ("the Hub is in trouble" if status >= 500 else "the Hub refuses", _again(doing) if status >= 500 else None),
+        (
+            "the Hub has a server error" if status >= 500 else "the Hub refused the request",
+            _again(doing) if status >= 500 else None,
+        ),
     )
-    if said:
-        what = f"{what}: {_clean(said).rstrip('.')}"
-    return RemoteError(f"`{address}`: {_did(doing)}: {what} ({status})", hint=hint, found=status, **facts)
+    if message:
+        reason = f"{reason}: {_clean(message).rstrip('.')}"
+    return RemoteError(f"`{address}`: {_failure(doing)}: {reason} ({status})", hint=hint, found=status, **facts)
 
 
 def _again(doing: str) -> str:
     if doing == "write":
-        return "run it again; what was sent is not sent a second time"
-    return "run it again; files that have arrived are not fetched a second time"
+        return "run the command again; files that were sent are not sent again"
+    return "run the command again; files in the cache are not downloaded again"
 
 
-def _did(doing: str) -> str:
+def _failure(doing: str) -> str:
     return "cannot be written" if doing == "write" else "cannot be read"
 
 
 def _clean(text: str) -> str:
-    """One line without addresses, whose queries hold signatures, and without the token."""
+    """Return a message on one line, without addresses, which may contain signatures, and without the token."""
     text = re.sub(r"https?://\S+", "...", " ".join(text.split()))
-    hidden = client.token()
-    return (text.replace(hidden, "...") if hidden else text)[:200]
+    token = client.token()
+    return (text.replace(token, "...") if token else text)[:200]

@@ -1,4 +1,4 @@
-"""What a revision of a repository holds, as the Hub lists it, and the digests by which it knows a file."""
+"""The files of a revision as the Hub lists them, and the digests by which it identifies a file."""
 
 from __future__ import annotations
 
@@ -15,81 +15,87 @@ _BLOCK = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A file of a repository: `Entry("model.safetensors", 4998203144, "2cf2…", None)`. A large one is known by the
-    SHA-256 of its bytes, a small one by what git calls its blob."""
+class RepoFile:
+    """Class for a file of a repository: `RepoFile("model.safetensors", 4998203144, "2cf2…", None)`.
+
+    The Hub identifies a large file by the SHA-256 of its bytes, a small one by its git blob hash.
+    """
 
     name: str
     size: int
     sha256: str | None
     blob: str | None
 
-    def is_same(self, made: Digests) -> bool:
-        """Whether these are the bytes of a file of ours."""
-        if self.size != made.size:
+    def matches(self, digests: Digests) -> bool:
+        """Return whether the file has these digests."""
+        if self.size != digests.size:
             return False
-        return self.sha256 == made.sha256 if self.sha256 is not None else self.blob == made.blob
+        return self.sha256 == digests.sha256 if self.sha256 is not None else self.blob == digests.blob
 
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """Size and digests of a file of ours, in both ways in which the Hub may know it."""
+    """Class for the size and the digests of a local file, in both forms that the Hub uses."""
 
     size: int
     sha256: str
     blob: str
 
 
-def digests(path: str) -> Digests:
-    """Read a file once, front to back. Raises OSError."""
+def compute_digests(path: str) -> Digests:
+    """Return the size and the digests of a local file, read once. Raises OSError."""
     size = os.path.getsize(path)
-    whole, blob = hashlib.sha256(), hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
+    sha256, blob = hashlib.sha256(), hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
     with open(path, "rb") as stream:
         while data := stream.read(_BLOCK):
-            whole.update(data)
+            sha256.update(data)
             blob.update(data)
-    return Digests(size, whole.hexdigest(), blob.hexdigest())
+    return Digests(size, sha256.hexdigest(), blob.hexdigest())
 
 
-def listed(api: HfApi, repo: str, revision: str, folder: str = "") -> dict[str, Entry]:
-    """The files below a folder of a revision, by their paths in the repository.
+def list_files(api: HfApi, repo: str, revision: str, folder: str = "") -> dict[str, RepoFile]:
+    """Return the files below a folder of a revision, by their paths in the repository.
 
-    Raises what the client raises, and CorruptError for a name that leads out of the repository.
+    Raises the exceptions of the client, and CorruptError if a path leads out of the repository.
     """
-    found: dict[str, Entry] = {}
-    for one in api.list_repo_tree(repo, folder or None, recursive=True, revision=revision):
-        if not hasattr(one, "size"):
+    files: dict[str, RepoFile] = {}
+    for item in api.list_repo_tree(repo, folder or None, recursive=True, revision=revision):
+        if not hasattr(item, "size"):
             continue
-        if any(part in ("", ".", "..") for part in one.path.split("/")) or "\0" in one.path or "\\" in one.path:
-            raise CorruptError(f"`hf://{repo}`: lists a file `{one.path}`, which is no path in a repository")
-        found[one.path] = _entry(one)
-    return found
+        if any(part in ("", ".", "..") for part in item.path.split("/")) or "\0" in item.path or "\\" in item.path:
+            raise CorruptError(
+                f"`hf://{repo}`: the Hub lists a file `{item.path}`, which is not a path in a repository"
+            )
+        files[item.path] = _repo_file(item)
+    return files
 
 
-def _entry(one: Any) -> Entry:
-    large = one.lfs
-    return Entry(one.path, large.size if large else one.size, large.sha256 if large else None, one.blob_id)
+def _repo_file(item: Any) -> RepoFile:
+    lfs = item.lfs
+    return RepoFile(item.path, lfs.size if lfs else item.size, lfs.sha256 if lfs else None, item.blob_id)
 
 
-def difference(entry: Entry | None, made: Digests) -> str | None:
-    """How what the Hub says of a file is not what was sent; None when it is the same."""
-    if entry is None:
-        return "it is not there"
-    if entry.size != made.size:
-        return f"it has {entry.size} bytes there, {made.size} here"
-    if not entry.is_same(made):
-        there = entry.sha256 or entry.blob
-        return f"its digest is {there} there, {made.sha256 if entry.sha256 else made.blob} here"
+def difference(file: RepoFile | None, digests: Digests) -> str | None:
+    """Return how a file on the Hub differs from a local file, or None if both are the same."""
+    if file is None:
+        return "the Hub does not have the file"
+    if file.size != digests.size:
+        return f"the Hub has {file.size} bytes, this machine {digests.size}"
+    if not file.matches(digests):
+        local = digests.sha256 if file.sha256 else digests.blob
+        return f"the digest is {file.sha256 or file.blob} on the Hub, {local} on this machine"
     return None
 
 
-def check(path: str, entry: Entry, address: str) -> None:
-    """Raises RemoteError for a file whose bytes are not those that the Hub lists: the client takes any body of the
-    right length."""
-    said = difference(entry, digests(path))
-    if said is not None:
+def check(path: str, file: RepoFile, address: str) -> None:
+    """Raises RemoteError if a downloaded file is not the one that the Hub lists.
+
+    The client itself accepts any response body of the right length.
+    """
+    mismatch = difference(file, compute_digests(path))
+    if mismatch is not None:
         raise RemoteError(
-            f"`{address}/{entry.name}`: what arrived is not what the Hub has: {said}",
-            hint="run it again; the copy was removed from the cache",
-            file=f"{address}/{entry.name}",
+            f"`{address}/{file.name}`: the downloaded file is not the one on the Hub: {mismatch}",
+            hint="run the command again; the copy was removed from the cache",
+            file=f"{address}/{file.name}",
         )

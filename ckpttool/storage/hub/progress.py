@@ -1,8 +1,8 @@
-"""How much of a file has gone or come while the client is at it, for a progress of our own.
+"""The progress of a transfer by the client, in bytes of the file.
 
-download       the client takes a class for its bars, whether it fetches over HTTP or over Xet
-upload, LFS    it reads a file that we open, and where it reads is how far it is
-upload, Xet    it makes bars of its own class or none, and tells nobody else: the file is there, or not yet
+download       the client accepts a class of progress bars, for HTTP and for Xet
+upload, LFS    the client reads from an open file, whose position is the progress
+upload, Xet    the client reports nothing before the file is complete
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, hf_hub_download
 from huggingface_hub.utils._runtime import is_xet_available
 
-Told = Callable[[int], None]
+Report = Callable[[int], None]
 
 
-def arriving(tell: Told) -> dict[str, Any]:
-    """Arguments for a download which make it call `tell` with the bytes of the file that are here; from any thread."""
+def download_arguments(report: Report) -> dict[str, Any]:
+    """Return arguments with which `hf_hub_download` calls `report` with the bytes received so far, from any thread."""
 
     class Bar:
-        """As much of a bar as the client asks of one. None is drawn."""
+        """Class with the methods of a progress bar that the client calls. It draws nothing."""
 
         def __init__(self, *_: Any, total: int | None = None, initial: int = 0, **__: Any) -> None:
             self.total, self.n = total, initial
-            tell(self.n)
+            report(self.n)
 
         def update(self, n: float | None = 1) -> None:
             self.n += int(n or 0)
-            tell(self.n)
+            report(self.n)
 
         def update_transfer(self, n: float | None = 1) -> None:
-            """What went over the network, which may be less than the file."""
+            """Ignore the bytes on the network, which may be fewer than those of the file."""
 
         def set_postfix_str(self, *_: Any, **__: Any) -> None:
             pass
@@ -50,18 +50,20 @@ def arriving(tell: Told) -> dict[str, Any]:
         def __exit__(self, *_: object) -> None:
             pass
 
-    # The first releases of 1.x have no such parameter.
+    # The first 1.x releases lack the parameter.
     return {"tqdm_class": Bar} if "tqdm_class" in inspect.signature(hf_hub_download).parameters else {}
 
 
 @contextmanager
-def leaving(operation: CommitOperationAdd, path: str, tell: Told) -> Iterator[None]:
-    """While the client sends the file of an operation, `tell` is called with the bytes of it that were read for that.
-    Over Xet it is not: the client would send what we open over HTTP."""
+def report_upload(operation: CommitOperationAdd, path: str, report: Report) -> Iterator[None]:
+    """Call `report` with the bytes sent so far while the client sends the file of an operation in the block.
+
+    It is not called for Xet: the client would send an open file over HTTP.
+    """
     if is_xet_available():
         yield
         return
-    with _Told(path, tell) as stream:
+    with _ReportingReader(path, report) as stream:
         operation.path_or_fileobj = stream
         try:
             yield
@@ -70,12 +72,12 @@ def leaving(operation: CommitOperationAdd, path: str, tell: Told) -> Iterator[No
                 operation.path_or_fileobj = path
 
 
-class _Told(io.BufferedReader):
-    def __init__(self, path: str, tell: Told) -> None:
+class _ReportingReader(io.BufferedReader):
+    def __init__(self, path: str, report: Report) -> None:
         super().__init__(io.FileIO(path))
-        self._told = tell
+        self._report = report
 
     def read(self, size: int | None = -1, /) -> bytes:
         data = super().read(size)
-        self._told(self.tell())
+        self._report(self.tell())
         return data

@@ -1,12 +1,12 @@
-"""Files to a repository on the Hub: made one at a time, sent, removed, and then shown to everybody in one commit.
+"""Upload of files to a repository on the Hub.
 
-    look      what is there, and may we write?
-    make      a file, and its digests; the same as the one there: nothing to send
-    send      its bytes to the store behind the repository, where nobody sees them
-    commit    all of it at once, unless somebody else has committed meanwhile
-    compare   what the Hub lists with what was made
+    prepare   list the repository and check write access
+    write     write a file to this machine and compute its digests
+    send      send its bytes to the storage of the repository, unless the digests are those of the file on the Hub
+    commit    publish all files at once, unless the branch has changed
+    verify    compare the files that the Hub lists with the local digests
 
-A file is made again when a run is repeated, to the same bytes; the store takes those that it has for sent.
+A repeated run writes each file again, with the same bytes, and the Hub does not ask for bytes that it has.
 """
 
 from __future__ import annotations
@@ -23,17 +23,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
-from huggingface_hub import errors as theirs
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
 from ckpttool.errors import RemoteError, UsageError
 from ckpttool.storage.files import check_space, failed, free_space
-from ckpttool.storage.hub import client
-from ckpttool.storage.hub import errors as failing
-from ckpttool.storage.hub import listing as contents
-from ckpttool.storage.hub import progress as watching
+from ckpttool.storage.hub import client, errors, listing
 from ckpttool.storage.hub.address import Address, parse
-from ckpttool.storage.hub.errors import speaking
-from ckpttool.storage.hub.listing import Digests, Entry
+from ckpttool.storage.hub.listing import Digests, RepoFile
+from ckpttool.storage.hub.progress import report_upload
 from ckpttool.text import some
 
 if TYPE_CHECKING:
@@ -41,17 +38,20 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]
 
-# What an earlier export may have left: files of another number of shards, or the one file that was enough.
+# Weights of an earlier export, possibly in another number of shards.
 _STALE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-_TRIES = 4
-_WAIT = 2.0  # seconds before a commit is tried again, then twice as long
-_RECENT = 20  # commits, or pull requests, among which one of ours is looked for
+_ATTEMPTS = 4
+_WAIT = 2.0  # seconds before the first retry of a commit; doubled for each further one
+_RECENT = 20  # commits or pull requests that are searched for one of an earlier attempt
 _MESSAGE = "Upload with ckpttool"
 
 
 @dataclass(slots=True)
 class SentFile:
-    """`SentFile("model.safetensors", 4998203144, "changed")`; `status` is `new`, `changed` or `unchanged`."""
+    """Class for a file of an upload: `SentFile("model.safetensors", 4998203144, "changed")`.
+
+    `status` is `new`, `changed` or `unchanged`.
+    """
 
     name: str
     size: int
@@ -60,7 +60,7 @@ class SentFile:
 
 @dataclass(slots=True)
 class Sent:
-    """What was sent to the Hub, or would be (`dry_run`)."""
+    """Class for the result of an upload, or of a dry run."""
 
     destination: str  #: address of the repository
     #: `name`, `size` and `status` (`new`, `changed`, `unchanged`) of each file
@@ -75,32 +75,41 @@ class Sent:
 
 
 def send(
-    outgoing: Sequence[Outgoing], where: str, *, private: bool = False, create_pr: bool = False,
-    message: str | None = None, stage: str | None = None, dry_run: bool = False, progress: Progress | None = None,
+    outgoing: Sequence[Outgoing],
+    destination: str,
+    *,
+    private: bool = False,
+    create_pr: bool = False,
+    message: str | None = None,
+    stage: str | None = None,
+    dry_run: bool = False,
+    progress: Progress | None = None,
     unless_there: Collection[str] = (),
-) -> Sent:  # fmt: skip
-    """Make the files and commit them to the repository at `where`, `hf://org/name[@branch][/folder]`, which is created
-    when it is not there. With `dry_run`, say what would happen; files whose size is that of the one there are made
-    for it, since only their bytes tell whether they are the same.
+) -> Sent:
+    """Write files and commit them to a repository, which is created if it does not exist.
 
-    One file is on this disk at a time, or all in `stage`, where they stay. `progress(done, total)` is in bytes that
-    went there. What `unless_there` names is not sent over a file of that name. Nothing is visible before the commit.
-    Raises RemoteError for what the Hub refuses, UsageError, StorageError, and what the files raise.
+    `destination` is `hf://org/name[@branch][/folder]`. Without `stage`, each file is removed after it was sent, so that
+    one file at a time needs local space; files in `stage` are kept. Files named in `unless_there` do not replace those
+    on the Hub. `progress(done, total)` counts bytes sent. Nothing is visible before the commit. With `dry_run`, return
+    what would be sent; a file is written only if the Hub has one of its size, since only digests can tell them apart.
+
+    Raises RemoteError for failures of the Hub, UsageError, StorageError, and the errors of `Outgoing.write`.
     """
-    sending = _Sending(parse(where), create_pr, message or _MESSAGE, progress, sum(file.size for file in outgoing))
+    size = sum(file.size for file in outgoing)
+    upload = _Upload(parse(destination), create_pr, message or _MESSAGE, progress, size)
     _check_names(outgoing)
-    sending.look(private, dry_run)
-    with _place(stage, outgoing) as folder:
+    upload.prepare(private, dry_run)
+    with _staging_directory(stage, outgoing) as folder:
         for file in outgoing:
-            sending.one(file, folder, keep=stage is not None, keep_theirs=file.name in unless_there)
-    sending.find_stale()
-    if not dry_run and (sending.operations or sending.deletions):
-        sending.commit()
-    return sending.sent
+            upload.add(file, folder, keep_local=stage is not None, keep_existing=file.name in unless_there)
+    upload.find_stale_files()
+    if not dry_run and (upload.additions or upload.deletions):
+        upload.commit()
+    return upload.sent
 
 
 @contextmanager
-def _place(stage: str | None, outgoing: Sequence[Outgoing]) -> Iterator[str]:
+def _staging_directory(stage: str | None, outgoing: Sequence[Outgoing]) -> Iterator[str]:
     if stage is None:
         folder = tempfile.mkdtemp(prefix="ckpttool-hub-")
         needed = max((file.size for file in outgoing), default=0)
@@ -108,7 +117,7 @@ def _place(stage: str | None, outgoing: Sequence[Outgoing]) -> Iterator[str]:
         folder, needed = stage, sum(file.size for file in outgoing)
         _check_stage(stage, {file.name for file in outgoing})
     try:
-        hint = "make smaller files with `--max-shard-size`, or name a larger disk in `TMPDIR`"
+        hint = "write smaller files with `--max-shard-size`, or set `TMPDIR` to a larger disk"
         check_space(folder, needed, free_space(folder), hint)
         yield folder
     finally:
@@ -117,16 +126,18 @@ def _place(stage: str | None, outgoing: Sequence[Outgoing]) -> Iterator[str]:
 
 
 def _check_stage(stage: str, names: set[str]) -> None:
-    """Raises UsageError for a folder of something else: files in it are replaced."""
+    """Raises UsageError if a staging directory contains other files."""
     try:
         os.makedirs(stage, exist_ok=True)
-        there = {p.relative_to(stage).as_posix() for p in Path(stage).rglob("*") if not p.is_dir() or p.is_symlink()}
+        names_in_stage = {
+            p.relative_to(stage).as_posix() for p in Path(stage).rglob("*") if not p.is_dir() or p.is_symlink()
+        }
     except OSError as error:
         raise failed(error, stage, "write") from None
-    others = sorted(there - names)
+    others = sorted(names_in_stage - names)
     if others:
         raise UsageError(
-            f"`--stage {stage}`: has files in it that are not sent: {some(others)}", hint="name an empty directory"
+            f"`--stage {stage}`: the directory contains other files: {some(others)}", hint="name an empty directory"
         )
 
 
@@ -134,61 +145,63 @@ def _check_names(outgoing: Sequence[Outgoing]) -> None:
     seen: set[str] = set()
     for file in outgoing:
         if file.name in seen or file.name.startswith("/") or ".." in file.name.split("/"):
-            raise UsageError(f"`{file.name}` cannot be a file of a repository, or is there twice")
+            raise UsageError(f"`{file.name}` is not a path in a repository, or occurs twice")
         seen.add(file.name)
 
 
-class _Sending:
-    """One export to one repository."""
+class _Upload:
+    """Class for one upload to one repository."""
 
     def __init__(self, address: Address, create_pr: bool, message: str, progress: Progress | None, size: int) -> None:
         self.address = address
         self.sent = Sent(str(address))
-        self.operations: list[CommitOperationAdd] = []
+        self.additions: list[CommitOperationAdd] = []
         self.deletions: list[str] = []
         self._api: HfApi = client.api()
         self._create_pr = create_pr
         self._message = message
         self._progress = progress
-        self._total, self._done, self._furthest = size, 0, 0
+        # Bytes: of all files, of those that are done, of the current one at most (a retry starts again).
+        self._total, self._done, self._current = size, 0, 0
         self._parent: str | None = None
-        self._there: dict[str, Entry] = {}
-        self._made: dict[str, Digests] = {}
+        self._repo_files: dict[str, RepoFile] = {}
+        self._digests: dict[str, Digests] = {}
 
-    def _speaking(self, name: str = "") -> Any:
-        return speaking(f"{self.address}/{name}" if name else str(self.address), "write")
+    def _translate_errors(self, name: str = "") -> Any:
+        return errors.translate_errors(f"{self.address}/{name}" if name else str(self.address), "write")
 
     def _info(self, revision: str | None) -> Any:
-        # Said here, since its own default is none.
+        # The default of the client is no time-out.
         return self._api.model_info(self.address.repo, revision=revision, timeout=client.timeout())
 
     def _path(self, name: str) -> str:
         return f"{self.address.path}/{name}" if self.address.path else name
 
-    def _step(self, nbytes: int) -> None:
+    def _file_done(self, nbytes: int) -> None:
         self._done += nbytes
-        self._furthest = 0
+        self._current = 0
         if self._progress is not None:
             self._progress(self._done, self._total)
 
-    def _within(self, nbytes: int) -> None:
-        """So much of the file in hand has gone, or has gone once before it had to be sent again."""
-        self._furthest = max(self._furthest, nbytes)
+    def _report(self, nbytes: int) -> None:
+        """Report the bytes of the current file that were sent."""
+        self._current = max(self._current, nbytes)
         if self._progress is not None:
-            self._progress(self._done + self._furthest, self._total)
+            self._progress(self._done + self._current, self._total)
 
-    # Before ----------------------------------------------------------------------------------------------------------
+    # Preparation -----------------------------------------------------------------------------------------------------
 
-    def look(self, private: bool, dry_run: bool) -> None:
-        """What the repository holds, which is created if need be, and whether we may write to it."""
+    def prepare(self, private: bool, dry_run: bool) -> None:
+        """List the repository, create it if needed, and check write access."""
         self.sent.dry_run = dry_run
         if client.token() is None:
             raise RemoteError(
                 f"`{self.address}`: cannot be written: there is no token",
-                hint="log in with `hf auth login`, or set `HF_TOKEN`", file=str(self.address),
-            )  # fmt: skip
-        with self._speaking():
-            info = self._there_or_none()
+                hint="log in with `hf auth login`, or set `HF_TOKEN`",
+                file=str(self.address),
+            )
+        with self._translate_errors():
+            info = self._find_repository()
             if info is None:
                 self.sent.created = True
                 if dry_run:
@@ -196,30 +209,30 @@ class _Sending:
                 self._create(private)
                 info = self._info(self.address.revision)
             self._parent = info.sha
-            self._there = contents.listed(self._api, self.address.repo, str(self._parent))
-            # Asks what would become of a small file, which is answered to those only who may write.
+            self._repo_files = listing.list_files(self._api, self.address.repo, str(self._parent))
+            # The Hub answers this request only for users with write access; it does not store the file.
             probe = CommitOperationAdd(path_in_repo=self._path("config.json"), path_or_fileobj=b"{}")
             self._preupload(probe)
         if private and not self.sent.created and info.private is False:
             raise UsageError(
-                f"`{self.address}` is there already, and everybody can see it; `--private` is for one that is created",
-                hint="make it private in its settings, or leave `--private` out",
+                f"`{self.address}` is public, and `--private` applies only to a repository that is created",
+                hint="make the repository private in its settings, or omit `--private`",
             )
 
-    def _there_or_none(self) -> Any:
+    def _find_repository(self) -> Any:
         try:
             return self._info(self.address.revision)
-        except theirs.RepositoryNotFoundError:
+        except RepositoryNotFoundError:
             if self.address.branch != "main":
-                raise  # a new repository has no other branch
+                raise  # a new repository has the branch main only
             return None
 
     def _create(self, private: bool) -> None:
         try:
             self._api.create_repo(self.address.repo, private=private)
-        except theirs.HfHubHTTPError as error:
-            # Somebody was faster.
-            if failing.status_of(error) != 409:
+        except HfHubHTTPError as error:
+            # The repository exists: another process created it in the meantime.
+            if errors.status_of(error) != 409:
                 raise
 
     def _preupload(self, operation: CommitOperationAdd) -> None:
@@ -227,33 +240,33 @@ class _Sending:
             self.address.repo, [operation], revision=self.address.branch, create_pr=self._create_pr, num_threads=1
         )
 
-    # Each file -------------------------------------------------------------------------------------------------------
+    # Files -----------------------------------------------------------------------------------------------------------
 
-    def one(self, file: Outgoing, folder: str, *, keep: bool, keep_theirs: bool) -> None:
-        """Make a file and send its bytes, unless the Hub has it."""
+    def add(self, file: Outgoing, folder: str, *, keep_local: bool, keep_existing: bool) -> None:
+        """Write a file and send its bytes, unless the Hub has them."""
         name = self._path(file.name)
-        there = self._there.get(name)
-        if there is not None and keep_theirs:
-            self._note(file, "unchanged")
-            self._step(file.size)
+        existing = self._repo_files.get(name)
+        if existing is not None and keep_existing:
+            self._record(file, "unchanged")
+            self._file_done(file.size)
             return
-        if self.sent.dry_run and (there is None or there.size != file.size):
-            self._note(file, "new" if there is None else "changed")
+        if self.sent.dry_run and (existing is None or existing.size != file.size):
+            self._record(file, "new" if existing is None else "changed")
             return
         path = os.path.join(folder, *file.name.split("/"))
-        made = self._make(file, path)
-        self._made[name] = made
-        if there is not None and there.is_same(made):
-            self._note(file, "unchanged")
+        digests = self._write(file, path)
+        self._digests[name] = digests
+        if existing is not None and existing.matches(digests):
+            self._record(file, "unchanged")
         else:
-            self._note(file, "new" if there is None else "changed")
+            self._record(file, "new" if existing is None else "changed")
             if not self.sent.dry_run:
-                self._send(file, name, path, made)
-        self._step(file.size)
-        if not keep:
+                self._send(file, name, path, digests.sha256)
+        self._file_done(file.size)
+        if not keep_local:
             os.unlink(path)
 
-    def _make(self, file: Outgoing, path: str) -> Digests:
+    def _write(self, file: Outgoing, path: str) -> Digests:
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             Path(path).unlink(missing_ok=True)
@@ -261,128 +274,134 @@ class _Sending:
             raise failed(error, path, "write") from None
         file.write(path)
         try:
-            made = contents.digests(path)
+            digests = listing.compute_digests(path)
         except OSError as error:
             raise failed(error, path, "write") from None
-        assert made.size == file.size, f"{file.name} was to have {file.size} bytes and has {made.size}"
-        return made
+        assert digests.size == file.size, f"{file.name}: {digests.size} bytes were written, not {file.size}"
+        return digests
 
-    def _note(self, file: Outgoing, status: str) -> None:
+    def _record(self, file: Outgoing, status: str) -> None:
         self.sent.files.append(SentFile(file.name, file.size, status))
         if status != "unchanged":
             self.sent.bytes += file.size
 
-    def _send(self, file: Outgoing, name: str, path: str, made: Digests) -> None:
-        with self._speaking(file.name):
+    def _send(self, file: Outgoing, name: str, path: str, sha256: str) -> None:
+        with self._translate_errors(file.name):
             operation = CommitOperationAdd(path_in_repo=name, path_or_fileobj=path)
             if not getattr(operation.upload_info, "is_hashed", True):
-                operation.upload_info.sha256 = bytes.fromhex(made.sha256)
-            with watching.leaving(operation, path, self._within):
+                operation.upload_info.sha256 = bytes.fromhex(sha256)
+            with report_upload(operation, path, self._report):
                 self._preupload(operation)
             if operation._should_ignore:
                 raise UsageError(
-                    f"`{self.address}`: its `.gitignore` keeps `{name}` out", hint="take the line out of `.gitignore`"
+                    f"`{self.address}`: the `.gitignore` there excludes `{name}`",
+                    hint="remove the line from `.gitignore`",
                 )
             if operation._upload_mode == "regular":
-                # Goes into the commit itself.
+                # The commit itself contains the bytes of a small file.
                 operation.path_or_fileobj = Path(path).read_bytes()
-        self.operations.append(operation)
+        self.additions.append(operation)
 
-    # The commit ------------------------------------------------------------------------------------------------------
+    # Commit ----------------------------------------------------------------------------------------------------------
 
-    def find_stale(self) -> None:
-        """Files of an earlier export that this one does not have: loaders would take both for one model."""
-        ours = {self._path(file.name) for file in self.sent.files}
-        weights = [name for name in ours if _STALE.fullmatch(name.rpartition("/")[2])]
-        for name in self._there if weights else ():
+    def find_stale_files(self) -> None:
+        """Delete weights of an earlier export in the commit: loaders would read them together with the new ones."""
+        names = {self._path(file.name) for file in self.sent.files}
+        weights = [name for name in names if _STALE.fullmatch(name.rpartition("/")[2])]
+        for name in self._repo_files if weights else ():
             folder, _, last = name.rpartition("/")
-            if folder == self.address.path and _STALE.fullmatch(last) and name not in ours:
+            if folder == self.address.path and _STALE.fullmatch(last) and name not in names:
                 self.deletions.append(name)
         self.sent.removed = sorted(self.deletions)
 
     def commit(self) -> None:
-        """Show everything at once. An answer that is lost says nothing of the commit: it is looked for."""
+        """Publish all files at once, and verify them. If a response is lost, search for the commit before a retry."""
         wait = _WAIT
-        # A pull request of an earlier run is as good as one of this.
-        done = self._made_before() if self._create_pr else None
-        for left in reversed(range(_TRIES)):
-            if done is not None:
+        # An earlier run may have created the pull request.
+        commit = self._find_commit() if self._create_pr else None
+        for attempts_left in reversed(range(_ATTEMPTS)):
+            if commit is not None:
                 break
-            with self._speaking():
+            with self._translate_errors():
                 try:
-                    done = self._commit_once()
-                except failing.CAUGHT as error:
-                    found = self._made_before() if failing.is_lost(error) else None
-                    if found is None and (not left or not failing.is_passing(error)):
+                    commit = self._create_commit()
+                except errors.CAUGHT as error:
+                    commit = self._find_commit() if errors.is_outcome_unknown(error) else None
+                    if commit is None and (not attempts_left or not errors.is_temporary(error)):
                         raise
-                    done = found
-            if done is None:
+            if commit is None:
                 time.sleep(wait)
                 wait *= 2
-        assert done is not None
-        self.sent.oid, self.sent.commit, self.sent.pull_request = done
-        self._compare()
+        assert commit is not None
+        self.sent.oid, self.sent.commit, self.sent.pull_request = commit
+        self._verify()
 
-    def _commit_once(self) -> tuple[str, str, str | None]:
+    def _create_commit(self) -> tuple[str, str, str | None]:
         info = self._api.create_commit(
             self.address.repo,
-            [*self.operations, *(CommitOperationDelete(path_in_repo=name) for name in self.deletions)],
-            commit_message=self._message, revision=self.address.branch, parent_commit=self._parent,
+            [*self.additions, *(CommitOperationDelete(path_in_repo=name) for name in self.deletions)],
+            commit_message=self._message,
+            revision=self.address.branch,
+            parent_commit=self._parent,
             create_pr=self._create_pr,
-        )  # fmt: skip
+        )
         return str(info.oid), str(info.commit_url), info.pr_url
 
-    def _made_before(self) -> tuple[str, str, str | None] | None:
-        """A commit on top of what we looked at that has our message and exactly what we made."""
+    def _find_commit(self) -> tuple[str, str, str | None] | None:
+        """Return the commit on the parent that has the message and the files of this upload, or None."""
         repo = self.address.repo
         try:
-            return self._pull_request() if self._create_pr else self._on_branch()
-        except theirs.RevisionNotFoundError:
+            return self._find_pull_request() if self._create_pr else self._find_on_branch()
+        except RevisionNotFoundError:
             return None
-        except failing.CAUGHT as error:
+        except errors.CAUGHT as error:
             raise RemoteError(
-                f"`hf://{repo}`: the Hub did not say whether the commit was made, and cannot be asked",
-                hint="run it again: if it was, nothing is different, and nothing is sent",
+                f"`hf://{repo}`: the Hub did not confirm the commit, and does not answer now",
+                hint="run the command again; if the commit exists, nothing is sent",
                 file=str(self.address),
             ) from error
 
-    def _on_branch(self) -> tuple[str, str, str | None] | None:
+    def _find_on_branch(self) -> tuple[str, str, str | None] | None:
         repo = self.address.repo
-        for one in self._api.list_repo_commits(repo, revision=self.address.branch)[:_RECENT]:
-            if one.commit_id == self._parent:
+        for commit in self._api.list_repo_commits(repo, revision=self.address.branch)[:_RECENT]:
+            if commit.commit_id == self._parent:
                 return None
-            if one.title == self._message.partition("\n")[0] and not self._differences(one.commit_id):
-                return one.commit_id, f"{self._api.endpoint}/{repo}/commit/{one.commit_id}", None
+            if commit.title == self._message.partition("\n")[0] and not self._differences(commit.commit_id):
+                return commit.commit_id, f"{self._api.endpoint}/{repo}/commit/{commit.commit_id}", None
         return None
 
-    def _pull_request(self) -> tuple[str, str, str | None] | None:
+    def _find_pull_request(self) -> tuple[str, str, str | None] | None:
         repo = self.address.repo
-        open_ones = self._api.get_repo_discussions(
+        pull_requests = self._api.get_repo_discussions(
             repo, discussion_type="pull_request", discussion_status="open", repo_type="model"
         )
-        for number, one in enumerate(open_ones):
+        for number, pull_request in enumerate(pull_requests):
             if number == _RECENT:
                 break
-            if one.title == self._message.partition("\n")[0] and not self._differences(f"refs/pr/{one.num}"):
-                oid = str(self._info(f"refs/pr/{one.num}").sha)
-                return oid, f"{self._api.endpoint}/{repo}/commit/{oid}", one.url
+            if pull_request.title == self._message.partition("\n")[0] and not self._differences(
+                f"refs/pr/{pull_request.num}"
+            ):
+                oid = str(self._info(f"refs/pr/{pull_request.num}").sha)
+                return oid, f"{self._api.endpoint}/{repo}/commit/{oid}", pull_request.url
         return None
 
     def _differences(self, revision: str) -> list[str]:
-        """In what the Hub's files at a revision are not those that were made."""
-        there = contents.listed(self._api, self.address.repo, revision)
-        found = [
-            f"`{name}`: {said}"
-            for name, made in self._made.items()
-            if (said := contents.difference(there.get(name), made)) is not None
+        """Return how the files of a revision on the Hub differ from those of this upload."""
+        repo_files = listing.list_files(self._api, self.address.repo, revision)
+        differences = [
+            f"`{name}`: {difference}"
+            for name, digests in self._digests.items()
+            if (difference := listing.difference(repo_files.get(name), digests)) is not None
         ]
-        return found + [f"`{name}`: it is there still" for name in self.deletions if name in there]
+        return differences + [f"`{name}`: was not deleted" for name in self.deletions if name in repo_files]
 
-    def _compare(self) -> None:
-        with self._speaking():
-            wrong = self._differences(str(self.sent.oid))
-        if wrong:
+    def _verify(self) -> None:
+        with self._translate_errors():
+            differences = self._differences(str(self.sent.oid))
+        if differences:
             raise RemoteError(
-                f"`{self.address}`: after the commit {self.sent.oid}, the Hub does not list what was sent: {wrong[0]}",
-                hint="run it again; until then do not load from there", file=str(self.address), found=wrong,
-            )  # fmt: skip
+                f"`{self.address}`: commit {self.sent.oid} differs from the files that were sent: {differences[0]}",
+                hint="run the command again; do not load this commit",
+                file=str(self.address),
+                found=differences,
+            )

@@ -152,7 +152,7 @@ def test_assets_that_rot_on_the_way(hub: Hub, tmp_path: Path) -> None:
     there = hub.repos["org/base"]
     large = there.commits[there.refs["main"]].files["tokenizer.model"]
     (hub.store / str(large.sha256)).write_bytes(b"u" * 300_000)
-    with pytest.raises(RemoteError, match=r"`hf://org/base/tokenizer\.model`: what arrived is not"):
+    with pytest.raises(RemoteError, match=r"`hf://org/base/tokenizer\.model`: the downloaded file is not"):
         ckpttool.export(SAMPLE, tmp_path / "out", assets="hf://org/base")
     assert not (tmp_path / "out").exists() and os.listdir(tmp_path / "tmp") == []
 
