@@ -31,7 +31,7 @@ PAGE = mmap.PAGESIZE
 
 
 def failed(error: OSError, path: str, doing: str) -> CkptError:
-    """What the operating system refused, as one of our errors. `doing` is `read` or `write`."""
+    """Return the error of `ckpttool.errors` for an OSError. `doing` is `read` or `write`."""
     reason = (error.strerror or str(error)).lower()
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StorageError(f"`{path}`: {reason}", hint="free some space, or write somewhere else", file=path)
@@ -41,13 +41,13 @@ def failed(error: OSError, path: str, doing: str) -> CkptError:
 
 
 def _remote(path: str) -> Location | None:
-    """A location that has no descriptor on this machine."""
+    """Return the location if a path is in a remote store, or None."""
     store = getattr(path, "store", None)
     return None if store is None or store.is_local else path  # type: ignore[return-value] # it has a store
 
 
 class Pool:
-    """Open file descriptors, the least recently used closed first; shared by threads.
+    """Class for a cache of open file descriptors, shared by threads; the least recently used are closed first.
 
     A descriptor in use is never closed: `take` hands it out under a count that `put_back` lowers. With `whole`, a file
     that lies in a store is fetched whole and checked before the first of its bytes is read, else only what is read.
@@ -61,15 +61,15 @@ class Pool:
         self._lock = threading.Lock()
 
     def use(self, path: str) -> _Use:
-        """The descriptor of `path` for the length of a block; what the system refuses becomes one of our errors."""
+        """Return a context manager for the descriptor of `path`. An OSError in its block becomes a `CkptError`."""
         return _Use(self, path, self._doing)
 
     def kept_open(self, path: str) -> AbstractContextManager[object]:
-        """For the length of a block, a file of this machine keeps its descriptor; one of a store has none here."""
+        """Return a context manager that keeps the descriptor of a local file open; a remote file has none."""
         return self.use(path) if _remote(path) is None else nullcontext()
 
     def take(self, path: str) -> list[int]:
-        """The descriptor of `path`, first in the list, which stays open until `put_back` gets the list."""
+        """Return the entry of `path`, its descriptor first, which stays open until `put_back` gets the entry."""
         with self._lock:
             entry = self._open.get(path)
             if entry is None:
@@ -90,7 +90,7 @@ class Pool:
                 os.close(self._open.pop(path)[0])
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
-        """Exactly `nbytes` at `offset`. Raises CorruptError when the file ends before."""
+        """Return `nbytes` bytes at `offset`. Raises CorruptError if the file ends before."""
         remote = _remote(path)
         if remote is not None:
             buffer = bytearray(nbytes)
@@ -241,7 +241,7 @@ class ScratchFile:
             raise self._failed(error) from None
 
     def close(self) -> None:
-        """Close it; it is gone when nobody else has it open."""
+        """Close the file, which removes it unless another descriptor is open."""
         self._stream.close()
 
     @staticmethod
@@ -253,12 +253,12 @@ class ScratchFile:
 
 
 def pages(nbytes: int) -> memoryview:
-    """Memory that begins with a page, `PAGE` bytes more than asked for: see `aligned`."""
+    """Return page-aligned memory of `nbytes + PAGE` bytes, for `aligned`."""
     return memoryview(mmap.mmap(-1, nbytes + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def aligned(buffer: memoryview, offset: int, nbytes: int) -> memoryview:
-    """Room in `pages` for what goes to `offset` in a file, as far from the beginning of a page as there.
+    """Return the part of `pages` for bytes at `offset` of a file, with the same offset in a page.
 
     A processor may copy several times slower where the low bits of two addresses differ by a little (1 GiB in 0.5 s
     instead of 0.1).
@@ -268,16 +268,18 @@ def aligned(buffer: memoryview, offset: int, nbytes: int) -> memoryview:
 
 
 def ends_early(path: str, found: int, expected: int) -> CorruptError:
-    """The error for a file that ends at byte `found`, where bytes up to `expected` are needed."""
+    """Return the error for a file that ends at byte `found`, before byte `expected`."""
     return CorruptError(
         f"`{path}`: ends at byte {found}, but bytes up to {expected} are needed",
         hint="the file is truncated or still being written",
-        file=path, found=found, expected=expected,
-    )  # fmt: skip
+        file=path,
+        found=found,
+        expected=expected,
+    )
 
 
 def size_of(path: str) -> int:
-    """Bytes of a regular file. Raises ReadError for anything else: a FIFO would block, a device never end."""
+    """Return the size of a regular file. Raises ReadError for others: a FIFO would block, a device never end."""
     try:
         status = os.stat(path)
     except OSError as error:
@@ -299,8 +301,10 @@ def check_name(root: str, name: str) -> None:
     try:
         os.fsencode(name)
     except UnicodeEncodeError:
-        # JSON and pickles can spell half a character, and no file is called so.
-        raise CorruptError(f"`{root}`: the index names the file {name!a:.200}, which cannot be", file=root) from None
+        # JSON and pickles can contain a lone surrogate, which no file name can.
+        raise CorruptError(
+            f"`{root}`: the index names the file {name!a:.200}, which is not a valid file name", file=root
+        ) from None
     if not name or "\0" in name or name.startswith(("/", "\\")) or ".." in parts or drive:
         raise CorruptError(
             f"`{root}`: the index names the file `{name}`, which is outside the checkpoint", file=root, found=name
@@ -308,7 +312,7 @@ def check_name(root: str, name: str) -> None:
 
 
 def inside(root: str, name: str) -> str:
-    """`root/name` for a name that an index gives. Raises CorruptError when it would leave the root."""
+    """Return `root/name` for a name in an index. Raises CorruptError if it is outside the root."""
     check_name(root, name)
     path = Path(root, name)
     real, top = os.path.realpath(path), os.path.realpath(root)
@@ -324,32 +328,32 @@ Fingerprint = dict[str, tuple[int, int, int]]
 
 
 def fingerprint(paths: Iterable[str]) -> Fingerprint:
-    """What tells a file from a later version of it: size, modification time, inode."""
-    found: Fingerprint = {}
+    """Return size, modification time and inode of each file, which differ in a later version."""
+    result: Fingerprint = {}
     for path in paths:
         if _remote(path) is not None:
-            # It is pinned to a commit.
+            # A remote file belongs to a fixed commit.
             continue
         with suppress(OSError):
-            found[path] = _mark(path)
-    return found
+            result[path] = _version(path)
+    return result
 
 
-def _mark(path: str) -> tuple[int, int, int]:
+def _version(path: str) -> tuple[int, int, int]:
     status = os.stat(path)
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def check_unchanged(before: Fingerprint) -> None:
-    """Raises ReadError when a file is not the one that was opened any more, or nobody may look."""
-    for path, mark in before.items():
+    """Raises ReadError if a file has changed or cannot be read any more."""
+    for path, version in before.items():
         try:
-            now: tuple[int, int, int] | None = _mark(path)
+            current: tuple[int, int, int] | None = _version(path)
         except FileNotFoundError:
-            now = None
+            current = None
         except OSError as error:
             raise failed(error, path, "read") from None
-        if now != mark:
+        if current != version:
             raise ReadError(
                 f"`{path}`: changed while it was being read",
                 hint="a checkpoint that is still being written cannot be converted; run this again when it is complete",
@@ -358,7 +362,7 @@ def check_unchanged(before: Fingerprint) -> None:
 
 
 def create(path: str, size: int) -> None:
-    """A new file of `size` bytes, not yet on disk. Raises StorageError when it cannot be."""
+    """Create a file of `size` bytes, without a sync. Raises StorageError."""
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -371,7 +375,7 @@ def create(path: str, size: int) -> None:
 
 
 def write_file(path: str, data: bytes) -> None:
-    """A whole small file."""
+    """Write a small new file. Raises StorageError."""
     try:
         with open(path, "xb") as stream:
             stream.write(data)
@@ -380,7 +384,7 @@ def write_file(path: str, data: bytes) -> None:
 
 
 def write_pieces(path: str, write: Callable[[Callable[[bytes], object]], None]) -> None:
-    """A whole file, on disk: `write` is given what appends to it."""
+    """Write a new file and sync it; `write` is called with a function that appends to it."""
     try:
         with open(path, "xb") as stream:
             write(stream.write)
@@ -417,7 +421,7 @@ def make_directory(path: str, *, exist_ok: bool = False) -> None:
 
 
 def resize(path: str, size: int) -> None:
-    """Cut a file, or lengthen it with a hole."""
+    """Truncate a file, or extend it with a hole."""
     try:
         os.truncate(path, size)
     except OSError as error:
@@ -425,7 +429,7 @@ def resize(path: str, size: int) -> None:
 
 
 def sync(path: str) -> None:
-    """Bytes of a file, or entries of a directory, to disk."""
+    """Sync the bytes of a file or the entries of a directory to disk."""
     try:
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -438,7 +442,7 @@ def sync(path: str) -> None:
 
 @lru_cache(1)
 def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
-    """The system's function of this name; only Linux has it."""
+    """Return the system call of this name, or None; only Linux has it."""
     try:
         import ctypes
 
@@ -453,8 +457,10 @@ _WRITE = 2  # of sync_file_range: start, and wait for nothing
 
 
 def start_writing(fd: int) -> None:
-    """Send what was written to a file on its way to the disk. A later `sync` says whether it arrived: an `fsync` here
-    would also end the file system's transaction, and whoever writes next would wait for that."""
+    """Start to write the dirty pages of a file to disk, without waiting; a later `sync` reports failures.
+
+    An `fsync` would also end the transaction of the file system, which delays the next write.
+    """
     function = _sync_file_range()
     if function is None:
         os.fsync(fd)
@@ -463,7 +469,7 @@ def start_writing(fd: int) -> None:
 
 
 def sync_tree(path: str) -> None:
-    """Everything below `path`, and `path` itself, to disk."""
+    """Sync `path` and everything below it to disk."""
     for folder, _, names in os.walk(path):
         for name in names:
             sync(os.path.join(folder, name))
@@ -485,7 +491,7 @@ def no_space(needed: int, free: int) -> str:
 
 
 def free_space(path: str) -> int:
-    """Bytes free where `path` would be made."""
+    """Return the free bytes of the disk on which `path` is or would be created."""
     folder = Path(path).absolute()
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -496,7 +502,7 @@ def free_space(path: str) -> int:
 
 
 def partial_name(dst: str, mark: str = "partial") -> str:
-    """Where a destination is made before it is renamed: `.out.partial-4242` beside `out`.
+    """Return the path at which a destination is written before it is renamed: `.out.partial-4242` beside `out`.
 
     The number is the thread's, which for a program of one thread is that of the process on Linux: two threads may
     convert into one DST, as two processes may.
@@ -506,7 +512,7 @@ def partial_name(dst: str, mark: str = "partial") -> str:
 
 
 def remove(path: str) -> None:
-    """A file or a whole directory, if it is there."""
+    """Remove a file or a directory tree, if it exists."""
     if Path(path).is_dir() and not Path(path).is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -516,22 +522,22 @@ def remove(path: str) -> None:
 
 # Directories ----------------------------------------------------------------------------------------------------------
 
-# The index of DCP before it gets its name and the one before it, our staging directories, downloads of the Hub.
+# Files of an interrupted save: the temporary and backup index of DCP, staging directories, partial downloads.
 REMAINS = re.compile(r".*\.metadata\.(tmp|bck)|\..*\.(partial|old)-\d+|.*\.(tmp|incomplete|part)")
 
 
 def all_below(root: str) -> list[str]:
-    """Names relative to `root`, sorted; links to directories are not followed. Raises ReadError."""
-    found: list[str] = []
+    """Return the files below `root`, relative to it, sorted; without those of linked directories. Raises ReadError."""
+    result: list[str] = []
 
     def refuse(error: OSError) -> None:
         raise failed(error, root, "read")
 
     for folder, folders, names in os.walk(root, onerror=refuse):
         folders[:] = sorted(name for name in folders if not REMAINS.fullmatch(name))
-        found += [
+        result += [
             os.path.relpath(os.path.join(folder, name), root)
             for name in sorted(names)
             if not REMAINS.fullmatch(name) and os.path.isfile(os.path.join(folder, name))
         ]
-    return found
+    return result

@@ -15,7 +15,7 @@ from ckpttool.storage.stores import Entry, Stat, Store, is_remote
 
 
 class LocalStore(Store):
-    """Files as the operating system has them."""
+    """Class for the store of local files."""
 
     is_local = True
 
@@ -25,8 +25,8 @@ class LocalStore(Store):
         return Stat(status.st_size, "file" if stat.S_ISREG(mode) else "dir" if stat.S_ISDIR(mode) else "other")
 
     def entries(self, name: str) -> list[Entry]:
-        with os.scandir(name) as found:
-            return sorted(Entry(entry.name, entry.is_dir()) for entry in found)
+        with os.scandir(name) as entries:
+            return sorted(Entry(entry.name, entry.is_dir()) for entry in entries)
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
         descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
@@ -64,13 +64,13 @@ class LocalStore(Store):
 
 
 def check_free(dst: str, *, overwrite: bool, is_file: bool) -> None:
-    """Raises UsageError or OverwriteError when `dst` cannot be made."""
+    """Raises UsageError or OverwriteError if `dst` cannot be created."""
     path = Path(dst)
     if is_remote(dst):
         raise UsageError(f"`{dst}` is not on this machine", hint=f"`ckpttool export SRC {dst}` writes there")
     if not dst or os.path.basename(os.path.normpath(dst)) in ("", ".", ".."):
-        said = f"`{dst}` cannot be replaced" if dst else "the destination has no name"
-        raise UsageError(said, hint="name a file or a directory that is to be made")
+        message = f"`{dst}` cannot be replaced" if dst else "the destination has no name"
+        raise UsageError(message, hint="name a new file or directory")
     if is_file and (dst.endswith("/") or path.is_dir()):
         raise UsageError(
             f"`{dst}` is a directory, but this format writes one file",

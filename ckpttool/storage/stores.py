@@ -3,7 +3,7 @@
     locate("/data/run/step-100")             a file or a directory of this machine
     locate("hf://org/name@main/step-100")    the same on the Hub, whose files are fetched as they are read
 
-A `Location` is what the user typed together with the store that it is in. Formats, producers and operations pass it on,
+A `Location` is the path or address that the user typed, with its store. Formats, producers and operations pass it on,
 ask it for others (`location / "model.safetensors"`) and read through it. A string that is no `Location` is a path of
 this machine.
 """
@@ -35,21 +35,21 @@ _SCHEME = re.compile(r"([a-z][a-z0-9]*)://")
 
 
 class Entry(NamedTuple):
-    """A name in a directory: `Entry("step-100", is_dir=True)`. Links are followed."""
+    """Class for an entry of a directory: `Entry("step-100", is_dir=True)`. Links are followed."""
 
     name: str
     is_dir: bool
 
 
 class Stat(NamedTuple):
-    """What a store knows of a name: `Stat(4096, "file")`. `kind` is `file`, `dir` or `other` (a pipe, a device)."""
+    """Class for size and kind of a file: `Stat(4096, "file")`. `kind` is `file`, `dir` or `other` (a pipe, ...)."""
 
     size: int
     kind: str
 
 
 class Store:
-    """A place for checkpoints. Names are relative to its root, with `/`; `""` is the root itself.
+    """Base class of stores. Names are relative to its root, with `/`; `""` is the root itself.
 
     A store defines `stat`, `entries` and `read_into`; the rest has defaults in terms of these. All of them are
     thread-safe, and raise OSError or an error of `ckpttool.errors`.
@@ -59,7 +59,7 @@ class Store:
     """The address of the root as users type it; empty for the local store, whose names are paths."""
     is_local = False
     has_digests = False
-    """Whether `fetch` compares a file with a digest that the store has of it."""
+    """Whether `fetch` compares a file with a digest of the store."""
 
     def locate(self, address: str) -> Location:
         """Return the location of an address of this store."""
@@ -116,22 +116,22 @@ class Store:
 
     def below(self, name: str) -> list[str]:
         """Return the names of all files below a directory, relative to it, without what an interrupted save left."""
-        found = []
+        result = []
         for entry in self.entries(name):
             if files.REMAINS.fullmatch(entry.name):
                 continue
             if entry.is_dir:
-                found += [f"{entry.name}/{inner}" for inner in self.below(posixpath.join(name, entry.name))]
+                result += [f"{entry.name}/{inner}" for inner in self.below(posixpath.join(name, entry.name))]
             else:
-                found.append(entry.name)
-        return found
+                result.append(entry.name)
+        return result
 
     def put(self, name: str, write: Callable[[Callable[[bytes], object]], None]) -> None:
-        """Make a whole new file; `write` is called with a function that appends to it."""
+        """Write a new file; `write` is called with a function that appends to it."""
         raise NotImplementedError
 
     def remove(self, name: str) -> None:
-        """Remove a file or a directory, if it is there."""
+        """Remove a file or a directory, if it exists."""
         raise NotImplementedError
 
     def real(self, name: str) -> str:
@@ -139,7 +139,7 @@ class Store:
         return name
 
     def close(self) -> None:
-        """Remove what was kept on this machine for the store alone."""
+        """Remove the temporary files of the store."""
 
 
 class Location(str):
@@ -202,27 +202,27 @@ class Location(str):
         return Location(os.path.dirname(self), self.store)
 
     def absolute(self) -> Location:
-        """The same with all directories above it."""
+        """Return the absolute location."""
         return self if self.store.root else Location(os.path.abspath(self), self.store)
 
     def real(self) -> Location:
-        """The same without links."""
+        """Return the location with its links resolved."""
         return self if self.store.root else Location(self.store.real(self), self.store)
 
     def relative_to(self, folder: str) -> str:
-        """The name below a directory of the same store."""
+        """Return the name relative to a directory of the same store."""
         return os.path.relpath(self, folder or ".") if not self.store.root else posixpath.relpath(self, folder)
 
     def is_below(self, folder: str) -> bool:
-        """Whether this is a directory of the same store, or something in it, by the names alone."""
+        """Return whether the location is `folder` or below it, by the names alone."""
         return self == folder or self.startswith(folder.rstrip("/") + "/")
 
     def escaped(self) -> Location:
-        """The pattern that matches just this."""
+        """Return the pattern that matches this location only."""
         return Location(glob.escape(self), self.store)
 
     def inside(self, name: str) -> Location:
-        """The location of a name that an index gives. Raises CorruptError when it leaves this directory."""
+        """Return the location of a name in an index. Raises CorruptError if it is outside this directory."""
         if self.store.is_local:
             return Location(files.inside(self, name), self.store)
         files.check_name(self, name)
@@ -237,29 +237,29 @@ class Location(str):
             return ""
 
     def exists(self) -> bool:
-        """Whether something has this name; a link to nothing has none."""
+        """Return whether the location exists; a broken link does not."""
         return bool(self._kind())
 
     def is_dir(self) -> bool:
-        """Whether this is a directory."""
+        """Return whether this is a directory."""
         return self._kind() == "dir"
 
     def is_file(self) -> bool:
-        """Whether this is a regular file."""
+        """Return whether this is a regular file."""
         return self._kind() == "file"
 
     def is_link(self) -> bool:
-        """Whether this is a symbolic link, to something or to nothing."""
+        """Return whether this is a symbolic link, broken or not."""
         return self.store.is_local and os.path.islink(self)
 
     def is_pattern(self) -> bool:
-        """Whether this is a glob pattern and not the name of a file."""
+        """Return whether this is a glob pattern and not the name of a file."""
         return glob.has_magic(self) and not self.exists() and not self.is_link()
 
     # Contents --------------------------------------------------------------------------------------------------------
 
     def size(self) -> int:
-        """Bytes of a regular file. Raises ReadError for anything else: a FIFO would block, a device never end."""
+        """Return the size of a regular file. Raises ReadError for others: a FIFO would block, a device never end."""
         stat = self._ask(self.store.stat)
         if stat.kind != "file":
             what = "a directory" if stat.kind == "dir" else "a pipe or a device"
@@ -267,7 +267,7 @@ class Location(str):
         return stat.size
 
     def kind(self) -> str:
-        """`file`, `dir` or `other`. Raises ReadError when nothing is there, or it may not be looked at."""
+        """Return `file`, `dir` or `other`. Raises ReadError if the location does not exist or access is denied."""
         return self._ask(self.store.stat).kind
 
     def check_readable(self) -> None:
@@ -275,30 +275,30 @@ class Location(str):
         self._ask(self.store.check_readable)
 
     def entries(self) -> list[Entry]:
-        """The entries of a directory, sorted by name."""
+        """Return the entries of a directory, sorted by name."""
         return self._ask(self.store.entries)
 
     def names(self) -> list[str]:
-        """The names in a directory, sorted."""
+        """Return the names in a directory, sorted."""
         return [entry.name for entry in self.entries()]
 
     def sizes(self) -> dict[str, int]:
-        """The sizes of the regular files in a directory; links are left out."""
+        """Return the sizes of the regular files in a directory; links are left out."""
         return self._ask(self.store.sizes)
 
     def below(self) -> list[str]:
-        """The names of all files below this directory, relative to it, without what an interrupted save left."""
+        """Return the names of all files below this directory, relative to it, without what an interrupted save left."""
         return self._ask(self.store.below)
 
     def matches(self) -> list[Location]:
-        """What matches this pattern, sorted."""
+        """Return the locations that match this pattern, sorted."""
         root = self.store.root
         names = self._ask(self.store.glob)
         return [Location(f"{root}/{name}" if root else name, self.store) for name in names]
 
     @contextmanager
     def open(self) -> Iterator[BinaryIO]:
-        """Open a whole file as a binary stream for a block. What reading raises in it becomes a ReadError."""
+        """Open a file as a binary stream for a block. An OSError in the block becomes a ReadError."""
         with self._ask(self.store.open) as stream:
             try:
                 yield stream
@@ -312,7 +312,7 @@ class Location(str):
                 yield block
 
     def read(self, offset: int = 0, nbytes: int | None = None) -> bytes:
-        """Exactly these bytes, or the whole file. Raises CorruptError when the file ends before."""
+        """Return a range of a file, or the whole file. Raises CorruptError if the file ends before."""
         if nbytes is None:
             with self.open() as stream:
                 return stream.read()
@@ -321,7 +321,7 @@ class Location(str):
         return bytes(data)
 
     def head(self, nbytes: int) -> bytes:
-        """The first bytes of a file, fewer when it ends before."""
+        """Return the first bytes of a file, fewer if it is shorter."""
         data = bytearray(min(nbytes, self.size()))
         done = 0
         while done < len(data):
@@ -349,11 +349,11 @@ class Location(str):
         self._ask(self.store.fetch)
 
     def put(self, write: Callable[[Callable[[bytes], object]], None]) -> None:
-        """Make a whole new file; `write` is called with a function that appends to it. Raises StorageError."""
+        """Write a new file; `write` is called with a function that appends to it. Raises StorageError."""
         self.store.put(self.key, write)
 
     def remove(self) -> None:
-        """Remove a file or a directory, if it is there."""
+        """Remove a file or a directory, if it exists."""
         self.store.remove(self.key)
 
     def _ask(self, question: Callable[[str], T]) -> T:
@@ -362,9 +362,9 @@ class Location(str):
         except OSError as error:
             raise failed(error, self, "read") from None
         except ValueError:
-            raise ReadError(f"{str(self)!r}: no path has a zero byte in it", file=self) from None
+            raise ReadError(f"{str(self)!r}: a path cannot contain a null byte", file=self) from None
         except CkptError as error:
-            # A disk that is full here, say, is not the fault of the file.
+            # The failure may be of this machine, such as a full disk, rather than of the file.
             if not self.store.is_local and not isinstance(error, CorruptError):
                 error.facts["fetching"] = True
             raise
@@ -377,7 +377,7 @@ def _local() -> Store:
 
 
 def is_remote(path: str) -> bool:
-    """Whether a path has the scheme of a store."""
+    """Return whether a path has the scheme of a store."""
     scheme = _SCHEME.match(path)
     return scheme is not None and scheme[1] in STORES
 
@@ -402,17 +402,17 @@ def local_path(path: str) -> Location:
 
 
 def remote_module(address: str) -> ModuleType:
-    """The module of the store of an address: its `send` makes files there."""
+    """Return the module of the store of an address, whose `send` uploads files."""
     return importlib.import_module(STORES[address.partition("://")[0]])
 
 
 def escape(name: str) -> str:
-    """The pattern that matches just this name."""
+    """Return the pattern that matches this name only."""
     return glob.escape(name)
 
 
 def has_digest(path: str) -> bool:
-    """Whether a file that is read whole is compared with a digest that its store has of it."""
+    """Return whether a file that is read whole is compared with a digest that its store has of it."""
     return isinstance(path, Location) and path.store.has_digests
 
 
@@ -420,7 +420,7 @@ Progress = Callable[[int, int], None]
 
 
 def with_fetching(progress: Progress | None, paths: Iterable[str]) -> Progress | None:
-    """Return a progress that also counts the bytes of those files that have to be fetched first."""
+    """Return a progress callback that also counts the bytes that have to be fetched."""
     fetching = [(path, path.store.missing(path.key)) for path in paths if isinstance(path, Location)]
     missing = [(path, nbytes) for path, nbytes in fetching if nbytes]
     if progress is None or not missing:
@@ -436,7 +436,7 @@ def with_fetching(progress: Progress | None, paths: Iterable[str]) -> Progress |
 
 @dataclass(frozen=True)
 class Outgoing:
-    """One file of the repository: `Outgoing("model-00001-of-00004.safetensors", 4998203144, write)`.
+    """Class for a file to upload: `Outgoing("model-00001-of-00004.safetensors", 4998203144, write)`.
 
     `name` is its path in the repository, with `/`; `size` its exact bytes. `write(path)` makes it at a local path that
     does not exist yet; called again, it makes the same bytes. It raises the errors of `ckpttool.errors`.

@@ -152,7 +152,7 @@ for name, make, pattern in (
     ("a URL", indexed(put("w", relative_path="s3://bucket/__0_0.distcp")), OUT),
     ("a path that climbs", indexed(put("w", relative_path="a/b/../../../outside.distcp")), OUT),
     ("a path with a zero", indexed(put("w", relative_path="__0_0.distcp\0")), OUT),
-    ("a path of half a character", indexed(put("w", relative_path="\ud800")), r"ud800', which cannot be"),
+    ("a path of half a character", indexed(put("w", relative_path="\ud800")), r"ud800', which is not a valid file name"),
     ("a path that is a number", indexed(put("w", relative_path=7)), r"`\.metadata`: `lr`: its file is not a path: int, not a string"),
     ("a path that is a list", indexed(put("w", relative_path=["x"])), r"`\.metadata`: `lr`: its file is not a path: list, not a string"),
     ("a link out", directory(lambda p: (p / "__0_0.distcp").unlink(), lambda p: (p / "__0_0.distcp").symlink_to("../outside.distcp")), LINK),
