@@ -49,7 +49,9 @@ class Itemised(Protocol):
 class Sink(Protocol):
     """A checkpoint of full size whose payloads are still empty, lying at the staging path given to `create`.
 
-    Every chunk of `catalogue` has its final extent; an extent with a `record` wants that record's CRC at `finish`.
+    `catalogue` has the entries under the names that a reader of the result finds, each tensor with the `origin` of the
+    planned one, and its chunks at their final extents; an extent with a `record` wants that record's CRC at `finish`.
+    A tensor with an `alias` shares the extents of another and is not filled; one without is, even if it was tied.
     """
 
     catalogue: Catalogue
@@ -106,10 +108,18 @@ class Opener(Protocol):
 class Format:
     """A row of the table of formats, e.g. `Format("dcp", "torch.distributed.checkpoint directory", ...)`.
 
-    `create(path, laid, options)` gets a path that does not exist yet: a file if `is_file(path as the user typed it)`,
-    else a directory, and a catalogue whose chunks say which rank holds them (all 0 unless `chunked`).
-    `losses` says what of a catalogue it could not hold. Formats that are only read have no `create`. `to` is what
-    `--to` calls the format when that is not its name; `even` says that its chunks are always those that FSDP makes.
+    `recognise(location)` must be cheap and raise nothing; the first row of the table that recognises a location opens
+    it, so a format of a directory must not claim directories of others. `open(location, options)` returns a source
+    whose `catalogue.format` is `name`.
+
+    `create(path, planned, options)` gets a path that does not exist yet: a file if `is_file(path as the user typed
+    it)`, else a directory, and a catalogue whose chunks have the rank that holds them (all 0 unless `chunked`). It
+    returns a `Sink`. `losses` lists the entries of a catalogue that the format cannot hold; formats that are only read
+    have no `create`.
+
+    `suffixes` are those of a DST in this format, `data_suffixes` those of other files that hold its tensors; `splits`
+    says that files are split by `max_shard_size`, `even` that chunks are always those of FSDP. `to` is what `--to`
+    calls the format if that is not its name.
     """
 
     name: str
@@ -122,6 +132,7 @@ class Format:
     chunked: bool = False
     splits: bool = False  # by `max_shard_size`
     suffixes: tuple[str, ...] = ()
+    data_suffixes: tuple[str, ...] = ()
     to: str | None = None
     even: bool = False
 

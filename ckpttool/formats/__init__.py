@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from ckpttool.catalogue.protocols import Format
 from ckpttool.errors import UsageError
 from ckpttool.formats import dcp, rankfiles, safetensors, torchsave
@@ -9,6 +11,10 @@ from ckpttool.text import meant
 
 # Rank files are torch.save files too, and recognised by more than that: they come first.
 FORMATS: tuple[Format, ...] = (dcp.FORMAT, safetensors.FORMAT, rankfiles.FORMAT, torchsave.FORMAT)
+DATA_FILE = re.compile(
+    ".*(" + "|".join(re.escape(s) for row in FORMATS for s in row.suffixes + row.data_suffixes) + ")"
+)
+"""Names of files that hold tensors in one of the formats."""
 
 
 def named(name: str) -> Format:
@@ -17,8 +23,8 @@ def named(name: str) -> Format:
         if name in (row.name, row.target):
             return row
     names = [row.target for row in FORMATS]
-    told = next((row.target for row in FORMATS if f".{name.lstrip('.')}" in row.suffixes), name)
-    hint = meant(told, names, f"the formats are {', '.join(f'`{n}`' for n in names)}")
+    meant_by_suffix = next((row.target for row in FORMATS if f".{name.lstrip('.')}" in row.suffixes), name)
+    hint = meant(meant_by_suffix, names, f"the formats are {', '.join(f'`{n}`' for n in names)}")
     raise UsageError(f"there is no format `{name}`", hint=hint)
 
 

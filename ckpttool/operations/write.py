@@ -203,7 +203,19 @@ class Write:
         assert self.target.create is not None
         sink = self.target.create(partial, self.planned.catalogue, self.planned.options)
         self.result.bytes += sum(tensor.nbytes for tensor in sink.catalogue.replicas)
+        self._note_untied(sink)
         return sink
+
+    def _note_untied(self, sink: Sink) -> None:
+        """Count the tied tensors that the format stores separately, such as one whose name safetensors reserves."""
+        separate = {t.origin.path for t in sink.catalogue.tensors if t.origin is not None and t.alias is None}
+        tied = [t for t in self.planned.catalogue.tensors if t.alias is not None and t.origin is not None]
+        untied = [t for t in tied if t.origin is not None and t.origin.path in separate]
+        if untied:
+            names = {t.name for t in untied}
+            self.result.ties = [tie for tie in self.result.ties if tie[0] not in names]
+            self.result.bytes += sum(t.nbytes for t in untied)
+            self.result.notes.append(f"stored separately, not tied: {some([*names])}")
 
     def _journal(self, stage: staging.Stage, sink: Sink) -> journal.Journal:
         before = self.opened.before

@@ -21,7 +21,7 @@ from ckpttool.storage.stores import Location, escape, local_path
 from ckpttool.text import some
 
 _FILE = re.compile(r".*\.(ckpt|pt|pth|bin|safetensors)")
-_DATA = re.compile(r".*\.(distcp|safetensors|pt|pth|bin|ckpt|pkl)")
+_DATA = re.compile(rf"{formats.DATA_FILE.pattern}|.*\.pkl")
 _POINTERS = re.compile(
     r"latest|latest\.txt|last_checkpoint|latest_checkpointed_iteration\.txt|latest_checkpoint.*|.*\.symlink"
     r"|last_checkpoint\.rank_0"

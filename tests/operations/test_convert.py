@@ -166,6 +166,16 @@ def test_tensors_and_exclude(tmp_path: Path) -> None:
         converted(tmp_path, only=["model"], exclude=["*"])
 
 
+def test_a_tie_that_the_format_does_not_keep_is_counted_and_said(tmp_path: Path) -> None:
+    """safetensors reserves the name `format` in the metadata that lists second names of tied tensors."""
+    weight = torch.arange(6.0)
+    torch.save({"a": weight, "format": weight}, tmp_path / "tied.pt")
+    result = ckpttool.convert(tmp_path / "tied.pt", tmp_path / "tied.safetensors")
+    assert (result.ties, result.bytes, result.checked + result.unchecked) == ([], 48, 48)
+    assert result.notes == ["stored separately, not tied: `format`"]
+    assert safetensors.torch.load_file(tmp_path / "tied.safetensors").keys() == {"a", "format"}
+
+
 def test_tied_tensors_stay_tied_and_outlive_each_other(tmp_path: Path) -> None:
     found = converted(tmp_path, only=["model"])
     assert found["embed.weight"].data_ptr() == found["lm_head.weight"].data_ptr()

@@ -52,4 +52,5 @@ FORMAT = Format(
     create=_create,
     losses=_losses,
     chunked=True,
+    data_suffixes=(".distcp",),
 )

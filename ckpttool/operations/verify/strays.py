@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.errors import CkptError
+from ckpttool.formats import DATA_FILE
 from ckpttool.operations.verify.findings import DAMAGE, SUSPECT, Finding
 from ckpttool.storage.files import REMAINS
 from ckpttool.storage.stores import Location, locate
@@ -14,7 +15,6 @@ from ckpttool.storage.stores import Location, locate
 _DISTCP = re.compile(r"__(\d+)_\d+\.distcp")
 _OF_RANK = re.compile(r"__(\d+)\.metadata")
 _INDEX = re.compile(r"\.metadata|__\d+\.metadata|.*\.safetensors\.index\.json|ckpttool\.json")
-_DATA = re.compile(r".*\.(distcp|safetensors|pt|pth|bin|ckpt)")
 
 _HINT = "`ckpttool repair` writes a copy without it"
 
@@ -53,7 +53,7 @@ def _in(folder: Location, root: Location, listed: set[Location], world: int | No
             continue
         if REMAINS.fullmatch(name):
             yield stray("remains", "left by a save that stopped")
-        elif world is not None and _DATA.fullmatch(name) and location.is_file():
+        elif world is not None and DATA_FILE.fullmatch(name) and location.is_file():
             size, ranked = location.size(), _DISTCP.fullmatch(name)
             if not size:
                 yield stray("remains", "empty, as a save leaves it that stopped")
