@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import shutil
 import subprocess
 import sys
 import time
@@ -51,17 +54,22 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """The folder of all cases for a number of ranks."""
-    done: dict[int, Path] = {}
+    """The folder of all cases for a number of ranks, made once for all workers of pytest-xdist."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
     def run(world: int) -> Path:
-        if world not in done:
-            folder = tmp_path_factory.mktemp(f"flat{world}")
-            command = [sys.executable, str(HERE / "save_flat_on_ranks.py"), str(folder), str(world)]
-            told = subprocess.run(command, capture_output=True, text=True, timeout=900)
-            assert told.returncode == 0, told.stderr[-4000:]
-            done[world] = folder
-        return done[world]
+        folder, done = shared / f"flat-{world}", shared / f"flat-{world}.done"
+        with open(shared / f"flat-{world}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # somebody failed in the middle of it
+                folder.mkdir()
+                command = [sys.executable, str(HERE / "save_flat_on_ranks.py"), str(folder), str(world)]
+                result = subprocess.run(command, capture_output=True, text=True, timeout=900)
+                assert result.returncode == 0, result.stderr[-4000:]
+                done.touch()
+        return folder
 
     return run
 

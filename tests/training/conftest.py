@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
-from support.torchrun import Verdicts, torchrun
+from support.torchrun import Verdicts, forked, torchrun
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +25,8 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Verdicts:
                 told = done.with_suffix(".cases")
                 told.write_text(json.dumps(cases))
                 found = done.with_suffix(".found")
-                said = torchrun(world, Path(__file__).parent / "on_ranks" / "run.py", told, found, *options)
+                start = torchrun if "accelerator" in options else forked
+                said = start(world, Path(__file__).parent / "on_ranks" / "run.py", told, found, *options)
                 verdict = json.loads(found.read_text()) if found.exists() else {}
                 for case in cases:
                     verdict.setdefault(" ".join(case), f"the ranks ended before they came to this case:\n{said}")
