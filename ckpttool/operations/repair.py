@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from ckpttool.errors import CorruptError, OverwriteError, ReadError, UsageError
 from ckpttool.formats.dcp import rebuild_index
-from ckpttool.operations import manifest as manifests
+from ckpttool.operations import manifest
 from ckpttool.operations.arguments import check_apart
 from ckpttool.operations.verify import Report, verify
 from ckpttool.storage import files, local
@@ -161,7 +161,7 @@ def _remains(root: Location, below: str = "") -> list[str]:
 def _same(one: Location, other: Location) -> bool:
     if one.size() != other.size():
         return False
-    a, b = (manifests.of_files(path.parent, [path.name], 1, Work())[path.name] for path in (one, other))
+    a, b = (manifest.of_files(path.parent, [path.name], 1, Work())[path.name] for path in (one, other))
     return a == b
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.protocols import NO_HINTS, Format, OpenOptions, Source
 from ckpttool.errors import UsageError
-from ckpttool.layout.optimizer import model_order as order
-from ckpttool.layout.optimizer import respell
+from ckpttool.layout.optimizer import model_order, respell
 from ckpttool.producers import PRODUCERS, reader
 from ckpttool.producers.components import Producer, WritableLayout
 from ckpttool.producers.directory import Directory
@@ -47,7 +46,9 @@ def _producer_of(layout: WritableLayout) -> Producer:
 
 def spell_optimizers(layout: WritableLayout, catalogue: Catalogue, source: Catalogue) -> Catalogue:
     """The catalogue with optimizer state keyed as the framework keys it. Pure."""
-    return order.numbered(catalogue, source) if layout.ordered else respell.respell(catalogue, layout.keys, source)
+    if layout.ordered:
+        return model_order.numbered(catalogue, source)
+    return respell.respell(catalogue, layout.keys, source)
 
 
 def as_format(layout: WritableLayout, output: OutputLayout | None = None) -> Format:

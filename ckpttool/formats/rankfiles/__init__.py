@@ -22,9 +22,9 @@ from ckpttool.catalogue.protocols import NO_HINTS, Format, Loss, OpenOptions, Si
 
 def recognise(path: str) -> bool:
     """Whether these are rank files, or this is one."""
-    from ckpttool.formats.rankfiles import discover as sets
+    from ckpttool.formats.rankfiles import discover
 
-    return sets.recognise(path)
+    return discover.recognise(path)
 
 
 def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
@@ -32,22 +32,21 @@ def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
 
     Raises ReadError when there are several, CorruptError for a file that is not whole.
     """
-    from ckpttool.formats.rankfiles import discover as sets
-    from ckpttool.formats.rankfiles import reader as opening
+    from ckpttool.formats.rankfiles import discover, reader
 
-    return opening.open_set(sets.find(path), options)
+    return reader.open_set(discover.find(path), options)
 
 
-def _create(path: str, laid: Catalogue, options: SinkOptions) -> Sink:
-    from ckpttool.formats.rankfiles import writer as sink
+def _create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
+    from ckpttool.formats.rankfiles import writer
 
-    return sink.create(path, laid, options)
+    return writer.create(path, planned, options)
 
 
 def _losses(catalogue: Catalogue, path: str) -> list[Loss]:
-    from ckpttool.formats.rankfiles import writer as sink
+    from ckpttool.formats.rankfiles import writer
 
-    return sink.losses(catalogue, path)
+    return writer.losses(catalogue, path)
 
 
 FORMAT = Format(

@@ -24,7 +24,7 @@ from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.formats.rankfiles.compare import CopyComparer, MixedSaves, same_value
 from ckpttool.formats.rankfiles.rank_file import RankFile
-from ckpttool.serialization import torch_tree as torchtree
+from ckpttool.serialization import torch_tree
 from ckpttool.serialization.dtensor import Shard
 from ckpttool.storage import files
 from ckpttool.text import some
@@ -47,7 +47,7 @@ class RankState:
     def fill(self) -> None:
         """Add the entries of the trees."""
         for root, file in self.files.items():
-            torchtree.fill(self.read, file.tree, file.place, root, shards=self.shards)
+            torch_tree.fill(self.read, file.tree, file.place, root, shards=self.shards)
             self.read.warnings += file.warnings
 
     def file_of(self, path: Path) -> RankFile:
@@ -57,7 +57,7 @@ class RankState:
     def under(self, unit: Path, *, at: Path) -> Catalogue:
         """Return the subtree at `unit` as entries at another path."""
         catalogue = Catalogue("rankfiles")
-        torchtree.fill(catalogue, self.node(unit), self.file_of(unit).place, at)
+        torch_tree.fill(catalogue, self.node(unit), self.file_of(unit).place, at)
         return catalogue
 
     def node(self, path: Path) -> Any:

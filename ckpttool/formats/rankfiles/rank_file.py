@@ -12,16 +12,10 @@ from ckpttool.catalogue.entries import Extent
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.serialization import (
-    dtensor as sharded,
-)
-from ckpttool.serialization import (
-    torch_legacy as torchlegacy,
-)
-from ckpttool.serialization import (
-    torch_module as torchmodule,
-)
-from ckpttool.serialization import (
-    torch_zip as torchzip,
+    dtensor,
+    torch_legacy,
+    torch_module,
+    torch_zip,
 )
 from ckpttool.serialization.dtensor import Shard
 from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
@@ -74,16 +68,16 @@ def load(pool: files.Pool, path: Location) -> RankFile:
     def read(offset: int, nbytes: int) -> bytes:
         return pool.read(path, offset, nbytes)
 
-    if torchlegacy.is_stream(head):
-        stream = torchlegacy.open_stream(read, size, name=name)
+    if torch_legacy.is_stream(head):
+        stream = torch_legacy.open_stream(read, size, name=name)
         file = RankFile(path, size, stream.tree, stream.extent, "before 1.6 or legacy")
     else:
-        archive = torchzip.open_archive(read, 0, size, name=name)
-        file = RankFile(path, size, torchzip.load_tree(archive), archive.extent, archive.torch_versions)
-    dropped = torchmodule.Dropped()
+        archive = torch_zip.open_archive(read, 0, size, name=name)
+        file = RankFile(path, size, torch_zip.load_tree(archive), archive.extent, archive.torch_versions)
+    dropped = torch_module.Dropped()
     try:
-        file.tree = torchmodule.replace_modules(file.tree, dropped)
-        file.tree = sharded.replace(file.tree, file.shards)
+        file.tree = torch_module.replace_modules(file.tree, dropped)
+        file.tree = dtensor.replace(file.tree, file.shards)
     except CkptError as error:
         raise error.prefixed(name, file=path) from None
     file.warnings += dropped.warnings()
@@ -96,7 +90,7 @@ def is_torch(path: Location) -> bool:
         head = path.head(64)
     except CkptError:
         return False
-    return head.startswith(_PK) or torchlegacy.is_stream(head)
+    return head.startswith(_PK) or torch_legacy.is_stream(head)
 
 
 def alike(path: Location, other: Location) -> bool:
@@ -106,7 +100,7 @@ def alike(path: Location, other: Location) -> bool:
         a, b = (
             {
                 name: (record.nbytes, record.crc)
-                for name, record in torchzip.open_archive(
+                for name, record in torch_zip.open_archive(
                     partial(pool.read, one), 0, one.size(), name=one
                 ).records.items()
                 if name.startswith("data/") and record.nbytes
@@ -126,15 +120,15 @@ def mentions_shards(path: Location) -> bool:
     try:
         size = path.size()
         head = pool.read(path, 0, min(size, 64))
-        if torchlegacy.is_stream(head):
-            return sharded.mentions(pool.read(path, 0, min(size, _LEGACY_HEAD)))
+        if torch_legacy.is_stream(head):
+            return dtensor.mentions(pool.read(path, 0, min(size, _LEGACY_HEAD)))
         if not head.startswith(_PK):
             return False
-        archive = torchzip.open_archive(lambda at, n: pool.read(path, at, n), 0, size, name=path)
+        archive = torch_zip.open_archive(lambda at, n: pool.read(path, at, n), 0, size, name=path)
         if "data.pkl" not in archive.records or "constants.pkl" in archive.records:
             return False
         record = archive.payload("data.pkl")
-        return sharded.mentions(archive.read(record.offset, record.nbytes))
+        return dtensor.mentions(archive.read(record.offset, record.nbytes))
     except (CkptError, CorruptError):
         return False
     finally:

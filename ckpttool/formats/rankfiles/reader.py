@@ -8,14 +8,13 @@ from ckpttool.catalogue.entries import Catalogue, File, Path
 from ckpttool.catalogue.protocols import OpenOptions, Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError
-from ckpttool.formats.rankfiles import rank_file as reading
+from ckpttool.formats.rankfiles import rank_file
 from ckpttool.formats.rankfiles.compare import check_parts
 from ckpttool.formats.rankfiles.discover import RankSet
 from ckpttool.formats.rankfiles.flat.restore import Rebuilding, is_needed
 from ckpttool.formats.rankfiles.merge import RankMerger, RankState
 from ckpttool.formats.rankfiles.rank_file import RankFile
-from ckpttool.serialization import torch_tree as torchtree
-from ckpttool.serialization import unpickler as pickles
+from ckpttool.serialization import torch_tree, unpickler
 from ckpttool.serialization.dtensor import Shard
 from ckpttool.storage import files
 from ckpttool.text import rank_ranges, some
@@ -28,12 +27,12 @@ def open_set(rank_set: RankSet, options: OpenOptions) -> Source:
     catalogue = Catalogue("rankfiles")
     pool = files.Pool()
     try:
-        with pickles.no_garbage_collection():
+        with unpickler.no_garbage_collection():
             _Opening(catalogue, pool, rank_set, options).run()
     except BaseException:
         pool.close()
         raise
-    return torchtree.PlacedSource(catalogue, pool)
+    return torch_tree.PlacedSource(catalogue, pool)
 
 
 class _Opening:
@@ -89,7 +88,7 @@ class _Opening:
         for part, members in self._set.parts.items():
             if named in members:
                 try:
-                    file = reading.load(self._pool, members[named])
+                    file = rank_file.load(self._pool, members[named])
                 except CorruptError as error:
                     self._cut[named] = error
                     return None

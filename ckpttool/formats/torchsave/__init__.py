@@ -20,28 +20,28 @@ from ckpttool.catalogue.protocols import NO_HINTS, Format, Loss, OpenOptions, Si
 
 def recognise(path: str) -> bool:
     """Whether this is a file of one of the kinds above, whole or not."""
-    from ckpttool.formats.torchsave import reader as opening
+    from ckpttool.formats.torchsave import reader
 
-    return opening.recognise(path)
+    return reader.recognise(path)
 
 
 def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
     """The catalogue of one file. Raises CorruptError when it is cut or contradicts itself."""
-    from ckpttool.formats.torchsave import reader as opening
+    from ckpttool.formats.torchsave import reader
 
-    return opening.open_file(path)
+    return reader.open_file(path)
 
 
-def _create(path: str, laid: Catalogue, options: SinkOptions) -> Sink:
-    from ckpttool.formats.torchsave import writer as sink
+def _create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
+    from ckpttool.formats.torchsave import writer
 
-    return sink.create(path, laid)
+    return writer.create(path, planned)
 
 
 def _losses(catalogue: Catalogue, path: str) -> list[Loss]:
-    from ckpttool.formats.torchsave import writer as sink
+    from ckpttool.formats.torchsave import writer
 
-    return sink.losses(catalogue)
+    return writer.losses(catalogue)
 
 
 FORMAT = Format(

@@ -10,25 +10,13 @@ from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CorruptError, ReadError
 from ckpttool.serialization import (
-    torch_export as torchexport,
-)
-from ckpttool.serialization import (
-    torch_legacy as torchlegacy,
-)
-from ckpttool.serialization import (
-    torch_module as torchmodule,
-)
-from ckpttool.serialization import (
-    torch_pickle as torchpickle,
-)
-from ckpttool.serialization import (
-    torch_tree as torchtree,
-)
-from ckpttool.serialization import (
-    torch_zip as torchzip,
-)
-from ckpttool.serialization import (
-    unpickler as pickles,
+    torch_export,
+    torch_legacy,
+    torch_module,
+    torch_pickle,
+    torch_tree,
+    torch_zip,
+    unpickler,
 )
 from ckpttool.serialization.torch_zip import Archive
 from ckpttool.storage import files
@@ -49,7 +37,7 @@ def recognise(path: str) -> bool:
         head = location.head(512)
         if head.startswith(_PK):
             return _is_torch_zip(pool, location, size, head)
-        return torchlegacy.is_stream(head) or torchlegacy.is_tar(head, location)
+        return torch_legacy.is_stream(head) or torch_legacy.is_tar(head, location)
     except (CorruptError, ReadError):
         return False
     finally:
@@ -65,12 +53,12 @@ def _is_torch_zip(pool: files.Pool, path: str, size: int, head: bytes) -> bool:
     return "data.pkl" in records or "archive_format" in records
 
 
-def _reader(pool: files.Pool, path: str) -> torchzip.Read:
+def _reader(pool: files.Pool, path: str) -> torch_zip.Read:
     return lambda offset, nbytes: pool.read(path, offset, nbytes)
 
 
 def _archive(pool: files.Pool, path: str, size: int) -> Archive:
-    return torchzip.open_archive(_reader(pool, path), 0, size, name=f"`{path}`")
+    return torch_zip.open_archive(_reader(pool, path), 0, size, name=f"`{path}`")
 
 
 def open_file(path: str) -> Source:
@@ -80,37 +68,37 @@ def open_file(path: str) -> Source:
     catalogue = Catalogue("torch", [File(location, location.name, size)])
     pool = files.Pool()
     try:
-        with pickles.no_garbage_collection():
+        with unpickler.no_garbage_collection():
             _read(catalogue, pool, location, size)
     except BaseException:
         pool.close()
         raise
-    return torchtree.PlacedSource(catalogue, pool)
+    return torch_tree.PlacedSource(catalogue, pool)
 
 
 def _read(catalogue: Catalogue, pool: files.Pool, path: Location, size: int) -> None:
     head = pool.read(path, 0, min(size, 512))
     read, name = _reader(pool, path), f"`{path}`"
-    if torchlegacy.is_stream(head):
-        _read_stream(catalogue, torchlegacy.open_stream(read, size, name=name))
-    elif not head.startswith(_PK) and torchlegacy.is_tar(head, path):
-        _read_stream(catalogue, torchlegacy.open_tar(read, path, name=name))
+    if torch_legacy.is_stream(head):
+        _read_stream(catalogue, torch_legacy.open_stream(read, size, name=name))
+    elif not head.startswith(_PK) and torch_legacy.is_tar(head, path):
+        _read_stream(catalogue, torch_legacy.open_tar(read, path, name=name))
     else:
-        _read_zip(catalogue, torchzip.open_archive(read, 0, size, name=name))
+        _read_zip(catalogue, torch_zip.open_archive(read, 0, size, name=name))
 
 
-def _read_stream(catalogue: Catalogue, stream: torchlegacy.Stream) -> None:
+def _read_stream(catalogue: Catalogue, stream: torch_legacy.Stream) -> None:
     catalogue.facts |= {
         "layout": stream.layout, "writer": "torch.save", "torch": "0.1" if stream.layout == "tar" else "before 1.6",
     }  # fmt: skip
-    torchtree.fill(catalogue, stream.tree, stream.extent)
-    used: dict[int, set[torchtree.Span]] = {}
+    torch_tree.fill(catalogue, stream.tree, stream.extent)
+    used: dict[int, set[torch_tree.Span]] = {}
     starts = sorted((offset, nbytes, key) for key, (offset, nbytes) in stream.storages.items())
     for tensor in catalogue.tensors:
         for extent in (chunk.extent for chunk in tensor.chunks if chunk.extent.nbytes):
             i = bisect.bisect_right(starts, extent.offset, key=lambda s: s[0]) - 1
-            used.setdefault(starts[i][0], set()).add(torchtree.span_of(extent))
-    catalogue.warnings += torchtree.storage_warnings([(f"storage {key}", o, n) for o, n, key in starts], used)
+            used.setdefault(starts[i][0], set()).add(torch_tree.span_of(extent))
+    catalogue.warnings += torch_tree.storage_warnings([(f"storage {key}", o, n) for o, n, key in starts], used)
     text = f"a {stream.layout} file has no checksums: what it holds cannot be checked"
     catalogue.warnings.append(Warning("no-checksum", text))
 
@@ -118,10 +106,10 @@ def _read_stream(catalogue: Catalogue, stream: torchlegacy.Stream) -> None:
 def _read_zip(catalogue: Catalogue, archive: Archive) -> None:
     catalogue.facts |= {"layout": "zip", "writer": "torch.save", "torch": archive.torch_versions}
     nested: Collection[str] = ()
-    if torchexport.is_export(archive):
+    if torch_export.is_export(archive):
         catalogue.facts |= {"layout": "pt2", "writer": "torch.export", "torch": "2.7 or later"}
-        exported = torchexport.Exported(archive)
-        torchtree.fill(catalogue, exported.tree, exported.extent)
+        exported = torch_export.Exported(archive)
+        torch_tree.fill(catalogue, exported.tree, exported.extent)
         nested = exported.nested
         text = "a torch.export program: its graph is left out, only its tensors are shown"
         catalogue.warnings.append(Warning("left-out", text))
@@ -133,24 +121,24 @@ def _read_zip(catalogue: Catalogue, archive: Archive) -> None:
         del catalogue.facts["torch"]
         _read_script(catalogue, archive)
     else:
-        tree = torchzip.load_tree(archive)
+        tree = torch_zip.load_tree(archive)
         data = archive.payload("data.pkl")
         start = archive.read(data.offset, min(2, data.nbytes))
         catalogue.facts["protocol"] = start[1] if start[:1] == b"\x80" else 0
-        torchtree.fill(catalogue, tree, archive.extent)
+        torch_tree.fill(catalogue, tree, archive.extent)
     catalogue.warnings += _archive_warnings(catalogue, archive, nested)
 
 
 def _read_script(catalogue: Catalogue, archive: Archive) -> None:
-    dropped = torchmodule.Dropped()
-    tree = torchmodule.script_tensors(torchzip.load_tree(archive), dropped)
-    loaded = torchpickle.load(archive.content("constants.pkl"), f"{archive.name}: constants.pkl")
-    constants = torchmodule.script_tensors(loaded, dropped)
+    dropped = torch_module.Dropped()
+    tree = torch_module.script_tensors(torch_zip.load_tree(archive), dropped)
+    loaded = torch_pickle.load(archive.content("constants.pkl"), f"{archive.name}: constants.pkl")
+    constants = torch_module.script_tensors(loaded, dropped)
     # Their storages are numbered apart, and lie in a folder of their own.
     apart = {id(ref) for ref in constants.values()}
     if constants:
         tree.setdefault("constants", constants)
-    torchtree.fill(catalogue, tree, lambda ref: archive.extent(ref, "constants" if id(ref) in apart else "data"))
+    torch_tree.fill(catalogue, tree, lambda ref: archive.extent(ref, "constants" if id(ref) in apart else "data"))
     text = "a TorchScript program: its code is left out, only its tensors are shown"
     catalogue.warnings.append(Warning("left-out", text))
     catalogue.warnings += dropped.attribute_warnings()
@@ -160,12 +148,12 @@ def _read_script(catalogue: Catalogue, archive: Archive) -> None:
 
 
 def _archive_warnings(catalogue: Catalogue, archive: Archive, nested: Collection[str]) -> list[Warning]:
-    used: dict[int, set[torchtree.Span]] = {}
+    used: dict[int, set[torch_tree.Span]] = {}
     for tensor in catalogue.tensors:
         for chunk in tensor.chunks:
             record = chunk.extent.record
             if record is not None:
-                used.setdefault(record.offset, set()).add(torchtree.span_of(chunk.extent))
+                used.setdefault(record.offset, set()).add(torch_tree.span_of(chunk.extent))
     storages = {
         name: r for name, r in archive.records.items() if _is_storage(name) and r.nbytes > 0 and name not in nested
     }
@@ -174,7 +162,7 @@ def _archive_warnings(catalogue: Catalogue, archive: Archive, nested: Collection
         (name, archive.payload(name).offset if name in archive.located else -1, r.nbytes)
         for name, r in storages.items()
     ]
-    warnings = torchtree.storage_warnings(spans, used)
+    warnings = torch_tree.storage_warnings(spans, used)
     unchecked = sum(not r.crc for r in storages.values())
     if unchecked:
         text = f"{unchecked} of {len(storages)} storages have no checksum: what they hold cannot be checked"
@@ -188,5 +176,5 @@ def _archive_warnings(catalogue: Catalogue, archive: Archive, nested: Collection
 def _is_storage(record: str) -> bool:
     folder, _, name = record.rpartition("/")
     return folder in ("data", "constants") or (
-        folder + "/" in torchexport.FOLDERS.values() and not name.endswith((".json", ".pt"))
+        folder + "/" in torch_export.FOLDERS.values() and not name.endswith((".json", ".pt"))
     )

@@ -26,7 +26,7 @@ from ckpttool.operations.diff.compare import compare_sources
 from ckpttool.operations.diff.elements import Tolerance
 from ckpttool.operations.diff.results import ABSENT, Diff, ObjectDifference, Only, Side, TensorDifference, Total
 from ckpttool.operations.diff.selection import Selection
-from ckpttool.producers import open as producers
+from ckpttool.producers import open
 from ckpttool.storage import files
 from ckpttool.transfer.threads import Progress
 
@@ -116,8 +116,8 @@ def _in_words(rtol: float | None, atol: float | None, ulp: int | None) -> str | 
 
 
 def _opened(stack: ExitStack, path: str, shapes: str | None) -> Source:
-    with producers.naming(path):
-        return stack.enter_context(producers.opened(path, shapes))
+    with open.naming(path):
+        return stack.enter_context(open.opened(path, shapes))
 
 
 def _count(side: Side, source: Source, selected: Catalogue) -> None:

@@ -13,8 +13,7 @@ from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CkptError
 from ckpttool.layout.move import relinked
 from ckpttool.layout.select import interchangeable
-from ckpttool.operations.diff import objects, promote
-from ckpttool.operations.diff import tensors as tensor_values
+from ckpttool.operations.diff import objects, promote, tensors
 from ckpttool.operations.diff.elements import Comparison, Tolerance
 from ckpttool.operations.diff.results import Diff, ObjectDifference, Only, Side, TensorDifference, Total
 from ckpttool.text import rank_ranges
@@ -139,7 +138,7 @@ class _Comparing:
 
     def _compare_tensors(self, matches: list[tuple[Tensor, Tensor]]) -> None:
         options, result = self._options, self._result
-        pairs: list[tensor_values.Pair] = []
+        pairs: list[tensors.Pair] = []
         numbers: dict[tuple[int, int], int] = {}  # of the pairs; tied tensors are read once
         for a, b in matches:
             one, other = _origin(a), _origin(b)
@@ -147,9 +146,9 @@ class _Comparing:
             if one.shape != other.shape or common is None or a.name in options.skip:
                 continue
             if numbers.setdefault(self._key(a, b), len(pairs)) == len(pairs):
-                pairs.append(tensor_values.Pair(one, other, common))
+                pairs.append(tensors.Pair(one, other, common))
         result.bytes = sum(pair.a.nbytes for pair in pairs)
-        compared, failures = tensor_values.compare(
+        compared, failures = tensors.compare(
             pairs,
             self._sources,
             (result.a.path, result.b.path),

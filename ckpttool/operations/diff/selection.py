@@ -14,7 +14,7 @@ from ckpttool.errors import CkptError, UsageError
 from ckpttool.layout import select as layout
 from ckpttool.layout.optimizer import parse, respell
 from ckpttool.layout.rename import rename_entries, strip_wrappers, without_root
-from ckpttool.producers import open as producers
+from ckpttool.producers import open
 from ckpttool.text import meant
 
 
@@ -43,7 +43,7 @@ def select(sources: tuple[Source, Source], paths: tuple[str, str], options: Sele
     """
     originals = sources[0].catalogue, sources[1].catalogue
     for path, catalogue in zip(paths, originals, strict=True):
-        with producers.naming(path):
+        with open.naming(path):
             parts.stop_at_absent(catalogue, options.only)
         unsafe = [f"`{path}`: {warning}" for warning in catalogue.warnings if warning.kind == "unsafe-global"]
         notes += [text for text in unsafe if text not in notes]
@@ -54,7 +54,7 @@ def select(sources: tuple[Source, Source], paths: tuple[str, str], options: Sele
     selected = _renamed(selected, paths, options)
     selected = _matching(selected, options)
     for path, original, catalogue in zip(paths, originals, selected, strict=True):
-        with producers.naming(path):
+        with open.naming(path):
             validate(original, respell.origins(catalogue))
     return selected
 

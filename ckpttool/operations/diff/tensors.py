@@ -21,7 +21,7 @@ from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CkptError
 from ckpttool.operations.diff import promote
 from ckpttool.operations.diff.elements import Comparison, Tolerance
-from ckpttool.producers import open as producers
+from ckpttool.producers import open
 from ckpttool.storage.files import Pool
 from ckpttool.transfer import read
 from ckpttool.transfer.numbers import has_numbers
@@ -122,9 +122,9 @@ class _Walk:
 
     def _readers(self, task: _Task) -> tuple[_Reader, _Reader]:
         pair = self._pairs[task.pair]
-        with producers.naming(self._paths[0]):
+        with open.naming(self._paths[0]):
             a = _Reader(self._sources[0], self._pools[0], pair.a, task.chunks[0])
-        with producers.naming(self._paths[1]):
+        with open.naming(self._paths[1]):
             return a, _Reader(self._sources[1], self._pools[1], pair.b, task.chunks[1])
 
     def compare(self, task: _Task) -> None:

@@ -32,7 +32,7 @@ from ckpttool.operations.verify import (
     values,
 )
 from ckpttool.operations.verify.findings import DAMAGE, NOTE, Finding, Report
-from ckpttool.producers import open as producers
+from ckpttool.producers import open
 from ckpttool.storage import files, stores
 from ckpttool.storage.stores import Location
 from ckpttool.transfer.execute import DEFAULT_THREADS
@@ -82,8 +82,8 @@ def verify(
     with ExitStack() as stack:
         other = None
         if report.against is not None:
-            with producers.naming(report.against):
-                other = stack.enter_context(producers.opened(report.against, shapes))
+            with open.naming(report.against):
+                other = stack.enter_context(open.opened(report.against, shapes))
                 validate(other.catalogue)
         source = _open(path, shapes, report, threads, progress)
         if source is not None:
@@ -115,7 +115,7 @@ def _open(path: str, shapes: str | None, report: Report, threads: int, progress:
     """Return the open checkpoint, or None with findings on its files if it cannot be opened. Raises ReadError if there
     is no checkpoint at all."""
     try:
-        return producers.open_source(path, shapes)
+        return open.open_source(path, shapes)
     except (CorruptError, ReadError) as error:
         if isinstance(error, ReadError) and not _is_unfinished(path):
             raise
@@ -173,7 +173,7 @@ def _damaged(report: Report) -> set[str]:
 
 def _root(path: str, source: Source | None) -> Location:
     """Return the directory of the files: in a run, that of the checkpoint that was chosen."""
-    return producers.location_of(path, source.catalogue) if source is not None else stores.local_path(path)
+    return open.location_of(path, source.catalogue) if source is not None else stores.local_path(path)
 
 
 def _remarks(catalogue: Catalogue) -> list[Finding]:

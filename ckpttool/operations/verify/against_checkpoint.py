@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ckpttool.catalogue.entries import Catalogue, Entry, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CkptError
-from ckpttool.layout import select as layout
+from ckpttool.layout import select
 from ckpttool.operations.diff import Diff, Only, TensorDifference, compare_sources
 from ckpttool.operations.verify.findings import DIFFERENCE, Finding, Report
 from ckpttool.transfer.threads import Progress
@@ -20,7 +20,7 @@ def compare(
     source: Source, other: Source, damaged: set[str], report: Report, threads: int, progress: Progress | None = None
 ) -> None:
     """Add every difference of `source` from `other` to the report. Tensors whose name is in `damaged` are skipped."""
-    catalogues = layout.start(source.catalogue), layout.start(other.catalogue)
+    catalogues = select.start(source.catalogue), select.start(other.catalogue)
     failures: dict[str, CkptError] = {}
     result = compare_sources(
         (source, other), catalogues, exact=True, skip=damaged, failures=failures, threads=threads, progress=progress

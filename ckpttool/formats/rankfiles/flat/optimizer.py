@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Chunks, Extent
 from ckpttool.errors import CorruptError, UsageError
-from ckpttool.formats.rankfiles.flat import units as flatunits
+from ckpttool.formats.rankfiles.flat import units
 from ckpttool.formats.rankfiles.flat.pieces import (
     FLAT_PARAM,
     Counted,
@@ -299,7 +299,7 @@ def _derived(slots: Sequence[Sequence[_Slot]], parameters: Sequence[Parameter], 
     if len(groups) != 1 or any(slot.held is not None and len(set(slot.held)) > 1 for slot in groups[0]):
         return []
     steps = [slot.held[0] if slot.held is not None else None for slot in groups[0]]
-    return [list(answer) for answer in flatunits.derive(parameters, steps, world)]
+    return [list(answer) for answer in units.derive(parameters, steps, world)]
 
 
 # Rebuilding -----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from ckpttool.catalogue.protocols import OpenOptions
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.formats.rankfiles.compare import CopyComparer
 from ckpttool.formats.rankfiles.flat import optimizer as flat_optimizer
-from ckpttool.formats.rankfiles.flat import parameters as flat_model
+from ckpttool.formats.rankfiles.flat import parameters
 from ckpttool.formats.rankfiles.flat.pieces import Counted, Parameter, Place, Rebuilt
 from ckpttool.formats.rankfiles.merge import RankState
 from ckpttool.serialization.dtensor import Shard
@@ -39,7 +39,7 @@ class Rebuilding:
         self.models: list[Path] = []
         self.optimizers: list[Path] = []
         for path, node in _dicts(states[0]):
-            if flat_model.is_flat([node]):
+            if parameters.is_flat([node]):
                 self.models.append(path)
         for path, node in _dicts(states[0]):
             raw = _is_optimizer(node) and flat_optimizer.is_raw([node], beside_flat=bool(self.models))
@@ -63,7 +63,7 @@ class Rebuilding:
         counted: Sequence[Counted] | None = None
         for path in self.models:
             trees = [state.node(path) for state in self._states]
-            model = flat_model.model(trees, self._placer(path), self._options, self._files(path))
+            model = parameters.model(trees, self._placer(path), self._options, self._files(path))
             counted = counted or model.counted
             whole = set(model.whole)
             markers = {name: self._mark(rebuilt) for name, rebuilt in model.tensors.items()}
@@ -189,7 +189,7 @@ class Rebuilding:
 
 def is_needed(state: RankState) -> bool:
     """Whether a rank has flat pieces, as far as it alone can tell."""
-    return any(flat_model.is_flat([n]) or (_is_optimizer(n) and flat_optimizer.is_raw([n])) for _, n in _dicts(state))
+    return any(parameters.is_flat([n]) or (_is_optimizer(n) and flat_optimizer.is_raw([n])) for _, n in _dicts(state))
 
 
 def _is_optimizer(node: Mapping[Any, Any]) -> bool:

@@ -17,7 +17,7 @@ from ckpttool.catalogue.entries import KINDS, Catalogue, Object, Path, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import CkptError, UsageError
-from ckpttool.layout import select as layout
+from ckpttool.layout import select
 from ckpttool.layout.rename import strip_wrappers
 from ckpttool.operations.verify_resume.audit.checks import Check, Checks
 from ckpttool.operations.verify_resume.audit.counters import check_counters
@@ -186,7 +186,7 @@ def _values(
     parameters = {name for one in optimizers if one.is_named for name in one.names.values()}
     if not all(one.is_named for one in optimizers):
         # The ids have no names: any tensor may be a parameter.
-        models = layout.models(source.catalogue)
+        models = select.models(source.catalogue)
         parameters |= {strip_wrappers(entry.fqn) for _, entries in models for entry in entries}
     check_values(tensors, source, trained_names(source.catalogue, parameters), checks)
 

@@ -13,8 +13,8 @@ from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Tensor
 from ckpttool.catalogue.parts import kind_of_key
 from ckpttool.errors import CkptError, UsageError
-from ckpttool.layout import select as layout
-from ckpttool.layout.optimizer import names_of_ids as naming
+from ckpttool.layout import select
+from ckpttool.layout.optimizer import names_of_ids
 from ckpttool.layout.optimizer.parse import optimizers
 from ckpttool.layout.rename import strip_wrappers
 from ckpttool.operations.verify_resume.audit.checks import Checks, named
@@ -117,7 +117,7 @@ def _named_shapes(model: Any) -> tuple[dict[str, tuple[Ints, str]], set[str]]:
 
 
 def _shapes(catalogue: Catalogue) -> dict[str, tuple[Ints, str]]:
-    models = layout.models(catalogue)
+    models = select.models(catalogue)
     return {
         strip_wrappers(entry.fqn): (entry.shape, entry.dtype.name)
         for entry in (models[0][1] if models else ())
@@ -164,7 +164,7 @@ def _compare_optimizer(trained: set[str], groups: int, catalogue: Catalogue, che
         if len(parsed) != 1:
             return
         (optimizer,) = parsed
-        names = naming.name_ids(parsed, catalogue)[0] if optimizer.spelling == "id" else {}
+        names = names_of_ids.name_ids(parsed, catalogue)[0] if optimizer.spelling == "id" else {}
     except CkptError:
         return  # reported by the check of the optimizer
     keys = {strip_wrappers(str(names.get(key, key))) for key in optimizer.params}

@@ -11,8 +11,8 @@ from ckpttool.catalogue.aliases import one_moment_for_two
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor
 from ckpttool.errors import CkptError
-from ckpttool.layout import select as layout
-from ckpttool.layout.optimizer import names_of_ids as naming
+from ckpttool.layout import select
+from ckpttool.layout.optimizer import names_of_ids
 from ckpttool.layout.optimizer.keys import LIKE_PARAMETER
 from ckpttool.layout.optimizer.parse import Group, Item, Optimizer, optimizers
 from ckpttool.layout.rename import strip_wrappers
@@ -90,7 +90,7 @@ def _named(optimizer: Optimizer, catalogue: Catalogue, checks: Checks) -> NamedO
     if optimizer.spelling != "id":
         return NamedOptimizer(optimizer, {key: strip_wrappers(str(key)) for key in keys})
     try:
-        (names,) = naming.name_ids([optimizer], catalogue)
+        (names,) = names_of_ids.name_ids([optimizer], catalogue)
     except CkptError as error:
         checks.note(
             "param groups",
@@ -103,7 +103,7 @@ def _named(optimizer: Optimizer, catalogue: Catalogue, checks: Checks) -> NamedO
 
 def _shapes(catalogue: Catalogue) -> dict[str, Ints]:
     """Return the shapes of the trained model by FQN, without wrappers."""
-    models = layout.models(catalogue)
+    models = select.models(catalogue)
     entries = models[0][1] if models else ()
     return {strip_wrappers(entry.fqn): entry.shape for entry in entries if isinstance(entry, Tensor)}
 
@@ -241,11 +241,11 @@ def _cover(
         checks.fails("param groups", f"{named(unknown)}{where} not in the model", unknown)
         return
     left = []
-    for tensor in layout.models(catalogue)[0][1]:
+    for tensor in select.models(catalogue)[0][1]:
         name = strip_wrappers(tensor.fqn)
         if isinstance(tensor, Object) or tensor.path in aliases or name in in_groups:
             continue
-        if tensor.dtype.kind in ("float", "complex") and not naming.is_statistic(name, names):
+        if tensor.dtype.kind in ("float", "complex") and not names_of_ids.is_statistic(name, names):
             left.append(name)
     if left:
         checks.note(

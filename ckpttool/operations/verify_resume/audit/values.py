@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CkptError, CorruptError
-from ckpttool.layout import select as layout
+from ckpttool.layout import select
 from ckpttool.layout.optimizer.keys import STATE_KINDS
 from ckpttool.layout.rename import strip_wrappers
 from ckpttool.operations.verify_resume.audit.checks import Checks, named
@@ -131,6 +131,6 @@ def _counted(faults: dict[str, int]) -> str:
 def trained_names(catalogue: Catalogue, parameters: set[str]) -> set[str]:
     """Return the full names of parameters and of all tensors of the optimizer. Pure."""
     names = {tensor.name for tensor in catalogue.tensors if tensor.part.kind == "optimizer"}
-    for _, entries in layout.models(catalogue):
+    for _, entries in select.models(catalogue):
         names |= {entry.name for entry in entries if strip_wrappers(entry.fqn) in parameters}
     return names
