@@ -23,7 +23,7 @@ def torchrun(world: int, *arguments: Any) -> str:
 
 
 def forked(world: int, *arguments: Any) -> str:
-    """The same without torchrun, in a third of the time: for the CPU, and where the launcher is not the point."""
+    """The same without torchrun, and faster: for the CPU, and where the launcher is not the point."""
     script = str(Path(__file__).with_name("forked_ranks.py"))
     return _output([sys.executable, script, str(world), *map(str, arguments)])
 
