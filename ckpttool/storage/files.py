@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import mmap
 import os
@@ -17,7 +16,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.errors import CkptError, CorruptError, ReadError, StorageError
+from ckpttool.errors import CkptError, CorruptError, ReadError
+from ckpttool.storage.errors import from_os_error
 
 if TYPE_CHECKING:
     from ckpttool.storage.stores import Location
@@ -28,16 +28,6 @@ _OPEN_FILES = 64
 # took 0.7 s so, and 0.9 to 5 s in calls of 1 MiB.
 WRITE = 256 << 10
 PAGE = mmap.PAGESIZE
-
-
-def failed(error: OSError, path: str, doing: str) -> CkptError:
-    """Return the error of `ckpttool.errors` for an OSError. `doing` is `read` or `write`."""
-    reason = (error.strerror or str(error)).lower()
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return StorageError(f"`{path}`: {reason}", hint="free some space, or write somewhere else", file=path)
-    if doing == "write" or error.errno == errno.EIO:
-        return StorageError(f"`{path}`: cannot {doing}: {reason}", file=path)
-    return ReadError(f"`{path}`: cannot read: {reason}", file=path)
 
 
 def _remote(path: str) -> Location | None:
@@ -159,13 +149,13 @@ class _Use:
         try:
             self._entry = self._pool.take(self._path)
         except OSError as error:
-            raise failed(error, self._path, self._doing) from None
+            raise from_os_error(error, self._path, self._doing) from None
         return self._entry[0]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._pool.put_back(self._entry)
         if isinstance(error, OSError):
-            raise failed(error, self._path, self._doing) from None
+            raise from_os_error(error, self._path, self._doing) from None
 
 
 class _Stream(io.RawIOBase):
@@ -249,7 +239,7 @@ class ScratchFile:
         import tempfile
 
         # `gettempdir` itself fails where no directory can be written to.
-        return failed(error, tempfile.tempdir or os.environ.get("TMPDIR", "the temporary directory"), "write")
+        return from_os_error(error, tempfile.tempdir or os.environ.get("TMPDIR", "the temporary directory"), "write")
 
 
 def pages(nbytes: int) -> memoryview:
@@ -283,7 +273,7 @@ def size_of(path: str) -> int:
     try:
         status = os.stat(path)
     except OSError as error:
-        raise failed(error, path, "read") from None
+        raise from_os_error(error, path, "read") from None
     if not stat.S_ISREG(status.st_mode):
         what = "a directory" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
         raise ReadError(f"`{path}`: {what}, not a regular file", file=path)
@@ -352,7 +342,7 @@ def check_unchanged(before: Fingerprint) -> None:
         except FileNotFoundError:
             current = None
         except OSError as error:
-            raise failed(error, path, "read") from None
+            raise from_os_error(error, path, "read") from None
         if current != version:
             raise ReadError(
                 f"`{path}`: changed while it was being read",
@@ -371,7 +361,7 @@ def create(path: str, size: int) -> None:
         finally:
             os.close(fd)
     except OSError as error:
-        raise failed(error, path, "write") from None
+        raise from_os_error(error, path, "write") from None
 
 
 def write_file(path: str, data: bytes) -> None:
@@ -380,7 +370,7 @@ def write_file(path: str, data: bytes) -> None:
         with open(path, "xb") as stream:
             stream.write(data)
     except OSError as error:
-        raise failed(error, path, "write") from None
+        raise from_os_error(error, path, "write") from None
 
 
 def write_pieces(path: str, write: Callable[[Callable[[bytes], object]], None]) -> None:
@@ -391,7 +381,7 @@ def write_pieces(path: str, write: Callable[[Callable[[bytes], object]], None]) 
             stream.flush()
             os.fsync(stream.fileno())
     except OSError as error:
-        raise failed(error, path, "write") from None
+        raise from_os_error(error, path, "write") from None
 
 
 def copy(path: str, to: str) -> None:
@@ -401,7 +391,7 @@ def copy(path: str, to: str) -> None:
         shutil.copyfile(path, to)
     except OSError as error:
         doing = "read" if error.filename == path else "write"
-        raise failed(error, error.filename or to, doing) from None
+        raise from_os_error(error, error.filename or to, doing) from None
 
 
 def rename(path: str, to: str) -> None:
@@ -409,7 +399,7 @@ def rename(path: str, to: str) -> None:
     try:
         os.replace(path, to)
     except OSError as error:
-        raise failed(error, to, "write") from None
+        raise from_os_error(error, to, "write") from None
 
 
 def make_directory(path: str, *, exist_ok: bool = False) -> None:
@@ -417,7 +407,7 @@ def make_directory(path: str, *, exist_ok: bool = False) -> None:
     try:
         os.makedirs(path, exist_ok=exist_ok)
     except OSError as error:
-        raise failed(error, path, "write") from None
+        raise from_os_error(error, path, "write") from None
 
 
 def resize(path: str, size: int) -> None:
@@ -425,7 +415,7 @@ def resize(path: str, size: int) -> None:
     try:
         os.truncate(path, size)
     except OSError as error:
-        raise failed(error, path, "write") from None
+        raise from_os_error(error, path, "write") from None
 
 
 def sync(path: str) -> None:
@@ -437,7 +427,7 @@ def sync(path: str) -> None:
         finally:
             os.close(fd)
     except OSError as error:
-        raise failed(error, path, "write") from None
+        raise from_os_error(error, path, "write") from None
 
 
 @lru_cache(1)
@@ -478,29 +468,6 @@ def sync_tree(path: str) -> None:
         sync(path)
 
 
-def check_space(path: str, needed: int, free: int, hint: str = "free some space, or write somewhere else") -> None:
-    """Raises StorageError when more bytes are needed at `path` than are free."""
-    if needed > free:
-        message = f"`{path}`: {no_space(needed, free)}"
-        raise StorageError(message, hint=hint, file=path, found=free, expected=needed)
-
-
-def no_space(needed: int, free: int) -> str:
-    """Return the message for a disk without enough space."""
-    return f"needs {needed} bytes, but {free} are free"
-
-
-def free_space(path: str) -> int:
-    """Return the free bytes of the disk on which `path` is or would be created."""
-    folder = Path(path).absolute()
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError as error:
-        raise failed(error, str(folder), "write") from None
-
-
 def partial_name(dst: str, mark: str = "partial") -> str:
     """Return the path at which a destination is written before it is renamed: `.out.partial-4242` beside `out`.
 
@@ -531,7 +498,7 @@ def all_below(root: str) -> list[str]:
     result: list[str] = []
 
     def refuse(error: OSError) -> None:
-        raise failed(error, root, "read")
+        raise from_os_error(error, root, "read")
 
     for folder, folders, names in os.walk(root, onerror=refuse):
         folders[:] = sorted(name for name in folders if not REMAINS.fullmatch(name))

@@ -25,7 +25,7 @@ from typing import BinaryIO, NamedTuple, TypeVar
 
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.storage import files
-from ckpttool.storage.files import failed
+from ckpttool.storage.errors import from_os_error
 
 # A scheme, and the module whose `open_store(address)` gives the store and a name in it; imported on use.
 STORES = {"": "ckpttool.storage.local", "hf": "ckpttool.storage.hub"}
@@ -303,7 +303,7 @@ class Location(str):
             try:
                 yield stream
             except OSError as error:
-                raise failed(error, self, "read") from None
+                raise from_os_error(error, self, "read") from None
 
     def blocks(self, nbytes: int) -> Iterator[bytes]:
         """Yield a whole file block by block."""
@@ -360,7 +360,7 @@ class Location(str):
         try:
             return question(self.key)
         except OSError as error:
-            raise failed(error, self, "read") from None
+            raise from_os_error(error, self, "read") from None
         except ValueError:
             raise ReadError(f"{str(self)!r}: a path cannot contain a null byte", file=self) from None
         except CkptError as error:

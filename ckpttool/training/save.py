@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ckpttool.catalogue import parts
 from ckpttool.errors import StorageError, UsageError
-from ckpttool.storage import files
+from ckpttool.storage.errors import from_os_error
 from ckpttool.text import meant, size
 from ckpttool.training import collectives
 from ckpttool.training.fsdp1 import is_fsdp1, sharded
@@ -76,7 +76,7 @@ def save(
 def failed(error: BaseException, path: str, partial: str) -> BaseException:
     """The exception for an error of DCP or torch.save, which was to write `path` at the staging path `partial`."""
     if isinstance(error, OSError):
-        return files.failed(error, path, "write")
+        return from_os_error(error, path, "write")
     if "pickle" in str(error):
         return UsageError(
             f"`{path}`: what is to be saved cannot be pickled: {error}",

@@ -25,7 +25,8 @@ from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CorruptError
 from ckpttool.storage import stores
 from ckpttool.storage.crc import crc32, crc_of
-from ckpttool.storage.files import Pool, aligned, failed, pages, start_writing
+from ckpttool.storage.errors import from_os_error
+from ckpttool.storage.files import Pool, aligned, pages, start_writing
 from ckpttool.transfer import checksums, read
 from ckpttool.transfer.cast import cast_array
 from ckpttool.transfer.journal import Done, Entry, Journal
@@ -236,7 +237,7 @@ class _Flusher:
             if self._journal is not None:
                 self._journal.flush()
         except OSError as error:
-            self._fail(failed(error, "the journal of the destination", "write"))
+            self._fail(from_os_error(error, "the journal of the destination", "write"))
         except BaseException as error:
             self._fail(error)
 

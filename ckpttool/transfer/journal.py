@@ -23,6 +23,7 @@ from typing import Any
 from ckpttool.catalogue.entries import Catalogue, Record
 from ckpttool.storage import files
 from ckpttool.storage.crc import crc32
+from ckpttool.storage.errors import from_os_error
 from ckpttool.transfer import checksums
 
 VERSION = 1
@@ -179,7 +180,7 @@ def taken_over(created: Catalogue, partial: str, before: str, numbers: set[int])
             _copy_around(file.location, old, payloads[number])
             os.rename(old, file.location)
         except OSError as error:
-            raise files.failed(error, file.location, "write") from None
+            raise from_os_error(error, file.location, "write") from None
         taken.add(number)
     return taken
 
@@ -284,5 +285,5 @@ def _crc_of(path: str) -> int:
             while data := stream.read(_BUFFER):
                 crc = crc32(data, crc)
     except OSError as error:
-        raise files.failed(error, path, "read") from None
+        raise from_os_error(error, path, "read") from None
     return crc

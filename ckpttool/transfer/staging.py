@@ -25,6 +25,7 @@ from typing import Any
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.errors import CkptError, OverwriteError, RemoteError, StorageError
 from ckpttool.storage import files, local
+from ckpttool.storage.errors import from_os_error
 from ckpttool.transfer import journal
 
 _MARK = ".journal"
@@ -59,7 +60,7 @@ class Stage:
         try:
             self._begin(log, created, digest, notes)
         except OSError as error:
-            raise files.failed(error, self.path, "write") from None
+            raise from_os_error(error, self.path, "write") from None
         self.journal = log
         return log
 
@@ -118,7 +119,7 @@ def stage(
         current = earlier or _claimed(dst)
     except OSError as error:
         _unmake(created)
-        raise files.failed(error, dst, "write") from None
+        raise from_os_error(error, dst, "write") from None
     kept = False
     try:
         yield current
@@ -135,7 +136,7 @@ def stage(
                     hint="pass `--overwrite` to replace it",
                     file=dst,
                 ) from None
-            raise files.failed(error, dst, "write") from None
+            raise from_os_error(error, dst, "write") from None
     except CkptError as error:
         kept = resume and current.journal is not None and isinstance(error, (StorageError, RemoteError))
         raise _renamed(error, current.path, dst, kept) from None

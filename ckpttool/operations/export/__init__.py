@@ -20,6 +20,7 @@ from ckpttool.operations.export.plan import Export, Exported, ExportOptions, pla
 from ckpttool.operations.export.to_store import Remote
 from ckpttool.operations.write import WriteOptions
 from ckpttool.storage import files
+from ckpttool.storage.free_space import check_space, free_space
 from ckpttool.storage.stores import locate
 from ckpttool.transfer import readback, staging
 from ckpttool.transfer.threads import Progress
@@ -97,7 +98,7 @@ def export(
         return result
     how = WriteOptions(overwrite, dry_run, threads, check=check, manifest=listed)
     with write.destination(result, _SAFETENSORS, how, src, options.assets), planned(result, options, progress) as plan:
-        result.free = files.free_space(dst)
+        result.free = free_space(dst)
         write.check_place(listed, dst, (file.name for file in plan.files))
         if not dry_run:
             _write(plan, how)
@@ -107,7 +108,7 @@ def export(
 
 def _write(plan: Export, how: WriteOptions) -> None:
     result, dst = plan.result, plan.result.destination
-    files.check_space(dst, result.disk, result.free)
+    check_space(dst, result.disk, result.free)
     with staging.staged(dst, overwrite=how.overwrite, is_file=False, notes=result.notes) as partial:
         for file in plan.files:
             path = locate(partial) / file.name

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from ckpttool.errors import UsageError
 from ckpttool.operations.export.plan import Export
 from ckpttool.storage import stores
-from ckpttool.storage.files import free_space, temporary_folder
+from ckpttool.storage.files import temporary_folder
+from ckpttool.storage.free_space import free_space
 from ckpttool.transfer.threads import Progress
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from ckpttool.errors import OverwriteError, UsageError
 from ckpttool.operations.verify_resume import recipe_template
-from ckpttool.storage.files import failed
+from ckpttool.storage.errors import from_os_error
 from ckpttool.text import meant
 
 DIMENSIONS = ("replicate", "shard", "tp")
@@ -198,4 +198,4 @@ def write_template(path: str | os.PathLike[str]) -> None:
     except FileExistsError:
         raise OverwriteError(f"`{path}` exists", hint="name another file", file=path) from None
     except OSError as error:
-        raise failed(error, path, "write") from None
+        raise from_os_error(error, path, "write") from None

@@ -11,7 +11,7 @@ upload      upload of files to a repository, one at a time, in one commit
 
 from __future__ import annotations
 
-from ckpttool.storage.hub.download import locate
+from ckpttool.storage.hub.store import locate
 from ckpttool.storage.hub.upload import Sent, SentFile, send
 
 __all__ = ["Sent", "SentFile", "locate", "send"]

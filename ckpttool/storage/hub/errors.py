@@ -25,7 +25,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import _http
 
 from ckpttool.errors import CkptError, RemoteError, UsageError
-from ckpttool.storage.files import failed
+from ckpttool.storage.errors import from_os_error
 from ckpttool.storage.hub import client
 
 # httpx, or httpx2 in later versions of the library.
@@ -66,7 +66,7 @@ def translate(error: BaseException, address: str, doing: str, **facts: Any) -> C
         return _status_error(status, message, address, doing, facts)
     for one in chain:
         if isinstance(one, OSError) and one.errno is not None and not isinstance(one, ConnectionError):
-            return failed(one, str(one.filename or address), "write" if one.errno == errno.ENOSPC else doing)
+            return from_os_error(one, str(one.filename or address), "write" if one.errno == errno.ENOSPC else doing)
     if any(isinstance(one, ConnectionError | RuntimeError) and _CONNECTION_LOST.search(str(one)) for one in chain):
         hint = f"{_again(doing)}, or with a longer time-out: `CKPTTOOL_HUB_TIMEOUT=300`"
         message = "the connection to the storage of large files broke or timed out"

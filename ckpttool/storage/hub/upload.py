@@ -26,7 +26,8 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
 from ckpttool.errors import RemoteError, UsageError
-from ckpttool.storage.files import check_space, failed, free_space
+from ckpttool.storage.errors import from_os_error
+from ckpttool.storage.free_space import check_space, free_space
 from ckpttool.storage.hub import client, errors, listing
 from ckpttool.storage.hub.address import Address, parse
 from ckpttool.storage.hub.listing import Digests, RepoFile
@@ -133,7 +134,7 @@ def _check_stage(stage: str, names: set[str]) -> None:
             p.relative_to(stage).as_posix() for p in Path(stage).rglob("*") if not p.is_dir() or p.is_symlink()
         }
     except OSError as error:
-        raise failed(error, stage, "write") from None
+        raise from_os_error(error, stage, "write") from None
     others = sorted(names_in_stage - names)
     if others:
         raise UsageError(
@@ -271,12 +272,12 @@ class _Upload:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             Path(path).unlink(missing_ok=True)
         except OSError as error:
-            raise failed(error, path, "write") from None
+            raise from_os_error(error, path, "write") from None
         file.write(path)
         try:
             digests = listing.compute_digests(path)
         except OSError as error:
-            raise failed(error, path, "write") from None
+            raise from_os_error(error, path, "write") from None
         assert digests.size == file.size, f"{file.name}: {digests.size} bytes were written, not {file.size}"
         return digests
 

@@ -23,7 +23,8 @@ from typing import Any, BinaryIO
 from huggingface_hub import HfApi, HfFileSystem, constants, try_to_load_from_cache
 
 from ckpttool.errors import ReadError, RemoteError
-from ckpttool.storage.files import Pool, failed
+from ckpttool.storage.errors import from_os_error
+from ckpttool.storage.files import Pool
 from ckpttool.storage.hub import client, listing, progress
 from ckpttool.storage.hub.address import Address, parse
 from ckpttool.storage.hub.errors import translate_errors
@@ -207,7 +208,7 @@ class HubStore(Store):
                     stream.seek(start)
                     stream.write(data)
             except OSError as error:
-                raise failed(error, path, "write") from None
+                raise from_os_error(error, path, "write") from None
             present.update(missing[:count])
             del missing[:count]
         return path
@@ -224,7 +225,7 @@ class HubStore(Store):
                 with open(path, "wb") as stream:
                     stream.truncate(file.size)
             except OSError as error:
-                raise failed(error, path, "write") from None
+                raise from_os_error(error, path, "write") from None
         return path
 
     def _read_range(self, file: RepoFile, start: int, end: int) -> bytes:

@@ -1,0 +1,17 @@
+"""Turns an `OSError` into an error of `ckpttool.errors`: a full disk, a missing file, no permission."""
+
+from __future__ import annotations
+
+import errno
+
+from ckpttool.errors import CkptError, ReadError, StorageError
+
+
+def from_os_error(error: OSError, path: str, doing: str) -> CkptError:
+    """Return the error of `ckpttool.errors` for an OSError. `doing` is `read` or `write`."""
+    reason = (error.strerror or str(error)).lower()
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StorageError(f"`{path}`: {reason}", hint="free some space, or write somewhere else", file=path)
+    if doing == "write" or error.errno == errno.EIO:
+        return StorageError(f"`{path}`: cannot {doing}: {reason}", file=path)
+    return ReadError(f"`{path}`: cannot read: {reason}", file=path)
