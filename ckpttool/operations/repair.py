@@ -23,8 +23,7 @@ from ckpttool.formats.dcp import rebuild_index
 from ckpttool.operations import manifest
 from ckpttool.operations.arguments import check_apart
 from ckpttool.operations.verify import Report, verify
-from ckpttool.storage import files, local
-from ckpttool.storage.free_space import check_space, free_space, no_space
+from ckpttool.storage import files, free_space, local
 from ckpttool.storage.stores import Entry, Location, Stat, Store, local_path
 from ckpttool.text import some
 from ckpttool.transfer import staging
@@ -221,9 +220,9 @@ def _obstacles(dst: str, overwrite: bool, originals: dict[str, Location]) -> lis
         local.check_free(dst, overwrite=overwrite, is_file=False)
     except OverwriteError as error:
         notes.append(f"{error.message}: {error.hint}")
-    needed, free = sum(file.size() for file in originals.values()), free_space(dst)
+    needed, free = sum(file.size() for file in originals.values()), free_space.free_bytes(dst)
     if needed > free:
-        notes.append(f"`{dst}`: {no_space(needed, free)}")
+        notes.append(f"`{dst}`: {free_space.message(needed, free)}")
     return notes
 
 
@@ -234,8 +233,8 @@ def _copy(
     originals: dict[str, Location], partial: str, result: Repaired, threads: int | None, progress: Progress | None
 ) -> None:
     sizes = {name: location.size() for name, location in originals.items()}
-    needed, free = sum(sizes.values()), free_space(result.destination)
-    check_space(result.destination, needed, free)
+    needed, free = sum(sizes.values()), free_space.free_bytes(result.destination)
+    free_space.check(result.destination, needed, free)
     work = Work(needed, progress)
 
     def copy_one(name: str) -> None:

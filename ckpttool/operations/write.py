@@ -22,8 +22,7 @@ from ckpttool.operations.manifest import check_wanted, write_for
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.directory import Directory
 from ckpttool.producers.open import harmful, harmful_attributes, naming, open_source, opened
-from ckpttool.storage import files, local, stores
-from ckpttool.storage.free_space import check_space, free_space, no_space
+from ckpttool.storage import files, free_space, local, stores
 from ckpttool.storage.stores import Location, local_path
 from ckpttool.text import some
 from ckpttool.transfer import journal, readback, staging
@@ -189,7 +188,7 @@ class Write:
             result.notes += map(str, sink.catalogue.warnings)
             result.notes += _lost_attributes(self.planned.catalogue, sink.catalogue)
             self._note_files(sink, stage.path)
-            check_space(self.dst, result.disk, result.free + stage.held)
+            free_space.check(self.dst, result.disk, result.free + stage.held)
             log = self._journal(stage, sink) if self.coordinator.size == 1 else None
             moved = self._fill(sink, stage.path, log)
             files.check_unchanged(self.opened.before)
@@ -246,7 +245,7 @@ class Write:
             result.notes += map(str, sink.catalogue.warnings)
             self._note_files(sink, partial)
         if result.disk > result.free:
-            result.notes.insert(0, no_space(result.disk, result.free))
+            result.notes.insert(0, free_space.message(result.disk, result.free))
         result.memory = expected_memory(self.planned.catalogue, result.cast, options.threads, options.max_memory)
 
     @contextmanager
@@ -452,7 +451,7 @@ def _summarise(result: Conversion, source: Source, plan: Planned, target: Format
     other = formats.by_suffix(dst)
     if other is not None and other != target:
         result.notes.append(f"`{dst}` has the suffix of {other.title}, but is written as {target.target}")
-    result.free = free_space(dst)
+    result.free = free_space.free_bytes(dst)
 
 
 def taken_of_run(source: Catalogue) -> list[str]:

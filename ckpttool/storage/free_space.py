@@ -9,19 +9,19 @@ from ckpttool.errors import StorageError
 from ckpttool.storage.errors import from_os_error
 
 
-def check_space(path: str, needed: int, free: int, hint: str = "free some space, or write somewhere else") -> None:
+def check(path: str, needed: int, free: int, hint: str = "free some space, or write somewhere else") -> None:
     """Raises StorageError when more bytes are needed at `path` than are free."""
     if needed > free:
-        message = f"`{path}`: {no_space(needed, free)}"
-        raise StorageError(message, hint=hint, file=path, found=free, expected=needed)
+        text = f"`{path}`: {message(needed, free)}"
+        raise StorageError(text, hint=hint, file=path, found=free, expected=needed)
 
 
-def no_space(needed: int, free: int) -> str:
+def message(needed: int, free: int) -> str:
     """Return the message for a disk without enough space."""
     return f"needs {needed} bytes, but {free} are free"
 
 
-def free_space(path: str) -> int:
+def free_bytes(path: str) -> int:
     """Return the free bytes of the disk on which `path` is or would be created."""
     folder = Path(path).absolute()
     while not folder.exists() and folder != folder.parent:

@@ -357,7 +357,7 @@ def test_the_space_goes_while_we_write(to: str, tmp_path: Path, small_disk: Path
     """Somebody else fills the disk: what was counted at the start is not there any more."""
     src = save_torch(tmp_path / "big.pt", {"w": torch.ones(300_000)})
     (small_disk / "other").write_bytes(bytes(1 << 20))
-    monkeypatch.setattr("ckpttool.storage.free_space.free_space", lambda path: 1 << 40)
+    monkeypatch.setattr("ckpttool.storage.free_space.free_bytes", lambda path: 1 << 40)
     said = check_words(run("convert", src, small_disk / "dst", "--to", to), STORAGE, "no space left")
     assert names(small_disk) == ["other"]
     assert ".partial-" not in said and str(small_disk / "dst") in said
@@ -384,7 +384,7 @@ def test_the_space_goes_while_the_others_write(
     src = save_torch(tmp_path / "big.pt", {"w": torch.ones(300_000)})
     (small_disk / "other").write_bytes(bytes(1 << 20))
     with monkeypatch.context() as patched:
-        patched.setattr("ckpttool.storage.free_space.free_space", lambda path: 1 << 40)
+        patched.setattr("ckpttool.storage.free_space.free_bytes", lambda path: 1 << 40)
         said = check_words(run(words[0], src, small_disk / "dst", *words[1:]), STORAGE, "no space left")
     assert names(small_disk) == ["other"]
     assert ".partial-" not in said and str(small_disk / "dst") in said

@@ -442,6 +442,6 @@ def test_what_was_moved_aside_and_a_run_that_goes_on(aside: Path, src: Path, out
 def test_a_full_disk_and_then_room(src: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What lies there counts as room: it is not needed twice."""
     interrupted(src, out / "out.pt", LAYERS - 2, monkeypatch, to="torch")
-    monkeypatch.setattr("ckpttool.storage.free_space.free_space", lambda path: 5 * (256 << 10))
+    monkeypatch.setattr("ckpttool.storage.free_space.free_bytes", lambda path: 5 * (256 << 10))
     check_words(run("convert", src, out / "fresh.pt"), STORAGE, "are free")
     assert ckpttool.convert(str(src), str(out / "out.pt"), resume=True).resumed

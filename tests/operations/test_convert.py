@@ -400,7 +400,7 @@ def test_the_source_is_never_the_destination(tmp_path: Path) -> None:
 
 
 def test_too_little_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpttool.storage.free_space.free_space", lambda path: 1000)
+    monkeypatch.setattr("ckpttool.storage.free_space.free_bytes", lambda path: 1000)
     with pytest.raises(StorageError, match=r"needs \d+ bytes, but 1000 are free"):
         ckpttool.convert(FULL, str(tmp_path / "out.pt"))
     assert os.listdir(tmp_path) == []

@@ -284,7 +284,7 @@ def test_a_dry_run_says_what_is_in_the_way(tmp_path: Path, monkeypatch: pytest.M
     src = copied("dcp/nocollectives_w2", tmp_path / "src")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "x").touch()
-    monkeypatch.setattr("ckpttool.storage.free_space.free_space", lambda path: 10)
+    monkeypatch.setattr("ckpttool.storage.free_space.free_bytes", lambda path: 10)
     made = repair(src, tmp_path / "out", dry_run=True)
     assert made.notes[0] == f"`{tmp_path / 'out'}` exists: pass `--overwrite` to replace it"
     assert "but 10 are free" in made.notes[1]

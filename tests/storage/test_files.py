@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 
 from ckpttool.errors import CkptError, CorruptError, OverwriteError, ReadError, StorageError, UsageError
-from ckpttool.storage import files, local
+from ckpttool.storage import files, free_space, local
 from ckpttool.storage.files import Pool, inside
-from ckpttool.storage.free_space import free_space
 from ckpttool.transfer.staging import staged
 
 # Reading and writing --------------------------------------------------------------------------------------------------
@@ -463,7 +462,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 def test_free_space_is_asked_of_the_nearest_folder(tmp_path: Path) -> None:
-    assert free_space(str(tmp_path / "not" / "yet")) > 0
+    assert free_space.free_bytes(str(tmp_path / "not" / "yet")) > 0
 
 
 def test_everything_is_synced_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

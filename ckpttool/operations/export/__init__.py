@@ -19,8 +19,7 @@ from ckpttool.operations.export import to_store
 from ckpttool.operations.export.plan import Export, Exported, ExportOptions, planned
 from ckpttool.operations.export.to_store import Remote
 from ckpttool.operations.write import WriteOptions
-from ckpttool.storage import files
-from ckpttool.storage.free_space import check_space, free_space
+from ckpttool.storage import files, free_space
 from ckpttool.storage.stores import locate
 from ckpttool.transfer import readback, staging
 from ckpttool.transfer.threads import Progress
@@ -98,7 +97,7 @@ def export(
         return result
     how = WriteOptions(overwrite, dry_run, threads, check=check, manifest=listed)
     with write.destination(result, _SAFETENSORS, how, src, options.assets), planned(result, options, progress) as plan:
-        result.free = free_space(dst)
+        result.free = free_space.free_bytes(dst)
         write.check_place(listed, dst, (file.name for file in plan.files))
         if not dry_run:
             _write(plan, how)
@@ -108,7 +107,7 @@ def export(
 
 def _write(plan: Export, how: WriteOptions) -> None:
     result, dst = plan.result, plan.result.destination
-    check_space(dst, result.disk, result.free)
+    free_space.check(dst, result.disk, result.free)
     with staging.staged(dst, overwrite=how.overwrite, is_file=False, notes=result.notes) as partial:
         for file in plan.files:
             path = locate(partial) / file.name

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from ckpttool.errors import UsageError
 from ckpttool.operations.export.plan import Export
-from ckpttool.storage import stores
+from ckpttool.storage import free_space, stores
 from ckpttool.storage.files import temporary_folder
-from ckpttool.storage.free_space import free_space
 from ckpttool.transfer.threads import Progress
 
 
@@ -72,7 +71,7 @@ def send(plan: Export, how: Remote, both: Both) -> None:
     """Write and send the files of a plan, or note what would be sent. Raises RemoteError and what the files raise."""
     result = plan.result
     store = stores.remote_module(result.destination)
-    result.free = free_space(how.stage or temporary_folder())
+    result.free = free_space.free_bytes(how.stage or temporary_folder())
     result.sent = store.send(
         plan.files,
         result.destination,

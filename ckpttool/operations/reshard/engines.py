@@ -16,8 +16,7 @@ from ckpttool.catalogue.protocols import Format
 from ckpttool.errors import UsageError
 from ckpttool.layout.mesh import Mesh, Sharding, bytes_per_rank, find_sharding
 from ckpttool.operations.write import Write
-from ckpttool.storage import files
-from ckpttool.storage.free_space import check_space
+from ckpttool.storage import files, free_space
 from ckpttool.storage.stores import locate
 from ckpttool.text import meant, plural, size
 from ckpttool.transfer import processes, staging
@@ -144,7 +143,7 @@ def write(engine: Engine, job: Write) -> None:
     with ExitStack() as stack:
         partial = ""
         if coordinator.is_first:
-            check_space(job.dst, result.bytes, result.free)
+            free_space.check(job.dst, result.bytes, result.free)
             partial = stack.enter_context(
                 staging.staged(job.dst, overwrite=options.overwrite, is_file=False, notes=result.notes)
             )

@@ -26,8 +26,8 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
 from ckpttool.errors import RemoteError, UsageError
+from ckpttool.storage import free_space
 from ckpttool.storage.errors import from_os_error
-from ckpttool.storage.free_space import check_space, free_space
 from ckpttool.storage.hub import client, errors, listing
 from ckpttool.storage.hub.address import Address, parse
 from ckpttool.storage.hub.listing import Digests, RepoFile
@@ -119,7 +119,7 @@ def _staging_directory(stage: str | None, outgoing: Sequence[Outgoing]) -> Itera
         _check_stage(stage, {file.name for file in outgoing})
     try:
         hint = "write smaller files with `--max-shard-size`, or set `TMPDIR` to a larger disk"
-        check_space(folder, needed, free_space(folder), hint)
+        free_space.check(folder, needed, free_space.free_bytes(folder), hint)
         yield folder
     finally:
         if stage is None:
