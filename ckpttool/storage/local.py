@@ -26,7 +26,7 @@ class LocalStore(Store):
 
     def entries(self, name: str) -> list[Entry]:
         with os.scandir(name) as entries:
-            return sorted(Entry(entry.name, entry.is_dir()) for entry in entries)
+            return sorted(Entry(entry.name, _is_dir(entry)) for entry in entries)
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
         descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
@@ -83,3 +83,11 @@ def check_free(dst: str, *, overwrite: bool, is_file: bool) -> None:
         raise OverwriteError(f"`{dst}` is a pipe or a device", hint="name a file or a directory", file=dst)
     if os.path.lexists(path) and not overwrite:
         raise OverwriteError(f"`{dst}` exists", hint="pass `--overwrite` to replace it", file=dst)
+
+
+def _is_dir(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        # A link that loops, or into a directory of another user: no reason to refuse its neighbours.
+        return False

@@ -164,7 +164,8 @@ class Location(str):
         return self
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
-        return locate, (str(self),)
+        # Only errors carry locations to other processes, where the text is enough and the store is not looked up.
+        return str, (str(self),)
 
     # Names -----------------------------------------------------------------------------------------------------------
 
@@ -389,6 +390,9 @@ def locate(path: str) -> Location:
     """
     if isinstance(path, Location):
         return path
+    if not path:
+        # As a location it would be the current directory; as a path that somebody types it is an unset variable.
+        raise ReadError("``: cannot read: no such file or directory", hint="name a checkpoint", file=path)
     scheme = _SCHEME.match(path)
     if scheme is None or scheme[1] not in STORES:
         return Location(path, _local())

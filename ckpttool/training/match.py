@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ckpttool.errors import CorruptError, UsageError
-from ckpttool.layout.optimizer.keys import LIKE_PARAMETER
+from ckpttool.layout.optimizer.keys import CERTAINLY_LIKE_PARAMETER
 from ckpttool.layout.rename import strip_wrappers
 from ckpttool.storage.crc import crc32
 from ckpttool.text import near_names, some
@@ -271,7 +271,7 @@ def _in_order(optimizer: torch.optim.Optimizer, saved: Optimizer, path: str) -> 
     for one in matches:
         for parameter, number in zip(one.group["params"], one.names, strict=True):
             for below, shape in saved.state.get(number, {}).items():
-                is_like = isinstance(shape, Shape) and below[-1] in LIKE_PARAMETER
+                is_like = isinstance(shape, Shape) and below[-1] in CERTAINLY_LIKE_PARAMETER
                 if is_like and shape.sizes != tuple(parameter.shape):
                     raise CorruptError(
                         f"`{path}`: state of parameter {number} of the optimizer is {list(shape.sizes)}, the parameter "

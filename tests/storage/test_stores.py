@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -170,6 +171,29 @@ def test_names_that_lead_out(root: Location, name: str) -> None:
     with pytest.raises(CorruptError):
         root.inside(name)
     assert root.inside("step-10/rank0.pt").read() == b"zero"
+
+
+def test_a_link_that_loops_does_not_hide_its_neighbours(tmp_path: Path) -> None:
+    """`DirEntry.is_dir` raises for it, as for a link into a directory of another user."""
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
+    assert [(e.name, e.is_dir) for e in locate(str(tmp_path)).entries()] == [("loop", False), ("model.pt", False)]
+
+
+def test_no_path_is_not_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ckpttool verify "$UNSET"`."""
+    torch.save({"w": torch.ones(2)}, tmp_path / "rank0.pt")
+    monkeypatch.chdir(tmp_path)
+    for look in (ckpttool.inspect, ckpttool.verify, lambda path: ckpttool.convert(path, "out.pt")):
+        with pytest.raises(ReadError, match="``: cannot read: no such file or directory"):
+            look("")
+    assert os.listdir(tmp_path) == ["rank0.pt"]
+
+
+def test_another_process_gets_the_text_of_a_location(root: Location) -> None:
+    """Of an error on another rank: looking up the store there could take a request, and raise something else."""
+    error = pickle.loads(pickle.dumps(ReadError("gone", file=root / "model.safetensors")))
+    assert error.facts["file"] == str(root / "model.safetensors") and type(error.facts["file"]) is str
 
 
 def test_nobody_opens_a_remote_file_past_its_store(root: Location) -> None:

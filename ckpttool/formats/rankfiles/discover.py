@@ -203,7 +203,8 @@ def _around(path: Location) -> RankSet:
 def _like(this: Member) -> list[Member]:
     """Return the files in the same directory whose names differ only in the rank."""
     folder = this.path.parent
-    paths = [folder / name for name in _listed(folder)]
+    # A directory that cannot be listed may still have a file that can be read.
+    paths = [folder / name for name in _listed(folder)] or [this.path]
     if _FOLDER.fullmatch(folder.name):
         paths += [path for path in _beside(this.path) if path not in paths]
     members = [

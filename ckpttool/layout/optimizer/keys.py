@@ -60,16 +60,17 @@ class StateKind(NamedTuple):
     title: str | None = None
     like_parameter: bool = True  # has the shape of its parameter, whatever the optimizer
     squares: bool = False  # has no negative values
+    certain: bool = False  # a key that no optimizer uses for anything of another shape
 
 
 # Of torch.optim, then of others. Factored second moments (Adafactor of torch, transformers, fairseq) are rows and
 # columns of a parameter.
 STATE_KINDS: dict[str, StateKind] = {
-    "exp_avg": StateKind("first moment"),
-    "exp_avg_sq": StateKind("second moment", squares=True),
-    "max_exp_avg_sq": StateKind("largest second moment", squares=True),
-    "momentum_buffer": StateKind("momentum"),
-    "square_avg": StateKind("second moment", squares=True),
+    "exp_avg": StateKind("first moment", certain=True),
+    "exp_avg_sq": StateKind("second moment", squares=True, certain=True),
+    "max_exp_avg_sq": StateKind("largest second moment", squares=True, certain=True),
+    "momentum_buffer": StateKind("momentum", certain=True),
+    "square_avg": StateKind("second moment", squares=True, certain=True),
     "sum": StateKind("sum of squares", squares=True),
     "acc_delta": StateKind(squares=True),
     "exp_inf": StateKind(squares=True),
@@ -82,3 +83,5 @@ STATE_KINDS: dict[str, StateKind] = {
 }
 LIKE_PARAMETER = frozenset(name for name, kind in STATE_KINDS.items() if kind.like_parameter)
 """Keys of state that has the shape of its parameter."""
+CERTAINLY_LIKE_PARAMETER = frozenset(name for name, kind in STATE_KINDS.items() if kind.certain)
+"""Those of them whose shape tells that state belongs to another parameter."""
