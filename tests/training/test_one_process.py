@@ -409,13 +409,14 @@ def test_what_cannot_be_pickled_is_a_mistake_of_the_script(tmp_path: Path, forma
     assert caught.value.exit_code == 2 and not list(tmp_path.iterdir())
 
 
-def test_state_of_an_optimizer_of_ones_own_may_have_any_shape(tmp_path: Path) -> None:
-    """Under keys that other optimizers use for state of the shape of the parameter; torch loads it, too."""
-    model = nn.Linear(3, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for parameter in model.parameters():
-        optimizer.state[parameter] = {"sum": torch.tensor(2.0), "state1": torch.ones(parameter.numel())}
+@pytest.mark.parametrize("key, flat", [("sum", False), ("state1", True)])
+def test_state_of_an_optimizer_of_ones_own_may_have_any_shape(tmp_path: Path, key: str, flat: bool) -> None:
+    """Under a key that other optimizers use for state of the shape of the parameter; torch loads it, too."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for i, parameter in enumerate(model.parameters()):
+        optimizer.state[parameter] = {key: torch.full((parameter.numel(),) if flat else (), float(i))}
     torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "own.pt")
-    fresh = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    fresh = torch.optim.SGD(model.parameters(), lr=0.1)
     ckpttool.load(tmp_path / "own.pt", model, fresh)
-    assert [float(state["sum"]) for state in fresh.state.values()] == [2.0, 2.0]
+    assert [float(fresh.state[p][key].mean()) for p in model.parameters()] == [0.0, 1.0, 2.0, 3.0]
