@@ -29,7 +29,7 @@ def move(catalogue: Catalogue, moved: dict[Path, Path]) -> Catalogue:
         if clash is not None and (new in taken or new != path or moved.get(clash, clash) != clash):
             raise UsageError(
                 f"`{dotted(clash)}` and `{dotted(path)}` would both be called `{dotted(new)}`",
-                hint="leave one of them out with `--exclude`, or give it another name with `--rename_entries`",
+                hint="leave one of them out with `--exclude`, or give it another name with `--rename`",
             )
         taken[new] = path
         names[dotted(new)] = path
@@ -52,7 +52,7 @@ def _check_leaves(moved: Catalogue, taken: dict[Path, Path]) -> None:
             raise UsageError(
                 f"`{dotted(taken[above])}` would be called `{dotted(above)}`, but `{dotted(taken[path])}` needs a dict "
                 "of that name",
-                hint="give it another name with `--rename_entries`, or leave one of them out with `--exclude`",
+                hint="give it another name with `--rename`, or leave one of them out with `--exclude`",
             )
 
 

@@ -63,6 +63,19 @@ def test_every_option_is_explained(name: str) -> None:
     assert [found for found in spellings(name) if not words & set(found)] == []
 
 
+def test_every_option_that_a_message_names_exists() -> None:
+    """Not every hint is printed in some test; an option that has another name must not stay in one."""
+    known = {word for command in commands().values() for option in options(command) for word in option.opts}
+    known |= {word for command in commands().values() for option in options(command) for word in option.secondary_opts}
+    of_torchrun = {"--nproc-per-node"}
+    named: dict[str, str] = {}
+    for path in sorted((ROOT / "ckpttool").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                named |= dict.fromkeys(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", node.value), path.name)
+    assert {word: name for word, name in named.items() if word not in known | of_torchrun} == {}
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_is_tried(name: str) -> None:
     """Each in some test or transcript, on a command line that calls this command."""
