@@ -67,6 +67,7 @@ def test_every_option_that_a_message_names_exists() -> None:
     """Not every hint is printed in some test; an option that has another name must not stay in one."""
     known = {word for command in commands().values() for option in options(command) for word in option.opts}
     known |= {word for command in commands().values() for option in options(command) for word in option.secondary_opts}
+    known |= {"--help"}
     of_torchrun = {"--nproc-per-node"}
     named: dict[str, str] = {}
     for path in sorted((ROOT / "ckpttool").rglob("*.py")):
