@@ -209,7 +209,7 @@ class Write:
     def _note_untied(self, sink: Sink) -> None:
         """Count the tied tensors that the format stores separately, such as one whose name safetensors reserves."""
         separate = {t.origin.path for t in sink.catalogue.tensors if t.origin is not None and t.alias is None}
-        tied = [t for t in self.planned.catalogue.tensors if t.alias is not None and t.origin is not None]
+        tied = (t for t in self.planned.catalogue.tensors if t.alias is not None)
         untied = [t for t in tied if t.origin is not None and t.origin.path in separate]
         if untied:
             names = {t.name for t in untied}

@@ -10,7 +10,6 @@ Random states and data loaders are rank-local, and saved for each rank.
 from __future__ import annotations
 
 import os
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -28,6 +27,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ckpttool.catalogue import parts
 from ckpttool.errors import StorageError, UsageError
+from ckpttool.storage import free_space
 from ckpttool.storage.errors import from_os_error
 from ckpttool.text import meant, size
 from ckpttool.training import collectives
@@ -85,7 +85,7 @@ def failed(error: BaseException, path: str, partial: str) -> BaseException:
     if not isinstance(error, RuntimeError):
         return error
     # What torch makes of a full disk.
-    free = shutil.disk_usage(os.path.dirname(partial)).free
+    free = free_space.free_bytes(os.path.dirname(partial))
     is_full = free < _LITTLE
     return StorageError(
         f"`{path}`: cannot save: {error} ({size(free)} are free)",

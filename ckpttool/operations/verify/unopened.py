@@ -8,6 +8,7 @@ from functools import partial
 
 from ckpttool.catalogue.entries import Catalogue, File
 from ckpttool.errors import CkptError, CorruptError
+from ckpttool.formats import FORMATS
 from ckpttool.operations.verify import payloads
 from ckpttool.operations.verify.findings import Finding, Report, Where
 from ckpttool.serialization.safetensors_header import read_header
@@ -16,7 +17,7 @@ from ckpttool.storage.files import Pool
 from ckpttool.storage.stores import Location
 from ckpttool.transfer.threads import Progress
 
-_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+_SUFFIXES = tuple(suffix for row in FORMATS for suffix in row.suffixes)
 _MOST = 100_000
 
 
