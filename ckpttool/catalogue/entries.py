@@ -44,6 +44,11 @@ def dotted(path: Path) -> str:
     return ".".join(map(str, path))
 
 
+def above(path: Path) -> list[Path]:
+    """The paths of the containers around an entry, the root first: `()` and `("a",)` for `("a", "b")`. Pure."""
+    return [path[:depth] for depth in range(len(path))]
+
+
 class Record(NamedTuple):
     """A run of bytes with a checksum, e.g. a storage in a torch.save archive: `Record(0, 704, 4096, 0x1c291ca3)`.
 

@@ -33,6 +33,7 @@ from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
 from ckpttool.formats.detect import detect
 from ckpttool.formats.rankfiles import FORMAT
 from ckpttool.formats.rankfiles import discover as sets
+from ckpttool.text import rank_ranges
 
 NAMES = [name for name in samples_of("rank") if (CHECKPOINTS / name / "ckpt").is_dir()]
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -580,7 +581,7 @@ def test_a_replicated_tensor_that_differs(where: str, tmp_path: Path) -> None:
         assert "tensor `model.b` differs between ranks" in error.message
         assert "rank 2 (`rank2.pt`) from rank 0 (`rank0.pt`)" in error.message
     else:
-        assert "0 on ranks 0, 1 (`rank0.pt`, `rank1.pt`) and 1 on rank 2 (`rank2.pt`)" in error.message
+        assert "0 on ranks 0-1 (`rank0.pt`, `rank1.pt`) and 1 on rank 2 (`rank2.pt`)" in error.message
 
 
 MIXED: dict[str, tuple[str, Callable[[int], Any], str]] = {
@@ -826,10 +827,8 @@ def test_a_full_state_of_one_rank_only(full: int, tmp_path: Path) -> None:
     }
     hollow: dict[str, Any] = {"model": {}, "optim": {}, "step": 5}
     folder = save(tmp_path / "run", 3, lambda rank: whole if rank == full else hollow)
-    others = ", ".join(str(rank) for rank in range(3) if rank != full)
-    warned = [
-        w for w in read(folder).warnings if f"is empty on ranks {others}, and taken from `rank{full}.pt`" in str(w)
-    ]
+    others = rank_ranges({0, 1, 2} - {full})
+    warned = [w for w in read(folder).warnings if f"is empty on {others}, and taken from `rank{full}.pt`" in str(w)]
     assert [str(w).split()[0] for w in warned] == ["`model`", "`optim`"]
     assert not any("some ranks only" in str(w) for w in read(folder).warnings)
     convert(folder, tmp_path / "out.pt", to="torch")

@@ -27,7 +27,7 @@ from ckpttool.formats.rankfiles.rank_file import RankFile
 from ckpttool.serialization.dtensor import Shard
 from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.storage.files import Pool
-from ckpttool.text import some
+from ckpttool.text import rank_ranges, some
 
 _TILE = 1 << 20
 _MOST_READ = 1 << 30  # bytes of all comparisons together
@@ -69,27 +69,18 @@ class CopyComparer:
             return None
         self._left -= a.nbytes + b.nbytes
         if a.strides is None and b.strides is None:
-            return self._same_bytes(a, b)
+            return all(self.read(a, at, _TILE) == self.read(b, at, _TILE) for at in range(0, a.nbytes, _TILE))
         if max(a.nbytes, b.nbytes) > _MOST_GATHERED * itemsize:
             return None
         return self._elements(itemsize, sizes, a) == self._elements(itemsize, sizes, b)
 
-    def _same_bytes(self, a: Extent, b: Extent) -> bool:
-        for at in range(0, a.nbytes, _TILE):
-            n = min(_TILE, a.nbytes - at)
-            if self._read(a, at, n) != self._read(b, at, n):
-                return False
-        return True
-
-    def bytes_of(self, extent: Extent) -> bytes:
-        """Return the bytes of something small, as they lie in the file."""
-        return self._read(extent, 0, extent.nbytes)
-
-    def _read(self, extent: Extent, at: int, nbytes: int) -> bytes:
+    def read(self, extent: Extent, at: int = 0, most: int = _MOST_READ) -> bytes:
+        """Return up to `most` bytes of an extent, from `at` on, as they lie in the file."""
+        nbytes = min(most, extent.nbytes - at)
         return self._pool.read(self._files[extent.file].location, extent.offset + at, nbytes)
 
     def _elements(self, itemsize: int, sizes: Ints, extent: Extent) -> list[bytes]:
-        data = self._read(extent, 0, extent.nbytes)
+        data = self.read(extent)
         at = [0]
         for size, stride in zip(sizes, extent.strides or boxes.row_major(sizes), strict=True):
             at = [start + i * stride for start in at for i in range(size)]
@@ -146,14 +137,14 @@ class MixedSaves:
         if not proofs:
             return None
         path, *further = proofs
-        merged, of_ranks = catalogue.entries[path], self._differing[path][1]
+        of_ranks = self._differing[path][1]
         ranks_by_value: dict[str, list[int]] = {}
         for rank in names:
             if rank in of_ranks or rank not in absent.get(path, ()):
-                ranks_by_value.setdefault(_value(of_ranks.get(rank, merged), comparer), []).append(rank)
+                value = _value(of_ranks.get(rank, catalogue.entries[path]), comparer)
+                ranks_by_value.setdefault(value, []).append(rank)
         shown = [
-            f"{value} on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks[:8]))}"
-            f"{', ...' if len(ranks) > 8 else ''} ({some([names[rank].strip('`') for rank in ranks])})"
+            f"{value} on {rank_ranges(ranks)} ({some([names[rank].strip('`') for rank in ranks])})"
             for value, ranks in ranks_by_value.items()
         ]
         more = f"; so {'does' if len(further) == 1 else 'do'} {some([*map(dotted, further)])}" if further else ""
@@ -162,7 +153,7 @@ class MixedSaves:
             f"the files are of {many} saves: `{dotted(path)}` differs between ranks: {' and '.join(shown[:4])}{more}",
             hint="take all files from one save: what is made of several is a model that never was",
             ranks=sorted(of_ranks),
-            found=dict(ranks_by_value),
+            found=ranks_by_value,
             entries=[dotted(p) for p in proofs[:100]],
         )
 
@@ -175,19 +166,18 @@ def check_parts(patterns: Mapping[str, str], loaded: Mapping[Path, RankFile]) ->
         part = str(root[0]) if root else ""
         kinds = _kinds_in(file.tree)
         if {"model", "optimizer"} <= kinds:
-            whole.append(part)
+            whole.append(patterns[part])
         elif kinds & {"model", "optimizer"} and parts.kind_of_key(part) not in _MINOR:
-            weights.append(part)
-    if not whole or len(whole) + len(weights) < 2:
-        return
-    sets = [patterns[part] for part in (*whole, *weights)]
-    choices = " or ".join([f"`'{pattern}'`" for pattern in sets[:4]])
-    raise ReadError(
-        f"{some([pattern.rpartition('/')[2] for pattern in sets], 6)} are checkpoints of their own: files of the "
-        "first hold model and optimizer, so they are no part of one",
-        hint=f"name one: {choices}",
-        found=sets,
-    )
+            weights.append(patterns[part])
+    sets = [*whole, *weights]
+    if whole and len(sets) > 1:
+        choices = " or ".join([f"`'{pattern}'`" for pattern in sets[:4]])
+        raise ReadError(
+            f"{some([pattern.rpartition('/')[2] for pattern in sets], 6)} are checkpoints of their own: files of the "
+            "first hold model and optimizer, so they are no part of one",
+            hint=f"name one: {choices}",
+            found=sets,
+        )
 
 
 def _kinds_in(tree: Any) -> set[str]:
@@ -212,4 +202,4 @@ def _value(entry: Entry, comparer: CopyComparer) -> str:
     code = _STRUCT_CODES.get(entry.dtype.name)
     if code is None or not len(entry.chunks):
         return "another value"
-    return f"{struct.unpack(code, comparer.bytes_of(entry.chunks[0].extent))[0]:g}"
+    return f"{struct.unpack(code, comparer.read(entry.chunks[0].extent))[0]:g}"

@@ -14,8 +14,11 @@ only in a number; then they are several checkpoints.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 from ckpttool.errors import CkptError, CorruptError, ReadError
@@ -65,24 +68,18 @@ class RankSet:
     @property
     def folder(self) -> str:
         """The common directory of files in several directories; empty if all are in one."""
-        folders = {path.absolute().parent for members in self.parts.values() for path in members.values()}
-        if len(folders) == 1:
-            return ""
-        above = next(iter(folders))
-        while not all(folder.is_below(above) for folder in folders):
-            above = above.parent
-        return above
+        first, *others = {path.absolute().parent for members in self.parts.values() for path in members.values()}
+        while not all(folder.is_below(first) for folder in others):
+            first = first.parent
+        return first if others else ""
 
     def pattern(self, part: str) -> str:
         """Return a pattern that matches the files of one part: `/run/full_rank*.pt`."""
         path = next(iter(self.parts[part].values()))
         match = member(path)
-        if match is None:
-            return path
-        folder = path.parent
-        if match.numbered or not _FOLDER.fullmatch(folder.name):
-            return folder / _pattern_of(match)
-        return folder.parent / "rank*" / path.name
+        if match is None or match.numbered or not _FOLDER.fullmatch(path.parent.name):
+            return path if match is None else path.parent / _pattern_of(match)
+        return path.parent.parent / "rank*" / path.name
 
 
 def member(path: str) -> Member | None:
@@ -109,18 +106,16 @@ def member(path: str) -> Member | None:
 def recognise(path: str) -> bool:
     """Return whether a path is a rank file, or a directory or pattern of rank files."""
     location = locate(path)
-    if location.is_pattern():
-        return bool(_rank_files(names := _matches(location), is_named=True) or _with_shards(names, any_of=True))
-    if location.is_dir():
-        return bool(_rank_files(names := _files_in(location)) or _with_shards(names))
+    is_pattern = location.is_pattern()
+    if is_pattern or location.is_dir():
+        names = _matches(location) if is_pattern else _files_in(location)
+        return bool(_rank_files(names, is_named=is_pattern) or _with_shards(names, any_of=is_pattern))
     if not location.is_file() or not reading.is_torch(location):
         return False
     if reading.mentions_shards(location):
         return True
     this = member(location)
-    if this is None or this.numbered:
-        return False
-    return this.world is not None or len(_like(this)) > 1
+    return this is not None and not this.numbered and (this.world is not None or len(_like(this)) > 1)
 
 
 def find(path: str) -> RankSet:
@@ -133,51 +128,44 @@ def find(path: str) -> RankSet:
     members = _rank_files(names, is_named=is_pattern) or _by_contents(_with_shards(names, any_of=is_pattern))
     if not members:
         raise ReadError(f"`{path}`: has no rank files", hint="name the files: `'run/*rank*.pt'`", file=path)
-    groups: dict[tuple[str, int | None, str], list[Member]] = {}
-    for found_member in members:
-        groups.setdefault((found_member.stem, found_member.world, found_member.ending), []).append(found_member)
-    worlds = {world for _, world, _ in groups if world is not None}
-    plain = [re.sub(r"\d+", "", stem) for stem, _, _ in groups]
-    if len(worlds) > 1 or len(set(plain)) < len(plain):
-        raise _several(location, groups)
-    rank_set = RankSet({}, next(iter(worlds), None), numbered=members[0].numbered)
-    keys = _keys([stem for stem, _, _ in groups])
-    for (stem, _, _), group in groups.items():
-        _check_once(group)
-        rank_set.parts[keys[stem]] = {m.rank: m.path for m in sorted(group, key=lambda m: m.rank)}
-    used = {m.path for m in members}
-    rank_set.left_out = [name for name in names if name not in used and (is_pattern or _is_data(name))]
-    return rank_set
-
-
-def _check_once(members: list[Member]) -> None:
-    """Raises ReadError for two files of one rank: a pattern can match the checkpoints of several directories."""
-    seen: dict[int, Location] = {}
+    groups: dict[tuple[str, int | None, str], list[Member]] = defaultdict(list)
     for m in members:
-        if m.rank in seen:
+        groups[m.stem, m.world, m.ending].append(m)
+    worlds = sorted({world for _, world, _ in groups if world is not None})
+    plain = {re.sub(r"\d+", "", stem) for stem, _, _ in groups}
+    if len(worlds) > 1 or len(plain) < len(groups):
+        raise _several(location, groups, worlds)
+    keys = _keys([stem for stem, _, _ in groups])
+    sets = {keys[stem]: _by_rank(group) for (stem, _, _), group in groups.items()}
+    used = {m.path for m in members}
+    left_out = [name for name in names if name not in used and (is_pattern or _is_data(name))]
+    return RankSet(sets, next(iter(worlds), None), numbered=members[0].numbered, left_out=left_out)
+
+
+def _by_rank(members: list[Member]) -> dict[int, Location]:
+    """Return the file of each rank. Raises ReadError for two of one: a pattern can match several checkpoints."""
+    paths: dict[int, Location] = {}
+    for m in sorted(members, key=attrgetter("rank")):
+        if paths.setdefault(m.rank, m.path) is not m.path:
             raise ReadError(
-                f"`{seen[m.rank]}` and `{m.path}` are both of rank {m.rank}",
+                f"`{paths[m.rank]}` and `{m.path}` are both of rank {m.rank}",
                 hint="name the files of one checkpoint, by its directory or with a narrower pattern",
-                files=[seen[m.rank], m.path],
+                files=[paths[m.rank], m.path],
             )
-        seen[m.rank] = m.path
+    return paths
 
 
-def _several(path: Location, groups: dict[tuple[str, int | None, str], list[Member]]) -> ReadError:
+def _several(
+    path: Location, groups: Mapping[tuple[str, int | None, str], list[Member]], worlds: list[int]
+) -> ReadError:
     patterns = [_pattern_of(members[0]) for members in groups.values()]
     folder = path if path.is_dir() else path.parent
-    worlds = sorted({world for _, world, _ in groups if world is not None})
+    what, name = f"{len(groups)} sets of rank files", patterns[-1]
     if len(worlds) > 1:
         what = f"rank files of saves by {' and by '.join(map(str, worlds))} ranks"
-        name = f"*world_size_{worlds[-1]}_rank_*" if len(groups) > 1 else patterns[-1]
-    else:
-        what, name = f"{len(groups)} sets of rank files", patterns[-1]
-    return ReadError(
-        f"`{path}`: has {what}: {some(patterns, 6)}",
-        hint=f"name one: `'{folder / name}'`",
-        file=path,
-        found=patterns,
-    )
+        name = f"*world_size_{worlds[-1]}_rank_*"
+    message = f"`{path}`: has {what}: {some(patterns, 6)}"
+    return ReadError(message, hint=f"name one: `'{folder / name}'`", file=path, found=patterns)
 
 
 def _pattern_of(rank_file: Member) -> str:
@@ -189,15 +177,11 @@ def _pattern_of(rank_file: Member) -> str:
 
 def _around(path: Location) -> RankSet:
     this = member(path)
-    if this is None:
-        beside = _by_contents(_with_shards(_beside(path), any_of=True))
-        if len(beside) < 2:
-            return RankSet({"": {0: path}}, alone=True)
-        return RankSet({"": {m.rank: m.path for m in beside}})
-    like = _like(this)
-    if this.numbered and len(like) == 1:
-        return RankSet({"": {this.rank: path}}, alone=True)
-    return RankSet({"": {m.rank: m.path for m in like}}, this.world, numbered=this.numbered)
+    members = _by_contents(_with_shards(_beside(path), any_of=True)) if this is None else _like(this)
+    if len(members) < 2 and (this is None or this.numbered):
+        return RankSet({"": {this.rank if this else 0: path}}, alone=True)
+    world, numbered = (this.world, this.numbered) if this else (None, False)
+    return RankSet({"": {m.rank: m.path for m in members}}, world, numbered)
 
 
 def _like(this: Member) -> list[Member]:
@@ -207,14 +191,10 @@ def _like(this: Member) -> list[Member]:
     paths = [folder / name for name in _listed(folder)] or [this.path]
     if _FOLDER.fullmatch(folder.name):
         paths += [path for path in _beside(this.path) if path not in paths]
-    members = [
-        other
-        for path in paths
-        if (other := member(path)) is not None and other[1:2] + other[3:] == this[1:2] + this[3:]
-    ]
+    members = [m for path in paths if (m := member(path)) and m._replace(path=this.path, rank=this.rank) == this]
     if this.numbered:
         members = [m for m in members if m.path == this.path or reading.mentions_shards(m.path)]
-    return sorted(members, key=lambda m: m.rank)
+    return sorted(members, key=attrgetter("rank"))
 
 
 def _beside(path: Location) -> list[Location]:
@@ -237,39 +217,33 @@ def _with_shards(paths: list[Location], *, any_of: bool = False) -> list[Locatio
     """Return the files that contain sharded tensors. In a directory the first torch.save file decides, so that a
     thousand other files are not scanned; with `any_of`, for files named by the user, every file is examined."""
     torch_files = [path for path in paths if reading.is_torch(path)]
-    if not any_of and (not torch_files or not reading.mentions_shards(torch_files[0])):
+    if not any_of and not any(map(reading.mentions_shards, torch_files[:1])):
         return []
     return [path for path in torch_files if reading.mentions_shards(path)]
 
 
 def _by_contents(paths: list[Location]) -> list[Member]:
     """Return the files whose contents have a rank. Raises CorruptError for a damaged one."""
-    members: list[Member] = []
-    seen: dict[tuple[str, int], Location] = {}
-    pool = files.Pool()
-    try:
+    members: dict[tuple[str, int], Member] = {}
+    with closing(files.Pool()) as pool:
         for path in paths:
-            name = path.name
-            match = _NAMED.fullmatch(name)
-            stem, ending = (match["stem"], match["ending"]) if match is not None else (name, "")
+            match = _NAMED.fullmatch(path.name)
+            stem, ending = (match["stem"], match["ending"]) if match is not None else (path.name, "")
             stem = _COUNT.sub("", stem).strip("._-")
             rank = reading.load(pool, path).rank
             if rank is None:
                 continue
-            other = seen.setdefault((stem, rank), path)
+            other = members.setdefault((stem, rank), Member(path, stem, rank, None, ending)).path
             if other != path:
                 raise CorruptError(
                     f"`{other}` and `{path}` are both of rank {rank}",
                     hint="these are files of two saves: name the files of one with a pattern",
                     files=[other, path],
                 )
-            members.append(Member(path, stem, rank, None, ending))
-    finally:
-        pool.close()
-    if len({m.rank for m in members}) == len({m.stem for m in members}) == len(members):
+    if len({rank for _, rank in members}) == len({stem for stem, _ in members}) == len(members):
         # Each file has a name of its own, which is not a part.
-        members = [m._replace(stem="") for m in members]
-    return members
+        return [m._replace(stem="") for m in members.values()]
+    return [*members.values()]
 
 
 def _is_data(path: Location) -> bool:
@@ -305,16 +279,16 @@ def _rank_files(paths: Iterable[Location], *, is_named: bool = False) -> list[Me
     named = [m for m in members if not m.numbered]
     if any(reading.is_torch(m.path) for m in named):
         return named
-    stems: dict[str, list[Member]] = {}
+    stems: dict[str, list[Member]] = defaultdict(list)
     for m in members:
         if m.numbered:
-            stems.setdefault(m.stem, []).append(m)
+            stems[m.stem].append(m)
     return [m for members in stems.values() if _are_ranks(members, is_named) for m in members]
 
 
 def _are_ranks(members: list[Member], is_named: bool) -> bool:
     """Return whether the numbers are ranks: the files contain sharded tensors or, with DDP, copies of one model."""
-    first, *rest = sorted(members, key=lambda m: m.rank)
+    first, *rest = sorted(members, key=attrgetter("rank"))
     if reading.mentions_shards(first.path):
         return True
     if not rest or [m.rank for m in (first, *rest)] != list(range(len(members))):

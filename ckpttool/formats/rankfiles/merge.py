@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.boxes import Ints
-from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Entry, Extent, Object, Path, Tensor, dotted
+from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Entry, Extent, Object, Path, Tensor, above, dotted
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.formats.rankfiles.compare import CopyComparer, MixedSaves, same_value
@@ -27,7 +29,7 @@ from ckpttool.formats.rankfiles.rank_file import RankFile
 from ckpttool.serialization import torch_tree
 from ckpttool.serialization.dtensor import Shard
 from ckpttool.storage import files
-from ckpttool.text import some
+from ckpttool.text import rank_ranges, some
 
 _MOST_FAULTS = 100
 _MOST_BUFFERS = 2  # names: `running_mean` and `running_var`
@@ -37,22 +39,25 @@ _PER_RANK = ("rng", "dataloader")
 
 @dataclass(slots=True)
 class RankState:
-    """What one rank saved: `RankState(1, {("model",): RankFile(...), ("optim",): RankFile(...)})`."""
+    """What one rank saved: `RankState(1, {("model",): RankFile(...), ("optim",): RankFile(...)})`. `read` and `shards`
+    are its entries while it is merged."""
 
     rank: int
     files: dict[Path, RankFile]
     read: Catalogue = field(default_factory=lambda: Catalogue("rankfiles"))
     shards: dict[Path, Shard] = field(default_factory=dict)
 
-    def fill(self) -> None:
-        """Add the entries of the trees."""
-        for root, file in self.files.items():
-            torch_tree.fill(self.read, file.tree, file.place, root, shards=self.shards)
-            self.read.warnings += file.warnings
+    def _root(self, path: Path) -> Path:
+        return next(root for root in self.files if path[: len(root)] == root)
 
     def file_of(self, path: Path) -> RankFile:
         """Return the file with the entry at `path`."""
-        return next(file for root, file in self.files.items() if path[: len(root)] == root)
+        return self.files[self._root(path)]
+
+    def node(self, path: Path) -> Any:
+        """Return the node at `path` of the tree."""
+        root = self._root(path)
+        return reduce(getitem, path[len(root) :], self.files[root].tree)
 
     def under(self, unit: Path, *, at: Path) -> Catalogue:
         """Return the subtree at `unit` as entries at another path."""
@@ -60,20 +65,12 @@ class RankState:
         torch_tree.fill(catalogue, self.node(unit), self.file_of(unit).place, at)
         return catalogue
 
-    def node(self, path: Path) -> Any:
-        """Return the node at `path` of the tree."""
-        root, file = next((r, f) for r, f in self.files.items() if path[: len(r)] == r)
-        node = file.tree
-        for key in path[len(root) :]:
-            node = node[key]
-        return node
-
     def owner(self, path: Path) -> Path:
         """Return the path of the object that contains an embedded tensor; for other entries, their own path."""
         entry = self.read.entries[path]
         if not isinstance(entry, Tensor) or not entry.embedded:
             return path
-        return next(path[:n] for n in range(len(path) - 1, -1, -1) if path[:n] in self.read.entries)
+        return next(p for p in reversed(above(path)) if p in self.read.entries)
 
 
 class RankMerger:
@@ -88,7 +85,8 @@ class RankMerger:
         self._units: dict[Path, Path] = {}
         self._inner: set[Path] = set()  # paths of containers
         self._boxes: dict[Path, dict[tuple[Ints, Ints], int]] = {}
-        self._shards: dict[Path, Shard] = {}
+        self.shards: dict[Path, Shard] = {}
+        """The sharded tensors, each as in the first rank that has it."""
         self._names: dict[int, str] = {}
         # Values kept for each rank, by their path in its file.
         self._own: dict[Path, dict[int, Catalogue]] = {}
@@ -100,14 +98,11 @@ class RankMerger:
         self._shapes: dict[Path, CkptError] = {}
         self._mixed = MixedSaves()
 
-    @property
-    def shards(self) -> Mapping[Path, Shard]:
-        """The sharded tensors, each as in the first rank that has it."""
-        return self._shards
-
     def add(self, state: RankState) -> None:
         """Merge the state of a rank."""
-        state.fill()
+        for root, file in state.files.items():
+            torch_tree.fill(state.read, file.tree, file.place, root, shards=state.shards)
+            state.read.warnings += file.warnings
         self._names[state.rank] = some([file.name for file in state.files.values()])
         if self._first is None:
             self._start(state)
@@ -118,16 +113,14 @@ class RankMerger:
                 for file in state.files.values():
                     file.tree = None
         self._seen.append(state.rank)
-        state.read = Catalogue("rankfiles")
-        state.shards = {}
+        state.read, state.shards = Catalogue("rankfiles"), {}
 
     # The first rank -------------------------------------------------------------------------------------------------
 
     def _start(self, state: RankState) -> None:
         self._first = state
-        catalogue = self._catalogue
-        catalogue.containers |= state.read.containers
-        catalogue.warnings += state.read.warnings
+        self._catalogue.containers |= state.read.containers
+        self._catalogue.warnings += state.read.warnings
         for path, entry in state.read.entries.items():
             self._take(path, entry, state)
         self._assign_kinds()
@@ -139,12 +132,11 @@ class RankMerger:
 
     def _take(self, path: Path, entry: Entry, state: RankState) -> None:
         self._catalogue.add(entry)
-        self._inner.update(path[:depth] for depth in range(len(path)))
-        shard = state.shards.get(path)
-        if shard is not None:
+        self._inner.update(above(path))
+        if path in state.shards:
             assert isinstance(entry, Tensor)
-            self._shards[path] = shard
-            pieces, entry.chunks = list(entry.chunks), Chunks()
+            self.shards[path] = state.shards[path]
+            pieces, entry.chunks = entry.chunks, Chunks()
             self._boxes[path] = {}
             for chunk in pieces:
                 self._add_piece(path, entry, chunk, state)
@@ -156,26 +148,23 @@ class RankMerger:
         own: dict[Path, None] = {}
         hollow = len(self._hollow)
         for path, entry in entries.items():
-            if path not in merged:
-                unit = self._unit(path, state.owner(path))
-                if _is_empty(entry) and path in self._inner:
-                    # `full_optim_state_dict` of all ranks but one, or `rank0_only` and every rank saved.
-                    self._hollow.setdefault(path, []).append(state.rank)
-                    continue
-                if unit in self._own or unit in self._inner:
-                    own[unit] = None
-                else:
-                    self._introduce(path, entry, state)
-            elif not self._same(path, merged[path], entry, state):
-                self._mixed.note(self._kind(path), path, entry, state.rank)
-                own[self._unit(path, state.owner(path))] = None
-        if entries.keys() != merged.keys():
-            for path in [path for path in merged if path not in entries]:
-                unit = self._unit(path, path)
-                if unit != path and any(other in entries for other in self._group(unit)):
-                    own[unit] = None
-                else:
-                    self._absent.setdefault(path, set()).add(state.rank)
+            if path in merged:
+                if not self._same(path, merged[path], entry, state):
+                    self._mixed.note(self._kind(path), path, entry, state.rank)
+                    own[self._unit(path, state.owner(path))] = None
+            elif _is_empty(entry) and path in self._inner:
+                # `full_optim_state_dict` of all ranks but one, or `rank0_only` and every rank saved.
+                self._hollow.setdefault(path, []).append(state.rank)
+            elif (unit := self._unit(path, state.owner(path))) in self._own or unit in self._inner:
+                own[unit] = None
+            else:
+                self._introduce(path, entry, state)
+        for path in [path for path in merged if path not in entries]:
+            unit = self._unit(path, path)
+            if unit != path and any(p[: len(unit)] == unit != p and p in entries for p in merged):
+                own[unit] = None
+            else:
+                self._absent.setdefault(path, set()).add(state.rank)
         if len(self._hollow) > hollow:
             # An empty dict is not a model, but the dict of this rank may be one.
             self._assign_kinds()
@@ -184,68 +173,48 @@ class RankMerger:
             self._own.setdefault(unit, {})[state.rank] = values
 
     def _introduce(self, path: Path, entry: Entry, state: RankState) -> None:
-        for depth in range(len(path)):
-            if path[:depth] in self._catalogue.entries and _is_empty(self._catalogue.entries[path[:depth]]):
-                del self._catalogue.entries[path[:depth]]
-                self._hollow.setdefault(path[:depth], []).extend(self._seen)
+        for around in above(path):
+            if around in self._catalogue.entries and _is_empty(self._catalogue.entries[around]):
+                del self._catalogue.entries[around]
+                self._hollow.setdefault(around, []).extend(self._seen)
         self._take(path, entry, state)
         self._absent[path] = set(self._seen)
         self._holders[path] = state
         if path not in self._catalogue.containers:
-            for depth in range(1, len(path)):
-                container = state.read.containers.get(path[:depth])
-                if container is not None:
-                    self._catalogue.containers.setdefault(path[:depth], container)
+            for around in above(path)[1:]:
+                if around in state.read.containers:
+                    self._catalogue.containers.setdefault(around, state.read.containers[around])
 
     def _same(self, path: Path, merged: Entry, entry: Entry, state: RankState) -> bool:
         """Return whether an entry of a rank is equal to the merged one or another shard of it. Otherwise it is kept for
         each rank."""
-        shard, first = state.shards.get(path), self._shards.get(path)
         if isinstance(merged, Object) and isinstance(entry, Object):
             return same_value(merged, entry)
-        if shard is not None or first is not None:
+        if path in state.shards or path in self.shards:
             self._add_pieces(path, merged, entry, state)
             return True
-        if (
-            isinstance(merged, Tensor)
-            and isinstance(entry, Tensor)
-            and (merged.dtype, merged.shape)
-            == (
-                entry.dtype,
-                entry.shape,
-            )
-        ):
-            a, b = merged.chunks[0].extent, entry.chunks[0].extent
-            same = self.comparer.same(merged.dtype.itemsize, merged.shape, a, b)
-            if same is None:
-                self._unread[path] = None
-            if same is not False:
-                return True
-            if self._kind(path) not in _STATE:
-                return False
-            self._differing.setdefault(path, []).append(state.rank)
-            self._mixed.note(self._kind(path), path, entry, state.rank)
+        kind = self._kind(path)
+        if isinstance(merged, Object) or isinstance(entry, Object) or _describe(merged) != _describe(entry):
+            if kind in _STATE:
+                self._disagree(path, _describe(merged), _describe(entry), state)
+        elif self._is_copy(path, merged, merged.shape, merged.chunks.extent(0), entry.chunks.extent(0)):
             return True
-        if self._kind(path) not in _STATE:
-            return False
-        self._disagree(path, _describe(merged), _describe(entry), state)
-        return True
+        elif kind in _STATE:
+            self._differing.setdefault(path, []).append(state.rank)
+            self._mixed.note(kind, path, entry, state.rank)
+        return kind in _STATE
+
+    def _is_copy(self, path: Path, tensor: Tensor, sizes: Ints, a: Extent, b: Extent) -> bool:
+        """Return whether two boxes have the same elements, as far as they are compared."""
+        same = self.comparer.same(tensor.dtype.itemsize, sizes, a, b)
+        if same is None:
+            self._unread[path] = None
+        return same is not False
 
     def _add_pieces(self, path: Path, merged: Entry, entry: Entry, state: RankState) -> None:
-        shard, first = state.shards.get(path), self._shards.get(path)
-        if (
-            shard is None
-            or first is None
-            or (shard.kind, shard.dtype, shard.shape)
-            != (
-                first.kind,
-                first.dtype,
-                first.shape,
-            )
-        ):
-            a = _describe(merged) if first is None else f"a {first.kind} of {first.dtype} {list(first.shape)}"
-            b = _describe(entry) if shard is None else f"a {shard.kind} of {shard.dtype} {list(shard.shape)}"
-            self._disagree(path, a, b, state)
+        shard, first = state.shards.get(path), self.shards.get(path)
+        if not (shard and first and (shard.kind, shard.dtype, shard.shape) == (first.kind, first.dtype, first.shape)):
+            self._disagree(path, _describe(merged, first), _describe(entry, shard), state)
             return
         assert isinstance(merged, Tensor) and isinstance(entry, Tensor)
         for chunk in entry.chunks:
@@ -254,49 +223,33 @@ class RankMerger:
     def _add_piece(self, path: Path, tensor: Tensor, chunk: Chunk, state: RankState) -> None:
         if 0 in chunk.sizes:
             return
-        known = self._boxes[path]
-        at = known.setdefault((chunk.offsets, chunk.sizes), len(tensor.chunks))
+        at = self._boxes[path].setdefault((chunk.offsets, chunk.sizes), len(tensor.chunks))
         if at == len(tensor.chunks):
             tensor.chunks.add(*chunk)
-            return
-        same = self.comparer.same(tensor.dtype.itemsize, chunk.sizes, tensor.chunks.extent(at), chunk.extent)
-        if same is None:
-            self._unread[path] = None
-        elif not same:
+        elif not self._is_copy(path, tensor, chunk.sizes, tensor.chunks.extent(at), chunk.extent):
             self._differing.setdefault(path, []).append(state.rank)
 
     # What belongs together -------------------------------------------------------------------------------------------
 
     def _kind(self, path: Path) -> str:
-        for depth in range(len(path), -1, -1):
-            kind = self._kinds.get(path[:depth])
-            if kind is not None:
-                return kind
-        return "other"
+        return next((self._kinds[at] for at in (path, *reversed(above(path))) if at in self._kinds), "other")
 
     def _unit(self, path: Path, owner: Path) -> Path:
         """Return the path whose values are kept for each rank together: a whole RNG, otherwise the value alone."""
-        unit = self._units.get(path)
-        if unit is None:
+        if path not in self._units:
             unit = owner
-            if self._kind(path) not in _STATE:
-                # `spread` puts the key of the rank behind the part, and at the end of a path that has none.
-                depth = parts.find_rank(parts.with_rank(owner, 0))
-                assert depth is not None
-                unit = owner[: depth[0]] if parts.find_rank(owner) is None else owner
+            if self._kind(path) not in _STATE and parts.find_rank(owner) is None:
+                # `with_rank` puts the key of the rank behind the part, and at the end of a path that has none.
+                unit = owner[: parts.with_rank(owner, 0).index(parts.rank_key(0))]
             self._units[path] = unit
-        return unit
-
-    def _group(self, unit: Path) -> list[Path]:
-        return [path for path in self._catalogue.entries if len(path) > len(unit) and path[: len(unit)] == unit]
+        return self._units[path]
 
     # Faults ----------------------------------------------------------------------------------------------------------
 
     def _disagree(self, path: Path, expected: str, found: str, state: RankState) -> None:
         if path in self._shapes:
             return
-        holder = self._holders.get(path, self._first)
-        assert holder is not None
+        holder = self._holder(path)
         a, b = holder.file_of(path).name, state.file_of(path).name
         self._shapes[path] = CorruptError(
             f"ranks {holder.rank} and {state.rank} disagree on `{dotted(path)}`: {expected} in `{a}`, {found} in `{b}`",
@@ -310,22 +263,23 @@ class RankMerger:
             alike="are not the same kind of tensor on every rank",
         )
 
+    def _holder(self, path: Path) -> RankState:
+        """Return the rank whose entry the catalogue has."""
+        holder = self._holders.get(path, self._first)
+        assert holder is not None
+        return holder
+
     def _faults(self, blamed: Mapping[Path, CkptError]) -> list[CkptError]:
         """Return the faults. `blamed` are parts with a more precise fault than that their tensors differ."""
-        within = {path for path in (*self._shapes, *self._differing) if _is_below(path, blamed)}
-        errors = [error for path, error in self._shapes.items() if path not in within]
-        differing = [path for path in self._differing if path not in within]
+        errors = [error for path, error in self._shapes.items() if not _is_below(path, blamed)]
+        differing = [path for path in self._differing if not _is_below(path, blamed)]
         hint = self._advice(differing, alone=not errors)
         for path in differing:
-            holder, others = self._holders.get(path, self._first), self._differing[path]
-            assert holder is not None
-            copies = sorted(set(others))
-            names = some([self._names[rank].strip("`") for rank in copies])
+            holder, copies = self._holder(path), sorted(set(self._differing[path]))
             errors.append(
                 CorruptError(
-                    f"tensor `{dotted(path)}` differs between ranks that should have the same: "
-                    f"{'rank' if len(copies) == 1 else 'ranks'} {', '.join(map(str, copies))} ({names}) "
-                    f"from rank {holder.rank} ({self._names[holder.rank]})",
+                    f"tensor `{dotted(path)}` differs between ranks that should have the same: {rank_ranges(copies)} "
+                    f"({self._files_of(copies)}) from rank {holder.rank} ({self._names[holder.rank]})",
                     hint=hint,
                     tensor=dotted(path),
                     ranks=[holder.rank, *copies],
@@ -333,21 +287,21 @@ class RankMerger:
                     alike="differ between ranks that should have the same",
                 )
             )
-        mixed = self._mixed.fault(self._catalogue, self.comparer, self._names, self._absent, self._stages())
+        stages = len(self._meshes()) > 1
+        mixed = self._mixed.fault(self._catalogue, self.comparer, self._names, self._absent, stages)
         faults = [*errors[:_MOST_FAULTS], *_rest(errors[_MOST_FAULTS:]), *blamed.values(), *self._foreign()]
         return faults if mixed is None else [mixed, *faults]
+
+    def _files_of(self, ranks: Iterable[int]) -> str:
+        return some([self._names[rank].strip("`") for rank in ranks])
 
     def _advice(self, differing: list[Path], *, alone: bool) -> str:
         """Return the hint for tensors that differ. Excluding them is right for unsynchronised buffers, as of batch
         normalisation: few tensors of the model, whole on every rank, while all others agree. `alone`: shapes agree."""
         flags = _left_out(differing)
-        others = [
-            path
-            for path, entry in self._catalogue.entries.items()
-            if isinstance(entry, Tensor) and path not in self._differing and self._kind(path) == "model"
-        ]
-        buffers = all(self._kind(path) == "model" and path not in self._shards for path in differing)
-        if alone and buffers and 0 < len(flags) <= _MOST_BUFFERS and others and not self._mixed:
+        others = {self._kind(t.path) for t in self._catalogue.tensors if t.path not in self._differing}
+        buffers = all(self._kind(path) == "model" and path not in self.shards for path in differing)
+        if alone and buffers and 0 < len(flags) <= _MOST_BUFFERS and "model" in others and not self._mixed:
             return (
                 "if these are buffers that the ranks do not synchronise, save them from one rank, or leave them out: "
                 f"{' '.join(flags)}; otherwise the files are not of one save: take all files from one save"
@@ -356,31 +310,29 @@ class RankMerger:
 
     def _hollow_at(self, path: Path) -> set[int]:
         """Return the ranks on which a container above `path` is empty."""
-        return {rank for depth in range(len(path)) for rank in self._hollow.get(path[:depth], ())}
+        return {rank for around in above(path) for rank in self._hollow.get(around, ())}
 
-    def _stages(self) -> bool:
-        """Return whether there are several meshes, as with pipeline stages."""
-        return len({shard.within for shard in self._shards.values()} - {()}) > 1
+    def _meshes(self) -> set[Ints]:
+        """Return the ranks of each mesh: with pipeline stages there are several."""
+        return {shard.within for shard in self.shards.values()} - {()}
 
     def _foreign(self) -> list[CkptError]:
         """Return faults of ranks that lack a tensor of the model; with pipeline stages each mesh has its own."""
-        assert self._first is not None
         lacking: dict[int, list[str]] = {}
         alone: dict[int, list[str]] = {}
         for path, absent in self._absent.items():
             entry = self._catalogue.entries.get(path)
             if not isinstance(entry, Tensor) or entry.embedded or self._kind(path) != "model":
                 continue
-            shard = self._shards.get(path)
-            if shard is None:
-                absent = absent - self._hollow_at(path)
-            expected = {rank for rank in absent if shard is None or not shard.within or rank in shard.within}
-            holders = set(self._seen) - self._absent[path]
+            shard = self.shards.get(path)
+            expected = absent - self._hollow_at(path) if shard is None else absent & ({*shard.within} or absent)
+            holders = set(self._seen) - absent
             # The smaller group is the wrong one.
             odd, names = (holders, alone) if len(holders) < len(expected) else (expected, lacking)
             for rank in odd:
                 names.setdefault(rank, []).append(dotted(path))
-        stages = {shard.within for shard in self._shards.values()} - {()}
+        meshes = self._meshes()
+        full = {rank for within in meshes if len(within) == len(self._seen) for rank in within}
         return [
             CorruptError(
                 f"{self._names[rank]}: rank {rank} {text % some(names)}",
@@ -393,7 +345,7 @@ class RankMerger:
                 (lacking, "has no %s, which other ranks have"),
             )
             for rank, names in sorted(odd_ones.items())
-            if len(stages) < 2 or any(rank in within for within in stages if len(within) == len(self._seen))
+            if len(meshes) < 2 or rank in full
         ]
 
     # The end ---------------------------------------------------------------------------------------------------------
@@ -401,77 +353,71 @@ class RankMerger:
     def finish(self, blamed: Mapping[Path, CkptError]) -> None:
         """Insert the values kept for each rank, and add faults and warnings; `blamed` are the faults of parts that are
         already known."""
-        for path, shard in self._shards.items():
-            tensor = self._catalogue.tensor(path)
+        catalogue = self._catalogue
+        for path, shard in self.shards.items():
+            tensor = catalogue.tensor(path)
             if not tensor.numel and not tensor.chunks:
                 tensor.chunks = Chunks.single(shard.shape, Extent(0, 0, 0))
-        self._catalogue.faults += self._faults(blamed)
+        catalogue.faults += self._faults(blamed)
         self._spread()
-        some_ranks = [
-            dotted(path)
-            for path in self._catalogue.entries
-            if path in self._absent and self._absent[path] - self._hollow_at(path)
-        ]
-        for unit, ranks_of in self._hollow.items():
-            within = (path for path in self._absent if path[: len(unit)] == unit)
-            holders = sorted(set(self._seen) - set().union(*map(self._absent.__getitem__, within)))
-            have = some([self._names[rank].strip("`") for rank in holders])
+        for unit, ranks in self._hollow.items():
+            absent = (self._absent[path] for path in self._absent if path[: len(unit)] == unit)
+            have = self._files_of(sorted(set(self._seen).difference(*absent)))
             what = f"`{dotted(unit)}`" if unit else "the state"
-            text = (
-                f"{what} is empty on {'rank' if len(ranks_of) == 1 else 'ranks'} "
-                f"{', '.join(map(str, ranks_of))}, and taken from {have}"
-            )
-            self._catalogue.warnings.append(Warning("per-rank", text))
-        if some_ranks:
-            text = f"{len(some_ranks)} entries are in the files of some ranks only, and kept: {some(some_ranks)}"
-            self._catalogue.warnings.append(Warning("per-rank", text))
+            text = f"{what} is empty on {rank_ranges(ranks)}, and taken from {have}"
+            catalogue.warnings.append(Warning("per-rank", text))
+        kept = [path for path in catalogue.entries if self._absent.get(path, set()) - self._hollow_at(path)]
+        if kept:
+            text = f"{len(kept)} entries are in the files of some ranks only, and kept: {_names(kept)}"
+            catalogue.warnings.append(Warning("per-rank", text))
         if self._unread:
-            text = (
-                f"{len(self._unread)} tensors that several ranks have were not compared, which would take reading "
-                f"them: {some([dotted(path) for path in self._unread])}"
-            )
-            self._catalogue.warnings.append(Warning("not-compared", text))
+            text = f"{len(self._unread)} tensors that several ranks have were not compared, which would take reading"
+            catalogue.warnings.append(Warning("not-compared", f"{text} them: {_names(self._unread)}"))
 
     def _spread(self) -> None:
+        """Replace each unit, where its first entry stands, by those of all ranks."""
         if not self._own:
             return
-        assert self._first is not None
-        catalogue, entries = self._catalogue, dict[Path, Entry]()
+        catalogue = self._catalogue
+        of_ranks = {unit: self._of_each(unit) for unit in self._own}
+        entries: dict[Path, Entry] = {}
         done: set[Path] = set()
         for path, entry in catalogue.entries.items():
-            unit = next((path[:n] for n in range(len(path) + 1) if path[:n] in self._own), None)
+            unit = next((at for at in (*above(path), path) if at in of_ranks), None)
             if unit is None:
                 entries[path] = entry
             elif unit not in done:
                 done.add(unit)
-                for own in self._of_each(unit):
-                    entries |= own.entries
-        for path in [p for p in catalogue.containers if any(p[:n] in self._own for n in range(len(p) + 1))]:
-            del catalogue.containers[path]
-        for unit in self._own:
-            for own in self._of_each(unit):
-                catalogue.containers |= own.containers
+                entries |= of_ranks[unit].entries
         catalogue.entries = entries
-        objects = [dotted(unit) for unit in self._own if self._kind(unit) not in _PER_RANK]
+        catalogue.containers = {p: c for p, c in catalogue.containers.items() if not {*above(p), p} & of_ranks.keys()}
+        for own in of_ranks.values():
+            catalogue.containers |= own.containers
+        objects = [unit for unit in self._own if self._kind(unit) not in _PER_RANK]
         if objects:
-            text = f"{len(objects)} values differ between the ranks and are kept for each: {some(objects)}"
+            text = f"{len(objects)} values differ between the ranks and are kept for each: {_names(objects)}"
             catalogue.warnings.append(Warning("per-rank", text))
 
-    def _of_each(self, unit: Path) -> list[Catalogue]:
-        """Return the entries of each rank at a unit, under the key of the rank."""
-        catalogues, own = [], self._own[unit]
+    def _of_each(self, unit: Path) -> Catalogue:
+        """Return the entries of all ranks at a unit, each under the key of its rank."""
+        result, own = Catalogue("rankfiles"), self._own[unit]
         holder = next((h for path, h in self._holders.items() if path[: len(unit)] == unit), self._first)
         assert holder is not None
         for rank in self._seen:
             if rank not in own and rank not in self._absent.get(unit, ()):
                 own[rank] = holder.under(unit, at=(*unit, parts.rank_key(rank)))
             if rank in own:
-                catalogues.append(own[rank])
-        return catalogues
+                result.entries |= own[rank].entries
+                result.containers |= own[rank].containers
+        return result
 
 
 def _is_below(path: Path, roots: Iterable[Path]) -> bool:
     return any(path[: len(root)] == root for root in roots)
+
+
+def _names(paths: Iterable[Path]) -> str:
+    return some([*map(dotted, paths)])
 
 
 def _rest(faults: list[CkptError]) -> list[CkptError]:
@@ -482,14 +428,12 @@ def _rest(faults: list[CkptError]) -> list[CkptError]:
 
 def _left_out(paths: list[Path]) -> list[str]:
     """Return the options that exclude buffers, each name once; none if one has the name of a parameter. Pure."""
-    if any(str(path[-1]).rpartition(".")[2] in ("weight", "bias") for path in paths):
+    last = [str(path[-1]).rpartition(".")[2] for path in paths]
+    if {"weight", "bias"} & {*last}:
         return []
     names = list(map(dotted, paths))
     if len(names) > _MOST_BUFFERS:
-        names = [
-            f"*{'.' if len(path) > 1 or '.' in str(path[-1]) else ''}{str(path[-1]).rpartition('.')[2]}"
-            for path in paths
-        ]
+        names = [f"*{'.' if '.' in name else ''}{end}" for name, end in zip(names, last, strict=True)]
     return [f"`--exclude '{name}'`" for name in dict.fromkeys(names)]
 
 
@@ -497,5 +441,7 @@ def _is_empty(entry: Entry) -> bool:
     return isinstance(entry, Object) and isinstance(entry.value, (dict, list)) and not entry.value
 
 
-def _describe(entry: Entry) -> str:
+def _describe(entry: Entry, shard: Shard | None = None) -> str:
+    if shard is not None:
+        return f"a {shard.kind} of {shard.dtype} {list(shard.shape)}"
     return f"{entry.dtype} {list(entry.shape)}" if isinstance(entry, Tensor) else "no tensor"

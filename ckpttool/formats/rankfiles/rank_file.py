@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -10,13 +11,8 @@ from typing import Any
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Extent
 from ckpttool.catalogue.warning import Warning
-from ckpttool.errors import CkptError, CorruptError
-from ckpttool.serialization import (
-    dtensor,
-    torch_legacy,
-    torch_module,
-    torch_zip,
-)
+from ckpttool.errors import CkptError
+from ckpttool.serialization import dtensor, torch_legacy, torch_module, torch_zip
 from ckpttool.serialization.dtensor import Shard
 from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
 from ckpttool.storage import files
@@ -52,7 +48,7 @@ class RankFile:
     @property
     def ranks(self) -> Ints:
         """The ranks of the job as far as the content knows them."""
-        return tuple(sorted({rank for ranks in {shard.ranks for shard in self.shards} for rank in ranks}))
+        return tuple(sorted(set().union(*{shard.ranks for shard in self.shards})))
 
     def place(self, ref: TensorRef | StorageRef) -> Extent:
         """The extent of a tensor, in the catalogue's files."""
@@ -61,14 +57,8 @@ class RankFile:
 
 def load(pool: files.Pool, path: Location) -> RankFile:
     """The file at `path`. Raises CorruptError when it is not whole or no torch.save file."""
-    size = path.size()
-    head = pool.read(path, 0, min(size, 512))
-    name = f"`{path}`"
-
-    def read(offset: int, nbytes: int) -> bytes:
-        return pool.read(path, offset, nbytes)
-
-    if torch_legacy.is_stream(head):
+    size, name, read = path.size(), f"`{path}`", partial(pool.read, path)
+    if torch_legacy.is_stream(read(0, min(size, 512))):
         stream = torch_legacy.open_stream(read, size, name=name)
         file = RankFile(path, size, stream.tree, stream.extent, "before 1.6 or legacy")
     else:
@@ -76,8 +66,7 @@ def load(pool: files.Pool, path: Location) -> RankFile:
         file = RankFile(path, size, torch_zip.load_tree(archive), archive.extent, archive.torch_versions)
     dropped = torch_module.Dropped()
     try:
-        file.tree = torch_module.replace_modules(file.tree, dropped)
-        file.tree = dtensor.replace(file.tree, file.shards)
+        file.tree = dtensor.replace(torch_module.replace_modules(file.tree, dropped), file.shards)
     except CkptError as error:
         raise error.prefixed(name, file=path) from None
     file.warnings += dropped.warnings()
@@ -95,41 +84,38 @@ def is_torch(path: Location) -> bool:
 
 def alike(path: Location, other: Location) -> bool:
     """Whether two archives hold mostly the same storages: what every rank of DDP saves, but not another epoch."""
-    pool = files.Pool()
     try:
-        a, b = (
-            {
-                name: (record.nbytes, record.crc)
-                for name, record in torch_zip.open_archive(
-                    partial(pool.read, one), 0, one.size(), name=one
-                ).records.items()
-                if name.startswith("data/") and record.nbytes
-            }
-            for one in (path, other)
-        )
+        a, b = _storages(path), _storages(other)
     except CkptError:
         return False
-    finally:
-        pool.close()
     return a.keys() == b.keys() and 2 * sum(a[name] == b[name] and bool(a[name][1]) for name in a) > len(a)
+
+
+def _storages(path: Location) -> dict[str, tuple[int, int | None]]:
+    """The size and the CRC of each storage in an archive."""
+    with closing(files.Pool()) as pool:
+        archive = torch_zip.open_archive(partial(pool.read, path), 0, path.size(), name=path)
+    return {
+        name: (record.nbytes, record.crc)
+        for name, record in archive.records.items()
+        if name.startswith("data/") and record.nbytes
+    }
 
 
 def mentions_shards(path: Location) -> bool:
     """Whether the pickle in a file names the class of a sharded tensor; False for what cannot be read."""
-    pool = files.Pool()
     try:
-        size = path.size()
-        head = pool.read(path, 0, min(size, 64))
-        if torch_legacy.is_stream(head):
-            return dtensor.mentions(pool.read(path, 0, min(size, _LEGACY_HEAD)))
-        if not head.startswith(_PK):
-            return False
-        archive = torch_zip.open_archive(lambda at, n: pool.read(path, at, n), 0, size, name=path)
-        if "data.pkl" not in archive.records or "constants.pkl" in archive.records:
-            return False
-        record = archive.payload("data.pkl")
-        return dtensor.mentions(archive.read(record.offset, record.nbytes))
-    except (CkptError, CorruptError):
+        with closing(files.Pool()) as pool:
+            read, size = partial(pool.read, path), path.size()
+            head = read(0, min(size, 64))
+            if torch_legacy.is_stream(head):
+                return dtensor.mentions(read(0, min(size, _LEGACY_HEAD)))
+            if not head.startswith(_PK):
+                return False
+            archive = torch_zip.open_archive(read, 0, size, name=path)
+            if "data.pkl" not in archive.records or "constants.pkl" in archive.records:
+                return False
+            record = archive.payload("data.pkl")
+            return dtensor.mentions(archive.read(record.offset, record.nbytes))
+    except CkptError:
         return False
-    finally:
-        pool.close()

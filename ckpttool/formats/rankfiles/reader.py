@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain
 
+from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, File, Path
 from ckpttool.catalogue.protocols import OpenOptions, Source
 from ckpttool.catalogue.warning import Warning
@@ -42,7 +44,7 @@ class _Opening:
         self._catalogue, self._pool, self._set, self._options = catalogue, pool, rank_set, options
         self._merger = RankMerger(catalogue, pool)
         self._folder = rank_set.folder
-        self._expected: dict[str, tuple[int, ...]] = {}  # ranks that a file knows of, by its name
+        self._expected: dict[Ints, list[str]] = {}  # the names of the files that know of the same ranks
         self._by: dict[int, str] = {}
         self._cut: dict[int, CorruptError] = {}  # files that are not whole, by the ranks in their names
         self._renamed: list[str] = []
@@ -50,8 +52,9 @@ class _Opening:
 
     def run(self) -> None:
         """Fill the catalogue."""
+        catalogue = self._catalogue
         names = sorted({rank for part in self._set.parts.values() for rank in part})
-        states = (state for state in map(self._load, names) if state is not None)
+        states: Iterator[RankState] = filter(None, map(self._load, names))
         first = next(states, None)
         rebuilding: Rebuilding | None = None
         flat: CkptError | None = None
@@ -63,23 +66,21 @@ class _Opening:
                     rebuilding.run()
             except CkptError as error:
                 flat = error
-            states = (state for state in every[1:])
+            states = iter(every[1:])
         # One after the other: a tuple of them would hold all trees at once.
         for state in chain([first], states) if first is not None else ():
             self._merger.add(state)
         if self._cut and not self._by:
             raise next(iter(self._cut.values()))
         # What a file that is not whole should have had is missing from the rest.
-        self._catalogue.faults[:0] = self._cut.values()
-        misplaced = self._catalogue.faults[:]
+        misplaced = [*self._cut.values(), *catalogue.faults]
+        catalogue.faults = []
         self._merger.finish(rebuilding.faults if rebuilding is not None else {})
         if rebuilding is not None:
-            self._catalogue.faults += rebuilding.finish(self._catalogue, self._merger.comparer)
-        if flat is not None:
-            # Flat pieces differ between ranks as they should: the warnings of the merge do not apply.
-            self._catalogue.faults[:] = [*misplaced, flat]
-        # A file that is in the wrong place is why another is missing, and that is why tensors do not fit.
-        self._catalogue.faults[len(misplaced) : len(misplaced)] = self._missing()
+            catalogue.faults += rebuilding.finish(catalogue, self._merger.comparer)
+        # A file that is in the wrong place is why another is missing, and that is why tensors do not fit. Flat pieces
+        # differ between ranks as they should: the faults of the merge do not apply.
+        catalogue.faults = [*misplaced, *self._missing(), *(catalogue.faults if flat is None else [flat])]
         self._describe()
 
     def _load(self, named: int) -> RankState | None:
@@ -92,8 +93,7 @@ class _Opening:
                 except CorruptError as error:
                     self._cut[named] = error
                     return None
-                file.folder = self._folder
-                file.number = len(self._catalogue.files)
+                file.folder, file.number = self._folder, len(self._catalogue.files)
                 self._catalogue.files.append(File(file.path, file.name, file.size, rank=named))
                 loaded[(part,) if part else ()] = file
         if len(loaded) > 1:
@@ -108,7 +108,7 @@ class _Opening:
             self._torch[file.torch] = None
             self._catalogue.files[file.number].rank = rank
             if file.ranks:
-                self._expected[file.name] = file.ranks
+                self._expected.setdefault(file.ranks, []).append(file.name)
         if rank != named and not self._set.alone:
             if self._set.numbered:
                 self._fault(f"{names} is of rank {rank}: the number in its name is not that of a rank", _ONE_FILE)
@@ -125,26 +125,20 @@ class _Opening:
 
     def _missing(self) -> list[CkptError]:
         """What is wrong with the set as a set: no file of a rank, one too many, files of several worlds."""
-        faults: list[CkptError] = []
-        worlds: dict[tuple[int, ...], list[str]] = {}
-        for name, known in self._expected.items():
-            worlds.setdefault(known, []).append(name)
+        worlds = self._expected
         kept = max(worlds, key=lambda known: len(worlds[known]), default=())
-        for known, names in worlds.items():
-            if len(known) != len(kept):
-                faults.append(_of_another(names, known, worlds[kept], kept))
+        others = {known: names for known, names in worlds.items() if len(known) != len(kept)}
+        faults = [_of_another(names, len(known), worlds[kept], len(kept)) for known, names in others.items()]
         here = set(self._by)
         # Before torch 2.10 a rank knows the ranks of its own meshes only, as many as any other.
-        expected = {rank for known in worlds if len(known) == len(kept) for rank in known} | set(
-            range(self._set.world or 0)
-        )
-        expected = expected or set(range(max(here, default=0) + 1))
+        expected = {*range(self._set.world or 0)}.union(*(worlds.keys() - others.keys()))
+        expected = expected or {*range(max(here, default=0) + 1)}
         missing, extra = sorted(expected - here - self._cut.keys()), sorted(here - expected)
         if missing:
             faults.append(self._no_file(missing, len(expected)))
-        for part, members in self._set.parts.items():
-            lacking = sorted({*self._by} - members.keys() - self._cut.keys()) if len(self._set.parts) > 1 else []
-            if lacking and not self._renamed:
+        for part, members in self._set.parts.items() if len(self._set.parts) > 1 and not self._renamed else ():
+            lacking = sorted(here - members.keys() - self._cut.keys())
+            if lacking:
                 faults.append(self._no_file(lacking, len(expected), part))
         if extra and not faults:
             extra_files = some([self._by[rank].strip("`") for rank in extra])
@@ -160,7 +154,6 @@ class _Opening:
         return faults
 
     def _no_file(self, missing: list[int], world: int, part: str = "") -> CkptError:
-        what = f"`{part}` of " if part else ""
         have = some([file.name for file in self._catalogue.files])
         if self._set.alone and len(self._catalogue.files) == 1:
             return CorruptError(
@@ -170,7 +163,7 @@ class _Opening:
                 missing=missing,
             )
         return CorruptError(
-            f"no file of {what}{rank_ranges(missing)} of {world}: found only {have}",
+            f"no file of {f'`{part}` of ' if part else ''}{rank_ranges(missing)} of {world}: found only {have}",
             hint="copy the missing files from where the checkpoint was saved: every rank has a part of every tensor",
             missing=missing,
             expected=world,
@@ -199,14 +192,13 @@ _ONE_FILE = (
 )
 
 
-def _of_another(names: list[str], known: tuple[int, ...], others: list[str], kept: tuple[int, ...]) -> CkptError:
+def _of_another(names: list[str], world: int, others: list[str], kept: int) -> CkptError:
     return CorruptError(
-        f"{some(names)} {'is' if len(names) == 1 else 'are'} of a save by {len(known)} ranks, {some(others)} by "
-        f"{len(kept)}",
+        f"{some(names)} {'is' if len(names) == 1 else 'are'} of a save by {world} ranks, {some(others)} by {kept}",
         hint="these are files of two saves: keep the files of one, or name them with a pattern",
         files=names,
-        found=len(known),
-        expected=len(kept),
+        found=world,
+        expected=kept,
     )
 
 

@@ -16,8 +16,9 @@ have; the mesh is then made anew in the process that loads, over its process gro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Ints
@@ -28,8 +29,8 @@ from ckpttool.catalogue.values import Stub, TorchSize, stub_type
 _SHARD = "torch.distributed._shard"
 _REBUILD = stub_type("torch._tensor", "_rebuild_from_type_v2")
 _WRAPPER = stub_type("torch._utils", "_rebuild_wrapper_subclass")
-_LAYOUT = stub_type("torch.serialization", "_get_layout")
-_DEVICE = stub_type("torch", "device")
+_STRIDED = stub_type("torch.serialization", "_get_layout")("torch.strided")
+_CPU = stub_type("torch", "device")("cpu")
 _SHARDED_TENSOR = stub_type(f"{_SHARD}.sharded_tensor.api", "ShardedTensor")
 _GROUP_STATE = stub_type(f"{_SHARD}.sharded_tensor.api", "ShardedTensor.ProcessGroupState")
 _LOCAL_SHARD = stub_type(f"{_SHARD}.sharded_tensor.shard", "Shard")
@@ -57,10 +58,12 @@ def local_box(tensor: Tensor, rank: int) -> boxes.Box | None:
     return chunks.offsets[rank], chunks.sizes[rank]
 
 
-def speller(tensor_class: str, rank: int, world: int) -> ShardedTensors | DTensors:
-    """Return the object that builds the tensors of a rank's file; `tensor_class` is that of `SinkOptions`."""
+def speller(tensor_class: str, rank: int, world: int) -> Callable[[Tensor], Stub]:
+    """Return what builds this rank's part of a planned tensor, in which the tensor itself is a placeholder for its
+    elements; `tensor_class` is that of `SinkOptions`."""
     _, *mesh = tensor_class.split(":")
-    return DTensors(rank, world, *mesh) if tensor_class.startswith("dtensor") else ShardedTensors(rank, world)
+    is_dtensor = tensor_class.startswith("dtensor")
+    return _DTensors(rank, world, *mesh).spelled if is_dtensor else _ShardedTensors(rank, world).spelled
 
 
 def _built(kind: type[Stub], state: Any) -> Stub:
@@ -75,81 +78,63 @@ def _dtype(dtype: Dtype) -> type[Stub]:
     return stub_type("torch", dtype.name)
 
 
-class _Shared(NamedTuple):
-    shards: list[Stub]
-    spec: Stub
-    size: TorchSize
-    properties: tuple[Any, ...]
-    wrapper: tuple[Any, ...]
+def _wrapped(kind: type[Stub], tensor: Tensor) -> tuple[Any, ...]:
+    """Return what torch rebuilds the tensor around its shards from."""
+    strides = boxes.row_major(tensor.shape)
+    return (kind, _dtype(tensor.dtype), tensor.shape, strides, 0, _STRIDED, _CPU, False)
 
 
-class ShardedTensors:
+class _ShardedTensors:
     """The `ShardedTensor`s of one rank's file. Immutable parts are built once for each shape, and shared in the pickle:
     torch writes them for every tensor, for 256 ranks 256 shards of each."""
 
     def __init__(self, rank: int, world: int) -> None:
         self._rank = rank
-        self._cpu = _DEVICE("cpu")
-        self._layout = _LAYOUT("torch.strided")
         self._contiguous = _MEMORY_FORMAT(0)
-        self._places = [
-            _built(_REMOTE_DEVICE, {"_worker_name": None, "_rank": r, "_device": self._cpu}) for r in range(world)
-        ]
-        self._group = _built(
-            _GROUP_STATE,
-            {"local_rank": rank, "global_rank": rank, "local_world_size": world, "global_world_size": world},
-        )
-        self._shared: dict[tuple[Ints, Dtype], _Shared] = {}
+        places = ({"_worker_name": None, "_rank": r, "_device": _CPU} for r in range(world))
+        self._places = [_built(_REMOTE_DEVICE, place) for place in places]
+        ranks = {"local_rank": rank, "global_rank": rank, "local_world_size": world, "global_world_size": world}
+        self._group = _built(_GROUP_STATE, ranks)
+        self._shared: dict[tuple[Ints, Dtype], tuple[dict[str, Any], Stub, tuple[Any, ...], tuple[Any, ...]]] = {}
 
     def spelled(self, tensor: Tensor) -> Stub:
-        """Return this rank's part of a planned tensor, in which the tensor itself is a placeholder for its elements."""
-        shared = self._of_all(tensor)
+        key = (tensor.shape, tensor.dtype)
+        if key not in self._shared:
+            self._shared[key] = self._of_all(tensor)
+        metadata, spec, properties, wrapper = self._shared[key]
         box = local_box(tensor, self._rank)
         mine = []
         if box is not None:
             shard = {"tensor": tensor, "metadata": self._shard(box, self._rank)}
             mine.append(_built(_LOCAL_SHARD, (None, shard)))
-        properties = _built(_PROPERTIES, shared.properties)
-        metadata = {"shards_metadata": shared.shards, "size": shared.size, "tensor_properties": properties}
-        state = (mine, _built(_METADATA, metadata), self._group, shared.spec, False)
-        stub: Stub = _REBUILD(_WRAPPER, _SHARDED_TENSOR, shared.wrapper, state)
+        metadata = metadata | {"tensor_properties": _built(_PROPERTIES, properties)}
+        state = (mine, _built(_METADATA, metadata), self._group, spec, False)
+        stub: Stub = _REBUILD(_WRAPPER, _SHARDED_TENSOR, wrapper, state)
         return stub
 
     def _shard(self, box: boxes.Box, rank: int) -> Stub:
         state = {"shard_offsets": [*box[0]], "shard_sizes": [*box[1]], "placement": self._places[rank]}
         return _built(_SHARD_METADATA, (None, state))
 
-    def _of_all(self, tensor: Tensor) -> _Shared:
+    def _of_all(self, tensor: Tensor) -> tuple[dict[str, Any], Stub, tuple[Any, ...], tuple[Any, ...]]:
         """Return the metadata of the shards of all ranks, and torch's name for such a sharding."""
-        key = (tensor.shape, tensor.dtype)
-        if key not in self._shared:
-            chunks, dtype = tensor.chunks, _dtype(tensor.dtype)
-            boxes_of = zip(chunks.offsets, chunks.sizes, chunks.file, strict=True)
-            shards = [self._shard((offsets, sizes), rank) for offsets, sizes, rank in boxes_of]
-            if len(chunks) > 1:
-                places = [self._places[rank] for rank in chunks.file]
-                spec = _built(_CHUNK_SPEC, {"dim": 0, "placements": places})
-            else:
-                # From a single shard torch does not infer along which dimension it was cut.
-                spec = _built(_ENUMERABLE_SPEC, {"shards": shards})
-            size = (tensor.shape, boxes.row_major(tensor.shape))
-            self._shared[key] = _Shared(
-                shards,
-                spec,
-                TorchSize(tensor.shape),
-                (dtype, self._layout, False, self._contiguous, False),
-                (_SHARDED_TENSOR, dtype, *size, 0, self._layout, self._cpu, False),
-            )
-        return self._shared[key]
+        chunks = tensor.chunks
+        boxes_of = zip(chunks.offsets, chunks.sizes, chunks.file, strict=True)
+        shards = [self._shard((offsets, sizes), rank) for offsets, sizes, rank in boxes_of]
+        if len(chunks) > 1:
+            spec = _built(_CHUNK_SPEC, {"dim": 0, "placements": [self._places[rank] for rank in chunks.file]})
+        else:
+            # From a single shard torch does not infer along which dimension it was cut.
+            spec = _built(_ENUMERABLE_SPEC, {"shards": shards})
+        metadata = {"shards_metadata": shards, "size": TorchSize(tensor.shape)}
+        properties = (_dtype(tensor.dtype), _STRIDED, False, self._contiguous, False)
+        return metadata, spec, properties, _wrapped(_SHARDED_TENSOR, tensor)
 
 
-class DTensors:
+class _DTensors:
     """The `DTensor`s of one rank's file, over one mesh of all ranks."""
 
     def __init__(self, rank: int, world: int, device: str = "cpu", dimension: str | None = None) -> None:
-        self._rank = rank
-        self._cpu = _DEVICE("cpu")
-        self._layout = _LAYOUT("torch.strided")
         # A name can only be given by keyword, which `torch.load(weights_only=True)` has no opcode for; and whose file
         # this is, the call alone does not say.
         names = (dimension,) if dimension is not None else None
@@ -159,12 +144,10 @@ class DTensors:
         self._shared: dict[tuple[Ints, Dtype], tuple[Stub, tuple[Any, ...]]] = {}
 
     def spelled(self, tensor: Tensor) -> Stub:
-        """Return this rank's part of a planned tensor, in which the tensor itself is a placeholder for its elements."""
         key = (tensor.shape, tensor.dtype)
         if key not in self._shared:
-            shape, strides, dtype = tensor.shape, boxes.row_major(tensor.shape), _dtype(tensor.dtype)
-            meta = _TENSOR_META.__new__(_TENSOR_META, TorchSize(shape), strides, dtype)
-            wrapper = (_DTENSOR, dtype, shape, strides, 0, self._layout, self._cpu, False)
+            wrapper = _wrapped(_DTENSOR, tensor)
+            meta = _TENSOR_META.__new__(_TENSOR_META, TorchSize(tensor.shape), wrapper[3], wrapper[1])
             self._shared[key] = _SPEC(self._mesh, self._placements, meta), wrapper
         spec, wrapper = self._shared[key]
         stub: Stub = _REBUILD(_WRAPPER, _DTENSOR, wrapper, (None, {"_local_tensor": tensor, "_spec": spec}))

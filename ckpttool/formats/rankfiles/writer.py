@@ -13,6 +13,7 @@ Upstream: `torch/distributed/fsdp/_state_dict_utils.py` and `_optim_utils.py` of
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -21,7 +22,7 @@ from typing import Any
 
 from ckpttool.catalogue import flatten, parts
 from ckpttool.catalogue.boxes import Ints
-from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, Extent, File, Path, Record, Tensor, dotted
+from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, Extent, File, Path, Record, Tensor, above, dotted
 from ckpttool.catalogue.protocols import Crcs, Loss, Sink, SinkOptions
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import LossError
@@ -30,6 +31,7 @@ from ckpttool.serialization import torch_tree, torch_zip_writer
 from ckpttool.serialization.torch_pickle import Around
 from ckpttool.storage import files
 from ckpttool.storage.stores import locate
+from ckpttool.text import rank_ranges
 
 _ROOT = "archive"  # what torch calls it when it saves to a buffer
 _GAP, _RUN = 4096, 1 << 20  # what is written at once: pieces so near, so many bytes
@@ -55,26 +57,25 @@ def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
     layouts: list[torch_zip_writer.Layout] = []
     for rank in range(options.world):
         name = f"rank{rank}.pt"
-        file = File(locate(path) / name, name, 0, rank)
-        slots = torch_tree.Slots(planned, _shapes(rank, options.world))
-        layouts.append(_write(file, planned, slots, options))
+        created.files.append(File(locate(path) / name, name, 0, rank))
+        slots = torch_tree.Slots(planned, partial(_local_shape, rank=rank, world=options.world))
+        layouts.append(_write(created.files[-1], rank, planned, slots, options))
         placing.take(rank, slots, layouts[-1].storages)
         layouts[-1].storages = {}
-        created.files.append(file)
     placing.finish(created)
     return _RankSink(created, layouts)
 
 
-def _write(file: File, planned: Catalogue, slots: torch_tree.Slots, options: SinkOptions) -> torch_zip_writer.Layout:
-    assert file.rank is not None
-    rank, world = file.rank, options.world
-    speller = sharded_pickle.speller(options.tensor_class, rank, world)
+def _write(
+    file: File, rank: int, planned: Catalogue, slots: torch_tree.Slots, options: SinkOptions
+) -> torch_zip_writer.Layout:
+    spelled = sharded_pickle.speller(options.tensor_class, rank, options.world)
 
     def around(value: Any) -> Around | None:
-        if not isinstance(value, Tensor) or not _is_cut(value, world):
+        if not isinstance(value, Tensor) or not _is_cut(value, options.world):
             return None
         kind = (value.shape, value.dtype, sharded_pickle.local_box(value, rank))
-        return Around(kind, partial(speller.spelled, value))
+        return Around(kind, partial(spelled, value))
 
     tree = flatten.unflatten(_seen_by(planned, rank), lambda entry: entry if isinstance(entry, Tensor) else entry.value)
     layout = torch_zip_writer.lay_out(tree, slots.of, file=rank, root=_ROOT, around=around)
@@ -94,12 +95,10 @@ def _joined(pieces: list[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
         gap = offset - start - len(run)
         if run and (gap > _GAP or len(run) > _RUN):
             yield start, bytes(run)
-            run = bytearray()
-        if run:
-            run += bytes(gap)
-        else:
-            start = offset
-        run += data
+            run.clear()
+        if not run:
+            start, gap = offset, 0
+        run += bytes(gap) + data
     yield start, bytes(run)
 
 
@@ -109,14 +108,11 @@ def _is_cut(tensor: Tensor, world: int) -> bool:
     return world > 1 and not whole and not tensor.embedded
 
 
-def _shapes(rank: int, world: int) -> Any:
-    def shape_of(tensor: Tensor) -> Ints:
-        if not _is_cut(tensor, world):
-            return tensor.shape
-        box = sharded_pickle.local_box(tensor, rank)
-        return box[1] if box is not None else (0, *tensor.shape[1:])
-
-    return shape_of
+def _local_shape(tensor: Tensor, rank: int, world: int) -> Ints:
+    if not _is_cut(tensor, world):
+        return tensor.shape
+    box = sharded_pickle.local_box(tensor, rank)
+    return box[1] if box is not None else (0, *tensor.shape[1:])
 
 
 class _Placing:
@@ -136,12 +132,11 @@ class _Placing:
                 continue
             record = storages[key]
             extent = Extent(rank, record.offset, record.nbytes, record=record if record.nbytes else None)
-            cut = self._cut.get(tensor.path)
-            if cut is None:
+            if tensor.path not in self._cut:
                 whole = replace(tensor, chunks=Chunks.single(tensor.shape, extent))
                 self._whole.setdefault(tensor.path, []).append(whole)
             elif (box := sharded_pickle.local_box(tensor, rank)) is not None:
-                cut.add(*box, extent)
+                self._cut[tensor.path].add(*box, extent)
 
     def finish(self, created: Catalogue) -> None:
         """Add everything to the catalogue."""
@@ -158,12 +153,13 @@ class _Placing:
 # Values of one rank ---------------------------------------------------------------------------------------------------
 
 
-def _owner(entry: Entry) -> int | None:
-    """Return the rank of a value of one rank: `rng.rank3.torch`. A module or a parameter may be called `rank3` too."""
+def _owner(entry: Entry) -> tuple[int, int] | None:
+    """Return the depth and the number of the rank's key in the path of a value of one rank: `rng.rank3.torch`. A module
+    or a parameter may be called `rank3` too."""
     key = parts.find_rank(entry.path)
     if key is None or entry.part.kind in ("model", "optimizer") or entry.path[key[0]] != parts.rank_key(key[1]):
         return None
-    return key[1]
+    return key
 
 
 def _seen_by(planned: Catalogue, rank: int) -> Catalogue:
@@ -171,7 +167,7 @@ def _seen_by(planned: Catalogue, rank: int) -> Catalogue:
     seen = Catalogue(planned.format)
     for path, entry in planned.entries.items():
         owner = _owner(entry)
-        if owner is not None and owner != rank:
+        if owner is not None and owner[1] != rank:
             continue
         own_path = path if owner is None else parts.without_rank(path)
         if own_path in seen.entries:
@@ -180,34 +176,29 @@ def _seen_by(planned: Catalogue, rank: int) -> Catalogue:
                 hint="rename one of them with `--rename`, or exclude it with `--exclude`",
             )
         seen.entries[own_path] = entry
-        for depth in range(len(path)):
-            container = planned.containers.get(path[:depth])
-            if container is not None:
-                seen.containers[path[:depth] if owner is None else parts.without_rank(path[:depth])] = container
+        for around in above(path):
+            if around in planned.containers:
+                own_path = around if owner is None else parts.without_rank(around)
+                seen.containers[own_path] = planned.containers[around]
     return seen
 
 
 def _owned(planned: Catalogue) -> Iterator[tuple[Path, int, Entry]]:
     """Yield the values of single ranks: the path of what each belongs to, its rank, and the entry."""
     for entry in planned.entries.values():
-        owner = _owner(entry)
-        key = parts.find_rank(entry.path)
-        if owner is not None and key is not None:
-            yield entry.path[: key[0]], owner, entry
+        if (owner := _owner(entry)) is not None:
+            yield entry.path[: owner[0]], owner[1], entry
 
 
 def _left_without(planned: Catalogue, world: int) -> list[Warning]:
-    holders_of: dict[Path, set[int]] = {}
+    holders_of: dict[Path, set[int]] = defaultdict(set)
     for root, rank, _ in _owned(planned):
-        holders_of.setdefault(root, set()).add(rank)
-    warnings = []
-    for root, holders in holders_of.items():
-        without = [str(rank) for rank in range(world) if rank not in holders]
-        if without:
-            shown = ", ".join(without[:8]) + (", ..." if len(without) > 8 else "")
-            text = f"the files of {len(without)} ranks have no `{dotted(root)}`, as these saved none: {shown}"
-            warnings.append(Warning("per-rank", text))
-    return warnings
+        holders_of[root].add(rank)
+    return [
+        Warning("per-rank", f"the files of {rank_ranges(without)} have no `{dotted(root)}`, as these saved none")
+        for root, holders in holders_of.items()
+        if (without := {*range(world)} - holders)
+    ]
 
 
 def losses(catalogue: Catalogue, path: str) -> list[Loss]:
