@@ -14,27 +14,17 @@ Which parameter an id stands for is told by the order of the model, by how many 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, islice
 from math import prod
 from typing import Any, NamedTuple
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Chunks, Extent
 from ckpttool.errors import CorruptError, UsageError
+from ckpttool.formats.rankfiles.flat import pieces as flat_pieces
 from ckpttool.formats.rankfiles.flat import units
-from ckpttool.formats.rankfiles.flat.pieces import (
-    FLAT_PARAM,
-    Counted,
-    Parameter,
-    Piece,
-    Place,
-    Rebuilt,
-    Trees,
-    Unit,
-    is_line,
-    part,
-    rebuild,
-)
+from ckpttool.formats.rankfiles.flat.pieces import Counted, Parameter, Piece, Place, Rebuilt, Trees, Unit, is_line
 from ckpttool.layout.optimizer.names_of_ids import is_statistic, ways
 from ckpttool.serialization.dtensor import Shard
 from ckpttool.serialization.torch_pickle import TensorRef
@@ -61,14 +51,9 @@ def is_raw(trees: Trees, *, beside_flat: bool = False) -> bool:
     model that was saved by name they have nothing of two dimensions; `beside_flat` parameters, what FSDP was told to
     ignore has. Pure."""
     states = [state for tree in trees if isinstance(tree.get("state"), dict) for state in tree["state"].items()]
-    values = [v for _, state in states if isinstance(state, dict) for v in state.values()]
-    return (
-        bool(states)
-        and all(type(key) is int for key, _ in states)
-        and all(
-            (isinstance(v, TensorRef) and (beside_flat or len(v.shape) <= 1)) or not hasattr(v, "shape") for v in values
-        )
-    )
+    values = [v for _, state in states if isinstance(state, dict) for v in state.values() if hasattr(v, "shape")]
+    plain = all(isinstance(v, TensorRef) and (beside_flat or len(v.shape) <= 1) for v in values)
+    return plain and bool(states) and all(type(key) is int for key, _ in states)
 
 
 def optimizer(
@@ -81,19 +66,21 @@ def optimizer(
     state and model do not fit, UsageError when they fit in several ways.
     """
     ranks = range(len(trees)) if ranks is None else ranks
-    groups = [[_slot(key, trees, ranks) for key in group["params"]] for group in _groups(trees[ranks[0]])]
-    owners = _owners(_groups(trees[ranks[0]]), groups, counted, len(ranks))
+    groups = _groups(trees[ranks[0]])
+    slots = [[_slot(key, trees, ranks) for key in group["params"]] for group in groups]
+    owners = _owners(groups, slots, counted, len(ranks))
     states: dict[str, dict[str, Any]] = {}
-    for slot, owner in zip((slot for group in groups for slot in group), owners, strict=True):
+    for slot, owner in zip(chain.from_iterable(slots), owners, strict=True):
         if slot.by_rank:
             states |= _state(slot, owner, place, ranks)
-    names = iter(owners)
-    new_groups = []
-    for group in _same_groups(trees, ranks):
-        keys = [name for _ in group["params"] for name in _names(next(names))]
-        new_groups.append({key: _value(value, place, ranks[0]) for key, value in group.items()} | {"params": keys})
+    _check_same_groups(groups, trees, ranks)
     rest = {key: _value(value, place, ranks[0]) for key, value in trees[ranks[0]].items()}
-    return rest | {"state": states, "param_groups": new_groups}
+    left = iter(owners)
+    named_groups = []
+    for group in groups:
+        names = _names(islice(left, len(group["params"])))
+        named_groups.append({key: _value(value, place, ranks[0]) for key, value in group.items()} | {"params": names})
+    return rest | {"state": states, "param_groups": named_groups}
 
 
 def named(trees: Trees, place: Place) -> list[Parameter]:
@@ -130,8 +117,8 @@ def _content(extent: Extent) -> tuple[object, ...]:
     return record.crc, record.nbytes, extent.offset - record.offset
 
 
-def _names(owner: Counted) -> list[str]:
-    return [p.name for p in owner.parameters] if isinstance(owner, Unit) else [owner.name]
+def _names(owners: Iterable[Counted]) -> list[str]:
+    return [parameter.name for owner in owners for parameter in owner.parameters]
 
 
 # What the ranks say ---------------------------------------------------------------------------------------------------
@@ -146,8 +133,7 @@ def _groups(tree: Mapping[str, Any]) -> list[dict[str, Any]]:
     return groups
 
 
-def _same_groups(trees: Trees, ranks: Sequence[int]) -> list[dict[str, Any]]:
-    groups = _groups(trees[ranks[0]])
+def _check_same_groups(groups: list[dict[str, Any]], trees: Trees, ranks: Sequence[int]) -> None:
     for rank in ranks[1:]:
         other = _groups(trees[rank])
         odd = [key for a, b in zip(groups, other, strict=False) for key in a.keys() | b.keys() if not _same(a, b, key)]
@@ -158,7 +144,6 @@ def _same_groups(trees: Trees, ranks: Sequence[int]) -> list[dict[str, Any]]:
                 hint="the files are of different saves",
                 ranks=[ranks[0], rank],
             )
-    return groups
 
 
 def _same(a: Mapping[str, Any], b: Mapping[str, Any], key: str) -> bool:
@@ -179,8 +164,7 @@ def _alike(a: Any, b: Any, depth: int = 0) -> bool:
 
 def _slot(key: Any, trees: Trees, ranks: Sequence[int]) -> _Slot:
     by_rank = {rank: state for rank in ranks if isinstance(state := trees[rank].get("state", {}).get(key), dict)}
-    lengths = dict.fromkeys(ranks, 0)
-    has_lengths = False
+    lengths: dict[int, int] = {}
     for rank, state in by_rank.items():
         shapes = {name: value.shape for name, value in state.items() if _is_piece(value)}
         if len(set(shapes.values())) > 1:
@@ -191,8 +175,8 @@ def _slot(key: Any, trees: Trees, ranks: Sequence[int]) -> _Slot:
                 rank=rank,
             )
         for shape in shapes.values():
-            lengths[rank], has_lengths = prod(shape), True
-    return _Slot(key, by_rank, tuple(lengths[rank] for rank in ranks) if has_lengths else None)
+            lengths[rank] = prod(shape)
+    return _Slot(key, by_rank, tuple(lengths.get(rank, 0) for rank in ranks) if lengths else None)
 
 
 def _is_piece(value: Any) -> bool:
@@ -209,27 +193,30 @@ def _owners(
     owners = _by_name(groups, counted)
     if owners is not None:
         return owners
+    count = sum(map(len, slots))
     known = any(isinstance(c, Unit) or c.held is not None for c in counted)
     once = [c for c in counted if isinstance(c, Unit) or not c.again]
-    candidates: list[list[list[Counted]]] = []
+    answers: list[list[Counted]] = []
     for some_of in (once, counted) if len(once) < len(counted) else (counted,):
-        candidates.append(_matched(slots, some_of, world))
+        answers += _matched(slots, some_of, world)
         if not known:
             # Whether the ids are of parameters or of units, and of which, is to be found out.
-            candidates.append(_derived(slots, [c for c in some_of if isinstance(c, Parameter) and c.certain], world))
-    answers = [answer for answer in candidates if answer]
+            answers += _derived(slots, [c for c in some_of if isinstance(c, Parameter) and c.certain], world)
     if not answers:
         raise CorruptError(
-            f"the optimizer's state, of {sum(map(len, slots))} parameters or units, does not follow the order and the "
-            f"sizes of the {len(counted)} of the model",
+            f"the optimizer's state, of {count} parameters or units, does not follow the order and the sizes of the "
+            f"{len(counted)} of the model",
             hint="the files are of different saves, or FSDP wrapped the model in a way that they do not tell: "
             f"{_UNTOLD}",
-            found=sum(map(len, slots)),
+            found=count,
             expected=len(counted),
         )
-    if len({tuple(tuple(_names(owner)) for owner in one) for answer in answers for one in answer}) > 1:
-        raise _ambiguous(sum(map(len, slots)), _vague(answers))
-    return list(answers[0][0])
+    first, *others = ([owner.parameters for owner in answer] for answer in answers)
+    if any(other != first for other in others):
+        every = [_names(answer) for answer in answers]
+        vague = (a for one in every[1:] for a, b in zip(one, every[0], strict=False) if a != b)
+        raise _ambiguous(count, list(dict.fromkeys(vague)))
+    return answers[0]
 
 
 def _ambiguous(count: int, names: Sequence[str]) -> UsageError:
@@ -241,15 +228,9 @@ def _ambiguous(count: int, names: Sequence[str]) -> UsageError:
     )
 
 
-def _vague(answers: Sequence[Sequence[Sequence[Counted]]]) -> list[str]:
-    """Names that one answer has somewhere else than another."""
-    every = [[name for owner in one for name in _names(owner)] for answer in answers for one in answer]
-    return list(dict.fromkeys(a for one in every[1:] for a, b in zip(one, every[0], strict=False) if a != b))
-
-
 def _by_name(groups: Sequence[Mapping[str, Any]], counted: Sequence[Counted]) -> list[Counted] | None:
     """By the names that the groups give; None unless all do."""
-    by_name = {f"{c.name}.{FLAT_PARAM}".lstrip(".") if isinstance(c, Unit) else c.name: c for c in counted}
+    by_name = {f"{c.name}.{flat_pieces.FLAT_PARAM}".lstrip(".") if isinstance(c, Unit) else c.name: c for c in counted}
     owners: list[Counted] = []
     for group in groups:
         names = group.get("param_names")
@@ -257,12 +238,11 @@ def _by_name(groups: Sequence[Mapping[str, Any]], counted: Sequence[Counted]) ->
             continue
         if not isinstance(names, list) or len(names) != len(group["params"]):
             return None
-        for name in names:
-            clean = ".".join(part for part in str(name).split(".") if part not in _WRAPPERS)
-            if clean not in by_name:
-                return None
-            owners.append(by_name[clean])
-    return owners if owners else None
+        clean = [".".join(part for part in str(name).split(".") if part not in _WRAPPERS) for name in names]
+        if not by_name.keys() >= {*clean}:
+            return None
+        owners += map(by_name.__getitem__, clean)
+    return owners or None
 
 
 def _matched(slots: Sequence[Sequence[_Slot]], counted: Sequence[Counted], world: int) -> list[list[Counted]]:
@@ -273,18 +253,14 @@ def _matched(slots: Sequence[Sequence[_Slot]], counted: Sequence[Counted], world
         if total > len(some_of):
             continue
         known = all(isinstance(c, Unit) or c.held is not None for c in some_of)
-        wanted = [[_size(slot, known) for slot in group] for group in slots]
+        wanted = [[slot.held if known or slot.held is None else (sum(slot.held),) for slot in group] for group in slots]
         fits = ways(wanted, [_expected(c, world, known) for c in some_of])
         if fits is None:
-            raise _ambiguous(total, [name for c in some_of for name in _names(c)])
+            raise _ambiguous(total, _names(some_of))
         if fits:
             rows = [row for group in fits for row in group]
             return [[some_of[row[0]] for row in rows], [some_of[row[-1]] for row in rows]]
     return []
-
-
-def _size(slot: _Slot, known: bool) -> Ints | None:
-    return slot.held if known or slot.held is None else (sum(slot.held),)
 
 
 def _expected(counted: Counted, world: int, known: bool) -> Ints:
@@ -299,18 +275,16 @@ def _derived(slots: Sequence[Sequence[_Slot]], parameters: Sequence[Parameter], 
     if len(groups) != 1 or any(slot.held is not None and len(set(slot.held)) > 1 for slot in groups[0]):
         return []
     steps = [slot.held[0] if slot.held is not None else None for slot in groups[0]]
-    return [list(answer) for answer in units.derive(parameters, steps, world)]
+    return [[*answer] for answer in units.derive(parameters, steps, world)]
 
 
 # Rebuilding -----------------------------------------------------------------------------------------------------------
 
 
-def _state(slot: _Slot, owner: Counted, place: Place, ranks: Sequence[int]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _state(slot: _Slot, owner: Counted, place: Place, ranks: Sequence[int]) -> dict[str, dict[str, Any]]:
     """The state of each parameter that an id stands for."""
-    members = owner.parameters if isinstance(owner, Unit) else (owner,)
-    keys = dict.fromkeys(key for state in slot.by_rank.values() for key in state)
-    states: dict[str, dict[str, Any]] = {member.name: {} for member in members}
-    for key in keys:
+    states: dict[str, dict[str, Any]] = {name: {} for name in _names([owner])}
+    for key in dict.fromkeys(key for state in slot.by_rank.values() for key in state):
         values = {rank: state[key] for rank, state in slot.by_rank.items() if key in state}
         if len(values) < len(slot.by_rank):
             raise CorruptError(
@@ -321,53 +295,45 @@ def _state(slot: _Slot, owner: Counted, place: Place, ranks: Sequence[int]) -> I
             )
         whole = isinstance(owner, Parameter) and not owner.certain
         if whole or not any(map(_is_piece, values.values())):
-            shared = _shared(key, slot, values, place)
-            for member in members:
-                states[member.name][key] = shared
-            continue
-        at = 0
-        pieces = _pieces(key, slot, owner, values, ranks)
-        for member in members:
-            numel = prod(member.shape)
-            kind = next(iter(values.values())).dtype
-            states[member.name][key] = rebuild(kind, member.shape, part(pieces, at, at + numel), place)
-            at += numel
-    yield from states.items()
+            rebuilt: Mapping[str, Any] = dict.fromkeys(states, _shared(key, slot, values, place))
+        else:
+            pieces = _pieces(key, slot, owner, values, ranks)
+            rebuilt = dict(flat_pieces.rebuild(next(iter(values.values())).dtype, owner.parameters, pieces, place))
+        for name, value in rebuilt.items():
+            states[name][key] = value
+    return states
 
 
-def _pieces(key: str, slot: _Slot, owner: Counted, values: Mapping[int, Any], ranks: Sequence[int]) -> list[Piece]:
+def _pieces(
+    key: str, slot: _Slot, owner: Counted, values: Mapping[int, TensorRef], ranks: Sequence[int]
+) -> Sequence[Piece]:
     """The pieces of one tensor of the state, end to end."""
-    pieces: list[Piece] = []
-    end = 0
-    kinds = {value.dtype if isinstance(value, TensorRef) else None for value in values.values()}
-    for rank in ranks:
-        value = values.get(rank)
-        if value is None:
-            continue
-        if len(kinds) > 1 or not _is_piece(value) or not is_line(value):
+    first = next(iter(values))
+    for rank, value in values.items():
+        if not is_line(value) or value.dtype != values[first].dtype:
             raise CorruptError(
-                f"optimizer state `{key}` of {slot.key} is of another kind on rank {rank} than on rank {min(values)}, "
-                f"or no flat piece",
+                f"optimizer state `{key}` of {slot.key} is of another kind on rank {rank} than on rank {first}, or no "
+                "flat piece",
                 hint="the files are of different saves",
                 key=key,
                 rank=rank,
             )
-        if isinstance(owner, Unit):
-            end = ranks.index(rank) * owner.step
-        numel = value.shape[0]
-        pieces.append(Piece(end, end + numel, rank, value))
-        end += numel
-    need = sum(prod(p.shape) for p in owner.parameters) if isinstance(owner, Unit) else prod(owner.shape)
-    numel_found = sum(piece.stop - piece.start for piece in pieces)
-    if numel_found < need or (isinstance(owner, Parameter) and numel_found > need):
+    need = sum(prod(p.shape) for p in owner.parameters)
+    numel = sum(value.shape[0] for value in values.values())
+    if numel < need or (isinstance(owner, Parameter) and numel > need):
         raise CorruptError(
-            f"optimizer state `{key}` of {slot.key} has {numel_found} elements on all ranks, but {some(_names(owner))} "
+            f"optimizer state `{key}` of {slot.key} has {numel} elements on all ranks, but {some(_names([owner]))} "
             f"{'need' if isinstance(owner, Unit) else 'needs'} {need}",
             hint="a rank's file is missing, or of another save",
             key=key,
-            found=numel_found,
+            found=numel,
             expected=need,
         )
+    pieces = flat_pieces.lined_up(values.items())
+    if isinstance(owner, Unit):
+        # Ranks before one with state may have none.
+        starts = {rank: i * owner.step for i, rank in enumerate(ranks)}
+        return [p._replace(start=starts[p.rank], stop=starts[p.rank] + p.stop - p.start) for p in pieces]
     return pieces
 
 

@@ -28,19 +28,8 @@ from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.protocols import OpenOptions
 from ckpttool.errors import CkptError, CorruptError, UsageError
-from ckpttool.formats.rankfiles.flat.pieces import (
-    FLAT_PARAM,
-    Counted,
-    Parameter,
-    Piece,
-    Place,
-    Rebuilt,
-    Trees,
-    Unit,
-    is_line,
-    part,
-    rebuild,
-)
+from ckpttool.formats.rankfiles.flat import pieces as flat_pieces
+from ckpttool.formats.rankfiles.flat.pieces import Counted, Parameter, Piece, Place, Rebuilt, Trees, Unit, is_line
 from ckpttool.serialization.dtensor import Shard
 from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.text import some
@@ -63,17 +52,21 @@ class _Flat(NamedTuple):
     numel: int
     pieces: tuple[Piece, ...]
 
+    @property
+    def module(self) -> str:
+        return f"`{self.unit}`" if self.unit else "the root"
+
 
 def is_flat(trees: Trees) -> bool:
     """Whether these are the model state dicts of a `LOCAL_STATE_DICT` set. Pure."""
-    return any(_unit_of(name) is not None and isinstance(value, Shard) for name, value in trees[0].items())
+    return any(isinstance(value, Shard) and _unit_of(name) is not None for name, value in trees[0].items())
 
 
 def no_shapes(files: Sequence[str]) -> CkptError:
     """What is wrong with a set of flat parameters alone. Pure."""
-    what = some(files, 2) if files else "these files"
     return CorruptError(
-        f"{what}: a LOCAL_STATE_DICT set has flat parameters, and not the shapes of what is in them",
+        f"{some(files, 2) or 'these files'}: a LOCAL_STATE_DICT set has flat parameters, and not the shapes of what is "
+        "in them",
         hint="pass `--shapes FROM`: a checkpoint of the same model saved by torch or DCP, a safetensors file, or JSON "
         'of names and shapes in model order, like `{"embed.weight": [29, 7]}`',
         files=list(files),
@@ -102,8 +95,8 @@ def model(trees: Trees, place: Place, options: OpenOptions, files: Sequence[str]
 
 def _unit_of(name: Any) -> str | None:
     """The module whose flat parameter this is the name of; the root is ""."""
-    unit, _, last = name.rpartition(".") if isinstance(name, str) else ("", "", "")
-    return unit if last == FLAT_PARAM else None
+    unit, _, last = str(name).rpartition(".")
+    return unit if last == flat_pieces.FLAT_PARAM else None
 
 
 def _check_names(trees: Trees) -> None:
@@ -126,12 +119,7 @@ def _flat_parameters(trees: Trees) -> Iterator[_Flat]:
         for rank, tree in enumerate(trees):
             shard = tree[name]
             if not isinstance(shard, Shard) or (shard.dtype, shard.shape) != (first.dtype, first.shape):
-                raise CorruptError(
-                    f"`{name}`: rank {rank} has {_described(shard)}, but rank 0 {_described(first)}",
-                    hint="the files are of different saves",
-                    tensor=name,
-                    ranks=[0, rank],
-                )
+                raise _differing(name, rank, _described(shard), _described(first))
             for local in shard.pieces:
                 if not is_line(local.ref) or len(local.offsets) != 1 or len(first.shape) != 1:
                     raise CorruptError(
@@ -141,19 +129,25 @@ def _flat_parameters(trees: Trees) -> Iterator[_Flat]:
                     )
                 start = local.offsets[0]
                 pieces.append(Piece(start, start + local.ref.shape[0], rank, local.ref))
-        _check_line(name, pieces, first.shape[0])
-        yield _Flat(unit, first.dtype, first.shape[0], tuple(pieces))
+        numel = first.shape[0]
+        fault = boxes.tiling_fault((numel,), [(p.start,) for p in pieces], [(p.stop - p.start,) for p in pieces])
+        if fault is not None:
+            raise CorruptError(
+                f"flat parameter `{name}` of {numel} elements is not covered exactly: {fault}",
+                hint="a rank's file is missing, or of another save",
+                tensor=name,
+                expected=numel,
+            )
+        yield _Flat(unit, first.dtype, numel, tuple(pieces))
 
 
-def _check_line(name: str, pieces: Sequence[Piece], numel: int) -> None:
-    fault = boxes.tiling_fault((numel,), [(p.start,) for p in pieces], [(p.stop - p.start,) for p in pieces])
-    if fault is not None:
-        raise CorruptError(
-            f"flat parameter `{name}` of {numel} elements is not covered exactly: {fault}",
-            hint="a rank's file is missing, or of another save",
-            tensor=name,
-            expected=numel,
-        )
+def _differing(name: str, rank: int, found: object, expected: object) -> CorruptError:
+    return CorruptError(
+        f"`{name}`: rank {rank} has {found}, but rank 0 {expected}",
+        hint="the files are of different saves",
+        tensor=name,
+        ranks=[0, rank],
+    )
 
 
 def _described(value: Any) -> str:
@@ -170,11 +164,10 @@ def _pieces_by_name(trees: Trees, flats: Iterable[_Flat], shapes: Mapping[str, I
         refs = [tree[name] for tree in trees]
         if not isinstance(name, str) or not all(map(is_line, refs)):
             continue
-        lengths = [ref.shape[0] for ref in refs]
         views = any((rank, ref.storage.key) in inside for rank, ref in enumerate(refs) if ref.shape[0])
         # Flat parameters that were moved to the CPU are no longer what the pieces are views of. A buffer has the same
         # length everywhere, and that length is its shape.
-        if views or len(set(lengths)) > 1 or (name in shapes and shapes[name] != refs[0].shape):
+        if views or len({ref.shape for ref in refs}) > 1 or shapes.get(name, refs[0].shape) != refs[0].shape:
             pieces[name] = refs
     return pieces
 
@@ -208,61 +201,47 @@ def _from_pieces(
     known = {first[name]: shape for name, shape in known.items()} | known
     missing = [name for name in pieces if first[name] not in known]
     if missing:
-        raise _missing_shapes(missing)
+        raise CorruptError(
+            f"there is no shape for {len(missing)} parameters of the files: {some(missing)}",
+            hint="`--shapes` has to name a checkpoint of the same model, with the same names",
+            missing=missing,
+        )
     tensors: dict[str, Rebuilt] = {}
     counted: list[Counted] = []
-    totals, counts = dict.fromkeys(flats, 0), dict.fromkeys(flats, 0)
-    whole = tuple(name for name in trees[0] if name not in pieces and _unit_of(name) not in flats)
+    numels: dict[str | None, list[int]] = {unit: [] for unit in (*flats, None)}
     for name in trees[0]:
         if name not in pieces:
             counted += _spare(trees, name)
             continue
         refs = pieces[name]
-        shape, unit = known.get(name, known[first[name]]), _owner(name, flats)
-        line = _line(name, refs)
-        if line.numel != prod(shape):
-            raise CorruptError(
-                f"`{name}`: the pieces of all ranks have {line.numel} elements, but {list(shape)} needs {prod(shape)}",
-                hint="the shapes are those of another model, or a rank's file is missing",
-                tensor=name,
-                found=line.numel,
-                expected=prod(shape),
-            )
-        tensors[name] = rebuild(refs[0].dtype, shape, line.pieces, place)
+        shape = known.get(name, known[first[name]])
+        parameter = Parameter(name, shape, tuple(ref.shape[0] for ref in refs))
+        tensors |= flat_pieces.rebuild(refs[0].dtype, [parameter], _line(parameter, refs), place)
         if first[name] == name:
-            counted.append(Parameter(name, shape, tuple(ref.shape[0] for ref in refs)))
-            if unit is not None:
-                totals[unit] += line.numel
-                counts[unit] += 1
+            counted.append(parameter)
+            numels[_owner(name, flats)].append(prod(shape))
     for unit, flat in flats.items():
-        _check_sizes_agree(flat, totals[unit], counts[unit], len(trees))
+        _check_sizes_agree(flat, sum(numels[unit]), len(numels[unit]), len(trees))
+    whole = tuple(name for name in trees[0] if name not in pieces and _unit_of(name) not in flats)
     return Model(tensors, whole, tuple(counted))
 
 
-def _missing_shapes(missing: Sequence[str]) -> CkptError:
-    return CorruptError(
-        f"there is no shape for {len(missing)} parameters of the files: {some(missing)}",
-        hint="`--shapes` has to name a checkpoint of the same model, with the same names",
-        missing=list(missing),
-    )
-
-
-def _line(name: str, refs: Sequence[TensorRef]) -> _Flat:
+def _line(parameter: Parameter, refs: Sequence[TensorRef]) -> tuple[Piece, ...]:
     """The pieces of one parameter, end to end in the order of the ranks."""
-    pieces: list[Piece] = []
-    end = 0
-    for rank, ref in enumerate(refs):
-        if ref.dtype != refs[0].dtype:
-            raise CorruptError(
-                f"`{name}`: rank {rank} has {ref.dtype}, but rank 0 {refs[0].dtype}",
-                hint="the files are of different saves",
-                tensor=name,
-                ranks=[0, rank],
-            )
-        if ref.shape[0]:
-            pieces.append(Piece(end, end + ref.shape[0], rank, ref))
-            end += ref.shape[0]
-    return _Flat(name, refs[0].dtype, end, tuple(pieces))
+    name, shape, *_ = parameter
+    odd = next((rank for rank, ref in enumerate(refs) if ref.dtype != refs[0].dtype), None)
+    if odd is not None:
+        raise _differing(name, odd, refs[odd].dtype, refs[0].dtype)
+    numel = sum(ref.shape[0] for ref in refs)
+    if numel != prod(shape):
+        raise CorruptError(
+            f"`{name}`: the pieces of all ranks have {numel} elements, but {list(shape)} needs {prod(shape)}",
+            hint="the shapes are those of another model, or a rank's file is missing",
+            tensor=name,
+            found=numel,
+            expected=prod(shape),
+        )
+    return flat_pieces.lined_up(enumerate(refs))
 
 
 def _tied_pieces(pieces: Mapping[str, list[TensorRef]]) -> dict[str, str]:
@@ -277,10 +256,9 @@ def _tied_pieces(pieces: Mapping[str, list[TensorRef]]) -> dict[str, str]:
 
 def _check_sizes_agree(flat: _Flat, total: int, count: int, world: int) -> None:
     # How far each parameter is padded depends on the dtype of the computation, which is not in the files.
-    most = total + 15 * count + world - 1
-    if not total <= flat.numel <= most:
+    if not total <= flat.numel <= total + 15 * count + world - 1:
         raise CorruptError(
-            f"{_module(flat.unit)}: the pieces under the names of its parameters have {total} elements, the flat "
+            f"{flat.module}: the pieces under the names of its parameters have {total} elements, the flat "
             f"parameter {flat.numel}",
             hint="the files are of different saves",
             tensor=flat.unit,
@@ -293,60 +271,42 @@ def _check_sizes_agree(flat: _Flat, total: int, count: int, world: int) -> None:
 
 
 def _from_flats(trees: Trees, place: Place, flats: Mapping[str, _Flat], options: OpenOptions) -> Model:
-    assert options.shapes is not None
-    shapes = options.shapes
-    whole = tuple(n for n in trees[0] if _unit_of(n) not in flats)
-    members: dict[str, list[str]] = {unit: [] for unit in flats}
-    for name in shapes:
-        unit = _owner(name, flats)
+    shapes = options.shapes or {}
+    members: dict[str | None, dict[str, Ints]] = {unit: {} for unit in (*flats, None)}
+    for name, shape in shapes.items():
         # What the files have under its own name is a buffer, or a parameter that FSDP ignored.
-        if name not in trees[0] and unit is not None:
-            members[unit].append(name)
+        if name not in trees[0]:
+            members[_owner(name, flats)][name] = shape
     tensors: dict[str, Rebuilt] = {}
     counted: list[Counted] = []
     # The files have everything in the order in which the model has its parameters, flat ones and others.
     for entry in trees[0]:
-        if (unit := _unit_of(entry)) in flats:
-            assert unit is not None
-            unit_parts, unit_tensors = _cut(flats[unit], {name: shapes[name] for name in members[unit]}, place, options)
-            counted.append(unit_parts)
-            tensors |= unit_tensors
+        module = _unit_of(entry)
+        if module is not None and module in flats:
+            unit, of_unit = _cut(flats[module], members[module], place, ordered=options.ordered)
+            counted.append(unit)
+            tensors |= of_unit
         else:
             counted += _spare(trees, entry)
+    whole = tuple(name for name in trees[0] if _unit_of(name) not in flats)
     return Model({name: tensors[name] for name in shapes if name in tensors}, whole, tuple(counted))
 
 
-def _cut(
-    flat: _Flat, shapes: Mapping[str, Ints], place: Place, options: OpenOptions
-) -> tuple[Unit, dict[str, Rebuilt]]:
+def _cut(flat: _Flat, shapes: Mapping[str, Ints], place: Place, *, ordered: bool) -> tuple[Unit, dict[str, Rebuilt]]:
     """What a flat parameter is made of, by the shapes of the parameters that lie in its unit."""
     first = _ties(flat, shapes)
-    own = [name for name in shapes if first[name] == name]
-    if len(own) > 1 and not options.ordered:
+    own = tuple(Parameter(name, shape) for name, shape in shapes.items() if first[name] == name)
+    if len(own) > 1 and not ordered:
         raise UsageError(
-            f"{_titled(flat.unit)} holds {len(own)} parameters one after the other, and the shapes that were given are "
-            f"in alphabetical or some other order, not in that of the model",
+            f"the flat parameter of {flat.module} holds {len(own)} parameters one after the other, and the shapes that "
+            "were given are in alphabetical or some other order, not in that of the model",
             hint="pass `--shapes` a checkpoint that torch or DCP saved, or JSON of names and shapes in the order of "
             "`model.state_dict()`",
             unit=flat.unit,
         )
-    tensors: dict[str, Rebuilt] = {}
-    at = 0
-    for name in own:
-        numel = prod(shapes[name])
-        tensors[name] = rebuild(flat.dtype, shapes[name], part(flat.pieces, at, at + numel), place)
-        at += numel
-    tensors |= {name: tensors[first[name]] for name in shapes if first[name] != name}
+    tensors = dict(flat_pieces.rebuild(flat.dtype, own, flat.pieces, place))
     step = max((piece.stop - piece.start for piece in flat.pieces), default=0)
-    return Unit(flat.unit, tuple(Parameter(name, shapes[name]) for name in own), step), tensors
-
-
-def _titled(unit: str) -> str:
-    return f"the flat parameter of {_module(unit)}"
-
-
-def _module(unit: str) -> str:
-    return f"`{unit}`" if unit else "the root"
+    return Unit(flat.unit, own, step), {name: tensors[first[name]] for name in shapes}
 
 
 def _ties(flat: _Flat, shapes: Mapping[str, Ints]) -> dict[str, str]:
@@ -356,7 +316,7 @@ def _ties(flat: _Flat, shapes: Mapping[str, Ints]) -> dict[str, str]:
     total = sum(map(prod, shapes.values()))
     if not shapes:
         raise CorruptError(
-            f"the shapes name no parameter of {_module(flat.unit)}, whose flat parameter has {flat.numel} elements",
+            f"the shapes name no parameter of {flat.module}, whose flat parameter has {flat.numel} elements",
             hint="the shapes are those of another model",
             unit=flat.unit,
             found=flat.numel,
@@ -369,8 +329,8 @@ def _ties(flat: _Flat, shapes: Mapping[str, Ints]) -> dict[str, str]:
     shared = _only_choice({name: prod(shapes[name]) for name in again}, total - flat.numel)
     if shared is None:
         raise CorruptError(
-            f"{_titled(flat.unit)} has {flat.numel} elements, but its {len(shapes)} parameters need {total}: "
-            f"{some(list(shapes))}",
+            f"the flat parameter of {flat.module} has {flat.numel} elements, but its {len(shapes)} parameters need "
+            f"{total}: {some(list(shapes))}",
             hint="the shapes are those of another model; or leave all but one of the names of a shared parameter out",
             unit=flat.unit,
             found=flat.numel,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any, NamedTuple
 
 from ckpttool.catalogue import boxes
@@ -57,6 +58,11 @@ class Parameter(NamedTuple):
     certain: bool = True
     again: bool = False
 
+    @property
+    def parameters(self) -> tuple[Parameter]:
+        """Itself, as the only parameter of a `Unit` has it."""
+        return (self,)
+
 
 class Unit(NamedTuple):
     """A flat parameter and what it is made of, end to end: `Unit("layers.0", (Parameter(...), ...), 77)`. Each rank has
@@ -71,24 +77,31 @@ Counted = Unit | Parameter
 """What an optimizer has an id for."""
 
 
-def rebuild(kind: Dtype, shape: Ints, pieces: Iterable[Piece], place: Place) -> Rebuilt:
-    """A tensor of `shape` made of pieces of its elements. Pure."""
-    chunks = Chunks()
-    for piece in pieces:
-        for (offsets, sizes), at in boxes.flat_range(shape, piece.start, piece.stop):
-            start = piece.ref.offset + at
-            ref = replace(piece.ref, offset=start, shape=sizes, strides=boxes.row_major(sizes))
-            chunks.add(offsets, sizes, place(piece.rank, ref))
-    return Rebuilt(kind, shape, chunks)
+def rebuild(
+    dtype: Dtype, parameters: Iterable[Parameter], pieces: Iterable[Piece], place: Place
+) -> Iterator[tuple[str, Rebuilt]]:
+    """A tensor for each of the parameters that lie end to end in the pieces, by its name. Pure."""
+    end = 0
+    for name, shape, *_ in parameters:
+        begin, end = end, end + prod(shape)
+        chunks = Chunks()
+        for piece in pieces:
+            low, high = max(begin, piece.start), min(end, piece.stop)
+            first = piece.ref.offset + low - piece.start
+            for (offsets, sizes), at in boxes.flat_range(shape, low - begin, high - begin):
+                ref = replace(piece.ref, offset=first + at, shape=sizes, strides=boxes.row_major(sizes))
+                chunks.add(offsets, sizes, place(piece.rank, ref))
+        yield name, Rebuilt(dtype, shape, chunks)
 
 
-def part(pieces: Iterable[Piece], start: int, stop: int) -> Iterator[Piece]:
-    """What these pieces hold of elements `start..stop`, counted from `start`. Pure."""
-    for piece in pieces:
-        low, high = max(start, piece.start), min(stop, piece.stop)
-        if low < high:
-            ref = replace(piece.ref, offset=piece.ref.offset + low - piece.start, shape=(high - low,), strides=(1,))
-            yield Piece(low - start, high - start, piece.rank, ref)
+def lined_up(refs: Iterable[tuple[int, TensorRef]]) -> tuple[Piece, ...]:
+    """The pieces of one tensor that the ranks have, `(rank, ref)` each, end to end. Pure."""
+    pieces: list[Piece] = []
+    for rank, ref in refs:
+        end = pieces[-1].stop if pieces else 0
+        if ref.shape[0]:
+            pieces.append(Piece(end, end + ref.shape[0], rank, ref))
+    return tuple(pieces)
 
 
 def is_line(value: Any) -> bool:
