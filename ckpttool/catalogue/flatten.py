@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
+from itertools import chain, count
 from typing import Any
 
 from ckpttool.catalogue.entries import Catalogue, Container, Object, Path, Tensor, dotted
-from ckpttool.catalogue.values import Link, Stub, TorchSize, children
+from ckpttool.catalogue.values import CONTAINERS, Link, Stub, TorchSize, children, walk
 from ckpttool.errors import CorruptError, LossError
 
 MAX_DEPTH = 256
@@ -26,13 +27,7 @@ MakeTensor = Callable[[Any, Path, bool], Tensor]
 
 
 def flatten(
-    state: Any,
-    catalogue: Catalogue,
-    leaf: Kinds,
-    make: MakeTensor,
-    root: Path = (),
-    *,
-    bare: Kinds = (),
+    state: Any, catalogue: Catalogue, leaf: Kinds, make: MakeTensor, root: Path = (), *, bare: Kinds = ()
 ) -> None:
     """Add everything in `state` to the catalogue.
 
@@ -45,37 +40,34 @@ def flatten(
 
 class _Flattening:
     def __init__(self, catalogue: Catalogue, leaf: Kinds, make: MakeTensor, bare: Kinds) -> None:
-        self._catalogue = catalogue
-        self._leaf = leaf
-        self._bare = bare
-        self.linked = (*_kinds(leaf), *_kinds(bare))
-        self._make = make
+        self._catalogue, self._leaf, self._bare, self._make = catalogue, leaf, bare, make
+        self._linked = (*_kinds(leaf), *_kinds(bare))
         self._walked: set[int] = set()
         self._repeated = 0
 
     def visit(self, value: Any, path: Path) -> None:
         if len(path) > MAX_DEPTH:
-            raise CorruptError(f"`{dotted(path[:4])}...` is nested more than {MAX_DEPTH} deep")
+            raise _too_deep(path)
         if len(self._catalogue.entries) > MAX_ENTRIES:
             raise CorruptError(f"more than {MAX_ENTRIES} entries")
         if isinstance(value, self._leaf):
             self._catalogue.add(self._make(value, path, False))
         elif isinstance(value, dict) and value and all(map(_is_key, value)) and not self._has_leaf(_attributes(value)):
-            self._walk(value, path)
+            self._count_repeated(value, path)
             if isinstance(value, OrderedDict):
                 self._catalogue.containers[path] = Container("OrderedDict", dict(vars(value)) or None)
             for key, child in value.items():
                 self.visit(child, (*path, key))
-        elif isinstance(value, list) and _has_structure(value, self.linked):
-            self._walk(value, path)
+        elif isinstance(value, list) and self._has_structure(value):
+            self._count_repeated(value, path)
             self._catalogue.containers[path] = Container("list")
             for i, child in enumerate(value):
                 self.visit(child, (*path, i))
         else:
-            linked = _Linking(self, path).replace(value, path) if self._has_leaf(value) else value
+            linked = self._embed_tensors(value, path) if self._has_leaf(value) else value
             self._catalogue.add(Object(path, linked))
 
-    def _walk(self, value: Any, path: Path) -> None:
+    def _count_repeated(self, value: Any, path: Path) -> None:
         # A dict that holds another twice, that one a third twice, and so on: 30 dicts, a billion entries.
         if id(value) in self._walked:
             self._repeated += len(value)
@@ -84,72 +76,25 @@ class _Flattening:
         self._walked.add(id(value))
 
     def _has_leaf(self, value: Any) -> bool:
-        return _has(value, self.linked)
+        return any(isinstance(node, self._linked) for node in _nodes(value, CONTAINERS))
 
-    def embed(self, value: Any, path: Path) -> Link:
-        tensor = self._make(value, path, True)
-        self._catalogue.add(tensor)
-        return Link(path, storage=isinstance(value, self._bare))
+    def _has_structure(self, value: list[Any]) -> bool:
+        """Whether a dict or a tensor is in this list, or in a list in it. An empty dict is no structure: torch does not
+        read a DCP directory whose list has nothing else in it, such as `lr_lambdas: [{}]`."""
+        return any(isinstance(v, self._linked) or (isinstance(v, dict) and v) for v in _nodes(value, (list,)))
 
+    def _embed_tensors(self, value: Any, root: Path) -> Any:
+        """A copy of an object's value with a `Link` in place of each tensor."""
+        taken = self._catalogue.entries
 
-class _Linking:
-    """Copies an object's value with a `Link` in place of each tensor; what was shared stays shared."""
-
-    def __init__(self, flattening: _Flattening, path: Path) -> None:
-        self._flattening = flattening
-        self._root = path
-        self._done: dict[int, Any] = {}
-
-    def replace(self, value: Any, path: Path) -> Any:
-        if id(value) in self._done:
-            return self._done[id(value)]
-        if len(path) > len(self._root) + MAX_DEPTH:
-            raise CorruptError(f"`{dotted(self._root)}` is nested more than {MAX_DEPTH} deep")
-        if isinstance(value, self._flattening.linked):
+        def embed(tensor: Any, path: Path) -> Link:
             # Inside the object the place, not only the key, tells two tensors apart.
-            result: Any = self._flattening.embed(value, self._free(path))
-            self._done[id(value)] = result
-            return result
-        if isinstance(value, (dict, list, Stub)):
-            return self._replace_mutable(value, path)
-        if isinstance(value, (tuple, set, frozenset)):
-            items = [self.replace(v, (*path, i)) for i, v in enumerate(value)]
-            result = type(value)(items) if type(value) in (tuple, set, frozenset, TorchSize) else tuple(items)
-            self._done[id(value)] = result
-            return result
-        return value
+            candidates = chain([path], ((*path, f"#{n}") for n in count(1)))
+            free = next(p for p in candidates if p not in taken and p != root)
+            self._catalogue.add(self._make(tensor, free, True))
+            return Link(free, storage=isinstance(tensor, self._bare))
 
-    def _replace_mutable(self, value: Any, path: Path) -> Any:
-        result: Any
-        if isinstance(value, Stub):
-            result = object.__new__(type(value))
-            self._done[id(value)] = result
-            result.how, result.kwargs = value.how, self.replace(value.kwargs, (*path, "kwargs"))
-            result.target = self.replace(value.target, (*path, "target"))
-            result.args = self.replace(value.args, (*path, "args"))
-            result.state = [self.replace(s, (*path, "state")) for s in value.state]
-            result.values = [self.replace(v, (*path, i)) for i, v in enumerate(value.values)]
-            result.pairs = [(k, self.replace(v, (*path, _as_key(k)))) for k, v in value.pairs]
-            return result
-        if isinstance(value, list):
-            result = []
-            self._done[id(value)] = result
-            result.extend(self.replace(v, (*path, i)) for i, v in enumerate(value))
-            return result
-        result = type(value)()
-        self._done[id(value)] = result
-        for key, child in value.items():
-            result[key] = self.replace(child, (*path, _as_key(key)))
-        if _attributes(value):
-            vars(result).update(self.replace(_attributes(value), (*path, "__dict__")))
-        return result
-
-    def _free(self, path: Path) -> Path:
-        taken = self._flattening._catalogue.entries
-        free, n = path, 1
-        while free in taken or free == self._root:
-            free, n = (*path, f"#{n}"), n + 1
-        return free
+        return replaced(value, self._linked, embed, root)
 
 
 def _kinds(kinds: Kinds) -> tuple[type, ...]:
@@ -158,6 +103,10 @@ def _kinds(kinds: Kinds) -> tuple[type, ...]:
 
 def _attributes(value: Any) -> dict[str, Any]:
     return getattr(value, "__dict__", {})
+
+
+def _too_deep(path: Path) -> CorruptError:
+    return CorruptError(f"`{dotted(path[:4])}...` is nested more than {MAX_DEPTH} deep")
 
 
 def _is_key(key: Any, depth: int = 0) -> bool:
@@ -172,62 +121,71 @@ def _as_key(key: Any) -> Hashable:
     return key if _is_key(key) else str(key)
 
 
-def _has_structure(value: list[Any], leaf: tuple[type, ...]) -> bool:
-    """Whether a dict or a tensor stands in this list, or in a list in it. An empty dict is no structure: torch does not
-    read a DCP directory whose list has nothing else in it, such as `lr_lambdas: [{}]`."""
+def _nodes(value: Any, containers: tuple[type, ...]) -> Iterator[Any]:
+    """A value and what is in its `containers`, level by level. Raises CorruptError when there are too many levels."""
     seen: set[int] = set()
     level, depth = [value], 0
     while level:
-        _check_depth(depth)
-        below: list[list[Any]] = []
-        for node in level:
-            if any(isinstance(v, leaf) or (isinstance(v, dict) and v) for v in node):
-                return True
-            for v in node:
-                if isinstance(v, list) and id(v) not in seen:
-                    seen.add(id(v))
-                    below.append(v)
-        level, depth = below, depth + 1
-    return False
+        if depth > MAX_LEVELS:
+            raise CorruptError(f"values nested more than {MAX_LEVELS} deep")
+        yield from level
+        nested = {id(node): node for node in level if isinstance(node, containers) and id(node) not in seen}
+        seen |= nested.keys()
+        level, depth = [child for node in nested.values() for _, child in children(node)], depth + 1
 
 
-def _check_depth(depth: int) -> None:
-    if depth > MAX_LEVELS:
-        raise CorruptError(f"values nested more than {MAX_LEVELS} deep")
+def replaced(value: Any, kinds: Kinds, new: Callable[[Any, Path], Any], path: Path = ()) -> Any:
+    """Return a copy of a tree with `new(value, path)` in place of each value of the classes `kinds`; one that `new`
+    returns as it is gets copied like any other. What was shared stays shared. Raises CorruptError for a tree that is
+    too deep."""
+    return _Copying(kinds, new, len(path) + MAX_DEPTH).copy(value, path)
 
 
-def _has(value: Any, kinds: Kinds) -> bool:
-    """Whether one of these is in a value. Raises CorruptError for one that is nested too deep."""
-    seen: set[int] = set()
-    level, depth = [value], 0
-    while level:
-        _check_depth(depth)
-        below: list[Any] = []
-        for node in level:
-            if isinstance(node, kinds):
-                return True
-            if isinstance(node, (dict, list, tuple, set, frozenset, Stub)) and id(node) not in seen:
-                seen.add(id(node))
-                below.extend(child for _, child in children(node))
-        level, depth = below, depth + 1
-    return False
+class _Copying:
+    def __init__(self, kinds: Kinds, new: Callable[[Any, Path], Any], max_depth: int) -> None:
+        self._kinds, self._new, self._max_depth = kinds, new, max_depth
+        self._copies: dict[int, Any] = {}
 
+    def copy(self, value: Any, path: Path) -> Any:
+        if id(value) in self._copies:
+            return self._copies[id(value)]
+        if len(path) > self._max_depth:
+            raise _too_deep(path)
+        copy = self._new(value, path) if isinstance(value, self._kinds) else value
+        if copy is value and isinstance(value, CONTAINERS):
+            copy = self._container(value, path)
+        if copy is not value:
+            self._copies[id(value)] = copy
+        return copy
 
-def _find(value: Any, kinds: Kinds) -> Iterator[Any]:
-    seen: set[int] = set()
-    todo = [value]
-    while todo:
-        node = todo.pop()
-        if isinstance(node, kinds):
-            yield node
-        elif isinstance(node, (dict, list, tuple, set, frozenset, Stub)) and id(node) not in seen:
-            seen.add(id(node))
-            todo.extend(child for _, child in children(node))
+    def _container(self, value: Any, path: Path) -> Any:
+        if isinstance(value, (tuple, set, frozenset)):
+            items = [self.copy(v, (*path, i)) for i, v in enumerate(value)]
+            if all(new is old for new, old in zip(items, value, strict=True)):
+                return value
+            return type(value)(items) if type(value) in (tuple, set, frozenset, TorchSize) else tuple(items)
+        # Before what is in it: a container may hold itself.
+        copy = self._copies[id(value)] = object.__new__(type(value)) if isinstance(value, Stub) else type(value)()
+        if isinstance(value, Stub):
+            copy.how = value.how
+            for name in ("kwargs", "target", "args"):
+                setattr(copy, name, self.copy(getattr(value, name), (*path, name)))
+            copy.state = [self.copy(s, (*path, "state")) for s in value.state]
+            copy.values = [self.copy(v, (*path, i)) for i, v in enumerate(value.values)]
+            copy.pairs = [(k, self.copy(v, (*path, _as_key(k)))) for k, v in value.pairs]
+        elif isinstance(value, list):
+            copy.extend(self.copy(v, (*path, i)) for i, v in enumerate(value))
+        else:
+            for key, child in value.items():
+                copy[key] = self.copy(child, (*path, _as_key(key)))
+            if _attributes(value):
+                vars(copy).update(self.copy(_attributes(value), (*path, "__dict__")))
+        return copy
 
 
 def links(value: Any) -> Iterator[Link]:
     """The links to tensors in an object's value."""
-    return _find(value, Link)
+    return (node for node in walk(value) if isinstance(node, Link))
 
 
 def unflatten(catalogue: Catalogue, value_of: Callable[[Tensor | Object], Any]) -> Any:

@@ -173,6 +173,9 @@ class Known:
         raise CorruptError(f"a pickle changes `{self.module}.{self.name}`")
 
 
+CONTAINERS = (dict, list, tuple, set, frozenset, Stub)
+
+
 def children(value: Any) -> Iterator[tuple[Any, Any]]:
     """The keys and values directly inside a value; an attribute of a stub has a string key."""
     if isinstance(value, dict):
@@ -182,9 +185,9 @@ def children(value: Any) -> Iterator[tuple[Any, Any]]:
     elif isinstance(value, (list, tuple, set, frozenset)):
         yield from enumerate(value)
     elif isinstance(value, Stub):
-        yield from (("target", v) for v in [value.target] if v is not None)
-        yield from (("args", v) for v in [value.args] if v)
-        yield from (("kwargs", v) for v in [value.kwargs] if v)
+        if value.target is not None:
+            yield "target", value.target
+        yield from ((name, v) for name, v in (("args", value.args), ("kwargs", value.kwargs)) if v)
         yield from (("state", v) for v in value.state)
         yield from enumerate(value.values)
         yield from value.pairs
@@ -196,7 +199,7 @@ def walk(value: Any) -> Iterator[Any]:
     todo = [value]
     while todo:
         node = todo.pop()
-        if isinstance(node, (dict, list, tuple, set, frozenset, Stub)):
+        if isinstance(node, CONTAINERS):
             if id(node) in seen:
                 continue
             seen.add(id(node))

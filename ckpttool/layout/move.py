@@ -6,7 +6,8 @@ from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 from ckpttool.catalogue.entries import Catalogue, Container, Entry, Object, Part, Path, Tensor, dotted
-from ckpttool.catalogue.values import Link, Stub
+from ckpttool.catalogue.flatten import replaced
+from ckpttool.catalogue.values import Link
 from ckpttool.errors import UsageError
 
 
@@ -60,8 +61,13 @@ def _moved_entry(entry: Entry, new: Path, part: Part, moved: dict[Path, Path], l
     if isinstance(entry, Tensor):
         alias = moved.get(entry.alias, entry.alias) if entry.alias is not None else None
         return again(entry, path=new, part=part, alias=alias)
-    linked = entry.path in linking
-    return entry.at(new, part=part, change=(lambda value: relinked(value, moved)) if linked else None)
+    change = (lambda value: relinked(value, moved)) if entry.path in linking else None
+    return entry.at(new, part=part, change=change)
+
+
+def relinked(value: Any, moved: Mapping[Path, Path]) -> Any:
+    """Return an object's value with its links to tensors under their new paths. Pure."""
+    return replaced(value, Link, lambda link, _: Link(moved.get(link.path, link.path), link.storage))
 
 
 def moved_root(root: Path, moved: dict[Path, Path]) -> Path:
@@ -75,30 +81,6 @@ def moved_root(root: Path, moved: dict[Path, Path]) -> Path:
                 return new[: len(new) - len(tail)]
             return new[: len(root)] if len(new) > len(root) else new[:-1]
     return root
-
-
-def relinked(value: Any, moved: Mapping[Path, Path]) -> Any:
-    """Return an object's value with its links to tensors under their new paths. Pure."""
-    if isinstance(value, Link):
-        return Link(moved.get(value.path, value.path), value.storage)
-    if isinstance(value, dict):
-        result = type(value)((k, relinked(v, moved)) for k, v in value.items())
-        if getattr(value, "__dict__", None):
-            vars(result).update(vars(value))
-        return result
-    if isinstance(value, (list, set, frozenset)):
-        return type(value)(relinked(v, moved) for v in value)
-    if type(value) is tuple:
-        return tuple(relinked(v, moved) for v in value)
-    if isinstance(value, Stub):
-        stub = object.__new__(type(value))
-        stub.how, stub.kwargs = value.how, relinked(value.kwargs, moved)
-        stub.target = relinked(value.target, moved)
-        stub.args, stub.state = relinked(value.args, moved), relinked(value.state, moved)
-        stub.values = relinked(value.values, moved)
-        stub.pairs = [(k, relinked(v, moved)) for k, v in value.pairs]
-        return stub
-    return value
 
 
 def again(tensor: Tensor, **changes: Any) -> Tensor:

@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 
 from ckpttool.catalogue.boxes import Ints, row_major
 from ckpttool.catalogue.dtypes import DTYPES, Dtype
-from ckpttool.catalogue.entries import dotted
+from ckpttool.catalogue.entries import Path, dotted
+from ckpttool.catalogue.flatten import replaced
 from ckpttool.catalogue.values import Stub, stub_name
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.serialization import dtensor_offsets
@@ -33,7 +34,6 @@ from ckpttool.serialization.dtensor_offsets import Place, Placement, Runs
 from ckpttool.serialization.torch_pickle import TensorRef
 
 _CLASSES = ("DTensor", "ShardedTensor")
-_MAX_DEPTH = 256
 _MOST_RANKS, _MOST_PARTS = 1 << 20, 1 << 12  # of a job, of a dimension: what is made of them must not take for ever
 
 
@@ -74,63 +74,30 @@ def mentions(data: bytes) -> bool:
 
 
 def replace(tree: Any, shards: list[Shard] | None = None) -> Any:
-    """`tree` with a `Shard` in place of each stub of a sharded tensor; dicts, lists and stubs are changed in place.
-    `found` gets every one. Raises CorruptError or ReadError for one that is not what torch writes.
-    """
-    return _Replacing(shards if shards is not None else []).replace(tree, ())
+    """A copy of `tree` with a `Shard` in place of each stub of a sharded tensor, each of which `shards` gets. Raises
+    CorruptError or ReadError for one that is not what torch writes."""
+    known = _Known({}, {})
+
+    def shard_of(stub: Stub, path: Path) -> Any:
+        call = _wrapper(stub)
+        if call is None:
+            return stub
+        shard = _parse(call, known, dotted(path))
+        if shards is not None:
+            shards.append(shard)
+        return shard
+
+    return replaced(tree, Stub, shard_of)
 
 
-class _Replacing:
-    def __init__(self, shards: list[Shard]) -> None:
-        self._shards = shards
-        self._done: dict[int, Any] = {}
-        self._known = _Known({}, {})
-
-    def replace(self, value: Any, path: tuple[Any, ...]) -> Any:
-        if not isinstance(value, (dict, list, tuple, Stub)):
-            return value
-        if id(value) in self._done:
-            return self._done[id(value)]
-        if len(path) > _MAX_DEPTH:
-            raise CorruptError(f"`{dotted(path[:4])}...` is nested more than {_MAX_DEPTH} deep")
-        if isinstance(value, tuple):
-            items = [self.replace(v, (*path, i)) for i, v in enumerate(value)]
-            same = all(new is old for new, old in zip(items, value, strict=True))
-            result: Any = value if same else tuple(items)
-            self._done[id(value)] = result
-            return result
-        if isinstance(value, Stub) and (call := _wrapper(value)) is not None:
-            result = self._done[id(value)] = self._named(call, path)
-            self._shards.append(result)
-            return result
-        self._done[id(value)] = value
-        if isinstance(value, dict):
-            for key, child in value.items():
-                if isinstance(child, (dict, list, tuple, Stub)):
-                    value[key] = self.replace(child, (*path, key))
-        elif isinstance(value, list):
-            for i, child in enumerate(value):
-                if isinstance(child, (dict, list, tuple, Stub)):
-                    value[i] = self.replace(child, (*path, i))
-        else:
-            value.args = self.replace(value.args, (*path, "args"))
-            value.state = self.replace(value.state, (*path, "state"))
-            value.values = self.replace(value.values, path)
-            value.pairs = [(k, self.replace(v, (*path, k))) for k, v in value.pairs]
-        return value
-
-    def _named(self, call: _Call, path: tuple[Any, ...]) -> Shard:
-        try:
-            return _dtensor(call, self._known) if call.kind == "DTensor" else _sharded_tensor(call)
-        except CkptError as error:
-            name = dotted(path)
-            raise type(error)(
-                f"tensor `{name}`: {error.message}", hint=error.hint, **{**error.facts, "tensor": name}
-            ) from None
-        except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
-            # Anything may stand anywhere in a pickle that was made up; each of these would need a question of its own.
-            name = dotted(path)
-            raise CorruptError(f"tensor `{name}`: not a {call.kind} as torch writes it: {error}", tensor=name) from None
+def _parse(call: _Call, known: _Known, name: str) -> Shard:
+    try:
+        return _dtensor(call, known) if call.kind == "DTensor" else _sharded_tensor(call)
+    except CkptError as error:
+        raise error.prefixed(f"tensor `{name}`", tensor=name) from None
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+        # Anything may stand anywhere in a pickle that was made up; each of these would need a question of its own.
+        raise CorruptError(f"tensor `{name}`: not a {call.kind} as torch writes it: {error}", tensor=name) from None
 
 
 class _Call(NamedTuple):
