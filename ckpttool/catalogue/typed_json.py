@@ -35,7 +35,7 @@ from collections.abc import Callable, Mapping
 from math import isfinite, isnan
 from typing import Any, NoReturn
 
-from ckpttool.catalogue.values import Known, Link, Stub, TorchSize, is_stub_type, stub_name, stub_type
+from ckpttool.catalogue.values import Known, Link, Stub, TorchSize, attributes_of, is_stub_type, stub_name, stub_type
 from ckpttool.errors import CorruptError, LossError
 
 MAX_DEPTH = 100
@@ -264,13 +264,6 @@ class _Decoder:
         ordered: OrderedDict[Any, Any] = OrderedDict(self.pairs(encoded))
         vars(ordered).update(attributes_of(self.decode(fields.get("attributes", {}))))
         return ordered
-
-
-def attributes_of(decoded: Any) -> dict[str, Any]:
-    """Attributes that an OrderedDict can be given. Raises TypeError for others: one called `items` would hide it."""
-    if not isinstance(decoded, dict) or not all(isinstance(k, str) and not hasattr(OrderedDict, k) for k in decoded):
-        raise TypeError
-    return decoded
 
 
 def _two_names(encoded: Any) -> tuple[str, str]:

@@ -8,6 +8,7 @@ Known                a name that is answered with something real
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -171,6 +172,13 @@ class Known:
     def __setstate__(self, state: Any) -> None:
         # BUILD would set attributes, here and for every file read after.
         raise CorruptError(f"a pickle changes `{self.module}.{self.name}`")
+
+
+def attributes_of(state: Any) -> dict[str, Any]:
+    """Attributes that an OrderedDict can be given. Raises TypeError for others: one called `items` would hide it."""
+    if not isinstance(state, dict) or not all(isinstance(k, str) and not hasattr(OrderedDict, k) for k in state):
+        raise TypeError
+    return state
 
 
 CONTAINERS = (dict, list, tuple, set, frozenset, Stub)

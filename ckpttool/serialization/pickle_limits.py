@@ -39,46 +39,54 @@ _TUPLES = (b"t", b"\x85", b"\x86", b"\x87")
 _GETS = (b"h", b"j", b"g")
 
 
-def is_heavy(data: bytes, end: int) -> bool:
-    """Whether a pickle that ends there could make more than it may: counted in all its bytes, strings too."""
-    return end > MAX_OBJECTS and _objects(data, end) > MAX_OBJECTS + end // BYTES_PER_OBJECT
+def is_heavy(data: bytes) -> bool:
+    """Whether a pickle could make more than it may: counted in all its bytes, strings too."""
+    return len(data) > MAX_OBJECTS and _objects(data) > _most_objects(len(data))
 
 
 def check_objects(code: bytes, size: int) -> None:
     """Raises CorruptError when the opcodes of a pickle of `size` bytes make more than those of a writer would."""
-    count = _objects(code, len(code))
-    if count > MAX_OBJECTS + size // BYTES_PER_OBJECT:
+    count, most = _objects(code), _most_objects(size)
+    if count > most:
         raise CorruptError(
-            f"it makes up to {count} lists, dicts and other containers in {size} bytes",
-            found=count,
-            expected=MAX_OBJECTS + size // BYTES_PER_OBJECT,
+            f"it makes up to {count} lists, dicts and other containers in {size} bytes", found=count, expected=most
         )
 
 
-def _objects(data: bytes, end: int) -> int:
-    return sum(data.count(code, 0, end) for code in _MAKING) + 4 * data.count(_SET, 0, end)
+def _most_objects(size: int) -> int:
+    return MAX_OBJECTS + size // BYTES_PER_OBJECT
 
 
-def may_share(data: bytes, end: int) -> bool:
+def _objects(data: bytes) -> int:
+    return sum(map(data.count, _MAKING)) + 4 * data.count(_SET)
+
+
+def may_share(data: bytes) -> bool:
     """Whether there are tuples, and enough mentions of what was memoized that they could be costly as keys."""
-    return any(code in data for code in _TUPLES) and sum(data.count(code, 0, end) for code in _GETS) >= _FEW
+    return any(code in data for code in _TUPLES) and sum(map(data.count, _GETS)) >= _FEW
+
+
+def count_tuples(data: bytes, end: int) -> int:
+    """The most tuples that a pickle which ends there can make."""
+    return sum(data.count(code, 0, end) for code in _TUPLES)
 
 
 # What may leave a tuple on top of the stack: behind anything else, something else is memoized.
-_TUPLE_ON_TOP = frozenset(
-    code.to_bytes(1, "little") for code in b"\x85\x86\x87th" + b"jqr\x94\x80\x95" + b"01asueb\x90"
-) | {b""}
+_TUPLE_ON_TOP = {bytes((code,)) for code in b"\x85\x86\x87thjqr\x94\x80\x9501asueb\x90"} | {b""}
+
+
+def fixed_length(codes: Iterable[int]) -> dict[int, bytes]:
+    """Patterns for one opcode each, by the length of its argument, of those `codes` whose argument has a fixed one."""
+    by_length: dict[int, bytes] = {}
+    for op in sorted(pickletools.opcodes, key=lambda op: op.code):
+        n = 0 if op.arg is None else op.arg.n
+        if n >= 0 and ord(op.code) in codes:
+            by_length[n] = by_length.get(n, b"") + re.escape(op.code.encode("latin1"))
+    return {n: b"[" + codes + b"]" + b"." * n for n, codes in by_length.items()}
 
 
 def _tokens(without: bytes) -> bytes:
-    """A pattern for one opcode with its argument, of those whose arguments have a fixed length."""
-    by_length: dict[int, bytes] = {}
-    for op in pickletools.opcodes:
-        code = op.code.encode("latin1")
-        n = 0 if op.arg is None else op.arg.n
-        if n >= 0 and code not in (without[i : i + 1] for i in range(len(without))):
-            by_length[n] = by_length.get(n, b"") + re.escape(code)
-    return b"|".join(b"[" + codes + b"]" + b"." * n for n, codes in sorted(by_length.items()))
+    return b"|".join(fixed_length(frozenset(range(256)).difference(without)).values())
 
 
 _get = re.compile(rb"(?:" + _tokens(b"hj") + rb")*(?:h(.)|j(.{4}))", re.S).findall
@@ -99,10 +107,9 @@ def shares_tuples(pieces: list[bytearray], rows: list[int]) -> bool:
         # The search is to end at the end; else it would begin anew between opcodes.
         mentions.update(one or four for one, four in _get(piece + b"h\0"))
         mentions[b"\0"] -= 1
-    mentioned: dict[int, int] = {}
+    mentioned: Counter[int] = Counter()
     for argument, count in mentions.items():
-        index = int.from_bytes(argument, "little")
-        mentioned[index] = mentioned.get(index, 0) + count
+        mentioned[int.from_bytes(argument, "little")] += count
     if sum(mentioned.values()) < _FEW:
         return False
     puts = [put for piece in pieces for put in _put(piece + b"q\0")[:-1]]
@@ -111,7 +118,7 @@ def shares_tuples(pieces: list[bytearray], rows: list[int]) -> bool:
     if any(rows) or any(b"\x94" in piece and any(map(itemgetter(1), _memoized(piece))) for piece in pieces):
         return True  # no writer numbers in both ways
     tuples = {int.from_bytes(one or four, "little") for before, one, four in puts if before[:1] in _TUPLE_ON_TOP}
-    return sum(mentioned.get(index, 0) for index in tuples) >= _FEW
+    return sum(mentioned[index] for index in tuples) >= _FEW
 
 
 def _memoized(piece: bytearray) -> list[tuple[bytes, bytes]]:
@@ -140,8 +147,30 @@ def _tuples_mentioned(pieces: list[bytearray], rows: list[int], mentioned: dict[
 
 # The machine in numbers: a tuple is what its hash costs, everything else is 1 -----------------------------------------
 
-_PUSH = frozenset(b"N\x88\x89])}\x8fIFLSTUVXJKM\x8a\x8bG\x8c\x8d\x8eBC\x96cP")
 Skip = Callable[[bytes, int], int]
+_MARKED = -1  # all down to the mark
+_ALL, _KEYS, _REST = slice(None), slice(0, None, 2), slice(1, None)
+
+# For each opcode how many values it takes, which of them become keys or are copied, and how many values it makes.
+_EFFECTS: dict[int, tuple[int, slice | None, int]] = {
+    **dict.fromkeys(b"N\x88\x89])}\x8fIFLSTUVXJKM\x8a\x8bG\x8c\x8d\x8eBC\x96cP", (0, None, 1)),
+    **dict.fromkeys(b"1e", (_MARKED, None, 0)),
+    **dict.fromkeys(b"loi", (_MARKED, None, 1)),
+    **dict.fromkeys(b"ab", (1, None, 0)),
+    **dict.fromkeys(b"R\x81", (2, _REST, 1)),  # the arguments of a call are copied
+    ord("d"): (_MARKED, _KEYS, 1),
+    ord("u"): (_MARKED, _KEYS, 0),
+    ord("s"): (2, slice(1), 0),
+    ord("Q"): (1, None, 1),
+    0x90: (_MARKED, _ALL, 0),
+    0x91: (_MARKED, _ALL, 1),
+    0x92: (3, _REST, 1),
+    0x93: (2, None, 1),
+}
+_TUPLE_SIZES = {0x85: 1, 0x86: 2, 0x87: 3, ord("t"): _MARKED}
+_MARK, _POP = b"(0"
+_PUT, _BINPUT, _LONG_BINPUT, _MEMOIZE = b"pqr\x94"
+_GET, _BINGET, _LONG_BINGET = b"ghj"
 
 
 class _Underflow(Exception):
@@ -159,17 +188,16 @@ class _Costs:
         self.used = 0
 
     def pop(self, count: int) -> list[int]:
+        if count == _MARKED:
+            if not self.marks:
+                raise _Underflow
+            count = len(self.stack) - self.marks.pop()
         at = len(self.stack) - count
         if at < (self.marks[-1] if self.marks else 0):
             raise _Underflow
         taken = self.stack[at:]
         del self.stack[at:]
         return taken
-
-    def to_mark(self) -> list[int]:
-        if not self.marks:
-            raise _Underflow
-        return self.pop(len(self.stack) - self.marks.pop())
 
     def use(self, costs: list[int]) -> None:
         """Takes note that these values are keys, or are copied."""
@@ -181,91 +209,29 @@ class _Costs:
                 expected=self._most,
             )
 
-
-def _push(m: _Costs) -> None:
-    m.stack.append(1)
-
-
-def _tuple(count: int) -> Callable[[_Costs], None]:
-    return lambda m: m.stack.append(1 + sum(m.pop(count)))
-
-
-def _marked_tuple(m: _Costs) -> None:
-    m.stack.append(1 + sum(m.to_mark()))
-
-
-def _mark(m: _Costs) -> None:
-    m.marks.append(len(m.stack))
-
-
-def _pop(m: _Costs) -> None:
-    if m.marks and m.marks[-1] == len(m.stack):
-        m.marks.pop()
-    else:
-        m.pop(1)
+    def run(self, code: int, argument: bytes) -> None:
+        if code in _EFFECTS:
+            count, keys, results = _EFFECTS[code]
+            taken = self.pop(count)
+            if keys is not None:
+                self.use(taken[keys])
+            self.stack += [1] * results
+        elif code in _TUPLE_SIZES:
+            self.stack.append(1 + sum(self.pop(_TUPLE_SIZES[code])))
+        elif code == _MARK:
+            self.marks.append(len(self.stack))
+        elif code == _POP:
+            self.pop(_MARKED if self.marks and self.marks[-1] == len(self.stack) else 1)
+        elif code == _MEMOIZE:
+            self.memo[len(self.memo)] = self.stack[-1]
+        elif code in (_PUT, _BINPUT, _LONG_BINPUT):
+            self.memo[_index(code, argument)] = self.stack[-1]
+        elif code in (_GET, _BINGET, _LONG_BINGET):
+            self.stack.append(self.memo[_index(code, argument)])
 
 
-def _marked(pushes: int, *, keys: slice | None = None) -> Callable[[_Costs], None]:
-    def run(m: _Costs) -> None:
-        taken = m.to_mark()
-        if keys is not None:
-            m.use(taken[keys])
-        m.stack += [1] * pushes
-
-    return run
-
-
-def _takes(count: int, pushes: int = 0) -> Callable[[_Costs], None]:
-    def run(m: _Costs) -> None:
-        m.pop(count)
-        m.stack += [1] * pushes
-
-    return run
-
-
-def _calls(m: _Costs) -> None:
-    # The arguments are copied.
-    m.use(m.pop(2)[1:])
-    m.stack.append(1)
-
-
-def _set_item(m: _Costs) -> None:
-    m.use(m.pop(2)[:1])
-
-
-def _calls_with_keywords(m: _Costs) -> None:
-    m.use(m.pop(3)[1:])
-    m.stack.append(1)
-
-
-_RUN: dict[int, Callable[[_Costs], None]] = {
-    **dict.fromkeys(_PUSH, _push),
-    0x85: _tuple(1),
-    0x86: _tuple(2),
-    0x87: _tuple(3),
-    ord("t"): _marked_tuple,
-    ord("("): _mark,
-    ord("0"): _pop,
-    ord("1"): _marked(0),
-    ord("l"): _marked(1),
-    ord("d"): _marked(1, keys=slice(0, None, 2)),
-    ord("o"): _marked(1),
-    ord("i"): _marked(1),
-    ord("e"): _marked(0),
-    ord("u"): _marked(0, keys=slice(0, None, 2)),
-    0x90: _marked(0, keys=slice(None)),
-    0x91: _marked(1, keys=slice(None)),
-    ord("a"): _takes(1),
-    ord("s"): _set_item,
-    ord("b"): _takes(1),
-    ord("R"): _calls,
-    0x81: _calls,
-    0x92: _calls_with_keywords,
-    0x93: _takes(2, 1),
-    ord("Q"): _takes(1, 1),
-}
-_PUT, _BINPUT, _LONG_BINPUT, _MEMOIZE = b"pqr\x94"
-_GET, _BINGET, _LONG_BINGET = b"ghj"
+def _index(code: int, argument: bytes) -> int:
+    return int(argument) if code in (_PUT, _GET) else int.from_bytes(argument, "little")
 
 
 def check_keys(data: bytes, end: int, skip: Skip) -> None:
@@ -274,30 +240,14 @@ def check_keys(data: bytes, end: int, skip: Skip) -> None:
     `skip(data, at)` is where the opcode after the one at `at` is.
     """
     machine = _Costs(MAX_HASHED + end)
-    memo = machine.memo
     at = 0
     try:
         while at < end:
-            code = data[at]
             after = skip(data, at)
-            run = _RUN.get(code)
-            if run is not None:
-                run(machine)
-            elif code == _MEMOIZE:
-                memo[len(memo)] = machine.stack[-1]
-            elif code in (_PUT, _BINPUT, _LONG_BINPUT):
-                memo[_index(data, at, after)] = machine.stack[-1]
-            elif code in (_GET, _BINGET, _LONG_BINGET):
-                machine.stack.append(memo[_index(data, at, after)])
+            machine.run(data[at], data[at + 1 : after])
             at = after
     except (_Underflow, LookupError, ValueError, struct.error):
         return
-
-
-def _index(data: bytes, at: int, after: int) -> int:
-    if data[at] in (_PUT, _GET):
-        return int(data[at + 1 : after])
-    return int.from_bytes(data[at + 1 : after], "little")
 
 
 # While it runs -------------------------------------------------------------------------------------------------------
@@ -355,20 +305,13 @@ def check_depths(tree: Any) -> None:
         if id(node) in seen:
             continue
         seen.add(id(node))
-        below: Iterable[Any]
-        kind = type(node)
-        if kind is list:
-            below = node
-        elif kind is dict:
-            below = (*node.values(), *node)
-        elif isinstance(node, Stub):
-            below = (node.target, node.args or None, node.kwargs or None, *node.state, *node.values)
-            if node.pairs:
-                below = chain(below, *node.pairs)
-        elif isinstance(node, tuple):
-            below = _inside(node, depths)
+        if isinstance(node, tuple):
+            below: Iterable[Any] = _inside(node, depths)
         elif isinstance(node, dict):
-            below = (*node.values(), *node, *getattr(node, "__dict__", {}).values())
+            below = chain(node.values(), node, getattr(node, "__dict__", {}).values())
+        elif isinstance(node, Stub):
+            parts = (node.target, node.args or None, node.kwargs or None)
+            below = chain(parts, node.state, node.values, *node.pairs)
         elif isinstance(node, (list, set, frozenset)):
             below = node
         else:

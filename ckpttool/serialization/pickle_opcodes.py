@@ -29,19 +29,16 @@ _STOP, _BINPUT, _PUT, _PAIR = ord("."), ord("r"), ord("p"), frozenset(b"ci")
 # whose hash takes years.
 _REFUSED = frozenset(b"\x82\x83\x84\x97\x982")
 
-# Bytes of argument behind each opcode, or of the length before it (negative: see `_LENGTHS`), or None: up to a newline.
-_ARGUMENT: list[int | None] = [0] * 256
+# Bytes of argument behind each opcode; negative: up to a newline, or as many as a length says.
 _LENGTHS = {
     pickletools.TAKEN_FROM_ARGUMENT1: "<B",
     pickletools.TAKEN_FROM_ARGUMENT4: "<i",
     pickletools.TAKEN_FROM_ARGUMENT4U: "<I",
     pickletools.TAKEN_FROM_ARGUMENT8U: "<Q",
 }
-for _op in pickletools.opcodes:
-    _n = 0 if _op.arg is None else _op.arg.n
-    _ARGUMENT[ord(_op.code)] = None if _n == pickletools.UP_TO_NEWLINE else _n
-_CODES = frozenset(ord(op.code) for op in pickletools.opcodes)
-_FIXED = frozenset(code for code in _CODES if (_ARGUMENT[code] if _ARGUMENT[code] is not None else -1) >= 0)  # type: ignore[operator]
+_ARGUMENT = {ord(op.code): 0 if op.arg is None else op.arg.n for op in pickletools.opcodes}
+_CODES = frozenset(_ARGUMENT)
+_FIXED = frozenset(code for code, n in _ARGUMENT.items() if n >= 0)
 _PUTS = (b"p", b"q", b"r", b"\x94")
 
 
@@ -51,14 +48,9 @@ _SHORT_TEXT = b"\x8c(?:" + b"|".join(re.escape(bytes((n,))) + b".{%d}" % n for n
 @lru_cache
 def _run(top: int) -> re.Pattern[bytes]:
     """Matches many opcodes in a row whose arguments have a fixed length; memo indexes below `(top + 1) << 16`."""
-    by_length: dict[int, bytes] = {}
-    for code in sorted(_CODES - _REFUSED - {_STOP, _BINPUT}):
-        n = _ARGUMENT[code]
-        if n is not None and n >= 0:
-            by_length[n] = by_length.get(n, b"") + re.escape(bytes((code,)))
-    bare = b"[" + by_length.pop(0) + b"]*"
-    fixed = [b"[" + codes + b"]" + b"." * n for n, codes in by_length.items()]
-    fixed.append(b"r..[\\x00-" + re.escape(bytes((top,))) + b"]\\x00")
+    by_length = pickle_limits.fixed_length(_CODES - _REFUSED - {_STOP, _BINPUT})
+    bare = by_length.pop(0) + b"*"
+    fixed = [*by_length.values(), b"r..[\\x00-" + re.escape(bytes((top,))) + b"]\\x00"]
     if top > _TEXTLESS:
         # SHORT_BINUNICODE too, where compiling that pays: an index of a million names has little else of variable
         # length (1.4 s -> 0.6 s).
@@ -66,21 +58,17 @@ def _run(top: int) -> re.Pattern[bytes]:
     return re.compile(b"(?:" + bare + b"(?:" + b"|".join(fixed) + b")){0,5000}" + bare, re.S)
 
 
-def tuples(data: bytes, end: int) -> int:
-    """The most tuples that a pickle which ends there can make."""
-    return sum(data.count(code, 0, end) for code in (b"\x85", b"\x86", b"\x87", b"t"))
-
-
 _row = re.compile(b"\\x94*").match
 
 
-def end_of(data: bytes, start: int = 0, *, limit: int | None = None) -> int | None:
-    """Where the pickle at `start` ends; None when `data` ends first.
+def end_of(data: bytes, *, limit: int | None = None) -> int | None:
+    """Where the pickle at the beginning of `data` ends; None when `data` ends first.
 
     Raises CorruptError for what no pickle of its size needs: a memo index or a length past `limit` (the length of
     `data`), an extension code, an opcode that there is not.
     """
-    return _walk(data, start, len(data) if limit is None else limit, None)
+    end, is_whole = _walk(data, len(data) if limit is None else limit)
+    return end if is_whole else None
 
 
 def find_end(read: Callable[[int, int], bytes], size: int) -> int | None:
@@ -89,38 +77,28 @@ def find_end(read: Callable[[int, int], bytes], size: int) -> int | None:
 
     `read(offset, nbytes)` gives bytes of it. Raises CorruptError as `end_of` does.
     """
-    run = _run(min(size >> 16, _TEXTLESS)).match
     at, window = 0, _WINDOW
     while at < size and window <= _LONGEST_LINE:
         data = read(at, min(window, size - at))
-        whole = 0
-        try:
-            while whole < len(data):
-                matched = run(data, whole)
-                assert matched is not None
-                whole = matched.end()
-                code = data[whole]
-                if code == _STOP:
-                    return at + whole + 1
-                whole = _after(data, whole, code, size, size)
-        except (IndexError, struct.error, ValueError):
-            pass
-        if whole == 0 and len(data) < window:
+        end, is_whole = _walk(data, size, memo=size)
+        if is_whole:
+            return at + end
+        if end == 0 and len(data) < window:
             return None
-        window = _WINDOW if whole else window * 4
-        at += whole
+        window = _WINDOW if end else window * 4
+        at += end
     return None
 
 
 def check(data: bytes) -> int | None:
     """`end_of(data)`, once it is known that the machine can run this pickle without taking all the memory or all the
     time that there is. Raises CorruptError when it cannot."""
-    heavy, shared = pickle_limits.is_heavy(data, len(data)), pickle_limits.may_share(data, len(data))
+    heavy, shared = pickle_limits.is_heavy(data), pickle_limits.may_share(data)
     if not (heavy or shared):
         return end_of(data)
     code = _Code()
-    end = _walk(data, 0, len(data), code)
-    if end is None:
+    end, is_whole = _walk(data, len(data), code)
+    if not is_whole:
         return None
     if heavy:
         pickle_limits.check_objects(b"".join(code.pieces), end)
@@ -136,7 +114,7 @@ def check_beginning(window: bytes, size: int) -> None:
         raise CorruptError(
             f"a pickle of {size} bytes is more than the {MAX_PICKLE} that we read", found=size, expected=MAX_PICKLE
         )
-    _walk(window, 0, size, None)
+    _walk(window, size)
 
 
 class _Code:
@@ -172,28 +150,29 @@ class _Code:
         return after + row
 
 
-def _walk(data: bytes, start: int, limit: int, code: _Code | None) -> int | None:
-    """Where the pickle at `start` ends; `code` is given its opcodes."""
-    memo = limit
-    if limit > _LARGE:
+def _walk(data: bytes, limit: int, code: _Code | None = None, memo: int | None = None) -> tuple[int, bool]:
+    """Where the last whole opcode ends (that of a text may be behind `data`), and whether that is the end of the pickle;
+    `code` is given the opcodes."""
+    if memo is None:
         # Each index is given to something. In a file that is mostly a hole, hardly anything is.
-        memo = min(limit, sum(map(data.count, _PUTS)))
+        memo = min(limit, sum(map(data.count, _PUTS))) if limit > _LARGE else limit
     top = min(memo >> 16, 255)
     run = _run(top if code is None else min(top, _TEXTLESS)).match
-    at = start
+    begin = at = 0
     try:
         while True:
-            matched = run(data, at)
-            assert matched is not None
-            begin, at = at, matched.end()
+            at = run(data, begin).end()  # type: ignore[union-attr]
             opcode = data[at]
             after = at + 1 if opcode == _STOP else _after(data, at, opcode, limit, memo)
-            # The reader of a large DCP index leaves thousands of MEMOIZE behind a name (0.2 s -> 0.0 s).
-            at = _row(data, after).end() if code is None else code.add(data, begin, at, after)  # type: ignore[union-attr]
+            if code is not None:
+                begin = code.add(data, begin, at, after)
+            else:
+                # The reader of a large DCP index leaves thousands of MEMOIZE behind a name (0.2 s -> 0.0 s).
+                begin = max(after, _row(data, after).end())  # type: ignore[union-attr]
             if opcode == _STOP:
-                return after
+                return after, True
     except (IndexError, struct.error, ValueError):
-        return None
+        return max(begin, at), False
 
 
 def _after(data: bytes, at: int, code: int, limit: int, memo: int) -> int:
@@ -201,7 +180,7 @@ def _after(data: bytes, at: int, code: int, limit: int, memo: int) -> int:
     if code not in _CODES or code in _REFUSED:
         raise CorruptError(f"opcode {code:#04x} at byte {at} is not one that a checkpoint needs")
     n = _ARGUMENT[code]
-    if n is None:
+    if n == pickletools.UP_TO_NEWLINE:
         end = data.index(b"\n", at)
         if code in _PAIR:
             end = data.index(b"\n", end + 1)

@@ -22,95 +22,94 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from typing import Any
 
-from ckpttool.catalogue.values import Known, Stub, StubType, TorchSize, spend, stub_type
+from ckpttool.catalogue.values import Known, Stub, StubType, TorchSize, attributes_of, spend, stub_type
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.serialization import pickle_opcodes
-from ckpttool.serialization.pickle_limits import charge_hashing, check_depths, copies_limited
-from ckpttool.serialization.unsafe_globals import is_harmful, noted
+from ckpttool.serialization.pickle_limits import charge_hashing, check_depths, copies_limited, count_tuples
+from ckpttool.serialization.unsafe_globals import note
+
+# What REDUCE calls. Each raises TypeError, which `Known` explains, for a call that pickle itself never makes.
 
 
-def _encode(text: Any = "", encoding: Any = "latin1") -> bytes:
+def _latin1(text: str, encoding: str) -> bytes:
     # How protocol 2 spells bytes. Any other codec could be made to do work (or to import).
     if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
-        raise CorruptError("a pickle calls `_codecs.encode` in a way that pickle itself never does")
+        raise TypeError
     spend(len(text))
     return text.encode("latin1")
 
 
-def _bytes(*args: Any) -> bytes:
+def _encode(text: Any = "", encoding: Any = "latin1") -> bytes:
+    return _latin1(text, encoding)
+
+
+def _bytes() -> bytes:
     # How protocol 2 spells b"".
-    if args:
-        raise CorruptError("a pickle calls `bytes` in a way that pickle itself never does")
     return b""
 
 
-def _bytearray(*args: Any) -> bytearray:
+def _bytearray(data: Any = b"", *encoding: Any) -> bytearray:
     # `bytearray(10**12)` would allocate a terabyte.
-    match args:
-        case ():
-            return bytearray()
-        case (bytes() as data,) | (bytearray() as data,):
-            spend(len(data))
-            return bytearray(data)
-        case (str() as text, str() as encoding) if encoding in ("latin1", "latin-1"):
-            spend(len(text))
-            return bytearray(text.encode("latin1"))
-    raise CorruptError("a pickle calls `bytearray` in a way that pickle itself never does")
+    if encoding:
+        return bytearray(_latin1(data, *encoding))
+    if not isinstance(data, (bytes, bytearray)):
+        raise TypeError
+    spend(len(data))
+    return bytearray(data)
 
 
-def _complex(*args: Any) -> complex:
-    if len(args) == 2 and all(isinstance(a, (int, float)) for a in args):
-        return complex(*args)
-    raise CorruptError("a pickle calls `complex` in a way that pickle itself never does")
+def _complex(real: Any, imag: Any) -> complex:
+    if not isinstance(real, (int, float)) or not isinstance(imag, (int, float)):
+        raise TypeError
+    return complex(real, imag)
 
 
 def _attribute(owner: Any, name: Any) -> Any:
     # A nested class in protocol 2: `getattr(ShardedTensor, "ProcessGroupState")`.
-    if isinstance(owner, StubType) and isinstance(name, str):
-        return stub_type(owner.module, f"{owner.name}.{name}")
-    raise CorruptError("a pickle calls `getattr` on something that is not a class")
+    if not isinstance(owner, StubType) or not isinstance(name, str):
+        raise TypeError
+    return stub_type(owner.module, f"{owner.name}.{name}")
 
 
-def _list_of(kind: Callable[[Any], Any]) -> Callable[..., Any]:
-    def make(*args: Any) -> Any:
-        if not args:
-            return kind(())
-        if len(args) == 1 and isinstance(args[0], (list, tuple)):
-            charge_hashing(args[0])
-            return kind(args[0])
-        raise CorruptError(f"a pickle calls `{kind.__name__}` in a way that pickle itself never does")
-
-    return make
+def _hashing(values: Any) -> Any:
+    if not isinstance(values, (list, tuple)):
+        raise TypeError
+    charge_hashing(values)
+    return values
 
 
-def _size(*args: Any) -> TorchSize:
-    if len(args) == 1 and isinstance(args[0], tuple) and all(isinstance(n, int) for n in args[0]):
-        spend(len(args[0]))
-        return TorchSize(args[0])
-    raise CorruptError("a pickle calls `torch.Size` in a way that pickle itself never does")
+def _set(values: Any = ()) -> set[Any]:
+    return set(_hashing(values))
+
+
+def _frozenset(values: Any = ()) -> frozenset[Any]:
+    return frozenset(_hashing(values))
+
+
+def _size(sizes: Any) -> TorchSize:
+    if not isinstance(sizes, tuple) or not all(isinstance(n, int) for n in sizes):
+        raise TypeError
+    spend(len(sizes))
+    return TorchSize(sizes)
 
 
 class _Ordered(OrderedDict[Any, Any]):
     """An OrderedDict whose attributes a pickle can set, but not so that they hide its methods."""
 
     def __setstate__(self, state: Any) -> None:
-        if not isinstance(state, dict) or not all(isinstance(k, str) and not hasattr(OrderedDict, k) for k in state):
-            raise CorruptError("a pickle gives an `OrderedDict` attributes that it cannot have")
-        spend(len(state))
-        vars(self).update(state)
+        try:
+            attributes = attributes_of(state)
+        except TypeError:
+            raise CorruptError("a pickle gives an `OrderedDict` attributes that it cannot have") from None
+        spend(len(attributes))
+        vars(self).update(attributes)
 
 
-def _ordered(*args: Any) -> OrderedDict[Any, Any]:
-    if not args:
-        return _Ordered()
-    if (
-        len(args) == 1
-        and isinstance(args[0], (list, tuple))
-        and all(isinstance(p, (list, tuple)) and len(p) == 2 for p in args[0])
-    ):
-        charge_hashing(pair[0] for pair in args[0])
-        return _Ordered(args[0])
-    raise CorruptError("a pickle calls `OrderedDict` in a way that pickle itself never does")
+def _ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
+    if not isinstance(pairs, (list, tuple)) or not all(isinstance(p, (list, tuple)) and len(p) == 2 for p in pairs):
+        raise TypeError
+    _hashing([key for key, _ in pairs])
+    return _Ordered(pairs)
 
 
 REAL: dict[tuple[str, str], Known] = {
@@ -119,8 +118,8 @@ REAL: dict[tuple[str, str], Known] = {
         ("collections", "OrderedDict", _ordered),
         ("_codecs", "encode", _encode),
         ("torch", "Size", _size),
-        ("builtins", "set", _list_of(set)),
-        ("builtins", "frozenset", _list_of(frozenset)),
+        ("builtins", "set", _set),
+        ("builtins", "frozenset", _frozenset),
         ("builtins", "bytes", _bytes),
         ("builtins", "bytearray", _bytearray),
         ("builtins", "complex", _complex),
@@ -150,13 +149,13 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
+Names = Mapping[tuple[str, str], Any]
+
+
 class _Unpickler(pickle.Unpickler):
-    def __init__(
-        self, stream: Any, known: Mapping[tuple[str, str], Any], persistent: Callable[[Any], Any] | None
-    ) -> None:
-        super().__init__(stream, encoding="latin1")
-        self._known = known
-        self._persistent = persistent
+    def __init__(self, data: bytes, known: Names, persistent: Callable[[Any], Any] | None) -> None:
+        super().__init__(io.BytesIO(data), encoding="latin1")
+        self._known, self._persistent = known, persistent
         self._stubs: dict[tuple[str, str], type[Stub]] = {}
 
     def find_class(self, module: str, name: str, /) -> Any:
@@ -167,9 +166,7 @@ class _Unpickler(pickle.Unpickler):
             return REAL[key]
         if key not in self._stubs:
             self._stubs[key] = stub_type(module, name)
-            asked = noted.get()
-            if asked is not None and is_harmful(module, name):
-                asked.add(f"{module}.{name}")
+            note(module, name)
         return self._stubs[key]
 
     def persistent_load(self, pid: Any, /) -> Any:
@@ -182,7 +179,7 @@ def load(
     stream: io.BufferedIOBase | io.BytesIO | bytes,
     *,
     what: str,
-    known: Mapping[tuple[str, str], Any] | None = None,
+    known: Names | None = None,
     persistent: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Read one pickle from `stream` without running anything in it; what follows it is left in the stream.
@@ -199,7 +196,7 @@ def load(
         if not isinstance(stream, bytes):
             stream.seek(start + end)
         with no_garbage_collection(), copies_limited(len(data)):
-            return _loaded(pickle_opcodes.tuples(data, end), _Unpickler(io.BytesIO(data), known or {}, persistent))
+            return _loaded(count_tuples(data, end), _Unpickler(data, known or {}, persistent))
     except CkptError as error:
         if error.names(what):
             raise

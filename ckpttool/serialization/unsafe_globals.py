@@ -45,15 +45,22 @@ def harmful_names(value: Any) -> set[str]:
     return names
 
 
-noted: ContextVar[set[str] | None] = ContextVar("noted", default=None)
+_noted: ContextVar[set[str] | None] = ContextVar("noted", default=None)
+
+
+def note(module: str, name: str) -> None:
+    """Called for each name that a pickle asks for."""
+    noted = _noted.get()
+    if noted is not None and is_harmful(module, name):
+        noted.add(f"{module}.{name}")
 
 
 @contextmanager
 def noting_harm() -> Iterator[set[str]]:
     """The harmful names that any pickle asks for which is loaded in the block, also those that leave no value."""
-    asked: set[str] = set()
-    token = noted.set(asked)
+    noted: set[str] = set()
+    token = _noted.set(noted)
     try:
-        yield asked
+        yield noted
     finally:
-        noted.reset(token)
+        _noted.reset(token)

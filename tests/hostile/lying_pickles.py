@@ -154,7 +154,7 @@ for name, make, pattern in (
     ("the same, in a set", raw(b"\x80\x04\x8f(" + doubled_memoized(60) + b"\x90."), COST),
     ("the same, in a frozenset", raw(b"\x80\x04(" + doubled_memoized(60) + b"\x91."), COST),
     ("the same, in an OrderedDict", raw(pickled(call(named("collections", "OrderedDict"), b"](" + doubled(60) + b"N\x86e"))), COST),
-    ("the same, of torch.Size", raw(b"\x80\x02}" + sized(60) + b"Ns."), r"a pickle calls `torch\.Size` in a way that pickle itself never does"),
+    ("the same, of torch.Size", raw(b"\x80\x02}" + sized(60) + b"Ns."), r"a pickle calls `torch\.Size` with the wrong arguments"),
     ("the same, hidden under a mark", raw(b"\x80\x02}" + doubled(60, opening=b"(", closing=b"t") + b"Ns."), COST),
     ("a key of 500,000 numbers, 50,000 times", raw(b"\x80\x02" + reused(500_000, 50_000) + b"."), COST),
     ("dicts that hold one twice, 40 deep", raw(b"\x80\x02" + dicts(40) + b"."), r"`a\.a\.a\.a`: containers that are shared stand for millions of entries"),
@@ -190,14 +190,14 @@ for name, value, pattern in (
     ("attributes of OrderedDict", call(named("collections", "OrderedDict")) + b"}" + text("items") + b"K\1sb", "attributes"),
     ("attributes of a function of ours", named("torch._utils", "_rebuild_tensor_v2") + b"}" + text("answer") + b"K\1sb", "changes"),
     ("a bytearray of a tebibyte by a call", call(named("builtins", "bytearray"), integer(1 << 40)), "bytearray"),
-    ("bytes by a call", call(named("builtins", "bytes"), integer(1 << 40)), "a pickle calls `bytes` in a way that pickle itself never does"),
+    ("bytes by a call", call(named("builtins", "bytes"), integer(1 << 40)), "a pickle calls `builtins.bytes` with the wrong arguments"),
     ("a codec that imports", call(named("_codecs", "encode"), text("x"), text("evil")), "_codecs"),
     ("frozenset of text", call(named("builtins", "frozenset"), text("abc")), "frozenset"),
-    ("a set with keywords", call(named("builtins", "set"), b"K\1", b"K\2"), "a pickle calls `set` in a way that pickle itself never does"),
+    ("a set with keywords", call(named("builtins", "set"), b"K\1", b"K\2"), "a pickle calls `builtins.set` with the wrong arguments"),
     ("complex of text", call(named("builtins", "complex"), text("1"), text("2")), "complex"),
     ("torch.Size of text", call(named("torch", "Size"), text("abc")), "torch.Size"),
     ("torch.Size of tuples", call(named("torch", "Size"), many(many(b"K\1"))), "torch.Size"),
-    ("OrderedDict of text", call(named("collections", "OrderedDict"), text("abc")), "a pickle calls `OrderedDict` in a way that pickle itself never does"),
+    ("OrderedDict of text", call(named("collections", "OrderedDict"), text("abc")), "a pickle calls `collections.OrderedDict` with the wrong arguments"),
 ):  # fmt: skip
     lie(f"payload: {name}", with_w(value), pattern)
 

@@ -19,7 +19,7 @@ TUPLE = b"K\x01K\x02\x86"
 
 def shares(data: bytes) -> bool:
     code = opcodes._Code()
-    assert opcodes._walk(data, 0, len(data), code) == len(data)
+    assert opcodes._walk(data, len(data), code) == (len(data), True)
     return pickle_limits.shares_tuples(code.pieces, code.rows)
 
 

@@ -22,6 +22,7 @@ from ckpttool.catalogue import dtypes, flatten, typed_json
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Catalogue, Container, Object, Path, Tensor, dotted
+from ckpttool.catalogue.values import attributes_of
 from ckpttool.errors import CorruptError, ReadError
 from ckpttool.serialization import strict_json, torch_pickle, unpickler
 
@@ -156,7 +157,7 @@ def _read_container(item: Mapping[str, Any], path: Path, name: str) -> Container
     attributes = typed_json.decode(item.get("attributes", {}), name=name, functions=_FUNCTIONS)
     try:
         if kind in ("list", "dict", "OrderedDict"):
-            return Container(kind, typed_json.attributes_of(attributes) or None)
+            return Container(kind, attributes_of(attributes) or None)
     except TypeError:
         pass
     raise CorruptError(f"{name}: `{dotted(path)}` is an unknown container: {kind!r} with {attributes!r}")
