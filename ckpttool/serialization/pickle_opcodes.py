@@ -58,7 +58,7 @@ def _run(top: int) -> re.Pattern[bytes]:
     return re.compile(b"(?:" + bare + b"(?:" + b"|".join(fixed) + b")){0,5000}" + bare, re.S)
 
 
-_row = re.compile(b"\\x94*").match
+_row: Callable[[bytes, int], re.Match[bytes]] = re.compile(b"\\x94*").match  # type: ignore[assignment]
 
 
 def end_of(data: bytes, *, limit: int | None = None) -> int | None:
@@ -143,7 +143,7 @@ class _Code:
         piece += b"N"
         self._before = b"N"
         self.has_lines |= data[at] in b"pg"
-        row = _row(data, after).end() - after  # type: ignore[union-attr]
+        row = _row(data, after).end() - after
         if row < _LONG_ROW:
             return after
         self.rows[-1] = row
@@ -151,8 +151,8 @@ class _Code:
 
 
 def _walk(data: bytes, limit: int, code: _Code | None = None, memo: int | None = None) -> tuple[int, bool]:
-    """Where the last whole opcode ends (that of a text may be behind `data`), and whether that is the end of the pickle;
-    `code` is given the opcodes."""
+    """Where the last whole opcode ends (a text may end behind `data`), and whether it ends the pickle; `code` gets the
+    opcodes."""
     if memo is None:
         # Each index is given to something. In a file that is mostly a hole, hardly anything is.
         memo = min(limit, sum(map(data.count, _PUTS))) if limit > _LARGE else limit
@@ -164,11 +164,8 @@ def _walk(data: bytes, limit: int, code: _Code | None = None, memo: int | None =
             at = run(data, begin).end()  # type: ignore[union-attr]
             opcode = data[at]
             after = at + 1 if opcode == _STOP else _after(data, at, opcode, limit, memo)
-            if code is not None:
-                begin = code.add(data, begin, at, after)
-            else:
-                # The reader of a large DCP index leaves thousands of MEMOIZE behind a name (0.2 s -> 0.0 s).
-                begin = max(after, _row(data, after).end())  # type: ignore[union-attr]
+            # The reader of a large DCP index leaves thousands of MEMOIZE behind a name (0.2 s -> 0.0 s).
+            begin = code.add(data, begin, at, after) if code else max(after, _row(data, after).end())
             if opcode == _STOP:
                 return after, True
     except (IndexError, struct.error, ValueError):

@@ -29,31 +29,11 @@ MAX_HEADER = 100_000_000  # upstream's MAX_HEADER_SIZE: a longer one cannot be o
 METADATA = "__metadata__"
 
 # The enum of `tensor.rs`, which is sorted by alignment; files hold their tensors in descending order of it.
-_ORDER = (
-    "BOOL",
-    "F4",
-    "F6_E2M3",
-    "F6_E3M2",
-    "U8",
-    "I8",
-    "F8_E5M2",
-    "F8_E4M3",
-    "F8_E8M0",
-    "F8_E4M3FNUZ",
-    "F8_E5M2FNUZ",
-    "I16",
-    "U16",
-    "F16",
-    "BF16",
-    "I32",
-    "U32",
-    "F32",
-    "C64",
-    "F64",
-    "I64",
-    "U64",
-)
-_RANK = {name: -n for n, name in enumerate(_ORDER)}
+_ORDER = """
+    BOOL F4 F6_E2M3 F6_E3M2 U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ I16 U16 F16 BF16 I32 U32 F32 C64 F64
+    I64 U64
+"""
+_RANK = {name: -n for n, name in enumerate(_ORDER.split())}
 _LENGTH = struct.Struct("<Q")
 
 
@@ -105,7 +85,11 @@ def read_header(read: Read, base: int, length: int, *, name: str, exact: bool = 
     own; without, other data may follow. Raises CorruptError when the header lies about anything.
     """
     text, payload = _read_text(read, base, length, name)
-    table = _parse(text, name)
+    if text[:1] != b"{":
+        raise CorruptError(
+            f"{name}: the header begins with {text[:1]!r}, not with `{{`", hint="this may not be a safetensors file"
+        )
+    table: dict[str, Any] = strict_json.parse(text, f"{name}: the header")
     metadata = table.pop(METADATA, None)
     metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
@@ -159,16 +143,6 @@ def _read_text(read: Read, base: int, length: int, name: str) -> tuple[bytes, in
             expected=payload,
         )
     return read(base + _LENGTH.size, size), payload
-
-
-def _parse(text: bytes, name: str) -> dict[str, Any]:
-    if text[:1] != b"{":
-        raise CorruptError(
-            f"{name}: the header begins with {text[:1]!r}, not with `{{`", hint="this may not be a safetensors file"
-        )
-    table = strict_json.parse(text, f"{name}: the header")
-    assert isinstance(table, dict)
-    return table
 
 
 def _is_ints(value: Any) -> bool:
@@ -238,10 +212,6 @@ def _to_torch(dtype: Dtype, shape: Ints, where: str) -> Ints:
     return (*shape[:-1], shape[-1] // 2)
 
 
-def _to_safetensors(dtype: Dtype, shape: Ints) -> Ints:
-    return (*shape[:-1], shape[-1] * 2) if dtype.safetensors == "F4" else shape
-
-
 # Writing --------------------------------------------------------------------------------------------------------------
 
 
@@ -266,23 +236,17 @@ def build_header(tensors: Iterable[Spec], metadata: Mapping[str, str] | None = N
     Tensors are sorted as upstream sorts them: that is the order of the payload. Upstream shuffles the keys of
     `metadata`; here they keep theirs. Raises LossError for what a header cannot say.
     """
-    table: dict[str, Any] = {}
-    if metadata is not None:
-        table[METADATA] = dict(metadata)
+    table: dict[str, Any] = {} if metadata is None else {METADATA: dict(metadata)}
     at = 0
     for spec in sorted(tensors, key=lambda t: (_RANK.get(t.dtype.safetensors or "", 0), t.name)):
         name, dtype, shape = spec
-        why = why_not(name, dtype, shape)
-        if why is not None:
+        if why := why_not(name, dtype, shape):
             raise LossError(f"tensor `{name}` {dtype} {list(shape)} cannot be written: {why}", tensor=name)
         if name in table:
             raise LossError(f"two tensors would be called `{name}`", tensor=name)
         end = at + spec.nbytes
-        table[name] = {
-            "dtype": dtype.safetensors,
-            "shape": _to_safetensors(dtype, shape),
-            "data_offsets": [at, end],
-        }
+        sizes = (*shape[:-1], shape[-1] * 2) if dtype.safetensors == "F4" else shape
+        table[name] = {"dtype": dtype.safetensors, "shape": sizes, "data_offsets": [at, end]}
         at = end
     try:
         text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()

@@ -15,41 +15,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Extent, check_shape
 from ckpttool.errors import CorruptError
-from ckpttool.serialization import strict_json, torch_zip
+from ckpttool.serialization import strict_json, torch_pickle, torch_zip
 from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
 from ckpttool.serialization.torch_zip import Archive
 
 FOLDERS = {"weights": "data/weights/", "constants": "data/constants/"}
 
-# `ScalarType` of the schema; not `c10::ScalarType`.
-_DTYPES = {
-    1: "uint8",
-    2: "int8",
-    3: "int16",
-    4: "int32",
-    5: "int64",
-    6: "float16",
-    7: "float32",
-    8: "float64",
-    9: "complex32",
-    10: "complex64",
-    11: "complex128",
-    12: "bool",
-    13: "bfloat16",
-    28: "uint16",
-    29: "float8_e4m3fn",
-    30: "float8_e5m2",
-    31: "float8_e4m3fnuz",
-    32: "float8_e5m2fnuz",
-    33: "float8_e8m0fnu",
-    34: "uint32",
-    35: "uint64",
-}
+# `ScalarType` of the schema, not `c10::ScalarType`: from 1 on, and from 28 on.
+_FROM_1 = "uint8 int8 int16 int32 int64 float16 float32 float64 complex32 complex64 complex128 bool bfloat16"
+_FROM_28 = "uint16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu uint32 uint64"
+_DTYPES = dict([*enumerate(_FROM_1.split(), 1), *enumerate(_FROM_28.split(), 28)])
 _STRIDED = 7
 
 
@@ -101,14 +80,12 @@ class Exported:
             items = [(name, folder + meta["path_name"], meta) for name, meta in config.items()]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptError(f"{self._archive.name}: `{record}` is not a table of tensors: {error!r}") from None
-        tensors = {}
-        for name, path, meta in items:
-            ref = self._load(path) if meta.get("use_pickle") else self._described(name, path, meta.get("tensor_meta"))
-            if isinstance(ref, TensorRef):
-                tensors[name] = ref
-            else:
-                self.left_out.append(name)
-        return tensors
+        refs = {
+            name: self._load(path) if meta.get("use_pickle") else self._described(name, path, meta.get("tensor_meta"))
+            for name, path, meta in items
+        }
+        self.left_out += [name for name, ref in refs.items() if not isinstance(ref, TensorRef)]
+        return {name: ref for name, ref in refs.items() if isinstance(ref, TensorRef)}
 
     def _load(self, record: str) -> Any:
         """What a record that is itself a torch.save archive holds: a tensor, or a dict of them."""
@@ -117,55 +94,45 @@ class Exported:
         name = f"{self._archive.name}: `{record}`"
         inner = torch_zip.open_archive(self._archive.read, at.offset, at.nbytes, name=name, file=at.file)
         tree = torch_zip.load_tree(inner)
-        if isinstance(tree, dict):
-            return {key: self._within(inner, record, value) for key, value in tree.items()}
-        return self._within(inner, record, tree)
 
-    def _within(self, inner: Archive, record: str, value: Any) -> Any:
-        if not isinstance(value, TensorRef):
-            return value
-        key = f"{record}:{value.storage.key}"
-        self._inner[key] = inner, value.storage.key
-        return replace(value, storage=replace(value.storage, key=key))
+        def renamed(value: Any) -> Any:
+            if not isinstance(value, TensorRef):
+                return value
+            key = f"{record}:{value.storage.key}"
+            self._inner[key] = inner, value.storage.key
+            return replace(value, storage=replace(value.storage, key=key))
+
+        return {key: renamed(value) for key, value in tree.items()} if isinstance(tree, dict) else renamed(tree)
 
     def _described(self, name: str, record: str, meta: Any) -> TensorRef | None:
         if not isinstance(meta, dict) or meta.get("layout") != _STRIDED:
             return None
-        kind = _DTYPES.get(meta.get("dtype", 0))
-        if kind is None:
-            raise CorruptError(f"{self._archive.name}: tensor `{name}` has the unknown dtype {meta.get('dtype')}")
+        dtype = _DTYPES.get(meta.get("dtype", 0))
+        where = f"{self._archive.name}: tensor `{name}`"
+        if dtype is None:
+            raise CorruptError(f"{where} has the unknown dtype {meta.get('dtype')}")
         shape, strides = _ints(meta, "sizes", name), _ints(meta, "strides", name)
         (offset,) = _ints({"storage_offset": [meta.get("storage_offset")]}, "storage_offset", name)
-        dtype = DTYPES[kind]
         listed = self._archive.records.get(record)
-        nbytes = listed.nbytes if listed else 0
-        storage = StorageRef(record.removeprefix("data/"), None, nbytes)
-        need = (offset + boxes.span(shape, strides)) * dtype.itemsize if 0 not in shape else 0
-        if need > nbytes:
-            raise CorruptError(
-                f"{self._archive.name}: tensor `{name}` {dtype} {list(shape)} needs {need} bytes, "
-                f"but record `{record}` has {nbytes}",
-                tensor=name,
-                found=nbytes,
-                expected=need,
-            )
-        return TensorRef(storage, dtype, offset, shape, strides)
+        storage = StorageRef(record.removeprefix("data/"), None, listed.nbytes if listed else 0)
+        try:
+            return torch_pickle.rebuild(storage, DTYPES[dtype], offset, shape, strides)
+        except CorruptError as error:
+            raise error.prefixed(f"{where}: record `{record}`", tensor=name) from None
 
     def extent(self, ref: TensorRef | StorageRef) -> Extent:
         """Where the elements of a tensor lie."""
-        key = ref.key if isinstance(ref, StorageRef) else ref.storage.key
-        archive, own = self._inner.get(key, (self._archive, key))
-        if isinstance(ref, StorageRef):
-            return archive.extent(replace(ref, key=own))
-        return archive.extent(replace(ref, storage=replace(ref.storage, key=own)))
+        storage = ref if isinstance(ref, StorageRef) else ref.storage
+        archive, key = self._inner.get(storage.key, (self._archive, storage.key))
+        own = replace(storage, key=key)
+        return archive.extent(own if isinstance(ref, StorageRef) else replace(ref, storage=own))
 
 
 def _ints(meta: dict[str, Any], key: str, name: str) -> Ints:
     values = meta.get(key)
-    numbers: list[Any] = [
-        v.get("as_int") if isinstance(v, dict) else v for v in (values if isinstance(values, list) else ())
-    ]
-    if not isinstance(values, list) or not all(type(n) is int and n >= 0 for n in numbers):
-        raise CorruptError(f"tensor `{name}`: its {key} is {values!r:.80}, not integers", tensor=name)
-    check_shape(numbers)
-    return tuple(numbers)
+    if isinstance(values, list):
+        numbers: tuple[Any, ...] = tuple(v.get("as_int") if isinstance(v, dict) else v for v in values)
+        if all(type(n) is int and n >= 0 for n in numbers):
+            check_shape(numbers)
+            return numbers
+    raise CorruptError(f"tensor `{name}`: its {key} is {values!r:.80}, not integers", tensor=name)

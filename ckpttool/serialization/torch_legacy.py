@@ -21,7 +21,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpttool.catalogue import boxes
 from ckpttool.catalogue.dtypes import BY_STORAGE
 from ckpttool.catalogue.entries import Extent
 from ckpttool.catalogue.values import stub_name
@@ -70,9 +69,8 @@ class Stream:
             )
         if isinstance(ref, StorageRef):
             return Extent(0, offset, nbytes)
-        strides = None if boxes.is_row_major(ref.shape, ref.strides) else ref.strides
-        size = boxes.span(ref.shape, ref.strides) * ref.dtype.itemsize
-        return Extent(0, offset + ref.offset * ref.dtype.itemsize, size, strides, ref.codec)
+        begin, size, strides = ref.span()
+        return Extent(0, offset + begin, size, strides, ref.codec)
 
 
 def is_stream(head: bytes) -> bool:
@@ -235,9 +233,9 @@ def _tar_tensors(cursor: _Cursor, storages: dict[str, StorageRef]) -> dict[str, 
         if not 0 <= dims <= 64:
             raise CorruptError(f"tensor `{key}` of the tar has {dims} dimensions")
         numbers = struct.unpack(f"<{2 * dims + 1}q", cursor.take(8 * (2 * dims + 1)))
-        tensors[str(key)] = torch_pickle.rebuild(
-            storages[str(storage)], numbers[-1], numbers[:dims], numbers[dims : 2 * dims]
-        )
+        ref = storages[str(storage)]
+        assert ref.dtype is not None
+        tensors[str(key)] = torch_pickle.rebuild(ref, ref.dtype, numbers[-1], numbers[:dims], numbers[dims : 2 * dims])
     return tensors
 
 

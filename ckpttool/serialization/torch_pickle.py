@@ -55,6 +55,13 @@ class TensorRef:
     wrapper: str | None = None
     attributes: tuple[str, ...] = ()
 
+    def span(self) -> tuple[int, int, Ints | None]:
+        """Where its elements begin in the storage, how far they reach, both in bytes, and their strides unless they are
+        contiguous."""
+        strides = None if boxes.is_row_major(self.shape, self.strides) else self.strides
+        nbytes = boxes.span(self.shape, self.strides) * self.dtype.itemsize
+        return self.offset * self.dtype.itemsize, nbytes, strides
+
 
 MAX_REPEATED = 1 << 30  # bytes that a tensor may claim beyond its storage, by strides of 0; or 64 times the storage
 
@@ -66,60 +73,41 @@ def _ints(value: Any) -> Ints:
     raise CorruptError(f"a tensor's size or stride is {value!r:.80}, not a tuple of integers")
 
 
-def _rebuild(storage: Any, kind: Dtype, offset: Any, size: Any, stride: Any, flags: Any) -> TensorRef:
+def rebuild(storage: Any, dtype: Dtype, offset: Any, size: Any, stride: Any, flags: Any = None) -> TensorRef:
+    """A tensor over a storage. Raises CorruptError when the storage is too small for it, or any of this is no such."""
     shape, strides = _ints(size), _ints(stride)
     if not isinstance(storage, StorageRef) or type(offset) is not int or offset < 0 or len(shape) != len(strides):
         raise CorruptError("a tensor is not rebuilt from a storage, an offset, a size and a stride")
-    flags = flags if isinstance(flags, dict) else {}
-    ref = TensorRef(
-        storage,
-        kind,
-        offset,
-        shape,
-        strides,
-        codec=tuple(name for name in ("conj", "neg") if flags.get(name)),
-    )
-    have = storage.nbytes if storage.view is None else storage.view[1] * kind.itemsize
-    need = (offset + boxes.span(shape, strides)) * kind.itemsize if 0 not in shape else 0
+    codec = tuple(name for name in ("conj", "neg") if isinstance(flags, dict) and flags.get(name))
+    have = storage.nbytes if storage.view is None else storage.view[1] * dtype.itemsize
+    need = (offset + boxes.span(shape, strides)) * dtype.itemsize if 0 not in shape else 0
+    tensor = f"a tensor {dtype} {list(shape)}"
     if need > have:
-        raise CorruptError(
-            f"a tensor {kind} {list(shape)} needs {need} bytes of a storage that has {have}", found=have, expected=need
-        )
-    claimed = prod(shape) * kind.itemsize
+        raise CorruptError(f"{tensor} needs {need} bytes of a storage that has {have}", found=have, expected=need)
+    claimed = prod(shape) * dtype.itemsize
     if claimed > max(have, min(64 * have, 1 << 62), MAX_REPEATED):
         raise CorruptError(
-            f"a tensor {kind} {list(shape)} with strides {list(strides)} claims {claimed} bytes of a storage that has "
-            f"{have}",
+            f"{tensor} with strides {list(strides)} claims {claimed} bytes of a storage that has {have}",
             hint="no tensor repeats its elements that often: the file was made to fill a disk",
             found=have,
             expected=claimed,
         )
-    return ref
+    return TensorRef(storage, dtype, offset, shape, strides, codec)
 
 
 def _tensor_v2(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Any:
     if not isinstance(storage, StorageRef) or storage.dtype is None:
         raise CorruptError("a tensor is rebuilt from something that is not a typed storage")
-    return _rebuild(storage, storage.dtype, offset, size, stride, rest[2] if len(rest) > 2 else None)
+    return rebuild(storage, storage.dtype, offset, size, stride, rest[2] if len(rest) > 2 else None)
 
 
 def _tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Any:
     if len(rest) < 3 or (name := stub_name(rest[2])) is None:
         raise CorruptError("a tensor is rebuilt without a dtype")
-    return _rebuild(storage, dtype(name), offset, size, stride, rest[3] if len(rest) > 3 else None)
+    return rebuild(storage, dtype(name), offset, size, stride, rest[3] if len(rest) > 3 else None)
 
 
-def rebuild(storage: StorageRef, offset: int, shape: Ints, strides: Ints) -> TensorRef:
-    """A tensor over a typed storage. Raises CorruptError when the storage is too small for it."""
-    ref: TensorRef = _tensor_v2(storage, offset, shape, strides)
-    return ref
-
-
-def _parameter(data: Any, *rest: Any) -> Any:
-    return _with_attributes(data, None)
-
-
-def _parameter_with_state(data: Any, requires_grad: Any, hooks: Any, state: Any, *rest: Any) -> Any:
+def _parameter(data: Any, requires_grad: Any = None, hooks: Any = None, state: Any = None, *rest: Any) -> Any:
     return _with_attributes(data, state)
 
 
@@ -138,16 +126,9 @@ def _with_attributes(data: Any, state: Any) -> Any:
     return replace(data, attributes=(*data.attributes, *names)) if names else data
 
 
-_PLAIN = {
-    "torch.Tensor",
-    "torch._tensor.Tensor",
-    "torch.nn.parameter.Parameter",
-    "torch.nn.parameter.Buffer",
-    "torch.nn.Parameter",
-    "torch.nn.Buffer",
+_PLAIN = {"torch.Tensor", "torch._tensor.Tensor"} | {
+    f"torch.nn.{name}" for name in ("parameter.Parameter", "parameter.Buffer", "Parameter", "Buffer")
 }
-
-
 # One class for all: making one for each of a file's DTensors takes as long as reading the file.
 _REBUILT = stub_type("torch._tensor", "_rebuild_from_type_v2")
 
@@ -161,10 +142,6 @@ def _from_type_v2(function: Any, kind: Any, args: Any, state: Any) -> Any:
     return _REBUILT(function, kind, args, state)
 
 
-def _from_type(function: Any, kind: Any, args: Any, attributes: Any) -> Any:
-    return _from_type_v2(function, kind, args, attributes)
-
-
 KNOWN = {
     (module, name): Known(module, name, answer)
     for module, name, answer in (
@@ -172,8 +149,8 @@ KNOWN = {
         ("torch._utils", "_rebuild_tensor_v2", _tensor_v2),
         ("torch._utils", "_rebuild_tensor_v3", _tensor_v3),
         ("torch._utils", "_rebuild_parameter", _parameter),
-        ("torch._utils", "_rebuild_parameter_with_state", _parameter_with_state),
-        ("torch._tensor", "_rebuild_from_type", _from_type),
+        ("torch._utils", "_rebuild_parameter_with_state", _parameter),
+        ("torch._tensor", "_rebuild_from_type", _from_type_v2),
         ("torch._tensor", "_rebuild_from_type_v2", _from_type_v2),
     )
 }
@@ -194,13 +171,13 @@ def persistent_load(pid: Any) -> Any:
     known = BY_STORAGE.get(name)
     if known is None and name != "UntypedStorage":
         raise CorruptError(f"unknown dtype: storage class `{stub_name(kind)}`", found=stub_name(kind))
-    view = None
-    if rest and rest[0] is not None:
-        match rest[0]:
-            case (str(), int() as start, int() as size):
-                view = (start, size)
-            case _:
-                raise CorruptError("a storage view that is not (key, offset, size)")
+    match rest:
+        case [] | [None, *_]:
+            view = None
+        case [(str(), int() as start, int() as size), *_]:
+            view = (start, size)
+        case _:
+            raise CorruptError("a storage view that is not (key, offset, size)")
     return StorageRef(str(key), known, numel, str(location), view)
 
 
@@ -221,10 +198,7 @@ class Slot:
 
     @property
     def numel(self) -> int:
-        n = 1
-        for size in self.shape:
-            n *= size
-        return n
+        return prod(self.shape)
 
 
 @cache
@@ -235,9 +209,7 @@ def _storage_class(name: str | None) -> type[Stub]:
 def write_slot(writer: Writer, slot: Slot) -> None:
     """The call that rebuilds a plain CPU tensor, spelt as torch spells it."""
     name = slot.dtype.storage
-    numel = slot.numel
-    if name is None:
-        numel *= slot.dtype.itemsize
+    numel = slot.numel if name is not None else slot.numel * slot.dtype.itemsize
     pid = ("storage", _storage_class(name), slot.key, "cpu", numel)
     if slot.bare:
         writer.persistent(pid)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Extent, Record
@@ -98,30 +97,10 @@ class Archive:
 
         The storages of a TorchScript file's constants are in a `folder` of their own.
         """
-        if isinstance(ref, StorageRef):
-            record = self.payload(f"{folder}/{ref.key}")
-            self._check_size(ref, record)
-            swap = ("swap",) if self.swapped and ref.dtype and ref.dtype.word > 1 else ()
-            return Extent(self.file, record.offset, ref.nbytes, None, swap, record)
-        if 0 in ref.shape:
+        storage = ref if isinstance(ref, StorageRef) else ref.storage
+        if isinstance(ref, TensorRef) and 0 in ref.shape:
             return Extent(self.file, self.base, 0)
-        record = self.payload(f"{folder}/{ref.storage.key}")
-        self._check_size(ref.storage, record)
-        plain = boxes.is_row_major(ref.shape, ref.strides)
-        elements = boxes.span(ref.shape, ref.strides)
-        codec = ref.codec
-        if self.swapped and ref.dtype.word > 1:
-            codec = ("swap", *codec)
-        return Extent(
-            self.file,
-            record.offset + ref.offset * ref.dtype.itemsize,
-            elements * ref.dtype.itemsize,
-            None if plain else ref.strides,
-            codec,
-            record,
-        )
-
-    def _check_size(self, storage: StorageRef, record: Record) -> None:
+        record = self.payload(f"{folder}/{storage.key}")
         if record.nbytes < storage.nbytes:
             raise CorruptError(
                 f"{self.name}: record `data/{storage.key}` has {record.nbytes} bytes, but its storage needs "
@@ -130,6 +109,11 @@ class Archive:
                 found=record.nbytes,
                 expected=storage.nbytes,
             )
+        swap = ("swap",) if self.swapped and ref.dtype and ref.dtype.word > 1 else ()
+        if isinstance(ref, StorageRef):
+            return Extent(self.file, record.offset, ref.nbytes, None, swap, record)
+        begin, nbytes, strides = ref.span()
+        return Extent(self.file, record.offset + begin, nbytes, strides, (*swap, *ref.codec), record)
 
 
 def _not_an_archive(name: str, why: str) -> CorruptError:

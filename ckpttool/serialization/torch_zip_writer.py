@@ -26,25 +26,6 @@ from ckpttool.serialization.torch_zip import ALIGNMENT, CENTRAL, END, END64, LOC
 from ckpttool.storage.crc import crc32
 
 
-@dataclass(slots=True)
-class Layout:
-    """An archive laid out at `base`, payloads still empty.
-
-    `pieces` are the bytes that are known now, `(offset, data)`; `storages[key]` is where each payload goes; `size` is
-    that of the whole archive. `patches` gives what depends on the payloads.
-    """
-
-    base: int
-    size: int
-    pieces: list[tuple[int, bytes]]
-    storages: dict[str, Record]
-    _directory: _Directory
-
-    def patches(self, crc_of: Callable[[Record], int]) -> list[tuple[int, bytes]]:
-        """Descriptors and central directory, once the CRC of each storage is known."""
-        return self._directory.patches(crc_of)
-
-
 class _Columns(NamedTuple):
     """Where the records of an archive lie within it. Columns, which the archives of many ranks share: one record of
     each of 256 ranks and 4,000 tensors is a million."""
@@ -58,51 +39,63 @@ class _Columns(NamedTuple):
     end: int
 
 
-class _Directory:
-    """What is said of each record after its payload: its descriptor, and its entry in the central directory."""
+@dataclass(slots=True)
+class Layout:
+    """An archive of `size` bytes at `base`, payloads still empty.
 
-    def __init__(self, base: int, file: int, columns: _Columns, known: dict[int, int]) -> None:
-        self._base, self._file, self._columns, self._known = base, file, columns, known
+    `pieces` are the bytes that are known now, `(offset, data)`; `storages[key]` is where each payload goes. `patches`
+    gives what depends on the payloads.
+    """
 
-    def size(self) -> int:
-        return len(self._bytes([0] * len(self._columns.headers)))
+    base: int
+    file: int
+    pieces: list[tuple[int, bytes]]
+    storages: dict[str, Record]
+    _columns: _Columns
+    _known: dict[int, int]  # CRCs of the records whose content is known
+    size: int = 0
+
+    def __post_init__(self) -> None:
+        self.size = self._columns.end + len(self._directory([0] * len(self._columns.headers)))
 
     def patches(self, crc_of: Callable[[Record], int]) -> list[tuple[int, bytes]]:
-        base, columns, known = self._base, self._columns, self._known
+        """Descriptors and central directory, once the CRC of each storage is known."""
+        base, columns, known = self.base, self._columns, self._known
         crcs: list[int] = []
         patches: list[tuple[int, bytes]] = []
         for i, (header, at, nbytes) in enumerate(zip(columns.headers, columns.payloads, columns.nbytes, strict=True)):
             crc = known.get(i)
             if crc is None:
-                crc = crc_of(Record(self._file, base + at, nbytes)) if nbytes else 0
+                crc = crc_of(Record(self.file, base + at, nbytes)) if nbytes else 0
             crcs.append(crc)
             if nbytes:
                 patches.append((base + at + nbytes, _descriptor(crc, nbytes, header)))
-        patches.append((base + columns.end, self._bytes(crcs)))
+        patches.append((base + columns.end, self._directory(crcs)))
         return patches
 
-    def _bytes(self, crcs: Sequence[int]) -> bytes:
+    def _directory(self, crcs: Sequence[int]) -> bytes:
         out = bytearray()
         columns = self._columns
         names = columns.names.split(b"\n")
         for name, crc, nbytes, header in zip(names, crcs, columns.nbytes, columns.headers, strict=True):
-            extra = b""
-            if nbytes >= 0xFFFFFFFF or header >= 0xFFFFFFFF:
-                large = [v for v in (nbytes, nbytes, header) if v >= 0xFFFFFFFF]
-                extra = struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large)
+            extra = _zip64(nbytes, header)
             size, at = min(nbytes, 0xFFFFFFFF), min(header, 0xFFFFFFFF)
             out += CENTRAL.pack(
                 b"PK\1\2", 0, 0, _flags(nbytes), 0, 0, 0, crc, size, size, len(name), len(extra), 0, 0, 0, 0, at
             )
             out += name + extra
-        start, end64 = columns.end, columns.end + len(out)
-        n, size = len(names), len(out)
+        start, n, size = columns.end, len(names), len(out)
         out += END64.pack(b"PK\6\6", END64.size - 12, 0x031E, 0x2D, 0, 0, n, n, size, start)
-        out += LOCATOR64.pack(b"PK\6\7", 0, end64, 1)
-        out += END.pack(
-            b"PK\5\6", 0, 0, min(n, 0xFFFF), min(n, 0xFFFF), min(size, 0xFFFFFFFF), min(start, 0xFFFFFFFF), 0
-        )
+        out += LOCATOR64.pack(b"PK\6\7", 0, start + size, 1)
+        short = min(n, 0xFFFF)
+        out += END.pack(b"PK\5\6", 0, 0, short, short, min(size, 0xFFFFFFFF), min(start, 0xFFFFFFFF), 0)
         return bytes(out)
+
+
+def _zip64(nbytes: int, at: int) -> bytes:
+    """The extra field with the numbers of a record that 32 bits do not hold."""
+    large = [v for v in (nbytes, nbytes, at) if v >= 0xFFFFFFFF]
+    return struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large) if large else b""
 
 
 def _descriptor(crc: int, nbytes: int, header: int) -> bytes:
@@ -161,8 +154,7 @@ def lay_out(
         key: Record(file, base + columns.payloads[i], nbytes, None if nbytes else 0)
         for i, (key, nbytes) in enumerate(sizes.items(), len(before))
     }
-    directory = _Directory(base, file, columns, known)
-    return Layout(base, columns.end + directory.size(), pieces, storages, directory)
+    return Layout(base, file, pieces, storages, columns, known)
 
 
 # Most ranks of a checkpoint have archives that differ in a few bytes of the pickle and in nothing else.
@@ -208,10 +200,7 @@ def _flags(nbytes: int) -> int:
 
 def _local_header(name: bytes, at: int, nbytes: int) -> tuple[bytes, int]:
     """The local header of a record at `at`, and where its payload starts, both within the archive."""
-    zip64 = b""
-    if nbytes >= 0xFFFFFFFF or at >= 0xFFFFFFFF:
-        values = [v for v in (nbytes, nbytes, at) if v >= 0xFFFFFFFF]
-        zip64 = struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values)
+    zip64 = _zip64(nbytes, at)
     start = at + LOCAL.size + len(name) + len(zip64) + 4
     padding = -start % ALIGNMENT
     extra = zip64 + struct.pack("<HH", 0x4246, padding) + b"Z" * padding
