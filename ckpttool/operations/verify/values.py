@@ -124,6 +124,8 @@ def counts(bits: Array, dtype: Dtype, box: Box) -> Counts:
             is_nan = words > largest
         if dtype.kind == "complex":
             result.zeros = int((words.reshape(-1, 2) == 0).all(axis=1).sum())
+            if result.infs:
+                result.infs = int((words.reshape(-1, 2) == infinity).any(axis=1).sum())
             if is_nan is not None:
                 is_nan = is_nan.reshape(-1, 2).any(axis=1)
                 result.nans = int(is_nan.sum())

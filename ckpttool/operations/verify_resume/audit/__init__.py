@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from ckpttool.catalogue.aliases import find_aliases
-from ckpttool.catalogue.entries import KINDS, Catalogue, Object, Path, Tensor
+from ckpttool.catalogue.entries import KINDS, Catalogue, Entry, Path, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import CkptError, UsageError
-from ckpttool.layout import select
-from ckpttool.layout.rename import strip_wrappers
-from ckpttool.operations.verify_resume.audit.checks import Check, Checks
+from ckpttool.operations.verify_resume.audit.checks import Checks
 from ckpttool.operations.verify_resume.audit.counters import check_counters
-from ckpttool.operations.verify_resume.audit.optimizer_state import NamedOptimizer, check_optimizers
+from ckpttool.operations.verify_resume.audit.optimizer_state import check_optimizers
 from ckpttool.operations.verify_resume.audit.rank_values import check_rank_values
 from ckpttool.operations.verify_resume.audit.values import check_values, read_number, tensors_with_values, trained_names
 from ckpttool.producers.open import opened
@@ -54,16 +54,16 @@ class Audit:
     path: str  #: path, as it was typed
     format: str  #: its format
     world_size: int  #: number of ranks that wrote it
+    catalogue: Catalogue
     step: float | None = None  #: step it was saved at, if known
     verdict: str = "exactly"  #: `exactly`, `with differences` or `no`
     says: str = ""  #: the verdict, for people
     parts: list[PartSummary] = field(default_factory=list)  #: parts of the training state
-    checks: list[Check] = field(default_factory=list)  #: checks, one each
+    checks: Checks = field(default_factory=Checks)  #: checks, one each
     values: bool | None = False  #: whether values were read; null if they are too many to be read unasked
     values_bytes: int = 0  #: how many bytes they are
     recipe: str | None = None  #: recipe whose model was built
     seconds: float = 0.0  #: duration
-    catalogue: Catalogue | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `--json` prints, but for the hyperparameters. See `docs/reference/json.md`."""
@@ -91,114 +91,79 @@ def audit(
     if recipe is not None and not local_path(recipe).is_file():
         raise UsageError(f"`{recipe}`: no such recipe", hint="`ckpttool verify-resume init` writes a template")
     with opened(path, shapes) as source:
-        result = _audited(path, source, values)
+        catalogue = source.catalogue
+        result = Audit(path, catalogue.format, catalogue.world_size, catalogue, recipe=recipe)
+        _check(result, source, values)
     if recipe is not None:
         from ckpttool.operations.verify_resume.audit.model_fit import check_model
 
-        result.recipe = recipe
-        assert result.catalogue is not None
-        result.checks += check_model(recipe, result.catalogue)
-    result.verdict, result.says = _verdict(result)
+        check_model(recipe, catalogue, result.checks)
+    _judge(result)
     result.seconds = time.monotonic() - began
     return result
 
 
-def _audited(path: str, source: Source, values: bool | None) -> Audit:
-    catalogue, checks = source.catalogue, Checks()
-    result = Audit(path, catalogue.format, catalogue.world_size, catalogue=catalogue)
-    is_whole = _whole(catalogue, checks)
+def _check(result: Audit, source: Source, values: bool | None) -> None:
+    catalogue, checks = source.catalogue, result.checks
+    is_whole = _check_files(catalogue, checks)
     aliases = find_aliases(catalogue.tensors)
     result.parts = _parts(catalogue, aliases)
-    for part in result.parts:
-        if part.kind in ("model", "optimizer") and not part.present:
-            checks.fails("parts", f"no {part.kind}" + _why(part.kind, catalogue))
-    pool = Pool()
-    optimizers: list[NamedOptimizer] = []
-
-    def number(tensor: Tensor) -> float:
-        return read_number(tensor, source, pool)
-
-    try:
-        if any(part.kind == "optimizer" and part.present for part in result.parts):
-            optimizers = check_optimizers(catalogue, aliases, number, checks)
+    present = {part.kind for part in result.parts if part.present}
+    for kind in ("model", "optimizer"):
+        if kind not in present:
+            alone = ": this is a model alone, and its moments would restart at zero" if "model" in present else ""
+            checks.fails("parts", f"no {kind}{alone}")
+    with closing(Pool()) as pool:
+        number = partial(read_number, source=source, pool=pool)
+        optimizers = check_optimizers(catalogue, aliases, number, checks) if "optimizer" in present else []
         result.step = check_counters(catalogue, optimizers, number, checks)
-    finally:
-        pool.close()
     check_rank_values(catalogue, checks)
-    result.checks = checks
     tensors = tensors_with_values(catalogue, aliases)
     result.values_bytes = sum(tensor.nbytes for tensor in tensors)
-    _values(result, tensors, source, optimizers, values, is_whole)
-    return result
+    if tensors and values is not False and not is_whole:
+        checks.note("values", "not read: files are damaged")
+    elif tensors and (values is False or (values is None and result.values_bytes > VALUES_UP_TO)):
+        result.values = values
+        hint = "`--values` reads them and checks for NaN, infinities and negative second moments"
+        checks.note("values", f"not read: {size(result.values_bytes)}", hint=hint)
+    elif tensors:
+        result.values = True
+        check_values(tensors, source, trained_names(catalogue, optimizers), checks)
 
 
-def _whole(catalogue: Catalogue, checks: Checks) -> bool:
+def _check_files(catalogue: Catalogue, checks: Checks) -> bool:
     try:
         validate(catalogue)
     except CkptError as error:
         more = len(catalogue.faults) - 1
-        checks.fails(
-            "files", error.message + (f", and {plural(more, 'other fault')}" if more > 0 else ""), hint=error.hint
-        )
+        others = f", and {plural(more, 'other fault')}" if more > 0 else ""
+        checks.fails("files", error.message + others, hint=error.hint)
         return False
     checks.ok("files", f"every tensor is fully covered, in {plural(len(catalogue.own_files), 'file')}")
     return True
 
 
 def _parts(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> list[PartSummary]:
-    counts = {kind: [0, 0, 0] for kind in KINDS}
-    for path, entry in catalogue.entries.items():
-        row = counts[entry.part.kind]
-        if isinstance(entry, Object):
-            row[1] += 1
-        else:
-            row[0] += 1
-            row[2] += 0 if path in aliases else entry.nbytes
-    return [PartSummary(kind, any(row[:2]), *row) for kind, row in counts.items() if kind in _SHOULD_BE or any(row[:2])]
+    by_kind: dict[str, list[Entry]] = {kind: [] for kind in KINDS}
+    for entry in catalogue.entries.values():
+        by_kind[entry.part.kind].append(entry)
+    summaries = []
+    for kind, entries in by_kind.items():
+        if entries or kind in _SHOULD_BE:
+            tensors = [entry for entry in entries if isinstance(entry, Tensor)]
+            nbytes = sum(tensor.nbytes for tensor in tensors if tensor.path not in aliases)
+            summaries.append(PartSummary(kind, bool(entries), len(tensors), len(entries) - len(tensors), nbytes))
+    return summaries
 
 
-def _why(kind: str, catalogue: Catalogue) -> str:
-    if kind == "optimizer" and any(e.part.kind == "model" for e in catalogue.entries.values()):
-        return ": this is a model alone, and its moments would restart at zero"
-    return ""
-
-
-def _values(
-    result: Audit,
-    tensors: Sequence[Tensor],
-    source: Source,
-    optimizers: Sequence[NamedOptimizer],
-    read: bool | None,
-    is_whole: bool,
-) -> None:
-    checks = result.checks
-    assert isinstance(checks, Checks)
-    if not tensors or (read is not False and not is_whole):
-        if tensors:
-            checks.note("values", "not read: files are damaged")
-        return
-    if read is False or (read is None and result.values_bytes > VALUES_UP_TO):
-        result.values = read
-        hint = "`--values` reads them and checks for NaN, infinities and negative second moments"
-        checks.note("values", f"not read: {size(result.values_bytes)}", hint=hint)
-        return
-    result.values = True
-    parameters = {name for one in optimizers if one.is_named for name in one.names.values()}
-    if not all(one.is_named for one in optimizers):
-        # The ids have no names: any tensor may be a parameter.
-        models = select.models(source.catalogue)
-        parameters |= {strip_wrappers(entry.fqn) for _, entries in models for entry in entries}
-    check_values(tensors, source, trained_names(source.catalogue, parameters), checks)
-
-
-def _verdict(result: Audit) -> tuple[str, str]:
-    fails = [check for check in result.checks if check.state == "fails"]
-    differs = [check for check in result.checks if check.state == "differs"]
+def _judge(result: Audit) -> None:
+    fails, differs = result.checks.topics("fails"), result.checks.topics("differs")
+    topics = ", ".join(dict.fromkeys(fails or differs))
     unread = "" if result.values else " (values not read)"
     if fails:
-        topics = ", ".join(dict.fromkeys(check.what for check in fails))
-        return "no", f"not resumable: {plural(len(fails), 'reason')} ({topics})"
-    if differs:
-        topics = ", ".join(dict.fromkeys(check.what for check in differs))
-        return "with differences", f"resumable with {plural(len(differs), 'difference')} ({topics}){unread}"
-    return "exactly", f"resumable exactly{unread}"
+        result.verdict, result.says = "no", f"not resumable: {plural(len(fails), 'reason')} ({topics})"
+    elif differs:
+        result.verdict = "with differences"
+        result.says = f"resumable with {plural(len(differs), 'difference')} ({topics}){unread}"
+    else:
+        result.says = f"resumable exactly{unread}"

@@ -1,11 +1,15 @@
-"""The checks of an audit: one line for each thing that was checked. Pure."""
+"""The checks of an audit, one line for each thing that was checked, and what several of them ask for."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+from ckpttool.catalogue.entries import Catalogue, Entry, Object, Tensor
+from ckpttool.errors import CkptError
+from ckpttool.layout import select
+from ckpttool.layout.rename import strip_wrappers
 from ckpttool.text import some
 
 State = Literal["ok", "note", "differs", "fails"]
@@ -37,9 +41,9 @@ class Checks(list[Check]):
         """Add a line that does not count for the verdict."""
         self.append(Check(what, "note", says, list(names), hint))
 
-    def differs(self, what: str, says: str, names: Sequence[str] = (), hint: str | None = None) -> None:
+    def differs(self, what: str, says: str, names: Sequence[str] = ()) -> None:
         """Add something that will differ after resuming."""
-        self.append(Check(what, "differs", says, list(names), hint))
+        self.append(Check(what, "differs", says, list(names)))
 
     def fails(self, what: str, says: str, names: Sequence[str] = (), hint: str | None = None) -> None:
         """Add something that prevents resuming; once, if several groups have it."""
@@ -47,11 +51,31 @@ class Checks(list[Check]):
         if check not in self:
             self.append(check)
 
-    def of(self, state: State) -> list[Check]:
-        """Return the lines of one state."""
-        return [check for check in self if check.state == state]
+    def topics(self, *states: State) -> list[str]:
+        """Return the subject of each line of these states."""
+        return [check.what for check in self if check.state in states]
+
+    @property
+    def faults(self) -> int:
+        """The number of lines that count for the verdict."""
+        return len(self.topics("differs", "fails"))
 
 
 def named(names: Sequence[str], what: str = "parameter") -> str:
     """Return names with their number: `parameter `w`` or `3 parameters (`a`, `b`, `c`)`. Pure."""
     return f"{what} `{names[0]}`" if len(names) == 1 else f"{len(names):,} {what}s ({some(names)})"
+
+
+def value_of(entry: Entry) -> Any:
+    """Return the value of an object; None for a tensor, and if it cannot be read."""
+    try:
+        return entry.value if isinstance(entry, Object) else None
+    except CkptError:
+        return None
+
+
+def trained_model(catalogue: Catalogue) -> dict[str, Tensor]:
+    """Return the tensors of the model that the optimizer is about, by FQN without wrappers. Pure."""
+    models = select.models(catalogue)
+    entries = models[0][1] if models else ()
+    return {strip_wrappers(entry.fqn): entry for entry in entries if isinstance(entry, Tensor)}

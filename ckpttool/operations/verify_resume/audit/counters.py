@@ -4,47 +4,47 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
-from ckpttool.catalogue import parts
-from ckpttool.catalogue.entries import Catalogue, Entry, Object, Part, Path, Tensor, dotted
+from ckpttool.catalogue.entries import Catalogue, Path, Tensor, dotted
 from ckpttool.errors import CkptError
 from ckpttool.layout.optimizer.parse import Optimizer
-from ckpttool.operations.verify_resume.audit.checks import Checks
-from ckpttool.operations.verify_resume.audit.optimizer_state import NamedOptimizer
+from ckpttool.operations.verify_resume.audit.checks import Checks, value_of
+from ckpttool.operations.verify_resume.audit.optimizer_state import NamedOptimizer, ReadNumber
 
 _STEPS = re.compile(r"(global_|current_|optimizer_)?(step|steps|iteration|iter|iter_num|num_steps|num_updates)", re.I)
 _EPOCHS = re.compile(r"(current_)?epochs?", re.I)
 
 
 def check_counters(
-    catalogue: Catalogue, optimizers: Sequence[NamedOptimizer], read: Callable[[Tensor], float], checks: Checks
+    catalogue: Catalogue, optimizers: Sequence[NamedOptimizer], read: ReadNumber, checks: Checks
 ) -> float | None:
     """Check schedulers, counters and the grad scaler. Returns the step that training was at, if it is known."""
     steps = {one.step for one in optimizers if one.step is not None}
     counters = dict(_counters(catalogue, read, _STEPS))
+    step: Any = catalogue.facts.get("step")
+    if _is_number(step):
+        counters["the name of the checkpoint"] = float(step)
     _progress(counters, steps, checks)
-    _schedulers(catalogue, optimizers, steps, dict(_counters(catalogue, read, _EPOCHS)), counters, checks)
+    epochs = {value for _, value in _counters(catalogue, read, _EPOCHS) if value}
+    _schedulers(catalogue, optimizers, steps | {*counters.values()} | epochs, checks)
     _scalers(catalogue, checks)
-    values = [*counters.values(), *sorted(steps)]
-    return values[0] if values else None
+    return next(iter([*counters.values(), *sorted(steps)]), None)
 
 
-def _of(catalogue: Catalogue, kind: str) -> list[tuple[Part, list[Entry]]]:
-    """Return the parts of a kind, each with its entries."""
-    return [
-        (part, [e for e in catalogue.entries.values() if e.part == part])
-        for part in parts.parts(catalogue)
-        if part.kind == kind
-    ]
-
-
-def _value(entry: Entry) -> Any:
-    try:
-        return entry.value if isinstance(entry, Object) else None
-    except CkptError:
-        return None
+def _values_of(catalogue: Catalogue, kind: str) -> list[tuple[Path, dict[Path, Any]]]:
+    """Return the roots of the parts of a kind, each with the values of its objects by their path below the root; a
+    state that is one dict is taken apart."""
+    by_root: dict[Path, dict[Path, Any]] = defaultdict(dict)
+    for entry in catalogue.entries.values():
+        if entry.part.kind == kind:
+            value, below = value_of(entry), entry.path[len(entry.part.root) :]
+            inner = {(*below, key): one for key, one in value.items()} if isinstance(value, dict) else {below: value}
+            by_root[entry.part.root] |= inner
+    return [*by_root.items()]
 
 
 def _is_number(value: Any) -> bool:
@@ -54,9 +54,7 @@ def _is_number(value: Any) -> bool:
 # Counters -------------------------------------------------------------------------------------------------------------
 
 
-def _counters(
-    catalogue: Catalogue, read: Callable[[Tensor], float], pattern: re.Pattern[str]
-) -> Iterator[tuple[str, float]]:
+def _counters(catalogue: Catalogue, read: ReadNumber, pattern: re.Pattern[str]) -> Iterator[tuple[str, float]]:
     """Yield counters of the progress by name: `trainer_state.global_step`, 4."""
     for entry in catalogue.entries.values():
         if entry.part.kind != "progress" or len(entry.path) > len(entry.part.root) + 1:
@@ -64,25 +62,19 @@ def _counters(
         if not entry.path or not pattern.fullmatch(str(entry.path[-1])):
             continue
         if isinstance(entry, Tensor) and entry.numel == 1:
-            try:
+            with suppress(CkptError):
                 yield entry.name, read(entry)
-            except CkptError:
-                continue
-        elif _is_number(value := _value(entry)):
+        elif _is_number(value := value_of(entry)):
             yield entry.name, float(value)
-    step: Any = catalogue.facts.get("step")
-    if pattern is _STEPS and _is_number(step):
-        yield "the name of the checkpoint", float(step)
 
 
 def _progress(counters: dict[str, float], steps: set[float], checks: Checks) -> None:
     values = ", ".join(f"`{name}` {value:g}" for name, value in counters.items())
-    if not counters:
-        if not steps:
-            checks.differs("progress", "no step counter")
-        else:
-            checks.note("progress", f"no step counter; the optimizer is at {_listed(steps)}")
-    elif len(set(counters.values())) > 1 and max(counters.values()) - min(counters.values()) > 1:
+    if not counters and not steps:
+        checks.differs("progress", "no step counter")
+    elif not counters:
+        checks.note("progress", f"no step counter; the optimizer is at {_listed(steps)}")
+    elif max(counters.values()) - min(counters.values()) > 1:
         checks.differs("progress", f"counters do not agree: {values}", list(counters))
     elif len(steps) == 1:
         (step,) = steps
@@ -102,49 +94,25 @@ def _listed(values: set[float]) -> str:
 # Schedulers -----------------------------------------------------------------------------------------------------------
 
 
-def _schedulers(
-    catalogue: Catalogue,
-    optimizers: Sequence[NamedOptimizer],
-    steps: set[float],
-    epochs: dict[str, float],
-    counters: dict[str, float],
-    checks: Checks,
-) -> None:
-    found_parts = _of(catalogue, "scheduler")
-    if not found_parts:
-        had = [
-            one.optimizer.name
-            for one in optimizers
-            if any(group.value("initial_lr") is not None for group in one.optimizer.groups)
-        ]
+def _schedulers(catalogue: Catalogue, optimizers: Sequence[NamedOptimizer], clocks: set[float], checks: Checks) -> None:
+    """Check every scheduler. `clocks` are the steps and epochs that training may have been at."""
+    found = _values_of(catalogue, "scheduler")
+    if not found:
+        owners = (one.optimizer for one in optimizers)
+        had = [own.name for own in owners if any(group.value("initial_lr") is not None for group in own.groups)]
         if had:
             checks.differs("scheduler", f"none, but `{had[0]}` had one: its groups have an `initial_lr`", had)
         else:
             checks.note("scheduler", "none, and no sign that there was one")
-        return
-    steps = steps | set(counters.values()) | {value for value in epochs.values() if value}
-    n = 0
-    for part, entries in found_parts:
-        values = _plain_values(part, entries)
-        for root, own in sorted(_each(values).items(), key=lambda item: [str(key) for key in item[0]]):
-            named = optimizers[n] if n < len(optimizers) else optimizers[0] if len(optimizers) == 1 else None
-            optimizer = named.optimizer if named is not None else None
-            _one_scheduler(
-                dotted((*part.root, *root)) or "the scheduler", own, optimizer, steps, checks, catalogue.world_size
-            )
-            n += 1
+    each = ((part, *one) for part, values in found for one in sorted(_each(values).items(), key=_by_names))
+    for n, (part, root, own) in enumerate(each):
+        named = optimizers[n] if n < len(optimizers) else optimizers[0] if len(optimizers) == 1 else None
+        name = dotted((*part, *root)) or "the scheduler"
+        _one_scheduler(name, own, named.optimizer if named else None, clocks, checks, catalogue.world_size)
 
 
-def _plain_values(part: Part, entries: Sequence[Entry]) -> dict[Path, Any]:
-    """Return values by their path below the part; a state that is one dict is taken apart."""
-    values: dict[Path, Any] = {}
-    for entry in entries:
-        value, below = _value(entry), entry.path[len(part.root) :]
-        for key, inner in value.items() if isinstance(value, dict) else ():
-            values[(*below, key)] = inner
-        if not isinstance(value, dict):
-            values[below] = value
-    return values
+def _by_names(scheduler: tuple[Path, Any]) -> list[str]:
+    return [str(key) for key in scheduler[0]]
 
 
 def _each(values: dict[Path, Any]) -> dict[Path, dict[Path, Any]]:
@@ -155,29 +123,26 @@ def _each(values: dict[Path, Any]) -> dict[Path, dict[Path, Any]]:
 
 
 def _one_scheduler(
-    name: str, own: dict[Path, Any], optimizer: Optimizer | None, steps: set[float], checks: Checks, world: int
+    name: str, own: dict[Path, Any], optimizer: Optimizer | None, clocks: set[float], checks: Checks, world: int
 ) -> None:
-    at = own.get(("last_epoch",))
-    last = own.get(("_last_lr",))
+    at, last = own.get(("last_epoch",)), own.get(("_last_lr",))
     if last is None:
-        last = [own[key] for key in sorted(k for k in own if len(k) == 2 and k[0] == "_last_lr")] or None
-    if optimizer is not None and isinstance(last, list) and all(map(_is_number, last)):
+        last = [own[key] for key in sorted(k for k in own if len(k) == 2 and k[0] == "_last_lr")]
+    if optimizer is not None and last and isinstance(last, list) and all(map(_is_number, last)):
         rates = [group.value("lr") for group in optimizer.groups]
-        flat = optimizer.spelling == "flat"
-        if all(map(_is_number, rates)) and (set(rates) != set(last) if flat else rates != last):
-            checks.differs(
-                "scheduler", f"`{name}` set lr to {_rates(last)}, but the groups have {_rates(rates)}", [name]
-            )
+        are_sets = optimizer.spelling == "flat"
+        if all(map(_is_number, rates)) and (set(rates) != set(last) if are_sets else rates != last):
+            says = f"`{name}` set lr to {_rates(last)}, but the groups have {_rates(rates)}"
+            checks.differs("scheduler", says, [name])
             return
     if not _is_number(at):
         checks.note("scheduler", f"`{name}` has no `last_epoch` to compare with the step", [name])
-    elif not steps or at in steps or any(clock and at == clock * world for clock in steps):
+    elif not clocks or at in clocks or any(clock and at == clock * world for clock in clocks):
         # accelerate steps a scheduler once per rank.
         checks.ok("scheduler", f"`{name}` at {at:g}" + (", its lr matches the optimizer's" if last else ""))
     else:
-        checks.differs(
-            "scheduler", f"`{name}` is at {at:g}, but the optimizer or counters are at {_listed(steps)}", [name]
-        )
+        says = f"`{name}` is at {at:g}, but the optimizer or counters are at {_listed(clocks)}"
+        checks.differs("scheduler", says, [name])
 
 
 def _rates(values: Sequence[float]) -> str:
@@ -190,17 +155,14 @@ def _rates(values: Sequence[float]) -> str:
 
 
 def _scalers(catalogue: Catalogue, checks: Checks) -> None:
-    found_parts = _of(catalogue, "scaler")
-    if not found_parts:
-        half = any(t.dtype.name == "float16" for t in catalogue.tensors if t.part.kind == "model")
-        if half:
-            checks.differs("scaler", "no grad scaler, but float16 parameters: its scale restarts")
-        else:
-            checks.note("scaler", "no grad scaler; only float16 training uses one")
-    for part, entries in found_parts:
-        values = _plain_values(part, entries)
+    found = _values_of(catalogue, "scaler")
+    if not found and any(t.dtype.name == "float16" for t in catalogue.tensors if t.part.kind == "model"):
+        checks.differs("scaler", "no grad scaler, but float16 parameters: its scale restarts")
+    elif not found:
+        checks.note("scaler", "no grad scaler; only float16 training uses one")
+    for root, values in found:
         scale = values.get(("scale",))
         if scale is not None and not (_is_number(scale) and scale > 0):
-            checks.fails("scaler", f"the scale of `{dotted(part.root)}` is {scale!r:.40}", [dotted(part.root)])
+            checks.fails("scaler", f"the scale of `{dotted(root)}` is {scale!r:.40}", [dotted(root)])
         else:
             checks.ok("scaler", f"scale {scale:g}" if _is_number(scale) else "present")

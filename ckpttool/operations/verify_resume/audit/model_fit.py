@@ -6,34 +6,33 @@ One process builds the model: on the meta device, which takes no memory, or else
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from ckpttool.catalogue.boxes import Ints
-from ckpttool.catalogue.entries import Catalogue, Tensor
+from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.parts import kind_of_key
 from ckpttool.errors import CkptError, UsageError
-from ckpttool.layout import select
 from ckpttool.layout.optimizer import names_of_ids
 from ckpttool.layout.optimizer.parse import optimizers
 from ckpttool.layout.rename import strip_wrappers
-from ckpttool.operations.verify_resume.audit.checks import Checks, named
+from ckpttool.operations.verify_resume.audit.checks import Checks, named, trained_model
 from ckpttool.operations.verify_resume.recipe import Recipe, build_state, load_recipe, mesh_dimensions
 from ckpttool.text import plural
 
+_Kind = tuple[list[int], str]  # shape and dtype
 
-def check_model(path: str, catalogue: Catalogue) -> Checks:
+
+def check_model(path: str, catalogue: Catalogue, checks: Checks) -> None:
     """Compare the checkpoint with the model of the recipe at `path`. Raises UsageError if the recipe does not run."""
     recipe = load_recipe(path)
-    checks = Checks()
     with _one_process(recipe, catalogue.world_size) as mesh:
         state, device = _build(recipe, mesh)
         expected, trained = _named_shapes(state["model"])
         groups = len(state["optimizer"].param_groups)
         others = {name for name in state if name not in ("model", "optimizer")}
-    actual = _shapes(catalogue)
+    actual = {name: (list(tensor.shape), tensor.dtype.name) for name, tensor in trained_model(catalogue).items()}
     if not actual:
-        return checks
+        return
     _compare(expected, actual, device, checks)
     _compare_optimizer(trained, groups, catalogue, checks)
     kinds = {entry.part.kind for entry in catalogue.entries.values()}
@@ -41,7 +40,6 @@ def check_model(path: str, catalogue: Catalogue) -> Checks:
     for name in sorted(others):
         if name not in keys and kind_of_key(name) not in kinds:
             checks.differs("recipe", f"`{name}` of the recipe has no state in the checkpoint", [name])
-    return checks
 
 
 @contextmanager
@@ -62,17 +60,10 @@ def _one_process(recipe: Recipe, world: int) -> Iterator[Any]:
 
 
 def _dimensions(recipe: Recipe, world: int) -> tuple[str, ...]:
-    try:
-        return tuple(mesh_dimensions(recipe, world))
-    except UsageError:
-        if world != 1:
-            raise
     # A file merged from many ranks does not tell how many; names do not depend on it.
-    for ranks in (2, 4, 8, 16):
-        try:
+    for ranks in (1, 2, 4, 8, 16) if world == 1 else ():
+        with suppress(UsageError):
             return tuple(mesh_dimensions(recipe, ranks))
-        except UsageError:
-            continue
     return tuple(mesh_dimensions(recipe, world))
 
 
@@ -103,59 +94,32 @@ def _build(recipe: Recipe, mesh: Any) -> tuple[dict[str, Any], str]:
         return build_state(recipe, mesh), "cpu"
 
 
-def _named_shapes(model: Any) -> tuple[dict[str, tuple[Ints, str]], set[str]]:
+def _named_shapes(model: Any) -> tuple[dict[str, _Kind], set[str]]:
     """Return shape and dtype of everything in the state dict, and the names of trained parameters, tied ones once."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     state = get_model_state_dict(model)
-    shapes = {
-        strip_wrappers(name): (tuple(v.shape), str(v.dtype).removeprefix("torch."))
-        for name, v in state.items()
-        if hasattr(v, "shape")
-    }
+    tensors = {strip_wrappers(name): value for name, value in state.items() if hasattr(value, "shape")}
+    shapes = {name: (list(value.shape), str(value.dtype).removeprefix("torch.")) for name, value in tensors.items()}
     return shapes, {strip_wrappers(name) for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _shapes(catalogue: Catalogue) -> dict[str, tuple[Ints, str]]:
-    models = select.models(catalogue)
-    return {
-        strip_wrappers(entry.fqn): (entry.shape, entry.dtype.name)
-        for entry in (models[0][1] if models else ())
-        if isinstance(entry, Tensor)
-    }
-
-
-def _compare(
-    expected: dict[str, tuple[Ints, str]], actual: dict[str, tuple[Ints, str]], device: str, checks: Checks
-) -> None:
-    missing = sorted(set(expected) - set(actual))
-    extra = sorted(set(actual) - set(expected))
-    shapes = [name for name in expected if name in actual and expected[name][0] != actual[name][0]]
-    dtypes = [name for name in expected if name in actual and expected[name][1] != actual[name][1]]
-    if missing:
+def _compare(expected: dict[str, _Kind], actual: dict[str, _Kind], device: str, checks: Checks) -> None:
+    before = checks.faults
+    if missing := sorted(expected.keys() - actual.keys()):
         checks.fails("recipe", f"{named(missing, 'tensor')} of the recipe's model not in the checkpoint", missing)
-    if extra:
+    if extra := sorted(actual.keys() - expected.keys()):
         checks.fails("recipe", f"{named(extra, 'tensor')} of the checkpoint not in the recipe's model", extra)
-    if shapes:
-        name = shapes[0]
-        checks.fails(
-            "recipe",
-            f"{named(shapes, 'tensor')} of another shape: {list(actual[name][0])}, and the model has "
-            f"{list(expected[name][0])}",
-            shapes,
-        )
-    if dtypes:
-        name = dtypes[0]
-        checks.differs(
-            "recipe",
-            f"{named(dtypes, 'tensor')} of another dtype: {actual[name][1]}, and the model has {expected[name][1]}",
-            dtypes,
-        )
-    if not (missing or extra or shapes or dtypes):
+    both = [name for name in expected if name in actual]
+    for i, (what, add) in enumerate((("shape", checks.fails), ("dtype", checks.differs))):
+        if names := [name for name in both if expected[name][i] != actual[name][i]]:
+            found, wanted = actual[names[0]][i], expected[names[0]][i]
+            says = f"{named(names, 'tensor')} of another {what}: {found}, and the model has {wanted}"
+            add("recipe", says, names)
+    if checks.faults == before:
         where = "on the meta device" if device == "meta" else "on the CPU"
-        checks.ok(
-            "recipe", f"the recipe's model, built {where}, has the same {plural(len(expected), 'tensor')} and shapes"
-        )
+        same = f"the same {plural(len(expected), 'tensor')} and shapes"
+        checks.ok("recipe", f"the recipe's model, built {where}, has {same}")
 
 
 def _compare_optimizer(trained: set[str], groups: int, catalogue: Catalogue, checks: Checks) -> None:
@@ -163,7 +127,7 @@ def _compare_optimizer(trained: set[str], groups: int, catalogue: Catalogue, che
         parsed = optimizers(catalogue)
         if len(parsed) != 1:
             return
-        (optimizer,) = parsed
+        optimizer = parsed[0]
         names = names_of_ids.name_ids(parsed, catalogue)[0] if optimizer.spelling == "id" else {}
     except CkptError:
         return  # reported by the check of the optimizer
@@ -172,7 +136,5 @@ def _compare_optimizer(trained: set[str], groups: int, catalogue: Catalogue, che
     if lost:
         checks.fails("recipe", f"{named(lost)} of the recipe's model in no group of the optimizer", lost)
     if optimizer.spelling != "flat" and groups != len(optimizer.groups):
-        checks.fails(
-            "recipe",
-            f"the recipe's optimizer has {plural(groups, 'group')}, and the checkpoint {len(optimizer.groups)}",
-        )
+        says = f"the recipe's optimizer has {plural(groups, 'group')}, and the checkpoint {len(optimizer.groups)}"
+        checks.fails("recipe", says)

@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from ckpttool.catalogue.aliases import one_moment_for_two
-from ckpttool.catalogue.boxes import Ints
-from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor
+from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.errors import CkptError
-from ckpttool.layout import select
 from ckpttool.layout.optimizer import names_of_ids
 from ckpttool.layout.optimizer.keys import LIKE_PARAMETER
 from ckpttool.layout.optimizer.parse import Group, Item, Optimizer, optimizers
 from ckpttool.layout.rename import strip_wrappers
-from ckpttool.operations.verify_resume.audit.checks import Checks, named
+from ckpttool.operations.verify_resume.audit.checks import Checks, named, trained_model
 from ckpttool.text import plural, some
 
 # Hyperparameters that the classes of torch.optim read in every step, by one that tells the class.
 _NEEDED = {"betas": ("lr", "eps", "weight_decay"), "momentum": ("lr", "weight_decay", "dampening", "nesterov")}
 _NEED_BETAS = {"exp_avg", "exp_avg_sq", "exp_inf"}
-_SECOND_GROUP = ("params", "param_names")
 
+Model = Mapping[str, Tensor]
+"""The tensors of the trained model by FQN."""
 ReadNumber = Callable[[Tensor], float]
 """The value of a tensor of one element."""
 
@@ -55,31 +55,34 @@ def check_optimizers(
         return []
     for warning in one_moment_for_two(catalogue, aliases):
         checks.fails("optimizer state", warning.text)
-    shapes = _shapes(catalogue)
+    model = trained_model(catalogue)
     result = []
     for optimizer in parsed:
         where = f" of `{optimizer.name}`" if len(parsed) > 1 else ""
-        known = _one(optimizer, catalogue, shapes, read, checks, where)
-        if known.is_named and shapes and optimizer.groups:
-            _cover(known, catalogue, aliases, set(shapes), checks, where)
+        known = _one(optimizer, catalogue, model, read, checks, where)
+        if known.is_named and model and optimizer.groups:
+            _cover(known, model, aliases, checks, where)
         result.append(known)
     return result
 
 
 def _one(
-    optimizer: Optimizer, catalogue: Catalogue, shapes: dict[str, Ints], read: ReadNumber, checks: Checks, where: str
+    optimizer: Optimizer, catalogue: Catalogue, model: Model, read: ReadNumber, checks: Checks, where: str
 ) -> NamedOptimizer:
     if not optimizer.groups:
         checks.fails("param groups", f"none{where}: no learning rate, and parameters cannot be identified")
         return NamedOptimizer(optimizer, is_named=False)
     known = _named(optimizer, catalogue, checks)
-    before = len(checks.of("fails")) + len(checks.of("differs"))
+    before = checks.faults
     for group in optimizer.groups:
         _state_of_group(group, known, checks, where)
     if known.is_named:
-        _shapes_of_state(known, shapes, checks, where)
-    if len(checks.of("fails")) + len(checks.of("differs")) == before:
-        _say_complete(known, checks, where)
+        _shapes_of_state(known, model, checks, where)
+    if checks.faults == before:
+        kinds = sorted(set().union(*map(_kinds, optimizer.state.values())) - {"step"})
+        moments = ", ".join(f"`{kind}`" for kind in kinds)
+        of_each = f"{moments} for each of {plural(len(optimizer.state), 'parameter')}{where}"
+        checks.ok("optimizer state", of_each if kinds else f"none needed{where}: this optimizer has no moments")
     _steps(known, read, checks, where)
     _groups(optimizer, checks, where)
     return known
@@ -92,20 +95,10 @@ def _named(optimizer: Optimizer, catalogue: Catalogue, checks: Checks) -> NamedO
     try:
         (names,) = names_of_ids.name_ids([optimizer], catalogue)
     except CkptError as error:
-        checks.note(
-            "param groups",
-            f"state not matched with parameters: {error.message}",
-            hint=error.hint if "--shapes" in (error.hint or "") else None,
-        )
+        hint = error.hint if "--shapes" in (error.hint or "") else None
+        checks.note("param groups", f"state not matched with parameters: {error.message}", hint=hint)
         return NamedOptimizer(optimizer, {key: str(key) for key in keys}, is_named=False)
     return NamedOptimizer(optimizer, {key: strip_wrappers(names[key]) for key in keys if key in names})
-
-
-def _shapes(catalogue: Catalogue) -> dict[str, Ints]:
-    """Return the shapes of the trained model by FQN, without wrappers."""
-    models = select.models(catalogue)
-    entries = models[0][1] if models else ()
-    return {strip_wrappers(entry.fqn): entry.shape for entry in entries if isinstance(entry, Tensor)}
 
 
 # State ----------------------------------------------------------------------------------------------------------------
@@ -116,55 +109,37 @@ def _kinds(items: list[Item]) -> set[str]:
 
 
 def _state_of_group(group: Group, known: NamedOptimizer, checks: Checks, where: str) -> None:
-    state = known.optimizer.state
-    have = {key: _kinds(state.get(key, [])) for key in group.params}
-    kinds = set().union(*have.values()) if have else set()
+    have = {key: _kinds(known.optimizer.state.get(key, [])) for key in group.params}
+    kinds: set[str] = set().union(*have.values())
+    has_betas = any(item.below[:1] == ("betas",) for item in group.items)
     without = [known.names[key] for key in group.params if not have[key]]
-    if not kinds:
-        if group.params and any(item.below[:1] == ("betas",) for item in group.items):
-            checks.fails(
-                "optimizer state",
-                f"{plural(len(group.params), 'parameter')}{where} without state: the moments would restart at zero",
-                without,
-            )
-        return
-    if without:
-        checks.differs(
-            "optimizer state",
-            f"{named(without)}{where} without state: it restarts there, unless they never had a gradient",
-            without,
-        )
+    if without and not kinds and has_betas:
+        of = plural(len(without), "parameter")
+        checks.fails("optimizer state", f"{of}{where} without state: the moments would restart at zero", without)
+    elif without and kinds:
+        says = f"{named(without)}{where} without state: it restarts there, unless they never had a gradient"
+        checks.differs("optimizer state", says, without)
     for kind in sorted(kinds):
         lacking = [known.names[key] for key in group.params if have[key] and kind not in have[key]]
         if lacking:
             checks.fails("optimizer state", f"{named(lacking)}{where} without `{kind}`, which others have", lacking)
-    needed = _NEED_BETAS & kinds
-    if needed and not any(item.below[:1] == ("betas",) for item in group.items):
-        checks.fails("param groups", f"a group{where} has `{sorted(needed)[0]}` for its parameters, but no `betas`")
+    needed = sorted(_NEED_BETAS & kinds)
+    if needed and not has_betas:
+        checks.fails("param groups", f"a group{where} has `{needed[0]}` for its parameters, but no `betas`")
 
 
-def _shapes_of_state(known: NamedOptimizer, shapes: dict[str, Ints], checks: Checks, where: str) -> None:
-    wrong, names = [], []
+def _shapes_of_state(known: NamedOptimizer, model: Model, checks: Checks, where: str) -> None:
+    wrong: dict[str, str] = {}
     for key, items in known.optimizer.state.items():
-        shape = shapes.get(known.names.get(key, ""))
-        for item in items if shape is not None else ():
-            tensor = item.entry
-            if isinstance(tensor, Tensor) and item.below[0] in LIKE_PARAMETER and tensor.shape != shape:
-                wrong.append(f"`{tensor.name}` is {list(tensor.shape)}, and its parameter {list(shape or ())}")
-                names.append(tensor.name)
+        if (parameter := model.get(known.names.get(key, ""))) is None:
+            continue
+        for below, entry in items:
+            if isinstance(entry, Tensor) and below[0] in LIKE_PARAMETER and entry.shape != parameter.shape:
+                wrong[entry.name] = f"`{entry.name}` is {list(entry.shape)}, and its parameter {list(parameter.shape)}"
     if wrong:
-        more = f", and {len(wrong) - 1:,} more" if wrong[1:] else ""
-        checks.fails("optimizer state", f"shapes{where} differ from the parameter's: {wrong[0]}{more}", names)
-
-
-def _say_complete(known: NamedOptimizer, checks: Checks, where: str) -> None:
-    state = known.optimizer.state
-    kinds = sorted(set().union(*map(_kinds, state.values())) - {"step"}) if state else []
-    if kinds:
-        moments = ", ".join(f"`{kind}`" for kind in kinds)
-        checks.ok("optimizer state", f"{moments} for each of {plural(len(state), 'parameter')}{where}")
-    else:
-        checks.ok("optimizer state", f"none needed{where}: this optimizer has no moments")
+        more = f", and {len(wrong) - 1:,} more" if len(wrong) > 1 else ""
+        first = next(iter(wrong.values()))
+        checks.fails("optimizer state", f"shapes{where} differ from the parameter's: {first}{more}", [*wrong])
 
 
 # Steps ----------------------------------------------------------------------------------------------------------------
@@ -174,38 +149,33 @@ def _steps(known: NamedOptimizer, read: ReadNumber, checks: Checks, where: str) 
     """Check that every parameter has the same step."""
     unread: list[str] = []
     for key, items in known.optimizer.state.items():
-        for item in items:
-            if item.below != ("step",):
-                continue
+        for entry in (item.entry for item in items if item.below == ("step",)):
             try:
-                known.steps[known.names.get(key, str(key))] = _number(item, read)
+                step = read(entry) if isinstance(entry, Tensor) else float(entry.value)
             except CkptError as error:
                 unread.append(error.message)
+            else:
+                known.steps[known.names.get(key, str(key))] = step
     for i, group in enumerate(known.optimizer.groups):
         # Old fused optimizers have one step per group.
-        step = group.value("step")
-        if isinstance(step, (int, float)) and not isinstance(step, bool):
-            known.steps[f"group {i}"] = float(step)
+        of_group = group.value("step")
+        if isinstance(of_group, (int, float)) and not isinstance(of_group, bool):
+            known.steps[f"group {i}"] = float(of_group)
     if unread:
         checks.fails("step", f"{plural(len(unread), 'step')}{where} cannot be read: {unread[0]}")
     by_step: dict[float, list[str]] = defaultdict(list)
     for name, step in known.steps.items():
         by_step[step].append(name)
-    if len(by_step) == 1:
-        checks.ok("step", f"{known.step:g} for each of {plural(len(known.steps), 'parameter')}{where}")
-    elif by_step:
-        usual = max(by_step, key=lambda step: len(by_step[step]))
-        others = [name for step, names in by_step.items() if step != usual for name in names]
-        odd = "; ".join(f"{step:g} for {some(names)}" for step, names in sorted(by_step.items()) if step != usual)
-        checks.differs(
-            "step", f"steps differ{where}: {usual:g} for {plural(len(by_step[usual]), 'parameter')}, but {odd}", others
-        )
-
-
-def _number(item: Item, read: ReadNumber) -> float:
-    if isinstance(item.entry, Tensor):
-        return read(item.entry)
-    return float(item.entry.value)
+    if not by_step:
+        return
+    usual = max(by_step, key=lambda step: len(by_step[step]))
+    of_usual = plural(len(by_step.pop(usual)), "parameter")
+    if not by_step:
+        checks.ok("step", f"{usual:g} for each of {of_usual}{where}")
+        return
+    odd = "; ".join(f"{step:g} for {some(names)}" for step, names in sorted(by_step.items()))
+    others = [*chain.from_iterable(by_step.values())]
+    checks.differs("step", f"steps differ{where}: {usual:g} for {of_usual}, but {odd}", others)
 
 
 # Groups ---------------------------------------------------------------------------------------------------------------
@@ -213,44 +183,33 @@ def _number(item: Item, read: ReadNumber) -> float:
 
 def _groups(optimizer: Optimizer, checks: Checks, where: str) -> None:
     """Check that every group has the hyperparameters that others have, and those that the optimizer reads."""
-    keys = [{str(item.below[0]) for item in group.items} - set(_SECOND_GROUP) for group in optimizer.groups]
-    every = set().union(*keys)
+    keys = [{str(item.below[0]) for item in group.items} - {"params", "param_names"} for group in optimizer.groups]
+    every = {"lr"}.union(*keys)
     lacking: list[str] = []
     for i, have in enumerate(keys):
         needed = {key for sign, needs in _NEEDED.items() if sign in have for key in needs}
-        lacking += [f"group {i} has no `{key}`" for key in sorted((every | needed | {"lr"}) - have)]
+        lacking += [f"group {i} has no `{key}`" for key in sorted((every | needed) - have)]
     if lacking:
         checks.fails("param groups", f"{'; '.join(lacking[:4])}{where}", lacking)
         return
-    count = len(optimizer.params)
-    checks.ok("param groups", f"{plural(len(keys), 'group')}{where}, {plural(count, 'parameter')}, each in one group")
+    of = plural(len(optimizer.params), "parameter")
+    checks.ok("param groups", f"{plural(len(keys), 'group')}{where}, {of}, each in one group")
 
 
-def _cover(
-    known: NamedOptimizer,
-    catalogue: Catalogue,
-    aliases: Mapping[Path, Path],
-    names: set[str],
-    checks: Checks,
-    where: str,
-) -> None:
+def _cover(known: NamedOptimizer, model: Model, aliases: Mapping[Path, Path], checks: Checks, where: str) -> None:
     """Check that each parameter of the groups is in the model; note tensors of the model that are in no group."""
+    names = set(model)
     in_groups = {known.names[key] for key in known.optimizer.params if key in known.names}
     unknown = sorted(in_groups - names)
     if unknown:
         checks.fails("param groups", f"{named(unknown)}{where} not in the model", unknown)
         return
-    left = []
-    for tensor in select.models(catalogue)[0][1]:
-        name = strip_wrappers(tensor.fqn)
-        if isinstance(tensor, Object) or tensor.path in aliases or name in in_groups:
-            continue
-        if tensor.dtype.kind in ("float", "complex") and not names_of_ids.is_statistic(name, names):
-            left.append(name)
+    left = [
+        name
+        for name, tensor in model.items()
+        if name not in in_groups and tensor.path not in aliases and tensor.dtype.kind in ("float", "complex")
+    ]
+    left = [name for name in left if not names_of_ids.is_statistic(name, names)]
     if left:
-        checks.note(
-            "param groups",
-            f"{plural(len(left), 'model tensor')} in no group{where}: {some(left)}; expected for "
-            "buffers, frozen parameters and tied weights",
-            left,
-        )
+        of = f"{plural(len(left), 'model tensor')} in no group{where}: {some(left)}"
+        checks.note("param groups", f"{of}; expected for buffers, frozen parameters and tied weights", left)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 from ckpttool.catalogue import parts
-from ckpttool.catalogue.entries import Catalogue, Entry, Object, Path, Tensor
+from ckpttool.catalogue.entries import Catalogue, Entry, Path, Tensor, dotted
 from ckpttool.catalogue.values import Stub
-from ckpttool.errors import CkptError
-from ckpttool.operations.verify_resume.audit.checks import Checks
-from ckpttool.text import plural, some
+from ckpttool.operations.verify_resume.audit.checks import Checks, value_of
+from ckpttool.text import plural, rank_ranges
 
 KINDS = ("python", "numpy", "torch", "cuda")
 _WORDS = (
@@ -58,115 +56,87 @@ def _rank_of(entry: Entry, catalogue: Catalogue) -> int | None:
 def _generators(catalogue: Catalogue, checks: Checks) -> None:
     by_rank: ByRank = defaultdict(set)
     for entry in catalogue.entries.values():
-        if entry.part.kind == "rng":
-            kinds = set(_kinds(entry))
-            if kinds:
-                by_rank[_rank_of(entry, catalogue)] |= kinds
+        kinds = _kinds(entry) if entry.part.kind == "rng" else set()
+        if kinds:
+            by_rank[_rank_of(entry, catalogue)] |= kinds
     if not by_rank:
         checks.differs("rng", "no RNG state: dropout and shuffling will differ")
         return
-    world = _world(catalogue)
+    before, world = checks.faults, _world(catalogue)
     every = set().union(*by_rank.values())
     known = [kind for kind in (*KINDS, "other devices") if kind in every]
-    before = len(checks.of("differs"))
-    if None in by_rank and world > 1 and len(by_rank) == 1:
+    of_ranks = f" of each of {world} ranks" if None not in by_rank and world > 1 else ""
+    if by_rank.keys() == {None} and world > 1:
         checks.differs("rng", f"one RNG state ({', '.join(known)}) for {world} ranks; {_DRAWS_SAME}")
-    elif None not in by_rank:
-        absent = [f"rank {rank}" for rank in range(world) if rank not in by_rank]
-        if absent:
-            checks.differs("rng", f"{some_plain(absent)} of {world} ranks without RNG state", absent)
+    if None not in by_rank:
+        if absent := [rank for rank in range(world) if rank not in by_rank]:
+            checks.differs("rng", f"{rank_ranges(absent)} of {world} ranks without RNG state", _names(absent))
         for kind in known:
-            lacking = [
-                f"rank {rank}" for rank in sorted(r for r in by_rank if r is not None) if kind not in by_rank[rank]
-            ]
-            if lacking:
-                checks.differs("rng", f"{some_plain(lacking)} without the RNG state of {kind}", lacking)
+            if lacking := [rank for rank, kinds in by_rank.items() if rank is not None and kind not in kinds]:
+                checks.differs("rng", f"{rank_ranges(lacking)} without the RNG state of {kind}", _names(lacking))
     lost = [kind for kind in KINDS[:3] if kind not in every]
     if lost and "unknown" not in every:
         checks.differs("rng", f"no RNG state of {', '.join(lost)}: matters only if the training uses it")
-    if len(checks.of("differs")) == before:
-        of_ranks = f" of each of {world} ranks" if None not in by_rank and world > 1 else ""
-        generators = ", ".join(known) or "states of an unknown kind"
+    if checks.faults == before:
         cuda = "" if "cuda" in every else "; no cuda, as without GPUs"
-        checks.ok("rng", f"{generators}{of_ranks}{cuda}")
+        checks.ok("rng", f"{', '.join(known) or 'states of an unknown kind'}{of_ranks}{cuda}")
 
 
-def _kinds(entry: Entry) -> Iterator[str]:
-    """Yield the kinds of generator that an entry is a state of, by its name or else by its value."""
+def _names(ranks: list[int]) -> list[str]:
+    return [f"rank {rank}" for rank in sorted(ranks)]
+
+
+def _kinds(entry: Entry) -> set[str]:
+    """Return the kinds of generator that an entry is a state of, by its name or else by its value."""
     below = ".".join(map(str, parts.without_rank(entry.path)[len(entry.part.root) :]))
-    root = str(entry.part.root[-1]) if entry.part.root else ""
-    if isinstance(entry, Object):
-        value = _value(entry)
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                yield from _kind_of(str(key), inner) if inner not in (None, [], ()) else ()
-            return
-        if value is None or value == [] or value == () or (isinstance(value, (int, float)) and not _is_named(below)):
-            return
-        yield from _kind_of(below or root, value)
-    else:
-        yield from _kind_of(below or root, entry)
+    name = below or (str(entry.part.root[-1]) if entry.part.root else "")
+    value: Any = entry if isinstance(entry, Tensor) else value_of(entry)
+    if isinstance(value, dict):
+        return {kind for key, inner in value.items() if (kind := _kind_of(str(key), inner))}
+    is_counter = isinstance(value, (int, float)) and not any(pattern.search(below) for _, pattern in _WORDS)
+    kind = None if is_counter else _kind_of(name, value)
+    return {kind} if kind else set()
 
 
-def _is_named(name: str) -> bool:
-    return any(pattern.search(name) for _, pattern in _WORDS)
-
-
-def _kind_of(name: str, value: Any) -> Iterator[str]:
+def _kind_of(name: str, value: Any) -> str | None:
+    if value is None or value == [] or value == ():
+        return None
     for kind, pattern in _WORDS:
         if pattern.search(name):
-            yield kind
-            return
+            return kind
     if isinstance(value, Tensor):
         by_size = {_CPU: "torch", _CUDA: "cuda"} if value.dtype.name == "uint8" else {}
-        yield by_size.get(value.numel, "unknown")
-    elif isinstance(value, tuple) and len(value) == 3 and isinstance(value[1], tuple):
-        yield "python"
-    elif isinstance(value, tuple) and value[:1] == ("MT19937",):
-        yield "numpy"
-    elif isinstance(value, (bytes, Stub)):
-        yield "unknown"
-
-
-def _value(entry: Object) -> Any:
-    try:
-        return entry.value
-    except CkptError:
-        return None
+        return by_size.get(value.numel, "unknown")
+    if isinstance(value, tuple) and len(value) == 3 and isinstance(value[1], tuple):
+        return "python"
+    if isinstance(value, tuple) and value[:1] == ("MT19937",):
+        return "numpy"
+    return "unknown" if isinstance(value, (bytes, Stub)) else None
 
 
 # Data loaders ---------------------------------------------------------------------------------------------------------
 
 
 def _loaders(catalogue: Catalogue, checks: Checks) -> None:
-    entries = [e for e in catalogue.entries.values() if e.part.kind == "dataloader"]
-    if not entries:
-        by_step = catalogue.facts.get("producer") == "transformers Trainer"
-        if by_step:
-            checks.ok("dataloader", "none; the Trainer skips the batches before its `global_step`")
-        else:
-            checks.differs(
-                "dataloader",
-                "no dataloader/sampler state: batches will differ after resume unless the script fast-forwards",
-            )
-        return
-    roots: dict[Path, ByRank] = defaultdict(lambda: defaultdict(set))
-    for entry in entries:
-        roots[entry.part.root][_rank_of(entry, catalogue)].add("state")
-    for root, by_rank in roots.items():
-        name = ".".join(map(str, root))
-        own = sorted(rank for rank in by_rank if rank is not None)
+    by_root: dict[Path, list[Entry]] = defaultdict(list)
+    for entry in catalogue.entries.values():
+        if entry.part.kind == "dataloader":
+            by_root[entry.part.root].append(entry)
+    if not by_root and catalogue.facts.get("producer") == "transformers Trainer":
+        checks.ok("dataloader", "none; the Trainer skips the batches before its `global_step`")
+    elif not by_root:
+        says = "no dataloader/sampler state: batches will differ after resume unless the script fast-forwards"
+        checks.differs("dataloader", says)
+    for root, entries in by_root.items():
+        ranks = {_rank_of(entry, catalogue) for entry in entries}
+        own = [rank for rank in ranks if rank is not None]
         # `dp_rank_R` counts data-parallel ranks, of which there may be fewer.
-        dp = any(str(key).startswith("dp_rank") for e in entries if e.part.root == root for key in e.path)
-        world = own[-1] + 1 if dp and own else _world(catalogue)
-        absent = [f"rank {rank}" for rank in range(world) if rank not in by_rank] if own and None not in by_rank else []
+        dp = any(str(key).startswith("dp_rank") for entry in entries for key in entry.path)
+        world = max(own) + 1 if dp and own else _world(catalogue)
+        absent = [rank for rank in range(world) if rank not in ranks] if own and None not in ranks else []
         if absent:
-            checks.differs("dataloader", f"`{name}`: {some_plain(absent)} of {world} without state", absent)
+            says = f"`{dotted(root)}`: {rank_ranges(absent)} of {world} without state"
+            checks.differs("dataloader", says, _names(absent))
         else:
             of_ranks = f" of each of {plural(world, 'rank')}" if len(own) > 1 else ""
-            checks.ok("dataloader", f"`{name}`{of_ranks}" if name else f"present{of_ranks}")
-
-
-def some_plain(names: list[str]) -> str:
-    """Return `rank 3` or `rank 1, rank 3 and 6 more`. Pure."""
-    return some(names).replace("`", "")
+            checks.ok("dataloader", (f"`{dotted(root)}`" if root else "present") + of_ranks)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.protocols import Source
@@ -11,24 +11,15 @@ from ckpttool.errors import CkptError, CorruptError
 from ckpttool.layout import select
 from ckpttool.layout.optimizer.keys import STATE_KINDS
 from ckpttool.layout.rename import strip_wrappers
+from ckpttool.operations.verify.values import Counts, counts
 from ckpttool.operations.verify_resume.audit.checks import Checks, named
+from ckpttool.operations.verify_resume.audit.optimizer_state import NamedOptimizer
 from ckpttool.storage.files import Pool
 from ckpttool.text import plural, size
 from ckpttool.transfer.numbers import numbers
 from ckpttool.transfer.read import read_tiles
 
-
-@dataclass(slots=True)
-class ValueFaults:
-    """Tensors with wrong values, and how many elements of each are wrong."""
-
-    tensors: int = 0
-    nbytes: int = 0
-    nans: dict[str, int] = field(default_factory=dict)
-    infs: dict[str, int] = field(default_factory=dict)
-    negative: dict[str, int] = field(default_factory=dict)
-    zero: list[str] = field(default_factory=list)
-    unreadable: list[str] = field(default_factory=list)
+_MASKS = "infinities in tensors that are not trained"
 
 
 def read_number(tensor: Tensor, source: Source, pool: Pool) -> float:
@@ -41,96 +32,72 @@ def read_number(tensor: Tensor, source: Source, pool: Pool) -> float:
 
 def tensors_with_values(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> list[Tensor]:
     """Return the tensors whose values are checked: floating-point ones of models and optimizers, tied ones once."""
+    own = (t for t in catalogue.tensors if t.path not in aliases and t.part.kind in ("model", "optimizer") and t.numel)
+    return [t for t in own if t.dtype.kind in ("float", "complex") and not t.dtype.name.startswith("float4")]
 
-    def has_values(tensor: Tensor) -> bool:
-        kind = tensor.dtype
-        return bool(tensor.numel) and kind.kind in ("float", "complex") and not kind.name.startswith("float4")
 
-    own = (tensor for tensor in catalogue.tensors if tensor.path not in aliases)
-    return [tensor for tensor in own if tensor.part.kind in ("model", "optimizer") and has_values(tensor)]
+def trained_names(catalogue: Catalogue, optimizers: Sequence[NamedOptimizer]) -> set[str]:
+    """Return the full names of parameters and of all tensors of the optimizer. Pure."""
+    names = {tensor.name for tensor in catalogue.tensors if tensor.part.kind == "optimizer"}
+    parameters = {name for one in optimizers if one.is_named for name in one.names.values()}
+    # Ids may have no names: any tensor may then be a parameter.
+    is_known = all(one.is_named for one in optimizers)
+    for _, entries in select.models(catalogue):
+        names |= {entry.name for entry in entries if not is_known or strip_wrappers(entry.fqn) in parameters}
+    return names
 
 
 def check_values(tensors: Iterable[Tensor], source: Source, trained: set[str], checks: Checks) -> None:
     """Read tensors and check their values. `trained` are the names of parameters and moments: infinities in other
     tensors may be intended, as in a mask."""
-    faults = ValueFaults()
-    pool = Pool()
-    firsts: dict[str, bool] = {}
-    try:
+    before = checks.faults
+    faults: dict[str, dict[str, int]] = {what: {} for what in ("NaN", "infinities", _MASKS, "negative second moments")}
+    unreadable: list[str] = []
+    zeros: dict[str, bool] = {}
+    read: list[Tensor] = []
+    with closing(Pool()) as pool:
         for tensor in tensors:
             try:
-                _one(tensor, source, pool, faults, firsts)
+                found, negative = _count(tensor, source, pool)
             except CkptError as error:
-                faults.unreadable.append(error.message)
-    finally:
-        pool.close()
+                unreadable.append(error.message)
+                continue
+            read.append(tensor)
+            zeros[tensor.name] = found.zeros == tensor.numel
+            infinities = "infinities" if tensor.name in trained else _MASKS
+            for what, count in (("NaN", found.nans), (infinities, found.infs), ("negative second moments", negative)):
+                faults[what] |= {tensor.name: count} if count else {}
     # A first moment that is not zero comes from gradients, whose squares are not zero either.
-    faults.zero = [name for name in faults.zero if firsts.get(name.removesuffix("_sq"))]
-    _report(faults, trained, checks)
+    zeroed = [n for n, zero in zeros.items() if n.endswith("exp_avg_sq") and zero and zeros.get(n[:-3]) is False]
+    if unreadable:
+        more = f", and {len(unreadable) - 1:,} more" if unreadable[1:] else ""
+        checks.fails("values", f"cannot be read: {unreadable[0]}{more}")
+    for what, where in faults.items():
+        if where and what == _MASKS:
+            checks.note("values", f"infinities in {_counted(where)}, not a parameter: expected in masks", list(where))
+        elif where:
+            checks.fails("values", f"{what} in {_counted(where)}", list(where))
+    if zeroed:
+        says = f"second moments all zero, first moments not: {named(zeroed, 'tensor')}"
+        checks.differs("values", says, zeroed)
+    if checks.faults == before:
+        read_of = f"{plural(len(read), 'tensor')}, {size(sum(tensor.nbytes for tensor in read))}"
+        checks.ok("values", f"all finite, no negative second moment: {read_of}")
 
 
-def _one(tensor: Tensor, source: Source, pool: Pool, faults: ValueFaults, firsts: dict[str, bool]) -> None:
-    import numpy as np
-
-    last = str(tensor.path[-1]).rpartition(".")[2]
-    squares = tensor.part.kind == "optimizer" and last in STATE_KINDS and STATE_KINDS[last].squares
-    nans = infs = negative = 0
-    filled = False
-    for _, bits in read_tiles(tensor, source, pool):
-        values = numbers(bits.reshape(-1), tensor.dtype)
-        with np.errstate(invalid="ignore"):
-            finite = np.isfinite(values)
-            if not finite.all():
-                nan = int(np.isnan(values).sum())
-                nans, infs = nans + nan, infs + int((~finite).sum()) - nan
-            if squares and values.dtype.kind == "f":
-                negative += int((values < 0).sum())
-            filled = filled or bool(values.any())
-    faults.tensors, faults.nbytes = faults.tensors + 1, faults.nbytes + tensor.nbytes
-    for count, where in ((nans, faults.nans), (infs, faults.infs), (negative, faults.negative)):
-        if count:
-            where[tensor.name] = count
-    if last == "exp_avg":
-        firsts[tensor.name] = filled
-    elif last == "exp_avg_sq" and not filled:
-        faults.zero.append(tensor.name)
-
-
-def _report(faults: ValueFaults, trained: set[str], checks: Checks) -> None:
-    before = len(checks.of("fails")) + len(checks.of("differs"))
-    if faults.unreadable:
-        more = f", and {len(faults.unreadable) - 1:,} more" if faults.unreadable[1:] else ""
-        checks.fails("values", f"cannot be read: {faults.unreadable[0]}{more}")
-    if faults.nans:
-        checks.fails("values", f"NaN in {_counted(faults.nans)}", list(faults.nans))
-    masks = {name: n for name, n in faults.infs.items() if name not in trained}
-    wrong = {name: n for name, n in faults.infs.items() if name in trained}
-    if wrong:
-        checks.fails("values", f"infinities in {_counted(wrong)}", list(wrong))
-    if masks:
-        checks.note("values", f"infinities in {_counted(masks)}, not a parameter: expected in masks", list(masks))
-    if faults.negative:
-        checks.fails("values", f"negative second moments in {_counted(faults.negative)}", list(faults.negative))
-    if faults.zero:
-        checks.differs(
-            "values", f"second moments all zero, first moments not: {named(faults.zero, 'tensor')}", faults.zero
-        )
-    if len(checks.of("fails")) + len(checks.of("differs")) == before:
-        checks.ok(
-            "values",
-            f"all finite, no negative second moment: {plural(faults.tensors, 'tensor')}, {size(faults.nbytes)}",
-        )
+def _count(tensor: Tensor, source: Source, pool: Pool) -> tuple[Counts, int]:
+    """Return the counts of a tensor's elements, and how many are negative where none may be."""
+    kind = STATE_KINDS.get(str(tensor.path[-1]).rpartition(".")[2]) if tensor.part.kind == "optimizer" else None
+    has_squares = kind is not None and kind.squares and tensor.dtype.kind == "float"
+    found, negative = Counts(), 0
+    for box, bits in read_tiles(tensor, source, pool):
+        found.add(counts(bits, tensor.dtype, box))
+        if has_squares:
+            negative += int((numbers(bits.reshape(-1), tensor.dtype) < 0).sum())
+    return found, negative
 
 
 def _counted(faults: dict[str, int]) -> str:
     name, count = next(iter(faults.items()))
     more = f" and {plural(len(faults) - 1, 'other tensor')}" if len(faults) > 1 else ""
     return f"`{name}` ({plural(count, 'element')}){more}"
-
-
-def trained_names(catalogue: Catalogue, parameters: set[str]) -> set[str]:
-    """Return the full names of parameters and of all tensors of the optimizer. Pure."""
-    names = {tensor.name for tensor in catalogue.tensors if tensor.part.kind == "optimizer"}
-    for _, entries in select.models(catalogue):
-        names |= {entry.name for entry in entries if strip_wrappers(entry.fqn) in parameters}
-    return names
