@@ -19,7 +19,7 @@ from ckpttool.catalogue.entries import KINDS, Catalogue, Entry, Path, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import CkptError, UsageError
-from ckpttool.operations.verify_resume.audit.checks import Checks
+from ckpttool.operations.verify_resume.audit.checks import Check, Checks
 from ckpttool.operations.verify_resume.audit.counters import check_counters
 from ckpttool.operations.verify_resume.audit.optimizer_state import check_optimizers
 from ckpttool.operations.verify_resume.audit.rank_values import check_rank_values
@@ -59,7 +59,7 @@ class Audit:
     verdict: str = "exactly"  #: `exactly`, `with differences` or `no`
     says: str = ""  #: the verdict, for people
     parts: list[PartSummary] = field(default_factory=list)  #: parts of the training state
-    checks: Checks = field(default_factory=Checks)  #: checks, one each
+    checks: list[Check] = field(default_factory=list)  #: checks, one each
     values: bool | None = False  #: whether values were read; null if they are too many to be read unasked
     values_bytes: int = 0  #: how many bytes they are
     recipe: str | None = None  #: recipe whose model was built
@@ -87,24 +87,24 @@ def audit(
     checkpoint cannot be opened or the recipe does not run.
     """
     began = time.monotonic()
-    path = os.fspath(path)
+    path, checks = os.fspath(path), Checks()
     if recipe is not None and not local_path(recipe).is_file():
         raise UsageError(f"`{recipe}`: no such recipe", hint="`ckpttool verify-resume init` writes a template")
     with opened(path, shapes) as source:
         catalogue = source.catalogue
-        result = Audit(path, catalogue.format, catalogue.world_size, catalogue, recipe=recipe)
-        _check(result, source, values)
+        result = Audit(path, catalogue.format, catalogue.world_size, catalogue, checks=checks, recipe=recipe)
+        _check(result, source, values, checks)
     if recipe is not None:
         from ckpttool.operations.verify_resume.audit.model_fit import check_model
 
-        check_model(recipe, catalogue, result.checks)
-    _judge(result)
+        check_model(recipe, catalogue, checks)
+    _judge(result, checks)
     result.seconds = time.monotonic() - began
     return result
 
 
-def _check(result: Audit, source: Source, values: bool | None) -> None:
-    catalogue, checks = source.catalogue, result.checks
+def _check(result: Audit, source: Source, values: bool | None, checks: Checks) -> None:
+    catalogue = source.catalogue
     is_whole = _check_files(catalogue, checks)
     aliases = find_aliases(catalogue.tensors)
     result.parts = _parts(catalogue, aliases)
@@ -156,8 +156,8 @@ def _parts(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> list[PartSumma
     return summaries
 
 
-def _judge(result: Audit) -> None:
-    fails, differs = result.checks.topics("fails"), result.checks.topics("differs")
+def _judge(result: Audit, checks: Checks) -> None:
+    fails, differs = checks.topics("fails"), checks.topics("differs")
     topics = ", ".join(dict.fromkeys(fails or differs))
     unread = "" if result.values else " (values not read)"
     if fails:
