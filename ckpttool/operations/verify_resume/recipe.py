@@ -16,16 +16,16 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import prod
 from types import ModuleType
 from typing import Any
 
 from ckpttool.errors import OverwriteError, UsageError
+from ckpttool.layout.mesh import ORDER, Mesh
 from ckpttool.operations.verify_resume import recipe_template
 from ckpttool.storage.errors import from_os_error
 from ckpttool.text import meant
 
-DIMENSIONS = ("replicate", "shard", "tp")
+_PARAMETERS = {"build": ("mesh",), "step": ("state", "i"), "mesh": ("world",)}
 _START = "`ckpttool verify-resume init` writes a template"
 
 
@@ -48,9 +48,12 @@ def load_recipe(path: str | os.PathLike[str]) -> Recipe:
     if not os.path.isfile(path):
         raise UsageError(f"`{path}`: no such recipe", hint=_START)
     module = _imported(path)
-    functions = {name: _function(module, path, name, takes) for name, takes in (("build", 1), ("step", 2))}
-    mesh = _function(module, path, "mesh", 1) if hasattr(module, "mesh") else None
-    return Recipe(path, functions["build"], functions["step"], mesh)
+    mesh = _function(module, path, "mesh") if hasattr(module, "mesh") else None
+    return Recipe(path, _function(module, path, "build"), _function(module, path, "step"), mesh)
+
+
+def _invalid(path: str, what: str, hint: str | None = None, **facts: Any) -> UsageError:
+    return UsageError(f"`{path}`: {what}", hint=hint, file=path, **facts)
 
 
 def _imported(path: str) -> ModuleType:
@@ -77,24 +80,23 @@ def _failed(path: str, what: str, error: Exception) -> UsageError:
     if isinstance(error, SyntaxError) and error.filename == path:
         lines = [error.lineno]
     where = f" at line {lines[-1]}" if lines else ""
-    return UsageError(f"`{path}`: {what}{where}: {type(error).__name__}: {error}", file=path)
+    return _invalid(path, f"{what}{where}: {type(error).__name__}: {error}")
 
 
-def _function(module: ModuleType, path: str, name: str, takes: int) -> Callable[..., Any]:
+def _function(module: ModuleType, path: str, name: str) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if function is None:
         defined = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
-        raise UsageError(f"`{path}`: the recipe has no function `{name}`", hint=meant(name, defined, _START), file=path)
+        raise _invalid(path, f"the recipe has no function `{name}`", meant(name, defined, _START))
     if not callable(function):
-        raise UsageError(f"`{path}`: `{name}` is {type(function).__name__}, not a function", hint=_START, file=path)
+        raise _invalid(path, f"`{name}` is {type(function).__name__}, not a function", _START)
+    parameters = _PARAMETERS[name]
     try:
-        inspect.signature(function).bind(*range(takes))
+        inspect.signature(function).bind(*parameters)
     except (TypeError, ValueError) as error:
-        signature = {"build": "build(mesh)", "step": "step(state, i)", "mesh": "mesh(world)"}[name]
-        raise UsageError(
-            f"`{path}`: `{name}` cannot be called as `{signature}`: {error}",
-            hint=f"write `def {signature}:`",
-            file=path,
+        signature = f"{name}({', '.join(parameters)})"
+        raise _invalid(
+            path, f"`{name}` cannot be called as `{signature}`: {error}", f"write `def {signature}:`"
         ) from None
     return function  # type: ignore[no-any-return]
 
@@ -108,80 +110,55 @@ def mesh_dimensions(recipe: Recipe, world: int) -> dict[str, int]:
         sizes = recipe.mesh(world)
     except Exception as error:
         raise _failed(recipe.path, f"`mesh({world})` fails", error) from error
+    path, call = recipe.path, f"`mesh({world})`"
     if not isinstance(sizes, Mapping) or not sizes:
-        raise UsageError(
-            f"`{recipe.path}`: `mesh({world})` is {sizes!r:.80}, not a dict of dimensions",
-            hint='return `{"shard": world}`, or `{"replicate": 2, "shard": world // 2}`',
-            file=recipe.path,
-        )
+        hint = 'return `{"shard": world}`, or `{"replicate": 2, "shard": world // 2}`'
+        raise _invalid(path, f"{call} is {sizes!r:.80}, not a dict of dimensions", hint)
     for name, size in sizes.items():
-        if name not in DIMENSIONS:
-            raise UsageError(
-                f"`{recipe.path}`: `mesh({world})` has an unknown dimension `{name}`",
-                hint="the dimensions are `replicate`, `shard` and `tp`, outermost first",
-                file=recipe.path,
-            )
+        if name not in ORDER:
+            hint = "the dimensions are `replicate`, `shard` and `tp`, outermost first"
+            raise _invalid(path, f"{call} has an unknown dimension `{name}`", hint)
         if type(size) is not int or size < 1:
-            raise UsageError(
-                f"`{recipe.path}`: `mesh({world})`: the size of `{name}` is {size!r:.40}", file=recipe.path
-            )
-    if prod(sizes.values()) != world:
-        mesh = ",".join(f"{name}={size}" for name, size in sizes.items())
-        raise UsageError(
-            f"`{recipe.path}`: `mesh({world})` is {mesh}, which has {prod(sizes.values())} ranks",
-            hint="run it on as many ranks as its mesh allows",
-            file=recipe.path,
-            found=prod(sizes.values()),
-            expected=world,
-        )
+            raise _invalid(path, f"{call}: the size of `{name}` is {size!r:.40}")
+    mesh = Mesh(tuple(sizes), tuple(sizes.values()))
+    if mesh.world != world:
+        hint = "run it on as many ranks as its mesh allows"
+        facts = {"found": mesh.world, "expected": world}
+        raise _invalid(path, f"{call} is {mesh}, which has {mesh.world} ranks", hint, **facts)
     return dict(sizes)
 
 
 def build_state(recipe: Recipe, mesh: Any) -> dict[str, Any]:
-    """Return the checked state that `build(mesh)` returns. Raises UsageError if it fails or is not a valid state."""
-    try:
-        state = recipe.build(mesh)
-    except Exception as error:
-        raise _failed(recipe.path, "`build(mesh)` fails", error) from error
-    return check_state(recipe, state)
-
-
-def check_state(recipe: Recipe, state: Any) -> dict[str, Any]:
-    """Return `state` if it is a dict with a model, an optimizer, and otherwise only objects with `state_dict` and
-    `load_state_dict`, and `torch.Generator`s. Raises UsageError for any other."""
+    """Return the state that `build(mesh)` returns. Raises UsageError if it fails, or returns anything but a dict with a
+    model, an optimizer, and otherwise only objects with `state_dict` and `load_state_dict`, and `torch.Generator`s."""
     import torch
 
     path = recipe.path
+    try:
+        state = recipe.build(mesh)
+    except Exception as error:
+        raise _failed(path, "`build(mesh)` fails", error) from error
     if not isinstance(state, dict):
-        raise UsageError(
-            f"`{path}`: `build(mesh)` returned {type(state).__name__}, not a dict",
-            hint='return `{"model": model, "optimizer": optimizer, "scheduler": scheduler}`',
-            file=path,
-        )
-    for name, kind, of in (("model", torch.nn.Module, "torch.nn.Module"), ("optimizer", torch.optim.Optimizer, "")):
+        hint = 'return `{"model": model, "optimizer": optimizer, "scheduler": scheduler}`'
+        raise _invalid(path, f"`build(mesh)` returned {type(state).__name__}, not a dict", hint)
+    for name, kind, title in (
+        ("model", torch.nn.Module, "torch.nn.Module"),
+        ("optimizer", torch.optim.Optimizer, "torch.optim.Optimizer"),
+    ):
         if name not in state:
             keys = [key for key in state if isinstance(key, str)]
-            hint = meant(name, keys, f'return `{{"model": ..., "optimizer": ...}}`; it has {_listed(keys)}')
-            raise UsageError(f"`{path}`: the dict that `build(mesh)` returned has no `{name}`", hint=hint, file=path)
+            has = ", ".join(f"`{key}`" for key in keys) or "nothing"
+            hint = meant(name, keys, f'return `{{"model": ..., "optimizer": ...}}`; it has {has}')
+            raise _invalid(path, f"the dict that `build(mesh)` returned has no `{name}`", hint)
         if not isinstance(state[name], kind):
-            raise UsageError(
-                f"`{path}`: `{name}` is {type(state[name]).__name__}, not a {of or 'torch.optim.Optimizer'}",
-                file=path,
-            )
+            raise _invalid(path, f"`{name}` is {type(state[name]).__name__}, not a {title}")
     for name, value in state.items():
         stateful = callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
         if not isinstance(name, str) or not (stateful or isinstance(value, torch.Generator)):
-            raise UsageError(
-                f"`{path}`: `{name}` is {type(value).__name__}, which has no state to save",
-                hint="return objects with `state_dict` and `load_state_dict`, or `torch.Generator`s; keep the rest in "
-                "the module, or as attributes of these",
-                file=path,
-            )
+            what = "return objects with `state_dict` and `load_state_dict`, or `torch.Generator`s"
+            hint = f"{what}; keep the rest in the module, or as attributes of these"
+            raise _invalid(path, f"`{name}` is {type(value).__name__}, which has no state to save", hint)
     return state
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names) or "nothing"
 
 
 def write_template(path: str | os.PathLike[str]) -> None:
@@ -189,12 +166,11 @@ def write_template(path: str | os.PathLike[str]) -> None:
     StorageError if it cannot be written."""
     path = os.fspath(path)
     if not path.endswith(".py"):
-        raise UsageError(
-            f"`{path}`: a recipe is a Python file", hint=f"name it `{os.path.splitext(path.rstrip('/'))[0]}.py`"
-        )
+        hint = f"name it `{os.path.splitext(path.rstrip('/'))[0]}.py`"
+        raise UsageError(f"`{path}`: a recipe is a Python file", hint=hint)
     try:
         with open(path, "x", encoding="utf-8") as stream:
-            stream.write(recipe_template.recipe(os.path.basename(path)))
+            stream.write(recipe_template.TEXT.format(name=os.path.basename(path)))
     except FileExistsError:
         raise OverwriteError(f"`{path}` exists", hint="name another file", file=path) from None
     except OSError as error:

@@ -104,8 +104,3 @@ class Batches:
     def load_state_dict(self, state):
         self.drawn = state["drawn"]
 '''
-
-
-def recipe(name: str) -> str:
-    """The text of a recipe in a file called `name`."""
-    return TEXT.format(name=name)
