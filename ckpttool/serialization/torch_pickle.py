@@ -130,7 +130,7 @@ _PLAIN = {"torch.Tensor", "torch._tensor.Tensor"} | {
     f"torch.nn.{name}" for name in ("parameter.Parameter", "parameter.Buffer", "Parameter", "Buffer")
 }
 # One class for all: making one for each of a file's DTensors takes as long as reading the file.
-_REBUILT = stub_type("torch._tensor", "_rebuild_from_type_v2")
+_WRAPPED = stub_type("torch._tensor", "_rebuild_from_type_v2")
 
 
 def _from_type_v2(function: Any, kind: Any, args: Any, state: Any) -> Any:
@@ -139,7 +139,7 @@ def _from_type_v2(function: Any, kind: Any, args: Any, state: Any) -> Any:
         name = stub_name(kind)
         if isinstance(tensor, TensorRef):
             return tensor if name in _PLAIN else replace(tensor, wrapper=name)
-    return _REBUILT(function, kind, args, state)
+    return _WRAPPED(function, kind, args, state)
 
 
 KNOWN = {
@@ -187,7 +187,7 @@ def load(stream: io.BufferedIOBase | io.BytesIO | bytes, what: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class NewTensor:
     """A tensor (or, with `bare`, only its storage) to be written into a pickle: a storage of its own called `key`,
     contiguous elements."""
 
@@ -206,92 +206,83 @@ def _storage_class(name: str | None) -> type[Stub]:
     return stub_type("torch", name) if name else stub_type("torch.storage", "UntypedStorage")
 
 
-def write_slot(writer: Writer, slot: Slot) -> None:
+def write_tensor(writer: Writer, tensor: NewTensor) -> None:
     """The call that rebuilds a plain CPU tensor, spelt as torch spells it."""
-    name = slot.dtype.storage
-    numel = slot.numel if name is not None else slot.numel * slot.dtype.itemsize
-    pid = ("storage", _storage_class(name), slot.key, "cpu", numel)
-    if slot.bare:
+    name = tensor.dtype.storage
+    numel = tensor.numel if name is not None else tensor.numel * tensor.dtype.itemsize
+    pid = ("storage", _storage_class(name), tensor.key, "cpu", numel)
+    if tensor.bare:
         writer.persistent(pid)
         return
-    function = "_rebuild_tensor_v2" if name is not None else "_rebuild_tensor_v3"
-    writer.named("torch._utils", function)
+    writer.named("torch._utils", "_rebuild_tensor_v2" if name is not None else "_rebuild_tensor_v3")
     writer.out += b"("
     writer.persistent(pid)
-    writer.integer(0)
-    writer.write_tuple(slot.shape)
-    writer.write_tuple(boxes.row_major(slot.shape))
-    writer.write(False)
+    for value in (0, tensor.shape, boxes.row_major(tensor.shape), False):
+        writer.write(value)
     writer.call("collections", "OrderedDict", ())
     if name is None:
-        writer.named("torch", slot.dtype.name)
+        writer.named("torch", tensor.dtype.name)
     writer.out += b"tR"
 
 
 @dataclass(frozen=True, slots=True)
-class Around:
+class Wrapper:
     """What is written in the place of a tensor: `make()`, a stub that may have the tensor in it. `kind` is the same for
-    tensors whose stubs are written alike, but for the key of the storage: `Around(((29, 7), float32), make)`."""
+    tensors whose stubs are written alike, but for the key of the storage: `Wrapper(((29, 7), float32), make)`."""
 
     kind: Hashable
     make: Callable[[], Stub]
 
 
-_HOLE = "<storage>"
+TensorOf = Callable[[Any], NewTensor | None]
+WrapperOf = Callable[[Any], Wrapper | None]
+_KEY = "<storage>"
 
 
 class _Leaves:
-    """Writes tensors, and what is `around` them: a file of 4,000 sharded tensors says much the same 4,000 times, so of
-    each kind it is spelt twice, and then repeated (35 s -> 8 s for 64 ranks)."""
+    """Writes tensors and their wrappers: a file of 4,000 sharded tensors says much the same 4,000 times, so of each
+    kind it is spelt twice, and then repeated (35 s -> 8 s for 64 ranks)."""
 
-    def __init__(
-        self, slot_of: Callable[[Any], Slot | None], around: Callable[[Any], Around | None] | None = None
-    ) -> None:
-        self._slot_of, self._around = slot_of, around
-        self._alike: dict[Hashable, list[bytes]] = {}  # what comes before the key of the storage, and after
-        self._inside = False
+    def __init__(self, tensor_of: TensorOf, wrapper_of: WrapperOf | None) -> None:
+        self._tensor_of, self._wrapper_of = tensor_of, wrapper_of
+        self._templates: dict[Hashable, list[bytes]] = {}  # what comes before the key of the storage, and after
+        self._is_inside = False
 
     def __call__(self, writer: Writer, value: Any) -> bool:
-        around = self._around(value) if self._around is not None and not self._inside else None
-        if around is not None:
-            self._repeat(writer, around, value)
+        wrapper = self._wrapper_of(value) if self._wrapper_of is not None and not self._is_inside else None
+        if wrapper is not None:
+            self._is_inside = True
+            self._write_wrapper(writer, wrapper, value)
+            self._is_inside = False
             return True
-        slot = self._slot_of(value)
-        if slot is None:
+        tensor = self._tensor_of(value)
+        if tensor is None:
             return False
-        write_slot(writer, replace(slot, key=_HOLE) if writer.frozen else slot)
+        write_tensor(writer, replace(tensor, key=_KEY) if writer.frozen else tensor)
         writer.remember(value)
         return True
 
-    def _repeat(self, writer: Writer, around: Around, value: Any) -> None:
-        alike = self._alike.get(around.kind)
-        if not alike:
-            self._inside = True
-            if alike is None:
-                # What tensors share is in the memo after this.
-                writer.write(around.make())
-                self._alike[around.kind] = []
-                self._inside = False
-                return
-            alike = self._alike[around.kind] = writer.apart(around.make()).split(spelt_text(_HOLE))
-            self._inside = False
-        writer.out += alike[0]
+    def _write_wrapper(self, writer: Writer, wrapper: Wrapper, value: Any) -> None:
+        template = self._templates.get(wrapper.kind)
+        if template is None:
+            # What tensors share is in the memo after this.
+            writer.write(wrapper.make())
+            self._templates[wrapper.kind] = []
+            return
+        if not template:
+            template = self._templates[wrapper.kind] = writer.apart(wrapper.make()).split(spelt_text(_KEY))
+        writer.out += template[0]
         # A rank without rows may have no tensor there.
-        for after in alike[1:]:
-            slot = self._slot_of(value)
-            assert slot is not None
-            writer.out += spelt_text(slot.key)
-            writer.out += after
+        for after in template[1:]:
+            tensor = self._tensor_of(value)
+            assert tensor is not None
+            writer.out += spelt_text(tensor.key) + after
 
 
-def dump(
-    tree: Any,
-    slot_of: Callable[[Any], Slot | None],
-    around: Callable[[Any], Around | None] | None = None,
-) -> bytes:
-    """A pickle of `tree` as torch.save writes it. `slot_of` says for each value whether it is a tensor, and where;
-    `around`, for each tensor, what else is written there.
+def dump(tree: Any, tensor_of: TensorOf, wrapper_of: WrapperOf | None = None) -> bytes:
+    """A pickle of `tree` as torch.save writes it. `tensor_of` says for each value whether it is a tensor, and where;
+    `wrapper_of`, for each tensor, what else is written there.
 
-    A slot that was written before is written again with the same key, so that tensors go on sharing a storage.
+    A tensor that was written before is written with the same key, so that tensors go on sharing a storage.
     """
-    return pickler.dump(tree, protocol=2, leaf=_Leaves(slot_of, around))
+    return pickler.dump(tree, protocol=2, leaf=_Leaves(tensor_of, wrapper_of))

@@ -1,12 +1,13 @@
 """Converts the tree of a torch file to entries of a catalogue, for every container that torch has used.
 
-A tree of plain values, stubs, `TensorRef`s and `StorageRef`s becomes key paths by `nesting`; a module that was saved
-whole becomes its state dict by `torchmodule`; what is lost from view becomes a warning. `Slots` is for the way back.
+A tree of plain values, stubs, `TensorRef`s and `StorageRef`s becomes key paths by `flatten`; a module that was saved
+whole becomes its state dict by `torch_module`; what is lost from view becomes a warning. `StorageKeys` is for writing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any
 
 from ckpttool.catalogue.boxes import Ints
@@ -18,7 +19,7 @@ from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CorruptError, LossError
 from ckpttool.serialization.dtensor import Shard
 from ckpttool.serialization.torch_module import Dropped, is_module, replace_modules
-from ckpttool.serialization.torch_pickle import Slot, StorageRef, TensorRef
+from ckpttool.serialization.torch_pickle import NewTensor, StorageRef, TensorRef
 from ckpttool.storage import files
 from ckpttool.text import some
 
@@ -134,9 +135,9 @@ def storage_warnings(storages: list[tuple[str, int, int]], used: dict[int, set[S
         if nbytes > bytes_used:
             larger.append(name)
             slack += nbytes - bytes_used
-        if len(spans) > 1 and (again := sum(size for _, size, _ in spans) - bytes_used) > 0:
+        if len(spans) > 1 and (shared_bytes := sum(size for _, size, _ in spans) - bytes_used) > 0:
             shared.append(name)
-            twice += again
+            twice += shared_bytes
     warnings = []
     if larger:
         text = f"{len(larger)} storages are larger than the tensors that use them, by {slack} bytes: {some(larger)}"
@@ -165,40 +166,37 @@ def covered(spans: Iterable[Span]) -> int:
 # Writing --------------------------------------------------------------------------------------------------------------
 
 
-class Slots:
+class StorageKeys:
     """Gives each tensor of a catalogue its storage, numbered in the order in which the pickle mentions them; tied ones
-    share it. `shape_of` says how much of a tensor this file has, all of it when that is not given."""
+    share it. `shape_of` says how much of a tensor this file has; `owner` is what messages call the one that needs it.
+    `tensors` are those that were mentioned, each with the key of its storage."""
 
-    def __init__(self, catalogue: Catalogue, shape_of: Callable[[Tensor], Ints] = lambda tensor: tensor.shape) -> None:
-        self._catalogue = catalogue
-        self._shape_of = shape_of
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        shape_of: Callable[[Tensor], Ints] = attrgetter("shape"),
+        owner: str = "an object",
+    ) -> None:
+        self._catalogue, self._shape_of, self._owner = catalogue, shape_of, owner
         self._keys: dict[Path, str] = {}
+        self.tensors: dict[Path, str] = {}
 
-    def of(self, value: Any) -> Slot | None:
-        """For `torchzipwriter.lay_out`: the slot of a tensor, or of what a link refers to."""
-        if isinstance(value, Tensor):
-            return self._slot(value, bare=False)
-        if isinstance(value, Link):
-            tensor = self._catalogue.entries.get(value.path)
-            if not isinstance(tensor, Tensor):
-                raise LossError(
-                    f"an object needs the tensor `{dotted(value.path)}`, which is left out",
-                    hint="keep both or leave both out",
-                    tensor=dotted(value.path),
-                )
-            return self._slot(tensor, bare=value.storage)
-        return None
-
-    def _slot(self, tensor: Tensor, *, bare: bool) -> Slot:
-        key = self._keys.setdefault(self._first(tensor).path, str(len(self._keys)))
-        return Slot(key, tensor.dtype, self._shape_of(tensor), bare)
-
-    def _first(self, tensor: Tensor) -> Tensor:
-        while tensor.alias is not None:
-            tensor = self._catalogue.tensor(tensor.alias)
-        return tensor
+    def new_tensor(self, value: Any) -> NewTensor | None:
+        """For `torch_zip_writer.lay_out`: a tensor, or what a link refers to."""
+        if not isinstance(value, (Tensor, Link)):
+            return None
+        tensor = value if isinstance(value, Tensor) else self._catalogue.entries.get(value.path)
+        if not isinstance(tensor, Tensor):
+            raise LossError(
+                f"{self._owner} needs the tensor `{dotted(value.path)}`, which is left out",
+                hint="keep both or leave both out",
+                tensor=dotted(value.path),
+            )
+        key = self._keys.setdefault(self._catalogue.first(tensor).path, str(len(self._keys)))
+        self.tensors[tensor.path] = key
+        return NewTensor(key, tensor.dtype, self._shape_of(tensor), isinstance(value, Link) and value.storage)
 
     def key(self, tensor: Tensor) -> str | None:
         """The storage of a tensor; None for one that this file does not mention, such as an embedded one that no object
         refers to."""
-        return self._keys.get(self._first(tensor).path)
+        return self._keys.get(self._catalogue.first(tensor).path)

@@ -21,7 +21,7 @@ from ckpttool.catalogue.protocols import Loss
 from ckpttool.catalogue.values import Link
 from ckpttool.errors import LossError
 from ckpttool.serialization import pickler, torch_pickle
-from ckpttool.serialization.torch_pickle import Around, Slot
+from ckpttool.serialization.torch_pickle import NewTensor, TensorOf, WrapperOf
 from ckpttool.serialization.torch_zip import ALIGNMENT, CENTRAL, END, END64, LOCAL, LOCATOR64
 from ckpttool.storage.crc import crc32
 
@@ -107,29 +107,23 @@ _crc = lru_cache(maxsize=4096)(crc32)
 
 
 def lay_out(
-    tree: Any,
-    slot_of: Callable[[Any], Slot | None],
-    *,
-    base: int = 0,
-    file: int = 0,
-    root: str,
-    around: Callable[[Any], Around | None] | None = None,
+    tree: Any, tensor_of: TensorOf, *, base: int = 0, file: int = 0, root: str, wrapper_of: WrapperOf | None = None
 ) -> Layout:
-    """Lay out an archive of `tree` at `base` of a file. `slot_of` says which values are tensors, and `around` what is
-    written around one; see `torch_pickle`.
+    """Lay out an archive of `tree` at `base` of a file. `tensor_of` says which values are tensors, and `wrapper_of`
+    what is written around one; see `torch_pickle`.
 
     Storages follow in the order in which the pickle first mentions them, 64-byte aligned within the archive, as torch
     2.7 and later write them.
     """
     sizes: dict[str, int] = {}
 
-    def noting(value: Any) -> Slot | None:
-        slot = slot_of(value)
-        if slot is not None:
-            sizes.setdefault(slot.key, slot.numel * slot.dtype.itemsize)
-        return slot
+    def noting(value: Any) -> NewTensor | None:
+        tensor = tensor_of(value)
+        if tensor is not None:
+            sizes.setdefault(tensor.key, tensor.numel * tensor.dtype.itemsize)
+        return tensor
 
-    data = torch_pickle.dump(tree, noting, around)
+    data = torch_pickle.dump(tree, noting, wrapper_of)
     before = {
         "data.pkl": data,
         ".format_version": b"1",

@@ -22,7 +22,7 @@ from torch.utils.serialization import config
 from ckpttool.catalogue.dtypes import DTYPES, dtype
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.serialization import torch_zip as torchzip
-from ckpttool.serialization.torch_pickle import Slot, TensorRef
+from ckpttool.serialization.torch_pickle import NewTensor, TensorRef
 from ckpttool.serialization.torch_zip import Archive, load_tree, open_archive, resolve_item
 from ckpttool.serialization.torch_zip_writer import lay_out
 
@@ -311,7 +311,7 @@ def slots(state: dict[str, Any]) -> dict[str, Any]:
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
             kind = DTYPES[str(value.dtype).removeprefix("torch.")]
-            made[name] = Slot(str(len(made)), kind, tuple(value.shape))
+            made[name] = NewTensor(str(len(made)), kind, tuple(value.shape))
         else:
             made[name] = value
     return made
@@ -323,7 +323,7 @@ def raw(value: torch.Tensor) -> bytes:
 
 def write(state: dict[str, Any], base: int = 0, **options: Any) -> bytes:
     tree = slots(state)
-    layout = lay_out(tree, lambda v: v if isinstance(v, Slot) else None, base=base, root="archive", **options)
+    layout = lay_out(tree, lambda v: v if isinstance(v, NewTensor) else None, base=base, root="archive", **options)
     out = bytearray(b"\xee" * base + bytes(layout.size))
     payloads = {tree[name].key: raw(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
     for key, record in layout.storages.items():
@@ -387,8 +387,8 @@ def test_writing_many(count: int, tmp_path: Path) -> None:
 
 def huge(path: Path, sizes: list[int]) -> list[int]:
     """A sparse file of uint8 tensors with a mark at both ends of each; their offsets."""
-    tree = {str(i): Slot(str(i), DTYPES["uint8"], (n,)) for i, n in enumerate(sizes)}
-    layout = lay_out(tree, lambda v: v if isinstance(v, Slot) else None, root="archive")
+    tree = {str(i): NewTensor(str(i), DTYPES["uint8"], (n,)) for i, n in enumerate(sizes)}
+    layout = lay_out(tree, lambda v: v if isinstance(v, NewTensor) else None, root="archive")
     with open(path, "wb") as stream:
         stream.truncate(layout.size)
         for offset, piece in layout.pieces + layout.patches(lambda record: 0xDEAD):
@@ -469,9 +469,9 @@ def test_past_4_gib_as_torch_writes_it(tmp_path: Path) -> None:
 
 
 def test_a_large_directory_takes_little_memory() -> None:
-    state = {str(i): Slot(str(i), DTYPES["float32"], (100, 100)) for i in range(5_000)}
+    state = {str(i): NewTensor(str(i), DTYPES["float32"], (100, 100)) for i in range(5_000)}
     tracemalloc.start()
-    lay_out(state, lambda v: v if isinstance(v, Slot) else None, root="archive")
+    lay_out(state, lambda v: v if isinstance(v, NewTensor) else None, root="archive")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 15e6
@@ -480,7 +480,7 @@ def test_a_large_directory_takes_little_memory() -> None:
 def test_records_that_are_known_are_not_asked_for() -> None:
     """Empty storages have no payload, so nobody brings their CRC."""
     layout = lay_out(
-        {"a": Slot("0", DTYPES["int8"], (0,))}, lambda v: v if isinstance(v, Slot) else None, root="archive"
+        {"a": NewTensor("0", DTYPES["int8"], (0,))}, lambda v: v if isinstance(v, NewTensor) else None, root="archive"
     )
 
     def crc_of(record: Any) -> int:

@@ -49,7 +49,7 @@ from ckpttool.serialization import (
 from ckpttool.serialization import (
     unsafe_globals as harm,
 )
-from ckpttool.serialization.torch_pickle import KNOWN, Slot, StorageRef, TensorRef
+from ckpttool.serialization.torch_pickle import KNOWN, NewTensor, StorageRef, TensorRef
 
 
 def load(data: bytes) -> Any:
@@ -343,9 +343,9 @@ def test_a_stream_stays_behind_its_pickle() -> None:
 
 def test_a_hundred_thousand_tensors_take_seconds() -> None:
     state = {f"layers.{i}.weight": None for i in range(100_000)}
-    slots = {name: Slot(str(i), torchpickle.dtype("float32"), (2, 2)) for i, name in enumerate(state)}
+    slots = {name: NewTensor(str(i), torchpickle.dtype("float32"), (2, 2)) for i, name in enumerate(state)}
     start = time.process_time()
-    data = torchpickle.dump(slots, lambda v: v if isinstance(v, Slot) else None)
+    data = torchpickle.dump(slots, lambda v: v if isinstance(v, NewTensor) else None)
     loaded = load(data)
     assert time.process_time() - start < 10
     assert len(loaded) == 100_000 and loaded["layers.7.weight"].storage.key == "7"
@@ -593,7 +593,7 @@ def test_tensors_outside_their_storage(bad: Any) -> None:
 def test_a_tensor_is_spelt_as_torch_spells_it(dtype: Any) -> None:
     """The pickle of one tensor: byte for byte torch's own, but for the memo."""
     value = torch.zeros(2, 3, dtype=getattr(torch, dtype.name))
-    ours = torchpickle.dump({"w": Slot("0", dtype, (2, 3))}, lambda v: v if isinstance(v, Slot) else None)
+    ours = torchpickle.dump({"w": NewTensor("0", dtype, (2, 3))}, lambda v: v if isinstance(v, NewTensor) else None)
     assert words(ours) == words(pickled({"w": value}))
 
 

@@ -32,7 +32,7 @@ from ckpttool.serialization import (
     torch_zip_writer,
 )
 from ckpttool.serialization.safetensors_header import Header
-from ckpttool.serialization.torch_pickle import Slot, TensorRef
+from ckpttool.serialization.torch_pickle import NewTensor, TensorRef
 from ckpttool.serialization.torch_zip import Archive, Read
 from ckpttool.storage.crc import crc32, crc_of
 from ckpttool.storage.files import Pool
@@ -355,8 +355,8 @@ class Template:
 @lru_cache(4096)
 def template(dtype: Dtype, sizes: Ints) -> Template:
     """Return the template of the items of tensors of this dtype and size."""
-    slot = Slot("0", dtype, sizes)
-    layout = torch_zip_writer.lay_out(slot, lambda value: slot if value is slot else None, root=ROOT)
+    tensor = NewTensor("0", dtype, sizes)
+    layout = torch_zip_writer.lay_out(tensor, lambda value: tensor if value is tensor else None, root=ROOT)
     record = layout.storages["0"]
     start, end = record.offset, record.offset + record.nbytes
     zeros, ones = (_render(layout, crc, start, end) for crc in (0, 0xFFFFFFFF))

@@ -13,19 +13,16 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Object, Path, Record, Tensor, dotted
 from ckpttool.catalogue.protocols import Crcs, Loss, Sink, SinkOptions
-from ckpttool.catalogue.values import Link
 from ckpttool.errors import LossError
 from ckpttool.formats.dcp import index, items, metadata_writer, planner_data
 from ckpttool.formats.dcp.items import template
 from ckpttool.formats.dcp.metadata import Item, Metadata, StoredTensor
-from ckpttool.serialization import torch_zip_writer
-from ckpttool.serialization.torch_pickle import Slot
+from ckpttool.serialization import torch_tree, torch_zip_writer
 from ckpttool.storage import files
 from ckpttool.storage.stores import locate
 
@@ -151,13 +148,13 @@ class _Builder:
         pending, start = bytearray(), 0
         try:
             for entry in objects:
-                slots = _Slots(self._planned, entry)
+                keys = torch_tree.StorageKeys(self._planned, owner=f"the object `{entry.name}`")
                 base = self._ends[0]
-                layout = torch_zip_writer.lay_out(entry.value, slots.of, base=base, file=0, root=items.ROOT)
+                layout = torch_zip_writer.lay_out(entry.value, keys.new_tensor, base=base, file=0, root=items.ROOT)
                 self._ends[0] += layout.size
                 self._entries[self._keys.names[entry.path]] = Item(0, base, layout.size)
                 entries[entry.path] = entry
-                entries |= slots.tensors(layout.storages)
+                entries |= _embedded(self._planned, keys, layout.storages)
                 pieces = layout.pieces if layout.storages else [*layout.pieces, *layout.patches(lambda record: 0)]
                 if layout.storages:
                     self._late_layouts.append(layout)
@@ -230,38 +227,14 @@ def _frames_of(dtype: Dtype, chunks: Chunks) -> dict[Ints, tuple[int, int, int]]
     return {sizes: (len(frame.head), frame.nbytes, frame.size) for sizes, frame in frames.items()}
 
 
-class _Slots:
-    """The storages of one object's archive, which shares none with tensors outside the object."""
-
-    def __init__(self, planned: Catalogue, owner: Object) -> None:
-        self._planned = planned
-        self._owner = owner
-        self._keys: dict[Path, str] = {}
-        self._users: dict[Path, str] = {}
-
-    def of(self, value: Any) -> Slot | None:
-        if not isinstance(value, Link):
-            return None
-        tensor = self._planned.entries.get(value.path)
-        if not isinstance(tensor, Tensor):
-            raise LossError(
-                f"the object `{self._owner.name}` needs the tensor `{dotted(value.path)}`, which is left out",
-                hint="keep both or leave both out",
-                tensor=dotted(value.path),
-            )
-        key = self._keys.setdefault(self._planned.first(tensor).path, str(len(self._keys)))
-        self._users[tensor.path] = key
-        return Slot(key, tensor.dtype, tensor.shape, value.storage)
-
-    def tensors(self, storages: dict[str, Record]) -> dict[Path, Tensor]:
-        """Return the tensors of the object, each where its storage is."""
-        tensors: dict[Path, Tensor] = {}
-        keepers: dict[str, Path] = {}
-        for path, key in self._users.items():
-            tensor, record = self._planned.tensor(path), storages[key]
-            keeper = keepers.setdefault(key, path)
-            extent = Extent(0, record.offset, record.nbytes, record=record if record.nbytes else None)
-            tensors[path] = replace(
-                tensor, chunks=Chunks.single(tensor.shape, extent), alias=None if keeper == path else keeper
-            )
-        return tensors
+def _embedded(planned: Catalogue, keys: torch_tree.StorageKeys, storages: dict[str, Record]) -> dict[Path, Tensor]:
+    """Return the tensors of an object, each where its storage is; it shares none with tensors outside the object."""
+    tensors: dict[Path, Tensor] = {}
+    keepers: dict[str, Path] = {}
+    for path, key in keys.tensors.items():
+        tensor, record = planned.tensor(path), storages[key]
+        keeper = keepers.setdefault(key, path)
+        extent = Extent(0, record.offset, record.nbytes, record=record if record.nbytes else None)
+        chunks = Chunks.single(tensor.shape, extent)
+        tensors[path] = replace(tensor, chunks=chunks, alias=None if keeper == path else keeper)
+    return tensors

@@ -28,7 +28,7 @@ from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import LossError
 from ckpttool.formats.rankfiles import sharded_pickle
 from ckpttool.serialization import torch_tree, torch_zip_writer
-from ckpttool.serialization.torch_pickle import Around
+from ckpttool.serialization.torch_pickle import Wrapper
 from ckpttool.storage import files
 from ckpttool.storage.stores import locate
 from ckpttool.text import rank_ranges
@@ -58,27 +58,27 @@ def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
     for rank in range(options.world):
         name = f"rank{rank}.pt"
         created.files.append(File(locate(path) / name, name, 0, rank))
-        slots = torch_tree.Slots(planned, partial(_local_shape, rank=rank, world=options.world))
-        layouts.append(_write(created.files[-1], rank, planned, slots, options))
-        placing.take(rank, slots, layouts[-1].storages)
+        keys = torch_tree.StorageKeys(planned, partial(_local_shape, rank=rank, world=options.world))
+        layouts.append(_write(created.files[-1], rank, planned, keys, options))
+        placing.take(rank, keys, layouts[-1].storages)
         layouts[-1].storages = {}
     placing.finish(created)
     return _RankSink(created, layouts)
 
 
 def _write(
-    file: File, rank: int, planned: Catalogue, slots: torch_tree.Slots, options: SinkOptions
+    file: File, rank: int, planned: Catalogue, keys: torch_tree.StorageKeys, options: SinkOptions
 ) -> torch_zip_writer.Layout:
     spelled = sharded_pickle.speller(options.tensor_class, rank, options.world)
 
-    def around(value: Any) -> Around | None:
+    def wrapper_of(value: Any) -> Wrapper | None:
         if not isinstance(value, Tensor) or not _is_cut(value, options.world):
             return None
         kind = (value.shape, value.dtype, sharded_pickle.local_box(value, rank))
-        return Around(kind, partial(spelled, value))
+        return Wrapper(kind, partial(spelled, value))
 
     tree = flatten.unflatten(_seen_by(planned, rank), lambda entry: entry if isinstance(entry, Tensor) else entry.value)
-    layout = torch_zip_writer.lay_out(tree, slots.of, file=rank, root=_ROOT, around=around)
+    layout = torch_zip_writer.lay_out(tree, keys.new_tensor, file=rank, root=_ROOT, wrapper_of=wrapper_of)
     file.size = layout.size
     files.create(file.location, file.size)
     with closing(files.Pool(writing=True)) as pool:
@@ -124,10 +124,10 @@ class _Placing:
         self._cut = {tensor.path: Chunks() for tensor in planned.tensors if _is_cut(tensor, world)}
         self._whole: dict[Path, list[Tensor]] = {}
 
-    def take(self, rank: int, slots: torch_tree.Slots, storages: Mapping[str, Record]) -> None:
+    def take(self, rank: int, keys: torch_tree.StorageKeys, storages: Mapping[str, Record]) -> None:
         """Add the tensors of one rank's file."""
         for tensor in self._planned.tensors:
-            key = slots.key(tensor)
+            key = keys.key(tensor)
             if key is None:
                 continue
             record = storages[key]

@@ -34,8 +34,8 @@ def _value(entry: Entry) -> Any:
 
 def create(path: str, planned: Catalogue) -> Sink:
     """Create an archive of full size with holes where the payloads go."""
-    slots = torch_tree.Slots(planned)
-    layout = torch_zip_writer.lay_out(flatten.unflatten(planned, _value), slots.of, root=_ROOT)
+    keys = torch_tree.StorageKeys(planned)
+    layout = torch_zip_writer.lay_out(flatten.unflatten(planned, _value), keys.new_tensor, root=_ROOT)
     files.create(path, layout.size)
     with closing(files.Pool(writing=True)) as pool:
         for offset, data in layout.pieces:
@@ -44,7 +44,7 @@ def create(path: str, planned: Catalogue) -> Sink:
     created.containers = dict(planned.containers)
     for entry in planned.entries.values():
         if isinstance(entry, Tensor):
-            key = slots.key(entry)
+            key = keys.key(entry)
             if key is None:
                 continue
             record = layout.storages[key]
