@@ -18,17 +18,18 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 from ckpttool.errors import OverwriteError, UsageError
 from ckpttool.operations.verify_resume.recipe import load_recipe
 from ckpttool.operations.verify_resume.trial import compare, launch, route, state, torchrun
-from ckpttool.operations.verify_resume.trial.arguments import TrialOptions, parse_device, parse_meshes
+from ckpttool.operations.verify_resume.trial.arguments import parse_device, parse_meshes
 from ckpttool.operations.verify_resume.trial.diagnose import diagnose
-from ckpttool.operations.verify_resume.trial.job import BUILT, END, RESUMED, Job, Seen, read_seen, world_of
+from ckpttool.operations.verify_resume.trial.job import BUILT, END, RESUMED, Job, Seen, read_seen
 from ckpttool.operations.verify_resume.trial.launch import Ended, Launcher
-from ckpttool.operations.verify_resume.trial.results import Check, Report, Run
+from ckpttool.operations.verify_resume.trial.results import Check, Report, Step
 from ckpttool.operations.verify_resume.trial.state import RecordedState
 from ckpttool.text import plural
 
@@ -43,10 +44,10 @@ _SEED = 20_240_607
 
 @dataclass(slots=True)
 class _Trial:
-    """A trial that is running. `states` are those that were read, by run and moment."""
+    """A trial that is running. `base` is what the jobs of all runs have in common, and its folder that of the trial;
+    `states` are those that were read, by run and moment."""
 
-    options: TrialOptions
-    folder: str
+    base: Job
     report: Report
     launcher: Launcher
     tell: Callable[[str], None]
@@ -56,15 +57,13 @@ class _Trial:
 
     def run(self, name: str, says: str, dims: Mapping[str, int], **more: Any) -> Job:
         """Start the ranks of a run and wait for them. Raises Ended."""
-        options = self.options
-        self.tell(f"run {name}: {says} on {plural(world_of(dims), 'rank')}")
         # What is not restored must not come out the same by chance: only A has this seed.
         seed = _SEED if name in ("A", "alone") else _SEED + 1_000
-        settings = (dict(dims), options.device, seed, options.deterministic, options.limit)
-        job = Job(os.path.join(self.folder, name), options.recipe, *settings, **more)
+        job = replace(self.base, folder=self.path(name), dims=dict(dims), seed=seed, **more)
+        self.tell(f"run {name}: {says} on {plural(job.world, 'rank')}")
         began = time.monotonic()
         self.launcher.start(job, name)
-        seen = read_seen(job.folder, world_of(dims))
+        seen = read_seen(job)
         self.seen[name], self.jobs[name] = seen, job
         if not job.gradients_of:
             run = compare.collect_run(name, job, seen, time.monotonic() - began)
@@ -73,16 +72,18 @@ class _Trial:
             self.report.deterministic = self.report.deterministic or seen[0].switched_on
         return job
 
+    def path(self, *names: str) -> str:
+        return os.path.join(self.base.folder, *names)
+
     def state(self, run: str, moment: str) -> RecordedState:
         """Return the state that a run recorded at a moment."""
         if (run, moment) not in self.states:
-            job = self.jobs[run]
-            self.states[run, moment] = state.read(os.path.join(job.folder, moment), world_of(job.dims))
+            self.states[run, moment] = state.read(self.path(run, moment), self.jobs[run].world)
         return self.states[run, moment]
 
-    def report_of(self, name: str) -> Run:
-        """Return a run as the report has it."""
-        return next(run for run in self.report.runs if run.name == name)
+    def steps(self, name: str) -> list[Step]:
+        """Return the steps of a run after the save."""
+        return next(run.steps for run in self.report.runs if run.name == name)[-self.base.after :]
 
 
 def trial(
@@ -117,35 +118,35 @@ def trial(
     if checkpoints and (via or to_world or to_mesh):
         hint = "`--world` or `--mesh` sets the mesh on which all of them are resumed"
         raise UsageError("`--via`, `--to-world` and `--to-mesh` cannot be used with checkpoints", hint=hint)
-    if not torchrun.is_started():
+    if torchrun.world() is None:
         launch.prepare()
     loaded = load_recipe(recipe)
     dims, onto = parse_meshes(loaded, world, mesh, to_world, to_mesh)
-    stages = route.parse(via, onto, other_mesh=dict(dims) != dict(onto))
-    device = parse_device(device, max(world_of(dims), world_of(onto)))
-    gradients = gradients and world_of(dims) > 1 and not checkpoints and not torchrun.is_started()
-    paths = tuple(os.path.abspath(path) for path in checkpoints)
-    options = TrialOptions(
-        loaded.path, paths, dims, onto, stages, steps, more, device, deterministic, gradients, limit, first_step
-    )
-    rule = "checkpoints" if checkpoints else "bitwise" if dict(options.dims) == dict(options.onto) else "control"
+    stages = route.parse(via, onto, other_mesh=dims != onto)
+    device = parse_device(device, max(prod(dims.values()), prod(onto.values())))
+    paths = [os.path.abspath(path) for path in checkpoints]
+    rule = "checkpoints" if checkpoints else "bitwise" if dims == onto else "control"
     report = Report(
-        options.recipe,
+        loaded.path,
         rule,
         _RULES[rule],
-        device=options.device,
+        device=device,
         steps_before=0 if checkpoints else steps,
         steps_after=more,
         folder=os.path.abspath(keep) if keep is not None else None,
     )
-    launcher = torchrun.join(options.device) if torchrun.is_started() else Launcher()
+    launcher = Launcher() if torchrun.world() is None else torchrun.TorchrunLauncher(device)
     with ExitStack() as stack:
         folder = launcher.from_first(lambda: _folder(stack, keep))
-        running = _Trial(options, folder, report, launcher, tell or (lambda line: None))
+        base = Job(folder, loaded.path, dims, device, deterministic=deterministic, limit=limit, after=more)
+        running = _Trial(base, report, launcher, tell or (lambda line: None))
         if launcher.says != Launcher.says:
             report.notes.append(f"every run is on {launcher.says}, not in fresh ones")
         try:
-            _over_checkpoints(running) if checkpoints else _over_a_save(running)
+            if checkpoints:
+                _over_checkpoints(running, paths, first_step)
+            else:
+                _over_a_save(running, onto, stages, steps, _why_no_gradients(base, gradients))
         except Ended as ended:
             _fail(report, ended)
         compare.judge(report)
@@ -161,39 +162,44 @@ def _folder(stack: ExitStack, keep: str | os.PathLike[str] | None) -> str:
         return temporary
     path = os.path.abspath(keep)
     if os.path.exists(path) and (not os.path.isdir(path) or os.listdir(path)):
-        raise OverwriteError(
-            f"`{os.fspath(keep)}` exists and is not empty", hint="pass an empty or a new folder to `--keep`"
-        )
+        hint = "pass an empty or a new folder to `--keep`"
+        raise OverwriteError(f"`{os.fspath(keep)}` exists and is not empty", hint=hint)
     os.makedirs(path, exist_ok=True)
     return path
+
+
+def _why_no_gradients(base: Job, wanted: bool) -> str:
+    if base.world == 1:
+        return "one rank reduces nothing"
+    if torchrun.world() is not None:
+        return "it takes a run on one rank, and torchrun started more"
+    return "" if wanted else "`--no-gradients`"
 
 
 # Runs -----------------------------------------------------------------------------------------------------------------
 
 
-def _over_a_save(trial: _Trial) -> None:
-    options, report = trial.options, trial.report
-    saved, native = os.path.join(trial.folder, "saved"), os.path.join(trial.folder, "native")
+def _over_a_save(
+    trial: _Trial, onto: Mapping[str, int], stages: Sequence[route.Stage], steps: int, why_no_gradients: str
+) -> None:
+    dims, more, report = trial.base.dims, trial.base.after, trial.report
+    saved, native = trial.path("saved"), trial.path("native")
     other_mesh = report.rule == "control"
-    a = trial.run(
+    trial.run(
         "A",
-        f"trains {plural(options.steps, 'step')}, saves, trains {options.more} more",
-        options.dims,
-        before=options.steps,
-        after=options.more,
+        f"trains {plural(steps, 'step')}, saves, trains {more} more",
+        dims,
+        before=steps,
         save=saved,
         save_natively=native if other_mesh else None,
-        keep_gradients=options.gradients,
+        keep_gradients=not why_no_gradients,
     )
-    report.route = trial.launcher.from_first(
-        lambda: route.follow(options.stages, saved, os.path.join(trial.folder, "route"), trial.tell)
-    )
+    report.route = trial.launcher.from_first(lambda: route.follow(stages, saved, trial.path("route"), trial.tell))
     source = report.route[-1].path if report.route else saved
-    says = f"resumes from `{os.path.basename(source)}` and trains"
-    trial.run("B", says, options.onto, load=source, after=options.more)
+    trial.run("B", f"resumes from `{os.path.basename(source)}` and trains", onto, load=source)
     if other_mesh:
-        _run_control(trial, native)
-    _check_gradients(trial, a)
+        _run_control(trial, onto, native)
+    _check_gradients(trial, why_no_gradients)
     _check_training(trial)
     if trial.launcher.is_first:
         _compare(trial, "A", "B", "control" if other_mesh else "A")
@@ -201,11 +207,10 @@ def _over_a_save(trial: _Trial) -> None:
             _check_shards(trial, run.name)
 
 
-def _run_control(trial: _Trial, native: str) -> None:
+def _run_control(trial: _Trial, onto: Mapping[str, int], native: str) -> None:
     """Run the reference. Where torch itself cannot resume, B is not at fault, and its steps are not compared."""
-    options = trial.options
     try:
-        trial.run("control", "resumes by torch alone", options.onto, load=native, natively=True, after=options.more)
+        trial.run("control", "resumes by torch alone", onto, load=native, natively=True)
     except Ended as ended:
         if not any(rank.error is not None for rank in ended.failure.ranks):
             raise
@@ -214,10 +219,10 @@ def _run_control(trial: _Trial, native: str) -> None:
 
 def _check_training(trial: _Trial) -> None:
     """Raises UsageError if no step trains: then nothing would differ, whatever is restored."""
-    steps = trial.report_of("A").steps
+    steps = trial.report.runs[0].steps
     if len({step.digest for step in steps}) < 2:
         raise UsageError(
-            f"`{trial.options.recipe}`: no step of {len(steps)} changed a parameter, so nothing can be shown",
+            f"`{trial.base.recipe}`: no step of {len(steps)} changed a parameter, so nothing can be shown",
             hint="`step` takes a step of the optimizer that `build` returned; pass more `--steps` where the learning "
             "rate begins at zero or a grad scaler skips the first ones",
         )
@@ -227,42 +232,32 @@ def _check_training(trial: _Trial) -> None:
         trial.report.notes.append(says)
 
 
-def _over_checkpoints(trial: _Trial) -> None:
-    options = trial.options
-    for number, path in enumerate(options.checkpoints, 1):
-        trial.run(
-            str(number),
-            f"resumes from `{path}` and trains",
-            options.dims,
-            load=path,
-            after=options.more,
-            first=options.first_step,
-        )
-    for number in range(1, len(options.checkpoints) + 1) if trial.launcher.is_first else ():
-        if number > 1:
-            _compare(trial, "1", str(number), "1")
-        _check_shards(trial, str(number))
+def _over_checkpoints(trial: _Trial, paths: Sequence[str], first_step: int | None) -> None:
+    names = [str(number) for number in range(1, len(paths) + 1)]
+    for name, path in zip(names, paths, strict=True):
+        trial.run(name, f"resumes from `{path}` and trains", trial.base.dims, load=path, first=first_step)
+    for name in names if trial.launcher.is_first else ():
+        if name != "1":
+            _compare(trial, "1", name, "1")
+        _check_shards(trial, name)
 
 
 def _compare(trial: _Trial, first: str, run: str, reference: str) -> None:
     """Compare the state of `run` with that of `first`, and its steps with those of `reference`."""
-    report, more = trial.report, trial.options.more
-    equal = compare.compare_states(
-        report, trial.state(first, RESUMED), trial.state(run, RESUMED), trial.state(run, BUILT), run, first
-    )
+    report, before, after = trial.report, trial.state(first, RESUMED), trial.state(run, RESUMED)
+    equal = compare.compare_states(report, before, after, trial.state(run, BUILT), run, first)
     first_steps = trial.seen[first][0].first_step, trial.seen[run][0].first_step
     equal &= compare.compare_progress(report, *first_steps, run, first)
     if reference not in trial.jobs:
         return  # a note says why
     judged = reference != "control" or _is_restored(trial)
-    steps, reference_steps = trial.report_of(run).steps, trial.report_of(reference).steps[-more:]
-    same = compare.compare_steps(report, reference_steps, steps, run, reference, judged=judged or not equal)
+    steps = trial.steps(run)
+    same = compare.compare_steps(report, trial.steps(reference), steps, run, reference, judged=judged or not equal)
     if equal and judged:
         # Buffers and generators that no step shows, and where the difference in a step led, down to an element.
         compare.compare_ends(report, trial.state(reference, END), trial.state(run, END), run, reference, same=same)
     if reference == "control":
-        ends = trial.state(first, END), trial.state(run, END)
-        compare.measure_drift(report, trial.report_of(first).steps[-more:], steps, ends, run)
+        compare.measure_drift(report, trial.steps(first), steps, (trial.state(first, END), trial.state(run, END)), run)
 
 
 def _is_restored(trial: _Trial) -> bool:
@@ -270,41 +265,29 @@ def _is_restored(trial: _Trial) -> bool:
     control = trial.state("control", RESUMED)
     findings = diagnose(trial.state("A", RESUMED), control, trial.state("control", BUILT), "control")
     if findings:
-        trial.report.notes.append(
-            f"torch itself did not restore A's state in the reference run, so B's steps are not compared: "
-            f"{findings[0].says}" + (f", and {len(findings) - 1} more" if len(findings) > 1 else "")
-        )
+        more = f", and {len(findings) - 1} more" if len(findings) > 1 else ""
+        says = "torch itself did not restore A's state in the reference run, so B's steps are not compared"
+        trial.report.notes.append(f"{says}: {findings[0].says}{more}")
     return not findings
 
 
 def _check_shards(trial: _Trial, name: str) -> None:
-    job, seen = trial.jobs[name], trial.seen[name]
-    compare.check_sharding(trial.report, name, job, seen)
-    folder = os.path.join(job.folder, RESUMED)
-    compare.check_replicas(trial.report, folder, len(seen), name, trial.state(name, RESUMED).buffers)
+    compare.check_sharding(trial.report, name, trial.jobs[name], trial.seen[name])
+    compare.check_replicas(trial.report, trial.state(name, RESUMED), name)
 
 
-def _check_gradients(trial: _Trial, a: Job) -> None:
-    options = trial.options
-    why = ""
-    if world_of(options.dims) == 1:
-        why = "one rank reduces nothing"
-    elif torchrun.is_started():
-        why = "it takes a run on one rank, and torchrun started more"
-    elif not options.gradients:
-        why = "`--no-gradients`"
-    why = why or trial.seen["A"][0].gradients
-    if not why:
-        ones = dict.fromkeys(options.dims, 1)
+def _check_gradients(trial: _Trial, why_not: str) -> None:
+    why_not = why_not or trial.seen["A"][0].gradients
+    if not why_not:
+        ones = dict.fromkeys(trial.base.dims, 1)
         try:
-            alone = trial.run("alone", "the gradients of all batches", ones, gradients_of=a.folder)
+            trial.run("alone", "the gradients of all batches", ones, gradients_of=trial.path("A"))
         except Ended as ended:
-            why = f"the run on one rank failed: {ended.failure.says}"
+            why_not = f"the run on one rank failed: {ended.failure.says}"
         else:
-            folders = (os.path.join(job.folder, "gradients") for job in (a, alone))
-            compare.check_gradients(trial.report, "A", *folders)
-    if why:
-        trial.report.checks.append(Check("gradients reduced", "A", 0, None, f"skipped: {why}"))
+            compare.check_gradients(trial.report, "A", *(trial.path(run, "gradients") for run in ("A", "alone")))
+    if why_not:
+        trial.report.checks.append(Check("gradients reduced", "A", 0, None, f"skipped: {why_not}"))
 
 
 def _fail(report: Report, ended: Ended) -> None:

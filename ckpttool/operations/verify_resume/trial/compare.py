@@ -195,18 +195,18 @@ def measure_drift(
 # Shards ---------------------------------------------------------------------------------------------------------------
 
 
-def check_replicas(report: Report, folder: str, world: int, run: str, buffers: frozenset[str]) -> None:
+def check_replicas(report: Report, recorded: RecordedState, run: str) -> None:
     """Check that ranks that have the same box of a tensor have the same values in it."""
     digests: dict[tuple[str, str], list[str]] = {}
-    for rank in range(world):
-        for name, (box, digest) in state.read_rank(folder, rank)["pieces"].items():
+    for rank in range(recorded.world):
+        for name, (box, digest) in state.read_rank(recorded.folder, rank)["pieces"].items():
             digests.setdefault((name, json.dumps(box)), []).append(digest)
     shared = {key: values for key, values in digests.items() if len(values) > 1}
     if not shared:
         return
     wrong = [name for (name, _), values in shared.items() if len({*values}) > 1]
-    own = [name for name in wrong if name in buffers]
-    judged = [name for name in wrong if name not in buffers]
+    own = [name for name in wrong if name in recorded.buffers]
+    judged = [name for name in wrong if name not in recorded.buffers]
     if own:
         report.notes.append(f"run {run}: buffers that differ between ranks: {some(own)}")
     _add(report, Check("replicas agree", run, len(shared), not judged, f"differ in {some(judged)}" if judged else ""))

@@ -1,6 +1,5 @@
 """The job of the ranks of one run, and the files that they leave behind.
 
-folder/job.json           a `Job`
 folder/built/             states: as newly built (of a run that resumes), where A saved or B resumed, at the end
 folder/resumed/
 folder/end/
@@ -50,19 +49,10 @@ class Job:
     keep_gradients: bool = False
     gradients_of: str | None = None
 
-    def write(self) -> str:
-        """Write the job into its folder, which is created, and return the path of the file."""
-        os.makedirs(self.folder, exist_ok=True)
-        path = os.path.join(self.folder, "job.json")
-        with open(path, "w", encoding="utf-8") as stream:
-            json.dump(asdict(self), stream)
-        return path
-
-
-def read(path: str) -> Job:
-    """Return the job in a file."""
-    with open(path, encoding="utf-8") as stream:
-        return Job(**json.load(stream))
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return prod(self.dims.values())
 
 
 @dataclass(slots=True)
@@ -85,22 +75,14 @@ class Seen:
     gradients: str = ""
 
     def write(self, folder: str) -> None:
-        """Write the file, complete or not at all: it shows that the rank finished."""
-        path = os.path.join(folder, f"rank{self.rank}.json")
-        with open(f"{path}.partial", "w", encoding="utf-8") as stream:
+        with open(os.path.join(folder, f"rank{self.rank}.json"), "w", encoding="utf-8") as stream:
             json.dump(asdict(self), stream)
-        os.replace(f"{path}.partial", path)
 
 
-def read_seen(folder: str, world: int) -> list[Seen]:
+def read_seen(job: Job) -> list[Seen]:
     """Return what all ranks saw."""
     seen = []
-    for rank in range(world):
-        with open(os.path.join(folder, f"rank{rank}.json"), encoding="utf-8") as stream:
+    for rank in range(job.world):
+        with open(os.path.join(job.folder, f"rank{rank}.json"), encoding="utf-8") as stream:
             seen.append(Seen(**json.load(stream)))
     return seen
-
-
-def world_of(dims: Mapping[str, int]) -> int:
-    """Return how many ranks a mesh has."""
-    return prod(dims.values())

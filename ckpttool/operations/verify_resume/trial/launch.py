@@ -20,12 +20,13 @@ from typing import Any, TypeVar
 from ckpttool import errors
 from ckpttool.errors import BUG, CkptError, UsageError
 from ckpttool.operations.verify_resume import worker
-from ckpttool.operations.verify_resume.trial.job import ENVIRONMENT, Job, world_of
+from ckpttool.operations.verify_resume.trial.job import ENVIRONMENT, Job
 from ckpttool.operations.verify_resume.trial.results import Failure, Stuck
 
 T = TypeVar("T")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _FRAME = re.compile(r'\s*File "([^"]+)", line (\d+) in (.+)')
+_WAITING = ("distributed_c10d.py", "/_functional_collectives.py", "/autograd/graph.py")  # in a collective
 
 
 class Ended(Exception):
@@ -44,51 +45,44 @@ class Launcher:
     says = "fresh processes"
 
     def start(self, job: Job, name: str) -> None:
-        """Run a job and wait for it. Raises Ended."""
-        launch(job, name)
+        """Run a job on as many fresh processes as its mesh has ranks, and wait for them.
+
+        Raises Ended if a rank fails or exceeds its time limit; the others are ended too.
+        """
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+        from ckpttool.operations.verify_resume.worker.process import begin
+
+        os.makedirs(job.folder, exist_ok=True)
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=job.world,
+            logs_specs=DefaultLogsSpecs(log_dir=os.path.join(job.folder, "logs"), redirects=Std.ALL),
+            max_restarts=0,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="127.0.0.1",
+            run_id=f"ckpttool-{os.getpid()}-{name}",
+            start_method=_START,
+        )
+        with environment(ENVIRONMENT), _signals(), _quiet(), _without_main():
+            try:
+                elastic_launch(config, begin)(job, dict(os.environ))
+            except ChildFailedError as error:
+                failed = {local: failure.exitcode for local, failure in error.failures.items()}
+                raise _ended(job, name, failed) from None
+            except SignalException as stop:
+                if stop.sigval != signal.SIGINT:
+                    # By whatever the command line does with this signal.
+                    os.kill(os.getpid(), stop.sigval)
+                raise KeyboardInterrupt from None
 
     def from_first(self, make: Callable[[], T]) -> T:
         """Return what `make` returns in the first process."""
         return make()
-
-
-def launch(job: Job, name: str) -> None:
-    """Run a job on as many fresh processes as its mesh has ranks, and wait for them.
-
-    Raises Ended if a rank fails or exceeds its time limit; the others are ended too.
-    """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    from ckpttool.operations.verify_resume.worker.entry import begin
-
-    path, world = job.write(), world_of(job.dims)
-    logs = DefaultLogsSpecs(log_dir=os.path.join(job.folder, "logs"), redirects=Std.ALL)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=world,
-        logs_specs=logs,
-        max_restarts=0,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="127.0.0.1",
-        run_id=f"ckpttool-{os.getpid()}-{name}",
-        start_method=_START,
-    )
-    with _environment(), _signals(), _quiet(), _without_main():
-        try:
-            elastic_launch(config, begin)(path, dict(os.environ))
-        except ChildFailedError as error:
-            failed = {local: failure.exitcode for local, failure in error.failures.items()}
-            raise _ended(job, name, world, failed) from None
-        except SignalException as stop:
-            if stop.sigval == signal.SIGINT:
-                raise KeyboardInterrupt from None
-            # By whatever the command line does with this signal.
-            os.kill(os.getpid(), stop.sigval)
-            raise KeyboardInterrupt from None
 
 
 # A fork of a process that has imported this much is not safe on macOS.
@@ -100,7 +94,7 @@ def prepare() -> None:
     """Start the process that the ranks are forked from. It imports torch, which takes seconds, in the background."""
     if _START == "forkserver":
         multiprocessing.set_forkserver_preload(_PRELOADED)
-        with _environment():
+        with environment(ENVIRONMENT):
             forkserver.ensure_running()
 
 
@@ -119,17 +113,22 @@ def _without_main() -> Iterator[None]:
 
 
 @contextmanager
-def _environment() -> Iterator[None]:
-    kept = {name: os.environ.get(name) for name in ENVIRONMENT}
-    os.environ.update(ENVIRONMENT)
+def environment(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Context manager in which environment variables have these values; with None they do not exist."""
+    kept = {name: os.environ.get(name) for name in values}
+    _put_into_environment(values)
     try:
         yield
     finally:
-        for name, value in kept.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        _put_into_environment(kept)
+
+
+def _put_into_environment(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @contextmanager
@@ -146,15 +145,10 @@ def _signals() -> Iterator[None]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence what the launcher logs when a rank fails, as the report has it."""
-    loggers = [
-        logging.getLogger(name)
-        for name in ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing.spawn")
-    ]
-    loggers += [
-        log
-        for name, log in logging.root.manager.loggerDict.items()
-        if name.startswith("torch.distributed.elastic") and isinstance(log, logging.Logger)
-    ]
+    elastic = "torch.distributed.elastic"
+    names = {name for name in logging.root.manager.loggerDict if name.startswith(elastic)}
+    names |= {elastic, "torch.distributed.launcher", "torch.multiprocessing.spawn"}
+    loggers = [logging.getLogger(name) for name in names]
     kept = [log.level for log in loggers]
     for log in loggers:
         log.setLevel(logging.CRITICAL + 1)
@@ -168,56 +162,42 @@ def _quiet() -> Iterator[None]:
 # Failures -------------------------------------------------------------------------------------------------------------
 
 
-def _ended(job: Job, name: str, world: int, failed: Mapping[int, int]) -> Ended:
-    ranks = [_stuck(job, rank) for rank in range(world)]
-    failed_first = [one for one in ranks if one.error is not None]
-    if failed_first:
+def _ended(job: Job, name: str, failed: Mapping[int, int]) -> Ended:
+    texts = [_text(job, rank, "error.json") for rank in range(job.world)]
+    raised = {rank: json.loads(text) for rank, text in enumerate(texts) if text}
+    ranks = [_stuck(job, rank, raised.get(rank)) for rank in range(job.world)]
+    cause: CkptError | None = None
+    if raised:
         # The others fail as well, when the one that they communicate with is gone.
-        first = min(failed_first, key=lambda one: json.loads(_text(job, one.rank, "error.json"))["at"])
+        first = ranks[min(raised, key=lambda rank: raised[rank]["at"])]
+        error = raised[first.rank]
+        if error["ours"]:
+            cause = getattr(errors, error["type"], CkptError)(error["message"], hint=error["hint"], **error["facts"])
         where = f" ({first.where})" if first.where else ""
-        failure = Failure(name, f"run {name}: rank {first.rank} failed in {first.phase}{where}: {first.error}", ranks)
-        return Ended(failure, _cause(job, first.rank))
-    late = [one for one in ranks if _timed_out(job, one.rank)]
-    if late:
-        first = _hung(late)
+        says = f"rank {first.rank} failed in {first.phase}{where}: {first.error}"
+    elif late := [one for one in ranks if _text(job, one.rank, "stack").startswith("Timeout")]:
+        # The rank that the others wait for: one in no collective, if any.
+        first = min(late, key=lambda one: any(w in line for line in one.stack[:3] for w in _WAITING))
         where = f", at {first.where}" if first.where else ""
-        says = f"run {name}: rank {first.rank} was still in {first.phase} after {job.limit:g} s{where}"
-        return Ended(Failure(name, says, ranks), None)
-    rank, code = min(failed.items())
-    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-    says = f"run {name}: the process of rank {rank} ended {how} in {ranks[rank].phase}"
-    return Ended(Failure(name, says, ranks), None)
+        says = f"rank {first.rank} was still in {first.phase} after {job.limit:g} s{where}"
+    else:
+        rank, code = min(failed.items())
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        says = f"the process of rank {rank} ended {how} in {ranks[rank].phase}"
+    return Ended(Failure(name, f"run {name}: {says}", ranks), cause)
 
 
-def _hung(late: list[Stuck]) -> Stuck:
-    """Return the rank that the others wait for: one in no collective, if any."""
-    waits = ("distributed_c10d.py", "/_functional_collectives.py", "/autograd/graph.py")
-    return min(late, key=lambda one: any(w in line for line in one.stack[:3] for w in waits))
-
-
-def _stuck(job: Job, rank: int) -> Stuck:
-    phase = _text(job, rank, "phase") or "the start of its process"
-    stack, where = _stack(_text(job, rank, "stack"), job.recipe)
-    text = _text(job, rank, "error.json")
-    if not text:
-        return Stuck(rank, phase, where, stack)
-    error = json.loads(text)
-    message = error["message"] if error["ours"] else f"{error['type']}: {error['message']}"
-    return Stuck(rank, error["phase"], error["where"], stack, message)
-
-
-def _timed_out(job: Job, rank: int) -> bool:
-    return _text(job, rank, "stack").startswith("Timeout")
-
-
-def _stack(text: str, recipe: str) -> tuple[list[str], str | None]:
-    """Return the frames of the main thread, innermost first, and the innermost one of the recipe."""
-    main = text.rpartition("most recent call first):\n")[2]
+def _stuck(job: Job, rank: int, error: Mapping[str, Any] | None) -> Stuck:
+    # The main thread, the innermost frame first.
+    main = _text(job, rank, "stack").rpartition("most recent call first):\n")[2]
     frames = [(m[1], int(m[2]), m[3]) for m in map(_FRAME.match, main.splitlines()) if m]
-    folder = os.path.dirname(os.path.abspath(recipe))
-    own = next((frame for frame in frames if os.path.dirname(frame[0]) == folder), None)
-    where = f"{os.path.basename(own[0])}:{own[1]} in {own[2]}" if own is not None else None
-    return [f"{file}:{line} in {what}" for file, line, what in frames], where
+    stack = [f"{file}:{line} in {what}" for file, line, what in frames]
+    if error is not None:
+        message = error["message"] if error["ours"] else f"{error['type']}: {error['message']}"
+        return Stuck(rank, error["phase"], error["where"], stack, message)
+    folder = os.path.dirname(os.path.abspath(job.recipe))
+    own = (f"{os.path.basename(f)}:{line} in {what}" for f, line, what in frames if os.path.dirname(f) == folder)
+    return Stuck(rank, _text(job, rank, "phase") or "the start of its process", next(own, None), stack)
 
 
 def _text(job: Job, rank: int, what: str) -> str:
@@ -226,16 +206,6 @@ def _text(job: Job, rank: int, what: str) -> str:
             return stream.read()
     except OSError:
         return ""
-
-
-def _cause(job: Job, rank: int) -> CkptError | None:
-    """Return the error that the rank raised, if it is one of `ckpttool.errors`."""
-    error: dict[str, Any] = json.loads(_text(job, rank, "error.json"))
-    if not error["ours"]:
-        return None
-    kind = getattr(errors, error["type"], CkptError)
-    cause: CkptError = kind(error["message"], hint=error["hint"], **error["facts"])
-    return cause
 
 
 def as_error(ended: Ended) -> CkptError:

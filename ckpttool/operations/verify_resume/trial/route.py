@@ -26,13 +26,13 @@ Step = str | Callable[[str, str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Stage:
+class Stage:
     says: str
     format: str
     make: Callable[[str, str], object]
 
 
-def parse(via: str | Sequence[Step], dims: Mapping[str, int], *, other_mesh: bool) -> list[_Stage]:
+def parse(via: str | Sequence[Step], dims: Mapping[str, int], *, other_mesh: bool) -> list[Stage]:
     """Return the stages of a route onto the mesh `dims`. One without a reshard ends with a reshard onto another mesh,
     if its last format has chunks. Raises UsageError for an unknown stage."""
     steps: list[Step] = [one for one in via.split(",") if one] if isinstance(via, str) else [*via]
@@ -45,10 +45,10 @@ def parse(via: str | Sequence[Step], dims: Mapping[str, int], *, other_mesh: boo
     return stages
 
 
-def _stage(step: Step, dims: Mapping[str, int]) -> _Stage:
+def _stage(step: Step, dims: Mapping[str, int]) -> Stage:
     if not isinstance(step, str):
         function = step
-        return _Stage(getattr(step, "__name__", "a function"), "changed", lambda source, to: function(source, to))
+        return Stage(getattr(step, "__name__", "a function"), "changed", lambda source, to: function(source, to))
     word, colon, rest = step.strip().partition(":")
     if word == "reshard" and colon:
         if rest.isdecimal():
@@ -65,18 +65,18 @@ def _stage(step: Step, dims: Mapping[str, int]) -> _Stage:
     def make(source: str, to: str) -> object:
         return convert(source, to, to=word, to_world=onto)
 
-    return _Stage(f"convert --to {word}" + (f" --to-world {onto}" if onto else ""), word, make)
+    return Stage(f"convert --to {word}" + (f" --to-world {onto}" if onto else ""), word, make)
 
 
-def _resharding(mesh: Mesh) -> _Stage:
+def _resharding(mesh: Mesh) -> Stage:
     if mesh.names == ("shard",):
-        return _Stage(
+        return Stage(
             f"reshard --to-world {mesh.world}", "resharded", lambda source, to: reshard(source, to, to_world=mesh.world)
         )
-    return _Stage(f"reshard --to-mesh {mesh}", "resharded", lambda source, to: reshard(source, to, to_mesh=str(mesh)))
+    return Stage(f"reshard --to-mesh {mesh}", "resharded", lambda source, to: reshard(source, to, to_mesh=str(mesh)))
 
 
-def follow(stages: Sequence[_Stage], source: str, folder: str, tell: Callable[[str], None]) -> list[Leg]:
+def follow(stages: Sequence[Stage], source: str, folder: str, tell: Callable[[str], None]) -> list[Leg]:
     """Run the stages one after the other, beginning with the checkpoint at `source`, and return what each wrote into
     `folder`. Raises what the commands raise."""
     os.makedirs(folder, exist_ok=True)

@@ -11,11 +11,11 @@ from ckpttool.operations.verify_resume.trial.job import BUILT, END, RESUMED, Job
 from ckpttool.operations.verify_resume.worker import gradients, save_load, setup, shard_checks
 from ckpttool.operations.verify_resume.worker.build import Built, build
 from ckpttool.operations.verify_resume.worker.observe import Observer
-from ckpttool.operations.verify_resume.worker.phases import Watch
+from ckpttool.operations.verify_resume.worker.process import Watch
 from ckpttool.operations.verify_resume.worker.record import record
 
 
-def run(job: Job, watch: Watch, *, leave: bool = True) -> Seen:
+def run(job: Job, watch: Watch, *, leave: bool = True) -> None:
     """Do the job, and write what was observed. `leave` ends the process group."""
     switched_on = setup.deterministic(job)
     watch.enter("process group")
@@ -36,7 +36,6 @@ def run(job: Job, watch: Watch, *, leave: bool = True) -> Seen:
     watch.end()
     if leave:
         dist.destroy_process_group()
-    return seen
 
 
 def _train(job: Job, watch: Watch, built: Built, seen: Seen) -> None:

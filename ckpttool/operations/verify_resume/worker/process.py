@@ -1,4 +1,4 @@
-"""The phases of a rank, each with a time limit; when it is exceeded, the rank writes its stack and ends."""
+"""The process of one rank: its phases, each with a time limit, and what it leaves behind when it fails."""
 
 from __future__ import annotations
 
@@ -9,12 +9,23 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, TextIO
 
 from ckpttool.errors import CkptError
 from ckpttool.operations.verify_resume.trial.job import Job
+
+# Variables that the launcher sets for each rank, in place of those of an outer one.
+_OF_RANK = (
+    "RANK",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "MASTER_",
+    "WORLD_SIZE",
+    "TORCHELASTIC_",
+)
 
 
 class Watch:
@@ -39,9 +50,12 @@ class Watch:
         faulthandler.cancel_dump_traceback_later()
 
 
-@contextmanager
-def watched(job: Job, rank: int) -> Iterator[Watch]:
-    """Watch a rank in this block. What it raises is recorded, and the process ends with 1."""
+def begin(job: Job, environment: Mapping[str, str]) -> None:
+    """Do a job. What it raises is recorded, and the process ends with 1. `environment` is that of the calling process:
+    this one may be forked from an older one."""
+    own = {name: value for name, value in os.environ.items() if name not in environment or name.startswith(_OF_RANK)}
+    os.environ.update({**environment, **own})
+    rank = int(os.environ["RANK"])
     with open(os.path.join(job.folder, f"rank{rank}.stack"), "w", encoding="utf-8") as stack:
         faulthandler.enable(file=stack)
         # When one rank fails the others are terminated, and record their stacks too.
@@ -49,11 +63,14 @@ def watched(job: Job, rank: int) -> Iterator[Watch]:
         watch = Watch(job, rank, stack)
         watch.enter("start")
         try:
-            yield watch
+            # Imported late: the launching process only refers to this function.
+            from ckpttool.operations.verify_resume.worker.run import run
+
+            run(job, watch)
         except Exception as error:
-            description = describe(error, job.recipe)
             with open(os.path.join(job.folder, f"rank{rank}.error.json"), "w", encoding="utf-8") as stream:
-                json.dump(description | {"phase": watch.now, "at": time.time()}, stream, default=str)
+                description = {**_described(error, job.recipe), "phase": watch.now, "at": time.time()}
+                json.dump(description, stream, default=str)
             traceback.print_exception(error)
             sys.stderr.flush()
             # No clean-up of the process group, in which other ranks may be waiting.
@@ -62,19 +79,12 @@ def watched(job: Job, rank: int) -> Iterator[Watch]:
             watch.end()
 
 
-def describe(error: Exception, recipe: str) -> dict[str, Any]:
+def _described(error: Exception, recipe: str) -> dict[str, Any]:
     """Return an error as JSON, with the line of the recipe that it came from."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if os.path.dirname(frame.filename) == os.path.dirname(recipe)]
-    at = own[-1] if own else None
-    where = f"{os.path.basename(at.filename)}:{at.lineno} in {at.name}" if at is not None else None
+    where = f"{os.path.basename(own[-1].filename)}:{own[-1].lineno} in {own[-1].name}" if own else None
+    description = {"ours": False, "type": type(error).__name__, "message": str(error), "where": where}
     if isinstance(error, CkptError):
-        return {
-            "ours": True,
-            "type": type(error).__name__,
-            "message": error.message,
-            "hint": error.hint,
-            "facts": error.facts,
-            "where": where,
-        }
-    return {"ours": False, "type": type(error).__name__, "message": str(error), "where": where}
+        description |= {"ours": True, "message": error.message, "hint": error.hint, "facts": error.facts}
+    return description
