@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 from ckpttool import formats
@@ -27,6 +28,8 @@ Step = str | Callable[[str, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Stage:
+    """A stage of a route: `make(source, destination)` writes a checkpoint of this format."""
+
     says: str
     format: str
     make: Callable[[str, str], object]
@@ -47,33 +50,23 @@ def parse(via: str | Sequence[Step], dims: Mapping[str, int], *, other_mesh: boo
 
 def _stage(step: Step, dims: Mapping[str, int]) -> Stage:
     if not isinstance(step, str):
-        function = step
-        return Stage(getattr(step, "__name__", "a function"), "changed", lambda source, to: function(source, to))
+        return Stage(getattr(step, "__name__", "a function"), "changed", step)
     word, colon, rest = step.strip().partition(":")
     if word == "reshard" and colon:
-        if rest.isdecimal():
-            return _resharding(world_mesh(int(rest)))
-        return _resharding(parse_mesh(rest.replace("+", ",")))
+        return _resharding(world_mesh(int(rest)) if rest.isdecimal() else parse_mesh(rest.replace("+", ",")))
     rows = {row.target: row for row in formats.FORMATS if row.create}
     if colon or word not in rows:
-        hint = meant(
-            word, [*rows, "reshard:N"], f"stages are {', '.join(f'`{name}`' for name in rows)} and `reshard:N`"
-        )
-        raise UsageError(f"`--via {step}`: unknown stage", hint=hint)
+        stages = f"stages are {', '.join(f'`{name}`' for name in rows)} and `reshard:N`"
+        raise UsageError(f"`--via {step}`: unknown stage", hint=meant(word, [*rows, "reshard:N"], stages))
     onto = prod(dims.values()) if rows[word].chunked else None
-
-    def make(source: str, to: str) -> object:
-        return convert(source, to, to=word, to_world=onto)
-
-    return Stage(f"convert --to {word}" + (f" --to-world {onto}" if onto else ""), word, make)
+    says = f"convert --to {word}" + (f" --to-world {onto}" if onto else "")
+    return Stage(says, word, partial(convert, to=word, to_world=onto))
 
 
 def _resharding(mesh: Mesh) -> Stage:
     if mesh.names == ("shard",):
-        return Stage(
-            f"reshard --to-world {mesh.world}", "resharded", lambda source, to: reshard(source, to, to_world=mesh.world)
-        )
-    return Stage(f"reshard --to-mesh {mesh}", "resharded", lambda source, to: reshard(source, to, to_mesh=str(mesh)))
+        return Stage(f"reshard --to-world {mesh.world}", "resharded", partial(reshard, to_world=mesh.world))
+    return Stage(f"reshard --to-mesh {mesh}", "resharded", partial(reshard, to_mesh=str(mesh)))
 
 
 def follow(stages: Sequence[Stage], source: str, folder: str, tell: Callable[[str], None]) -> list[Leg]:

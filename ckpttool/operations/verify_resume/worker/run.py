@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -11,8 +12,10 @@ from ckpttool.operations.verify_resume.trial.job import BUILT, END, RESUMED, Job
 from ckpttool.operations.verify_resume.worker import gradients, save_load, setup, shard_checks
 from ckpttool.operations.verify_resume.worker.build import Built, build
 from ckpttool.operations.verify_resume.worker.observe import Observer
-from ckpttool.operations.verify_resume.worker.process import Watch
 from ckpttool.operations.verify_resume.worker.record import record
+
+if TYPE_CHECKING:
+    from ckpttool.operations.verify_resume.worker.process import Watch
 
 
 def run(job: Job, watch: Watch, *, leave: bool = True) -> None:
