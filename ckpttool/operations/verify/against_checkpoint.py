@@ -10,32 +10,33 @@ from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CkptError
 from ckpttool.layout import select
 from ckpttool.operations.diff import Diff, Only, TensorDifference, compare_sources
-from ckpttool.operations.verify.findings import DIFFERENCE, Finding, Report
-from ckpttool.transfer.threads import Progress
+from ckpttool.operations.verify.findings import DIFFERENCE, Finding, Verification
 
 _SHORT = 60  # characters of a value that is shown
 
 
-def compare(
-    source: Source, other: Source, damaged: set[str], report: Report, threads: int, progress: Progress | None = None
-) -> None:
-    """Add every difference of `source` from `other` to the report. Tensors whose name is in `damaged` are skipped."""
-    catalogues = select.start(source.catalogue), select.start(other.catalogue)
+def check(run: Verification, other: Source) -> Iterator[Finding]:
+    """Yield every difference from another checkpoint. Tensors that are damaged are not compared by value."""
+    catalogues = select.start(run.catalogue), select.start(other.catalogue)
     failures: dict[str, CkptError] = {}
     result = compare_sources(
-        (source, other), catalogues, exact=True, skip=damaged, failures=failures, threads=threads, progress=progress
+        (run.source, other),
+        catalogues,
+        exact=True,
+        skip=run.damaged,
+        failures=failures,
+        threads=run.threads,
+        progress=run.progress,
     )
     entries = {entry.name: entry for entry in catalogues[0].entries.values()}
-    report.add(_entries(result, catalogues, entries))
+    yield from _entries(result, catalogues, entries)
     for difference in result.tensors:
         tensor = entries[difference.name]
         if isinstance(tensor, Tensor):
-            report.add(_tensor(difference, tensor))
-    report.add(
-        Finding.of(error, "unreadable", tensor=name)
-        for name, error in failures.items()
-        if isinstance(entries[name], Tensor)  # an object that cannot be read is a finding already
-    )
+            yield from _tensor(difference, tensor)
+    for name, error in failures.items():
+        if isinstance(entries[name], Tensor):  # an object that cannot be read is a finding already
+            yield Finding.of(error, "unreadable", tensor=name)
 
 
 def _entries(result: Diff, catalogues: tuple[Catalogue, Catalogue], entries: dict[str, Entry]) -> Iterator[Finding]:

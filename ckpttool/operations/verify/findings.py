@@ -1,4 +1,4 @@
-"""The findings of a verification, each with its gravity, and the report of all of them."""
+"""The findings of a verification, each with its gravity, the report of all of them, and what a check is called with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ckpttool.catalogue.entries import Catalogue
+from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import DIFFERS, DONE, CkptError, CorruptError, RemoteError
+from ckpttool.storage.stores import Location
+from ckpttool.transfer.threads import Progress
 
 DAMAGE, DIFFERENCE, NAN, SUSPECT, NOTE = "damage", "difference", "nan", "suspect", "note"
 GRAVITIES = (DAMAGE, DIFFERENCE, NAN, SUSPECT, NOTE)
@@ -53,17 +57,9 @@ class Finding:
         if isinstance(error, RemoteError) or error.facts.get("fetching"):
             raise error
         facts = error.facts
-        place = where or Where(_text(facts.get("file")), _whole(facts.get("offset")), _whole(facts.get("nbytes")))
-        tensor = tensor or _text(facts.get("tensor"))
+        place = where or Where(facts.get("file"), facts.get("offset"), facts.get("nbytes"))
+        tensor = tensor or facts.get("tensor")
         return cls(gravity, kind, error.message, place.file, tensor, place.offset, place.nbytes, error.hint)
-
-
-def _text(value: object) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def _whole(value: object) -> int | None:
-    return value if type(value) is int else None
 
 
 @dataclass(slots=True)
@@ -117,3 +113,28 @@ class Report:
         if not self.whole:
             return CorruptError.exit_code
         return DIFFERS if self.counts[DIFFERENCE] or self.counts[NAN] else DONE
+
+
+class Verification(NamedTuple):
+    """One run of `verify`: what each check is called with. A source that cannot be opened has files and no entries."""
+
+    source: Source
+    root: Location  # of its files; in a run directory, of the checkpoint that was chosen
+    report: Report
+    threads: int
+    progress: Progress | None
+
+    @property
+    def catalogue(self) -> Catalogue:
+        """Everything that the index says."""
+        return self.source.catalogue
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the checkpoint can be opened as a whole."""
+        return bool(self.catalogue.format)
+
+    @property
+    def damaged(self) -> set[str]:
+        """The names of tensors that are damaged so far, whose values are not compared."""
+        return {f.tensor for f in self.report.findings if f.gravity == DAMAGE and f.tensor is not None}

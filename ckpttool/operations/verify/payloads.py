@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from math import prod
 from typing import NamedTuple
 
@@ -19,14 +19,13 @@ from ckpttool.catalogue.entries import Catalogue, File, Record, Tensor
 from ckpttool.catalogue.protocols import Itemised, Source
 from ckpttool.catalogue.validation import outside
 from ckpttool.errors import CkptError, CorruptError
-from ckpttool.operations.verify.findings import SUSPECT, Finding, Report, Where
-from ckpttool.operations.verify.structure import is_readable
+from ckpttool.operations.verify.findings import SUSPECT, Finding, Report, Verification, Where
 from ckpttool.serialization.torch_zip import open_archive
 from ckpttool.storage import stores
 from ckpttool.storage.crc import crc32
 from ckpttool.storage.files import Pool
 from ckpttool.transfer.checksums import Pieces, mismatch, tensors_in
-from ckpttool.transfer.threads import Progress, Work, on_threads
+from ckpttool.transfer.threads import Work, on_threads
 
 BUFFER = 1 << 20  # stays in the processor's cache between read and checksum
 _PIECE = 64 << 20  # a longer record is shared by the threads
@@ -48,41 +47,42 @@ class _Piece(NamedTuple):
     what: str
 
 
-def check(source: Source, report: Report, threads: int, progress: Progress | None = None) -> None:
-    """Read the payloads of `source`, whose faults are known; fill the counts of the report and add findings to it."""
-    _Check(source, report).run(threads, progress)
+def check(run: Verification) -> Iterator[Finding]:
+    """Read the payloads of a source whose faults are known, and fill the counts of the report."""
+    reading = _Reading(run.source, run.report)
+    total = sum(file.size for file in run.catalogue.own_files)
+    places = [file.location for file in run.catalogue.own_files if not file.missing]
+    work = reading.work = Work(total, stores.with_fetching(run.progress, places))
+    with closing(reading.pool):
+        on_threads(reading.tasks(), reading.do, run.threads, work)
+    reading.finish()
+    yield from reading.findings
 
 
-class _Check:
+class _Reading:
     def __init__(self, source: Source, report: Report) -> None:
-        self._source = source
-        self._catalogue = source.catalogue
-        self._report = report
-        self._findings: list[Finding] = []
-        self._pool = Pool(whole=True)
+        self.findings: list[Finding] = []
+        self.pool = Pool(whole=True)
+        self.work = Work()
+        self._source, self._catalogue, self._report = source, source.catalogue, report
         self._digested = {i for i, f in enumerate(self._catalogue.files) if stores.has_digest(f.location)}
         self._pieces = Pieces()
         self._seen: set[tuple[int, int]] = set()
         self._read_files: set[int] = set()
         self._lock = threading.Lock()
         self._local = threading.local()
-        self._work = Work()
 
-    def run(self, threads: int, progress: Progress | None) -> None:
-        total = sum(file.size for file in self._catalogue.own_files)
-        places = [file.location for file in self._catalogue.own_files if not file.missing]
-        self._work = Work(total, stores.with_fetching(progress, places))
-        with closing(self._pool):
-            on_threads(self._tasks(), self._do, threads, self._work)
+    def finish(self) -> None:
+        """Compare the checksums of records that were read in pieces."""
         for record in self._pieces.records():
             if not self._pieces.gaps(record):
                 self._compare(record, self._pieces.crc(record), "")
         self._report.records += len(self._digested & self._read_files)
-        self._report.add(self._findings)
 
     # What to read ----------------------------------------------------------------------------------------------------
 
-    def _tasks(self) -> Iterator[_Piece | _Batch]:
+    def tasks(self) -> Iterator[_Piece | _Batch]:
+        """Yield everything that is to be read, in the order of the files."""
         for batch in _batches(self._catalogue):
             tensor, i = batch[0]
             if len(batch) > 1 or tensor.chunks.nbytes[i] <= _PIECE:
@@ -105,34 +105,30 @@ class _Check:
             yield _Piece(record, record.offset + at, min(_PIECE, record.nbytes - at), what)
 
     def _record_of(self, tensor: Tensor, i: int) -> Record | None:
-        """Return the record of a chunk; None, and perhaps a finding, if there is none to read."""
-        try:
-            return self._resolved(tensor, i)
-        except CkptError as error:
-            chunks = tensor.chunks
-            where = Where(self._catalogue.files[chunks.file[i]].name, chunks.offset[i], chunks.nbytes[i])
-            self._add(Finding.of(error, "header", where=where, tensor=tensor.name))
-            return None
-
-    def _resolved(self, tensor: Tensor, i: int) -> Record | None:
-        """Return the record that a chunk lies in, or the chunk itself as one without a CRC."""
+        """Return the record that a chunk lies in, or the chunk itself as one without a CRC; None, and perhaps a
+        finding, if there is none to read."""
         if tensor.dtype.kind == "quantized" and tensor.chunks.item:
             return None  # its shards cannot be merged; its items are among the others
-        extent = self._source.resolve(tensor, tensor.chunks.at(i))
-        file = self._catalogue.files[extent.file]
-        if file.scratch:
-            self._count(extent.nbytes, checked=extent.checked)
+        chunks, sizes = tensor.chunks, tensor.chunks.sizes[i]
+        try:
+            extent = self._source.resolve(tensor, chunks.at(i))
+            file = self._catalogue.files[extent.file]
+            if file.scratch:
+                self._count(extent.nbytes, checked=extent.checked)
+                return None
+            if extent.offset + extent.nbytes > file.size:
+                raise outside(f"tensor `{tensor.name}`", file, extent.offset, extent.nbytes)
+            elements = prod(sizes) if extent.strides is None else boxes.span(sizes, extent.strides)
+            needed = elements * tensor.dtype.itemsize
+            if extent.nbytes != needed and 0 not in sizes:
+                what = f"{tensor.dtype} {list(sizes)}"
+                raise CorruptError(
+                    f"`{file.name}`: tensor `{tensor.name}`: {extent.nbytes} bytes, but {what} needs {needed}"
+                )
+        except CkptError as error:
+            where = Where(self._catalogue.files[chunks.file[i]].name, chunks.offset[i], chunks.nbytes[i])
+            self.findings.append(Finding.of(error, "header", where=where, tensor=tensor.name))
             return None
-        if extent.offset + extent.nbytes > file.size:
-            raise outside(f"tensor `{tensor.name}`", file, extent.offset, extent.nbytes)
-        sizes = tensor.chunks.sizes[i]
-        elements = prod(sizes) if extent.strides is None else boxes.span(sizes, extent.strides)
-        needed = elements * tensor.dtype.itemsize
-        if extent.nbytes != needed and 0 not in sizes:
-            raise CorruptError(
-                f"`{file.name}`: tensor `{tensor.name}`: {extent.nbytes} bytes, but {tensor.dtype} "
-                f"{list(sizes)} needs {needed}"
-            )
         return extent.record or Record(extent.file, extent.offset, extent.nbytes, None)
 
     def _other_records(self) -> Iterator[tuple[Record, str]]:
@@ -142,54 +138,51 @@ class _Check:
             file, where = files[run.file], Where(files[run.file].name, run.offset, run.nbytes)
             if file.missing:
                 error = CorruptError(f"`{file.name}` is missing, and with it `{name}`")
-                self._add(Finding.of(error, "range", where=where))
+                self.findings.append(Finding.of(error, "range", where=where))
             elif run.offset < 0 or run.nbytes < 0 or run.offset + run.nbytes > file.size:
-                self._add(Finding.of(outside(f"`{name}`", file, run.offset, run.nbytes), "range", where=where))
+                self.findings.append(
+                    Finding.of(outside(f"`{name}`", file, run.offset, run.nbytes), "range", where=where)
+                )
             elif not run.packed:  # a packed one is checked when it is decoded
-                what = f"`{file.name}`: `{name}`"
-                yield from self._of_archive(run.file, file, run.offset, run.nbytes, what, where)
+                with self._found("unreadable", where):
+                    what = f"`{file.name}`: `{name}`"
+                    yield from self._of_archive(run.file, file, run.offset, run.nbytes, what, where)
         for number, file in enumerate(files):
             if not file.missing and not file.scratch and not file.name.endswith(".distcp"):
-                yield from self._of_file(number, file)
+                where = Where(file.name)
+                with self._found("unreadable", where):
+                    if self.pool.read(file.location, 0, min(file.size, 4)) == b"PK\3\4":
+                        yield from self._of_archive(number, file, 0, file.size, f"`{file.name}`", where)
 
-    def _of_file(self, number: int, file: File) -> Iterator[tuple[Record, str]]:
+    @contextmanager
+    def _found(self, kind: str, where: Where) -> Iterator[None]:
+        """Context manager that makes an error a finding."""
         try:
-            head = self._pool.read(file.location, 0, min(file.size, 4))
+            yield
         except CkptError as error:
-            self._add(Finding.of(error, "unreadable", where=Where(file.name)))
-            return
-        if head == b"PK\3\4":
-            yield from self._of_archive(number, file, 0, file.size, f"`{file.name}`", Where(file.name))
+            self.findings.append(Finding.of(error, kind, where=where))
 
     def _of_archive(
         self, number: int, file: File, base: int, nbytes: int, name: str, where: Where
     ) -> Iterator[tuple[Record, str]]:
-        """Yield every record of an archive, with its CRC if the writer left one."""
-        try:
-            window = self._pool.read(file.location, base, nbytes) if nbytes <= _SMALL else b""
-        except CkptError as error:
-            self._add(Finding.of(error, "unreadable", where=where))
-            return
+        """Yield every record of an archive, with its CRC if the writer left one. Raises an error of the disk."""
+        window = self.pool.read(file.location, base, nbytes) if nbytes <= _SMALL else b""
 
         def read(offset: int, n: int) -> bytes:
             at = offset - base
-            return window[at : at + n] if window and at + n <= nbytes else self._pool.read(file.location, offset, n)
+            return window[at : at + n] if window and at + n <= nbytes else self.pool.read(file.location, offset, n)
 
-        try:
+        with self._found("archive", where):
             archive = open_archive(read, base, nbytes, name=name, file=number)
-        except CkptError as error:
-            self._add(Finding.of(error, "archive", where=where))
-            return
-        for record in archive.records:
-            try:
-                if archive.records[record].nbytes >= 0:  # a program's code is packed
-                    yield archive.payload(record), f"{name}: record `{record}`"
-            except CkptError as error:
-                self._add(Finding.of(error, "archive", where=where))
+            for record, entry in archive.records.items():
+                with self._found("archive", where):
+                    if entry.nbytes >= 0:  # a program's code is packed
+                        yield archive.payload(record), f"{name}: record `{record}`"
 
     # Reading ---------------------------------------------------------------------------------------------------------
 
-    def _do(self, task: _Piece | _Batch) -> None:
+    def do(self, task: _Piece | _Batch) -> None:
+        """Read what a task says."""
         if isinstance(task, _Piece):
             self._read(task)
             return
@@ -207,14 +200,14 @@ class _Check:
             for at in range(0, piece.nbytes, BUFFER):
                 nbytes = min(BUFFER, piece.nbytes - at)
                 more = behind if at + nbytes == piece.nbytes else 0
-                self._pool.read_into(file.location, piece.offset + at, buffer[: nbytes + more])
+                self.pool.read_into(file.location, piece.offset + at, buffer[: nbytes + more])
                 if record.crc is not None:
                     crc = crc32(buffer[:nbytes], crc)
-                self._work.note(nbytes)
+                self.work.note(nbytes)
         except CkptError as error:
             names = tensors_in(record, self._catalogue)
             where = Where(file.name, piece.offset, piece.nbytes)
-            self._add(Finding.of(error, "unreadable", where=where, tensor=names[0] if names else None))
+            self.findings.append(Finding.of(error, "unreadable", where=where, tensor=names[0] if names else None))
             return
         self._count(piece.nbytes, checked=record.crc is not None or record.file in self._digested)
         self._read_files.add(record.file)
@@ -239,7 +232,7 @@ class _Check:
         if crc != record.crc:
             file = self._catalogue.files[record.file].name
             error = mismatch(record, crc, file, tensors_in(record, self._catalogue), what)
-            self._add(Finding.of(error, "checksum"))
+            self.findings.append(Finding.of(error, "checksum"))
 
     def _check_descriptor(self, record: Record, data: bytes) -> None:
         """Check that the data descriptor, behind its payload in an archive, repeats the CRC."""
@@ -250,34 +243,30 @@ class _Check:
             f"`{file}`: bytes {end}..{end + _DESCRIPTOR_SIZE}, behind a payload, do not repeat its CRC: they changed "
             "after they were written, or the directory of the archive did"
         )
-        self._add(Finding(SUSPECT, "descriptor", text, file, None, end, _DESCRIPTOR_SIZE))
-
-    def _add(self, finding: Finding) -> None:
-        with self._lock:
-            self._findings.append(finding)
+        self.findings.append(Finding(SUSPECT, "descriptor", text, file, None, end, _DESCRIPTOR_SIZE))
 
     def _count(self, nbytes: int, *, checked: bool) -> None:
         with self._lock:
             self._report.read += nbytes
-            if checked:
-                self._report.checked += nbytes
-            else:
-                self._report.unchecked += nbytes
+            self._report.checked += nbytes if checked else 0
+            self._report.unchecked += 0 if checked else nbytes
 
 
 def _batches(catalogue: Catalogue) -> Iterator[_Batch]:
     """Yield the chunks that can be read as they lie in their files, as many together as a thread takes at a time."""
-    tensors = list(catalogue.tensors)
+    files, tensors = catalogue.files, list(catalogue.tensors)
     places = sorted(
-        (file, offset, number, i)
+        (file, offset, number, i, nbytes)
         for number, tensor in enumerate(tensors)
-        for i, (file, offset) in enumerate(zip(tensor.chunks.file, tensor.chunks.offset, strict=True))
-        if tensor.numel and is_readable(tensor, i, catalogue.files)
+        if tensor.numel
+        for i, (file, offset, nbytes) in enumerate(
+            zip(tensor.chunks.file, tensor.chunks.offset, tensor.chunks.nbytes, strict=True)
+        )
+        if not files[file].missing and offset >= 0 <= nbytes and offset + nbytes <= files[file].size
     )
     batch: _Batch = []
     total, last = 0, -1
-    for file, _, number, i in places:
-        nbytes = tensors[number].chunks.nbytes[i]
+    for file, _, number, i, nbytes in places:
         if batch and (file != last or total + nbytes > _BATCH):
             yield batch
             batch, total = [], 0

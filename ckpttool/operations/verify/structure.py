@@ -3,49 +3,39 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from ckpttool.catalogue.entries import Catalogue, File, Tensor
-from ckpttool.catalogue.protocols import Itemised, Source
+from ckpttool.catalogue.entries import File
+from ckpttool.catalogue.protocols import Itemised
 from ckpttool.catalogue.validation import faults_of
 from ckpttool.errors import CkptError
-from ckpttool.operations.verify.findings import DAMAGE, SUSPECT, Finding
+from ckpttool.operations.verify.findings import DAMAGE, SUSPECT, Finding, Verification
 
 
-def faults(catalogue: Catalogue) -> Iterator[Finding]:
+def faults(run: Verification) -> Iterator[Finding]:
     """Yield what is wrong with the checkpoint as a whole, and with each tensor: holes, overlaps, missing files, ranges
     outside of files, sizes that do not match. Missing files come first, each once."""
-    for file in catalogue.own_files:
-        if file.missing:
-            text, hint = (
-                f"`{file.name}` is missing, and the index names it",
-                "copy it from where the checkpoint was saved",
-            )
-            yield Finding(DAMAGE, "missing", text, file.name, hint=hint)
+    catalogue = run.catalogue
+    missing = [file.name for file in catalogue.files if file.missing]
+    for name in missing:
+        text = f"`{name}` is missing, and the index names it"
+        yield Finding(DAMAGE, "missing", text, name, hint="copy it from where the checkpoint was saved")
     for fault in catalogue.faults:
         if "needs" in fault.facts:
             yield Finding.of(fault, "unread", SUSPECT)  # the checkpoint is not at fault: `--shapes` is missing
         else:
             yield Finding.of(fault, "missing" if "missing" in fault.facts else "structure")
     sizes = [file.size for file in catalogue.files]
-    missing = {file.name for file in catalogue.files if file.missing}
     for tensor in catalogue.tensors:
         for fault in faults_of(tensor, catalogue.files, sizes):
             if fault.facts.get("file") not in missing:
                 yield Finding.of(fault, "range" if "offset" in fault.facts else "coverage")
 
 
-def is_readable(tensor: Tensor, i: int, files: Sequence[File]) -> bool:
-    """Return whether chunk `i` lies inside a file that exists."""
-    chunks = tensor.chunks
-    file, offset, nbytes = files[chunks.file[i]], chunks.offset[i], chunks.nbytes[i]
-    return not file.missing and offset >= 0 <= nbytes and offset + nbytes <= file.size
-
-
-def objects(catalogue: Catalogue) -> Iterator[Finding]:
+def objects(run: Verification) -> Iterator[Finding]:
     """Yield a finding for each object whose bytes cannot be read or have another checksum."""
-    for entry in catalogue.objects:
+    for entry in run.catalogue.objects:
         try:
             _ = entry.value
         except CkptError as error:
@@ -58,15 +48,15 @@ class _Item(NamedTuple):
     name: str
 
 
-def items(source: Source) -> Iterator[Finding]:
+def items(run: Verification) -> Iterator[Finding]:
     """Yield overlapping items, and bytes of no item, in files that consist of items one behind the other."""
+    source, catalogue = run.source, run.catalogue
     if not isinstance(source, Itemised):
         return
-    catalogue = source.catalogue
     by_file: dict[int, set[_Item]] = defaultdict(set)
     whole_files: set[int] = set()
-    for name, run in source.items():
-        by_file[run.file].add(_Item(run.offset, run.offset + run.nbytes, name))
+    for name, place in source.items():
+        by_file[place.file].add(_Item(place.offset, place.offset + place.nbytes, name))
     for tensor in catalogue.tensors:
         chunks = tensor.chunks
         # Tensors inside of an object are a part of its item.
@@ -90,10 +80,8 @@ def _gaps_and_overlaps(items: list[_Item], file: File) -> Iterator[Finding]:
             text = f"`{file.name}`: bytes {end}..{item.offset} belong to nothing that the index names"
             yield Finding(SUSPECT, "gap", text, file.name, None, end, item.offset - end)
         elif item.offset < end and (item.offset, item.end) != (last.offset, last.end) and item.name:
-            text = (
-                f"`{file.name}`: `{item.name}` at {item.offset}..{item.end} overlaps `{last.name}` at "
-                f"{last.offset}..{last.end}"
-            )
+            one, other = (f"`{i.name}` at {i.offset}..{i.end}" for i in (item, last))
+            text = f"`{file.name}`: {one} overlaps {other}"
             hint = "the index belongs to another save than the data file"
             yield Finding(DAMAGE, "overlap", text, file.name, item.name, item.offset, item.end - item.offset, hint)
         if item.end > end:

@@ -13,14 +13,13 @@ from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.boxes import Box
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Tensor
-from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CkptError
-from ckpttool.operations.verify.findings import NAN, NOTE, SUSPECT, Finding, Report
+from ckpttool.operations.verify.findings import NAN, NOTE, SUSPECT, Finding, Verification
 from ckpttool.storage.files import Pool
 from ckpttool.transfer.numbers import EXPONENT_ONLY, FLOATS
 from ckpttool.transfer.plan import tiles
 from ckpttool.transfer.read import read_box
-from ckpttool.transfer.threads import Progress, Work, on_threads
+from ckpttool.transfer.threads import Work, on_threads
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,25 +50,24 @@ class Counts:
             self.first = other.first
 
 
-def check(source: Source, damaged: set[str], report: Report, threads: int, progress: Progress | None = None) -> None:
-    """Count the elements of every floating-point tensor whose name is not in `damaged`; add findings to `report`."""
-    aliases = find_aliases(source.catalogue.tensors)
+def check(run: Verification) -> Iterator[Finding]:
+    """Count the elements of every floating-point tensor that is not damaged."""
+    aliases, damaged = find_aliases(run.catalogue.tensors), run.damaged
     counted = {
         tensor.name: (tensor, Counts())
-        for tensor in source.catalogue.tensors
+        for tensor in run.catalogue.tensors
         if _is_floating(tensor.dtype) and tensor.numel and tensor.path not in aliases and tensor.name not in damaged
     }
     lock, pool = threading.Lock(), Pool()
-    work = Work(sum(tensor.nbytes for tensor, _ in counted.values()), progress)
+    work = Work(sum(tensor.nbytes for tensor, _ in counted.values()), run.progress)
     failures: list[Finding] = []
 
     def count_tile(task: tuple[Tensor, Box]) -> None:
         tensor, box = task
         try:
-            bits = read_box(box, tensor, source, pool)
+            bits = read_box(box, tensor, run.source, pool)
         except CkptError as error:
-            with lock:
-                failures.append(Finding.of(error, "unreadable", tensor=tensor.name))
+            failures.append(Finding.of(error, "unreadable", tensor=tensor.name))
             return
         result = counts(bits, tensor.dtype, box)
         with lock:
@@ -82,11 +80,11 @@ def check(source: Source, damaged: set[str], report: Report, threads: int, progr
         for box in tiles(boxes.whole(tensor.shape), max(1, _TILE // tensor.dtype.itemsize))
     )
     with closing(pool):
-        on_threads(tasks, count_tile, threads, work)
-    report.values += sum(tensor.numel for tensor, _ in counted.values())
-    report.add(failures)
+        on_threads(tasks, count_tile, run.threads, work)
+    run.report.values += sum(tensor.numel for tensor, _ in counted.values())
+    yield from failures
     for tensor, result in counted.values():
-        report.add(_findings(tensor, result))
+        yield from _findings(tensor, result)
 
 
 def _is_floating(dtype: Dtype) -> bool:
@@ -99,10 +97,11 @@ def counts(bits: Array, dtype: Dtype, box: Box) -> Counts:
 
     layout = FLOATS.get(_PARTS_OF_COMPLEX.get(dtype.name, dtype.name))
     flat = bits.reshape(-1)
+    result = Counts()
     is_nan: Any = None
     if layout is None or layout.nan == "zero":
         is_nan = flat == (0xFF if layout is None else 0x80)
-        result = Counts(int(is_nan.sum()))
+        result.nans = int(is_nan.sum())
         if layout is not None:
             magnitudes = flat & 0x7F
             result.zeros = int((flat == 0).sum())
@@ -112,7 +111,6 @@ def counts(bits: Array, dtype: Dtype, box: Box) -> Counts:
         words = flat.view(f"u{word}") & np.array((1 << (8 * word - 1)) - 1, f"u{word}")  # without the sign
         infinity = ((1 << layout.exponent) - 1) << layout.mantissa
         largest = infinity if layout.nan == "ieee" else infinity | (1 << layout.mantissa) - 2
-        result = Counts()
         # One look at the largest tells that there is nothing to count, as in nearly every tile.
         if int(words.max()) >= infinity:
             result.nans = int((words > largest).sum())
@@ -129,7 +127,7 @@ def counts(bits: Array, dtype: Dtype, box: Box) -> Counts:
             if is_nan is not None:
                 is_nan = is_nan.reshape(-1, 2).any(axis=1)
                 result.nans = int(is_nan.sum())
-    if result.nans and is_nan is not None:
+    if result.nans:
         at = np.unravel_index(int(np.argmax(is_nan)), bits.shape)
         result.first = tuple(int(i) + o for i, o in zip(at, box[0], strict=True))
     return result
