@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import IO, NamedTuple
+from typing import IO
 
 from ckpttool.catalogue.entries import File
 from ckpttool.errors import CkptError, CorruptError, ReadError
@@ -27,14 +27,6 @@ _SEGMENTS = 4
 RESERVED = 32
 MAX_TRANSFORMS = 8
 _MAX_WINDOW = 1 << 27  # bytes of zstd's window; the default limit of its command-line tool
-
-
-class DecodedItem(NamedTuple):
-    """The place of an item's decoded bytes: `DecodedItem(3, 0, 1462)`."""
-
-    file: int
-    offset: int
-    length: int
 
 
 # Compressed items -----------------------------------------------------------------------------------------------------
@@ -60,15 +52,12 @@ def _zstd(stream: IO[bytes], name: str) -> IO[bytes]:
     with suppress(ImportError):
         import zstandard
 
-        reader: IO[bytes] = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).stream_reader(
-            stream, read_across_frames=True
-        )
-        return reader
+        decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
+        return decompressor.stream_reader(stream, read_across_frames=True)
     with suppress(ImportError):
         from compression import zstd
 
-        decompressor: IO[bytes] = zstd.ZstdFile(stream)
-        return decompressor
+        return zstd.ZstdFile(stream)  # type: ignore[no-any-return]
     raise ReadError(f"{name}: compressed with zstd, which this Python cannot read", hint="pip install ckpttool[zstd]")
 
 
@@ -87,19 +76,19 @@ class _Segment:
         self.size = 0
         self.file = file
         self._entry = entry
-        self._lease: weakref.ref[Lease] | None = None
+        self._lease: Callable[[], Lease | None] = lambda: None
         entry.location, entry.size = self.scratch.location, 0
 
     def add(self, data: bytes) -> None:
         self.scratch.write(self.size, data)
         self.size += len(data)
 
-    def note(self) -> None:
-        """Mark the bytes added so far as complete and readable."""
-        self._entry.size = self.size
+    def note(self, size: int) -> None:
+        """Mark this many bytes as complete and readable."""
+        self.size = self._entry.size = size
 
     def lease(self) -> Lease:
-        lease = self._lease() if self._lease is not None else None
+        lease = self._lease()
         if lease is None:
             lease = Lease()
             self._lease = weakref.ref(lease)
@@ -107,13 +96,13 @@ class _Segment:
 
     @property
     def is_read(self) -> bool:
-        return self._lease is not None and self._lease() is not None
+        return self._lease() is not None
 
     def empty(self) -> None:
         # The file stays open under its number: another thread may have its descriptor.
         self.scratch.empty()
         self.items.clear()
-        self.size = self._entry.size = 0
+        self.note(0)
 
 
 class Scratch:
@@ -127,7 +116,7 @@ class Scratch:
     def __init__(self, entries: list[File], pool: Pool) -> None:
         self._files, self._pool = entries, pool
         self._free: list[int] = []
-        self._decoded: dict[Item, tuple[DecodedItem, _Segment]] = {}
+        self._decoded: dict[Item, tuple[Item, _Segment]] = {}
         self._item_locks: dict[Item, threading.Lock] = {}
         self._idle: list[_Segment] = []
         self._full: list[_Segment] = []
@@ -136,22 +125,20 @@ class Scratch:
 
     def reserve(self, segments: int) -> None:
         """Reserve file numbers for segments, before catalogues are mounted together."""
-        for _ in range(segments):
-            self._free.append(self._add_file())
+        self._free += [self._add_file() for _ in range(segments)]
 
     def _add_file(self) -> int:
         self._files.append(File("", "(decompressed)", 0, scratch=True))
         return len(self._files) - 1
 
+    def _new_segment(self, file: int) -> _Segment:
+        segment = _Segment(file, self._files[file])
+        self._segments.append(segment)
+        return segment
+
     def decode(
-        self,
-        item: Item,
-        limit: int,
-        name: str,
-        *,
-        keep: bool = False,
-        check: Callable[[DecodedItem], None] | None = None,
-    ) -> tuple[DecodedItem, Lease]:
+        self, item: Item, limit: int, name: str, *, keep: bool = False, check: Callable[[Item], None] | None = None
+    ) -> tuple[Item, Lease]:
         """Decode an item, and return its place and a lease that keeps it there; with `keep` it is never evicted.
 
         `limit` is the most bytes it may decode to. `check` is called after each decoding, and raises if the bytes are
@@ -165,7 +152,8 @@ class Scratch:
             with self._changed:
                 if item in self._decoded:
                     return self._lease_decoded(item)
-                segment = self._permanent_segment() if keep else self._acquire_segment()
+                # One that is never emptied has a new number: this happens only while the source is opened.
+                segment = self._new_segment(self._add_file()) if keep else self._acquire_segment()
             decoded = None
             try:
                 decoded = self._decompress(item, segment, limit, name, check)
@@ -182,16 +170,9 @@ class Scratch:
                         self._changed.notify()
             return decoded, lease
 
-    def _lease_decoded(self, item: Item) -> tuple[DecodedItem, Lease]:
+    def _lease_decoded(self, item: Item) -> tuple[Item, Lease]:
         decoded, segment = self._decoded[item]
         return decoded, segment.lease()
-
-    def _permanent_segment(self) -> _Segment:
-        """Return a segment that is never emptied, with a new number: this happens only while the source is opened."""
-        number = self._add_file()
-        segment = _Segment(number, self._files[number])
-        self._segments.append(segment)
-        return segment
 
     def _acquire_segment(self) -> _Segment:
         """Return a segment with room, for one thread. The caller has the lock."""
@@ -206,8 +187,7 @@ class Scratch:
                 unread.empty()
                 return unread
             if self._free:
-                segment = _Segment(self._free[0], self._files[self._free[0]])
-                self._segments.append(segment)
+                segment = self._new_segment(self._free[0])
                 del self._free[0]
                 return segment
             if self._full:
@@ -219,8 +199,8 @@ class Scratch:
             self._changed.wait()
 
     def _decompress(
-        self, item: Item, segment: _Segment, limit: int, name: str, check: Callable[[DecodedItem], None] | None
-    ) -> DecodedItem:
+        self, item: Item, segment: _Segment, limit: int, name: str, check: Callable[[Item], None] | None
+    ) -> Item:
         read_into = partial(self._pool.read_some, self._files[item.file].location)
         source = files.stream(read_into, item.offset, item.length)
         stream = _decompressed_stream(source, item.transforms, name)
@@ -230,15 +210,14 @@ class Scratch:
                 segment.add(data)
                 if segment.size - start > limit:
                     raise CorruptError(f"{name}: decompresses to more than {limit} bytes", expected=limit)
-            decoded = DecodedItem(segment.file, start, segment.size - start)
-            segment.note()
+            decoded = Item(segment.file, start, segment.size - start)
+            segment.note(segment.size)
             if check is not None:
                 check(decoded)
             return decoded
         # The next item overwrites the partial one.
         except BaseException as error:
-            segment.size = start
-            segment.note()
+            segment.note(start)
             if isinstance(error, CkptError) or not isinstance(error, Exception):
                 raise
             # zstandard.ZstdError, or the other library's exception.

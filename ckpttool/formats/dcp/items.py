@@ -76,11 +76,11 @@ class Items:
         # What torch.save adds grows only with Python attributes.
         limit = 2 * prod(sizes) * dtype.itemsize + (1 << 20)
 
-        def check(decoded: decompress.DecodedItem) -> None:
-            self._check_decoded(item, self._resolve(Item(*decoded), dtype, sizes, name), name)
+        def check(decoded: Item) -> None:
+            self._check_decoded(item, self._resolve(decoded, dtype, sizes, name), name)
 
         decoded, lease = self._scratch.decode(item, limit, self._label(item, name), check=check)
-        extent = self._resolve(Item(*decoded), dtype, sizes, name)
+        extent = self._resolve(decoded, dtype, sizes, name)
         checked = extent.record is not None and extent.record.crc is not None
         return extent._replace(record=None, checked=checked, lease=lease)
 
@@ -170,8 +170,7 @@ class Items:
         lease = None
         if item.transforms:
             limit = min(_LARGEST_OBJECT, max(_SMALL_OBJECT, MAX_RATIO * item.length))
-            decoded, lease = self._scratch.decode(item, limit, where, keep=keep)
-            item = Item(*decoded)
+            item, lease = self._scratch.decode(item, limit, where, keep=keep)
         return torch_zip.open_archive(self._window(item, lease), item.offset, item.length, name=where, file=item.file)
 
     def head(self, item: Item, nbytes: int) -> bytes:

@@ -26,11 +26,11 @@ class _Opcodes:
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
         self.size = self._named("torch", "Size")
-        self.chunk = self._new(_MODULE, "ChunkStorageMetadata") + b"}("
-        self.tensor = self._new(_MODULE, "TensorStorageMetadata") + b"}("
-        self.bytes = self._new(_MODULE, "BytesStorageMetadata")
-        self.index = self._new(_MODULE, "MetadataIndex") + b"}("
-        self.info = self._new("torch.distributed.checkpoint.filesystem", "_StorageInfo") + b"}("
+        self.chunk = self._named(_MODULE, "ChunkStorageMetadata") + b")\x81}("
+        self.tensor = self._named(_MODULE, "TensorStorageMetadata") + b")\x81}("
+        self.bytes = self._named(_MODULE, "BytesStorageMetadata") + b")\x81"
+        self.index = self._named(_MODULE, "MetadataIndex") + b")\x81}("
+        self.info = self._named("torch.distributed.checkpoint.filesystem", "_StorageInfo") + b")\x81}("
         keys = "offsets sizes properties size chunks fqn offset index relative_path length"
         self.key = {name: self.text(name) for name in keys.split()}
         self._sizes: dict[Ints, bytes] = {}
@@ -40,9 +40,6 @@ class _Opcodes:
 
     def _named(self, module: str, name: str) -> bytes:
         return self._reference(lambda: self._writer.named(module, name))
-
-    def _new(self, module: str, name: str) -> bytes:
-        return self._named(module, name) + b")\x81"
 
     def _reference(self, write: Callable[[], None]) -> bytes:
         """Return what `write` writes the second time. The first result is popped off the reader's stack."""
@@ -106,9 +103,11 @@ def write(metadata: Metadata, flush: Callable[[bytes], object]) -> None:
     writer.write(metadata.paths)
     writer.text("storage_data")
     out.extend(b"}")
-    files = [opcodes.text(name) for name in metadata.files]
+    # What is between the key of an item and its offset.
+    info = b"ub" + opcodes.info + opcodes.key["relative_path"]
+    infos = [info + opcodes.text(name) + opcodes.key["offset"] for name in metadata.files]
     for key, entry in metadata.entries.items():
-        for piece in _placed(opcodes, opcodes.text(key), entry, files):
+        for piece in _placed(opcodes, opcodes.text(key), entry, infos):
             out.extend(piece)
             drain()
     writer.text("storage_meta")
@@ -146,40 +145,19 @@ def _describe(writer: Writer, opcodes: _Opcodes, entry: StoredTensor | Item) -> 
     writer.out += b"ub"
 
 
-def _placed(opcodes: _Opcodes, name: bytes, entry: StoredTensor | Item, files: list[bytes]) -> Iterator[bytes]:
+def _placed(opcodes: _Opcodes, name: bytes, entry: StoredTensor | Item, infos: list[bytes]) -> Iterator[bytes]:
     """Items of `storage_data`, many at a time."""
-    key = opcodes.key
-    index, info = opcodes.index + key["fqn"] + name, opcodes.info + key["relative_path"]
+    key, ints = opcodes.key, opcodes.ints
+    index, hint = opcodes.index + key["fqn"] + name, key["index"]
     offset, length = key["offset"], key["length"]
     if isinstance(entry, Item):
-        yield b"(%b%bNub%b%b%b%b%b%bubu" % (
-            index,
-            key["index"],
-            info,
-            files[entry.file],
-            offset,
-            _integer(entry.offset),
-            length,
-            _integer(entry.length),
-        )
+        place = _integer(entry.offset) + length + _integer(entry.length)
+        yield b"(%b%bN%b%bubu" % (index, hint, infos[entry.file], place)
         return
-    ints, hint = opcodes.ints, key["index"]
     rows = zip(entry.offsets, entry.files, entry.starts, entry.lengths, strict=True)
     items = [
-        b"%b%b%b%b%bub%b%b%b%b%b%bub"
-        % (
-            index,
-            offset,
-            ints(at),
-            hint,
-            _integer(i),
-            info,
-            files[file],
-            offset,
-            _integer(start),
-            length,
-            _integer(size),
-        )
+        b"%b%b%b%b%b%b%b%b%bub"
+        % (index, offset, ints(at), hint, _integer(i), infos[file], _integer(start), length, _integer(size))
         for i, (at, file, start, size) in enumerate(rows)
     ]
     for at in range(0, len(items), _BATCH):
