@@ -24,11 +24,6 @@ from ckpttool.storage.stores import locate
 REST = "rest"
 
 
-def names(planned: Catalogue) -> dict[Path, str]:
-    """Return the name of each entry in DCP. Pure."""
-    return planner_data.name_entries(planned).names
-
-
 def keepers(planned: Catalogue) -> dict[Path, Path]:
     """Return, for each tensor outside objects, the one whose item it shares: the first of those tied. Pure."""
     first: dict[Path, Path] = {}

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import File
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError
@@ -66,8 +65,13 @@ def index_files(path: str) -> tuple[Location, list[str]]:
     names = location.names()
     if NAME in names:
         return location, [NAME]
-    ranked = sorted((int(m[1]), m[0]) for name in names if (m := _OF_RANK.fullmatch(name)))
-    return location, [name for _, name in ranked]
+    return location, sorted(filter(_OF_RANK.fullmatch, names), key=_rank)
+
+
+def _rank(name: str) -> int:
+    """Return the rank whose index a file is: 0 for that of all."""
+    match = _OF_RANK.fullmatch(name)
+    return int(match[1]) if match else 0
 
 
 def looks_like(path: str) -> bool:
@@ -89,14 +93,15 @@ def read_index(path: str) -> Index:
     sizes = folder.sizes()
     merger = _IndexMerger(folder, sizes)
     for name in names:
-        metadata = _read_one(folder / name, name)
-        match = _OF_RANK.fullmatch(name)
-        merger.add(metadata, int(match[1]) if match else 0)
+        merger.add(_read_one(folder / name, name), _rank(name))
     index = merger.index
     index.name = names[0]
     if len(names) > 1 or _OF_RANK.fullmatch(names[0]):
         index.facts["layout"] = "an index for each rank"
-        _check_ranks(index, names)
+        # Entries of a rank without an index may be missing unnoticed.
+        if missing := sorted(set(range(_rank(names[-1]) + 1)) - set(map(_rank, names))):
+            text = f"no index of {rank_ranges(missing)}: objects of these ranks may be missing"
+            index.warnings.append(Warning("missing-index", text))
     index.warnings += _other_file_warnings(sizes, {f.name for f in index.files}, set(names))
     return index
 
@@ -110,11 +115,8 @@ def _read_one(location: Location, name: str) -> Metadata:
 
 def _no_index_error(path: str, folder: str) -> ReadError:
     if path.endswith(SUFFIX):
-        return ReadError(
-            f"`{path}`: a single data file of a DCP checkpoint",
-            hint=f"name the directory: `{folder or '.'}`",
-            file=path,
-        )
+        hint = f"name the directory: `{folder or '.'}`"
+        return ReadError(f"`{path}`: a single data file of a DCP checkpoint", hint=hint, file=path)
     return ReadError(
         f"`{path}`: a DCP checkpoint without `{NAME}`",
         hint="`.metadata` is written last: the save did not finish, or the file (its name begins with a dot) was not "
@@ -183,9 +185,8 @@ class _IndexMerger:
                 f"{tensor.dtype} {list(tensor.shape)} before",
                 tensor=name,
             )
-        chunks: dict[tuple[Ints, Ints], int] = {}
-        for i, box in enumerate(zip(tensor.offsets, tensor.sizes, strict=True)):
-            chunks.setdefault(box, i)
+        boxes = list(zip(tensor.offsets, tensor.sizes, strict=True))
+        chunks = {box: i for i, box in reversed(list(enumerate(boxes)))}
         for i, box in enumerate(zip(other.offsets, other.sizes, strict=True)):
             if box in chunks:
                 if 0 not in box[1]:
@@ -208,33 +209,23 @@ def _renumbered(entry: StoredTensor | Item, numbers: list[int]) -> StoredTensor 
     return entry
 
 
-def _check_ranks(index: Index, names: list[str]) -> None:
-    """Add a warning for each rank without an index: its entries may be missing unnoticed."""
-    ranks = [int(m[1]) for name in names if (m := _OF_RANK.fullmatch(name))]
-    missing = sorted(set(range(max(ranks, default=-1) + 1)) - set(ranks))
-    if missing:
-        text = f"no index of {rank_ranges(missing)}: objects of these ranks may be missing"
-        index.warnings.append(Warning("missing-index", text))
-
-
 def _other_file_warnings(sizes: Mapping[str, int], mentioned: set[str], indexes: set[str]) -> list[Warning]:
+    others = sorted(set(sizes) - mentioned - indexes)
+    stale = [name for name in others if name.endswith(SUFFIX)]
+    drafts = [name for name in others if name.endswith((".metadata.tmp", ".metadata.bck"))]
+    indices = [name for name in others if name.endswith(NAME)]
+    others = [name for name in others if name not in {*stale, *drafts, *indices}]
+    empty = sorted(name for name, size in sizes.items() if not size and name.endswith(SUFFIX))
     warnings = []
-    unmentioned = {name: size for name, size in sizes.items() if name not in mentioned | indexes}
-    stale = sorted(name for name in unmentioned if name.endswith(SUFFIX))
-    drafts = sorted(name for name in unmentioned if name.endswith((".metadata.tmp", ".metadata.bck")))
-    indices = sorted(name for name in unmentioned if name.endswith(NAME))
-    others = sorted(set(unmentioned) - {*stale, *drafts, *indices})
     if stale:
-        total = sum(unmentioned[name] for name in stale)
+        total = sum(sizes[name] for name in stale)
         text = f"{len(stale)} data files of {total} bytes are not mentioned by the index, left over from another save: "
         warnings.append(Warning("stale-file", text + some(stale)))
     if drafts or indices:
-        text = f"stale index files are ignored: {some(drafts + indices)}"
-        warnings.append(Warning("stale-index", text))
+        warnings.append(Warning("stale-index", f"stale index files are ignored: {some(drafts + indices)}"))
     if others:
         text = f"{len(others)} files are not mentioned by the index: {some(others)}"
         warnings.append(Warning("unlisted-file", text, names=tuple(others)))
-    empty = sorted(name for name, size in sizes.items() if not size and name.endswith(SUFFIX))
     if empty:
         text = f"{len(empty)} data files are empty, left by an interrupted save: {some(empty)}"
         warnings.append(Warning("empty-file", text))

@@ -15,6 +15,7 @@ import struct
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import prod
+from operator import ne
 from typing import Any, NamedTuple
 
 from ckpttool.catalogue.boxes import Ints
@@ -24,13 +25,7 @@ from ckpttool.catalogue.validation import outside
 from ckpttool.errors import CorruptError
 from ckpttool.formats.dcp import decompress
 from ckpttool.formats.dcp.metadata import Item
-from ckpttool.serialization import (
-    pickle_opcodes,
-    safetensors_header,
-    torch_pickle,
-    torch_zip,
-    torch_zip_writer,
-)
+from ckpttool.serialization import pickle_opcodes, safetensors_header, torch_pickle, torch_zip, torch_zip_writer
 from ckpttool.serialization.safetensors_header import Header
 from ckpttool.serialization.torch_pickle import NewTensor, TensorRef
 from ckpttool.serialization.torch_zip import Archive, Read
@@ -125,15 +120,13 @@ class Items:
             extent = pattern.extent(item, *self._read_ends(item, len(pattern.head), len(pattern.tail)))
             if extent is not None:
                 return extent
-        read = self._window(item)
-        extent = torch_zip.resolve_item(
-            read, item.offset, item.length, name=self._label(item, name), file=item.file, dtype=dtype, sizes=sizes
+        read, label = self._window(item), self._label(item, name)
+        opened = torch_zip.resolve_item(
+            read, item.offset, item.length, name=label, file=item.file, dtype=dtype, sizes=sizes
         )
-        if pattern is None:
-            new_pattern = _item_pattern(item, read, extent)
-            if new_pattern is not None:
-                self._patterns[dtype, sizes, item.length] = new_pattern
-        return extent
+        if pattern is None and (pattern := _item_pattern(item, read, opened)) is not None:
+            self._patterns[dtype, sizes, item.length] = pattern
+        return opened
 
     def _read_ends(self, item: Item, head: int, tail: int) -> tuple[bytes, bytes]:
         """Return the first and the last bytes of an item.
@@ -174,7 +167,7 @@ class Items:
         return torch_zip.open_archive(self._window(item, lease), item.offset, item.length, name=where, file=item.file)
 
     def head(self, item: Item, nbytes: int) -> bytes:
-        return self._pool.read(self._files[item.file].location, item.offset, min(nbytes, item.length))
+        return self._pool.read(self._files[item.file].location, item.offset, nbytes)
 
     def bytes_of(self, item: Item, name: str) -> bytes:
         """Return the stored bytes of an item."""
@@ -188,12 +181,9 @@ class Items:
             file = self._files[item.file]
             if not 0 <= item.offset <= file.size:
                 raise CorruptError(f"`{file.name}`: its tensors begin at {item.offset}, outside", file=file.name)
-            header = self._blobs[item.file, item.offset] = safetensors_header.read_header(
-                lambda offset, nbytes: self._pool.read(file.location, offset, nbytes),
-                item.offset,
-                file.size - item.offset,
-                name=f"`{file.name}`",
-            )
+            read, name = partial(self._pool.read, file.location), f"`{file.name}`"
+            header = safetensors_header.read_header(read, item.offset, file.size - item.offset, name=name)
+            self._blobs[item.file, item.offset] = header
         return header
 
     def crc(self, file: int, begin: int, end: int) -> int:
@@ -316,11 +306,7 @@ def _plain_tree(data: bytes, name: str) -> Any:
     data = data[30 + name_len + extra_len :]
     end = pickle_opcodes.end_of(data)
     # The data descriptor with the CRC follows the record (or it is absent, or has no computed CRC).
-    if (
-        end is None
-        or data[end : end + 4] != b"PK\7\10"
-        or int.from_bytes(data[end + 4 : end + 8], "little") != crc32(data[:end])
-    ):
+    if end is None or data[end : end + 8] != b"PK\7\10" + crc32(data[:end]).to_bytes(4, "little"):
         return _NOT_PLAIN
     return torch_pickle.load(data[:end], name)
 
@@ -359,11 +345,10 @@ def template(dtype: Dtype, sizes: Ints) -> Template:
     record = layout.storages["0"]
     start, end = record.offset, record.offset + record.nbytes
     zeros, ones = (_render(layout, crc, start, end) for crc in (0, 0xFFFFFFFF))
-    marks: list[int] = []
-    for at, (a, b) in enumerate(zip(zeros[1], ones[1], strict=True)):
-        if a != b and (not marks or at >= marks[-1] + 4):
-            marks.append(at)
-    return Template(zeros[0], record.nbytes, zeros[1], tuple(marks))
+    # A CRC of zeros against one of ones: no byte of either is the same.
+    different = bytes(map(ne, zeros[1], ones[1]))
+    marks = tuple(match.start() for match in re.finditer(rb"\x01{4}", different))
+    return Template(zeros[0], record.nbytes, zeros[1], marks)
 
 
 def _render(layout: torch_zip_writer.Layout, crc: int, start: int, end: int) -> tuple[bytes, bytes]:

@@ -76,6 +76,11 @@ class StoredTensor:
         return Item(self.files[i], self.starts[i], self.lengths[i], self.transforms.get(i, ()))
 
 
+def items_of(entry: StoredTensor | Item) -> Iterator[Item]:
+    """Return the items of an entry: one of each chunk, or that of bytes."""
+    return iter((entry,)) if isinstance(entry, Item) else map(entry.item, range(len(entry.files)))
+
+
 @dataclass(slots=True, eq=False)
 class Metadata:
     """The checked contents of a `.metadata`.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import chain
 from typing import Any, NoReturn
 
 from ckpttool.catalogue import values
-from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, File, Object, Path, Tensor, dotted
+from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, Object, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Run
 from ckpttool.catalogue.values import stub_name
 from ckpttool.catalogue.warning import Warning
@@ -15,7 +17,7 @@ from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.formats.dcp import planner_data
 from ckpttool.formats.dcp.index import Index, read_index
 from ckpttool.formats.dcp.items import Items
-from ckpttool.formats.dcp.metadata import Item, StoredTensor
+from ckpttool.formats.dcp.metadata import Item, StoredTensor, items_of
 from ckpttool.serialization import safetensors_header, torch_tree, unpickler
 from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
 from ckpttool.serialization.torch_zip import Archive
@@ -36,14 +38,15 @@ class DcpSource:
 
     def items(self) -> Iterator[tuple[str, Run]]:
         """Yield the items that are not chunks of the catalogue: those of objects, and replicas."""
-        for name, entry in self.index.entries.items():
+        others = [
+            (name, item)
+            for name, entry in self.index.entries.items()
             # A quantized tensor is stored as an object.
-            tensor_items = [entry] if isinstance(entry, Item) else map(entry.item, range(len(entry.files)))
-            for item in tensor_items if isinstance(entry, Item) or entry.dtype.kind == "quantized" else ():
-                yield name, Run(item.file, item.offset, item.length, bool(item.transforms))
-        for copy in self.index.copies:
-            item = copy.again
-            yield copy.name, Run(item.file, item.offset, item.length, bool(item.transforms))
+            if isinstance(entry, Item) or entry.dtype.kind == "quantized"
+            for item in items_of(entry)
+        ]
+        for name, item in others + [(copy.name, copy.again) for copy in self.index.copies]:
+            yield name, Run(*item[:3], packed=bool(item.transforms))
 
     def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
         extent = chunk.extent
@@ -118,27 +121,18 @@ class _CatalogueBuilder:
 
     def _collect_transforms(self) -> None:
         for entry in self._index.entries.values():
-            if isinstance(entry, Item):
-                if entry.transforms:
-                    self._transforms[entry.file, entry.offset] = entry.transforms
-            else:
-                for i, transforms in entry.transforms.items():
-                    self._transforms[entry.files[i], entry.starts[i]] = transforms
+            for item in [entry] if isinstance(entry, Item) else map(entry.item, entry.transforms):
+                if item.transforms:
+                    self._transforms[item.file, item.offset] = item.transforms
 
     def _is_in_safetensors(self) -> bool:
         """Return whether tensors are stored as safetensors. One item decides: the writer stores all alike."""
-        for entry in self._index.entries.values():
-            if isinstance(entry, Item):
-                continue
-            for i in range(len(entry.files)):
-                item = entry.item(i)
-                if item.transforms or not item.length or self._index.files[item.file].missing:
-                    continue
-                try:
-                    head = self._items.head(item._replace(length=16), 16)
-                except CkptError:
-                    continue
-                return not head.startswith(b"PK") and safetensors_header.looks_like(head)
+        tensors = (entry for entry in self._index.entries.values() if isinstance(entry, StoredTensor))
+        for item in chain.from_iterable(map(items_of, tensors)):
+            if item.length and not item.transforms and not self._index.files[item.file].missing:
+                with suppress(CkptError):
+                    head = self._items.head(item, 16)
+                    return not head.startswith(b"PK") and safetensors_header.looks_like(head)
         return False
 
     def _tensor(self, name: str, path: Path, entry: StoredTensor) -> Tensor:
@@ -152,7 +146,7 @@ class _CatalogueBuilder:
 
     def _check_empty(self, name: str, path: Path, entry: StoredTensor) -> None:
         """Check the items of a tensor without elements, which are never resolved."""
-        for item in map(entry.item, range(len(entry.files))):
+        for item in items_of(entry):
             file = self._index.files[item.file]
             if item.length <= 0 or item.offset < 0 or file.missing or item.offset + item.length > file.size:
                 continue  # no item, or damage that is reported elsewhere
@@ -207,15 +201,14 @@ class _CatalogueBuilder:
     # Objects ---------------------------------------------------------------------------------------------------------
 
     def _decode_objects(self) -> None:
-        blobs: list[tuple[Item, str]] = []
-        for name, entry in self._index.entries.items():
-            if isinstance(entry, Item):
-                blobs.append((entry, name))
-            elif entry.dtype.kind == "quantized" and len(entry.files) == 1 and not self._is_safetensors:
-                # Its scale and zero point are in the pickle: it is an object around its integers.
-                blobs.append((entry.item(0), name))
-        blobs.sort()
-        for item, name in blobs[:_EAGER]:
+        # The scale and zero point of a quantized tensor are in the pickle: it is an object around its integers.
+        blobs = [
+            (next(items_of(entry)), name)
+            for name, entry in self._index.entries.items()
+            if isinstance(entry, Item)
+            or (entry.dtype.kind == "quantized" and len(entry.files) == 1 and not self._is_safetensors)
+        ]
+        for item, name in sorted(blobs)[:_EAGER]:
             self._decode(item, name)
 
     def _decode(self, item: Item, name: str) -> None:
@@ -232,8 +225,7 @@ class _CatalogueBuilder:
         return decoded[0] if isinstance(decoded, tuple) else None
 
     def _add_object(self, name: str, path: Path) -> None:
-        catalogue, entry = self._catalogue, self._index.entries[name]
-        item = entry if isinstance(entry, Item) else entry.item(0)
+        catalogue, item = self._catalogue, next(items_of(self._index.entries[name]))
         decoded = self._trees.get(name)
         if decoded is None:
             catalogue.add(Object(path, read=lambda: self._read_late(item, name), nbytes=item.length))
@@ -280,21 +272,16 @@ class _CatalogueBuilder:
 
     def _describe(self) -> None:
         catalogue, index = self._catalogue, self._index
-        writer = index.extra.get("by") if index.extra is not None else None
+        writer = (index.extra or {}).get("by")
         if isinstance(writer, str):
             catalogue.facts["writer"] = writer
             catalogue.facts.pop("torch", None)
-        per_rank: dict[int, list[File]] = defaultdict(list)
-        for file in index.files:
-            if file.rank is not None:
-                per_rank[file.rank].append(file)
-        files_per_rank = max(map(len, per_rank.values()), default=1)
+        files_per_rank = max(Counter(file.rank for file in index.files if file.rank is not None).values(), default=1)
         items = sum(1 if isinstance(e, Item) else len(e.files) for e in index.entries.values())
         layout = [catalogue.facts["layout"]] if "layout" in catalogue.facts else []
         if files_per_rank > 1:
-            layout.append(
-                "a file for each item" if items == len(index.files) else f"up to {files_per_rank} files per rank"
-            )
+            one_each = items == len(index.files)
+            layout.append("a file for each item" if one_each else f"up to {files_per_rank} files per rank")
         elif not layout:
             layout.append("one file per rank")
         layout += sorted({t for transforms in self._transforms.values() for t in transforms})

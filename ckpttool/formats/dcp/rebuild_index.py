@@ -7,18 +7,20 @@ of objects change. The kind, dtype and shape of each item must agree with the ot
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections import defaultdict
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from ckpttool.catalogue.entries import File
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.formats import dcp
 from ckpttool.formats.dcp import metadata_writer
 from ckpttool.formats.dcp.index import NAME, Index
-from ckpttool.formats.dcp.metadata import Item, Metadata, StoredTensor
+from ckpttool.formats.dcp.metadata import Item, Metadata, StoredTensor, items_of
 from ckpttool.serialization import torch_zip
 from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.serialization.torch_zip import Read
@@ -26,27 +28,25 @@ from ckpttool.storage.files import Pool
 from ckpttool.storage.stores import locate
 
 _WINDOW = 1 << 20
-_END = b"PK\5\6"
+_END = b"PK\5\6"  # of a record of 22 bytes
 _LOCATOR = 20  # bytes before the end record, where torch always has a zip64 end record
 _HINT = "`--like` needs another step of the same run, saved by as many ranks"
 
 
-@dataclass(slots=True)
-class _ExpectedItem:
-    """One item of the other index, and the names that share it: `_Slot(0, 1462, ["w"], ...)`."""
+class _ExpectedItem(NamedTuple):
+    """One item of the other index: `_ExpectedItem(0, 1462, "w", StoredTensor(...), 3)`."""
 
     offset: int
     length: int
     name: str
     entry: StoredTensor | Item
-    chunk: int = 0
+    chunk: int
 
 
 def merged(folder: str) -> Metadata:
     """Merge the indexes that the ranks wrote each for itself. Raises CorruptError when they do not agree."""
     with closing(dcp.open(folder)) as source:
-        index = source.index
-        return _metadata(index, index.entries)
+        return _metadata(source.index, source.index.entries)
 
 
 def rebuilt(folder: str, like: str) -> Metadata:
@@ -55,10 +55,9 @@ def rebuilt(folder: str, like: str) -> Metadata:
     with closing(dcp.open(like)) as source:
         other = source.index
         placed: dict[tuple[int, int], tuple[int, int]] = {}
-        pool = Pool()
-        with closing(pool):
-            for number, slots in _slots(other).items():
-                _locate_items(folder, other.files[number], number, slots, pool, placed)
+        with closing(Pool()) as pool:
+            for number, expected in _expected_items(other).items():
+                _locate_items(folder, other.files[number], number, expected, pool, placed)
         entries = {name: _relocated(entry, placed) for name, entry in other.entries.items()}
         return _metadata(other, entries)
 
@@ -73,24 +72,23 @@ def _metadata(index: Index, entries: dict[str, StoredTensor | Item]) -> Metadata
     return Metadata(NAME, names, entries, index.paths, index.extra)
 
 
-def _slots(index: Index) -> dict[int, list[_ExpectedItem]]:
+def _expected_items(index: Index) -> dict[int, list[_ExpectedItem]]:
     """Return the items of each file, in their order; one that several names share once."""
-    items_of: dict[int, dict[int, _ExpectedItem]] = defaultdict(dict)
+    expected: dict[int, dict[int, _ExpectedItem]] = defaultdict(dict)
     for name, entry in index.entries.items():
-        for i in range(1 if isinstance(entry, Item) else len(entry.files)):
-            item = entry if isinstance(entry, Item) else entry.item(i)
+        for i, item in enumerate(items_of(entry)):
             if item.transforms:
                 raise ReadError(f"`{name}`: compressed, and the end of a compressed item cannot be found", hint=_HINT)
             if item.length:
-                items_of[item.file].setdefault(item.offset, _ExpectedItem(item.offset, item.length, name, entry, i))
-    return {number: [slots[at] for at in sorted(slots)] for number, slots in items_of.items()}
+                expected[item.file].setdefault(item.offset, _ExpectedItem(item.offset, item.length, name, entry, i))
+    return {number: [found[at] for at in sorted(found)] for number, found in expected.items()}
 
 
 def _locate_items(
     folder: str,
     file: File,
     number: int,
-    slots: list[_ExpectedItem],
+    expected: list[_ExpectedItem],
     pool: Pool,
     placed: dict[tuple[int, int], tuple[int, int]],
 ) -> None:
@@ -100,16 +98,16 @@ def _locate_items(
         raise CorruptError(f"`{file.name}` is missing, and the other checkpoint has it", hint=_HINT, file=file.name)
     size, at = location.size(), 0
     read = partial(pool.read, location)
-    for slot in slots:
-        length = slot.length if _ends_at(read, at, slot.length, size) else _length(read, at, size)
-        name = f"`{file.name}`: `{slot.name}` at {at}"
+    for item in expected:
+        length = item.length if _ends_at(read, at, item.length, size) else _length(read, at, size)
+        name = f"`{file.name}`: `{item.name}` at {at}"
         if length is None:
             raise CorruptError(f"{name}: no whole item begins there", hint=_HINT, file=file.name, offset=at)
         try:
-            _check(read, at, length, name, slot)
+            _check(read, at, length, name, item)
         except CkptError as error:
             raise CorruptError(error.message, hint=_HINT, file=file.name, offset=at, nbytes=length) from None
-        placed[number, slot.offset] = at, length
+        placed[number, item.offset] = at, length
         at += length
     if at != size:
         raise CorruptError(
@@ -121,11 +119,11 @@ def _locate_items(
         )
 
 
-def _check(read: Read, at: int, length: int, name: str, slot: _ExpectedItem) -> None:
+def _check(read: Read, at: int, length: int, name: str, expected: _ExpectedItem) -> None:
     """Raises CorruptError for an item that differs from the other index."""
-    entry = slot.entry
+    entry = expected.entry
     if isinstance(entry, StoredTensor) and entry.dtype.kind != "quantized":
-        sizes = entry.sizes[slot.chunk]
+        sizes = entry.sizes[expected.chunk]
         torch_zip.resolve_item(read, at, length, name=name, file=0, dtype=entry.dtype, sizes=sizes)
     else:
         tree = torch_zip.load_tree(torch_zip.open_archive(read, at, length, name=name))
@@ -151,12 +149,10 @@ def _length(read: Read, base: int, size: int) -> int | None:
     at = base
     while at < size:
         data = read(at, min(_WINDOW, size - at))
-        position = data.find(_END)
-        while position >= 0:
-            length = at + position + 22 - base
+        for match in re.finditer(_END, data):
+            length = at + match.end() + 18 - base
             if base + length <= size and _is_end_record_of(read, base, length):
                 return length
-            position = data.find(_END, position + 1)
         at += max(1, len(data) - len(_END) + 1)
     return None
 

@@ -28,7 +28,7 @@ from ckpttool.catalogue.boxes import Box
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CkptError, StorageError
-from ckpttool.formats.dcp import combine
+from ckpttool.formats.dcp import combine, planner_data
 from ckpttool.layout.mesh import Sharding
 from ckpttool.storage import stores
 from ckpttool.training import collectives, devices, fill, save
@@ -220,7 +220,7 @@ class _Writer(torch_dcp.FileSystemWriter):  # type: ignore[misc]
 
 
 def _save(catalogue: Catalogue, meta: MetaModel, partial: str) -> None:
-    names = combine.names(catalogue)
+    names = planner_data.name_entries(catalogue).names
     state = {names[path]: value for path, value in meta.state().items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
