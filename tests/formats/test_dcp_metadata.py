@@ -278,9 +278,9 @@ def test_torch_writes_runs() -> None:
     data = (CHECKPOINTS / "dcp/fsdp2_w4" / "ckpt" / ".metadata").read_bytes()
     found = runs_of(data)
     assert found is not None
-    assert sum(len(run.columns[0]) for run in found._all if len(run.columns) > 2) >= 186
+    assert sum(len(run.columns[0]) for run in found.all if len(run.columns) > 2) >= 186
     read = dcpmetadata._read(found.data, "x", found)
-    assert found.all_used() and len(read.entries) > 50
+    assert all(run.used for run in found.all) and len(read.entries) > 50
 
 
 def _odd(world: int = 4) -> Metadata:
@@ -303,7 +303,7 @@ def _odd(world: int = 4) -> Metadata:
 def test_runs_of_odd_entries(protocol: int, monkeypatch: pytest.MonkeyPatch) -> None:
     data = pickle.dumps(_odd(), protocol)
     found = runs_of(data)
-    assert (found is not None and len(found._all) > 5) == (protocol >= 4)
+    assert (found is not None and len(found.all) > 5) == (protocol >= 4)
     by_runs, whole = both_ways(data, monkeypatch)
     assert by_runs == whole and whole is not None
     assert whole[1][3] == ["stray", "w0"] and "__9_0.distcp" in whole[1][0]

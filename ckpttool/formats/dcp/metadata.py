@@ -23,20 +23,22 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any, NamedTuple, cast
+from itertools import chain, groupby
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype, dtype
 from ckpttool.catalogue.entries import check_shape
 from ckpttool.catalogue.values import stub_name
 from ckpttool.errors import CkptError, CorruptError
-from ckpttool.formats.dcp import metadata_classes, metadata_fast
+from ckpttool.formats.dcp import metadata_classes as classes
+from ckpttool.formats.dcp import metadata_fast
 from ckpttool.formats.dcp.metadata_fast import Row, Run, Runs
-from ckpttool.serialization import pickle_opcodes, unpickler
+from ckpttool.serialization import pickle_opcodes, unpickler, unsafe_globals
 from ckpttool.serialization.pickle_limits import check_depths
 
 KeyPath = tuple["str | int", ...]
@@ -119,11 +121,10 @@ def read(stream: Any, name: str) -> Metadata:
     if len(data) == _BEGINNING:
         data = _read_large(stream, data, name)
     with unpickler.no_garbage_collection():
-        if len(data) >= _LARGE:
-            runs = metadata_fast.find(data, {**metadata_classes.CLASSES, "Size": metadata_classes.size})
-            if runs is not None:
-                with suppress(CkptError):
-                    return _read(runs.data, name, runs)
+        runs = metadata_fast.find(data, {**classes.CLASSES, "Size": classes.size}) if len(data) >= _LARGE else None
+        if runs is not None:
+            with suppress(CkptError):
+                return _read(runs.data, name, runs)
         return _read(data, name)
 
 
@@ -136,19 +137,19 @@ def _read_large(stream: Any, beginning: bytes, name: str) -> bytes:
         pickle_opcodes.check_beginning(beginning, size)
     except CorruptError as error:
         raise error.prefixed(f"`{name}`", file=name) from None
-    data: bytes = beginning + stream.read()
-    return data
+    return beginning + bytes(stream.read())
 
 
 def _read(data: bytes, name: str, runs: Runs | None = None) -> Metadata:
-    names = metadata_classes.Names(runs)
+    names = classes.Names({("torch", "Size"): classes.size, **(runs.names if runs is not None else {})})
     reader = _Reader(name)
     try:
-        root = unpickler.load(data, what=f"`{name}`", known=names)
-        metadata = reader.metadata(root, names.seen)
-        if runs is not None and (metadata.extra is not None or not runs.all_used()):
+        with unsafe_globals.noting_harm() as harmful:
+            root = unpickler.load(data, what=f"`{name}`", known=names)
+        metadata = reader.metadata(root, {called: module for module, called in names})
+        if runs is not None and (metadata.extra is not None or not all(run.used for run in runs.all)):
             raise CorruptError("a run of the index is not where it belongs")
-        metadata.harmful = sorted(set(names.harmful))
+        metadata.harmful = sorted(harmful)
         return metadata
     except CkptError as error:
         if error.names(f"`{name}`"):
@@ -172,7 +173,7 @@ class _Reader:
         return f": `{self._key}`" if isinstance(self._key, str) else ""
 
     def metadata(self, root: Any, seen: Mapping[str, str]) -> Metadata:
-        if not isinstance(root, metadata_classes.Root):
+        if not isinstance(root, classes.Metadata):
             raise CorruptError(
                 f"a pickle of {stub_name(root) or type(root).__name__}, not of a DCP `Metadata`",
                 hint="this is not the index of a torch.distributed.checkpoint directory",
@@ -180,82 +181,59 @@ class _Reader:
         tensors = root.fields.get("state_dict_metadata")
         if type(tensors) is not dict:
             raise CorruptError("it has no `state_dict_metadata`")
-        entries: dict[str, StoredTensor | Item | None] = {}
-        for key, value in tensors.items():
-            self._key = key
-            entries[key] = self._read_entry(key, value)
+        entries: dict[str, Any] = {}
+        for self._key, value in tensors.items():
+            entries[self._key] = self._read_entry(self._key, value)
         self._key = None
         self._assign_items(entries, root.fields.get("storage_data"))
-        for key, entry in entries.items():
-            self._key = key
+        for self._key, entry in entries.items():
             self._check_assigned(entry)
         self._key = None
-        complete = cast("dict[str, StoredTensor | Item]", entries)
-        metadata = Metadata(self._name, list(self._numbers), complete, self._paths(root.fields.get("planner_data")))
+        paths = self._paths(root.fields.get("planner_data"))
         extra = root.fields.get("ckpttool")
         check_depths(extra)
-        metadata.extra = extra if type(extra) is dict else None
-        metadata.strays = self._strays
-        metadata.facts = self._facts(root.fields, seen)
-        return metadata
+        return Metadata(
+            self._name,
+            list(self._numbers),
+            entries,
+            paths,
+            extra if type(extra) is dict else None,
+            self._strays,
+            facts=self._facts(root.fields, seen),
+        )
 
     def _read_entry(self, key: Any, value: Any) -> StoredTensor | None:
         if type(key) is not str:
             raise CorruptError(f"a name is {type(key).__name__}, not a string")
-        if isinstance(value, metadata_classes.BytesMeta):
+        if isinstance(value, classes.BytesStorageMetadata):
             return None
-        if not isinstance(value, metadata_classes.TensorMeta):
+        if not isinstance(value, classes.TensorStorageMetadata):
             raise CorruptError(f"described by a {stub_name(value) or type(value).__name__}, not as a tensor or bytes")
         properties, chunks = value.fields.get("properties"), value.fields.get("chunks")
-        shape = _checked([value.fields.get("size")], "size", None)[0]
-        if not isinstance(properties, metadata_classes.Properties) or type(chunks) is not list:
+        shape = _checked([value.fields.get("size")], "size")[0]
+        if not isinstance(properties, classes.TensorProperties) or type(chunks) is not list:
             raise CorruptError("a tensor without properties or chunks")
         check_shape(shape)
         offsets, sizes = _columns(chunks, len(shape))
         self._properties = max(self._properties, properties.count)
         n = len(offsets)
-        return StoredTensor(
-            self._dtype(properties),
-            shape,
-            offsets,
-            sizes,
-            array("l", [-1]) * n,
-            array("q", [0]) * n,
-            array("q", [0]) * n,
-        )
-
-    def _dtype(self, properties: metadata_classes.Properties) -> Dtype:
-        name = stub_name(properties.dtype)
-        if name is None or not _DTYPE.fullmatch(name):
-            raise CorruptError("its dtype is not one of torch's")
-        if properties.layout not in ("torch.strided", "torch.jagged"):
-            raise CorruptError(f"layout `{properties.layout}` cannot be read", found=properties.layout)
-        return dtype(name)
+        places = array("l", [-1]) * n, array("q", [0]) * n, array("q", [0]) * n
+        return StoredTensor(_dtype(properties), shape, offsets, sizes, *places)
 
     def _assign_items(self, entries: dict[str, StoredTensor | Item | None], storage: Any) -> None:
         """Assign an item to each chunk and to each bytes entry."""
         if type(storage) is not dict:
             raise CorruptError("it has no `storage_data`", hint="the writer of this checkpoint is not a file system's")
-        kinds, infos = set(map(type, storage)), set(map(type, storage.values()))
-        with_runs = Run in kinds
-        if kinds - {metadata_classes.Index, Run} or infos - (
-            {metadata_classes.Info, type(None)} if with_runs else {metadata_classes.Info}
-        ):
+        if set(zip(map(type, storage), map(type, storage.values()), strict=True)) - _KINDS_OF_ITEMS:
             raise CorruptError("`storage_data` contains something else than `MetadataIndex` and `_StorageInfo`")
-        items = storage.items()
-        rows = chain.from_iterable(map(_rows, items)) if with_runs else _rows_of_items(items)
-        self._assign_rows(entries, rows)
-        self._key = None
-
-    def _assign_rows(self, entries: dict[str, StoredTensor | Item | None], rows: Iterable[Row]) -> None:
         numbers = self._numbers
         # Once per item, and there may be a million.
-        for key, at, i, path, start, length, transforms in rows:
+        for key, at, i, path, start, length, transforms in _rows(storage):
             self._key = key
             number = numbers.get(path)
-            entry = entries.get(key, _ABSENT)
             if number is None:
-                number = self._file_number(path)
+                number = numbers[path] = len(numbers)
+            entry = entries.get(key, _ABSENT)
             if type(entry) is StoredTensor:
                 try:
                     is_expected = entry.offsets[i] == at
@@ -269,14 +247,17 @@ class _Reader:
                 try:
                     entry.starts[i], entry.lengths[i] = start, length
                 except (TypeError, OverflowError):
-                    raise CorruptError("an item whose offset or length is not an integer") from None
+                    raise CorruptError(_NO_PLACE) from None
                 entry.files[i] = number
                 if transforms is not None:
                     entry.transforms[i] = _transforms(transforms)
             elif entry is _ABSENT:
-                self._strays.append(str(key))
+                self._strays.append(key)
+            elif type(start) is not int or type(length) is not int:
+                raise CorruptError(_NO_PLACE)
             else:
-                entries[key] = self._bytes_item(number, start, length, transforms)
+                entries[key] = Item(number, start, length, _transforms(transforms))
+        self._key = None
 
     def _position(self, key: str, entry: StoredTensor, at: Any) -> int | None:
         """Return the number of the chunk at these offsets, if the hint was wrong."""
@@ -285,15 +266,6 @@ class _Reader:
         if key not in self._by_offsets:
             self._by_offsets[key] = {o: i for i, o in enumerate(entry.offsets)}
         return self._by_offsets[key].get(at)
-
-    def _bytes_item(self, number: int, start: Any, length: Any, transforms: Any) -> Item:
-        if type(start) is not int or type(length) is not int:
-            raise CorruptError("an item whose offset or length is not an integer")
-        return Item(number, start, length, _transforms(transforms))
-
-    def _file_number(self, path: str) -> int:
-        self._numbers[path] = len(self._numbers)
-        return self._numbers[path]
 
     def _check_assigned(self, entry: StoredTensor | Item | None) -> None:
         if entry is None:
@@ -319,9 +291,8 @@ class _Reader:
     def _paths(self, planned: Any) -> dict[str, KeyPath] | None:
         if type(planned) is not dict:
             return None
-        for key, path in planned.items():
-            self._key = key
-            if type(key) is not str or type(path) is not tuple or not path:
+        for self._key, path in planned.items():
+            if type(self._key) is not str or type(path) is not tuple or not path:
                 raise CorruptError("its path in `planner_data` is not a tuple of keys")
             if len(path) > MAX_PATH:
                 raise CorruptError(f"its path in `planner_data` has {len(path)} keys, more than {MAX_PATH}")
@@ -340,7 +311,7 @@ class _Reader:
             facts["torch"] = "2.15 or later"
         elif "version" in fields:
             facts["torch"] = "2.9 to 2.14"
-        elif isinstance(meta, metadata_classes.StorageMeta):
+        elif isinstance(meta, classes.StorageMeta):
             facts["torch"] = "2.7 to 2.8" if "modules" in meta.fields else "2.4 to 2.6"
         elif "TensorProperties" in seen:
             facts["torch"] = "2.3"
@@ -351,55 +322,65 @@ class _Reader:
         return facts
 
 
+_box = attrgetter("offsets", "sizes")
+_index = attrgetter("fqn", "offset", "index")
+_place = attrgetter("relative_path", "offset", "length", "transform_descriptors")
 _ABSENT: Any = object()
+_KINDS_OF_ITEMS = {(classes.MetadataIndex, classes.StorageInfo), (Run, type(None))}
 _MISSING_PART = "the index of a rank is missing: the save did not finish"
+_NO_PLACE = "an item whose offset or length is not an integer"
+
+
+def _dtype(properties: classes.TensorProperties) -> Dtype:
+    name = stub_name(properties.dtype)
+    if name is None or not _DTYPE.fullmatch(name):
+        raise CorruptError("its dtype is not one of torch's")
+    if properties.layout not in ("torch.strided", "torch.jagged"):
+        raise CorruptError(f"layout `{properties.layout}` cannot be read", found=properties.layout)
+    return dtype(name)
 
 
 def _columns(chunks: list[Any], dims: int) -> tuple[list[Ints], list[Ints]]:
     """Return the offsets and the sizes of a tensor's chunks."""
-    kinds = set(map(type, chunks))
-    if kinds - {metadata_classes.Chunk, Run}:
-        raise CorruptError("a chunk that is not a `ChunkStorageMetadata`")
-    if Run not in kinds:
-        return _checked([c.offsets for c in chunks], "offsets", dims), _checked(
-            [c.sizes for c in chunks], "sizes", dims
-        )
     offsets: list[Ints] = []
     sizes: list[Ints] = []
-    for chunk in chunks:
-        more = chunk.chunks() if type(chunk) is Run else _columns([chunk], dims)
-        offsets += more[0]
-        sizes += more[1]
-    # A run contains tuples of integers only.
-    if set(map(len, offsets)) | set(map(len, sizes)) != {dims}:
-        raise CorruptError(f"a chunk does not have the {dims} dimensions of its tensor")
+    for kind, group in groupby(chunks, type):
+        if kind is classes.ChunkStorageMetadata:
+            columns = list(zip(*map(_box, group), strict=True))
+            offsets += _checked(columns[0], "offsets", dims)
+            sizes += _checked(columns[1], "sizes", dims)
+        elif kind is Run:
+            for columns in (run.use(2) for run in group):
+                # Tuples of integers only.
+                if set(map(len, chain(*columns))) != {dims}:
+                    raise CorruptError(f"a chunk does not have the {dims} dimensions of its tensor")
+                offsets += columns[0]
+                sizes += columns[1]
+        else:
+            raise CorruptError("a chunk that is not a `ChunkStorageMetadata`")
     return offsets, sizes
 
 
-def _rows_of_items(items: Iterable[tuple[metadata_classes.Index, metadata_classes.Info]]) -> Iterator[Row]:
-    for index, info in items:
+def _rows(storage: dict[Any, Any]) -> Iterator[Row]:
+    for index, info in storage.items():
+        if type(index) is Run:
+            yield from index.rows()
+            continue
+        row = _index(index) + _place(info)
         # Looked up by their hashes: see `pickle_limits.check_depths`.
-        if type(index.fqn) is not str:
-            raise CorruptError(f"a name is {type(index.fqn).__name__}, not a string")
-        if type(info.path) is not str:
-            raise CorruptError(f"its file is not a path: {type(info.path).__name__}, not a string")
-        yield index.fqn, index.offset, index.index, info.path, info.offset, info.length, info.transforms
+        if type(row[0]) is not str:
+            raise CorruptError(f"a name is {type(row[0]).__name__}, not a string")
+        if type(row[3]) is not str:
+            raise CorruptError(f"its file is not a path: {type(row[3]).__name__}, not a string")
+        yield row
 
 
-def _rows(item: tuple[Any, Any]) -> Iterator[Row]:
-    return item[0].rows() if type(item[0]) is Run else _rows_of_items((item,))
-
-
-def _checked(values: list[Any], what: str, dims: int | None) -> list[Ints]:
-    """Return the list if every value is a tuple of integers, checked in bulk. Raises CorruptError otherwise."""
-    if (
-        set(map(type, values)) - {tuple}
-        or set(map(type, chain.from_iterable(values))) - {int}
-        or (dims is not None and set(map(len, values)) - {dims})
-    ):
-        raise CorruptError(
-            f"`{what}` of a tensor or chunk is not a tuple of {'' if dims is None else f'{dims} '}integers"
-        )
+def _checked(values: Sequence[Any], what: str, dims: int | None = None) -> Sequence[Ints]:
+    """Return the values if each is a tuple of integers, checked in bulk. Raises CorruptError otherwise."""
+    types = set(map(type, values)) - {tuple} or set(map(type, chain.from_iterable(values))) - {int}
+    if types or (dims is not None and set(map(len, values)) - {dims}):
+        count = "" if dims is None else f"{dims} "
+        raise CorruptError(f"`{what}` of a tensor or chunk is not a tuple of {count}integers")
     return values
 
 

@@ -76,33 +76,28 @@ class Run:
         n = len(self._expected)
         if any(have is not want and have != want for have, want in zip(found, self._expected, strict=False)):
             raise CorruptError("a run of the index refers to something else")
-        if len(self.columns) > 2:
+        if len(self.columns) == 6:
             self._paths = dict(zip(dict.fromkeys(self.columns[3]), found[n:], strict=True))
         return self
 
-    def _use(self) -> None:
-        if self.used:
-            raise CorruptError("a run of the index comes twice")
+    def use(self, count: int) -> list[list[Any]]:
+        """Return this many columns. Raises CorruptError the second time."""
+        if self.used or len(self.columns) != count:
+            raise CorruptError("a run of the index comes twice, or is not where it belongs")
         self.used = True
-
-    def chunks(self) -> tuple[list[Ints], list[Ints]]:
-        self._use()
-        offsets, sizes = self.columns
-        return offsets, sizes
+        return self.columns
 
     def rows(self) -> Iterator[Row]:
         """Return for each item: fqn, offsets, hint, path, start, length and None for the transforms."""
-        self._use()
-        names, hints, offsets, paths, starts, lengths = self.columns
+        names, hints, offsets, paths, starts, lengths = self.use(6)
         return zip(names, offsets, hints, map(self._paths.__getitem__, paths), starts, lengths, repeat(None))
 
 
 class _Numbers(dict[bytes, int]):
     def __missing__(self, token: bytes) -> int:
-        made = self[token] = int.from_bytes(
-            token[2 if token[0] == 0x8A else 1 :], "little", signed=token[0] in b"J\x8a"
-        )
-        return made
+        skipped = 2 if token[0] == 0x8A else 1
+        number = self[token] = int.from_bytes(token[skipped:], "little", signed=token[0] in b"J\x8a")
+        return number
 
 
 class _Tuples(dict[bytes, Ints]):
@@ -141,17 +136,17 @@ def _pattern(words: Iterable[str | bytes], references: Iterator[bytes], *, take:
     return made
 
 
-class Runs(Mapping[tuple[str, str], Any]):
+class Runs:
     """All runs of an index, `data` without them, and the values of the names in their places."""
 
     def __init__(self, data: bytes, middle: int, expected: Mapping[str, Any]) -> None:
-        self._all: list[Run] = []
+        self.all: list[Run] = []
+        self.names = {(_MODULE, "skipped"): SKIPPED, (_MODULE, "run"): self._resolved}
         self._expected = expected
         self._source, self._at = data, 0
         self._pieces: list[bytes] = []
         numbers = _Numbers()
-        tuples = _Tuples(numbers)
-        self._tables: dict[str, Any] = {"text": _Texts(), "int": numbers, "ints": tuples}
+        self._tables: dict[str, Any] = {"text": _Texts(), "int": numbers, "ints": _Tuples(numbers)}
         self._take_out(_CHUNK, 0, middle)
         self._take_out(_PLACED, middle, len(data))
         self.data = b"".join([*self._pieces, data[self._at :]])
@@ -177,30 +172,17 @@ class Runs(Mapping[tuple[str, str], Any]):
             self._pieces += (
                 data[self._at : found.start()],
                 b"c%bskipped\n%b0" % (_TAKEN, b"\x94" * (_MEMOS * len(columns[0]))),
-                b"c%brun\n(J%b%btR" % (_TAKEN, len(self._all).to_bytes(4, "little"), given),
+                b"c%brun\n(J%b%btR" % (_TAKEN, len(self.all).to_bytes(4, "little"), given),
                 b"N" if words is _PLACED else b"",
             )  # fmt: skip
             self._at = found.end()
-            self._all.append(Run(columns, expected))
+            self.all.append(Run(columns, expected))
+
+    def _resolved(self, number: int, *found: Any) -> Run:
+        return self.all[number].resolve(found)
 
     def _decoded(self, kind: str, column: tuple[bytes, ...]) -> list[Any]:
         return list(column) if kind == "path" else list(map(self._tables[kind].__getitem__, column))
-
-    def all_used(self) -> bool:
-        """Return whether the index uses each run."""
-        return all(run.used for run in self._all)
-
-    def __getitem__(self, key: tuple[str, str]) -> Any:
-        return {(_MODULE, "skipped"): SKIPPED, (_MODULE, "run"): self._resolved}[key]
-
-    def _resolved(self, number: int, *found: Any) -> Run:
-        return self._all[number].resolve(found)
-
-    def __iter__(self) -> Iterator[tuple[str, str]]:
-        return iter(((_MODULE, "skipped"), (_MODULE, "run")))
-
-    def __len__(self) -> int:
-        return 2
 
 
 def find(data: bytes, expected: Mapping[str, Any]) -> Runs | None:
@@ -210,7 +192,8 @@ def find(data: bytes, expected: Mapping[str, Any]) -> Runs | None:
         middle = whole.find(b"storage_data")
         if middle < 0 or not whole.endswith(b".") or _MODULE.encode() in whole:
             return None
-        return Runs(whole, middle, expected)
+        runs = Runs(whole, middle, expected)
+        return runs if runs.all else None
     except (Irregular, ValueError):
         return None
 
