@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
@@ -22,25 +22,19 @@ from ckpttool.version import __version__
 _COMPLETE = "_CKPTTOOL_COMPLETE"  # the variable in which a completion script asks
 
 
-class Listed(NamedTuple):
-    """The module of a command, and its line in `ckpttool --help`, at most 60 characters."""
-
-    module: str
-    summary: str
-
-
-# In the order of `--help`. A command's module is imported when the command is run.
+# In the order of `--help`, with their lines there, of at most 60 characters. A command's module is imported when the
+# command is run.
 COMMANDS = {
-    "inspect": Listed("inspect", "Show what a checkpoint holds, without reading its weights."),
-    "show": Listed("show", "Show one tensor: shards, values, mean, norm, NaN."),
-    "diff": Listed("diff", "Compare two checkpoints of any format and world size."),
-    "verify": Listed("verify", "Is it whole? Check every checksum, size and range."),
-    "repair": Listed("repair", "Write a repaired copy; only lossless fixes."),
-    "convert": Listed("convert", "Convert to another format, bit for bit."),
-    "export": Listed("export", "Export the model for transformers, vLLM and the Hub."),
-    "reshard": Listed("reshard", "Reshard for another number of ranks or another mesh."),
-    "formats": Listed("formats", "List the formats that can be read and written."),
-    "verify-resume": Listed("verify_resume", "Check that training resumes exactly from a checkpoint."),
+    "inspect": "Show what a checkpoint holds, without reading its weights.",
+    "show": "Show one tensor: shards, values, mean, norm, NaN.",
+    "diff": "Compare two checkpoints of any format and world size.",
+    "verify": "Is it whole? Check every checksum, size and range.",
+    "repair": "Write a repaired copy; only lossless fixes.",
+    "convert": "Convert to another format, bit for bit.",
+    "export": "Export the model for transformers, vLLM and the Hub.",
+    "reshard": "Reshard for another number of ranks or another mesh.",
+    "formats": "List the formats that can be read and written.",
+    "verify-resume": "Check that training resumes exactly from a checkpoint.",
 }
 
 
@@ -53,13 +47,13 @@ class Application(click.Group):
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        module = import_module(f"ckpttool.cli.{COMMANDS[name].module}")
-        command: click.Command = getattr(module, name.replace("-", "_"))
+        function = name.replace("-", "_")
+        command: click.Command = getattr(import_module(f"ckpttool.cli.{function}"), function)
         return command
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, command.summary) for name, command in COMMANDS.items()])
+            formatter.write_dl([*COMMANDS.items()])
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
         if instruction := os.environ.get(_COMPLETE):
@@ -115,7 +109,6 @@ def _install_completion(context: click.Context, param: click.Parameter, shell: s
 
 def application() -> Application:
     """Return the command line."""
-    shell: dict[str, Any] = {"metavar": "[SHELL]", "is_flag": False, "flag_value": ""}
     return Application(
         name="ckpttool",
         help="Inspect, convert, reshard, compare, verify and export PyTorch training checkpoints, bit for bit.",
@@ -123,16 +116,17 @@ def application() -> Application:
         no_args_is_help=True,
         context_settings={"help_option_names": ["-h", "--help"]},
         params=[
-            _immediate("--version", _print_version, "Print the version and exit.", is_flag=True),
-            _immediate("--install-completion", _install_completion, "Install completion (bash, zsh, fish).", **shell),
-            _immediate("--show-completion", _show_completion, "Print the completion script.", **shell),
+            _immediate("--version", _print_version, "Print the version and exit."),
+            _immediate("--install-completion [SHELL]", _install_completion, "Install completion (bash, zsh, fish)."),
+            _immediate("--show-completion [SHELL]", _show_completion, "Print the completion script."),
         ],
     )
 
 
-def _immediate(name: str, callback: Callable[..., None], help: str, **settings: Any) -> Option:
-    """Return an option that is done at once, whatever else is on the command line."""
-    return Option(name, is_eager=True, expose_value=False, callback=callback, help=help, **settings)
+def _immediate(usage: str, callback: Callable[..., None], help: str) -> Option:
+    """Return an option that is done at once, whatever else is on the command line. The shell may be left out."""
+    shell: dict[str, Any] = {"flag_value": "", "is_flag": False} if "[" in usage else {}
+    return Option(usage, help, is_eager=True, expose_value=False, callback=callback, **shell)
 
 
 def collect_rarely() -> None:

@@ -1,13 +1,14 @@
-"""Prints the result or the plan of `convert`, `reshard` and `export`."""
+"""Runs `convert`, `reshard` and `export`, and prints the result or the plan."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ckpttool.cli.progress import progress_on_stderr
 from ckpttool.cli.terminal import Styled, Terminal, bold, err, out
 from ckpttool.text import duration, plural, size
 
@@ -18,28 +19,28 @@ _SHOWN = 20  # lines of a list, unless -v
 _PARTS = 3  # names in the line that counts skipped entries
 _RATE = 64 << 20  # bytes needed to state a rate
 
+Facts = Iterable[tuple[str, str]]  # titles and texts
 Rows = list[tuple[str, ...]]
 
 
-def print_result(
-    result: Conversion,
-    schema: str,
+def run(
+    verb: str,
+    facts: Callable[[Any], Facts] | None = None,
     *,
     as_json: bool,
     quiet: bool,
     verbose: bool,
-    checked: bool,
-    more: Iterable[tuple[str, str]] = (),
-    waited: float = 0.0,
+    **arguments: Any,
 ) -> None:
-    """Print the result or the plan on stdout, and its warnings on stderr.
+    """Call a function of `ckpttool`. Print its result or plan on stdout, with additional `facts`, and its warnings on
+    stderr."""
+    import ckpttool
 
-    `checked` says whether `--check` was passed, `more` are additional rows of facts, and `waited` are the seconds that
-    were spent in another program and not on copying.
-    """
-    terminal = out()
+    with progress_on_stderr(not (quiet or as_json)) as progress:
+        result = getattr(ckpttool, verb)(**arguments, progress=progress)
+    terminal, more = out(), facts(result) if facts else ()
     if as_json:
-        terminal.write(json.dumps({"schema": schema, **asdict(result)}) + "\n")
+        terminal.write(json.dumps({"schema": f"ckpttool/{verb}/1", **asdict(result)}) + "\n")
     elif quiet:
         for name, _ in result.files if result.dry_run else ():
             terminal.line(name)
@@ -47,7 +48,7 @@ def print_result(
         if result.dry_run:
             _print_plan(terminal, result, more, verbose)
         else:
-            _print_done(terminal, result, checked, more, waited)
+            _print_done(terminal, result, more, arguments["check"])
         if result.dry_run or verbose:
             for title, rows in (_changes if verbose else _kinds_of_changes)(result).items():
                 terminal.heading(title)
@@ -55,53 +56,42 @@ def print_result(
         err().warnings(result.notes)
 
 
-def _facts(result: Conversion, more: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    contents = [plural(result.tensors, "tensor"), plural(result.objects, "object"), f"{size(result.bytes)} of values"]
-    return [
-        ("from", f"{result.source}, {result.source_format} -> {result.format}"),
-        ("contents", ", ".join(contents)),
-        *more,
-    ]
+def _facts(result: Conversion, more: Facts) -> list[tuple[str, str]]:
+    contents = f"{plural(result.tensors, 'tensor')}, {plural(result.objects, 'object')}, {size(result.bytes)} of values"
+    source = f"{result.source}, {result.source_format} -> {result.format}"
+    return [("from", source), ("contents", contents), *more]
 
 
-def _print_done(
-    terminal: Terminal, result: Conversion, check: bool, more: Iterable[tuple[str, str]], waited: float
-) -> None:
+def _print_done(terminal: Terminal, result: Conversion, more: Facts, check: bool) -> None:
     terminal.line("wrote ", bold(result.destination))
-    writing = result.seconds - waited
+    writing = result.seconds - getattr(result, "asked", 0.0)  # an export waits for transformers
     rate = f", {size(result.bytes / writing)}/s" if writing >= 1 and result.bytes >= _RATE else ""
-    rows = [
-        *_facts(result, more),
-        ("files", f"{plural(len(result.files), 'file')}, {size(result.disk)}"),
-        *([("resumed", f"{size(result.resumed)} copied by an interrupted run")] if result.resumed else []),
-        ("time", f"{duration(result.seconds)}{rate}"),
-        ("checked", "; ".join(_checks(result, check))),
-        *_change_counts(result),
-    ]
-    terminal.facts(rows)
+    rows = [*_facts(result, more), ("files", f"{plural(len(result.files), 'file')}, {size(result.disk)}")]
+    if result.resumed:
+        rows.append(("resumed", f"{size(result.resumed)} copied by an interrupted run"))
+    rows += [("time", f"{duration(result.seconds)}{rate}"), ("checked", "; ".join(_checks(result, check)))]
+    terminal.facts([*rows, *_change_counts(result)])
 
 
 def _checks(result: Conversion, check: bool) -> list[str]:
     checks = []
     if result.checked:
         checks.append(f"checksums of {size(result.checked)} of the source")
-    if result.unchecked:
-        unchecked = size(result.unchecked)
-        checks.append(
-            f"{unchecked} without checksums" if checks else f"no checksums in the source ({unchecked} unverified)"
-        )
+    if result.unchecked and checks:
+        checks.append(f"{size(result.unchecked)} without checksums")
+    elif result.unchecked:
+        checks.append(f"no checksums in the source ({size(result.unchecked)} unverified)")
     if check:
         checks.append("everything written was read back and compared")
     return checks or ["nothing to check"]
 
 
-def _print_plan(terminal: Terminal, result: Conversion, more: Iterable[tuple[str, str]], verbose: bool) -> None:
+def _print_plan(terminal: Terminal, result: Conversion, more: Facts, verbose: bool) -> None:
     terminal.line("would write ", bold(result.destination))
     terminal.write("\n")
     short = "red" if result.disk > result.free else ""
     disk = Styled(f"{size(result.disk)} needed, {size(result.free)} free", short)
-    memory = f"about {size(result.memory)} at most"
-    terminal.facts([*_facts(result, more), ("disk", disk), ("memory", memory)])
+    terminal.facts([*_facts(result, more), ("disk", disk), ("memory", f"about {size(result.memory)} at most")])
     terminal.heading("files", plural(len(result.files), "file"))
     rows = [(name, size(nbytes)) for name, nbytes in result.files]
     terminal.table(rows, right=(1,), wrap=(0,), limit=None if verbose else _SHOWN)
@@ -155,8 +145,9 @@ def _counted(rows: Iterable[tuple[str, ...]]) -> Rows:
 def _rule(old: str, new: str) -> tuple[str, str]:
     """Return `("model.*", "-> *")` for `model.norm.weight` renamed to `norm.weight`: what the two do not share."""
     before, after = old.split("."), new.split(".")
-    shared = 0
-    while shared < min(len(before), len(after)) and before[-1 - shared] == after[-1 - shared]:
-        shared += 1
-    rest = ["*"] if shared else []
-    return ".".join(before[: len(before) - shared] + rest), "-> " + ".".join(after[: len(after) - shared] + rest)
+    is_shared = False
+    while before and after and before[-1] == after[-1]:
+        del before[-1], after[-1]
+        is_shared = True
+    rest = ["*"] if is_shared else []
+    return ".".join(before + rest), "-> " + ".".join(after + rest)

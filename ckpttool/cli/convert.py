@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ckpttool.cli import options
-from ckpttool.cli.conversion_result import print_result
+from ckpttool.cli.conversion_result import run
 from ckpttool.cli.options import Option
-from ckpttool.cli.progress import progress_on_stderr
 
 
 @options.command(
@@ -20,8 +19,8 @@ from ckpttool.cli.progress import progress_on_stderr
             options.TENSORS,
             options.EXCLUDE,
             options.SHAPES,
-            Option("--model-from", metavar="PATH", help="Read the model from another checkpoint."),
-            Option("--optim-from", metavar="PATH", help="Read the optimizer from another checkpoint."),
+            Option("--model-from PATH", "Read the model from another checkpoint."),
+            Option("--optim-from PATH", "Read the optimizer from another checkpoint."),
         ),
         "Names": (options.RENAME, options.STRIP_WRAPPERS, options.STRIP_PREFIX),
         "Format": (
@@ -29,18 +28,12 @@ from ckpttool.cli.progress import progress_on_stderr
             options.PRODUCER,
             options.DTYPE,
             options.MAX_SHARD_SIZE,
-            Option("--to-world", metavar="N", type=int, help="Shard the tensors for N ranks (dcp and fsdp1 only)."),
+            Option("--to-world N", "Shard the tensors for N ranks (dcp and fsdp1 only).", type=int),
+            Option("--tensor-class CLASS", "Class of sharded tensors: sharded_tensor or dtensor (fsdp1 only)."),
             Option(
-                "--tensor-class",
-                metavar="CLASS",
-                help="Class of sharded tensors: sharded_tensor or dtensor (fsdp1 only).",
+                "--optim-keys KEYS", "Optimizer key style: fqn (parameter names), id (integers) or flat (dotted keys)."
             ),
-            Option(
-                "--optim-keys",
-                metavar="KEYS",
-                help="Optimizer key style: fqn (parameter names), id (integers) or flat (dotted keys).",
-            ),
-            Option("--optim-root", metavar="KEY", help="Store the optimizer under this key."),
+            Option("--optim-root KEY", "Store the optimizer under this key."),
         ),
         "Execution": (*options.WRITING, options.RESUME),
         "Output": options.PRINTING,
@@ -51,16 +44,10 @@ from ckpttool.cli.progress import progress_on_stderr
         "step-1000 hf-resume --producer accelerate --dry-run",
     ),
 )
-def convert(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
+def convert(**arguments: Any) -> None:
     """Convert a checkpoint to another format, bit for bit.
 
     The tensors, objects and names stay the same unless options change them. DST is written completely or not at all.
     Data that the format cannot store is an error, unless --only, --drop or --exclude leaves it out.
     """
-    import ckpttool
-
-    with progress_on_stderr(not (quiet or as_json)) as progress:
-        result = ckpttool.convert(**arguments, progress=progress)
-    print_result(
-        result, "ckpttool/convert/1", as_json=as_json, quiet=quiet, verbose=verbose, checked=arguments["check"]
-    )
+    run("convert", **arguments)

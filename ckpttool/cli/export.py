@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpttool.cli import options
-from ckpttool.cli.conversion_result import print_result
+from ckpttool.cli.conversion_result import run
 from ckpttool.cli.options import Option
-from ckpttool.cli.progress import progress_on_stderr
 from ckpttool.text import count, plural, size
 
 if TYPE_CHECKING:
@@ -32,46 +31,26 @@ if TYPE_CHECKING:
         "Names": (
             options.RENAME,
             options.STRIP_PREFIX,
-            Option(
-                "--key-map",
-                metavar="NAME",
-                help="How the producer names the model's parameters: a name, a .json file, or none.",
-            ),
+            Option("--key-map NAME", "How the producer names the model's parameters: a name, a .json file, or none."),
         ),
         "Format": (
             Option(
-                "--assets",
-                metavar="DIR",
-                help="Directory or Hub repository with config, tokenizer and code. Default: beside the weights.",
+                "--assets DIR",
+                "Directory or Hub repository with config, tokenizer and code. Default: beside the weights.",
             ),
             options.DTYPE,
             options.reworded(
                 options.MAX_SHARD_SIZE, "Split into files of at most this size: 512MiB, ... Default: 5GB."
             ),
-            Option(
-                "--head-dim",
-                metavar="N",
-                type=click.IntRange(min=2),
-                help="Size of an attention head, if no config has it.",
-            ),
-            Option(
-                "--no-strict",
-                "strict",
-                flag_value=False,
-                default=True,
-                help="Export even if tensors do not match config.json.",
-            ),
-            Option("--no-card", "card", flag_value=False, default=True, help="Write no model card."),
+            Option("--head-dim N", "Size of an attention head, if no config has it.", type=click.IntRange(min=2)),
+            Option("--no-strict", "Export even if tensors do not match config.json."),
+            Option("--no-card", "Write no model card."),
         ),
         "Hugging Face Hub": (
-            Option("--private", is_flag=True, help="Make a newly created repository private."),
-            Option("--create-pr", is_flag=True, help="Open a pull request; do not change the branch."),
-            Option("--commit-message", metavar="TEXT", help="Message of the commit."),
-            Option(
-                "--stage",
-                metavar="DIR",
-                help="Staging directory for the uploads, kept. Default: one temporary file at a time.",
-            ),
+            Option("--private", "Make a newly created repository private."),
+            Option("--create-pr", "Open a pull request; do not change the branch."),
+            Option("--commit-message TEXT", "Message of the commit."),
+            Option("--stage DIR", "Staging directory for the uploads, kept. Default: one temporary file at a time."),
         ),
         "Execution": options.WRITING,
         "Output": options.PRINTING,
@@ -81,29 +60,16 @@ if TYPE_CHECKING:
         "step-1000 hf://org/my-model --private --dry-run",
     ),
 )
-def export(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
+def export(**arguments: Any) -> None:
     """Export the model of a checkpoint for transformers, vLLM and the Hugging Face Hub.
 
     Writes indexed safetensors files without wrapper prefixes, with tied weights once, beside config, tokenizer and
     code. The tensors are compared with the config first. DST is written completely or not at all.
     """
-    import ckpttool
-
-    with progress_on_stderr(not (quiet or as_json)) as progress:
-        result = ckpttool.export(**arguments, progress=progress)
-    print_result(
-        result,
-        "ckpttool/export/1",
-        as_json=as_json,
-        quiet=quiet,
-        verbose=verbose,
-        checked=arguments["check"],
-        more=_rows(result),
-        waited=result.asked,
-    )
+    run("export", _facts, **arguments)
 
 
-def _rows(result: Exported) -> list[tuple[str, str]]:
+def _facts(result: Exported) -> list[tuple[str, str]]:
     numbers = ", ".join(f"{count(n)} {name}" for name, n in result.parameters.items())
     rows = [("parameters", numbers or "none")]
     if result.key_map:

@@ -32,9 +32,7 @@ _TITLES = {"producer": "producer", "writer": "written by", "torch": "torch", "la
     arguments=(options.CHECKPOINT,),
     sections={
         "Selection": (
-            Option(
-                "--depth", metavar="N", type=click.IntRange(min=1), default=4, help="Levels of the module tree to show."
-            ),
+            Option("--depth N", "Levels of the module tree to show.", type=click.IntRange(min=1), default=4),
             options.TENSORS,
             options.SHAPES,
         ),

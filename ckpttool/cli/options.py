@@ -23,10 +23,21 @@ class Argument(click.Argument):
 
 
 class Option(click.Option):
-    """An option whose default is shown, unless it is a flag that turns something off."""
+    """An option, as `--help` shows it: `Option("--threads -j N", "Number of threads.")`, `GLOB...` if it is repeatable.
 
-    def __init__(self, *names: str, **settings: Any) -> None:
-        super().__init__(names, show_default=settings.get("default") is not True, **settings)
+    Without a metavar it is a flag, and `--no-card` sets `card` to False. The default is shown, but not a flag's.
+    """
+
+    def __init__(self, usage: str, help: str, *, name: str | None = None, **settings: Any) -> None:
+        flags = [word for word in usage.split() if word.startswith("-")]
+        metavar = " ".join(usage.split()[len(flags) :])
+        if metavar:
+            settings |= {"metavar": metavar.removesuffix("..."), "multiple": metavar.endswith("...")}
+        else:
+            settings["is_flag"] = True
+        if usage[2:5] == "no-":
+            name, settings = usage[5:], {"flag_value": False, "default": True}
+        super().__init__([*flags, name] if name else flags, help=help, show_default=bool(metavar), **settings)
 
 
 class Command(click.Command):
@@ -119,77 +130,55 @@ DESTINATION = Argument("dst", metavar="DST", help="The file or directory to writ
 # What is read and written ---------------------------------------------------------------------------------------------
 
 ONLY = Option(
-    "--only",
-    metavar="PART",
-    multiple=True,
-    shell_complete=_parts,
-    help="Include only this part (model, optimizer, ...; or its key). Repeatable.",
+    "--only PART...", "Include only this part (model, optimizer, ...; or its key). Repeatable.", shell_complete=_parts
 )
-DROP = Option("--drop", metavar="PART", multiple=True, shell_complete=_parts, help="Exclude this part. Repeatable.")
+DROP = Option("--drop PART...", "Exclude this part. Repeatable.", shell_complete=_parts)
 TENSORS = Option(
-    "--tensors",
-    metavar="GLOB",
-    multiple=True,
-    help="Include only tensors whose dotted name matches; `*` also matches dots, `re:` starts a regular expression. "
+    "--tensors GLOB...",
+    "Include only tensors whose dotted name matches; `*` also matches dots, `re:` starts a regular expression. "
     "Repeatable.",
 )
-EXCLUDE = Option("--exclude", metavar="GLOB", multiple=True, help="Exclude matching tensors. Repeatable.")
+EXCLUDE = Option("--exclude GLOB...", "Exclude matching tensors. Repeatable.")
 SHAPES = Option(
-    "--shapes",
-    metavar="FROM",
-    help="Parameter names, shapes and order (a checkpoint or JSON); needed for FSDP1 flat parameters and "
+    "--shapes FROM",
+    "Parameter names, shapes and order (a checkpoint or JSON); needed for FSDP1 flat parameters and "
     "integer-keyed optimizers.",
 )
-RENAME = Option(
-    "--rename", metavar="OLD=NEW", multiple=True, help="Rename OLD to NEW; `*` captures; @FILE reads rules. Repeatable."
-)
+RENAME = Option("--rename OLD=NEW...", "Rename OLD to NEW; `*` captures; @FILE reads rules. Repeatable.")
 STRIP_WRAPPERS = Option(
     "--strip-wrappers",
-    is_flag=True,
-    help="Remove `module.`, `_orig_mod.`, `_fsdp_wrapped_module.` and `_checkpoint_wrapped_module.` from names.",
+    "Remove `module.`, `_orig_mod.`, `_fsdp_wrapped_module.` and `_checkpoint_wrapped_module.` from names.",
 )
-STRIP_PREFIX = Option("--strip-prefix", metavar="P", help="Remove this prefix from the names of the model.")
+STRIP_PREFIX = Option("--strip-prefix P", "Remove this prefix from the names of the model.")
 TO = Option(
-    "--to",
-    metavar="FORMAT",
-    shell_complete=_formats,
-    help="torch, dcp, safetensors or fsdp1. Default: from the suffix of DST.",
+    "--to FORMAT", "torch, dcp, safetensors or fsdp1. Default: from the suffix of DST.", shell_complete=_formats
 )
 PRODUCER = Option(
-    "--producer",
-    metavar="NAME",
+    "--producer NAME",
+    "Write the directory layout that a framework resumes from: accelerate, torchtitan, verl or trainer. Replaces --to.",
     shell_complete=_producers,
-    help="Write the directory layout that a framework resumes from: accelerate, torchtitan, verl or trainer. "
-    "Replaces --to.",
 )
 DTYPE = Option(
-    "--dtype",
-    metavar="[PATTERN=]DTYPE",
-    multiple=True,
-    help="Cast floating-point tensors: bfloat16, or 'norm*=float32' for some. Repeatable; the first match applies.",
+    "--dtype [PATTERN=]DTYPE...",
+    "Cast floating-point tensors: bfloat16, or 'norm*=float32' for some. Repeatable; the first match applies.",
 )
-MAX_SHARD_SIZE = Option(
-    "--max-shard-size", metavar="SIZE", help="Split into files of at most this size: 5GB, 512MiB, ..."
-)
+MAX_SHARD_SIZE = Option("--max-shard-size SIZE", "Split into files of at most this size: 5GB, 512MiB, ...")
 
 # Execution and output -------------------------------------------------------------------------------------------------
 
-OVERWRITE = Option("--overwrite", is_flag=True, help="Replace DST. The old one is kept until the new one is complete.")
+OVERWRITE = Option("--overwrite", "Replace DST. The old one is kept until the new one is complete.")
 RESUME = Option(
     "--resume",
-    is_flag=True,
-    help="Continue an interrupted run: check and keep what it has copied. If this run is interrupted, keep its copies.",
+    "Continue an interrupted run: check and keep what it has copied. If this run is interrupted, keep its copies.",
 )
-DRY_RUN = Option("--dry-run", "-n", is_flag=True, help="Show the plan and write nothing.")
-CHECK = Option("--check", is_flag=True, help="Verify DST against SRC before committing it.")
-MANIFEST = Option("--manifest", metavar="FILE", help="Also write a manifest of DST: SHA-256 of each file and tensor.")
-THREADS = Option(
-    "--threads", "-j", metavar="N", type=click.IntRange(min=1), help="Number of threads that read and write."
-)
-MAX_MEMORY = Option("--max-memory", metavar="SIZE", help="Limit the buffers: 2GB, 512MiB, ...")
-AS_JSON = Option("--json", "as_json", is_flag=True, help="Print one JSON object, also for an error.")
-QUIET = Option("--quiet", "-q", is_flag=True, help="Print bare values only, and no progress.")
-VERBOSE = Option("--verbose", "-v", is_flag=True, help="Full output; tracebacks for internal errors.")
+DRY_RUN = Option("--dry-run -n", "Show the plan and write nothing.")
+CHECK = Option("--check", "Verify DST against SRC before committing it.")
+MANIFEST = Option("--manifest FILE", "Also write a manifest of DST: SHA-256 of each file and tensor.")
+THREADS = Option("--threads -j N", "Number of threads that read and write.", type=click.IntRange(min=1))
+MAX_MEMORY = Option("--max-memory SIZE", "Limit the buffers: 2GB, 512MiB, ...")
+AS_JSON = Option("--json", "Print one JSON object, also for an error.", name="as_json")
+QUIET = Option("--quiet -q", "Print bare values only, and no progress.")
+VERBOSE = Option("--verbose -v", "Full output; tracebacks for internal errors.")
 
 WRITING = (CHECK, MANIFEST, OVERWRITE, DRY_RUN, THREADS, MAX_MEMORY)
 PRINTING = (AS_JSON, QUIET, VERBOSE)

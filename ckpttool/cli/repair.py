@@ -18,15 +18,8 @@ from ckpttool.text import duration, plural, size
     arguments=(options.SOURCE, options.reworded(options.DESTINATION, "The directory to write, like `cp`.")),
     sections={
         "Selection": (
-            Option(
-                "--merge",
-                metavar="DIR",
-                multiple=True,
-                help="Directory of another node with files of the same save. Repeatable.",
-            ),
-            Option(
-                "--like", metavar="OTHER", help="Another step of the same run, to rebuild a missing `.metadata` from."
-            ),
+            Option("--merge DIR...", "Directory of another node with files of the same save. Repeatable."),
+            Option("--like OTHER", "Another step of the same run, to rebuild a missing `.metadata` from."),
         ),
         "Execution": (options.OVERWRITE, options.DRY_RUN, options.THREADS),
         "Output": (options.AS_JSON, options.QUIET),

@@ -35,12 +35,10 @@ _MARKS = {"damage": "red", "difference": "red", "nan": "red", "suspect": "yellow
     sections={
         "Selection": (options.SHAPES,),
         "Comparison": (
-            Option("--against", metavar="OTHER", help="Compare with a checkpoint that should be equal."),
-            Option("--manifest", metavar="FILE", help="Compare with a manifest: SHA-256 of each file and tensor."),
-            Option("--write-manifest", metavar="FILE", help="Write a manifest, if nothing is damaged."),
-            Option(
-                "--values", "check_values", is_flag=True, help="Check every element: NaN, infinite, all zero, denormal."
-            ),
+            Option("--against OTHER", "Compare with a checkpoint that should be equal."),
+            Option("--manifest FILE", "Compare with a manifest: SHA-256 of each file and tensor."),
+            Option("--write-manifest FILE", "Write a manifest, if nothing is damaged."),
+            Option("--values", "Check every element: NaN, infinite, all zero, denormal.", name="check_values"),
         ),
         "Execution": (options.THREADS,),
         "Output": options.PRINTING,

@@ -33,13 +33,10 @@ _NAMES = 20  # names below a check, under -v
     arguments=(options.CHECKPOINT,),
     sections={
         "Execution": (
-            Option(
-                "--recipe", metavar="FILE", help="Build the model of this recipe, and compare names and shapes with it."
-            ),
+            Option("--recipe FILE", "Build the model of this recipe, and compare names and shapes with it."),
             Option(
                 "--values/--no-values",
-                default=None,
-                help="Check weights and moments for NaN, infinities and negative moments. Default: up to 1 GiB.",
+                "Check weights and moments for NaN, infinities and negative moments. Default: up to 1 GiB.",
             ),
         ),
         "Selection": (options.SHAPES,),
@@ -141,58 +138,39 @@ def _part_row(part: Any) -> tuple[TextLike, ...]:
     ),
     sections={
         "Training": (
-            Option("--recipe", metavar="FILE", required=True, help="Python file that builds and trains a model."),
-            Option("--world", metavar="N", type=click.IntRange(min=1), help="Train on N ranks. Default: 2."),
-            Option("--mesh", metavar="MESH", help="Train on a mesh: shard=2,tp=2 or replicate=2,shard=2."),
-            Option(
-                "--steps", metavar="N", type=click.IntRange(min=1), default=4, help="Steps to train before the save."
-            ),
-            Option("--more", metavar="N", type=click.IntRange(min=1), default=4, help="Steps to train after the save."),
-            Option("--device", metavar="DEVICE", help="cpu, cuda, xpu, ..."),
-            Option(
-                "--no-deterministic",
-                "deterministic",
-                flag_value=False,
-                default=True,
-                help="Allow nondeterministic operations in torch.",
-            ),
+            Option("--recipe FILE", "Python file that builds and trains a model.", required=True),
+            Option("--world N", "Train on N ranks. Default: 2.", type=click.IntRange(min=1)),
+            Option("--mesh MESH", "Train on a mesh: shard=2,tp=2 or replicate=2,shard=2."),
+            Option("--steps N", "Steps to train before the save.", type=click.IntRange(min=1), default=4),
+            Option("--more N", "Steps to train after the save.", type=click.IntRange(min=1), default=4),
+            Option("--device DEVICE", "cpu, cuda, xpu, ..."),
+            Option("--no-deterministic", "Allow nondeterministic operations in torch."),
         ),
         "Resuming": (
             Option(
-                "--via",
-                metavar="ROUTE",
-                help="Convert or reshard the save before resuming (comma-separated steps): "
+                "--via ROUTE",
+                "Convert or reshard the save before resuming (comma-separated steps): "
                 "safetensors, dcp, torch, fsdp1, reshard:N.",
             ),
-            Option("--to-world", metavar="N", type=int, help="Resume on N ranks."),
-            Option("--to-mesh", metavar="MESH", help="Resume on a mesh."),
+            Option("--to-world N", "Resume on N ranks.", type=int),
+            Option("--to-mesh MESH", "Resume on a mesh."),
             Option(
-                "--first-step",
-                metavar="I",
-                type=click.IntRange(min=0),
-                help="The step to resume at, if CKPT does not contain one.",
+                "--first-step I", "The step to resume at, if CKPT does not contain one.", type=click.IntRange(min=0)
             ),
         ),
         "Execution": (
+            Option("--no-gradients", "Do not compare the gradients with those of one rank."),
             Option(
-                "--no-gradients",
-                "gradients",
-                flag_value=False,
-                default=True,
-                help="Do not compare the gradients with those of one rank.",
-            ),
-            Option(
-                "--time-limit",
-                "limit",
-                metavar="SECONDS",
+                "--time-limit SECONDS",
+                "Time limit for each phase and step of a rank.",
+                name="limit",
                 type=click.IntRange(min=1),
                 default=300,
-                help="Time limit for each phase and step of a rank.",
             ),
         ),
         "Output": (
-            Option("--html", metavar="FILE", help="Also write the report as an HTML page."),
-            Option("--keep", metavar="FOLDER", help="Keep the files of the runs in this folder."),
+            Option("--html FILE", "Also write the report as an HTML page."),
+            Option("--keep FOLDER", "Keep the files of the runs in this folder."),
             *options.PRINTING,
         ),
     },
