@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Sequence
 
 from ckpttool.catalogue.dtypes import ALIASES, DTYPES, Dtype
-from ckpttool.catalogue.entries import Catalogue, Entry, Path, Tensor
+from ckpttool.catalogue.entries import Catalogue, Entry, Object, Tensor
 from ckpttool.catalogue.patterns import compile_pattern, rule
 from ckpttool.errors import UsageError
-from ckpttool.layout.move import again, rebuilt
+from ckpttool.layout.move import again, rebuilt, retied
 from ckpttool.text import meant
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -41,25 +41,18 @@ def caster(rules: Sequence[str]) -> Callable[[Tensor], Dtype | None]:
         # Nothing converts the 4-bit floats, and torch has no other names for them.
         if tensor.dtype.kind != "float" or tensor.embedded or tensor.dtype.name.startswith("float4"):
             return None
-        for pattern, kind in compiled:
-            if pattern is None:
-                if tensor.part.kind == "model" and tensor.dtype.itemsize > 1:
-                    return kind
-            elif pattern.fullmatch(tensor.name):
-                return kind
-        return None
+        is_general = tensor.part.kind == "model" and tensor.dtype.itemsize > 1
+        matches = (kind for pattern, kind in compiled if (pattern.fullmatch(tensor.name) if pattern else is_general))
+        return next(matches, None)
 
     return cast_to
 
 
 def cast(catalogue: Catalogue, cast_to: Callable[[Tensor], Dtype | None]) -> Catalogue:
     """Return the catalogue with the new dtypes. Tied tensors that get different dtypes are untied. Pure."""
-    entries: list[Entry] = []
-    firsts: dict[tuple[Path, Dtype], Path] = {}
-    for entry in catalogue.entries.values():
-        if isinstance(entry, Tensor):
-            kind = cast_to(entry) or entry.dtype
-            first = firsts.setdefault((entry.alias or entry.path, kind), entry.path)
-            entry = again(entry, dtype=kind, alias=None if first == entry.path else first)
-        entries.append(entry)
-    return rebuilt(catalogue, entries, catalogue.containers)
+
+    def change(entry: Entry) -> Entry:
+        kind = cast_to(entry) if isinstance(entry, Tensor) else None
+        return entry if kind is None or isinstance(entry, Object) else again(entry, dtype=kind)
+
+    return rebuilt(catalogue, retied(map(change, catalogue.entries.values())), catalogue.containers)

@@ -38,8 +38,13 @@ class Mesh:
     def world(self) -> int:
         return prod(self.sizes)
 
+    @property
+    def size(self) -> dict[str, int]:
+        """The size of each dimension."""
+        return dict(zip(self.names, self.sizes, strict=True))
+
     def __str__(self) -> str:
-        return ",".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True))
+        return ",".join(f"{name}={size}" for name, size in self.size.items())
 
 
 def world_mesh(ranks: int) -> Mesh:
@@ -51,24 +56,27 @@ def world_mesh(ranks: int) -> Mesh:
 
 def parse_mesh(text: str) -> Mesh:
     """Return the mesh that `shard=4,tp=2` describes. Raises UsageError for unknown or repeated dimensions."""
-    names: list[str] = []
-    sizes: list[int] = []
+    sizes: dict[str, int] = {}
     for part in text.split(","):
-        name, equals, size = part.strip().partition("=")
+        name, _, size = part.strip().partition("=")
         if name not in _NAMES:
             hint = meant(name, list(_NAMES), "the dimensions are `replicate`, `shard` and `tp`, outermost first")
             raise UsageError(f"`--to-mesh {text}`: there is no mesh dimension `{name}`", hint=hint)
-        if not equals or not (size.isascii() and size.isdecimal()) or not 1 <= int(size) <= _MOST:
+        if not _is_number(size) or not 1 <= int(size) <= _MOST:
             raise UsageError(
                 f"`--to-mesh {text}`: `{part.strip()}` is not a dimension and its size", hint="write `shard=4,tp=2`"
             )
-        if _NAMES[name] in names:
+        if _NAMES[name] in sizes:
             raise UsageError(f"`--to-mesh {text}`: the dimension `{_NAMES[name]}` is there twice")
-        names.append(_NAMES[name])
-        sizes.append(int(size))
-    if prod(sizes) > _MOST:
-        raise UsageError(f"`--to-mesh {text}`: a world of {prod(sizes)} ranks; at most {_MOST}")
-    return Mesh(tuple(names), tuple(sizes))
+        sizes[_NAMES[name]] = int(size)
+    mesh = Mesh(tuple(sizes), tuple(sizes.values()))
+    if mesh.world > _MOST:
+        raise UsageError(f"`--to-mesh {text}`: a world of {mesh.world} ranks; at most {_MOST}")
+    return mesh
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal()
 
 
 def parse_placements(text: str, mesh: Mesh) -> dict[str, int]:
@@ -76,14 +84,12 @@ def parse_placements(text: str, mesh: Mesh) -> dict[str, int]:
     placements: dict[str, int] = {}
     for part in text.split(","):
         name, _, dim = part.strip().partition(":")
-        name = _NAMES.get(name, name)
+        name, message = _NAMES.get(name, name), f"`--placements ...={text}`"
         if name not in mesh.names:
+            raise UsageError(f"{message}: the mesh has no dimension `{name}`", hint=f"it is `--to-mesh {mesh}`")
+        if name == "replicate" or not _is_number(dim) or name in placements:
             raise UsageError(
-                f"`--placements ...={text}`: the mesh has no dimension `{name}`", hint=f"it is `--to-mesh {mesh}`"
-            )
-        if name == "replicate" or not (dim.isascii() and dim.isdecimal()) or name in placements:
-            raise UsageError(
-                f"`--placements ...={text}`: `{part.strip()}` is not a mesh dimension and a dimension of the tensor",
+                f"{message}: `{part.strip()}` is not a mesh dimension and a dimension of the tensor",
                 hint="write `tp:0`, or `tp:1,shard:0`",
             )
         placements[name] = int(dim)
@@ -114,8 +120,6 @@ def mesh_boxes(shape: Ints, mesh: Mesh, placed: Placements) -> Iterator[tuple[Bo
 ORDER = ("replicate", "shard", "tp")
 """The dimensions of a mesh, outermost first, as FSDP2 takes them."""
 
-_Key = tuple[Ints, tuple[Ints, ...], tuple[Ints, ...]]
-
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
@@ -136,28 +140,25 @@ def find_sharding(planned: Catalogue, mesh: Mesh | None, world: int) -> Sharding
         if isinstance(sharding, Tensor):
             return f"FSDP2 does not shard tensor `{sharding.name}` as planned"
         return sharding
-    for shape in _factors(world):
-        sharding = _on(planned, shape)
-        if isinstance(sharding, Sharding):
-            return sharding
-    return f"no mesh of {world} ranks has the chunks of that layout"
+    shardings = (sharding for mesh in _factors(world) if isinstance(sharding := _on(planned, mesh), Sharding))
+    return next(shardings, f"no mesh of {world} ranks has the chunks of that layout")
 
 
-def _factors(world: int) -> Iterator[Mesh]:
-    """Yield the meshes of `world` ranks, those with fewer dimensions first."""
-    tried: list[Mesh] = []
+def _factors(world: int) -> list[Mesh]:
+    """Return the meshes of `world` ranks, those with fewer dimensions first."""
+    meshes: list[Mesh] = []
     for tp in range(1, world + 1):
         for shard in range(world // tp, 0, -1):
             if world % (tp * shard) == 0:
-                sizes = (world // (tp * shard), shard, tp)
-                kept = [(n, s) for n, s in zip(ORDER, sizes, strict=True) if s > 1 or n == "shard"]
-                tried.append(Mesh(tuple(n for n, _ in kept), tuple(s for _, s in kept)))
-    yield from sorted(tried, key=lambda mesh: len(mesh.names))
+                sizes = zip(ORDER, (world // (tp * shard), shard, tp), strict=True)
+                kept = {name: size for name, size in sizes if size > 1 or name == "shard"}
+                meshes.append(Mesh(tuple(kept), tuple(kept.values())))
+    return sorted(meshes, key=lambda mesh: len(mesh.names))
 
 
 def _on(planned: Catalogue, mesh: Mesh) -> Sharding | Tensor:
     """Return the placements of all tensors on the mesh; or the first tensor that no placements fit."""
-    known: dict[_Key, Placements | None] = {}
+    known: dict[object, Placements | None] = {}
     placements: dict[Path, Placements] = {}
     for tensor in planned.tensors:
         chunks = tensor.chunks
@@ -165,7 +166,8 @@ def _on(planned: Catalogue, mesh: Mesh) -> Sharding | Tensor:
             continue
         key = (tensor.shape, tuple(chunks.offsets), tuple(chunks.sizes))
         if key not in known:
-            known[key] = _placements(key, mesh)
+            fits = (p for p in _candidates(tensor.shape, mesh) if _cuts(mesh, p, tensor))
+            known[key] = next(fits, None)
         placed = known[key]
         if placed is None:
             return tensor
@@ -173,41 +175,35 @@ def _on(planned: Catalogue, mesh: Mesh) -> Sharding | Tensor:
     return Sharding(mesh, placements)
 
 
-def _placements(key: _Key, mesh: Mesh) -> Placements | None:
-    shape, offsets, sizes = key
-    expected = set(zip(offsets, sizes, strict=True))
-    for placed in _candidates(shape, mesh):
-        if {box for box, _ in mesh_boxes(shape, mesh, placed)} == expected:
-            return placed
-    return None
+def _cuts(mesh: Mesh, placed: Placements, tensor: Tensor) -> bool:
+    """Return whether the placements give the boxes of a tensor."""
+    expected = set(zip(tensor.chunks.offsets, tensor.chunks.sizes, strict=True))
+    return {box for box, _ in mesh_boxes(tensor.shape, mesh, placed)} == expected
 
 
 def _candidates(shape: Ints, mesh: Mesh) -> Iterator[Placements]:
     """FSDP2 cuts no dimension but the first unevenly. A tensor that both cut comes first, as FSDP takes all parameters
     that nobody keeps from it."""
-    dims = range(len(shape))
-    size = dict(zip(mesh.names, mesh.sizes, strict=True))
-    cuts = [[None, *dims] if name in size else [None] for name in ("shard", "tp")]
-    both = [(shard, tp) for shard in cuts[0] for tp in cuts[1] if shard is not None or tp is not None]
+    size = mesh.size
+    shards, tps = ([*range(len(shape)), None] if name in size else [None] for name in ("shard", "tp"))
+    both = [(shard, tp) for shard in shards for tp in tps if shard is not None or tp is not None]
     for shard, tp in sorted(both, key=lambda pair: (pair[0] is None, pair[1] is None)):
         by = size.get("shard", 1) * (size.get("tp", 1) if tp == shard else 1)
-        if shard and shape[shard] % by:
-            continue
-        yield {name: dim for name, dim in (("shard", shard), ("tp", tp)) if dim is not None}
+        if not shard or not shape[shard] % by:
+            yield {name: dim for name, dim in (("shard", shard), ("tp", tp)) if dim is not None}
 
 
 def bytes_per_rank(planned: Catalogue, sharding: Sharding) -> tuple[int, int]:
     """Return the bytes on the fullest rank, and the bytes of the largest tensor. Tied tensors count once. Pure."""
     most = largest = 0
-    size = dict(zip(sharding.mesh.names, sharding.mesh.sizes, strict=True))
     for tensor in planned.tensors:
         if tensor.alias is not None or tensor.embedded:
             continue
         local = list(tensor.shape)
+        placed = sharding.placements.get(tensor.path, {})
         for name in ("tp", "shard"):
-            dim = sharding.placements.get(tensor.path, {}).get(name)
-            if dim is not None:
-                local[dim] = -(-local[dim] // size[name])
+            if name in placed:
+                local[placed[name]] = -(-local[placed[name]] // sharding.mesh.size[name])
         most += prod(local) * tensor.dtype.itemsize
         largest = max(largest, tensor.nbytes)
     return most, largest

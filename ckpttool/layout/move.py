@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
-from ckpttool.catalogue.entries import Catalogue, Container, Entry, Object, Part, Path, Tensor, dotted
+from ckpttool.catalogue.dtypes import Dtype
+from ckpttool.catalogue.entries import Catalogue, Container, Entry, Object, Part, Path, Tensor, above, dotted
 from ckpttool.catalogue.flatten import replaced
 from ckpttool.catalogue.values import Link
 from ckpttool.errors import UsageError
@@ -18,7 +20,7 @@ def move(catalogue: Catalogue, moved: dict[Path, Path]) -> Catalogue:
     """
     owners = embedded_owners(catalogue)
     moved = moved | {path: moved.get(owner, owner) + path[len(owner) :] for path, owner in owners.items()}
-    result = Catalogue(catalogue.format, [], {}, {}, catalogue.facts, catalogue.warnings)
+    result = rebuilt(catalogue, (), {})
     taken: dict[Path, Path] = {}
     names: dict[str, Path] = {}
     roots: dict[Path, Path] = {}
@@ -32,37 +34,31 @@ def move(catalogue: Catalogue, moved: dict[Path, Path]) -> Catalogue:
                 f"`{dotted(clash)}` and `{dotted(path)}` would both be called `{dotted(new)}`",
                 hint="leave one of them out with `--exclude`, or give it another name with `--rename`",
             )
-        taken[new] = path
-        names[dotted(new)] = path
+        taken[new] = names[dotted(new)] = path
         root = entry.part.root
         if root not in roots:
             roots[root] = moved_root(root, moved)
-        result.entries[new] = _moved_entry(entry, new, Part(entry.part.kind, roots[root]), moved, linking)
+        part = Part(entry.part.kind, roots[root])
+        if isinstance(entry, Tensor):
+            alias = moved.get(entry.alias, entry.alias) if entry.alias is not None else None
+            result.entries[new] = again(entry, path=new, part=part, alias=alias)
+        else:
+            change = partial(relinked, moved=moved) if path in linking else None
+            result.entries[new] = entry.at(new, part=part, change=change)
     _check_leaves(result, taken)
-    for path, container in catalogue.containers.items():
-        result.containers[moved_root(path, moved)] = container
+    result.containers = {moved_root(path, moved): container for path, container in catalogue.containers.items()}
     return result
 
 
 def _check_leaves(moved: Catalogue, taken: dict[Path, Path]) -> None:
     for path, entry in moved.entries.items():
-        if isinstance(entry, Tensor) and entry.embedded:
-            continue
-        above = next((path[:depth] for depth in range(len(path)) if path[:depth] in moved.entries), None)
-        if above is not None:
+        leaf = next((p for p in above(path) if p in moved.entries), None)
+        if leaf is not None and not (isinstance(entry, Tensor) and entry.embedded):
             raise UsageError(
-                f"`{dotted(taken[above])}` would be called `{dotted(above)}`, but `{dotted(taken[path])}` needs a dict "
+                f"`{dotted(taken[leaf])}` would be called `{dotted(leaf)}`, but `{dotted(taken[path])}` needs a dict "
                 "of that name",
                 hint="give it another name with `--rename`, or leave one of them out with `--exclude`",
             )
-
-
-def _moved_entry(entry: Entry, new: Path, part: Part, moved: dict[Path, Path], linking: set[Path]) -> Entry:
-    if isinstance(entry, Tensor):
-        alias = moved.get(entry.alias, entry.alias) if entry.alias is not None else None
-        return again(entry, path=new, part=part, alias=alias)
-    change = (lambda value: relinked(value, moved)) if entry.path in linking else None
-    return entry.at(new, part=part, change=change)
 
 
 def relinked(value: Any, moved: Mapping[Path, Path]) -> Any:
@@ -103,10 +99,20 @@ def again(tensor: Tensor, **changes: Any) -> Tensor:
 
 def rebuilt(catalogue: Catalogue, entries: Iterable[Entry], containers: dict[Path, Container]) -> Catalogue:
     """Return a copy of a catalogue with other entries and containers. Pure."""
-    result = Catalogue(catalogue.format, [], {}, containers, catalogue.facts, catalogue.warnings)
+    by_path = {entry.path: entry for entry in entries}
+    return Catalogue(catalogue.format, [], by_path, containers, catalogue.facts, catalogue.warnings)
+
+
+def retied(entries: Iterable[Entry]) -> Iterator[Entry]:
+    """Return the entries, in which the first of those that share their bytes and dtype keeps them, and the others are
+    its aliases. Before, `alias` may be any path that they have in common. Pure."""
+    firsts: dict[tuple[Path, Dtype], Path] = {}
     for entry in entries:
-        result.entries[entry.path] = entry
-    return result
+        if isinstance(entry, Tensor):
+            first = firsts.setdefault((entry.alias or entry.path, entry.dtype), entry.path)
+            alias = None if first == entry.path else first
+            entry = entry if alias == entry.alias else again(entry, alias=alias)
+        yield entry
 
 
 def close_gaps(catalogue: Catalogue) -> Catalogue:
@@ -114,20 +120,17 @@ def close_gaps(catalogue: Catalogue) -> Catalogue:
     places: dict[Path, dict[Hashable, int]] = {p: {} for p, c in catalogue.containers.items() if c.kind == "list"}
     moved: dict[Path, Path] = {}
     for path, entry in catalogue.entries.items() if places else ():
-        if isinstance(entry, Tensor) and entry.embedded:
-            continue
-        above = [places.get(path[:depth]) for depth in range(len(path))]
-        moved[path] = tuple(
-            key if there is None else there.setdefault(key, len(there)) for key, there in zip(path, above, strict=True)
-        )
+        if not (isinstance(entry, Tensor) and entry.embedded):
+            around = zip(path, map(places.get, above(path)), strict=True)
+            moved[path] = tuple(key if of is None else of.setdefault(key, len(of)) for key, of in around)
     return move(catalogue, moved) if any(new != path for path, new in moved.items()) else catalogue
 
 
 def embedded_owners(catalogue: Catalogue) -> dict[Path, Path]:
     """Of each embedded tensor, the object that links to it: the entry that its path begins with."""
-    owners: dict[Path, Path] = {}
-    for tensor in catalogue.tensors:
-        if tensor.embedded:
-            prefixes = (tensor.path[:depth] for depth in range(len(tensor.path)))
-            owners[tensor.path] = next(p for p in prefixes if isinstance(catalogue.entries.get(p), Object))
-    return owners
+    entries = catalogue.entries
+    return {
+        tensor.path: next(path for path in above(tensor.path) if isinstance(entries.get(path), Object))
+        for tensor in catalogue.tensors
+        if tensor.embedded
+    }

@@ -12,10 +12,11 @@ means nothing to a loader that sees other samples. What each did is said, one li
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections import defaultdict
+from functools import partial
 
 from ckpttool.catalogue import parts
-from ckpttool.catalogue.entries import Catalogue, Entry, Object, Path, Tensor, dotted
+from ckpttool.catalogue.entries import Catalogue, Entry, Path, Tensor, dotted
 from ckpttool.errors import LossError, UsageError
 from ckpttool.layout import select
 from ckpttool.layout.mesh import Mesh
@@ -42,14 +43,19 @@ def apply_policy(
 
     Raises UsageError when no rank 0 has what all are to get; LossError for a value without a file.
     """
-    if not any(e.part.kind == kind for e in catalogue.entries.values()):
+    values = [entry for entry in catalogue.entries.values() if entry.part.kind == kind]
+    if not values:
         return catalogue, []
     if policy == "drop":
-        gone = [e for e in catalogue.entries.values() if e.part.kind == kind]
         kept = select.select(catalogue, lambda e: e.part.kind != kind)
-        return kept, [f"{kind}: left out, {plural(len(gone), 'value')} (`--{kind} drop`)"]
+        return kept, [f"{kind}: left out, {plural(len(values), 'value')} (`--{kind} drop`)"]
     messages: list[str] = []
-    for root, holders in _owned(catalogue, kind).items():
+    # Where the ranks' values stand: `{("rng",): {0: ("rng", "rank0"), ...}}`.
+    owned: dict[Path, dict[int, Path]] = defaultdict(dict)
+    for entry in values:
+        if at := parts.find_rank(entry.path):
+            owned[entry.path[: at[0]]][at[1]] = entry.path[: at[0] + 1]
+    for root, holders in owned.items():
         world = _holders(root, catalogue, mesh)
         if policy == "rank0":
             catalogue = _from_first(catalogue, root, holders, world)
@@ -57,20 +63,8 @@ def apply_policy(
         else:
             _check_kept(kind, root, holders, world, files)
             messages.append(_message_kept(kind, root, sorted(holders), world))
-    whole = [o for o in catalogue.entries.values() if o.part.kind == kind and parts.find_rank(o.path) is None]
-    if not messages:
-        messages.append(f"{kind}: kept, {plural(len(whole), 'value')} that belong to no rank")
-    return catalogue, messages
-
-
-def _owned(catalogue: Catalogue, kind: str) -> dict[Path, dict[int, Path]]:
-    """Where the ranks' values stand: `{("rng",): {0: ("rng", "rank0"), ...}}`."""
-    owned: dict[Path, dict[int, Path]] = {}
-    for path, entry in catalogue.entries.items():
-        at = parts.find_rank(path)
-        if entry.part.kind == kind and at is not None:
-            owned.setdefault(path[: at[0]], {})[at[1]] = path[: at[0] + 1]
-    return owned
+    # Without any, none of the values belongs to a rank.
+    return catalogue, messages or [f"{kind}: kept, {plural(len(values), 'value')} that belong to no rank"]
 
 
 def _holders(root: Path, catalogue: Catalogue, mesh: Mesh) -> int:
@@ -78,7 +72,7 @@ def _holders(root: Path, catalogue: Catalogue, mesh: Mesh) -> int:
     depth = len(root)
     keys = (path[depth] for path in catalogue.entries if len(path) > depth and path[:depth] == root)
     if any(str(key).startswith("dp_") and parts.find_rank((key,)) for key in keys):
-        return mesh.world // dict(zip(mesh.names, mesh.sizes, strict=True)).get("tp", 1)
+        return mesh.world // mesh.size.get("tp", 1)
     return mesh.world
 
 
@@ -92,10 +86,8 @@ def _from_first(catalogue: Catalogue, root: Path, holders: dict[int, Path], worl
     depth = len(first)
     others = {path for rank, path in holders.items() if rank}
     result = select.select(catalogue, lambda e: e.path[:depth] not in others)
-    entries: list[Entry] = []
+    entries = [*result.entries.values()]
     containers = dict(result.containers)
-    for entry in result.entries.values():
-        entries.append(entry)
     for rank in range(1, world):
         place = (*root, re.sub(r"\d+$", str(rank), str(first[-1])))
         moved = {path: place + path[depth:] for path in result.entries if path[:depth] == first}
@@ -108,11 +100,7 @@ def _copied(entry: Entry, new: Path, moved: dict[Path, Path]) -> Entry:
     if isinstance(entry, Tensor):
         # Bytes of its own: in files of one rank, the first is not there to be tied to.
         return again(entry, path=new, alias=None)
-
-    def change(value: Any) -> Any:
-        return relinked(value, moved)
-
-    return entry.at(new, change=change) if isinstance(entry, Object) else entry
+    return entry.at(new, change=partial(relinked, moved=moved))
 
 
 def _check_kept(kind: str, root: Path, holders: dict[int, Path], world: int, files: bool) -> None:

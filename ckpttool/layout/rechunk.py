@@ -5,19 +5,19 @@
     over_mesh    as FSDP2 cuts parameters on a mesh            --to-world, --to-mesh, --placements
     like         the boxes and the ranks of another            --like
 
-Parameters are sharded and buffers are not. Checkpoints do not always say which is which, see `cuts`.
+Parameters are sharded and buffers are not. Checkpoints do not always say which is which, see `_sharded`.
 Source: `torch/distributed/fsdp/_fully_shard/_fsdp_param.py` of torch 2.13.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from ckpttool.catalogue import boxes, parts
-from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, File, Path, Tensor, dotted
+from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, File, Object, Path, Tensor, dotted
 from ckpttool.catalogue.patterns import any_of
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import UsageError
@@ -29,24 +29,24 @@ from ckpttool.text import meant, plural, size, some
 
 def whole(catalogue: Catalogue) -> Catalogue:
     """Plan every tensor as one chunk on rank 0, for formats without sharding. Pure."""
-    return _placed(catalogue, lambda tensor: Chunks.placed([(boxes.whole(tensor.shape), 0)]))
+    return _placed(catalogue, _whole_on)
 
 
 def as_stored(catalogue: Catalogue, files: Sequence[int | None]) -> Catalogue:
     """Plan the chunks of the source on the ranks that wrote them; `files[i]` is the rank of file i. Pure."""
-
-    def place(tensor: Tensor) -> Chunks:
-        chunks = (tensor.origin or tensor).chunks
-        placed = [((o, s), files[f] or 0) for o, s, f in zip(chunks.offsets, chunks.sizes, chunks.file, strict=True)]
-        return Chunks.placed(_without_empty(placed, tensor))
-
-    return _placed(catalogue, place)
+    return _placed(catalogue, lambda tensor: _boxes_of(tensor.origin or tensor, files))
 
 
-def _without_empty(placed: list[tuple[boxes.Box, int]], tensor: Tensor) -> list[tuple[boxes.Box, int]]:
+def _whole_on(tensor: Tensor, ranks: Iterable[int] = (0,)) -> Chunks:
+    return Chunks.placed([(boxes.whole(tensor.shape), rank) for rank in ranks])
+
+
+def _boxes_of(tensor: Tensor, files: Sequence[int | None]) -> Chunks:
+    chunks = tensor.chunks
+    placed = [((o, s), files[f] or 0) for o, s, f in zip(chunks.offsets, chunks.sizes, chunks.file, strict=True)]
     # A rank without elements needs no chunk; a tensor without elements needs one.
-    full = [p for p in placed if 0 not in p[0][1]]
-    return full or [(boxes.whole(tensor.shape), placed[0][1] if placed else 0)]
+    full = [box for box in placed if 0 not in box[0][1]]
+    return Chunks.placed(full) if full else _whole_on(tensor, [placed[0][1] if placed else 0])
 
 
 def like(catalogue: Catalogue, reference: Catalogue, name: str) -> Catalogue:
@@ -61,7 +61,7 @@ def like(catalogue: Catalogue, reference: Catalogue, name: str) -> Catalogue:
         match = by_name.get(tensor.name)
         if match is None and tensor.part.kind in parts.PER_RANK:
             # What belongs to a rank is of this world, not of a layout.
-            return Chunks.placed([(boxes.whole(tensor.shape), 0)])
+            return _whole_on(tensor)
         if match is None:
             hint = meant(tensor.name, list(by_name), "it must be a checkpoint of the same model")
             if tensor.part.kind == "optimizer" and any(t.part.kind == "optimizer" for t in reference.tensors):
@@ -75,28 +75,22 @@ def like(catalogue: Catalogue, reference: Catalogue, name: str) -> Catalogue:
                 found=list(match.shape),
                 expected=list(tensor.shape),
             )
-        chunks = match.chunks
-        placed = [((o, s), files[f] or 0) for o, s, f in zip(chunks.offsets, chunks.sizes, chunks.file, strict=True)]
-        return Chunks.placed(_without_empty(placed, match))
+        return _boxes_of(match, files)
 
     return _placed(catalogue, place)
 
 
 def _placed(catalogue: Catalogue, place: Callable[[Tensor], Chunks]) -> Catalogue:
     planned: dict[Path, Chunks] = {}
-    entries: list[Entry] = []
-    for entry in catalogue.entries.values():
-        if isinstance(entry, Tensor):
-            if entry.alias in planned and entry.alias is not None:
-                chunks = planned[entry.alias]
-            elif entry.embedded:
-                chunks = Chunks.placed([(boxes.whole(entry.shape), 0)])
-            else:
-                chunks = place(entry)
-            planned[entry.path] = chunks
-            entry = again(entry, chunks=chunks)
-        entries.append(entry)
-    return rebuilt(catalogue, entries, catalogue.containers)
+
+    def replan(entry: Entry) -> Entry:
+        if isinstance(entry, Object):
+            return entry
+        chunks = planned.get(entry.alias) if entry.alias is not None else None
+        planned[entry.path] = chunks or (_whole_on if entry.embedded else place)(entry)
+        return again(entry, chunks=planned[entry.path])
+
+    return rebuilt(catalogue, map(replan, catalogue.entries.values()), catalogue.containers)
 
 
 # A mesh ---------------------------------------------------------------------------------------------------------------
@@ -125,26 +119,23 @@ def over_world(catalogue: Catalogue, ranks: int, *, everywhere: bool = False) ->
 
 
 def over_mesh(catalogue: Catalogue, mesh: Mesh, rules: Rules = NO_RULES, *, everywhere: bool = False) -> Catalogue:
-    """Parameters and what is shaped like them in the boxes that FSDP2 gives the ranks of `mesh`, the rest whole: each
-    box once, on the rank that holds the least so far of those that have it. With `everywhere`, what is not cut is on
-    each of the ranks, whose files are then listed. Pure.
+    """Plan parameters and their optimizer state as FSDP2 shards them, and the rest whole, balanced over the ranks.
+    With `everywhere`, each rank holds the tensors that are not cut: one file for each rank, as with rank files. Pure.
 
+    A box that several ranks hold is planned on the one that holds the least. Tied tensors are on the same ranks.
     Raises UsageError for rules that match nothing, contradict each other or do not fit a tensor.
     """
-    warnings: list[Warning] = []
-    cut = cuts(catalogue, mesh, rules, untrained=everywhere, warnings=warnings)
+    cutting = _Cutting(catalogue, mesh, rules, untrained=everywhere)
+    cut = cutting.all()
     holders = _Ranks(mesh)
 
     def place(tensor: Tensor) -> Chunks:
-        placed = cut.get(tensor.path)
-        if placed is not None:
-            return holders.cut(tensor, placed)
-        if everywhere:
-            return Chunks.placed([(boxes.whole(tensor.shape), rank) for rank in range(mesh.world)])
-        return holders.whole(tensor)
+        if tensor.path in cut:
+            return holders.cut(tensor, cut[tensor.path])
+        return _whole_on(tensor, range(mesh.world)) if everywhere else holders.whole(tensor)
 
     planned = _placed(catalogue, place)
-    planned.warnings = [*planned.warnings, *warnings]
+    planned.warnings = [*planned.warnings, *cutting.warnings]
     planned.files = [File("", f"rank {rank}", 0, rank) for rank in range(mesh.world)] if everywhere else []
     return planned
 
@@ -156,104 +147,81 @@ class _Ranks:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._load = [0] * mesh.world
-        self._boxes: dict[tuple[boxes.Ints, tuple[tuple[str, int], ...]], _Boxes] = {}
+        self._boxes: dict[object, tuple[list[boxes.Ints], list[boxes.Ints], list[list[int]], list[int]]] = {}
 
     def whole(self, tensor: Tensor) -> Chunks:
         rank = self._load.index(min(self._load))
         self._load[rank] += tensor.nbytes
-        return Chunks.placed([(boxes.whole(tensor.shape), rank)])
+        return _whole_on(tensor, [rank])
 
     def cut(self, tensor: Tensor, placed: Placements) -> Chunks:
-        key = (tensor.shape, tuple(sorted(placed.items())))
-        columns = self._boxes.get(key)
-        if columns is None:
-            columns = self._boxes[key] = _Boxes.of(tensor.shape, self._mesh, placed)
+        key = (tensor.shape, *sorted(placed.items()))
+        if key not in self._boxes:
+            pairs = list(mesh_boxes(tensor.shape, self._mesh, placed))
+            sizes = [size for (_, size), _ in pairs]
+            offsets, holders = [offset for (offset, _), _ in pairs], [ranks for _, ranks in pairs]
+            self._boxes[key] = offsets, sizes, holders, [*map(prod, sizes)]
+        offsets, sizes, holders, numels = self._boxes[key]
         load, itemsize = self._load, tensor.dtype.itemsize
         owners: list[int] = []
-        for holders, numel in zip(columns.ranks, columns.numels, strict=True):
-            owner = holders[0] if len(holders) == 1 else min(holders, key=load.__getitem__)
+        for ranks, numel in zip(holders, numels, strict=True):
+            owner = ranks[0] if len(ranks) == 1 else min(ranks, key=load.__getitem__)
             load[owner] += numel * itemsize
             owners.append(owner)
-        return Chunks.on(columns.offsets, columns.sizes, owners)
-
-
-@dataclass(frozen=True, slots=True)
-class _Boxes:
-    """The boxes of one shape as columns, and the ranks that have each."""
-
-    offsets: list[boxes.Ints]
-    sizes: list[boxes.Ints]
-    ranks: list[list[int]]
-    numels: list[int]
-
-    @classmethod
-    def of(cls, shape: boxes.Ints, mesh: Mesh, placed: Placements) -> _Boxes:
-        pairs = list(mesh_boxes(shape, mesh, placed))
-        sizes = [box[1] for box, _ in pairs]
-        return cls([box[0] for box, _ in pairs], sizes, [ranks for _, ranks in pairs], [prod(s) for s in sizes])
+        return Chunks.on(offsets, sizes, owners)
 
 
 # What is cut ----------------------------------------------------------------------------------------------------------
 
 
-def cuts(
-    catalogue: Catalogue, mesh: Mesh, rules: Rules, *, untrained: bool = False, warnings: list[Warning] | None = None
-) -> dict[Path, Placements]:
-    """Return the placements of the tensors that are sharded. Pure.
+class _Cutting:
+    """Finds the placements of the tensors that are sharded.
 
     What the rules name first; else parameters, along dimension 0. The optimizer's state follows the parameter of its
     name, whatever the spelling of the optimizer, or, where parameters have numbers only, one of its shape.
     """
-    return _Cutting(catalogue, mesh, rules, untrained, warnings if warnings is not None else []).all()
 
-
-class _Cutting:
-    def __init__(
-        self, catalogue: Catalogue, mesh: Mesh, rules: Rules, untrained: bool, warnings: list[Warning]
-    ) -> None:
+    def __init__(self, catalogue: Catalogue, mesh: Mesh, rules: Rules, *, untrained: bool) -> None:
         self._tensors = [t for t in catalogue.tensors if not t.embedded]
         self._mesh = mesh
-        self._guessed = _sharded(catalogue, untrained)
+        self._guessed = _sharded(self._tensors, untrained)
         self._default: Placements = {"shard": 0} if "shard" in mesh.names else {}
         self._rules = _Ruling(rules, mesh, self._default)
-        self._warnings = warnings
+        self.warnings: list[Warning] = []
 
     def all(self) -> dict[Path, Placements]:
-        placements: dict[Path, Placements] = {}
+        placements: dict[Path, Placements | None] = {}
         ruled: set[Path] = set()
         parameters: dict[str, tuple[Tensor, Placements | None]] = {}
         for tensor in self._tensors:
             if tensor.part.kind == "optimizer":
                 continue
-            name = tensor.fqn
-            named, placed = self._placements(tensor, (tensor.name, name))
+            named, placed = self._placements(tensor, (tensor.name, tensor.fqn))
             if tensor.alias is not None and tensor.alias not in ruled and named:
                 # Tied: what is said of one name holds for the values.
-                _set(placements, tensor.alias, placed)
-                first = dotted(tensor.alias[len(tensor.part.root) :])
-                parameters[first] = (tensor, placed)
+                placements[tensor.alias] = placed
+                parameters[dotted(tensor.alias[len(tensor.part.root) :])] = (tensor, placed)
             if named:
                 ruled.add(tensor.path)
             if tensor.part.kind == "model":
-                parameters.setdefault(name, (tensor, placed))
-            _set(placements, tensor.path, placed)
-        for state, placed in self._of_states(parameters):
-            _set(placements, state.path, placed)
+                parameters.setdefault(tensor.fqn, (tensor, placed))
+            placements[tensor.path] = placed
+        placements |= {state.path: placed for state, placed in self._of_states(parameters)}
         self._rules.check_used([*parameters] or [t.name for t in self._tensors])
-        self._note_frozen(placements, ruled)
-        return placements
+        cut = {path: placed for path, placed in placements.items() if placed is not None}
+        self._note_frozen({*cut, *ruled})
+        return cut
 
-    def _note_frozen(self, placements: dict[Path, Placements], ruled: set[Path]) -> None:
+    def _note_frozen(self, settled: set[Path]) -> None:
         """Where the source cuts nothing, nothing tells a frozen weight from a buffer, and a name proves nothing."""
         models = [t for t in self._tensors if t.part.kind == "model"]
         trained = any(t.part.kind == "optimizer" and t.shape for t in self._tensors)
-        if not trained or not self._default or any(len((t.origin or t).chunks) > 1 for t in models):
+        if not trained or not self._default or any(map(_is_cut, models)):
             return
         left = [
             tensor
             for tensor in models
-            if tensor.path not in placements
-            and tensor.path not in ruled
+            if tensor.path not in settled
             and tensor.alias is None
             and tensor.numel
             and len(tensor.shape) > 1
@@ -266,7 +234,7 @@ class _Cutting:
                 f"no state of {'is' if len(left) == 1 else 'are'} left whole: {some([t.name for t in left])}; "
                 "`reshard --shard PATTERN` cuts those that are frozen parameters"
             )
-            self._warnings.append(Warning("placement", text))
+            self.warnings.append(Warning("placement", text))
 
     def _placements(self, tensor: Tensor, names: Sequence[str]) -> tuple[bool, Placements | None]:
         """Whether a rule is about the tensor; and what it gets, None to stay whole."""
@@ -280,22 +248,23 @@ class _Cutting:
     def _of_states(
         self, parameters: dict[str, tuple[Tensor, Placements | None]]
     ) -> Iterator[tuple[Tensor, Placements | None]]:
-        by_shape: dict[boxes.Ints, list[Placements | None]] = defaultdict(list)
+        by_shape: dict[boxes.Ints, list[Placements]] = defaultdict(list)
         for tensor, placed in parameters.values():
-            if placed not in by_shape[tensor.shape]:
+            if placed is not None and placed not in by_shape[tensor.shape]:
                 by_shape[tensor.shape].append(placed)
         unsure: set[boxes.Ints] = set()
         for state in (t for t in self._tensors if t.part.kind == "optimizer"):
             name = _parameter_of(state)
             if name is not None and name in parameters:
                 owner, placed = parameters[name]
-                yield state, placed if state.shape == owner.shape else self._by_source(state)
+                # A factored moment or `step` is of another shape: cut if the source cuts it.
+                yield state, placed if state.shape == owner.shape else self._default if _is_cut(state) else None
             elif name is not None and state.shape and state.numel and not parameters:
                 yield state, self._placements(state, (name,))[1]
             elif state.path not in self._guessed:
                 yield state, None
             else:
-                choices = [p for p in by_shape[state.shape] if p is not None]
+                choices = by_shape[state.shape]
                 if len(choices) > 1:
                     unsure.add(state.shape)
                 yield state, choices[0] if choices else self._default
@@ -305,56 +274,50 @@ class _Cutting:
                 f"the optimizer names its parameters by number, and several placements fit {shapes}: its state is cut "
                 "as the first of them; `ckpttool convert --optim-keys fqn` first tells them apart"
             )
-            self._warnings.append(Warning("placement", text))
+            self.warnings.append(Warning("placement", text))
 
-    def _by_source(self, state: Tensor) -> Placements | None:
-        """State of a parameter in another shape (a factored moment, `step`): cut if the source cuts it."""
-        return self._default if len((state.origin or state).chunks) > 1 else None
+
+def _is_cut(tensor: Tensor) -> bool:
+    """Return whether the source cuts a tensor."""
+    return len((tensor.origin or tensor).chunks) > 1
 
 
 class _Ruling:
     """What the rules say of a tensor, and which of them matched none."""
 
     def __init__(self, rules: Rules, mesh: Mesh, default: Placements) -> None:
-        self._default = default
-        self._placements = [
-            (f"--placements {pattern}={text}", any_of([pattern]), parse_placements(text, mesh))
-            for pattern, text in rules.placements
-        ]
-        self._flags = [
-            (f"{flag} {pattern}", any_of([pattern]), flag == "--shard")
-            for flag, patterns in (("--shard", rules.shard), ("--replicate", rules.replicate))
-            for pattern in patterns
+        self._rules: list[tuple[str, Callable[[str], bool], Placements | None]] = [
+            *(
+                (f"--placements {pattern}={text}", any_of([pattern]), {**default, **parse_placements(text, mesh)})
+                for pattern, text in rules.placements
+            ),
+            *((f"--shard {pattern}", any_of([pattern]), default) for pattern in rules.shard),
+            *((f"--replicate {pattern}", any_of([pattern]), None) for pattern in rules.replicate),
         ]
         self._used: set[str] = set()
 
     def of(self, tensor: Tensor, names: Sequence[str]) -> tuple[bool, Placements | None]:
         """Whether a rule is about this tensor; and what it gets: None to stay whole."""
-        matches_of_rules: list[tuple[str, Placements | None]] = []
-        for text, matches, placed in self._placements:
-            if any(map(matches, names)):
-                self._used.add(text)
-                if not matches_of_rules:
-                    matches_of_rules.append((text, {**self._default, **placed}))
-        for text, matches, is_shard in self._flags:
-            if any(map(matches, names)):
-                self._used.add(text)
-                matches_of_rules.append((text, self._default if is_shard else None))
-        for text, other in matches_of_rules[1:]:
-            if (other is None) != (matches_of_rules[0][1] is None):
+        matching = [(text, placed) for text, matches, placed in self._rules if any(map(matches, names))]
+        self._used.update(text for text, _ in matching)
+        if not matching:
+            return False, None
+        first, placed = matching[0]
+        for text, other in matching[1:]:
+            if (other is None) != (placed is None):
                 raise UsageError(
-                    f"tensor `{tensor.name}`: `{matches_of_rules[0][0]}` and `{text}` contradict each other",
+                    f"tensor `{tensor.name}`: `{first}` and `{text}` contradict each other",
                     hint="write patterns that do not both match it",
                     tensor=tensor.name,
                 )
-        return (True, matches_of_rules[0][1]) if matches_of_rules else (False, None)
+        return True, placed
 
     def check_used(self, names: Sequence[str]) -> None:
         """Raises UsageError for a rule that matched nothing: a misspelt one would change nothing, unseen."""
-        for text, *_ in (*self._placements, *self._flags):
-            if text not in self._used:
-                hint = f"names here are like `{names[len(names) // 2]}`" if names else "there are no tensors"
-                raise UsageError(f"`{text}` matches nothing", hint=hint)
+        unused = next((text for text, *_ in self._rules if text not in self._used), None)
+        if unused is not None:
+            hint = f"names here are like `{names[len(names) // 2]}`" if names else "there are no tensors"
+            raise UsageError(f"`{unused}` matches nothing", hint=hint)
 
 
 def _check_fits(tensor: Tensor, mesh: Mesh, placed: Placements) -> None:
@@ -371,7 +334,7 @@ def _check_fits(tensor: Tensor, mesh: Mesh, placed: Placements) -> None:
             )
     dim = placed.get("shard", 0)
     # Of a dimension that both cut, FSDP2 sees what tensor parallelism has left.
-    by = prod(size for name, size in zip(mesh.names, mesh.sizes, strict=True) if placed.get(name) == dim)
+    by = prod(size for name, size in mesh.size.items() if placed.get(name) == dim)
     if dim > 0 and shape[dim] % by:
         raise UsageError(
             f"tensor `{tensor.name}` is {shape}, and dimension {dim} does not divide by {by}: FSDP2 cuts no dimension "
@@ -383,30 +346,20 @@ def _check_fits(tensor: Tensor, mesh: Mesh, placed: Placements) -> None:
         )
 
 
-def _set(placements: dict[Path, Placements], path: Path, placed: Placements | None) -> None:
-    if placed is None:
-        placements.pop(path, None)
-    else:
-        placements[path] = placed
-
-
 def _parameter_of(state: Tensor) -> str | None:
     """Return the FQN of the parameter that a tensor of the optimizer is about; None where it has an id. Pure."""
     key = parse_key(state.path, len(state.part.root))
-    if key is None:
-        return None
-    name = key.parameter
     # DCP makes strings of integer keys.
-    return None if name is not None and not key.flat and name.isdecimal() else name
+    return None if key is None or (not key.flat and str(key.parameter).isdecimal()) else key.parameter
 
 
-def _sharded(catalogue: Catalogue, untrained: bool) -> set[Path]:
+def _sharded(every: Sequence[Tensor], untrained: bool) -> set[Path]:
     """What FSDP would have sharded. Whether a tensor is a parameter or a buffer is not always written down: it is a
     parameter when the optimizer has state of its shape (and, if it names parameters, of its name) or when the source
     shards it; state is sharded when it is shaped like a parameter. With no optimizer and nothing sharded, every
     floating-point tensor of a model is taken for a parameter. With `untrained`, so are those that no optimizer has
     state of, frozen ones and second names of tied ones, as far as that can be told."""
-    tensors = [t for t in catalogue.tensors if t.shape and t.numel and not t.embedded]
+    tensors = [t for t in every if t.shape and t.numel]
     models = [t for t in tensors if t.part.kind == "model"]
     states = [t for t in tensors if t.part.kind == "optimizer"]
     named: dict[Hashable, set[boxes.Ints]] = defaultdict(set)
@@ -417,15 +370,10 @@ def _sharded(catalogue: Catalogue, untrained: bool) -> set[Path]:
             named[name].add(state.shape)
     by_name = any(t.fqn in named for t in models)
     shapes = {t.shape for t in states}
+    cut = any(map(_is_cut, models))
 
     def is_parameter(tensor: Tensor) -> bool:
-        if len((tensor.origin or tensor).chunks) > 1:
-            return True
-        if by_name:
-            return tensor.shape in named.get(tensor.fqn, ())
-        return tensor.shape in shapes
-
-    cut = any(len((t.origin or t).chunks) > 1 for t in models)
+        return _is_cut(tensor) or tensor.shape in (named.get(tensor.fqn, ()) if by_name else shapes)
 
     def may_be_parameter(tensor: Tensor) -> bool:
         if tensor.dtype.kind != "float" or (cut and tensor.shape[0] > 1):
@@ -436,5 +384,4 @@ def _sharded(catalogue: Catalogue, untrained: bool) -> set[Path]:
     if not parameters and not states:
         parameters = [t for t in models if t.dtype.kind == "float"]
     like = {t.shape for t in parameters}
-    moments = [t for t in states if t.shape in like or len((t.origin or t).chunks) > 1]
-    return {t.path for t in (*parameters, *moments)}
+    return {t.path for t in parameters} | {t.path for t in states if t.shape in like or _is_cut(t)}

@@ -13,7 +13,7 @@ from ckpttool.layout.move import close_gaps, move, moved_root, rebuilt
 from ckpttool.layout.optimizer.keys import parse_key
 from ckpttool.layout.select import models
 
-WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
 def rename_entries(catalogue: Catalogue, new_name: Callable[[str], str], *, within_parts: bool = False) -> Catalogue:
@@ -24,13 +24,10 @@ def rename_entries(catalogue: Catalogue, new_name: Callable[[str], str], *, with
     """
     moved: dict[Path, Path] = {}
     for path, entry in catalogue.entries.items():
-        if isinstance(entry, Tensor) and entry.embedded:
+        if (isinstance(entry, Tensor) and entry.embedded) or (within_parts and entry.part.kind != "model"):
             continue
-        depth = len(entry.part.root) if entry.part.kind == "model" else 0
-        if within_parts and entry.part.kind != "model":
-            continue
-        prefix, tail = (path[:depth], path[depth:]) if within_parts else ((), path)
-        moved[path] = (*prefix, *_repath(tail, new_name(dotted(tail))))
+        depth = len(entry.part.root) if within_parts else 0
+        moved[path] = (*path[:depth], *_repath(path[depth:], new_name(dotted(path[depth:]))))
     return close_gaps(move(_follow_in_optimizer(catalogue, _new_parameters(catalogue, moved), moved), moved))
 
 
@@ -43,10 +40,9 @@ def _new_parameters(catalogue: Catalogue, moved: dict[Path, Path]) -> dict[str, 
     for root, entries in models(catalogue):
         new_root = moved_root(root, moved)
         for entry in entries:
-            path = entry.path
-            new = moved.get(path, path)
+            new = moved.get(entry.path, entry.path)
             # A rule may take some of the part away from under its root: those go by their full names.
-            depth = len(root) if new == path else len(new_root) if new[: len(new_root)] == new_root else 0
+            depth = len(root) if new == entry.path else len(new_root) if new[: len(new_root)] == new_root else 0
             parameters.setdefault(entry.fqn, dotted(new[depth:]))
     return {name: new for name, new in parameters.items() if name != new}
 
@@ -67,6 +63,11 @@ def _repath(path: Path, name: str) -> Path:
 
 
 def _follow_in_optimizer(catalogue: Catalogue, parameters: dict[str, str], moved: dict[Path, Path]) -> Catalogue:
+    """Return the catalogue with the new names in lists of parameters, and add the new paths of state to `moved`."""
+
+    def renamed(value: Any) -> Any:
+        return [parameters.get(v, v) if isinstance(v, str) else v for v in value] if isinstance(value, list) else value
+
     if not parameters:
         return catalogue
     entries = dict(catalogue.entries)
@@ -76,24 +77,15 @@ def _follow_in_optimizer(catalogue: Catalogue, parameters: dict[str, str], moved
         new = moved.get(path, path)
         key = parse_key(new, max(len(entry.part.root) + len(new) - len(path), 0))
         if key is not None and key.parameter in parameters:
-            new = key._replace(owner=parameters[key.parameter]).path
-        if new != path:
-            moved[path] = new
+            moved[path] = key._replace(owner=parameters[key.parameter]).path
         if isinstance(entry, Object) and str(path[-1]).rpartition(".")[2] in ("params", "param_names"):
-            entries[path] = _with_params(entry, parameters)
+            entries[path] = entry.at(path, change=renamed)
     return rebuilt(catalogue, entries.values(), catalogue.containers)
-
-
-def _with_params(entry: Object, parameters: dict[str, str]) -> Object:
-    def renamed(value: Any) -> Any:
-        return [parameters.get(v, v) if isinstance(v, str) else v for v in value] if isinstance(value, list) else value
-
-    return entry.at(entry.path, change=renamed)
 
 
 def strip_wrappers(name: str) -> str:
     """`module._orig_mod.layers.0._checkpoint_wrapped_module.w` -> `layers.0.w`. Pure."""
-    return WRAPPERS.sub("", name)
+    return _WRAPPERS.sub("", name)
 
 
 def without_root(catalogue: Catalogue, part: Part) -> Catalogue:

@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from ckpttool.catalogue.aliases import find_aliases, one_moment_for_two
-from ckpttool.catalogue.entries import Catalogue, Entry, Path, Tensor
+from ckpttool.catalogue.entries import Catalogue, Entry, Path, Tensor, above
 from ckpttool.catalogue.patterns import any_of
-from ckpttool.layout.move import again, close_gaps, embedded_owners, rebuilt
+from ckpttool.layout.move import again, close_gaps, embedded_owners, rebuilt, retied
 
 
 def start(source: Catalogue) -> Catalogue:
@@ -31,33 +31,17 @@ def select(catalogue: Catalogue, keep: Callable[[Entry], bool]) -> Catalogue:
     A tied tensor whose first name goes keeps its bytes under the next one; what follows in a list moves up.
     """
     owners = embedded_owners(catalogue)
-    kept = [e for e in catalogue.entries.values() if keep(catalogue.entries[owners[e.path]] if e.path in owners else e)]
-    names = {e.path for e in kept}
-    heirs: dict[Path, Path] = {}
-    entries: list[Entry] = []
-    for entry in kept:
-        if isinstance(entry, Tensor) and entry.alias is not None and entry.alias not in names:
-            heir = heirs.setdefault(entry.alias, entry.path)
-            entry = again(entry, alias=None if heir == entry.path else heir)
-        entries.append(entry)
-    containers = {p: c for p, c in catalogue.containers.items() if not p or any(n[: len(p)] == p for n in names)}
-    return close_gaps(rebuilt(catalogue, entries, containers))
+    kept = [e for e in catalogue.entries.values() if keep(catalogue.entries[owners.get(e.path, e.path)])]
+    around = {path for entry in kept for path in (*above(entry.path), entry.path)}
+    containers = {path: c for path, c in catalogue.containers.items() if not path or path in around}
+    return close_gaps(rebuilt(catalogue, retied(kept), containers))
 
 
 def matching(tensors: Sequence[str], exclude: Sequence[str]) -> Callable[[Entry], bool]:
     """For `select`: tensors that match one of `tensors` (all, when there is none; objects stay) and nothing that
     matches one of `exclude`."""
-    included, excluded = any_of(tensors), any_of(exclude)
-
-    def keep(entry: Entry) -> bool:
-        if excluded(entry.name):
-            return False
-        return not tensors or not isinstance(entry, Tensor) or included(entry.name)
-
-    return keep
-
-
-# Names ----------------------------------------------------------------------------------------------------------------
+    included, excluded = any_of(tensors or ["*"]), any_of(exclude)
+    return lambda entry: not excluded(entry.name) and (not isinstance(entry, Tensor) or included(entry.name))
 
 
 def models(catalogue: Catalogue) -> list[tuple[Path, list[Entry]]]:
@@ -80,10 +64,4 @@ def interchangeable(catalogue: Catalogue, aliases: Mapping[Path, Path] | None = 
     given `aliases`), and embedded ones of one dtype and shape without elements. Pure."""
     if aliases is None:
         aliases = {t.path: catalogue.first(t).path for t in catalogue.tensors if t.alias is not None}
-    empty: dict[Path, Path] = {
-        t.path: (t.dtype.name, *t.shape) for t in catalogue.tensors if t.embedded and not t.numel
-    }
-    return {**aliases, **empty}
-
-
-# Dtypes ---------------------------------------------------------------------------------------------------------------
+    return {**aliases, **{t.path: (t.dtype.name, *t.shape) for t in catalogue.tensors if t.embedded and not t.numel}}

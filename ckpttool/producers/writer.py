@@ -19,7 +19,7 @@ from itertools import chain
 from typing import Any
 
 from ckpttool.catalogue import flatten
-from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, File, Object, Path, Tensor
+from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, File, Object, Path, Tensor, above
 from ckpttool.catalogue.protocols import Crcs, Format, Loss, Sink, SinkOptions
 from ckpttool.catalogue.warning import Warning
 from ckpttool.layout import rechunk, select
@@ -125,8 +125,7 @@ class OutputLayout:
             number = self.component_of.get(path)
             if number is None and isinstance(entry, Tensor) and entry.embedded:
                 # It goes with the object that it is in.
-                above = (path[:depth] for depth in range(len(path)))
-                number = next((self.component_of[p] for p in above if p in self.component_of), None)
+                number = next((self.component_of[p] for p in above(path) if p in self.component_of), None)
             if number is not None:
                 entries[number].append(entry)
         for component, of_component in zip(self.components, entries, strict=True):

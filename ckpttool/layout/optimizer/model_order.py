@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckpttool.catalogue.entries import Catalogue, Entry, Object, Tensor
+from ckpttool.catalogue.entries import Catalogue, Entry, Tensor
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import UsageError
 from ckpttool.layout import select
@@ -35,39 +35,40 @@ def numbered(catalogue: Catalogue, source: Catalogue) -> Catalogue:
     if all(optimizer.spelling == "id" for optimizer in optimizers(catalogue)):
         return catalogue
     named = respell(catalogue, "fqn", source)
-    places = _places(source)
+    is_listed = "parameter order" in source.facts
+    places = {name: place for place, name in enumerate(_order(source))}
     warnings: list[Warning] = []
     for optimizer in optimizers(named):
         missing = next((name for name in optimizer.params if name not in places), None)
+        if missing is not None and is_listed:
+            raise UsageError(
+                f"`--shapes` does not list `{missing}`, which `{optimizer.name}` has",
+                found=missing,
+                hint="it has to list all parameters, by the names that the source has for them",
+            )
         if missing is not None:
-            if "parameter order" in source.facts:
-                raise UsageError(
-                    f"`--shapes` does not list `{missing}`, which `{optimizer.name}` has",
-                    found=missing,
-                    hint="it has to list all parameters, by the names that the source has for them",
-                )
             _check_own_order(optimizer, source)
         elif any(sorted(group.params, key=places.__getitem__) != group.params for group in optimizer.groups):
-            authority = "`--shapes`" if "parameter order" in source.facts else "the model"
+            authority = "`--shapes`" if is_listed else "the model"
             text = f"`{optimizer.name}`: its parameters are numbered in the order of {authority}, not of its groups"
             warnings.append(Warning("optimizer-keys", text))
-    entries = [_ordered(entry, places) if _lists_names(entry) else entry for entry in named.entries.values()]
+    entries = [_ordered(entry, places) for entry in named.entries.values()]
     result = respell(rebuilt(named, entries, named.containers), "id", source)
     result.warnings = [*result.warnings, *warnings]
     return result
 
 
-def _places(source: Catalogue) -> dict[str, int]:
-    """Where in the model each parameter is; empty when its order is not known."""
-    order = source.facts.get("parameter order")
-    if order is not None:
-        return {name: place for place, name in enumerate(order)}
+def _order(source: Catalogue) -> Sequence[str]:
+    """The parameters in the order of the model; none when that is not known."""
+    if "parameter order" in source.facts:
+        order: Sequence[str] = source.facts["parameter order"]
+        return order
     for _, entries in select.models(source)[:1]:
         tensors = [entry for entry in entries if isinstance(entry, Tensor)]
         names = [tensor.fqn for tensor in tensors]
-        if follows_modules(names) and not is_sorted(source, tensors, names):
-            return {name: place for place, name in enumerate(names)}
-    return {}
+        if follows_modules(names) and not is_sorted(source, tensors):
+            return names
+    return ()
 
 
 def _check_own_order(optimizer: Optimizer, source: Catalogue) -> None:
@@ -86,18 +87,13 @@ def _check_own_order(optimizer: Optimizer, source: Catalogue) -> None:
         )
 
 
-def _lists_names(entry: Entry) -> bool:
-    key = parse_key(entry.path, len(entry.part.root)) if entry.part.kind == "optimizer" else None
-    return key is not None and key.section == "param_groups" and key.below in _LISTS
-
-
 def _ordered(entry: Entry, places: dict[str, int]) -> Entry:
-    names = entry.value if isinstance(entry, Object) else None
-    if (
-        not isinstance(entry, Object)
-        or not isinstance(names, list)
-        or not all(isinstance(name, str) and name in places for name in names)
-    ):
+    """The entry, with its names in order if it lists the parameters of a group."""
+    key = parse_key(entry.path, len(entry.part.root)) if entry.part.kind == "optimizer" else None
+    if key is None or key.section != "param_groups" or key.below not in _LISTS or isinstance(entry, Tensor):
         return entry
-    ordered: Sequence[str] = sorted(names, key=places.__getitem__)
-    return entry if ordered == names else entry.at(entry.path, change=lambda value: list(ordered))
+    names = entry.value
+    if not isinstance(names, list) or not all(isinstance(name, str) and name in places for name in names):
+        return entry
+    ordered = sorted(names, key=places.__getitem__)
+    return entry if ordered == names else entry.at(entry.path, change=lambda value: [*ordered])

@@ -14,7 +14,8 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -26,7 +27,7 @@ from ckpttool.layout import select
 from ckpttool.layout.optimizer.keys import LIKE_PARAMETER
 from ckpttool.layout.optimizer.parse import Group, Item, Optimizer
 from ckpttool.layout.rename import strip_wrappers
-from ckpttool.text import some
+from ckpttool.text import plural, some
 
 # Rows and columns of a factored second moment: torch.optim.Adafactor; transformers, fairseq.
 _FACTORED = (("row_var", "col_var", 1), ("exp_avg_sq_row", "exp_avg_sq_col", 0))
@@ -60,24 +61,20 @@ def name_ids(optimizers: Sequence[Optimizer], source: Catalogue) -> list[dict[in
             names[i] |= dict(zip(group.params, _own_names(group) or (), strict=True))
         return _distinct(optimizers, names)
     model = _parameters(source)
-    known = _names(source)
+    known = {tensor.fqn for tensor in _model(source)}
     left: list[tuple[int, Group]] = []
     for i, group in unnamed:
-        own = _own_names(group)
-        clean = own and [name if name in known else strip_wrappers(name) for name in own]
+        clean = [name if name in known else strip_wrappers(name) for name in _own_names(group) or ()]
         if clean and known.issuperset(clean):
             names[i] |= dict(zip(group.params, clean, strict=True))
         else:
             left.append((i, group))
     if left:
-        for done in names:
-            for name in done.values():
-                model.pop(name, None)
+        done = {name for named in names for name in named.values()}
+        model = {name: shape for name, shape in model.items() if name not in done}
         _check_ordered(source, optimizers[left[0][0]], model)
-        for (i, group), places in zip(
-            left, _places(left, optimizers, model, "parameter order" in source.facts), strict=True
-        ):
-            order = list(model)
+        order = list(model)
+        for (i, group), places in zip(left, _places(left, optimizers, model, source), strict=True):
             names[i] |= {key: order[place] for key, place in zip(group.params, places, strict=True)}
     return _distinct(optimizers, names)
 
@@ -99,11 +96,6 @@ def _distinct(optimizers: Sequence[Optimizer], names: list[dict[int, str]]) -> l
 # The model ------------------------------------------------------------------------------------------------------------
 
 
-def _names(source: Catalogue) -> set[str]:
-    tensors = _model(source)
-    return {tensor.fqn for tensor in tensors}
-
-
 def _parameters(source: Catalogue) -> dict[str, Ints]:
     """What may be a parameter of the model, with its shape, in the order of the state dict."""
     tensors = _model(source)
@@ -111,19 +103,17 @@ def _parameters(source: Catalogue) -> dict[str, Ints]:
     aliases = find_aliases(t.origin or t for t in tensors)
     parameters: dict[str, Ints] = {}
     for tensor in tensors:
-        name = tensor.fqn
         tied = tensor.alias is not None or (tensor.origin or tensor).path in aliases
-        if not tied and tensor.dtype.kind in ("float", "complex") and not is_statistic(name, names):
-            parameters[name] = tensor.shape
+        if not tied and tensor.dtype.kind in ("float", "complex") and not is_statistic(tensor.fqn, names):
+            parameters[tensor.fqn] = tensor.shape
     # What `--shapes` does not list is a buffer.
-    order = source.facts.get("parameter order")
-    return parameters if order is None else {name: parameters[name] for name in order if name in parameters}
+    return {name: parameters[name] for name in source.facts.get("parameter order", parameters) if name in parameters}
 
 
-def is_statistic(name: str, names: set[str]) -> bool:
+def is_statistic(name: str, names: Collection[str]) -> bool:
     """Whether this is one of the two buffers of a normalisation layer, which always come together."""
     match = _STATISTICS.fullmatch(name)
-    return match is not None and {f"{match[1] or ''}running_mean", f"{match[1] or ''}running_var"} <= names
+    return match is not None and all(f"{match[1] or ''}{key}" in names for key in ("running_mean", "running_var"))
 
 
 def _model(source: Catalogue) -> list[Tensor]:
@@ -148,10 +138,9 @@ def _check_ordered(source: Catalogue, optimizer: Optimizer, model: dict[str, Int
     """safetensors files are sorted by name, and so is what was made of them: a state dict's order is gone, and by shape
     alone state could be given to another layer that is as large."""
     tensors = [t for t in _model(source) if len(t.chunks) and source.files]
-    names = [tensor.fqn for tensor in tensors]
-    if "parameter order" in source.facts or len(tensors) < 2 or not is_sorted_by_dtype(tensors, names):
+    if "parameter order" in source.facts or len(tensors) < 2 or not _is_sorted_by_dtype(tensors):
         return
-    direct = any(map(is_safetensors(source), tensors))
+    direct = any(map(_is_safetensors(source), tensors))
     # Nothing says of another format where it came from: when no two are of one shape, the shapes tell.
     if direct or (len(tensors) > 2 and len(set(model.values())) < len(model)):
         raise UsageError(
@@ -179,13 +168,12 @@ def parameter_shape(items: Sequence[Item]) -> Ints | None:
 
 
 def _places(
-    left: list[tuple[int, Group]], optimizers: Sequence[Optimizer], model: dict[str, Ints], is_told: bool
+    left: list[tuple[int, Group]], optimizers: Sequence[Optimizer], model: dict[str, Ints], source: Catalogue
 ) -> list[list[int]]:
     shapes = [[parameter_shape(optimizers[i].state.get(key, ())) for key in group.params] for i, group in left]
-    model_shapes = list(model.values())
-    optimizer = optimizers[left[0][0]].name
-    _check_counts(shapes, model_shapes, optimizer)
-    fits = ways(shapes, model_shapes)
+    names, optimizer = list(model), optimizers[left[0][0]].name
+    _check_counts(shapes, [*model.values()], optimizer)
+    fits = ways(shapes, [*model.values()])
     if fits is None:
         raise UsageError(f"`{optimizer}`: its groups fit the parameters of the model in too many ways", hint=_MANUAL)
     if not fits:
@@ -195,13 +183,12 @@ def _places(
         )
     vague = [(left[g][1].params[k], places) for g, row in enumerate(fits) for k, places in enumerate(row) if places[1:]]
     if vague:
-        names = list(model)
-        key, places = vague[0]
+        candidates = [names[place] for place in vague[0][1]]
         raise UsageError(
-            f"`{optimizer}`: {len(vague)} of its ids fit more than one parameter, such as {key}: "
-            f"{some([names[place] for place in places])}",
-            hint=_MANUAL if is_told else _BUFFERS,
-            found=[names[place] for place in places],
+            f"`{optimizer}`: {len(vague)} of its ids fit more than one parameter, such as {vague[0][0]}: "
+            f"{some(candidates)}",
+            hint=_MANUAL if "parameter order" in source.facts else _BUFFERS,
+            found=candidates,
         )
     return [[places[0] for places in row] for row in fits]
 
@@ -215,16 +202,12 @@ def _check_counts(shapes: list[list[Ints | None]], model_shapes: list[Ints], opt
     for shape, count in Counter(shape for row in shapes for shape in row if shape is not None).items():
         if count > available[shape]:
             raise CorruptError(
-                f"`{optimizer}` has state for {_parameters_of(count, shape)}, "
+                f"`{optimizer}` has state for {plural(count, 'parameter')} of shape {list(shape)}, "
                 f"but the model has {available[shape] or 'none'}",
                 hint=_OTHER_MODEL,
                 found=count,
                 expected=available[shape],
             )
-
-
-def _parameters_of(count: int, shape: Ints) -> str:
-    return f"{count} parameter{'s' * (count != 1)} of shape {list(shape)}"
 
 
 State = tuple[int, ...]
@@ -237,7 +220,7 @@ def ways(groups: Sequence[Sequence[Ints | None]], model: Sequence[Ints]) -> list
     of the search is how far each group has come; places that cannot be passed over, as later ones are too few of
     their shape, keep the states few. Pure.
     """
-    total, slack, at = sum(map(len, groups)), Counter(model), _positions(groups)
+    total, slack, at = sum(map(len, groups)), Counter(model), [*map(_positions, groups)]
     for group in at:
         slack.subtract({shape: len(ks) for shape, ks in group.items()})
     seen: Counter[Ints] = Counter()
@@ -264,13 +247,11 @@ def ways(groups: Sequence[Sequence[Ints | None]], model: Sequence[Ints]) -> list
     return _collected(groups, layers, end) if end in current or not total else []
 
 
-def _positions(groups: Sequence[Sequence[Ints | None]]) -> list[dict[Ints, list[int]]]:
-    positions: list[dict[Ints, list[int]]] = []
-    for row in groups:
-        positions.append(defaultdict(list))
-        for k, shape in enumerate(row):
-            if shape is not None:
-                positions[-1][shape].append(k)
+def _positions(group: Sequence[Ints | None]) -> dict[Ints, list[int]]:
+    positions: dict[Ints, list[int]] = defaultdict(list)
+    for k, shape in enumerate(group):
+        if shape is not None:
+            positions[shape].append(k)
     return positions
 
 
@@ -309,8 +290,7 @@ def follows_modules(names: Sequence[str]) -> bool:
     nested: set[str] = set()
     around: list[str] = []
     for name in names:
-        keys = name.split(".")[:-1]
-        modules = [".".join(keys[: i + 1]) for i in range(len(keys))]
+        modules = [*accumulate(name.split(".")[:-1], "{}.{}".format)]
         done |= set(around) - set(modules)
         if done & set(modules) or (modules[-1] if modules else "") in nested:
             return False
@@ -319,24 +299,22 @@ def follows_modules(names: Sequence[str]) -> bool:
     return True
 
 
-def is_sorted(source: Catalogue, tensors: Sequence[Tensor], names: Sequence[str]) -> bool:
+def is_sorted(source: Catalogue, tensors: Sequence[Tensor]) -> bool:
     """Whether these tensors of a model may be sorted by name: each file of safetensors is. Pure."""
-    return any(map(is_safetensors(source), tensors)) or is_sorted_by_dtype(tensors, names)
+    return any(map(_is_safetensors(source), tensors)) or _is_sorted_by_dtype(tensors)
 
 
-def is_sorted_by_dtype(tensors: Sequence[Tensor], names: Sequence[str]) -> bool:
-    """Whether tensors are in the order of their names, those of each dtype apart, as safetensors has them. Pure."""
+def _is_sorted_by_dtype(tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors are in the order of their names, those of each dtype apart, as safetensors has them."""
     apart: dict[str, list[str]] = defaultdict(list)
-    for tensor, name in zip(tensors, names, strict=True):
-        apart[tensor.dtype.name].append(name)
+    for tensor in tensors:
+        apart[tensor.dtype.name].append(tensor.fqn)
     return all(one == sorted(one) for one in apart.values())
 
 
-def is_safetensors(source: Catalogue) -> Callable[[Tensor], bool]:
-    """What tells whether a tensor is in a safetensors file. Pure."""
-    return lambda t: (
-        bool(len(t.chunks) and source.files) and source.files[t.chunks.file[0]].name.endswith(".safetensors")
-    )
+def _is_safetensors(source: Catalogue) -> Callable[[Tensor], bool]:
+    in_file = [file.name.endswith(".safetensors") for file in source.files]
+    return lambda tensor: bool(len(tensor.chunks) and in_file) and in_file[tensor.chunks.file[0]]
 
 
 def order_hint(source: Catalogue) -> str:

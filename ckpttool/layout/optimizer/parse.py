@@ -9,12 +9,12 @@ KEY is an id or a name. Up to torch 2.3, DCP keeps `param_groups` as one value.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ckpttool.catalogue import typed_json
-from ckpttool.catalogue.entries import Catalogue, Container, Entry, Object, Part, Path, Tensor, dotted
+from ckpttool.catalogue.entries import Catalogue, Container, Entry, Object, Part, Path, Tensor, above, dotted
 from ckpttool.errors import CorruptError, UsageError
 from ckpttool.layout.optimizer.keys import parse_key
 from ckpttool.text import some
@@ -66,10 +66,6 @@ class Optimizer:
     def name(self) -> str:
         return dotted(self.root) or "the optimizer"
 
-    def has(self, path: Path) -> bool:
-        """Whether a dict or list is this optimizer's."""
-        return path[len(self.root) :] in self.containers and path[: len(self.root)] == self.root
-
     @property
     def params(self) -> list[Any]:
         return [key for group in self.groups for key in group.params]
@@ -78,40 +74,30 @@ class Optimizer:
 def optimizers(catalogue: Catalogue) -> list[Optimizer]:
     """Every optimizer, however it is spelt. Raises CorruptError for groups that list no parameters, and for state that
     no group lists."""
-    by_optimizer: dict[Path, list[Entry]] = defaultdict(list)
+    by_root: dict[Path, list[Entry]] = defaultdict(list)
     flat: dict[Path, bool] = {}
     for entry in catalogue.entries.values():
-        place = _place(entry) if entry.part.kind == "optimizer" else None
-        if place is not None:
-            root, is_flat = place
-            by_optimizer[root].append(entry)
-            if flat.setdefault(root, is_flat) != is_flat:
+        key = parse_key(entry.path, len(entry.part.root)) if entry.part.kind == "optimizer" else None
+        if key is not None:
+            by_root[key.root].append(entry)
+            if flat.setdefault(key.root, key.flat) != key.flat:
                 raise CorruptError(
-                    f"`{dotted(root)}` has both nested and flattened keys, such as `{entry.name}`", found=entry.name
+                    f"`{dotted(key.root)}` has both nested and flattened keys, such as `{entry.name}`", found=entry.name
                 )
-    result = [(_flat if flat[root] else _nested)(root, entries) for root, entries in by_optimizer.items()]
-    by_root = {optimizer.root: optimizer for optimizer in result}
+    result = {root: (_flat if flat[root] else _nested)(root, entries) for root, entries in by_root.items()}
     for path, container in catalogue.containers.items():
-        for depth in range(len(path)):
-            if path[:depth] in by_root and parse_key(path[depth : depth + 1]) is not None:
-                by_root[path[:depth]].containers[path[depth:]] = container
-    for optimizer, entries in zip(result, by_optimizer.values(), strict=True):
-        optimizer.entries = {entry.path for entry in entries}
-    return result
-
-
-def _place(entry: Entry) -> tuple[Path, bool] | None:
-    """The root of the optimizer that an entry belongs to, and whether it is flat."""
-    key = parse_key(entry.path, len(entry.part.root))
-    return None if key is None else (key.root, key.flat)
+        for root in above(path):
+            if root in result and parse_key(path[len(root) : len(root) + 1]) is not None:
+                result[root].containers[path[len(root) :]] = container
+    return [*result.values()]
 
 
 # Nested ---------------------------------------------------------------------------------------------------------------
 
 
 def _nested(root: Path, entries: list[Entry]) -> Optimizer:
-    optimizer = Optimizer(root, entries[0].part, "fqn")
-    groups: dict[Hashable, Group] = {}
+    optimizer = Optimizer(root, entries[0].part, "fqn", entries={entry.path for entry in entries})
+    groups: dict[Hashable, Group] = defaultdict(Group)
     for entry in _opened(entries, len(root)):
         key, *tail = entry.path[len(root) :]
         if not tail:
@@ -120,10 +106,12 @@ def _nested(root: Path, entries: list[Entry]) -> Optimizer:
         elif key == "state":
             optimizer.state.setdefault(tail[0], []).append(Item(tuple(tail[1:]), entry))
         elif tail[1:] == ["params"] and isinstance(entry, Object):
-            group = groups.setdefault(tail[0], Group())
-            group.listed, group.params, group.place = entry, _listed(entry), len(group.items)
+            group = groups[tail[0]]
+            if not isinstance(entry.value, list):
+                raise CorruptError(f"`{entry.name}` is not a list of parameters", found=entry.name)
+            group.listed, group.params, group.place = entry, [*entry.value], len(group.items)
         else:
-            groups.setdefault(tail[0], Group()).items.append(Item(tuple(tail[1:]), entry))
+            groups[tail[0]].items.append(Item(tuple(tail[1:]), entry))
     optimizer.groups = list(groups.values())
     for i, group in enumerate(optimizer.groups):
         if group.listed is None:
@@ -137,16 +125,15 @@ def _nested(root: Path, entries: list[Entry]) -> Optimizer:
         raise CorruptError(f"the `params` of `{optimizer.name}` are neither names nor numbers", found=optimizer.name)
     elif not kinds and any(type(key) is int for key in optimizer.state):
         optimizer.spelling = "id"
-    if len(set(optimizer.params)) < len(optimizer.params):
-        twice = next(key for key, count in Counter(optimizer.params).items() if count > 1)
+    twice = next((key for key, count in Counter(optimizer.params).items() if count > 1), None)
+    if twice is not None:
         raise CorruptError(f"the groups of `{optimizer.name}` list `{twice}` twice", found=twice)
     _separate_loose(optimizer)
     return optimizer
 
 
-def _opened(entries: list[Entry], depth: int) -> list[Entry]:
+def _opened(entries: list[Entry], depth: int) -> Iterator[Entry]:
     """With `param_groups` that are one value taken apart."""
-    opened: list[Entry] = []
     for entry in entries:
         tail = entry.path[depth:]
         whole = entry.value if isinstance(entry, Object) and tail[:1] == ("param_groups",) and len(tail) < 3 else None
@@ -155,20 +142,12 @@ def _opened(entries: list[Entry], depth: int) -> list[Entry]:
         elif len(tail) == 2 and isinstance(whole, dict):
             rows = [((*entry.path, key), v) for key, v in whole.items()]
         else:
-            opened.append(entry)
+            yield entry
             continue
-        origin = entry.origin if isinstance(entry, Object) else entry.path
         for path, v in rows:
             value = Object(path, v, part=entry.part)
-            value.origin = origin
-            opened.append(value)
-    return opened
-
-
-def _listed(entry: Object) -> list[Any]:
-    if not isinstance(entry.value, list):
-        raise CorruptError(f"`{entry.name}` is not a list of parameters", found=entry.name)
-    return list(entry.value)
+            value.origin = entry.path if isinstance(entry, Tensor) else entry.origin
+            yield value
 
 
 def _as_id(key: Any) -> Any:
@@ -195,14 +174,14 @@ def _separate_loose(optimizer: Optimizer) -> None:
 
 
 def _flat(root: Path, entries: list[Entry]) -> Optimizer:
-    optimizer = Optimizer(root, entries[0].part, "flat")
+    optimizer = Optimizer(root, entries[0].part, "flat", entries={entry.path for entry in entries})
     depth = len(root)
-    values: dict[str, list[Item]] = {}
+    values: dict[str, list[Item]] = defaultdict(list)
     states: list[tuple[str, Entry]] = []
     for entry in entries:
         key = parse_key(entry.path, depth)
         if key is not None and key.section == "param_groups":
-            values.setdefault(str(key.owner), []).append(Item(key.below, entry))
+            values[str(key.owner)].append(Item(key.below, entry))
         else:
             states.append((str(entry.path[depth]).removeprefix("state."), entry))
     for name, entry in states:
@@ -233,19 +212,19 @@ def _regrouped(root: str, values: dict[str, list[Item]]) -> list[Group]:
     for name, items in values.items():
         group = groups.setdefault(frozenset(map(_identity, items)), Group(items=items, place=len(items)))
         group.params.append(name)
-        tensors = {item.below: _bytes_of(item.entry) for item in items if isinstance(item.entry, Tensor)}
-        for item in group.items if tensors else ():
-            if _bytes_of(item.entry) != tensors.get(item.below):
-                raise UsageError(
-                    f"`{root}` keeps the hyper-parameter `{dotted(item.below)}` as a tensor for each parameter, so it "
-                    f"is not known whether `{group.params[0]}` and `{name}` were in one group",
-                    hint="keep it flat: `--optim-keys flat`",
-                )
+        tensors = _bytes_of(items)
+        differing = [below for below, path in _bytes_of(group.items).items() if tensors.get(below) != path]
+        if differing:
+            raise UsageError(
+                f"`{root}` keeps the hyper-parameter `{dotted(differing[0])}` as a tensor for each parameter, so it "
+                f"is not known whether `{group.params[0]}` and `{name}` were in one group",
+                hint="keep it flat: `--optim-keys flat`",
+            )
     return list(groups.values())
 
 
-def _bytes_of(entry: Entry) -> Path | None:
-    return (entry.alias or entry.path) if isinstance(entry, Tensor) else None
+def _bytes_of(items: list[Item]) -> dict[Path, Path]:
+    return {item.below: item.entry.alias or item.entry.path for item in items if isinstance(item.entry, Tensor)}
 
 
 def _identity(item: Item) -> Any:

@@ -4,23 +4,29 @@
     fqn    state {"layers.0.w": {exp_avg}}         param_groups [{lr, params: ["layers.0.w"]}]  FSDP, get_state_dict
     flat   "state.layers.0.w.exp_avg"              "param_groups.layers.0.w.lr"    flatten_optimizer_state_dict=True
 
-Names are in the middle: ids are named by `names`, an optimizer by names is written by `write`.
+Names are in the middle: ids are named by `names_of_ids`, and what is written is by names, too. For flat keys, dicts
+below a parameter are joined with dots, lists stay what they are.
+Upstream: `_flatten_optim_state_dict` and `_unflatten_optim_state_dict` of `torch/distributed/checkpoint/state_dict.py`,
+torch 2.3 to 2.15.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from ckpttool.catalogue.entries import Catalogue, Entry, Object, Part, Path, Tensor
+from ckpttool.catalogue.entries import Catalogue, Container, Entry, Object, Part, Path, Tensor, above
 from ckpttool.catalogue.warning import Warning
-from ckpttool.errors import CkptError, CorruptError, UsageError
-from ckpttool.layout.move import again, move, rebuilt
+from ckpttool.errors import CkptError, CorruptError, LossError, UsageError
+from ckpttool.layout.move import again, move, rebuilt, relinked, retied
 from ckpttool.layout.optimizer.names_of_ids import name_ids
-from ckpttool.layout.optimizer.parse import Optimizer, optimizers
-from ckpttool.layout.optimizer.write import Written, lost_when_flat, write_flat, write_nested
+from ckpttool.layout.optimizer.parse import Item, Optimizer, optimizers
+from ckpttool.text import plural, some
 
 SPELLINGS = ("fqn", "id", "flat")
+Written = tuple[list[Entry], dict[Path, Container]]
+"""Entries under their new paths, and containers. A tensor's `alias` is still that of before, or its own old path."""
 
 
 def respell(catalogue: Catalogue, style: str, source: Catalogue | None = None) -> Catalogue:
@@ -38,21 +44,19 @@ def respell(catalogue: Catalogue, style: str, source: Catalogue | None = None) -
     numbered = [optimizer for optimizer in changed if optimizer.spelling == "id"]
     for optimizer, names in zip(numbered, name_ids(numbered, source or catalogue), strict=True):
         _name(optimizer, names)
-    said: list[str] = []
+    remarks = [f"`{one.name}`: {remark}" for one in changed for remark in _remarks(one, style)]
     respelled: dict[Path, Written] = {}
     for optimizer in changed:
-        said += [f"`{optimizer.name}`: {remark}" for remark in _remarks(optimizer, style)]
         if style == "flat":
-            respelled[optimizer.root] = write_flat(optimizer)
-        elif style == "fqn":
-            names_again = dict.fromkeys([*optimizer.state, *optimizer.params])
-            respelled[optimizer.root] = write_nested(optimizer, {name: name for name in names_again})
+            respelled[optimizer.root] = _write_flat(optimizer)
         else:
-            respelled[optimizer.root] = write_nested(optimizer, _numbers(optimizer))
+            names_again = {name: name for name in (*optimizer.state, *optimizer.params)}
+            keys: Mapping[str, Any] = names_again if style == "fqn" else _numbers(optimizer)
+            respelled[optimizer.root] = _write_nested(optimizer, keys)
     respelt = _replaced(catalogue, changed, respelled)
     if style == "id":
-        said += _unclear_again(respelt, changed)
-    respelt.warnings = [*catalogue.warnings, *(Warning("optimizer-keys", text) for text in said)]
+        remarks += _unclear_again(respelt, changed)
+    respelt.warnings = [*catalogue.warnings, *(Warning("optimizer-keys", text) for text in remarks)]
     return respelt
 
 
@@ -109,6 +113,7 @@ def _name(optimizer: Optimizer, names_of_ids: Mapping[int, str]) -> None:
 def _replaced(catalogue: Catalogue, changed: list[Optimizer], respelled: dict[Path, Written]) -> Catalogue:
     """With the new entries of each optimizer where its first one stood."""
     at = {path: optimizer.root for optimizer in changed for path in optimizer.entries}
+    gone = {(*optimizer.root, *path) for optimizer in changed for path in optimizer.containers}
     entries: list[Entry] = []
     done: set[Path] = set()
     for path, entry in catalogue.entries.items():
@@ -118,43 +123,164 @@ def _replaced(catalogue: Catalogue, changed: list[Optimizer], respelled: dict[Pa
         elif root not in done:
             done.add(root)
             entries += respelled[root][0]
-    containers = {
-        path: container
-        for path, container in catalogue.containers.items()
-        if not any(optimizer.has(path) for optimizer in changed)
-    }
+    containers = {path: container for path, container in catalogue.containers.items() if path not in gone}
     for _, below in respelled.values():
         containers |= below
-    respelt = rebuilt(catalogue, _retied(entries), containers)
+    # Their `alias` still is a path of before.
+    respelt = rebuilt(catalogue, retied(entries), containers)
     if len(respelt.entries) != len(entries):
         raise CorruptError("two values of the optimizer have one name in the new spelling")
     return respelt
 
 
-def _retied(entries: list[Entry]) -> Iterator[Entry]:
-    """Of tensors that share their bytes, the first keeps them. Their `alias` still is a path of before."""
-    firsts: dict[Path, Path] = {}
-    for entry in entries:
-        if isinstance(entry, Tensor):
-            first = firsts.setdefault(entry.alias or entry.path, entry.path)
-            alias = None if first == entry.path else first
-            entry = entry if alias == entry.alias else again(entry, alias=alias)
-        yield entry
+# Writing --------------------------------------------------------------------------------------------------------------
+
+
+def _write_nested(optimizer: Optimizer, keys: Mapping[Any, Any]) -> Written:
+    """`keys` has what each parameter is to be called; state comes in the order of `keys`."""
+    root, entries = optimizer.root, list[Entry]()
+    state = {new: optimizer.state.get(key, []) for key, new in keys.items()} | optimizer.loose
+    for key, items in state.items():
+        entries += _placed(optimizer, items, _under(*root, "state", key))
+    if not entries:
+        entries.append(Object((*root, "state"), {}, part=optimizer.part))
+    for i, group in enumerate(optimizer.groups):
+        below = (*root, "param_groups", i)
+        listed = Object((*below, "params"), [keys[key] for key in group.params], part=optimizer.part)
+        if group.listed is not None:
+            listed.origin = group.listed.origin
+        values = _placed(optimizer, group.items, _under(*below))
+        entries += [*values[: group.place], listed, *values[group.place :]]
+    if not optimizer.groups:
+        entries.append(Object((*root, "param_groups"), [], part=optimizer.part))
+    return entries, _nested_containers(optimizer, keys)
+
+
+def _nested_containers(optimizer: Optimizer, keys: Mapping[Any, Any]) -> dict[Path, Container]:
+    root = optimizer.root
+    containers: dict[Path, Container] = {}
+    names = {f"state.{name}": name for name in keys} if optimizer.spelling == "flat" else {}
+    # The values of a group are those of its first parameter.
+    firsts = {f"param_groups.{group.params[0]}": i for i, group in enumerate(optimizer.groups) if group.params}
+    for path, container in optimizer.containers.items():
+        if path[0] == "param_groups":
+            containers[(*root, *path)] = container
+        elif path[0] == "state":
+            containers[(*root, "state", *(keys.get(key, key) for key in path[1:2]), *path[2:])] = container
+        else:
+            head, _, last = str(path[0]).rpartition(".")
+            name, rest = _split(str(path[0]), names)
+            if name is not None:
+                containers[(*root, "state", keys[name], *rest, *path[1:])] = container
+            elif head in firsts:
+                containers[(*root, "param_groups", firsts[head], last, *path[1:])] = container
+    if optimizer.groups:
+        containers[(*root, "param_groups")] = Container("list")
+    return containers
+
+
+def _split(key: str, names: Mapping[str, str]) -> tuple[str | None, list[str]]:
+    head, rest = key, list[str]()
+    while head and head not in names:
+        head, _, last = head.rpartition(".")
+        rest.insert(0, last)
+    return names.get(head), rest
+
+
+def _under(*base: Hashable) -> Callable[[Path], Path]:
+    return lambda rest: (*base, *rest)
+
+
+def _placed(optimizer: Optimizer, items: Sequence[Item], place: Callable[[Path], Path]) -> list[Entry]:
+    """Entries where `place` says; what is embedded in an object stays below it, and its links follow."""
+    embedding: set[Path] = set()
+    if any(isinstance(item.entry, Tensor) and item.entry.embedded for item in items):
+        embedding = {item.below for item in items if isinstance(item.entry, Object)}
+    moved: dict[Path, Path] = {}
+    for below, entry in items:
+        owner = below
+        if isinstance(entry, Tensor) and entry.embedded:
+            owner = next((path for path in above(below) if path in embedding), below)
+        moved[entry.path] = (*place(owner), *below[len(owner) :])
+    change = partial(relinked, moved=moved) if embedding else None
+    return [
+        again(entry, path=moved[entry.path], part=optimizer.part, alias=entry.alias or entry.path)
+        if isinstance(entry, Tensor)
+        else entry.at(moved[entry.path], part=optimizer.part, change=change)
+        for _, entry in items
+    ]
+
+
+def _write_flat(optimizer: Optimizer) -> Written:
+    """Raises LossError for state that belongs to no parameter, which has no place here."""
+    if optimizer.loose:
+        raise LossError(
+            f"`{optimizer.name}` keeps state that belongs to no parameter, which has no place in flat keys: "
+            f"{some([str(key) for key in optimizer.loose])}",
+            hint="`--optim-keys fqn` keeps it",
+        )
+    root = optimizer.root
+    lists = {path for path, container in optimizer.containers.items() if container.kind == "list"}
+
+    def state_at(name: str, rest: Path) -> Path:
+        joined = 1
+        while joined < len(rest) and ("state", name, *rest[:joined]) not in lists:
+            joined += 1
+        return (*root, ".".join(map(str, ("state", name, *rest[:joined]))), *rest[joined:])
+
+    def value_at(name: str, rest: Path) -> Path:
+        return (*root, f"param_groups.{name}.{rest[0]}", *rest[1:])
+
+    entries: list[Entry] = []
+    for name, items in optimizer.state.items():
+        entries += _placed(optimizer, [item for item in items if item.below], partial(state_at, name))
+    for group in optimizer.groups:
+        for name in group.params:
+            entries += _placed(optimizer, group.items, partial(value_at, name))
+    # Those below a hyper-parameter, once for each parameter, and the lists in a parameter's state with all in them.
+    containers: dict[Path, Container] = {}
+    for path, container in optimizer.containers.items():
+        if path[0] == "param_groups" and len(path) > 2 and isinstance(path[1], int):
+            containers |= {value_at(name, path[2:]): container for name in optimizer.groups[path[1]].params}
+        elif path[0] == "state" and len(path) > 2:
+            new = state_at(str(path[1]), path[2:])
+            if container.kind == "list" or len(new) > len(root) + 1:
+                containers[new] = container
+    return entries, containers
 
 
 # What is lost ---------------------------------------------------------------------------------------------------------
 
 
 def _remarks(optimizer: Optimizer, style: str) -> list[str]:
+    """What the new keys do not say, or the old ones did not."""
     if style == "flat":
-        return lost_when_flat(optimizer)
+        return _lost_when_flat(optimizer)
     if optimizer.spelling == "flat":
-        count = len(optimizer.groups)
         return [
-            "flat keys do not say which parameters were in one group: "
-            f"those with the same hyper-parameters are, which makes {count} group{'s' * (count != 1)}"
+            "flat keys do not say which parameters were in one group: those with the same hyper-parameters are, which "
+            f"makes {plural(len(optimizer.groups), 'group')}"
         ]
     return []
+
+
+def _lost_when_flat(optimizer: Optimizer) -> list[str]:
+    losses = []
+    empty = sum(not group.params for group in optimizer.groups)
+    if empty:
+        losses.append(f"{empty} of its groups are empty, and flat keys do not mention them")
+    alike = [
+        tuple((i.below, i.entry.path if isinstance(i.entry, Tensor) else repr(i.entry.value)) for i in group.items)
+        for group in optimizer.groups
+        if group.params
+    ]
+    if len({*alike}) < len(alike):
+        losses.append("groups with the same hyper-parameters become one when they are put together from flat keys")
+    nested_items = (item for items in optimizer.state.values() for item in items if len(item.below) > 1)
+    deep = {str(item.below[0]) for item in nested_items if not (isinstance(item.entry, Tensor) and item.entry.embedded)}
+    if deep:
+        losses.append(f"the keys of dicts inside the state become parts of a name, and strings: {some(sorted(deep))}")
+    return losses
 
 
 def _unclear_again(respelt: Catalogue, changed: list[Optimizer]) -> list[str]:
@@ -165,7 +291,5 @@ def _unclear_again(respelt: Catalogue, changed: list[Optimizer]) -> list[str]:
         names = name_ids(again, respelt)
     except CkptError as error:
         return [f"whose the ids are is not written, and cannot be found again: {error.message}"]
-    for optimizer, named in zip(again, names, strict=True):
-        if named != before[optimizer.root]:
-            return [f"`{optimizer.name}`: its ids are those of its groups, but the model here is in another order"]
-    return []
+    odd = (one.name for one, named in zip(again, names, strict=True) if named != before[one.root])
+    return [f"`{name}`: its ids are those of its groups, but the model here is in another order" for name in odd][:1]
