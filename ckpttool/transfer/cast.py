@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from ckpttool.catalogue.dtypes import Dtype
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, np.dtype[Any]]
+from ckpttool.transfer.numbers import Array
 
 
 def cast_array(array: Array, old: Dtype, new: Dtype) -> tuple[memoryview, int]:

@@ -16,7 +16,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Box
@@ -34,10 +34,7 @@ from ckpttool.transfer.plan import Job, tiles
 from ckpttool.transfer.threads import Progress, Stopped, Work, on_threads
 
 if TYPE_CHECKING:
-    import numpy as np
     from typing_extensions import Self
-
-    Array = np.ndarray[Any, np.dtype[Any]]
 
 BUFFER = 1 << 20  # stays in the processor's cache between read, checksum and write
 FLUSH = 32 << 20  # written and not yet on its way to the disk

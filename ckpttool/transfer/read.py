@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Box, Ints
@@ -12,12 +12,8 @@ from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Chunk, Extent, File, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.storage.files import Pool
+from ckpttool.transfer.numbers import Array
 from ckpttool.transfer.plan import tiles
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, np.dtype[Any]]
 
 TILE = 8 << 20
 

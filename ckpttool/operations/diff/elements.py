@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
-from ckpttool.transfer.numbers import has_numbers, numbers
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, np.dtype[Any]]
+from ckpttool.transfer.numbers import Array, has_numbers, numbers
 
 
 class Tolerance(NamedTuple):

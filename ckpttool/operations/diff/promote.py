@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from ckpttool.catalogue.dtypes import DTYPES, Dtype
-from ckpttool.transfer.numbers import has_numbers, numbers
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, np.dtype[Any]]
+from ckpttool.transfer.numbers import Array, has_numbers, numbers
 
 _SMALL_INTEGERS = 24  # bits that a float32 has for an integer
 _INTEGERS = 53  # and a float64

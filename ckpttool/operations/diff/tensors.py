@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Box
@@ -24,14 +24,9 @@ from ckpttool.operations.diff.elements import Comparison, Tolerance
 from ckpttool.producers import open
 from ckpttool.storage.files import Pool
 from ckpttool.transfer import read
-from ckpttool.transfer.numbers import has_numbers
+from ckpttool.transfer.numbers import Array, has_numbers
 from ckpttool.transfer.plan import meeting, tiles
 from ckpttool.transfer.threads import Progress, Work, on_threads
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, np.dtype[Any]]
 
 TILE = 1 << 20  # bytes; two of them, and what is calculated of them, stay in the processor's cache
 TASK = 64 << 20  # a tensor larger than this is shared by the threads

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.aliases import find_aliases
@@ -16,15 +16,10 @@ from ckpttool.catalogue.entries import Tensor
 from ckpttool.errors import CkptError
 from ckpttool.operations.verify.findings import NAN, NOTE, SUSPECT, Finding, Verification
 from ckpttool.storage.files import Pool
-from ckpttool.transfer.numbers import EXPONENT_ONLY, FLOATS
+from ckpttool.transfer.numbers import EXPONENT_ONLY, FLOATS, Array
 from ckpttool.transfer.plan import tiles
 from ckpttool.transfer.read import read_box
 from ckpttool.transfer.threads import Work, on_threads
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, np.dtype[Any]]
 
 _TILE = 1 << 20  # stays in the processor's cache
 _PARTS_OF_COMPLEX = {"complex128": "float64", "complex64": "float32", "complex32": "float16"}

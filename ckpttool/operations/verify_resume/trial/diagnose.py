@@ -8,7 +8,7 @@ Nothing is reported twice: a tensor that was swapped with another is not also on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpttool.layout.optimizer.keys import STATE_KINDS
 from ckpttool.operations.diff import Diff, TensorDifference
@@ -17,11 +17,7 @@ from ckpttool.operations.verify_resume.trial.diagnose_values import changed_valu
 from ckpttool.operations.verify_resume.trial.results import Finding
 from ckpttool.operations.verify_resume.trial.state import MappedTensor, RecordedState, compare
 from ckpttool.text import plural, some
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, np.dtype[Any]]
+from ckpttool.transfer.numbers import Array
 
 _BLOCK = 1 << 20
 _MOST = 20

@@ -14,18 +14,14 @@ import json
 import os
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpttool.catalogue import dtypes
 from ckpttool.catalogue.boxes import Box, Ints
 from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, File, Object, Part, Tensor
 from ckpttool.catalogue.parts import PER_RANK, find_rank
 from ckpttool.operations.diff import Diff, compare_sources
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, np.dtype[Any]]
+from ckpttool.transfer.numbers import Array
 
 _BLOCK = 1 << 22
 TENSORS, INDEX = "tensors.bin", "state.json"
