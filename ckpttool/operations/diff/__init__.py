@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
-from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.patterns import several
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import UsageError
@@ -26,8 +25,10 @@ from ckpttool.operations.diff.compare import compare_sources
 from ckpttool.operations.diff.elements import Tolerance
 from ckpttool.operations.diff.results import ABSENT, Diff, ObjectDifference, Only, Side, TensorDifference, Total
 from ckpttool.operations.diff.selection import Selection
+from ckpttool.operations.diff.tensors import Options
 from ckpttool.producers import open
 from ckpttool.storage import files
+from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.threads import Progress
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "Diff",
     "ObjectDifference",
     "Only",
+    "Options",
     "Side",
     "TensorDifference",
     "Total",
@@ -73,25 +75,20 @@ def diff(
     paths = os.fspath(a), os.fspath(b)
     only, drop, tensors, exclude = map(several, (only, drop, tensors, exclude))
     rename = arguments.rules(rename, "--rename")
-    tolerance = _tolerance(rtol, atol, ulp)
+    tolerances = {"rtol": rtol, "atol": atol, "ulp": ulp}
+    given = {name: value for name, value in tolerances.items() if value is not None}
+    options = Options(_tolerance(given), ignore_dtype, sharded, threads=threads or DEFAULT_THREADS, progress=progress)
     selected = Selection(only, drop, tensors, exclude, rename, strip_wrappers, strip_prefix)
-    result = Diff(Side(paths[0]), Side(paths[1]), _in_words(rtol, atol, ulp))
+    result = Diff(Side(paths[0]), Side(paths[1]), ", ".join(f"{name} {value}" for name, value in given.items()) or None)
     with ExitStack() as stack:
         sources = _opened(stack, paths[0], shapes), _opened(stack, paths[1], shapes)
         before = files.fingerprint(f.location for s in sources for f in s.catalogue.own_files if not f.missing)
         catalogues = selection.select(sources, paths, selected, result.notes)
         for side, source, catalogue in zip((result.a, result.b), sources, catalogues, strict=True):
-            _count(side, source, catalogue)
-        compare_sources(
-            sources,
-            catalogues,
-            result,
-            tolerance=tolerance,
-            ignore_dtype=ignore_dtype,
-            sharded=sharded,
-            threads=threads,
-            progress=progress,
-        )
+            side.format, side.world_size = source.catalogue.format, source.catalogue.world_size
+            side.tensors, side.objects = sum(1 for _ in catalogue.tensors), sum(1 for _ in catalogue.objects)
+            side.bytes = sum(t.nbytes for t in catalogue.tensors if t.alias is None)
+        compare_sources(sources, catalogues, result, options)
         if result.only_a and result.only_b:
             result.hint = selection.advice(catalogues)
         files.check_unchanged(before)
@@ -99,28 +96,15 @@ def diff(
     return result
 
 
-def _tolerance(rtol: float | None, atol: float | None, ulp: int | None) -> Tolerance | None:
-    for flag, value in (("--rtol", rtol), ("--atol", atol), ("--ulp", ulp)):
-        if value is not None and not 0 <= value < float("inf"):
-            raise UsageError(f"`{flag} {value}` is no distance", hint="write a number that is not negative")
-    if ulp is not None and ulp >= 1 << 64:
-        raise UsageError(f"`--ulp {ulp}`: no two numbers are that far apart")
-    if rtol is None and atol is None and ulp is None:
-        return None
-    return Tolerance(atol or 0.0, rtol or 0.0, ulp or 0)
-
-
-def _in_words(rtol: float | None, atol: float | None, ulp: int | None) -> str | None:
-    given = (("rtol", rtol), ("atol", atol), ("ulp", ulp))
-    return ", ".join(f"{name} {value}" for name, value in given if value is not None) or None
+def _tolerance(given: Mapping[str, float]) -> Tolerance | None:
+    for name, value in given.items():
+        if not 0 <= value < float("inf"):
+            raise UsageError(f"`--{name} {value}` is no distance", hint="write a number that is not negative")
+    if given.get("ulp", 0) >= 1 << 64:
+        raise UsageError(f"`--ulp {given['ulp']}`: no two numbers are that far apart")
+    return Tolerance(given.get("atol", 0.0), given.get("rtol", 0.0), int(given.get("ulp", 0))) if given else None
 
 
 def _opened(stack: ExitStack, path: str, shapes: str | None) -> Source:
     with open.naming(path):
         return stack.enter_context(open.opened(path, shapes))
-
-
-def _count(side: Side, source: Source, selected: Catalogue) -> None:
-    side.format, side.world_size = source.catalogue.format, source.catalogue.world_size
-    side.tensors, side.objects = sum(1 for _ in selected.tensors), sum(1 for _ in selected.objects)
-    side.bytes = sum(t.nbytes for t in selected.tensors if t.alias is None)

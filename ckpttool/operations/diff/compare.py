@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple
 
 from ckpttool.catalogue import parts, typed_json
 from ckpttool.catalogue.boxes import Ints
@@ -14,57 +13,32 @@ from ckpttool.errors import CkptError
 from ckpttool.layout.move import relinked
 from ckpttool.layout.select import interchangeable
 from ckpttool.operations.diff import objects, promote, tensors
-from ckpttool.operations.diff.elements import Comparison, Tolerance
+from ckpttool.operations.diff.elements import Comparison
 from ckpttool.operations.diff.results import Diff, ObjectDifference, Only, Side, TensorDifference, Total
+from ckpttool.operations.diff.tensors import BY_BITS, Options
 from ckpttool.text import rank_ranges
-from ckpttool.transfer.execute import DEFAULT_THREADS
-from ckpttool.transfer.threads import Progress
 
 
 def compare_sources(
     sources: tuple[Source, Source],
     catalogues: tuple[Catalogue, Catalogue],
     result: Diff | None = None,
-    *,
-    tolerance: Tolerance | None = None,
-    ignore_dtype: bool = False,
-    sharded: bool = False,
-    exact: bool = False,
-    skip: Collection[str] = (),
-    failures: dict[str, CkptError] | None = None,
-    threads: int | None = None,
-    progress: Progress | None = None,
+    options: Options = BY_BITS,
 ) -> Diff:
     """Compare two open sources, entry by entry, and return `result` with every difference.
 
     The sources may be anything that follows the protocol, with files or in memory. `catalogues` say what is compared of
     each, under which names: `layout.select.start(source.catalogue)` for all of it. Their tensors may have another name
     than their `origin`, the tensor of the source.
-
-    With `exact` entries match by key path alone, tensors of another dtype are not compared by value, an object differs
-    if its typed JSON does, and no cosine is computed. Tensors with a name in `skip` are not compared by value. An entry
-    that cannot be read is put into `failures` by its name, if that is given; otherwise its error is raised.
     """
     result = result or Diff(Side(""), Side(""))
-    options = _Options(tolerance, ignore_dtype, sharded, exact, skip, failures, threads or DEFAULT_THREADS, progress)
     _Comparing(result, sources, catalogues, options).run()
     return result
 
 
-class _Options(NamedTuple):
-    tolerance: Tolerance | None
-    ignore_dtype: bool
-    sharded: bool
-    exact: bool
-    skip: Collection[str]
-    failures: dict[str, CkptError] | None
-    threads: int
-    progress: Progress | None
-
-
 class _Comparing:
     def __init__(
-        self, result: Diff, sources: tuple[Source, Source], catalogues: tuple[Catalogue, Catalogue], options: _Options
+        self, result: Diff, sources: tuple[Source, Source], catalogues: tuple[Catalogue, Catalogue], options: Options
     ) -> None:
         self._result, self._sources, self._options = result, sources, options
         self._a, self._b = catalogues
@@ -116,18 +90,15 @@ class _Comparing:
                 raise
             self._options.failures[a.name] = error
             return
-        part = str(a.part)
         if self._options.exact:
-            if not typed_json.same(*values):
-                self._result.objects.append(ObjectDifference(a.name, part, "", a.value, b.value))
-            return
-        for at, one, other in objects.differences(*values, self._options.tolerance):
-            self._result.objects.append(ObjectDifference(a.name, part, at, one, other))
+            found = [] if typed_json.same(*values) else [("", a.value, b.value)]
+        else:
+            found = list(objects.differences(*values, self._options.tolerance))
+        self._result.objects += [ObjectDifference(a.name, str(a.part), *difference) for difference in found]
 
     def _linked(self) -> tuple[dict[Path, Path], dict[Path, Path]]:
         """Return, for references to tensors, one path for those that match, are tied or have no elements."""
-        from_b = interchangeable(self._b)
-        from_a = interchangeable(self._a)
+        from_a, from_b = interchangeable(self._a), interchangeable(self._b)
         for tensor in self._a.tensors:
             path = self._a_to_b.get(tensor.path)
             if path is not None:
@@ -141,23 +112,14 @@ class _Comparing:
         pairs: list[tensors.Pair] = []
         numbers: dict[tuple[int, int], int] = {}  # of the pairs; tied tensors are read once
         for a, b in matches:
-            one, other = _origin(a), _origin(b)
+            one, other = a.origin or a, b.origin or b
             common = promote.common(one.dtype, other.dtype) if one.dtype == other.dtype or not options.exact else None
             if one.shape != other.shape or common is None or a.name in options.skip:
                 continue
             if numbers.setdefault(self._key(a, b), len(pairs)) == len(pairs):
                 pairs.append(tensors.Pair(one, other, common))
         result.bytes = sum(pair.a.nbytes for pair in pairs)
-        compared, failures = tensors.compare(
-            pairs,
-            self._sources,
-            (result.a.path, result.b.path),
-            options.tolerance,
-            options.threads,
-            options.progress,
-            cosine=not options.exact,
-            keep_failures=options.failures is not None,
-        )
+        compared, failures = tensors.compare(pairs, self._sources, (result.a.path, result.b.path), options)
         totals: dict[Part, Total] = {}
         for a, b in matches:
             number = numbers.get(self._key(a, b))
@@ -213,14 +175,8 @@ class _Comparing:
         return first_a.name if only_a else None, first_b.name if only_b else None
 
     def _sharding(self, a: Tensor, b: Tensor) -> tuple[str, str] | None:
-        one, other = (
-            (_origin(tensor), source.catalogue.files) for tensor, source in zip((a, b), self._sources, strict=True)
-        )
-        return None if _shards(*one) == _shards(*other) else (_describe(*one), _describe(*other))
-
-
-def _origin(tensor: Tensor) -> Tensor:
-    return tensor.origin or tensor
+        one, other = (_shards(t.origin or t, s.catalogue.files) for t, s in zip((a, b), self._sources, strict=True))
+        return None if one == other else (_describe(one), _describe(other))
 
 
 def _only(entry: Entry) -> Only:
@@ -232,7 +188,10 @@ def _only(entry: Entry) -> Only:
 # Sharding -------------------------------------------------------------------------------------------------------------
 
 
-def _shards(tensor: Tensor, files: Sequence[File]) -> list[tuple[Ints, Ints, int | None]]:
+_Shard = tuple[Ints, Ints, int | None]
+
+
+def _shards(tensor: Tensor, files: Sequence[File]) -> list[_Shard]:
     """Return offsets, sizes and the rank of each chunk with elements, sorted. Pure."""
     chunks = tensor.chunks
     shards = [
@@ -243,11 +202,10 @@ def _shards(tensor: Tensor, files: Sequence[File]) -> list[tuple[Ints, Ints, int
     return sorted(shards, key=lambda shard: (shard[0], shard[1], -1 if shard[2] is None else shard[2]))
 
 
-def _describe(tensor: Tensor, files: Sequence[File]) -> str:
+def _describe(shards: list[_Shard]) -> str:
     """Return `whole, rank 0`; `4 along dimension 0, ranks 0-3`; `4 x 2, ranks 0-7`; `3 pieces, ranks 0, 2`."""
-    shards = _shards(tensor, files)
     ranks = sorted({rank for _, _, rank in shards if rank is not None})
-    counts = [len({offsets[dim] for offsets, _, _ in shards}) for dim in range(len(tensor.shape))] if shards else []
+    counts = [len(set(starts)) for starts in zip(*(offsets for offsets, _, _ in shards), strict=True)]
     split = [dim for dim, count in enumerate(counts) if count > 1]
     if len(shards) <= 1:
         text = "whole"

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.transfer.numbers import Array, has_numbers, numbers
+
+if TYPE_CHECKING:
+    from ckpttool.operations.diff.results import Total
 
 
 class Tolerance(NamedTuple):
@@ -51,13 +55,8 @@ class Difference:
 
     def index(self, shape: Ints) -> list[int] | None:
         """Return the index of the first differing element in a tensor of this shape. Pure."""
-        if self.first is None:
-            return None
-        rest, index = self.first, []
-        for size in reversed(shape):
-            rest, at = divmod(rest, size)
-            index.append(at)
-        return index[::-1]
+        first, steps = self.first, boxes.row_major(shape)
+        return None if first is None else [first // step % size for step, size in zip(steps, shape, strict=True)]
 
 
 class Comparison:
@@ -103,15 +102,10 @@ class Comparison:
         result, more = self._result, other._result
         self._dot, self._a, self._b = (x + y for x, y in zip(self.sums, other.sums, strict=True))
         result.numel += more.numel
-        result.differing += more.differing
         result.nans += more.nans
-        if result.beyond is not None:
-            result.beyond += more.beyond or 0
+        add_figures(result, more)
         if more.first is not None and (result.first is None or more.first < result.first):
             result.first, result.values, result.bits = more.first, more.values, more.bits
-        result.absolute = larger(result.absolute, more.absolute)
-        result.relative = larger(result.relative, more.relative)
-        result.ulp = larger(result.ulp, more.ulp)
 
     @property
     def sums(self) -> tuple[float, float, float]:
@@ -168,9 +162,14 @@ class Comparison:
             result.ulp = max(result.ulp or 0, int(_distances(one[known], two[known], self.dtype).max()))
 
 
-def larger(one: Any, other: Any) -> Any:
-    """Return the larger of two figures of which either may be None. Pure."""
-    return other if one is None else one if other is None else max(one, other)
+def add_figures(total: Difference | Total, more: Difference) -> None:
+    """Add the figures of other elements: counts are added, of the others the largest is kept."""
+    total.differing += more.differing
+    if more.beyond is not None:
+        total.beyond = (total.beyond or 0) + more.beyond
+    for name in ("absolute", "relative", "ulp"):
+        known = (value for value in (getattr(total, name), getattr(more, name)) if value is not None)
+        setattr(total, name, max(known, default=None))
 
 
 def cosine(dot: float, a: float, b: float) -> float | None:
@@ -178,13 +177,6 @@ def cosine(dot: float, a: float, b: float) -> float | None:
     if not (0 < a < math.inf and 0 < b < math.inf and math.isfinite(dot)):
         return None
     return dot / math.sqrt(a) / math.sqrt(b)
-
-
-def compare(a: Array, b: Array, dtype: Dtype) -> Difference:
-    """Return how two whole arrays of one shape differ."""
-    comparison = Comparison(dtype)
-    comparison.feed(a.reshape(-1), b.reshape(-1))
-    return comparison.result()
 
 
 def _bits(array: Array, dtype: Dtype) -> Array:

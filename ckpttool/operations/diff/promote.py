@@ -5,6 +5,7 @@ from __future__ import annotations
 from ckpttool.catalogue.dtypes import DTYPES, Dtype
 from ckpttool.transfer.numbers import Array, has_numbers, numbers
 
+_EXACT = ("int", "bool")
 _SMALL_INTEGERS = 24  # bits that a float32 has for an integer
 _INTEGERS = 53  # and a float64
 
@@ -19,46 +20,33 @@ def common(one: Dtype, other: Dtype) -> Dtype | None:
         return one
     if not all(has_numbers(kind) or kind.kind == "bool" for kind in (one, other)):
         return None
-    kinds = {one.kind, other.kind}
-    if kinds <= {"int", "bool"}:
-        return _common_integer(one, other)
-    sizes = [_float_size(one), _float_size(other)]
+    if one.kind in _EXACT and other.kind in _EXACT:
+        (low, high), (least, most) = _range(one), _range(other)
+        low, high = min(low, least), max(high, most)
+        integers = (DTYPES[f"{sign}int{bits}"] for bits in (8, 16, 32, 64) for sign in ("u", ""))
+        return next((kind for kind in integers if _range(kind)[0] <= low and high <= _range(kind)[1]), None)
+    sizes = _float_size(one), _float_size(other)
     if None in sizes:
         return None
-    wide = max(4 if size is None else size for size in sizes) == 8
-    if "complex" in kinds:
-        return DTYPES["complex128" if wide else "complex64"]
-    return DTYPES["float64" if wide else "float32"]
+    if "complex" in (one.kind, other.kind):
+        return DTYPES["complex128" if 8 in sizes else "complex64"]
+    return DTYPES["float64" if 8 in sizes else "float32"]
 
 
-def _common_integer(one: Dtype, other: Dtype) -> Dtype | None:
-    """`int16` for uint8 and int8. A bool counts as a number of one bit."""
-    (low, high), signed = _range(one, other)
-    for bits in (8, 16, 32, 64):
-        name = f"int{bits}" if signed else f"uint{bits}"
-        first, last = (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
-        if first <= low and high <= last:
-            return DTYPES[name]
-    return None
+def _range(kind: Dtype) -> tuple[int, int]:
+    """Return the smallest and the largest integer. A bool counts as a number of one bit."""
+    bits = _bits(kind)
+    return (0, (1 << bits) - 1) if kind.name[0] in "ub" else (-(1 << bits - 1), (1 << bits - 1) - 1)
 
 
-def _range(*kinds: Dtype) -> tuple[tuple[int, int], bool]:
-    low, high = 0, 1
-    for kind in kinds:
-        if kind.kind == "bool":
-            continue
-        bits = 8 * kind.itemsize
-        unsigned = kind.name.startswith("u")
-        low = min(low, 0 if unsigned else -(1 << bits - 1))
-        high = max(high, (1 << bits) - 1 if unsigned else (1 << bits - 1) - 1)
-    return (low, high), low < 0
+def _bits(kind: Dtype) -> int:
+    return 1 if kind.kind == "bool" else 8 * kind.itemsize
 
 
 def _float_size(kind: Dtype) -> int | None:
-    """Bytes of the smallest float with all of its values, or of one half of a complex; None when none has."""
-    if kind.kind in ("int", "bool"):
-        bits = 1 if kind.kind == "bool" else 8 * kind.itemsize
-        return 4 if bits <= _SMALL_INTEGERS else 8 if bits <= _INTEGERS else None
+    """Return the bytes of the smallest float with all of its values, or of one half of a complex; None for none."""
+    if kind.kind in _EXACT:
+        return 4 if _bits(kind) <= _SMALL_INTEGERS else 8 if _bits(kind) <= _INTEGERS else None
     return 8 if kind.word == 8 else 4
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.errors import DIFFERS, DONE
-from ckpttool.operations.diff.elements import Comparison, Difference, cosine, larger
+from ckpttool.operations.diff.elements import Comparison, Difference, add_figures, cosine
 
 
 @dataclass(slots=True)
@@ -101,12 +101,7 @@ class Total:
         if comparison is None:
             return
         more = comparison.result()
-        self.differing += more.differing
-        if more.beyond is not None:
-            self.beyond = (self.beyond or 0) + more.beyond
-        self.absolute = larger(self.absolute, more.absolute)
-        self.relative = larger(self.relative, more.relative)
-        self.ulp = larger(self.ulp, more.ulp)
+        add_figures(self, more)
         if more.differing:
             self.sums = tuple(x + y for x, y in zip(self.sums, comparison.sums, strict=True))  # type: ignore[assignment]
             self.cosine = cosine(*self.sums)

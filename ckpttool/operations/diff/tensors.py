@@ -8,8 +8,8 @@ that differs are then read once more, from one side.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import closing
 from math import prod
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from ckpttool.operations.diff.elements import Comparison, Tolerance
 from ckpttool.producers import open
 from ckpttool.storage.files import Pool
 from ckpttool.transfer import read
+from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.numbers import Array, has_numbers
 from ckpttool.transfer.plan import meeting, tiles
 from ckpttool.transfer.threads import Progress, Work, on_threads
@@ -45,40 +46,51 @@ class Pair(NamedTuple):
         return max(self.a.dtype.itemsize, self.b.dtype.itemsize, self.common.itemsize)
 
 
+class Options(NamedTuple):
+    """How two checkpoints are compared.
+
+    With `exact` entries match by key path alone, tensors of another dtype are not compared by value, an object differs
+    if its typed JSON does, and no cosine is computed: no tile is read twice. Tensors with a name in `skip` are not
+    compared by value. An entry that cannot be read is put into `failures` by its name, if that is given; otherwise its
+    error is raised.
+    """
+
+    tolerance: Tolerance | None = None
+    ignore_dtype: bool = False
+    sharded: bool = False
+    exact: bool = False
+    skip: Collection[str] = ()
+    failures: dict[str, CkptError] | None = None
+    threads: int = DEFAULT_THREADS
+    progress: Progress | None = None
+
+
+BY_BITS = Options()
+
+
 class _Task(NamedTuple):
     pair: int
-    number: int  # of the task among those of the pair
     chunks: tuple[int, int]
     box: Box
 
 
 def compare(
-    pairs: Sequence[Pair],
-    sources: tuple[Source, Source],
-    paths: tuple[str, str],
-    tolerance: Tolerance | None,
-    threads: int,
-    progress: Progress | None = None,
-    *,
-    cosine: bool = True,
-    keep_failures: bool = False,
+    pairs: Sequence[Pair], sources: tuple[Source, Source], paths: tuple[str, str], options: Options
 ) -> tuple[dict[int, Comparison], dict[int, CkptError]]:
     """Return how the tensors of each pair differ, by the number of the pair, without those whose bytes are equal; and
-    the errors of those that cannot be read, if `keep_failures`.
+    the errors of those that cannot be read, if the options have a place for them.
 
-    Without `cosine` no tile is read twice. `paths` are for error messages. Raises CorruptError when a file is too
-    short, and whatever the sources raise.
+    `paths` are for error messages. Raises CorruptError when a file is too short, and whatever the sources raise.
     """
-    work = Work(sum(pair.a.nbytes for pair in pairs), progress)
-    with ExitStack() as stack:
-        walk = _Walk(pairs, sources, paths, tolerance, work, stack, keep_failures, cosine)
-        on_threads(walk.tasks(range(len(pairs))), walk.compare, threads, work)
-        if cosine:
-            differing = [
-                n for n, one in sorted(walk.results.items()) if one.result().differing and has_numbers(pairs[n].common)
-            ]
+    work = Work(sum(pair.a.nbytes for pair in pairs), options.progress)
+    with closing(Pool()) as one, closing(Pool()) as other:
+        walk = _Walk(pairs, sources, paths, (one, other), options, work)
+        on_threads(walk.tasks(range(len(pairs))), walk.compare, options.threads, work)
+        if not options.exact:
+            results = sorted(walk.results.items())
+            differing = [n for n, one in results if one.result().differing and has_numbers(pairs[n].common)]
             work.total = work.done
-            on_threads(walk.tasks(differing), walk.add_equal, threads, work)
+            on_threads(walk.tasks(differing), walk.add_equal, options.threads, work)
     return walk.results, walk.failures
 
 
@@ -88,83 +100,69 @@ class _Walk:
         pairs: Sequence[Pair],
         sources: tuple[Source, Source],
         paths: tuple[str, str],
-        tolerance: Tolerance | None,
+        pools: tuple[Pool, Pool],
+        options: Options,
         work: Work,
-        stack: ExitStack,
-        keep_failures: bool,
-        cosine: bool,
     ) -> None:
         self.results: dict[int, Comparison] = {}
         self.failures: dict[int, CkptError] = {}
-        self._pairs, self._sources, self._paths, self._tolerance, self._work = pairs, sources, paths, tolerance, work
-        self._keep_failures, self._cosine = keep_failures, cosine
-        self._pools = stack.enter_context(closing(Pool())), stack.enter_context(closing(Pool()))
-        # The tiles of each task that were compared element by element; a task that is not here had none.
-        self._unequal: dict[tuple[int, int], set[int]] = {}
+        self._pairs, self._sources, self._paths, self._pools = pairs, sources, paths, pools
+        self._options, self._work = options, work
+        self._unequal: set[tuple[int, Box]] = set()  # the tiles of each pair that were compared element by element
         self._lock = threading.Lock()
 
-    def tasks(self, numbers: Sequence[int]) -> Iterator[_Task]:
+    def tasks(self, numbers: Iterable[int]) -> Iterator[_Task]:
         """Yield the tasks of these pairs: the same ones each time."""
         for n in numbers:
-            pair, number = self._pairs[n], 0
+            pair = self._pairs[n]
             for i, j, shared in meeting(pair.a.chunks, pair.b.chunks):
                 for box in tiles(shared, max(1, TASK // pair.itemsize)):
-                    yield _Task(n, number, (i, j), box)
-                    number += 1
+                    yield _Task(n, (i, j), box)
 
-    def _tiles(self, task: _Task) -> Iterator[tuple[int, Box]]:
-        return enumerate(tiles(task.box, max(1, TILE // self._pairs[task.pair].itemsize)))
+    def _tiles(self, task: _Task) -> Iterator[Box]:
+        return tiles(task.box, max(1, TILE // self._pairs[task.pair].itemsize))
 
-    def _readers(self, task: _Task) -> tuple[_Reader, _Reader]:
+    def _reader(self, task: _Task, side: int) -> _Reader:
         pair = self._pairs[task.pair]
-        with open.naming(self._paths[0]):
-            a = _Reader(self._sources[0], self._pools[0], pair.a, task.chunks[0])
-        with open.naming(self._paths[1]):
-            return a, _Reader(self._sources[1], self._pools[1], pair.b, task.chunks[1])
+        with open.naming(self._paths[side]):
+            return _Reader(self._sources[side], self._pools[side], (pair.a, pair.b)[side], task.chunks[side])
 
     def compare(self, task: _Task) -> None:
         """Compare the tiles of a task."""
-        try:
-            self._compare(task)
-        except CkptError as error:
-            if not self._keep_failures:
-                raise
-            with self._lock:
-                self.failures[task.pair] = error
-
-    def _compare(self, task: _Task) -> None:
         pair = self._pairs[task.pair]
-        reader_a, reader_b = self._readers(task)
         same_dtype = pair.a.dtype == pair.b.dtype
-        unequal: set[int] = set()
-        for number, tile in self._tiles(task):
-            a, b = reader_a.read(tile), reader_b.read(tile)
-            self._work.note(len(a))
-            if not same_dtype or a != b:
-                unequal.add(number)
-                self._compare_elements(task.pair, a, b, tile)
-        if unequal:
-            with self._lock:
-                self._unequal[task.pair, task.number] = unequal
+        try:
+            reader_a, reader_b = self._reader(task, 0), self._reader(task, 1)
+            for tile in self._tiles(task):
+                a, b = reader_a.read(tile), reader_b.read(tile)
+                self._work.note(len(a))
+                if not same_dtype or a != b:
+                    self._compare_elements(task.pair, a, b, tile)
+        except CkptError as error:
+            if self._options.failures is None:
+                raise
+            self.failures[task.pair] = error
 
     def _compare_elements(self, n: int, a: bytearray, b: bytearray, tile: Box) -> None:
         pair = self._pairs[n]
-        comparison = Comparison(pair.common, cosine=self._cosine, tolerance=self._tolerance)
+        comparison = Comparison(pair.common, cosine=not self._options.exact, tolerance=self._options.tolerance)
         comparison.feed(_promoted(a, pair.a.dtype, pair.common), _promoted(b, pair.b.dtype, pair.common))
-        first = comparison.result().first
-        if first is not None:
+        result = comparison.result()
+        index = result.index(tile[1])
+        if index is not None:
             # In a tile elements come in the order in which they come in the tensor, but others lie in between.
-            comparison.result().first = _number(first, tile, pair.a.shape)
+            steps = boxes.row_major(pair.a.shape)
+            result.first = sum((o + i) * step for o, i, step in zip(tile[0], index, steps, strict=True))
         self._add(n, comparison)
+        with self._lock:
+            self._unequal.add((n, tile))
 
     def add_equal(self, task: _Task) -> None:
         """Add the sums of the tiles that are equal, of a tensor that differs."""
-        pair = self._pairs[task.pair]
-        unequal = self._unequal.get((task.pair, task.number), ())
-        reader = self._readers(task)[0]
-        for number, tile in self._tiles(task):
-            if number not in unequal:
-                comparison = Comparison(pair.common, tolerance=self._tolerance)
+        pair, reader = self._pairs[task.pair], self._reader(task, 0)
+        for tile in self._tiles(task):
+            if (task.pair, tile) not in self._unequal:
+                comparison = Comparison(pair.common, tolerance=self._options.tolerance)
                 elements = _promoted(reader.read(tile), pair.a.dtype, pair.common)
                 comparison.feed(elements, elements)
                 self._add(task.pair, comparison)
@@ -209,13 +207,3 @@ def _promoted(data: bytearray, old: Dtype, new: Dtype) -> Array:
     import numpy as np
 
     return promote.promoted(np.frombuffer(data, np.uint8), old, new)
-
-
-def _number(at: int, tile: Box, shape: boxes.Ints) -> int:
-    """Return the number, in a tensor of `shape`, of element `at` of a tile, both in row-major order. Pure."""
-    number, step = 0, 1
-    for offset, size, full in zip(reversed(tile[0]), reversed(tile[1]), reversed(shape), strict=True):
-        at, index = divmod(at, size)
-        number += (offset + index) * step
-        step *= full
-    return number

@@ -9,7 +9,7 @@ from ckpttool.catalogue.entries import Catalogue, Entry, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CkptError
 from ckpttool.layout import select
-from ckpttool.operations.diff import Diff, Only, TensorDifference, compare_sources
+from ckpttool.operations.diff import Diff, Only, Options, TensorDifference, compare_sources
 from ckpttool.operations.verify.findings import DIFFERENCE, Finding, Verification
 
 _SHORT = 60  # characters of a value that is shown
@@ -19,15 +19,8 @@ def check(run: Verification, other: Source) -> Iterator[Finding]:
     """Yield every difference from another checkpoint. Tensors that are damaged are not compared by value."""
     catalogues = select.start(run.catalogue), select.start(other.catalogue)
     failures: dict[str, CkptError] = {}
-    result = compare_sources(
-        (run.source, other),
-        catalogues,
-        exact=True,
-        skip=run.damaged,
-        failures=failures,
-        threads=run.threads,
-        progress=run.progress,
-    )
+    options = Options(exact=True, skip=run.damaged, failures=failures, threads=run.threads, progress=run.progress)
+    result = compare_sources((run.source, other), catalogues, None, options)
     entries = {entry.name: entry for entry in catalogues[0].entries.values()}
     yield from _entries(result, catalogues, entries)
     for difference in result.tensors:

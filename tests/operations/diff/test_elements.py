@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.catalogue.dtypes import dtype
-from ckpttool.operations.diff.elements import Comparison, Difference, Tolerance, compare
+from ckpttool.catalogue.dtypes import Dtype, dtype
+from ckpttool.operations.diff.elements import Comparison, Difference, Tolerance
 
 FLOATS = [
     "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
@@ -22,6 +22,13 @@ UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 def bits_of(tensor: torch.Tensor) -> Any:
     return tensor.contiguous().view(torch.uint8).numpy().view(UNSIGNED[tensor.element_size()])
+
+
+def compare(a: Any, b: Any, kind: Dtype) -> Difference:
+    """How two whole arrays of one shape differ."""
+    comparison = Comparison(kind)
+    comparison.feed(a.reshape(-1), b.reshape(-1))
+    return comparison.result()
 
 
 @pytest.mark.parametrize("name", [*FLOATS, "float8_e8m0fnu"])

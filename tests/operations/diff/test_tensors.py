@@ -29,7 +29,7 @@ def compared(one: tuple[Made, Tensor], other: tuple[Made, Tensor], tolerance: To
     kind = widening.common(one[1].dtype, other[1].dtype)
     assert kind is not None
     pair = walking.Pair(one[1], other[1], kind)
-    found, _ = walking.compare([pair], (one[0], other[0]), ("a", "b"), tolerance, threads=2)
+    found, _ = walking.compare([pair], (one[0], other[0]), ("a", "b"), walking.Options(tolerance, threads=2))
     return found[0].result() if 0 in found else Difference(kind.name)
 
 
