@@ -169,14 +169,8 @@ def write(path: str, manifest: Manifest) -> None:
         for t in manifest.tensors
     )
     text = head + ',\n "tensors": [\n  ' + ",\n  ".join(rows) + "\n ]\n}\n"
-    draft = files.partial_name(path)
-    files.remove(draft)
-    try:
-        files.write_file(draft, text.encode())
-        files.sync(draft)
-        files.rename(draft, path)
-    finally:
-        files.remove(draft)
+    with local_path(path).stage(overwrite=False, is_file=True) as stage:
+        local_path(stage.path).put(text.encode())
 
 
 def read(path: str) -> Manifest:

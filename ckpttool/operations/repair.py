@@ -15,7 +15,7 @@ import errno
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ckpttool.errors import CorruptError, OverwriteError, ReadError, UsageError
@@ -23,10 +23,9 @@ from ckpttool.formats.dcp import rebuild_index
 from ckpttool.operations import manifest
 from ckpttool.operations.arguments import check_apart
 from ckpttool.operations.verify import Report, verify
-from ckpttool.storage import files, free_space, local
-from ckpttool.storage.stores import Entry, Location, Stat, Store, local_path
+from ckpttool.storage import files, free_space, staging
+from ckpttool.storage.stores import Entry, Location, Stat, Store, Write, content, local_path
 from ckpttool.text import some
-from ckpttool.transfer import staging
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.threads import Progress, Work, on_threads
 
@@ -83,9 +82,9 @@ def repair(
         folder = Location(result.destination, _Planned(result.destination.rstrip("/"), dict(originals)))
         _repair(folder, result, before, threads, progress)
     else:
-        with staging.staged(result.destination, overwrite=overwrite, is_file=False) as partial:
-            _copy(originals, partial, result, threads, progress)
-            _repair(local_path(partial), result, before, threads)
+        with local_path(result.destination).stage(overwrite=overwrite, is_file=False) as stage:
+            _copy(originals, stage.path, result, threads, progress)
+            _repair(local_path(stage.path), result, before, threads)
     result.seconds = time.monotonic() - began
     return result
 
@@ -203,10 +202,8 @@ class _Planned(Store):
         buffer[: len(data)] = data
         return len(data)
 
-    def put(self, name: str, write: Callable[[Callable[[bytes], object]], None]) -> None:
-        data = bytearray()
-        write(data.extend)
-        self._written[name] = bytes(data)
+    def put(self, name: str, write: Write) -> None:
+        self._written[name] = content(write)
 
     def remove(self, name: str) -> None:
         self._originals.pop(name, None)
@@ -217,7 +214,7 @@ def _obstacles(dst: str, overwrite: bool, originals: dict[str, Location]) -> lis
     """Return what would stop a run that is not dry."""
     notes = []
     try:
-        local.check_free(dst, overwrite=overwrite, is_file=False)
+        staging.check_free(dst, overwrite=overwrite, is_file=False)
     except OverwriteError as error:
         notes.append(f"{error.message}: {error.hint}")
     needed, free = sum(file.size() for file in originals.values()), free_space.free_bytes(dst)

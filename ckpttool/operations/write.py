@@ -22,10 +22,11 @@ from ckpttool.operations.manifest import check_wanted, write_for
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.directory import Directory
 from ckpttool.producers.open import harmful, harmful_attributes, naming, open_source, opened
-from ckpttool.storage import files, free_space, local, stores
+from ckpttool.storage import files, free_space, staging, stores
+from ckpttool.storage.staging import Stage
 from ckpttool.storage.stores import Location, local_path
 from ckpttool.text import some
-from ckpttool.transfer import journal, readback, staging
+from ckpttool.transfer import journal, readback
 from ckpttool.transfer.execute import BUFFER, Transferred, budget
 from ckpttool.transfer.processes import Coordinator
 from ckpttool.transfer.threads import Progress
@@ -181,8 +182,8 @@ class Write:
     def _write(self) -> None:
         result, options = self.result, self.options
         is_file = self.target.is_file(self.dst)
-        with staging.stage(
-            self.dst, overwrite=options.overwrite, is_file=is_file, resume=options.resume, notes=result.notes
+        with local_path(self.dst).stage(
+            overwrite=options.overwrite, is_file=is_file, resume=options.resume, notes=result.notes
         ) as stage:
             sink = self._create(stage.path)
             result.notes += map(str, sink.catalogue.warnings)
@@ -217,11 +218,11 @@ class Write:
             self.result.bytes += sum(t.nbytes for t in untied)
             self.result.notes.append(f"stored separately, not tied: {some([*names])}")
 
-    def _journal(self, stage: staging.Stage, sink: Sink) -> journal.Journal:
+    def _journal(self, stage: Stage, sink: Sink) -> journal.Journal:
         before = self.opened.before
         indexes = [path for path in before if _is_index(path)]
         digest = journal.digest(self.opened.catalogue, sink.catalogue, self.target.name, before, indexes)
-        return stage.begin(sink.catalogue, digest, self.result.notes, every=self.options.resume)
+        return journal.begin(stage, sink.catalogue, digest, self.result.notes, every=self.options.resume)
 
     def _fill(self, sink: Sink, partial: str, log: journal.Journal | None = None) -> Transferred:
         options = self.options
@@ -289,7 +290,7 @@ def note_overflow(result: Conversion, overflowed: Mapping[str, int]) -> None:
 def check_free(dst: str, target: Format, overwrite: bool, dry_run: bool) -> list[str]:
     """Raises OverwriteError for a destination that exists; for a dry run, returns what would stop the real one."""
     try:
-        local.check_free(dst, overwrite=overwrite, is_file=target.is_file(dst))
+        staging.check_free(dst, overwrite=overwrite, is_file=target.is_file(dst))
     except OverwriteError as error:
         if overwrite or not dry_run:
             raise

@@ -262,7 +262,7 @@ class _JsonSink:
 def _create_json(location: Location, contents: Catalogue, values: Mapping[str, Any]) -> Sink:
     tree = flatten.unflatten(contents, _value) if contents.entries else {}
     text = json.dumps({**values, **tree}, indent=2).encode() + b"\n"
-    files.write_file(location, text)
+    location.put(text)
     contents.files = [File(location, location.name, len(text))]
     return _JsonSink(contents)
 

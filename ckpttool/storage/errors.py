@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from ckpttool.errors import CkptError, ReadError, StorageError
 
@@ -15,3 +17,12 @@ def from_os_error(error: OSError, path: str, doing: str) -> CkptError:
     if doing == "write" or error.errno == errno.EIO:
         return StorageError(f"`{path}`: cannot {doing}: {reason}", file=path)
     return ReadError(f"`{path}`: cannot read: {reason}", file=path)
+
+
+@contextmanager
+def os_errors(path: str, doing: str) -> Iterator[None]:
+    """Raise an OSError of the block as the error of `ckpttool.errors`. `doing` is `read` or `write`."""
+    try:
+        yield
+    except OSError as error:
+        raise from_os_error(error, path, doing) from None

@@ -1,4 +1,4 @@
-"""Local files: ranged reads and writes, staging (write beside, fsync, rename), and paths kept inside a root."""
+"""Local files: ranges read and written, files made, renamed and synced, and paths kept inside a root."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import mmap
 import os
 import re
 import shutil
-import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -16,8 +15,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.errors import CkptError, CorruptError, ReadError
-from ckpttool.storage.errors import from_os_error
+from ckpttool.errors import CorruptError, ReadError
+from ckpttool.storage.errors import from_os_error, os_errors
 
 if TYPE_CHECKING:
     from ckpttool.storage.stores import Location
@@ -205,41 +204,33 @@ class ScratchFile:
     def __init__(self) -> None:
         import tempfile  # and with it `random` and `hashlib`, which most commands do not need
 
-        try:
+        with self._os_errors():
             # Unbuffered: nothing is left to fail when it is closed.
             self._stream = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
-        except OSError as error:
-            raise self._failed(error) from None
         self.location = f"/dev/fd/{self._stream.fileno()}"
 
     def write(self, offset: int, data: bytes) -> None:
         """Write at an offset."""
-        view = memoryview(data)
-        try:
-            while view:
-                written = os.pwrite(self._stream.fileno(), view, offset)
-                offset += written
-                view = view[written:]
-        except OSError as error:
-            raise self._failed(error) from None
+        done = 0
+        with self._os_errors():
+            while done < len(data):
+                done += os.pwrite(self._stream.fileno(), memoryview(data)[done:], offset + done)
 
     def empty(self) -> None:
         """Cut the file to no bytes; descriptors that others hold read what is written next."""
-        try:
+        with self._os_errors():
             self._stream.truncate(0)
-        except OSError as error:
-            raise self._failed(error) from None
 
     def close(self) -> None:
         """Close the file, which removes it unless another descriptor is open."""
         self._stream.close()
 
     @staticmethod
-    def _failed(error: OSError) -> CkptError:
+    def _os_errors() -> AbstractContextManager[None]:
         import tempfile
 
         # `gettempdir` itself fails where no directory can be written to.
-        return from_os_error(error, tempfile.tempdir or os.environ.get("TMPDIR", "the temporary directory"), "write")
+        return os_errors(tempfile.tempdir or os.environ.get("TMPDIR", "the temporary directory"), "write")
 
 
 def pages(nbytes: int) -> memoryview:
@@ -266,18 +257,6 @@ def ends_early(path: str, found: int, expected: int) -> CorruptError:
         found=found,
         expected=expected,
     )
-
-
-def size_of(path: str) -> int:
-    """Return the size of a regular file. Raises ReadError for others: a FIFO would block, a device never end."""
-    try:
-        status = os.stat(path)
-    except OSError as error:
-        raise from_os_error(error, path, "read") from None
-    if not stat.S_ISREG(status.st_mode):
-        what = "a directory" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
-        raise ReadError(f"`{path}`: {what}, not a regular file", file=path)
-    return status.st_size
 
 
 # The Hub's cache is made of links from `models--org--name/snapshots/<revision>/` to `models--org--name/blobs/`.
@@ -321,11 +300,10 @@ def fingerprint(paths: Iterable[str]) -> Fingerprint:
     """Return size, modification time and inode of each file, which differ in a later version."""
     result: Fingerprint = {}
     for path in paths:
-        if _remote(path) is not None:
-            # A remote file belongs to a fixed commit.
-            continue
-        with suppress(OSError):
-            result[path] = _version(path)
+        # A remote file belongs to a fixed commit.
+        if _remote(path) is None:
+            with suppress(OSError):
+                result[path] = _version(path)
     return result
 
 
@@ -337,51 +315,15 @@ def _version(path: str) -> tuple[int, int, int]:
 def check_unchanged(before: Fingerprint) -> None:
     """Raises ReadError if a file has changed or cannot be read any more."""
     for path, version in before.items():
-        try:
-            current: tuple[int, int, int] | None = _version(path)
-        except FileNotFoundError:
-            current = None
-        except OSError as error:
-            raise from_os_error(error, path, "read") from None
+        current = None
+        with os_errors(path, "read"), suppress(FileNotFoundError):
+            current = _version(path)
         if current != version:
             raise ReadError(
                 f"`{path}`: changed while it was being read",
                 hint="a checkpoint that is still being written cannot be converted; run this again when it is complete",
                 file=path,
             )
-
-
-def create(path: str, size: int) -> None:
-    """Create a file of `size` bytes, without a sync. Raises StorageError."""
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            os.ftruncate(fd, size)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        raise from_os_error(error, path, "write") from None
-
-
-def write_file(path: str, data: bytes) -> None:
-    """Write a small new file. Raises StorageError."""
-    try:
-        with open(path, "xb") as stream:
-            stream.write(data)
-    except OSError as error:
-        raise from_os_error(error, path, "write") from None
-
-
-def write_pieces(path: str, write: Callable[[Callable[[bytes], object]], None]) -> None:
-    """Write a new file and sync it; `write` is called with a function that appends to it."""
-    try:
-        with open(path, "xb") as stream:
-            write(stream.write)
-            stream.flush()
-            os.fsync(stream.fileno())
-    except OSError as error:
-        raise from_os_error(error, path, "write") from None
 
 
 def copy(path: str, to: str) -> None:
@@ -396,38 +338,30 @@ def copy(path: str, to: str) -> None:
 
 def rename(path: str, to: str) -> None:
     """Give a file or a directory another name, in place of a file that has it."""
-    try:
+    with os_errors(to, "write"):
         os.replace(path, to)
-    except OSError as error:
-        raise from_os_error(error, to, "write") from None
 
 
 def make_directory(path: str, *, exist_ok: bool = False) -> None:
     """Make a directory and those above it. Raises StorageError when it is there already, unless `exist_ok`."""
-    try:
+    with os_errors(path, "write"):
         os.makedirs(path, exist_ok=exist_ok)
-    except OSError as error:
-        raise from_os_error(error, path, "write") from None
 
 
 def resize(path: str, size: int) -> None:
     """Truncate a file, or extend it with a hole."""
-    try:
+    with os_errors(path, "write"):
         os.truncate(path, size)
-    except OSError as error:
-        raise from_os_error(error, path, "write") from None
 
 
 def sync(path: str) -> None:
     """Sync the bytes of a file or the entries of a directory to disk."""
-    try:
+    with os_errors(path, "write"):
         fd = os.open(path, os.O_RDONLY)
         try:
             os.fsync(fd)
         finally:
             os.close(fd)
-    except OSError as error:
-        raise from_os_error(error, path, "write") from None
 
 
 @lru_cache(1)
@@ -468,16 +402,6 @@ def sync_tree(path: str) -> None:
         sync(path)
 
 
-def partial_name(dst: str, mark: str = "partial") -> str:
-    """Return the path at which a destination is written before it is renamed: `.out.partial-4242` beside `out`.
-
-    The number is the thread's, which for a program of one thread is that of the process on Linux: two threads may
-    convert into one DST, as two processes may.
-    """
-    path = Path(dst)
-    return str(path.with_name(f".{path.name}.{mark}-{threading.get_native_id()}"))
-
-
 def remove(path: str) -> None:
     """Remove a file or a directory tree, if it exists."""
     if Path(path).is_dir() and not Path(path).is_symlink():
@@ -491,20 +415,3 @@ def remove(path: str) -> None:
 
 # Files of an interrupted save: the temporary and backup index of DCP, staging directories, partial downloads.
 REMAINS = re.compile(r".*\.metadata\.(tmp|bck)|\..*\.(partial|old)-\d+|.*\.(tmp|incomplete|part)")
-
-
-def all_below(root: str) -> list[str]:
-    """Return the files below `root`, relative to it, sorted; without those of linked directories. Raises ReadError."""
-    result: list[str] = []
-
-    def refuse(error: OSError) -> None:
-        raise from_os_error(error, root, "read")
-
-    for folder, folders, names in os.walk(root, onerror=refuse):
-        folders[:] = sorted(name for name in folders if not REMAINS.fullmatch(name))
-        result += [
-            os.path.relpath(os.path.join(folder, name), root)
-            for name in sorted(names)
-            if not REMAINS.fullmatch(name) and os.path.isfile(os.path.join(folder, name))
-        ]
-    return result

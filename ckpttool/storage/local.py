@@ -5,13 +5,13 @@ from __future__ import annotations
 import glob
 import os
 import stat
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import BinaryIO
 
-from ckpttool.errors import OverwriteError, UsageError
-from ckpttool.storage import files
-from ckpttool.storage.stores import Entry, Stat, Store, is_remote
+from ckpttool.storage import files, staging
+from ckpttool.storage.errors import from_os_error, os_errors
+from ckpttool.storage.stores import Entry, Location, Outgoing, Stat, Store, Write
 
 
 class LocalStore(Store):
@@ -51,38 +51,61 @@ class LocalStore(Store):
         return sorted(glob.glob(pattern))
 
     def below(self, name: str) -> list[str]:
-        return files.all_below(name)
+        """Return the names of all files below a directory, but not below a link to another."""
+        result: list[str] = []
 
-    def put(self, name: str, write: Callable[[Callable[[bytes], object]], None]) -> None:
-        files.write_pieces(name, write)
+        def refuse(error: OSError) -> None:
+            raise from_os_error(error, name, "read")
 
-    def remove(self, name: str) -> None:
-        files.remove(name)
+        for folder, folders, names in os.walk(name, onerror=refuse):
+            folders[:] = sorted(one for one in folders if not files.REMAINS.fullmatch(one))
+            paths = [os.path.join(folder, one) for one in sorted(names) if not files.REMAINS.fullmatch(one)]
+            result += [os.path.relpath(path, name) for path in paths if os.path.isfile(path)]
+        return result
 
     def real(self, name: str) -> str:
         return os.path.realpath(name)
 
+    def create(self, name: str, size: int) -> None:
+        with os_errors(name, "write"):
+            os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
+            descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            try:
+                os.ftruncate(descriptor, size)
+            finally:
+                os.close(descriptor)
 
-def check_free(dst: str, *, overwrite: bool, is_file: bool) -> None:
-    """Raises UsageError or OverwriteError if `dst` cannot be created."""
-    path = Path(dst)
-    if is_remote(dst):
-        raise UsageError(f"`{dst}` is not on this machine", hint=f"`ckpttool export SRC {dst}` writes there")
-    if not dst or os.path.basename(os.path.normpath(dst)) in ("", ".", ".."):
-        message = f"`{dst}` cannot be replaced" if dst else "the destination has no name"
-        raise UsageError(message, hint="name a new file or directory")
-    if is_file and (dst.endswith("/") or path.is_dir()):
-        raise UsageError(
-            f"`{dst}` is a directory, but this format writes one file",
-            hint=f"name the file: `{dst.rstrip('/')}/model.pt`",
-        )
-    if path.is_dir() and not is_file and not any(path.iterdir()):
-        return
-    if os.path.lexists(path) and stat.S_IFMT(path.lstat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK):
-        # Root could replace /dev/null by a checkpoint.
-        raise OverwriteError(f"`{dst}` is a pipe or a device", hint="name a file or a directory", file=dst)
-    if os.path.lexists(path) and not overwrite:
-        raise OverwriteError(f"`{dst}` exists", hint="pass `--overwrite` to replace it", file=dst)
+    def put(self, name: str, write: Write) -> None:
+        with os_errors(name, "write"), open(name, "xb") as stream:
+            write(stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def remove(self, name: str) -> None:
+        files.remove(name)
+
+    def stage(
+        self, name: str, *, overwrite: bool, is_file: bool, resume: bool = False, notes: list[str] | None = None
+    ) -> AbstractContextManager[staging.Stage]:
+        return staging.stage(name, overwrite=overwrite, is_file=is_file, resume=resume, notes=notes)
+
+    def publish(  # type: ignore[override] # options are the store's own
+        self,
+        name: str,
+        outgoing: Sequence[Outgoing],
+        *,
+        overwrite: bool = False,
+        notes: list[str] | None = None,
+        check: Callable[[Location], object] | None = None,
+    ) -> None:
+        """Write files below a new directory. `check` is called with where they are before they appear there."""
+        with self.stage(name, overwrite=overwrite, is_file=False, notes=notes) as stage:
+            folder = Location(stage.path, self)
+            for file in outgoing:
+                files.make_directory((folder / file.name).parent, exist_ok=True)
+                file.write(folder / file.name)
+            if check is not None:
+                check(folder)
 
 
 def _is_dir(entry: os.DirEntry[str]) -> bool:

@@ -12,25 +12,29 @@ from __future__ import annotations
 
 import glob
 import importlib
+import io
 import os
 import posixpath
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, partial
-from types import ModuleType
-from typing import BinaryIO, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
 
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.storage import files
 from ckpttool.storage.errors import from_os_error
 
-# A scheme, and the module whose `open_store(address)` gives the store and a name in it; imported on use.
+if TYPE_CHECKING:
+    from ckpttool.storage.staging import Stage
+
+# A scheme, and the module of its store, imported on use: `locate(address)` to read, `destination(address)` to publish.
 STORES = {"": "ckpttool.storage.local", "hf": "ckpttool.storage.hub"}
 
 T = TypeVar("T")
+Write = Callable[[BinaryIO], object]  # writes a file front to back to a stream
 _SCHEME = re.compile(r"([a-z][a-z0-9]*)://")
 
 
@@ -48,11 +52,25 @@ class Stat(NamedTuple):
     kind: str
 
 
+@dataclass(frozen=True)
+class Outgoing:
+    """Class for a file to publish: `Outgoing("model-00001-of-00004.safetensors", 4998203144, write)`.
+
+    `name` is its path below the destination, with `/`; `size` its exact bytes. `write(path)` makes it at a local path
+    that does not exist yet; called again, it makes the same bytes. It raises the errors of `ckpttool.errors`.
+    """
+
+    name: str
+    size: int
+    write: Callable[[str], None]
+
+
 class Store:
     """Base class of stores. Names are relative to its root, with `/`; `""` is the root itself.
 
-    A store defines `stat`, `entries` and `read_into`; the rest has defaults in terms of these. All of them are
-    thread-safe, and raise OSError or an error of `ckpttool.errors`.
+    A store to read from defines `stat`, `entries` and `read_into`; what else it takes to read has defaults in terms of
+    these. All of them are thread-safe, and raise OSError or an error of `ckpttool.errors`. One to write to defines
+    `publish` and, if its files can be written in ranges, `create` and `stage`.
     """
 
     root = ""
@@ -126,17 +144,32 @@ class Store:
                 result.append(entry.name)
         return result
 
-    def put(self, name: str, write: Callable[[Callable[[bytes], object]], None]) -> None:
-        """Write a new file; `write` is called with a function that appends to it."""
+    def real(self, name: str) -> str:
+        """Return the name with its links resolved."""
+        return name
+
+    def create(self, name: str, size: int) -> None:
+        """Create a file of `size` bytes, sparse, and the directories above it; a `Pool` then writes its ranges."""
+        raise NotImplementedError
+
+    def put(self, name: str, write: Write) -> None:
+        """Write a new file and sync it; `write` is called with a stream to it."""
         raise NotImplementedError
 
     def remove(self, name: str) -> None:
         """Remove a file or a directory, if it exists."""
         raise NotImplementedError
 
-    def real(self, name: str) -> str:
-        """Return the name with its links resolved."""
-        return name
+    def stage(
+        self, name: str, *, overwrite: bool, is_file: bool, resume: bool = False, notes: list[str] | None = None
+    ) -> AbstractContextManager[Stage]:
+        """Return a context manager of where a file or a directory is written; the end of the block publishes it in one
+        step, and an error in it leaves nothing. See `staging.stage`."""
+        raise NotImplementedError
+
+    def publish(self, name: str, outgoing: Sequence[Outgoing], **options: Any) -> Any:
+        """Write files and make all of them visible in one step; `options` and the result are the store's own."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Remove the temporary files of the store."""
@@ -349,13 +382,27 @@ class Location(str):
         """Bring a whole file to this machine and compare it with the digest of its store."""
         self._ask(self.store.fetch)
 
-    def put(self, write: Callable[[Callable[[bytes], object]], None]) -> None:
-        """Write a new file; `write` is called with a function that appends to it. Raises StorageError."""
-        self.store.put(self.key, write)
+    def create(self, size: int) -> None:
+        """Create a file of `size` bytes, to be written in ranges. Raises StorageError."""
+        self.store.create(self.key, size)
+
+    def put(self, content: bytes | Write) -> None:
+        """Write a new file of these bytes, or those that `content(stream)` writes. Raises StorageError."""
+        self.store.put(self.key, content if callable(content) else lambda stream: stream.write(content))
 
     def remove(self) -> None:
         """Remove a file or a directory, if it exists."""
         self.store.remove(self.key)
+
+    def stage(
+        self, *, overwrite: bool, is_file: bool, resume: bool = False, notes: list[str] | None = None
+    ) -> AbstractContextManager[Stage]:
+        """Return a context manager of where to write this; see `staging.stage`."""
+        return self.store.stage(self.key, overwrite=overwrite, is_file=is_file, resume=resume, notes=notes)
+
+    def publish(self, outgoing: Sequence[Outgoing], **options: Any) -> Any:
+        """Write files below this and make all of them visible in one step; see `publish` of the store."""
+        return self.store.publish(self.key, outgoing, **options)
 
     def _ask(self, question: Callable[[str], T]) -> T:
         try:
@@ -383,6 +430,10 @@ def is_remote(path: str) -> bool:
     return scheme is not None and scheme[1] in STORES
 
 
+def _remote_module(path: str) -> Any:
+    return importlib.import_module(STORES[path.partition("://")[0]]) if is_remote(path) else None
+
+
 def locate(path: str) -> Location:
     """Return the location of a path or an address; one that is a location already as it is.
 
@@ -393,11 +444,8 @@ def locate(path: str) -> Location:
     if not path:
         # As a location it would be the current directory; as a path that somebody types it is an unset variable.
         raise ReadError("``: cannot read: no such file or directory", hint="name a checkpoint", file=path)
-    scheme = _SCHEME.match(path)
-    if scheme is None or scheme[1] not in STORES:
-        return Location(path, _local())
-    location: Location = importlib.import_module(STORES[scheme[1]]).locate(path)
-    return location
+    module = _remote_module(path)
+    return Location(path, _local()) if module is None else module.locate(path)
 
 
 def local_path(path: str) -> Location:
@@ -405,9 +453,17 @@ def local_path(path: str) -> Location:
     return path if isinstance(path, Location) else Location(path, _local())
 
 
-def remote_module(address: str) -> ModuleType:
-    """Return the module of the store of an address, whose `send` uploads files."""
-    return importlib.import_module(STORES[address.partition("://")[0]])
+def destination(path: str) -> Location:
+    """Return the location of a path or an address to `publish` at. Raises UsageError."""
+    module = _remote_module(path)
+    return local_path(path) if module is None else module.destination(path)
+
+
+def content(write: Write) -> bytes:
+    """Return the bytes that `put` would write."""
+    stream = io.BytesIO()
+    write(stream)
+    return stream.getvalue()
 
 
 def escape(name: str) -> str:
@@ -436,16 +492,3 @@ def with_fetching(progress: Progress | None, paths: Iterable[str]) -> Progress |
         progress(done + arrived, total + fetched)
 
     return report
-
-
-@dataclass(frozen=True)
-class Outgoing:
-    """Class for a file to upload: `Outgoing("model-00001-of-00004.safetensors", 4998203144, write)`.
-
-    `name` is its path in the repository, with `/`; `size` its exact bytes. `write(path)` makes it at a local path that
-    does not exist yet; called again, it makes the same bytes. It raises the errors of `ckpttool.errors`.
-    """
-
-    name: str
-    size: int
-    write: Callable[[str], None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ckpttool.errors import CkptError, StorageError
+from ckpttool.storage.stores import local_path
 from ckpttool.training import devices
 
 T = TypeVar("T")
@@ -78,8 +78,8 @@ def together() -> Iterator[None]:
 def check_sees(partial: str, hint: str) -> None:
     """Raises StorageError, on every rank, if one does not see a directory that rank 0 has created. A collective."""
     with together():
-        if not os.path.isdir(partial):
-            raise StorageError(f"rank {rank()} does not see `{os.path.dirname(partial)}` as rank 0 does", hint=hint)
+        if not local_path(partial).is_dir():
+            raise StorageError(f"rank {rank()} does not see `{local_path(partial).parent}` as rank 0 does", hint=hint)
 
 
 def first_reads(read: Callable[[], T] | None) -> T | None:

@@ -27,12 +27,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ckpttool.catalogue import parts
 from ckpttool.errors import StorageError, UsageError
-from ckpttool.storage import free_space
+from ckpttool.storage import files, free_space
 from ckpttool.storage.errors import from_os_error
+from ckpttool.storage.stores import local_path
 from ckpttool.text import meant, size
 from ckpttool.training import collectives
 from ckpttool.training.fsdp1 import is_fsdp1, sharded
-from ckpttool.transfer import staging
 from ckpttool.version import __version__
 
 FORMATS = ("dcp", "torch", "fsdp1")
@@ -77,6 +77,8 @@ def failed(error: BaseException, path: str, partial: str) -> BaseException:
     """The exception for an error of DCP or torch.save, which was to write `path` at the staging path `partial`."""
     if isinstance(error, OSError):
         return from_os_error(error, path, "write")
+    if isinstance(error, StorageError):
+        return StorageError(error.message.replace(partial, path), hint=error.hint, file=path)
     if "pickle" in str(error):
         return UsageError(
             f"`{path}`: what is to be saved cannot be pickled: {error}",
@@ -85,7 +87,7 @@ def failed(error: BaseException, path: str, partial: str) -> BaseException:
     if not isinstance(error, RuntimeError):
         return error
     # What torch makes of a full disk.
-    free = free_space.free_bytes(os.path.dirname(partial))
+    free = free_space.free_bytes(local_path(partial).parent)
     is_full = free < _LITTLE
     return StorageError(
         f"`{path}`: cannot save: {error} ({size(free)} are free)",
@@ -153,10 +155,10 @@ def _stage(path: str, is_file: bool, overwrite: bool) -> Iterator[str]:
         partial = ""
         with collectives.together():
             if collectives.rank() == 0:
-                partial = stack.enter_context(staging.staged(path, overwrite=overwrite, is_file=is_file))
-                partial = os.path.abspath(partial)
+                stage = stack.enter_context(local_path(path).stage(overwrite=overwrite, is_file=is_file))
+                partial = local_path(stage.path).absolute()
                 if not is_file:
-                    os.makedirs(partial, exist_ok=True)
+                    files.make_directory(partial, exist_ok=True)
         partial = str(collectives.from_first(partial))
         if not is_file:
             collectives.check_sees(
@@ -205,13 +207,6 @@ def _write(state: dict[str, Any], partial: str, format: str, keys: list[tuple[An
         return
     if format == "torch":
         if collectives.rank() == 0:
-            _to_file(state, partial)
+            local_path(partial).put(lambda stream: torch.save(state, stream))
         return
-    _to_file(state, os.path.join(partial, f"rank{collectives.rank()}.pt"))
-
-
-def _to_file(state: dict[str, Any], path: str) -> None:
-    with open(path, "wb") as stream:
-        torch.save(state, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
+    (local_path(partial) / f"rank{collectives.rank()}.pt").put(lambda stream: torch.save(state, stream))

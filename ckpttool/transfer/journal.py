@@ -1,6 +1,5 @@
 """Records what has been copied while a transfer runs: a resumed run checks that, and copies the rest.
 
-    CRC-32 of the line, a space, JSON; a line that is torn or has another CRC ends the journal
     {"host": "node7", "boot": "0c1a...", "pid": 4242}          the writer
     {"plan": "9f86d081..."}                                    the digest of the plan
     [file, start, nbytes, crc, checked, unrecorded, overflowed, [[file, record, start, nbytes, crc], ...]]
@@ -13,17 +12,16 @@ have that CRC when a run is resumed, so it does not matter whether they or the j
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckpttool.catalogue.entries import Catalogue, Record
 from ckpttool.storage import files
-from ckpttool.storage.crc import crc32
-from ckpttool.storage.errors import from_os_error
+from ckpttool.storage.errors import os_errors
+from ckpttool.storage.staging import Log, Stage
+from ckpttool.storage.stores import locate
 from ckpttool.transfer import checksums
 
 VERSION = 1
@@ -73,75 +71,59 @@ class Done:
 
 
 class Journal:
-    """The journal at an open descriptor. `done` is what an earlier run has copied, by `(file, start)`; thread-safe.
+    """The journal of a stage. `done` is what an earlier run has copied, by `(file, start)`; thread-safe.
 
     With `every`, the transfer computes the CRC of all bytes.
     """
 
-    def __init__(self, descriptor: int, *, every: bool = False) -> None:
-        self._descriptor = descriptor
+    def __init__(self, log: Log, *, every: bool = False) -> None:
+        self._log = log
         self.every = every
         self.done: dict[tuple[int, int], Done] = {}
-        self._pending: list[bytes] = []
+        self._pending: list[list[Any]] = []
         self._lock = threading.Lock()
 
     def read(self, digest: str) -> bool:
         """Return whether an earlier run followed the same plan; `done` is then what it copied."""
-        lines = _lines(self._descriptor)
-        next(lines, None)
-        if next(lines, None) != {"plan": digest}:
+        _, plan, *lines = (*self._log, None, None)
+        if plan != {"plan": digest}:
             return False
-        end = 0
         for line in lines:
             if isinstance(line, list) and (one := _done(line)) is not None:
                 self.done[line[0], line[1]] = one
-        end = _good(self._descriptor)
-        os.truncate(self._descriptor, end)
-        os.lseek(self._descriptor, end, os.SEEK_SET)
+        self._log.cut(keep=True)
         return True
-
-    def keep(self, numbers: set[int]) -> None:
-        """Forget what is not in the files of these numbers."""
-        self.done = {key: one for key, one in self.done.items() if key[0] in numbers}
-
-    def begin(self, digest: str, owner: dict[str, Any]) -> None:
-        """Start a new journal."""
-        if os.lseek(self._descriptor, 0, os.SEEK_END):
-            os.truncate(self._descriptor, 0)
-        os.lseek(self._descriptor, 0, os.SEEK_SET)
-        put(self._descriptor, owner)
-        put(self._descriptor, {"plan": digest})
 
     def note(self, entry: Entry) -> None:
         """Add an entry, which the next `flush` writes."""
         if entry.nbytes >= _LEAST and (line := entry.line()) is not None:
             with self._lock:
-                self._pending.append(_encoded(line))
+                self._pending.append(line)
 
     def flush(self) -> None:
         """Write the noted entries. Raises OSError."""
         with self._lock:
             lines, self._pending = self._pending, []
-        if lines:
-            _write(self._descriptor, b"".join(lines))
-
-    def close(self) -> None:
-        """Write the last entries; on a full disk, what they describe is copied again."""
-        try:
-            self.flush()
-        except OSError:
-            return
+        self._log.append(lines)
 
 
-def put(descriptor: int, value: Any) -> None:
-    """Append a line. Raises OSError."""
-    _write(descriptor, _encoded(value))
-
-
-def owner(descriptor: int) -> dict[str, Any]:
-    """Return the writer of a journal; empty when that cannot be read."""
-    value = next(_lines(descriptor), None)
-    return value if isinstance(value, dict) else {}
+def begin(stage: Stage, created: Catalogue, digest: str, notes: list[str], *, every: bool) -> Journal:
+    """Return the journal of what is copied into `created`, which lies at the path of `stage`. The files of an earlier
+    run replace the new ones if it followed the same plan. With `every`, all bytes are checksummed."""
+    journal = Journal(stage.log, every=every)
+    with os_errors(stage.path, "write"):
+        if stage.resumes and journal.read(digest):
+            taken = stage.take_over(_payloads(created, {file for file, _ in journal.done}))
+            numbers = {number for number, file in enumerate(created.files) if file.location in taken}
+            journal.done = {key: one for key, one in journal.done.items() if key[0] in numbers}
+        elif stage.resumes:
+            notes.append("partial output is from another source or other options: starting over")
+        stage.forget()
+        if not journal.done:
+            stage.restart()
+            stage.log.append([{"plan": digest}])
+    stage.keep = True
+    return journal
 
 
 def digest(
@@ -160,58 +142,22 @@ def digest(
                 for column in (one.chunks.file, one.chunks.offset, one.chunks.nbytes):
                     sha.update(column.tobytes())
     for path in sorted(fingerprint):
-        sha.update(repr((os.path.realpath(path), fingerprint[path])).encode())
+        sha.update(repr((str(locate(path).real()), fingerprint[path])).encode())
     for path in sorted(indexes):
-        sha.update(repr(_crc_of(path)).encode())
+        sha.update(repr(checksums.of(locate(path).blocks(_BUFFER))).encode())
     return sha.hexdigest()
 
 
-def taken_over(created: Catalogue, partial: str, before: str, numbers: set[int]) -> set[int]:
-    """Move the files that an earlier run filled at `before` in place of the new ones at `partial`, with everything but
-    the payloads copied from these. Return which of `numbers` were moved. Raises StorageError."""
-    taken = set()
-    payloads = _payloads(created, numbers)
-    for number in sorted(number for number in numbers if number < len(created.files)):
-        file = created.files[number]
-        old = os.path.normpath(os.path.join(before, os.path.relpath(file.location, partial)))
-        try:
-            if not os.path.isfile(old) or os.path.getsize(old) != os.path.getsize(file.location):
-                continue
-            _copy_around(file.location, old, payloads[number])
-            os.rename(old, file.location)
-        except OSError as error:
-            raise from_os_error(error, file.location, "write") from None
-        taken.add(number)
-    return taken
-
-
-def _payloads(created: Catalogue, numbers: set[int]) -> dict[int, list[tuple[int, int]]]:
-    """Return the ranges that the transfer fills, as `(start, end)`, by file and in order."""
-    runs_of: dict[int, list[tuple[int, int]]] = {number: [] for number in numbers}
+def _payloads(created: Catalogue, numbers: set[int]) -> dict[str, list[tuple[int, int]]]:
+    """Return the ranges that the transfer fills, as `(start, end)` in order, by the location of each file. Pure."""
+    runs: dict[int, list[tuple[int, int]]] = {n: [] for n in sorted(numbers) if n < len(created.files)}
     for tensor in (*created.tensors, *created.replicas):
-        if tensor.alias is not None or not tensor.numel:
-            continue
-        for file, offset, nbytes in zip(tensor.chunks.file, tensor.chunks.offset, tensor.chunks.nbytes, strict=True):
-            if file in runs_of:
-                runs_of[file].append((offset, offset + nbytes))
-    for runs in runs_of.values():
-        runs.sort()
-    return runs_of
-
-
-def _copy_around(new: str, old: str, payloads: list[tuple[int, int]]) -> None:
-    """Copy all of `new` but the payloads to `old`. Raises OSError."""
-    size = os.path.getsize(new)
-    with open(new, "rb") as source, open(old, "r+b") as target:
-        at = 0
-        for start, end in (*payloads, (size, size)):
-            source.seek(at)
-            target.seek(at)
-            while at < start:
-                data = source.read(min(_BUFFER, start - at))
-                target.write(data)
-                at += len(data)
-            at = max(at, end)
+        if tensor.alias is None and tensor.numel:
+            chunks = tensor.chunks
+            for file, offset, nbytes in zip(chunks.file, chunks.offset, chunks.nbytes, strict=True):
+                if file in runs:
+                    runs[file].append((offset, offset + nbytes))
+    return {created.files[number].location: sorted(ranges) for number, ranges in runs.items()}
 
 
 def _merged(read: list[Read]) -> list[Read]:
@@ -243,47 +189,3 @@ def _done(line: list[Any]) -> Done | None:
         return Done(nbytes, crc, checked, unrecorded, overflowed, parts)
     except (TypeError, ValueError):
         return None
-
-
-# Lines ----------------------------------------------------------------------------------------------------------------
-
-
-def _encoded(value: Any) -> bytes:
-    text = json.dumps(value, separators=(",", ":")).encode()
-    return b"%08x %s\n" % (crc32(text), text)
-
-
-def _write(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
-
-
-def _lines(descriptor: int) -> Iterator[Any]:
-    """Yield the values of the lines, up to the first that is damaged."""
-    for line in _raw(descriptor):
-        yield json.loads(line[9:])
-
-
-def _good(descriptor: int) -> int:
-    """Return the length of the undamaged lines in bytes."""
-    return sum(map(len, _raw(descriptor)))
-
-
-def _raw(descriptor: int) -> Iterator[bytes]:
-    with open(os.dup(descriptor), "rb") as stream:
-        stream.seek(0)
-        for line in stream:
-            if not line.endswith(b"\n") or line[:9] != b"%08x " % crc32(line[9:-1]):
-                return
-            yield line
-
-
-def _crc_of(path: str) -> int:
-    crc = 0
-    try:
-        with open(path, "rb") as stream:
-            while data := stream.read(_BUFFER):
-                crc = crc32(data, crc)
-    except OSError as error:
-        raise from_os_error(error, path, "read") from None
-    return crc

@@ -34,6 +34,7 @@ from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.storage import files
 from ckpttool.storage.crc import crc32
+from ckpttool.storage.stores import local_path
 from ckpttool.transfer import plan
 from ckpttool.transfer.execute import Transferred, transfer
 from ckpttool.transfer.threads import Progress
@@ -172,28 +173,28 @@ class _SharedWork(Coordinator):
 
     def _announce(self, partial: str, created: Catalogue) -> None:
         """Send where the destination lies, which has its full size now."""
-        sizes = [[os.path.relpath(f.location, partial), f.size] for f in created.files]
-        message = {"partial": os.path.abspath(partial), "files": sizes, "digest": _digest(created)}
+        sizes = [[local_path(f.location).relative_to(partial), f.size] for f in created.files]
+        message = {"partial": local_path(partial).absolute(), "files": sizes, "digest": _digest(created)}
         self._send("begin", json.dumps(message).encode())
 
     def _join(self, partial: str, created: Catalogue) -> None:
         """Let `created`, made at `partial`, refer to the files of rank 0. Raises StorageError when this process does
         not see them, or they are of another layout."""
         message = json.loads(self._receive("begin"))
-        shared = message["partial"]
+        shared = local_path(message["partial"])
         if message["digest"] != _digest(created):
             raise StorageError(
                 f"rank {self.rank} sees another source than rank 0",
                 hint="all nodes need the same files and the same version of ckpttool",
             )
         for file in created.files:
-            file.location = os.path.normpath(os.path.join(shared, os.path.relpath(file.location, partial)))
-            size = os.stat(file.location).st_size if os.path.exists(file.location) else None
+            location = (shared / local_path(file.location).relative_to(partial)).absolute()
+            file.location, size = location, location.size() if location.exists() else None
             if size != file.size:
                 state = "missing" if size is None else f"of {size} bytes"
                 raise StorageError(
-                    f"rank {self.rank} does not see `{os.path.dirname(shared)}` as rank 0 does: "
-                    f"`{os.path.basename(file.location)}` is {state} there",
+                    f"rank {self.rank} does not see `{shared.parent}` as rank 0 does: "
+                    f"`{location.name}` is {state} there",
                     hint="all ranks must write to one shared file system; without one, run `ckpttool reshard` alone",
                     file=file.location,
                     found=size,

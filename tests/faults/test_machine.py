@@ -43,7 +43,7 @@ from support.paths import ROOT
 
 import ckpttool
 from ckpttool.errors import CkptError, OverwriteError, ReadError
-from ckpttool.transfer import staging
+from ckpttool.storage import staging
 
 KINDS = ("torch", "dcp", "safetensors")
 

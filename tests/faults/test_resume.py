@@ -290,7 +290,7 @@ def test_a_bit_that_flipped_meanwhile(
 @pytest.mark.parametrize("seed", range(10))
 def test_a_journal_that_lies(seed: int, src: Path, out: Path, whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Damaged, or with lines whose own checksum is right."""
-    from ckpttool.transfer import journal
+    from ckpttool.storage.staging import Log
 
     wanted, some = whole("torch"), random.Random(seed)
     interrupted(src, out / "out.pt", 8, monkeypatch, to="torch")
@@ -310,8 +310,7 @@ def test_a_journal_that_lies(seed: int, src: Path, out: Path, whole: Any, monkey
         with log.open("wb") as stream:
             stream.write(b"".join(lines[:2]))
             stream.flush()
-            for one in said:
-                journal.put(stream.fileno(), one)
+            Log(stream.fileno()).append(said)
     ckpttool.convert(str(src), str(out / "out.pt"), to="torch", resume=True)
     assert content(out / "out.pt") == wanted
 
@@ -353,10 +352,10 @@ def test_a_run_on_another_machine(src: Path, out: Path, monkeypatch: pytest.Monk
     made, log = left(out)
     lines = log.read_bytes().splitlines(keepends=True)
     log.write_bytes(b"")
-    from ckpttool.transfer import journal
+    from ckpttool.storage.staging import Log
 
     with log.open("r+b") as stream:
-        journal.put(stream.fileno(), {"host": "elsewhere", "boot": "other", "pid": 1})
+        Log(stream.fileno()).append([{"host": "elsewhere", "boot": "other", "pid": 1}])
     with log.open("ab") as stream:
         stream.write(b"".join(lines[1:]))
     done = ckpttool.convert(str(src), str(out / "first.pt"))
@@ -380,11 +379,11 @@ def test_where_there_are_no_locks(src: Path, out: Path, monkeypatch: pytest.Monk
     ended = subprocess.Popen(["true"])
     ended.wait()
     owner = json.loads(log.read_bytes().splitlines()[0][9:])
-    from ckpttool.transfer import journal
+    from ckpttool.storage.staging import Log
 
     log.write_bytes(b"")
     with log.open("r+b") as stream:
-        journal.put(stream.fileno(), owner | {"pid": ended.pid})
+        Log(stream.fileno()).append([owner | {"pid": ended.pid}])
     ckpttool.convert(str(src), str(out / "out.pt"), to="torch", overwrite=True)
     assert os.listdir(out) == ["out.pt"]
 

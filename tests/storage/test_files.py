@@ -15,9 +15,16 @@ import numpy as np
 import pytest
 
 from ckpttool.errors import CkptError, CorruptError, OverwriteError, ReadError, StorageError, UsageError
-from ckpttool.storage import files, free_space, local
+from ckpttool.storage import files, free_space, staging
 from ckpttool.storage.files import Pool, inside
-from ckpttool.transfer.staging import staged
+from ckpttool.storage.stores import local_path
+
+
+@contextmanager
+def staged(dst: str, *, overwrite: bool, is_file: bool) -> Iterator[str]:
+    with local_path(dst).stage(overwrite=overwrite, is_file=is_file) as stage:
+        yield stage.path
+
 
 # Reading and writing --------------------------------------------------------------------------------------------------
 
@@ -127,12 +134,12 @@ def test_only_regular_files_have_a_size(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"123")
     os.mkfifo(tmp_path / "fifo")
     os.symlink(tmp_path / "f", tmp_path / "link")
-    assert files.size_of(str(tmp_path / "f")) == files.size_of(str(tmp_path / "link")) == 3
+    assert local_path(str(tmp_path / "f")).size() == local_path(str(tmp_path / "link")).size() == 3
     for odd in (tmp_path / "fifo", tmp_path, Path("/dev/null")):
         with pytest.raises(ReadError, match="not a regular file"):
-            files.size_of(str(odd))
+            local_path(str(odd)).size()
     with pytest.raises(ReadError, match="no such file"):
-        files.size_of(str(tmp_path / "none"))
+        local_path(str(tmp_path / "none")).size()
 
 
 # Paths ----------------------------------------------------------------------------------------------------------------
@@ -354,13 +361,13 @@ def test_an_empty_directory_is_as_good_as_none(tmp_path: Path, slash: str) -> No
 def test_a_file_cannot_be_a_directory(tmp_path: Path) -> None:
     for dst in (str(tmp_path), f"{tmp_path}/new/"):
         with pytest.raises(UsageError, match="is a directory, but this format writes one file"):
-            local.check_free(dst, overwrite=True, is_file=True)
+            staging.check_free(dst, overwrite=True, is_file=True)
 
 
 def test_a_dangling_link_is_something(tmp_path: Path) -> None:
     os.symlink("nowhere", tmp_path / "out")
     with pytest.raises(OverwriteError):
-        local.check_free(str(tmp_path / "out"), overwrite=False, is_file=True)
+        staging.check_free(str(tmp_path / "out"), overwrite=False, is_file=True)
 
 
 def test_a_link_to_a_directory_stays_and_is_followed(tmp_path: Path) -> None:
@@ -397,21 +404,21 @@ def umask(mask: int) -> Iterator[None]:
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
 def test_the_umask_is_honoured(tmp_path: Path, mask: int) -> None:
     with umask(mask):
-        files.create(str(tmp_path / "d" / "f"), 10)
-        files.write_file(str(tmp_path / "g"), b"x")
+        local_path(str(tmp_path / "d" / "f")).create(10)
+        local_path(str(tmp_path / "g")).put(b"x")
     assert stat.S_IMODE((tmp_path / "d" / "f").stat().st_mode) == 0o666 & ~mask
     assert stat.S_IMODE((tmp_path / "d").stat().st_mode) == 0o777 & ~mask
     assert stat.S_IMODE((tmp_path / "g").stat().st_mode) == 0o666 & ~mask
 
 
 def test_new_files_are_new(tmp_path: Path) -> None:
-    files.create(str(tmp_path / "f"), 10)
+    local_path(str(tmp_path / "f")).create(10)
     assert (tmp_path / "f").read_bytes() == bytes(10)
-    for again in (lambda: files.create(str(tmp_path / "f"), 1), lambda: files.write_file(str(tmp_path / "f"), b"")):
+    for again in (lambda: local_path(str(tmp_path / "f")).create(1), lambda: local_path(str(tmp_path / "f")).put(b"")):
         with pytest.raises(StorageError, match="file exists"):
             again()
     with pytest.raises(CkptError):
-        files.create(str(tmp_path / "f" / "g"), 1)
+        local_path(str(tmp_path / "f" / "g")).create(1)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -421,7 +428,7 @@ def test_a_folder_without_permission(tmp_path: Path) -> None:
         pytest.raises(StorageError, match="permission denied"),
         staged(f"{tmp_path}/out", overwrite=False, is_file=True) as p,
     ):
-        files.create(p, 1)
+        local_path(p).create(1)
 
 
 @pytest.mark.parametrize("offset", [0, 1, 4095, files.WRITE - 1, files.WRITE, 3 * files.WRITE + 8])

@@ -73,7 +73,7 @@ def _integer(value: int) -> bytes:
 def publish(folder: str | Location, metadata: Metadata) -> None:
     """Write `.metadata` in a directory whose other files are on disk: under another name, which is then changed."""
     draft, final = (locate(folder) / (NAME + end) for end in (".tmp", ""))
-    files.write_pieces(draft, lambda flush: write(metadata, flush))
+    draft.put(lambda stream: write(metadata, stream.write))
     files.rename(draft, final)
     files.sync(folder)
 

@@ -64,7 +64,7 @@ def rebuilt(folder: str, like: str) -> Metadata:
 
 def write(folder: str, metadata: Metadata) -> None:
     """Write `.metadata`."""
-    (locate(folder) / NAME).put(lambda append: metadata_writer.write(metadata, append))
+    (locate(folder) / NAME).put(lambda stream: metadata_writer.write(metadata, stream.write))
 
 
 def _metadata(index: Index, entries: dict[str, StoredTensor | Item]) -> Metadata:

@@ -132,7 +132,7 @@ class _Builder:
         for rank in sorted(ranks):
             name = f"__{rank}_0{index.SUFFIX}"
             location = locate(self._path) / name
-            files.create(location, 0)
+            location.create(0)
             self._numbers[rank] = len(self._created.files)
             self._created.files.append(File(location, name, 0, rank))
             self._ends.append(0)

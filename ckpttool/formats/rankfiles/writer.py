@@ -80,7 +80,7 @@ def _write(
     tree = flatten.unflatten(_seen_by(planned, rank), lambda entry: entry if isinstance(entry, Tensor) else entry.value)
     layout = torch_zip_writer.lay_out(tree, keys.new_tensor, file=rank, root=_ROOT, wrapper_of=wrapper_of)
     file.size = layout.size
-    files.create(file.location, file.size)
+    locate(file.location).create(file.size)
     with closing(files.Pool(writing=True)) as pool:
         pool.write_all(file.location, _joined(layout.pieces))
     # Already written, and for many ranks large.

@@ -27,7 +27,7 @@ class _SafeSink:
     def finish(self, crcs: Crcs) -> None:
         """Write the indexes, and last of all the state file: without it the directory is not a checkpoint."""
         for path, data in self._late_files.items():
-            files.write_file(path, data)
+            locate(path).put(data)
 
 
 def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
@@ -67,7 +67,7 @@ def _write_files(
             head = safetensors_header.build_header(plan.tensors, plan.metadata)
             size = len(head) + sum(s.nbytes for s in plan.tensors)
             location = locate(path) if one_file else locate(path) / plan.name
-            files.create(location, size)
+            location.create(size)
             pool.write(location, 0, head)
             created.files.append(File(location, location.name, size))
             header = safetensors_header.read_header(lambda at, n, h=head: h[at : at + n], 0, size, name=f"`{location}`")  # type: ignore[misc]

@@ -36,7 +36,7 @@ def create(path: str, planned: Catalogue) -> Sink:
     """Create an archive of full size with holes where the payloads go."""
     keys = torch_tree.StorageKeys(planned)
     layout = torch_zip_writer.lay_out(flatten.unflatten(planned, _value), keys.new_tensor, root=_ROOT)
-    files.create(path, layout.size)
+    locate(path).create(layout.size)
     with closing(files.Pool(writing=True)) as pool:
         for offset, data in layout.pieces:
             pool.write(path, offset, data)

@@ -19,9 +19,9 @@ from ckpttool.operations.export import to_store
 from ckpttool.operations.export.plan import Export, Exported, ExportOptions, planned
 from ckpttool.operations.export.to_store import Remote
 from ckpttool.operations.write import WriteOptions
-from ckpttool.storage import files, free_space
-from ckpttool.storage.stores import locate
-from ckpttool.transfer import readback, staging
+from ckpttool.storage import free_space
+from ckpttool.storage.stores import Location, local_path
+from ckpttool.transfer import readback
 from ckpttool.transfer.threads import Progress
 
 _SAFETENSORS = formats.named("safetensors")
@@ -108,14 +108,12 @@ def export(
 def _write(plan: Export, how: WriteOptions) -> None:
     result, dst = plan.result, plan.result.destination
     free_space.check(dst, result.disk, result.free)
-    with staging.staged(dst, overwrite=how.overwrite, is_file=False, notes=result.notes) as partial:
-        for file in plan.files:
-            path = locate(partial) / file.name
-            files.make_directory(path.parent, exist_ok=True)
-            file.write(path)
-        if how.check:
-            # An adapter alone is not recognised as a model in the directory: it is opened by its name.
-            written = locate(partial) / plan.files[0].name if result.adapter else partial
-            readback.check_written(
-                _SAFETENSORS, written, plan.planned, plan.source, total=result.bytes, threads=how.threads, memory=None
-            )
+
+    def check(folder: Location) -> None:
+        # An adapter alone is not recognised as a model in the directory: it is opened by its name.
+        written = folder / plan.files[0].name if result.adapter else folder
+        readback.check_written(
+            _SAFETENSORS, written, plan.planned, plan.source, total=result.bytes, threads=how.threads, memory=None
+        )
+
+    local_path(dst).publish(plan.files, overwrite=how.overwrite, notes=result.notes, check=check if how.check else None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -183,25 +183,14 @@ def outgoing(assets: Assets, dtype: str | None, *, adapter: bool) -> tuple[list[
 
 def of_bytes(name: str, data: bytes) -> Outgoing:
     """Return a file with these bytes."""
-
-    def put(append: Callable[[bytes], object]) -> None:
-        append(data)
-
-    def write(path: str) -> None:
-        files.write_pieces(path, put)
-
-    return Outgoing(name, len(data), write)
+    return Outgoing(name, len(data), lambda path: locate(path).put(data))
 
 
 def _copy(name: str, source: Location) -> Outgoing:
     before = files.fingerprint([source])
 
-    def append_blocks(append: Callable[[bytes], object]) -> None:
-        for block in source.blocks(_BLOCK):
-            append(block)
-
     def write(path: str) -> None:
-        files.write_pieces(path, append_blocks)
+        locate(path).put(lambda stream: stream.writelines(source.blocks(_BLOCK)))
         files.check_unchanged(before)
 
     return Outgoing(name, source.size(), write)

@@ -70,11 +70,9 @@ class Both:
 def send(plan: Export, how: Remote, both: Both) -> None:
     """Write and send the files of a plan, or note what would be sent. Raises RemoteError and what the files raise."""
     result = plan.result
-    store = stores.remote_module(result.destination)
     result.free = free_space.free_bytes(how.stage or temporary_folder())
-    result.sent = store.send(
+    result.sent = stores.destination(result.destination).publish(
         plan.files,
-        result.destination,
         private=how.private,
         create_pr=how.create_pr,
         message=how.message,

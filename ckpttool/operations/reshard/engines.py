@@ -17,9 +17,9 @@ from ckpttool.errors import UsageError
 from ckpttool.layout.mesh import Mesh, Sharding, bytes_per_rank, find_sharding
 from ckpttool.operations.write import Write
 from ckpttool.storage import files, free_space
-from ckpttool.storage.stores import locate
+from ckpttool.storage.stores import local_path, locate
 from ckpttool.text import meant, plural, size
-from ckpttool.transfer import processes, staging
+from ckpttool.transfer import processes
 from ckpttool.transfer.execute import Transferred
 from ckpttool.transfer.processes import Coordinator
 
@@ -144,9 +144,8 @@ def write(engine: Engine, job: Write) -> None:
         partial = ""
         if coordinator.is_first:
             free_space.check(job.dst, result.bytes, result.free)
-            partial = stack.enter_context(
-                staging.staged(job.dst, overwrite=options.overwrite, is_file=False, notes=result.notes)
-            )
+            stage = local_path(job.dst).stage(overwrite=options.overwrite, is_file=False, notes=result.notes)
+            partial = stack.enter_context(stage).path
             files.make_directory(partial)
         partial = str(coordinator.exchange("partial", str(locate(partial).absolute()) if partial else "")[0])
         moved = _save(engine.kind, engine.sharding, job, partial)

@@ -4,14 +4,14 @@ address     parsing of `hf://org/name@revision/path`
 client      the client of the library, quiet and with time-outs
 errors      exceptions of the client as errors of `ckpttool.errors`
 listing     the files of a revision: names, sizes, digests
-download    a repository as a store whose files are fetched as they are read
+store       a repository as a store whose files are fetched as they are read
 progress    progress of a file in transfer, in bytes
-upload      upload of files to a repository, one at a time, in one commit
+upload      a repository as a destination: files are sent one at a time, and published in one commit
 """
 
 from __future__ import annotations
 
 from ckpttool.storage.hub.store import locate
-from ckpttool.storage.hub.upload import Sent, SentFile, send
+from ckpttool.storage.hub.upload import Sent, SentFile, destination
 
-__all__ = ["Sent", "SentFile", "locate", "send"]
+__all__ = ["Sent", "SentFile", "destination", "locate"]

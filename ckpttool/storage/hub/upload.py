@@ -18,9 +18,9 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
@@ -32,10 +32,8 @@ from ckpttool.storage.hub import client, errors, listing
 from ckpttool.storage.hub.address import Address, parse
 from ckpttool.storage.hub.listing import Digests, RepoFile
 from ckpttool.storage.hub.progress import report_upload
+from ckpttool.storage.stores import Location, Outgoing, Store
 from ckpttool.text import some
-
-if TYPE_CHECKING:
-    from ckpttool.storage.stores import Outgoing
 
 Progress = Callable[[int, int], None]
 
@@ -75,38 +73,51 @@ class Sent:
     dry_run: bool = False  #: whether nothing was sent
 
 
-def send(
-    outgoing: Sequence[Outgoing],
-    destination: str,
-    *,
-    private: bool = False,
-    create_pr: bool = False,
-    message: str | None = None,
-    stage: str | None = None,
-    dry_run: bool = False,
-    progress: Progress | None = None,
-    unless_there: Collection[str] = (),
-) -> Sent:
-    """Write files and commit them to a repository, which is created if it does not exist.
+def destination(text: str) -> Location:
+    """Return the location of an address to publish at: a repository, which need not exist. Raises UsageError."""
+    address = parse(text)
+    return Location(str(address), Repository(address))
 
-    `destination` is `hf://org/name[@branch][/folder]`. Without `stage`, each file is removed after it was sent, so that
-    one file at a time needs local space; files in `stage` are kept. Files named in `unless_there` do not replace those
-    on the Hub. `progress(done, total)` counts bytes sent. Nothing is visible before the commit. With `dry_run`, return
-    what would be sent; a file is written only if the Hub has one of its size, since only digests can tell them apart.
 
-    Raises RemoteError for failures of the Hub, UsageError, StorageError, and the errors of `Outgoing.write`.
-    """
-    size = sum(file.size for file in outgoing)
-    upload = _Upload(parse(destination), create_pr, message or _MESSAGE, progress, size)
-    _check_names(outgoing)
-    upload.prepare(private, dry_run)
-    with _staging_directory(stage, outgoing) as folder:
-        for file in outgoing:
-            upload.add(file, folder, keep_local=stage is not None, keep_existing=file.name in unless_there)
-    upload.find_stale_files()
-    if not dry_run and (upload.additions or upload.deletions):
-        upload.commit()
-    return upload.sent
+class Repository(Store):
+    """Class for the store of a repository that is written to."""
+
+    def __init__(self, address: Address) -> None:
+        self.root, self._address = address.root, address
+
+    def publish(  # type: ignore[override] # options are the store's own
+        self,
+        name: str,
+        outgoing: Sequence[Outgoing],
+        *,
+        private: bool = False,
+        create_pr: bool = False,
+        message: str | None = None,
+        stage: str | None = None,
+        dry_run: bool = False,
+        progress: Progress | None = None,
+        unless_there: Collection[str] = (),
+    ) -> Sent:
+        """Write files and commit them to the repository, which is created if it does not exist.
+
+        Without `stage`, each file is removed after it was sent, so that one file at a time needs local space; files in
+        `stage` are kept. Files named in `unless_there` do not replace those on the Hub. `progress(done, total)` counts
+        bytes sent. Nothing is visible before the commit. With `dry_run`, return what would be sent; a file is written
+        only if the Hub has one of its size, since only digests can tell them apart.
+
+        Raises RemoteError for failures of the Hub, UsageError, StorageError, and the errors of `Outgoing.write`.
+        """
+        size = sum(file.size for file in outgoing)
+        upload = _Upload(replace(self._address, path=name), create_pr, message or _MESSAGE, progress, size)
+        _check_names(outgoing)
+        upload.prepare(private, dry_run)
+        with _staging_directory(stage, outgoing) as folder:
+            for file in outgoing:
+                upload.add(file, folder, keep_local=stage is not None, keep_existing=file.name in unless_there)
+        upload.find_stale_files()
+        if not dry_run and (upload.additions or upload.deletions):
+            upload.commit()
+        return upload.sent
 
 
 @contextmanager

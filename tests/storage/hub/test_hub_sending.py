@@ -16,8 +16,13 @@ from support.hub_client import check_told_to_nobody, everything_logged, patience
 from support.hub_server import READER, Fault, Handler, Hub, drop, stall
 
 from ckpttool.errors import CkptError, RemoteError, StorageError, UsageError
-from ckpttool.storage import hub as hubs
-from ckpttool.storage.stores import Outgoing
+from ckpttool.storage.hub import Sent
+from ckpttool.storage.stores import Outgoing, destination
+
+
+def send(outgoing: list[Outgoing], address: str, **options: Any) -> Sent:
+    sent: Sent = destination(address).publish(outgoing, **options)
+    return sent
 
 
 class Files:
@@ -59,13 +64,13 @@ def shards(count: int = 3, seed: int = 0, **others: bytes) -> Files:
     return made
 
 
-def statuses(sent: hubs.Sent) -> set[str]:
+def statuses(sent: Sent) -> set[str]:
     return {file.status for file in sent.files}
 
 
 def test_a_repository_is_made_and_filled_in_one_commit(hub: Hub, tmp_path: Path) -> None:
     files = shards()
-    sent = hubs.send(files.outgoing(), "hf://me/model", private=True, message="the first")
+    sent = send(files.outgoing(), "hf://me/model", private=True, message="the first")
     assert hub.files("me/model") == files.bytes
     assert hub.history("me/model") == ["the first", "initial commit"]
     assert hub.repos["me/model"].private
@@ -81,16 +86,16 @@ def test_a_repository_is_made_and_filled_in_one_commit(hub: Hub, tmp_path: Path)
 
 def test_what_is_there_is_not_sent_again(hub: Hub) -> None:
     files = shards()
-    hubs.send(files.outgoing(), "hf://me/model")
+    send(files.outgoing(), "hf://me/model")
     uploads, before = len(hub.asked("PUT", "/lfs/")), hub.history("me/model")
-    sent = hubs.send(shards().outgoing(), "hf://me/model")
+    sent = send(shards().outgoing(), "hf://me/model")
     assert statuses(sent) == {"unchanged"} and sent.bytes == 0 and sent.commit is None
     assert len(hub.asked("PUT", "/lfs/")) == uploads
     assert hub.history("me/model") == before
     # One shard and one small file are different now.
     files.bytes["model-00002-of-00003.safetensors"] = weights(99)
     files.bytes["config.json"] = b'{"model_type":"qwen3"}'
-    sent = hubs.send(files.outgoing(), "hf://me/model", message="the second")
+    sent = send(files.outgoing(), "hf://me/model", message="the second")
     assert {f.name for f in sent.files if f.status == "changed"} == {"model-00002-of-00003.safetensors", "config.json"}
     assert hub.files("me/model") == files.bytes
     assert len(hub.asked("PUT", "/lfs/")) == uploads + 1
@@ -106,10 +111,10 @@ def test_stale_shards_go_in_the_same_commit(hub: Hub) -> None:
             ".gitattributes": b"",
         },
     )
-    hubs.send(shards(5).outgoing(), "hf://me/model")
+    send(shards(5).outgoing(), "hf://me/model")
     one = Files(model__safetensors=weights(7), config__json=b"{}")
-    planned = hubs.send(one.outgoing(), "hf://me/model", dry_run=True)
-    sent = hubs.send(one.outgoing(), "hf://me/model")
+    planned = send(one.outgoing(), "hf://me/model", dry_run=True)
+    sent = send(one.outgoing(), "hf://me/model")
     stale = [*(f"model-{i:05d}-of-00005.safetensors" for i in range(1, 6)), "model.safetensors.index.json"]
     assert sent.removed == planned.removed == stale
     there = hub.files("me/model")
@@ -121,16 +126,16 @@ def test_stale_shards_go_in_the_same_commit(hub: Hub) -> None:
 
 
 def test_a_dry_run_changes_nothing(hub: Hub, tmp_path: Path) -> None:
-    planned = hubs.send(shards().outgoing(), "hf://me/model", dry_run=True)
+    planned = send(shards().outgoing(), "hf://me/model", dry_run=True)
     assert planned.created and statuses(planned) == {"new"}
     assert "me/model" not in hub.repos
     files = shards()
-    hubs.send(files.outgoing(), "hf://me/model")
+    send(files.outgoing(), "hf://me/model")
     before = (hub.history("me/model"), len(hub.asked("PUT", "/lfs/")))
     files.bytes["config.json"] = b'{"model_type":"qwen3"}'  # of another size
     files.bytes["model-00001-of-00003.safetensors"] = weights(50)  # of the same size
     files.bytes["new.txt"] = b"new"
-    planned = hubs.send(files.outgoing(), "hf://me/model", dry_run=True)
+    planned = send(files.outgoing(), "hf://me/model", dry_run=True)
     assert {f.name: f.status for f in planned.files if f.status != "unchanged"} == {
         "config.json": "changed", "model-00001-of-00003.safetensors": "changed", "new.txt": "new",
     }  # fmt: skip
@@ -143,16 +148,16 @@ def test_a_branch_a_folder_and_a_pull_request(hub: Hub) -> None:
     repo = hub.make("me/model", {"config.json": b"{}"})
     repo.refs["dev/x"] = repo.refs["main"]
     files = Files(model__safetensors=weights(1), README__md=b"# x\n")
-    hubs.send(files.outgoing(), "hf://me/model@dev%2Fx")
+    send(files.outgoing(), "hf://me/model@dev%2Fx")
     assert hub.files("me/model", "dev/x") == {"config.json": b"{}", **files.bytes}
-    hubs.send(files.outgoing(), "hf://me/model/step-100")
+    send(files.outgoing(), "hf://me/model/step-100")
     assert hub.files("me/model") == {"config.json": b"{}", **{f"step-100/{n}": d for n, d in files.bytes.items()}}
-    sent = hubs.send(files.outgoing(), "hf://me/model", create_pr=True, message="look at this")
+    sent = send(files.outgoing(), "hf://me/model", create_pr=True, message="look at this")
     assert sent.pull_request == f"{hub.url}/me/model/discussions/1"
     assert hub.files("me/model", "refs/pr/1").items() >= files.bytes.items()
     assert "model.safetensors" not in hub.files("me/model")
     # Once is enough.
-    again = hubs.send(files.outgoing(), "hf://me/model", create_pr=True, message="look at this")
+    again = send(files.outgoing(), "hf://me/model", create_pr=True, message="look at this")
     assert len(repo.pulls) == 1 and again.pull_request == sent.pull_request
 
 
@@ -161,16 +166,16 @@ def test_who_may_only_read_may_make_a_pull_request(hub: Hub, monkeypatch: pytest
     monkeypatch.setenv("HF_TOKEN", READER)
     files = Files(config__json=b'{"a":1}')
     with pytest.raises(RemoteError, match=r"does not allow this.*\(403\)") as raised:
-        hubs.send(files.outgoing(), "hf://me/model")
+        send(files.outgoing(), "hf://me/model")
     assert "--create-pr" in str(raised.value.hint)
     assert files.made == [], "nothing is made for a place where it cannot go"
-    hubs.send(files.outgoing(), "hf://me/model", create_pr=True)
+    send(files.outgoing(), "hf://me/model", create_pr=True)
 
 
 def test_in_several_parts(hub: Hub) -> None:
     hub.part = 70_000
     files = Files(model__safetensors=weights(3))
-    hubs.send(files.outgoing(), "hf://me/model")
+    send(files.outgoing(), "hf://me/model")
     assert hub.files("me/model") == files.bytes
     assert len(hub.asked("PUT", "/lfs/")) == 5
 
@@ -178,16 +183,16 @@ def test_in_several_parts(hub: Hub) -> None:
 def test_staged_files_stay(hub: Hub, tmp_path: Path) -> None:
     files, stage = shards(), tmp_path / "stage"
     for _ in range(2):
-        hubs.send(files.outgoing(), "hf://me/model", stage=str(stage))
+        send(files.outgoing(), "hf://me/model", stage=str(stage))
         assert {p.name: p.read_bytes() for p in stage.iterdir()} == files.bytes
     (stage / "mine.txt").write_text("x")
     with pytest.raises(UsageError, match="the directory contains other files"):
-        hubs.send(files.outgoing(), "hf://me/model", stage=str(stage))
+        send(files.outgoing(), "hf://me/model", stage=str(stage))
 
 
 def test_progress_is_of_what_is_there(hub: Hub) -> None:
     files, told = Files(model__safetensors=weights(1), b__safetensors=weights(2)), []
-    hubs.send(files.outgoing(), "hf://me/model", progress=lambda done, total: told.append((done, total)))
+    send(files.outgoing(), "hf://me/model", progress=lambda done, total: told.append((done, total)))
     assert told == sorted(told) and told[-1] == (600_000, 600_000)
     assert {done for done, _ in told} >= {65_536, 300_000, 365_536}, "within a file too"
     assert {total for _, total in told} == {600_000}
@@ -201,7 +206,7 @@ def test_progress_does_not_go_back(
     hub.part, told = part, []
     hub.fail("PUT", "/lfs/", status=503, skip=1 if part else 0, times=1)
     files = Files(model__safetensors=weights(1))
-    hubs.send(files.outgoing(), "hf://me/model", progress=lambda done, total: told.append(done))
+    send(files.outgoing(), "hf://me/model", progress=lambda done, total: told.append(done))
     assert told == sorted(told) and told[-1] == 300_000 and len(set(told)) > 4
     assert hub.files("me/model") == files.bytes
     assert "%" not in capfd.readouterr().err, "it has no bar of its own"
@@ -214,7 +219,7 @@ def test_private_is_not_silently_public(hub: Hub) -> None:
     hub.make("me/model", {"config.json": b"{}"})
     files = shards()
     with pytest.raises(UsageError, match="is public, and `--private`"):
-        hubs.send(files.outgoing(), "hf://me/model", private=True)
+        send(files.outgoing(), "hf://me/model", private=True)
     assert files.made == []
 
 
@@ -228,11 +233,11 @@ def test_somebody_commits_meanwhile(hub: Hub) -> None:
 
     hub.fail("POST", "/commit/", act=intrude, times=1)
     with pytest.raises(RemoteError, match="the branch changed during the upload") as raised:
-        hubs.send(files.outgoing(), "hf://me/model")
+        send(files.outgoing(), "hf://me/model")
     assert raised.value.facts["found"] == 412
     assert hub.history("me/model")[0] == "somebody's"
     uploads = len(hub.asked("PUT", "/lfs/"))
-    hubs.send(shards().outgoing(), "hf://me/model")
+    send(shards().outgoing(), "hf://me/model")
     assert hub.files("me/model") == {**files.bytes, "theirs.txt": b"x"}
     assert len(hub.asked("PUT", "/lfs/")) == uploads, "what was sent is there"
 
@@ -240,7 +245,7 @@ def test_somebody_commits_meanwhile(hub: Hub) -> None:
 def test_a_file_that_the_repository_ignores(hub: Hub) -> None:
     hub.make("me/model", {".gitignore": b"model.safetensors"})
     with pytest.raises(UsageError, match=r"`\.gitignore` there excludes"):
-        hubs.send(Files(model__safetensors=weights(1)).outgoing(), "hf://me/model")
+        send(Files(model__safetensors=weights(1)).outgoing(), "hf://me/model")
 
 
 def test_what_the_hub_lists_afterwards_is_compared(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,19 +258,19 @@ def test_what_the_hub_lists_afterwards_is_compared(hub: Hub, monkeypatch: pytest
 
     monkeypatch.setattr(Handler, "_apply", careless)
     with pytest.raises(RemoteError, match=r"differs from the files that were sent.*00002-of-00003"):
-        hubs.send(shards().outgoing(), "hf://me/model")
+        send(shards().outgoing(), "hf://me/model")
 
 
 def test_no_room(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckpttool.storage.free_space.free_bytes", lambda path: 1000)
     with pytest.raises(StorageError, match="needs 300000 bytes"):
-        hubs.send(shards().outgoing(), "hf://me/model")
+        send(shards().outgoing(), "hf://me/model")
 
 
 @pytest.mark.parametrize("where", ["hf://me", "hf://me/mo del", "hf://me/a--b"])
 def test_no_address(hub: Hub, where: str) -> None:
     with pytest.raises((UsageError, RemoteError)):
-        hubs.send(shards().outgoing(), where)
+        send(shards().outgoing(), where)
     assert not hub.repos
 
 
@@ -275,7 +280,7 @@ def test_a_file_that_cannot_be_made(hub: Hub, tmp_path: Path) -> None:
 
     files = shards()
     with pytest.raises(StorageError):
-        hubs.send([*files.outgoing(), Outgoing("last.txt", 3, broken)], "hf://me/model")
+        send([*files.outgoing(), Outgoing("last.txt", 3, broken)], "hf://me/model")
     assert hub.history("me/model") == ["initial commit"]
     assert os.listdir(tmp_path / "tmp") == []
 
@@ -327,7 +332,7 @@ def test_faults(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where
     if what == "stall":
         patience(monkeypatch, 0.3)
     with pytest.raises(RemoteError) as raised:
-        hubs.send(shards(1).outgoing(), "hf://me/model")
+        send(shards(1).outgoing(), "hf://me/model")
     error = raised.value
     if (where, what) == ("create", "409"):
         said = "no such repository"  # somebody else is said to have made it, and then it is not there
@@ -344,7 +349,7 @@ def test_faults(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where
     hub.faults.clear()
     patience(monkeypatch, 60)
     files = shards(1)
-    hubs.send(files.outgoing(), "hf://me/model")
+    send(files.outgoing(), "hf://me/model")
     assert hub.files("me/model") == files.bytes
     assert len(hub.history("me/model")) == (3 if before else 2)
 
@@ -354,7 +359,7 @@ def test_faults(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where
 def test_what_passes_is_nobodys_business(hub: Hub, where: str, what: str) -> None:
     hub.fail(*WHERE[where], **WHAT[what][0] | {"times": 2})
     files = shards(1)
-    hubs.send(files.outgoing(), "hf://me/model")
+    send(files.outgoing(), "hf://me/model")
     assert hub.files("me/model") == files.bytes
     assert hub.history("me/model") == ["Upload with ckpttool", "initial commit"]
 
@@ -364,7 +369,7 @@ def test_the_answer_to_the_commit_is_lost(hub: Hub, create_pr: bool) -> None:
     hub.make("me/model", {"config.json": b"{}"})
     hub.faults.append(Fault("POST", "/commit/", after=True, times=1))
     files = shards(1)
-    sent = hubs.send(files.outgoing(), "hf://me/model", create_pr=create_pr)
+    sent = send(files.outgoing(), "hf://me/model", create_pr=create_pr)
     repo = hub.repos["me/model"]
     ref = "refs/pr/1" if create_pr else "main"
     assert sent.oid == repo.refs[ref]
@@ -378,16 +383,16 @@ def test_the_answer_is_lost_and_nobody_can_be_asked(hub: Hub) -> None:
     hub.faults.append(Fault("POST", "/commit/", after=True, times=1))
     hub.fail("GET", "/commits/", status=503)
     with pytest.raises(RemoteError, match="did not confirm the commit"):
-        hubs.send(shards(1).outgoing(), "hf://me/model")
+        send(shards(1).outgoing(), "hf://me/model")
     hub.faults.clear()
-    hubs.send(shards(1).outgoing(), "hf://me/model")
+    send(shards(1).outgoing(), "hf://me/model")
     assert hub.history("me/model") == ["Upload with ckpttool", "somebody's", "initial commit"]
 
 
 def test_no_hub_at_all(hub: Hub) -> None:
     hub.close()
     with pytest.raises(RemoteError, match="cannot be reached"):
-        hubs.send(shards(1).outgoing(), "hf://me/model")
+        send(shards(1).outgoing(), "hf://me/model")
 
 
 # The token ----------------------------------------------------------------------------------------------------------
@@ -404,10 +409,10 @@ def test_the_token_is_told_to_nobody(
             hub.faults.clear()
             hub.fail(*WHERE[where], **WHAT[what][0])
             with pytest.raises(CkptError) as raised:
-                hubs.send(shards(1, 10 * seed).outgoing(), "hf://me/model")
+                send(shards(1, 10 * seed).outgoing(), "hf://me/model")
             said += [raised.value.message, str(raised.value.hint), repr(raised.value.facts)]
         hub.faults.clear()
-        said.append(repr(hubs.send(shards(1).outgoing(), "hf://me/model", stage=str(tmp_path / "stage"))))
+        said.append(repr(send(shards(1).outgoing(), "hf://me/model", stage=str(tmp_path / "stage"))))
     check_told_to_nobody([*said, *capfd.readouterr()], log, tmp_path, hub)
 
 
@@ -415,7 +420,7 @@ def test_without_a_token(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nonexistent")
     with pytest.raises(RemoteError, match="there is no token") as raised:
-        hubs.send(shards(1).outgoing(), "hf://me/model")
+        send(shards(1).outgoing(), "hf://me/model")
     assert "hf auth login" in str(raised.value.hint)
     assert not hub.seen
 
@@ -425,6 +430,6 @@ def test_the_process_is_as_it_was(hub: Hub) -> None:
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled
 
     before = (theirs.get_verbosity(), are_progress_bars_disabled())
-    hubs.send(shards(1).outgoing(), "hf://me/model")
+    send(shards(1).outgoing(), "hf://me/model")
     assert (theirs.get_verbosity(), are_progress_bars_disabled()) == before
     assert huggingface_hub.get_session().timeout.read is None, "what others set up is theirs"

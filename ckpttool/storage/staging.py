@@ -1,11 +1,12 @@
-"""Writes a destination beside its place, syncs it, and renames it once it is complete; finds what killed runs left.
+"""Writes a local destination beside its place, syncs it, and renames it once it is complete.
 
     .out.partial-4242           the unfinished `out`
-    .out.partial-4242.journal   which process writes it, and has it locked; then what has been copied (`journal`)
+    .out.partial-4242.journal   which process writes it, and has it locked; then lines on what it has written
     .out.partial-4242.before    what an earlier run left to resume from, until its files have been moved
     .out.old-4242               the old `out`, while it is replaced
 
-The lock ends with its process. Where a file system has no locks, the process id is looked up.
+The lock ends with its process, and the next run finds what that left. Where a file system has no locks, the process id
+is looked up.
 """
 
 from __future__ import annotations
@@ -14,35 +15,76 @@ import contextlib
 import errno
 import fcntl
 import itertools
+import json
 import os
 import re
+import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ckpttool.catalogue.entries import Catalogue
-from ckpttool.errors import CkptError, OverwriteError, RemoteError, StorageError
-from ckpttool.storage import files, local
-from ckpttool.storage.errors import from_os_error
-from ckpttool.transfer import journal
+from ckpttool.errors import CkptError, OverwriteError, RemoteError, StorageError, UsageError
+from ckpttool.storage import files
+from ckpttool.storage.crc import crc32
+from ckpttool.storage.errors import from_os_error, os_errors
+from ckpttool.storage.stores import is_remote
 
 _MARK = ".journal"
 # Errors of file systems without hard links.
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
+_BLOCK = 1 << 20
+
+
+class Log:
+    """Lines of JSON at an open descriptor, each behind the CRC-32 of its text; one that is torn or damaged ends them.
+
+    The methods raise OSError.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def __iter__(self) -> Iterator[Any]:
+        return (json.loads(line[9:]) for line in self._undamaged())
+
+    def append(self, lines: Iterable[Any]) -> None:
+        """Append values, a line each."""
+        texts = [json.dumps(line, separators=(",", ":")).encode() for line in lines]
+        data = b"".join([b"%08x %s\n" % (crc32(text), text) for text in texts])
+        while data:
+            data = data[os.write(self.descriptor, data) :]
+
+    def cut(self, *, keep: bool) -> None:
+        """Cut off what is behind the last undamaged line, or everything."""
+        end = sum(map(len, self._undamaged())) if keep else 0
+        if end != os.lseek(self.descriptor, 0, os.SEEK_END):
+            os.truncate(self.descriptor, end)
+        os.lseek(self.descriptor, end, os.SEEK_SET)
+
+    def _undamaged(self) -> Iterator[bytes]:
+        with open(os.dup(self.descriptor), "rb") as stream:
+            stream.seek(0)
+            for line in stream:
+                if not line.endswith(b"\n") or line[:9] != b"%08x " % crc32(line[9:-1]):
+                    return
+                yield line
 
 
 class Stage:
-    """Where a destination is written: `Stage("out", "/data/.out.partial-4242", descriptor)`. The descriptor is of the
-    journal, and holds its lock; `held` is the bytes on disk of an earlier run that this one resumes."""
+    """Where a destination is written: `stage.path`, a file or a directory beside it.
+
+    `held` is the bytes on disk of an earlier run that this one resumes (`resumes`), and `log` has its lines; a run that
+    can be resumed itself sets `keep`, so that an I/O error or an interrupt leaves all of it.
+    """
 
     def __init__(self, dst: str, path: str, descriptor: int) -> None:
-        self.dst, self.path, self.descriptor = dst, path, descriptor
+        self.dst, self.path = dst, path
+        self.log = Log(descriptor)
         self.held = 0
-        self.resumes = False
-        self.journal: journal.Journal | None = None
+        self.resumes = self.keep = False
 
     @property
     def before(self) -> str:
@@ -53,25 +95,27 @@ class Stage:
         head, _, number = self.path.rpartition(".partial-")
         return f"{head}.old-{number}"
 
-    def begin(self, created: Catalogue, digest: str, notes: list[str], *, every: bool) -> journal.Journal:
-        """Return the journal of what is copied into `created`, which lies at `path`. The files of an earlier run
-        replace the new ones if it followed the same plan. With `every`, all bytes are checksummed."""
-        log = journal.Journal(self.descriptor, every=every)
-        try:
-            self._begin(log, created, digest, notes)
-        except OSError as error:
-            raise from_os_error(error, self.path, "write") from None
-        self.journal = log
-        return log
+    def restart(self) -> None:
+        """Forget the lines of an earlier run."""
+        self.log.cut(keep=False)
+        self.log.append([_owner()])
 
-    def _begin(self, log: journal.Journal, created: Catalogue, digest: str, notes: list[str]) -> None:
-        if self.resumes and log.read(digest):
-            log.keep(journal.taken_over(created, self.path, self.before, {file for file, _ in log.done}))
-        elif self.resumes:
-            notes.append("partial output is from another source or other options: starting over")
+    def take_over(self, payloads: Mapping[str, Sequence[tuple[int, int]]]) -> set[str]:
+        """Move the files that an earlier run filled in place of new ones of the same size, by whose paths `payloads`
+        has the ranges to keep, in order; all other bytes are copied from the new ones. Return the paths of those."""
+        taken = set()
+        for new, ranges in payloads.items():
+            old = os.path.normpath(os.path.join(self.before, os.path.relpath(new, self.path)))
+            with os_errors(new, "write"):
+                if os.path.isfile(old) and os.path.getsize(old) == os.path.getsize(new):
+                    _copy_around(new, old, ranges)
+                    os.rename(old, new)
+                    taken.add(new)
+        return taken
+
+    def forget(self) -> None:
+        """Remove what is left of an earlier run."""
         files.remove(self.before)
-        if not log.done:
-            log.begin(digest, _owner())
 
     def remove(self) -> None:
         """Remove all of it, the journal last: as long as that exists, the next run finds the rest."""
@@ -82,29 +126,37 @@ class Stage:
         with suppress(OSError):
             os.unlink(self.path + _MARK)
 
-    def let_go(self) -> None:
+    def unlock(self) -> None:
         """Release the lock."""
         with suppress(OSError):
-            os.close(self.descriptor)
+            os.close(self.log.descriptor)
 
 
-@contextmanager
-def staged(dst: str, *, overwrite: bool, is_file: bool, notes: list[str] | None = None) -> Iterator[str]:
-    """Yield a path beside `dst` to write the destination at. It is renamed to `dst` when the block ends without an
-    error; else it is removed. With `overwrite`, the old `dst` is moved aside first and removed last."""
-    with stage(dst, overwrite=overwrite, is_file=is_file, notes=notes) as current:
-        yield current.path
+def _copy_around(new: str, old: str, ranges: Sequence[tuple[int, int]]) -> None:
+    """Copy all of `new` but some ranges to `old`. Raises OSError."""
+    size, at = os.path.getsize(new), 0
+    with open(new, "rb") as source, open(old, "r+b") as target:
+        for start, end in (*ranges, (size, size)):
+            source.seek(at)
+            target.seek(at)
+            while at < start:
+                data = source.read(min(_BLOCK, start - at))
+                target.write(data)
+                at += len(data)
+            at = max(at, end)
 
 
 @contextmanager
 def stage(
     dst: str, *, overwrite: bool, is_file: bool, resume: bool = False, notes: list[str] | None = None
 ) -> Iterator[Stage]:
-    """The same for a run that can be resumed. With `resume`, the files of an earlier run are taken over, and those of
-    this one are kept after an I/O error or an interrupt. `notes` gets a line for everything that was found.
+    """Yield where to write `dst`. That is renamed to `dst` when the block ends without an error; else it is removed.
+
+    With `overwrite`, the old `dst` is moved aside first and removed last. With `resume`, what an earlier run has kept
+    is taken over, and this one may `keep` its own. `notes` gets a line for everything that was found.
     """
     dst = dst.rstrip("/") or dst if not is_file else dst
-    local.check_free(dst, overwrite=overwrite, is_file=is_file)
+    check_free(dst, overwrite=overwrite, is_file=is_file)
     if os.path.islink(dst) and os.path.isdir(dst):
         # A link to another disk: the target is replaced, and the link stays.
         dst = os.path.realpath(dst)
@@ -115,7 +167,7 @@ def stage(
         above.mkdir(parents=True, exist_ok=True)
         earlier = _left(dst, notes, resume)
         # `_left` may have restored an old one.
-        local.check_free(dst, overwrite=overwrite, is_file=is_file)
+        check_free(dst, overwrite=overwrite, is_file=is_file)
         current = earlier or _claimed(dst)
     except OSError as error:
         _unmake(created)
@@ -125,7 +177,7 @@ def stage(
         yield current
         files.sync_tree(current.path)
         # Another run may have written it meanwhile.
-        local.check_free(dst, overwrite=overwrite, is_file=is_file)
+        check_free(dst, overwrite=overwrite, is_file=is_file)
         try:
             _swap_in(current.path, dst, current.old, overwrite)
             files.sync(str(above))
@@ -138,21 +190,41 @@ def stage(
                 ) from None
             raise from_os_error(error, dst, "write") from None
     except CkptError as error:
-        kept = resume and current.journal is not None and isinstance(error, (StorageError, RemoteError))
+        kept = resume and current.keep and isinstance(error, (StorageError, RemoteError))
         raise _renamed(error, current.path, dst, kept) from None
     except KeyboardInterrupt as stop:
-        kept = resume and current.journal is not None
+        kept = resume and current.keep
         # For the last message of the command.
         stop.kept = kept  # type: ignore[attr-defined]
         raise
     finally:
-        if kept and current.journal is not None:
-            current.journal.close()
-        else:
+        if not kept:
             current.remove()
-        current.let_go()
+        current.unlock()
         if not kept:
             _unmake(created)
+
+
+def check_free(dst: str, *, overwrite: bool, is_file: bool) -> None:
+    """Raises UsageError or OverwriteError if `dst` cannot be created."""
+    path = Path(dst)
+    if is_remote(dst):
+        raise UsageError(f"`{dst}` is not on this machine", hint=f"`ckpttool export SRC {dst}` writes there")
+    if not dst or os.path.basename(os.path.normpath(dst)) in ("", ".", ".."):
+        message = f"`{dst}` cannot be replaced" if dst else "the destination has no name"
+        raise UsageError(message, hint="name a new file or directory")
+    if is_file and (dst.endswith("/") or path.is_dir()):
+        raise UsageError(
+            f"`{dst}` is a directory, but this format writes one file",
+            hint=f"name the file: `{dst.rstrip('/')}/model.pt`",
+        )
+    if path.is_dir() and not is_file and not any(path.iterdir()):
+        return
+    if os.path.lexists(path) and stat.S_IFMT(path.lstat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK):
+        # Root could replace /dev/null by a checkpoint.
+        raise OverwriteError(f"`{dst}` is a pipe or a device", hint="name a file or a directory", file=dst)
+    if os.path.lexists(path) and not overwrite:
+        raise OverwriteError(f"`{dst}` exists", hint="pass `--overwrite` to replace it", file=dst)
 
 
 def _renamed(error: CkptError, partial: str, dst: str, kept: bool) -> CkptError:
@@ -231,18 +303,19 @@ def _claimed(dst: str) -> Stage:
         if any(os.path.lexists(name) for name in (claimed.path, claimed.before, claimed.old)):
             continue
         try:
-            claimed.descriptor = os.open(claimed.path + _MARK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            claimed.log.descriptor = os.open(claimed.path + _MARK, flags, 0o666)
         except FileExistsError:
             continue
         try:
-            if _is_locked(claimed.descriptor, claimed.path + _MARK) is not False:
-                journal.put(claimed.descriptor, _owner())
+            if _is_locked(claimed.log.descriptor, claimed.path + _MARK) is not False:
+                claimed.log.append([_owner()])
                 return claimed
         except BaseException:
             claimed.remove()
-            claimed.let_go()
+            claimed.unlock()
             raise
-        claimed.let_go()
+        claimed.unlock()
     raise AssertionError("there are always more numbers")
 
 
@@ -273,12 +346,12 @@ def _left(dst: str, notes: list[str], resume: bool) -> Stage | None:
         if name.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
             paths.append(str(path.with_name(entry.name.removesuffix(_MARK))))
     over = [one for one in (_abandoned(dst, candidate, notes, resume) for candidate in paths) if one is not None]
-    over.sort(key=lambda one: os.fstat(one.descriptor).st_mtime_ns)
+    over.sort(key=lambda one: os.fstat(one.log.descriptor).st_mtime_ns)
     taken = over.pop() if resume and over else None
     for one in over:
         _put_back(one, notes)
         one.remove()
-        one.let_go()
+        one.unlock()
         notes.append(f"removed what an interrupted run left at `{dst}` (`{Path(one.path).name}`)")
     if taken is not None:
         _put_back(taken, notes)
@@ -300,7 +373,9 @@ def _abandoned(dst: str, path: str, notes: list[str], resume: bool) -> Stage | N
         locked = _is_locked(descriptor, path + _MARK)
         if locked is False:
             return None
-        owner, this = journal.owner(descriptor), _owner()
+        owner, this = next(iter(Log(descriptor)), None), _owner()
+        if not isinstance(owner, dict):
+            owner = {}
         machine = not owner or owner.get("boot") == this["boot"] != "" or owner.get("host") == this["host"]
         if locked is None and (not machine or _is_running(owner, this)):
             return None
@@ -333,7 +408,7 @@ def _put_back(left: Stage, notes: list[str]) -> None:
 
 
 def _set_aside(left: Stage) -> None:
-    """Move the files of a run where `taken_over` looks for them. It may have been doing that itself when killed."""
+    """Move the files of a run where `take_over` looks for them. It may have been doing that itself when killed."""
     left.resumes = True
     if os.path.isdir(left.before) and os.path.isdir(left.path):
         for folder, _, names in os.walk(left.path):
