@@ -22,8 +22,9 @@ from torch import nn
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Path
 from ckpttool.catalogue.validation import validate
-from ckpttool.errors import UsageError
+from ckpttool.errors import ReadError, UsageError
 from ckpttool.producers.open import naming, open_source
+from ckpttool.storage.stores import local_path
 from ckpttool.text import meant, size, some
 from ckpttool.training import collectives, fill, fsdp1, match
 from ckpttool.training.contents import Contents, describe, nested_rest, without_own
@@ -222,7 +223,7 @@ def choose(path: str, strategy: str) -> tuple[str, str]:
         return strategy, "asked for"
     if not collectives.is_distributed():
         return "parallel", "there is one process"
-    views = collectives.all_gather((os.path.exists(path), _filesystem(path)))
+    views = collectives.all_gather((local_path(path).exists(), _filesystem(path)))
     blind = [rank for rank, (exists, _) in enumerate(views) if not exists]
     if views[0][0] and blind:
         return "broadcast", f"rank {blind[0]} does not see the path, rank 0 does"
@@ -235,13 +236,12 @@ def choose(path: str, strategy: str) -> tuple[str, str]:
 def _filesystem(path: str) -> str:
     """The type of the file system of a path, by its Linux name; empty if it is not known."""
     try:
-        with open("/proc/self/mounts", encoding="utf-8", errors="replace") as listed:
-            mounts = [line.split()[1:3] for line in listed]
-    except OSError:
+        table = local_path("/proc/self/mounts").read().decode(errors="replace")
+    except ReadError:
         return ""
-    real = os.path.realpath(path)
+    real = local_path(path).real()
     best = ("", "")
-    for place, kind in mounts:
+    for _, place, kind, *_ in map(str.split, table.splitlines()):
         place = place.replace("\\040", " ")
         inside = real == place or real.startswith(place.rstrip("/") + "/")
         if inside and len(place) >= len(best[0]):

@@ -6,14 +6,15 @@ import json
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
 from ckpttool.catalogue.boxes import Ints
-from ckpttool.errors import CorruptError
+from ckpttool.errors import CorruptError, ReadError
+from ckpttool.storage import files
+from ckpttool.storage.stores import Location, local_path
 from ckpttool.text import some
 
 _PATIENCE = 600.0  # seconds; torch and transformers take five of a quiet machine
@@ -62,12 +63,10 @@ def expected(config: Mapping[str, Any]) -> Expected | str:
         return "the config names no architecture"
     if find_spec("transformers") is None:
         return "transformers is not installed"
-    with tempfile.TemporaryDirectory(prefix="ckpttool-model-") as scratch:
-        out = os.path.join(scratch, "model.json")
+    with files.scratch_directory("ckpttool-model-") as scratch:
         # A directory with the config alone, without a tokenizer or code.
-        with open(os.path.join(scratch, "config.json"), "w", encoding="utf-8") as stream:
-            json.dump(config, stream)
-        answer = _asked(scratch, out)
+        (local_path(scratch) / "config.json").put(json.dumps(config).encode())
+        answer = _asked(scratch, local_path(scratch) / "model.json")
     if "why_not" in answer:
         return str(answer["why_not"])
     shapes = {key: {n: tuple(shape) for n, shape in answer[key].items()} for key in ("memory", "files")}
@@ -76,7 +75,7 @@ def expected(config: Mapping[str, Any]) -> Expected | str:
     return Expected(*parts, *(answer[name] for name in names))
 
 
-def _asked(folder: str, out: str) -> dict[str, Any]:
+def _asked(folder: str, out: Location) -> dict[str, Any]:
     import subprocess
 
     command = [sys.executable, "-m", "ckpttool.operations.export.architecture_process", folder, out]
@@ -91,9 +90,8 @@ def _asked(folder: str, out: str) -> dict[str, Any]:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        with open(out, encoding="utf-8") as stream:
-            process = json.load(stream)
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        process = json.loads(out.read())
+    except (OSError, ValueError, subprocess.SubprocessError, ReadError) as error:
         return {"why_not": f"transformers did not answer ({type(error).__name__})"}
     return process if isinstance(process, dict) else {}
 

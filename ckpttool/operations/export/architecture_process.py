@@ -11,6 +11,8 @@ import json
 import sys
 from typing import Any
 
+from ckpttool.storage.stores import local_path
+
 
 def describe(folder: str) -> dict[str, Any]:
     """`{"memory": {name: shape}, "files": {name: shape}, "tied": {name: name}, "prefix", "missing", "unexpected"}`, or
@@ -87,8 +89,7 @@ def main(folder: str, out: str) -> None:
     # Whatever it is, the config is what it is about, and the other process says it in one line.
     except Exception as error:
         answer = {"why_not": f"transformers cannot make the model: {type(error).__name__}: {error}".partition("\n")[0]}
-    with open(out, "w", encoding="utf-8") as stream:
-        json.dump(answer, stream)
+    local_path(out).put(json.dumps(answer).encode())
 
 
 if __name__ == "__main__":
