@@ -6,7 +6,8 @@ import threading
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
+from itertools import chain
 
 from ckpttool.catalogue.entries import Catalogue, Record
 from ckpttool.errors import CorruptError
@@ -87,20 +88,14 @@ class Pieces:
         self._used: defaultdict[tuple[int, int], int] = defaultdict(int)
         self._lock = threading.Lock()
 
-    def add(self, record: Record, offset: int, nbytes: int, crc: int) -> None:
-        """`nbytes` at `offset` (absolute) of the record have this CRC."""
-        key = (record.file, record.offset)
-        with self._lock:
-            self._records[key] = record
-            self._pieces[key].append((offset, nbytes, crc))
-            self._used[key] += nbytes
-
-    def touch(self, record: Record, nbytes: int) -> None:
-        """`nbytes` of the record were used in a way that gave no CRC."""
+    def add(self, record: Record, offset: int, nbytes: int, crc: int | None) -> None:
+        """`nbytes` at `offset` (absolute) of the record have this CRC, or were used in a way that gave none."""
         key = (record.file, record.offset)
         with self._lock:
             self._records[key] = record
             self._used[key] += nbytes
+            if crc is not None:
+                self._pieces[key].append((offset, nbytes, crc))
 
     def records(self) -> list[Record]:
         return list(self._records.values())
@@ -128,9 +123,7 @@ class Pieces:
         for key, record in self._records.items():
             pieces = self._pieces.get(key, ())
             crc = -1 if record.crc is None else record.crc
-            row.extend((record.file, record.offset, record.nbytes, crc, self._used[key], len(pieces)))
-            for piece in pieces:
-                row.extend(piece)
+            row.extend((*key, record.nbytes, crc, self._used[key], len(pieces), *chain.from_iterable(pieces)))
         return row.tobytes()
 
     def unpack(self, row: Sequence[int]) -> None:
@@ -141,9 +134,9 @@ class Pieces:
             key, at = (file, offset), at + 6
             self._records[key] = Record(file, offset, nbytes, None if crc < 0 else crc)
             self._used[key] += used
-            for i in range(at, at + 3 * count, 3):
-                self._pieces[key].append((row[i], row[i + 1], row[i + 2]))
-            at += 3 * count
+            end = at + 3 * count
+            self._pieces[key] += zip(row[at:end:3], row[at + 1 : end : 3], row[at + 2 : end : 3], strict=True)
+            at = end
 
     def _runs(self, record: Record) -> Iterator[tuple[int, int, int | None]]:
         """The record front to back: pieces, and gaps between them. A piece that overlaps an earlier one is left out,
@@ -162,7 +155,4 @@ class Pieces:
 
 def of(parts: Iterable[bytes | memoryview]) -> int:
     """The CRC of several buffers behind each other."""
-    crc = 0
-    for part in parts:
-        crc = crc32(part, crc)
-    return crc
+    return reduce(lambda crc, part: crc32(part, crc), parts, 0)

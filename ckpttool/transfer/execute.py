@@ -25,11 +25,11 @@ from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CorruptError
 from ckpttool.storage import stores
 from ckpttool.storage.crc import crc32, crc_of
-from ckpttool.storage.errors import from_os_error
+from ckpttool.storage.errors import os_errors
 from ckpttool.storage.files import Pool, aligned, pages, start_writing
 from ckpttool.transfer import checksums, read
 from ckpttool.transfer.cast import cast_array
-from ckpttool.transfer.journal import Done, Entry, Journal
+from ckpttool.transfer.journal import Done, Entry, Journal, Read
 from ckpttool.transfer.plan import Job, tiles
 from ckpttool.transfer.threads import Progress, Stopped, Work, on_threads
 
@@ -144,11 +144,8 @@ class _Tally:
 
     def add(self, entry: Entry, job: Job, resumed: int = 0) -> None:
         """Add what one task has done; `resumed` of its bytes were there before."""
-        for record, start, nbytes, crc in entry.read:
-            if crc is None:
-                self.read.touch(record, nbytes)
-            else:
-                self.read.add(record, start, nbytes, crc)
+        for part in entry.read:
+            self.read.add(*part)
         stored = job.chunk.extent.record
         if stored is not None:
             for start, nbytes, crc in entry.wrote:
@@ -164,10 +161,9 @@ class _Tally:
     def note_read(self, entry: Entry, extent: Extent, start: int, nbytes: int, crc: int | None) -> None:
         """Note in `entry` that `nbytes` at `start` of the file of `extent` were read."""
         record = extent.record
-        has_none = record is None or record.crc is None
-        if extent.checked or (has_none and extent.file in self.digested):
+        if extent.checked or (extent.file in self.digested and (record is None or record.crc is None)):
             entry.checked += nbytes
-        elif record is None or has_none:
+        elif record is None or record.crc is None:
             entry.unrecorded += nbytes
         else:
             entry.read.append((record, start, nbytes, crc))
@@ -187,30 +183,29 @@ class _Tally:
                 result.checked += self.read.used(record)
             else:
                 result.unchecked += self.read.used(record)
-        for record in self._written.records():
-            result.crcs[(record.file, record.offset)] = self._written.crc(record)
+        result.crcs = {(r.file, r.offset): self._written.crc(r) for r in self._written.records()}
         return result
 
 
-class _Flusher:
+class _Flusher(threading.Thread):
     """A thread that sends what was written on its way to the disk while the rest is copied, and writes the journal. The
     sync at the end then finds little left to do (1 GiB: 0.86 s -> 0.70 s)."""
 
     def __init__(self, pool: Pool, journal: Journal | None, work: Work) -> None:
+        super().__init__(daemon=True)
         self._pool, self._journal, self._work = pool, journal, work
-        self._dirty: dict[str, int] = {}
+        self._dirty: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._last = threading.Event()
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
+        self._last.set()
+        self.join()
         # The system reports a failed write once, to this thread or to the sync at the end.
         if kind is None and self._failure is not None:
             raise self._failure
@@ -218,29 +213,30 @@ class _Flusher:
     def note(self, location: str, nbytes: int) -> None:
         """Note that bytes of a file were written."""
         with self._lock:
-            self._dirty[location] = self._dirty.get(location, 0) + nbytes
+            self._dirty[location] += nbytes
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Flush every 20 ms until the block ends, and once more."""
         try:
-            while not self._done.wait(0.02):
-                with self._lock:
-                    full = [path for path, nbytes in self._dirty.items() if nbytes >= FLUSH]
-                    self._dirty.update(dict.fromkeys(full, 0))
-                if self._journal is not None:
-                    self._journal.flush()
-                for path in full:
-                    with self._pool.use(path) as fd:
-                        start_writing(fd)
-            if self._journal is not None:
-                self._journal.flush()
-        except OSError as error:
-            self._fail(from_os_error(error, "the journal of the destination", "write"))
+            is_last = False
+            while not is_last:
+                is_last = self._last.wait(0.02)
+                self._flush()
         except BaseException as error:
-            self._fail(error)
+            self._failure = error
+            self._work.stopped.set()
 
-    def _fail(self, error: BaseException) -> None:
-        self._failure = error
-        self._work.stopped.set()
+    def _flush(self) -> None:
+        with self._lock:
+            full = [path for path, nbytes in self._dirty.items() if nbytes >= FLUSH]
+            for path in full:
+                del self._dirty[path]
+        if self._journal is not None:
+            with os_errors("the journal of the destination", "write"):
+                self._journal.flush()
+        for path in full:
+            with self._pool.use(path) as fd:
+                start_writing(fd)
 
 
 @dataclass(slots=True)
@@ -262,15 +258,14 @@ class _Copier:
     def do(self, task: _Task) -> None:
         """Copy what a task says, or compare it."""
         job = task.job
-        parts: list[_Part] = []
-        for chunk, box in job.pieces:
-            shared = boxes.overlap(box, task.box)
-            if shared is not None:
-                parts.append((self.source.resolve(job.source, chunk), chunk, shared))
+        parts = [
+            (self.source.resolve(job.source, chunk), chunk, shared)
+            for chunk, box in job.pieces
+            if (shared := boxes.overlap(box, task.box)) is not None
+        ]
         number = job.chunk.extent.file
         done = self.journal.done.get((number, task.start)) if self.journal is not None else None
-        entry = self._resumed(task, done, parts) if done is not None else None
-        if entry is not None:
+        if done is not None and (entry := self._resumed(task, done, parts)) is not None:
             self.tally.add(entry, job, task.nbytes)
             self.work.note(task.nbytes)
             return
@@ -292,16 +287,9 @@ class _Copier:
             return None
         if self._crc_of(self.out, self.destination.files[number].location, task.start, task.nbytes) != done.crc:
             return None
-        return Entry(
-            number,
-            task.start,
-            task.nbytes,
-            wrote=[(task.start, task.nbytes, done.crc)],
-            read=[(records[file, offset], start, nbytes, crc) for file, offset, start, nbytes, crc in done.read],
-            checked=done.checked,
-            unrecorded=done.unrecorded,
-            overflowed=done.overflowed,
-        )
+        read: list[Read] = [(records[file, offset], at, nbytes, crc) for file, offset, at, nbytes, crc in done.read]
+        counts = done.checked, done.unrecorded, done.overflowed
+        return Entry(number, task.start, task.nbytes, [(task.start, task.nbytes, done.crc)], read, *counts)
 
     # Runs of bytes ---------------------------------------------------------------------------------------------------
 

@@ -173,8 +173,7 @@ class _SharedWork(Coordinator):
 
     def _announce(self, partial: str, created: Catalogue) -> None:
         """Send where the destination lies, which has its full size now."""
-        sizes = [[local_path(f.location).relative_to(partial), f.size] for f in created.files]
-        message = {"partial": local_path(partial).absolute(), "files": sizes, "digest": _digest(created)}
+        message = {"partial": local_path(partial).absolute(), "digest": _digest(created)}
         self._send("begin", json.dumps(message).encode())
 
     def _join(self, partial: str, created: Catalogue) -> None:
@@ -253,8 +252,7 @@ class _SharedWork(Coordinator):
         while not self._store.check([key]):
             self._check_others()
             time.sleep(_POLL)
-        value: bytes = self._store.get(key)
-        return value
+        return self._store.get(key)  # type: ignore[no-any-return] # bytes
 
     def _check_others(self) -> None:
         """Raises when another process has failed or is gone."""
@@ -275,14 +273,14 @@ class _Over(Exception):
     """Another rank failed, and rank 0 reports it."""
 
 
-def is_shared() -> bool:
-    """Return whether torchrun, or something that sets the same variables, started several processes."""
-    return all(name in os.environ for name in _VARIABLES) and os.environ["WORLD_SIZE"] not in ("", "1")
-
-
 def is_launched() -> bool:
-    """Return whether torchrun started this process, be it the only one."""
+    """Return whether torchrun, or something that sets the same variables, started this process, be it the only one."""
     return all(name in os.environ for name in _VARIABLES)
+
+
+def is_shared() -> bool:
+    """Return whether torchrun started several processes."""
+    return is_launched() and os.environ["WORLD_SIZE"] not in ("", "1")
 
 
 def is_silent() -> bool:
@@ -344,29 +342,22 @@ def _signals_wait() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class _Heartbeat:
+class _Heartbeat(threading.Thread):
     """Tells the store every second that this process lives, and knows since when the others have not."""
 
     def __init__(self, store: Any, rank: int) -> None:
+        super().__init__(daemon=True)
         self._store, self._rank = store, rank
-        self._last: dict[int, tuple[bytes, float]] = {}
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._beat, daemon=True)
+        self._latest: dict[int, tuple[bytes, float]] = {}
+        self._last = threading.Event()
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def _beat(self) -> None:
-        beats = 0
-        while True:
-            beats += 1
-            try:
+    def run(self) -> None:
+        # Without a store any more, which the main thread notices, it ends.
+        with suppress(Exception):
+            for beats in itertools.count(1):
                 self._store.set(f"pulse/{self._rank}", str(beats))
-            # The store is gone, which the main thread notices.
-            except Exception:
-                return
-            if self._done.wait(_BEAT):
-                return
+                if self._last.wait(_BEAT):
+                    return
 
     def silent(self, ranks: Any) -> int | None:
         """Return the first of these ranks without a new heartbeat for too long."""
@@ -374,15 +365,15 @@ class _Heartbeat:
         for rank in ranks:
             key = f"pulse/{rank}"
             beat = self._store.get(key) if self._store.check([key]) else b""
-            if rank not in self._last or self._last[rank][0] != beat:
-                self._last[rank] = (beat, now)
-            elif now - self._last[rank][1] > _DEAD:
+            if rank not in self._latest or self._latest[rank][0] != beat:
+                self._latest[rank] = (beat, now)
+            elif now - self._latest[rank][1] > _DEAD:
                 return int(rank)
         return None
 
     def stop(self) -> None:
-        self._done.set()
-        self._thread.join(_LEAVE)
+        self._last.set()
+        self.join(_LEAVE)
 
 
 # On the wire ----------------------------------------------------------------------------------------------------------
@@ -407,27 +398,27 @@ def _packed(moved: Transferred) -> bytes:
 def _unpack(data: bytes, into: Transferred) -> None:
     numbers = array("q")
     numbers.frombytes(data[: len(data) // 8 * 8])
-    into.moved += numbers[0]
-    into.unchecked += numbers[1]
-    into.checked += numbers[2]
-    end = 4 + 3 * numbers[3]
-    for at in range(4, end, 3):
-        into.crcs[numbers[at], numbers[at + 1]] = numbers[at + 2]
+    moved, unchecked, checked, count = numbers[:4]
+    into.moved += moved
+    into.unchecked += unchecked
+    into.checked += checked
+    end = 4 + 3 * count
+    into.crcs |= zip(zip(numbers[4:end:3], numbers[5:end:3], strict=True), numbers[6:end:3], strict=True)
     into.read.unpack(numbers[end:])
 
 
 def _as_json(error: BaseException) -> dict[str, Any]:
+    if isinstance(error, KeyboardInterrupt):
+        error = StorageError(_INTERRUPTED)
+    elif isinstance(error, (OSError, MemoryError)):
+        error = StorageError(str(error) or "out of memory")
     if isinstance(error, CkptError):
         return {"kind": type(error).__name__, "message": error.message, "hint": error.hint, "facts": error.facts}
-    if isinstance(error, KeyboardInterrupt):
-        return {"kind": "StorageError", "message": _INTERRUPTED, "hint": None, "facts": {}}
-    if isinstance(error, (OSError, MemoryError)):
-        return {"kind": "StorageError", "message": str(error) or "out of memory", "hint": None, "facts": {}}
-    return {"kind": "", "message": f"{type(error).__name__}: {error}", "hint": None, "facts": {}}
+    return {"kind": "", "message": f"{type(error).__name__}: {error}"}
 
 
 def _as_error(message: dict[str, Any]) -> Exception:
-    kind = getattr(errors, message["kind"], None) if message["kind"] else None
-    if not (isinstance(kind, type) and issubclass(kind, CkptError)):
+    if not message["kind"]:
         return RuntimeError(message["message"])
-    return kind(message["message"], hint=message["hint"], **message["facts"])
+    error: CkptError = getattr(errors, message["kind"])(message["message"], hint=message["hint"], **message["facts"])
+    return error

@@ -68,7 +68,7 @@ def test_gaps_are_asked_for_and_nothing_else(split: tuple[bytes, list[tuple[int,
     for at, n in parts:
         if data.draw(st.booleans()):
             missing |= set(range(at, at + n))
-            pieces.touch(record, n)
+            pieces.add(record, 0, n, None)
         else:
             pieces.add(record, 50 + at, n, crc32(content[at : at + n]))
     asked: list[int] = []

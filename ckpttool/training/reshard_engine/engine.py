@@ -265,7 +265,7 @@ def _check_source(source: Source, catalogue: Catalogue, meta: MetaModel, rank: R
         share = checksums.Pieces()
         for i, record in enumerate(read.records()):
             if i % rank.world == rank.number:
-                share.touch(record, read.used(record))
+                share.add(record, 0, read.used(record), None)
         moved = transfer((), source, catalogue, total=0, earlier=share)
         first = rank.number == 0
         message = (moved.checked + first * checked, moved.unchecked + first * without)
@@ -290,7 +290,7 @@ def _records(source: Source, catalogue: Catalogue, paths: Iterable[Path]) -> tup
             elif extent.record is None or has_none:
                 without += nbytes
             else:
-                read.touch(extent.record, nbytes)
+                read.add(extent.record, 0, nbytes, None)
     return read, checked, without
 
 
