@@ -20,7 +20,6 @@ from ckpttool.errors import CkptError, CorruptError
 
 Path = tuple[Hashable, ...]
 
-
 MAX_DIMENSIONS = 64  # as many as torch's own operations take
 MAX_ELEMENTS = 1 << 58  # of 16 bytes each, and no file is longer than 2**63 bytes
 
@@ -28,11 +27,8 @@ MAX_ELEMENTS = 1 << 58  # of 16 bytes each, and no file is longer than 2**63 byt
 def check_shape(shape: Sequence[int]) -> None:
     """Raises CorruptError for a shape that no tensor can have: 100,000 sizes of 2**62 take hours to multiply. Pure."""
     if len(shape) > MAX_DIMENSIONS:
-        raise CorruptError(
-            f"a tensor of {len(shape)} dimensions, more than {MAX_DIMENSIONS}",
-            found=len(shape),
-            expected=MAX_DIMENSIONS,
-        )
+        message = f"a tensor of {len(shape)} dimensions, more than {MAX_DIMENSIONS}"
+        raise CorruptError(message, found=len(shape), expected=MAX_DIMENSIONS)
     if any(size >= 1 << 63 for size in shape):
         raise CorruptError("a tensor with a size of 2**63 or more")
     if prod(shape) >= MAX_ELEMENTS:
@@ -59,6 +55,10 @@ class Record(NamedTuple):
     offset: int
     nbytes: int
     crc: int | None = None
+
+    def shifted(self, by: int) -> Record:
+        """The same place when `by` other files come before its own. Pure."""
+        return self._replace(file=self.file + by)
 
 
 class Extent(NamedTuple):
@@ -88,10 +88,7 @@ class Extent(NamedTuple):
 
     def shifted(self, by: int) -> Extent:
         """The same place when `by` other files come before its own. Pure."""
-        record = self.record
-        return self._replace(
-            file=self.file + by, record=record._replace(file=record.file + by) if record is not None else None
-        )
+        return self._replace(file=self.file + by, record=self.record.shifted(by) if self.record is not None else None)
 
 
 class Chunk(NamedTuple):
@@ -108,7 +105,7 @@ _tuple: Any = tuple.__new__
 class Chunks(Sequence[Chunk]):
     """The chunks of one tensor, held as columns: a checkpoint of 256 ranks has 768,000 of them.
 
-    In a catalogue that is laid out but not created yet, `file` is the rank that is to hold the chunk and `offset`
+    In a catalogue that is planned but not created yet, `file` is the rank that is to hold the chunk and `offset`
     and `nbytes` mean nothing.
     """
 
@@ -139,40 +136,26 @@ class Chunks(Sequence[Chunk]):
 
     @classmethod
     def placed(cls, placed: Iterable[tuple[boxes.Box, int]]) -> Chunks:
-        """Boxes with the rank that is to hold each, for a catalogue that is only laid out."""
+        """Boxes with the rank that is to hold each, for a catalogue that is only planned."""
         return cls.of(Chunk(offsets, sizes, Extent(rank, 0, 0)) for (offsets, sizes), rank in placed)
 
     @classmethod
-    def on(cls, offsets: list[Ints], sizes: list[Ints], ranks: Sequence[int]) -> Chunks:
-        """The same from columns, of which the boxes are kept as they are: tensors of one shape may share them."""
-        result = cls()
-        result.offsets, result.sizes, result.file = offsets, sizes, array("l", ranks)
-        result.offset = result.nbytes = array("q", bytes(8 * len(ranks)))
-        return result
-
-    @classmethod
-    def items(
-        cls, offsets: list[Ints], sizes: list[Ints], file: array[int], offset: array[int], nbytes: array[int]
-    ) -> Chunks:
-        """Unopened DCP items, from columns that are kept as they are."""
-        result = cls(item=True)
-        result.offsets, result.sizes = offsets, sizes
-        result.file, result.offset, result.nbytes = file, offset, nbytes
-        return result
-
-    @classmethod
-    def filled(
+    def from_columns(
         cls,
         offsets: list[Ints],
         sizes: list[Ints],
         file: array[int],
-        offset: array[int],
-        nbytes: array[int],
-        records: dict[int, Record],
+        offset: array[int] | None = None,
+        nbytes: array[int] | None = None,
+        *,
+        item: bool = False,
     ) -> Chunks:
-        """Plain chunks from columns that are kept as they are, and the records that some lie in, by their numbers."""
-        result = cls.items(offsets, sizes, file, offset, nbytes)
-        result.item, result.records = False, records
+        """Plain chunks, or unopened DCP items, from columns that are kept as they are: tensors of one shape may share
+        their boxes. Without `offset` and `nbytes`, for a catalogue that is only planned."""
+        result = cls(item=item)
+        result.offsets, result.sizes, result.file = offsets, sizes, file
+        zeros = array("q", bytes(8 * len(file)))
+        result.offset, result.nbytes = offset or zeros, nbytes or zeros
         return result
 
     def add(self, offsets: Ints, sizes: Ints, extent: Extent) -> None:
@@ -193,35 +176,20 @@ class Chunks(Sequence[Chunk]):
 
     def shifted(self, by: int) -> Chunks:
         """The same chunks when `by` other files come before theirs. Pure."""
-        result = Chunks(item=self.item)
-        result.offsets, result.sizes, result.offset, result.nbytes = self.offsets, self.sizes, self.offset, self.nbytes
-        result.file = array("l", [file + by for file in self.file])
+        files = array("l", [file + by for file in self.file])
+        result = Chunks.from_columns(self.offsets, self.sizes, files, self.offset, self.nbytes, item=self.item)
         result.strides, result.codecs = self.strides, self.codecs
-        result.records = {i: record._replace(file=record.file + by) for i, record in self.records.items()}
+        result.records = {i: record.shifted(by) for i, record in self.records.items()}
         return result
-
-    def extent(self, i: int) -> Extent:
-        """That of chunk `i`, which is there."""
-        return self.at(i).extent
 
     def at(self, i: int) -> Chunk:
         """Chunk `i`, which is there: as `chunks[i]`, at half the time."""
         # A plan asks for a million of them: this is `Chunk(..., Extent(...))` at half the time.
-        extent = _tuple(
-            Extent,
-            (
-                self.file[i],
-                self.offset[i],
-                self.nbytes[i],
-                self.strides.get(i) if self.strides else None,
-                self.codecs.get(i, ()) if self.codecs else (),
-                self.records.get(i) if self.records else None,
-                self.item,
-                False,
-                None,
-            ),
-        )
-        chunk: Chunk = _tuple(Chunk, (self.offsets[i], self.sizes[i], extent))
+        strides = self.strides.get(i) if self.strides else None
+        codec = self.codecs.get(i, ()) if self.codecs else ()
+        record = self.records.get(i) if self.records else None
+        place = (self.file[i], self.offset[i], self.nbytes[i], strides, codec, record, self.item, False, None)
+        chunk: Chunk = _tuple(Chunk, (self.offsets[i], self.sizes[i], _tuple(Extent, place)))
         return chunk
 
     def __len__(self) -> int:
@@ -252,8 +220,25 @@ OTHER = Part("other")
 KINDS = ("model", "optimizer", "scheduler", "rng", "dataloader", "scaler", "progress", "other")
 
 
+class _Named:
+    """The names of an entry."""
+
+    __slots__ = ()
+    path: Path
+    part: Part
+
+    @property
+    def name(self) -> str:
+        return dotted(self.path)
+
+    @property
+    def fqn(self) -> str:
+        """The name below the root of the part: `layers.0.w` for `model.layers.0.w`."""
+        return dotted(self.path[len(self.part.root) :])
+
+
 @dataclass(slots=True, eq=False)
-class Tensor:
+class Tensor(_Named):
     """A tensor: its key path, element type, shape and chunks.
 
     `embedded` tensors do not stand at their path themselves: an object's value refers to them with a `Link`.
@@ -271,15 +256,6 @@ class Tensor:
     alias: Path | None = None
 
     @property
-    def name(self) -> str:
-        return dotted(self.path)
-
-    @property
-    def fqn(self) -> str:
-        """The name below the root of the part: `layers.0.w` for `model.layers.0.w`."""
-        return dotted(self.path[len(self.part.root) :])
-
-    @property
     def numel(self) -> int:
         return prod(self.shape)
 
@@ -291,7 +267,7 @@ class Tensor:
 _UNREAD = object()
 
 
-class Object:
+class Object(_Named):
     """A value that is not a tensor: a number, a string, a list, an inert stub. Read when it is first asked for.
 
     `Object(("optim", "param_groups", 0, "lr"), 0.001)`. `origin` is, after a layout, its path in the source.
@@ -308,21 +284,9 @@ class Object:
         part: Part = OTHER,
         nbytes: int = 0,
     ) -> None:
-        self.path = path
-        self._value = value
-        self._read = read
-        self.part = part
-        self.nbytes = nbytes
-        self.origin: Path = path
-
-    @property
-    def name(self) -> str:
-        return dotted(self.path)
-
-    @property
-    def fqn(self) -> str:
-        """The name below the root of the part: `layers.0.w` for `model.layers.0.w`."""
-        return dotted(self.path[len(self.part.root) :])
+        self.path = self.origin = path
+        self._value, self._read = value, read
+        self.part, self.nbytes = part, nbytes
 
     @property
     def is_read(self) -> bool:
@@ -338,12 +302,8 @@ class Object:
 
     def at(self, path: Path, *, part: Part | None = None, change: Callable[[Any], Any] | None = None) -> Object:
         """The same value under another path, `change(value)` of it if given. `origin` stays the path in the source."""
-        moved = Object(
-            path,
-            read=(lambda: change(self.value)) if change is not None else (lambda: self.value),
-            part=part or self.part,
-            nbytes=self.nbytes,
-        )
+        read = (lambda: change(self.value)) if change is not None else (lambda: self.value)
+        moved = Object(path, read=read, part=part or self.part, nbytes=self.nbytes)
         moved.origin = self.origin
         return moved
 

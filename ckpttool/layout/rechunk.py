@@ -11,6 +11,7 @@ Source: `torch/distributed/fsdp/_fully_shard/_fsdp_param.py` of torch 2.13.
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -163,12 +164,12 @@ class _Ranks:
             self._boxes[key] = offsets, sizes, holders, [*map(prod, sizes)]
         offsets, sizes, holders, numels = self._boxes[key]
         load, itemsize = self._load, tensor.dtype.itemsize
-        owners: list[int] = []
+        owners = array("l")
         for ranks, numel in zip(holders, numels, strict=True):
             owner = ranks[0] if len(ranks) == 1 else min(ranks, key=load.__getitem__)
             load[owner] += numel * itemsize
             owners.append(owner)
-        return Chunks.on(offsets, sizes, owners)
+        return Chunks.from_columns(offsets, sizes, owners)
 
 
 # What is cut ----------------------------------------------------------------------------------------------------------

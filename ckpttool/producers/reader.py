@@ -224,7 +224,7 @@ def _digest(catalogue: Catalogue) -> str:
     values: list[object] = []
     for entry in catalogue.entries.values():
         if isinstance(entry, Tensor):
-            records = [entry.chunks.extent(i).record for i in range(len(entry.chunks))]
+            records = [chunk.extent.record for chunk in entry.chunks]
             # A tensor without a checksum is equal to no other.
             crcs = [r.crc if r is not None and r.crc else id(entry) for r in records]
             values.append((entry.name, entry.dtype.name, entry.shape, crcs))

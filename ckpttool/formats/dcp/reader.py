@@ -139,7 +139,9 @@ class _CatalogueBuilder:
         if self._is_safetensors:
             chunks = self._safetensors_chunks(name, entry)
         else:
-            chunks = Chunks.items(entry.offsets, entry.sizes, entry.files, entry.starts, entry.lengths)
+            chunks = Chunks.from_columns(
+                entry.offsets, entry.sizes, entry.files, entry.starts, entry.lengths, item=True
+            )
             if 0 in entry.shape and entry.dtype.kind != "quantized":
                 self._check_empty(name, path, entry)
         return Tensor(path, entry.dtype, entry.shape, chunks)

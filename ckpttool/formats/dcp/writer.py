@@ -199,9 +199,9 @@ class _Builder:
             if nbytes:
                 records[n] = Record(number, payload, nbytes)
             ends[number] += size
-        chunks = Chunks.filled(
-            [planned.offsets[i] for i in indices], [planned.sizes[i] for i in indices], files, starts, lengths, records
-        )
+        offsets, sizes = [planned.offsets[i] for i in indices], [planned.sizes[i] for i in indices]
+        chunks = Chunks.from_columns(offsets, sizes, files, starts, lengths)
+        chunks.records = records
         return replace(tensor, chunks=chunks, alias=None)
 
     def _entry(self, path: Path, name: str) -> StoredTensor | Item:

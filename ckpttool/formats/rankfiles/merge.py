@@ -197,7 +197,7 @@ class RankMerger:
         if isinstance(merged, Object) or isinstance(entry, Object) or _describe(merged) != _describe(entry):
             if kind in _STATE:
                 self._disagree(path, _describe(merged), _describe(entry), state)
-        elif self._is_copy(path, merged, merged.shape, merged.chunks.extent(0), entry.chunks.extent(0)):
+        elif self._is_copy(path, merged, merged.shape, merged.chunks.at(0).extent, entry.chunks.at(0).extent):
             return True
         elif kind in _STATE:
             self._differing.setdefault(path, []).append(state.rank)
@@ -226,7 +226,7 @@ class RankMerger:
         at = self._boxes[path].setdefault((chunk.offsets, chunk.sizes), len(tensor.chunks))
         if at == len(tensor.chunks):
             tensor.chunks.add(*chunk)
-        elif not self._is_copy(path, tensor, chunk.sizes, tensor.chunks.extent(at), chunk.extent):
+        elif not self._is_copy(path, tensor, chunk.sizes, tensor.chunks.at(at).extent, chunk.extent):
             self._differing.setdefault(path, []).append(state.rank)
 
     # What belongs together -------------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ class Viewed:
                     view_.chunk.append(k)
                     view_.slice.append(number)
         # In place of an offset, the extents of a view have the number of the chunk.
-        chunks = Chunks.items(offsets, sizes, files, array("q", range(len(offsets))), nbytes)
+        chunks = Chunks.from_columns(offsets, sizes, files, array("q", range(len(offsets))), nbytes, item=True)
         result = Tensor(path, tensor.dtype, shape, chunks, part=tensor.part, origin=tensor)
         self._views[id(result)] = (result, view_)
         return result

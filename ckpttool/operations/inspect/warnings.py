@@ -57,7 +57,7 @@ def _stored_twice(catalogue: Catalogue, aliases: Collection[Path]) -> list[list[
         chunks = tensor.chunks
         if tensor.part.kind != "model" or tensor.path in aliases or len(tensor.shape) < 2 or len(chunks) != 1:
             continue
-        extent = chunks.extent(0)
+        extent = chunks.at(0).extent
         record = extent.record
         if extent.plain and record is not None and record.crc and record.nbytes == extent.nbytes == tensor.nbytes:
             same[tensor.dtype.name, tensor.shape, record.crc].append(tensor)
