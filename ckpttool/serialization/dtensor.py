@@ -15,12 +15,13 @@ modules. A `DTensor` says which boxes it has by mesh, coordinate and placements 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from dataclasses import replace as changed
 from functools import lru_cache
-from itertools import product
+from itertools import accumulate, chain, product
 from math import prod
+from operator import mul
 from typing import Any, NamedTuple
 
 from ckpttool.catalogue.boxes import Ints, row_major
@@ -30,15 +31,15 @@ from ckpttool.catalogue.flatten import replaced
 from ckpttool.catalogue.values import Stub, stub_name
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.serialization import dtensor_offsets
-from ckpttool.serialization.dtensor_offsets import Place, Placement, Runs
+from ckpttool.serialization.dtensor_offsets import MeshPosition, Placement, Runs
 from ckpttool.serialization.torch_pickle import TensorRef
 
 _CLASSES = ("DTensor", "ShardedTensor")
 _MOST_RANKS, _MOST_PARTS = 1 << 20, 1 << 12  # of a job, of a dimension: what is made of them must not take for ever
 
 
-class Piece(NamedTuple):
-    """A box of a sharded tensor that this rank has, and where: `Piece((15, 0), (14, 7), TensorRef(...))`."""
+class LocalBox(NamedTuple):
+    """A box of a sharded tensor that this rank has, and where: `LocalBox((15, 0), (14, 7), TensorRef(...))`."""
 
     offsets: Ints
     sizes: Ints
@@ -47,7 +48,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """What one rank has of a tensor: `Shard("DTensor", float32, (29, 7), (Piece(...),), 1, 2, (2,), ("Shard(0)",))`.
+    """What one rank has of a tensor: `Shard("DTensor", float32, (29, 7), (LocalBox(...),), 1, 2, (2,), ("Shard(0)",))`.
 
     `ranks` are those that the tensor's mesh (the mesh that this one was cut out of, where it says) or process group
     counts; `within` those of the tensor's own mesh.
@@ -56,7 +57,7 @@ class Shard:
     kind: str
     dtype: Dtype
     shape: Ints
-    pieces: tuple[Piece, ...]
+    boxes: tuple[LocalBox, ...]
     rank: int | None
     world: int | None
     mesh: Ints = ()
@@ -68,9 +69,7 @@ class Shard:
 
 def mentions(data: bytes) -> bool:
     """Whether a pickle, or a part of one, names the class of a sharded tensor. It may have none all the same."""
-    return (
-        b"\nDTensor\n" in data or b"\nShardedTensor\n" in data or b"\x07DTensor" in data or b"\x0dShardedTensor" in data
-    )
+    return any(name in data for name in (b"\nDTensor\n", b"\nShardedTensor\n", b"\x07DTensor", b"\x0dShardedTensor"))
 
 
 def replace(tree: Any, shards: list[Shard] | None = None) -> Any:
@@ -125,22 +124,25 @@ def _last(value: Any) -> str:
 
 
 def _ints(value: Any, what: str) -> Ints:
-    if isinstance(value, int) and type(value) is int and value >= 0:
+    if type(value) is int and value >= 0:
         return (value,)
     if isinstance(value, (tuple, list)) and all(type(v) is int and v >= 0 for v in value):
         return tuple(value)
     raise CorruptError(f"its {what} is {value!r:.80}, not a tuple of integers", found=repr(value)[:80])
 
 
+def _attributes(states: Iterable[Any]) -> dict[str, Any]:
+    """The attributes that an object is given: its state is a dict, or with `__slots__` a pair of two."""
+    parts = (part for state in states for part in (state if isinstance(state, tuple) else (state,)))
+    return {key: value for part in parts if isinstance(part, dict) for key, value in part.items()}
+
+
 def _state(value: Any) -> dict[str, Any]:
-    """The attributes of an object: its state is a dict, or with `__slots__` a pair of two."""
-    attributes: dict[str, Any] = {}
-    states = value.state if isinstance(value, Stub) else ()
-    for state in states:
-        for part in state if isinstance(state, tuple) else (state,):
-            if isinstance(part, dict):
-                attributes |= part
-    return attributes
+    return _attributes(value.state if isinstance(value, Stub) else ())
+
+
+def _args(value: Any) -> tuple[Any, ...]:
+    return value.args if isinstance(value, Stub) else ()
 
 
 def _local(value: Any, what: str) -> TensorRef:
@@ -160,7 +162,7 @@ def _sharded_tensor(call: _Call) -> Shard:
         raise CorruptError("a ShardedTensor without its shards, metadata and process group")
     shards, metadata, group = call.state[:3]
     shape = _ints(_state(metadata).get("size", call.shape), "size")
-    pieces: list[Piece] = []
+    boxes: list[LocalBox] = []
     for shard in shards:
         state = _state(shard)
         box = _state(state.get("metadata"))
@@ -172,15 +174,15 @@ def _sharded_tensor(call: _Call) -> Shard:
                 found=list(ref.shape),
                 expected=list(sizes),
             )
-        pieces.append(Piece(offsets, sizes, ref))
-    dtype = pieces[0].ref.dtype if pieces else call.dtype
+        boxes.append(LocalBox(offsets, sizes, ref))
+    dtype = boxes[0].ref.dtype if boxes else call.dtype
     if dtype is None:
         raise CorruptError("a ShardedTensor without a dtype")
     process_group = _state(group)
     rank, world = process_group.get("global_rank"), process_group.get("global_world_size")
     if type(rank) is not int or type(world) is not int or not 0 <= rank < world or world > _MOST_RANKS:
         raise CorruptError(f"its process group says rank {rank!r} of {world!r}")
-    return Shard("ShardedTensor", dtype, shape, tuple(pieces), rank, world, ranks=_all_ranks(world))
+    return Shard("ShardedTensor", dtype, shape, tuple(boxes), rank, world, ranks=_all_ranks(world))
 
 
 # DTensor --------------------------------------------------------------------------------------------------------------
@@ -208,53 +210,36 @@ class _Known(NamedTuple):
 
 
 def _dtensor(call: _Call, known: _Known) -> Shard:
-    attributes: dict[str, Any] = {}
-    for part in call.state:
-        if isinstance(part, dict):
-            attributes |= part
+    attributes = _attributes([call.state])
     spec = _spec(attributes.get("_spec"))
     stub = spec.get("mesh")
-    mesh = known.meshes.get(id(stub))
-    if mesh is None:
-        mesh = known.meshes[id(stub)] = _mesh(_mesh_state(stub))
+    mesh = known.meshes.get(id(stub)) or known.meshes.setdefault(id(stub), _mesh(_mesh_state(stub)))
     placements = [_placement(p) for p in spec.get("placements") or ()]
     if len(placements) != len(mesh.shape) or any(p.dim >= len(call.shape) for p in placements):
         raise CorruptError(f"placements {[*map(str, placements)]} of {list(call.shape)} on a mesh {list(mesh.shape)}")
     local = _local(attributes.get("_local_tensor"), "local tensor")
-    pieces: tuple[Piece, ...] = ()
+    boxes: tuple[LocalBox, ...] = ()
     if mesh.coordinate is not None:
         order = None if any(p.factor > 1 for p in placements) else _shard_order(spec.get("shard_order"))
         key = (id(stub), local.shape, call.shape, *placements, *(order or {}).items())
-        runs = known.runs.get(key)
-        if runs is None:
-            place = Place(mesh.shape, mesh.coordinate)
-            runs = known.runs[key] = dtensor_offsets.of_local(local.shape, call.shape, place, placements, order)
-        pieces = tuple(_boxes(local, runs))
+        if key not in known.runs:
+            position = MeshPosition(mesh.shape, mesh.coordinate)
+            known.runs[key] = dtensor_offsets.of_local(local.shape, call.shape, position, placements, order)
+        boxes = tuple(_boxes(local, known.runs[key]))
     world = max(mesh.ranks) + 1 if mesh.ranks else None
-    return Shard(
-        "DTensor",
-        local.dtype,
-        call.shape,
-        pieces,
-        mesh.rank,
-        world,
-        mesh.shape,
-        tuple(map(str, placements)),
-        mesh.names,
-        mesh.ranks,
-        mesh.within,
-    )
+    names = tuple(map(str, placements))
+    mesh_facts = mesh.rank, world, mesh.shape, names, mesh.names, mesh.ranks, mesh.within
+    return Shard("DTensor", local.dtype, call.shape, boxes, *mesh_facts)
 
 
 def _spec(value: Any) -> dict[str, Any]:
     """The attributes of a spec, or the arguments of the call that makes one: ours, see `formats/rankfiles/spelling`."""
-    args = value.args if isinstance(value, Stub) else ()
-    return dict(zip(("mesh", "placements"), args, strict=False)) | _state(value)
+    return dict(zip(("mesh", "placements"), _args(value), strict=False)) | _state(value)
 
 
 def _mesh_state(value: Any) -> dict[str, Any]:
     """The attributes of a mesh; of one that we spelt, a call for all ranks in a row, those that the call gives it."""
-    state, args = _state(value), value.args if isinstance(value, Stub) else ()
+    state, args = _state(value), _args(value)
     if len(args) == 2 and isinstance(args[1], list) and type(state.get("_rank")) is int and state["_rank"] in args[1]:
         state |= {"_flatten_rank_map": args[1], "_coordinate_on_dim": [args[1].index(state["_rank"])]}
     return state
@@ -281,13 +266,9 @@ def _mesh(state: dict[str, Any]) -> _Mesh:
     elif coordinate is not None and strides and rank in ranks and prod(shape) <= len(ranks):
         # A mesh that was cut out of a larger one has the larger one's ranks, and steps through them from its own.
         start = ranks.index(rank) - sum(c * s for c, s in zip(coordinate, strides, strict=True))
-        steps = (start + sum(map(_times, c, strides)) for c in product(*map(range, shape)))
+        steps = (start + sum(map(mul, c, strides)) for c in product(*map(range, shape)))
         within = tuple(ranks[at] for at in steps if 0 <= at < len(ranks))
     return _Mesh(shape, names, coordinate, rank if type(rank) is int else None, ranks, within)
-
-
-def _times(a: int, b: int) -> int:
-    return a * b
 
 
 def _layout(stub: Any) -> tuple[Ints, Ints]:
@@ -295,8 +276,8 @@ def _layout(stub: Any) -> tuple[Ints, Ints]:
     state = _state(stub)
     axes = state.get("axes")
     if axes is None:
-        args = stub.args if isinstance(stub, Stub) else ()
-        shape, stride = state.get("shape", args[0] if args else ()), state.get("stride", args[1] if args[1:] else ())
+        shape, stride, *_ = (*_args(stub), (), ())
+        shape, stride = state.get("shape", shape), state.get("stride", stride)
         pairs = [(shape, stride)] if isinstance(shape, int) else [*zip(shape, stride, strict=True)]
     else:
         pairs = [(_state(axis).get("shape"), _state(axis).get("stride")) for axis in axes]
@@ -309,8 +290,7 @@ def _layout(stub: Any) -> tuple[Ints, Ints]:
 
 def _flat(value: Any) -> Iterator[int]:
     if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _flat(item)
+        yield from chain.from_iterable(map(_flat, value))
     else:
         yield _ints(value, "mesh's layout")[0]
 
@@ -321,8 +301,7 @@ def _placement(stub: Any) -> Placement:
         case "Replicate":
             return Placement(-1)
         case "Shard" | "_StridedShard":
-            args = stub.args if isinstance(stub, Stub) else ()
-            dim, factor = state.get("dim", args[0] if args else None), state.get("split_factor", 1)
+            dim, factor = state.get("dim", next(iter(_args(stub)), None)), state.get("split_factor", 1)
             if type(dim) is int and dim >= 0 and type(factor) is int and 1 <= factor <= _MOST_PARTS:
                 return Placement(dim, factor)
         case _ if "Partial" in name:
@@ -338,22 +317,22 @@ def _shard_order(value: Any) -> dict[int, Ints] | None:
     """Which mesh dimensions cut a dimension of the tensor, in the order in which they do; `((0, (1, 0)),)`."""
     order: dict[int, Ints] = {}
     for entry in value if isinstance(value, (tuple, list)) else ():
-        pair = entry.args if isinstance(entry, Stub) else entry
+        pair = _args(entry) or entry
         if not isinstance(pair, tuple) or len(pair) != 2 or type(pair[0]) is not int:
             raise CorruptError("a shard order that is not of a dimension and its mesh dimensions")
         order[pair[0]] = _ints(pair[1], "shard order")
     return order
 
 
-def _boxes(local: TensorRef, runs: list[Runs]) -> Iterator[Piece]:
+def _boxes(local: TensorRef, runs: list[Runs]) -> Iterator[LocalBox]:
     """The boxes of a local tensor, one unless a `_StridedShard` was cut from left to right."""
     if all(len(r) == 1 for r in runs):
-        yield Piece(tuple(r[0][0] for r in runs), local.shape, local)
+        yield LocalBox(tuple(r[0][0] for r in runs), local.shape, local)
         return
-    starts = [[0, *(sum(n for _, n in r[:i]) for i in range(1, len(r)))] for r in runs]
+    starts = [list(accumulate((n for _, n in r), initial=0)) for r in runs]
     for choice in product(*(range(len(r)) for r in runs)):
         offsets = tuple(r[i][0] for r, i in zip(runs, choice, strict=True))
         sizes = tuple(r[i][1] for r, i in zip(runs, choice, strict=True))
         skipped = sum(s[i] * step for s, i, step in zip(starts, choice, local.strides, strict=True))
         ref = local if sizes == local.shape else changed(local, offset=local.offset + skipped, shape=sizes)
-        yield Piece(offsets, sizes, ref)
+        yield LocalBox(offsets, sizes, ref)

@@ -65,7 +65,7 @@ def fill(
         if isinstance(ref, Shard):
             if shards is not None:
                 shards[path] = ref
-            chunks = Chunks.of(Chunk(p.offsets, p.sizes, placed(p.ref, path)) for p in ref.pieces)
+            chunks = Chunks.of(Chunk(p.offsets, p.sizes, placed(p.ref, path)) for p in ref.boxes)
             return Tensor(path, ref.dtype, ref.shape, chunks, embedded=embedded)
         if isinstance(ref, StorageRef):
             kind, shape = (ref.dtype or DTYPES["uint8"]), (ref.view[1] if ref.view else ref.numel,)

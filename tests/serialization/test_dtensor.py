@@ -66,15 +66,15 @@ def test_pieces_are_where_torch_cut_them(tmp_path: Path, shape: Any, placements:
             assert (found.kind, found.rank, found.world, found.mesh) == ("DTensor", rank, world, tuple(shape))
             assert found.shape == size and found.ranks == tuple(range(world))
             if not local.numel():
-                assert not found.pieces
+                assert not found.boxes
             # Each element says where in the whole it was: what the pieces say must agree.
-            for piece in found.pieces:
+            for piece in found.boxes:
                 there = whole[tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))]
                 here = local.as_strided(piece.ref.shape, piece.ref.strides, local.storage_offset())
-                if len(found.pieces) > 1:
+                if len(found.boxes) > 1:
                     here = local.as_strided(piece.ref.shape, piece.ref.strides, piece.ref.offset)
                 assert torch.equal(here, there), (rank, piece)
-            assert sum(torch.Size(p.sizes).numel() for p in found.pieces) == local.numel()
+            assert sum(torch.Size(p.sizes).numel() for p in found.boxes) == local.numel()
 
 
 def test_fsdp2_over_tensor_parallelism_that_is_uneven() -> None:
@@ -85,7 +85,7 @@ def test_fsdp2_over_tensor_parallelism_that_is_uneven() -> None:
         mine = rows.chunk(2)[tp].chunk(4)
         have = mine[fsdp] if fsdp < len(mine) else rows[:0]
         shard = _by_hand((9,), (4, 2), (fsdp, tp), ["_StridedShard", "Shard"], len(have), factors=[2, 1])
-        assert [(p.offsets[0], p.sizes[0]) for p in shard.pieces] == (
+        assert [(p.offsets[0], p.sizes[0]) for p in shard.boxes] == (
             [(int(have[0]), len(have))] if len(have) else []
         )  # fmt: skip
 
@@ -135,7 +135,7 @@ def test_the_geometry_is_upstreams(data: st.DataObject) -> None:
     placements = [Shard(0)] * len(on)
     size, offset = _compute_local_shape_and_global_offset((rows,), on, list(coordinate), placements)
     shard = _by_hand((rows,), on, coordinate, ["Shard"] * len(on), size[0], [1] * len(on))
-    assert [(p.sizes, p.offsets) for p in shard.pieces] == ([(size, offset)] if size[0] else [])
+    assert [(p.sizes, p.offsets) for p in shard.boxes] == ([(size, offset)] if size[0] else [])
 
 
 def test_a_shard_order_of_its_own() -> None:
@@ -143,7 +143,7 @@ def test_a_shard_order_of_its_own() -> None:
     rows = torch.arange(10)
     have = rows.chunk(2)[1].chunk(2)[0]
     found = _by_hand((10,), (2, 2), (0, 1), ["Shard", "Shard"], len(have), [1, 1], order=((0, (1, 0)),))
-    assert [p.offsets for p in found.pieces] == [(int(have[0]),)]
+    assert [p.offsets for p in found.boxes] == [(int(have[0]),)]
 
 
 def test_a_submesh_knows_its_ranks(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_sharded_tensors(tmp_path: Path, world: int, rows: int) -> None:
             made = chunked(whole, rank, world)
             found = read([{"w": made}], tmp_path / "w.pt")[0]["w"]
             boxes = [(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)) for s in made.local_shards()]
-        assert [(p.offsets, p.sizes) for p in found.pieces] == boxes
+        assert [(p.offsets, p.sizes) for p in found.boxes] == boxes
         assert (found.kind, found.rank, found.world, found.shape) == ("ShardedTensor", rank, world, (rows, 3))
         assert found.dtype.name == "float32"
 
@@ -217,7 +217,7 @@ def test_classes_that_moved(tmp_path: Path, old: str) -> None:
     call = data["w"]
     call.args = (call.args[0], stub_type(old, "DTensor"), *call.args[2:])
     found = sharded.replace(data)["w"]
-    assert [p.offsets for p in found.pieces] == [(3,)]
+    assert [p.offsets for p in found.boxes] == [(3,)]
 
 
 def _spoil_each(value: Any, seen: set[int]) -> Any:

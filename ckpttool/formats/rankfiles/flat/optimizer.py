@@ -105,7 +105,7 @@ def named(trees: Trees, place: Place) -> list[Parameter]:
 
 def _refs(value: Any) -> list[TensorRef]:
     if isinstance(value, Shard):
-        return [piece.ref for piece in value.pieces]
+        return [box.ref for box in value.boxes]
     return [value] if isinstance(value, TensorRef) else []
 
 

@@ -120,7 +120,7 @@ def _flat_parameters(trees: Trees) -> Iterator[_Flat]:
             shard = tree[name]
             if not isinstance(shard, Shard) or (shard.dtype, shard.shape) != (first.dtype, first.shape):
                 raise _differing(name, rank, _described(shard), _described(first))
-            for local in shard.pieces:
+            for local in shard.boxes:
                 if not is_line(local.ref) or len(local.offsets) != 1 or len(first.shape) != 1:
                     raise CorruptError(
                         f"`{name}`: rank {rank}: a flat parameter has one dimension, this has {_described(shard)}",
