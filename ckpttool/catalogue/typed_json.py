@@ -33,7 +33,7 @@ from base64 import b64decode, b64encode
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from math import isfinite, isnan
-from typing import Any, NoReturn
+from typing import Any
 
 from ckpttool.catalogue.values import Known, Link, Stub, TorchSize, attributes_of, is_stub_type, stub_name, stub_type
 from ckpttool.errors import CorruptError, LossError
@@ -85,9 +85,7 @@ class _Encoder:
         if not isinstance(value, (dict, list, tuple, set, frozenset, Stub)):
             return self._leaf(value)
         if id(value) in self._open:
-            raise LossError(
-                f"`{self._name}` cannot be written as JSON: a {_kind(value)} in it holds itself", name=self._name
-            )
+            raise self._loss(f"a {_kind(value)} in it holds itself")
         self._open.add(id(value))
         encoded = self._container(value, depth + 1)
         self._open.remove(id(value))
@@ -113,7 +111,10 @@ class _Encoder:
             return {"$name": [value.module, value.name]}
         if isinstance(value, Known):
             return {"$function": [value.module, value.name]}
-        raise LossError(f"`{self._name}` cannot be written as JSON: it holds a {_kind(value)}", name=self._name)
+        raise self._loss(f"it holds a {_kind(value)}")
+
+    def _loss(self, why: str) -> LossError:
+        return LossError(f"`{self._name}` cannot be written as JSON: {why}", name=self._name)
 
     def _container(self, value: Any, depth: int) -> Any:
         match value:
@@ -141,17 +142,14 @@ class _Encoder:
         encoded: dict[str, Any] = {f"${stub.how}": [type(stub).module, type(stub).name]}
         if stub.target is not None:
             encoded["target"] = self.encode(stub.target, depth)
-        if stub.args:
-            encoded["args"] = self._all(stub.args, depth)
-        if stub.kwargs:
-            encoded["kwargs"] = self.encode(stub.kwargs, depth)
-        if stub.values:
-            encoded["values"] = self._all(stub.values, depth)
-        if stub.pairs:
-            encoded["pairs"] = self._pairs(stub.pairs, depth)
-        if stub.state:
-            encoded["state"] = self._all(stub.state, depth)
-        return encoded
+        fields = {
+            "args": self._all(stub.args, depth),
+            "kwargs": self.encode(stub.kwargs, depth) if stub.kwargs else {},
+            "values": self._all(stub.values, depth),
+            "pairs": self._pairs(stub.pairs, depth),
+            "state": self._all(stub.state, depth),
+        }
+        return encoded | {name: field for name, field in fields.items() if field}
 
     def _all(self, values: Any, depth: int) -> list[Any]:
         return [self.encode(v, depth) for v in values]
@@ -197,8 +195,7 @@ def decode(encoded: Any, *, name: str = "value", functions: Functions | None = N
 
 class _Decoder:
     def __init__(self, name: str, functions: Functions) -> None:
-        self._name = name
-        self._functions = functions
+        self._name, self._functions = name, functions
         self._types: dict[tuple[str, str], type[Stub]] = {}
 
     def decode(self, encoded: Any) -> Any:
@@ -211,17 +208,16 @@ class _Decoder:
             return {k: self.decode(v) for k, v in encoded.items()}
         read = _READERS.get(tags[0])
         if len(tags) > 1 or read is None:
-            self._refuse(f"`{'`, `'.join(tags)}` is no kind of value", hint="it was written by a later ckpttool")
+            raise CorruptError(
+                f"{self._name}: `{'`, `'.join(tags)}` is no kind of value", hint="it was written by a later ckpttool"
+            )
         fields = {k: v for k, v in encoded.items() if k != tags[0]}
         try:
             if not fields.keys() <= _FIELDS.get(tags[0], set()):
                 raise TypeError
             return read(self, encoded[tags[0]], fields)
         except (TypeError, ValueError, OverflowError):
-            self._refuse(f"a malformed `{tags[0]}`")
-
-    def _refuse(self, why: str, hint: str | None = None) -> NoReturn:
-        raise CorruptError(f"{self._name}: {why}", hint=hint)
+            raise CorruptError(f"{self._name}: a malformed `{tags[0]}`") from None
 
     def all(self, encoded: Any) -> list[Any]:
         if not isinstance(encoded, list):
@@ -232,10 +228,10 @@ class _Decoder:
         return [(self.decode(k), self.decode(v)) for k, v in encoded]
 
     def function(self, encoded: Any) -> Known:
-        function = self._functions.get(_two_names(encoded))
-        if function is None:
-            raise TypeError
-        return function
+        try:
+            return self._functions[_two_names(encoded)]
+        except KeyError:
+            raise TypeError from None
 
     def type(self, encoded: Any) -> type[Stub]:
         module, name = _two_names(encoded)
@@ -243,18 +239,16 @@ class _Decoder:
             try:
                 self._types[module, name] = stub_type(module, name)
             except CorruptError as error:
-                self._refuse(error.message)
+                raise error.prefixed(self._name) from None
         return self._types[module, name]
 
     def object(self, how: str, encoded: Any, fields: dict[str, Any]) -> Stub:
         kind = self.type(encoded)
         stub = kind.__new__(kind, *self.all(fields.get("args", [])))
-        stub.how = how
-        stub.target = self.decode(fields.get("target"))
-        kwargs = self.decode(fields.get("kwargs", {}))
-        if not isinstance(kwargs, dict):
+        stub.how, stub.target = how, self.decode(fields.get("target"))
+        stub.kwargs = self.decode(fields.get("kwargs", {}))
+        if not isinstance(stub.kwargs, dict):
             raise TypeError
-        stub.kwargs = kwargs
         stub.values = self.all(fields.get("values", []))
         stub.pairs = self.pairs(fields.get("pairs", []))
         stub.state = self.all(fields.get("state", []))
@@ -278,11 +272,10 @@ def _read_float(text: Any) -> float:
         raise TypeError
     if not text.startswith("nan:"):
         return float(text)
-    bits = bytes.fromhex(text[4:])
-    if len(bits) != 8:
-        raise ValueError
-    value: float = struct.unpack(">d", bits)[0]
-    return value
+    try:
+        return float(struct.unpack(">d", bytes.fromhex(text[4:]))[0])
+    except struct.error:
+        raise ValueError from None
 
 
 def _bytes(text: Any) -> bytes:
