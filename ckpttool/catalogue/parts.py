@@ -59,12 +59,6 @@ class _Node:
 
 def assign(catalogue: Catalogue) -> None:
     """Set `part` of every entry."""
-    root = _tree(catalogue)
-    for path, part in _parts_below(root, (), 0):
-        _mark(_at(root, path), part)
-
-
-def _tree(catalogue: Catalogue) -> _Node:
     root = _Node()
     for path, entry in catalogue.entries.items():
         node = root
@@ -74,35 +68,22 @@ def _tree(catalogue: Catalogue) -> _Node:
                 child = node.children[key] = _Node()
             node = child
         node.entry = entry
-    return root
+    for node, part in _parts_below(root, (), 0):
+        for entry in _entries(node):
+            entry.part = part
 
 
-def _at(root: _Node, path: Path) -> _Node:
-    for key in path:
-        root = root.children[key]
-    return root
-
-
-def _mark(node: _Node, part: Part) -> None:
+def _entries(node: _Node) -> Iterator[Tensor | Object]:
     todo = [node]
     while todo:
         node = todo.pop()
         if node.entry is not None:
-            node.entry.part = part
-        todo.extend(node.children.values())
-
-
-def _leaves(node: _Node) -> Iterator[_Node]:
-    todo = [node]
-    while todo:
-        node = todo.pop()
-        if node.entry is not None:
-            yield node
+            yield node.entry
         todo.extend(node.children.values())
 
 
 def _has_tensor(node: _Node) -> bool:
-    return any(isinstance(leaf.entry, Tensor) for leaf in _leaves(node))
+    return any(isinstance(entry, Tensor) for entry in _entries(node))
 
 
 def _shape_of(node: _Node) -> str | None:
@@ -120,12 +101,12 @@ def _shape_of(node: _Node) -> str | None:
     return None
 
 
-def _parts_below(node: _Node, path: Path, depth: int) -> Iterator[tuple[Path, Part]]:
+def _parts_below(node: _Node, path: Path, depth: int) -> Iterator[tuple[_Node, Part]]:
     """Roots of the parts at and below `node`; a later one overrules what an earlier one marked."""
     kinds = {key: _shape_of(child) or kind_of_key(key) for key, child in node.children.items()}
     shape = _shape_of(node)
     if shape is not None:
-        yield path, Part(shape, path)
+        yield node, Part(shape, path)
         return
     telling = {key for key, kind in kinds.items() if kind and _tells(kind, node.children[key])}
     if all(isinstance(node.children[key].entry, Tensor) for key in telling):
@@ -137,22 +118,20 @@ def _parts_below(node: _Node, path: Path, depth: int) -> Iterator[tuple[Path, Pa
         if key not in telling and depth < _DEPTH and child.children and _has_parts(child, depth + 1)
     }
     if not telling and not deeper:
-        yield path, Part("model" if _has_tensor(node) else "other", path)
+        yield node, Part("model" if _has_tensor(node) else "other", path)
         return
-    yield path, OTHER._replace(root=path)
+    yield node, OTHER._replace(root=path)
     has_model = any(kinds[key] == "model" for key in telling)
     for key, child in node.children.items():
         below = (*path, key)
         kind = kinds[key] if key in telling else None
         if kind is not None:
-            yield below, Part(kind, below)
+            yield child, Part(kind, below)
         elif key in deeper:
             yield from _parts_below(child, below, depth + 1)
-        elif isinstance(child.entry, Tensor) and not has_model:
+        elif not has_model and (isinstance(child.entry, Tensor) or (_has_tensor(child) and not deeper)):
             # Tensors beside the optimizer and no model of that name: they are the model (torchtitan).
-            yield below, Part("model", path)
-        elif not has_model and _has_tensor(child) and not deeper:
-            yield below, Part("model", path)
+            yield child, Part("model", path)
 
 
 def _tells(kind: str, child: _Node) -> bool:
@@ -170,14 +149,11 @@ def _tells(kind: str, child: _Node) -> bool:
 
 def _has_parts(node: _Node, depth: int) -> bool:
     """Whether this dict divides into parts of its own, as `{"app": {"model": ..., "optim": ...}}` does."""
-    kinds = {_shape_of(c) or kind_of_key(k) for k, c in node.children.items() if c.children}
+    dicts = {k: c for k, c in node.children.items() if c.children}
+    kinds = {_shape_of(c) or kind_of_key(k) for k, c in dicts.items()}
     if {"model", "optimizer"} <= kinds or _shape_of(node) is not None:
         return True
-    return (
-        depth < _DEPTH
-        and len(node.children) <= 16
-        and any(c.children and _has_parts(c, depth + 1) for c in node.children.values())
-    )
+    return depth < _DEPTH and len(node.children) <= 16 and any(_has_parts(c, depth + 1) for c in dicts.values())
 
 
 def parts(catalogue: Catalogue) -> list[Part]:

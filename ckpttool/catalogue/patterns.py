@@ -49,58 +49,37 @@ def renamer(rules: Sequence[str]) -> Callable[[str], str]:
     compiled = [_rename_rule(*rule(text, "--rename")) for text in rules]
 
     def rename(name: str) -> str:
-        for step in compiled:
-            new = step(name)
-            if new is not None:
-                return _not_empty(new, name)
-        return name
+        new = next((new for step in compiled if (new := step(name)) is not None), name)
+        if name and not new:
+            raise UsageError(
+                f"`--rename` leaves `{name}` no name", hint="to leave a tensor out, use `--exclude`", tensor=name
+            )
+        return new
 
     return rename
 
 
-def _not_empty(new: str, name: str) -> str:
-    if name and not new:
-        raise UsageError(
-            f"`--rename` leaves `{name}` no name", hint="to leave a tensor out, use `--exclude`", tensor=name
-        )
-    return new
-
-
 def _rename_rule(old: str, new: str) -> Callable[[str], str | None]:
+    flag, leading = f"`--rename {old}={new}`", ""
+    pieces = [piece.replace("\\", r"\\") for piece in new.split("*")]
     if old.startswith("re:"):
-        pattern = compile_pattern(old)
-
-        def by_expression(name: str) -> str | None:
-            match = pattern.fullmatch(name)
-            try:
-                return match.expand(new) if match else None
-            except (re.error, IndexError) as error:
-                raise UsageError(f"`--rename {old}={new}`: {error}") from None
-
-        return by_expression
-    if not any(sign in old for sign in "*?["):
+        pattern, template = compile_pattern(old), new
+    elif not any(sign in old for sign in "*?["):
         if "*" in new:
-            raise UsageError(f"`--rename {old}={new}`: a `*` on the right stands for one on the left")
+            raise UsageError(f"{flag}: a `*` on the right stands for one on the left")
+        pattern, template, leading = re.compile(re.escape(old) + r"(\..*)?", re.DOTALL), rf"{pieces[0]}\g<1>", "."
+    else:
+        if new.count("*") > old.count("*"):
+            raise UsageError(f"{flag}: the right side has more `*` than the left")
+        # fnmatch has no groups; what it makes of the text between stars is `(?s:...)\Z`.
+        pattern = re.compile("(.*)".join(fnmatch.translate(text)[4:-3] for text in old.split("*")), re.DOTALL)
+        template = pieces[0] + "".join(rf"\g<{n}>{piece}" for n, piece in enumerate(pieces[1:], 1))
 
-        def by_prefix(name: str) -> str | None:
-            if name == old:
-                return new
-            return (new + name[len(old) :]).lstrip(".") if name.startswith(old + ".") else None
-
-        return by_prefix
-    if new.count("*") > old.count("*"):
-        raise UsageError(f"`--rename {old}={new}`: the right side has more `*` than the left")
-    # fnmatch has no groups; what it makes of the text between stars is `(?s:...)\Z`.
-    pattern = re.compile("(.*)".join(fnmatch.translate(text)[4:-3] for text in old.split("*")), re.DOTALL)
-    pieces = new.split("*")
-
-    def by_glob(name: str) -> str | None:
+    def rename(name: str) -> str | None:
         match = pattern.fullmatch(name)
-        if match is None:
-            return None
-        new_name = pieces[0]
-        for group, piece in zip(match.groups(), pieces[1:], strict=False):
-            new_name += group + piece
-        return new_name
+        try:
+            return match.expand(template).lstrip(leading) if match else None
+        except (re.error, IndexError) as error:
+            raise UsageError(f"{flag}: {error}") from None
 
-    return by_glob
+    return rename

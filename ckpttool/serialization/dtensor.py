@@ -28,7 +28,7 @@ from ckpttool.catalogue.boxes import Ints, row_major
 from ckpttool.catalogue.dtypes import DTYPES, Dtype
 from ckpttool.catalogue.entries import Path, dotted
 from ckpttool.catalogue.flatten import replaced
-from ckpttool.catalogue.values import Stub, stub_name
+from ckpttool.catalogue.values import Stub, stub_name, walk
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.serialization import dtensor_offsets
 from ckpttool.serialization.dtensor_offsets import MeshPosition, Placement, Runs
@@ -70,6 +70,12 @@ class Shard:
 def mentions(data: bytes) -> bool:
     """Whether a pickle, or a part of one, names the class of a sharded tensor. It may have none all the same."""
     return any(name in data for name in (b"\nDTensor\n", b"\nShardedTensor\n", b"\x07DTensor", b"\x0dShardedTensor"))
+
+
+def holds_sharded(value: Any) -> bool:
+    """Whether an object's value has a sharded tensor in it that could not be replaced."""
+    names = (stub_name(node) or "" for node in walk(value))
+    return any(n.startswith("torch.distributed.") and n.rpartition(".")[2] in _CLASSES for n in names)
 
 
 def replace(tree: Any, shards: list[Shard] | None = None) -> Any:

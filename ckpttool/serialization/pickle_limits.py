@@ -274,16 +274,23 @@ def charge_hashing(values: Iterable[Any]) -> None:
 
 def _cost(top: tuple[Any, ...], costs: dict[int, int]) -> int:
     """What the hash of a tuple computes, in elements; `costs` remembers those of the tuples in it."""
+    for node in _inner_first(top, costs):
+        costs[id(node)] = 1 + sum(costs[id(item)] if isinstance(item, tuple) else 1 for item in node)
+    return costs[id(top)]
+
+
+def _inner_first(top: tuple[Any, ...], known: dict[int, int]) -> Iterator[tuple[Any, ...]]:
+    """A tuple and those in it, each behind those that it holds, but for `known` ones, which each becomes then."""
     todo = [top]
     while todo:
         node = todo[-1]
-        inner = [item for item in node if isinstance(item, tuple) and id(item) not in costs]
+        inner = [item for item in node if isinstance(item, tuple) and id(item) not in known]
         if inner:
             todo += inner
         else:
-            costs[id(node)] = 1 + sum(costs[id(item)] if isinstance(item, tuple) else 1 for item in node)
+            if id(node) not in known:
+                yield node
             todo.pop()
-    return costs[id(top)]
 
 
 # After it ran --------------------------------------------------------------------------------------------------------
@@ -322,25 +329,9 @@ def check_depths(tree: Any) -> None:
 def _inside(top: tuple[Any, ...], depths: dict[int, int]) -> list[Any]:
     """What is in a tuple and in the tuples in it; `depths` remembers how deep each is."""
     below: list[Any] = []
-    if id(top) in depths:
-        return below
-    path, left, deepest = [top], [iter(top)], [1]
-    while path:
-        for item in left[-1]:
-            if not isinstance(item, tuple):
-                below.append(item)
-            elif id(item) in depths:
-                deepest[-1] = max(deepest[-1], depths[id(item)] + 1)
-            else:
-                path.append(item)
-                left.append(iter(item))
-                deepest.append(1)
-                break
-        else:
-            left.pop()
-            depth = depths[id(path.pop())] = deepest.pop()
-            if deepest:
-                deepest[-1] = max(deepest[-1], depth + 1)
-            if depth > MAX_NESTED:
-                raise CorruptError(f"tuples nested more than {MAX_NESTED} deep")
+    for node in _inner_first(top, depths):
+        depth = depths[id(node)] = 1 + max((depths[id(item)] for item in node if isinstance(item, tuple)), default=0)
+        if depth > MAX_NESTED:
+            raise CorruptError(f"tuples nested more than {MAX_NESTED} deep")
+        below += [item for item in node if not isinstance(item, tuple)]
     return below

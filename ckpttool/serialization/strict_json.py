@@ -9,24 +9,16 @@ from typing import Any
 from ckpttool.errors import CorruptError
 
 
-class _NotJson(ValueError):
-    pass
-
-
-class _Repeated(ValueError):
-    pass
-
-
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
         ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise _Repeated(name)
+        raise CorruptError(f"names `{name}` twice", tensor=name)
     return result
 
 
 def _no_constant(text: str) -> Any:
-    raise _NotJson(f"`{text}` is no number")
+    raise CorruptError(f"is not JSON: `{text}` is no number")
 
 
 # Python makes 72 bytes of the three of `[],`. An index of a million tensors has a value for each dozen bytes.
@@ -61,10 +53,8 @@ def parse(text: bytes, what: str) -> Any:
         return json.loads(text.decode("utf-8"), object_pairs_hook=_once, parse_constant=_no_constant)
     except UnicodeDecodeError as error:
         raise CorruptError(f"{what} is not UTF-8 at its byte {error.start}") from None
-    except _Repeated as error:
-        raise CorruptError(f"{what} names `{error}` twice", tensor=str(error)) from None
-    except _NotJson as error:
-        raise CorruptError(f"{what} is not JSON: {error}") from None
+    except CorruptError as error:
+        raise CorruptError(f"{what} {error.message}", **error.facts) from None
     except json.JSONDecodeError as error:
         why = error.msg[:1].lower() + error.msg[1:]
         raise CorruptError(

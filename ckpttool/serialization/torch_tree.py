@@ -17,7 +17,7 @@ from ckpttool.catalogue.flatten import flatten
 from ckpttool.catalogue.values import Link, stub_name, walk
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CorruptError, LossError
-from ckpttool.serialization.dtensor import Shard
+from ckpttool.serialization.dtensor import Shard, holds_sharded
 from ckpttool.serialization.torch_module import Dropped, is_module, replace_modules
 from ckpttool.serialization.torch_pickle import NewTensor, StorageRef, TensorRef
 from ckpttool.storage import files
@@ -39,6 +39,7 @@ class PlacedSource:
 
 
 Place = Callable[[TensorRef | StorageRef], Extent]
+_META_TENSOR = "torch._utils._rebuild_meta_tensor_no_storage"
 
 
 def fill(
@@ -57,9 +58,8 @@ def fill(
         try:
             return place(ref)
         except CorruptError as error:
-            raise type(error)(
-                f"{error.message} (tensor `{dotted(path)}`)", hint=error.hint, **{**error.facts, "tensor": dotted(path)}
-            ) from None
+            facts = {**error.facts, "tensor": dotted(path)}
+            raise CorruptError(f"{error.message} (tensor `{dotted(path)}`)", hint=error.hint, **facts) from None
 
     def make(ref: Any, path: Path, embedded: bool) -> Tensor:
         if isinstance(ref, Shard):
@@ -85,26 +85,18 @@ def fill(
     if tagged:
         text = f"Python attributes of {len(tagged)} tensors are left out: {some(tagged)}"
         catalogue.warnings.append(Warning("left-out", text))
-    catalogue.warnings += _object_warnings(catalogue.objects)
+    catalogue.warnings += _object_warnings(list(catalogue.objects))
 
 
 def _object_warnings(objects: Iterable[Object]) -> list[Warning]:
-    sharded: list[str] = []
-    meta: list[str] = []
-    for entry in objects:
-        names = {name for node in walk(entry.value) if (name := stub_name(node))}
-        if any(n.startswith("torch.distributed.") and n.endswith((".DTensor", ".ShardedTensor")) for n in names):
-            sharded.append(entry.name)
-        if "torch._utils._rebuild_meta_tensor_no_storage" in names:
-            meta.append(entry.name)
     warnings = []
-    if sharded:
+    if sharded := [entry.name for entry in objects if holds_sharded(entry.value)]:
         text = (
             f"this file is one rank's part of a sharded checkpoint: {len(sharded)} entries are DTensor or "
             f"ShardedTensor objects, kept as they are: {some(sharded)}"
         )
         warnings.append(Warning("rank-part", text))
-    if meta:
+    if meta := [entry.name for entry in objects if _META_TENSOR in map(stub_name, walk(entry.value))]:
         text = f"{len(meta)} tensors are on the meta device and have no values: {some(meta)}"
         warnings.append(Warning("no-values", text))
     return warnings
@@ -121,9 +113,7 @@ def span_of(extent: Extent) -> Span:
 
 def storage_warnings(storages: list[tuple[str, int, int]], used: dict[int, set[Span]]) -> list[Warning]:
     """About storages, each `(name, offset, nbytes)`, that do not match the spans used of them by offset. Pure."""
-    larger: list[str] = []
-    unused: list[str] = []
-    shared: list[str] = []
+    larger, unused, shared = [], [], []
     slack = waste = twice = 0
     for name, offset, nbytes in storages:
         spans = used.get(offset)

@@ -8,17 +8,15 @@ from contextlib import suppress
 from itertools import chain
 from typing import Any, NoReturn
 
-from ckpttool.catalogue import values
 from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, Object, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Run
-from ckpttool.catalogue.values import stub_name
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.formats.dcp import planner_data
 from ckpttool.formats.dcp.index import Index, read_index
 from ckpttool.formats.dcp.items import Items
 from ckpttool.formats.dcp.metadata import Item, StoredTensor, items_of
-from ckpttool.serialization import safetensors_header, torch_tree, unpickler
+from ckpttool.serialization import dtensor, safetensors_header, torch_tree, unpickler
 from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
 from ckpttool.serialization.torch_zip import Archive
 
@@ -251,7 +249,7 @@ class _CatalogueBuilder:
                 entry.nbytes = item.length
             self._catalogue.add(entry)
         self._catalogue.containers |= part.containers
-        if any(_is_sharded(entry.value) for entry in part.objects):
+        if any(dtensor.holds_sharded(entry.value) for entry in part.objects):
             rank = self._index.files[item.file].rank
             text = (
                 f"`{dotted(path)}` is one object with DTensor or ShardedTensor inside: only the shards of "
@@ -298,8 +296,3 @@ def _raise(error: CkptError) -> NoReturn:
 
 def _no_storage(ref: TensorRef | StorageRef) -> NoReturn:
     raise CorruptError("a tensor in an archive without storages")
-
-
-def _is_sharded(value: Any) -> bool:
-    names = (stub_name(node) or "" for node in values.walk(value))
-    return any(n.startswith("torch.distributed.") and n.endswith((".DTensor", ".ShardedTensor")) for n in names)
