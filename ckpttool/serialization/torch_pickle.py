@@ -217,8 +217,10 @@ def write_tensor(writer: Writer, tensor: NewTensor) -> None:
     writer.named("torch._utils", "_rebuild_tensor_v2" if name is not None else "_rebuild_tensor_v3")
     writer.out += b"("
     writer.persistent(pid)
-    for value in (0, tensor.shape, boxes.row_major(tensor.shape), False):
-        writer.write(value)
+    writer.integer(0)
+    writer.write_tuple(tensor.shape)
+    writer.write_tuple(boxes.row_major(tensor.shape))
+    writer.write(False)
     writer.call("collections", "OrderedDict", ())
     if name is None:
         writer.named("torch", tensor.dtype.name)
