@@ -25,7 +25,8 @@ class Argument(click.Argument):
 class Option(click.Option):
     """An option, as `--help` shows it: `Option("--threads -j N", "Number of threads.")`, `GLOB...` if it is repeatable.
 
-    Without a metavar it is a flag, and `--no-card` sets `card` to False. The default is shown, but not a flag's.
+    Without a metavar it is a flag, `--no-card` sets `card` to False, and a pair of flags leaves None without either. The
+    default is shown, but not a flag's.
     """
 
     def __init__(self, usage: str, help: str, *, name: str | None = None, **settings: Any) -> None:
@@ -34,7 +35,7 @@ class Option(click.Option):
         if metavar:
             settings |= {"metavar": metavar.removesuffix("..."), "multiple": metavar.endswith("...")}
         else:
-            settings["is_flag"] = True
+            settings = {"is_flag": True, "default": None if "/" in usage else False, **settings}
         if usage[2:5] == "no-":
             name, settings = usage[5:], {"flag_value": False, "default": True}
         super().__init__([*flags, name] if name else flags, help=help, show_default=bool(metavar), **settings)
