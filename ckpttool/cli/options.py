@@ -25,7 +25,7 @@ class Argument(click.Argument):
 class Option(click.Option):
     """An option, as `--help` shows it: `Option("--threads -j N", "Number of threads.")`, `GLOB...` if it is repeatable.
 
-    Without a metavar it is a flag, `--no-card` sets `card` to False, and a pair of flags leaves None without either. The
+    Without a metavar it is a flag, `--no-card` sets `card` to False, and a pair of flags is None without either. The
     default is shown, but not a flag's.
     """
 
