@@ -10,7 +10,8 @@ from typing import Any
 
 from ckpttool.catalogue.dtypes import dtype
 from ckpttool.catalogue.typed_json import same
-from ckpttool.operations.diff.elements import Comparison
+from ckpttool.layout.mesh import Mesh
+from ckpttool.operations.diff.elements import compare
 from ckpttool.operations.verify_resume.trial import state
 from ckpttool.operations.verify_resume.trial.diagnose import diagnose
 from ckpttool.operations.verify_resume.trial.job import Job, Seen
@@ -21,6 +22,7 @@ from ckpttool.transfer.numbers import numbers
 
 _ORDER = ("model", "optimizer", "scheduler", "scaler", "rng", "dataloader")
 _MOST_OF_END = 3
+_STEP_KEYS = ("loss", "batch", "digest", "seconds")
 # Of gradients in float32; those in smaller dtypes may be `_LOOSE` apart.
 _TOLERANCE = {"float32": 1e-3, "float64": 1e-9}
 _LOOSE = 5e-2
@@ -29,16 +31,14 @@ _ZERO = 1e-12
 
 def collect_run(name: str, job: Job, seen: list[Seen], seconds: float) -> Run:
     """Return a run as the report has it, from what its ranks saw step by step."""
-    mesh = ",".join(f"{dim}={size}" for dim, size in job.dims.items())
-    run = Run(name, mesh, len(seen), job.load, first_step=0, seconds=seconds)
+    run = Run(name, str(Mesh(tuple(job.dims), tuple(job.dims.values()))), len(seen), job.load, seconds=seconds)
     if job.load is not None:
         run.first_step = run.resumed_at = seen[0].first_step
     for ranks in zip(*(one.steps for one in seen), strict=True):
-        digests = [step["digest"] for step in ranks]
+        losses, batches, digests, seconds_of = ([step[key] for step in ranks] for key in _STEP_KEYS)
         digest = hashlib.sha256("".join(digests).encode()).hexdigest()
-        losses, batches = [step["loss"] for step in ranks], [step["batch"] for step in ranks]
-        slowest = max(step["seconds"] for step in ranks)
-        run.steps.append(Step(ranks[0]["number"], losses, ranks[0]["gradient_norm"], digest, batches, slowest, digests))
+        number, norm = ranks[0]["number"], ranks[0]["gradient_norm"]
+        run.steps.append(Step(number, losses, norm, digest, batches, max(seconds_of), digests))
     after = sorted(step.seconds for step in run.steps[-job.after :]) if job.after else []
     run.steps_per_second = 1 / after[len(after) // 2] if after and after[len(after) // 2] else None
     run.memory = [Memory(one.rank, **one.memory) for one in seen if one.memory]
@@ -54,23 +54,20 @@ def compare_states(
     """Compare two states bit for bit: a row for each part, and findings. Returns whether they are equal."""
     difference = state.compare(before, after)
     unequal = state.difference_names(difference)
-    world = min(before.world, after.world)
-    local = 0
-    names: dict[str, list[str]] = {}
-    for name in dict.fromkeys([*before.tensors, *after.tensors, *before.objects, *after.objects]):
-        if (before.rank_of(name) or 0) >= world:
-            local += 1
-        else:
-            names.setdefault(before.kind_of(name), []).append(name)
-    for kind in sorted(names, key=lambda kind: (_ORDER.index(kind) if kind in _ORDER else len(_ORDER), kind)):
-        differing = len(unequal.intersection(names[kind]))
-        says = "bitwise, on whole tensors" if kind in ("model", "optimizer") else ""
-        report.compared.append(Compared(kind, run, against, len(names[kind]), differing, says, equal=not differing))
-    if local:
-        report.notes.append(
-            f"run {run}: {plural(local, 'rank-local value')} of {against} or {run} alone (world sizes differ), "
-            "not compared"
-        )
+    names: dict[str, list[str]] = {kind: [] for kind in _ORDER}
+    every = dict.fromkeys([*before.tensors, *after.tensors, *before.objects, *after.objects])
+    shared = [name for name in every if (before.rank_of(name) or 0) < min(before.world, after.world)]
+    for name in shared:
+        names.setdefault(before.kind_of(name), []).append(name)
+    others = sorted(names.keys() - {*_ORDER})
+    for kind in (*_ORDER, *others):
+        if names[kind]:
+            differing = len(unequal.intersection(names[kind]))
+            says = "bitwise, on whole tensors" if kind in ("model", "optimizer") else ""
+            report.compared.append(Compared(kind, run, against, len(names[kind]), differing, says, equal=not differing))
+    if local := len(every) - len(shared):
+        of = f"{plural(local, 'rank-local value')} of {against} or {run} alone (world sizes differ)"
+        report.notes.append(f"run {run}: {of}, not compared")
     findings = diagnose(before, after, fresh, run, difference)
     report.findings += findings
     return not findings and not unequal
@@ -134,6 +131,8 @@ def compare_steps(
 
 
 def _step_finding(title: str, number: int, was: Any, now: Any, run: str, against: str) -> Finding:
+    import numpy as np
+
     rank = None
     if isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
         rank = next(r for r, (a, b) in enumerate(zip(was, now, strict=True)) if not same(a, b))
@@ -142,19 +141,11 @@ def _step_finding(title: str, number: int, was: Any, now: Any, run: str, against
     values = f": {now!r} and not {was!r}" if isinstance(was, float) else ""
     verb, that = ("differ", "those") if title == "parameters" else ("differs", "that")
     says = f"the {title}{of_rank} {verb} from {that} of {against} in step {number}{values}"
-    finding = Finding(f"{title} {verb}", says, run, rank=rank, step=number, expected=was, found=now)
+    figures: dict[str, Any] = {}
     if isinstance(was, float) and isinstance(now, float):
-        distance = _distance(was, now)
-        finding.absolute, finding.relative, finding.ulp = distance.absolute, distance.relative, distance.ulp
-    return finding
-
-
-def _distance(was: float, now: float) -> Any:
-    import numpy as np
-
-    comparison = Comparison(dtype("float64"), cosine=False)
-    comparison.feed(np.array([was]), np.array([now]))
-    return comparison.result()
+        distance = compare(np.array([was]), np.array([now]), dtype("float64"))
+        figures = {name: getattr(distance, name) for name in ("absolute", "relative", "ulp")}
+    return Finding(f"{title} {verb}", says, run, rank=rank, step=number, expected=was, found=now, **figures)
 
 
 def measure_drift(
@@ -164,32 +155,18 @@ def measure_drift(
     pairs = [*zip(before, after, strict=False)]
     if not pairs:
         return
-    losses = [abs(one.loss - two.loss) for one, two in pairs]
-    relative = [gap / max(abs(one.loss), abs(two.loss), 1e-300) for gap, (one, two) in zip(losses, pairs, strict=True)]
-    norms = [
-        abs(one.gradient_norm - two.gradient_norm)
-        for one, two in pairs
-        if one.gradient_norm is not None and two.gradient_norm is not None
-    ]
+    gaps = [abs(one.loss - two.loss) for one, two in pairs]
+    relative = [gap / max(abs(one.loss), abs(two.loss), 1e-300) for gap, (one, two) in zip(gaps, pairs, strict=True)]
+    norms = [(one.gradient_norm, two.gradient_norm) for one, two in pairs]
+    norm = max((abs(one - two) for one, two in norms if one is not None and two is not None), default=None)
     parameters = {name: 0.0 for name in ends[0].tensors if name.startswith("model.")}
-    parameters |= {
-        one.name: float(one.values.absolute or 0.0)
-        for one in state.compare(*ends).tensors
-        if one.name in parameters and one.kinds == ["values"] and one.values is not None
-    }
-    most = max(parameters, key=lambda name: parameters[name]) if parameters else None
+    for one in state.compare(*ends).tensors:
+        if one.name in parameters and one.kinds == ["values"] and one.values is not None:
+            parameters[one.name] = float(one.values.absolute or 0.0)
+    most = max(parameters, key=lambda name: parameters[name], default=None)
+    parameter = parameters[most] if most is not None else None
     says = "informational: another mesh sums in another order, and has other RNG states"
-    report.drifts.append(
-        Drift(
-            run,
-            max(losses),
-            max(relative),
-            max(norms) if norms else None,
-            parameters[most] if most else None,
-            most,
-            says,
-        )
-    )
+    report.drifts.append(Drift(run, max(gaps), max(relative), norm, parameter, most, says))
 
 
 # Shards ---------------------------------------------------------------------------------------------------------------
@@ -229,42 +206,38 @@ def check_sharding(report: Report, run: str, job: Job, seen: list[Seen]) -> None
 
 
 def _check_memory(report: Report, run: str, seen: list[Seen]) -> None:
-    wrong = [
-        one
-        for one in seen
-        if any(one.memory.get(key) != one.memory.get(f"{key}_expected") for key in ("parameters", "optimizer"))
-    ]
-    totals = [one.memory.get("parameters", 0) + one.memory.get("optimizer", 0) for one in seen]
+    parts = ("parameters", "optimizer")
+    totals = [sum(one.memory.get(part, 0) for part in parts) for one in seen]
     low, high = size(min(totals)), size(max(totals))
     says = f"{low if low == high else f'{low} to {high}'} per rank, equals the sum of its shards"
+    wrong = [one for one in seen if any(one.memory.get(part) != one.memory.get(f"{part}_expected") for part in parts)]
     if wrong:
         memory = wrong[0].memory
-        says = (
-            f"rank {wrong[0].rank}: parameters {memory['parameters']} B and not {memory['parameters_expected']}, "
-            f"optimizer {memory['optimizer']} B and not {memory['optimizer_expected']}"
-        )
+        both = (f"{part} {memory[part]} B and not {memory[f'{part}_expected']}" for part in parts)
+        says = f"rank {wrong[0].rank}: {', '.join(both)}"
     _add(report, Check("memory", run, len(seen), not wrong, says))
 
 
 def _check_losses(report: Report, run: str, job: Job, seen: list[Seen]) -> None:
     """Ranks of one replica have one batch, and one loss; a recipe may have averaged it over all."""
-    replicas: dict[tuple[int, ...], list[Seen]] = {}
-    for one in seen:
-        key = tuple(at for name, at in zip(job.dims, one.coordinate, strict=True) if name != "tp")
-        replicas.setdefault(key, []).append(one)
     steps = range(len(seen[0].steps))
+    if len(seen) == 1:
+        return
 
     def agree(ranks: list[Seen], i: int) -> bool:
         return len({repr(one.steps[i]["loss"]) for one in ranks}) == 1
 
-    if len(seen) > 1 and steps and all(agree(seen, i) for i in steps):
+    if steps and all(agree(seen, i) for i in steps):
         _add(report, Check("losses agree", run, len(steps), passed=True, says="on all ranks"))
         return
+    replicas: dict[tuple[int, ...], list[Seen]] = {}
+    for one in seen:
+        key = tuple(at for name, at in zip(job.dims, one.coordinate, strict=True) if name != "tp")
+        replicas.setdefault(key, []).append(one)
     shared = [ranks for ranks in replicas.values() if len(ranks) > 1]
     if not shared:
-        if len(seen) > 1:
-            says = "each rank has its own batch and loss: `step` does not average them"
-            report.checks.append(Check("losses agree", run, 0, None, says))
+        says = "each rank has its own batch and loss: `step` does not average them"
+        report.checks.append(Check("losses agree", run, 0, None, says))
         return
     wrong = [(ranks, i) for ranks in shared for i in steps if not agree(ranks, i)]
     says = "on the ranks of each replica"
@@ -342,9 +315,8 @@ def judge(report: Report) -> None:
     steps = plural(report.steps_after, "step")
     rows = [row for row in report.compared if row.against == "control"]
     if report.rule == "checkpoints":
-        report.says = (
-            f"exact resume: {plural(len(resumed), 'checkpoint')} and the next {steps} of each are bit-identical"
-        )
+        of = plural(len(resumed), "checkpoint")
+        report.says = f"exact resume: {of} and the next {steps} of each are bit-identical"
     elif report.rule == "control" and (not rows or any(row.equal is None and row.count for row in rows)):
         report.says = f"{on} is bit-identical; the next steps could not be compared, for want of a reference run"
     else:

@@ -24,10 +24,6 @@ class _Change(NamedTuple):
     was: Any
     now: Any
 
-    @property
-    def is_number(self) -> bool:
-        return isinstance(self.was, (int, float))
-
 
 def changed_values(
     before: RecordedState, after: RecordedState, fresh: RecordedState | None, difference: Diff
@@ -44,48 +40,38 @@ def changed_values(
         if kind == "optimizer":
             yield from _hyperparameters(root, changes)
         elif kind in PER_RANK:
-            yield from _of_ranks(root, kind, changes, before, after, fresh)
+            yield from _of_ranks(kind, changes, before, after, fresh)
         else:
             yield from _of_the_run(root, kind, changes, fresh)
 
 
 def _hyperparameters(root: str, changes: list[_Change]) -> Iterator[Finding]:
-    for number, (name, was, now) in enumerate(changes):
+    for change in changes[:_MOST]:
+        name, was, now = change
         words = name.removeprefix(f"{root}.").split(".", 2)
-        what = (
-            f"`{words[2]}` of parameter group {words[1]}" if words[0] == "param_groups" and words[2:] else f"`{name}`"
-        )
-        if number == _MOST:
-            yield Finding("hyper-parameter", f"{len(changes) - _MOST} more of the optimizer's values differ", part=root)
-            return
+        in_group = words[0] == "param_groups" and len(words) > 2
+        what = f"`{words[2]}` of parameter group {words[1]}" if in_group else f"`{name}`"
+        kind, says = "hyper-parameter", f"{what} is {_shown(now)} and not {_shown(was)}"
         if now is ABSENT:
             kind, says = "hyper-parameter lost", f"{what} is lost: it was {_shown(was)}"
         elif was is ABSENT:
-            kind, says = "hyper-parameter", f"{what} is {_shown(now)} and did not exist before"
-        else:
-            kind, says = "hyper-parameter", f"{what} is {_shown(now)} and not {_shown(was)}"
-        yield _finding(kind, says, "optimizer", _Change(name, was, now))
+            says = f"{what} is {_shown(now)} and did not exist before"
+        yield _finding(kind, says, "optimizer", change)
+    if len(changes) > _MOST:
+        yield Finding("hyper-parameter", f"{len(changes) - _MOST} more of the optimizer's values differ", part=root)
 
 
 def _of_the_run(root: str, kind: str, changes: list[_Change], fresh: RecordedState | None) -> Iterator[Finding]:
     """Yield one finding for a scheduler, a grad scaler or a counter: as newly built, or otherwise not as it was."""
-    title = _TITLES.get(kind, kind)
     values = _in_words(changes, lambda name: name.partition(".")[2] or name)
-    if _is_fresh(changes, fresh):
-        says = f"the {title} `{root}` was not restored: {values}"
-        yield _finding(f"{kind} not restored", says, kind, _numbers_first(changes)[0])
-    else:
-        says = f"the {title} `{root}` is not as it was: {values}"
-        yield _finding(f"{kind} differs", says, kind, _numbers_first(changes)[0])
+    is_fresh = _is_fresh(changes, fresh)
+    how, was = ("not restored", "was not restored") if is_fresh else ("differs", "is not as it was")
+    says = f"the {_TITLES.get(kind, kind)} `{root}` {was}: {values}"
+    yield _finding(f"{kind} {how}", says, kind, _numbers_first(changes)[0])
 
 
 def _of_ranks(
-    root: str,
-    kind: str,
-    changes: list[_Change],
-    before: RecordedState,
-    after: RecordedState,
-    fresh: RecordedState | None,
+    kind: str, changes: list[_Change], before: RecordedState, after: RecordedState, fresh: RecordedState | None
 ) -> Iterator[Finding]:
     """Yield RNG states and data loaders of ranks that are missing or not as they were."""
     title, world = _TITLES[kind], min(before.world, after.world)
@@ -97,23 +83,21 @@ def _of_ranks(
     for rank, own in by_rank.items():
         if rank in swapped:
             continue
-        change = _numbers_first(own)[0]
-        other = next((r for r in range(world) if r != rank and _took(own, before, rank, r)), None)
         subject = f"the {title} of rank {rank}" if rank >= 0 else f"the {title}"
         what = ", ".join(dict.fromkeys(one.name.rpartition(".")[2] for one in own))
+        other = next((r for r in range(world) if r != rank and _took(own, before, rank, r)), None)
         if other is not None and other in by_rank and _took(by_rank[other], before, other, rank):
             swapped.add(other)
-            says = f"the {title}s of ranks {rank} and {other} are swapped ({what})"
-            yield _finding(f"{kind} swapped", says, kind, change, rank)
+            how, says = "swapped", f"the {title}s of ranks {rank} and {other} are swapped ({what})"
         elif other is not None:
-            says = f"{subject} is that of rank {other} ({what})"
-            yield _finding(f"{kind} of another rank", says, kind, change, rank)
+            how, says = "of another rank", f"{subject} is that of rank {other} ({what})"
         elif _is_fresh(own, fresh):
-            verb = "restarted" if kind == "dataloader" else "not restored"
-            yield _finding(f"{kind} {verb}", f"{subject} was {verb} ({what})", kind, change, rank)
+            how = "restarted" if kind == "dataloader" else "not restored"
+            says = f"{subject} was {how} ({what})"
         else:
             values = _in_words(own, lambda name: name.rpartition(".")[2])
-            yield _finding(f"{kind} differs", f"{subject} is not as it was: {values}", kind, change, rank)
+            how, says = "differs", f"{subject} is not as it was: {values}"
+        yield _finding(f"{kind} {how}", says, kind, _numbers_first(own)[0], rank)
 
 
 def _took(own: list[_Change], before: RecordedState, rank: int, other: int) -> bool:
@@ -130,7 +114,7 @@ def _is_fresh(changes: list[_Change], fresh: RecordedState | None) -> bool:
 
 def _numbers_first(changes: list[_Change]) -> list[_Change]:
     """Return changes with those of counters, which say more, before those of digests."""
-    return sorted(changes, key=lambda one: not one.is_number)
+    return sorted(changes, key=lambda one: not isinstance(one.was, (int, float)))
 
 
 def _in_words(changes: list[_Change], short: Any) -> str:

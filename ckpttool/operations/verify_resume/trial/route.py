@@ -40,11 +40,9 @@ def parse(via: str | Sequence[Step], dims: Mapping[str, int], *, other_mesh: boo
     if its last format has chunks. Raises UsageError for an unknown stage."""
     steps: list[Step] = [one for one in via.split(",") if one] if isinstance(via, str) else [*via]
     stages = [_stage(step, dims) for step in steps]
-    onto = Mesh(tuple(dims), tuple(dims.values()))
-    last = steps[-1] if steps else "dcp"
-    reshards = isinstance(last, str) and (last.startswith("reshard:") or (last == "dcp" and steps and len(dims) == 1))
-    if other_mesh and not reshards and (last == "dcp" or not steps):
-        stages.append(_resharding(onto))
+    is_dcp = not steps or steps[-1] == "dcp"
+    if other_mesh and is_dcp and not (steps and len(dims) == 1):  # then `--to-world` does it
+        stages.append(_resharding(Mesh(tuple(dims), tuple(dims.values()))))
     return stages
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 from ckpttool.catalogue import dtypes
@@ -23,7 +23,7 @@ from ckpttool.catalogue.parts import PER_RANK, find_rank
 from ckpttool.operations.diff import Diff, compare_sources
 from ckpttool.transfer.numbers import Array
 
-_BLOCK = 1 << 22
+_BLOCK = 1 << 20
 TENSORS, INDEX = "tensors.bin", "state.json"
 
 
@@ -40,16 +40,17 @@ class MappedTensor:
     offset: int
     _digest: str = ""
 
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
+    def blocks(self) -> Iterator[Array]:
+        """Yield the elements, which are read from the file, in blocks of a bounded size."""
+        for low in range(0, len(self.bits), _BLOCK):
+            yield self.bits[low : low + _BLOCK]
 
     def sha256(self) -> str:
-        """Return the SHA-256 of the elements, which are read in blocks when it is first asked for."""
+        """Return the SHA-256 of the elements, which are read when it is first asked for."""
         if not self._digest:
             digest = hashlib.sha256()
-            for low in range(0, len(self.bits), _BLOCK):
-                digest.update(self.bits[low : low + _BLOCK].tobytes())
+            for block in self.blocks():
+                digest.update(block.tobytes())
             self._digest = digest.hexdigest()
         return self._digest
 
@@ -115,12 +116,8 @@ def compare(before: RecordedState, after: RecordedState) -> Diff:
 
 def difference_names(difference: Diff) -> set[str]:
     """Return the names of everything that differs."""
-    return {
-        *(one.name for one in (*difference.only_a, *difference.only_b)),
-        *(one.name for one in difference.tensors),
-        *(one.name for one in difference.objects),
-        *difference.kinds,
-    }
+    rows: list[Any] = [*difference.only_a, *difference.only_b, *difference.tensors, *difference.objects]
+    return {row.name for row in rows} | {*difference.kinds}
 
 
 def _common(state: RecordedState, other: RecordedState) -> Catalogue:
