@@ -8,25 +8,25 @@ concatenated batches of all ranks must compute the same gradients, up to the ord
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
 
 from ckpttool.operations.verify_resume.trial.job import END, Job
 from ckpttool.operations.verify_resume.trial.state import MappedTensor, read_tensors
-from ckpttool.operations.verify_resume.worker import setup
+from ckpttool.operations.verify_resume.worker import save_load, setup
 from ckpttool.operations.verify_resume.worker.build import Built
-from ckpttool.operations.verify_resume.worker.record import Writer, bare
-from ckpttool.training import fsdp1
+from ckpttool.operations.verify_resume.worker.observe import flat_handles
+from ckpttool.operations.verify_resume.worker.record import Writer, bare, gathered
+from ckpttool.training import collectives, fsdp1
 
 FOLDER = "gradients"
 
@@ -35,47 +35,40 @@ def keep(job: Job, built: Built, inputs: tuple[Any, Any] | None) -> str:
     """Record the inputs of each rank and the reduced gradients. Returns the reason if that is not possible, or ""."""
     folder = os.path.join(job.folder, FOLDER)
     os.makedirs(folder, exist_ok=True)
-    rank = dist.get_rank()
     leaves, spec = _pytree.tree_flatten(inputs) if inputs is not None else ([], None)
-    why = _why_not(built, leaves)
-    reasons: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, why)
-    why = next((reason for reason in reasons if reason), "")
+    why = next(filter(None, collectives.all_gather(_why_not(built, leaves))), "")
     if why or spec is None or inputs is None:
         return why or "`step` does not call the model"
-    writer = Writer(folder if rank == 0 else None)
+    writer = Writer(folder if dist.get_rank() == 0 else None)
     values = [leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    gathered: list[Any] | None = [None] * len(reasons) if rank == 0 else None
-    dist.gather_object((setup.replica(job, built.mesh), values), gathered)
+    gathered = collectives.to_first((setup.replica(job, built.mesh), values))
     joined: list[Any] = []
     if gathered is not None:
         # Ranks of one replica share a batch.
-        batches = [leaves for _, leaves in sorted(dict(gathered).items(), key=lambda one: one[0])]
-        why, joined = _joined(batches, writer)
-    reasons = [why]
-    dist.broadcast_object_list(reasons, src=0)
-    if reasons[0]:
+        by_replica = dict(gathered)
+        why, joined = _joined([by_replica[replica] for replica in sorted(by_replica)], writer)
+    if why := str(collectives.from_first(why)):
         writer.close({})
-        return str(reasons[0])
+        return why
     write(built, inputs, writer)
     writer.close({"leaves": joined, "spec": _pytree.treespec_dumps(spec), "compute": _compute(built.model)})
     return ""
 
 
+@setup.quiet()
 def again(job: Job, built: Built) -> None:
     """Compute on one rank the gradients of the run in `job.gradients_of`."""
-    source = os.path.join(job.gradients_of or "", FOLDER)
-    tensors, index = read_tensors(source)
-    leaves = [
-        _tensor(tensors[leaf["tensor"]]).to(job.device) if "tensor" in leaf else leaf["value"]
-        for leaf in index["leaves"]
-    ]
-    inputs = _pytree.tree_unflatten(leaves, _pytree.treespec_loads(index["spec"]))
-    _fill(built, os.path.join(job.gradients_of or "", END))
-    folder = os.path.join(job.folder, FOLDER)
+    other, folder = job.gradients_of or "", os.path.join(job.folder, FOLDER)
+    tensors, index = read_tensors(os.path.join(other, FOLDER))
+    found = ((leaf, tensors.get(leaf.get("tensor"))) for leaf in index["leaves"])
+    leaves = [_tensor(tensor).to(job.device) if tensor is not None else leaf["value"] for leaf, tensor in found]
+    # Parameters and buffers of the end of the other run.
+    at_end, _ = read_tensors(os.path.join(other, END))
+    state = {name[len("model.") :]: _tensor(one) for name, one in at_end.items() if name.startswith("model.")}
+    save_load.set_model(built.model, state, StateDictOptions(full_state_dict=True))
     os.makedirs(folder, exist_ok=True)
     writer = Writer(folder)
-    write(built, inputs, writer)
+    write(built, _pytree.tree_unflatten(leaves, _pytree.treespec_loads(index["spec"])), writer)
     writer.close({})
 
 
@@ -86,12 +79,10 @@ def write(built: Built, inputs: tuple[Any, Any], writer: Any) -> None:
     args, kwargs = inputs
     out = _output(built.model(*args, **kwargs))
     _projected(out).backward()
-    with _whole_gradients(built.model):
+    flat = FullyShardedDataParallel.summon_full_params(built.model, with_grads=True, writeback=False)
+    with setup.quiet(), flat if fsdp1.is_fsdp1(built.model) else nullcontext():
         for name, parameter in built.model.named_parameters():
-            grad = parameter.grad
-            if grad is not None:
-                whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
-                writer.add(f"gradient.{bare(name)}", whole)
+            writer.add(f"gradient.{bare(name)}", gathered(parameter.grad))
     built.optimizer.zero_grad()
     built.model.train()
 
@@ -103,11 +94,7 @@ def _why_not(built: Built, leaves: list[Any]) -> str:
         return "the model has inputs that are neither tensors nor plain values"
     if any(isinstance(one, DTensor) for one in leaves):
         return "the model has a sharded tensor among its inputs"
-    if fsdp1.is_fsdp1(built.model) and not all(
-        handle._use_orig_params
-        for handle in (m._handle for m in FullyShardedDataParallel.fsdp_modules(built.model))
-        if handle is not None
-    ):
+    if not all(handle._use_orig_params for _, handle in flat_handles(built.model)):
         return "FSDP1 hides the gradients of flat parameters; pass it `use_orig_params=True`"
     return ""
 
@@ -155,17 +142,6 @@ def _projected(out: torch.Tensor) -> torch.Tensor:
     return (flat * weights).sum() / out.shape[0]
 
 
-@contextmanager
-def _whole_gradients(model: nn.Module) -> Iterator[None]:
-    if not fsdp1.is_fsdp1(model):
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with FullyShardedDataParallel.summon_full_params(model, with_grads=True, writeback=False):
-            yield
-
-
 def _compute(model: nn.Module) -> str:
     """Return the smallest floating-point dtype that the model computes in."""
     kinds = {parameter.dtype for parameter in model.parameters()}
@@ -187,20 +163,3 @@ def _tensor(tensor: MappedTensor) -> torch.Tensor:
     if not data.size:
         return torch.empty(tensor.shape, dtype=dtype)
     return torch.frombuffer(data, dtype=dtype).reshape(tensor.shape)
-
-
-def _fill(built: Built, folder: str) -> None:
-    """Load parameters and buffers of the end of the other run."""
-    tensors, _ = read_tensors(folder)
-    state = {
-        name.removeprefix("model."): _tensor(tensor) for name, tensor in tensors.items() if name.startswith("model.")
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if fsdp1.is_fsdp1(built.model):
-            with FullyShardedDataParallel.state_dict_type(
-                built.model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=False)
-            ):
-                built.model.load_state_dict(state)
-            return
-        set_model_state_dict(built.model, state, options=StateDictOptions(full_state_dict=True))

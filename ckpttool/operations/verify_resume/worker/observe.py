@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch.utils import _pytree
 
 from ckpttool.errors import UsageError
 from ckpttool.operations.verify_resume.worker.build import Built
+from ckpttool.operations.verify_resume.worker.setup import elements, local
 
 
 class Observer:
@@ -43,12 +43,16 @@ class Observer:
         if self._built.mesh.device_type != "cpu":
             torch.accelerator.synchronize()
         seconds = time.perf_counter() - began
+        digest = hashlib.sha256()
+        for model in self._built.models.values():
+            for parameter in model.parameters():
+                digest.update(elements(local(parameter)))
         return {
             "number": number,
             "loss": loss,
             "gradient_norm": self._norms[-1] if self._norms else None,
             "batch": self._batch.hexdigest() if self.inputs is not None else None,
-            "digest": digest(self._built.models.values()),
+            "digest": digest.hexdigest(),
             "seconds": seconds,
         }
 
@@ -56,7 +60,7 @@ class Observer:
         if not torch.is_grad_enabled():
             return
         for value in _pytree.tree_leaves((args, kwargs)):
-            self._batch.update(_bytes(value) if isinstance(value, torch.Tensor) else repr(value).encode())
+            self._batch.update(elements(local(value)) if isinstance(value, torch.Tensor) else repr(value).encode())
         self.inputs = (args, kwargs)
 
     def _see_gradients(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -70,64 +74,40 @@ def _number(loss: Any, path: str) -> float:
         loss = loss.item()
     if isinstance(loss, (int, float)):
         return float(loss)
-    raise UsageError(
-        f"`{path}`: `step(state, i)` returned {type(loss).__name__}, and not a loss", hint="return one number"
-    )
-
-
-def local(value: torch.Tensor) -> torch.Tensor:
-    """Return the local shard of a tensor."""
-    value = value.detach()
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
-def _bytes(value: torch.Tensor) -> bytes:
-    value = local(value).cpu().contiguous()
-    return bytes(value.reshape(-1).view(torch.uint8).numpy().tobytes())
-
-
-def digest(models: Iterable[nn.Module]) -> str:
-    """Return a digest of the local parameters, in their order."""
-    sha256 = hashlib.sha256()
-    for model in models:
-        for parameter in model.parameters():
-            sha256.update(_bytes(parameter))
-    return sha256.hexdigest()
+    says = f"`{path}`: `step(state, i)` returned {type(loss).__name__}, and not a loss"
+    raise UsageError(says, hint="return one number")
 
 
 def gradient_norm(built: Built) -> float:
     """Return the norm of all gradients over the mesh, each element counted once. Every rank calls it."""
-    copies = _copies_under_fsdp1(built.model)
+    under_fsdp1 = _copies_under_fsdp1(built.model)
     total = 0.0
-    world = dist.get_world_size()
-    for group in built.optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
+    for parameter in (parameter for group in built.optimizer.param_groups for parameter in group["params"]):
+        if parameter.grad is not None:
             shard = local(parameter.grad)
             squared = float(torch.linalg.vector_norm(shard, dtype=torch.float64)) ** 2 if shard.numel() else 0.0
-            total += squared / _copies(parameter, copies, world)
+            total += squared / _copies(parameter, under_fsdp1)
     squares = torch.tensor(total, dtype=torch.float64)
     dist.all_reduce(squares)
     return math.sqrt(squares.item())
 
 
-def _copies(parameter: torch.Tensor, under_fsdp1: dict[int, int], world: int) -> int:
+def _copies(parameter: torch.Tensor, under_fsdp1: dict[int, int]) -> int:
     """Return how many ranks have the same shard."""
-    if isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh
-        shards = math.prod(mesh.size(i) for i, placed in enumerate(parameter.placements) if placed.is_shard())
-        return world // int(shards)
-    return under_fsdp1.get(id(parameter), world)
+    world = int(dist.get_world_size())
+    return world // shards_of(parameter) if isinstance(parameter, DTensor) else under_fsdp1.get(id(parameter), world)
+
+
+def shards_of(value: DTensor) -> int:
+    """Return in how many shards the mesh cuts a tensor."""
+    return math.prod(value.device_mesh.size(i) for i, placed in enumerate(value.placements) if placed.is_shard())
 
 
 def _copies_under_fsdp1(model: nn.Module) -> dict[int, int]:
     by_id: dict[int, int] = {}
-    world = dist.get_world_size()
     for _, handle in flat_handles(model):
-        copies = world // handle.world_size if handle.uses_sharded_strategy else world
-        for parameter in [handle.flat_param, *(handle.flat_param._params or ())]:
-            by_id[id(parameter)] = copies
+        copies = dist.get_world_size() // (handle.world_size if handle.uses_sharded_strategy else 1)
+        by_id |= {id(parameter): copies for parameter in (handle.flat_param, *(handle.flat_param._params or ()))}
     return by_id
 
 

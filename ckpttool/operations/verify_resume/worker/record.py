@@ -11,7 +11,6 @@ import json
 import os
 import re
 import types
-import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from enum import Enum
@@ -30,8 +29,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from ckpttool.catalogue import parts
 from ckpttool.operations.verify_resume.trial.state import INDEX, TENSORS
 from ckpttool.operations.verify_resume.worker.build import Built
-from ckpttool.operations.verify_resume.worker.setup import digests
-from ckpttool.training import fsdp1
+from ckpttool.operations.verify_resume.worker.setup import captured, elements, quiet, sha256
+from ckpttool.training import collectives, fsdp1
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 _SMALL = 64
@@ -39,6 +38,7 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
+@quiet()
 def record(built: Built, folder: str, *, optimizer: bool = True) -> dict[str, str]:
     """Record everything. Every rank calls it. Returns this rank's digest of each value of which one rank's is saved.
     `optimizer=False` leaves out an optimizer that took no step: reading its state would create one."""
@@ -50,15 +50,14 @@ def record(built: Built, folder: str, *, optimizer: bool = True) -> dict[str, st
     boxes: dict[str, Any] = {}
     pieces: dict[str, Any] = {}
     writer = Writer(folder if rank == 0 else None)
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
+    with torch.no_grad():
         for name, value in tensors(built, objects, optimizer=optimizer):
-            boxes[name] = box_of(value)
-            pieces |= {name: piece} if (piece := _piece(value, boxes[name])) is not None else {}
+            boxes[name], shard = _shard(value)
+            pieces |= {name: [boxes[name], sha256(shard)]} if shard is not None else {}
             writer.add(name, gathered(value))
     shared = _others(built, objects, rank)
-    for name, value in digests(built.generators).items():
-        objects[f"rng.{parts.rank_key(rank)}.{name}"] = value
+    states = captured(built.generators)
+    objects |= {f"rng.{parts.rank_key(rank)}.{name}": _digest(plain(state)) for name, state in states.items()}
     with open(os.path.join(folder, f"rank{rank}.json"), "w", encoding="utf-8") as stream:
         json.dump({"objects": objects, "boxes": boxes, "pieces": pieces}, stream)
     ties = [names for key, model in built.models.items() for names in tied_names(model, key)]
@@ -82,19 +81,12 @@ class Writer:
     def add(self, name: str, value: torch.Tensor | None) -> None:
         if self._stream is None or value is None:
             return
-        value = value.detach().cpu().contiguous()
-        data = memoryview(value.reshape(-1).view(torch.uint8).numpy())
+        data = elements(value)
         # Aligned to the largest element, so that each tensor can be mapped.
-        gap = -self._at % 16
-        self._stream.write(bytes(gap))
-        self._index[name] = {
-            "dtype": str(value.dtype).removeprefix("torch."),
-            "shape": list(value.shape),
-            "offset": self._at + gap,
-            "nbytes": data.nbytes,
-        }
-        self._stream.write(data)
-        self._at += gap + data.nbytes
+        self._at += self._stream.write(bytes(-self._at % 16))
+        dtype, shape = str(value.dtype).removeprefix("torch."), list(value.shape)
+        self._index[name] = {"dtype": dtype, "shape": shape, "offset": self._at, "nbytes": data.nbytes}
+        self._at += self._stream.write(data)
 
     def close(self, more: Mapping[str, Any]) -> None:
         if self._stream is None or self._folder is None:
@@ -106,38 +98,34 @@ class Writer:
 
 def tensors(built: Built, objects: dict[str, Any], *, optimizer: bool = True) -> Iterator[tuple[str, Any]]:
     """Yield every tensor of models and optimizer by name in torch's state dicts. Other values go into `objects`."""
+    values: dict[str, Any] = {}
     for root, model in built.models.items():
-        for name, value in _of_model(model).items():
-            if isinstance(value, torch.Tensor):
-                yield f"{root}.{name}", value
-            else:
-                objects[f"{root}.{name}"] = plain(value)
-    if not optimizer:
-        return
-    state = _of_optimizer(built)
-    for parameter, values in state["state"].items():
-        for key, value in values.items():
-            name = f"optimizer.state.{parameter}.{key}"
-            if isinstance(value, torch.Tensor):
-                yield name, value
-            else:
-                objects[name] = plain(value)
-    for number, group in enumerate(state["param_groups"]):
+        values |= {f"{root}.{name}": value for name, value in _of_model(model).items()}
+    if optimizer:
+        state = _of_optimizer(built)
+        for parameter, own in state["state"].items():
+            values |= {f"optimizer.state.{parameter}.{key}": value for key, value in own.items()}
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        else:
+            objects[name] = plain(value)
+    for number, group in enumerate(state["param_groups"] if optimizer else ()):
         objects |= {f"optimizer.param_groups.{number}.{key}": plain(value) for key, value in group.items()}
 
 
 def _of_model(model: nn.Module) -> dict[str, Any]:
-    if fsdp1.is_fsdp1(model):
-        with fsdp1.sharded(model):
-            return dict(model.state_dict())
-    return dict(get_model_state_dict(model))
+    if not fsdp1.is_fsdp1(model):
+        return dict(get_model_state_dict(model))
+    with fsdp1.sharded(model):
+        return dict(model.state_dict())
 
 
 def _of_optimizer(built: Built) -> dict[str, Any]:
-    if fsdp1.is_fsdp1(built.model):
-        with fsdp1.sharded(built.model):
-            return dict(FullyShardedDataParallel.optim_state_dict(built.model, built.optimizer))
-    return dict(get_optimizer_state_dict(built.model, built.optimizer))
+    if not fsdp1.is_fsdp1(built.model):
+        return dict(get_optimizer_state_dict(built.model, built.optimizer))
+    with fsdp1.sharded(built.model):
+        return dict(FullyShardedDataParallel.optim_state_dict(built.model, built.optimizer))
 
 
 def gathered(value: Any) -> torch.Tensor | None:
@@ -148,8 +136,7 @@ def gathered(value: Any) -> torch.Tensor | None:
         return value if isinstance(value, torch.Tensor) else None
     # From all ranks, also replicas: its own `gather` is limited to its process group.
     own = [(one.metadata.shard_offsets, one.tensor.detach().cpu()) for one in value.local_shards()]
-    shards: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(own, shards)
+    shards = collectives.to_first(own)
     if shards is None:
         return None
     whole = torch.empty(value.size(), dtype=value.dtype)
@@ -158,28 +145,18 @@ def gathered(value: Any) -> torch.Tensor | None:
     return whole
 
 
-def box_of(value: Any) -> Any:
-    """Return the box of this rank's shard, `[[4, 0], [4, 13]]`; None if it is empty or the tensor is not sharded."""
+def _shard(value: Any) -> tuple[Any, torch.Tensor | None]:
+    """Return this rank's shard and before it its box, `[[4, 0], [4, 13]]`; None for a box that is empty, or where the
+    tensor is not sharded."""
     if isinstance(value, DTensor):
         sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-        return None if 0 in sizes else [list(offsets), list(sizes)]
+        box = None if 0 in sizes else [list(offsets), list(sizes)]
+        return box, value.to_local() if box is not None or 0 in value.shape else None
     if isinstance(value, ShardedTensor):
-        shards = value.local_shards()
-        return [list(shards[0].metadata.shard_offsets), list(shards[0].metadata.shard_sizes)] if shards else None
-    return None
-
-
-def _piece(value: Any, box: Any) -> list[Any] | None:
-    """Return the box and a digest of this rank's shard, to be compared with those of ranks with the same box."""
-    if isinstance(value, ShardedTensor):
-        shards = value.local_shards()
-        value = shards[0].tensor if shards else None
-    elif isinstance(value, DTensor):
-        value = value.to_local() if box is not None or 0 in value.shape else None
-    if value is None:
-        return None
-    data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return [box, hashlib.sha256(data.tobytes()).hexdigest()]
+        for shard in value.local_shards():
+            return [list(shard.metadata.shard_offsets), list(shard.metadata.shard_sizes)], shard.tensor
+        return None, None
+    return None, value
 
 
 def tied_names(model: nn.Module, root: str) -> list[list[str]]:
@@ -204,10 +181,14 @@ def _others(built: Built, objects: dict[str, Any], rank: int) -> dict[str, str]:
         if built.kinds[key] in parts.PER_RANK:
             objects |= {".".join((key, parts.rank_key(rank), *path)): one for path, one in values.items()}
             continue
-        shared[key] = hashlib.sha256(repr(sorted(values.items())).encode()).hexdigest()
+        shared[key] = _digest(sorted(values.items()))
         if rank == 0:
             objects |= {".".join((key, *path)): one for path, one in values.items()}
     return shared
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
 def leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -251,8 +232,7 @@ def plain(value: Any) -> Any:
         kind = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
         if value.numel() <= _SMALL and not value.is_complex():
             return f"{kind} {value.tolist()}"
-        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return f"{kind} {hashlib.sha256(data).hexdigest()}"
+        return f"{kind} {sha256(value)}"
     if hasattr(value, "__dict__"):
         return {"class": type(value).__qualname__, **{key: plain(one) for key, one in vars(value).items()}}
     return _ADDRESS.sub("", repr(value))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
@@ -29,7 +29,7 @@ from ckpttool.catalogue import parts
 from ckpttool.operations.verify_resume.worker import setup
 from ckpttool.operations.verify_resume.worker.build import Built
 from ckpttool.operations.verify_resume.worker.record import plain
-from ckpttool.training import fsdp1
+from ckpttool.training import collectives, fsdp1
 from ckpttool.training import load as ckpttool_load
 from ckpttool.training import save as ckpttool_save
 
@@ -45,10 +45,9 @@ class Sealed:
 
 def save(built: Built, path: str, step: int) -> None:
     """Save as DCP with ckpttool."""
-    more: dict[str, Any] = {built.saved_as(key): value for key, value in built.others.items()}
-    more |= {built.saved_as(key): model for key, model in built.averaged.items()}
-    more["rng"] = setup.captured(built.generators)
-    ckpttool_save.save(path, built.model, built.optimizer, **more, step=step)
+    more = {built.saved_as(key): value for key, value in (built.others | built.averaged).items()}
+    rng = setup.captured(built.generators)
+    ckpttool_save.save(path, built.model, built.optimizer, **more, rng=rng, step=step)
 
 
 def load(built: Built, path: str) -> tuple[int | None, list[str]]:
@@ -69,9 +68,7 @@ def _restore(built: Built, states: Mapping[str, Any]) -> list[str]:
     are identical: it is then a state of the run, and not of a rank. Every rank calls it."""
     notes = []
     for key, value in built.others.items():
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, states[key])
-        saved = [state for state in every if state is not None]
+        saved = [state for state in collectives.all_gather(states[key]) if state is not None]
         own = states[key]
         if own is None and len({repr(plain(state)) for state in saved}) == 1:
             own = saved[0]
@@ -103,35 +100,26 @@ def _step(rest: Mapping[Any, Any]) -> int | None:
 # By torch alone -------------------------------------------------------------------------------------------------------
 
 
+@setup.quiet()
 def save_natively(built: Built, path: str, step: int) -> None:
     """Save with torch's DCP alone."""
-    others = {
-        "others": {key: value.state_dict() for key, value in built.others.items()},
-        "rng": setup.captured(built.generators),
-        "step": step,
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        state: dict[str, Any] = {**_states(built), parts.rank_key(dist.get_rank()): Sealed(others)}
-        torch_dcp.save(state, checkpoint_id=path)
+    others = {key: value.state_dict() for key, value in built.others.items()}
+    own = Sealed({"others": others, "rng": setup.captured(built.generators), "step": step})
+    torch_dcp.save({**_states(built), parts.rank_key(dist.get_rank()): own}, checkpoint_id=path)
 
 
+@setup.quiet()
 def load_natively(built: Built, path: str) -> int:
     """Load what `save_natively` saved, with torch's DCP alone. A new rank keeps its own RNG state. Returns the step."""
     metadata = torch_dcp.FileSystemReader(path).read_metadata()
     own_key = parts.rank_key(dist.get_rank())
-    key = own_key if own_key in metadata.state_dict_metadata else parts.rank_key(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        state: dict[str, Any] = {**_states(built), key: Sealed(None)}
-        torch_dcp.load(state, checkpoint_id=path)
-        _set(built, state)
-    saved = state[key].value
-    is_new = key != own_key
-    states = {
-        name: None if is_new and built.kinds[name] in parts.PER_RANK else saved["others"][name] for name in built.others
-    }
-    _restore(built, states)
+    is_new = own_key not in metadata.state_dict_metadata
+    key = parts.rank_key(0) if is_new else own_key
+    state: dict[str, Any] = {**_states(built), key: Sealed(None)}
+    torch_dcp.load(state, checkpoint_id=path)
+    _set(built, state)
+    saved, own = state[key].value, parts.PER_RANK if is_new else ()
+    _restore(built, {name: None if built.kinds[name] in own else saved["others"][name] for name in built.others})
     if not is_new:
         setup.restore(saved["rng"], built.generators)
     return int(saved["step"])
@@ -161,27 +149,28 @@ def _of_model(model: nn.Module) -> dict[str, Any]:
 
 def _set(built: Built, state: dict[str, Any]) -> None:
     for key, model in built.averaged.items():
-        if fsdp1.is_fsdp1(model):
-            with _whole(model):
-                model.load_state_dict(state[built.saved_as(key)])
-        else:
-            set_model_state_dict(model, state[built.saved_as(key)])
+        set_model(model, state[built.saved_as(key)])
     if not fsdp1.is_fsdp1(built.model):
         set_state_dict(built.model, built.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
         return
+    set_model(built.model, state["model"])
     with _whole(built.model):
-        built.model.load_state_dict(state["model"])
         ready = FullyShardedDataParallel.optim_state_dict_to_load(built.model, built.optimizer, state["optim"])
         built.optimizer.load_state_dict(ready)
 
 
+def set_model(model: nn.Module, state: dict[str, Any], options: StateDictOptions | None = None) -> None:
+    """Load a state dict by torch alone: a full one under FSDP1, else one that `options` say."""
+    if not fsdp1.is_fsdp1(model):
+        set_model_state_dict(model, state, options=options)
+        return
+    with _whole(model):
+        model.load_state_dict(state)
+
+
 def _whole(model: nn.Module) -> Any:
-    return FullyShardedDataParallel.state_dict_type(
-        model,
-        StateDictType.FULL_STATE_DICT,
-        FullStateDictConfig(rank0_only=False, offload_to_cpu=False),
-        FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False),
-    )
+    configs = (kind(rank0_only=False, offload_to_cpu=False) for kind in (FullStateDictConfig, FullOptimStateDictConfig))
+    return FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs)
 
 
 def _step_without_change(built: Built) -> None:

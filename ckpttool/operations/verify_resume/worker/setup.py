@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ckpttool.operations.verify_resume.trial.job import ENVIRONMENT, Job
@@ -28,11 +31,10 @@ def deterministic(job: Job) -> list[str]:
     settings = [f"{name}={value}" for name, value in ENVIRONMENT.items() if os.environ.get(name) == value]
     torch.set_num_threads(1)
     settings.append("torch.set_num_threads(1)")
-    if not job.deterministic:
-        return settings
-    torch.use_deterministic_algorithms(True)
-    settings.append("torch.use_deterministic_algorithms(True)")
-    if job.device == "cuda":
+    if job.deterministic:
+        torch.use_deterministic_algorithms(True)
+        settings.append("torch.use_deterministic_algorithms(True)")
+    if job.deterministic and job.device == "cuda":
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True
         settings += ["torch.backends.cudnn.deterministic = True", "torch.backends.cudnn.benchmark = False"]
@@ -54,9 +56,7 @@ def join_group(device: str) -> None:
 
 def seed(job: Job, mesh: DeviceMesh, *, own: bool) -> None:
     """Seed every generator: the same on all ranks, or with `own` another seed for each data-parallel replica."""
-    value = job.seed
-    if own:
-        value += 1 + replica(job, mesh)
+    value = job.seed + (1 + replica(job, mesh) if own else 0)
     random.seed(value)
     np.random.seed(value)
     torch.manual_seed(value)  # those of all devices
@@ -82,6 +82,33 @@ def replica(job: Job, mesh: DeviceMesh) -> int:
         if name != "tp":
             index = index * size + coordinate
     return index
+
+
+# Tensors --------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Context manager and decorator without warnings, of which torch's state dicts give many."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def local(value: torch.Tensor) -> torch.Tensor:
+    """Return the local shard of a tensor."""
+    value = value.detach()
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def elements(value: torch.Tensor) -> memoryview:
+    """Return the bytes of a local tensor."""
+    return memoryview(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def sha256(value: torch.Tensor) -> str:
+    """Return a digest of a local tensor."""
+    return hashlib.sha256(elements(value)).hexdigest()
 
 
 # Random number generators ---------------------------------------------------------------------------------------------
@@ -140,24 +167,10 @@ _OTHER_NAMES = {
 }
 
 
-def digests(generators: Mapping[str, torch.Generator]) -> dict[str, str]:
-    """Return a digest of each generator of this rank: `{"torch": "9f2c..."}`."""
-    return {name: hashlib.sha256(_flat(value)).hexdigest() for name, value in captured(generators).items()}
-
-
-def _flat(value: Any) -> bytes:
-    if isinstance(value, Mapping):
-        return b"".join(_flat(one) for one in value.values())
-    if isinstance(value, torch.Tensor):
-        return bytes(value.contiguous().view(torch.uint8).numpy().tobytes())
-    return repr(value).encode()
-
-
 def _python(state: Any) -> Any:
-    if isinstance(state, Mapping):
-        return state["version"], tuple(int(word) for word in state["state"]), state["gauss"]
-    version, words, gauss = state
-    return version, tuple(words), gauss
+    names = ("version", "state", "gauss")
+    version, words, gauss = [state[name] for name in names] if isinstance(state, Mapping) else state
+    return version, tuple(int(word) for word in words), gauss
 
 
 def _numpy(state: Any) -> Any:

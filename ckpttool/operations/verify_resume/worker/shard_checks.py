@@ -12,26 +12,24 @@ from torch.distributed.tensor import DTensor
 
 from ckpttool.operations.verify_resume.trial.job import Seen
 from ckpttool.operations.verify_resume.worker.build import Built
-from ckpttool.operations.verify_resume.worker.observe import flat_handles, local
+from ckpttool.operations.verify_resume.worker.observe import flat_handles, shards_of
+from ckpttool.operations.verify_resume.worker.setup import local
 
 
 def check(built: Built, seen: Seen) -> None:
     """Add to `seen` the parameters whose shard has another shape than its placements give, and bytes in memory."""
     expected: dict[int, int] = {}
     for name, parameter in built.model.named_parameters():
-        if isinstance(parameter, DTensor):
-            shape = shape_of_shard(
-                tuple(parameter.shape),
-                tuple(parameter.device_mesh.shape),
-                parameter.device_mesh.get_coordinate() or [],
-                parameter.placements,
-            )
-            actual = tuple(local(parameter).shape)
-            seen.uneven += _is_uneven(parameter, shape)
-            if actual != shape and (0 not in actual or 0 not in shape):
-                seen.shapes.append(f"`{name}`: {list(actual)} and not {list(shape)}, by {parameter.placements}")
-            expected[id(parameter)] = prod(shape)
-            seen.parameters += 1
+        if not isinstance(parameter, DTensor):
+            continue
+        mesh, placements = parameter.device_mesh, parameter.placements
+        shape = shape_of_shard(tuple(parameter.shape), tuple(mesh.shape), mesh.get_coordinate() or [], placements)
+        actual = tuple(local(parameter).shape)
+        seen.uneven += prod(shape) * shards_of(parameter) != parameter.numel()
+        if actual != shape and (0 not in actual or 0 not in shape):
+            seen.shapes.append(f"`{name}`: {list(actual)} and not {list(shape)}, by {placements}")
+        expected[id(parameter)] = prod(shape)
+        seen.parameters += 1
     _check_flat(built.model, seen, expected)
     for parameter in built.model.parameters():
         expected.setdefault(id(parameter), parameter.numel())
@@ -52,11 +50,8 @@ def _check_flat(model: nn.Module, seen: Seen, expected: dict[int, int]) -> None:
         if actual != size or padded < whole or padded - whole > shards * 16:
             seen.shapes.append(f"`{name or 'the root'}`: {actual} elements of {whole} over {shards} ranks, not {size}")
         seen.uneven += whole % shards != 0
-        inner = [parameter for parameter in flat._params or () if parameter is not None]
-        for parameter in inner:
-            expected[id(parameter)] = parameter.numel()
-        if not inner:
-            expected[id(flat)] = size
+        inner = {id(one): one.numel() for one in flat._params or () if one is not None}
+        expected |= inner or {id(flat): size}
 
 
 def shape_of_shard(
@@ -76,26 +71,16 @@ def shape_of_shard(
     return tuple(local_shape)
 
 
-def _is_uneven(parameter: DTensor, shape: tuple[int, ...]) -> bool:
-    mesh = parameter.device_mesh
-    shards = prod(mesh.size(i) for i, placed in enumerate(parameter.placements) if placed.is_shard())
-    return bool(prod(shape) * shards != parameter.numel())
-
-
 def _weigh(built: Built, seen: Seen, expected: dict[int, int]) -> None:
     """Add to `seen` the bytes of parameters and optimizer state on this rank, actual and expected."""
-    sums = {"parameters": 0, "parameters_expected": 0, "optimizer": 0, "optimizer_expected": 0}
+    sums = dict.fromkeys(("parameters", "parameters_expected", "optimizer", "optimizer_expected"), 0)
     for parameter in built.model.parameters():
         size = parameter.element_size()
         sums["parameters"] += local(parameter).numel() * size
         sums["parameters_expected"] += expected[id(parameter)] * size
     for parameter, state in built.optimizer.state.items():
-        for value in state.values():
-            if not isinstance(value, torch.Tensor):
-                continue
-            size = value.element_size()
-            sums["optimizer"] += local(value).numel() * size
-            sharded = value.shape == parameter.shape
-            numel = expected.get(id(parameter), value.numel()) if sharded else value.numel()
-            sums["optimizer_expected"] += size * numel
+        for value in (one for one in state.values() if isinstance(one, torch.Tensor)):
+            numel = expected.get(id(parameter), value.numel()) if value.shape == parameter.shape else value.numel()
+            sums["optimizer"] += local(value).numel() * value.element_size()
+            sums["optimizer_expected"] += numel * value.element_size()
     seen.memory = sums
