@@ -11,7 +11,7 @@ from typing import Any
 from ckpttool.catalogue.dtypes import dtype
 from ckpttool.catalogue.typed_json import same
 from ckpttool.layout.mesh import Mesh
-from ckpttool.operations.diff.elements import compare
+from ckpttool.operations.diff.elements import Comparison
 from ckpttool.operations.verify_resume.trial import state
 from ckpttool.operations.verify_resume.trial.diagnose import diagnose
 from ckpttool.operations.verify_resume.trial.job import Job, Seen
@@ -143,8 +143,9 @@ def _step_finding(title: str, number: int, was: Any, now: Any, run: str, against
     says = f"the {title}{of_rank} {verb} from {that} of {against} in step {number}{values}"
     figures: dict[str, Any] = {}
     if isinstance(was, float) and isinstance(now, float):
-        distance = compare(np.array([was]), np.array([now]), dtype("float64"))
-        figures = {name: getattr(distance, name) for name in ("absolute", "relative", "ulp")}
+        comparison = Comparison(dtype("float64"))
+        comparison.feed(np.array([was]), np.array([now]))
+        figures = {name: getattr(comparison.result(), name) for name in ("absolute", "relative", "ulp")}
     return Finding(f"{title} {verb}", says, run, rank=rank, step=number, expected=was, found=now, **figures)
 
 
