@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from importlib import import_module
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Chunk, Extent, Tensor
@@ -102,6 +103,15 @@ class Opener(Protocol):
     """How a format is opened. Raises ReadError or CorruptError."""
 
     def __call__(self, path: str, options: OpenOptions = ...) -> Source: ...
+
+
+def deferred(module: str, name: str) -> Callable[..., Any]:
+    """Return a function that is `name` of `module`, imported when it is called: a command needs one format, or two."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(import_module(module), name)(*args, **kwargs)
+
+    return call
 
 
 @dataclass(frozen=True, slots=True)

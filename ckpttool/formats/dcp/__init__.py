@@ -13,44 +13,16 @@ which torch keeps and ignores; tied names refer to the same item.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from ckpttool.catalogue.entries import Catalogue
-from ckpttool.catalogue.protocols import NO_HINTS, Format, Loss, OpenOptions, Sink, SinkOptions
+from ckpttool.catalogue.protocols import Format, deferred
 from ckpttool.formats.dcp import index
-
-if TYPE_CHECKING:
-    from ckpttool.formats.dcp.reader import DcpSource
-
-# Reader and writer are imported on use: every command checks whether a path is a DCP directory.
-
-
-def open(path: str, options: OpenOptions = NO_HINTS) -> DcpSource:
-    """Return the source of a DCP directory, or of the directory that contains the index file `path`."""
-    from ckpttool.formats.dcp import reader
-
-    return reader.open_directory(path)
-
-
-def _create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
-    from ckpttool.formats.dcp import writer
-
-    return writer.create(path, planned, options)
-
-
-def _losses(catalogue: Catalogue, path: str) -> list[Loss]:
-    from ckpttool.formats.dcp import writer
-
-    return writer.losses(catalogue, path)
-
 
 FORMAT = Format(
     name="dcp",
     title="torch.distributed.checkpoint directory",
     recognise=index.looks_like,
-    open=open,
-    create=_create,
-    losses=_losses,
+    open=deferred(f"{__name__}.reader", "open"),
+    create=deferred(f"{__name__}.writer", "create"),
+    losses=deferred(f"{__name__}.writer", "losses"),
     chunked=True,
     data_suffixes=(".distcp",),
 )

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any, NoReturn
 
 from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, Object, Path, Tensor, dotted
-from ckpttool.catalogue.protocols import Run
+from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, Run
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.formats.dcp import planner_data
@@ -64,7 +64,7 @@ class DcpSource:
         self._items.close()
 
 
-def open_directory(path: str) -> DcpSource:
+def open(path: str, options: OpenOptions = NO_HINTS) -> DcpSource:
     """Return the source of a DCP directory, or of the directory that contains the index file `path`."""
     with unpickler.no_garbage_collection():
         index = read_index(path)

@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 from ckpttool.catalogue.entries import File
 from ckpttool.errors import CkptError, CorruptError, ReadError
-from ckpttool.formats import dcp
-from ckpttool.formats.dcp import metadata_writer
+from ckpttool.formats.dcp import metadata_writer, reader
 from ckpttool.formats.dcp.index import NAME, Index
 from ckpttool.formats.dcp.metadata import Item, Metadata, StoredTensor, items_of
 from ckpttool.serialization import torch_zip
@@ -45,14 +44,14 @@ class _ExpectedItem(NamedTuple):
 
 def merged(folder: str) -> Metadata:
     """Merge the indexes that the ranks wrote each for itself. Raises CorruptError when they do not agree."""
-    with closing(dcp.open(folder)) as source:
+    with closing(reader.open(folder)) as source:
         return _metadata(source.index, source.index.entries)
 
 
 def rebuilt(folder: str, like: str) -> Metadata:
     """Build an index for the data files in `folder`, after that of the checkpoint at `like`. Raises ReadError when that
     has none, CorruptError when the items of a file differ from it."""
-    with closing(dcp.open(like)) as source:
+    with closing(reader.open(like)) as source:
         other = source.index
         placed: dict[tuple[int, int], tuple[int, int]] = {}
         with closing(Pool()) as pool:

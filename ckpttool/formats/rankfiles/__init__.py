@@ -14,48 +14,15 @@ save plain tensors. Names: see `sets`. Sharded tensors: see `containers/sharded`
 
 from __future__ import annotations
 
-from ckpttool.catalogue.entries import Catalogue
-from ckpttool.catalogue.protocols import NO_HINTS, Format, Loss, OpenOptions, Sink, SinkOptions, Source
-
-# What reads, merges and writes is imported on use: every command of the tool asks whether a path is a set.
-
-
-def recognise(path: str) -> bool:
-    """Whether these are rank files, or this is one."""
-    from ckpttool.formats.rankfiles import discover
-
-    return discover.recognise(path)
-
-
-def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
-    """The catalogue of a set: of a directory, of the set that a file belongs to, or of a pattern.
-
-    Raises ReadError when there are several, CorruptError for a file that is not whole.
-    """
-    from ckpttool.formats.rankfiles import discover, reader
-
-    return reader.open_set(discover.find(path), options)
-
-
-def _create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
-    from ckpttool.formats.rankfiles import writer
-
-    return writer.create(path, planned, options)
-
-
-def _losses(catalogue: Catalogue, path: str) -> list[Loss]:
-    from ckpttool.formats.rankfiles import writer
-
-    return writer.losses(catalogue, path)
-
+from ckpttool.catalogue.protocols import Format, deferred
 
 FORMAT = Format(
     name="rankfiles",
     title="one torch.save file per rank (FSDP1, FSDP2, DTensor)",
-    recognise=recognise,
-    open=open,
-    create=_create,
-    losses=_losses,
+    recognise=deferred(f"{__name__}.discover", "recognise"),
+    open=deferred(f"{__name__}.reader", "open"),
+    create=deferred(f"{__name__}.writer", "create"),
+    losses=deferred(f"{__name__}.writer", "losses"),
     chunked=True,
     to="fsdp1",
     even=True,

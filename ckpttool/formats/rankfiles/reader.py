@@ -7,10 +7,10 @@ from itertools import chain
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, File, Path
-from ckpttool.catalogue.protocols import OpenOptions, Source
+from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError
-from ckpttool.formats.rankfiles import rank_file
+from ckpttool.formats.rankfiles import discover, rank_file
 from ckpttool.formats.rankfiles.compare import check_parts
 from ckpttool.formats.rankfiles.discover import RankSet
 from ckpttool.formats.rankfiles.flat.restore import Rebuilding, is_needed
@@ -24,8 +24,12 @@ from ckpttool.text import rank_ranges, some
 _SAME_SAVE = "the files are not of one save: copy all of them again from the same step"
 
 
-def open_set(rank_set: RankSet, options: OpenOptions) -> Source:
-    """The catalogue of a set. Raises CorruptError for a file that is not whole."""
+def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
+    """The catalogue of a set: of a directory, of the set that a file belongs to, or of a pattern.
+
+    Raises ReadError if there are several, CorruptError for a file that is not whole.
+    """
+    rank_set = discover.find(path)
     catalogue = Catalogue("rankfiles")
     pool = files.Pool()
     try:

@@ -13,39 +13,7 @@ index), as `safetensors.torch.save_model` does.
 
 from __future__ import annotations
 
-from ckpttool.catalogue.entries import Catalogue
-from ckpttool.catalogue.protocols import NO_HINTS, Format, Loss, OpenOptions, Sink, SinkOptions, Source
-
-# Reader and writer are imported on use: a command needs one format, or two.
-
-
-def recognise(path: str) -> bool:
-    """Return whether `path` is a safetensors file, complete or not, or a directory with such files."""
-    from ckpttool.formats.safetensors import reader
-
-    return reader.recognise(path)
-
-
-def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
-    """Return the source of a file, an index or a directory.
-
-    Raises CorruptError if the files are inconsistent.
-    """
-    from ckpttool.formats.safetensors import reader
-
-    return reader.open_path(path)
-
-
-def _create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
-    from ckpttool.formats.safetensors import writer
-
-    return writer.create(path, planned, options)
-
-
-def _losses(catalogue: Catalogue, path: str) -> list[Loss]:
-    from ckpttool.formats.safetensors import writer
-
-    return writer.losses(catalogue, one_file=is_file(path))
+from ckpttool.catalogue.protocols import Format, deferred
 
 
 def is_file(path: str) -> bool:
@@ -56,10 +24,10 @@ def is_file(path: str) -> bool:
 FORMAT = Format(
     name="safetensors",
     title="safetensors file or directory",
-    recognise=recognise,
-    open=open,
-    create=_create,
-    losses=_losses,
+    recognise=deferred(f"{__name__}.reader", "recognise"),
+    open=deferred(f"{__name__}.reader", "open"),
+    create=deferred(f"{__name__}.writer", "create"),
+    losses=deferred(f"{__name__}.writer", "losses"),
     is_file=is_file,
     splits=True,
     suffixes=(".safetensors",),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, Tensor
-from ckpttool.catalogue.protocols import Source
+from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.formats.safetensors import index, state_json
@@ -66,7 +66,7 @@ def _is_state(root: Location, names: Sequence[str]) -> bool:
     return state_json.NAME in names and state_json.looks_like((root / state_json.NAME).head(4096))
 
 
-def open_path(path: str) -> Source:
+def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
     """Return the source of a file, an index or a directory.
 
     Raises CorruptError if the files are inconsistent.

@@ -99,11 +99,11 @@ def _fill(
         created.add(replace(entry, path=path, part=part, chunks=chunks, alias=None if target == path else target))
 
 
-def losses(catalogue: Catalogue, *, one_file: bool) -> list[Loss]:
+def losses(catalogue: Catalogue, path: str) -> list[Loss]:
     """Return what one file, or a directory, cannot store."""
     if sharding.is_model(catalogue):
         return _model_losses(list(catalogue.tensors))
-    if not one_file:
+    if not path.endswith(SUFFIX):
         return _state_losses(catalogue)
     parts = {e.part for e in catalogue.tensors if not e.embedded}
     models = [p for p in parts if p.kind == "model"]

@@ -12,45 +12,15 @@ tensor, tied tensors sharing one.
 
 from __future__ import annotations
 
-from ckpttool.catalogue.entries import Catalogue
-from ckpttool.catalogue.protocols import NO_HINTS, Format, Loss, OpenOptions, Sink, SinkOptions, Source
-
-# What reads and what writes is imported on use: a command needs one format, or two.
-
-
-def recognise(path: str) -> bool:
-    """Whether this is a file of one of the kinds above, whole or not."""
-    from ckpttool.formats.torchsave import reader
-
-    return reader.recognise(path)
-
-
-def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
-    """The catalogue of one file. Raises CorruptError when it is cut or contradicts itself."""
-    from ckpttool.formats.torchsave import reader
-
-    return reader.open_file(path)
-
-
-def _create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
-    from ckpttool.formats.torchsave import writer
-
-    return writer.create(path, planned)
-
-
-def _losses(catalogue: Catalogue, path: str) -> list[Loss]:
-    from ckpttool.formats.torchsave import writer
-
-    return writer.losses(catalogue)
-
+from ckpttool.catalogue.protocols import Format, deferred
 
 FORMAT = Format(
     name="torch",
     title="torch.save file",
-    recognise=recognise,
-    open=open,
-    create=_create,
-    losses=_losses,
+    recognise=deferred(f"{__name__}.reader", "recognise"),
+    open=deferred(f"{__name__}.reader", "open"),
+    create=deferred(f"{__name__}.writer", "create"),
+    losses=deferred(f"{__name__}.writer", "losses"),
     is_file=lambda path: True,
     suffixes=(".pt", ".pth", ".bin", ".ckpt"),
 )

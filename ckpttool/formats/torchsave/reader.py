@@ -6,7 +6,7 @@ import bisect
 from collections.abc import Collection
 
 from ckpttool.catalogue.entries import Catalogue, File
-from ckpttool.catalogue.protocols import Source
+from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CorruptError, ReadError
 from ckpttool.serialization import (
@@ -61,7 +61,7 @@ def _archive(pool: files.Pool, path: str, size: int) -> Archive:
     return torch_zip.open_archive(_reader(pool, path), 0, size, name=f"`{path}`")
 
 
-def open_file(path: str) -> Source:
+def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
     """The catalogue of one file. Raises CorruptError when it is cut or contradicts itself."""
     location = locate(path)
     size = location.size()

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpttool.catalogue import flatten
 from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, Extent, File, Tensor
-from ckpttool.catalogue.protocols import Crcs, Loss, Sink
+from ckpttool.catalogue.protocols import Crcs, Loss, Sink, SinkOptions
 from ckpttool.serialization import torch_tree, torch_zip_writer
 from ckpttool.storage import files
 from ckpttool.storage.stores import locate
@@ -32,7 +32,7 @@ def _value(entry: Entry) -> Any:
     return entry if isinstance(entry, Tensor) else entry.value
 
 
-def create(path: str, planned: Catalogue) -> Sink:
+def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
     """Create an archive of full size with holes where the payloads go."""
     keys = torch_tree.StorageKeys(planned)
     layout = torch_zip_writer.lay_out(flatten.unflatten(planned, _value), keys.new_tensor, root=_ROOT)
@@ -55,6 +55,6 @@ def create(path: str, planned: Catalogue) -> Sink:
     return _TorchSink(path, created, layout)
 
 
-def losses(catalogue: Catalogue) -> list[Loss]:
+def losses(catalogue: Catalogue, path: str) -> list[Loss]:
     """Return the values that cannot be pickled."""
     return torch_zip_writer.losses(catalogue.objects)
