@@ -30,6 +30,20 @@ class Source(Protocol):
         """Let go of files and scratch space."""
 
 
+class PlacedSource:
+    """A source whose chunks say where they lie, as those of torch.save files and of safetensors do."""
+
+    def __init__(self, catalogue: Catalogue, close: Callable[[], None] = lambda: None) -> None:
+        self.catalogue = catalogue
+        self._close = close
+
+    def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
+        return chunk.extent
+
+    def close(self) -> None:
+        self._close()
+
+
 class Run(NamedTuple):
     """Bytes of a file of the catalogue: `Run(file=0, offset=704, nbytes=1462)`. A `packed` one is compressed."""
 

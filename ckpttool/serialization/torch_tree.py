@@ -20,23 +20,7 @@ from ckpttool.errors import CorruptError, LossError
 from ckpttool.serialization.dtensor import Shard, holds_sharded
 from ckpttool.serialization.torch_module import Dropped, is_module, replace_modules
 from ckpttool.serialization.torch_pickle import NewTensor, StorageRef, TensorRef
-from ckpttool.storage import files
 from ckpttool.text import some
-
-
-class PlacedSource:
-    """A source whose chunks say themselves where they lie, as those of torch.save files do."""
-
-    def __init__(self, catalogue: Catalogue, pool: files.Pool) -> None:
-        self.catalogue = catalogue
-        self._pool = pool
-
-    def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
-        return chunk.extent
-
-    def close(self) -> None:
-        self._pool.close()
-
 
 Place = Callable[[TensorRef | StorageRef], Extent]
 _META_TENSOR = "torch._utils._rebuild_meta_tensor_no_storage"

@@ -7,7 +7,7 @@ from itertools import chain
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, File, Path
-from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, Source
+from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, PlacedSource, Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.formats.rankfiles import discover, rank_file
@@ -16,7 +16,7 @@ from ckpttool.formats.rankfiles.discover import RankSet
 from ckpttool.formats.rankfiles.flat.restore import Rebuilding, is_needed
 from ckpttool.formats.rankfiles.merge import RankMerger, RankState
 from ckpttool.formats.rankfiles.rank_file import RankFile
-from ckpttool.serialization import torch_tree, unpickler
+from ckpttool.serialization import unpickler
 from ckpttool.serialization.dtensor import Shard
 from ckpttool.storage import files
 from ckpttool.text import rank_ranges, some
@@ -38,7 +38,7 @@ def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
     except BaseException:
         pool.close()
         raise
-    return torch_tree.PlacedSource(catalogue, pool)
+    return PlacedSource(catalogue, pool.close)
 
 
 class _Opening:

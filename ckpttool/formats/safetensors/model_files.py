@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Part, Tensor
@@ -52,8 +53,7 @@ def rank_files(root: Location) -> list[str]:
     return [n for n in root.names() if _RANK_FILE.fullmatch(n)] if root.is_dir() else []
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A tensor of one file, or a box of a larger one: `Piece(0, (4, 0), Entry(...))`."""
 
     file: int
@@ -80,17 +80,13 @@ class Reader:
         self.metadata |= {k: v for k, v in header.metadata.items() if k not in _DCP_KEYS}
         offsets = _saved_offsets(header, f"`{path}`")
         for tensor, entry in header.tensors.items():
-            piece = Piece(file, offsets.get(tensor) or (0,) * len(entry.shape), entry)
             pieces = self._pieces.setdefault(tensor, [])
             if pieces and not (offsets and rank is not None):
                 first = self.catalogue.files[pieces[0].file].name
-                raise CorruptError(
-                    f"`{self._root}`: tensor `{tensor}` is in `{first}` and in `{name}`",
-                    hint="the directory has files of two checkpoints; name one of the files itself",
-                    tensor=tensor,
-                    found=[first, name],
-                )
-            pieces.append(piece)
+                text = f"`{self._root}`: tensor `{tensor}` is in `{first}` and in `{name}`"
+                hint = "the directory has files of two checkpoints; name one of the files itself"
+                raise CorruptError(text, hint=hint, tensor=tensor, found=[first, name])
+            pieces.append(Piece(file, offsets.get(tensor) or (0,) * len(entry.shape), entry))
 
     def file_of(self, tensor: str) -> str | None:
         pieces = self._pieces.get(tensor)
@@ -118,12 +114,12 @@ class Reader:
         first = pieces[0].entry
         chunks = Chunks()
         shape = list(first.shape)
-        for file, offsets, entry in ((p.file, p.offsets, p.entry) for p in pieces):
+        for file, offsets, entry in pieces:
             if entry.dtype != first.dtype or len(entry.shape) != len(shape):
+                one, other = (self.catalogue.files[number].name for number in (pieces[0].file, file))
                 raise CorruptError(
-                    f"`{self._root}`: tensor `{name}` is {first.dtype} {list(first.shape)} in "
-                    f"`{self.catalogue.files[pieces[0].file].name}`, but {entry.dtype} {list(entry.shape)} in "
-                    f"`{self.catalogue.files[file].name}`",
+                    f"`{self._root}`: tensor `{name}` is {first.dtype} {list(first.shape)} in `{one}`, but "
+                    f"{entry.dtype} {list(entry.shape)} in `{other}`",
                     hint="the directory has files of two checkpoints",
                     tensor=name,
                 )
@@ -139,9 +135,8 @@ def mount(catalogue: Catalogue, path: Location, name: str, rank: int | None = No
     except ReadError:
         if path.exists() or path.is_link():
             raise
-        raise CorruptError(
-            f"`{path}`: is not there, but the index names it", hint="copy the missing file too", file=path
-        ) from None
+        text = f"`{path}`: is not there, but the index names it"
+        raise CorruptError(text, hint="copy the missing file too", file=path) from None
     header = safetensors_header.read_header(path.read, 0, size, name=f"`{path}`")
     catalogue.files.append(File(path, name, size, rank))
     return len(catalogue.files) - 1, header
@@ -159,9 +154,8 @@ def _saved_offsets(header: Header, where: str) -> dict[str, Ints]:
         raise CorruptError(f"{where}: its `{SHARDING}` does not give the offsets of every tensor") from None
     for name, at in offsets.items():
         if len(at) != len(header.tensors[name].shape) or not all(type(n) is int and 0 <= n < 1 << 62 for n in at):
-            raise CorruptError(
-                f"{where}: tensor `{name}`: {list(at)!r:.80} is no offset in its `{SHARDING}`", tensor=name
-            )
+            text = f"{where}: tensor `{name}`: {list(at)!r:.80} is no offset in its `{SHARDING}`"
+            raise CorruptError(text, tensor=name)
     return offsets
 
 
@@ -171,11 +165,8 @@ def _saved_offsets(header: Header, where: str) -> dict[str, Ints]:
 def open_file(root: Location, name: str) -> Catalogue:
     """Return the catalogue of one file, which an index may name too."""
     if _RANK_FILE.fullmatch(name) and len(rank_files(root)) > 1:
-        raise ReadError(
-            f"`{root / name}`: holds one rank's pieces of tensors",
-            hint=f"name the directory: `{root or '.'}`",
-            file=name,
-        )
+        text, hint = f"`{root / name}`: holds one rank's pieces of tensors", f"name the directory: `{root or '.'}`"
+        raise ReadError(text, hint=hint, file=name)
     reader = Reader(root, "one file")
     reader.add(name, given=True)
     catalogue = reader.finish()
@@ -207,25 +198,25 @@ def open_directory(root: Location, names: Sequence[str]) -> Catalogue:
 def _open_whole(root: Location, whole: Sequence[str], indexes: Sequence[str]) -> Catalogue:
     """Return the catalogue of files of whole tensors: one of them, those of an index, or all."""
     if len(indexes) > 1 and _INDEX not in indexes:
-        raise ReadError(
-            f"`{root}`: has {len(indexes)} indexes, {some(indexes)}", hint="name one of them itself", file=root
-        )
+        text = f"`{root}`: has {len(indexes)} indexes, {some(indexes)}"
+        raise ReadError(text, hint="name one of them itself", file=root)
     index_name = _INDEX if _INDEX in indexes else next(iter(indexes), None)
-    if index_name is None:
-        return _open_listed(root, [_SINGLE] if _SINGLE in whole else whole)
-    catalogue = open_indexed(root, index_name) if _SINGLE not in whole else None
-    # transformers, too, takes the single file where there are both.
-    text = f"`{index_name}` is left aside for `{_SINGLE}`"
-    return catalogue or _open_listed(root, [_SINGLE], Warning("superseded-file", text, file=index_name))
+    if index_name is not None and _SINGLE not in whole:
+        return open_indexed(root, index_name)
+    catalogue = _open_listed(root, [_SINGLE] if _SINGLE in whole else whole)
+    if index_name is not None:
+        # transformers, too, takes the single file where there are both.
+        text = f"`{index_name}` is left aside for `{_SINGLE}`"
+        catalogue.warnings.append(Warning("superseded-file", text, file=index_name))
+    return catalogue
 
 
-def _open_listed(root: Location, names: Sequence[str], *warnings: Warning) -> Catalogue:
+def _open_listed(root: Location, names: Sequence[str]) -> Catalogue:
     _check_numbers(root, names)
     reader = Reader(root, "one file" if len(names) == 1 else "several files without an index")
     for name in names:
         reader.add(name)
     catalogue = reader.finish()
-    catalogue.warnings += warnings
     if len(names) > 1:
         text = f"there is no index: {len(names)} files are taken as one checkpoint"
         catalogue.warnings.append(Warning("no-index", text))
@@ -238,11 +229,8 @@ def _check_numbers(root: Location, names: Sequence[str]) -> None:
     for (stem, count), present in counts.items():
         if present < count:
             missing = next(n for n in index.file_names(stem, count) if n not in names)
-            raise CorruptError(
-                f"`{root / missing}`: is not there, but `{stem}-...` are {count} files",
-                hint="copy the missing file too",
-                file=missing,
-            )
+            text = f"`{root / missing}`: is not there, but `{stem}-...` are {count} files"
+            raise CorruptError(text, hint="copy the missing file too", file=missing)
 
 
 def open_indexed(root: Location, index_name: str) -> Catalogue:
@@ -255,14 +243,10 @@ def open_indexed(root: Location, index_name: str) -> Catalogue:
     for tensor, file in weight_map.items():
         actual = reader.file_of(tensor)
         if actual != file:
-            raise CorruptError(
-                f"{where}: says that tensor `{tensor}` is in `{file}`, "
-                + (f"but it is in `{actual}`" if actual else "which does not have it"),
-                hint="the index belongs to another save, or two ranks wrote the same file",
-                tensor=tensor,
-                found=actual,
-                expected=file,
-            )
+            where_it_is = f"but it is in `{actual}`" if actual else "which does not have it"
+            text = f"{where}: says that tensor `{tensor}` is in `{file}`, {where_it_is}"
+            hint = "the index belongs to another save, or two ranks wrote the same file"
+            raise CorruptError(text, hint=hint, tensor=tensor, found=actual, expected=file)
     unlisted = [name for name in reader if name not in weight_map]
     catalogue = reader.finish(weight_map, {k: v for k, v in metadata.items() if isinstance(v, str)})
     if unlisted:
@@ -279,9 +263,8 @@ def _open_ranks(root: Location, names: Sequence[str]) -> Catalogue:
     present, count = {k for _, k, _ in numbers}, max(n for _, _, n in numbers)
     if len(present) < count:
         missing = next(k for k in range(1, count + 1) if k not in present)
-        raise CorruptError(
-            f"`{root}`: no file is number {missing} of {count}, of any rank", hint="copy the missing files too"
-        )
+        text = f"`{root}`: no file is number {missing} of {count}, of any rank"
+        raise CorruptError(text, hint="copy the missing files too")
     reader = Reader(root, "pieces, a file for each rank")
     for name, (shard, _, _) in zip(names, numbers, strict=True):
         reader.add(name, rank=shard - 1)

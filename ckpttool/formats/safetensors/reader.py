@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, Tensor
-from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, Source
+from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, Tensor
+from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, PlacedSource, Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.formats.safetensors import index, state_json
@@ -26,17 +26,6 @@ from ckpttool.serialization import safetensors_header
 from ckpttool.serialization.safetensors_header import Header
 from ckpttool.storage.stores import Location, locate
 from ckpttool.text import some
-
-
-class _SafeSource:
-    def __init__(self, catalogue: Catalogue) -> None:
-        self.catalogue = catalogue
-
-    def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
-        return chunk.extent
-
-    def close(self) -> None:
-        """Do nothing: no file is open."""
 
 
 def recognise(path: str) -> bool:
@@ -74,14 +63,14 @@ def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
     location = locate(path)
     if not location.is_dir():
         root, name = location.parent, location.name
-        return _SafeSource(open_indexed(root, name) if path.endswith(index.INDEX) else open_file(root, name))
+        return PlacedSource(open_indexed(root, name) if path.endswith(index.INDEX) else open_file(root, name))
     names = location.names()
     if _is_state(location, names):
-        return _SafeSource(_open_state(location))
+        return PlacedSource(_open_state(location))
     catalogue = open_directory(location, names)
     if "config.json" in names:
         catalogue.facts |= _config(location / "config.json")
-    return _SafeSource(catalogue)
+    return PlacedSource(catalogue)
 
 
 def _config(path: Location) -> dict[str, Any]:
@@ -109,12 +98,8 @@ def _open_state(root: Location) -> Catalogue:
         number, header = headers[file]
         entry = header.tensors.get(name)
         if entry is None:
-            raise CorruptError(
-                f"{where}: says that tensor `{name}` is in `{file}`, which does not have it",
-                hint="the files are not of the same save",
-                tensor=name,
-                file=file,
-            )
+            text = f"{where}: says that tensor `{name}` is in `{file}`, which does not have it"
+            raise CorruptError(text, hint="the files are not of the same save", tensor=name, file=file)
         used.add((file, name))
         dtype, shape = state_json.true_type(reference, entry.dtype, entry.shape, f"`{root / file}`")
         extent = Extent(number, entry.begin, entry.end - entry.begin)

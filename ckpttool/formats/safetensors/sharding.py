@@ -55,18 +55,13 @@ def is_model(catalogue: Catalogue) -> bool:
     )
 
 
-def name_below(tensor: Tensor) -> str:
-    """Return the dotted name without the root of the part: `model.lm_head.weight` -> `lm_head.weight`."""
-    return tensor.fqn
-
-
 # A model --------------------------------------------------------------------------------------------------------------
 
 
 def collisions(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Return pairs of tensors with the same name: `("a", "b")` and `("a.b",)`."""
     owners: dict[str, Tensor] = {}
-    return [(owners[n], t) for t in tensors if owners.setdefault(n := name_below(t), t) is not t]
+    return [(owners[n], t) for t in tensors if owners.setdefault(n := t.fqn, t) is not t]
 
 
 def plan_model(catalogue: Catalogue, max_size: int | None, metadata: dict[str, str]) -> Plan:
@@ -74,14 +69,14 @@ def plan_model(catalogue: Catalogue, max_size: int | None, metadata: dict[str, s
     tensors = list(catalogue.tensors)
     for one, other in collisions(tensors):
         raise LossError(
-            f"tensors {_keys(one.path)} and {_keys(other.path)} would both be called `{name_below(other)}`",
+            f"tensors {_keys(one.path)} and {_keys(other.path)} would both be called `{other.fqn}`",
             hint="give one of them another name with `--rename`",
-            tensor=name_below(other),
+            tensor=other.fqn,
         )
     plan = Plan()
     # The metadata cannot have a tie named `format`: such a tensor gets its own bytes.
-    owners = {t.path: t if name_below(t) in RESERVED else catalogue.first(t) for t in tensors}
-    _Group("model", tensors, owners, metadata, {t.path: name_below(t) for t in tensors}).add_to(plan, max_size)
+    owners = {t.path: t if t.fqn in RESERVED else catalogue.first(t) for t in tensors}
+    _add_group(plan, "model", {t.path: t.fqn for t in tensors}, owners, max_size, metadata)
     plan.places |= {path: plan.places[owner.path] for path, owner in owners.items()}
     return plan
 
@@ -90,44 +85,37 @@ def _keys(path: Path) -> str:
     return "/".join(f"`{key}`" for key in path)
 
 
-@dataclass(slots=True)
-class _Group:
-    """Tensors that share a file or an index. `owners` are the tensors under whose names the bytes are stored."""
+def _add_group(
+    plan: Plan,
+    stem: str,
+    names: dict[Path, str],
+    owners: dict[Path, Tensor],
+    max_size: int | None,
+    metadata: dict[str, str],
+) -> None:
+    """Plan the files of tensors that share a file or an index, under these names.
 
-    stem: str
-    tensors: list[Tensor]
-    owners: dict[Path, Tensor]
-    metadata: dict[str, str]
-    names: dict[Path, str]
-
-    def add_to(self, plan: Plan, max_size: int | None) -> None:
-        stored = [t for t in self.tensors if self.owners[t.path] is t]
-        specs = {self.names[t.path]: _spec(self.names[t.path], t) for t in stored}
-        sizes = [(self.names[t.path], t.nbytes) for t in stored]
-        total = sum(n for _, n in sizes)
-        groups = split(sizes, total if max_size is None else max_size)
-        files = index.file_names(self.stem, len(groups))
-        weight_map = {name: file for file, names in zip(files, groups, strict=True) for name in names}
-        metadata = self._metadata(weight_map)
-        # huggingface_hub keeps the metadata of several files in their index.
-        header_metadata = FORMAT_PT | metadata if len(files) == 1 else FORMAT_PT
-        for file, names in zip(files, groups, strict=True):
-            plan.files.append(FilePlan(file, [specs[name] for name in names], dict(header_metadata)))
-        if len(files) > 1:
-            plan.indexes[self.stem + index.INDEX] = index.build(weight_map, total, metadata)
-        for tensor in stored:
-            name = self.names[tensor.path]
-            plan.places[tensor.path] = Place(weight_map[name], name, is_raw(tensor))
-
-    def _metadata(self, weight_map: dict[str, str]) -> dict[str, str]:
-        ties = {}
-        for tensor in self.tensors:
-            owner = self.owners[tensor.path]
-            if owner is not tensor and owner.path in self.names:
-                ties[self.names[tensor.path]] = self.names[owner.path]
-        # A remark with the name of a tensor would be read as a tie.
-        remarks = {k: v for k, v in self.metadata.items() if v not in weight_map and k not in RESERVED}
-        return {k: v for k, v in (remarks | ties).items() if k not in RESERVED}
+    `owners` are the tensors under whose names the bytes are stored.
+    """
+    stored = [owners[path] for path in names if owners[path].path == path]
+    total = sum(t.nbytes for t in stored)
+    groups = split([(names[t.path], t.nbytes) for t in stored], total if max_size is None else max_size)
+    files = index.file_names(stem, len(groups))
+    weight_map = {name: file for file, group in zip(files, groups, strict=True) for name in group}
+    # A remark with the name of a tensor would be read as a tie.
+    remarks = {k: v for k, v in metadata.items() if v not in weight_map}
+    ties = {n: names[o.path] for p, n in names.items() if (o := owners[p]).path != p and o.path in names}
+    remarks = {k: v for k, v in (remarks | ties).items() if k not in RESERVED}
+    # huggingface_hub keeps the metadata of several files in their index.
+    header_metadata = FORMAT_PT | remarks if len(files) == 1 else FORMAT_PT
+    specs = {names[t.path]: _spec(names[t.path], t) for t in stored}
+    for file, group in zip(files, groups, strict=True):
+        plan.files.append(FilePlan(file, [specs[name] for name in group], dict(header_metadata)))
+    if len(files) > 1:
+        plan.indexes[stem + index.INDEX] = index.build(weight_map, total, remarks)
+    for tensor in stored:
+        name = names[tensor.path]
+        plan.places[tensor.path] = Place(weight_map[name], name, is_raw(tensor))
 
 
 def is_raw(tensor: Tensor) -> bool:
@@ -154,9 +142,8 @@ def plan_state(catalogue: Catalogue, max_size: int) -> Plan:
     plan = Plan()
     stems = _stems(list(parts))
     for part, tensors in parts.items():
-        group = _Group(stems[part], tensors, owners, {}, _unique_names(tensors))
         if any(owners[t.path] is t for t in tensors):
-            group.add_to(plan, max_size)
+            _add_group(plan, stems[part], _unique_names(tensors), owners, max_size, {})
     plan.places |= {path: plan.places[owner.path] for path, owner in owners.items()}
     return plan
 
@@ -195,7 +182,7 @@ def _unique_names(tensors: list[Tensor]) -> dict[Path, str]:
     names: dict[Path, str] = {}
     used = {safetensors_header.METADATA}
     for tensor in tensors:
-        name = name_below(tensor).encode("utf-8", "backslashreplace").decode()
+        name = tensor.fqn.encode("utf-8", "backslashreplace").decode()
         unique, n = name, 1
         while unique in used:
             n += 1

@@ -92,7 +92,7 @@ def _fill(
             created.add(entry)
             continue
         place = places[entry.path]
-        path = (sharding.name_below(entry),) if model else entry.path
+        path = (entry.fqn,) if model else entry.path
         target = first.setdefault(place, path)
         chunks = Chunks.single(entry.shape, extents[place.file, place.name])
         part = MODEL if model else entry.part
@@ -119,7 +119,7 @@ def losses(catalogue: Catalogue, path: str) -> list[Loss]:
 def _model_losses(tensors: list[Tensor]) -> list[Loss]:
     unsupported = []
     for tensor in tensors:
-        reason = safetensors_header.why_not(sharding.name_below(tensor), tensor.dtype, tensor.shape)
+        reason = safetensors_header.why_not(tensor.fqn, tensor.dtype, tensor.shape)
         if reason is not None:
             unsupported.append(Loss(tensor.name, reason))
     for one, other in sharding.collisions(tensors):

@@ -6,7 +6,7 @@ import bisect
 from collections.abc import Collection
 
 from ckpttool.catalogue.entries import Catalogue, File
-from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, Source
+from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, PlacedSource, Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CorruptError, ReadError
 from ckpttool.serialization import (
@@ -73,7 +73,7 @@ def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
     except BaseException:
         pool.close()
         raise
-    return torch_tree.PlacedSource(catalogue, pool)
+    return PlacedSource(catalogue, pool.close)
 
 
 def _read(catalogue: Catalogue, pool: files.Pool, path: Location, size: int) -> None:

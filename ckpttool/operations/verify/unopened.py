@@ -7,12 +7,12 @@ from contextlib import closing
 from functools import partial
 
 from ckpttool.catalogue.entries import Catalogue, File
+from ckpttool.catalogue.protocols import PlacedSource
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.formats import FORMATS
 from ckpttool.operations.verify import payloads, strays
 from ckpttool.operations.verify.findings import DAMAGE, Finding, Verification, Where
 from ckpttool.serialization.safetensors_header import read_header
-from ckpttool.serialization.torch_tree import PlacedSource
 from ckpttool.storage import stores
 from ckpttool.storage.files import Pool
 
@@ -36,7 +36,7 @@ def source(path: str) -> PlacedSource:
         root, names = (location, location.names()) if location.is_dir() else (location.parent, [location.name])
         places = (root / name for name in names[:_MOST] if name.endswith(_SUFFIXES))
         catalogue.files += [File(place, place.name, place.size()) for place in places if place.is_file()]
-    return PlacedSource(catalogue, Pool())
+    return PlacedSource(catalogue)
 
 
 def check(run: Verification) -> Iterator[Finding]:
