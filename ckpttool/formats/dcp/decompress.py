@@ -39,11 +39,8 @@ def _decompressed_stream(stream: IO[bytes], transforms: tuple[str, ...], name: s
     for descriptor in transforms:
         kind, _, version = descriptor.partition("/")
         if kind.partition("@")[0] != "stream.zstd" or version.partition(".")[0] not in ("1", ""):
-            raise ReadError(
-                f"{name}: written with the extension `{descriptor}`, which is not supported",
-                hint="save the checkpoint again without that extension",
-                found=descriptor,
-            )
+            text = f"{name}: written with the extension `{descriptor}`, which is not supported"
+            raise ReadError(text, hint="save the checkpoint again without that extension", found=descriptor)
         stream = _zstd(stream, name)
     return stream
 

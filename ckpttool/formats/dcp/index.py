@@ -117,12 +117,9 @@ def _no_index_error(path: str, folder: str) -> ReadError:
     if path.endswith(SUFFIX):
         hint = f"name the directory: `{folder or '.'}`"
         return ReadError(f"`{path}`: a single data file of a DCP checkpoint", hint=hint, file=path)
-    return ReadError(
-        f"`{path}`: a DCP checkpoint without `{NAME}`",
-        hint="`.metadata` is written last: the save did not finish, or the file (its name begins with a dot) was not "
-        "copied",
-        file=path,
-    )
+    reasons = "the save did not finish, or the file (its name begins with a dot) was not copied"
+    hint = f"`{NAME}` is written last: {reasons}"
+    return ReadError(f"`{path}`: a DCP checkpoint without `{NAME}`", hint=hint, file=path)
 
 
 class _IndexMerger:
@@ -154,11 +151,9 @@ class _IndexMerger:
             text = f"`{metadata.name}` names `{function}`, which runs code when torch loads it, not in ckpttool"
             index.warnings.append(Warning("unsafe-global", text, file=metadata.name, names=(function,)))
         if metadata.strays:
-            text = (
-                f"`{metadata.name}` places {len(metadata.strays)} items that belong to no tensor, or to one twice: "
-                f"{some(sorted(set(metadata.strays)))}"
-            )
-            index.warnings.append(Warning("unlisted-tensor", text, file=metadata.name))
+            strays = some(sorted(set(metadata.strays)))
+            text = f"`{metadata.name}` places {len(metadata.strays)} items that belong to no tensor, or to one twice: "
+            index.warnings.append(Warning("unlisted-tensor", text + strays, file=metadata.name))
 
     def _file(self, name: str) -> int:
         number = self._numbers.get(name)
@@ -180,11 +175,9 @@ class _IndexMerger:
 
     def _join(self, name: str, tensor: StoredTensor, other: StoredTensor, index_name: str, rank: int) -> None:
         if tensor.dtype != other.dtype or tensor.shape != other.shape:
-            raise CorruptError(
-                f"`{index_name}`: tensor `{name}` is {other.dtype} {list(other.shape)} on rank {rank}, but "
-                f"{tensor.dtype} {list(tensor.shape)} before",
-                tensor=name,
-            )
+            here, before = (f"{one.dtype} {list(one.shape)}" for one in (other, tensor))
+            text = f"`{index_name}`: tensor `{name}` is {here} on rank {rank}, but {before} before"
+            raise CorruptError(text, tensor=name)
         boxes = list(zip(tensor.offsets, tensor.sizes, strict=True))
         chunks = {box: i for i, box in reversed(list(enumerate(boxes)))}
         for i, box in enumerate(zip(other.offsets, other.sizes, strict=True)):

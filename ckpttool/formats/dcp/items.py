@@ -85,12 +85,9 @@ class Items:
         if isinstance(tree, TensorRef) and 0 in tree.shape:
             return
         holds = f"{tree.dtype} {list(tree.shape)}" if isinstance(tree, TensorRef) else "a value"
-        raise CorruptError(
-            f"{self._label(item, name)}: holds {holds}, but the metadata says a tensor without elements",
-            hint="the data file and `.metadata` are not of the same save",
-            file=self._files[item.file].name,
-            tensor=name,
-        )
+        text = f"{self._label(item, name)}: holds {holds}, but the metadata says a tensor without elements"
+        hint = "the data file and `.metadata` are not of the same save"
+        raise CorruptError(text, hint=hint, file=self._files[item.file].name, tensor=name)
 
     def _check_decoded(self, item: Item, extent: Extent, name: str) -> None:
         """Compare the CRC of decoded bytes now: when the transfer ends, other bytes may be in their place."""

@@ -174,10 +174,8 @@ class _Reader:
 
     def metadata(self, root: Any, seen: Mapping[str, str]) -> Metadata:
         if not isinstance(root, classes.Metadata):
-            raise CorruptError(
-                f"a pickle of {stub_name(root) or type(root).__name__}, not of a DCP `Metadata`",
-                hint="this is not the index of a torch.distributed.checkpoint directory",
-            )
+            text = f"a pickle of {stub_name(root) or type(root).__name__}, not of a DCP `Metadata`"
+            raise CorruptError(text, hint="this is not the index of a torch.distributed.checkpoint directory")
         tensors = root.fields.get("state_dict_metadata")
         if type(tensors) is not dict:
             raise CorruptError("it has no `state_dict_metadata`")
@@ -279,14 +277,12 @@ class _Reader:
             # Chunks at the same offsets have one key in `storage_data`: the last empty one takes it from the others.
             other = by_offsets.get(entry.offsets[i])
             if other is not None:
-                entry.files[i], entry.starts[i] = entry.files[other], entry.starts[other]
-                entry.lengths[i] = entry.lengths[other]
+                entry.files[i], entry.starts[i], entry.lengths[i], _ = entry.item(other)
             elif 0 in entry.sizes[i]:
                 entry.files[i] = 0
             else:
-                raise CorruptError(
-                    f"the chunk at {list(entry.offsets[i])} is in no file", hint=_MISSING_PART, tensor=self._key
-                )
+                text = f"the chunk at {list(entry.offsets[i])} is in no file"
+                raise CorruptError(text, hint=_MISSING_PART, tensor=self._key)
 
     def _paths(self, planned: Any) -> dict[str, KeyPath] | None:
         if type(planned) is not dict:

@@ -9,15 +9,17 @@ Upstream: `torch/distributed/checkpoint/_traverse.py` and `_nested_dict.py`; `pl
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpttool.catalogue.entries import Catalogue, Container, Path, Tensor, dotted
 from ckpttool.errors import CorruptError
 from ckpttool.formats.dcp.metadata import KeyPath
 from ckpttool.serialization import pickler, unpickler
 from ckpttool.version import __version__
+
+_INTEGER = re.compile(r"0|[1-9][0-9]*")
 
 # Reading --------------------------------------------------------------------------------------------------------------
 
@@ -90,15 +92,11 @@ def _sorted_paths(paths: dict[str, Path], lists: set[Path]) -> dict[str, Path]:
     """Sort lists by index and dicts by first mention: the plans of several ranks are interleaved."""
     first: dict[Path, int] = {}
 
-    def rank(path: Path) -> tuple[int, ...]:
-        places = []
-        for depth in range(1, len(path) + 1):
-            key = path[depth - 1]
-            listed = type(key) is int and path[: depth - 1] in lists
-            places.append(key if listed else first.setdefault(path[:depth], len(first)))
-        return tuple(places)  # type: ignore[arg-type]
+    def place(path: Path, depth: int) -> Any:
+        is_index = type(path[depth]) is int and path[:depth] in lists
+        return path[depth] if is_index else first.setdefault(path[: depth + 1], len(first))
 
-    return dict(sorted(paths.items(), key=lambda item: rank(item[1])))
+    return dict(sorted(paths.items(), key=lambda item: [place(item[1], depth) for depth in range(len(item[1]))]))
 
 
 def _integer_id_roots(paths: dict[str, Path], value_of: Callable[[str], Any]) -> list[Path]:
@@ -112,7 +110,7 @@ def _integer_id_roots(paths: dict[str, Path], value_of: Callable[[str], Any]) ->
     for root in (root for root, yes in integers.items() if yes):
         at = (*root, "state")
         keys = {path[len(at)] for path in paths.values() if path[: len(at)] == at and len(path) > len(at)}
-        if keys and all(type(k) is str and k.isascii() and k.isdecimal() and str(int(k)) == k for k in keys):
+        if keys and all(type(k) is str and _INTEGER.fullmatch(k) for k in keys):
             roots.append(root)
     return roots
 
@@ -149,22 +147,23 @@ def _check_path(path: Any) -> Path:
 # Writing --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class EntryNames:
+class EntryNames(NamedTuple):
     """The names of a catalogue's entries in DCP: `EntryNames({("optim", "state", 0): "optim.state.0"}, ...)`.
 
     `planned` is `planner_data`; `extra` is what it cannot express; `clashes` are pairs of entries with the same name.
     """
 
-    names: dict[Path, str] = field(default_factory=dict)
-    planned: dict[str, KeyPath] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)
-    clashes: list[tuple[Path, Path]] = field(default_factory=list)
+    names: dict[Path, str]
+    planned: dict[str, KeyPath]
+    extra: dict[str, Any]
+    clashes: list[tuple[Path, Path]]
 
 
 def name_entries(catalogue: Catalogue) -> EntryNames:
     """Return names as `flatten_state_dict` does. The remaining elements of a list with gaps are renumbered."""
-    result = EntryNames()
+    names: dict[Path, str] = {}
+    key_paths: dict[str, KeyPath] = {}
+    clashes: list[tuple[Path, Path]] = []
     lists = {path for path, container in catalogue.containers.items() if container.kind == "list"}
     places: dict[Path, dict[Any, int]] = {path: {} for path in lists}
     owners: dict[str, Path] = {}
@@ -185,14 +184,12 @@ def name_entries(catalogue: Catalogue) -> EntryNames:
         )
         name = ".".join(map(str, planned))
         if name in owners:
-            result.clashes.append((path, owners[name]))
+            clashes.append((path, owners[name]))
             continue
-        owners[name] = path
-        result.names[path] = name
-        result.planned[name] = planned
-        if exact_path != planned or any(map(_differs, exact_path, planned)):
+        owners[name], names[path], key_paths[name] = path, name, planned
+        if exact_path != planned or [*map(type, exact_path)] != [*map(type, planned)]:  # True == 1
             exact_paths[name] = exact_path
-    result.extra = {
+    extra = {
         "format": 1,
         "by": f"ckpttool {__version__}",
         "paths": exact_paths,
@@ -201,11 +198,7 @@ def name_entries(catalogue: Catalogue) -> EntryNames:
             for path, c in catalogue.containers.items()
         ],
     }
-    return result
-
-
-def _differs(one: Any, other: Any) -> bool:
-    return type(one) is not type(other)  # True == 1
+    return EntryNames(names, key_paths, extra, clashes)
 
 
 def clash(one: Path, other: Path) -> str:

@@ -51,11 +51,8 @@ class DcpSource:
         if not extent.item:
             return extent
         if tensor.dtype.kind == "quantized":
-            raise ReadError(
-                f"tensor `{tensor.name}`: {tensor.dtype} in chunks, each quantized by itself, cannot be merged",
-                hint="leave it out with `--exclude`",
-                tensor=tensor.name,
-            )
+            text = f"tensor `{tensor.name}`: {tensor.dtype} in chunks, each quantized by itself, cannot be merged"
+            raise ReadError(text, hint="leave it out with `--exclude`", tensor=tensor.name)
         transforms = self._transforms.get((extent.file, extent.offset), ()) if self._transforms else ()
         item = Item(extent.file, extent.offset, extent.nbytes, transforms)
         return self._items.tensor(item, tensor.dtype, chunk.sizes, tensor.name)
@@ -98,7 +95,7 @@ class _CatalogueBuilder:
             # Imported on use: few directories have replicas.
             from ckpttool.formats.dcp import replicas
 
-            catalogue.warnings += replicas.settle(index, self._items, is_safetensors=self._is_safetensors)
+            catalogue.warnings += replicas.Replicas(index, self._items, is_safetensors=self._is_safetensors).settle()
         self._decode_objects()
         paths, containers = planner_data.restore(index.entries, index.paths, index.extra, self._value)
         catalogue.containers = containers
@@ -168,35 +165,26 @@ class _CatalogueBuilder:
                     self._check_empty_blob(name, entry.item(i))
                 chunks.add(offsets, sizes, Extent(entry.files[i], 0, 0 if 0 in sizes else entry.lengths[i]))
                 continue
+            where = f"`{file.name}`: tensor `{name}`"
             if entry.files[i] in seen:
-                raise CorruptError(
-                    f"`{file.name}`: tensor `{name}`: two of its chunks have the same name, so one is lost",
-                    hint="the lost chunk cannot be recovered; save again without `SerializationFormat.SAFETENSORS`",
-                    file=file.name,
-                    tensor=name,
-                )
+                text = f"{where}: two of its chunks have the same name, so one is lost"
+                hint = "the lost chunk cannot be recovered; save again without `SerializationFormat.SAFETENSORS`"
+                raise CorruptError(text, hint=hint, file=file.name, tensor=name)
             seen.add(entry.files[i])
             stored = self._items.blob(entry.item(i)).tensors.get(name)
             if stored is None or stored.dtype != entry.dtype or stored.shape != sizes:
                 actual = "nothing" if stored is None else f"{stored.dtype} {list(stored.shape)}"
-                raise CorruptError(
-                    f"`{file.name}`: tensor `{name}`: the header has {actual}, but the index says {entry.dtype} "
-                    f"{list(sizes)}",
-                    file=file.name,
-                    tensor=name,
-                )
+                text = f"{where}: the header has {actual}, but the index says {entry.dtype} {list(sizes)}"
+                raise CorruptError(text, file=file.name, tensor=name)
             chunks.add(offsets, sizes, Extent(entry.files[i], stored.begin, stored.end - stored.begin))
         return chunks
 
     def _check_empty_blob(self, name: str, item: Item) -> None:
         stored, file = self._items.blob(item).tensors.get(name), self._index.files[item.file].name
         if stored is not None and 0 not in stored.shape:
-            raise CorruptError(
-                f"`{file}`: tensor `{name}`: the header has {stored.dtype} {list(stored.shape)}, but the index says a "
-                "tensor without elements",
-                file=file,
-                tensor=name,
-            )
+            actual = f"{stored.dtype} {list(stored.shape)}"
+            text = f"`{file}`: tensor `{name}`: the header has {actual}, but the index says a tensor without elements"
+            raise CorruptError(text, file=file, tensor=name)
 
     # Objects ---------------------------------------------------------------------------------------------------------
 
@@ -251,10 +239,10 @@ class _CatalogueBuilder:
         self._catalogue.containers |= part.containers
         if any(dtensor.holds_sharded(entry.value) for entry in part.objects):
             rank = self._index.files[item.file].rank
+            writer = "the rank that wrote it" if rank is None else f"rank {rank}"
             text = (
-                f"`{dotted(path)}` is one object with DTensor or ShardedTensor inside: only the shards of "
-                f"{'the rank that wrote it' if rank is None else f'rank {rank}'} are stored "
-                "(`flatten_state_dict=False` loses the others)"
+                f"`{dotted(path)}` is one object with DTensor or ShardedTensor inside: only the shards of {writer} are "
+                "stored (`flatten_state_dict=False` loses the others)"
             )
             self._catalogue.warnings.append(Warning("lost-shards", text))
         self._catalogue.warnings += [w for w in part.warnings if w.kind != "rank-part"]
@@ -262,10 +250,8 @@ class _CatalogueBuilder:
     def _read_late(self, item: Item, name: str) -> Any:
         tree, archive = self._items.tree(item, name)
         if archive is not None:
-            raise ReadError(
-                f"`{name}`: an object with tensors, one of more than {_EAGER} objects, cannot be read",
-                hint="leave it out with `--exclude`",
-            )
+            text = f"`{name}`: an object with tensors, one of more than {_EAGER} objects, cannot be read"
+            raise ReadError(text, hint="leave it out with `--exclude`")
         return tree
 
     # Facts -----------------------------------------------------------------------------------------------------------

@@ -109,13 +109,8 @@ def _locate_items(
         placed[number, item.offset] = at, length
         at += length
     if at != size:
-        raise CorruptError(
-            f"`{file.name}`: the items that the other checkpoint has end at {at}, but the file has {size} bytes",
-            hint=_HINT,
-            file=file.name,
-            found=size,
-            expected=at,
-        )
+        text = f"`{file.name}`: the items that the other checkpoint has end at {at}, but the file has {size} bytes"
+        raise CorruptError(text, hint=_HINT, file=file.name, found=size, expected=at)
 
 
 def _check(read: Read, at: int, length: int, name: str, expected: _ExpectedItem) -> None:

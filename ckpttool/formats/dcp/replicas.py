@@ -5,9 +5,10 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
-from ckpttool.catalogue.warning import Warning
+from ckpttool.catalogue.warning import Kind, Warning
 from ckpttool.errors import CkptError
 from ckpttool.formats.dcp.index import Copy, Index
 from ckpttool.formats.dcp.items import SMALL, Items
@@ -16,16 +17,14 @@ from ckpttool.serialization import pickler
 from ckpttool.text import some
 
 
-def settle(index: Index, items: Items, *, is_safetensors: bool) -> list[Warning]:
-    """Give entries of `index` that differ from rank to rank a name for each rank, and return warnings about them."""
-    return _Replicas(index, items, is_safetensors).settle()
+class Replicas:
+    """The copies of several ranks of the entries of an index, in their items."""
 
-
-class _Replicas:
-    def __init__(self, index: Index, items: Items, is_safetensors: bool) -> None:
+    def __init__(self, index: Index, items: Items, *, is_safetensors: bool) -> None:
         self._index, self._items, self._is_safetensors = index, items, is_safetensors
 
     def settle(self) -> list[Warning]:
+        """Give entries that differ from rank to rank a name for each rank, and return warnings about them."""
         by_name: dict[str, list[Copy]] = defaultdict(list)
         for copy in self._index.copies:
             by_name[copy.name].append(copy)
@@ -49,15 +48,14 @@ class _Replicas:
         if equal:
             text = f"{equal} entries are stored by several ranks, alike; one copy is read"
             warnings.append(Warning("replicated", text))
-        if per_rank:
-            text = f"{len(per_rank)} entries differ from rank to rank and are kept for each: {some(per_rank)}"
-            warnings.append(Warning("per-rank", text))
-        if differing:
-            text = f"{len(differing)} tensors have replicas that differ; the first is read: {some(differing)}"
-            warnings.append(Warning("differing-replicas", text))
-        if unknown:
-            text = f"{len(unknown)} entries are stored by several ranks and were not compared: {some(unknown)}"
-            warnings.append(Warning("not-compared", text))
+        kinds: tuple[tuple[Kind, list[str], str], ...] = (
+            ("per-rank", per_rank, "entries differ from rank to rank and are kept for each"),
+            ("differing-replicas", differing, "tensors have replicas that differ; the first is read"),
+            ("not-compared", unknown, "entries are stored by several ranks and were not compared"),
+        )
+        for kind, names, text in kinds:
+            if names:
+                warnings.append(Warning(kind, f"{len(names)} {text}: {some(names)}"))
         return warnings
 
     def _is_same(self, copy: Copy) -> bool | None:
@@ -107,19 +105,12 @@ class _Replicas:
 
 
 def _with_in_place(table: dict[str, Any], name: str, replacement: dict[str, Any]) -> dict[str, Any]:
-    changed: dict[str, Any] = {}
-    for key, value in table.items():
-        changed.update(replacement if key == name else {key: value})
-    return changed
+    changes = (replacement if key == name else {key: value} for key, value in table.items())
+    return dict(chain.from_iterable(change.items() for change in changes))
 
 
 def _again(tensor: StoredTensor, item: Item) -> StoredTensor:
     """Return the same tensor, whole, in another item."""
+    files, starts, lengths = array("l", [item.file]), array("q", [item.offset]), array("q", [item.length])
     transforms = {0: item.transforms} if item.transforms else {}
-    return replace(
-        tensor,
-        files=array("l", [item.file]),
-        starts=array("q", [item.offset]),
-        lengths=array("q", [item.length]),
-        transforms=transforms,
-    )
+    return replace(tensor, files=files, starts=starts, lengths=lengths, transforms=transforms)

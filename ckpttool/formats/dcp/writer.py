@@ -97,10 +97,8 @@ def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
 class _Builder:
     def __init__(self, path: str, planned: Catalogue, keys: planner_data.EntryNames) -> None:
         self._path, self._planned, self._keys = path, planned, keys
-        created = replace(
-            planned, format="dcp", files=[], entries={}, facts={"layout": "one file per rank"}, warnings=[]
-        )
-        self._created = created
+        facts = {"layout": "one file per rank"}
+        self._created = replace(planned, format="dcp", files=[], entries={}, facts=facts, warnings=[])
         self._numbers: dict[int, int] = {}
         self._ends: list[int] = []
         self._late_layouts: list[torch_zip_writer.Layout] = []
@@ -127,8 +125,7 @@ class _Builder:
 
     def _create_files(self) -> None:
         ranks = {rank for t in self._planned.tensors if not t.embedded for rank in set(t.chunks.file)}
-        if any(True for _ in self._planned.objects):
-            ranks.add(0)
+        ranks |= {0 for _ in self._planned.objects}
         for rank in sorted(ranks):
             name = f"__{rank}_0{index.SUFFIX}"
             location = locate(self._path) / name
@@ -141,13 +138,10 @@ class _Builder:
 
     def _write_objects(self) -> dict[Path, Tensor | Object]:
         entries: dict[Path, Tensor | Object] = {}
-        objects = list(self._planned.objects)
-        if not objects:
-            return entries
-        pool, location = files.Pool(writing=True), self._created.files[0].location
         pending, start = bytearray(), 0
-        try:
-            for entry in objects:
+        with closing(files.Pool(writing=True)) as pool:
+            for entry in self._planned.objects:
+                location = self._created.files[0].location
                 keys = torch_tree.StorageKeys(self._planned, owner=f"the object `{entry.name}`")
                 base = self._ends[0]
                 layout = torch_zip_writer.lay_out(entry.value, keys.new_tensor, base=base, file=0, root=items.ROOT)
@@ -155,22 +149,20 @@ class _Builder:
                 self._entries[self._keys.names[entry.path]] = Item(0, base, layout.size)
                 entries[entry.path] = entry
                 entries |= _embedded(self._planned, keys, layout.storages)
-                pieces = layout.pieces if layout.storages else [*layout.pieces, *layout.patches(lambda record: 0)]
                 if layout.storages:
                     self._late_layouts.append(layout)
-                    for offset, data in pieces:
+                    for offset, data in layout.pieces:
                         pool.write(location, offset, data)
                     continue
                 if base != start + len(pending) or len(pending) > 1 << 20:
                     pool.write(location, start, bytes(pending))
                     pending, start = bytearray(), base
                 archive = bytearray(layout.size)
-                for offset, data in pieces:
+                for offset, data in [*layout.pieces, *layout.patches(lambda record: 0)]:
                     archive[offset - base : offset - base + len(data)] = data
                 pending += archive
-            pool.write(location, start, bytes(pending))
-        finally:
-            pool.close()
+            if entries:
+                pool.write(location, start, bytes(pending))
         return entries
 
     # Tensors ---------------------------------------------------------------------------------------------------------
@@ -210,15 +202,10 @@ class _Builder:
         tensor = self._created.tensor(path)
         chunks = tensor.chunks
         frames = _frames_of(tensor.dtype, chunks)
-        return StoredTensor(
-            tensor.dtype,
-            tensor.shape,
-            chunks.offsets,
-            chunks.sizes,
-            chunks.file,
-            array("q", [at - frames[sizes][0] for at, sizes in zip(chunks.offset, chunks.sizes, strict=True)]),
-            array("q", [frames[sizes][2] for sizes in chunks.sizes]),
-        )
+        starts = array("q", [at - frames[sizes][0] for at, sizes in zip(chunks.offset, chunks.sizes, strict=True)])
+        lengths = array("q", [frames[sizes][2] for sizes in chunks.sizes])
+        columns = chunks.offsets, chunks.sizes, chunks.file, starts, lengths
+        return StoredTensor(tensor.dtype, tensor.shape, *columns)
 
 
 def _frames_of(dtype: Dtype, chunks: Chunks) -> dict[Ints, tuple[int, int, int]]:

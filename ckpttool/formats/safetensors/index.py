@@ -36,8 +36,7 @@ def parse(text: bytes, name: str) -> tuple[dict[str, str], dict[str, Any]]:
     index = strict_json.parse(text, name)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-        raise CorruptError(
-            f"{name}: has no `weight_map` from tensors to files", hint="the index was not written by huggingface_hub"
-        )
+        message = f"{name}: has no `weight_map` from tensors to files"
+        raise CorruptError(message, hint="the index was not written by huggingface_hub")
     metadata = index.get("metadata")
     return weight_map, metadata if isinstance(metadata, dict) else {}

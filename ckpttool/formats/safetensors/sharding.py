@@ -49,10 +49,8 @@ class Plan:
 def is_model(catalogue: Catalogue) -> bool:
     """Return whether all entries are tensors of one model (or of one unknown part)."""
     entries = catalogue.entries.values()
-    parts = {entry.part for entry in entries}
-    return (
-        len(parts) == 1 and next(iter(parts)).kind in ("model", "other") and all(isinstance(e, Tensor) for e in entries)
-    )
+    kinds = [part.kind for part in {entry.part for entry in entries}]
+    return kinds in (["model"], ["other"]) and all(isinstance(entry, Tensor) for entry in entries)
 
 
 # A model --------------------------------------------------------------------------------------------------------------
@@ -68,21 +66,15 @@ def plan_model(catalogue: Catalogue, max_size: int | None, metadata: dict[str, s
     """Plan the files of a model, of at most `max_size` bytes each, or one file. Raises LossError if names collide."""
     tensors = list(catalogue.tensors)
     for one, other in collisions(tensors):
-        raise LossError(
-            f"tensors {_keys(one.path)} and {_keys(other.path)} would both be called `{other.fqn}`",
-            hint="give one of them another name with `--rename`",
-            tensor=other.fqn,
-        )
+        first, second = ("/".join(f"`{key}`" for key in t.path) for t in (one, other))
+        text = f"tensors {first} and {second} would both be called `{other.fqn}`"
+        raise LossError(text, hint="give one of them another name with `--rename`", tensor=other.fqn)
     plan = Plan()
     # The metadata cannot have a tie named `format`: such a tensor gets its own bytes.
     owners = {t.path: t if t.fqn in RESERVED else catalogue.first(t) for t in tensors}
     _add_group(plan, "model", {t.path: t.fqn for t in tensors}, owners, max_size, metadata)
     plan.places |= {path: plan.places[owner.path] for path, owner in owners.items()}
     return plan
-
-
-def _keys(path: Path) -> str:
-    return "/".join(f"`{key}`" for key in path)
 
 
 def _add_group(
@@ -150,16 +142,11 @@ def plan_state(catalogue: Catalogue, max_size: int) -> Plan:
 
 def _owners(catalogue: Catalogue) -> dict[Path, Tensor]:
     """Return the tensor under whose name the bytes of each tensor are stored: one of a model, or the first."""
-    ties: dict[Path, list[Tensor]] = {}
-    for tensor in catalogue.tensors:
-        ties.setdefault(catalogue.first(tensor).path, []).append(tensor)
+    firsts = {t.path: catalogue.first(t) for t in catalogue.tensors}
     owners: dict[Path, Tensor] = {}
-    for path, tied in ties.items():
-        first = catalogue.tensor(path)
-        models = [t for t in tied if t.part.kind == "model"]
-        owner = first if first.part.kind == "model" or not models else models[0]
-        owners |= {t.path: owner for t in tied}
-    return owners
+    for tensor in sorted(catalogue.tensors, key=lambda t: (t.part.kind != "model", firsts[t.path] is not t)):
+        owners.setdefault(firsts[tensor.path].path, tensor)
+    return {path: owners[first.path] for path, first in firsts.items()}
 
 
 def _stems(parts: list[Part]) -> dict[Part, str]:

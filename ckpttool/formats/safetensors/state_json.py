@@ -118,9 +118,8 @@ def parse(text: bytes, catalogue: Catalogue, make_tensor: Callable[[TensorRefere
     state = strict_json.parse(text, name)
     schema = state.get("schema") if isinstance(state, dict) else None
     if schema != SCHEMA:
-        raise ReadError(
-            f"{name}: its schema is `{schema}`, not `{SCHEMA}`", hint="it was written by a later ckpttool: update yours"
-        )
+        message = f"{name}: its schema is `{schema}`, not `{SCHEMA}`"
+        raise ReadError(message, hint="it was written by a later ckpttool: update yours")
     for item in _items(state, "containers", name):
         path = _read_path(item, name)
         catalogue.containers[path] = _read_container(item, path, name)
@@ -182,11 +181,9 @@ def true_type(reference: TensorReference, stored: Dtype, shape: Ints, where: str
     dtype, sizes = reference.truth
     nbytes = prod(sizes) * dtype.itemsize
     if stored.name != "uint8" or len(shape) != 1 or shape[0] != nbytes:
-        raise CorruptError(
-            f"{where}: tensor `{reference.place.name}` is {stored} {list(shape)}, not the {nbytes} bytes of a "
-            f"{dtype} {list(sizes)}",
-            tensor=dotted(reference.path),
-        )
+        actual, expected = f"{stored} {list(shape)}", f"{nbytes} bytes of a {dtype} {list(sizes)}"
+        text = f"{where}: tensor `{reference.place.name}` is {actual}, not the {expected}"
+        raise CorruptError(text, tensor=dotted(reference.path))
     return dtype, sizes
 
 
@@ -194,7 +191,5 @@ def _check_links(catalogue: Catalogue, name: str) -> None:
     for entry in catalogue.objects:
         for link in flatten.links(entry.value):
             if not isinstance(catalogue.entries.get(link.path), Tensor):
-                raise CorruptError(
-                    f"{name}: `{entry.name}` needs the tensor `{dotted(link.path)}`, which is not there",
-                    tensor=dotted(link.path),
-                )
+                text = f"{name}: `{entry.name}` needs the tensor `{dotted(link.path)}`, which is not there"
+                raise CorruptError(text, tensor=dotted(link.path))
