@@ -24,7 +24,7 @@ from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import UsageError
 from ckpttool.layout.mesh import Mesh, Placements, mesh_boxes, parse_placements, world_mesh
 from ckpttool.layout.move import again, rebuilt
-from ckpttool.layout.optimizer.keys import parse_key
+from ckpttool.layout.optimizer.parse import parse_key
 from ckpttool.text import meant, plural, size, some
 
 

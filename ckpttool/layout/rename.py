@@ -10,7 +10,7 @@ from typing import Any
 
 from ckpttool.catalogue.entries import Catalogue, Object, Part, Path, Tensor, dotted
 from ckpttool.layout.move import close_gaps, move, moved_root, rebuilt
-from ckpttool.layout.optimizer.keys import parse_key
+from ckpttool.layout.optimizer.parse import parse_key
 from ckpttool.layout.select import models
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")

@@ -17,7 +17,7 @@ from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, UsageError
 from ckpttool.layout import select
 from ckpttool.layout.move import move
-from ckpttool.layout.optimizer.keys import parse_key
+from ckpttool.layout.optimizer.parse import parse_key
 from ckpttool.text import some
 
 _ROOTS = {"model": ("model",), "optimizer": ("optim",)}

@@ -15,7 +15,7 @@ from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.formats.detect import detect
-from ckpttool.layout.optimizer.keys import parse_key
+from ckpttool.layout.optimizer.parse import parse_key
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.components import Component, Layout, Producer
 from ckpttool.producers.directory import Directory

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ckpttool.errors import CorruptError, UsageError
-from ckpttool.layout.optimizer.keys import CERTAINLY_LIKE_PARAMETER
+from ckpttool.layout.optimizer.parse import CERTAINLY_LIKE_PARAMETER
 from ckpttool.layout.rename import strip_wrappers
 from ckpttool.storage.crc import crc32
 from ckpttool.text import near_names, some

@@ -19,9 +19,8 @@ from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import UsageError
 from ckpttool.layout import select
 from ckpttool.layout.move import rebuilt
-from ckpttool.layout.optimizer.keys import parse_key
 from ckpttool.layout.optimizer.names_of_ids import follows_modules, is_sorted, order_hint
-from ckpttool.layout.optimizer.parse import Optimizer, optimizers
+from ckpttool.layout.optimizer.parse import Optimizer, optimizers, parse_key
 from ckpttool.layout.optimizer.respell import respell
 
 _LISTS = (("params",), ("param_names",))

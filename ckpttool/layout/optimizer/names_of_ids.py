@@ -24,8 +24,7 @@ from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Tensor, dotted
 from ckpttool.errors import CorruptError, UsageError
 from ckpttool.layout import select
-from ckpttool.layout.optimizer.keys import LIKE_PARAMETER
-from ckpttool.layout.optimizer.parse import Group, Item, Optimizer
+from ckpttool.layout.optimizer.parse import LIKE_PARAMETER, Group, Item, Optimizer
 from ckpttool.layout.rename import strip_wrappers
 from ckpttool.text import plural, some
 

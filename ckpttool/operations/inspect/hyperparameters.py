@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ckpttool.catalogue.entries import Entry, Object, Path, Tensor, dotted
-from ckpttool.layout.optimizer.keys import parse_key
+from ckpttool.layout.optimizer.parse import parse_key
 from ckpttool.operations.inspect.format_value import Tensors, describe, peek
 from ckpttool.operations.inspect.module_tree import RANGES
 from ckpttool.text import ranges

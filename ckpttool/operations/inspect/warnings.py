@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from ckpttool.catalogue.aliases import one_moment_for_two
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.warning import Warning
-from ckpttool.layout.optimizer.keys import parse_key
+from ckpttool.layout.optimizer.parse import parse_key
 
 _UNEVEN = 1.5  # times the mean
 _SHOWN = 3

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Chunks, Extent
+from ckpttool.catalogue.flatten import replaced
 from ckpttool.errors import CorruptError, UsageError
 from ckpttool.formats.rankfiles.flat import pieces as flat_pieces
 from ckpttool.formats.rankfiles.flat import units
@@ -356,12 +357,10 @@ def _shared(key: str, slot: _Slot, values: Mapping[int, Any], place: Place) -> A
     return rebuilt
 
 
-def _value(value: Any, place: Place, rank: int, depth: int = 0) -> Any:
+def _value(value: Any, place: Place, rank: int) -> Any:
     """A value of one rank, tensors and all."""
-    if isinstance(value, TensorRef):
-        return Rebuilt(value.dtype, value.shape, Chunks.single(value.shape, place(rank, value)))
-    if type(value) in (list, tuple) and depth < _MOST_DEPTH:
-        return type(value)(_value(item, place, rank, depth + 1) for item in value)
-    if type(value) is dict and depth < _MOST_DEPTH:
-        return {key: _value(item, place, rank, depth + 1) for key, item in value.items()}
-    return value
+
+    def rebuilt(ref: TensorRef, _: object) -> Rebuilt:
+        return Rebuilt(ref.dtype, ref.shape, Chunks.single(ref.shape, place(rank, ref)))
+
+    return replaced(value, TensorRef, rebuilt)

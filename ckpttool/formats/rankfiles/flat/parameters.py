@@ -27,7 +27,7 @@ from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.protocols import OpenOptions
-from ckpttool.errors import CkptError, CorruptError, UsageError
+from ckpttool.errors import CorruptError, UsageError
 from ckpttool.formats.rankfiles.flat import pieces as flat_pieces
 from ckpttool.formats.rankfiles.flat.pieces import Counted, Parameter, Piece, Place, Rebuilt, Trees, Unit, is_line
 from ckpttool.serialization.dtensor import Shard
@@ -62,18 +62,6 @@ def is_flat(trees: Trees) -> bool:
     return any(isinstance(value, Shard) and _unit_of(name) is not None for name, value in trees[0].items())
 
 
-def no_shapes(files: Sequence[str]) -> CkptError:
-    """What is wrong with a set of flat parameters alone. Pure."""
-    return CorruptError(
-        f"{some(files, 2) or 'these files'}: a LOCAL_STATE_DICT set has flat parameters, and not the shapes of what is "
-        "in them",
-        hint="pass `--shapes FROM`: a checkpoint of the same model saved by torch or DCP, a safetensors file, or JSON "
-        'of names and shapes in model order, like `{"embed.weight": [29, 7]}`',
-        files=list(files),
-        needs="--shapes",
-    )
-
-
 def model(trees: Trees, place: Place, options: OpenOptions, files: Sequence[str] = ()) -> Model:
     """The parameters of a `LOCAL_STATE_DICT` set. `files` are the names of the ranks' files, for messages. Pure.
 
@@ -81,7 +69,14 @@ def model(trees: Trees, place: Place, options: OpenOptions, files: Sequence[str]
     not.
     """
     if options.shapes is None:
-        raise no_shapes(files)
+        raise CorruptError(
+            f"{some(files, 2) or 'these files'}: a LOCAL_STATE_DICT set has flat parameters, and not the shapes of "
+            "what is in them",
+            hint="pass `--shapes FROM`: a checkpoint of the same model saved by torch or DCP, a safetensors file, or "
+            'JSON of names and shapes in model order, like `{"embed.weight": [29, 7]}`',
+            files=list(files),
+            needs="--shapes",
+        )
     _check_names(trees)
     flats = {flat.unit: flat for flat in _flat_parameters(trees)}
     pieces = _pieces_by_name(trees, flats.values(), options.shapes)

@@ -15,6 +15,7 @@ from itertools import chain, product
 from typing import Any
 
 from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor, dotted
+from ckpttool.catalogue.flatten import replaced
 from ckpttool.catalogue.protocols import OpenOptions
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.formats.rankfiles.compare import CopyComparer
@@ -79,7 +80,8 @@ class Rebuilding:
                 self._blame(path, error)
                 continue
             try:
-                marked = self._marked(flat_optimizer.optimizer(trees, self._placer(path), known, self._replica()))
+                rebuilt = flat_optimizer.optimizer(trees, self._placer(path), known, self._replica())
+                marked = replaced(rebuilt, Rebuilt, lambda tensor, _: self._mark(tensor))
             except CkptError as error:
                 # Plain on every rank: Adafactor's state is of one dimension too, and no piece of anything.
                 if self.models or any(file.shards for state in self._states for file in state.files.values()):
@@ -132,13 +134,6 @@ class Rebuilding:
     def _mark(self, rebuilt: Rebuilt) -> str:
         self._rebuilt.append(rebuilt)
         return f"{_MARK}{len(self._rebuilt) - 1}"
-
-    def _marked(self, value: Any) -> Any:
-        if isinstance(value, Rebuilt):
-            return self._mark(value)
-        if isinstance(value, dict):
-            return {key: self._marked(child) for key, child in value.items()}
-        return [self._marked(child) for child in value] if type(value) is list else value
 
     def finish(self, catalogue: Catalogue, comparer: CopyComparer) -> Iterator[CkptError]:
         """Add the restored tensors to the catalogue; yield the faults of their replicas."""

@@ -14,7 +14,8 @@ at that fits the sizes, each of which is `ceil(elements / ranks)`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from math import prod
 
 from ckpttool.catalogue.boxes import Ints
@@ -63,42 +64,41 @@ class _Unfit(Exception):
     """Under these choices the sizes are not those of the ids."""
 
 
-class _Try:
-    """One choice of the kinds that are wrapped, followed through the model as far as it goes."""
+def _units(
+    root: _Module, wrapped: Mapping[Kind, bool], steps: Sequence[int | None], world: int, visits: Iterator[int]
+) -> tuple[Unit, ...]:
+    """The units under one choice of the kinds that are wrapped, which is followed through the model as far as it goes.
+    Raises _Unasked or _Unfit."""
+    units: list[Unit] = []
 
-    def __init__(self, wrapped: dict[Kind, bool], steps: Sequence[int | None], world: int) -> None:
-        self._wrapped, self._steps, self._world = wrapped, steps, world
-        self.units: dict[int, Unit] = {}
-        self._ids = 0
-        self.visits = 0
-
-    def visit(self, module: _Module) -> list[Parameter]:
+    def visit(module: _Module) -> list[Parameter]:
         """The parameters that are left to the unit around."""
-        self.visits += 1
-        is_unit = self._wrapped.get(module.kind)
-        if is_unit is None:
+        if next(visits) > _MOST_VISITS:
+            raise UsageError(
+                f"the optimizer has {len(steps)} flat parameters, and there are too many ways to choose modules of "
+                f"those sizes",
+                hint="save the optimizer with `FSDP.optim_state_dict`, which names the parameters",
+            )
+        if module.kind not in wrapped:
             raise _Unasked(module.kind)
-        i = self._ids
+        i, is_unit = len(units), wrapped[module.kind]
         if is_unit:
-            if i == len(self._steps):
+            if i == len(steps):
                 raise _Unfit
-            self._ids += 1
-        parameters = list(module.own)
-        for inner in module.inner.values():
-            parameters += self.visit(inner)
+            units.append(Unit(module.name, (), 0))
+        parameters = [*module.own, *(parameter for inner in module.inner.values() for parameter in visit(inner))]
         if not is_unit:
             return parameters
-        step = -(-sum(prod(p.shape) for p in parameters) // self._world)
+        step = -(-sum(prod(p.shape) for p in parameters) // world)
         # A unit without anything of its own has no flat parameter: it is as if it were not wrapped.
-        if not step or self._steps[i] not in (None, step):
+        if not step or steps[i] not in (None, step):
             raise _Unfit
-        self.units[i] = Unit(module.name, tuple(parameters), step)
+        units[i] = Unit(module.name, tuple(parameters), step)
         return []
 
-    def answer(self, root: _Module) -> tuple[Unit, ...]:
-        if self.visit(root) or self._ids != len(self._steps):
-            raise _Unfit
-        return tuple(self.units[i] for i in range(self._ids))
+    if visit(root) or len(units) != len(steps):
+        raise _Unfit
+    return tuple(units)
 
 
 def derive(parameters: Sequence[Parameter], steps: Sequence[int | None], world: int) -> list[tuple[Unit, ...]]:
@@ -110,23 +110,14 @@ def derive(parameters: Sequence[Parameter], steps: Sequence[int | None], world: 
     root = root.finished()
     answers: dict[tuple[tuple[Parameter, ...], ...], tuple[Unit, ...]] = {}
     choices: list[dict[Kind, bool]] = [{}]
-    visits = 0
+    visits = count()
     while choices and len(answers) < 2:
         wrapped = choices.pop()
-        attempt = _Try(wrapped, steps, world)
         try:
-            units = attempt.answer(root)
+            units = _units(root, wrapped, steps, world, visits)
+            answers.setdefault(tuple(unit.parameters for unit in units), units)
         except _Unasked as asked:
             choices += [{**wrapped, asked.args[0]: choice} for choice in (False, True)]
         except _Unfit:
             pass
-        else:
-            answers.setdefault(tuple(unit.parameters for unit in units), units)
-        visits += attempt.visits
-        if visits > _MOST_VISITS:
-            raise UsageError(
-                f"the optimizer has {len(steps)} flat parameters, and there are too many ways to choose modules of "
-                f"those sizes",
-                hint="save the optimizer with `FSDP.optim_state_dict`, which names the parameters",
-            )
     return list(answers.values())

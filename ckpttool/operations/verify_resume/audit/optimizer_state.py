@@ -12,8 +12,7 @@ from ckpttool.catalogue.aliases import one_moment_for_two
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.errors import CkptError
 from ckpttool.layout.optimizer import names_of_ids
-from ckpttool.layout.optimizer.keys import LIKE_PARAMETER
-from ckpttool.layout.optimizer.parse import Group, Item, Optimizer, optimizers
+from ckpttool.layout.optimizer.parse import LIKE_PARAMETER, Group, Item, Optimizer, optimizers
 from ckpttool.layout.rename import strip_wrappers
 from ckpttool.operations.verify_resume.audit.checks import Checks, named, trained_model
 from ckpttool.text import plural, some

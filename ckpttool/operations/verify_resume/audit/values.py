@@ -9,7 +9,7 @@ from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.layout import select
-from ckpttool.layout.optimizer.keys import STATE_KINDS
+from ckpttool.layout.optimizer.parse import STATE_KINDS
 from ckpttool.layout.rename import strip_wrappers
 from ckpttool.operations.verify.values import Counts, counts
 from ckpttool.operations.verify_resume.audit.checks import Checks, named

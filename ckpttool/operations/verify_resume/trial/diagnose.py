@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ckpttool.layout.optimizer.keys import STATE_KINDS
+from ckpttool.layout.optimizer.parse import STATE_KINDS
 from ckpttool.operations.diff import Diff
 from ckpttool.operations.diff.elements import Difference
 from ckpttool.operations.verify_resume.trial.diagnose_values import changed_values
