@@ -80,10 +80,9 @@ class Pool:
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         """Return `nbytes` bytes at `offset`. Raises CorruptError if the file ends before."""
-        remote = _remote(path)
-        if remote is not None:
+        if _remote(path) is not None:
             buffer = bytearray(nbytes)
-            self.read_into(remote, offset, memoryview(buffer))
+            self.read_into(path, offset, memoryview(buffer))
             return bytes(buffer)
         with self.use(path) as fd:
             data = os.pread(fd, nbytes, offset)

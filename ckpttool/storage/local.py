@@ -7,7 +7,7 @@ import os
 import stat
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from ckpttool.storage import files, staging
 from ckpttool.storage.errors import from_os_error, os_errors
@@ -84,10 +84,8 @@ class LocalStore(Store):
     def remove(self, name: str) -> None:
         files.remove(name)
 
-    def stage(
-        self, name: str, *, overwrite: bool, is_file: bool, resume: bool = False, notes: list[str] | None = None
-    ) -> AbstractContextManager[staging.Stage]:
-        return staging.stage(name, overwrite=overwrite, is_file=is_file, resume=resume, notes=notes)
+    def stage(self, name: str, **options: Any) -> AbstractContextManager[staging.Stage]:
+        return staging.stage(name, **options)
 
     def publish(  # type: ignore[override] # options are the store's own
         self,

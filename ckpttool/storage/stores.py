@@ -135,13 +135,9 @@ class Store:
     def below(self, name: str) -> list[str]:
         """Return the names of all files below a directory, relative to it, without what an interrupted save left."""
         result = []
-        for entry in self.entries(name):
-            if files.REMAINS.fullmatch(entry.name):
-                continue
-            if entry.is_dir:
-                result += [f"{entry.name}/{inner}" for inner in self.below(posixpath.join(name, entry.name))]
-            else:
-                result.append(entry.name)
+        for one, is_dir in self.entries(name):
+            if not files.REMAINS.fullmatch(one):
+                result += [f"{one}/{inner}" for inner in self.below(posixpath.join(name, one))] if is_dir else [one]
         return result
 
     def real(self, name: str) -> str:
@@ -160,9 +156,7 @@ class Store:
         """Remove a file or a directory, if it exists."""
         raise NotImplementedError
 
-    def stage(
-        self, name: str, *, overwrite: bool, is_file: bool, resume: bool = False, notes: list[str] | None = None
-    ) -> AbstractContextManager[Stage]:
+    def stage(self, name: str, **options: Any) -> AbstractContextManager[Stage]:
         """Return a context manager of where a file or a directory is written; the end of the block publishes it in one
         step, and an error in it leaves nothing. See `staging.stage`."""
         raise NotImplementedError
@@ -356,12 +350,8 @@ class Location(str):
 
     def head(self, nbytes: int) -> bytes:
         """Return the first bytes of a file, fewer if it is shorter."""
-        data = bytearray(min(nbytes, self.size()))
-        done = 0
-        while done < len(data):
-            n = self.read_into(done, memoryview(data)[done:])
-            if not n:
-                break
+        data, done = bytearray(min(nbytes, self.size())), 0
+        while done < len(data) and (n := self.read_into(done, memoryview(data)[done:])):
             done += n
         return bytes(data[:done])
 
@@ -394,11 +384,9 @@ class Location(str):
         """Remove a file or a directory, if it exists."""
         self.store.remove(self.key)
 
-    def stage(
-        self, *, overwrite: bool, is_file: bool, resume: bool = False, notes: list[str] | None = None
-    ) -> AbstractContextManager[Stage]:
-        """Return a context manager of where to write this; see `staging.stage`."""
-        return self.store.stage(self.key, overwrite=overwrite, is_file=is_file, resume=resume, notes=notes)
+    def stage(self, **options: Any) -> AbstractContextManager[Stage]:
+        """Return a context manager of where to write this; the options are those of `staging.stage`."""
+        return self.store.stage(self.key, **options)
 
     def publish(self, outgoing: Sequence[Outgoing], **options: Any) -> Any:
         """Write files below this and make all of them visible in one step; see `publish` of the store."""

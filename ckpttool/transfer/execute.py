@@ -16,10 +16,11 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Box
+from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Catalogue, Chunk, Extent, Record
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CorruptError
@@ -28,13 +29,15 @@ from ckpttool.storage.crc import crc32, crc_of
 from ckpttool.storage.errors import os_errors
 from ckpttool.storage.files import Pool, aligned, pages, start_writing
 from ckpttool.transfer import checksums, read
-from ckpttool.transfer.cast import cast_array
 from ckpttool.transfer.journal import Done, Entry, Journal, Read
 from ckpttool.transfer.plan import Job, tiles
 from ckpttool.transfer.threads import Progress, Stopped, Work, on_threads
 
 if TYPE_CHECKING:
+    import numpy as np
     from typing_extensions import Self
+
+    Array = np.ndarray[Any, np.dtype[Any]]
 
 BUFFER = 1 << 20  # stays in the processor's cache between read, checksum and write
 FLUSH = 32 << 20  # written and not yet on its way to the disk
@@ -390,3 +393,23 @@ def _is_run(task: _Task, extent: Extent, chunk: Chunk, box: Box) -> bool:
         return False
     run = _run_length(task, chunk, box)
     return run == prod(box[1]) or run * task.job.tensor.dtype.itemsize >= SHORT_RUN
+
+
+def cast_array(array: Array, old: Dtype, new: Dtype) -> tuple[memoryview, int]:
+    """Return the bytes of a contiguous tile's elements as `new`, rounded as torch rounds, and how many finite elements
+    are not finite in `new`."""
+    import numpy as np
+
+    raw = array.reshape(-1).view(np.uint8) if array.size else np.empty(0, np.uint8)
+    if old == new:
+        return raw.data, 0
+    import torch
+
+    before = torch.frombuffer(raw, dtype=getattr(torch, old.name))
+    after = before.to(getattr(torch, new.name))
+    overflowed = 0
+    # torch does not check 8-bit floats; those without an infinity overflow to NaN.
+    finite = (after.float() if new.itemsize == 1 else after).isfinite()
+    if not finite.all():
+        overflowed = int(((before.float() if old.itemsize == 1 else before).isfinite() & ~finite).sum())
+    return after.view(torch.uint8).numpy().data, overflowed

@@ -139,20 +139,23 @@ def plan(destination: Catalogue, share: tuple[int, int] = (0, 1)) -> Iterator[Jo
     files = _in_order(destination)
     fits = _Fits()
     for _, tensor, i in islice(chain.from_iterable(files), *_share(files, *share)):
-        source = tensor.origin
+        source, chunk = tensor.origin, tensor.chunks.at(i)
         assert source is not None
-        yield _job(tensor, source, i, fits.of(tensor, source))
+        parts = fits.of(tensor, source).of(chunk, i)
+        if parts is None:
+            raise CorruptError(
+                f"tensor `{tensor.name}`: {list(chunk.sizes)} at {list(chunk.offsets)} is not covered exactly"
+            )
+        yield Job(tensor, source, chunk, tuple([Piece(source.chunks.at(j), box) for j, box in parts]))
 
 
 def _in_order(destination: Catalogue) -> list[_Order]:
     """Return the chunks to fill, by file and then by offset."""
     by_file: dict[int, _Order] = defaultdict(list)
     for tensor in chain(destination.tensors, destination.replicas):
-        if tensor.alias is not None or not tensor.numel:
-            continue
-        chunks = tensor.chunks
-        for i, (file, offset) in enumerate(zip(chunks.file, chunks.offset, strict=False)):
-            by_file[file].append((offset, tensor, i))
+        if tensor.alias is None and tensor.numel:
+            for i, (file, offset) in enumerate(zip(tensor.chunks.file, tensor.chunks.offset, strict=False)):
+                by_file[file].append((offset, tensor, i))
     for order in by_file.values():
         order.sort(key=itemgetter(0))
     return [by_file[file] for file in sorted(by_file)]
@@ -176,16 +179,6 @@ def _share(files: list[_Order], k: int, n: int) -> tuple[int, int | None]:
         return bisect_left(ends, target)
 
     return cut(k), cut(k + 1)
-
-
-def _job(tensor: Tensor, source: Tensor, i: int, fit: _Fit) -> Job:
-    chunk, stored = tensor.chunks.at(i), source.chunks
-    parts = fit.of(chunk, i)
-    if parts is None:
-        raise CorruptError(
-            f"tensor `{tensor.name}`: {list(chunk.sizes)} at {list(chunk.offsets)} is not covered exactly"
-        )
-    return Job(tensor, source, chunk, tuple([Piece(stored.at(j), box) for j, box in parts]))
 
 
 def tiles(box: Box, most: int) -> Iterator[Box]:

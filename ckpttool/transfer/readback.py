@@ -36,7 +36,8 @@ def check_written(
             stored = written.catalogue.entries.get(tensor.path)
             if not isinstance(stored, Tensor) or (stored.dtype, stored.shape) != (tensor.dtype, tensor.shape):
                 raise CorruptError(f"tensor `{tensor.name}` was not written as it was read", tensor=tensor.name)
-            again.entries[tensor.path] = _resolved(stored, tensor, written)
+            chunks = Chunks.of(chunk._replace(extent=written.resolve(stored, chunk)) for chunk in stored.chunks)
+            again.entries[tensor.path] = replace(stored, chunks=chunks, origin=tensor.origin, alias=tensor.alias)
         ties = select.interchangeable(written.catalogue, find_aliases(written.catalogue.tensors))
         same = select.interchangeable(planned)
         for entry in planned.objects:
@@ -59,8 +60,3 @@ def _check_containers(planned: Catalogue, written: Catalogue) -> None:
 
 def _spelt(entry: Object, ties: Mapping[Path, Path]) -> str:
     return typed_json.key(relinked(entry.value, ties), name=entry.name)
-
-
-def _resolved(stored: Tensor, tensor: Tensor, source: Source) -> Tensor:
-    chunks = Chunks.of(chunk._replace(extent=source.resolve(stored, chunk)) for chunk in stored.chunks)
-    return replace(stored, chunks=chunks, origin=tensor.origin, alias=tensor.alias)

@@ -142,15 +142,12 @@ def _translate_known(one: BaseException, address: str, doing: str, facts: dict[s
 
 
 def _status_error(status: int, message: str | None, address: str, doing: str, facts: dict[str, Any]) -> CkptError:
-    has_token = client.token() is not None
+    no_token = None if client.token() is not None else "there is no token"
+    write_access = "use a token with write access to the repository; `--create-pr` needs none"
+    is_broken = status >= 500
     reason, hint = {
-        401: ("the token is not valid" if has_token else "there is no token", _LOG_IN),
-        403: (
-            "the token does not allow this" if has_token else "there is no token",
-            "use a token with write access to the repository; `--create-pr` needs none"
-            if doing == "write"
-            else _LOG_IN,
-        ),
+        401: (no_token or "the token is not valid", _LOG_IN),
+        403: (no_token or "the token does not allow this", write_access if doing == "write" else _LOG_IN),
         404: ("the Hub does not have this address", "check the name and `HF_ENDPOINT`"),
         409: ("another commit is in progress", _again(doing)),
         412: (
@@ -159,22 +156,15 @@ def _status_error(status: int, message: str | None, address: str, doing: str, fa
         ),
         413: ("a request was too large", "export smaller files with `--max-shard-size`"),
         429: ("too many requests", f"wait a few minutes and {_again(doing)}"),
-    }.get(
-        status,
-        (
-            "the Hub has a server error" if status >= 500 else "the Hub refused the request",
-            _again(doing) if status >= 500 else None,
-        ),
-    )
+    }.get(status, ("the Hub has a server error", _again(doing)) if is_broken else ("the Hub refused the request", None))
     if message:
         reason = f"{reason}: {_clean(message).rstrip('.')}"
     return RemoteError(f"`{address}`: {_failure(doing)}: {reason} ({status})", hint=hint, found=status, **facts)
 
 
 def _again(doing: str) -> str:
-    if doing == "write":
-        return "run the command again; files that were sent are not sent again"
-    return "run the command again; files in the cache are not downloaded again"
+    done = "files that were sent are not sent" if doing == "write" else "files in the cache are not downloaded"
+    return f"run the command again; {done} again"
 
 
 def _failure(doing: str) -> str:

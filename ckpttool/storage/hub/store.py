@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 from huggingface_hub import HfApi, HfFileSystem, constants, try_to_load_from_cache
 
 from ckpttool.errors import ReadError, RemoteError
-from ckpttool.storage.errors import from_os_error
+from ckpttool.storage.errors import os_errors
 from ckpttool.storage.files import Pool
 from ckpttool.storage.hub import client, listing, progress
 from ckpttool.storage.hub.address import Address, parse
@@ -147,10 +147,10 @@ class HubStore(Store):
         path = try_to_load_from_cache(self._repo, file.name, cache_dir=constants.HF_HUB_CACHE, revision=self._commit)
         return path if isinstance(path, str) and os.path.getsize(path) == file.size else None
 
-    def _fetch_whole(self, file: RepoFile) -> str:
-        """Return the path of a file in the cache, verified once. A corrupt file in the cache is fetched again."""
+    def _fetch_whole(self, file: RepoFile) -> None:
+        """Fetch a file into the cache and verify it, once. A corrupt file in the cache is fetched again."""
         if file.name in self._verified:
-            return self._complete[file.name]
+            return
         address = f"{self.root}/{file.name}"
         cached = self._complete.pop(file.name, None)
         if cached is not None and listing.difference(file, listing.compute_digests(cached)) is None:
@@ -178,7 +178,6 @@ class HubStore(Store):
         # The resolved path differs from the previous one, whose descriptor in the pool may be of a replaced copy.
         self._complete[file.name] = os.path.realpath(path)
         self._verified.add(file.name)
-        return path
 
     def _write_ref(self) -> None:
         """Write the commit of the branch to the cache, where it is read offline; the library knows the commit only."""
@@ -199,16 +198,13 @@ class HubStore(Store):
         missing = [block for block in range(start // BLOCK, -(-end // BLOCK)) if block not in present]
         while missing:
             count = 1
-            while count < len(missing) and missing[count] == missing[0] + count and count * BLOCK < _MAX_REQUEST:
+            while missing[count : count + 1] == [missing[0] + count] and count * BLOCK < _MAX_REQUEST:
                 count += 1
             start = missing[0] * BLOCK
             data = self._read_range(file, start, min(start + count * BLOCK, file.size))
-            try:
-                with open(path, "r+b") as stream:
-                    stream.seek(start)
-                    stream.write(data)
-            except OSError as error:
-                raise from_os_error(error, path, "write") from None
+            with os_errors(path, "write"), open(path, "r+b") as stream:
+                stream.seek(start)
+                stream.write(data)
             present.update(missing[:count])
             del missing[:count]
         return path
@@ -220,12 +216,10 @@ class HubStore(Store):
                 self._scratch = os.path.realpath(tempfile.mkdtemp(prefix="ckpttool-hub-"))
         path = os.path.join(self._scratch, *file.name.split("/"))
         if file.name not in self._blocks:
-            try:
+            with os_errors(path, "write"):
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 with open(path, "wb") as stream:
                     stream.truncate(file.size)
-            except OSError as error:
-                raise from_os_error(error, path, "write") from None
         return path
 
     def _read_range(self, file: RepoFile, start: int, end: int) -> bytes:

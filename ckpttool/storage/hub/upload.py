@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, Revi
 
 from ckpttool.errors import RemoteError, UsageError
 from ckpttool.storage import free_space
-from ckpttool.storage.errors import from_os_error
+from ckpttool.storage.errors import os_errors
 from ckpttool.storage.hub import client, errors, listing
 from ckpttool.storage.hub.address import Address, parse
 from ckpttool.storage.hub.listing import Digests, RepoFile
@@ -139,14 +140,10 @@ def _staging_directory(stage: str | None, outgoing: Sequence[Outgoing]) -> Itera
 
 def _check_stage(stage: str, names: set[str]) -> None:
     """Raises UsageError if a staging directory contains other files."""
-    try:
+    with os_errors(stage, "write"):
         os.makedirs(stage, exist_ok=True)
-        names_in_stage = {
-            p.relative_to(stage).as_posix() for p in Path(stage).rglob("*") if not p.is_dir() or p.is_symlink()
-        }
-    except OSError as error:
-        raise from_os_error(error, stage, "write") from None
-    others = sorted(names_in_stage - names)
+        in_stage = {path for path in Path(stage).rglob("*") if not path.is_dir() or path.is_symlink()}
+    others = sorted({path.relative_to(stage).as_posix() for path in in_stage} - names)
     if others:
         raise UsageError(
             f"`--stage {stage}`: the directory contains other files: {some(others)}", hint="name an empty directory"
@@ -192,8 +189,7 @@ class _Upload:
     def _file_done(self, nbytes: int) -> None:
         self._done += nbytes
         self._current = 0
-        if self._progress is not None:
-            self._progress(self._done, self._total)
+        self._report(0)
 
     def _report(self, nbytes: int) -> None:
         """Report the bytes of the current file that were sent."""
@@ -258,37 +254,30 @@ class _Upload:
         """Write a file and send its bytes, unless the Hub has them."""
         name = self._path(file.name)
         existing = self._repo_files.get(name)
+        change = "new" if existing is None else "changed"
         if existing is not None and keep_existing:
             self._record(file, "unchanged")
             self._file_done(file.size)
             return
         if self.sent.dry_run and (existing is None or existing.size != file.size):
-            self._record(file, "new" if existing is None else "changed")
+            self._record(file, change)
             return
         path = os.path.join(folder, *file.name.split("/"))
-        digests = self._write(file, path)
-        self._digests[name] = digests
-        if existing is not None and existing.matches(digests):
-            self._record(file, "unchanged")
-        else:
-            self._record(file, "new" if existing is None else "changed")
-            if not self.sent.dry_run:
-                self._send(file, name, path, digests.sha256)
+        digests = self._digests[name] = self._write(file, path)
+        is_there = existing is not None and existing.matches(digests)
+        self._record(file, "unchanged" if is_there else change)
+        if not is_there and not self.sent.dry_run:
+            self._send(file, name, path, digests.sha256)
         self._file_done(file.size)
         if not keep_local:
             os.unlink(path)
 
     def _write(self, file: Outgoing, path: str) -> Digests:
-        try:
+        with os_errors(path, "write"):
             os.makedirs(os.path.dirname(path), exist_ok=True)
             Path(path).unlink(missing_ok=True)
-        except OSError as error:
-            raise from_os_error(error, path, "write") from None
-        file.write(path)
-        try:
+            file.write(path)
             digests = listing.compute_digests(path)
-        except OSError as error:
-            raise from_os_error(error, path, "write") from None
         assert digests.size == file.size, f"{file.name}: {digests.size} bytes were written, not {file.size}"
         return digests
 
@@ -319,12 +308,10 @@ class _Upload:
     def find_stale_files(self) -> None:
         """Delete weights of an earlier export in the commit: loaders would read them together with the new ones."""
         names = {self._path(file.name) for file in self.sent.files}
-        weights = [name for name in names if _STALE.fullmatch(name.rpartition("/")[2])]
-        for name in self._repo_files if weights else ():
-            folder, _, last = name.rpartition("/")
-            if folder == self.address.path and _STALE.fullmatch(last) and name not in names:
-                self.deletions.append(name)
-        self.sent.removed = sorted(self.deletions)
+        if any(_STALE.fullmatch(name.rpartition("/")[2]) for name in names):
+            stale = {self._path(last) for name in self._repo_files if _STALE.fullmatch(last := name.rpartition("/")[2])}
+            self.deletions = sorted(stale & self._repo_files.keys() - names)
+        self.sent.removed = self.deletions
 
     def commit(self) -> None:
         """Publish all files at once, and verify them. If a response is lost, search for the commit before a retry."""
@@ -387,13 +374,10 @@ class _Upload:
         pull_requests = self._api.get_repo_discussions(
             repo, discussion_type="pull_request", discussion_status="open", repo_type="model"
         )
-        for number, pull_request in enumerate(pull_requests):
-            if number == _RECENT:
-                break
-            if pull_request.title == self._message.partition("\n")[0] and not self._differences(
-                f"refs/pr/{pull_request.num}"
-            ):
-                oid = str(self._info(f"refs/pr/{pull_request.num}").sha)
+        for pull_request in islice(pull_requests, _RECENT):
+            revision = f"refs/pr/{pull_request.num}"
+            if pull_request.title == self._message.partition("\n")[0] and not self._differences(revision):
+                oid = str(self._info(revision).sha)
                 return oid, f"{self._api.endpoint}/{repo}/commit/{oid}", pull_request.url
         return None
 
