@@ -213,7 +213,7 @@ class Write:
         tied = (t for t in self.planned.catalogue.tensors if t.alias is not None)
         untied = [t for t in tied if t.origin is not None and t.origin.path in separate]
         if untied:
-            names = {t.name for t in untied}
+            names = dict.fromkeys(t.name for t in untied)
             self.result.ties = [tie for tie in self.result.ties if tie[0] not in names]
             self.result.bytes += sum(t.nbytes for t in untied)
             self.result.notes.append(f"stored separately, not tied: {some([*names])}")
