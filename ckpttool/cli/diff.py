@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,8 +17,10 @@ from ckpttool.text import duration, plural, size
 
 if TYPE_CHECKING:
     from ckpttool import Diff
-    from ckpttool.operations.diff import Only, Side, Total
+    from ckpttool.operations.diff import Total
     from ckpttool.operations.diff.elements import Difference
+
+Rows = list[list[TextLike]]
 
 _SHOWN = 20
 _VALUE = 40  # characters of an object's value, unless -v
@@ -71,16 +73,14 @@ def diff(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
 
     with progress_on_stderr(not (quiet or as_json)) as progress:
         result = ckpttool.diff(**arguments, progress=progress)
-    with answer(result.exit_code) as terminal:
+    with answer(result.exit_code, verbose) as terminal:
         if as_json:
             terminal.write(json.dumps(_document(result)) + "\n")
         elif quiet:
             for line in _names(result):
                 terminal.line(line)
         else:
-            _print(terminal, result, verbose)
-    if result.exit_code:
-        raise click.exceptions.Exit(result.exit_code)
+            _print(terminal, result)
 
 
 def _names(result: Diff) -> Iterator[str]:
@@ -91,137 +91,95 @@ def _names(result: Diff) -> Iterator[str]:
     yield from (f"! {name}" for name in dict.fromkeys(names))
 
 
-# JSON -----------------------------------------------------------------------------------------------------------------
-
-
 def _document(result: Diff) -> dict[str, Any]:
     from ckpttool.operations.diff import ABSENT
     from ckpttool.operations.inspect.format_value import jsonable
 
-    rows = [
+    total, *parts = ({**jsonable(asdict(figures))} for figures in (result.total, *result.parts))
+    for figures in (total, *parts):
+        del figures["sums"]
+    del total["part"]
+    objects = [
         {"name": entry.name, "part": entry.part, "at": entry.at}
         | {side: jsonable(value) for side, value in (("a", entry.a), ("b", entry.b)) if value is not ABSENT}
         for entry in result.objects
     ]
-    total = {key: value for key, value in _total(result.total).items() if key != "part"}
     return {
         "schema": "ckpttool/diff/1",
         "same": result.same,
         "exit_code": result.exit_code,
-        "a": asdict(result.a),
-        "b": asdict(result.b),
-        "within": result.within,
-        "matched": result.matched,
-        "bytes": result.bytes,
+        **asdict(replace(result, tensors=[], objects=[], parts=[])),
         "total": total,
-        "parts": [_total(part) for part in result.parts],
-        "only_a": [asdict(entry) for entry in result.only_a],
-        "only_b": [asdict(entry) for entry in result.only_b],
-        "kinds": result.kinds,
+        "parts": parts,
         "tensors": [jsonable(asdict(entry)) for entry in result.tensors],
-        "objects": rows,
-        "notes": result.notes,
-        "hint": result.hint,
-        "seconds": result.seconds,
+        "objects": objects,
     }
-
-
-def _total(total: Total) -> dict[str, Any]:
-    from ckpttool.operations.inspect.format_value import jsonable
-
-    figures: dict[str, Any] = jsonable(asdict(total))
-    del figures["sums"]
-    return figures
 
 
 # For people -----------------------------------------------------------------------------------------------------------
 
 
-def _print(terminal: Terminal, result: Diff, verbose: bool) -> None:
-    limit = None if verbose else _SHOWN
+def _print(terminal: Terminal, result: Diff) -> None:
     verdict = Styled("are the same", "bold") if result.same else Styled("differ", "red")
     terminal.line(bold(result.a.path), " and ", bold(result.b.path), " ", verdict)
     terminal.facts(_facts(result))
-    if not result.same or verbose:
+    if result.total.tensors and (terminal.verbose or not result.same):
         _print_parts(terminal, result)
     for title, entries in (("only in A", result.only_a), ("only in B", result.only_b)):
-        _print_list(terminal, title, [_one_side(entry) for entry in entries], wrap=(0,), limit=limit)
-    kinds: list[list[TextLike]] = [[name] for name in result.kinds]
-    _print_list(terminal, "a tensor in one, an object in the other", kinds, wrap=(0,), limit=limit)
-    _print_layouts(terminal, result, verbose)
-    _print_values(terminal, result, limit)
-    _print_objects(terminal, result, verbose)
+        rows = [[e.name] if e.shape is None else [e.name, str(e.dtype), str(list(e.shape))] for e in entries]
+        _print_list(terminal, title, rows, wrap=(0,))
+    _print_list(terminal, "a tensor in one, an object in the other", [[name] for name in result.kinds], wrap=(0,))
+    _print_layouts(terminal, result)
+    _print_values(terminal, result)
+    _print_objects(terminal, result)
     err().warnings(result.notes)
     if result.hint:
         err().paragraph(result.hint, mark=dim("hint: "), indent=6)
 
 
 def _facts(result: Diff) -> Iterator[tuple[str, str]]:
-    yield "A", _side(result.a)
-    yield "B", _side(result.b)
-    yield (
-        "compared",
-        f"{plural(result.matched, 'name')}, {size(result.bytes)} of values, by {result.within or 'their bits'}",
-    )
+    for title, side in (("A", result.a), ("B", result.b)):
+        ranks = f" of {side.world_size} ranks" if side.world_size > 1 else ""
+        numbers = (plural(side.tensors, "tensor"), plural(side.objects, "object"), size(side.bytes))
+        yield title, ", ".join((side.format + ranks, *numbers))
+    values = f"{size(result.bytes)} of values, by {result.within or 'their bits'}"
+    yield "compared", f"{plural(result.matched, 'name')}, {values}"
     rate = f", {size(result.bytes / result.seconds)}/s" if result.seconds >= 1 else ""
     yield "time", f"{duration(result.seconds)}{rate}"
 
 
-def _side(side: Side) -> str:
-    ranks = f" of {side.world_size} ranks" if side.world_size > 1 else ""
-    numbers = (plural(side.tensors, "tensor"), plural(side.objects, "object"), size(side.bytes))
-    return ", ".join((side.format + ranks, *numbers))
-
-
 def _print_parts(terminal: Terminal, result: Diff) -> None:
-    if not result.total.tensors:
-        return
     terminal.write("\n")
-    beyond = result.within is not None
-    headers = ["part", "tensors", "equal", "elements", "differing", *(["beyond"] if beyond else []), *_FIGURES]
-    totals = [*result.parts, *([result.total] if len(result.parts) > 1 else [])]
+    beyond = ["beyond"] if result.within is not None else []
+    counts = ["tensors", "equal", "elements", "differing", *beyond]
     rows: list[list[TextLike]] = [
         [
             dim("total") if total is result.total else bold(total.part),
-            f"{total.tensors:,}",
-            f"{total.equal:,}",
-            f"{total.elements:,}",
-            f"{total.differing:,}",
-            *([f"{total.beyond or 0:,}"] if beyond else []),
+            *(f"{getattr(total, name) or 0:,}" for name in counts),
             *_figures(total),
         ]
-        for total in totals
+        for total in (*result.parts, *([result.total] if len(result.parts) > 1 else []))
     ]
-    columns = _columns(terminal, headers)
-    shown = [[row[i] for i in columns] for row in rows]
-    terminal.table(shown, [headers[i] for i in columns], right=range(1, len(columns)), wrap=(0,))
+    terminal.table(*_fitting(terminal, rows, ["part", *counts, *_FIGURES]), right=range(1, 10), wrap=(0,))
 
 
-def _columns(terminal: Terminal, headers: Sequence[str]) -> list[int]:
-    """Return the columns that the terminal has room for."""
+def _fitting(terminal: Terminal, rows: Rows, headers: Sequence[str]) -> tuple[Rows, list[str]]:
+    """Return the columns that the terminal has room for, and their headers."""
     narrow = terminal.width is not None and terminal.width < _WIDE
-    return [i for i, title in enumerate(headers) if not narrow or title not in _OMITTED]
+    columns = [i for i, title in enumerate(headers) if not narrow or title not in _OMITTED]
+    return [[row[i] for i in columns] for row in rows], [headers[i] for i in columns]
 
 
 def _figures(figures: Difference | Total) -> list[str]:
     ulp, cosine = figures.ulp, figures.cosine
     return [
-        _short(figures.absolute),
-        _short(figures.relative),
+        *("" if value is None else f"{value:.3g}" for value in (figures.absolute, figures.relative)),
         "" if ulp is None else f"{ulp:.3g}" if ulp >= 1_000_000 else f"{ulp:,}",
         "" if cosine is None else f"{cosine:.6f}",
     ]
 
 
-def _short(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
-
-
-def _one_side(entry: Only) -> list[TextLike]:
-    return [entry.name] if entry.shape is None else [entry.name, str(entry.dtype), str(list(entry.shape))]
-
-
-def _print_layouts(terminal: Terminal, result: Diff, verbose: bool) -> None:
+def _print_layouts(terminal: Terminal, result: Diff) -> None:
     rows: list[list[TextLike]] = []
     for tensor in result.tensors:
         if "dtype" in tensor.kinds:
@@ -232,18 +190,17 @@ def _print_layouts(terminal: Terminal, result: Diff, verbose: bool) -> None:
             rows.append([tensor.name, "tied to", *(tie or dim("nothing") for tie in tensor.ties)])
         if tensor.sharding is not None:
             rows.append([tensor.name, "sharding", *tensor.sharding])
-    limit = None if verbose else _SHOWN
-    _print_list(terminal, "layout", rows, ("tensor", "", "A", "B"), wrap=(0, 2, 3), limit=limit)
+    _print_list(terminal, "layout", rows, ("tensor", "", "A", "B"), wrap=(0, 2, 3))
     uncompared = [tensor for tensor in result.tensors if tensor.why is not None]
-    if verbose:
+    if terminal.verbose:
         for tensor in uncompared:
             terminal.paragraph(f"{tensor.name}: its values were not compared, as {tensor.why}")
     elif uncompared:
         terminal.line(dim(f"  the values of {plural(len(uncompared), 'tensor')} were not compared; `-v` says why"))
 
 
-def _print_values(terminal: Terminal, result: Diff, limit: int | None) -> None:
-    rows: list[list[TextLike]] = []
+def _print_values(terminal: Terminal, result: Diff) -> None:
+    rows: Rows = []
     for tensor in result.tensors:
         values = tensor.values
         if "values" not in tensor.kinds or values is None:
@@ -251,28 +208,23 @@ def _print_values(terminal: Terminal, result: Diff, limit: int | None) -> None:
         differing = values.differing if values.beyond is None else values.beyond
         compared_as = "" if tensor.dtypes[0] == tensor.dtypes[1] else f" as {values.dtype}"
         numbers = [f"{differing:,} of {values.numel:,}", *_figures(values), str(tensor.index)]
-        rows.append([tensor.name + compared_as, *numbers, *map(_element, values.values or ("", ""))])
+        elements = (f"{v:.6g}" if isinstance(v, float) else str(v) for v in values.values or ("", ""))
+        rows.append([tensor.name + compared_as, *numbers, *elements])
     headers = ("tensor", "differing" if result.within is None else "beyond", *_FIGURES, "first at", "A", "B")
-    columns = _columns(terminal, headers)
-    right = [place for place, i in enumerate(columns) if headers[i] not in ("tensor", "first at")]
-    shown = [[row[i] for i in columns] for row in rows]
-    _print_list(terminal, "values", shown, [headers[i] for i in columns], wrap=(0,), right=right, limit=limit)
+    rows, shown = _fitting(terminal, rows, headers)
+    right = [i for i, title in enumerate(shown) if title not in ("tensor", "first at")]
+    _print_list(terminal, "values", rows, shown, wrap=(0,), right=right)
 
 
-def _element(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _print_objects(terminal: Terminal, result: Diff, verbose: bool) -> None:
+def _print_objects(terminal: Terminal, result: Diff) -> None:
     from ckpttool.operations.diff import ABSENT
     from ckpttool.operations.inspect.format_value import describe
 
     def shown(value: Any) -> TextLike:
-        return dim("-") if value is ABSENT else describe(value, limit=_WHOLE if verbose else _VALUE)
+        return dim("-") if value is ABSENT else describe(value, limit=_WHOLE if terminal.verbose else _VALUE)
 
-    rows: list[list[TextLike]] = [[entry.name + entry.at, shown(entry.a), shown(entry.b)] for entry in result.objects]
-    limit = None if verbose else _SHOWN
-    _print_list(terminal, "objects", rows, ("value", "A", "B"), wrap=(0,), clip=(1, 2), limit=limit)
+    rows: Rows = [[entry.name + entry.at, shown(entry.a), shown(entry.b)] for entry in result.objects]
+    _print_list(terminal, "objects", rows, ("value", "A", "B"), wrap=(0,), clip=(1, 2))
 
 
 def _print_list(
@@ -281,4 +233,4 @@ def _print_list(
     """Print the heading of a table and the table, if it has rows."""
     if rows:
         terminal.heading(title, f"{len(rows):,}" if len(rows) > 1 else "")
-        terminal.table(rows, headers, **layout)
+        terminal.table(rows, headers, limit=_SHOWN, **layout)

@@ -50,43 +50,33 @@ def inspect(
     import ckpttool
     from ckpttool.catalogue.patterns import any_of
     from ckpttool.errors import UsageError
+    from ckpttool.operations.inspect.document import document
+    from ckpttool.operations.inspect.summary import step
 
     catalogue = ckpttool.inspect(path, shapes=shapes)
     selected = any_of(tensors) if tensors else None
     if tensors and not any(map(selected or bool, (t.name for t in catalogue.tensors))):
         hint = meant(tensors[0], [t.name for t in catalogue.tensors], "`--tensors '*'` lists all")
         raise UsageError(f"`{path}`: no tensor matches `{tensors[0]}`", hint=hint)
-    terminal = out()
+    terminal = out(verbose)
     if as_json:
-        _print_json(terminal, catalogue, path, selected)
+        for piece in document(catalogue, path, step(catalogue), selected or (lambda name: True)):
+            terminal.write(piece)
     elif quiet:
         for tensor in catalogue.tensors:
             if selected is None or selected(tensor.name):
                 terminal.line(tensor.name)
     else:
-        _print(terminal, catalogue, path, depth, selected, verbose)
-
-
-def _print_json(terminal: Terminal, catalogue: Catalogue, path: str, selected: Callable[[str], bool] | None) -> None:
-    from ckpttool.operations.inspect.document import document
-    from ckpttool.operations.inspect.summary import step
-
-    for piece in document(catalogue, path, step(catalogue), selected or (lambda name: True)):
-        terminal.write(piece)
+        _print(terminal, catalogue, path, depth, selected)
 
 
 def _print(
-    terminal: Terminal,
-    catalogue: Catalogue,
-    path: str,
-    depth: int,
-    selected: Callable[[str], bool] | None,
-    verbose: bool,
+    terminal: Terminal, catalogue: Catalogue, path: str, depth: int, selected: Callable[[str], bool] | None
 ) -> None:
     from ckpttool.operations.inspect.summary import summarise
 
-    _run(terminal, catalogue, path, verbose)
-    summary = summarise(catalogue, depth=depth, limit=1000 if verbose else max(terminal.width or 0, _VALUE))
+    _run(terminal, catalogue, path)
+    summary = summarise(catalogue, depth=depth, limit=1000 if terminal.verbose else max(terminal.width or 0, _VALUE))
     shown = (checkpoint["path"] for checkpoint in catalogue.facts.get("run", ()) if checkpoint["taken"])
     _header(terminal, catalogue, next(shown, path), summary)
     _components(terminal, catalogue)
@@ -97,29 +87,28 @@ def _print(
         for part, lines in summary.trees:
             _tree(terminal, part, lines)
         for table in summary.hyperparameters:
-            hyperparameters(terminal, table, verbose)
-        limit = None if verbose else _OBJECTS
+            hyperparameters(terminal, table)
         if summary.objects:
             terminal.heading("objects")
             objects = [(f"{o.name}{f'  x{o.times}' if o.times > 1 else ''}", o.text) for o in summary.objects]
-            terminal.table(objects, wrap=(0,), clip=(1,), limit=limit)
+            terminal.table(objects, wrap=(0,), clip=(1,), limit=_OBJECTS)
         if summary.ties:
             terminal.heading("tied weights", "shared storage")
-            terminal.table([(name, f"is {kept}") for name, kept in summary.ties], wrap=(0, 1), limit=limit)
+            terminal.table([(name, f"is {kept}") for name, kept in summary.ties], wrap=(0, 1), limit=_OBJECTS)
     if summary.warnings:
         terminal.heading("warnings")
     for warning in summary.warnings:
         terminal.paragraph(warning, mark=Styled("! ", "yellow"))
 
 
-def _run(terminal: Terminal, catalogue: Catalogue, path: str, verbose: bool) -> None:
+def _run(terminal: Terminal, catalogue: Catalogue, path: str) -> None:
     """Print the checkpoints of a run, and mark the one that is shown below."""
     run = catalogue.facts.get("run", ())
     if not run:
         return
     terminal.line(bold(path), f"  {plural(len(run), 'checkpoint')}")
     terminal.write("\n")
-    shown = run if verbose else run[-_RUN:]
+    shown = run if terminal.verbose else run[-_RUN:]
     if len(shown) < len(run):
         terminal.line(dim(f"  {len(run) - len(shown):,} before them, shown by -v"))
     rows: list[list[TextLike]] = []
@@ -171,14 +160,17 @@ def _parts(terminal: Terminal, parts: list[PartLine]) -> None:
     terminal.write("\n")
     rows: list[list[TextLike]] = []
     for part in parts:
-        numbers = (f"{part.tensors:,}", count(part.parameters), size(part.nbytes), f"{part.objects:,}")
-        rows.append([bold(str(part.part)), *numbers, _dtypes(list(part.dtypes))])
+        rows.append([bold(str(part.part)), *_numbers([part]), _dtypes(list(part.dtypes))])
     if len(parts) > 1:
-        tensors, elements = sum(p.tensors for p in parts), sum(p.parameters for p in parts)
-        nbytes, objects = sum(p.nbytes for p in parts), sum(p.objects for p in parts)
-        rows.append([dim("total"), f"{tensors:,}", count(elements), size(nbytes), f"{objects:,}"])
+        rows.append([dim("total"), *_numbers(parts)])
     headers = ("part", "tensors", "elements", "bytes", "objects", "dtypes")
     terminal.table(rows, headers, right=(1, 2, 3, 4), wrap=(0, 5))
+
+
+def _numbers(parts: list[PartLine]) -> list[str]:
+    tensors, objects = sum(p.tensors for p in parts), sum(p.objects for p in parts)
+    elements, nbytes = sum(p.parameters for p in parts), sum(p.nbytes for p in parts)
+    return [f"{tensors:,}", count(elements), size(nbytes), f"{objects:,}"]
 
 
 def _dtypes(names: Sequence[str]) -> str:
@@ -221,14 +213,13 @@ def _shards(chunks: Chunks, tensor: Tensor, catalogue: Catalogue) -> list[str]:
     ]
 
 
-def hyperparameters(terminal: Terminal, table: Table, verbose: bool) -> None:
+def hyperparameters(terminal: Terminal, table: Table) -> None:
     """Print the hyper-parameters of one optimizer, with a column for each distinct set of values."""
     terminal.heading("hyper-parameters", ".".join(map(str, table.root)))
-    columns = table.columns if verbose else table.columns[:_COLUMNS]
+    columns = table.columns if terminal.verbose else table.columns[:_COLUMNS]
     rows: list[list[TextLike]] = []
     if any(c.params is not None for c in columns):
         rows.append([dim("parameters"), *("" if c.params is None else f"{c.params:,}" for c in columns)])
     rows += [[name, *(c.values.get(name, "") for c in columns)] for name in table.names]
     terminal.table(rows, ("", *(c.title for c in columns)), wrap=range(len(columns) + 1))
-    if len(columns) < len(table.columns):
-        terminal.line(dim(f"  {len(table.columns) - len(columns)} more, shown by -v"))
+    terminal.more(len(table.columns) - len(columns))

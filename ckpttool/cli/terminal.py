@@ -13,7 +13,10 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple, TextIO
+
+import click
 
 from ckpttool.errors import DONE, StorageError
 from ckpttool.text import safe
@@ -73,10 +76,14 @@ def wants_colour(stream: TextIO) -> bool:
 
 
 class Terminal:
-    """A stream that people read. `width` is None if it is not a terminal: then nothing is wrapped or shortened."""
+    """A stream that people read. `width` is None if it is not a terminal: then nothing is wrapped or shortened.
 
-    def __init__(self, stream: TextIO) -> None:
+    With `verbose` all rows of a table are written.
+    """
+
+    def __init__(self, stream: TextIO, verbose: bool = False) -> None:
         self.stream = stream
+        self.verbose = verbose
         self.colour = wants_colour(stream)
         self.is_terminal = stream.isatty()
         self.width = shutil.get_terminal_size().columns if self.is_terminal else None
@@ -150,7 +157,7 @@ class Terminal:
         limit: int | None = None,
         indent: int = 2,
     ) -> None:
-        """Write a table, of at most `limit` rows, and how many more there are.
+        """Write a table, of at most `limit` rows unless this terminal is verbose, and how many more there are.
 
         Columns `right` are aligned to the right. To fit a terminal, the widest of the columns `wrap` and `clip` become
         narrower: text in `wrap` is continued on the next line, text in `clip` ends with `…`.
@@ -158,10 +165,9 @@ class Terminal:
         lines = [list(row) for row in rows]
         if not lines:
             return
-        omitted = max(len(lines) - limit, 0) if limit else 0
+        omitted = max(len(lines) - limit, 0) if limit and not self.verbose else 0
         del lines[len(lines) - omitted :]
-        columns = max(map(len, lines))
-        lines = [row + [""] * (columns - len(row)) for row in lines]
+        lines = [list(row) for row in zip(*zip_longest(*lines, fillvalue=""), strict=True)]
         if self.width is None:
             text = self._plain_table(lines, headers, {*right})
         else:
@@ -204,9 +210,7 @@ class Terminal:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(
-            box=None, pad_edge=False, padding=(0, _GAP, 0, 0), show_header=bool(headers), header_style=_STYLES["dim"]
-        )
+        table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), show_header=bool(headers), header_style="dim")
         for i in range(len(rows[0])):
             table.add_column(
                 headers[i] if i < len(headers) else "",
@@ -215,10 +219,8 @@ class Terminal:
                 overflow="fold" if i in wrap else "ellipsis",
             )
         for row in rows:
-            cells = [_as_styled(cell) for cell in row]
-            table.add_row(
-                *(Text(safe(c.text), _STYLES.get(c.style, ""), no_wrap=i in clip or None) for i, c in enumerate(cells))
-            )
+            cells = enumerate(map(_as_styled, row))
+            table.add_row(*(Text(safe(c.text), _STYLES.get(c.style, ""), no_wrap=i in clip or None) for i, c in cells))
         with self.console.capture() as capture:
             self.console.print(table, width=width)
         return capture.get()
@@ -242,21 +244,23 @@ def box(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> s
     return f"[{', '.join(slices)}]"
 
 
-def out() -> Terminal:
+def out(verbose: bool = False) -> Terminal:
     """Return stdout, for the answer."""
-    return Terminal(sys.stdout)
+    return Terminal(sys.stdout, verbose)
 
 
 @contextmanager
-def answer(exit_code: int) -> Iterator[Terminal]:
+def answer(exit_code: int, verbose: bool = False) -> Iterator[Terminal]:
     """Return stdout for an answer that ends with `exit_code`, also if its reader leaves early."""
-    terminal = out()
+    terminal = out(verbose)
     try:
         yield terminal
         terminal.flush()
     except ReaderGone as gone:
         gone.exit_code = exit_code
         raise
+    if exit_code:
+        raise click.exceptions.Exit(exit_code)
 
 
 def err() -> Terminal:

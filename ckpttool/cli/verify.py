@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from ckpttool.cli import options
 from ckpttool.cli.options import Option
 from ckpttool.cli.progress import progress_on_stderr
@@ -55,7 +53,7 @@ def verify(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
 
     with progress_on_stderr(not (quiet or as_json)) as progress:
         report = ckpttool.verify(**arguments, progress=progress)
-    with answer(report.exit_code) as terminal:
+    with answer(report.exit_code, verbose) as terminal:
         if as_json:
             verdict = {"schema": "ckpttool/verify/1", "whole": report.whole, "exit_code": report.exit_code}
             terminal.write(json.dumps({**verdict, **asdict(report)}) + "\n")
@@ -64,19 +62,17 @@ def verify(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
                 if finding.gravity != "note":
                     terminal.line(f"{finding.gravity}: {finding.message}")
         else:
-            _print(terminal, report, verbose)
-    if report.exit_code:
-        raise click.exceptions.Exit(report.exit_code)
+            _print(terminal, report)
 
 
-def _print(terminal: Terminal, report: Report, verbose: bool) -> None:
+def _print(terminal: Terminal, report: Report) -> None:
     terminal.line(bold(report.path), " is ", _verdict(report))
     terminal.facts(_facts(report))
     for gravity, title in _TITLES.items():
         findings = [finding for finding in report.findings if finding.gravity == gravity]
         if findings:
             terminal.heading(title, str(len(findings)) if len(findings) > 1 else "")
-            _print_findings(terminal, findings, gravity, verbose)
+            _print_findings(terminal, findings, Styled("! ", _MARKS.get(gravity, "dim")))
 
 
 def _verdict(report: Report) -> Styled:
@@ -118,10 +114,10 @@ def _checked(report: Report) -> Iterator[str]:
         yield "nothing"
 
 
-def _print_findings(terminal: Terminal, findings: list[Finding], gravity: str, verbose: bool) -> None:
-    shown = findings if verbose else findings[:_SHOWN]
+def _print_findings(terminal: Terminal, findings: list[Finding], mark: Styled) -> None:
+    shown = findings if terminal.verbose else findings[:_SHOWN]
     for i, finding in enumerate(shown):
-        terminal.paragraph(finding.message, mark=Styled("! ", _MARKS.get(gravity, "dim")))
+        terminal.paragraph(finding.message, mark=mark)
         # A hint that several have in common follows the last of them.
         if finding.hint and (i + 1 == len(shown) or shown[i + 1].hint != finding.hint):
             terminal.paragraph(finding.hint, mark=dim("  hint: "), indent=8)

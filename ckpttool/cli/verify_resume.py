@@ -54,14 +54,13 @@ def audit(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
 
     result = operation.audit(**arguments)
     exit_code = DIFFERS if result.verdict == "no" else DONE
-    with answer(exit_code) as terminal:
+    with answer(exit_code, verbose) as terminal:
         if as_json:
             terminal.write(json.dumps(_audit_document(result)) + "\n")
         elif quiet:
             terminal.line(result.verdict)
         else:
             _print_audit(terminal, result, verbose)
-    raise click.exceptions.Exit(exit_code)
 
 
 def _tables(result: Audit) -> list[Table]:
@@ -102,7 +101,7 @@ def _print_audit(terminal: Terminal, result: Audit, verbose: bool) -> None:
         [_part_row(part) for part in result.parts], ("part", "", "tensors", "objects", "bytes"), right=(2, 3, 4)
     )
     for table in _tables(result):
-        hyperparameters(terminal, table, verbose)
+        hyperparameters(terminal, table)
     terminal.heading("checks")
     shown: list[tuple[TextLike, ...]] = []
     for check in result.checks:
@@ -191,7 +190,7 @@ def trial(via: str | None, html: str | None, as_json: bool, quiet: bool, verbose
     if html is not None:
         _write_page(html, document)
     exit_code = DONE if result.verdict == "same" else DIFFERS
-    with answer(exit_code) as terminal:
+    with answer(exit_code, verbose) as terminal:
         if as_json:
             terminal.write(json.dumps(document) + "\n")
         elif quiet:
@@ -200,7 +199,6 @@ def trial(via: str | None, html: str | None, as_json: bool, quiet: bool, verbose
             _print_trial(terminal, result, verbose)
             if html is not None:
                 err().line(dim("wrote "), html)
-    raise click.exceptions.Exit(exit_code)
 
 
 def _trial_document(result: Report) -> Any:
