@@ -13,7 +13,7 @@ from ckpttool.catalogue.entries import Entry, Object, Path, Tensor, dotted
 from ckpttool.layout.optimizer.parse import parse_key
 from ckpttool.operations.inspect.format_value import Tensors, describe, peek
 from ckpttool.operations.inspect.module_tree import RANGES
-from ckpttool.text import ranges
+from ckpttool.text import plural, ranges
 
 GROUPS = "param_groups"
 _VALUE = 24
@@ -32,9 +32,8 @@ class Column:
     @property
     def title(self) -> str:
         if self.flat:
-            return f"{len(self.groups)} parameter{'s' if len(self.groups) != 1 else ''}"
-        groups = ranges(map(int, self.groups), ",", RANGES)
-        return f"group {self.groups[0]}" if len(self.groups) == 1 else f"groups {groups}"
+            return plural(len(self.groups), "parameter")
+        return f"group{'s' if len(self.groups) > 1 else ''} {ranges(map(int, self.groups), ',', RANGES)}"
 
 
 @dataclass(slots=True)
@@ -50,34 +49,26 @@ class Table:
         return list(dict.fromkeys(name for column in self.columns for name in column.values))
 
 
-@dataclass(slots=True)
-class _Group:
-    flat: bool
-    params: int | None = None
-    values: dict[str, str] = field(default_factory=dict)
-
-
 def tables(entries: Iterable[Entry], tensors: Tensors) -> list[Table]:
     """One table for each `param_groups` in `entries`."""
-    by_root: dict[Path, tuple[Table, dict[str, _Group]]] = {}
+    by_root: dict[Path, tuple[Table, dict[str, Column]]] = {}
     for entry in entries:
         place = _place(entry)
         if place is None:
             continue
-        root, group, name, flat = place
+        root, name, key, flat = place
         table, groups = by_root.setdefault(root, (Table(root, []), {}))
         table.paths.add(entry.path)
-        values = groups.setdefault(group, _Group(flat))
-        if name == "params":
-            value = peek(entry)[0] if isinstance(entry, Object) else None
-            values.params = len(value) if isinstance(value, (list, tuple)) else None
+        group = groups.setdefault(name, Column([name], None, {}, flat))
+        value, instead = peek(entry) if isinstance(entry, Object) else (None, None)
+        if key == "params":
+            group.params = len(value) if isinstance(value, (list, tuple)) else None
         elif isinstance(entry, Tensor):
-            values.values[name] = f"<tensor {entry.dtype} {list(entry.shape)}>"
+            group.values[key] = f"<tensor {entry.dtype} {list(entry.shape)}>"
         else:
-            value, instead = peek(entry)
-            values.values[name] = instead or describe(value, tensors, _VALUE)
+            group.values[key] = instead or describe(value, tensors, _VALUE)
     for table, groups in by_root.values():
-        table.columns = _folded(groups)
+        table.columns = _folded(groups.values())
     return [table for table, _ in by_root.values()]
 
 
@@ -91,21 +82,17 @@ def _place(entry: Entry) -> tuple[Path, str, str, bool] | None:
         return None
     if isinstance(key.owner, int) and len(key.below) == 1:
         return key.root, str(key.owner), str(key.below[0]), False
-    *group, name = dotted((key.owner, *key.below)).split(".")
+    group, _, name = dotted((key.owner, *key.below)).rpartition(".")
     # A single number is an index that lost its type, as in a file without the paths.
-    return key.root, ".".join(group), name, not (len(group) == 1 and _is_index(group[0]))
+    return key.root, group, name, not (group.isdecimal() and len(group) < 6)
 
 
-def _is_index(word: str) -> bool:
-    return word.isdecimal() and len(word) < 6
-
-
-def _folded(groups: dict[str, _Group]) -> list[Column]:
+def _folded(groups: Iterable[Column]) -> list[Column]:
     columns: dict[tuple[object, ...], Column] = {}
-    for name, group in groups.items():
-        key = (group.flat, *group.values.items())
-        column = columns.setdefault(key, Column([], None, group.values, group.flat))
-        column.groups.append(name)
-        if group.params is not None:
-            column.params = (column.params or 0) + group.params
+    for group in groups:
+        column = columns.setdefault((group.flat, *group.values.items()), group)
+        if column is not group:
+            column.groups += group.groups
+            if group.params is not None:
+                column.params = (column.params or 0) + group.params
     return list(columns.values())

@@ -7,6 +7,7 @@ layers.0-1  x2              9 tensors
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -42,7 +43,7 @@ class Line:
 @dataclass(slots=True)
 class _Node:
     tensor: Tensor | None = None
-    children: dict[str, _Node] = field(default_factory=dict)
+    children: defaultdict[str, _Node] = field(default_factory=lambda: defaultdict(_Node))
     kind: int = 0  # equal nodes have equal kinds
     tensors: int = 0
     parameters: int = 0
@@ -61,10 +62,7 @@ def lines(tensors: Iterable[Tensor], root: Path, tied: Collection[Path], depth: 
     for tensor in tensors:
         node = top
         for key in tensor.name[skip:].split(".", _DEPTH):
-            child = node.children.get(key)
-            if child is None:
-                child = node.children[key] = _Node()
-            node = child
+            node = node.children[key]
         node.tensor = tensor
         node.tied = tensor.path in tied
     _count(top, {})
@@ -72,23 +70,23 @@ def lines(tensors: Iterable[Tensor], root: Path, tied: Collection[Path], depth: 
 
 
 def _count(node: _Node, kinds: dict[object, int]) -> None:
-    for child in node.children.values():
+    own, children = node.tensor, node.children.values()
+    for child in children:
         _count(child, kinds)
-    children = node.children.values()
-    own = node.tensor
-    node.tensors = sum(c.tensors for c in children) + (own is not None)
-    counted = own if own is not None and not node.tied else None
-    node.parameters = sum(c.parameters for c in children) + (counted.numel if counted else 0)
-    node.nbytes = sum(c.nbytes for c in children) + (counted.nbytes if counted else 0)
-    dtypes = dict.fromkeys(d for c in children for d in c.dtypes)
+        node.tensors += child.tensors
+        node.parameters += child.parameters
+        node.nbytes += child.nbytes
+    dtypes = [d for child in children for d in child.dtypes]
+    looks = None
     if own is not None:
-        dtypes[own.dtype.name] = None
-    node.dtypes = tuple(dtypes)
-    looks = (
-        (own.dtype.name, own.shape, node.tied) if own is not None else None,
-        tuple((name, c.kind) for name, c in node.children.items()),
-    )
-    node.kind = kinds.setdefault(looks, len(kinds) + 1)
+        node.tensors += 1
+        node.parameters += 0 if node.tied else own.numel
+        node.nbytes += 0 if node.tied else own.nbytes
+        dtypes.append(own.dtype.name)
+        looks = (own.dtype.name, own.shape, node.tied)
+    node.dtypes = tuple(dict.fromkeys(dtypes))
+    same = (looks, tuple((name, child.kind) for name, child in node.children.items()))
+    node.kind = kinds.setdefault(same, len(kinds) + 1)
 
 
 def _walk(node: _Node, level: int, times: int, depth: int) -> Iterator[Line]:
@@ -100,18 +98,9 @@ def _walk(node: _Node, level: int, times: int, depth: int) -> Iterator[Line]:
             name, folded = f"{name}.{_label(more)}", folded * len(more)
         count = times * folded
         leaf = child.tensor if not child.children else None
-        yield Line(
-            level,
-            name,
-            folded,
-            count,
-            child.tensors * count,
-            child.dtypes,
-            leaf.shape if leaf else None,
-            child.parameters * count,
-            child.nbytes * count,
-            child.tied,
-        )
+        shape, parameters, nbytes = leaf.shape if leaf else None, child.parameters * count, child.nbytes * count
+        tensors = child.tensors * count
+        yield Line(level, name, folded, count, tensors, child.dtypes, shape, parameters, nbytes, child.tied)
         if level + 1 < depth:
             yield from _walk(child, level + 1, count, depth)
 
@@ -120,17 +109,12 @@ def _folded(node: _Node) -> list[tuple[list[str], _Node]]:
     """The children, numbered ones that are equal together, each group at its first member."""
     groups: dict[tuple[str, int], tuple[list[str], _Node]] = {}
     for name, child in node.children.items():
-        key = ("", child.kind) if _is_number(name) else (name, 0)
+        is_number = name.isdecimal() and name.isascii() and len(name) <= _DIGITS
+        key = ("", child.kind) if is_number else (name, 0)
         groups.setdefault(key, ([], child))[0].append(name)
     return list(groups.values())
 
 
-def _is_number(name: str) -> bool:
-    return name.isdecimal() and name.isascii() and len(name) <= _DIGITS
-
-
 def _label(names: list[str]) -> str:
     """`["0", "1", "2", "5"]` is `0-2,5`. Pure."""
-    if len(names) == 1:
-        return names[0]
-    return ranges(map(int, names), ",", RANGES)
+    return names[0] if len(names) == 1 else ranges(map(int, names), ",", RANGES)

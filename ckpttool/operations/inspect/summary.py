@@ -120,15 +120,17 @@ _NUMBER = re.compile(r"\d+")
 
 def _folded(lines: Iterable[ObjectLine]) -> list[ObjectLine]:
     """Fold neighbours with equal values whose names differ in one number to one line: `state.0-7.step`."""
-    runs: list[list[ObjectLine]] = []
+    runs: list[tuple[list[ObjectLine], int | None]] = []  # with the number that differs
     for line in lines:
-        if runs and runs[-1][0].text == line.text and _differing(runs[-1][0].name, line.name) is not None:
-            place = _differing(runs[-1][0].name, line.name)
-            if len(runs[-1]) == 1 or place == _differing(runs[-1][0].name, runs[-1][1].name):
-                runs[-1].append(line)
+        if runs:
+            run, place = runs[-1]
+            differing = _differing(run[0].name, line.name) if run[0].text == line.text else None
+            if differing is not None and place in (None, differing):
+                run.append(line)
+                runs[-1] = run, differing
                 continue
-        runs.append([line])
-    return [_run(lines) for lines in runs]
+        runs.append(([line], None))
+    return [run[0] if place is None else _run(run, place) for run, place in runs]
 
 
 def _differing(a: str, b: str) -> int | None:
@@ -139,12 +141,7 @@ def _differing(a: str, b: str) -> int | None:
     return differing[0] if len(differing) == 1 else None
 
 
-def _run(lines: list[ObjectLine]) -> ObjectLine:
-    if len(lines) == 1:
-        return lines[0]
-    place = _differing(lines[0].name, lines[1].name)
-    assert place is not None
+def _run(lines: list[ObjectLine], place: int) -> ObjectLine:
     numbers = ranges((int(_NUMBER.findall(line.name)[place]) for line in lines), ",", module_tree.RANGES)
-    at = list(_NUMBER.finditer(lines[0].name))[place]
-    name = lines[0].name
+    name, at = lines[0].name, list(_NUMBER.finditer(lines[0].name))[place]
     return ObjectLine(name[: at.start()] + numbers + name[at.end() :], lines[0].text, len(lines))

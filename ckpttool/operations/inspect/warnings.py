@@ -9,6 +9,7 @@ from ckpttool.catalogue.aliases import one_moment_for_two
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.warning import Warning
 from ckpttool.layout.optimizer.parse import parse_key
+from ckpttool.text import some
 
 _UNEVEN = 1.5  # times the mean
 _SHOWN = 3
@@ -18,18 +19,10 @@ def findings(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> list[Warning
     """Return the warnings, which need only the catalogue."""
     twice = _stored_twice(catalogue, aliases)
     known = {*aliases, *(tensor.path for tensors in twice for tensor in tensors)}
-    return [
-        *one_moment_for_two(catalogue, aliases),
-        *_uneven_ranks(catalogue),
-        *(
-            Warning(
-                "stored-twice",
-                f"{_names([t.name for t in tensors])} hold the same bytes, stored {_places(tensors)} times",
-            )
-            for tensors in twice
-        ),
-        *_probably_tied(catalogue, known),
-    ]
+    texts = [f"{_names([t.name for t in ts])} hold the same bytes, stored {_places(ts)} times" for ts in twice]
+    same_bytes = [Warning("stored-twice", text) for text in texts]
+    moments = one_moment_for_two(catalogue, aliases)
+    return [*moments, *_uneven_ranks(catalogue), *same_bytes, *_probably_tied(catalogue, known)]
 
 
 def _uneven_ranks(catalogue: Catalogue) -> Iterator[Warning]:
@@ -43,11 +36,9 @@ def _uneven_ranks(catalogue: Catalogue) -> Iterator[Warning]:
     mean = sum(loads.values()) / world
     heaviest = max(loads, key=lambda rank: loads[rank])
     if loads[heaviest] > _UNEVEN * mean:
-        yield Warning(
-            "uneven-ranks",
-            f"rank {heaviest} wrote {loads[heaviest]:,} bytes, {loads[heaviest] / mean:.1f} times the mean of "
-            f"{world} ranks: saving and loading wait for it",
-        )
+        times = f"{loads[heaviest] / mean:.1f} times the mean of {world} ranks"
+        text = f"rank {heaviest} wrote {loads[heaviest]:,} bytes, {times}: saving and loading wait for it"
+        yield Warning("uneven-ranks", text)
 
 
 def _stored_twice(catalogue: Catalogue, aliases: Collection[Path]) -> list[list[Tensor]]:
@@ -83,11 +74,9 @@ def _probably_tied(catalogue: Catalogue, known_ties: Collection[Path]) -> Iterat
             group[tensor.part, tensor.dtype.name, tensor.shape].append(tensor)
     for key, tensors in strangers.items():
         if len(tensors) == 1 == len(partners.get(key, ())):
-            yield Warning(
-                "stored-twice",
-                f"`{tensors[0].name}` is probably `{partners[key][0].name}` stored a second time: "
-                "same dtype and shape, and the optimizer knows only one of them",
-            )
+            why = "same dtype and shape, and the optimizer knows only one of them"
+            text = f"`{tensors[0].name}` is probably `{partners[key][0].name}` stored a second time: {why}"
+            yield Warning("stored-twice", text)
 
 
 def _with_state(catalogue: Catalogue) -> set[str]:
@@ -98,7 +87,4 @@ def _with_state(catalogue: Catalogue) -> set[str]:
 
 
 def _names(names: list[str]) -> str:
-    quoted = [f"`{name}`" for name in names]
-    if len(quoted) > _SHOWN:
-        return f"{', '.join(quoted[:_SHOWN])} and {len(quoted) - _SHOWN} more"
-    return f"{', '.join(quoted[:-1])} and {quoted[-1]}"
+    return some(names, _SHOWN) if len(names) > _SHOWN else f"{some(names[:-1])} and `{names[-1]}`"
