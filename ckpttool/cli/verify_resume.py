@@ -37,7 +37,6 @@ _NAMES = 20  # names below a check, under -v
             Option(
                 "--values/--no-values",
                 "Check weights and moments for NaN, infinities and negative moments. Default: up to 1 GiB.",
-                default=None,
             ),
         ),
         "Selection": (options.SHAPES,),
@@ -66,22 +65,15 @@ def audit(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
 def _tables(result: Audit) -> list[Table]:
     from ckpttool.operations.inspect import hyperparameters
 
-    assert result.catalogue is not None
     entries = result.catalogue.entries
     return hyperparameters.tables((e for e in entries.values() if e.part.kind == "optimizer"), entries)
 
 
 def _audit_document(result: Audit) -> dict[str, Any]:
-    tables = [
-        {
-            "optimizer": ".".join(map(str, table.root)),
-            "groups": [
-                {"groups": column.groups, "parameters": column.params, "values": column.values}
-                for column in table.columns
-            ],
-        }
-        for table in _tables(result)
-    ]
+    tables = []
+    for table in _tables(result):
+        groups = [{"groups": one.groups, "parameters": one.params, "values": one.values} for one in table.columns]
+        tables.append({"optimizer": ".".join(map(str, table.root)), "groups": groups})
     return {**result.as_dict(), "hyperparameters": tables}
 
 
@@ -90,23 +82,19 @@ def _print_audit(terminal: Terminal, result: Audit, verbose: bool) -> None:
 
     terminal.line(bold(result.path))
     terminal.write("\n")
-    rows = [("format", result.format)]
-    if result.world_size > 1:
-        rows.append(("world size", str(result.world_size)))
-    if result.step is not None:
-        rows.append(("step", f"{result.step:,g}"))
-    terminal.facts(rows)
+    world_size = str(result.world_size) if result.world_size > 1 else None
+    step = f"{result.step:,g}" if result.step is not None else None
+    facts = (("format", result.format), ("world size", world_size), ("step", step))
+    terminal.facts((title, text) for title, text in facts if text is not None)
     terminal.write("\n")
-    terminal.table(
-        [_part_row(part) for part in result.parts], ("part", "", "tensors", "objects", "bytes"), right=(2, 3, 4)
-    )
+    headers = ("part", "", "tensors", "objects", "bytes")
+    terminal.table([_part_row(part) for part in result.parts], headers, right=(2, 3, 4))
     for table in _tables(result):
         hyperparameters(terminal, table)
     terminal.heading("checks")
     shown: list[tuple[TextLike, ...]] = []
     for check in result.checks:
-        mark = Styled(check.state, _STATES[check.state])
-        shown.append((mark, check.what, check.says))
+        shown.append((Styled(check.state, _STATES[check.state]), check.what, check.says))
         if check.hint and check.state != "ok":
             shown.append(("", "", dim(f"hint: {check.hint}")))
         if verbose and len(check.names) > 1:
@@ -182,11 +170,12 @@ def trial(via: str | None, html: str | None, as_json: bool, quiet: bool, verbose
     The runs that resume are new processes; state and steps are compared bit for bit. The exit code is 0 if training
     resumes exactly, 1 if it does not.
     """
+    from ckpttool.operations.inspect.format_value import jsonable
     from ckpttool.operations.verify_resume.trial import trial as run
 
     tell = None if quiet or as_json else lambda message: err().line(dim(message))
     result = run(**arguments, via=via or (), tell=tell)
-    document = _trial_document(result)
+    document = jsonable(result.as_dict())
     if html is not None:
         _write_page(html, document)
     exit_code = DONE if result.verdict == "same" else DIFFERS
@@ -199,12 +188,6 @@ def trial(via: str | None, html: str | None, as_json: bool, quiet: bool, verbose
             _print_trial(terminal, result, verbose)
             if html is not None:
                 err().line(dim("wrote "), html)
-
-
-def _trial_document(result: Report) -> Any:
-    from ckpttool.operations.inspect.format_value import jsonable
-
-    return jsonable(result.as_dict())
 
 
 def _write_page(path: str, document: Any) -> None:
@@ -227,16 +210,10 @@ def _print_trial(terminal: Terminal, result: Report, verbose: bool) -> None:
         terminal.paragraph(text, mark=dim(f"  {title}".ljust(indent)), indent=indent)
     if result.compared:
         terminal.heading("compared")
-        rows = [
-            (
-                c.what,
-                f"{c.run} with {c.against}",
-                f"{c.count - c.differing:,} of {c.count:,} equal",
-                _mark(c.equal),
-                c.says,
-            )
-            for c in result.compared
-        ]
+        rows = []
+        for row in result.compared:
+            equal = f"{row.count - row.differing:,} of {row.count:,} equal"
+            rows.append((row.what, f"{row.run} with {row.against}", equal, _mark(row.equal), row.says))
         terminal.table(rows, wrap=(4,))
     if result.checks:
         terminal.heading("sharding")
@@ -268,10 +245,8 @@ def _about(result: Report) -> Iterator[tuple[str, str]]:
     for run in result.runs:
         rate = f", {run.steps_per_second:.3g} steps/s" if run.steps_per_second else ""
         since = f", resumed at step {run.resumed_at}" if run.resumed_at is not None else ""
-        yield (
-            f"run {run.name}",
-            f"{plural(run.world, 'rank')}, {run.mesh}{since}, {plural(len(run.steps), 'step')}{rate}",
-        )
+        ranks, steps = plural(run.world, "rank"), plural(len(run.steps), "step")
+        yield f"run {run.name}", f"{ranks}, {run.mesh}{since}, {steps}{rate}"
     for drift in result.drifts:
         yield "loss drift", f"{drift.loss_relative:.2%} vs A (informational)"
     yield "determinism", ", ".join(result.deterministic)
@@ -288,9 +263,8 @@ def _print_losses(terminal: Terminal, result: Report, verbose: bool) -> None:
     if not verbose or not result.runs:
         return
     terminal.heading("losses")
-    numbers = sorted({step.number for run in result.runs for step in run.steps})
     rows = []
-    for number in numbers:
+    for number in sorted({step.number for run in result.runs for step in run.steps}):
         losses = [next((f"{s.loss:.9g}" for s in run.steps if s.number == number), "") for run in result.runs]
         rows.append((f"step {number}", *losses))
     terminal.table(rows, headers=("", *(run.name for run in result.runs)), right=range(1, len(result.runs) + 1))

@@ -24,11 +24,11 @@ from typing import Any
 
 from ckpttool.errors import OverwriteError, UsageError
 from ckpttool.operations.verify_resume.recipe import load_recipe
-from ckpttool.operations.verify_resume.trial import compare, launch, route, state, torchrun
+from ckpttool.operations.verify_resume.trial import compare, launch, route, state
 from ckpttool.operations.verify_resume.trial.arguments import parse_device, parse_meshes
 from ckpttool.operations.verify_resume.trial.diagnose import diagnose
 from ckpttool.operations.verify_resume.trial.job import BUILT, END, RESUMED, Job, Seen, read_seen
-from ckpttool.operations.verify_resume.trial.launch import Ended, Launcher
+from ckpttool.operations.verify_resume.trial.launch import Ended, Launcher, TorchrunLauncher, torchrun_world
 from ckpttool.operations.verify_resume.trial.results import Check, Report, Step
 from ckpttool.operations.verify_resume.trial.state import RecordedState
 from ckpttool.text import plural
@@ -118,7 +118,7 @@ def trial(
     if checkpoints and (via or to_world or to_mesh):
         hint = "`--world` or `--mesh` sets the mesh on which all of them are resumed"
         raise UsageError("`--via`, `--to-world` and `--to-mesh` cannot be used with checkpoints", hint=hint)
-    if torchrun.world() is None:
+    if torchrun_world() is None:
         launch.prepare()
     loaded = load_recipe(recipe)
     dims, onto = parse_meshes(loaded, world, mesh, to_world, to_mesh)
@@ -135,7 +135,7 @@ def trial(
         steps_after=more,
         folder=os.path.abspath(keep) if keep is not None else None,
     )
-    launcher = Launcher() if torchrun.world() is None else torchrun.TorchrunLauncher(device)
+    launcher = Launcher() if torchrun_world() is None else TorchrunLauncher(device)
     with ExitStack() as stack:
         folder = launcher.from_first(lambda: _folder(stack, keep))
         base = Job(folder, loaded.path, dims, device, deterministic=deterministic, limit=limit, after=more)
@@ -171,7 +171,7 @@ def _folder(stack: ExitStack, keep: str | os.PathLike[str] | None) -> str:
 def _why_no_gradients(base: Job, wanted: bool) -> str:
     if base.world == 1:
         return "one rank reduces nothing"
-    if torchrun.world() is not None:
+    if torchrun_world() is not None:
         return "it takes a run on one rank, and torchrun started more"
     return "" if wanted else "`--no-gradients`"
 

@@ -7,7 +7,7 @@ import os
 from ckpttool.errors import UsageError
 from ckpttool.layout.mesh import parse_mesh, world_mesh
 from ckpttool.operations.verify_resume.recipe import Recipe, mesh_dimensions
-from ckpttool.operations.verify_resume.trial import torchrun
+from ckpttool.operations.verify_resume.trial.launch import torchrun_world
 from ckpttool.text import plural
 
 
@@ -15,7 +15,7 @@ def parse_meshes(
     recipe: Recipe, world: int | None, mesh: str | None, to_world: int | None, to_mesh: str | None
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return the meshes of A and of the runs that resume. Raises UsageError for what cannot be run."""
-    started = torchrun.world()
+    started = torchrun_world()
     for flag, ranks, sizes in (("", world, mesh), ("to-", to_world, to_mesh)):
         if ranks is not None and sizes is not None:
             hint = f"pass `--{flag}mesh`, whose sizes give the number of ranks"
@@ -47,7 +47,7 @@ def parse_device(device: str | None, world: int) -> str:
     if device is not None and device not in known:
         raise UsageError(f"`--device {device}` is unknown", hint=" or ".join(f"`{one}`" for one in known))
     device = device or default
-    if torchrun.world() is not None:
+    if torchrun_world() is not None:
         world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if device != "cpu" and devices.count(device) < world:
         has = devices.count(device)

@@ -270,15 +270,20 @@ def check_gradients(report: Report, run: str, sharded: str, alone: str) -> None:
         else:
             errors[name] = float(np.linalg.norm(a - b)) / norm
             factors.append(float(np.dot(a, b)) / norm**2)
-    worst = max(errors, key=lambda name: errors[name]) if errors else ""
-    passed = bool(errors) and errors[worst] <= tolerance
-    says = f"at most {errors[worst]:.2g} of the norm apart, in {index['compute']}" if errors else "there are none"
-    if not passed and factors and len(factors) == len(errors):
-        factor = sum(factors) / len(factors)
-        if max(factors) - min(factors) <= tolerance * abs(factor):
-            says = f"all are {factor:.3g} times those of one rank: `step` scales them otherwise than by a mean"
-            report.checks.append(Check("gradients reduced", run, len(names), None, says))
-            return
+    if not errors:
+        _add(report, Check("gradients reduced", run, 0, passed=False, says="there are none"))
+        return
+    worst = max(errors, key=lambda name: errors[name])
+    factor = sum(factors) / len(factors) if len(factors) == len(errors) else None
+    passed: bool | None = errors[worst] <= tolerance
+    if passed:
+        says = f"at most {errors[worst]:.2g} of the norm apart, in {index['compute']}"
+    elif factor is not None and max(factors) - min(factors) <= tolerance * abs(factor):
+        passed, says = (
+            None,
+            f"all are {factor:.3g} times those of one rank: `step` scales them otherwise than by a mean",
+        )
+    else:
         says = f"`{worst.removeprefix('gradient.')}` is {errors[worst]:.2g} of its norm from that of one rank"
     _add(report, Check("gradients reduced", run, len(names), passed, says))
 

@@ -1,6 +1,8 @@
-"""Starts the ranks of a run with torchrun's own launcher, and reports where they were if they do not finish.
+"""Starts the ranks of a run, and reports where they were if they do not finish.
 
-Each run has its own processes, which share only files with those of another run.
+Each run has its own processes, started by torchrun's own launcher, which share only files with those of another run.
+Inside processes that the user started with torchrun, all runs are on these, one after the other: model and optimizer
+are built anew, the number of ranks cannot change, and a route may still convert to any format.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing import forkserver
 from typing import Any, TypeVar
 
@@ -24,7 +26,6 @@ from ckpttool.operations.verify_resume.trial.job import ENVIRONMENT, Job
 from ckpttool.operations.verify_resume.trial.results import Failure, Stuck
 
 T = TypeVar("T")
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _FRAME = re.compile(r'\s*File "([^"]+)", line (\d+) in (.+)')
 _WAITING = ("distributed_c10d.py", "/_functional_collectives.py", "/autograd/graph.py")  # in a collective
 
@@ -68,7 +69,7 @@ class Launcher:
             run_id=f"ckpttool-{os.getpid()}-{name}",
             start_method=_START,
         )
-        with environment(ENVIRONMENT), _signals(), _quiet(), _without_main():
+        with environment(ENVIRONMENT), _undisturbed():
             try:
                 elastic_launch(config, begin)(job, dict(os.environ))
             except ChildFailedError as error:
@@ -85,6 +86,46 @@ class Launcher:
         return make()
 
 
+class TorchrunLauncher(Launcher):
+    """Runs jobs on the processes of torchrun, each of which has one."""
+
+    says = "the processes that torchrun started"
+
+    def __init__(self, device: str) -> None:
+        from ckpttool.operations.verify_resume.worker import setup
+        from ckpttool.training import collectives
+
+        setup.join_group(device)
+        self._collectives = collectives
+        self.is_first = collectives.rank() == 0
+
+    def start(self, job: Job, name: str) -> None:
+        """Run a job on all processes together."""
+        from ckpttool.operations.verify_resume.worker.process import Watch
+        from ckpttool.operations.verify_resume.worker.run import run
+
+        assert job.world == self._collectives.world_size()
+        self.from_first(lambda: os.makedirs(job.folder, exist_ok=True))
+        with self._collectives.together():
+            run(job, Watch(job, self._collectives.rank(), sys.__stderr__ or sys.stderr), leave=False)
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """Return on all ranks what `make` returns on rank 0. What it raises is raised on all."""
+        result: T | None = None
+        with self._collectives.together():
+            if self.is_first:
+                # Without torchrun's variables: a reshard would wait for the other processes to take their part.
+                with environment({"RANK": None, "WORLD_SIZE": None}):
+                    result = make()
+        return self._collectives.from_first(result)  # type: ignore[no-any-return]
+
+
+def torchrun_world() -> int | None:
+    """Return how many processes torchrun started, of which this is one; None without it, and for a single one."""
+    number = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+    return number if number > 1 else None
+
+
 # A fork of a process that has imported this much is not safe on macOS.
 _START = "spawn" if sys.platform == "darwin" else "forkserver"
 _PRELOADED = ["ckpttool.operations.verify_resume.worker.run", "torch._dynamo", "torch._inductor.config", "fsspec"]
@@ -99,17 +140,25 @@ def prepare() -> None:
 
 
 @contextmanager
-def _without_main() -> Iterator[None]:
-    """Have an empty module imported in place of the program that called, which the ranks do not need and which might
-    start another trial."""
-    main: Any = sys.modules["__main__"]
-    kept = {name: vars(main)[name] for name in ("__file__", "__spec__") if name in vars(main)}
-    main.__spec__, main.__file__ = None, worker.__file__
-    try:
+def _undisturbed() -> Iterator[None]:
+    """Keep torch's launcher from changing this process, from logging what the report has, and from importing the
+    program that called, which the ranks do not need and which might start another trial."""
+    elastic = "torch.distributed.elastic"
+    names = {name for name in logging.root.manager.loggerDict if name.startswith(elastic)}
+    with ExitStack() as stack:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+            stack.callback(signal.signal, number, signal.getsignal(number))
+        for name in names | {elastic, "torch.distributed.launcher", "torch.multiprocessing.spawn"}:
+            logger = logging.getLogger(name)
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.CRITICAL + 1)
+        # An empty module is imported in its place.
+        main = vars(sys.modules["__main__"])
+        kept: dict[str, Any] = {name: main[name] for name in ("__file__", "__spec__") if name in main}
+        stack.callback(main.update, kept)
+        stack.callback(main.pop, "__file__")
+        main.update(__file__=worker.__file__, __spec__=None)
         yield
-    finally:
-        del main.__spec__, main.__file__
-        vars(main).update(kept)
 
 
 @contextmanager
@@ -129,34 +178,6 @@ def _put_into_environment(values: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-
-
-@contextmanager
-def _signals() -> Iterator[None]:
-    """Restore signal handlers, which the launcher replaces."""
-    kept = {number: signal.getsignal(number) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence what the launcher logs when a rank fails, as the report has it."""
-    elastic = "torch.distributed.elastic"
-    names = {name for name in logging.root.manager.loggerDict if name.startswith(elastic)}
-    names |= {elastic, "torch.distributed.launcher", "torch.multiprocessing.spawn"}
-    loggers = [logging.getLogger(name) for name in names]
-    kept = [log.level for log in loggers]
-    for log in loggers:
-        log.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        for log, level in zip(loggers, kept, strict=True):
-            log.setLevel(level)
 
 
 # Failures -------------------------------------------------------------------------------------------------------------

@@ -34,17 +34,16 @@ class Watch:
 
     def __init__(self, job: Job, rank: int, stack: TextIO) -> None:
         self.rank = rank
-        self._limit = job.limit
-        self._phase = os.path.join(job.folder, f"rank{rank}.phase")
-        self._stack = stack
         self.now = ""
+        self._job = job
+        self._stack = stack
 
     def enter(self, phase: str) -> None:
         """Begin a new phase, `step 3`."""
         self.now = phase
-        with open(self._phase, "w", encoding="utf-8") as stream:
+        with open(os.path.join(self._job.folder, f"rank{self.rank}.phase"), "w", encoding="utf-8") as stream:
             stream.write(phase)
-        faulthandler.dump_traceback_later(self._limit, exit=True, file=self._stack)
+        faulthandler.dump_traceback_later(self._job.limit, exit=True, file=self._stack)
 
     def end(self) -> None:
         faulthandler.cancel_dump_traceback_later()
