@@ -42,14 +42,124 @@ def losses(catalogue: Catalogue, path: str) -> list[Loss]:
     ]
 
 
+def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
+    """Create a file of full size for each rank that holds anything; objects are written at once."""
+    keys = planner_data.name_entries(planned)
+    if keys.clashes:
+        raise LossError(planner_data.clash(*keys.clashes[0]), hint="rename one of them with `--rename`")
+    return _DcpSink(path, planned, keys)
+
+
 class _DcpSink:
-    def __init__(
-        self, path: str, catalogue: Catalogue, metadata: Metadata, late: list[torch_zip_writer.Layout]
-    ) -> None:
-        self.catalogue = catalogue
-        self._path = path
-        self._metadata = metadata
-        self._late_layouts = late
+    def __init__(self, path: str, planned: Catalogue, keys: planner_data.EntryNames) -> None:
+        self._path, self._planned, self._keys = path, planned, keys
+        facts = {"layout": "one file per rank"}
+        self.catalogue = replace(planned, format="dcp", files=[], entries={}, facts=facts, warnings=[])
+        self._numbers: dict[int, int] = {}
+        self._ends: list[int] = []
+        self._late_layouts: list[torch_zip_writer.Layout] = []
+        self._entries: dict[str, StoredTensor | Item] = {}
+        self._keepers: dict[Path, Path] = {}
+        self._create_files()
+        # Bytes items come first, but entries stay in the order of the state.
+        written = self._write_objects()
+        for entry_path, entry in planned.entries.items():
+            if entry_path in written:
+                self.catalogue.add(written[entry_path])
+            elif isinstance(entry, Tensor) and not entry.embedded:
+                self.catalogue.add(self._place_tensor(entry))
+        for file, size in zip(self.catalogue.files, self._ends, strict=True):
+            file.size = size
+            files.resize(file.location, size)
+        names = [file.name for file in self.catalogue.files]
+        entries = {name: self._entry(entry_path, name) for entry_path, name in keys.names.items()}
+        self._metadata = Metadata(index.NAME, names, entries, keys.planned, keys.extra)
+
+    def _create_files(self) -> None:
+        ranks = {rank for t in self._planned.tensors if not t.embedded for rank in set(t.chunks.file)}
+        ranks |= {0 for _ in self._planned.objects}
+        for rank in sorted(ranks):
+            name = f"__{rank}_0{index.SUFFIX}"
+            location = locate(self._path) / name
+            location.create(0)
+            self._numbers[rank] = len(self.catalogue.files)
+            self.catalogue.files.append(File(location, name, 0, rank))
+            self._ends.append(0)
+
+    # Objects ---------------------------------------------------------------------------------------------------------
+
+    def _write_objects(self) -> dict[Path, Tensor | Object]:
+        entries: dict[Path, Tensor | Object] = {}
+        pending, start = bytearray(), 0
+        with closing(files.Pool(writing=True)) as pool:
+            for entry in self._planned.objects:
+                location = self.catalogue.files[0].location
+                keys = torch_tree.StorageKeys(self._planned, owner=f"the object `{entry.name}`")
+                base = self._ends[0]
+                layout = torch_zip_writer.lay_out(entry.value, keys.new_tensor, base=base, file=0, root=items.ROOT)
+                self._ends[0] += layout.size
+                self._entries[self._keys.names[entry.path]] = Item(0, base, layout.size)
+                entries[entry.path] = entry
+                entries |= _embedded(self._planned, keys, layout.storages)
+                if layout.storages:
+                    self._late_layouts.append(layout)
+                    for offset, data in layout.pieces:
+                        pool.write(location, offset, data)
+                    continue
+                if base != start + len(pending) or len(pending) > 1 << 20:
+                    pool.write(location, start, bytes(pending))
+                    pending, start = bytearray(), base
+                archive = bytearray(layout.size)
+                for offset, data in [*layout.pieces, *layout.patches(lambda record: 0)]:
+                    archive[offset - base : offset - base + len(data)] = data
+                pending += archive
+            if entries:
+                pool.write(location, start, bytes(pending))
+        return entries
+
+    # Tensors ---------------------------------------------------------------------------------------------------------
+
+    def _place_tensor(self, tensor: Tensor) -> Tensor:
+        keeper = self._keepers.setdefault(self._planned.first(tensor).path, tensor.path)
+        if keeper != tensor.path:
+            shared = self.catalogue.tensor(keeper)
+            return replace(tensor, chunks=shared.chunks, alias=keeper)
+        planned, ends, numbers = tensor.chunks, self._ends, self._numbers
+        frames = _frames_of(tensor.dtype, planned)
+        indices: Sequence[int] = range(len(planned))
+        if tensor.numel and any(not nbytes for _, nbytes, _ in frames.values()):
+            # A chunk without bytes may begin where another one does, and DCP identifies items by their offset.
+            indices = [i for i in indices if frames[planned.sizes[i]][1]]
+        # Columns at once: there are a million of them where 256 ranks become 128.
+        files, starts, lengths = array("l"), array("q"), array("q")
+        records: dict[int, Record] = {}
+        for n, i in enumerate(indices):
+            head, nbytes, size = frames[planned.sizes[i]]
+            number = numbers[planned.file[i]]
+            payload = ends[number] + head
+            files.append(number)
+            starts.append(payload)
+            lengths.append(nbytes)
+            if nbytes:
+                records[n] = Record(number, payload, nbytes)
+            ends[number] += size
+        offsets, sizes = [planned.offsets[i] for i in indices], [planned.sizes[i] for i in indices]
+        chunks = Chunks.from_columns(offsets, sizes, files, starts, lengths)
+        chunks.records = records
+        return replace(tensor, chunks=chunks, alias=None)
+
+    def _entry(self, path: Path, name: str) -> StoredTensor | Item:
+        if name in self._entries:
+            return self._entries[name]
+        tensor = self.catalogue.tensor(path)
+        chunks = tensor.chunks
+        frames = _frames_of(tensor.dtype, chunks)
+        starts = array("q", [at - frames[sizes][0] for at, sizes in zip(chunks.offset, chunks.sizes, strict=True)])
+        lengths = array("q", [frames[sizes][2] for sizes in chunks.sizes])
+        columns = chunks.offsets, chunks.sizes, chunks.file, starts, lengths
+        return StoredTensor(tensor.dtype, tensor.shape, *columns)
+
+    # Bytes around payloads -------------------------------------------------------------------------------------------
 
     def finish(self, crcs: Crcs) -> None:
         """Write the bytes around each payload, then, when all of that is on disk, the index."""
@@ -84,128 +194,6 @@ class _DcpSink:
 def _stored(catalogue: Catalogue) -> Iterator[Tensor]:
     """Yield the tensors that have items of their own."""
     return (t for t in catalogue.tensors if t.alias is None and not t.embedded)
-
-
-def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
-    """Create a file of full size for each rank that holds anything; objects are written at once."""
-    keys = planner_data.name_entries(planned)
-    if keys.clashes:
-        raise LossError(planner_data.clash(*keys.clashes[0]), hint="rename one of them with `--rename`")
-    return _Builder(path, planned, keys).sink()
-
-
-class _Builder:
-    def __init__(self, path: str, planned: Catalogue, keys: planner_data.EntryNames) -> None:
-        self._path, self._planned, self._keys = path, planned, keys
-        facts = {"layout": "one file per rank"}
-        self._created = replace(planned, format="dcp", files=[], entries={}, facts=facts, warnings=[])
-        self._numbers: dict[int, int] = {}
-        self._ends: list[int] = []
-        self._late_layouts: list[torch_zip_writer.Layout] = []
-        self._entries: dict[str, StoredTensor | Item] = {}
-        self._keepers: dict[Path, Path] = {}
-
-    def sink(self) -> Sink:
-        self._create_files()
-        # Bytes items come first, but entries stay in the order of the state.
-        written = self._write_objects()
-        for path, entry in self._planned.entries.items():
-            if path in written:
-                self._created.add(written[path])
-            elif isinstance(entry, Tensor) and not entry.embedded:
-                self._created.add(self._place_tensor(entry))
-        for number, size in enumerate(self._ends):
-            file = self._created.files[number]
-            file.size = size
-            files.resize(file.location, size)
-        names = [f.name for f in self._created.files]
-        entries = {name: self._entry(path, name) for path, name in self._keys.names.items()}
-        metadata = Metadata(index.NAME, names, entries, self._keys.planned, self._keys.extra)
-        return _DcpSink(self._path, self._created, metadata, self._late_layouts)
-
-    def _create_files(self) -> None:
-        ranks = {rank for t in self._planned.tensors if not t.embedded for rank in set(t.chunks.file)}
-        ranks |= {0 for _ in self._planned.objects}
-        for rank in sorted(ranks):
-            name = f"__{rank}_0{index.SUFFIX}"
-            location = locate(self._path) / name
-            location.create(0)
-            self._numbers[rank] = len(self._created.files)
-            self._created.files.append(File(location, name, 0, rank))
-            self._ends.append(0)
-
-    # Objects ---------------------------------------------------------------------------------------------------------
-
-    def _write_objects(self) -> dict[Path, Tensor | Object]:
-        entries: dict[Path, Tensor | Object] = {}
-        pending, start = bytearray(), 0
-        with closing(files.Pool(writing=True)) as pool:
-            for entry in self._planned.objects:
-                location = self._created.files[0].location
-                keys = torch_tree.StorageKeys(self._planned, owner=f"the object `{entry.name}`")
-                base = self._ends[0]
-                layout = torch_zip_writer.lay_out(entry.value, keys.new_tensor, base=base, file=0, root=items.ROOT)
-                self._ends[0] += layout.size
-                self._entries[self._keys.names[entry.path]] = Item(0, base, layout.size)
-                entries[entry.path] = entry
-                entries |= _embedded(self._planned, keys, layout.storages)
-                if layout.storages:
-                    self._late_layouts.append(layout)
-                    for offset, data in layout.pieces:
-                        pool.write(location, offset, data)
-                    continue
-                if base != start + len(pending) or len(pending) > 1 << 20:
-                    pool.write(location, start, bytes(pending))
-                    pending, start = bytearray(), base
-                archive = bytearray(layout.size)
-                for offset, data in [*layout.pieces, *layout.patches(lambda record: 0)]:
-                    archive[offset - base : offset - base + len(data)] = data
-                pending += archive
-            if entries:
-                pool.write(location, start, bytes(pending))
-        return entries
-
-    # Tensors ---------------------------------------------------------------------------------------------------------
-
-    def _place_tensor(self, tensor: Tensor) -> Tensor:
-        keeper = self._keepers.setdefault(self._planned.first(tensor).path, tensor.path)
-        if keeper != tensor.path:
-            shared = self._created.tensor(keeper)
-            return replace(tensor, chunks=shared.chunks, alias=keeper)
-        planned, ends, numbers = tensor.chunks, self._ends, self._numbers
-        frames = _frames_of(tensor.dtype, planned)
-        indices: Sequence[int] = range(len(planned))
-        if tensor.numel and any(not nbytes for _, nbytes, _ in frames.values()):
-            # A chunk without bytes may begin where another one does, and DCP identifies items by their offset.
-            indices = [i for i in indices if frames[planned.sizes[i]][1]]
-        # Columns at once: there are a million of them where 256 ranks become 128.
-        files, starts, lengths = array("l"), array("q"), array("q")
-        records: dict[int, Record] = {}
-        for n, i in enumerate(indices):
-            head, nbytes, size = frames[planned.sizes[i]]
-            number = numbers[planned.file[i]]
-            payload = ends[number] + head
-            files.append(number)
-            starts.append(payload)
-            lengths.append(nbytes)
-            if nbytes:
-                records[n] = Record(number, payload, nbytes)
-            ends[number] += size
-        offsets, sizes = [planned.offsets[i] for i in indices], [planned.sizes[i] for i in indices]
-        chunks = Chunks.from_columns(offsets, sizes, files, starts, lengths)
-        chunks.records = records
-        return replace(tensor, chunks=chunks, alias=None)
-
-    def _entry(self, path: Path, name: str) -> StoredTensor | Item:
-        if name in self._entries:
-            return self._entries[name]
-        tensor = self._created.tensor(path)
-        chunks = tensor.chunks
-        frames = _frames_of(tensor.dtype, chunks)
-        starts = array("q", [at - frames[sizes][0] for at, sizes in zip(chunks.offset, chunks.sizes, strict=True)])
-        lengths = array("q", [frames[sizes][2] for sizes in chunks.sizes])
-        columns = chunks.offsets, chunks.sizes, chunks.file, starts, lengths
-        return StoredTensor(tensor.dtype, tensor.shape, *columns)
 
 
 def _frames_of(dtype: Dtype, chunks: Chunks) -> dict[Ints, tuple[int, int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 
 from ckpttool.catalogue import typed_json
@@ -37,23 +38,22 @@ def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
     model = sharding.is_model(planned)
     if one_file and not model:
         raise LossError(f"`{path}`: one safetensors file holds the tensors of one model, and nothing else")
+    created = Catalogue("safetensors")
     if model:
         plan = sharding.plan_model(planned, None if one_file else max_size, planned.facts.get("metadata", {}))
+        late_files = plan.indexes
+        created.facts["layout"] = "one file" if len(plan.files) == 1 else "indexed"
     else:
         plan = sharding.plan_state(planned, max_size)
-    # What JSON cannot encode is found before anything is written.
-    state = None if model else state_json.build(planned, plan.places, f"ckpttool {__version__}")
-    created = Catalogue("safetensors", containers={} if model else dict(planned.containers))
-    created.facts["layout"] = "training state" if not model else "one file" if len(plan.files) == 1 else "indexed"
+        # What JSON cannot encode is found before anything is written.
+        state = state_json.build(planned, plan.places, f"ckpttool {__version__}")
+        late_files = {**plan.indexes, state_json.NAME: state}
+        created.facts["layout"], created.containers = "training state", dict(planned.containers)
     if not one_file:
         files.make_directory(path)
     extents = _write_files(created, path, plan.files, one_file)
     _fill(created, planned, plan.places, extents, model)
-    root = locate(path)
-    late_files: dict[str, bytes] = {root / name: data for name, data in plan.indexes.items()}
-    if state is not None:
-        late_files[root / state_json.NAME] = state
-    return _SafeSink(created, late_files)
+    return _SafeSink(created, {locate(path) / name: data for name, data in late_files.items()})
 
 
 def _write_files(
@@ -61,8 +61,7 @@ def _write_files(
 ) -> dict[tuple[str, str], Extent]:
     """Write each file with its header, and return where the tensors go, by (file, name), as the reader finds them."""
     extents: dict[tuple[str, str], Extent] = {}
-    pool = files.Pool(writing=True)
-    try:
+    with closing(files.Pool(writing=True)) as pool:
         for number, plan in enumerate(plans):
             head = safetensors_header.build_header(plan.tensors, plan.metadata)
             size = len(head) + sum(s.nbytes for s in plan.tensors)
@@ -73,8 +72,6 @@ def _write_files(
             header = safetensors_header.read_header(lambda at, n, h=head: h[at : at + n], 0, size, name=f"`{location}`")  # type: ignore[misc]
             for name, entry in header.tensors.items():
                 extents[plan.name, name] = Extent(number, entry.begin, entry.end - entry.begin)
-    finally:
-        pool.close()
     return extents
 
 
@@ -117,14 +114,11 @@ def losses(catalogue: Catalogue, path: str) -> list[Loss]:
 
 
 def _model_losses(tensors: list[Tensor]) -> list[Loss]:
-    unsupported = []
-    for tensor in tensors:
-        reason = safetensors_header.why_not(tensor.fqn, tensor.dtype, tensor.shape)
-        if reason is not None:
-            unsupported.append(Loss(tensor.name, reason))
-    for one, other in sharding.collisions(tensors):
-        unsupported.append(Loss(other.name, f"keys {list(one.path)} and {list(other.path)} make the same name"))
-    return unsupported
+    reasons = [(t, safetensors_header.why_not(t.fqn, t.dtype, t.shape)) for t in tensors]
+    return [Loss(t.name, reason) for t, reason in reasons if reason is not None] + [
+        Loss(other.name, f"keys {list(one.path)} and {list(other.path)} make the same name")
+        for one, other in sharding.collisions(tensors)
+    ]
 
 
 def _state_losses(catalogue: Catalogue) -> list[Loss]:

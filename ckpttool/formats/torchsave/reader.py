@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import bisect
+from collections import defaultdict
 from collections.abc import Collection
+from contextlib import closing
+from functools import partial
 
 from ckpttool.catalogue.entries import Catalogue, File
 from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, PlacedSource, Source
@@ -31,34 +34,23 @@ def recognise(path: str) -> bool:
     location = locate(path)
     if not location.is_file():
         return False
-    pool = files.Pool()
     try:
-        size = location.size()
         head = location.head(512)
         if head.startswith(_PK):
-            return _is_torch_zip(pool, location, size, head)
+            return _is_torch_zip(location, head)
         return torch_legacy.is_stream(head) or torch_legacy.is_tar(head, location)
     except (CorruptError, ReadError):
         return False
-    finally:
-        pool.close()
 
 
-def _is_torch_zip(pool: files.Pool, path: str, size: int, head: bytes) -> bool:
+def _is_torch_zip(path: Location, head: bytes) -> bool:
     try:
-        records = _archive(pool, path, size).records
+        with closing(files.Pool()) as pool:
+            records = torch_zip.open_archive(partial(pool.read, path), 0, path.size(), name=f"`{path}`").records
     except CorruptError:
         # A truncated file has no directory, but its first record tells.
         return b"/data.pkl" in head or b"/data/0" in head
     return "data.pkl" in records or "archive_format" in records
-
-
-def _reader(pool: files.Pool, path: str) -> torch_zip.Read:
-    return lambda offset, nbytes: pool.read(path, offset, nbytes)
-
-
-def _archive(pool: files.Pool, path: str, size: int) -> Archive:
-    return torch_zip.open_archive(_reader(pool, path), 0, size, name=f"`{path}`")
 
 
 def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
@@ -78,7 +70,7 @@ def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
 
 def _read(catalogue: Catalogue, pool: files.Pool, path: Location, size: int) -> None:
     head = pool.read(path, 0, min(size, 512))
-    read, name = _reader(pool, path), f"`{path}`"
+    read, name = partial(pool.read, path), f"`{path}`"
     if torch_legacy.is_stream(head):
         _read_stream(catalogue, torch_legacy.open_stream(read, size, name=name))
     elif not head.startswith(_PK) and torch_legacy.is_tar(head, path):
@@ -88,16 +80,15 @@ def _read(catalogue: Catalogue, pool: files.Pool, path: Location, size: int) -> 
 
 
 def _read_stream(catalogue: Catalogue, stream: torch_legacy.Stream) -> None:
-    catalogue.facts |= {
-        "layout": stream.layout, "writer": "torch.save", "torch": "0.1" if stream.layout == "tar" else "before 1.6",
-    }  # fmt: skip
+    version = "0.1" if stream.layout == "tar" else "before 1.6"
+    catalogue.facts |= {"layout": stream.layout, "writer": "torch.save", "torch": version}
     torch_tree.fill(catalogue, stream.tree, stream.extent)
-    used: dict[int, set[torch_tree.Span]] = {}
+    used: dict[int, set[torch_tree.Span]] = defaultdict(set)
     starts = sorted((offset, nbytes, key) for key, (offset, nbytes) in stream.storages.items())
     for tensor in catalogue.tensors:
         for extent in (chunk.extent for chunk in tensor.chunks if chunk.extent.nbytes):
             i = bisect.bisect_right(starts, extent.offset, key=lambda s: s[0]) - 1
-            used.setdefault(starts[i][0], set()).add(torch_tree.span_of(extent))
+            used[starts[i][0]].add(torch_tree.span_of(extent))
     catalogue.warnings += torch_tree.storage_warnings([(f"storage {key}", o, n) for o, n, key in starts], used)
     text = f"a {stream.layout} file has no checksums: what it holds cannot be checked"
     catalogue.warnings.append(Warning("no-checksum", text))
@@ -148,22 +139,15 @@ def _read_script(catalogue: Catalogue, archive: Archive) -> None:
 
 
 def _archive_warnings(catalogue: Catalogue, archive: Archive, nested: Collection[str]) -> list[Warning]:
-    used: dict[int, set[torch_tree.Span]] = {}
-    for tensor in catalogue.tensors:
-        for chunk in tensor.chunks:
-            record = chunk.extent.record
-            if record is not None:
-                used.setdefault(record.offset, set()).add(torch_tree.span_of(chunk.extent))
-    storages = {
-        name: r for name, r in archive.records.items() if _is_storage(name) and r.nbytes > 0 and name not in nested
-    }
+    used: dict[int, set[torch_tree.Span]] = defaultdict(set)
+    for extent in (chunk.extent for tensor in catalogue.tensors for chunk in tensor.chunks):
+        if extent.record is not None:
+            used[extent.record.offset].add(torch_tree.span_of(extent))
+    storages = [(n, r) for n, r in archive.records.items() if _is_storage(n) and r.nbytes > 0 and n not in nested]
     # A record that nobody asked for is not looked up now either: what is wrong with it does not matter.
-    spans = [
-        (name, archive.payload(name).offset if name in archive.located else -1, r.nbytes)
-        for name, r in storages.items()
-    ]
+    spans = [(n, archive.payload(n).offset if n in archive.located else -1, r.nbytes) for n, r in storages]
     warnings = torch_tree.storage_warnings(spans, used)
-    unchecked = sum(not r.crc for r in storages.values())
+    unchecked = sum(not r.crc for _, r in storages)
     if unchecked:
         text = f"{unchecked} of {len(storages)} storages have no checksum: what they hold cannot be checked"
         warnings.append(Warning("no-checksum", text))
