@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-from ckpttool.catalogue.patterns import rule, several
+from ckpttool.catalogue import parts
+from ckpttool.catalogue.entries import Catalogue, Part
+from ckpttool.catalogue.patterns import any_of, renamer, rule, several
 from ckpttool.errors import ReadError, UsageError
+from ckpttool.layout.rename import rename_entries
 from ckpttool.storage.stores import local_path
 from ckpttool.text import parse_size
 
@@ -14,9 +19,47 @@ from ckpttool.text import parse_size
 BASE_MEMORY = 48 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Options that select and rename: `Selection(only=("model",), rename=("blocks=layers",))`."""
+
+    only: Sequence[str] = ()
+    drop: Sequence[str] = ()
+    tensors: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    rename: Sequence[str] = ()
+    strip_wrappers: bool = False
+    strip_prefix: str | None = None
+
+    def wanted_parts(self, source: Catalogue) -> Callable[[Part], bool]:
+        """Return whether `--only` and `--drop` leave a part of the source in. Raises UsageError for an unknown one."""
+        is_selected = parts.matcher(self.only, source) if self.only else lambda part: True
+        is_dropped = parts.matcher(self.drop, source)
+        return lambda part: is_selected(part) and not is_dropped(part)
+
+
+def selection(
+    only: str | Sequence[str] = (),
+    drop: str | Sequence[str] = (),
+    tensors: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
+    rename: str | Sequence[str] = (),
+    strip_wrappers: bool = False,
+    strip_prefix: str | None = None,
+) -> Selection:
+    """Return the options of these names, as the functions of `ckpttool` take them. Raises UsageError."""
+    only, drop, tensors, exclude = map(several, (only, drop, tensors, exclude))
+    return Selection(only, drop, tensors, exclude, rules(rename, "--rename"), strip_wrappers, strip_prefix)
+
+
 def size(value: int | str | None, flag: str) -> int | None:
     """Return a size in bytes, which may be given as text such as `5GB`. Raises UsageError."""
     return parse_size(value, flag) if isinstance(value, str) else value
+
+
+def path(value: str | os.PathLike[str] | None) -> str | None:
+    """Return a path as text; None stays None."""
+    return None if value is None else os.fspath(value)
 
 
 def memory(value: int | str | None) -> int | None:
@@ -37,6 +80,37 @@ def check_apart(dst: str, *sources: str | None) -> None:
             raise UsageError(f"`{dst}` is the source, or lies inside it", hint=hint)
         if other.is_below(real):
             raise UsageError(f"the source `{path}` lies inside `{dst}`", hint=hint)
+
+
+def check_some(
+    flag: str, text: str, does: Callable[[str], bool], planned: Catalogue, fails: str = "matches nothing"
+) -> None:
+    """Raises UsageError for a pattern or a rule that is about no name: a misspelled one would select the wrong
+    entries."""
+    names = [entry.name for entry in planned.entries.values()]
+    if not any(map(does, names)):
+        example = f"names here are like `{names[len(names) // 2]}`"
+        raise UsageError(f"`{flag} {text}` {fails}", hint=f"{example}; `ckpttool inspect SRC --tensors '*'` lists them")
+
+
+def check_matches(flag: str, patterns: Sequence[str], planned: Catalogue) -> None:
+    """Raises UsageError for a pattern that matches no name."""
+    for pattern in patterns:
+        check_some(flag, pattern, any_of([pattern]), planned)
+
+
+def check_dtypes(dtype: Sequence[str], planned: Catalogue) -> None:
+    """Raises UsageError for a rule of `--dtype` whose pattern matches no name."""
+    check_matches("--dtype", [rule(text, "--dtype")[0] for text in dtype if "=" in text], planned)
+
+
+def renamed(planned: Catalogue, rename: Sequence[str]) -> Catalogue:
+    """Return the entries under the names that the rules of `--rename` give. Raises UsageError for a rule that changes
+    none, or for names that collide."""
+    for text in rename:
+        step = renamer([text])
+        check_some("--rename", text, lambda name, step=step: step(name) != name, planned, "changes no name")  # type: ignore[misc]
+    return rename_entries(planned, renamer(rename)) if rename else planned
 
 
 def rules(value: str | Sequence[str], flag: str) -> list[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from ckpttool import formats
 from ckpttool.catalogue import boxes, parts
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor, dotted
-from ckpttool.catalogue.patterns import any_of, renamer, rule, several
+from ckpttool.catalogue.patterns import several
 from ckpttool.catalogue.protocols import TENSOR_CLASS, Format, SinkOptions, Source
 from ckpttool.catalogue.validation import stop_at_fault, validate
 from ckpttool.catalogue.warning import Warning
@@ -20,6 +20,7 @@ from ckpttool.layout.cast import cast, caster
 from ckpttool.layout.optimizer import respell
 from ckpttool.layout.rename import rename_entries, strip_wrappers, without_root
 from ckpttool.operations import arguments, write
+from ckpttool.operations.arguments import Selection
 from ckpttool.operations.write import Conversion, Planned, WriteOptions
 from ckpttool.producers import writable
 from ckpttool.producers.arrange import Destination, LayoutBuilder
@@ -71,32 +72,10 @@ def convert(
     Raises the errors of `ckpttool.errors`, each with its exit code.
     """
     src, dst = os.fspath(src), os.fspath(dst)
-    options = ConvertOptions(
-        only=several(only),
-        drop=several(drop),
-        tensors=several(tensors),
-        exclude=several(exclude),
-        rename=arguments.rules(rename, "--rename"),
-        strip_wrappers=strip_wrappers,
-        strip_prefix=strip_prefix,
-        dtype=several(dtype),
-        max_shard_size=arguments.size(max_shard_size, "--max-shard-size"),
-        to_world=to_world,
-        tensor_class=tensor_class,
-        optim_keys=optim_keys,
-        optim_root=optim_root,
-        producer=producer,
-    )
-    how = WriteOptions(
-        overwrite=overwrite,
-        dry_run=dry_run,
-        threads=threads,
-        max_memory=arguments.memory(max_memory),
-        check=check,
-        progress=progress,
-        resume=resume,
-        manifest=None if manifest is None else os.fspath(manifest),
-    )
+    selection = arguments.selection(only, drop, tensors, exclude, rename, strip_wrappers, strip_prefix)
+    most, memory = arguments.size(max_shard_size, "--max-shard-size"), arguments.memory(max_memory)
+    options = ConvertOptions(selection, several(dtype), most, to_world, tensor_class, optim_keys, optim_root, producer)
+    how = WriteOptions(overwrite, dry_run, threads, memory, check, progress, resume, arguments.path(manifest))
     target = _target(to, producer, dst)
     _check_arguments(dst, target, options)
     result = Conversion(src, "", dst, target.name, dry_run=dry_run)
@@ -114,20 +93,14 @@ def convert(
 class ConvertOptions:
     """What to convert, and into what: the options of `convert` that say so."""
 
-    only: Sequence[str] = ()
-    drop: Sequence[str] = ()
-    tensors: Sequence[str] = ()
-    exclude: Sequence[str] = ()
-    rename: Sequence[str] = ()
-    strip_wrappers: bool = False
-    strip_prefix: str | None = None
-    dtype: Sequence[str] = ()
-    max_shard_size: int | None = None
-    to_world: int | None = None
-    tensor_class: str | None = None
-    optim_keys: str | None = None
-    optim_root: str | None = None
-    producer: str | None = None
+    selection: Selection
+    dtype: Sequence[str]
+    max_shard_size: int | None
+    to_world: int | None
+    tensor_class: str | None
+    optim_keys: str | None
+    optim_root: str | None
+    producer: str | None
 
 
 def _plan(source: Source, dst: str, target: Format, options: ConvertOptions) -> tuple[Planned, Format]:
@@ -135,9 +108,9 @@ def _plan(source: Source, dst: str, target: Format, options: ConvertOptions) -> 
     catalogue = source.catalogue
     row = writable.choose(options.producer, catalogue, options.to_world) if options.producer is not None else None
     planned, folded = _start(catalogue, options, _speller(row, target, options.optim_keys))
-    planned = _select_and_rename(planned, options)
+    planned = _select_and_rename(planned, options.selection)
     validate(catalogue, respell.origins(planned) | folded)
-    _check_matches("--dtype", [rule(text, "--dtype")[0] for text in options.dtype if "=" in text], planned)
+    arguments.check_dtypes(options.dtype, planned)
     planned = cast(planned, caster(options.dtype))
     world = options.to_world or catalogue.world_size
     tensor_class = options.tensor_class
@@ -238,13 +211,13 @@ def _start(
     source: Catalogue, options: ConvertOptions, spell: Callable[[Catalogue, Catalogue], Catalogue] | None
 ) -> tuple[Catalogue, set[Path]]:
     """Return the selected parts with the optimizers' keys respelled, and the entries that this folded into others."""
-    parts.stop_at_absent(source, options.only)
+    selection = options.selection
+    parts.stop_at_absent(source, selection.only)
     planned = select.start(source)
-    if options.only or options.drop:
+    if selection.only or selection.drop:
         # In one step: selecting can move a part, and both options name the parts of the source.
-        is_wanted = parts.matcher(options.only, source) if options.only else lambda part: True
-        is_dropped = parts.matcher(options.drop, source)
-        planned = select.select(planned, lambda e: is_wanted(e.part) and not is_dropped(e.part))
+        is_wanted = selection.wanted_parts(source)
+        planned = select.select(planned, lambda entry: is_wanted(entry.part))
     folded: set[Path] = set()
     if options.optim_keys is not None and not any(part.kind == "optimizer" for part in parts.parts(planned)):
         raise UsageError(f"`--optim-keys {options.optim_keys}`: there is no optimizer here")
@@ -255,7 +228,7 @@ def _start(
         planned = spell(planned, source)
         folded = before - respell.origins(planned)
     left = parts.parts(planned)
-    if options.only and len(left) == 1:
+    if selection.only and len(left) == 1:
         # Before anything else, so that every pattern below sees the names that will be written.
         planned = without_root(planned, left[0])
     if options.optim_root is not None:
@@ -270,40 +243,21 @@ def _stop_at_faulty_part(source: Catalogue, planned: Catalogue) -> None:
     stop_at_fault(replace(source, faults=whole), map(dotted, respell.origins(planned)))
 
 
-def _select_and_rename(planned: Catalogue, options: ConvertOptions) -> Catalogue:
+def _select_and_rename(planned: Catalogue, selection: Selection) -> Catalogue:
     write.check_not_empty(planned)
-    _check_matches("--tensors", options.tensors, planned)
-    _check_matches("--exclude", options.exclude, planned)
-    if options.tensors or options.exclude:
-        planned = select.select(planned, select.matching(options.tensors, options.exclude))
+    arguments.check_matches("--tensors", selection.tensors, planned)
+    arguments.check_matches("--exclude", selection.exclude, planned)
+    if selection.tensors or selection.exclude:
+        planned = select.select(planned, select.matching(selection.tensors, selection.exclude))
         write.check_not_empty(planned)
-    if options.strip_wrappers:
+    if selection.strip_wrappers:
         planned = rename_entries(planned, strip_wrappers, within_parts=True)
-    if options.strip_prefix:
-        prefix = options.strip_prefix.rstrip(".") + "."
+    if selection.strip_prefix:
+        prefix = selection.strip_prefix.rstrip(".") + "."
         if not any(t.fqn.startswith(prefix) for t in planned.tensors):
-            raise UsageError(f"`--strip-prefix {options.strip_prefix}`: no tensor of the model has this prefix")
+            raise UsageError(f"`--strip-prefix {selection.strip_prefix}`: no tensor of the model has this prefix")
         planned = rename_entries(planned, lambda name: name.removeprefix(prefix), within_parts=True)
-    for text in options.rename:
-        step = renamer([text])
-        if all(step(entry.name) == entry.name for entry in planned.entries.values()):
-            raise UsageError(f"`--rename {text}` changes no name", hint=_names_hint(planned))
-    if options.rename:
-        planned = rename_entries(planned, renamer(options.rename))
-    return planned
-
-
-def _check_matches(flag: str, patterns: Sequence[str], planned: Catalogue) -> None:
-    """Raises UsageError for a pattern that matches nothing: a misspelled one would select the wrong entries."""
-    for pattern in patterns:
-        matches = any_of([pattern])
-        if not any(matches(entry.name) for entry in planned.entries.values()):
-            raise UsageError(f"`{flag} {pattern}` matches nothing", hint=_names_hint(planned))
-
-
-def _names_hint(planned: Catalogue) -> str:
-    names = [entry.name for entry in planned.entries.values()]
-    return f"names here are like `{names[len(names) // 2]}`; `ckpttool inspect SRC --tensors '*'` lists them"
+    return arguments.renamed(planned, selection.rename)
 
 
 def _rechunked(planned: Catalogue, source: Catalogue, target: Format, to_world: int | None) -> Catalogue:

@@ -6,10 +6,11 @@ Nothing appears at the destination unless all of it does.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from operator import attrgetter
 from typing import Any
 
 from ckpttool import formats, producers
@@ -17,6 +18,7 @@ from ckpttool.catalogue.entries import Catalogue, Container, Object, Path, Tenso
 from ckpttool.catalogue.protocols import Format, Sink, SinkOptions, Source
 from ckpttool.errors import CkptError, CorruptError, LossError, OverwriteError, UsageError
 from ckpttool.formats.detect import detect
+from ckpttool.layout.optimizer import respell
 from ckpttool.operations import arguments
 from ckpttool.operations.manifest import check_wanted, write_for
 from ckpttool.producers.combined import CombinedSource
@@ -418,22 +420,10 @@ def _check_losses(planned: Catalogue, target: Format, src: str, dst: str) -> Non
 def _summarise(result: Conversion, source: Source, plan: Planned, target: Format) -> None:
     planned, dst = plan.catalogue, result.destination
     result.source_format, result.format = source.catalogue.format, target.name
-    kept = set(plan.folded) | {o.origin for o in planned.objects}
+    kept = plan.folded | respell.origins(planned)
     result.renamed = [(dotted(o.origin), o.name) for o in planned.objects if o.origin != o.path]
-    for tensor in planned.tensors:
-        result.tensors += 1
-        origin = tensor.origin
-        assert origin is not None
-        kept.add(origin.path)
-        if origin.name != tensor.name:
-            result.renamed.append((origin.name, tensor.name))
-        if origin.dtype != tensor.dtype:
-            result.cast.append((tensor.name, origin.dtype.name, tensor.dtype.name))
-        if tensor.alias is not None:
-            result.ties.append((tensor.name, dotted(tensor.alias)))
-        else:
-            result.bytes += tensor.nbytes
     result.objects = sum(1 for _ in planned.objects)
+    count_tensors(result, planned, attrgetter("name"))
     # What was replaced by a part from elsewhere is left out too.
     stored = dict.fromkeys(source.replaced) if isinstance(source, CombinedSource) else {}
     stored |= dict.fromkeys(
@@ -453,6 +443,21 @@ def _summarise(result: Conversion, source: Source, plan: Planned, target: Format
     if other is not None and other != target:
         result.notes.append(f"`{dst}` has the suffix of {other.title}, but is written as {target.target}")
     result.free = free_space.free_bytes(dst)
+
+
+def count_tensors(result: Conversion, planned: Catalogue, source_name: Callable[[Tensor], str]) -> None:
+    """Add the tensors to the result; `source_name` returns what their origins are called in the source."""
+    for tensor in planned.tensors:
+        origin = tensor.origin or tensor
+        result.tensors += 1
+        if (name := source_name(origin)) != tensor.name:
+            result.renamed.append((name, tensor.name))
+        if origin.dtype != tensor.dtype:
+            result.cast.append((tensor.name, origin.dtype.name, tensor.dtype.name))
+        if tensor.alias is not None:
+            result.ties.append((tensor.name, dotted(tensor.alias)))
+        else:
+            result.bytes += tensor.nbytes
 
 
 def taken_of_run(source: Catalogue) -> list[str]:

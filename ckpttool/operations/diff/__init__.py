@@ -16,7 +16,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
-from ckpttool.catalogue.patterns import several
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import UsageError
 from ckpttool.operations import arguments
@@ -24,7 +23,6 @@ from ckpttool.operations.diff import selection
 from ckpttool.operations.diff.compare import compare_sources
 from ckpttool.operations.diff.elements import Tolerance
 from ckpttool.operations.diff.results import ABSENT, Diff, ObjectDifference, Only, Side, TensorDifference, Total
-from ckpttool.operations.diff.selection import Selection
 from ckpttool.operations.diff.tensors import Options
 from ckpttool.producers import open
 from ckpttool.storage import files
@@ -73,12 +71,10 @@ def diff(
     """
     began = time.monotonic()
     paths = os.fspath(a), os.fspath(b)
-    only, drop, tensors, exclude = map(several, (only, drop, tensors, exclude))
-    rename = arguments.rules(rename, "--rename")
     tolerances = {"rtol": rtol, "atol": atol, "ulp": ulp}
     given = {name: value for name, value in tolerances.items() if value is not None}
     options = Options(_tolerance(given), ignore_dtype, sharded, threads=threads or DEFAULT_THREADS, progress=progress)
-    selected = Selection(only, drop, tensors, exclude, rename, strip_wrappers, strip_prefix)
+    selected = arguments.selection(only, drop, tensors, exclude, rename, strip_wrappers, strip_prefix)
     result = Diff(Side(paths[0]), Side(paths[1]), ", ".join(f"{name} {value}" for name, value in given.items()) or None)
     with ExitStack() as stack:
         sources = _opened(stack, paths[0], shapes), _opened(stack, paths[1], shapes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Part, Path, dotted
@@ -14,22 +13,9 @@ from ckpttool.errors import CkptError, UsageError
 from ckpttool.layout import select as layout
 from ckpttool.layout.optimizer import parse, respell
 from ckpttool.layout.rename import rename_entries, strip_wrappers, without_root
+from ckpttool.operations.arguments import Selection
 from ckpttool.producers import open
 from ckpttool.text import meant
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Options of `diff` that select and rename: `Selection(only=("model",), rename=("blocks=layers",))`."""
-
-    only: Sequence[str] = ()
-    drop: Sequence[str] = ()
-    tensors: Sequence[str] = ()
-    exclude: Sequence[str] = ()
-    rename: Sequence[str] = ()
-    strip_wrappers: bool = False
-    strip_prefix: str | None = None
-
 
 Catalogues = tuple[Catalogue, Catalogue]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ckpttool import formats
 from ckpttool.catalogue.patterns import several
@@ -64,44 +65,31 @@ def export(
     """
     began = time.monotonic()
     src, dst = os.fspath(src), os.fspath(dst)
-    options = ExportOptions(
-        only=several(only),
-        exclude=several(exclude),
-        rename=arguments.rules(rename, "--rename"),
-        strip_prefix=strip_prefix,
-        key_map=key_map,
-        head_dim=head_dim,
-        dtype=several(dtype),
-        max_shard_size=arguments.size(max_shard_size, "--max-shard-size") or MAX_SHARD_SIZE,
-        assets=os.fspath(assets) if assets is not None else None,
-        strict=strict,
-        card=card,
-        shapes=shapes,
-        threads=threads,
-        max_memory=arguments.memory(max_memory),
-    )
+    selection = arguments.selection(only, exclude=exclude, rename=rename, strip_prefix=strip_prefix)
+    most = arguments.size(max_shard_size, "--max-shard-size") or MAX_SHARD_SIZE
+    beside, listed = arguments.path(assets), arguments.path(manifest)
+    options = ExportOptions(selection, key_map, head_dim, several(dtype), most, beside, strict, card, shapes)
+    how = WriteOptions(overwrite, dry_run, threads, arguments.memory(max_memory), check, progress, manifest=listed)
     if dst.endswith(".safetensors"):
         raise UsageError(
             f"`{dst}`: an export is a directory, of config and weights",
             hint=f"`ckpttool convert {src} {dst} --only model` writes the weights alone",
         )
     result = Exported(src, "", dst, "safetensors", dry_run=dry_run)
-    remote = Remote(private, create_pr, commit_message, os.fspath(stage) if stage is not None else None)
-    listed = None if manifest is None else os.fspath(manifest)
-    if to_store.check(dst, remote, overwrite=overwrite, check=check, manifest=listed is not None):
-        both = to_store.Both(progress)
-        with planned(result, options, both.making) as plan:
-            to_store.send(plan, remote, both)
-        plan.settle()
+    remote = Remote(private, create_pr, commit_message, arguments.path(stage))
+    if to_store.check(dst, remote, how):
+        writing, sending = to_store.combined(progress) if progress is not None else (None, None)
+        with planned(result, options, replace(how, progress=writing)) as plan:
+            to_store.send(plan, remote, sending)
         result.seconds = time.monotonic() - began
-        return result
-    how = WriteOptions(overwrite, dry_run, threads, check=check, manifest=listed)
-    with write.destination(result, _SAFETENSORS, how, src, options.assets), planned(result, options, progress) as plan:
-        result.free = free_space.free_bytes(dst)
-        write.check_place(listed, dst, (file.name for file in plan.files))
-        if not dry_run:
-            _write(plan, how)
-    plan.settle()
+    else:
+        with write.destination(result, _SAFETENSORS, how, src, beside), planned(result, options, how) as plan:
+            result.free = free_space.free_bytes(dst)
+            write.check_place(listed, dst, (file.name for file in plan.files))
+            if not dry_run:
+                _write(plan, how)
+    result.checked, result.unchecked = plan.moved.checked, plan.moved.unchecked
+    write.note_overflow(result, plan.moved.overflowed)
     return result
 
 

@@ -46,19 +46,39 @@ class Assets:
     """The files to copy, by name, with the path of each. `config` is the parsed `config.json`, if there is one; `text`
     is the file itself. `notes` say which files are not copied, and why."""
 
-    folder: Location
+    folder: Location | None = None
     paths: dict[str, Location] = field(default_factory=dict)
     config: Mapping[str, Any] | None = None
     text: str = ""
     notes: list[str] = field(default_factory=list)
 
     @property
-    def config_path(self) -> Location:
-        """The location of the config."""
-        return self.paths.get(CONFIG, self.folder / CONFIG)
+    def architecture(self) -> str | None:
+        """The first class of transformers in the config."""
+        names = self.config.get("architectures") if self.config is not None else None
+        return str(names[0]) if isinstance(names, list) and names else None
+
+    @property
+    def head_dim(self) -> int | None:
+        """The rows of an attention head, by a config of transformers or the `params.json` of Meta."""
+        config = self.config or {}
+        rows = config.get("head_dim")
+        if isinstance(rows, int) and rows > 0:
+            return rows
+        for width, heads in (("hidden_size", "num_attention_heads"), ("dim", "n_heads")):
+            w, h = config.get(width), config.get(heads)
+            if isinstance(w, int) and isinstance(h, int) and h > 0:
+                return w // h
+        return None
+
+    @property
+    def ties_words(self) -> bool | None:
+        """`tie_word_embeddings` of the config; None when it is absent."""
+        value = (self.config or {}).get("tie_word_embeddings")
+        return value if isinstance(value, bool) else None
 
 
-def collect(folder: Location | None, source: str, catalogue: Catalogue) -> Assets | None:
+def collect(folder: Location | None, source: str, catalogue: Catalogue) -> Assets:
     """Return the assets in a folder; without one, those beside the weights in the run directory that is the source.
 
     A model card in the folder of another model, as the base model of the training, is not copied. Raises UsageError for
@@ -79,24 +99,19 @@ def collect(folder: Location | None, source: str, catalogue: Catalogue) -> Asset
             raise UsageError(f"`--assets {folder}`: has no config, tokenizer or anything of the kind")
         return assets
     beside = _beside(source, catalogue)
-    if beside is None:
-        return None
-    assets = _in(beside, strict=False)
+    assets = _in(beside, strict=False) if beside is not None else Assets()
     if not assets.paths:
-        return None
-    are = "is" if len(assets.paths) == 1 else "are"
-    where = f"{are} taken from `{beside}`"
-    assets.notes.insert(0, f"{plural(len(assets.paths), 'file')} {where}: {some(sorted(assets.paths), 5)}")
+        return Assets()
+    taken = f"{plural(len(assets.paths), 'file')} {'is' if len(assets.paths) == 1 else 'are'} taken from `{beside}`"
+    assets.notes.insert(0, f"{taken}: {some(sorted(assets.paths), 5)}")
     return assets
 
 
 def _is_another_model(folder: Location, source: str) -> bool:
     """Return whether a folder has weights, and is not that of the source."""
     origin = source if stores.is_remote(source) else locate(source).real()
-    above = folder.real()
-    if origin == above or origin.startswith(f"{above}/"):
-        return False
-    return any(map(_WEIGHTS.fullmatch, folder.names()))
+    is_below = f"{origin}/".startswith(f"{folder.real()}/")
+    return not is_below and any(map(_WEIGHTS.fullmatch, folder.names()))
 
 
 def _beside(source: str, catalogue: Catalogue) -> Location | None:
@@ -123,10 +138,9 @@ def _in(folder: Location, *, strict: bool) -> Assets:
             names += [f"{sub}/{name}" for name in (folder / sub).names()]
     for name in names:
         last = name.rpartition("/")[2]
-        if not _WANTED.fullmatch(last) or _UNWANTED.fullmatch(name):
-            continue
-        if not strict and not _KNOWN.fullmatch(last):
-            # In a directory that the user names, a text is an asset; in that of a run it may be anything.
+        # In a directory that the user names, a text is an asset; in that of a run it may be anything.
+        is_known = strict or _KNOWN.fullmatch(last)
+        if not is_known or not _WANTED.fullmatch(last) or _UNWANTED.fullmatch(name):
             continue
         path = folder / name
         try:
@@ -155,8 +169,7 @@ def _config(path: Location) -> tuple[str, Mapping[str, Any]]:
     except UnicodeDecodeError:
         raise CorruptError(f"`{path}`: not UTF-8", file=path) from None
     try:
-        # Infinity is in configs of transformers.
-        config = json.loads(text)
+        config = json.loads(text)  # Infinity is in configs of transformers
     except (ValueError, RecursionError):
         config = strict_json.parse(text.encode(), f"`{path}`")
     if not isinstance(config, dict):
@@ -235,21 +248,3 @@ def with_dtype(text: str, dtype: str) -> tuple[str, list[tuple[str, str]]]:
 def _skipped(text: str, at: int) -> int:
     match = _SPACE.match(text, at)
     return match.end() if match else at
-
-
-def head_dim(config: Mapping[str, Any]) -> int | None:
-    """Return the rows of an attention head, by a config of transformers or the `params.json` of Meta. Pure."""
-    rows = config.get("head_dim")
-    if isinstance(rows, int) and rows > 0:
-        return rows
-    for width, heads in (("hidden_size", "num_attention_heads"), ("dim", "n_heads")):
-        w, h = config.get(width), config.get(heads)
-        if isinstance(w, int) and isinstance(h, int) and h > 0:
-            return w // h
-    return None
-
-
-def ties_words(config: Mapping[str, Any]) -> bool | None:
-    """Return `tie_word_embeddings` of a config; None when it is absent. Pure."""
-    value = config.get("tie_word_embeddings")
-    return value if isinstance(value, bool) else None

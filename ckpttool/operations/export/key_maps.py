@@ -20,14 +20,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpttool.catalogue.entries import Catalogue, Entry, Path, Tensor
+from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.errors import UsageError
 from ckpttool.layout.move import again, rebuilt
-from ckpttool.operations.export.rotary import halves
-from ckpttool.operations.export.views import Slice, Viewed, piece
+from ckpttool.operations.export.views import Slice, Viewed, halves, piece
 from ckpttool.serialization import strict_json
 from ckpttool.storage.stores import local_path
 from ckpttool.text import meant, some
@@ -66,15 +66,6 @@ class KeyMap:
         return has_all and not any(p.fullmatch(n) for p in self.never for n in names)
 
 
-@dataclass(slots=True)
-class Mapped:
-    """A model under the names of a key map. `left` are names that it drops, `unknown` those without a rule."""
-
-    catalogue: Catalogue
-    left: list[str] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)
-
-
 def known() -> list[KeyMap]:
     """Return the maps that come with ckpttool."""
     # Not `importlib.resources`, which takes ten milliseconds: the package is always a directory.
@@ -92,17 +83,13 @@ def chosen(name: str | None, names: Sequence[str], config: Mapping[str, Any] | N
     if name is None:
         return next((keymap for keymap in known() if keymap.fits(names, config)), None)
     if name.endswith(".json"):
-        return _from_file(name)
+        return parse(strict_json.parse(local_path(name).head(1 << 24), f"`{name}`"), name)
     maps = {keymap.name: keymap for keymap in known()}
     if name not in maps:
         listed = ", ".join(f"`{known_name}`" for known_name in maps)
         hint = meant(name, [*maps, "none"], f"one of {listed}, `none`, or a file whose name ends in `.json`")
         raise UsageError(f"unknown key map `{name}`", hint=hint)
     return maps[name]
-
-
-def _from_file(path: str) -> KeyMap:
-    return parse(strict_json.parse(local_path(path).head(1 << 24), f"`{path}`"), path)
 
 
 def parse(data: Any, where: str) -> KeyMap:
@@ -112,16 +99,10 @@ def parse(data: Any, where: str) -> KeyMap:
             f"`{where}`: a key map is an object with a list `rules`",
             hint='`{"name": "mine", "rules": [{"from": "blocks.{n}.w", "to": "model.layers.{n}.weight"}]}`',
         )
-    needs, never = (_strings(data, key, where) for key in ("needs", "never"))
-    return KeyMap(
-        str(data.get("name", where)),
-        str(data.get("title", "")),
-        tuple(_strings(data, "model_types", where)),
-        bool(data.get("needs_config")),
-        tuple(map(_compiled, needs)),
-        tuple(map(_compiled, never)),
-        tuple(_rule(rule, where) for rule in data["rules"]),
-    )
+    name, title, needs_config = str(data.get("name", where)), str(data.get("title", "")), bool(data.get("needs_config"))
+    needs, never = (tuple(map(_compiled, _strings(data, key, where))) for key in ("needs", "never"))
+    rules = tuple(_rule(rule, where) for rule in data["rules"])
+    return KeyMap(name, title, tuple(_strings(data, "model_types", where)), needs_config, needs, never, rules)
 
 
 def _strings(data: Mapping[str, Any], key: str, where: str) -> list[str]:
@@ -152,40 +133,35 @@ def _compiled(text: str) -> re.Pattern[str]:
     return re.compile(named.replace(r"\*", ".*"))
 
 
-def apply(keymap: KeyMap, planned: Catalogue, viewed: Viewed, head_dim: int | None) -> Mapped:
-    """Return the model under the names of the map, in the same order. `head_dim` is that of the attention.
+def apply(
+    keymap: KeyMap, planned: Catalogue, viewed: Viewed, head_dim: int | None
+) -> tuple[Catalogue, list[str], list[str]]:
+    """Return the model under the names of the map, in the same order; the names that the map drops; and those that it
+    has no rule for. `head_dim` is that of the attention.
 
     Raises UsageError when two tensors would have one name, when a tensor cannot be split as the map says, or when
     `head_dim` is unknown.
     """
-    mapped = Mapped(planned)
-    entries: list[Entry] = []
+    tensors: list[Tensor] = []
+    dropped: list[str] = []
+    unknown: list[str] = []
     new_path: dict[Path, Path] = {}
     for tensor in planned.tensors:
-        rule, match = _matching(keymap, tensor.name)
+        matches = ((rule, rule.pattern.fullmatch(tensor.name)) for rule in keymap.rules)
+        rule, match = next(((rule, match) for rule, match in matches if match), (None, None))
         if rule is None or match is None:
-            mapped.unknown.append(tensor.name)
-            entries.append(tensor)
+            unknown.append(tensor.name)
+            tensors.append(tensor)
         elif not rule.to:
-            mapped.left.append(tensor.name)
+            dropped.append(tensor.name)
         else:
-            numbers = match.groupdict()
-            pieces = list(_pieces(rule, tensor, numbers, viewed, head_dim))
+            pieces = list(_pieces(rule, tensor, match.groupdict(), viewed, head_dim))
             if pieces[0].origin is tensor.origin:
                 new_path[tensor.path] = pieces[0].path
-            entries += pieces
-    moved = [_aliased(entry, new_path, mapped.left) for entry in entries if isinstance(entry, Tensor)]
+            tensors += pieces
+    moved = [_aliased(tensor, new_path, dropped) for tensor in tensors]
     _check_apart(moved, keymap)
-    mapped.catalogue = rebuilt(planned, moved, {})
-    return mapped
-
-
-def _matching(keymap: KeyMap, name: str) -> tuple[Rule | None, re.Match[str] | None]:
-    for rule in keymap.rules:
-        match = rule.pattern.fullmatch(name)
-        if match is not None:
-            return rule, match
-    return None, None
+    return rebuilt(planned, moved, {}), dropped, unknown
 
 
 def _aliased(tensor: Tensor, new_path: Mapping[Path, Path], left: Sequence[str]) -> Tensor:
@@ -214,12 +190,15 @@ def _check_apart(tensors: Iterable[Tensor], keymap: KeyMap) -> None:
 def _pieces(
     rule: Rule, tensor: Tensor, numbers: dict[str, str], viewed: Viewed, head_dim: int | None
 ) -> Iterable[Tensor]:
-    origin = tensor.origin or tensor
     shape = tensor.shape
+
+    def view(name: str, shape: Ints, slices: Sequence[Slice]) -> Tensor:
+        path: Path = (name,)
+        origin = viewed.view(tensor.origin or tensor, path, shape, slices)
+        return replace(tensor, path=path, shape=shape, alias=None, origin=origin)
+
     if rule.rows is not None:
-        slices = halves(shape, _head(tensor, head_dim))
-        path: Path = (rule.to[0].format(**numbers),)
-        yield replace(tensor, path=path, alias=None, origin=viewed.view(origin, path, shape, slices))
+        yield view(rule.to[0].format(**numbers), shape, halves(shape, _head(tensor, head_dim)))
         return
     stacked = "e" not in numbers and any("{e}" in name for name in rule.to)
     if not stacked and len(rule.to) == 1:
@@ -238,13 +217,7 @@ def _pieces(
         for part, name in enumerate(rule.to):
             at = (number,) if stacked else ()
             left, cut = piece(shape, at, part * size, size)
-            path = (name.format(**numbers, e=number),)
-            yield _sliced(tensor, origin, viewed, path, left, cut)
-
-
-def _sliced(tensor: Tensor, origin: Tensor, viewed: Viewed, path: Path, shape: tuple[int, ...], cut: Slice) -> Tensor:
-    seen = viewed.view(origin, path, shape, [cut])
-    return replace(tensor, path=path, shape=shape, alias=None, origin=seen)
+            yield view(name.format(**numbers, e=number), left, [cut])
 
 
 def _head(tensor: Tensor, head_dim: int | None) -> int:

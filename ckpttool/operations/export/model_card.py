@@ -8,28 +8,12 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from ckpttool.catalogue.entries import Catalogue
+from ckpttool.operations.write import Conversion
 from ckpttool.storage.stores import is_remote, locate
 from ckpttool.text import count, plural, size
 from ckpttool.version import __version__
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """The contents of the card: `Facts("run", "out", "dcp", {"bfloat16": 494_032_768}, 290, 988_065_536, "", None)`."""
-
-    source: str
-    title: str
-    format: str
-    parameters: Mapping[str, int]
-    tensors: int
-    nbytes: int
-    key_map: str
-    architecture: str | None
-    adapter: bool = False
-    cast: Sequence[tuple[str, str, str]] = ()
 
 
 def digest(catalogue: Catalogue) -> str:
@@ -46,30 +30,41 @@ def digest(catalogue: Catalogue) -> str:
     return sha.hexdigest()
 
 
-def text(facts: Facts, catalogue: Catalogue) -> str:
-    """Return the card, as Markdown with the header that the Hub reads."""
-    total = sum(facts.parameters.values())
-    dtypes = ", ".join(f"{name} ({count(n)})" for name, n in facts.parameters.items())
-    library = "peft" if facts.adapter else "transformers" if facts.architecture else "safetensors"
-    what = "a LoRA adapter" if facts.adapter else f"a `{facts.architecture}`" if facts.architecture else "a model"
+def text(
+    result: Conversion,
+    catalogue: Catalogue,
+    parameters: Mapping[str, int],
+    key_map: str,
+    architecture: str | None,
+    *,
+    is_adapter: bool,
+) -> str:
+    """Return the card for an export of the source `catalogue`, as Markdown with the header that the Hub reads."""
+    total = count(sum(parameters.values()))
+    dtypes = ", ".join(f"{name} ({count(n)})" for name, n in parameters.items())
+    library = "peft" if is_adapter else "transformers" if architecture else "safetensors"
+    what = "a LoRA adapter" if is_adapter else f"a `{architecture}`" if architecture else "a model"
     producer = catalogue.facts.get("producer")
     run = catalogue.facts.get("run", ())
-    source = facts.source if is_remote(facts.source) else locate(facts.source).name
+    source = result.source if is_remote(result.source) else locate(result.source).name
     taken = next((f"{source}/{entry['name']}" for entry in run if entry["taken"]), source)
     rows = [
-        ("Made from", f"`{taken}`, {facts.format}" + (f" as {producer} leaves it" if producer else "")),
+        ("Made from", f"`{taken}`, {result.source_format}" + (f" as {producer} leaves it" if producer else "")),
         ("Made by", f"ckpttool {__version__}, `ckpttool export`"),
-        ("Parameters", f"{count(total)} in {plural(facts.tensors, 'tensor')}, {size(facts.nbytes)}"),
+        (
+            "Parameters",
+            f"{total} in {plural(result.tensors, 'tensor')}, {size(result.bytes)}",
+        ),
         ("Dtypes", dtypes or "none"),
-        *([("Cast", _casts(facts.cast))] if facts.cast else []),
-        *([("Names", f"by key map `{facts.key_map}`")] if facts.key_map else []),
+        *([("Cast", _casts(result.cast))] if result.cast else []),
+        *([("Names", f"by key map `{key_map}`")] if key_map else []),
         ("Digest of the source", f"`sha256:{digest(catalogue)}` over names, sizes and stored checksums of its files"),
     ]
     table = "\n".join(f"| {key} | {value} |" for key, value in rows)
-    title = facts.title or "Model"
+    title = result.destination.rstrip("/").rpartition("/")[2] or "Model"
     return (
         f"---\nlibrary_name: {library}\n---\n\n# {title}\n\nThe weights of {what}, taken out of a training checkpoint"
-        f"{', and cast' if facts.cast else ' bit for bit'}.\n\n| | |\n|---|---|\n{table}\n\n"
+        f"{', and cast' if result.cast else ' bit for bit'}.\n\n| | |\n|---|---|\n{table}\n\n"
         "This page was made by a program. What the model is for, what it was trained on and under which license it "
         "stands is for its author to add.\n"
     )

@@ -5,27 +5,26 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckpttool.catalogue.dtypes import DTYPES
-from ckpttool.catalogue.entries import Catalogue, Tensor, dotted
-from ckpttool.catalogue.patterns import any_of, rule
+from ckpttool.catalogue.entries import Catalogue, Tensor
 from ckpttool.errors import UsageError
 from ckpttool.formats.safetensors.sharding import MAX_SHARD_SIZE
 from ckpttool.layout.cast import cast, caster
-from ckpttool.operations import write
+from ckpttool.operations import arguments, write
+from ckpttool.operations.arguments import Selection
 from ckpttool.operations.export import architecture, assets, key_maps, model_card, select_model, ties, weights
 from ckpttool.operations.export.architecture import Expected
 from ckpttool.operations.export.assets import Assets
-from ckpttool.operations.export.select_model import SelectedModel
 from ckpttool.operations.export.views import Viewed
-from ckpttool.operations.write import Conversion
+from ckpttool.operations.write import Conversion, WriteOptions
 from ckpttool.producers.open import naming
 from ckpttool.storage.stores import Location, Outgoing, locate
-from ckpttool.transfer.threads import Progress
+from ckpttool.transfer.execute import Transferred
 
 # Tiles of a cast are held several times over; smaller ones are as fast, and leave room for torch itself.
 _WHILE_CASTING = 24 << 20
@@ -48,12 +47,9 @@ class Exported(Conversion):
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
-    """The options of an export, whatever the destination: `ExportOptions(dtype=("bfloat16",), assets="base/")`."""
+    """What to export: `ExportOptions(dtype=("bfloat16",), assets="base/")`."""
 
-    only: Sequence[str] = ()
-    exclude: Sequence[str] = ()
-    rename: Sequence[str] = ()
-    strip_prefix: str | None = None
+    selection: Selection = field(default_factory=Selection)
     key_map: str | None = None
     head_dim: int | None = None
     dtype: Sequence[str] = ()
@@ -62,36 +58,29 @@ class ExportOptions:
     strict: bool = True
     card: bool = True
     shapes: str | None = None
-    threads: int | None = None
-    max_memory: int | None = None
 
 
 @dataclass(slots=True)
 class Export:
-    """A plan: `files` in the order in which they are written, and the result so far. The source is open as long as the
-    block of `planned` lasts. `unless_there` are names of files that are not written where the destination has one: a
-    model card without `--assets`."""
+    """A plan: `files` in the order in which they are written, the result so far, and the sums over written files in
+    `moved`. The source is open as long as the block of `planned` lasts. `unless_there` are names of files that are not
+    written where the destination has one: a model card without `--assets`."""
 
     files: list[Outgoing]
     result: Exported
     source: Viewed
     planned: Catalogue
-    tally: weights.Tally
-    unless_there: tuple[str, ...] = ()
-
-    def settle(self) -> None:
-        """Complete the result, once every file was written."""
-        self.result.checked, self.result.unchecked = self.tally.checked, self.tally.unchecked
-        write.note_overflow(self.result, self.tally.overflowed)
+    moved: Transferred
+    unless_there: tuple[str, ...]
 
 
 @contextmanager
-def planned(result: Exported, options: ExportOptions, progress: Progress | None = None) -> Iterator[Export]:
-    """Open the source of `result` and plan its export.
+def planned(result: Exported, options: ExportOptions, how: WriteOptions) -> Iterator[Export]:
+    """Open the source of `result` and plan its export. Progress counts bytes of weights over all files.
 
-    `progress(done, total)` counts bytes of weights over all files. Raises the errors of `ckpttool.errors`.
+    Raises the errors of `ckpttool.errors`.
     """
-    src, memory = result.source, options.max_memory
+    src, memory = result.source, how.max_memory
     with write.open_sources(src, options.shapes) as opened, _located(options.assets) as folder:
         source = opened.catalogue
         result.source_format = source.format
@@ -101,80 +90,68 @@ def planned(result: Exported, options: ExportOptions, progress: Progress | None 
             catalogue = _plan(source, viewed, beside, options, result)
         if memory is None and any(t.dtype != (t.origin or t).dtype for t in catalogue.tensors):
             memory = _WHILE_CASTING
-        progress = write.with_downloads(progress, opened, catalogue)
-        moving = weights.Moving(viewed, opened.before, options.threads, memory, progress)
-        tally = weights.Tally()
-        files = weights.outgoing(catalogue, options.max_shard_size, moving, tally, adapter=result.adapter)
+        progress = write.with_downloads(how.progress, opened, catalogue)
+        moving = weights.Moving(viewed, opened.before, how.threads, memory, progress)
+        files = weights.outgoing(catalogue, options.max_shard_size, moving, adapter=result.adapter)
         _summarise(result, catalogue, source)
         files += _other_files(beside, result, catalogue, source, options)
         result.files = [(file.name, file.size) for file in files]
         result.disk = sum(file.size for file in files)
-        result.memory = write.expected_memory(catalogue, result.cast, options.threads, memory)
+        result.memory = write.expected_memory(catalogue, result.cast, how.threads, memory)
         named = options.assets is not None and not result.card
-        yield Export(files, result, viewed, catalogue, tally, () if named else (assets.CARD,))
+        yield Export(files, result, viewed, catalogue, moving.moved, () if named else (assets.CARD,))
 
 
 @contextmanager
 def _located(folder: str | None) -> Iterator[Location | None]:
     """Yield the folder of assets, for as long as they are copied."""
-    location = locate(folder) if folder is not None else None
-    try:
+    if folder is None:
+        yield None
+        return
+    with closing((location := locate(folder)).store):
         yield location
-    finally:
-        if location is not None:
-            location.store.close()
 
 
-def _plan(
-    source: Catalogue, viewed: Viewed, beside: Assets | None, options: ExportOptions, result: Exported
-) -> Catalogue:
+def _plan(source: Catalogue, viewed: Viewed, beside: Assets, options: ExportOptions, result: Exported) -> Catalogue:
     """Return the tensors to write, each with its origin in the source."""
-    chosen = select_model.model_of(source, options.only)
-    chosen = select_model.renamed(chosen, options.exclude, options.strip_prefix, options.rename)
-    chosen = select_model.without_base(chosen)
-    result.adapter = chosen.adapter is not None
-    result.dropped = chosen.left
-    config = beside.config if beside is not None else None
+    planned, result.dropped = select_model.model_of(source, options.selection.only)
+    planned = select_model.renamed(planned, options.selection, result.dropped)
+    planned, result.adapter = select_model.without_base(planned, result.dropped)
     if not result.adapter:
-        chosen = _mapped(chosen, viewed, config, options, result)
+        planned = _mapped(planned, viewed, beside, options, result)
     model = _expected(beside, result)
-    planned = _tied(chosen.catalogue, model, beside, viewed, result)
-    for pattern in [rule(text, "--dtype")[0] for text in options.dtype if "=" in text]:
-        if not any(map(any_of([pattern]), (t.name for t in planned.tensors))):
-            raise UsageError(f"`--dtype {pattern}=..` matches nothing", hint="patterns are over the names as written")
+    planned = _tied(planned, model, beside, viewed, result)
+    arguments.check_dtypes(options.dtype, planned)
     planned = cast(planned, caster(options.dtype))
-    if isinstance(model, Expected) and beside is not None:
+    if isinstance(model, Expected):
         _compare(planned, model, beside, options, result)
     return planned
 
 
-def _mapped(
-    chosen: SelectedModel, viewed: Viewed, config: Mapping[str, Any] | None, options: ExportOptions, result: Exported
-) -> SelectedModel:
-    names = [tensor.name for tensor in chosen.catalogue.tensors]
-    keymap = key_maps.chosen(options.key_map, names, config)
+def _mapped(planned: Catalogue, viewed: Viewed, beside: Assets, options: ExportOptions, result: Exported) -> Catalogue:
+    names = [tensor.name for tensor in planned.tensors]
+    keymap = key_maps.chosen(options.key_map, names, beside.config)
     if keymap is None:
-        return chosen
-    head = options.head_dim or (assets.head_dim(config) if config is not None else None)
-    mapped = key_maps.apply(keymap, chosen.catalogue, viewed, head)
-    if len(mapped.unknown) == len(names):
+        return planned
+    mapped, dropped, unknown = key_maps.apply(keymap, planned, viewed, options.head_dim or beside.head_dim)
+    if len(unknown) == len(names):
         raise UsageError(
             f"`--key-map {options.key_map}`: no rule of it is about a tensor here",
             hint=f"names here are like `{names[len(names) // 2]}`",
         )
     result.key_map = keymap.name
-    result.dropped = [*chosen.left, *mapped.left]
+    result.dropped += dropped
     if options.key_map is None:
         result.notes.append(f"the names are those of key map `{keymap.name}` ({keymap.title}), which is applied")
-    return replace(chosen, catalogue=mapped.catalogue, left=result.dropped)
+    return mapped
 
 
-def _expected(beside: Assets | None, result: Exported) -> Expected | str:
+def _expected(beside: Assets, result: Exported) -> Expected | str:
     if result.adapter:
-        if beside is None or assets.ADAPTER not in beside.paths:
+        if assets.ADAPTER not in beside.paths:
             result.notes.append(f"PEFT needs an `{assets.ADAPTER}` too, and there is none: pass `--assets`")
         result.not_compared = "a LoRA adapter is no model of its own"
-    elif beside is None or assets.CONFIG not in beside.paths or beside.config is None:
+    elif assets.CONFIG not in beside.paths or beside.config is None:
         result.not_compared = "there is no `config.json`: pass `--assets` with the directory that has it"
     else:
         began = time.monotonic()
@@ -186,26 +163,18 @@ def _expected(beside: Assets | None, result: Exported) -> Expected | str:
     return result.not_compared
 
 
-def _tied(
-    planned: Catalogue, model: Expected | str, beside: Assets | None, viewed: Viewed, result: Exported
-) -> Catalogue:
+def _tied(planned: Catalogue, model: Expected | str, beside: Assets, viewed: Viewed, result: Exported) -> Catalogue:
     same = ties.same_bytes(viewed)
     if isinstance(model, Expected):
-        tied = ties.by_model(planned, model.tied, same)
-    elif result.adapter:
-        return planned
-    else:
-        config = beside.config if beside is not None else None
-        tied = ties.by_names(planned, assets.ties_words(config) if config is not None else None, same)
-    result.notes += tied.notes
-    return tied.catalogue
+        return ties.by_model(planned, model.tied, same, result.notes)
+    return planned if result.adapter else ties.by_names(planned, beside.ties_words, same, result.notes)
 
 
 def _compare(planned: Catalogue, model: Expected, beside: Assets, options: ExportOptions, result: Exported) -> None:
     shapes = {tensor.name: tensor.shape for tensor in planned.tensors if tensor.alias is None}
     compared = architecture.compare(shapes, model)
     if compared.differs:
-        error = architecture.refusal(compared, shapes, model, beside.config_path)
+        error = architecture.refusal(compared, shapes, model, beside.paths[assets.CONFIG])
         if options.strict:
             raise error
         result.not_compared = error.message
@@ -224,31 +193,17 @@ def _compare(planned: Catalogue, model: Expected, beside: Assets, options: Expor
 
 
 def _other_files(
-    beside: Assets | None, result: Exported, planned: Catalogue, source: Catalogue, options: ExportOptions
+    beside: Assets, result: Exported, planned: Catalogue, source: Catalogue, options: ExportOptions
 ) -> list[Outgoing]:
     """Return the files beside the weights."""
-    files: list[Outgoing] = []
-    if beside is not None:
-        files, notes = assets.outgoing(beside, _main_dtype(planned), adapter=result.adapter)
-        result.notes += [*beside.notes, *notes]
-        result.assets = [file.name for file in files]
+    files, notes = assets.outgoing(beside, _main_dtype(planned), adapter=result.adapter)
+    result.notes += [*beside.notes, *notes]
+    result.assets = [file.name for file in files]
     if options.card and assets.CARD not in result.assets:
-        named = beside.config.get("architectures") if beside is not None and beside.config is not None else None
-        first = str(named[0]) if isinstance(named, list) and named else None
-        title = result.destination.rstrip("/").rpartition("/")[2]
-        facts = model_card.Facts(
-            result.source,
-            title,
-            result.source_format,
-            result.parameters,
-            result.tensors,
-            result.bytes,
-            result.key_map,
-            first,
-            result.adapter,
-            result.cast,
+        card = model_card.text(
+            result, source, result.parameters, result.key_map, beside.architecture, is_adapter=result.adapter
         )
-        files.append(assets.of_bytes(assets.CARD, model_card.text(facts, source).encode()))
+        files.append(assets.of_bytes(assets.CARD, card.encode()))
         result.card = True
     return files
 
@@ -263,19 +218,10 @@ def _main_dtype(planned: Catalogue) -> str | None:
 
 
 def _summarise(result: Exported, planned: Catalogue, source: Catalogue) -> None:
+    write.count_tensors(result, planned, _unviewed)
     count: Counter[str] = Counter()
     for tensor in planned.tensors:
-        origin = tensor.origin or tensor
-        first = _unviewed(origin)
-        result.tensors += 1
-        if first != tensor.name:
-            result.renamed.append((first, tensor.name))
-        if origin.dtype != tensor.dtype:
-            result.cast.append((tensor.name, origin.dtype.name, tensor.dtype.name))
-        if tensor.alias is not None:
-            result.ties.append((tensor.name, dotted(tensor.alias)))
-        else:
-            result.bytes += tensor.nbytes
+        if tensor.alias is None:
             count[tensor.dtype.name] += tensor.numel
     result.parameters = dict(count.most_common())
     result.notes[:0] = [*write.taken_of_run(source), *map(str, source.warnings + planned.warnings)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
 
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
@@ -34,19 +33,12 @@ _RANKS = tuple(
 _TILE = 1 << 20  # elements
 _FIRST = 1 << 12  # bytes that differ between most tensors
 
-
-@dataclass(slots=True)
-class Tied:
-    """The model with each tied tensor once. `notes` say where source and config disagree."""
-
-    catalogue: Catalogue
-    notes: list[str] = field(default_factory=list)
+SameBytes = Callable[[Tensor, Tensor], bool]
 
 
-def by_model(planned: Catalogue, tied: Mapping[str, str], same: Callable[[Tensor, Tensor], bool]) -> Tied:
+def by_model(planned: Catalogue, tied: Mapping[str, str], same: SameBytes, notes: list[str]) -> Catalogue:
     """Tie tensors that transformers ties, `{"lm_head.weight": "model.embed_tokens.weight"}`, if they share storage or
-    have the same bytes; untie all others."""
-    result = Tied(planned)
+    have the same bytes; untie all others. Where source and config disagree, a note is added."""
     alias: dict[Path, Path] = {}
     untied: list[str] = []
     for name, kept in tied.items():
@@ -57,23 +49,19 @@ def by_model(planned: Catalogue, tied: Mapping[str, str], same: Callable[[Tensor
             alias[one.path] = other.path
         else:
             untied.append(name)
-            result.notes.append(
+            notes.append(
                 f"the config ties `{name}` to `{kept}`, but their values differ: both are written, and transformers "
                 "will not tie them; `tie_word_embeddings` of the config should be false"
             )
     own = [t.name for t in planned.tensors if t.alias is not None and t.path not in alias and t.name not in untied]
     if own:
-        result.notes.append(
-            f"one tensor in the source, but not tied by the config, so that each is written: {some(own)}"
-        )
-    result.catalogue = _with(planned, alias)
-    return result
+        notes.append(f"one tensor in the source, but not tied by the config, so that each is written: {some(own)}")
+    return _with(planned, alias)
 
 
-def by_names(planned: Catalogue, config: bool | None, same: Callable[[Tensor, Tensor], bool]) -> Tied:
+def by_names(planned: Catalogue, config: bool | None, same: SameBytes, notes: list[str]) -> Catalogue:
     """Tie tensors that share storage in the source, and heads with the same bytes as an embedding. `config` is
     `tie_word_embeddings`: when it is false, nothing is tied."""
-    result = Tied(planned)
     ranked = {t.path: _rank(t.name) for t in planned.tensors}
     groups: dict[Path, list[Tensor]] = {}
     for tensor in planned.tensors:
@@ -86,22 +74,21 @@ def by_names(planned: Catalogue, config: bool | None, same: Callable[[Tensor, Te
             continue
         names = [t.name for t in group]
         if config is False:
-            result.notes.append(f"{some(names)} are the same, but the config ties nothing: each is written")
+            notes.append(f"{some(names)} are the same, but the config ties nothing: each is written")
             continue
         kept = min(group, key=lambda t: len(_RANKS) if ranked[t.path] is None else ranked[t.path] or 0)
         alias |= {t.path: kept.path for t in group if t is not kept}
     heads = [t.name for t in planned.tensors if ranked[t.path] == len(_RANKS) - 1 and t.path not in alias]
     if config and heads and len(merged) > 1 and not alias:
-        result.notes.append(f"`tie_word_embeddings` of the config is true, but {some(heads)} has values of its own")
-    result.catalogue = _with(planned, alias)
-    return result
+        notes.append(f"`tie_word_embeddings` of the config is true, but {some(heads)} has values of its own")
+    return _with(planned, alias)
 
 
 def _rank(name: str) -> int | None:
     return next((rank for rank, pattern in enumerate(_RANKS) if pattern.fullmatch(name)), None)
 
 
-def _merged(groups: Sequence[list[Tensor]], same: Callable[[Tensor, Tensor], bool]) -> list[list[Tensor]]:
+def _merged(groups: Sequence[list[Tensor]], same: SameBytes) -> list[list[Tensor]]:
     """Merge groups whose tensors have the same bytes."""
     merged: list[list[Tensor]] = []
     for group in groups:
@@ -121,7 +108,7 @@ def _with(planned: Catalogue, alias: Mapping[Path, Path]) -> Catalogue:
     return rebuilt(planned, [again(t, alias=alias.get(t.path)) for t in planned.tensors], {})
 
 
-def same_bytes(source: Source) -> Callable[[Tensor, Tensor], bool]:
+def same_bytes(source: Source) -> SameBytes:
     """Return a function that compares dtype, shape and bytes of two tensors, up to the first difference."""
 
     def same(one: Tensor, other: Tensor) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ckpttool.errors import UsageError
 from ckpttool.operations.export.plan import Export
+from ckpttool.operations.write import WriteOptions
 from ckpttool.storage import free_space, stores
 from ckpttool.storage.files import temporary_folder
 from ckpttool.transfer.threads import Progress
@@ -21,7 +22,7 @@ class Remote:
     stage: str | None = None
 
 
-def check(dst: str, how: Remote, *, overwrite: bool, check: bool, manifest: bool = False) -> bool:
+def check(dst: str, how: Remote, options: WriteOptions) -> bool:
     """Return whether `dst` is in a store. Raises UsageError for options of stores only, or of directories only."""
     is_remote = stores.is_remote(dst)
     only_remote = {
@@ -30,44 +31,40 @@ def check(dst: str, how: Remote, *, overwrite: bool, check: bool, manifest: bool
         "--commit-message": how.message is not None,
         "--stage": how.stage is not None,
     }
-    wrong = [flag for flag, given in only_remote.items() if given]
-    if not is_remote and wrong:
-        raise UsageError(f"`{wrong[0]}` is for the Hub, and `{dst}` is a directory", hint="write to `hf://org/name`")
-    if is_remote and overwrite:
+    if not is_remote:
+        for flag in (flag for flag, given in only_remote.items() if given):
+            raise UsageError(f"`{flag}` is for the Hub, and `{dst}` is a directory", hint="write to `hf://org/name`")
+    elif options.overwrite:
         raise UsageError("`--overwrite`: a commit keeps the earlier version", hint="leave it out")
-    if is_remote and check:
+    elif options.check:
         raise UsageError("`--check`: files on the Hub are compared by their digests in any case", hint="leave it out")
-    if is_remote and manifest:
-        raise UsageError(
-            "`--manifest` is of local files, and those of the Hub are removed as they are sent",
-            hint="export to a directory with `--manifest`, and send that with `hf upload`",
-        )
+    elif options.manifest is not None:
+        hint = "export to a directory with `--manifest`, and send that with `hf upload`"
+        raise UsageError("`--manifest` is of local files, and those of the Hub are removed as they are sent", hint=hint)
     return is_remote
 
 
-class Both:
-    """Reports bytes written locally and bytes sent as one progress."""
+def combined(progress: Progress) -> tuple[Progress, Progress]:
+    """Return callbacks for the bytes that are written locally and for those that are sent: `progress` gets the sum."""
+    written, sent = (0, 0), (0, 0)
 
-    def __init__(self, progress: Progress | None) -> None:
-        self._progress = progress
-        self._written, self._sent = (0, 0), (0, 0)
+    def writing(done: int, total: int) -> None:
+        nonlocal written
+        written = (done, total)
+        tell()
 
-    def making(self, done: int, total: int) -> None:
-        """The callback for the bytes that are written."""
-        self._written = (done, total)
-        self._tell()
+    def sending(done: int, total: int) -> None:
+        nonlocal sent
+        sent = (done, total)
+        tell()
 
-    def sending(self, done: int, total: int) -> None:
-        """The callback for the bytes that are sent."""
-        self._sent = (done, total)
-        self._tell()
+    def tell() -> None:
+        progress(written[0] + sent[0], written[1] + (sent[1] or written[1]))
 
-    def _tell(self) -> None:
-        if self._progress is not None:
-            self._progress(self._written[0] + self._sent[0], self._written[1] + (self._sent[1] or self._written[1]))
+    return writing, sending
 
 
-def send(plan: Export, how: Remote, both: Both) -> None:
+def send(plan: Export, how: Remote, sending: Progress | None) -> None:
     """Write and send the files of a plan, or note what would be sent. Raises RemoteError and what the files raise."""
     result = plan.result
     result.free = free_space.free_bytes(how.stage or temporary_folder())
@@ -78,7 +75,7 @@ def send(plan: Export, how: Remote, both: Both) -> None:
         message=how.message,
         stage=how.stage,
         dry_run=result.dry_run,
-        progress=both.sending,
+        progress=sending,
         unless_there=plan.unless_there,
     )
     if how.stage is None:

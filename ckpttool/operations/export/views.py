@@ -8,10 +8,10 @@ To the rest of the code, a view is a tensor with many chunks, each an extent wit
 
 from __future__ import annotations
 
-import threading
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Box, Ints
@@ -46,6 +46,19 @@ def piece(shape: Ints, at: Ints, low: int, size: int) -> tuple[Ints, Slice]:
     return left, Slice((0,) * len(left), left, start, dims, (1,) * len(left))
 
 
+def halves(shape: Ints, head: int) -> list[Slice]:
+    """Permute rows `[heads, head / 2, 2]` to `[heads, 2, head / 2]`: pairs of neighbours become halves, as in the
+    rotary embedding of transformers. Pure."""
+    half, rest = head // 2, shape[1:]
+    zeros, ones = (0,) * len(rest), (1,) * len(rest)
+    dims = tuple(range(len(shape)))
+    return [
+        Slice((row + side * half, *zeros), (half, *rest), (row + side, *zeros), dims, (2, *ones))
+        for row in range(0, shape[0], head)
+        for side in (0, 1)
+    ]
+
+
 class _View:
     """For each chunk of a view, the chunk of the tensor and the slice that it comes from."""
 
@@ -62,9 +75,9 @@ class Viewed:
     def __init__(self, source: Source) -> None:
         self.catalogue: Catalogue = source.catalogue
         self._source = source
-        self._views: dict[int, tuple[Tensor, _View]] = {}
-        self._resolved: dict[tuple[int, int], Extent] = {}
-        self._lock = threading.Lock()
+        self._views: dict[Tensor, _View] = {}
+        # Of the source, each is resolved once for many chunks of a view.
+        self._stored = lru_cache(_KEPT)(lambda tensor, number: source.resolve(tensor, tensor.chunks.at(number)))
 
     def close(self) -> None:
         """Do nothing: the source is closed where it was opened."""
@@ -90,18 +103,17 @@ class Viewed:
         # In place of an offset, the extents of a view have the number of the chunk.
         chunks = Chunks.from_columns(offsets, sizes, files, array("q", range(len(offsets))), nbytes, item=True)
         result = Tensor(path, tensor.dtype, shape, chunks, part=tensor.part, origin=tensor)
-        self._views[id(result)] = (result, view_)
+        self._views[result] = view_
         return result
 
     def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
         """Return the extent of a chunk. Raises CorruptError as the source does."""
-        known = self._views.get(id(tensor))
-        if known is None:
+        view = self._views.get(tensor)
+        if view is None:
             return self._source.resolve(tensor, chunk)
-        view = known[1]
         number = chunk.extent.offset
         stored = view.tensor.chunks.at(view.chunk[number])
-        extent = self._extent(view.tensor, view.chunk[number], stored)
+        extent = self._stored(view.tensor, view.chunk[number])
         part = view.slices[view.slice[number]]
         inner = extent.strides or boxes.row_major(stored.sizes)
         index = list(part.start)
@@ -115,20 +127,6 @@ class Viewed:
             nbytes=boxes.span(chunk.sizes, strides) * itemsize,
             strides=None if boxes.is_row_major(chunk.sizes, strides) else strides,
         )
-
-    def _extent(self, tensor: Tensor, number: int, chunk: Chunk) -> Extent:
-        """Return the extent of a chunk of the source, which is resolved once for many chunks of a view."""
-        if not chunk.extent.item:
-            return self._source.resolve(tensor, chunk)
-        key = (id(tensor), number)
-        extent = self._resolved.get(key)
-        if extent is None:
-            extent = self._source.resolve(tensor, chunk)
-            with self._lock:
-                if len(self._resolved) >= _KEPT:
-                    self._resolved.clear()
-                self._resolved[key] = extent
-        return extent
 
 
 def _clip(part: Slice, chunk: Box) -> Box | None:

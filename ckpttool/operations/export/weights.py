@@ -18,35 +18,28 @@ from ckpttool.storage import files
 from ckpttool.storage.stores import Outgoing
 from ckpttool.text import some
 from ckpttool.transfer import plan
-from ckpttool.transfer.execute import transfer
+from ckpttool.transfer.execute import Transferred, transfer
 from ckpttool.transfer.threads import Progress
 
 _SAFE = named("safetensors")
 ADAPTER_FILE = "adapter_model.safetensors"
 
 
-@dataclass(slots=True)
-class Tally:
-    """Totals so far: bytes whose checksum was compared, bytes that have none, and values that overflowed in a cast."""
-
-    checked: int = 0
-    unchecked: int = 0
-    overflowed: dict[str, int] = field(default_factory=dict)
-    done: dict[str, int] = field(default_factory=dict)
-
-
 @dataclass(frozen=True, slots=True)
 class Moving:
-    """How bytes are copied: source, fingerprint of its files, threads, memory, and the callback for progress."""
+    """How bytes are copied: source, fingerprint of its files, threads, memory, and the callback for progress. `done`
+    are the bytes of each file so far, and `moved` sums up the files that are written."""
 
     source: Source
     before: files.Fingerprint
     threads: int | None = None
     memory: int | None = None
     progress: Progress | None = None
+    done: dict[str, int] = field(default_factory=dict)
+    moved: Transferred = field(default_factory=Transferred)
 
 
-def outgoing(planned: Catalogue, most: int, moving: Moving, tally: Tally, *, adapter: bool) -> list[Outgoing]:
+def outgoing(planned: Catalogue, most: int, moving: Moving, *, adapter: bool) -> list[Outgoing]:
     """Return the files of a model, of at most `most` bytes of weights each, and their index. An adapter is one file.
     Raises LossError for what safetensors cannot store."""
     _check_losses(planned)
@@ -58,12 +51,11 @@ def outgoing(planned: Catalogue, most: int, moving: Moving, tally: Tally, *, ada
     total = sum(spec.nbytes for file in placed.files for spec in file.tensors)
     files_: list[Outgoing] = []
     for file in placed.files:
-        alone = len(placed.files) == 1
-        tensors = list(planned.tensors) if alone else [owners[spec.name] for spec in file.tensors]
+        tensors = list(planned.tensors) if len(placed.files) == 1 else [owners[spec.name] for spec in file.tensors]
         payload = sum(spec.nbytes for spec in file.tensors)
         size = len(safetensors_header.build_header(file.tensors, file.metadata)) + payload
         name = ADAPTER_FILE if adapter else file.name
-        files_.append(Outgoing(name, size, _writer(name, rebuilt(planned, tensors, {}), payload, total, moving, tally)))
+        files_.append(Outgoing(name, size, _writer(name, rebuilt(planned, tensors, {}), payload, total, moving)))
     return files_ + [of_bytes(name, data) for name, data in placed.indexes.items()]
 
 
@@ -77,13 +69,11 @@ def _check_losses(planned: Catalogue) -> None:
         )
 
 
-def _writer(
-    name: str, catalogue: Catalogue, payload: int, total: int, moving: Moving, tally: Tally
-) -> Callable[[str], None]:
+def _writer(name: str, catalogue: Catalogue, payload: int, total: int, moving: Moving) -> Callable[[str], None]:
     def progress(done: int, _: int) -> None:
-        tally.done[name] = done
+        moving.done[name] = done
         if moving.progress is not None:
-            moving.progress(sum(tally.done.values()), total)
+            moving.progress(sum(moving.done.values()), total)
 
     def write(path: str) -> None:
         assert _SAFE.create is not None
@@ -99,8 +89,8 @@ def _writer(
         )
         files.check_unchanged(moving.before)
         sink.finish(moved.crcs)
-        tally.checked += moved.checked
-        tally.unchecked += moved.unchecked
-        tally.overflowed |= moved.overflowed
+        moving.moved.checked += moved.checked
+        moving.moved.unchecked += moved.unchecked
+        moving.moved.overflowed |= moved.overflowed
 
     return write

@@ -21,6 +21,7 @@ from ckpttool.layout.rank_policies import apply_policy, check_policy
 from ckpttool.layout.rechunk import Rules
 from ckpttool.layout.rename import without_root
 from ckpttool.operations import arguments, write
+from ckpttool.operations.arguments import Selection
 from ckpttool.operations.reshard import engines
 from ckpttool.operations.write import Conversion, OpenSource, Planned, WriteOptions
 from ckpttool.producers.open import naming
@@ -43,16 +44,14 @@ class Resharding(Conversion):
 
 @dataclass(frozen=True, slots=True)
 class ReshardOptions:
-    """The options of a reshard, parsed: the mesh, or the checkpoint whose layout is copied."""
+    """The options of a reshard, parsed: the mesh, or the path of the checkpoint whose layout is copied."""
 
     mesh: Mesh | None
     like: str | None
     rules: Rules
     rng: str
     dataloader: str
-    to: Format | None
-    only: Sequence[str] = ()
-    drop: Sequence[str] = ()
+    selection: Selection
 
 
 def reshard(
@@ -92,29 +91,25 @@ def reshard(
     src, dst = os.fspath(src), os.fspath(dst)
     # In the block, so that a mistake is reported by one process.
     with processes.coordinated() as coordinator:
-        options = _parse(
-            to_world, to_mesh, like, to, engine, _rules(placements, shard, replicate), rng, dataloader, only, drop
-        )
-        how = WriteOptions(
-            overwrite=overwrite,
-            dry_run=dry_run,
-            threads=threads,
-            max_memory=arguments.memory(max_memory),
-            check=check,
-            progress=progress,
-            resume=resume,
-            manifest=None if manifest is None else os.fspath(manifest),
-        )
+        listed, memory, other = arguments.path(manifest), arguments.memory(max_memory), arguments.path(like) or None
+        rules = Rules(_placements(placements), tuple(several(shard)), tuple(several(replicate)))
+        mesh = _mesh(to_world, to_mesh, other, rules)
+        options = ReshardOptions(mesh, other, rules, rng, dataloader, arguments.selection(only, drop))
+        engines.check(engine)
+        check_policy("rng", rng)
+        check_policy("dataloader", dataloader)
+        row = _target(to) if to is not None else None
+        how = WriteOptions(overwrite, dry_run, threads, memory, check, progress, resume, listed)
         result = Resharding(src, "", dst, "", dry_run=dry_run, processes=coordinator.size)
-        target, is_first = options.to or formats.FORMATS[0], coordinator.is_first
+        target, is_first = row or formats.FORMATS[0], coordinator.is_first
         with (
-            write.destination(result, target, how, src, options.like, is_first=is_first),
+            write.destination(result, target, how, src, other, is_first=is_first),
             write.open_sources(src, shapes) as opened,
         ):
-            target = options.to or _same_format(opened.catalogue)
+            target = row or _same_format(opened.catalogue)
             planned = _plan(opened, options, target, result)
             job = write.Write(opened, planned, target, result, how, coordinator)
-            chosen = engines.choose(engine, job, options.mesh)
+            chosen = engines.choose(engine, job, mesh)
             if resume and (coordinator.size > 1 or chosen.name != "bytes"):
                 raise UsageError(
                     "`--resume` cannot be used with several processes or `--engine mesh`",
@@ -129,41 +124,23 @@ def reshard(
 # The options ----------------------------------------------------------------------------------------------------------
 
 
-def _rules(placements: str | Sequence[str], shard: str | Sequence[str], replicate: str | Sequence[str]) -> Rules:
-    texts = arguments.rules(placements, "--placements")
-    return Rules(tuple(rule(text, "--placements") for text in texts), tuple(several(shard)), tuple(several(replicate)))
+def _placements(value: str | Sequence[str]) -> tuple[tuple[str, str], ...]:
+    return tuple(rule(text, "--placements") for text in arguments.rules(value, "--placements"))
 
 
-def _parse(
-    to_world: int | None,
-    to_mesh: str | None,
-    like: str | os.PathLike[str] | None,
-    to: str | None,
-    engine: str | None,
-    rules: Rules,
-    rng: str,
-    dataloader: str,
-    only: str | Sequence[str],
-    drop: str | Sequence[str],
-) -> ReshardOptions:
-    given = [name for name, value in (("--to-world", to_world), ("--to-mesh", to_mesh), ("--like", like)) if value]
+def _mesh(to_world: int | None, to_mesh: str | None, like: str | None, rules: Rules) -> Mesh | None:
+    """Return the mesh to shard for; None with `--like`. Raises UsageError unless there is one of the three."""
     if to_world is not None and to_world < 1:
         world_mesh(to_world)
+    given = [name for name, value in (("--to-world", to_world), ("--to-mesh", to_mesh), ("--like", like)) if value]
     if len(given) != 1:
         names = " and ".join(f"`{name}`" for name in given)
         message = f"{names} exclude each other" if given else "no target layout given"
         raise UsageError(message, hint="pass one of `--to-world N`, `--to-mesh shard=4,tp=2` and `--like OTHER`")
-    engines.check(engine)
-    check_policy("rng", rng)
-    check_policy("dataloader", dataloader)
-    mesh = world_mesh(to_world) if to_world else parse_mesh(to_mesh) if to_mesh else None
-    if mesh is None and rules != rechunk.NO_RULES:
-        raise UsageError(
-            "`--like` copies the layout of every tensor and cannot be combined with rules", hint="leave one out"
-        )
-    target = _target(to) if to is not None else None
-    path = os.fspath(like) if like else None
-    return ReshardOptions(mesh, path, rules, rng, dataloader, target, several(only), several(drop))
+    if like and rules != rechunk.NO_RULES:
+        hint = "leave one out"
+        raise UsageError("`--like` copies the layout of every tensor and cannot be combined with rules", hint=hint)
+    return world_mesh(to_world) if to_world else parse_mesh(to_mesh) if to_mesh else None
 
 
 def _target(to: str) -> Format:
@@ -189,11 +166,11 @@ def _same_format(source: Catalogue) -> Format:
 
 
 def _plan(opened: OpenSource, options: ReshardOptions, target: Format, result: Resharding) -> Planned:
-    source = opened.catalogue
-    is_wanted = _wanted_parts(source, options)
+    source, selection = opened.catalogue, options.selection
+    is_wanted = selection.wanted_parts(source)
     with naming(opened.path):
-        if options.only or options.drop:
-            parts.stop_at_absent(source, options.only)
+        if selection.only or selection.drop:
+            parts.stop_at_absent(source, selection.only)
             validate(source, {path for path, entry in source.entries.items() if is_wanted(entry.part)})
         else:
             validate(source)
@@ -217,21 +194,15 @@ def _plan(opened: OpenSource, options: ReshardOptions, target: Format, result: R
             result.policies += notes
         if options.mesh is not None:
             planned = rechunk.over_mesh(planned, mesh, options.rules, everywhere=target.even)
-            planned = _without_root(_select(planned, is_wanted), options.only)
+            planned = _without_root(_select(planned, is_wanted), selection.only)
         else:
             planned = _select(planned, is_wanted)
-            bare, names = _without_root(planned, options.only), {tensor.name for tensor in other.tensors}
+            bare, names = _without_root(planned, selection.only), {tensor.name for tensor in other.tensors}
             has_root = not any(tensor.name in names for tensor in bare.tensors)
             planned = rechunk.like(planned if has_root else bare, other, result.mesh)
-            planned = _without_root(planned, options.only) if has_root else planned
+            planned = _without_root(planned, selection.only) if has_root else planned
     write.check_not_empty(planned)
     return Planned(planned, SinkOptions(world=mesh.world), folded)
-
-
-def _wanted_parts(source: Catalogue, options: ReshardOptions) -> Callable[[Part], bool]:
-    is_selected = parts.matcher(options.only, source) if options.only else lambda part: True
-    is_dropped = parts.matcher(options.drop, source)
-    return lambda part: is_selected(part) and not is_dropped(part)
 
 
 def _select(planned: Catalogue, is_wanted: Callable[[Part], bool]) -> Catalogue:

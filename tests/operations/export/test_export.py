@@ -20,6 +20,7 @@ import ckpttool
 from ckpttool import errors
 from ckpttool.operations.export import plan as planning
 from ckpttool.operations.export.assets import CARD, with_dtype
+from ckpttool.operations.write import WriteOptions
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -107,7 +108,7 @@ def test_renaming_by_rules_and_by_files_of_rules(tmp_path: Path) -> None:
     with pytest.raises(errors.UsageError, match="line 2"):
         ckpttool.export(path, tmp_path / "other", rename=f"@{tmp_path}/rules.txt")
     for flags in ({"rename": "nothing=x"}, {"exclude": "nothing*"}, {"strip_prefix": "nothing"}):
-        with pytest.raises(errors.UsageError, match="matches nothing"):
+        with pytest.raises(errors.UsageError, match="matches nothing|changes no name"):
             ckpttool.export(path, tmp_path / "other", **flags)  # type: ignore[arg-type]
 
 
@@ -292,8 +293,9 @@ def test_the_same_source_gives_the_same_bytes_and_each_file_alone(tmp_path: Path
     assert folders[0] == folders[1]
     seen: list[tuple[int, int]] = []
     options = planning.ExportOptions(max_shard_size=400)
+    how = WriteOptions(progress=lambda done, total: seen.append((done, total)))
     result = planning.Exported(str(path), "", "out", "safetensors")
-    with planning.planned(result, options, lambda done, total: seen.append((done, total))) as plan:
+    with planning.planned(result, options, how) as plan:
         # Backwards, and twice: none needs another.
         for i, file in enumerate([*reversed(plan.files), plan.files[0]]):
             file.write(str(tmp_path / str(i)))

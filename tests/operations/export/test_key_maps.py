@@ -24,7 +24,7 @@ from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, File, Tensor
 from ckpttool.operations.export import key_maps as keymaps
 from ckpttool.operations.export import views
-from ckpttool.operations.export.rotary import halves
+from ckpttool.operations.export.views import halves
 
 NAMES = {
     "model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output", "model.layers": "layers",
