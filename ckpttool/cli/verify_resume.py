@@ -37,6 +37,7 @@ _NAMES = 20  # names below a check, under -v
             Option(
                 "--values/--no-values",
                 "Check weights and moments for NaN, infinities and negative moments. Default: up to 1 GiB.",
+                default=None,
             ),
         ),
         "Selection": (options.SHAPES,),
