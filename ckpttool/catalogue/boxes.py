@@ -126,12 +126,11 @@ def runs(box: Box, within: Box, run: int) -> Iterator[int]:
 def _walk(start: int, sizes: Ints, strides: Ints) -> Iterator[int]:
     if not sizes:
         yield start
-        return
-    if len(sizes) == 1:
+    elif len(sizes) == 1:
         yield from range(start, start + sizes[0] * strides[0], strides[0]) if strides[0] else [start] * sizes[0]
-        return
-    for i in range(sizes[0]):
-        yield from _walk(start + i * strides[0], sizes[1:], strides[1:])
+    else:
+        for i in range(sizes[0]):
+            yield from _walk(start + i * strides[0], sizes[1:], strides[1:])
 
 
 def tiling_fault(shape: Sequence[int], offsets: Sequence[Ints], sizes: Sequence[Ints]) -> str | None:

@@ -113,12 +113,6 @@ class SinkOptions:
     tensor_class: str = "sharded_tensor"
 
 
-class Opener(Protocol):
-    """How a format is opened. Raises ReadError or CorruptError."""
-
-    def __call__(self, path: str, options: OpenOptions = ...) -> Source: ...
-
-
 def deferred(module: str, name: str) -> Callable[..., Any]:
     """Return a function that is `name` of `module`, imported when it is called: a command needs one format, or two."""
 
@@ -133,8 +127,8 @@ class Format:
     """A row of the table of formats, e.g. `Format("dcp", "torch.distributed.checkpoint directory", ...)`.
 
     `recognise(location)` must be cheap and raise nothing; the first row of the table that recognises a location opens
-    it, so a format of a directory must not claim directories of others. `open(location, options)` returns a source
-    whose `catalogue.format` is `name`.
+    it, so a format of a directory must not claim directories of others. `open(location, options)`, whose
+    options may be left out, returns a source whose `catalogue.format` is `name`.
 
     `create(path, planned, options)` gets a path that does not exist yet: a file if `is_file(path as the user typed
     it)`, else a directory, and a catalogue whose chunks have the rank that holds them (all 0 unless `chunked`). It
@@ -149,7 +143,7 @@ class Format:
     name: str
     title: str
     recognise: Callable[[str], bool]
-    open: Opener
+    open: Callable[..., Source]
     create: Callable[[str, Catalogue, SinkOptions], Sink] | None = None
     losses: Callable[[Catalogue, str], list[Loss]] | None = None
     is_file: Callable[[str], bool] = lambda path: False

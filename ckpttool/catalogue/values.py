@@ -106,20 +106,16 @@ class Stub(metaclass=StubType):
         self.state = [state]
 
     def append(self, value: Any) -> None:
-        if not self.values:
-            self.values = []
-        self.values.append(value)
+        self.extend((value,))
 
     add = append
 
     def extend(self, values: Any) -> None:
-        if not self.values:
-            self.values = []
+        self.values = self.values or []
         self.values.extend(values)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        if not self.pairs:
-            self.pairs = []
+        self.pairs = self.pairs or []
         self.pairs.append((key, value))
 
     def __repr__(self) -> str:

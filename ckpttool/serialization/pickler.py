@@ -5,12 +5,14 @@ from __future__ import annotations
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 from ckpttool.catalogue.values import Known, Stub, StubType, TorchSize, check_spelling, stub_type
 from ckpttool.errors import LossError
 
 _BATCH = 1000
+Leaf = Callable[["Writer", Any], bool]
 
 
 def spelt_text(value: str) -> bytes:
@@ -26,17 +28,11 @@ class Writer:
     writer's own methods (a tensor, as a call with a persistent id), `remember` it, and return True.
     """
 
-    def __init__(
-        self,
-        protocol: int = 2,
-        leaf: Callable[[Writer, Any], bool] | None = None,
-    ) -> None:
-        self.out = bytearray(b"\x80" + bytes([protocol]))
-        self.protocol = protocol
-        self._leaf = leaf
+    def __init__(self, protocol: int = 2, leaf: Leaf | None = None) -> None:
+        self.out = bytearray((0x80, protocol))
+        self.protocol, self._leaf = protocol, leaf
         self._memo: dict[Any, int] = {}
         self._keep: list[Any] = []  # so that ids in the memo stay taken
-        self._count = 0
         self.frozen = False  # nothing new comes into the memo
 
     def done(self) -> bytes:
@@ -48,13 +44,8 @@ class Writer:
     def _put(self, key: Any) -> None:
         if self.frozen:
             return
-        n = self._count
-        self._count += 1
-        self._memo[key] = n
-        if n < 256:
-            self.out += b"q" + bytes((n,))
-        else:
-            self.out += b"r" + struct.pack("<I", n)
+        n = self._memo[key] = len(self._memo)
+        self.out += b"q" + bytes((n,)) if n < 256 else b"r" + struct.pack("<I", n)
 
     def _get(self, key: Any) -> bool:
         n = self._memo.get(key)
@@ -92,11 +83,9 @@ class Writer:
         self.out += b"Q"
 
     def text(self, value: str) -> None:
-        key = ("str", value)
-        if self._get(key):
-            return
-        self.out += spelt_text(value)
-        self._put(key)
+        if not self._get(("str", value)):
+            self.out += spelt_text(value)
+            self._put(("str", value))
 
     def integer(self, value: int) -> None:
         if 0 <= value < 256:
@@ -107,21 +96,15 @@ class Writer:
             self.out += b"J" + struct.pack("<i", value)
         else:
             data = value.to_bytes((value.bit_length() >> 3) + 1, "little", signed=True)
-            if len(data) < 256:
-                self.out += b"\x8a" + bytes((len(data),)) + data
-            else:
-                self.out += b"\x8b" + struct.pack("<i", len(data)) + data
+            self.out += b"\x8a" + bytes((len(data),)) if len(data) < 256 else b"\x8b" + struct.pack("<i", len(data))
+            self.out += data
 
     def write_tuple(self, values: tuple[Any, ...]) -> None:
-        if len(values) <= 3:
-            for value in values:
-                self.write(value)
-            self.out += (b")", b"\x85", b"\x86", b"\x87")[len(values)]
-        else:
-            self.out += b"("
-            for value in values:
-                self.write(value)
-            self.out += b"t"
+        is_short = len(values) <= 3
+        self.out += b"" if is_short else b"("
+        for value in values:
+            self.write(value)
+        self.out += (b")", b"\x85", b"\x86", b"\x87")[len(values)] if is_short else b"t"
 
     def write(self, value: Any) -> None:
         """Any value of the grammar at the top of this module. Raises LossError for another one."""
@@ -171,18 +154,17 @@ class Writer:
             case list():
                 self.out += b"]"
                 self.remember(value)
-                self._appends(value)
+                self._fill([(item,) for item in value], b"a", b"e")
             case OrderedDict():
                 self.call("collections", "OrderedDict", ())
                 self.remember(value)
-                self._set_items(list(value.items()))
+                self._fill(list(value.items()), b"s", b"u")
                 if vars(value):
-                    self.write(dict(vars(value)))
-                    self.out += b"b"
+                    self._build(dict(vars(value)))
             case dict():
                 self.out += b"}"
                 self.remember(value)
-                self._set_items(list(value.items()))
+                self._fill(list(value.items()), b"s", b"u")
             case bytes():
                 self._bytes(value)
                 self.remember(value)
@@ -197,38 +179,27 @@ class Writer:
                 self.call("builtins", "complex", (value.real, value.imag))
             case Stub():
                 self._stub(value)
-            case StubType():
-                self.named(value.module, value.name)
-            case Known():
+            case StubType() | Known():
                 self.named(value.module, value.name)
             case _:
                 raise LossError(f"a value of class `{type(value).__module__}.{type(value).__name__}` cannot be pickled")
 
     def _bytes(self, value: bytes) -> None:
         if self.protocol >= 4:
-            self.out += (
-                b"B" + struct.pack("<I", len(value)) if len(value) < 2**32 else b"\x8e" + struct.pack("<Q", len(value))
-            )
+            n = len(value)
+            self.out += b"B" + struct.pack("<I", n) if n < 2**32 else b"\x8e" + struct.pack("<Q", n)
             self.out += value
         else:
             # pickle itself spells b"" `bytes()`, which `torch.load(weights_only=True)` refuses.
             self.call("_codecs", "encode", (value.decode("latin1"), "latin1"))
 
-    def _appends(self, values: list[Any]) -> None:
-        self._fill([(value,) for value in values], b"a", b"e")
-
-    def _set_items(self, pairs: list[tuple[Any, Any]]) -> None:
-        self._fill(pairs, b"s", b"u")
-
     def _fill(self, items: Sequence[tuple[Any, ...]], one: bytes, many: bytes) -> None:
         # In batches, as pickle does: a reader keeps no more than one on its stack.
         for start in range(0, len(items), _BATCH):
             batch = items[start : start + _BATCH]
-            if len(batch) > 1:
-                self.out += b"("
-            for item in batch:
-                for value in item:
-                    self.write(value)
+            self.out += b"(" if len(batch) > 1 else b""
+            for value in chain.from_iterable(batch):
+                self.write(value)
             self.out += many if len(batch) > 1 else one
 
     def _stub(self, value: Stub) -> None:
@@ -243,14 +214,17 @@ class Writer:
         else:
             self.out += b"\x81" if value.how == "new" else b"R"
         self.remember(value)
-        self._appends(value.values)
-        self._set_items(value.pairs)
+        self._fill([(item,) for item in value.values], b"a", b"e")
+        self._fill(value.pairs, b"s", b"u")
         for state in value.state:
-            self.write(state)
-            self.out += b"b"
+            self._build(state)
+
+    def _build(self, state: Any) -> None:
+        self.write(state)
+        self.out += b"b"
 
 
-def dump(value: Any, *, protocol: int = 2, leaf: Callable[[Writer, Any], bool] | None = None) -> bytes:
+def dump(value: Any, *, protocol: int = 2, leaf: Leaf | None = None) -> bytes:
     """`value` as a pickle; see `Writer`. Raises LossError for what cannot be pickled or is nested too deeply."""
     writer = Writer(protocol, leaf)
     try:

@@ -51,14 +51,12 @@ class Dropped:
 
 def is_module(value: Any) -> bool:
     """Whether this stub was an `nn.Module`."""
-    state = _state(value)
-    return state is not None and all(isinstance(state.get(own), dict) for own in _OWN)
+    return all(isinstance(_state(value).get(own), dict) for own in _OWN)
 
 
-def _state(value: Any) -> dict[Any, Any] | None:
-    if isinstance(value, Stub) and value.state and isinstance(value.state[-1], dict):
-        return value.state[-1]
-    return None
+def _state(value: Any) -> dict[Any, Any]:
+    state = value.state[-1] if isinstance(value, Stub) and value.state else {}
+    return state if isinstance(state, dict) else {}
 
 
 def replace_modules(value: Any, dropped: Dropped) -> Any:
@@ -77,10 +75,9 @@ def _replace(value: Any, dropped: Dropped, done: dict[int, Any], depth: int) -> 
         items = value.items() if isinstance(value, dict) else enumerate(value)
         new = {k: replacement for k, v in items if (replacement := _replace(v, dropped, done, depth + 1)) is not v}
         if new:
-            copy = value.copy()
+            copy = done[id(value)] = value.copy()
             for key, replacement in new.items():
                 copy[key] = replacement
-            done[id(value)] = copy
     return done[id(value)]
 
 
@@ -93,34 +90,22 @@ def state_dict(module: Stub, dropped: Dropped) -> OrderedDict[str, Any]:
 
 
 # Every module has these; nobody misses them.
-_USUAL = {
-    "training",
-    "_is_full_backward_hook",
-    "_non_persistent_buffers_set",
-    "call_super_init",
-    "dump_patches",
-    *_OWN,
-}
+_USUAL = {"training", "_is_full_backward_hook", "_non_persistent_buffers_set", "call_super_init", "dump_patches", *_OWN}
 
 
 def _collect(module: Any, prefix: str, result: OrderedDict[str, Any], dropped: Dropped, depth: int) -> None:
     if depth > _MAX_DEPTH:
         raise CorruptError(f"the module `{prefix[:80]}` is nested more than {_MAX_DEPTH} deep")
-    state = _state(module) or {}
+    state = _state(module)
     passing = state.get("_non_persistent_buffers_set")
     passing = passing if isinstance(passing, (set, frozenset, list)) else ()
-    for own in ("_parameters", "_buffers"):
-        for name, value in state.get(own, {}).items():
-            if value is None:
-                continue
-            if own == "_buffers" and name in passing:
-                dropped.buffers.append(f"{prefix}{name}")
-            else:
-                result[f"{prefix}{name}"] = value
-    dropped.attributes.update(
-        str(k) for k, v in state.items() if k not in _USUAL and v is not None and not (isinstance(v, dict) and not v)
-    )
-    for name, child in state.get("_modules", {}).items():
+    dropped.buffers += [f"{prefix}{k}" for k, v in state["_buffers"].items() if v is not None and k in passing]
+    buffers = {k: v for k, v in state["_buffers"].items() if k not in passing}
+    for name, value in (*state["_parameters"].items(), *buffers.items()):
+        if value is not None:
+            result[f"{prefix}{name}"] = value
+    dropped.attributes |= {str(k) for k, v in state.items() if k not in _USUAL and v is not None and v != {}}
+    for name, child in state["_modules"].items():
         if is_module(child):
             _collect(child, f"{prefix}{name}.", result, dropped, depth + 1)
         elif child is not None:
