@@ -21,9 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpttool.catalogue.dtypes import BY_STORAGE
 from ckpttool.catalogue.entries import Extent
-from ckpttool.catalogue.values import stub_name
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.serialization import pickle_opcodes, torch_pickle, unpickler
 from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
@@ -53,19 +51,18 @@ class Stream:
         storage = ref if isinstance(ref, StorageRef) else ref.storage
         if isinstance(ref, TensorRef) and 0 in ref.shape:
             return Extent(0, 0, 0)
-        at = self.storages.get(storage.key)
-        if at is None:
+        if storage.key not in self.storages:
             raise CorruptError(f"{self.name}: has no storage `{storage.key}`", hint="the file is incomplete")
-        kind = storage.dtype
-        itemsize = kind.itemsize if kind else 1
+        offset, have = self.storages[storage.key]
         start, numel = storage.view or (0, storage.numel)
-        offset, nbytes = at[0] + start * itemsize, numel * itemsize
-        if start < 0 or numel < 0 or offset + nbytes > at[0] + at[1]:
+        offset, nbytes = offset + start * storage.itemsize, numel * storage.itemsize
+        need = start * storage.itemsize + nbytes
+        if start < 0 or numel < 0 or need > have:
             raise CorruptError(
-                f"{self.name}: storage `{storage.key}` has {at[1]} bytes, but {start * itemsize + nbytes} are needed",
+                f"{self.name}: storage `{storage.key}` has {have} bytes, but {need} are needed",
                 hint="the file is truncated or was changed after it was written",
-                found=at[1],
-                expected=start * itemsize + nbytes,
+                found=have,
+                expected=need,
             )
         if isinstance(ref, StorageRef):
             return Extent(0, offset, nbytes)
@@ -80,15 +77,21 @@ def is_stream(head: bytes) -> bool:
 
 def is_tar(head: bytes, path: Location) -> bool:
     """Whether a file that begins like this (512 bytes) is torch's tar: other checkpoints are tars as well."""
-    if head[257:262] != b"ustar":
+    try:
+        return head[257:262] == b"ustar" and _members(path, "").keys() >= _MEMBERS
+    except CkptError:
         return False
+
+
+def _members(path: Location, name: str) -> dict[str, tuple[int, int]]:
+    """Where the regular members of a tar begin and end."""
     import tarfile
 
     try:
         with path.open() as file, tarfile.open(fileobj=file, mode="r:") as archive:
-            return set(archive.getnames()) >= _MEMBERS
-    except (tarfile.TarError, OSError, ValueError, CkptError):
-        return False
+            return {m.name: (m.offset_data, m.offset_data + m.size) for m in archive.getmembers() if m.isreg()}
+    except (tarfile.TarError, OSError, ValueError) as error:
+        raise CorruptError(f"{name}: not a whole tar: {error}") from None
 
 
 class _Cursor:
@@ -161,8 +164,7 @@ def open_stream(read: Read, size: int, *, name: str) -> Stream:
         if ref is None or key in stream.storages:
             raise CorruptError(f"{name}: storage `{key}` is listed, but no tensor names it")
         numel = cursor.int64()
-        nbytes = numel * (ref.dtype.itemsize if ref.dtype else 1)
-        stream.storages[key] = cursor.skip(nbytes), nbytes
+        stream.storages[key] = cursor.skip(numel * ref.itemsize), numel * ref.itemsize
     return stream
 
 
@@ -171,15 +173,8 @@ def open_stream(read: Read, size: int, *, name: str) -> Stream:
 
 def open_tar(read: Read, path: Location, *, name: str) -> Stream:
     """The tar of torch 0.1. Raises CorruptError when a member is missing or cut."""
-    import tarfile
-
-    try:
-        with path.open() as file, tarfile.open(fileobj=file, mode="r:") as archive:
-            members = {m.name: (m.offset_data, m.offset_data + m.size) for m in archive.getmembers() if m.isreg()}
-    except (tarfile.TarError, OSError, ValueError) as error:
-        raise CorruptError(f"{name}: not a whole tar: {error}") from None
-    missing = sorted(_MEMBERS - members.keys())
-    if missing:
+    members = _members(path, name)
+    if missing := sorted(_MEMBERS - members.keys()):
         raise CorruptError(f"{name}: has no member `{missing[0]}`")
     stream = Stream(name, "tar", None)
     storages = _tar_storages(_Cursor(read, *members["storages"], name), stream)
@@ -201,16 +196,12 @@ def _tar_storages(cursor: _Cursor, stream: Stream) -> dict[str, StorageRef]:
     refs: dict[str, StorageRef] = {}
     for _ in range(_count(cursor, "storages")):
         match cursor.pickle("storage"):
-            case (int() | str() as key, str() as location, kind):
-                pass
+            case (int() | str() as key, str() as location, kind) if dtype := torch_pickle.storage_dtype(kind):
+                numel = cursor.int64()
             case _:
                 raise CorruptError(f"{stream.name}: a storage that is not (key, location, class)")
-        dtype = BY_STORAGE.get((stub_name(kind) or "").rpartition(".")[2])
-        if dtype is None:
-            raise CorruptError(f"{stream.name}: unknown dtype: storage class `{stub_name(kind)}`")
-        numel = cursor.int64()
-        refs[str(key)] = StorageRef(str(key), dtype, numel, location)
-        stream.storages[str(key)] = cursor.skip(numel * dtype.itemsize), numel * dtype.itemsize
+        ref = refs[str(key)] = StorageRef(str(key), dtype, numel, location)
+        stream.storages[ref.key] = cursor.skip(ref.nbytes), ref.nbytes
     views = cursor.pickle("views")
     for view in views if isinstance(views, list) else ():
         match view:
@@ -226,14 +217,13 @@ def _tar_tensors(cursor: _Cursor, storages: dict[str, StorageRef]) -> dict[str, 
     for _ in range(_count(cursor, "tensors")):
         match cursor.pickle("tensor"):
             case (int() | str() as key, int() | str() as storage, _) if str(storage) in storages:
-                pass
+                ref = storages[str(storage)]
             case _:
                 raise CorruptError("a tensor of the tar is not (key, storage, class)")
         (dims,) = struct.unpack("<i", cursor.take(8)[:4])
         if not 0 <= dims <= 64:
             raise CorruptError(f"tensor `{key}` of the tar has {dims} dimensions")
         numbers = struct.unpack(f"<{2 * dims + 1}q", cursor.take(8 * (2 * dims + 1)))
-        ref = storages[str(storage)]
         assert ref.dtype is not None
         tensors[str(key)] = torch_pickle.rebuild(ref, ref.dtype, numbers[-1], numbers[:dims], numbers[dims : 2 * dims])
     return tensors

@@ -36,8 +36,12 @@ class StorageRef:
     view: tuple[int, int] | None = None
 
     @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize if self.dtype else 1
+
+    @property
     def nbytes(self) -> int:
-        return self.numel * (self.dtype.itemsize if self.dtype else 1)
+        return self.numel * self.itemsize
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,12 +169,8 @@ def persistent_load(pid: Any) -> Any:
     if pid[0] != "storage" or len(pid) < 5:
         raise CorruptError(f"a persistent id of an unknown kind: {pid[0]!r}")
     _, kind, key, location, numel, *rest = pid
-    name = (stub_name(kind) or "").rpartition(".")[2]
     if type(numel) is not int or numel < 0 or not isinstance(key, (str, int)):
         raise CorruptError("a storage without a key or a size")
-    known = BY_STORAGE.get(name)
-    if known is None and name != "UntypedStorage":
-        raise CorruptError(f"unknown dtype: storage class `{stub_name(kind)}`", found=stub_name(kind))
     match rest:
         case [] | [None, *_]:
             view = None
@@ -178,7 +178,15 @@ def persistent_load(pid: Any) -> Any:
             view = (start, size)
         case _:
             raise CorruptError("a storage view that is not (key, offset, size)")
-    return StorageRef(str(key), known, numel, str(location), view)
+    return StorageRef(str(key), storage_dtype(kind), numel, str(location), view)
+
+
+def storage_dtype(kind: Any) -> Dtype | None:
+    """The dtype of a class of storages; None for the untyped one. Raises CorruptError for another class."""
+    name = (stub_name(kind) or "").rpartition(".")[2]
+    if name not in BY_STORAGE and name != "UntypedStorage":
+        raise CorruptError(f"unknown dtype: storage class `{stub_name(kind)}`", found=stub_name(kind))
+    return BY_STORAGE.get(name)
 
 
 def load(stream: io.BufferedIOBase | io.BytesIO | bytes, what: str) -> Any:

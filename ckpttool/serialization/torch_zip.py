@@ -11,6 +11,7 @@ CRCs and sizes in local headers are zero; the central directory has them.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ MAX_NAME = 4096  # bytes of a record's name
 _WINDOW = 1 << 20
 _MAX_WORD = 16  # bytes of `byteorder`
 _ENCRYPTED = 0x2041  # bits of the flags: the record, strongly, or its header
+_CLIMBING = re.compile(r"/|(.*/)?\.\.(/|$)", re.DOTALL).match
 _GAP = 1 << 16  # bytes between two records: a descriptor, and a field that `zip` adds to local headers only
 
 
@@ -54,18 +56,15 @@ class Archive:
     read: Read
     end: int  # of the payloads, absolute: where the directory begins
     swapped: bool = False
-    has_crcs: bool = True
     _payloads: dict[str, Record] = field(default_factory=dict)
 
     def payload(self, record: str) -> Record:
         """Where the bytes of a record lie, once its local header has been read."""
-        location = self._payloads.get(record)
-        if location is None:
-            listed = self.records.get(record)
-            if listed is None:
+        if record not in self._payloads:
+            if record not in self.records:
                 raise CorruptError(f"{self.name}: has no record `{record}`", hint="the file is incomplete")
-            location = self._payloads[record] = _locate(self, record, listed)
-        return location
+            self._payloads[record] = _locate(self, record, self.records[record])
+        return self._payloads[record]
 
     @property
     def torch_versions(self) -> str:
@@ -73,6 +72,10 @@ class Archive:
         if ".format_version" in self.records:
             return "2.7 or later"
         return "2.1 to 2.6" if "byteorder" in self.records else "1.6 to 2.0"
+
+    @property
+    def has_crcs(self) -> bool:
+        return any(record.crc for record in self.records.values())
 
     @property
     def located(self) -> Collection[str]:
@@ -156,9 +159,7 @@ def open_archive(read: Read, base: int, length: int, *, name: str, file: int = 0
         raise _not_an_archive(name, f"its directory has {size} bytes, more than {MAX_DIRECTORY}")
     directory = tail[at - tail_at : at - tail_at + size] if at >= tail_at else read(base + at, size)
     records, root = _read_directory(directory, count, name, base, file, at)
-    archive = Archive(name, file, base, root, records, read, base + at)
-    archive.has_crcs = any(r.crc for r in records.values())
-    return archive
+    return Archive(name, file, base, root, records, read, base + at)
 
 
 def _read_directory(
@@ -166,9 +167,9 @@ def _read_directory(
 ) -> tuple[dict[str, Record], str]:
     records: dict[str, Record] = {}
     root: str | None = None
-    at = 0
     taken: list[tuple[int, int]] = []
     strays: list[str] = []
+    at = 0
     for _ in range(count):
         if at + CENTRAL.size > len(directory):
             raise _not_an_archive(name, "its directory is cut")
@@ -185,25 +186,21 @@ def _read_directory(
         if 0xFFFFFFFF in (packed, nbytes, offset):
             packed, nbytes, offset = _zip64(extra, packed, nbytes, offset, name)
         top, _, short = record.partition("/")
-        if root is None:
-            root = top
+        root = top if root is None else root
         taken.append((offset, offset + LOCAL.size + name_len + packed))
         if top != root or not short:
-            strays.append(record)
-            # A stray record beside the root is no part of the checkpoint.
+            strays.append(record)  # no part of the checkpoint
             continue
-        if not short.isprintable() or "\\" in short or name_len > MAX_NAME or _climbs(short) or "\ufffd" in short:
+        if not short.isprintable() or "\\" in short or name_len > MAX_NAME or _CLIMBING(short) or "\ufffd" in short:
             raise CorruptError(f"{name}: a record has the name `{short:.80}`, which no record of torch has")
         if flags & _ENCRYPTED:
             raise CorruptError(f"{name}: record `{short}` is encrypted", hint="torch cannot read it either")
         if short in records:
             raise CorruptError(f"{name}: two records are called `{short}`")
-        if offset + LOCAL.size > limit:
+        if offset + LOCAL.size + (name_len + packed if method == 0 else 0) > limit:
             raise _not_an_archive(name, f"record `{short}` is outside")
         if method == 0 and packed != nbytes:
             raise CorruptError(f"{name}: record `{short}` has {packed} bytes, but says {nbytes}")
-        if method == 0 and offset + LOCAL.size + name_len + nbytes > limit:
-            raise _not_an_archive(name, f"record `{short}` is outside")
         # Deflated code of a TorchScript file is listed and never read.
         records[short] = Record(file, base + offset, nbytes if method == 0 else -1, crc)
     if at != len(directory):
@@ -211,10 +208,6 @@ def _read_directory(
     _check_apart(taken, limit, name)
     _check_one(records, strays, name)
     return records, root or ""
-
-
-def _climbs(short: str) -> bool:
-    return short[0] == "/" or (".." in short and ".." in short.split("/"))
 
 
 def _check_apart(taken: list[tuple[int, int]], limit: int, name: str) -> None:
