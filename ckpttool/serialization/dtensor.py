@@ -311,11 +311,9 @@ def _placement(stub: Any) -> Placement:
             if type(dim) is int and dim >= 0 and type(factor) is int and 1 <= factor <= _MOST_PARTS:
                 return Placement(dim, factor)
         case _ if "Partial" in name:
-            raise ReadError(
-                "a partial DTensor: each rank has a summand of it, not a piece",
-                hint="sum it up before it is saved: `tensor.redistribute(placements=[Replicate()])`",
-                found=name,
-            )
+            message = "a partial DTensor: each rank has a summand of it, not a piece"
+            hint = "sum it up before it is saved: `tensor.redistribute(placements=[Replicate()])`"
+            raise ReadError(message, hint=hint, found=name)
     raise ReadError(f"placement `{stub_name(stub) or stub!r:.80}` is not one that we know", found=name)
 
 

@@ -35,6 +35,7 @@ _ORDER = """
 """
 _RANK = {name: -n for n, name in enumerate(_ORDER.split())}
 _LENGTH = struct.Struct("<Q")
+_TRUNCATED = "the file is truncated or still being written"
 
 
 class Entry(NamedTuple):
@@ -101,47 +102,28 @@ def read_header(read: Read, base: int, length: int, *, name: str, exact: bool = 
     limit = base + length
     if end > limit:
         last = next(tensor for tensor, entry in tensors.items() if entry.end > limit)
-        raise CorruptError(
-            f"{name}: tensor `{last}`: ends at byte {tensors[last].end}, but the file ends at {limit}",
-            hint="the file is truncated or still being written",
-            tensor=last,
-            found=limit,
-            expected=end,
-        )
+        message = f"{name}: tensor `{last}`: ends at byte {tensors[last].end}, but the file ends at {limit}"
+        raise CorruptError(message, hint=_TRUNCATED, tensor=last, found=limit, expected=end)
     if exact and end < limit:
+        message = f"{name}: the file has {limit} bytes, but the tensors in its header end at {end}"
         raise CorruptError(
-            f"{name}: the file has {limit} bytes, but the tensors in its header end at {end}",
-            hint="something was appended to the file, or its header was changed",
-            found=limit,
-            expected=end,
+            message, hint="something was appended to the file, or its header was changed", found=limit, expected=end
         )
     return Header(tensors, metadata, payload, end)
 
 
 def _read_text(read: Read, base: int, length: int, name: str) -> tuple[bytes, int]:
     if length < _LENGTH.size:
-        raise CorruptError(
-            f"{name}: a safetensors file begins with 8 bytes of header length, but this has {length}",
-            hint="the file is truncated or still being written",
-            found=length,
-            expected=_LENGTH.size,
-        )
+        message = f"{name}: a safetensors file begins with 8 bytes of header length, but this has {length}"
+        raise CorruptError(message, hint=_TRUNCATED, found=length, expected=_LENGTH.size)
     (size,) = _LENGTH.unpack(read(base, _LENGTH.size))
     if size > MAX_HEADER:
-        raise CorruptError(
-            f"{name}: a header of {size} bytes is more than the {MAX_HEADER} that safetensors allows",
-            hint="this may not be a safetensors file",
-            found=size,
-            expected=MAX_HEADER,
-        )
+        message = f"{name}: a header of {size} bytes is more than the {MAX_HEADER} that safetensors allows"
+        raise CorruptError(message, hint="this may not be a safetensors file", found=size, expected=MAX_HEADER)
     payload = base + _LENGTH.size + size
     if payload > base + length:
-        raise CorruptError(
-            f"{name}: a header of {size} bytes ends at {payload}, but the file ends at {base + length}",
-            hint="the file is truncated or still being written",
-            found=base + length,
-            expected=payload,
-        )
+        message = f"{name}: a header of {size} bytes ends at {payload}, but the file ends at {base + length}"
+        raise CorruptError(message, hint=_TRUNCATED, found=base + length, expected=payload)
     return read(base + _LENGTH.size, size), payload
 
 
@@ -189,13 +171,9 @@ def _check_tiling(tensors: Mapping[str, Entry], payload: int, name: str) -> int:
     for tensor, entry in tensors.items():
         if entry.begin != at:
             fault = "overlaps" if entry.begin < at else f"leaves a hole of {entry.begin - at} bytes after"
-            raise CorruptError(
-                f"{name}: tensor `{tensor}` begins at byte {entry.begin}, not {at}: it {fault} {before}",
-                hint="the header was changed after it was written",
-                tensor=tensor,
-                found=entry.begin,
-                expected=at,
-            )
+            message = f"{name}: tensor `{tensor}` begins at byte {entry.begin}, not {at}: it {fault} {before}"
+            hint = "the header was changed after it was written"
+            raise CorruptError(message, hint=hint, tensor=tensor, found=entry.begin, expected=at)
         at, before = entry.end, f"`{tensor}`"
     return at
 
@@ -259,10 +237,6 @@ def build_header(tensors: Iterable[Spec], metadata: Mapping[str, str] | None = N
         ) from None
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER:
-        raise LossError(
-            f"a header of {len(text)} bytes is more than the {MAX_HEADER} that safetensors can read back",
-            hint="pass a smaller `--max-shard-size`",
-            found=len(text),
-            expected=MAX_HEADER,
-        )
+        message = f"a header of {len(text)} bytes is more than the {MAX_HEADER} that safetensors can read back"
+        raise LossError(message, hint="pass a smaller `--max-shard-size`", found=len(text), expected=MAX_HEADER)
     return _LENGTH.pack(len(text)) + text

@@ -32,11 +32,8 @@ def check_values(text: bytes, what: str) -> None:
     """Raises CorruptError when JSON could hold far more values than one of its size does that somebody wrote."""
     most = MAX_VALUES + len(text) // BYTES_PER_VALUE
     if len(text) > MAX_VALUES and (count := sum(map(text.count, (b",", b"[", b"{")))) > most:
-        raise CorruptError(
-            f"{what} has up to {count} values, more than the {most} that JSON of {len(text)} bytes may have",
-            found=count,
-            expected=most,
-        )
+        message = f"{what} has up to {count} values, more than the {most} that JSON of {len(text)} bytes may have"
+        raise CorruptError(message, found=count, expected=most)
 
 
 def check_beginning(window: bytes, what: str) -> None:
@@ -57,12 +54,9 @@ def parse(text: bytes, what: str) -> Any:
         raise CorruptError(f"{what} {error.message}", **error.facts) from None
     except json.JSONDecodeError as error:
         why = error.msg[:1].lower() + error.msg[1:]
-        raise CorruptError(
-            f"{what} is not JSON: {why} at byte {error.pos} of {len(text)}",
-            hint="the file is truncated or was changed after it was written",
-            found=error.pos,
-            expected=len(text),
-        ) from None
+        message = f"{what} is not JSON: {why} at byte {error.pos} of {len(text)}"
+        hint = "the file is truncated or was changed after it was written"
+        raise CorruptError(message, hint=hint, found=error.pos, expected=len(text)) from None
     except RecursionError:
         raise CorruptError(f"{what} is not JSON that can be read: it is nested too deeply") from None
     except ValueError:

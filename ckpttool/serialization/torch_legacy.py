@@ -58,11 +58,9 @@ class Stream:
         offset, nbytes = offset + start * storage.itemsize, numel * storage.itemsize
         need = start * storage.itemsize + nbytes
         if start < 0 or numel < 0 or need > have:
+            message = f"{self.name}: storage `{storage.key}` has {have} bytes, but {need} are needed"
             raise CorruptError(
-                f"{self.name}: storage `{storage.key}` has {have} bytes, but {need} are needed",
-                hint="the file is truncated or was changed after it was written",
-                found=have,
-                expected=need,
+                message, hint="the file is truncated or was changed after it was written", found=have, expected=need
             )
         if isinstance(ref, StorageRef):
             return Extent(0, offset, nbytes)
@@ -113,12 +111,8 @@ class _Cursor:
 
     def _room(self, nbytes: int) -> int:
         if nbytes < 0 or self.at + nbytes > self._end:
-            raise CorruptError(
-                f"{self._name}: ends at byte {self._end}, but {nbytes} bytes are needed at {self.at}",
-                hint="the file is truncated",
-                found=self._end,
-                expected=self.at + nbytes,
-            )
+            message = f"{self._name}: ends at byte {self._end}, but {nbytes} bytes are needed at {self.at}"
+            raise CorruptError(message, hint="the file is truncated", found=self._end, expected=self.at + nbytes)
         return nbytes
 
     def pickle(self, what: str, persistent: Callable[[Any], Any] | None = None) -> Any:
@@ -127,11 +121,8 @@ class _Cursor:
         if end is None:
             raise CorruptError(f"{self._name}: {what}: not a whole pickle", hint="the file is truncated")
         if end > _MAX_PICKLE:
-            raise CorruptError(
-                f"{self._name}: {what}: a pickle of {end} bytes is more than the {_MAX_PICKLE} that we read",
-                found=end,
-                expected=_MAX_PICKLE,
-            )
+            message = f"{self._name}: {what}: a pickle of {end} bytes is more than the {_MAX_PICKLE} that we read"
+            raise CorruptError(message, found=end, expected=_MAX_PICKLE)
         data = self._read(start, end)
         self.at += end
         return unpickler.load(data, what=f"{self._name}: {what}", known=torch_pickle.KNOWN, persistent=persistent)

@@ -90,12 +90,9 @@ def rebuild(storage: Any, dtype: Dtype, offset: Any, size: Any, stride: Any, fla
         raise CorruptError(f"{tensor} needs {need} bytes of a storage that has {have}", found=have, expected=need)
     claimed = prod(shape) * dtype.itemsize
     if claimed > max(have, min(64 * have, 1 << 62), MAX_REPEATED):
-        raise CorruptError(
-            f"{tensor} with strides {list(strides)} claims {claimed} bytes of a storage that has {have}",
-            hint="no tensor repeats its elements that often: the file was made to fill a disk",
-            found=have,
-            expected=claimed,
-        )
+        message = f"{tensor} with strides {list(strides)} claims {claimed} bytes of a storage that has {have}"
+        hint = "no tensor repeats its elements that often: the file was made to fill a disk"
+        raise CorruptError(message, hint=hint, found=have, expected=claimed)
     return TensorRef(storage, dtype, offset, shape, strides, codec)
 
 

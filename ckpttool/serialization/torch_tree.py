@@ -146,10 +146,7 @@ class StorageKeys:
     `tensors` are those that were mentioned, each with the key of its storage."""
 
     def __init__(
-        self,
-        catalogue: Catalogue,
-        shape_of: Callable[[Tensor], Ints] = attrgetter("shape"),
-        owner: str = "an object",
+        self, catalogue: Catalogue, shape_of: Callable[[Tensor], Ints] = attrgetter("shape"), owner: str = "an object"
     ) -> None:
         self._catalogue, self._shape_of, self._owner = catalogue, shape_of, owner
         self._keys: dict[Path, str] = {}
@@ -161,11 +158,8 @@ class StorageKeys:
             return None
         tensor = value if isinstance(value, Tensor) else self._catalogue.entries.get(value.path)
         if not isinstance(tensor, Tensor):
-            raise LossError(
-                f"{self._owner} needs the tensor `{dotted(value.path)}`, which is left out",
-                hint="keep both or leave both out",
-                tensor=dotted(value.path),
-            )
+            message = f"{self._owner} needs the tensor `{dotted(value.path)}`, which is left out"
+            raise LossError(message, hint="keep both or leave both out", tensor=dotted(value.path))
         key = self._keys.setdefault(self._catalogue.first(tensor).path, str(len(self._keys)))
         self.tensors[tensor.path] = key
         return NewTensor(key, tensor.dtype, self._shape_of(tensor), isinstance(value, Link) and value.storage)

@@ -87,12 +87,9 @@ class Archive:
         at = self.payload(record)
         data = self.read(at.offset, at.nbytes)
         if at.crc and (actual := crc32(data)) != at.crc:
-            raise CorruptError(
-                f"{self.name}: record `{record}` has CRC {actual:08x}, but the writer left {at.crc:08x}",
-                hint="its bytes changed after they were written; take another copy of the checkpoint",
-                found=f"{actual:08x}",
-                expected=f"{at.crc:08x}",
-            )
+            message = f"{self.name}: record `{record}` has CRC {actual:08x}, but the writer left {at.crc:08x}"
+            hint = "its bytes changed after they were written; take another copy of the checkpoint"
+            raise CorruptError(message, hint=hint, found=f"{actual:08x}", expected=f"{at.crc:08x}")
         return data
 
     def extent(self, ref: TensorRef | StorageRef, folder: str = "data") -> Extent:
@@ -307,10 +304,9 @@ def resolve_item(read: Read, base: int, length: int, *, name: str, file: int, dt
     if not isinstance(ref, TensorRef):
         raise CorruptError(f"{name}: holds a value where the metadata says a tensor")
     if ref.shape != sizes or ref.dtype != dtype:
+        message = f"{name}: holds {ref.dtype} {list(ref.shape)}, but the metadata says {dtype} {list(sizes)}"
+        hint = "the data file and `.metadata` are not of the same save"
         raise CorruptError(
-            f"{name}: holds {ref.dtype} {list(ref.shape)}, but the metadata says {dtype} {list(sizes)}",
-            hint="the data file and `.metadata` are not of the same save",
-            found=f"{ref.dtype} {list(ref.shape)}",
-            expected=f"{dtype} {list(sizes)}",
+            message, hint=hint, found=f"{ref.dtype} {list(ref.shape)}", expected=f"{dtype} {list(sizes)}"
         )
     return archive.extent(ref)
