@@ -115,8 +115,6 @@ def mesh_boxes(shape: Ints, mesh: Mesh, placed: Placements) -> Iterator[tuple[Bo
     yield from holders.items()
 
 
-# Boxes -> mesh and placements -----------------------------------------------------------------------------------------
-
 ORDER = ("replicate", "shard", "tp")
 """The dimensions of a mesh, outermost first, as FSDP2 takes them."""
 

@@ -6,7 +6,7 @@
     drop    left out
 
 No policy makes up a state: two ranks with one random state draw the same dropout masks, and a data loader's position
-means nothing to a loader that sees other samples. What each did is said, one line for each kind of value.
+means nothing to a loader that sees other samples.
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
 """Compares what the ranks saved: copies of a tensor or a value, and counters that prove that files are of two saves.
 
-Copies are the same by the checksums of their records where those prove it, else by reading. Counters that every rank of
-a save has alike prove two saves:
-
-    kind         entries                                     why
-    progress     step, epoch, iteration, global_step, ...    ranks count together
-    scheduler    last_epoch, _step_count                     stepped by every rank
-    optimizer    step of a parameter; lr of a group          stepped by every rank; of one group everywhere
-
-Random number generators, data loaders, tokens seen and losses are each rank's own, and prove nothing.
+Copies are the same by the checksums of their records where those prove it, else by reading. Every rank counts steps and
+epochs, and steps schedulers and optimizers, like all others; random number generators, data loaders, tokens seen and
+losses are each rank's own, and prove nothing.
 """
 
 from __future__ import annotations
@@ -43,9 +37,6 @@ _COUNTERS = {
 }
 _MINOR = ("scheduler", "rng", "dataloader", "scaler", "progress")
 _STRUCT_CODES = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
-
-
-# Copies ---------------------------------------------------------------------------------------------------------------
 
 
 class CopyComparer:
@@ -100,9 +91,6 @@ def same_value(a: Object, b: Object) -> bool:
     except LossError:
         # A value that contains itself cannot be compared, so each rank keeps its own.
         return False
-
-
-# Two saves ------------------------------------------------------------------------------------------------------------
 
 
 class MixedSaves:

@@ -115,8 +115,6 @@ class RankMerger:
         self._seen.append(state.rank)
         state.read, state.shards = Catalogue("rankfiles"), {}
 
-    # The first rank -------------------------------------------------------------------------------------------------
-
     def _start(self, state: RankState) -> None:
         self._first = state
         self._catalogue.containers |= state.read.containers
@@ -140,8 +138,6 @@ class RankMerger:
             self._boxes[path] = {}
             for chunk in pieces:
                 self._add_piece(path, entry, chunk, state)
-
-    # Every other rank ------------------------------------------------------------------------------------------------
 
     def _compare(self, state: RankState) -> None:
         entries, merged = state.read.entries, self._catalogue.entries
@@ -229,8 +225,6 @@ class RankMerger:
         elif not self._is_copy(path, tensor, chunk.sizes, tensor.chunks.at(at).extent, chunk.extent):
             self._differing.setdefault(path, []).append(state.rank)
 
-    # What belongs together -------------------------------------------------------------------------------------------
-
     def _kind(self, path: Path) -> str:
         return next((self._kinds[at] for at in (path, *reversed(above(path))) if at in self._kinds), "other")
 
@@ -243,8 +237,6 @@ class RankMerger:
                 unit = owner[: parts.with_rank(owner, 0).index(parts.rank_key(0))]
             self._units[path] = unit
         return self._units[path]
-
-    # Faults ----------------------------------------------------------------------------------------------------------
 
     def _disagree(self, path: Path, expected: str, found: str, state: RankState) -> None:
         if path in self._shapes:
@@ -347,8 +339,6 @@ class RankMerger:
             for rank, names in sorted(odd_ones.items())
             if len(meshes) < 2 or rank in full
         ]
-
-    # The end ---------------------------------------------------------------------------------------------------------
 
     def finish(self, blamed: Mapping[Path, CkptError]) -> None:
         """Insert the values kept for each rank, and add faults and warnings; `blamed` are the faults of parts that are

@@ -6,12 +6,9 @@
     DTensor        state (None, {"_local_tensor": tensor, "_spec": DTensorSpec(mesh, (Shard(0),), TensorMeta)})
                    a rank without rows has a local tensor of none
 
-Upstream: `torch/distributed/_shard/`, `torch/distributed/fsdp/_shard_utils.py`, `torch/distributed/tensor/` and
-`torch/distributed/device_mesh.py` of torch 2.6 to 2.15. A `ShardedTensor` is pickled as torch pickles it.
-
-A `DTensor`'s mesh and spec are not. torch pickles their attributes, which changed after 2.9 and after 2.12: files with
-those of one version cannot be read by the next. Here they are calls of the public constructors, which all of them
-have; the mesh is then made anew in the process that loads, over its process group, as FSDP1 needs it to be anyway.
+A `DTensor`'s mesh and spec are not pickled as torch does it, by their attributes, which changed after 2.9 and after
+2.12, but as calls of the public constructors: the mesh is then made in the process that loads, over its process group.
+Upstream: `torch/distributed/{_shard,tensor}/`, `device_mesh.py` and `fsdp/_shard_utils.py` of torch 2.6 to 2.15.
 """
 
 from __future__ import annotations

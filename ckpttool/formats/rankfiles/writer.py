@@ -150,9 +150,6 @@ class _Placing:
                 created.replicas += whole[1:] if entry.alias is None else ()
 
 
-# Values of one rank ---------------------------------------------------------------------------------------------------
-
-
 def _owner(entry: Entry) -> tuple[int, int] | None:
     """Return the depth and the number of the rank's key in the path of a value of one rank: `rng.rank3.torch`. A module
     or a parameter may be called `rank3` too."""

@@ -132,9 +132,6 @@ def optimizers(catalogue: Catalogue) -> list[Optimizer]:
     return [*result.values()]
 
 
-# Nested ---------------------------------------------------------------------------------------------------------------
-
-
 def _nested(root: Path, entries: list[Entry]) -> Optimizer:
     optimizer = Optimizer(root, entries[0].part, "fqn", entries={entry.path for entry in entries})
     groups: dict[Hashable, Group] = defaultdict(Group)
@@ -208,9 +205,6 @@ def _separate_loose(optimizer: Optimizer) -> None:
             found=strays,
         )
     optimizer.state = {key: items for key, items in optimizer.state.items() if key in known}
-
-
-# Flat -----------------------------------------------------------------------------------------------------------------
 
 
 def _flat(root: Path, entries: list[Entry]) -> Optimizer:

@@ -133,9 +133,6 @@ def _replaced(catalogue: Catalogue, changed: list[Optimizer], respelled: dict[Pa
     return respelt
 
 
-# Writing --------------------------------------------------------------------------------------------------------------
-
-
 def _write_nested(optimizer: Optimizer, keys: Mapping[Any, Any]) -> Written:
     """`keys` has what each parameter is to be called; state comes in the order of `keys`."""
     root, entries = optimizer.root, list[Entry]()
@@ -247,9 +244,6 @@ def _write_flat(optimizer: Optimizer) -> Written:
             if container.kind == "list" or len(new) > len(root) + 1:
                 containers[new] = container
     return entries, containers
-
-
-# What is lost ---------------------------------------------------------------------------------------------------------
 
 
 def _remarks(optimizer: Optimizer, style: str) -> list[str]:

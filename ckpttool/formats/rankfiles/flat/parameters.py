@@ -13,8 +13,6 @@ A unit is a module that FSDP wrapped. Its flat parameter holds the parameters be
 order in which the modules register them, a shared one once. With `use_orig_params=True` each begins at a multiple of 16
 bytes (of the dtype it is computed in) and the end is padded to a multiple of the world size; with False there is no
 padding in the files. Upstream: `torch/distributed/fsdp/_flat_param.py` and `_state_dict_utils.py`, torch 2.0 to 2.13.
-
-Everything here is pure: `place` says where the bytes of a tensor of a rank's file are, nothing is read.
 """
 
 from __future__ import annotations

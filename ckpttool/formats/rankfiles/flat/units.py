@@ -4,12 +4,9 @@
     ids          0: 105 on each of 2 ranks   1: 44   2: 44
     units        the root, layers.0, layers.1
 
-verl saves the model of FSDP1 by name, as `DTensor`s, and the optimizer raw, as flat parameters. A unit is a module,
-less the units inside it; ids run through the modules in the order in which the model has them, outer before inner.
-
-What is wrapped is said by class or by size (`torch/distributed/fsdp/wrap.py`), so modules that are alike are wrapped
-alike: the question is asked once for each kind of module, which is the names and shapes in it. Every choice is looked
-at that fits the sizes, each of which is `ceil(elements / ranks)`.
+As verl saves FSDP1. A unit is a module, less the units inside it; ids run through the modules as the model does, outer
+before inner. FSDP wraps by class or by size, so modules that are alike are wrapped alike: every choice for the kinds of
+modules is looked at that fits the sizes, each of which is `ceil(elements / ranks)`.
 """
 
 from __future__ import annotations
