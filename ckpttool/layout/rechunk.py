@@ -187,7 +187,15 @@ class _Cutting:
         self._mesh = mesh
         self._guessed = _sharded(self._tensors, untrained)
         self._default: Placements = {"shard": 0} if "shard" in mesh.names else {}
-        self._rules = _Ruling(rules, mesh, self._default)
+        self._rules: list[tuple[str, Callable[[str], bool], Placements | None]] = [
+            *(
+                (f"--placements {pattern}={text}", any_of([pattern]), {**self._default, **parse_placements(text, mesh)})
+                for pattern, text in rules.placements
+            ),
+            *((f"--shard {pattern}", any_of([pattern]), self._default) for pattern in rules.shard),
+            *((f"--replicate {pattern}", any_of([pattern]), None) for pattern in rules.replicate),
+        ]
+        self._used: set[str] = set()
         self.warnings: list[Warning] = []
 
     def all(self) -> dict[Path, Placements]:
@@ -208,7 +216,7 @@ class _Cutting:
                 parameters.setdefault(tensor.fqn, (tensor, placed))
             placements[tensor.path] = placed
         placements |= {state.path: placed for state, placed in self._of_states(parameters)}
-        self._rules.check_used([*parameters] or [t.name for t in self._tensors])
+        self._check_used([*parameters] or [t.name for t in self._tensors])
         cut = {path: placed for path, placed in placements.items() if placed is not None}
         self._note_frozen({*cut, *ruled})
         return cut
@@ -239,12 +247,28 @@ class _Cutting:
 
     def _placements(self, tensor: Tensor, names: Sequence[str]) -> tuple[bool, Placements | None]:
         """Whether a rule is about the tensor; and what it gets, None to stay whole."""
-        ruled, placed = self._rules.of(tensor, names)
-        if not ruled:
+        matching = [(text, placed) for text, matches, placed in self._rules if any(map(matches, names))]
+        self._used.update(text for text, _ in matching)
+        if not matching:
             return False, self._default if tensor.path in self._guessed else None
+        first, placed = matching[0]
+        for text, other in matching[1:]:
+            if (other is None) != (placed is None):
+                raise UsageError(
+                    f"tensor `{tensor.name}`: `{first}` and `{text}` contradict each other",
+                    hint="write patterns that do not both match it",
+                    tensor=tensor.name,
+                )
         if placed is not None:
             _check_fits(tensor, self._mesh, placed)
         return True, placed if tensor.numel else None
+
+    def _check_used(self, names: Sequence[str]) -> None:
+        """Raises UsageError for a rule that matched nothing: a misspelt one would change nothing, unseen."""
+        unused = next((text for text, *_ in self._rules if text not in self._used), None)
+        if unused is not None:
+            hint = f"names here are like `{names[len(names) // 2]}`" if names else "there are no tensors"
+            raise UsageError(f"`{unused}` matches nothing", hint=hint)
 
     def _of_states(
         self, parameters: dict[str, tuple[Tensor, Placements | None]]
@@ -281,44 +305,6 @@ class _Cutting:
 def _is_cut(tensor: Tensor) -> bool:
     """Return whether the source cuts a tensor."""
     return len((tensor.origin or tensor).chunks) > 1
-
-
-class _Ruling:
-    """What the rules say of a tensor, and which of them matched none."""
-
-    def __init__(self, rules: Rules, mesh: Mesh, default: Placements) -> None:
-        self._rules: list[tuple[str, Callable[[str], bool], Placements | None]] = [
-            *(
-                (f"--placements {pattern}={text}", any_of([pattern]), {**default, **parse_placements(text, mesh)})
-                for pattern, text in rules.placements
-            ),
-            *((f"--shard {pattern}", any_of([pattern]), default) for pattern in rules.shard),
-            *((f"--replicate {pattern}", any_of([pattern]), None) for pattern in rules.replicate),
-        ]
-        self._used: set[str] = set()
-
-    def of(self, tensor: Tensor, names: Sequence[str]) -> tuple[bool, Placements | None]:
-        """Whether a rule is about this tensor; and what it gets: None to stay whole."""
-        matching = [(text, placed) for text, matches, placed in self._rules if any(map(matches, names))]
-        self._used.update(text for text, _ in matching)
-        if not matching:
-            return False, None
-        first, placed = matching[0]
-        for text, other in matching[1:]:
-            if (other is None) != (placed is None):
-                raise UsageError(
-                    f"tensor `{tensor.name}`: `{first}` and `{text}` contradict each other",
-                    hint="write patterns that do not both match it",
-                    tensor=tensor.name,
-                )
-        return True, placed
-
-    def check_used(self, names: Sequence[str]) -> None:
-        """Raises UsageError for a rule that matched nothing: a misspelt one would change nothing, unseen."""
-        unused = next((text for text, *_ in self._rules if text not in self._used), None)
-        if unused is not None:
-            hint = f"names here are like `{names[len(names) // 2]}`" if names else "there are no tensors"
-            raise UsageError(f"`{unused}` matches nothing", hint=hint)
 
 
 def _check_fits(tensor: Tensor, mesh: Mesh, placed: Placements) -> None:

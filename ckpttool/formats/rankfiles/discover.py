@@ -138,7 +138,8 @@ def find(path: str) -> RankSet:
     keys = _keys([stem for stem, _, _ in groups])
     sets = {keys[stem]: _by_rank(group) for (stem, _, _), group in groups.items()}
     used = {m.path for m in members}
-    left_out = [name for name in names if name not in used and (is_pattern or _is_data(name))]
+    others = (path for path in names if path not in used)
+    left_out = [path for path in others if is_pattern or path.endswith(".safetensors") or reading.is_torch(path)]
     return RankSet(sets, next(iter(worlds), None), numbered=members[0].numbered, left_out=left_out)
 
 
@@ -244,11 +245,6 @@ def _by_contents(paths: list[Location]) -> list[Member]:
         # Each file has a name of its own, which is not a part.
         return [m._replace(stem="") for m in members.values()]
     return [*members.values()]
-
-
-def _is_data(path: Location) -> bool:
-    """Return whether a file holds tensors."""
-    return path.endswith(".safetensors") or reading.is_torch(path)
 
 
 def _listed(folder: Location) -> list[str]:

@@ -132,7 +132,17 @@ class _Opening:
         worlds = self._expected
         kept = max(worlds, key=lambda known: len(worlds[known]), default=())
         others = {known: names for known, names in worlds.items() if len(known) != len(kept)}
-        faults = [_of_another(names, len(known), worlds[kept], len(kept)) for known, names in others.items()]
+        faults: list[CkptError] = [
+            CorruptError(
+                f"{some(names)} {'is' if len(names) == 1 else 'are'} of a save by {len(known)} ranks, "
+                f"{some(worlds[kept])} by {len(kept)}",
+                hint="these are files of two saves: keep the files of one, or name them with a pattern",
+                files=names,
+                found=len(known),
+                expected=len(kept),
+            )
+            for known, names in others.items()
+        ]
         here = set(self._by)
         # Before torch 2.10 a rank knows the ranks of its own meshes only, as many as any other.
         expected = {*range(self._set.world or 0)}.union(*(worlds.keys() - others.keys()))
@@ -145,11 +155,11 @@ class _Opening:
             if lacking:
                 faults.append(self._no_file(lacking, len(expected), part))
         if extra and not faults:
-            extra_files = some([self._by[rank].strip("`") for rank in extra])
+            files = some([self._by[rank].strip("`") for rank in extra])
+            what = f"{files} {'is' if len(extra) == 1 else 'are'} of {rank_ranges(extra)}"
             faults.append(
                 CorruptError(
-                    f"{extra_files} {'is' if len(extra) == 1 else 'are'} of {rank_ranges(extra)}, but the "
-                    f"checkpoint is of {rank_ranges(expected)}",
+                    f"{what}, but the checkpoint is of {rank_ranges(expected)}",
                     hint="a file of an older save by more ranks was left behind: move it away",
                     ranks=extra,
                     expected=sorted(expected),
@@ -194,16 +204,6 @@ _ONE_FILE = (
     "every rank must save to a name of its own, as in `rank{rank}.pt`; if all saved to this one, what the others had "
     "is overwritten: save again, or whole (`get_model_state_dict` with `full_state_dict=True`)"
 )
-
-
-def _of_another(names: list[str], world: int, others: list[str], kept: int) -> CkptError:
-    return CorruptError(
-        f"{some(names)} {'is' if len(names) == 1 else 'are'} of a save by {world} ranks, {some(others)} by {kept}",
-        hint="these are files of two saves: keep the files of one, or name them with a pattern",
-        files=names,
-        found=world,
-        expected=kept,
-    )
 
 
 def _kind(shard: Shard) -> str:

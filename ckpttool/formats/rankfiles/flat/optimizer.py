@@ -195,11 +195,11 @@ def _owners(
     if owners is not None:
         return owners
     count = sum(map(len, slots))
-    known = any(isinstance(c, Unit) or c.held is not None for c in counted)
-    once = [c for c in counted if isinstance(c, Unit) or not c.again]
+    known = any(c.held is not None for c in counted)
+    once = [c for c in counted if not c.again]
     answers: list[list[Counted]] = []
     for some_of in (once, counted) if len(once) < len(counted) else (counted,):
-        answers += _matched(slots, some_of, world)
+        answers += _matched(slots, some_of)
         if not known:
             # Whether the ids are of parameters or of units, and of which, is to be found out.
             answers += _derived(slots, [c for c in some_of if isinstance(c, Parameter) and c.certain], world)
@@ -246,28 +246,26 @@ def _by_name(groups: Sequence[Mapping[str, Any]], counted: Sequence[Counted]) ->
     return owners or None
 
 
-def _matched(slots: Sequence[Sequence[_Slot]], counted: Sequence[Counted], world: int) -> list[list[Counted]]:
+def _matched(slots: Sequence[Sequence[_Slot]], counted: Sequence[Counted]) -> list[list[Counted]]:
     """Up to two ways to give every id something of the model that is as large on each rank, in the model's order."""
     total = sum(map(len, slots))
-    certain = [c for c in counted if isinstance(c, Unit) or c.certain]
-    for some_of in (certain, counted):
+    for some_of in ([c for c in counted if c.certain], counted):
         if total > len(some_of):
             continue
-        known = all(isinstance(c, Unit) or c.held is not None for c in some_of)
-        wanted = [[slot.held if known or slot.held is None else (sum(slot.held),) for slot in group] for group in slots]
-        fits = ways(wanted, [_expected(c, world, known) for c in some_of])
+        known = [c.held for c in some_of if c.held is not None]
+        if len(known) < len(some_of):
+            fits = ways(
+                [[slot.held and (sum(slot.held),) for slot in group] for group in slots],
+                [(sum(prod(p.shape) for p in c.parameters),) for c in some_of],
+            )
+        else:
+            fits = ways([[slot.held for slot in group] for group in slots], known)
         if fits is None:
             raise _ambiguous(total, _names(some_of))
         if fits:
             rows = [row for group in fits for row in group]
             return [[some_of[row[0]] for row in rows], [some_of[row[-1]] for row in rows]]
     return []
-
-
-def _expected(counted: Counted, world: int, known: bool) -> Ints:
-    if isinstance(counted, Unit):
-        return (counted.step,) * world
-    return counted.held if known and counted.held is not None else (prod(counted.shape),)
 
 
 def _derived(slots: Sequence[Sequence[_Slot]], parameters: Sequence[Parameter], world: int) -> list[list[Counted]]:
@@ -333,7 +331,7 @@ def _pieces(
     pieces = flat_pieces.lined_up(values.items())
     if isinstance(owner, Unit):
         # Ranks before one with state may have none.
-        starts = {rank: i * owner.step for i, rank in enumerate(ranks)}
+        starts = {rank: i * owner.held[0] for i, rank in enumerate(ranks)}
         return [p._replace(start=starts[p.rank], stop=starts[p.rank] + p.stop - p.start) for p in pieces]
     return pieces
 

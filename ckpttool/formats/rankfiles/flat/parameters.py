@@ -276,7 +276,7 @@ def _from_flats(trees: Trees, place: Place, flats: Mapping[str, _Flat], options:
     for entry in trees[0]:
         module = _unit_of(entry)
         if module is not None and module in flats:
-            unit, of_unit = _cut(flats[module], members[module], place, ordered=options.ordered)
+            unit, of_unit = _cut(flats[module], members[module], place, len(trees), ordered=options.ordered)
             counted.append(unit)
             tensors |= of_unit
         else:
@@ -285,7 +285,9 @@ def _from_flats(trees: Trees, place: Place, flats: Mapping[str, _Flat], options:
     return Model({name: tensors[name] for name in shapes if name in tensors}, whole, tuple(counted))
 
 
-def _cut(flat: _Flat, shapes: Mapping[str, Ints], place: Place, *, ordered: bool) -> tuple[Unit, dict[str, Rebuilt]]:
+def _cut(
+    flat: _Flat, shapes: Mapping[str, Ints], place: Place, world: int, *, ordered: bool
+) -> tuple[Unit, dict[str, Rebuilt]]:
     """What a flat parameter is made of, by the shapes of the parameters that lie in its unit."""
     first = _ties(flat, shapes)
     own = tuple(Parameter(name, shape) for name, shape in shapes.items() if first[name] == name)
@@ -299,7 +301,7 @@ def _cut(flat: _Flat, shapes: Mapping[str, Ints], place: Place, *, ordered: bool
         )
     tensors = dict(flat_pieces.rebuild(flat.dtype, own, flat.pieces, place))
     step = max((piece.stop - piece.start for piece in flat.pieces), default=0)
-    return Unit(flat.unit, own, step), {name: tensors[first[name]] for name in shapes}
+    return Unit(flat.unit, own, (step,) * world), {name: tensors[first[name]] for name in shapes}
 
 
 def _ties(flat: _Flat, shapes: Mapping[str, Ints]) -> dict[str, str]:

@@ -65,12 +65,14 @@ class Parameter(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """A flat parameter and what it is made of, end to end: `Unit("layers.0", (Parameter(...), ...), 77)`. Each rank has
-    `step` elements of it, the last ranks fewer and padding."""
+    """A flat parameter and what it is made of, end to end: `Unit("layers.0", (Parameter(...), ...), (77, 77))`. Each
+    rank has `held` elements of it, all alike; of the last ranks fewer may be in the files, and padding."""
 
     name: str
     parameters: tuple[Parameter, ...]
-    step: int
+    held: Ints
+    certain: bool = True
+    again: bool = False
 
 
 Counted = Unit | Parameter

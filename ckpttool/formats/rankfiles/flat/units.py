@@ -82,7 +82,7 @@ def _units(
         if is_unit:
             if i == len(steps):
                 raise _Unfit
-            units.append(Unit(module.name, (), 0))
+            units.append(Unit(module.name, (), ()))
         parameters = [*module.own, *(parameter for inner in module.inner.values() for parameter in visit(inner))]
         if not is_unit:
             return parameters
@@ -90,7 +90,7 @@ def _units(
         # A unit without anything of its own has no flat parameter: it is as if it were not wrapped.
         if not step or steps[i] not in (None, step):
             raise _Unfit
-        units[i] = Unit(module.name, tuple(parameters), step)
+        units[i] = Unit(module.name, tuple(parameters), (step,) * world)
         return []
 
     if visit(root) or len(units) != len(steps):
