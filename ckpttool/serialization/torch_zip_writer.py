@@ -11,19 +11,24 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from ckpttool.catalogue.entries import Object, Record
-from ckpttool.catalogue.protocols import Loss
+from ckpttool.catalogue.entries import Catalogue, Extent, Object, Record
+from ckpttool.catalogue.protocols import Crcs, Loss
 from ckpttool.catalogue.values import Link
 from ckpttool.errors import LossError
 from ckpttool.serialization import pickler, torch_pickle
 from ckpttool.serialization.torch_pickle import NewTensor, TensorOf, WrapperOf
 from ckpttool.serialization.torch_zip import ALIGNMENT, CENTRAL, END, END64, LOCAL, LOCATOR64
+from ckpttool.storage import files
 from ckpttool.storage.crc import crc32
+from ckpttool.storage.stores import Location
+
+_GAP, _RUN = 4096, 1 << 20  # what is written at once: pieces so near, so many bytes
 
 
 class _Columns(NamedTuple):
@@ -90,6 +95,47 @@ class Layout:
         short = min(n, 0xFFFF)
         out += END.pack(b"PK\5\6", 0, 0, short, short, min(size, 0xFFFFFFFF), min(start, 0xFFFFFFFF), 0)
         return bytes(out)
+
+
+class ArchiveSink:
+    """A sink of archives that lie there but for their payloads: a layout for each file of the catalogue."""
+
+    def __init__(self, catalogue: Catalogue, layouts: Sequence[Layout]) -> None:
+        self.catalogue = catalogue
+        self._layouts = layouts
+
+    def finish(self, crcs: Crcs) -> None:
+        with closing(files.Pool(writing=True)) as pool:
+            for file, layout in zip(self.catalogue.files, self._layouts, strict=True):
+                pool.write_all(file.location, layout.patches(lambda record: crcs[record.file, record.offset]))
+
+
+def write(layout: Layout, location: Location) -> None:
+    """Create the archive of a layout, with holes where the payloads go, and forget its pieces: for many ranks they are
+    large."""
+    location.create(layout.size)
+    with closing(files.Pool(writing=True)) as pool:
+        pool.write_all(location, _joined(layout.pieces))
+    layout.pieces = []
+
+
+def _joined(pieces: list[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
+    """Merge pieces, in the order of the file, that lie close to each other; the gap between them is still empty."""
+    start, run = 0, bytearray()
+    for offset, data in pieces:
+        gap = offset - start - len(run)
+        if run and (gap > _GAP or len(run) > _RUN):
+            yield start, bytes(run)
+            run.clear()
+        if not run:
+            start, gap = offset, 0
+        run += bytes(gap) + data
+    yield start, bytes(run)
+
+
+def extent_of(record: Record) -> Extent:
+    """Return where the tensor lies that has a storage to itself. Pure."""
+    return Extent(record.file, record.offset, record.nbytes, record=record if record.nbytes else None)
 
 
 def _zip64(nbytes: int, at: int) -> bytes:

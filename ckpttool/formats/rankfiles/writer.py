@@ -15,15 +15,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from ckpttool.catalogue import flatten, parts
 from ckpttool.catalogue.boxes import Ints
-from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, Extent, File, Path, Record, Tensor, above, dotted
-from ckpttool.catalogue.protocols import Crcs, Loss, Sink, SinkOptions
+from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, File, Path, Record, Tensor, above, dotted
+from ckpttool.catalogue.protocols import Loss, Sink, SinkOptions
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import LossError
 from ckpttool.formats.rankfiles import sharded_pickle
@@ -34,18 +33,6 @@ from ckpttool.storage.stores import locate
 from ckpttool.text import rank_ranges
 
 _ROOT = "archive"  # what torch calls it when it saves to a buffer
-_GAP, _RUN = 4096, 1 << 20  # what is written at once: pieces so near, so many bytes
-
-
-class _RankSink:
-    def __init__(self, catalogue: Catalogue, layouts: list[torch_zip_writer.Layout]) -> None:
-        self.catalogue = catalogue
-        self._layouts = layouts
-
-    def finish(self, crcs: Crcs) -> None:
-        with closing(files.Pool(writing=True)) as pool:
-            for file, layout in zip(self.catalogue.files, self._layouts, strict=True):
-                pool.write_all(file.location, layout.patches(lambda record: crcs[record.file, record.offset]))
 
 
 def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
@@ -63,7 +50,7 @@ def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
         placing.take(rank, keys, layouts[-1].storages)
         layouts[-1].storages = {}
     placing.finish(created)
-    return _RankSink(created, layouts)
+    return torch_zip_writer.ArchiveSink(created, layouts)
 
 
 def _write(
@@ -80,26 +67,8 @@ def _write(
     tree = flatten.unflatten(_seen_by(planned, rank), lambda entry: entry if isinstance(entry, Tensor) else entry.value)
     layout = torch_zip_writer.lay_out(tree, keys.new_tensor, file=rank, root=_ROOT, wrapper_of=wrapper_of)
     file.size = layout.size
-    locate(file.location).create(file.size)
-    with closing(files.Pool(writing=True)) as pool:
-        pool.write_all(file.location, _joined(layout.pieces))
-    # Already written, and for many ranks large.
-    layout.pieces = []
+    torch_zip_writer.write(layout, locate(file.location))
     return layout
-
-
-def _joined(pieces: list[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    """Merge pieces, in the order of the file, that lie close to each other; the gap between them is still empty."""
-    start, run = 0, bytearray()
-    for offset, data in pieces:
-        gap = offset - start - len(run)
-        if run and (gap > _GAP or len(run) > _RUN):
-            yield start, bytes(run)
-            run.clear()
-        if not run:
-            start, gap = offset, 0
-        run += bytes(gap) + data
-    yield start, bytes(run)
 
 
 def _is_cut(tensor: Tensor, world: int) -> bool:
@@ -130,8 +99,7 @@ class _Placing:
             key = keys.key(tensor)
             if key is None:
                 continue
-            record = storages[key]
-            extent = Extent(rank, record.offset, record.nbytes, record=record if record.nbytes else None)
+            extent = torch_zip_writer.extent_of(storages[key])
             if tensor.path not in self._cut:
                 whole = replace(tensor, chunks=Chunks.single(tensor.shape, extent))
                 self._whole.setdefault(tensor.path, []).append(whole)

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
 from ckpttool.catalogue import flatten
-from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, Extent, File, Tensor
-from ckpttool.catalogue.protocols import Crcs, Loss, Sink, SinkOptions
+from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, File, Tensor
+from ckpttool.catalogue.protocols import Loss, Sink, SinkOptions
 from ckpttool.serialization import torch_tree, torch_zip_writer
-from ckpttool.storage import files
 from ckpttool.storage.stores import locate
 
 _ROOT = "archive"  # what torch calls it when it saves to a buffer; the name of the file is not known here
-
-
-class _TorchSink:
-    def __init__(self, path: str, catalogue: Catalogue, layout: torch_zip_writer.Layout) -> None:
-        self.catalogue = catalogue
-        self._path = path
-        self._layout = layout
-
-    def finish(self, crcs: Crcs) -> None:
-        with closing(files.Pool(writing=True)) as pool:
-            for offset, data in self._layout.patches(lambda record: crcs[record.file, record.offset]):
-                pool.write(self._path, offset, data)
 
 
 def _value(entry: Entry) -> Any:
@@ -36,10 +22,7 @@ def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
     """Create an archive of full size with holes where the payloads go."""
     keys = torch_tree.StorageKeys(planned)
     layout = torch_zip_writer.lay_out(flatten.unflatten(planned, _value), keys.new_tensor, root=_ROOT)
-    locate(path).create(layout.size)
-    with closing(files.Pool(writing=True)) as pool:
-        for offset, data in layout.pieces:
-            pool.write(path, offset, data)
+    torch_zip_writer.write(layout, locate(path))
     created = Catalogue("torch", [File(path, locate(path).name, layout.size)], facts={"layout": "zip"})
     created.containers = dict(planned.containers)
     for entry in planned.entries.values():
@@ -47,12 +30,11 @@ def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
             key = keys.key(entry)
             if key is None:
                 continue
-            record = layout.storages[key]
-            extent = Extent(0, record.offset, record.nbytes, record=record if record.nbytes else None)
+            extent = torch_zip_writer.extent_of(layout.storages[key])
             created.add(replace(entry, chunks=Chunks.single(entry.shape, extent)))
         else:
             created.add(entry)
-    return _TorchSink(path, created, layout)
+    return torch_zip_writer.ArchiveSink(created, [layout])
 
 
 def losses(catalogue: Catalogue, path: str) -> list[Loss]:
