@@ -82,18 +82,11 @@ class Stage:
 
     def __init__(self, dst: str, path: str, descriptor: int) -> None:
         self.dst, self.path = dst, path
+        self.before = f"{path}.before"
+        self.old = ".old-".join(path.rsplit(".partial-", 1))
         self.log = Log(descriptor)
         self.held = 0
         self.resumes = self.keep = False
-
-    @property
-    def before(self) -> str:
-        return f"{self.path}.before"
-
-    @property
-    def old(self) -> str:
-        head, _, number = self.path.rpartition(".partial-")
-        return f"{head}.old-{number}"
 
     def restart(self) -> None:
         """Forget the lines of an earlier run."""
@@ -230,11 +223,8 @@ def check_free(dst: str, *, overwrite: bool, is_file: bool) -> None:
 def _renamed(error: CkptError, partial: str, dst: str, kept: bool) -> CkptError:
     """Return the error with the destination in place of the staging path, which is removed."""
     facts = {k: v.replace(partial, dst) if isinstance(v, str) else v for k, v in error.facts.items()}
-    hint = error.hint
-    if kept:
-        hint = f"{hint}; " if hint else ""
-        hint += "run the same command again to continue from what has been copied"
-    return type(error)(error.message.replace(partial, dst), hint=hint, **facts)
+    hints = [error.hint, "run the same command again to continue from what has been copied" if kept else None]
+    return type(error)(error.message.replace(partial, dst), hint="; ".join(filter(None, hints)) or None, **facts)
 
 
 def _unmake(folders: list[Path]) -> None:
@@ -300,22 +290,20 @@ def _claimed(dst: str) -> Stage:
     first = threading.get_native_id()
     for number in itertools.chain((first,), (f"{first}{n:03}" for n in itertools.count())):
         claimed = Stage(dst, str(path.with_name(f".{path.name}.partial-{number}")), -1)
-        if any(os.path.lexists(name) for name in (claimed.path, claimed.before, claimed.old)):
+        mark, log = claimed.path + _MARK, claimed.log
+        if any(map(os.path.lexists, (claimed.path, claimed.before, claimed.old, mark))):
             continue
-        try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            claimed.log.descriptor = os.open(claimed.path + _MARK, flags, 0o666)
-        except FileExistsError:
-            continue
-        try:
-            if _is_locked(claimed.log.descriptor, claimed.path + _MARK) is not False:
-                claimed.log.append([_owner()])
-                return claimed
-        except BaseException:
-            claimed.remove()
+        with suppress(FileExistsError):
+            log.descriptor = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            try:
+                if _is_locked(log.descriptor, mark) is not False:
+                    log.append([_owner()])
+                    return claimed
+            except BaseException:
+                claimed.remove()
+                claimed.unlock()
+                raise
             claimed.unlock()
-            raise
-        claimed.unlock()
     raise AssertionError("there are always more numbers")
 
 
@@ -324,27 +312,23 @@ def _is_locked(descriptor: int, path: str) -> bool | None:
     locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except (BlockingIOError, FileNotFoundError):
         return False
     except OSError as error:
         if error.errno in _NO_LOCKS:
             return None
         raise
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
-        return False
 
 
 def _left(dst: str, notes: list[str], resume: bool) -> Stage | None:
     """Remove what killed runs left; with `resume`, return the newest of it instead. A destination that was moved aside
     and not replaced is restored."""
     path = Path(dst)
-    name = re.compile(re.escape(f".{path.name}.partial-") + r"\d+" + re.escape(_MARK))
-    paths = []
-    for entry in sorted(os.scandir(path.absolute().parent), key=lambda entry: entry.name):
-        if name.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
-            paths.append(str(path.with_name(entry.name.removesuffix(_MARK))))
+    journal = re.compile(re.escape(f".{path.name}.partial-") + r"\d+" + re.escape(_MARK))
+    with os.scandir(path.absolute().parent) as entries:
+        names = sorted(e.name for e in entries if journal.fullmatch(e.name) and e.is_file(follow_symlinks=False))
+    paths = [str(path.with_name(name.removesuffix(_MARK))) for name in names]
     over = [one for one in (_abandoned(dst, candidate, notes, resume) for candidate in paths) if one is not None]
     over.sort(key=lambda one: os.fstat(one.log.descriptor).st_mtime_ns)
     taken = over.pop() if resume and over else None

@@ -1,6 +1,6 @@
 """What every store does alike, and what becomes of a checkpoint in a store that fails, is slow, reads short or lies.
 
-A new store gets these tests by a row in `STORES`.
+A new store gets these tests by a row in `STORES`, and one that can be written to by another where they are published.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from support.paths import CHECKPOINTS
 from support.wrapped_store import WrappedStore
 
 import ckpttool
-from ckpttool.errors import CkptError, CorruptError, ReadError
+from ckpttool.errors import CkptError, CorruptError, ReadError, StorageError
 from ckpttool.operations import repair
 from ckpttool.storage.files import Pool
-from ckpttool.storage.stores import Entry, Location, Stat, locate
+from ckpttool.storage.stores import Entry, Location, Outgoing, Stat, destination, local_path, locate
 
 FILES = {
     "config.json": b"{}",
@@ -164,6 +164,65 @@ def test_what_is_not_there(root: Location) -> None:
         (root / "step-10").size()
     with pytest.raises(ReadError):
         (root / "config.json").names()
+
+
+def new_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    return str(tmp_path / "above" / "new")
+
+
+def new_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    use(Hub(tmp_path / "hub"), monkeypatch, tmp_path)
+    return "hf://me/new/below"
+
+
+def contents(address: str) -> dict[str, bytes]:
+    """What a reader sees there."""
+    try:
+        root = locate(address)
+        return {name: (root / name).read() for name in root.below()} if root.exists() else {}
+    except CkptError:
+        return {}
+
+
+@pytest.mark.parametrize("where", [new_directory, new_repository], ids=lambda where: where.__name__)
+def test_files_are_published_together(
+    where: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    address = where(monkeypatch, tmp_path)
+    seen_before: list[dict[str, bytes]] = []
+
+    def outgoing(name: str, data: bytes) -> Outgoing:
+        def write(path: str) -> None:
+            seen_before.append(contents(address))
+            local_path(path).put(data)
+
+        return Outgoing(name, len(data), write)
+
+    def no_room(path: str) -> None:
+        raise StorageError("no space left")
+
+    files = [outgoing(name, data) for name, data in FILES.items() if data]
+    with pytest.raises(StorageError, match="no space left"):
+        destination(address).publish([*files, Outgoing("last", 3, no_room)])
+    assert contents(address) == {}
+    destination(address).publish(files)
+    assert contents(address) == {name: data for name, data in FILES.items() if data}
+    assert len(seen_before) == 2 * len(files) and not any(seen_before)
+
+
+def test_a_file_is_created_and_written_in_ranges(tmp_path: Path) -> None:
+    file = local_path(str(tmp_path)) / "below" / "new.bin"
+    with file.parent.parent.stage(overwrite=True, is_file=False) as stage:
+        staged, pool = local_path(stage.path) / "below" / "new.bin", Pool(writing=True)
+        staged.create(1 << 30)
+        assert staged.size() == 1 << 30 and os.stat(staged).st_blocks * 512 < 1 << 20
+        pool.write(staged, (1 << 30) - 3, b"end")
+        pool.write(staged, 5, b"five")
+        with pytest.raises(StorageError, match="file exists"):
+            staged.create(1)
+        pool.close()
+        assert not file.exists()
+    assert file.read(5, 4) == b"five" and file.read((1 << 30) - 4, 4) == b"\0end"
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x", "", "a\0b", "C:\\x", "hf://org/x"])
