@@ -17,21 +17,21 @@ _SIZE = re.compile(r"\s*(\d{1,20}(?:\.\d{1,9})?)\s*([A-Za-z]{0,3})\s*", re.ASCII
 
 def size(nbytes: float) -> str:
     """`812 B`, `4.94 kB`, `12.9 GB`: thousands, as disks and `--max-shard-size` count."""
-    return _scaled(nbytes, 1000, "B", _DECIMAL, " ")
+    return _scaled(nbytes, "B", _DECIMAL, " ")
 
 
 def count(n: int) -> str:
     """`9,999`, `12.3k`, `6.74B`: how many parameters."""
-    return f"{n:,}" if n < 10_000 else _scaled(n, 1000, "", _THOUSANDS, "")
+    return f"{n:,}" if n < 10_000 else _scaled(n, "", _THOUSANDS, "")
 
 
-def _scaled(value: float, step: int, unit: str, larger: tuple[str, ...], space: str) -> str:
-    if value < step:
+def _scaled(value: float, unit: str, larger: tuple[str, ...], space: str) -> str:
+    if value < 1000:
         return f"{value:,.0f}{space}{unit}".rstrip()
     for name in larger:
-        value /= step
+        value /= 1000
         # What would round to 1000 belongs to the next unit.
-        if value < step - 0.5 or name == larger[-1]:
+        if value < 999.5 or name == larger[-1]:
             digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
             return f"{value:,.{digits}f}{space}{name}"
     raise AssertionError("unreachable")

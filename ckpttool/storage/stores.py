@@ -469,9 +469,8 @@ Progress = Callable[[int, int], None]
 
 def with_fetching(progress: Progress | None, paths: Iterable[str]) -> Progress | None:
     """Return a progress callback that also counts the bytes that have to be fetched."""
-    fetching = [(path, path.store.missing(path.key)) for path in paths if isinstance(path, Location)]
-    missing = [(path, nbytes) for path, nbytes in fetching if nbytes]
-    if progress is None or not missing:
+    fetching = ((path, path.store.missing(path.key)) for path in paths if isinstance(path, Location))
+    if progress is None or not (missing := [(path, nbytes) for path, nbytes in fetching if nbytes]):
         return progress
     fetched = sum(nbytes for _, nbytes in missing)
 

@@ -107,10 +107,8 @@ def transfer(
 def budget(threads: int | None, memory: int | None) -> tuple[int, int]:
     """Return how many threads, and how large a tile each, fit `memory`: a gathered tile is held as source, as
     destination, and once more while it is cast. Pure."""
-    threads = max(1, threads or DEFAULT_THREADS)
     memory = memory or MEMORY
-    while threads > 1 and memory // threads < 4 * BUFFER:
-        threads -= 1
+    threads = max(1, min(threads or DEFAULT_THREADS, memory // (4 * BUFFER)))
     return threads, min(read.TILE, max(BUFFER, memory // threads // 4))
 
 

@@ -8,11 +8,9 @@
     checks, finishes, commits
     verdict                                 -> exit
 
-Each rank computes the whole plan, which is the same everywhere, so nothing else is exchanged. Messages go through the
-key-value store of torchrun's rendezvous (`torch.distributed.TCPStore`): without a process group there is no collective
-in which a dead rank could leave the others waiting. A process that fails reports that in the store; the others look
-several times a second, at the heartbeat of rank 0 and rank 0 at that of all. Only rank 0 reports to the user. torch is
-imported here only when there are several processes.
+Each rank computes the whole plan, which is the same everywhere. Messages go through the key-value store of torchrun's
+rendezvous (`torch.distributed.TCPStore`): without a process group there is no collective in which a dead rank could
+leave the others waiting. All look in the store for a failure, and for the heartbeat of rank 0, which looks for theirs.
 """
 
 from __future__ import annotations
@@ -155,7 +153,10 @@ class _SharedWork(Coordinator):
         try:
             yield
             if not self.is_first:
-                self._await_verdict()
+                verdict = self._wait("verdict")
+                self._store.set(f"left/{self.rank}", b"")
+                if verdict != b"done":
+                    raise _Over
         except BaseException as error:
             earlier = self._earlier_failure(error)
             with suppress(Exception):
@@ -230,23 +231,16 @@ class _SharedWork(Coordinator):
         while verdict == b"done" and time.monotonic() < until and not self._store.check(names):
             time.sleep(_POLL)
 
-    def _await_verdict(self) -> None:
-        verdict = self._wait("verdict")
-        self._store.set(f"left/{self.rank}", b"")
-        if verdict != b"done":
-            raise _Over
-
     # Messages --------------------------------------------------------------------------------------------------------
 
     def _send(self, key: str, data: bytes) -> None:
-        blocks = [data[at : at + _BLOCK] for at in range(0, len(data), _BLOCK)] or [b""]
-        for i, block in enumerate(blocks):
-            self._store.set(f"{key}/{i}", block)
-        self._store.set(key, str(len(blocks)))
+        starts = range(0, len(data), _BLOCK)
+        for i, at in enumerate(starts):
+            self._store.set(f"{key}/{i}", data[at : at + _BLOCK])
+        self._store.set(key, str(len(starts)))
 
     def _receive(self, key: str) -> bytes:
-        count = int(self._wait(key))
-        return b"".join(self._store.get(f"{key}/{i}") for i in range(count))
+        return b"".join(self._store.get(f"{key}/{i}") for i in range(int(self._wait(key))))
 
     def _wait(self, key: str) -> bytes:
         while not self._store.check([key]):

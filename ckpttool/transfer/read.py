@@ -64,18 +64,15 @@ def fill(target: Array, pool: Pool, files: Sequence[File], extent: Extent, chunk
     """
     if not target.size:
         return
-    strides = extent.strides or boxes.row_major(chunk.sizes)
-    first = sum((o - c) * s for o, c, s in zip(box[0], chunk.offsets, strides, strict=True))
-    location = files[extent.file].location
-    if not extent.codec:
-        _read(target, pool, location, extent.offset, first, box[1], strides, kind)
-        return
     import numpy as np
 
-    dense: Array = np.empty(box[1], target.dtype)
-    _read(dense, pool, location, extent.offset, first, box[1], strides, kind)
-    _decode(dense, extent.codec, kind)
-    target[...] = dense
+    strides = extent.strides or boxes.row_major(chunk.sizes)
+    first = sum((o - c) * s for o, c, s in zip(box[0], chunk.offsets, strides, strict=True))
+    dense: Array = np.empty(box[1], target.dtype) if extent.codec else target
+    _read(dense, pool, files[extent.file].location, extent.offset, first, box[1], strides, kind)
+    if extent.codec:
+        _decode(dense, extent.codec, kind)
+        target[...] = dense
 
 
 def _read(

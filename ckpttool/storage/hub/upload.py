@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -27,7 +26,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
 from ckpttool.errors import RemoteError, UsageError
-from ckpttool.storage import free_space
+from ckpttool.storage import files, free_space
 from ckpttool.storage.errors import os_errors
 from ckpttool.storage.hub import client, errors, listing
 from ckpttool.storage.hub.address import Address, parse
@@ -44,6 +43,7 @@ _ATTEMPTS = 4
 _WAIT = 2.0  # seconds before the first retry of a commit; doubled for each further one
 _RECENT = 20  # commits or pull requests that are searched for one of an earlier attempt
 _MESSAGE = "Upload with ckpttool"
+_Commit = tuple[str, str, str | None]  # hash, address, address of the pull request
 
 
 @dataclass(slots=True)
@@ -108,34 +108,22 @@ class Repository(Store):
 
         Raises RemoteError for failures of the Hub, UsageError, StorageError, and the errors of `Outgoing.write`.
         """
-        size = sum(file.size for file in outgoing)
-        upload = _Upload(replace(self._address, path=name), create_pr, message or _MESSAGE, progress, size)
+        sizes = [file.size for file in outgoing]
+        upload = _Upload(replace(self._address, path=name), create_pr, message or _MESSAGE, progress, sum(sizes))
         _check_names(outgoing)
         upload.prepare(private, dry_run)
-        with _staging_directory(stage, outgoing) as folder:
+        if stage is not None:
+            _check_stage(stage, {file.name for file in outgoing})
+        with files.scratch_directory("ckpttool-hub-") if stage is None else nullcontext(stage) as folder:
+            hint = "write smaller files with `--max-shard-size`, or set `TMPDIR` to a larger disk"
+            needed = max(sizes, default=0) if stage is None else sum(sizes)
+            free_space.check(folder, needed, free_space.free_bytes(folder), hint)
             for file in outgoing:
                 upload.add(file, folder, keep_local=stage is not None, keep_existing=file.name in unless_there)
         upload.find_stale_files()
         if not dry_run and (upload.additions or upload.deletions):
             upload.commit()
         return upload.sent
-
-
-@contextmanager
-def _staging_directory(stage: str | None, outgoing: Sequence[Outgoing]) -> Iterator[str]:
-    if stage is None:
-        folder = tempfile.mkdtemp(prefix="ckpttool-hub-")
-        needed = max((file.size for file in outgoing), default=0)
-    else:
-        folder, needed = stage, sum(file.size for file in outgoing)
-        _check_stage(stage, {file.name for file in outgoing})
-    try:
-        hint = "write smaller files with `--max-shard-size`, or set `TMPDIR` to a larger disk"
-        free_space.check(folder, needed, free_space.free_bytes(folder), hint)
-        yield folder
-    finally:
-        if stage is None:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_stage(stage: str, names: set[str]) -> None:
@@ -151,11 +139,9 @@ def _check_stage(stage: str, names: set[str]) -> None:
 
 
 def _check_names(outgoing: Sequence[Outgoing]) -> None:
-    seen: set[str] = set()
-    for file in outgoing:
-        if file.name in seen or file.name.startswith("/") or ".." in file.name.split("/"):
-            raise UsageError(f"`{file.name}` is not a path in a repository, or occurs twice")
-        seen.add(file.name)
+    for name, count in Counter(file.name for file in outgoing).items():
+        if count > 1 or name.startswith("/") or ".." in name.split("/"):
+            raise UsageError(f"`{name}` is not a path in a repository, or occurs twice")
 
 
 class _Upload:
@@ -335,7 +321,7 @@ class _Upload:
         self.sent.oid, self.sent.commit, self.sent.pull_request = commit
         self._verify()
 
-    def _create_commit(self) -> tuple[str, str, str | None]:
+    def _create_commit(self) -> _Commit:
         info = self._api.create_commit(
             self.address.repo,
             [*self.additions, *(CommitOperationDelete(path_in_repo=name) for name in self.deletions)],
@@ -346,7 +332,7 @@ class _Upload:
         )
         return str(info.oid), str(info.commit_url), info.pr_url
 
-    def _find_commit(self) -> tuple[str, str, str | None] | None:
+    def _find_commit(self) -> _Commit | None:
         """Return the commit on the parent that has the message and the files of this upload, or None."""
         repo = self.address.repo
         try:
@@ -360,7 +346,7 @@ class _Upload:
                 file=str(self.address),
             ) from error
 
-    def _find_on_branch(self) -> tuple[str, str, str | None] | None:
+    def _find_on_branch(self) -> _Commit | None:
         repo = self.address.repo
         for commit in self._api.list_repo_commits(repo, revision=self.address.branch)[:_RECENT]:
             if commit.commit_id == self._parent:
@@ -369,7 +355,7 @@ class _Upload:
                 return commit.commit_id, f"{self._api.endpoint}/{repo}/commit/{commit.commit_id}", None
         return None
 
-    def _find_pull_request(self) -> tuple[str, str, str | None] | None:
+    def _find_pull_request(self) -> _Commit | None:
         repo = self.address.repo
         pull_requests = self._api.get_repo_discussions(
             repo, discussion_type="pull_request", discussion_status="open", repo_type="model"
