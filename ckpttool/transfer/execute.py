@@ -138,9 +138,8 @@ class _Tally:
         files = source.catalogue.files
         self.digested = {i for i, file in enumerate(files) if stores.has_digest(file.location)}
         self.read = checksums.Pieces() if earlier is None else earlier
+        self._total = Transferred(read=self.read)
         self._written = checksums.Pieces()
-        self._checked = self._unrecorded = self._resumed = 0
-        self._overflowed: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def add(self, entry: Entry, job: Job, resumed: int = 0) -> None:
@@ -152,12 +151,13 @@ class _Tally:
             for start, nbytes, crc in entry.wrote:
                 if crc is not None:
                     self._written.add(stored, start, nbytes, crc)
+        total, name = self._total, job.tensor.name
         with self._lock:
-            self._checked += entry.checked
-            self._unrecorded += entry.unrecorded
-            self._resumed += resumed
+            total.checked += entry.checked
+            total.unchecked += entry.unrecorded
+            total.resumed += resumed
             if entry.overflowed:
-                self._overflowed[job.tensor.name] += entry.overflowed
+                total.overflowed[name] = total.overflowed.get(name, 0) + entry.overflowed
 
     def note_read(self, entry: Entry, extent: Extent, start: int, nbytes: int, crc: int | None) -> None:
         """Note in `entry` that `nbytes` at `start` of the file of `extent` were read."""
@@ -176,16 +176,15 @@ class _Tally:
 
     def result(self, moved: int, *, check_later: bool) -> Transferred:
         """Return the totals."""
-        result = Transferred(moved, self._checked, self._unrecorded, dict(self._overflowed), resumed=self._resumed)
-        if check_later:
-            result.read = self.read
+        total = self._total
+        total.moved = moved
         for record in self.read.records() if not check_later else ():
             if self.is_worth_checking(record) or record.file in self.digested:
-                result.checked += self.read.used(record)
+                total.checked += self.read.used(record)
             else:
-                result.unchecked += self.read.used(record)
-        result.crcs = {(r.file, r.offset): self._written.crc(r) for r in self._written.records()}
-        return result
+                total.unchecked += self.read.used(record)
+        total.crcs = {(r.file, r.offset): self._written.crc(r) for r in self._written.records()}
+        return total
 
 
 class _Flusher(threading.Thread):

@@ -15,7 +15,7 @@ import hashlib
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpttool.catalogue.entries import Catalogue, Record
 from ckpttool.storage import files
@@ -58,8 +58,7 @@ class Entry:
         return [self.file, self.start, self.nbytes, crc, self.checked, self.unrecorded, self.overflowed, read]
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(NamedTuple):
     """An `Entry` parsed from a line. `read` has `(file, offset)` for a record."""
 
     nbytes: int
@@ -163,9 +162,8 @@ def _payloads(created: Catalogue, numbers: set[int]) -> dict[str, list[tuple[int
 def _merged(read: list[Read]) -> list[Read]:
     """Merge adjacent parts of one record, and those without a CRC. Pure."""
     merged: list[Read] = []
-    for record, start, nbytes, crc in sorted(
-        read, key=lambda one: (one[0].file, one[0].offset, one[3] is None, one[1])
-    ):
+    order = sorted(read, key=lambda one: (one[0].file, one[0].offset, one[3] is None, one[1]))
+    for record, start, nbytes, crc in order:
         last = merged[-1] if merged else None
         if last is None or last[0] != record or (last[3] is None) != (crc is None):
             merged.append((record, start, nbytes, crc))
@@ -184,8 +182,7 @@ def _done(line: list[Any]) -> Done | None:
         file, start, nbytes, crc, checked, unrecorded, overflowed, read = line
         parts = tuple((int(f), int(o), int(s), int(n), None if c is None else int(c)) for f, o, s, n, c in read)
         numbers = (file, start, nbytes, crc, checked, unrecorded, overflowed)
-        if any(type(number) is not int or number < 0 for number in numbers):
-            return None
-        return Done(nbytes, crc, checked, unrecorded, overflowed, parts)
+        is_valid = all(type(number) is int and number >= 0 for number in numbers)
+        return Done(nbytes, crc, checked, unrecorded, overflowed, parts) if is_valid else None
     except (TypeError, ValueError):
         return None

@@ -9,6 +9,7 @@ import os
 import re
 import threading
 from collections.abc import Callable
+from functools import partial
 from logging import ERROR, LogRecord
 from typing import Any
 
@@ -66,26 +67,20 @@ def _prepare() -> None:
     # The messages before a retry contain addresses, some with signatures.
     for name in (_http.__name__, file_download.__name__):
         logging.get_logger(name).addFilter(_hide_signatures)
-    huggingface_hub.set_client_factory(_with_timeout(_http._GLOBAL_CLIENT_FACTORY))
+    huggingface_hub.set_client_factory(partial(_with_timeout, _http._GLOBAL_CLIENT_FACTORY))
     _prepared = True
 
 
-def _with_timeout(create: Callable[[], Any]) -> Callable[[], Any]:
-    def factory() -> Any:
-        session = create()
-        # A default time-out of the session has no effect: many calls of the library override it with none.
-        session.event_hooks = {**session.event_hooks, "request": [*session.event_hooks["request"], _set_timeout]}
-        return session
-
-    return factory
+def _with_timeout(create: Callable[[], Any]) -> Any:
+    session = create()
+    # A default time-out of the session has no effect: many calls of the library override it with none.
+    session.event_hooks = {**session.event_hooks, "request": [*session.event_hooks["request"], _set_timeout]}
+    return session
 
 
 def _set_timeout(request: Any) -> None:
-    timeouts = request.extensions.get("timeout", {})
-    default = timeout()
-    request.extensions["timeout"] = {
-        kind: default if timeouts.get(kind) is None else timeouts[kind] for kind in ("connect", "read", "write", "pool")
-    }
+    given = {kind: value for kind, value in request.extensions.get("timeout", {}).items() if value is not None}
+    request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), timeout()) | given
 
 
 class _Quiet:

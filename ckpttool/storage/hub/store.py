@@ -112,18 +112,17 @@ class HubStore(Store):
         if name in self._verified:
             return self._complete[name]
         with self._locks[name]:
-            if name not in self._complete:
-                cached = self._cached(file)
-                if cached is None:
-                    return self._fetch_blocks(file, offset, offset + nbytes)
+            if name not in self._complete and (cached := self._cached(file)) is not None:
                 self._complete[name] = cached
-            return self._complete[name]
+            return self._complete.get(name) or self._fetch_blocks(file, offset, offset + nbytes)
 
     def fetch(self, name: str) -> None:
         file = self._file(name)
         if name not in self._verified:
             with self._locks[name]:
-                self._fetch_whole(file)
+                # Another thread may have done so meanwhile.
+                if name not in self._verified:
+                    self._fetch_whole(file)
 
     def open(self, name: str) -> BinaryIO:
         self.fetch(name)
@@ -148,9 +147,7 @@ class HubStore(Store):
         return path if isinstance(path, str) and os.path.getsize(path) == file.size else None
 
     def _fetch_whole(self, file: RepoFile) -> None:
-        """Fetch a file into the cache and verify it, once. A corrupt file in the cache is fetched again."""
-        if file.name in self._verified:
-            return
+        """Fetch a file into the cache and verify it. A corrupt file in the cache is fetched again."""
         address = f"{self.root}/{file.name}"
         cached = self._complete.pop(file.name, None)
         if cached is not None and listing.difference(file, listing.compute_digests(cached)) is None:
