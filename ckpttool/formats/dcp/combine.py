@@ -43,10 +43,11 @@ def create_rest(folder: str, planned: Catalogue, saved: Iterable[Path]) -> Sink 
 
 def _rest(planned: Catalogue, saved: set[Path]) -> Catalogue:
     keeper = keepers(planned)
-    kept = {path: e for path, e in planned.entries.items() if path not in saved and keeper.get(path, path) == path}
     first: dict[Path, Path] = {}
     entries: dict[Path, Entry] = {}
-    for path, entry in kept.items():
+    for path, entry in planned.entries.items():
+        if path in saved or keeper.get(path, path) != path:
+            continue
         if isinstance(entry, Tensor):
             # The tensor that it was tied to may be saved by torch.
             leader = first.setdefault(planned.first(entry).path, path)

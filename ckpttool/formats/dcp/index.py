@@ -126,7 +126,6 @@ class _IndexMerger:
     def __init__(self, folder: Location, sizes: Mapping[str, int]) -> None:
         self._sizes = sizes
         self._numbers: dict[str, int] = {}
-        self._missing: list[str] = []
         self.index = Index(folder, NAME, [], {}, None, None)
 
     def add(self, metadata: Metadata, rank: int) -> None:
@@ -137,10 +136,10 @@ class _IndexMerger:
             existing = index.entries.get(name)
             if existing is None:
                 index.entries[name] = renumbered
-            elif isinstance(existing, Item) or isinstance(renumbered, Item):
-                if not (isinstance(existing, Item) and isinstance(renumbered, Item)):
-                    raise CorruptError(f"`{metadata.name}`: `{name}` is bytes on one rank and a tensor on another")
+            elif isinstance(existing, Item) and isinstance(renumbered, Item):
                 index.copies.append(Copy(name, rank, existing, renumbered))
+            elif isinstance(existing, Item) or isinstance(renumbered, Item):
+                raise CorruptError(f"`{metadata.name}`: `{name}` is bytes on one rank and a tensor on another")
             else:
                 self._join(name, existing, renumbered, metadata.name, rank)
         if metadata.paths is not None:
@@ -165,12 +164,11 @@ class _IndexMerger:
             # A link, or a file in a subdirectory.
             location = self.index.folder.inside(name)
             size = location.size() if location.exists() else None
-        missing = size is None
-        if missing:
+        if size is None:
             self.index.warnings.append(Warning("missing-file", f"file `{name}` is missing", file=name))
         match = _DATA.search(name)
         number = self._numbers[name] = len(self.index.files)
-        self.index.files.append(File(location, name, size or 0, int(match[1]) if match else None, missing))
+        self.index.files.append(File(location, name, size or 0, int(match[1]) if match else None, size is None))
         return number
 
     def _join(self, name: str, tensor: StoredTensor, other: StoredTensor, index_name: str, rank: int) -> None:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import re
 import struct
-from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import chain
 from math import prod
 from operator import ne
 from typing import Any, NamedTuple
@@ -96,14 +96,14 @@ class Items:
             return
         actual = self.crc(record.file, record.offset, record.offset + record.nbytes)
         if actual != record.crc:
+            found, expected = f"{actual:08x}", f"{record.crc:08x}"
             raise CorruptError(
-                f"{self._label(item, name)}: decompresses to bytes with CRC {actual:08x}, but the stored CRC is "
-                f"{record.crc:08x}",
+                f"{self._label(item, name)}: decompresses to bytes with CRC {found}, but the stored CRC is {expected}",
                 hint="these bytes changed after they were written; take another copy of the checkpoint",
                 file=self._files[item.file].name,
                 tensor=name,
-                found=f"{actual:08x}",
-                expected=f"{record.crc:08x}",
+                found=found,
+                expected=expected,
             )
 
     def reserve_scratch(self) -> None:
@@ -266,24 +266,19 @@ def _item_pattern(item: Item, read: Read, opened: Extent) -> _ItemPattern | None
     tail = read(end, item.offset + item.length - end)
     if max(len(head), len(tail)) > _WINDOW:
         return None
-    payload_crcs = _positions(tail, record.crc.to_bytes(4, "little"))
+    payload_crcs = [match.span() for match in re.finditer(re.escape(record.crc.to_bytes(4, "little")), tail)]
     serialization_id = re.search(rb"serialization_id.{0,80}?(\d{40})PK\x07\x08(.{4})", tail, re.DOTALL)
     if len(payload_crcs) != 2 or (serialization_id is None and b"serialization_id" in tail):
         return None
-    varying = [(at, at + 4) for at in payload_crcs]
+    varying = list(payload_crcs)
     if serialization_id is not None:
-        id_crcs = _positions(tail, serialization_id[2])
+        id_crcs = [match.span() for match in re.finditer(re.escape(serialization_id[2]), tail)]
         if len(id_crcs) != 2:
             return None
-        varying += [serialization_id.span(1), *((at, at + 4) for at in id_crcs)]
-    varying.sort()
-    starts, ends = [0, *(b for _, b in varying)], [*(a for a, _ in varying), len(tail)]
-    constant = tuple((a, b) for a, b in zip(starts, ends, strict=True) if a < b)
-    return _ItemPattern(head, tail, constant, (payload_crcs[0], payload_crcs[1]), opened, item.offset)
-
-
-def _positions(data: bytes, pattern: bytes) -> list[int]:
-    return [match.start() for match in re.finditer(re.escape(pattern), data)]
+        varying += [serialization_id.span(1), *id_crcs]
+    limits = [0, *chain.from_iterable(sorted(varying)), len(tail)]
+    constant = tuple((a, b) for a, b in zip(limits[::2], limits[1::2], strict=True) if a < b)
+    return _ItemPattern(head, tail, constant, (payload_crcs[0][0], payload_crcs[1][0]), opened, item.offset)
 
 
 MISSING = "copy the file from where the checkpoint was saved"
@@ -311,8 +306,7 @@ def _plain_tree(data: bytes, name: str) -> Any:
 # Writing --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Template:
+class Template(NamedTuple):
     """The item of any tensor of one dtype and size: `Template(b"PK...", 262144, b"PK...", (4, 283))`.
 
     `head` and `tail` are the bytes around the payload; `marks` are the positions of its CRC in `tail`.

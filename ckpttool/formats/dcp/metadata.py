@@ -10,13 +10,11 @@
     MetadataIndex(fqn, offset, index)           no `offset` for bytes, `index` is a hint or None
     _StorageInfo(relative_path, offset, length[, transform_descriptors])                        4th: torch 2.7
 
-Upstream: `torch/distributed/checkpoint/metadata.py` and `filesystem.py` of torch 2.0 to 2.15, pickled with the default
-protocol (4; 5 from Python 3.14 on). Up to torch 2.2 TensorProperties lived in `torch.distributed._shard`; frameworks
-have copies of `_StorageInfo` and subclasses of Metadata, so classes are identified by name only. Everything else that a
-pickle names (paths, Megatron's plans) is an inert stub.
+Upstream: `torch/distributed/checkpoint/metadata.py` and `filesystem.py` of torch 2.0 to 2.15, pickled with protocol 4
+(5 from Python 3.14 on). Classes are identified by name only: TensorProperties moved after torch 2.2, frameworks have
+copies of `_StorageInfo` and subclasses of Metadata. Everything else that a pickle names is an inert stub.
 
-The objects of a large run are many (256 ranks x 2,930 tensors: 750,000 chunks), so they end as columns; until then
-they are objects of `metadata_classes`.
+A large run has 750,000 chunks (256 ranks x 2,930 tensors): objects of `metadata_classes`, which end as columns.
 """
 
 from __future__ import annotations

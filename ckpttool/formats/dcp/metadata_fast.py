@@ -8,11 +8,10 @@ a name and some numbers. In brackets: references to the memo; `\\x94` puts a val
     [_StorageInfo] NEW  [relative_path] [path] [offset] int [length] int  ub
     NEW = `)\\x81\\x94}\\x94(`   SIZE = `\\x94\\x85\\x94R\\x94`
 
-So spell Python's picklers protocols 4 and 5, whatever the torch. A regular expression takes such runs apart, into
-columns. In their place the pickle gets one call, of `Run`, and as many entries for the memo, so that all numbers in
-it stay right; the unpickler reads that: what stands between runs (the first use of a name or a file), and the
-references that the runs take for granted, which `Run` compares. A reference to something inside a run finds `SKIPPED`,
-which is of no type that a reader of the index accepts: whatever fails here is read again, whole.
+So spell Python's picklers protocols 4 and 5. A regular expression takes such runs apart, into columns. In their place
+the pickle gets one call, of `Run`, which compares the references, and as many entries for the memo, so that all numbers
+in it stay right. A reference to something inside a run finds `SKIPPED`, which is of no type that a reader of the index
+accepts: whatever fails here is read again, whole.
 """
 
 from __future__ import annotations
@@ -125,15 +124,11 @@ class _Texts(dict[bytes, str]):
 
 
 def _pattern(words: Iterable[str | bytes], references: Iterator[bytes], *, take: bool) -> bytes:
-    made = b""
-    for word in words:
-        if isinstance(word, bytes):
-            made += re.escape(word)
-        elif word.startswith("["):
-            made += next(references)
-        else:
-            made += b"(%b)" % _COLUMNS[word] if take else _COLUMNS[word]
-    return made
+    columns = {word: b"(%b)" % pattern if take else pattern for word, pattern in _COLUMNS.items()}
+    return b"".join(
+        re.escape(word) if isinstance(word, bytes) else columns[word] if word in columns else next(references)
+        for word in words
+    )
 
 
 class Runs:

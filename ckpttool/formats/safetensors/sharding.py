@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
+from typing import NamedTuple
 
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue, Part, Path, Tensor, dotted
@@ -28,13 +29,12 @@ RESERVED = frozenset({"format", "total_size"})
 _RAW = DTYPES["uint8"]
 
 
-@dataclass(slots=True)
-class FilePlan:
+class FilePlan(NamedTuple):
     """A file to be written: `FilePlan("model.safetensors", [Spec("w", float32, (64, 13))], {"format": "pt"})`."""
 
     name: str
-    tensors: list[Spec] = field(default_factory=list)
-    metadata: dict[str, str] = field(default_factory=dict)
+    tensors: list[Spec]
+    metadata: dict[str, str]
 
 
 @dataclass(slots=True)

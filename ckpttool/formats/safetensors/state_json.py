@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from math import prod
 from typing import Any, NamedTuple
 
@@ -142,12 +143,10 @@ def _items(state: Mapping[str, Any], key: str, name: str) -> list[dict[str, Any]
 
 def _read_path(item: Mapping[str, Any], name: str) -> Path:
     path = typed_json.decode(item.get("path"), name=name, functions=_FUNCTIONS)
-    try:
+    with suppress(TypeError):
         if isinstance(path, list):
             hash(tuple(path))
             return tuple(path)
-    except TypeError:
-        pass
     raise CorruptError(f"{name}: {item.get('path')!r} is not a path")
 
 
