@@ -20,10 +20,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckpttool.catalogue.typed_json import same
 from ckpttool.errors import UsageError
-from ckpttool.operations.verify_resume.trial import compare
-from ckpttool.operations.verify_resume.trial import route as routes
+from ckpttool.operations.verify_resume.trial import arguments, compare
 from ckpttool.operations.verify_resume.trial.compare import judge
-from ckpttool.operations.verify_resume.trial.job import Job, Seen
+from ckpttool.operations.verify_resume.trial.job import Seen
 from ckpttool.operations.verify_resume.trial.results import Check, Compared, Finding, Report, Step
 from ckpttool.operations.verify_resume.trial.state import RecordedState
 from ckpttool.operations.verify_resume.worker.gradients import _joined
@@ -79,12 +78,9 @@ def test_what_is_not_judged_is_no_finding() -> None:
 
 def seen(rank: int, **changed: Any) -> Seen:
     memory = {"parameters": 8, "parameters_expected": 8, "optimizer": 16, "optimizer_expected": 16}
-    made = Seen(rank, [0, rank], parameters=3, memory=memory, shared={"scheduler": "s"})
+    made = Seen(rank, parameters=3, memory=memory, shared={"scheduler": "s"})
     made.steps = [{"number": 4, "loss": 2.5 + rank}]
     return dataclasses.replace(made, **changed)
-
-
-JOB = Job("folder", "recipe.py", {"shard": 1, "tp": 2})
 
 
 @pytest.mark.parametrize(
@@ -100,17 +96,17 @@ JOB = Job("folder", "recipe.py", {"shard": 1, "tp": 2})
 def test_each_check_sees_what_it_is_for(changed: dict[str, Any], kind: str, says: str) -> None:
     same = {"steps": [{"number": 4, "loss": 2.5}]}
     made = report()
-    compare.check_sharding(made, "B", JOB, [seen(0, **same), seen(1, **same)])
+    compare.check_sharding(made, "B", [seen(0, **same), seen(1, **same)])
     assert made.findings == [] and all(check.passed for check in made.checks)
     made = report()
-    compare.check_sharding(made, "B", JOB, [seen(0, **same), seen(1, **{**same, **changed})])
+    compare.check_sharding(made, "B", [seen(0, **same), seen(1, **{**same, **changed})])
     [found] = made.findings
     assert found.kind == kind and says in found.says
 
 
 def test_losses_of_ranks_with_batches_of_their_own_are_not_judged() -> None:
     made = report()
-    compare.check_sharding(made, "A", Job("folder", "recipe.py", {"replicate": 1, "shard": 2}), [seen(0), seen(1)])
+    compare.check_sharding(made, "A", [seen(0), seen(1, replica=1)])
     [check] = [check for check in made.checks if check.what == "losses agree"]
     assert check.passed is None and made.findings == []
 
@@ -263,13 +259,13 @@ def test_shapes_of_shards_are_torchs(shape: tuple[int, ...], placements: list[An
     ],
 )  # fmt: skip
 def test_routes(via: str, dims: dict[str, int], other: bool, says: list[str]) -> None:
-    assert [stage.says for stage in routes.parse(via, dims, other_mesh=other)] == says
+    assert [stage.says for stage in arguments.parse_route(via, dims, other_mesh=other)] == says
 
 
 @pytest.mark.parametrize("via", ["zip", "dcp:4", "reshard", "reshard:shard=0"])
 def test_stages_that_are_none(via: str) -> None:
     with pytest.raises(UsageError):
-        routes.parse(via, {"shard": 2}, other_mesh=False)
+        arguments.parse_route(via, {"shard": 2}, other_mesh=False)
 
 
 def test_the_report_is_json(tmp_path: Path) -> None:

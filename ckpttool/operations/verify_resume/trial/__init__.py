@@ -22,10 +22,9 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from ckpttool.errors import OverwriteError, UsageError
+from ckpttool.errors import BUG, OverwriteError, UsageError
 from ckpttool.operations.verify_resume.recipe import load_recipe
-from ckpttool.operations.verify_resume.trial import compare, launch, route, state
-from ckpttool.operations.verify_resume.trial.arguments import parse_device, parse_meshes
+from ckpttool.operations.verify_resume.trial import arguments, compare, launch, state
 from ckpttool.operations.verify_resume.trial.diagnose import diagnose
 from ckpttool.operations.verify_resume.trial.job import BUILT, END, RESUMED, Job, Seen, read_seen
 from ckpttool.operations.verify_resume.trial.launch import Ended, Launcher, TorchrunLauncher, torchrun_world
@@ -92,7 +91,7 @@ def trial(
     *,
     world: int | None = None,
     mesh: str | None = None,
-    via: str | Sequence[route.Step] = (),
+    via: str | Sequence[arguments.Step] = (),
     to_world: int | None = None,
     to_mesh: str | None = None,
     steps: int = 4,
@@ -121,9 +120,9 @@ def trial(
     if torchrun_world() is None:
         launch.prepare()
     loaded = load_recipe(recipe)
-    dims, onto = parse_meshes(loaded, world, mesh, to_world, to_mesh)
-    stages = route.parse(via, onto, other_mesh=dims != onto)
-    device = parse_device(device, max(prod(dims.values()), prod(onto.values())))
+    dims, onto = arguments.parse_meshes(loaded, world, mesh, to_world, to_mesh)
+    stages = arguments.parse_route(via, onto, other_mesh=dims != onto)
+    device = arguments.parse_device(device, max(prod(dims.values()), prod(onto.values())))
     paths = [os.path.abspath(path) for path in checkpoints]
     rule = "checkpoints" if checkpoints else "bitwise" if dims == onto else "control"
     report = Report(
@@ -180,7 +179,7 @@ def _why_no_gradients(base: Job, wanted: bool) -> str:
 
 
 def _over_a_save(
-    trial: _Trial, onto: Mapping[str, int], stages: Sequence[route.Stage], steps: int, why_no_gradients: str
+    trial: _Trial, onto: Mapping[str, int], stages: Sequence[arguments.Stage], steps: int, why_no_gradients: str
 ) -> None:
     dims, more, report = trial.base.dims, trial.base.after, trial.report
     saved, native = trial.path("saved"), trial.path("native")
@@ -194,7 +193,7 @@ def _over_a_save(
         save_natively=native if other_mesh else None,
         keep_gradients=not why_no_gradients,
     )
-    report.route = trial.launcher.from_first(lambda: route.follow(stages, saved, trial.path("route"), trial.tell))
+    report.route = trial.launcher.from_first(lambda: arguments.follow(stages, saved, trial.path("route"), trial.tell))
     source = report.route[-1].path if report.route else saved
     trial.run("B", f"resumes from `{os.path.basename(source)}` and trains", onto, load=source)
     if other_mesh:
@@ -212,7 +211,7 @@ def _run_control(trial: _Trial, onto: Mapping[str, int], native: str) -> None:
     try:
         trial.run("control", "resumes by torch alone", onto, load=native, natively=True)
     except Ended as ended:
-        if not any(rank.error is not None for rank in ended.failure.ranks):
+        if not ended.raised:
             raise
         trial.report.notes.append(f"torch itself cannot resume on that mesh: {ended.failure.says}")
 
@@ -272,7 +271,7 @@ def _is_restored(trial: _Trial) -> bool:
 
 
 def _check_shards(trial: _Trial, name: str) -> None:
-    compare.check_sharding(trial.report, name, trial.jobs[name], trial.seen[name])
+    compare.check_sharding(trial.report, name, trial.seen[name])
     compare.check_replicas(trial.report, trial.state(name, RESUMED), name)
 
 
@@ -292,8 +291,11 @@ def _check_gradients(trial: _Trial, why_not: str) -> None:
 
 def _fail(report: Report, ended: Ended) -> None:
     """Report a run that did not finish. Raises an error of the recipe where nothing was resumed yet."""
-    failure = ended.failure
-    has_error = any(rank.error is not None for rank in failure.ranks)
-    if ended.cause is not None or (has_error and failure.run == "A"):
-        raise launch.as_error(ended) from None
+    failure, cause = ended.failure, ended.cause
+    if cause is not None and cause.exit_code != BUG:
+        raise cause from None
+    if cause is not None or (ended.raised and failure.run == "A"):
+        ranks = [f"rank {one.rank}: {one.phase}" for one in failure.ranks]
+        hint = "`--keep FOLDER` keeps the logs of its ranks"
+        raise UsageError(failure.says, hint=hint, run=failure.run, ranks=ranks) from None
     report.failure = failure

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from ckpttool.catalogue.dtypes import dtype
@@ -98,11 +98,11 @@ def compare_progress(report: Report, was: int, now: int, run: str, against: str)
 
 # Steps ----------------------------------------------------------------------------------------------------------------
 
-_SEEN: dict[str, Callable[[Step], Any]] = {
-    "next batch": lambda step: step.batches,
-    "loss": lambda step: step.losses,
-    "gradient norm": lambda step: step.gradient_norm,
-    "parameters": lambda step: step.digests,
+_SEEN = {
+    "next batch": attrgetter("batches"),
+    "loss": attrgetter("losses"),
+    "gradient norm": attrgetter("gradient_norm"),
+    "parameters": attrgetter("digests"),
 }
 
 
@@ -111,7 +111,7 @@ def compare_steps(
 ) -> bool:
     """Compare two runs step by step, bit for bit: rows, and a finding for the first difference if it is `judged`."""
     pairs = [*zip(before, after, strict=False)]
-    first: tuple[int, int, str] | None = None
+    firsts: list[tuple[int, int, str]] = []
     for order, (title, of) in enumerate(_SEEN.items()):
         if all(of(step) in (None, [None] * len(step.losses)) for pair in pairs for step in pair):
             why = "`step` does not call the model" if title == "next batch" else "the optimizer took no step"
@@ -121,13 +121,12 @@ def compare_steps(
         says = "each step, bitwise" if judged else "the reference run does not have A's state"
         equal = not wrong if judged else None
         report.compared.append(Compared(title, run, against, len(pairs), len(wrong), says, equal))
-        if wrong and (first is None or (wrong[0], order) < first[:2]):
-            first = (wrong[0], order, title)
-    if first is not None and judged:
-        number, _, title = first
+        firsts += [(number, order, title) for number in wrong[:1]]
+    if firsts and judged:
+        number, _, title = min(firsts)
         one, two = next(pair for pair in pairs if pair[0].number == number)
         report.findings.append(_step_finding(title, number, _SEEN[title](one), _SEEN[title](two), run, against))
-    return first is None
+    return not firsts
 
 
 def _step_finding(title: str, number: int, was: Any, now: Any, run: str, against: str) -> Finding:
@@ -190,14 +189,14 @@ def check_replicas(report: Report, recorded: RecordedState, run: str) -> None:
     _add(report, Check("replicas agree", run, len(shared), not judged, f"differ in {some(judged)}" if judged else ""))
 
 
-def check_sharding(report: Report, run: str, job: Job, seen: list[Seen]) -> None:
+def check_sharding(report: Report, run: str, seen: list[Seen]) -> None:
     """Check what each rank holds, and that the ranks agree."""
     wrong = [(one.rank, shape) for one in seen for shape in one.shapes]
     uneven = sum(one.uneven for one in seen)
     says = f"rank {wrong[0][0]}: {wrong[0][1]}" if wrong else f"{plural(uneven, 'shard')} uneven or empty"
     _add(report, Check("local shapes", run, max(one.parameters for one in seen), not wrong, says))
     _check_memory(report, run, seen)
-    _check_losses(report, run, job, seen)
+    _check_losses(report, run, seen)
     keys = [key for key in seen[0].shared if len({one.shared.get(key) for one in seen}) > 1]
     if seen[0].shared:
         says = f"the ranks have different values of {some(keys)}, of which one is saved" if keys else ""
@@ -219,7 +218,7 @@ def _check_memory(report: Report, run: str, seen: list[Seen]) -> None:
     _add(report, Check("memory", run, len(seen), not wrong, says))
 
 
-def _check_losses(report: Report, run: str, job: Job, seen: list[Seen]) -> None:
+def _check_losses(report: Report, run: str, seen: list[Seen]) -> None:
     """Ranks of one replica have one batch, and one loss; a recipe may have averaged it over all."""
     steps = range(len(seen[0].steps))
     if len(seen) == 1:
@@ -231,10 +230,9 @@ def _check_losses(report: Report, run: str, job: Job, seen: list[Seen]) -> None:
     if steps and all(agree(seen, i) for i in steps):
         _add(report, Check("losses agree", run, len(steps), passed=True, says="on all ranks"))
         return
-    replicas: dict[tuple[int, ...], list[Seen]] = {}
+    replicas: dict[int, list[Seen]] = {}
     for one in seen:
-        key = tuple(at for name, at in zip(job.dims, one.coordinate, strict=True) if name != "tp")
-        replicas.setdefault(key, []).append(one)
+        replicas.setdefault(one.replica, []).append(one)
     shared = [ranks for ranks in replicas.values() if len(ranks) > 1]
     if not shared:
         says = "each rank has its own batch and loss: `step` does not average them"

@@ -57,12 +57,12 @@ class Job:
 
 @dataclass(slots=True)
 class Seen:
-    """What one rank saw. `steps` are dicts with `number`, `loss`, `gradient_norm`, `batch`, `digest`, `seconds`;
-    `shapes` are parameters whose shards are not of the shape that their placements say, of `parameters` in all.
-    `shared` has a digest of each value of which one rank's is saved."""
+    """What one rank saw, as a part of a data-parallel replica. `steps` are dicts with `number`, `loss`,
+    `gradient_norm`, `batch`, `digest`, `seconds`; `shapes` are parameters whose shards are not of the shape that their
+    placements say, of `parameters` in all. `shared` has a digest of each value of which one rank's is saved."""
 
     rank: int
-    coordinate: list[int] = field(default_factory=list)
+    replica: int = 0
     first_step: int = 0
     switched_on: list[str] = field(default_factory=list)
     steps: list[dict[str, Any]] = field(default_factory=list)

@@ -20,7 +20,7 @@ from multiprocessing import forkserver
 from typing import Any, TypeVar
 
 from ckpttool import errors
-from ckpttool.errors import BUG, CkptError, UsageError
+from ckpttool.errors import CkptError
 from ckpttool.operations.verify_resume import worker
 from ckpttool.operations.verify_resume.trial.job import ENVIRONMENT, Job
 from ckpttool.operations.verify_resume.trial.results import Failure, Stuck
@@ -35,8 +35,8 @@ class Ended(Exception):
 
     def __init__(self, failure: Failure, cause: CkptError | None) -> None:
         super().__init__(failure.says)
-        self.failure = failure
-        self.cause = cause
+        self.failure, self.cause = failure, cause
+        self.raised = any(rank.error is not None for rank in failure.ranks)
 
 
 class Launcher:
@@ -227,15 +227,3 @@ def _text(job: Job, rank: int, what: str) -> str:
             return stream.read()
     except OSError:
         return ""
-
-
-def as_error(ended: Ended) -> CkptError:
-    """Return the error of a run that failed before there was anything to compare."""
-    if ended.cause is not None and ended.cause.exit_code != BUG:
-        return ended.cause
-    return UsageError(
-        ended.failure.says,
-        hint="`--keep FOLDER` keeps the logs of its ranks",
-        run=ended.failure.run,
-        ranks=[f"rank {one.rank}: {one.phase}" for one in ended.failure.ranks],
-    )

@@ -46,17 +46,16 @@ class Step:
     """
 
     number: int  #: number of the step
-    losses: list[float]  #: loss of each rank; `loss` is their mean
+    losses: list[float]  #: loss of each rank
     gradient_norm: float | None  #: norm of the gradient
     digest: str  #: digest of `digests`
     batches: list[str | None] = field(default_factory=list)  #: digest of each rank's batch
     seconds: float = 0.0  #: duration on the slowest rank
     digests: list[str] = field(default_factory=list)  #: digest of each rank's parameters
+    loss: float = field(init=False)  #: mean of `losses`
 
-    @property
-    def loss(self) -> float:
-        """The mean over the ranks."""
-        return sum(self.losses) / len(self.losses)
+    def __post_init__(self) -> None:
+        self.loss = sum(self.losses) / len(self.losses)
 
 
 @dataclass(slots=True)
@@ -181,8 +180,4 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `--json` prints, and the page shows. See `docs/reference/json.md`."""
-        report = asdict(self)
-        for run, fields in zip(self.runs, report["runs"], strict=True):
-            for step, step_fields in zip(run.steps, fields["steps"], strict=True):
-                step_fields["loss"] = step.loss
-        return {"schema": SCHEMA, **report}
+        return {"schema": SCHEMA, **asdict(self)}

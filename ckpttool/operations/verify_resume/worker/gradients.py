@@ -41,7 +41,7 @@ def keep(job: Job, built: Built, inputs: tuple[Any, Any] | None) -> str:
         return why or "`step` does not call the model"
     writer = Writer(folder if dist.get_rank() == 0 else None)
     values = [leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    gathered = collectives.to_first((setup.replica(job, built.mesh), values))
+    gathered = collectives.to_first((setup.replica(built.mesh), values))
     joined: list[Any] = []
     if gathered is not None:
         # Ranks of one replica share a batch.

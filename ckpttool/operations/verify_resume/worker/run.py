@@ -23,7 +23,7 @@ def run(job: Job, watch: Watch, *, leave: bool = True) -> None:
     switched_on = setup.deterministic(job)
     watch.enter("process group")
     mesh = setup.join(job)
-    seen = Seen(watch.rank, list(mesh.get_coordinate() or []), switched_on=switched_on)
+    seen = Seen(watch.rank, setup.replica(mesh), switched_on=switched_on)
     watch.enter("build")
     built = build(job, mesh)
     if job.deterministic:

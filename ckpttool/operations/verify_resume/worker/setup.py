@@ -56,7 +56,7 @@ def join_group(device: str) -> None:
 
 def seed(job: Job, mesh: DeviceMesh, *, own: bool) -> None:
     """Seed every generator: the same on all ranks, or with `own` another seed for each data-parallel replica."""
-    value = job.seed + (1 + replica(job, mesh) if own else 0)
+    value = job.seed + (1 + replica(mesh) if own else 0)
     random.seed(value)
     np.random.seed(value)
     torch.manual_seed(value)  # those of all devices
@@ -75,10 +75,10 @@ def settle(model: nn.Module) -> list[str]:
     return sorted(settings)
 
 
-def replica(job: Job, mesh: DeviceMesh) -> int:
+def replica(mesh: DeviceMesh) -> int:
     """Return the data-parallel replica that this rank is part of: its coordinate without `tp`."""
     index = 0
-    for name, size, coordinate in zip(job.dims, mesh.mesh.shape, mesh.get_coordinate(), strict=True):
+    for name, size, coordinate in zip(mesh.mesh_dim_names, mesh.mesh.shape, mesh.get_coordinate(), strict=True):
         if name != "tp":
             index = index * size + coordinate
     return index
