@@ -13,6 +13,7 @@ tensor's hash is of its elements in row-major order, little endian: the same in 
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import closing
@@ -60,9 +61,6 @@ class Manifest:
     tensors: list[Hashed] = field(default_factory=list)
 
 
-# Making ---------------------------------------------------------------------------------------------------------------
-
-
 def make(
     root: Location, names: Sequence[str], source: Source, threads: int, progress: Progress | None = None
 ) -> Manifest:
@@ -70,13 +68,10 @@ def make(
 
     Raises ReadError, CorruptError or StorageError for a file that cannot be read.
     """
-    sizes = {name: (root / name).size() for name in names}
-    total = sum(sizes.values()) + sum(t.nbytes for t in source.catalogue.tensors)
-    work = Work(total, progress)
-    hashes = of_files(root, names, threads, work)
-    values = of_tensors(source, list(source.catalogue.tensors), threads, work)
-    tensors = [Hashed(t.name, t.dtype.name, t.shape, values[t.path]) for t in source.catalogue.tensors]
-    return Manifest(hashes, sizes, tensors)
+    sizes, tensors = {name: (root / name).size() for name in names}, list(source.catalogue.tensors)
+    work = Work(sum(sizes.values()) + sum(t.nbytes for t in tensors), progress)
+    hashes, values = of_files(root, names, threads, work), of_tensors(source, tensors, threads, work)
+    return Manifest(hashes, sizes, [Hashed(t.name, t.dtype.name, t.shape, values[t.path]) for t in tensors])
 
 
 def write_for(dst: str, path: str, threads: int | None = None) -> None:
@@ -141,16 +136,12 @@ def of_tensors(source: Source, tensors: Sequence[Tensor], threads: int, work: Wo
     return hashes | {path: hashes[kept] for path, kept in aliases.items()}
 
 
-# On disk --------------------------------------------------------------------------------------------------------------
-
-
 def check_free(path: str) -> None:
     """Raise OverwriteError if the file exists."""
     location = local_path(path)
     if location.exists() or location.is_link():
-        raise OverwriteError(
-            f"`{path}` exists", hint="check it with `--manifest`, remove it, or name another file", file=path
-        )
+        hint = "check it with `--manifest`, remove it, or name another file"
+        raise OverwriteError(f"`{path}` exists", hint=hint, file=path)
 
 
 def write(path: str, manifest: Manifest) -> None:
@@ -164,10 +155,7 @@ def write(path: str, manifest: Manifest) -> None:
         "sizes": manifest.sizes,
     }
     head = json.dumps(document, indent=1)[:-2]
-    rows = (
-        json.dumps({"name": t.name, "dtype": t.dtype, "shape": list(t.shape), "sha256": t.sha256})
-        for t in manifest.tensors
-    )
+    rows = (json.dumps(tensor._asdict()) for tensor in manifest.tensors)
     text = head + ',\n "tensors": [\n  ' + ",\n  ".join(rows) + "\n ]\n}\n"
     with local_path(path).stage(overwrite=False, is_file=True) as stage:
         local_path(stage.path).put(text.encode())
@@ -181,9 +169,8 @@ def read(path: str) -> Manifest:
         raise CorruptError(f"`{path}`: {size} bytes of JSON are more than the {_LARGEST} that are read", file=path)
     document = strict_json.parse(location.read(0, size), f"`{path}`")
     if not isinstance(document, dict) or not isinstance(document.get("files"), dict):
-        raise CorruptError(
-            f"`{path}`: is not a manifest: it has no `files`", hint="`--write-manifest` writes one", file=path
-        )
+        hint = "`--write-manifest` writes one"
+        raise CorruptError(f"`{path}`: is not a manifest: it has no `files`", hint=hint, file=path)
     if document.get("algorithm", _ALGORITHM) != _ALGORITHM:
         raise ReadError(f"`{path}`: has hashes of `{document['algorithm']}`, and only sha256 is supported", file=path)
     sizes = document.get("sizes", {})
@@ -197,15 +184,14 @@ def read(path: str) -> Manifest:
 
 
 def _is_hash(value: Any) -> bool:
-    return isinstance(value, str) and len(value) == 64 and all(c in "0123456789abcdefABCDEF" for c in value)
+    return isinstance(value, str) and re.fullmatch(r"[0-9a-fA-F]{64}", value) is not None
 
 
 def _hashed(row: Any, path: str) -> Hashed:
     match row:
-        case {"name": str() as name, "dtype": str() as dtype, "shape": [*shape], "sha256": str() as digest} if _is_hash(
-            digest
-        ) and all(type(n) is int for n in shape):
-            return Hashed(name, dtype, tuple(shape), digest.lower())
+        case {"name": str() as name, "dtype": str() as dtype, "shape": [*shape], "sha256": digest}:
+            if _is_hash(digest) and all(type(n) is int for n in shape):
+                return Hashed(name, dtype, tuple(shape), digest.lower())
     raise CorruptError(f"`{path}`: {row!r:.80} is not a tensor of a manifest", file=path)
 
 

@@ -15,12 +15,13 @@ import errno
 import os
 import re
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import eq
 
 from ckpttool.errors import CorruptError, OverwriteError, ReadError, UsageError
 from ckpttool.formats.dcp import rebuild_index
-from ckpttool.operations import manifest
 from ckpttool.operations.arguments import check_apart
 from ckpttool.operations.verify import Report, verify
 from ckpttool.storage import files, free_space, staging
@@ -29,6 +30,7 @@ from ckpttool.text import some
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.threads import Progress, Work, on_threads
 
+_BLOCK = 1 << 20
 _OF_RANK = re.compile(r"__\d+\.metadata")
 
 
@@ -74,12 +76,14 @@ def repair(
     result = Repaired(sources[0], os.fspath(dst), sources[1:], None if like is None else os.fspath(like))
     result.dry_run = dry_run
     for path in sources:
-        _check_directory(path)
+        if local_path(path).kind() != "dir":
+            hint = f"`ckpttool verify {path}` says what is wrong"
+            raise UsageError(f"`{path}`: is one file, in which nothing can be repaired", hint=hint)
     check_apart(result.destination, *sources, result.like)
     originals, before = _gathered(sources, result)
     if dry_run:
         result.notes += _obstacles(result.destination, overwrite, originals)
-        folder = Location(result.destination, _Planned(result.destination.rstrip("/"), dict(originals)))
+        folder = Location(result.destination, _Planned(result.destination.rstrip("/"), originals))
         _repair(folder, result, before, threads, progress)
     else:
         with local_path(result.destination).stage(overwrite=overwrite, is_file=False) as stage:
@@ -107,28 +111,14 @@ def _repair(
     result.files, result.bytes = len(names), sum((folder / name).size() for name in names)
 
 
-# Before anything is written -------------------------------------------------------------------------------------------
-
-
-def _check_directory(path: str) -> None:
-    location = local_path(path)
-    if location.kind() != "dir":
-        raise UsageError(
-            f"`{path}`: is one file, in which nothing can be repaired",
-            hint=f"`ckpttool verify {path}` says what is wrong",
-        )
-
-
 def _gathered(sources: Sequence[str], result: Repaired) -> tuple[dict[str, Location], files.Fingerprint]:
     """Return the files of all directories by their names. Raises CorruptError for two of one name that differ."""
     originals: dict[str, Location] = {}
     for root in map(local_path, sources):
-        names = root.below()
-        remains = _remains(root)
-        if remains:
+        if remains := _remains(root):
             result.dropped += remains
             result.done.append(f"left out what a save left that stopped: {some(remains)}")
-        for name in names:
+        for name in root.below():
             location = root / name
             if name not in originals:
                 originals[name] = location
@@ -158,13 +148,7 @@ def _remains(root: Location, below: str = "") -> list[str]:
 
 
 def _same(one: Location, other: Location) -> bool:
-    if one.size() != other.size():
-        return False
-    a, b = (manifest.of_files(path.parent, [path.name], 1, Work())[path.name] for path in (one, other))
-    return a == b
-
-
-# A dry run ------------------------------------------------------------------------------------------------------------
+    return one.size() == other.size() and all(map(eq, one.blocks(_BLOCK), other.blocks(_BLOCK)))
 
 
 class _Planned(Store):
@@ -172,18 +156,13 @@ class _Planned(Store):
 
     def __init__(self, root: str, originals: dict[str, Location]) -> None:
         self.root = root
-        self._originals = originals
-        self._written: dict[str, bytes] = {}
-
-    def _names(self) -> set[str]:
-        return {*self._originals, *self._written}
+        self._files: dict[str, Location | bytes] = {**originals}
 
     def stat(self, name: str) -> Stat:
-        if name in self._written:
-            return Stat(len(self._written[name]), "file")
-        if name in self._originals:
-            return Stat(self._originals[name].size(), "file")
-        if not name or any(other.startswith(f"{name}/") for other in self._names()):
+        if name in self._files:
+            file = self._files[name]
+            return Stat(len(file) if isinstance(file, bytes) else file.size(), "file")
+        if not name or any(other.startswith(f"{name}/") for other in self._files):
             return Stat(0, "dir")
         raise FileNotFoundError(errno.ENOENT, "no such file or directory", name)
 
@@ -191,23 +170,23 @@ class _Planned(Store):
         if self.stat(name).kind != "dir":
             raise NotADirectoryError(errno.ENOTDIR, "not a directory", name)
         start = f"{name}/" if name else ""
-        below = (other[len(start) :].partition("/") for other in self._names() if other.startswith(start))
+        below = (other[len(start) :].partition("/") for other in self._files if other.startswith(start))
         return sorted({Entry(first, is_dir=bool(slash)) for first, slash, _ in below})
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
-        if name in self._originals:
-            return self._originals[name].read_into(offset, buffer)
         self.stat(name)
-        data = self._written[name][offset : offset + len(buffer)]
+        file = self._files[name]
+        if not isinstance(file, bytes):
+            return file.read_into(offset, buffer)
+        data = file[offset : offset + len(buffer)]
         buffer[: len(data)] = data
         return len(data)
 
     def put(self, name: str, write: Write) -> None:
-        self._written[name] = content(write)
+        self._files[name] = content(write)
 
     def remove(self, name: str) -> None:
-        self._originals.pop(name, None)
-        self._written.pop(name, None)
+        self._files.pop(name, None)
 
 
 def _obstacles(dst: str, overwrite: bool, originals: dict[str, Location]) -> list[str]:
@@ -221,9 +200,6 @@ def _obstacles(dst: str, overwrite: bool, originals: dict[str, Location]) -> lis
     if needed > free:
         notes.append(f"`{dst}`: {free_space.message(needed, free)}")
     return notes
-
-
-# Writing ------------------------------------------------------------------------------------------------------------
 
 
 def _copy(
@@ -244,7 +220,10 @@ def _copy(
 def _merge_indexes(root: Location, result: Repaired) -> None:
     """Write one index in every DCP directory. Raises ReadError, CorruptError or UsageError."""
     is_like_used = False
-    for below, names in sorted(_directories(root).items()):
+    directories: dict[str, list[str]] = defaultdict(list)
+    for name in root.below():
+        directories[name.rpartition("/")[0]].append(name.rpartition("/")[2])
+    for below, names in sorted(directories.items()):
         folder = root / below if below else root
         where = f"`{below}`: " if below else ""
         if ".metadata" in names or not any(name.endswith(".distcp") for name in names):
@@ -271,15 +250,6 @@ def _merge_indexes(root: Location, result: Repaired) -> None:
         raise UsageError(f"`--like {result.like}`: no index is lost", hint="leave it out")
 
 
-def _directories(root: Location) -> dict[str, list[str]]:
-    """Return the names of the files in each directory, by its name below the root."""
-    directories: dict[str, list[str]] = {}
-    for name in root.below():
-        folder, _, last = name.rpartition("/")
-        directories.setdefault(folder, []).append(last)
-    return directories
-
-
 def _check_all_ranks(names: Sequence[str], where: str) -> None:
     ranks = {int(re.sub(r"\D", "", name)) for name in names}
     absent = sorted(set(range(max(ranks) + 1)) - ranks)
@@ -294,13 +264,13 @@ def _check_all_ranks(names: Sequence[str], where: str) -> None:
 def _drop(folder: Location, report: Report, result: Repaired, threads: int | None) -> Report:
     """Remove files that do not belong to the checkpoint, and return the report of the rest."""
     strays = [f.file for f in report.findings if f.kind in ("stale", "remains") and f.file is not None]
-    if not strays:
-        return report
-    for name in strays:
-        folder.inside(name).remove()
-    result.dropped += strays
-    result.done.append(f"left out what nothing mentions: {some(strays)}")
-    return verify(folder, threads=threads)
+    if strays:
+        for name in strays:
+            folder.inside(name).remove()
+        result.dropped += strays
+        result.done.append(f"left out what nothing mentions: {some(strays)}")
+        report = verify(folder, threads=threads)
+    return report
 
 
 def _check_whole(report: Report, result: Repaired) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -68,18 +69,13 @@ def look(tensor: Tensor, source: Source) -> Shown:
     Raises CorruptError when its bytes do not match their checksum.
     """
     shown = Shown(tensor.name, str(tensor.part), tensor.dtype.name, tensor.shape, tensor.nbytes)
-    catalogue = source.catalogue
     for chunk in tensor.chunks:
-        file = catalogue.files[chunk.extent.file]
+        file = source.catalogue.files[chunk.extent.file]
         shown.chunks.append((file.rank, file.name, chunk.offsets, chunk.sizes))
-    if not tensor.numel or not (has_numbers(tensor.dtype) or tensor.dtype.kind == "bool"):
-        return shown
-    pool = Pool()
-    try:
-        _check(tensor, source, pool)
-        _add_statistics(shown, tensor, source, pool)
-    finally:
-        pool.close()
+    if tensor.numel and (has_numbers(tensor.dtype) or tensor.dtype.kind == "bool"):
+        with closing(Pool()) as pool:
+            _check(tensor, source, pool)
+            _add_statistics(shown, tensor, source, pool)
     return shown
 
 

@@ -33,12 +33,10 @@ def select(sources: tuple[Source, Source], paths: tuple[str, str], options: Sele
             parts.stop_at_absent(catalogue, options.only)
         unsafe = [f"`{path}`: {warning}" for warning in catalogue.warnings if warning.kind == "unsafe-global"]
         notes += [text for text in unsafe if text not in notes]
-    selected = _selected_parts(originals, options)
-    selected = _same_optimizer_keys(selected, originals, paths, notes)
+    selected = _same_optimizer_keys(_selected_parts(originals, options), originals, paths, notes)
     if options.only:
         selected = _each(selected, _without_root)
-    selected = _renamed(selected, paths, options)
-    selected = _matching(selected, options)
+    selected = _matching(_renamed(selected, paths, options), options)
     for path, original, catalogue in zip(paths, originals, selected, strict=True):
         with open.naming(path):
             validate(original, respell.origins(catalogue))
@@ -47,9 +45,6 @@ def select(sources: tuple[Source, Source], paths: tuple[str, str], options: Sele
 
 def _each(catalogues: Catalogues, step: Callable[[Catalogue], Catalogue]) -> Catalogues:
     return step(catalogues[0]), step(catalogues[1])
-
-
-# Parts ----------------------------------------------------------------------------------------------------------------
 
 
 def _selected_parts(catalogues: Catalogues, options: Selection) -> Catalogues:
@@ -71,11 +66,9 @@ def _parts_called(names: Sequence[str], catalogues: Catalogues) -> tuple[set[Par
         errors: list[UsageError] = []
         for catalogue, matching in zip(catalogues, result, strict=True):
             try:
-                matches = parts.matcher([name], catalogue)
+                matching |= set(filter(parts.matcher([name], catalogue), parts.parts(catalogue)))
             except UsageError as error:
                 errors.append(error)
-            else:
-                matching |= {part for part in parts.parts(catalogue) if matches(part)}
         if len(errors) == 2:
             raise errors[0]
     return result
@@ -84,9 +77,6 @@ def _parts_called(names: Sequence[str], catalogues: Catalogues) -> tuple[set[Par
 def _without_root(catalogue: Catalogue) -> Catalogue:
     remaining = parts.parts(catalogue)
     return without_root(catalogue, remaining[0]) if len(remaining) == 1 else catalogue
-
-
-# The optimizer --------------------------------------------------------------------------------------------------------
 
 
 def _same_optimizer_keys(
@@ -104,9 +94,6 @@ def _same_optimizer_keys(
     for path, catalogue, before in zip(paths, (a, b), catalogues, strict=True):
         notes += [f"`{path}`: {warning}" for warning in catalogue.warnings if warning not in before.warnings]
     return a, b
-
-
-# Names ----------------------------------------------------------------------------------------------------------------
 
 
 def _renamed(catalogues: Catalogues, paths: tuple[str, str], options: Selection) -> Catalogues:
@@ -155,9 +142,6 @@ def _matching(catalogues: Catalogues, options: Selection) -> Catalogues:
 def _example(catalogue: Catalogue) -> str:
     names = [entry.name for entry in catalogue.entries.values()]
     return f"names are like `{names[len(names) // 2]}`" if names else "nothing of it is left"
-
-
-# Names that do not match ----------------------------------------------------------------------------------------------
 
 
 def advice(catalogues: Catalogues) -> str | None:
