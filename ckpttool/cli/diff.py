@@ -116,9 +116,6 @@ def _document(result: Diff) -> dict[str, Any]:
     }
 
 
-# For people -----------------------------------------------------------------------------------------------------------
-
-
 def _print(terminal: Terminal, result: Diff) -> None:
     verdict = Styled("are the same", "bold") if result.same else Styled("differ", "red")
     terminal.line(bold(result.a.path), " and ", bold(result.b.path), " ", verdict)

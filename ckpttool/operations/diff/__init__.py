@@ -1,12 +1,6 @@
 """`diff`: how two checkpoints differ, whatever their formats and however many ranks wrote them.
 
-selection    what is compared of both, under which names
-compare      the entries of both, matched and compared: the entry for two sources that are open already
-tensors      two tensors tile by tile; equal bytes are never decoded
-elements     figures of how two arrays differ
-promote      elements of two dtypes, without rounding
-objects      values that are not tensors
-results      the differences, as data
+A `selection` of both is matched by name in `compare`; `tensors` and `objects` compare two entries.
 """
 
 from __future__ import annotations

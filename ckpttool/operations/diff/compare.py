@@ -80,8 +80,6 @@ class _Comparing:
                 matches.append((entry, match))
         return matches
 
-    # Objects ---------------------------------------------------------------------------------------------------------
-
     def _compare_objects(self, a: Object, b: Object) -> None:
         try:
             values = relinked(a.value, self._links[0]), relinked(b.value, self._links[1])
@@ -99,13 +97,8 @@ class _Comparing:
     def _linked(self) -> tuple[dict[Path, Path], dict[Path, Path]]:
         """Return, for references to tensors, one path for those that match, are tied or have no elements."""
         from_a, from_b = interchangeable(self._a), interchangeable(self._b)
-        for tensor in self._a.tensors:
-            path = self._a_to_b.get(tensor.path)
-            if path is not None:
-                from_a[tensor.path] = from_b.get(path, path)
-        return from_a, from_b
-
-    # Tensors ---------------------------------------------------------------------------------------------------------
+        matches = {a.path: self._a_to_b[a.path] for a in self._a.tensors if a.path in self._a_to_b}
+        return from_a | {a: from_b.get(b, b) for a, b in matches.items()}, from_b
 
     def _compare_tensors(self, matches: list[tuple[Tensor, Tensor]]) -> None:
         options, result = self._options, self._result
@@ -180,12 +173,8 @@ class _Comparing:
 
 
 def _only(entry: Entry) -> Only:
-    if isinstance(entry, Tensor):
-        return Only(entry.name, str(entry.part), entry.dtype.name, entry.shape)
-    return Only(entry.name, str(entry.part))
-
-
-# Sharding -------------------------------------------------------------------------------------------------------------
+    layout = (entry.dtype.name, entry.shape) if isinstance(entry, Tensor) else ()
+    return Only(entry.name, str(entry.part), *layout)
 
 
 _Shard = tuple[Ints, Ints, int | None]

@@ -87,11 +87,10 @@ class Comparison:
             return
         result.differing += len(where)
         one, two = one[where], two[where]
-        self._measure(one, two)
-        if self._tolerance is not None:
-            apart = ~_close(one, two, self.dtype, self._tolerance)
-            result.beyond = (result.beyond or 0) + int(apart.sum())
-            where, one, two = where[apart], one[apart], two[apart]
+        close = self._measure(one, two)
+        if close is not None:
+            result.beyond = (result.beyond or 0) + int((~close).sum())
+            where, one, two = where[~close], one[~close], two[~close]
         if len(where) and (result.first is None or at + int(where[0]) < result.first):
             result.first = at + int(where[0])
             result.values = _value(one[:1], self.dtype), _value(two[:1], self.dtype)
@@ -134,23 +133,31 @@ class Comparison:
             self._b += float(np.dot(b, b))
             self._dot += float(np.dot(a, b))
 
-    def _measure(self, one: Array, two: Array) -> None:
+    def _measure(self, one: Array, two: Array) -> Array | None:
+        """Add the figures of elements, given as bits that differ; with a tolerance, return which are within it. Those
+        that are no numbers never are."""
         import numpy as np
 
-        result = self._result
-        if not has_numbers(self.dtype):
-            return
-        if self.dtype.kind == "int":
+        result, dtype, tolerance = self._result, self.dtype, self._tolerance
+        close: Array | None = None if tolerance is None else np.zeros(len(one), dtype=bool)
+        if not has_numbers(dtype):
+            return close
+        if dtype.kind == "int":
             # Exact, and without an overflow: the smaller from the larger, as the unsigned of the same size.
-            a, b = numbers(one, self.dtype), numbers(two, self.dtype)
+            a, b = numbers(one, dtype), numbers(two, dtype)
             apart = np.where(a > b, one - two, two - one)
             result.absolute = max(result.absolute or 0, int(apart.max()))
-            return
-        a, b = _wide(one, self.dtype), _wide(two, self.dtype)
+            if tolerance is not None:
+                allowed = tolerance.absolute + tolerance.relative * np.abs(b.astype(np.float64))
+                close = apart.astype(np.float64) <= allowed
+            return close
+        a, b = _wide(one, dtype), _wide(two, dtype)
         known = ~(np.isnan(a) | np.isnan(b))
         result.nans += int((np.isnan(a) ^ np.isnan(b)).sum())
+        if close is not None:
+            close |= np.isnan(a) & np.isnan(b)
         if not known.any():
-            return
+            return close
         a, b = a[known], b[known]
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             apart = np.abs(a - b)
@@ -158,8 +165,16 @@ class Comparison:
             relative = np.where(np.isinf(apart), np.inf, np.where(size > 0, apart / size, 0.0))
         result.absolute = max(result.absolute or 0.0, float(apart.max()))
         result.relative = max(result.relative or 0.0, float(relative.max()))
-        if self.dtype.kind == "float":
-            result.ulp = max(result.ulp or 0, int(_distances(one[known], two[known], self.dtype).max()))
+        steps = _distances(one[known], two[known], dtype) if dtype.kind == "float" else None
+        if steps is not None:
+            result.ulp = max(result.ulp or 0, int(steps.max()))
+        if close is not None and tolerance is not None:
+            with np.errstate(over="ignore"):
+                within = apart <= tolerance.absolute + tolerance.relative * np.abs(b)
+            close[known] = (np.isfinite(apart) & within) | (a == b)
+            if steps is not None and tolerance.ulp:
+                close[known] |= steps <= np.uint64(tolerance.ulp)
+        return close
 
 
 def add_figures(total: Difference | Total, more: Difference) -> None:
@@ -204,28 +219,6 @@ def _wide(bits: Array, dtype: Dtype) -> Array:
 
     with np.errstate(invalid="ignore"):  # a NaN that signals
         return numbers(bits, dtype).astype(np.complex128 if dtype.kind == "complex" else np.float64)
-
-
-def _close(one: Array, two: Array, dtype: Dtype, tolerance: Tolerance) -> Array:
-    """Return which elements, given as bits that differ, are within a tolerance. Those that are no numbers never are."""
-    import numpy as np
-
-    if not has_numbers(dtype):
-        return np.zeros(len(one), dtype=bool)
-    if dtype.kind == "int":
-        a, b = numbers(one, dtype), numbers(two, dtype)
-        apart, allowed = np.where(a > b, one - two, two - one).astype(np.float64), np.abs(b.astype(np.float64))
-        close: Array = apart <= tolerance.absolute + tolerance.relative * allowed
-        return close
-    a, b = _wide(one, dtype), _wide(two, dtype)
-    with np.errstate(over="ignore", invalid="ignore"):
-        apart = np.abs(a - b)
-        close = np.isfinite(apart) & (apart <= tolerance.absolute + tolerance.relative * np.abs(b))
-    if dtype.kind == "float" and tolerance.ulp:
-        known = ~(np.isnan(a) | np.isnan(b))
-        close[known] |= _distances(one[known], two[known], dtype) <= np.uint64(tolerance.ulp)
-    close |= (a == b) | (np.isnan(a) & np.isnan(b))
-    return close
 
 
 def _distances(one: Array, two: Array, dtype: Dtype) -> Array:

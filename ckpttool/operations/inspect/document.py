@@ -1,11 +1,4 @@
-"""The document of `inspect --json`: the schema `ckpttool/inspect/1`. Pure.
-
-{"schema": "ckpttool/inspect/1", "format": "dcp", "world_size": 4, "path": ..., "bytes": ..., "files": [...], facts,
- "tensors": [{"name", "path", "part", "dtype", "shape", "nbytes",
-                  "chunks": [{"offsets", "sizes", "file", "rank"}]}],
- "objects": [{"name", "path", "part", "type", "value"}],
- "warnings": ["..."]}
-"""
+"""The document of `inspect --json`, the schema `ckpttool/inspect/1`: docs/reference/json.md. Pure."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -39,7 +39,7 @@ def describe(value: Any, tensors: Tensors | None = None, limit: int = LIMIT) -> 
     `tensors` tells what a `Link` stands for.
     """
     shown, length = [], 0
-    for token in _tokens(value, tensors or {}, 0, limit):
+    for token in _tokens(value, tensors or {}, limit, 0):
         shown.append(token)
         length += len(token)
         if length > limit:
@@ -47,7 +47,10 @@ def describe(value: Any, tensors: Tensors | None = None, limit: int = LIMIT) -> 
     return cut("".join(shown), limit)
 
 
-def _tokens(value: Any, tensors: Tensors, depth: int, limit: int) -> Iterator[str]:
+def _tokens(value: Any, tensors: Tensors, limit: int, depth: int) -> Iterator[str]:
+    def tokens(child: Any) -> Iterator[str]:
+        return _tokens(child, tensors, limit, depth + 1)
+
     if depth > _DEPTH:
         yield "..."
     elif isinstance(value, Link):
@@ -58,19 +61,27 @@ def _tokens(value: Any, tensors: Tensors, depth: int, limit: int) -> Iterator[st
     elif isinstance(value, (bytes, bytearray)):
         yield repr(bytes(value)) if len(value) <= _SHORT_BYTES else f"<{len(value)} bytes>"
     elif isinstance(value, (list, tuple, set, frozenset)):
-        yield from _sequence(value, tensors, depth, limit)
+        if len(value) > _BLOB_ITEMS and all(type(v) in (int, float) for v in islice(value, _BLOB_ITEMS)):
+            yield f"<{len(value)} numbers>"
+            return
+        opening, closing = _brackets(value)
+        yield opening
+        for i, child in enumerate(value):
+            yield ", " if i else ""
+            yield from tokens(child)
+        yield closing
     elif isinstance(value, dict):
         yield "{"
         for i, (key, child) in enumerate(value.items()):
             yield ", " if i else ""
-            yield from _tokens(key, tensors, depth + 1, limit)
+            yield from tokens(key)
             yield ": "
-            yield from _tokens(child, tensors, depth + 1, limit)
+            yield from tokens(child)
         yield "}"
     elif is_stub_type(value):
         yield safe(stub_name(value) or "")
     elif isinstance(value, Stub):
-        yield from _stub(value, tensors, depth, limit)
+        yield from _stub(value, tokens)
     elif isinstance(value, int) and value.bit_length() > 1024:
         yield f"<integer of {value.bit_length()} bits>"
     elif value is None or isinstance(value, (bool, int, float, complex)):
@@ -86,18 +97,6 @@ def _link(link: Link, tensors: Tensors) -> str:
     return f"<{'storage' if link.storage else 'tensor'} {tensor.dtype} {list(tensor.shape)}>"
 
 
-def _sequence(value: Any, tensors: Tensors, depth: int, limit: int) -> Iterator[str]:
-    if len(value) > _BLOB_ITEMS and all(type(v) in (int, float) for v in islice(value, _BLOB_ITEMS)):
-        yield f"<{len(value)} numbers>"
-        return
-    opening, closing = _brackets(value)
-    yield opening
-    for i, child in enumerate(value):
-        yield ", " if i else ""
-        yield from _tokens(child, tensors, depth + 1, limit)
-    yield closing
-
-
 def _brackets(value: Any) -> tuple[str, str]:
     if isinstance(value, TorchSize):
         return "torch.Size([", "])"
@@ -110,19 +109,13 @@ def _brackets(value: Any) -> tuple[str, str]:
     return (f"{type(value).__name__}({{", "})") if value else (f"{type(value).__name__}(", ")")
 
 
-def _stub(value: Stub, tensors: Tensors, depth: int, limit: int) -> Iterator[str]:
+def _stub(value: Stub, tokens: Callable[[Any], Iterator[str]]) -> Iterator[str]:
     plain = _numpy(value) or _wrapper(value)
-    if plain is not None:
-        yield plain
-        return
-    yield f"<{safe(stub_name(value) or '')}"
-    for part in _contents(value):
-        yield " "
-        key, child = part
-        if key is not None:
-            yield f"{safe(str(key))}="
-        yield from _tokens(child, tensors, depth + 1, limit)
-    yield ">"
+    yield plain or f"<{safe(stub_name(value) or '')}"
+    for key, child in () if plain else _contents(value):
+        yield " " if key is None else f" {safe(str(key))}="
+        yield from tokens(child)
+    yield "" if plain else ">"
 
 
 def _contents(value: Stub) -> Iterable[tuple[Any, Any]]:
@@ -202,17 +195,11 @@ def jsonable(value: Any, tensors: Tensors | None = None) -> Any:
 
     Infinities and NaN are `"inf"`, `"-inf"`, `"nan"`: JSON has no such numbers. Keys that are not strings become some.
     """
-    return _Plain(tensors).of(value, 0)
+    left = _JSON_NODES  # a pickle of a hundred bytes can spell a tree of 2**64 leaves, sharing each level
 
-
-class _Plain:
-    def __init__(self, tensors: Tensors | None) -> None:
-        self._tensors = tensors
-        # A pickle of a hundred bytes can spell a tree of 2**64 leaves, sharing each level.
-        self._left = _JSON_NODES
-
-    def of(self, value: Any, depth: int) -> Any:
-        self._left -= 1
+    def plain(value: Any, depth: int) -> Any:
+        nonlocal left
+        left -= 1
         if value is None or isinstance(value, (bool, str)):
             return value
         if isinstance(value, float):
@@ -220,9 +207,11 @@ class _Plain:
         if isinstance(value, int) and value.bit_length() <= 1024:
             return value
         if isinstance(value, (list, tuple, dict)) and not isinstance(value, Link):
-            if depth > _JSON_DEPTH or self._left < 0:
+            if depth > _JSON_DEPTH or left < 0:
                 return "..."
             if isinstance(value, dict):
-                return {k if isinstance(k, str) else describe(k): self.of(v, depth + 1) for k, v in value.items()}
-            return [self.of(v, depth + 1) for v in value]
-        return describe(value, self._tensors, _JSON_TEXT)
+                return {k if isinstance(k, str) else describe(k): plain(v, depth + 1) for k, v in value.items()}
+            return [plain(v, depth + 1) for v in value]
+        return describe(value, tensors, _JSON_TEXT)
+
+    return plain(value, 0)

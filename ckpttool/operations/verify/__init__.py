@@ -1,13 +1,6 @@
 """`verify`: everything that is wrong with a checkpoint of any format, found without loading it.
 
-findings             one finding, the report of all, and what each check is called with
-structure            the index, the headers and the sizes of the files against each other
-strays               files in the checkpoint's directories that do not belong to it
-payloads             every payload read once, every checksum compared
-unopened             the files of a checkpoint that cannot be opened
-values               NaN, infinite, zero and denormal elements
-against_manifest     SHA-256 of files and tensors
-against_checkpoint   another checkpoint
+`CHECKS` lists what is checked of every checkpoint; each check yields findings.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Reads every payload once, on threads, and compares each checksum that the writer left.
 
 The records that chunks lie in come first, in the order of the files; a chunk without a checksum is read, too, as that
-finds a disk that fails, and a file of the Hub is compared with the digest that the Hub has of it. All other records of
-torch.save archives follow, whether in a file of their own or in items of DCP. Opening an item compares its header with
-the index.
+finds a disk that fails. All other records of torch.save archives follow, in files of their own or in items of DCP.
+Opening an item compares its header with the index.
 """
 
 from __future__ import annotations
@@ -78,8 +77,6 @@ class _Reading:
             if not self._pieces.gaps(record):
                 self._compare(record, self._pieces.crc(record), "")
         self._report.records += len(self._digested & self._read_files)
-
-    # What to read ----------------------------------------------------------------------------------------------------
 
     def tasks(self) -> Iterator[_Piece | _Batch]:
         """Yield everything that is to be read, in the order of the files."""
@@ -178,8 +175,6 @@ class _Reading:
                 with self._found("archive", where):
                     if entry.nbytes >= 0:  # a program's code is packed
                         yield archive.payload(record), f"{name}: record `{record}`"
-
-    # Reading ---------------------------------------------------------------------------------------------------------
 
     def do(self, task: _Piece | _Batch) -> None:
         """Read what a task says."""
