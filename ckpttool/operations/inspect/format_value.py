@@ -61,15 +61,7 @@ def _tokens(value: Any, tensors: Tensors, limit: int, depth: int) -> Iterator[st
     elif isinstance(value, (bytes, bytearray)):
         yield repr(bytes(value)) if len(value) <= _SHORT_BYTES else f"<{len(value)} bytes>"
     elif isinstance(value, (list, tuple, set, frozenset)):
-        if len(value) > _BLOB_ITEMS and all(type(v) in (int, float) for v in islice(value, _BLOB_ITEMS)):
-            yield f"<{len(value)} numbers>"
-            return
-        opening, closing = _brackets(value)
-        yield opening
-        for i, child in enumerate(value):
-            yield ", " if i else ""
-            yield from tokens(child)
-        yield closing
+        yield from _sequence(value, tokens)
     elif isinstance(value, dict):
         yield "{"
         for i, (key, child) in enumerate(value.items()):
@@ -88,6 +80,18 @@ def _tokens(value: Any, tensors: Tensors, limit: int, depth: int) -> Iterator[st
         yield repr(value)
     else:
         yield f"<{safe(type(value).__name__)}>"
+
+
+def _sequence(value: Any, tokens: Callable[[Any], Iterator[str]]) -> Iterator[str]:
+    if len(value) > _BLOB_ITEMS and all(type(v) in (int, float) for v in islice(value, _BLOB_ITEMS)):
+        yield f"<{len(value)} numbers>"
+        return
+    opening, closing = _brackets(value)
+    yield opening
+    for i, child in enumerate(value):
+        yield ", " if i else ""
+        yield from tokens(child)
+    yield closing
 
 
 def _link(link: Link, tensors: Tensors) -> str:
