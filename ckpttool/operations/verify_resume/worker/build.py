@@ -56,9 +56,8 @@ def build(job: Job, mesh: DeviceMesh) -> Built:
         if key in ("model", "optimizer"):
             continue
         if isinstance(value, torch.optim.Optimizer):
-            raise UsageError(
-                f"`{job.recipe}`: `{key}` is a second optimizer", hint="use one optimizer for all parameters"
-            )
+            hint = "use one optimizer for all parameters"
+            raise UsageError(f"`{job.recipe}`: `{key}` is a second optimizer", hint=hint)
         if key in ("rng", "step"):
             raise UsageError(f"`{job.recipe}`: the key `{key}` is reserved", hint="rename it")
         if isinstance(value, torch.Generator):

@@ -20,12 +20,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
 
+from ckpttool.layout.rename import strip_wrappers
 from ckpttool.operations.verify_resume.trial.job import END, Job
 from ckpttool.operations.verify_resume.trial.state import MappedTensor, read_tensors
 from ckpttool.operations.verify_resume.worker import save_load, setup
 from ckpttool.operations.verify_resume.worker.build import Built
 from ckpttool.operations.verify_resume.worker.observe import flat_handles
-from ckpttool.operations.verify_resume.worker.record import Writer, bare, gathered
+from ckpttool.operations.verify_resume.worker.record import Writer, gathered
 from ckpttool.training import collectives, fsdp1
 
 FOLDER = "gradients"
@@ -82,7 +83,7 @@ def write(built: Built, inputs: tuple[Any, Any], writer: Any) -> None:
     flat = FullyShardedDataParallel.summon_full_params(built.model, with_grads=True, writeback=False)
     with setup.quiet(), flat if fsdp1.is_fsdp1(built.model) else nullcontext():
         for name, parameter in built.model.named_parameters():
-            writer.add(f"gradient.{bare(name)}", gathered(parameter.grad))
+            writer.add(f"gradient.{strip_wrappers(name)}", gathered(parameter.grad))
     built.optimizer.zero_grad()
     built.model.train()
 
@@ -127,9 +128,8 @@ def _joined(batches: list[list[Any]], writer: Any) -> tuple[str, list[Any]]:
 def _output(out: Any) -> torch.Tensor:
     if isinstance(out, Mapping):
         out = [out["logits"]] if "logits" in out else [*out.values()]
-    first: torch.Tensor = next(
-        one for one in _pytree.tree_leaves(out) if isinstance(one, torch.Tensor) and one.is_floating_point()
-    )
+    found = (one for one in _pytree.tree_leaves(out) if isinstance(one, torch.Tensor))
+    first: torch.Tensor = next(one for one in found if one.is_floating_point())
     return first.full_tensor() if isinstance(first, DTensor) else first
 
 

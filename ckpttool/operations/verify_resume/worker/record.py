@@ -27,12 +27,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ckpttool.catalogue import parts
+from ckpttool.layout.rename import strip_wrappers
 from ckpttool.operations.verify_resume.trial.state import INDEX, TENSORS
 from ckpttool.operations.verify_resume.worker.build import Built
 from ckpttool.operations.verify_resume.worker.setup import captured, elements, quiet, sha256
 from ckpttool.training import collectives, fsdp1
 
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 _SMALL = 64
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -61,7 +61,8 @@ def record(built: Built, folder: str, *, optimizer: bool = True) -> dict[str, st
     with open(os.path.join(folder, f"rank{rank}.json"), "w", encoding="utf-8") as stream:
         json.dump({"objects": objects, "boxes": boxes, "pieces": pieces}, stream)
     ties = [names for key, model in built.models.items() for names in tied_names(model, key)]
-    buffers = [f"{key}.{bare(name)}" for key, model in built.models.items() for name, _ in model.named_buffers()]
+    of_buffers = ((key, name) for key, model in built.models.items() for name, _ in model.named_buffers())
+    buffers = [f"{key}.{strip_wrappers(name)}" for key, name in of_buffers]
     writer.close({"kinds": kinds, "ties": ties, "buffers": buffers})
     dist.barrier()
     return shared
@@ -152,26 +153,19 @@ def _shard(value: Any) -> tuple[Any, torch.Tensor | None]:
         sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
         box = None if 0 in sizes else [list(offsets), list(sizes)]
         return box, value.to_local() if box is not None or 0 in value.shape else None
-    if isinstance(value, ShardedTensor):
-        for shard in value.local_shards():
-            return [list(shard.metadata.shard_offsets), list(shard.metadata.shard_sizes)], shard.tensor
-        return None, None
-    return None, value
+    if not isinstance(value, ShardedTensor):
+        return None, value
+    for shard in value.local_shards():
+        return [list(shard.metadata.shard_offsets), list(shard.metadata.shard_sizes)], shard.tensor
+    return None, None
 
 
 def tied_names(model: nn.Module, root: str) -> list[list[str]]:
     """Return the names that are one parameter: `[["model.embed.weight", "model.head.weight"]]`."""
     by_id: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        by_id.setdefault(id(parameter), []).append(f"{root}.{bare(name)}")
+        by_id.setdefault(id(parameter), []).append(f"{root}.{strip_wrappers(name)}")
     return [sorted(set(names)) for names in by_id.values() if len(set(names)) > 1]
-
-
-def bare(name: str) -> str:
-    """Return a parameter's name without wrappers."""
-    for wrapper in _WRAPPERS:
-        name = name.removeprefix(wrapper).replace(f".{wrapper}", ".")
-    return name
 
 
 def _others(built: Built, objects: dict[str, Any], rank: int) -> dict[str, str]:
