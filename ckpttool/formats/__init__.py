@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from ckpttool.catalogue.protocols import Format
 from ckpttool.errors import UsageError
@@ -34,16 +35,16 @@ def by_suffix(path: str) -> Format | None:
     return found[0] if len(found) == 1 else None
 
 
+def options(rows: Iterable[Format], comma: str = " or ") -> str:
+    """Return how these formats are asked for: "`--to dcp` or `--to fsdp1`"."""
+    return comma.join(f"`--to {row.target}`" for row in rows if row.create)
+
+
 def writable(name: str | None, dst: str) -> Format:
     """The format to write: the one named, or the one that the suffix of `dst` says unmistakably."""
-    if name is not None:
-        row = named(name)
-    else:
-        found = by_suffix(dst)
-        if found is None:
-            names = ", ".join(f"`--to {r.target}`" for r in FORMATS if r.create)
-            raise UsageError(f"`{dst}` does not say which format it is to have", hint=f"pass {names}")
-        row = found
+    row = named(name) if name is not None else by_suffix(dst)
+    if row is None:
+        raise UsageError(f"`{dst}` does not say which format it is to have", hint=f"pass {options(FORMATS, ', ')}")
     if row.create is None:
         raise UsageError(f"{row.name} can be read but not written")
     return row

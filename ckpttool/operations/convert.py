@@ -180,31 +180,24 @@ def _small_integer(source: Source, tensor: Tensor) -> int | None:
 
 
 def _check_arguments(dst: str, target: Format, options: ConvertOptions) -> None:
-    if options.tensor_class is not None:
-        if not target.even:
-            raise UsageError(f"`--tensor-class` cannot be used with `--to {target.target}`", hint="use `--to fsdp1`")
-        if not TENSOR_CLASS.fullmatch(options.tensor_class):
-            raise UsageError(
-                f"unknown tensor class `{options.tensor_class}`",
-                hint="one of `sharded_tensor`, `dtensor`, `dtensor:DEVICE`, `dtensor:DEVICE:NAME`",
-            )
-    if options.to_world is not None:
-        if options.to_world < 1:
-            raise UsageError(f"`--to-world {options.to_world}`: a world has at least one rank")
-        if not target.chunked:
-            raise UsageError(
-                f"`--to-world` cannot be used with `--to {target.target}` (whole tensors)",
-                hint="use it with `--to dcp` or `--to fsdp1`",
-            )
-    if options.max_shard_size is not None:
-        if not target.splits:
-            raise UsageError(
-                f"`--max-shard-size` cannot be used with `--to {target.target}`", hint="use it with `--to safetensors`"
-            )
-        if target.is_file(dst):
-            raise UsageError(
-                f"`{dst}` is one file, which `--max-shard-size` cannot split", hint="name a directory instead"
-            )
+    if options.to_world is not None and options.to_world < 1:
+        raise UsageError(f"`--to-world {options.to_world}`: a world has at least one rank")
+    for flag, value, field, reason in (
+        ("--tensor-class", options.tensor_class, "even", ""),
+        ("--to-world", options.to_world, "chunked", " (whole tensors)"),
+        ("--max-shard-size", options.max_shard_size, "splits", ""),
+    ):
+        if value is not None and not getattr(target, field):
+            known = formats.options(row for row in formats.FORMATS if getattr(row, field))
+            text = f"`{flag}` cannot be used with `--to {target.target}`{reason}"
+            raise UsageError(text, hint=f"use it with {known}")
+    if options.tensor_class is not None and not TENSOR_CLASS.fullmatch(options.tensor_class):
+        raise UsageError(
+            f"unknown tensor class `{options.tensor_class}`",
+            hint="one of `sharded_tensor`, `dtensor`, `dtensor:DEVICE`, `dtensor:DEVICE:NAME`",
+        )
+    if options.max_shard_size is not None and target.is_file(dst):
+        raise UsageError(f"`{dst}` is one file, which `--max-shard-size` cannot split", hint="name a directory instead")
 
 
 def _start(
