@@ -93,57 +93,55 @@ def same_value(a: Object, b: Object) -> bool:
         return False
 
 
-class MixedSaves:
-    """Class for the counters that differ: `{("step",): ("progress", {1: Object(("step",), 3)})}`."""
+Counters = dict[str, dict[Path, dict[int, Entry]]]
+"""Counters that differ from those of the catalogue: kind -> path -> rank -> entry."""
 
-    def __init__(self) -> None:
-        self._differing: dict[Path, tuple[str, dict[int, Entry]]] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._differing)
+def is_counter(kind: str, path: Path, entry: Entry) -> bool:
+    """Return whether an entry of a part of this kind is a counter that all ranks of a save have alike."""
+    # A counter that is a list of one for each optimizer ends in an index.
+    key = next((key for key in reversed(path) if not isinstance(key, int)), "")
+    if kind not in _COUNTERS or not _COUNTERS[kind].fullmatch(str(key)):
+        return False
+    if isinstance(entry, Tensor):
+        return entry.numel == 1
+    return isinstance(entry.value, (int, float)) and not isinstance(entry.value, bool)
 
-    def note(self, kind: str, path: Path, entry: Entry, rank: int) -> None:
-        """Note an entry of a rank that differs from that of the catalogue, if it is a counter."""
-        names = _COUNTERS.get(kind)
-        # A counter that is a list of one for each optimizer ends in an index.
-        key = next((key for key in reversed(path) if not isinstance(key, int)), "")
-        if names is not None and names.fullmatch(str(key)) and _is_counter(entry):
-            self._differing.setdefault(path, (kind, {}))[1][rank] = entry
 
-    def fault(
-        self,
-        catalogue: Catalogue,
-        comparer: CopyComparer,
-        names: Mapping[int, str],
-        absent: Mapping[Path, Collection[int]],
-        stages: bool,
-    ) -> CorruptError | None:
-        """Return the error that proves two saves by the plainest counter that differs; None if none does. With pipeline
-        `stages` the groups of one number have other parameters on each, and may have another learning rate."""
-        kinds = [*_COUNTERS][: 2 if stages else 3]
-        proofs = [path for kind in kinds for path, (of, _) in self._differing.items() if of == kind]
-        if not proofs:
-            return None
-        path, *further = proofs
-        of_ranks = self._differing[path][1]
-        ranks_by_value: dict[str, list[int]] = {}
-        for rank in names:
-            if rank in of_ranks or rank not in absent.get(path, ()):
-                value = _value(of_ranks.get(rank, catalogue.entries[path]), comparer)
-                ranks_by_value.setdefault(value, []).append(rank)
-        shown = [
-            f"{value} on {rank_ranges(ranks)} ({some([names[rank].strip('`') for rank in ranks])})"
-            for value, ranks in ranks_by_value.items()
-        ]
-        more = f"; so {'does' if len(further) == 1 else 'do'} {some([*map(dotted, further)])}" if further else ""
-        many = "two" if len(ranks_by_value) < 3 else str(len(ranks_by_value))
-        return CorruptError(
-            f"the files are of {many} saves: `{dotted(path)}` differs between ranks: {' and '.join(shown[:4])}{more}",
-            hint="take all files from one save: what is made of several is a model that never was",
-            ranks=sorted(of_ranks),
-            found=ranks_by_value,
-            entries=[dotted(p) for p in proofs[:100]],
-        )
+def two_saves(
+    counters: Counters,
+    catalogue: Catalogue,
+    comparer: CopyComparer,
+    names: Mapping[int, str],
+    absent: Mapping[Path, Collection[int]],
+    stages: bool,
+) -> CorruptError | None:
+    """Return the error that proves two saves by the plainest counter that differs; None if none does. With pipeline
+    `stages` the groups of one number have other parameters on each, and may have another learning rate."""
+    kinds = [*_COUNTERS][: 2 if stages else 3]
+    proofs = {path: of_ranks for kind in kinds for path, of_ranks in counters.get(kind, {}).items()}
+    if not proofs:
+        return None
+    path, *further = proofs
+    of_ranks = proofs[path]
+    ranks_by_value: dict[str, list[int]] = {}
+    for rank in names:
+        if rank in of_ranks or rank not in absent.get(path, ()):
+            value = _value(of_ranks.get(rank, catalogue.entries[path]), comparer)
+            ranks_by_value.setdefault(value, []).append(rank)
+    shown = [
+        f"{value} on {rank_ranges(ranks)} ({some([names[rank].strip('`') for rank in ranks])})"
+        for value, ranks in ranks_by_value.items()
+    ]
+    more = f"; so {'does' if len(further) == 1 else 'do'} {some([*map(dotted, further)])}" if further else ""
+    many = "two" if len(ranks_by_value) < 3 else str(len(ranks_by_value))
+    return CorruptError(
+        f"the files are of {many} saves: `{dotted(path)}` differs between ranks: {' and '.join(shown[:4])}{more}",
+        hint="take all files from one save: what is made of several is a model that never was",
+        ranks=sorted(of_ranks),
+        found=ranks_by_value,
+        entries=[dotted(p) for p in [*proofs][:100]],
+    )
 
 
 def check_parts(patterns: Mapping[str, str], loaded: Mapping[Path, RankFile]) -> None:
@@ -176,12 +174,6 @@ def _kinds_in(tree: Any) -> set[str]:
         return {"optimizer"}
     kinds = {kind for key, value in tree.items() if isinstance(value, dict) and (kind := parts.kind_of_key(key))}
     return kinds or {"model" for value in tree.values() if isinstance(value, (TensorRef, Shard))}
-
-
-def _is_counter(entry: Entry) -> bool:
-    if isinstance(entry, Tensor):
-        return entry.numel == 1
-    return isinstance(entry.value, (int, float)) and not isinstance(entry.value, bool)
 
 
 def _value(entry: Entry, comparer: CopyComparer) -> str:

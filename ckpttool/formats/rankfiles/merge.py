@@ -24,7 +24,7 @@ from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Entry, Extent, Object, Path, Tensor, above, dotted
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError
-from ckpttool.formats.rankfiles.compare import CopyComparer, MixedSaves, same_value
+from ckpttool.formats.rankfiles.compare import CopyComparer, Counters, is_counter, same_value, two_saves
 from ckpttool.formats.rankfiles.rank_file import RankFile
 from ckpttool.serialization import torch_tree
 from ckpttool.serialization.dtensor import Shard
@@ -96,7 +96,7 @@ class RankMerger:
         self._hollow: dict[Path, list[int]] = {}  # dicts that are empty on some ranks and complete on another
         self._unread: dict[Path, None] = {}
         self._shapes: dict[Path, CkptError] = {}
-        self._mixed = MixedSaves()
+        self._counters: Counters = {}
 
     def add(self, state: RankState) -> None:
         """Merge the state of a rank."""
@@ -146,7 +146,7 @@ class RankMerger:
         for path, entry in entries.items():
             if path in merged:
                 if not self._same(path, merged[path], entry, state):
-                    self._mixed.note(self._kind(path), path, entry, state.rank)
+                    self._note_counter(path, entry, state.rank)
                     own[self._unit(path, state.owner(path))] = None
             elif _is_empty(entry) and path in self._inner:
                 # `full_optim_state_dict` of all ranks but one, or `rank0_only` and every rank saved.
@@ -197,8 +197,13 @@ class RankMerger:
             return True
         elif kind in _STATE:
             self._differing.setdefault(path, []).append(state.rank)
-            self._mixed.note(kind, path, entry, state.rank)
+            self._note_counter(path, entry, state.rank)
         return kind in _STATE
+
+    def _note_counter(self, path: Path, entry: Entry, rank: int) -> None:
+        kind = self._kind(path)
+        if is_counter(kind, path, entry):
+            self._counters.setdefault(kind, {}).setdefault(path, {})[rank] = entry
 
     def _is_copy(self, path: Path, tensor: Tensor, sizes: Ints, a: Extent, b: Extent) -> bool:
         """Return whether two boxes have the same elements, as far as they are compared."""
@@ -280,7 +285,7 @@ class RankMerger:
                 )
             )
         stages = len(self._meshes()) > 1
-        mixed = self._mixed.fault(self._catalogue, self.comparer, self._names, self._absent, stages)
+        mixed = two_saves(self._counters, self._catalogue, self.comparer, self._names, self._absent, stages)
         faults = [*errors[:_MOST_FAULTS], *_rest(errors[_MOST_FAULTS:]), *blamed.values(), *self._foreign()]
         return faults if mixed is None else [mixed, *faults]
 
@@ -293,7 +298,7 @@ class RankMerger:
         flags = _left_out(differing)
         others = {self._kind(t.path) for t in self._catalogue.tensors if t.path not in self._differing}
         buffers = all(self._kind(path) == "model" and path not in self.shards for path in differing)
-        if alone and buffers and 0 < len(flags) <= _MOST_BUFFERS and "model" in others and not self._mixed:
+        if alone and buffers and 0 < len(flags) <= _MOST_BUFFERS and "model" in others and not self._counters:
             return (
                 "if these are buffers that the ranks do not synchronise, save them from one rank, or leave them out: "
                 f"{' '.join(flags)}; otherwise the files are not of one save: take all files from one save"

@@ -52,44 +52,36 @@ def name_ids(optimizers: Sequence[Optimizer], source: Catalogue) -> list[dict[in
     Raises UsageError when the model does not say which parameter is which, CorruptError when it cannot be the model.
     """
     names: list[dict[int, str]] = [{} for _ in optimizers]
-    unnamed = [(i, group) for i, optimizer in enumerate(optimizers) for group in optimizer.groups if group.params]
-    if not unnamed:
-        return names
-    if all(_own_names(group) is not None for _, group in unnamed) and not select.models(source):
-        for i, group in unnamed:
-            names[i] |= dict(zip(group.params, _own_names(group) or (), strict=True))
-        return _distinct(optimizers, names)
-    model = _parameters(source)
-    known = {tensor.fqn for tensor in _model(source)}
+    groups = [(i, group) for i, optimizer in enumerate(optimizers) for group in optimizer.groups if group.params]
+    # Without a model, all names that the groups give are right.
+    alone = all(_own_names(group) for _, group in groups) and not select.models(source)
+    known = set() if alone or not groups else {tensor.fqn for tensor in _model(source)}
     left: list[tuple[int, Group]] = []
-    for i, group in unnamed:
-        clean = [name if name in known else strip_wrappers(name) for name in _own_names(group) or ()]
-        if clean and known.issuperset(clean):
+    for i, group in groups:
+        own = _own_names(group)
+        clean = own if alone else [name if name in known else strip_wrappers(name) for name in own]
+        if clean and (alone or known.issuperset(clean)):
             names[i] |= dict(zip(group.params, clean, strict=True))
         else:
             left.append((i, group))
     if left:
         done = {name for named in names for name in named.values()}
-        model = {name: shape for name, shape in model.items() if name not in done}
+        model = {name: shape for name, shape in _parameters(source).items() if name not in done}
         _check_ordered(source, optimizers[left[0][0]], model)
         order = list(model)
         for (i, group), places in zip(left, _places(left, optimizers, model, source), strict=True):
             names[i] |= {key: order[place] for key, place in zip(group.params, places, strict=True)}
-    return _distinct(optimizers, names)
+    for optimizer, named in zip(optimizers, names, strict=True):
+        twice = next((name for name, count in Counter(named.values()).items() if count > 1), None)
+        if twice is not None:
+            raise CorruptError(f"`{optimizer.name}` has two parameters called `{twice}`", found=twice)
+    return names
 
 
-def _own_names(group: Group) -> list[str] | None:
+def _own_names(group: Group) -> list[str]:
     value = group.value("param_names")
     fits = isinstance(value, list) and len(value) == len(group.params) and all(isinstance(v, str) for v in value)
-    return value if fits else None
-
-
-def _distinct(optimizers: Sequence[Optimizer], names: list[dict[int, str]]) -> list[dict[int, str]]:
-    for optimizer, named in zip(optimizers, names, strict=True):
-        twice = [name for name, count in Counter(named.values()).items() if count > 1]
-        if twice:
-            raise CorruptError(f"`{optimizer.name}` has two parameters called `{twice[0]}`", found=twice[0])
-    return names
+    return value if fits else []
 
 
 # The model ------------------------------------------------------------------------------------------------------------
