@@ -56,7 +56,7 @@ def apply_policy(
         if at := parts.find_rank(entry.path):
             owned[entry.path[: at[0]]][at[1]] = entry.path[: at[0] + 1]
     for root, holders in owned.items():
-        world = _holders(root, catalogue, mesh)
+        world = _count(holders, mesh)
         if policy == "rank0":
             catalogue = _from_first(catalogue, root, holders, world)
             messages.append(_message_first(root, sorted(holders), world))
@@ -67,13 +67,10 @@ def apply_policy(
     return catalogue, messages or [f"{kind}: kept, {plural(len(values), 'value')} that belong to no rank"]
 
 
-def _holders(root: Path, catalogue: Catalogue, mesh: Mesh) -> int:
+def _count(holders: dict[int, Path], mesh: Mesh) -> int:
     """How many there are to have such a value: ranks, or, where the key says `dp_rank_3`, data-parallel replicas."""
-    depth = len(root)
-    keys = (path[depth] for path in catalogue.entries if len(path) > depth and path[:depth] == root)
-    if any(str(key).startswith("dp_") and parts.find_rank((key,)) for key in keys):
-        return mesh.world // mesh.size.get("tp", 1)
-    return mesh.world
+    of_replicas = any(str(path[-1]).startswith("dp_") for path in holders.values())
+    return mesh.world // mesh.size.get("tp", 1) if of_replicas else mesh.world
 
 
 def _from_first(catalogue: Catalogue, root: Path, holders: dict[int, Path], world: int) -> Catalogue:

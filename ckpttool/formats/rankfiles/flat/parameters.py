@@ -75,7 +75,14 @@ def model(trees: Trees, place: Place, options: OpenOptions, files: Sequence[str]
             files=list(files),
             needs="--shapes",
         )
-    _check_names(trees)
+    rank = next((rank for rank, tree in enumerate(trees) if tree.keys() != trees[0].keys()), None)
+    if rank is not None:
+        odd = sorted(map(str, trees[rank].keys() ^ trees[0].keys()))
+        raise CorruptError(
+            f"rank 0 and rank {rank} do not have the same entries: {some(odd)}",
+            hint="the files are of different saves",
+            ranks=[0, rank],
+        )
     flats = {flat.unit: flat for flat in _flat_parameters(trees)}
     pieces = _pieces_by_name(trees, flats.values(), options.shapes)
     if pieces:
@@ -90,17 +97,6 @@ def _unit_of(name: Any) -> str | None:
     """The module whose flat parameter this is the name of; the root is ""."""
     unit, _, last = str(name).rpartition(".")
     return unit if last == flat_pieces.FLAT_PARAM else None
-
-
-def _check_names(trees: Trees) -> None:
-    for rank, tree in enumerate(trees):
-        if tree.keys() != trees[0].keys():
-            odd = sorted(map(str, tree.keys() ^ trees[0].keys()))
-            raise CorruptError(
-                f"rank 0 and rank {rank} do not have the same entries: {some(odd)}",
-                hint="the files are of different saves",
-                ranks=[0, rank],
-            )
 
 
 def _flat_parameters(trees: Trees) -> Iterator[_Flat]:
@@ -214,7 +210,17 @@ def _from_pieces(
             counted.append(parameter)
             numels[_owner(name, flats)].append(prod(shape))
     for unit, flat in flats.items():
-        _check_sizes_agree(flat, sum(numels[unit]), len(numels[unit]), len(trees))
+        total = sum(numels[unit])
+        # How far each parameter is padded depends on the dtype of the computation, which is not in the files.
+        if not total <= flat.numel < total + 15 * len(numels[unit]) + len(trees):
+            raise CorruptError(
+                f"{flat.module}: the pieces under the names of its parameters have {total} elements, the flat "
+                f"parameter {flat.numel}",
+                hint="the files are of different saves",
+                tensor=unit,
+                found=flat.numel,
+                expected=total,
+            )
     whole = tuple(name for name in trees[0] if name not in pieces and _unit_of(name) not in flats)
     return Model(tensors, whole, tuple(counted))
 
@@ -245,19 +251,6 @@ def _tied_pieces(pieces: Mapping[str, list[TensorRef]]) -> dict[str, str]:
         where = tuple((r.storage.key, r.offset, r.shape[0]) if r.shape[0] else None for r in refs)
         first[name] = names.setdefault(where, name) if any(where) else name
     return first
-
-
-def _check_sizes_agree(flat: _Flat, total: int, count: int, world: int) -> None:
-    # How far each parameter is padded depends on the dtype of the computation, which is not in the files.
-    if not total <= flat.numel <= total + 15 * count + world - 1:
-        raise CorruptError(
-            f"{flat.module}: the pieces under the names of its parameters have {total} elements, the flat "
-            f"parameter {flat.numel}",
-            hint="the files are of different saves",
-            tensor=flat.unit,
-            found=flat.numel,
-            expected=total,
-        )
 
 
 # use_orig_params=False ------------------------------------------------------------------------------------------------
