@@ -1,28 +1,9 @@
 """Any value of an object as JSON, and back exactly: what a whole training state keeps beside its tensors.
 
-What JSON has is written plainly, so that a person can read it and `jq` can pick it apart:
-
-    null  true  3  0.001  -0.0  "text"  [..]  {"lr": 0.001}
-
-The rest is an object with a key that begins with `$`, which says what it is:
-
-    {"$float": "nan"}                  nan, inf, -inf; `nan:fff8000000000000` for the bits of another NaN
-    {"$int": "0x1f.."}                 an integer of more than 64 bits
-    {"$complex": [1.0, 0.0]}
-    {"$str": "7aCA"}                   text with lone surrogates: base64 of its UTF-8
-    {"$bytes": "AAE="}  {"$bytearray": "AAE="}
-    {"$tuple": [..]}  {"$size": [..]}  {"$set": [..]}  {"$frozenset": [..]}
-    {"$dict": [[key, value], ..]}      keys that are not strings, or a key that itself begins with `$`
-    {"$OrderedDict": [[key, value], ..], "attributes": {..}}
-    {"$name": [module, name]}          a class or an enum that a pickle only mentioned: `["torch", "float32"]`
-    {"$call": [module, name], "args": [..], "kwargs": {..}, "values": [..], "pairs": [[key, value], ..], "state": [..]}
-    {"$new": ..}                       an object of a class that was not imported, made by a call or by `__new__`;
-                                       "target" is the object that was called when that was not a name
-    {"$function": [module, name]}      a function that the unpickler answers itself: `["builtins", "set"]`
-    {"$tensor": [key, ..]}  {"$storage": [key, ..]}   the tensor at this path of the checkpoint
-
-Integers up to 64 bits are JSON numbers: Python reads them whole, a reader that makes doubles of them (JavaScript, jq
-before 1.7) rounds those beyond 2**53. What a pickle shared comes back as copies.
+What JSON has is written plainly, so that a person can read it and `jq` can pick it apart. The rest is an object with a
+key that begins with `$`, which says what it is, e.g. `{"$tuple": [0.9, 0.95]}`; `_READERS` has them all, and
+`docs/reference/training-state.md` explains them. Integers of up to 64 bits are JSON numbers. What a pickle shared comes
+back as copies.
 """
 
 from __future__ import annotations

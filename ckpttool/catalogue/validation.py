@@ -44,10 +44,7 @@ def faults_of(tensor: Tensor, files: Sequence[File], sizes: list[int] | None = N
             )
     if chunks.item and _inside(chunks, sizes or [f.size for f in files]):
         return
-    for i in range(len(chunks)):
-        fault_here = _chunk_fault(tensor, i, files)
-        if fault_here is not None:
-            yield fault_here
+    yield from filter(None, (_chunk_fault(tensor, i, files) for i in range(len(chunks))))
 
 
 def _chunk_fault(tensor: Tensor, i: int, files: Sequence[File]) -> CorruptError | None:

@@ -4,11 +4,10 @@ before it runs   counted in its opcodes: containers to make, and tuples to hash 
 while it runs    `copies_limited`: what our functions copy of values that the pickle has already made
 after it ran     `check_depths`: tuples nested so deep that hashing them again would overflow the stack
 
-A byte of a pickle can ask for 72 bytes of memory (`]`), and a tuple that holds another one twice, that one a third
-twice, and so on, is hashed in time without end: 60 of them as a key, 300 bytes of pickle, take CPython centuries, in C
-and not to be interrupted. CPython's machine calls no Python code when it makes a list, a dict, a tuple or a key, so
-these cannot be counted while it runs. No writer makes either, and both are refused before it begins.
-Source: `Modules/_pickle.c` and `Objects/tupleobject.c` of Python 3.10 to 3.14.
+A byte of a pickle can ask for 72 bytes of memory (`]`), and 60 tuples that each hold the one before twice, 300 bytes of
+pickle, take CPython centuries to hash as a key, in C and not to be interrupted. CPython's machine calls no Python code
+for either, so both are counted before it runs. Source: `Modules/_pickle.c`, `Objects/tupleobject.c` of Python 3.10 to
+3.14.
 """
 
 from __future__ import annotations

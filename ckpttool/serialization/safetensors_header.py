@@ -133,37 +133,34 @@ def _is_ints(value: Any) -> bool:
 
 
 def _entry(tensor: str, info: Any, payload: int, name: str) -> Entry:
-    where = f"{name}: tensor `{tensor}`"
+    try:
+        return _parse_entry(info, payload)
+    except CorruptError as error:
+        raise error.prefixed(f"{name}: tensor `{tensor}`", tensor=tensor) from None
+
+
+def _parse_entry(info: Any, payload: int) -> Entry:
     if not isinstance(info, dict):
-        raise CorruptError(f"{where}: its entry in the header is not an object", tensor=tensor)
+        raise CorruptError("its entry in the header is not an object")
     for key in ("dtype", "shape", "data_offsets"):
         if key not in info:
-            raise CorruptError(f"{where}: has no `{key}` in the header", tensor=tensor, expected=key)
+            raise CorruptError(f"has no `{key}` in the header", expected=key)
     dtype_name, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
     dtype = BY_SAFETENSORS.get(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None:
-        raise CorruptError(f"{where}: unknown dtype `{dtype_name!s:.80}`", tensor=tensor, found=dtype_name)
+        raise CorruptError(f"unknown dtype `{dtype_name!s:.80}`", found=dtype_name)
     if not _is_ints(shape):
-        raise CorruptError(f"{where}: its shape {shape!r:.80} is not a list of sizes", tensor=tensor, found=shape)
+        raise CorruptError(f"its shape {shape!r:.80} is not a list of sizes", found=shape)
     if not _is_ints(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise CorruptError(
-            f"{where}: its data_offsets {offsets!r:.80} are not a begin and an end", tensor=tensor, found=offsets
-        )
-    try:
-        check_shape(shape)
-    except CorruptError as error:
-        raise error.prefixed(where, tensor=tensor) from None
-    begin, end = offsets
-    sizes = _to_torch(dtype, tuple(shape), where)
+        raise CorruptError(f"its data_offsets {offsets!r:.80} are not a begin and an end", found=offsets)
+    check_shape(shape)
+    sizes = _to_torch(dtype, tuple(shape))
+    begin, end = payload + offsets[0], payload + offsets[1]
     nbytes = prod(sizes) * dtype.itemsize
     if end - begin != nbytes:
-        raise CorruptError(
-            f"{where}: {end - begin} bytes at {payload + begin}..{payload + end}, but {dtype} {shape} needs {nbytes}",
-            tensor=tensor,
-            found=end - begin,
-            expected=nbytes,
-        )
-    return Entry(dtype, sizes, payload + begin, payload + end)
+        message = f"{end - begin} bytes at {begin}..{end}, but {dtype} {shape} needs {nbytes}"
+        raise CorruptError(message, found=end - begin, expected=nbytes)
+    return Entry(dtype, sizes, begin, end)
 
 
 def _check_tiling(tensors: Mapping[str, Entry], payload: int, name: str) -> int:
@@ -182,11 +179,11 @@ def _check_tiling(tensors: Mapping[str, Entry], payload: int, name: str) -> int:
 # dimension (`bindings/python/src/lib.rs` doubles and halves it).
 
 
-def _to_torch(dtype: Dtype, shape: Ints, where: str) -> Ints:
+def _to_torch(dtype: Dtype, shape: Ints) -> Ints:
     if dtype.safetensors != "F4":
         return shape
     if not shape or shape[-1] % 2:
-        raise CorruptError(f"{where}: an odd number of 4-bit values in the last dimension of {list(shape)}")
+        raise CorruptError(f"an odd number of 4-bit values in the last dimension of {list(shape)}")
     return (*shape[:-1], shape[-1] // 2)
 
 

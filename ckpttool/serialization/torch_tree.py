@@ -97,35 +97,33 @@ def span_of(extent: Extent) -> Span:
 
 def storage_warnings(storages: list[tuple[str, int, int]], used: dict[int, set[Span]]) -> list[Warning]:
     """About storages, each `(name, offset, nbytes)`, that do not match the spans used of them by offset. Pure."""
-    larger, unused, shared = [], [], []
-    slack = waste = twice = 0
+    unused = [(name, nbytes) for name, offset, nbytes in storages if offset not in used]
+    larger, shared = [], []
     for name, offset, nbytes in storages:
-        spans = used.get(offset)
-        if spans is None:
-            unused.append(name)
-            waste += nbytes
-            continue
+        spans = used.get(offset, set())
         bytes_used = covered(spans)
-        if nbytes > bytes_used:
-            larger.append(name)
-            slack += nbytes - bytes_used
-        if len(spans) > 1 and (shared_bytes := sum(size for _, size, _ in spans) - bytes_used) > 0:
-            shared.append(name)
-            twice += shared_bytes
+        if spans and nbytes > bytes_used:
+            larger.append((name, nbytes - bytes_used))
+        if (twice := sum(size for _, size, _ in spans) - bytes_used) > 0:
+            shared.append((name, twice))
     warnings = []
     if larger:
-        text = f"{len(larger)} storages are larger than the tensors that use them, by {slack} bytes: {some(larger)}"
+        text = f"{len(larger)} storages are larger than the tensors that use them, by {_total(larger)}"
         warnings.append(Warning("unused-storage", text))
     if shared:
         text = (
             f"tensors overlap in {len(shared)} storages without being the same; each is written by itself, "
-            f"{twice} bytes more than here: {some(shared)}"
+            f"{_total(shared, ' more than here')}"
         )
         warnings.append(Warning("overlapping-storage", text))
     if unused:
-        text = f"{len(unused)} storages of {waste} bytes belong to no tensor: {some(unused)}"
+        text = f"{len(unused)} storages of {_total(unused, ' belong to no tensor')}"
         warnings.append(Warning("unused-storage", text))
     return warnings
+
+
+def _total(storages: list[tuple[str, int]], end: str = "") -> str:
+    return f"{sum(nbytes for _, nbytes in storages)} bytes{end}: {some([name for name, _ in storages])}"
 
 
 def covered(spans: Iterable[Span]) -> int:
