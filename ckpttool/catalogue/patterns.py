@@ -51,9 +51,8 @@ def renamer(rules: Sequence[str]) -> Callable[[str], str]:
     def rename(name: str) -> str:
         new = next((new for step in compiled if (new := step(name)) is not None), name)
         if name and not new:
-            raise UsageError(
-                f"`--rename` leaves `{name}` no name", hint="to leave a tensor out, use `--exclude`", tensor=name
-            )
+            message = f"`--rename` leaves `{name}` no name"
+            raise UsageError(message, hint="to leave a tensor out, use `--exclude`", tensor=name)
         return new
 
     return rename

@@ -47,9 +47,8 @@ def check_objects(code: bytes, size: int) -> None:
     """Raises CorruptError when the opcodes of a pickle of `size` bytes make more than those of a writer would."""
     count, most = _objects(code), _most_objects(size)
     if count > most:
-        raise CorruptError(
-            f"it makes up to {count} lists, dicts and other containers in {size} bytes", found=count, expected=most
-        )
+        message = f"it makes up to {count} lists, dicts and other containers in {size} bytes"
+        raise CorruptError(message, found=count, expected=most)
 
 
 def _most_objects(size: int) -> int:

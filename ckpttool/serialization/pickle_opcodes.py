@@ -111,9 +111,8 @@ def check_beginning(window: bytes, size: int) -> None:
     """Raises CorruptError when a pickle of `size` bytes that begins like this cannot be one, before all of it is read:
     a file may be a hole of any length."""
     if size > MAX_PICKLE:
-        raise CorruptError(
-            f"a pickle of {size} bytes is more than the {MAX_PICKLE} that we read", found=size, expected=MAX_PICKLE
-        )
+        message = f"a pickle of {size} bytes is more than the {MAX_PICKLE} that we read"
+        raise CorruptError(message, found=size, expected=MAX_PICKLE)
     _walk(window, size)
 
 

@@ -87,9 +87,8 @@ def read_header(read: Read, base: int, length: int, *, name: str, exact: bool = 
     """
     text, payload = _read_text(read, base, length, name)
     if text[:1] != b"{":
-        raise CorruptError(
-            f"{name}: the header begins with {text[:1]!r}, not with `{{`", hint="this may not be a safetensors file"
-        )
+        message = f"{name}: the header begins with {text[:1]!r}, not with `{{`"
+        raise CorruptError(message, hint="this may not be a safetensors file")
     table: dict[str, Any] = strict_json.parse(text, f"{name}: the header")
     metadata = table.pop(METADATA, None)
     metadata = {} if metadata is None else metadata
@@ -228,10 +227,8 @@ def build_header(tensors: Iterable[Spec], metadata: Mapping[str, str] | None = N
     except UnicodeEncodeError as error:
         # Names are UTF-8, or `why_not` says so. JSON can spell half a character, and safetensors does not read it back.
         excerpt = ascii(error.object[max(error.start - 20, 0) : error.end + 20])
-        raise LossError(
-            f"`{METADATA}` has {excerpt}, which is not UTF-8",
-            hint="torch and DCP keep no such metadata: convert to one of them",
-        ) from None
+        message = f"`{METADATA}` has {excerpt}, which is not UTF-8"
+        raise LossError(message, hint="torch and DCP keep no such metadata: convert to one of them") from None
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER:
         message = f"a header of {len(text)} bytes is more than the {MAX_HEADER} that safetensors can read back"

@@ -249,10 +249,8 @@ def _zip64(extra: bytes, packed: int, nbytes: int, offset: int, name: str) -> tu
 
 def _locate(archive: Archive, record: str, listed: Record) -> Record:
     if listed.nbytes < 0:
-        raise CorruptError(
-            f"{archive.name}: record `{record}` is compressed, which torch never does",
-            hint="somebody packed it again: unpack it, and pack it with `zip -0`",
-        )
+        message = f"{archive.name}: record `{record}` is compressed, which torch never does"
+        raise CorruptError(message, hint="somebody packed it again: unpack it, and pack it with `zip -0`")
     full = f"{archive.root}/{record}".encode()
     head = archive.read(listed.offset, min(LOCAL.size + len(full), archive.end - listed.offset))
     if len(head) < LOCAL.size:
@@ -260,10 +258,8 @@ def _locate(archive: Archive, record: str, listed: Record) -> Record:
     signature, _, _, method, _, _, crc, packed, nbytes, name_len, extra_len = LOCAL.unpack_from(head)
     # Writers that do not know yet leave zeros, and those of large records a mark.
     if crc not in (0, listed.crc) or not {packed, nbytes} <= {0, 0xFFFFFFFF, listed.nbytes}:
-        raise CorruptError(
-            f"{archive.name}: the local header of record `{record}` gives another size or CRC than the directory",
-            hint="the file was put together by hand; other readers see something else in it",
-        )
+        message = f"{archive.name}: the local header of record `{record}` gives another size or CRC than the directory"
+        raise CorruptError(message, hint="the file was put together by hand; other readers see something else in it")
     if signature != b"PK\3\4" or method != 0 or name_len != len(full) or head[LOCAL.size :] != full:
         raise CorruptError(f"{archive.name}: record `{record}` has no local header at {listed.offset}")
     offset = listed.offset + LOCAL.size + name_len + extra_len
