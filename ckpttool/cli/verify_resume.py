@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _VERDICTS = {"same": "green", "differs": "red", "failed": "red"}
 _STATES = {"ok": "green", "note": "dim", "differs": "yellow", "fails": "red"}
 _RESUMABLE = {"exactly": "green", "with differences": "yellow", "no": "red"}
+_MARKS = {True: ("same", "green"), False: ("differs", "red"), None: ("no verdict", "dim")}
 _SHOWN = 10
 _NAMES = 20  # names below a check, under -v
 
@@ -214,11 +215,13 @@ def _print_trial(terminal: Terminal, result: Report, verbose: bool) -> None:
         rows = []
         for row in result.compared:
             equal = f"{row.count - row.differing:,} of {row.count:,} equal"
-            rows.append((row.what, f"{row.run} with {row.against}", equal, _mark(row.equal), row.says))
+            rows.append((row.what, f"{row.run} with {row.against}", equal, Styled(*_MARKS[row.equal]), row.says))
         terminal.table(rows, wrap=(4,))
     if result.checks:
         terminal.heading("sharding")
-        terminal.table([(check.what, check.run, _mark(check.passed), check.says) for check in result.checks], wrap=(3,))
+        terminal.table(
+            [(check.what, check.run, Styled(*_MARKS[check.passed]), check.says) for check in result.checks], wrap=(3,)
+        )
     _print_losses(terminal, result, verbose)
     if result.findings:
         terminal.heading("found", plural(len(result.findings), "difference"))
@@ -252,12 +255,6 @@ def _about(result: Report) -> Iterator[tuple[str, str]]:
         yield "loss drift", f"{drift.loss_relative:.2%} vs A (informational)"
     yield "determinism", ", ".join(result.deterministic)
     yield "time", duration(result.seconds)
-
-
-def _mark(equal: bool | None) -> Styled:
-    if equal is None:
-        return Styled("no verdict", "dim")
-    return Styled("same", "green") if equal else Styled("differs", "red")
 
 
 def _print_losses(terminal: Terminal, result: Report, verbose: bool) -> None:

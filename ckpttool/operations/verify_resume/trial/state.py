@@ -94,12 +94,11 @@ class RecordedState:
         for name, tensor in self.tensors.items():
             chunks = Chunks.single(tensor.shape, Extent(0, tensor.offset, tensor.bits.nbytes))
             kind = dtypes.dtype(tensor.dtype)
-            self.catalogue.add(Tensor(tuple(name.split(".")), kind, tensor.shape, chunks, self._part(name)))
+            self.catalogue.add(Tensor(tuple(name.split(".")), kind, tensor.shape, chunks))
         for name, value in self.objects.items():
-            self.catalogue.add(Object(tuple(name.split(".")), value, part=self._part(name)))
-
-    def _part(self, name: str) -> Part:
-        return Part(self.kind_of(name), (name.partition(".")[0],))
+            self.catalogue.add(Object(tuple(name.split(".")), value))
+        for entry in self.catalogue.entries.values():
+            entry.part = Part(self.kind_of(entry.name), entry.path[:1])
 
     def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
         """Return where the elements of a chunk lie."""
@@ -121,12 +120,9 @@ def difference_names(difference: Diff) -> set[str]:
 
 
 def _common(state: RecordedState, other: RecordedState) -> Catalogue:
-    entries = {
-        path: entry
-        for path, entry in state.catalogue.entries.items()
-        if (rank := state.rank_of(entry.name)) is None or rank < other.world
-    }
-    return Catalogue(state.catalogue.format, state.catalogue.files, entries)
+    entries = state.catalogue.entries.items()
+    shared = {path: entry for path, entry in entries if (state.rank_of(entry.name) or 0) < other.world}
+    return Catalogue(state.catalogue.format, state.catalogue.files, shared)
 
 
 def read(folder: str, world: int) -> RecordedState:
