@@ -6,17 +6,7 @@ producer recognises what it leaves, lists the components with the part that each
 
 from __future__ import annotations
 
-from ckpttool.producers import (
-    accelerate,
-    composer,
-    dinov2,
-    lightning,
-    olmo,
-    torch_checkpointing,
-    torchtitan,
-    transformers,
-    verl,
-)
+from ckpttool.producers import accelerate, read_only, torchtitan, transformers, verl
 from ckpttool.producers.components import Producer
 from ckpttool.producers.directory import Directory
 
@@ -26,15 +16,13 @@ PRODUCERS: tuple[Producer, ...] = (
     transformers.TRAINER,
     accelerate.ACCELERATE,
     verl.VERL,
-    dinov2.DINOV2,
-    lightning.LIGHTNING,
-    composer.COMPOSER,
+    read_only.DINOV2,
+    read_only.LIGHTNING,
+    read_only.COMPOSER,
     torchtitan.TORCHTITAN,
-    olmo.CORE,
-    olmo.UNSHARDED,
-    olmo.OLD,
-    torch_checkpointing.TORCH_CHECKPOINTING,
-    transformers.PRETRAINED,
+    *read_only.OLMO,
+    read_only.TORCH_CHECKPOINTING,
+    *transformers.PRETRAINED,
 )
 
 

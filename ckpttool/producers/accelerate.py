@@ -22,16 +22,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.catalogue.entries import Catalogue, Object, Part
 from ckpttool.catalogue.values import stub_name
-from ckpttool.producers.components import (
-    ASSETS,
-    Layout,
-    Pattern,
-    Producer,
-    WritableLayout,
-    match_components,
-    require_indexed_files,
-)
-from ckpttool.producers.directory import Directory
+from ckpttool.producers.components import ASSETS, Pattern, Producer, WritableLayout, require_indexed_files
 
 if TYPE_CHECKING:
     from ckpttool.producers.arrange import LayoutBuilder
@@ -56,11 +47,7 @@ STATE = (
     Pattern(rf"optimizer{_I}\.(bin|pt)", "optimizer"),
     Pattern(rf"optimizer{_I}_rank(?P<rank>\d+)\.bin", "optimizer", "rank files"),
 )
-REST = (
-    Pattern(rf"scheduler{_I}\.(bin|pt)", "scheduler"),
-    Pattern(r"scaler\.pt", "scaler"),
-    *ASSETS,
-)
+REST = (Pattern(rf"scheduler{_I}\.(bin|pt)", "scheduler"), Pattern(r"scaler\.pt", "scaler"), *ASSETS)
 _PATTERNS = (
     *STATE,
     Pattern(rf"sampler{_I}\.bin", "sampler"),
@@ -69,16 +56,6 @@ _PATTERNS = (
     Pattern(r"custom_checkpoint_(?P<n>\d+)\.pkl", "custom_checkpoint_{n}"),
     *REST,
 )
-
-
-def _recognise(directory: Directory) -> bool:
-    return directory.has(r"random_states_\d+\.pkl|optimizer\.bin|pytorch_model_fsdp(_\d+)?(/|\.bin|_rank\d+\.bin)")
-
-
-def _layout(directory: Directory) -> Layout:
-    layout = match_components(directory, _PATTERNS, ("model", "optimizer", "rng"))
-    return require_indexed_files(directory, layout)
-
 
 # Writing --------------------------------------------------------------------------------------------------------------
 
@@ -103,7 +80,9 @@ def add_sharded(builder: LayoutBuilder, limit: int | None = None) -> None:
 
 
 def _write_full(builder: LayoutBuilder) -> OutputLayout:
-    return _write_whole(builder, "pytorch_model_fsdp", ".bin", "torch")
+    _add_whole(builder, "model", "pytorch_model_fsdp")
+    _add_whole(builder, "optimizer")
+    return _write_rest(builder)
 
 
 def _write_ddp(builder: LayoutBuilder) -> OutputLayout:
@@ -112,25 +91,20 @@ def _write_ddp(builder: LayoutBuilder) -> OutputLayout:
     if catalogue.format in ("dcp", "rankfiles") and not ties_known:
         # These formats do not store ties. `load_model` of safetensors refuses a tied tensor that is there under both
         # names, `load_state_dict` takes it.
-        return _write_whole(builder, "pytorch_model", ".bin", "torch")
-    return _write_whole(builder, "model", ".safetensors", "safetensors")
-
-
-def _write_whole(builder: LayoutBuilder, stem: str, suffix: str, format: str) -> OutputLayout:
-    for n, part in builder.numbered("model"):
-        builder.add_part(part, _numbered(stem, n) + suffix, format, (_numbered("model", n),))
-    _add_torch(builder, "optimizer")
+        _add_whole(builder, "model", "pytorch_model")
+    else:
+        _add_whole(builder, "model", "model", ".safetensors", "safetensors")
+    _add_whole(builder, "optimizer")
     return _write_rest(builder)
 
 
-def _add_torch(builder: LayoutBuilder, kind: str) -> None:
+def _add_whole(builder: LayoutBuilder, kind: str, stem: str = "", suffix: str = ".bin", format: str = "torch") -> None:
     for n, part in builder.numbered(kind):
-        name = _numbered(kind, n)
-        builder.add_part(part, f"{name}.bin", "torch", (name,))
+        builder.add_part(part, _numbered(stem or kind, n) + suffix, format, (_numbered(kind, n),))
 
 
 def _write_rest(builder: LayoutBuilder) -> OutputLayout:
-    _add_torch(builder, "scheduler")
+    _add_whole(builder, "scheduler")
     builder.add_scaler()
     loaders = [*builder.stateful_loaders()]
     for part in builder.parts("dataloader"):
@@ -174,8 +148,10 @@ def _choose(source: Catalogue, to_world: int | None) -> WritableLayout:
 ACCELERATE = Producer(
     "accelerate",
     "what `Accelerator.save_state` of accelerate leaves",
-    _recognise,
-    _layout,
+    (r"random_states_\d+\.pkl|optimizer\.bin|pytorch_model_fsdp(_\d+)?(/|\.bin|_rank\d+\.bin)",),
+    _PATTERNS,
+    expected=("model", "optimizer", "rng"),
+    adjust=require_indexed_files,
     writes=(_SHARDED, _FULL, _DDP),
     choose=_choose,
 )

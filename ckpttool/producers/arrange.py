@@ -112,14 +112,15 @@ class LayoutBuilder:
         self._components.append(OutputComponent(name, row, root, key, values or {}, constants))
         return len(self._components) - 1
 
-    def add_part(self, part: Part, name: str, format: str, root: Path, key: Path = ()) -> None:
-        """Add a component that has one part."""
-        self.add_part_to(self.component(name, format, root, key=key), part, root)
+    def add_part(self, part: Part | None, name: str, format: str, root: Path, key: Path = ()) -> None:
+        """Add a component that has one part, if there is one."""
+        if part is not None:
+            self.add_part_to(self.component(name, format, root, key=key), part, root)
 
-    def add_part_to(self, component: int, part: Part, root: Path) -> None:
+    def add_part_to(self, component: int, part: Part | None, root: Path) -> None:
         """Add a whole part to a component, under `root`."""
         for path, entry in self.catalogue.entries.items():
-            if entry.part == part and path not in self._component_of:
+            if part is not None and entry.part == part and path not in self._component_of:
                 self.add(entry, component, (*root, *path[len(part.root) :]), Part(part.kind, root))
 
     def add(self, entry: Entry, component: int, path: Path, part: Part | None = None) -> None:
@@ -136,8 +137,7 @@ class LayoutBuilder:
 
     def add_scaler(self) -> None:
         """Add the first gradient scaler, as accelerate and the Trainer save it."""
-        for part in self.parts("scaler")[:1]:
-            self.add_part(part, "scaler.pt", "torch", ("scaler",))
+        self.add_part(next(iter(self.parts("scaler")), None), "scaler.pt", "torch", ("scaler",))
 
     def fold(self, entry: Entry) -> None:
         """Leave out an entry that the layout stores by other means, or that has no meaning."""

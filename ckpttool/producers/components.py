@@ -123,24 +123,46 @@ class WritableLayout:
 
 @dataclass(frozen=True, slots=True)
 class Producer:
-    """A framework: `Producer("accelerate", "what `Accelerator.save_state` leaves", recognise, layout)`.
+    """A framework: `Producer("accelerate", "what `Accelerator.save_state` leaves", (r"optimizer\\.bin",), patterns)`.
 
-    `recognise` looks at the listing and at small JSON files only, `layout` lists the components. `confirm` checks the
-    opened catalogue where a plain directory of the format has the same files; without it the producer is not named.
-    `writes` are the layouts that the framework resumes from; `choose(source, to_world)` picks one of several.
-    `checkpoint_folders` is the pattern of the checkpoints beside a final model; `rank_files` that of rank files of
-    several checkpoints in one directory, with the groups `name` and `rank`.
+    A directory is of the framework when its own name matches `folder`, a name in it each of `marks`, and `applies`
+    agrees, which looks at the listing and at small JSON files only. Its components are those of `patterns`, and with
+    `whole` the directory itself; `adjust` changes them, `expected` are roots that a complete save always has.
+    `confirm` checks the opened catalogue where a plain directory of the format has the same files; without it the
+    producer is not named. `writes` are the layouts that the framework resumes from; `choose(source, to_world)` picks
+    one of several. `checkpoint_folders` is the pattern of the checkpoints beside a final model; `rank_files` that of
+    rank files of several checkpoints in one directory, with the groups `name` and `rank`.
     """
 
     name: str
     title: str
-    recognise: Callable[[Directory], bool]
-    layout: Callable[[Directory], Layout]
+    marks: tuple[str, ...]
+    patterns: tuple[Pattern, ...]
+    expected: tuple[str, ...] = ()
+    folder: str = ".*"
+    whole: bool = False
+    applies: Callable[[Directory], bool] | None = None
+    adjust: Callable[[Directory, Layout], None] | None = None
     confirm: Callable[[Catalogue], bool] | None = None
     writes: tuple[WritableLayout, ...] = ()
     choose: Callable[[Catalogue, int | None], WritableLayout] | None = None
     checkpoint_folders: str = ""
     rank_files: str = ""
+
+    def recognise(self, directory: Directory) -> bool:
+        """Whether the framework left this directory."""
+        if not re.fullmatch(self.folder, directory.name, re.DOTALL) or not all(map(directory.has, self.marks)):
+            return False
+        return self.applies is None or self.applies(directory)
+
+    def layout(self, directory: Directory) -> Layout:
+        """The components of a directory."""
+        layout = match_components(directory, self.patterns, self.expected)
+        if self.whole:
+            layout.components.insert(0, Component(""))
+        if self.adjust is not None:
+            self.adjust(directory, layout)
+        return layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,30 +184,18 @@ ASSET_NAMES = (
 # Of a Git repository around the files, not of the model.
 REPOSITORY = Pattern(r"\.git(/|attributes|ignore|keep|modules)", kind="ignored")
 ASSETS = (Pattern(ASSET_NAMES, kind="asset"), REPOSITORY)
-_DCP_FILE = r"\.metadata|__\d+\.metadata|.*\.distcp"
-_DCP = Pattern(rf"{_DCP_FILE}|\.metadata\.tmp|__\d+\.metadata\.tmp|\.metadata\.bck", kind="ignored")
+# Of DCP, with or without its index.
+DCP_FILE = r"\.metadata|__\d+\.metadata|.*\.distcp"
+DCP_FILES = Pattern(rf"{DCP_FILE}|\.metadata\.tmp|__\d+\.metadata\.tmp|\.metadata\.bck", kind="ignored")
 
 
-def is_dcp(directory: Directory) -> bool:
-    """Whether the directory has files of DCP, with or without their index."""
-    return directory.has(_DCP_FILE)
-
-
-def dcp_layout(directory: Directory, patterns: Iterable[Pattern] = ()) -> Layout:
-    """The layout of a DCP directory with other files beside the data."""
-    layout = match_components(directory, (_DCP, *patterns))
-    layout.components.insert(0, Component(""))
-    return layout
-
-
-def require_indexed_files(directory: Directory, layout: Layout) -> Layout:
+def require_indexed_files(directory: Directory, layout: Layout) -> None:
     """Add the files to `missing` that an index of weights names and that are not there."""
     for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         weight_map = directory.facts(index).get("weight_map")
         if isinstance(weight_map, dict):
             absent = sorted({str(name) for name in weight_map.values()} - set(directory.names))
             layout.missing += [f"`{name}` is missing, but `{index}` names it" for name in absent[:3]]
-    return layout
 
 
 # Matching -------------------------------------------------------------------------------------------------------------

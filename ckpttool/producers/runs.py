@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from ckpttool import formats
 from ckpttool.errors import CkptError, ReadError
 from ckpttool.producers import PRODUCERS, recognise
-from ckpttool.producers.components import Producer, is_dcp
+from ckpttool.producers.components import DCP_FILE, Producer
 from ckpttool.producers.directory import Directory
 from ckpttool.storage.stores import Location, escape, local_path
 from ckpttool.text import some
@@ -250,7 +250,7 @@ def _rank_files(directory: Directory) -> Iterator[RunCheckpoint]:
 
 def _format(directory: Directory, row: Producer | None) -> str | None:
     """The format of the first component, by its name."""
-    if is_dcp(directory):
+    if directory.has(DCP_FILE):
         return "dcp"
     if directory.has(r".*\.safetensors(\.index\.json)?") or "sharded/" in directory:
         return "safetensors"
@@ -283,7 +283,7 @@ def _why_not(directory: Directory, name: str, row: Producer | None, kind: str | 
         for component in layout.components:
             if (why_not := _empty(directory, component.files)) is not None:
                 return why_not
-    if is_dcp(directory):
+    if directory.has(DCP_FILE):
         return _dcp_why_not(directory, most)
     return _empty(directory, [n for n in directory.names if _DATA.fullmatch(n)])
 

@@ -16,23 +16,13 @@ from typing import TYPE_CHECKING
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.errors import UsageError
-from ckpttool.producers.components import Constant, Layout, Pattern, Producer, WritableLayout, dcp_layout, is_dcp
-from ckpttool.producers.directory import Directory
+from ckpttool.producers.components import DCP_FILE, DCP_FILES, Constant, Pattern, Producer, WritableLayout
 
 if TYPE_CHECKING:
     from ckpttool.producers.arrange import LayoutBuilder
     from ckpttool.producers.writer import OutputLayout
 
 # Reading --------------------------------------------------------------------------------------------------------------
-
-
-def _recognise(directory: Directory) -> bool:
-    is_step = directory.name.removeprefix("step-").isdecimal()
-    return is_step and (is_dcp(directory) or "sharded/" in directory)
-
-
-def _layout(directory: Directory) -> Layout:
-    return dcp_layout(directory, (Pattern(r".*\.safetensors(\.index\.json)?|sharded/", kind="ignored"),))
 
 
 def _confirm(catalogue: Catalogue) -> bool:
@@ -49,9 +39,7 @@ def _write(builder: LayoutBuilder) -> OutputLayout:
     constants = _train_state(builder, training=optimizer is not None)
     component = builder.component("", "dcp", constants=constants)
     for kind, root in (("model", ()), ("optimizer", ("optimizer",)), ("scheduler", ("lr_scheduler",))):
-        part = builder.first(kind)
-        if part is not None:
-            builder.add_part_to(component, part, root)
+        builder.add_part_to(component, builder.first(kind), root)
     for entry in list(builder.remaining()):
         is_loader = entry.part.root == ("dataloader",)
         if entry.path[:1] == ("train_state",) or (
@@ -91,8 +79,10 @@ def _train_state(builder: LayoutBuilder, *, training: bool) -> list[Constant]:
 TORCHTITAN = Producer(
     "torchtitan",
     "a `step-N` of torchtitan",
-    _recognise,
-    _layout,
-    _confirm,
+    (rf"{DCP_FILE}|sharded/",),
+    (DCP_FILES, Pattern(r".*\.safetensors(\.index\.json)?|sharded/", kind="ignored")),
+    folder=r"(step-)?\d+",
+    whole=True,
+    confirm=_confirm,
     writes=(WritableLayout("torchtitan", "flat", _write, chunked=True),),
 )

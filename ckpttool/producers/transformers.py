@@ -20,16 +20,7 @@ from typing import TYPE_CHECKING
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.errors import UsageError
 from ckpttool.producers import accelerate
-from ckpttool.producers.components import (
-    REPOSITORY,
-    Component,
-    Layout,
-    Pattern,
-    Producer,
-    WritableLayout,
-    match_components,
-    require_indexed_files,
-)
+from ckpttool.producers.components import REPOSITORY, Pattern, Producer, WritableLayout, require_indexed_files
 from ckpttool.producers.directory import Directory
 
 if TYPE_CHECKING:
@@ -61,31 +52,8 @@ _PYTORCH = (Pattern(r"pytorch_model\.bin"), Pattern(r"pytorch_model-\d+-of-\d+\.
 _SAFETENSORS = (Pattern(r".*\.safetensors(\.index\.json)?", kind="ignored"), *_BESIDE_WEIGHTS)
 
 
-def _is_trainer(directory: Directory) -> bool:
-    return "trainer_state.json" in directory
-
-
-def _trainer(directory: Directory) -> Layout:
-    layout = match_components(directory, _TRAINER, ("model", "optimizer", "rng"))
-    return require_indexed_files(directory, layout)
-
-
 def _is_pretrained(directory: Directory) -> bool:
-    if not directory.has(r"(adapter_)?config\.json"):
-        return False
-    if "ckpttool.json" in directory or directory.has(r"\.metadata|__\d+\.metadata"):
-        return False
-    return directory.has(r".*\.safetensors|pytorch_model(-\d+-of-\d+)?\.bin")
-
-
-def _pretrained(directory: Directory) -> Layout:
-    """The safetensors reader joins the files of a model; files of torch.save are listed here."""
-    if directory.has(r".*\.safetensors"):
-        layout = match_components(directory, _SAFETENSORS)
-        layout.components = [Component("")]
-    else:
-        layout = match_components(directory, _PYTORCH)
-    return require_indexed_files(directory, layout)
+    return "ckpttool.json" not in directory and not directory.has(r"\.metadata|__\d+\.metadata")
 
 
 # Writing --------------------------------------------------------------------------------------------------------------
@@ -107,9 +75,7 @@ _OWN_RNG = re.compile(r"cuda|npu|hpu|mlu|musa|xla")
 def _write_trainer(builder: LayoutBuilder) -> OutputLayout:
     """The model whole, the optimizer keyed by parameter ids."""
     for kind, name, format in (("model", "model.safetensors", "safetensors"), ("optimizer", "optimizer.pt", "torch")):
-        part = builder.first(kind)
-        if part is not None:
-            builder.add_part(part, name, format, (kind,))
+        builder.add_part(builder.first(kind), name, format, (kind,))
     return _write_rest(builder)
 
 
@@ -119,9 +85,7 @@ def _write_sharded(builder: LayoutBuilder) -> OutputLayout:
 
 
 def _write_rest(builder: LayoutBuilder) -> OutputLayout:
-    scheduler = builder.first("scheduler")
-    if scheduler is not None:
-        builder.add_part(scheduler, "scheduler.pt", "torch", ("scheduler",))
+    builder.add_part(builder.first("scheduler"), "scheduler.pt", "torch", ("scheduler",))
     builder.add_scaler()
     for entry in [e for e in builder.remaining() if e.path == ("training_args",)]:
         builder.add(entry, builder.component("training_args.bin", "torch", entry.path), entry.path)
@@ -170,12 +134,28 @@ def _choose(source: Catalogue, to_world: int | None) -> WritableLayout:
 TRAINER = Producer(
     "transformers Trainer",
     "a `checkpoint-N` of the Trainer of transformers",
-    _is_trainer,
-    _trainer,
+    (r"trainer_state\.json",),
+    _TRAINER,
+    expected=("model", "optimizer", "rng"),
+    adjust=require_indexed_files,
     writes=(_WHOLE, _SHARDED),
     choose=_choose,
     checkpoint_folders=_CHECKPOINT,
 )
-PRETRAINED = Producer(
-    "transformers", "a model directory of transformers", _is_pretrained, _pretrained, checkpoint_folders=_CHECKPOINT
+# The safetensors reader joins the files of a model; files of torch.save are listed here.
+PRETRAINED = tuple(
+    Producer(
+        "transformers",
+        "a model directory of transformers",
+        (r"(adapter_)?config\.json", weights),
+        patterns,
+        whole=patterns is _SAFETENSORS,
+        applies=_is_pretrained,
+        adjust=require_indexed_files,
+        checkpoint_folders=_CHECKPOINT,
+    )
+    for weights, patterns in (
+        (r".*\.safetensors", _SAFETENSORS),
+        (r"pytorch_model(-\d+-of-\d+)?\.bin", _PYTORCH),
+    )
 )

@@ -44,28 +44,28 @@ def _roles(directory: Directory) -> list[str]:
     return [name for name in roles if directory.folder(name).has(_RANK_FILE)]
 
 
-def _recognise(directory: Directory) -> bool:
+def _is_verl(directory: Directory) -> bool:
     return directory.has(_RANK_FILE) or bool(_roles(directory))
 
 
-def _layout(directory: Directory) -> Layout:
+def _add_roles(directory: Directory, layout: Layout) -> None:
     roles = _roles(directory)
-    layout = match_components(directory, (*(Pattern(f"{role}/", kind="ignored") for role in roles), *_PATTERNS))
     if not roles:
-        return _join_optimizer(directory, layout)
-    beside_roles = layout.components
-    layout.components = []
+        _join_optimizer(directory, layout)
+        return
+    layout.unknown = [name for name in layout.unknown if name[:-1] not in roles]
+    beside_roles, layout.components = layout.components, []
     for role in roles:
         folder = directory.folder(role)
         # A single model has the keys of any other checkpoint, without the name of its role.
         root: Path = (role,) if len(roles) > 1 else ()
         inner = match_components(folder, _PATTERNS, ("model", "optimizer"), root)
-        layout.merge(_join_optimizer(folder, inner), role)
+        _join_optimizer(folder, inner)
+        layout.merge(inner, role)
     layout.components += beside_roles
-    return layout
 
 
-def _join_optimizer(directory: Directory, layout: Layout) -> Layout:
+def _join_optimizer(directory: Directory, layout: Layout) -> None:
     """Open model and optimizer as one set: the optimizer of FSDP1 is flat, and needs the model's parameters."""
     _check_world_size(directory, layout)
     sets = [c for c in layout.components if c.kind == "rank files" and c.root[-1:] in (("model",), ("optimizer",))]
@@ -80,7 +80,6 @@ def _join_optimizer(directory: Directory, layout: Layout) -> Layout:
             glob=f"[mo][op][dt]*{end}",
         )
         layout.components = [joint, *(c for c in layout.components if c not in sets)]
-    return layout
 
 
 def _check_world_size(directory: Directory, layout: Layout) -> None:
@@ -110,9 +109,7 @@ def _write(builder: LayoutBuilder) -> OutputLayout:
     folder = "" if is_role else "actor/"
     of_rank = f"_world_size_{world_size}_rank_{{rank}}.pt"
     for kind, stem in (("model", "model"), ("optimizer", "optim")):
-        part = builder.first(kind)
-        if part is not None:
-            builder.add_part(part, f"{folder}{stem}{of_rank}", "rankfiles", (stem,))
+        builder.add_part(builder.first(kind), f"{folder}{stem}{of_rank}", "rankfiles", (stem,))
     extra = builder.component(f"{folder}extra_state{of_rank}", "rankfiles")
     scheduler = builder.first("scheduler")
     if scheduler is not None:
@@ -142,8 +139,10 @@ def _write(builder: LayoutBuilder) -> OutputLayout:
 VERL = Producer(
     "verl",
     "a `global_step_N` of verl, or a model in it",
-    _recognise,
-    _layout,
+    (),
+    _PATTERNS,
+    applies=_is_verl,
+    adjust=_add_roles,
     writes=(
         WritableLayout("verl", "id", _write, chunked=True, even=True, ordered=True, tensor_class="dtensor:cuda:fsdp"),
     ),

@@ -1,0 +1,117 @@
+"""Frameworks whose checkpoints are read and not written.
+
+    Composer             ep1-ba20/{.metadata, __R_0.distcp, composer_metadata.json}   everything under `state`
+    DINOv2               model_0009999.rank_3.pth last_checkpoint.rank_0              FSDP1, all steps in one directory
+    Lightning, Fabric    x.ckpt/{.metadata, __R_0.distcp, meta.pt}
+    OLMo-core, OLMo      step10/{config.json, .metadata.json, train/rank0.pt, model_and_optim/.metadata}
+    OLMo, unsharded      step10-unsharded/{model,optim,train}.pt, config.yaml
+    OLMo, old            step10/rank0.pt, config.yaml                                 FSDP1, one file per rank
+    torch_checkpointing  step-10/{app_0.pt, app_1.pt, metadata.pkl}                   written as `tmp_step-10`
+
+Upstream: composer `utils/checkpoint.py`, DINOv2 `fsdp/__init__.py`, pytorch-lightning `fabric/strategies/fsdp.py`,
+OLMo-core `train/checkpoint.py`, OLMo `checkpoint.py`, torch_checkpointing 0.1.1.
+"""
+
+from __future__ import annotations
+
+from ckpttool.catalogue.entries import Catalogue
+from ckpttool.catalogue.warning import Warning
+from ckpttool.producers.components import DCP_FILE, DCP_FILES, Layout, Pattern, Producer, match_components
+from ckpttool.producers.directory import Directory
+
+
+def _has_state(catalogue: Catalogue) -> bool:
+    return any(path[:1] == ("state",) for path in catalogue.entries)
+
+
+COMPOSER = Producer(
+    "Composer",
+    "a sharded checkpoint of Composer",
+    (DCP_FILE,),
+    (DCP_FILES, Pattern(r".*\.symlink", kind="ignored"), Pattern(r"composer_metadata\.json", kind="asset")),
+    folder="ep.*-ba.*",
+    whole=True,
+    confirm=_has_state,
+)
+LIGHTNING = Producer(
+    "Lightning",
+    "a sharded checkpoint of Lightning or Fabric",
+    (r"meta\.pt", DCP_FILE),
+    (DCP_FILES, Pattern(r"meta\.pt")),
+    whole=True,
+)
+
+_OF_DINO = r"(?P<name>.+)\.rank_(?P<rank>\d+)\.pth"
+
+
+def _is_one_step(directory: Directory) -> bool:
+    return len({match["name"] for match in directory.matching(_OF_DINO)}) == 1
+
+
+DINOV2 = Producer(
+    "DINOv2",
+    "files `<name>.rank_R.pth` of DINOv2",
+    (_OF_DINO,),
+    (Pattern(_OF_DINO, kind="rank files"), Pattern(r"last_checkpoint\.rank_\d+", kind="ignored")),
+    applies=_is_one_step,
+    rank_files=_OF_DINO,
+)
+TORCH_CHECKPOINTING = Producer(
+    "torch_checkpointing",
+    "a `step-N` of torch_checkpointing",
+    (r"metadata\.pkl", r"\w+_\d+\.pt"),
+    (
+        Pattern(r"(checkpoint|other)_(?P<rank>\d+)\.pt", kind="rank files"),
+        Pattern(r"(?P<item>model)_(?P<rank>\d+)\.pt", "{item}", "rank files"),
+        Pattern(r"(?P<item>\w+?)_(?P<rank>\d+)\.pt", "{item}", "rank files"),
+        Pattern(r"metadata\.pkl", kind="ignored"),
+    ),
+)
+
+_OF_OLMO = Pattern(r"rank(?P<rank>\d+)\.pt", kind="rank files")
+_CONFIG = Pattern(r"config\.yaml", kind="asset")
+
+
+def _add_train(directory: Directory, layout: Layout) -> None:
+    if "train/" in directory:
+        layout.merge(match_components(directory.folder("train"), (_OF_OLMO,)), "train")
+    else:
+        _warn(layout, "there is no `train/` in it: no progress, no data loader, no random states")
+
+
+def _require_train(directory: Directory, layout: Layout) -> None:
+    if "train.pt" not in directory:
+        _warn(layout, "there is no `train.pt` in it: no progress, no random states")
+
+
+def _warn(layout: Layout, text: str) -> None:
+    layout.warnings.append(Warning("missing-part", text))
+
+
+OLMO = (
+    Producer(
+        "OLMo-core",
+        "a `stepN` of OLMo-core, or of OLMo in its new form",
+        ("model_and_optim/",),
+        (
+            Pattern(r"model_and_optim/"),
+            Pattern(r"config\.(json|yaml)|\.metadata\.json|data_paths\.txt", kind="asset"),
+            Pattern(r"train/", kind="ignored"),
+        ),
+        adjust=_add_train,
+    ),
+    Producer(
+        "OLMo",
+        "a `stepN-unsharded` of OLMo",
+        (r"config\.yaml", r"model\.(pt|safetensors)"),
+        (
+            Pattern(r"model\.(pt|safetensors)", "model"),
+            Pattern(r"optim\.(pt|safetensors)", "optim"),
+            Pattern(r"train\.pt"),
+            _CONFIG,
+        ),
+        expected=("model", "optim"),
+        adjust=_require_train,
+    ),
+    Producer("OLMo, old", "a `stepN` of OLMo in its old form", (r"config\.yaml", r"rank\d+\.pt"), (_OF_OLMO, _CONFIG)),
+)
