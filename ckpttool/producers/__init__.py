@@ -22,7 +22,7 @@ PRODUCERS: tuple[Producer, ...] = (
     torchtitan.TORCHTITAN,
     *read_only.OLMO,
     read_only.TORCH_CHECKPOINTING,
-    *transformers.PRETRAINED,
+    transformers.PRETRAINED,
 )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 
 from ckpttool import formats, producers
@@ -23,6 +23,7 @@ from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.components import Producer
 from ckpttool.producers.directory import Directory
 from ckpttool.serialization import strict_json, unsafe_globals
+from ckpttool.serialization.unsafe_globals import harmful_names
 from ckpttool.storage.stores import Location, local_path, locate
 from ckpttool.text import some
 
@@ -87,11 +88,9 @@ def open_resolved(resolved: Resolved, options: OpenOptions = NO_HINTS) -> Source
 def _describe_run(catalogue: Catalogue, run: runs.Run) -> None:
     """Add the checkpoints of a run to the facts, and to the warnings why another may have been meant."""
     chosen = run.chosen
-    if chosen is not None:
+    if chosen is not None and chosen.producer is not None:
         # Of some layouts only the contents tell who wrote them.
-        producer = catalogue.facts.get("producer", chosen.producer)
-        if producer is not None:
-            catalogue.facts["producer"] = producer
+        catalogue.facts.setdefault("producer", chosen.producer)
     catalogue.facts["run"] = [
         {
             "name": c.name,
@@ -128,33 +127,23 @@ def open_source(path: str, shapes: str | None = None) -> Source:
     Raises ReadError or CorruptError.
     """
     options = NO_HINTS if shapes is None else shapes_from(shapes)
-    source, named = _opened(path, options)
-    if options.shapes and options.ordered:
-        source.catalogue.facts["parameter order"] = tuple(options.shapes)
-    elif options.shapes:
-        source.catalogue.facts["shapes without order"] = shapes
-    try:
-        parts.assign(source.catalogue)
-        source.catalogue.warnings += _warnings(source.catalogue, named)
-    except BaseException:
-        source.close()
-        raise
-    return source
-
-
-def _opened(path: str, options: OpenOptions) -> tuple[Source, set[str]]:
-    """The source at a path or an address, and the names in its pickles that run code."""
     location = locate(path)
-    try:
+    with ExitStack() as on_error:
+        if location is not path:
+            on_error.callback(location.store.close)
         with naming(location), unsafe_globals.noting_harm() as named:
             source = open_resolved(resolve(location), options)
-    except BaseException:
-        if location is not path:
-            location.store.close()
-        raise
-    if location is not path and not location.store.is_local:
-        source = CombinedSource.over(source, location.store.close)
-    return source, named
+        on_error.callback(source.close)
+        catalogue = source.catalogue
+        if options.shapes and options.ordered:
+            catalogue.facts["parameter order"] = tuple(options.shapes)
+        elif options.shapes:
+            catalogue.facts["shapes without order"] = shapes
+        parts.assign(catalogue)
+        catalogue.warnings += _unsafe(catalogue, named)
+        on_error.pop_all()
+    is_remote = location is not path and not location.store.is_local
+    return CombinedSource.over(source, location.store.close) if is_remote else source
 
 
 @contextmanager
@@ -212,49 +201,33 @@ def _shapes_in(path: str) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-@contextmanager
-def opened(path: str, shapes: str | None = None) -> Iterator[Source]:
+def opened(path: str, shapes: str | None = None) -> closing[Source]:
     """Context manager of an open source. Raises ReadError or CorruptError."""
-    source = open_source(path, shapes)
-    try:
-        yield source
-    finally:
-        source.close()
+    return closing(open_source(path, shapes))
 
 
 def harmful(objects: Iterable[Object]) -> Iterator[tuple[str, str]]:
     """Names of entries whose values name functions that run commands, with each function."""
-    for entry in objects:
-        for called in sorted(unsafe_globals.harmful_names(entry.value)):
-            yield entry.name, called
+    return ((entry.name, called) for entry in objects for called in sorted(harmful_names(entry.value)))
 
 
 def harmful_attributes(catalogue: Catalogue) -> Iterator[tuple[Path, str]]:
     """Paths of dicts whose attributes name functions that run commands, with each function."""
-    for path, container in catalogue.containers.items():
-        if container.attrs:
-            for called in sorted(unsafe_globals.harmful_names(container.attrs)):
-                yield path, called
+    with_attributes = ((path, c.attrs) for path, c in catalogue.containers.items() if c.attrs)
+    return ((path, called) for path, attributes in with_attributes for called in sorted(harmful_names(attributes)))
 
 
-def _warnings(catalogue: Catalogue, named: set[str]) -> Iterator[Warning]:
-    elsewhere = set(named)
-    for name, called in harmful(o for o in catalogue.objects if o.is_read):
-        elsewhere.discard(called)
-        yield _unsafe(f"`{name}` names `{called}`, which runs code where it is loaded; not here", called)
+def _unsafe(catalogue: Catalogue, named: set[str]) -> list[Warning]:
+    """Warnings of functions that run commands: in values, in attributes, and in the pickles where they are `named`."""
+    runs_code = "which runs code where it is loaded"
+    read = (entry for entry in catalogue.objects if entry.is_read)
+    texts = [(f"`{name}` names `{called}`, {runs_code}; not here", called) for name, called in harmful(read)]
     for path, called in harmful_attributes(catalogue):
-        elsewhere.discard(called)
-        yield _unsafe(
-            f"the attributes of `{dotted(path)}` name `{called}`, which runs code where it is loaded; not here, and "
-            "they are not passed on",
-            called,
-        )
-    elsewhere.difference_update(name for w in catalogue.warnings if w.kind == "unsafe-global" for name in w.names)
-    for called in sorted(elsewhere):
+        text = f"the attributes of `{dotted(path)}` name `{called}`, {runs_code}; not here, and they are not passed on"
+        texts.append((text, called))
+    known = {called for _, called in texts}
+    known.update(name for w in catalogue.warnings if w.kind == "unsafe-global" for name in w.names)
+    for called in sorted(named - known):
         # A pickle can call a function and discard its result.
-        text = f"a pickle names `{called}`, which runs code where it is loaded, outside of every entry; not here"
-        yield _unsafe(text, called)
-
-
-def _unsafe(text: str, called: str) -> Warning:
-    return Warning("unsafe-global", text, names=(called,))
+        texts.append((f"a pickle names `{called}`, {runs_code}, outside of every entry; not here", called))
+    return [Warning("unsafe-global", text, names=(called,)) for text, called in texts]

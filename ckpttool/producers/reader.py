@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import closing
-from dataclasses import replace
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpttool import formats
 from ckpttool.catalogue import parts, typed_json
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, File, Part, Tensor, dotted
-from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, Source
+from ckpttool.catalogue.protocols import OpenOptions, Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.formats.detect import detect
@@ -30,7 +30,7 @@ def open_directory(producer: Producer, directory: Directory, options: OpenOption
     Raises ReadError or CorruptError.
     """
     layout = producer.layout(directory)
-    source = _Opening(directory, layout, options).source()
+    source = _Opening(directory, layout.components, options).source()
     catalogue = source.catalogue
     if producer.confirm is not None and not producer.confirm(catalogue):
         return source
@@ -70,52 +70,53 @@ def _too_few_ranks(layout: Layout, catalogue: Catalogue) -> list[tuple[str, dict
     ]
 
 
+@dataclass(frozen=True, slots=True)
 class _Opening:
-    """Opens the components of a layout one after the other."""
+    """Opens the components of a layout one after the other. `warnings` have the components that each is of."""
 
-    def __init__(self, directory: Directory, layout: Layout, options: OpenOptions) -> None:
-        self._directory = directory
-        self._components = layout.components
-        self._options = options
-        self._warnings: dict[Warning, list[str]] = {}  # and the components that each is of
+    directory: Directory
+    components: list[Component]
+    options: OpenOptions
+    warnings: dict[Warning, list[str]] = field(default_factory=dict)
 
     def source(self) -> Source:
-        path = self._directory.path
-        if not self._components:
+        path = self.directory.path
+        if not self.components:
             raise ReadError(f"`{path}`: none of the files that it should have", file=path)
-        first = self._components[0]
-        if len(self._components) == 1 and not (first.root or first.key) and first.kind != "json":
-            return self._open(first)
-        combined = CombinedSource(Catalogue(""))
-        try:
-            faults = [f for component in self._components if (f := self._add(combined, component)) is not None]
-        except BaseException:
-            combined.close()
-            raise
-        if not combined.catalogue.entries:
-            combined.close()
-            raise faults[0] if faults else ReadError(f"`{path}`: holds nothing", file=path)
-        combined.catalogue.faults += faults
-        combined.catalogue.warnings += _named(self._warnings)
+        first = self.components[0]
+        if len(self.components) == 1 and not (first.root or first.key) and first.kind != "json":
+            return self.open(first)
+        with ExitStack() as on_error:
+            combined = on_error.enter_context(closing(CombinedSource(Catalogue(""))))
+            faults = [f for component in self.components if (f := self.add(combined, component)) is not None]
+            if not combined.catalogue.entries:
+                raise faults[0] if faults else ReadError(f"`{path}`: holds nothing", file=path)
+            combined.catalogue.faults += faults
+            # Warnings have the name of their component, and appear once where all ranks have the same.
+            for warning, names in self.warnings.items():
+                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                named = warning.prefixed(f"`{names[0]}`{more}") if names[0] else warning
+                combined.catalogue.warnings.append(named)
+            on_error.pop_all()
         return combined
 
-    def _add(self, combined: CombinedSource, component: Component) -> CkptError | None:
+    def add(self, combined: CombinedSource, component: Component) -> CkptError | None:
         """Add one component to the catalogue; return the error if it cannot be opened."""
         name = component.name.rstrip("/")
         try:
             if component.kind == "json":
-                values = self._directory.json(component.name)
+                values = self.directory.json(component.name)
                 combined.add_values(values if isinstance(values, dict) else {"value": values}, component.root)
                 _list(combined.catalogue, component, Catalogue("json", [File(component.name, component.name, 0)]))
                 return None
             if component.kind == "rank files" and len(component.files) > 1 and not self._is_one_format(component):
                 return self._add_by_rank(combined, component)
-            source = self._open(component, combined.catalogue)
+            source = self.open(component, combined.catalogue)
         except (CorruptError, ReadError) as error:
-            is_named = error.names(self._directory.path) or not name
+            is_named = error.names(self.directory.path) or not name
             message = error.message if is_named else f"`{name}`: {error.message}"
             absent = {"absent": dotted(component.root)} if component.root else {}
-            return type(error)(message, hint=error.hint, **{"file": self._directory.at(name), **error.facts, **absent})
+            return type(error)(message, hint=error.hint, **{"file": self.directory.at(name), **error.facts, **absent})
         catalogue = source.catalogue
         if not combined.catalogue.format:
             # The facts of the first component are those of the whole.
@@ -123,46 +124,43 @@ class _Opening:
             combined.catalogue.facts |= {k: v for k, v in catalogue.facts.items() if k == "torch"}
         _list(combined.catalogue, component, catalogue)
         for warning in catalogue.warnings:
-            self._warnings.setdefault(warning, []).append(name)
+            self.warnings.setdefault(warning, []).append(name)
         catalogue.warnings = []
         combined.mount(source, component.root, _part_below(catalogue, component.key))
         return None
 
     def _add_by_rank(self, combined: CombinedSource, component: Component) -> CkptError | None:
         """Add files of ranks that no format joins: once if they are equal, else one per rank."""
-        if not _is_rank_local(component) and self._are_equal(component.files):
+        if not _is_rank_local(component) and len(set(map(self._digest, component.files))) == 1:
             single = replace(component, name=component.files[0], files=component.files[:1], kind="single")
-            return self._add(combined, single)
+            return self.add(combined, single)
         for rank, name in _by_rank(component):
             root = (*component.root, parts.rank_key(rank))
             of_rank = replace(component, name=name, files=(name,), root=root, rank=rank, kind="per rank")
-            fault = self._add(combined, of_rank)
-            if fault is not None:
+            if fault := self.add(combined, of_rank):
                 return fault
         return None
 
-    def _are_equal(self, files: tuple[str, ...]) -> bool:
-        contents = set()
-        for name in files:
-            with closing(self._open(Component(name))) as source:
-                contents.add(_digest(source.catalogue))
-        return len(contents) == 1
+    def _digest(self, name: str) -> str:
+        with closing(self.open(Component(name))) as source:
+            return _digest(source.catalogue)
 
     def _is_one_format(self, component: Component) -> bool:
         """Whether a format joins the files of all ranks. It does not join values that each rank has of its own."""
-        if component.glob:
-            return True
         pattern = self._pattern(component)
-        return not _is_rank_local(component) and any(row.recognise(pattern) for row in formats.FORMATS)
+        is_joined = not _is_rank_local(component) and any(row.recognise(pattern) for row in formats.FORMATS)
+        return bool(component.glob) or is_joined
 
-    def _open(self, component: Component, opened: Catalogue | None = None) -> Source:
-        options = self._options
-        if options.shapes is None and component.shapes_from and opened is not None:
-            options = self._shapes(component.shapes_from)
-        path = self._directory.at(component.name) if component.name else self._directory.path
+    def open(self, component: Component, opened: Catalogue | None = None) -> Source:
+        options, other = self.options, component.shapes_from
+        if options.shapes is None and opened is not None and other and other in self.directory:
+            # An optimizer of DCP has both the names and the shapes of the parameters.
+            with closing(self.open(Component(other.rstrip("/")))) as source:
+                options = shapes_of_moments(source.catalogue)
+        path = self.directory.at(component.name) if component.name else self.directory.path
         if "*" in component.name:
-            path = self._directory.at(component.files[0]) if len(component.files) == 1 else self._pattern(component)
-        source = _open_format(path, options)
+            path = self.directory.at(component.files[0]) if len(component.files) == 1 else self._pattern(component)
+        source = detect(path).open(path, options)
         folder = component.name.rpartition("/")[0]
         for file in source.catalogue.files:
             if folder and not file.scratch:
@@ -172,14 +170,7 @@ class _Opening:
         return source
 
     def _pattern(self, component: Component) -> Location:
-        return self._directory.path.escaped() / component.pattern
-
-    def _shapes(self, name: str) -> OpenOptions:
-        """The shapes of parameters from their moments: an optimizer of DCP has both names and shapes."""
-        if name not in self._directory:
-            return self._options
-        with closing(_open_format(self._directory.at(name.rstrip("/")))) as source:
-            return shapes_of_moments(source.catalogue)
+        return self.directory.path.escaped() / component.pattern
 
 
 def shapes_of_moments(catalogue: Catalogue) -> OpenOptions:
@@ -204,10 +195,6 @@ def shapes_of_moments(catalogue: Catalogue) -> OpenOptions:
     names = [name for name in dict.fromkeys([*order, *moments]) if name in moments]
     shapes: Mapping[str, Ints] = {name: moments[name].shape for name in names}
     return OpenOptions(shapes, ordered=len(groups) == 1 and set(order) == set(moments)) if shapes else OpenOptions()
-
-
-def _open_format(path: str, options: OpenOptions = NO_HINTS) -> Source:
-    return detect(path).open(path, options)
 
 
 def _is_rank_local(component: Component) -> bool:
@@ -263,12 +250,3 @@ def _part_below(catalogue: Catalogue, key: str) -> Part | None:
     for entry in catalogue.entries.values():
         entry.part = part
     return part
-
-
-def _named(warnings: Mapping[Warning, list[str]]) -> list[Warning]:
-    """Warnings of components with the name of each, and once where all ranks have the same."""
-    named = []
-    for warning, names in warnings.items():
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        named.append(warning.prefixed(f"`{names[0]}`{more}") if names[0] else warning)
-    return named

@@ -17,7 +17,7 @@ from ckpttool.errors import CkptError, ReadError
 from ckpttool.producers import PRODUCERS, recognise
 from ckpttool.producers.components import DCP_FILE, Producer
 from ckpttool.producers.directory import Directory
-from ckpttool.storage.stores import Location, escape, local_path
+from ckpttool.storage.stores import Location, escape
 from ckpttool.text import some
 
 _FILE = re.compile(r".*\.(ckpt|pt|pth|bin|safetensors)")
@@ -83,33 +83,20 @@ class Run:
         return self.checkpoints[self.checkpoints.index(self.chosen) + 1 :] if self.chosen is not None else []
 
 
-def checkpoints(path: str) -> list[RunCheckpoint]:
-    """The checkpoints of a run, oldest first; none when `path` is no run. Raises ReadError."""
-    return _search(Directory(path))[1] if local_path(path).is_dir() else []
-
-
 def find(directory: Directory) -> Run | None:
     """The run in a directory, with its newest complete checkpoint chosen; None when there is none.
 
     Raises ReadError when no checkpoint is complete, or nothing says which is the newest.
     """
-    inner, checkpoints = _search(directory)
-    return Run(inner, checkpoints, _newest(directory.path, checkpoints)) if checkpoints else None
-
-
-def _search(directory: Directory) -> tuple[Directory, list[RunCheckpoint]]:
-    for inner in (directory, *_below(directory)):
-        if checkpoints := in_directory(inner):
-            return inner, checkpoints
-    return directory, []
+    run = next((Run(inner, c, None) for inner in (directory, *_below(directory)) if (c := in_directory(inner))), None)
+    return run and replace(run, chosen=_newest(directory.path, run.checkpoints))
 
 
 def in_directory(directory: Directory) -> list[RunCheckpoint]:
     """The checkpoints in a directory itself, by step; none when it is no run."""
     checkpoints = [*_folders(directory), *_files(directory), *_rank_files(directory)]
-    if not any(f.producer or f.format for f in checkpoints):
-        checkpoints = []
-    return sorted(checkpoints, key=lambda f: (-1 if f.step is None else f.step, f.name))
+    is_run = any(f.producer or f.format for f in checkpoints)
+    return sorted(checkpoints, key=lambda f: (-1 if f.step is None else f.step, f.name)) if is_run else []
 
 
 def _below(directory: Directory, depth: int = 1) -> Iterator[Directory]:
@@ -127,56 +114,49 @@ def _newest(path: str, checkpoints: list[RunCheckpoint]) -> RunCheckpoint:
     in `checkpoints`."""
     for i in reversed(range(len(checkpoints))):
         if checkpoints[i].complete:
-            why_not = _check_indexes(checkpoints[i])
-            if why_not is None:
-                _require_step(path, checkpoints[i], checkpoints)
-                return checkpoints[i]
-            checkpoints[i] = replace(checkpoints[i], why_not=why_not)
+            checkpoints[i] = _with_indexes(checkpoints[i])
+        complete = [f.name for f in checkpoints if f.complete]
+        if checkpoints[i].complete and checkpoints[i].step is None and len(complete) > 1:
+            raise ReadError(
+                f"`{path}`: has {len(complete)} checkpoints, {some(complete)}, and nothing says which is the newest",
+                hint=f"name one: `{checkpoints[i].path}`",
+                file=path,
+                found=complete,
+            )
+        if checkpoints[i].complete:
+            return checkpoints[i]
+    n = len(checkpoints)
     reasons = "; ".join(f"`{f.name}`: {f.why_not}" for f in checkpoints[-5:])
-    more = f"; and {len(checkpoints) - 5} before them" if len(checkpoints) > 5 else ""
-    count = (
-        "the one checkpoint in it is not" if len(checkpoints) == 1 else f"none of its {len(checkpoints)} checkpoints is"
-    )
+    reasons += f"; and {n - 5} before them" if n > 5 else ""
+    count = "the one checkpoint in it is not" if n == 1 else f"none of its {n} checkpoints is"
     raise ReadError(
-        f"`{path}`: {count} complete: {reasons}{more}",
+        f"`{path}`: {count} complete: {reasons}",
         hint=f"name one to open it all the same: `{checkpoints[-1].path}`",
         file=path,
         found=[f.name for f in checkpoints],
     )
 
 
-def _require_step(path: str, chosen: RunCheckpoint, checkpoints: list[RunCheckpoint]) -> None:
-    """Raises ReadError when nothing says which of several is the newest."""
-    complete = [f.name for f in checkpoints if f.complete]
-    if chosen.step is None and len(complete) > 1:
-        raise ReadError(
-            f"`{path}`: has {len(complete)} checkpoints, {some(complete)}, and nothing says which is the newest",
-            hint=f"name one: `{chosen.path}`",
-            file=path,
-            found=complete,
-        )
-
-
-def _check_indexes(checkpoint: RunCheckpoint) -> str | None:
-    """Why a checkpoint is not complete, by all that its indexes name."""
+def _with_indexes(checkpoint: RunCheckpoint) -> RunCheckpoint:
+    """The checkpoint with why it is not complete, by all that its indexes name."""
     if not checkpoint.path.is_dir():
-        return None
+        return checkpoint
     directory = Directory(checkpoint.path)
-    return _why_not(directory, checkpoint.name, recognise(directory), checkpoint.format, _INDEX_MOST)
+    why_not = _why_not(directory, checkpoint.name, recognise(directory), checkpoint.format, _INDEX_MOST)
+    return replace(checkpoint, why_not=why_not)
 
 
 def pointer(directory: Directory) -> tuple[str, int] | None:
     """The file or link that names the newest checkpoint, and the step in it; None when there is none."""
     for name in directory.names:
+        step = None
         if name.endswith("/") and _is_pointer(directory, name[:-1]):
             step = step_in(directory.at(name[:-1]).real().name)
-            if step is not None:
-                return name[:-1], step
         elif _POINTERS.fullmatch(name):
             text = directory.text(name)
             step = int(text) if text.isascii() and text.isdecimal() else step_in(text.rstrip("/").rpartition("/")[2])
-            if step is not None:
-                return name, step
+        if step is not None:
+            return name.rstrip("/"), step
     return None
 
 
@@ -191,8 +171,7 @@ def _folders(directory: Directory) -> Iterator[RunCheckpoint]:
             inner = directory.folder(name)
         except CkptError:
             continue
-        row = recognise(inner)
-        step = step_in(name)
+        row, step = recognise(inner), step_in(name)
         kind = _format(inner, row)
         if step is None and row is None and kind is None:
             continue
@@ -255,10 +234,9 @@ def _format(directory: Directory, row: Producer | None) -> str | None:
     if directory.has(r".*\.safetensors(\.index\.json)?") or "sharded/" in directory:
         return "safetensors"
     if row is not None:
-        names = [m.name for m in row.layout(directory).components]
-        if any(name.endswith("/") for name in names):
-            return "dcp"
-        return "rankfiles" if any("*" in name for name in names) else "torch"
+        names = [component.name for component in row.layout(directory).components]
+        of_ranks = any("*" in name for name in names)
+        return "dcp" if any(name.endswith("/") for name in names) else "rankfiles" if of_ranks else "torch"
     if directory.has(_DATA.pattern):
         return next((f.name for f in formats.FORMATS if f.recognise(directory.path)), None)
     return None
@@ -275,13 +253,11 @@ def _why_not(directory: Directory, name: str, row: Producer | None, kind: str | 
         layout = row.layout(directory)
         if layout.missing:
             return layout.missing[0]
-        folders = [m.name for m in layout.components if m.name.endswith("/")]
-        for folder in folders:
-            why_not = _dcp_why_not(directory.folder(folder), most)
-            if why_not is not None:
+        for folder in (c.name for c in layout.components if c.name.endswith("/")):
+            if why_not := _dcp_why_not(directory.folder(folder), most):
                 return f"`{folder}`: {why_not}"
         for component in layout.components:
-            if (why_not := _empty(directory, component.files)) is not None:
+            if why_not := _empty(directory, component.files):
                 return why_not
     if directory.has(DCP_FILE):
         return _dcp_why_not(directory, most)
@@ -307,23 +283,17 @@ def _dcp_why_not(directory: Directory, most: int) -> str | None:
                 named = _named_in(directory.read(index, most))
             except CkptError:
                 continue
-            absent = [name for name in named if name not in directory]
-            if absent:
+            if absent := [name for name in named if name not in directory]:
                 return f"{some(absent)} {'is' if len(absent) == 1 else 'are'} missing"
-            why_not = _empty(directory, named)
-            if why_not is not None:
+            if why_not := _empty(directory, named):
                 return why_not
     return None
 
 
 def _named_in(pickle: bytes) -> list[str]:
     """The data files that a `.metadata` names, found without unpickling it."""
-    names = set()
-    for match in _NAMED.finditer(pickle):
-        length = match["short"] or match["long"]
-        if int.from_bytes(length, "little") == len(match["name"]):
-            names.add(match["name"].decode())
-    return sorted(names)
+    lengths = ((match["short"] or match["long"], match["name"]) for match in _NAMED.finditer(pickle))
+    return sorted({name.decode() for length, name in lengths if int.from_bytes(length, "little") == len(name)})
 
 
 # Names ----------------------------------------------------------------------------------------------------------------

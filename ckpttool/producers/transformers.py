@@ -20,7 +20,15 @@ from typing import TYPE_CHECKING
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.errors import UsageError
 from ckpttool.producers import accelerate
-from ckpttool.producers.components import REPOSITORY, Pattern, Producer, WritableLayout, require_indexed_files
+from ckpttool.producers.components import (
+    REPOSITORY,
+    Component,
+    Layout,
+    Pattern,
+    Producer,
+    WritableLayout,
+    require_indexed_files,
+)
 from ckpttool.producers.directory import Directory
 
 if TYPE_CHECKING:
@@ -42,18 +50,27 @@ _TRAINER = (
     Pattern(r"(runs|logs|wandb)/", kind="ignored"),
 )
 _WEIGHTS = r"(?!training_args).*\.(bin|pt|pth|ckpt|h5|msgpack|onnx|gguf|ot)"
-_BESIDE_WEIGHTS = (
+_PRETRAINED = (
+    Pattern(r".*\.safetensors(\.index\.json)?", kind="ignored"),
+    Pattern(r"pytorch_model\.bin"),
+    Pattern(r"pytorch_model-\d+-of-\d+\.bin", kind="shard"),
     Pattern(r"pytorch_model\.bin\.index\.json", kind="ignored"),
     REPOSITORY,
     Pattern(rf"(?!{_WEIGHTS}$).*[^/]", kind="asset"),
     Pattern(r".*/", kind="ignored"),
 )
-_PYTORCH = (Pattern(r"pytorch_model\.bin"), Pattern(r"pytorch_model-\d+-of-\d+\.bin", kind="shard"), *_BESIDE_WEIGHTS)
-_SAFETENSORS = (Pattern(r".*\.safetensors(\.index\.json)?", kind="ignored"), *_BESIDE_WEIGHTS)
 
 
 def _is_pretrained(directory: Directory) -> bool:
     return "ckpttool.json" not in directory and not directory.has(r"\.metadata|__\d+\.metadata")
+
+
+def _prefer_safetensors(directory: Directory, layout: Layout) -> None:
+    if directory.has(r".*\.safetensors"):
+        # The reader of the format joins the files of a model, those of torch.save beside them are left out.
+        layout.unknown = sorted([*layout.unknown, *(name for c in layout.components for name in c.files)])
+        layout.components = [Component("")]
+    require_indexed_files(directory, layout)
 
 
 # Writing --------------------------------------------------------------------------------------------------------------
@@ -142,20 +159,12 @@ TRAINER = Producer(
     choose=_choose,
     checkpoint_folders=_CHECKPOINT,
 )
-# The safetensors reader joins the files of a model; files of torch.save are listed here.
-PRETRAINED = tuple(
-    Producer(
-        "transformers",
-        "a model directory of transformers",
-        (r"(adapter_)?config\.json", weights),
-        patterns,
-        whole=patterns is _SAFETENSORS,
-        applies=_is_pretrained,
-        adjust=require_indexed_files,
-        checkpoint_folders=_CHECKPOINT,
-    )
-    for weights, patterns in (
-        (r".*\.safetensors", _SAFETENSORS),
-        (r"pytorch_model(-\d+-of-\d+)?\.bin", _PYTORCH),
-    )
+PRETRAINED = Producer(
+    "transformers",
+    "a model directory of transformers",
+    (r"(adapter_)?config\.json", r".*\.safetensors|pytorch_model(-\d+-of-\d+)?\.bin"),
+    _PRETRAINED,
+    applies=_is_pretrained,
+    adjust=_prefer_safetensors,
+    checkpoint_folders=_CHECKPOINT,
 )
