@@ -17,7 +17,7 @@ from ckpttool.errors import CkptError, ReadError
 from ckpttool.producers import PRODUCERS, recognise
 from ckpttool.producers.components import DCP_FILE, Producer
 from ckpttool.producers.directory import Directory
-from ckpttool.storage.stores import Location, escape
+from ckpttool.storage.stores import Location, escape, local_path
 from ckpttool.text import some
 
 _FILE = re.compile(r".*\.(ckpt|pt|pth|bin|safetensors)")
@@ -83,13 +83,23 @@ class Run:
         return self.checkpoints[self.checkpoints.index(self.chosen) + 1 :] if self.chosen is not None else []
 
 
+def checkpoints(path: str) -> list[RunCheckpoint]:
+    """The checkpoints of a run, oldest first; none when `path` is no run. Raises ReadError."""
+    return _search(Directory(path))[1] if local_path(path).is_dir() else []
+
+
 def find(directory: Directory) -> Run | None:
     """The run in a directory, with its newest complete checkpoint chosen; None when there is none.
 
     Raises ReadError when no checkpoint is complete, or nothing says which is the newest.
     """
-    run = next((Run(inner, c, None) for inner in (directory, *_below(directory)) if (c := in_directory(inner))), None)
-    return run and replace(run, chosen=_newest(directory.path, run.checkpoints))
+    inner, checkpoints = _search(directory)
+    return Run(inner, checkpoints, _newest(directory.path, checkpoints)) if checkpoints else None
+
+
+def _search(directory: Directory) -> tuple[Directory, list[RunCheckpoint]]:
+    runs = ((inner, in_directory(inner)) for inner in (directory, *_below(directory)))
+    return next((run for run in runs if run[1]), (directory, []))
 
 
 def in_directory(directory: Directory) -> list[RunCheckpoint]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from ckpttool.catalogue.entries import Path
+from ckpttool.catalogue.entries import Path, Tensor
 from ckpttool.errors import UsageError
 from ckpttool.training import broadcast, collectives, match
 from ckpttool.training.broadcast import OutgoingTensor
@@ -23,14 +24,6 @@ from ckpttool.training.read import LocalShard, Reader, empty, like, local_shards
 _SMALL = 64
 
 
-@dataclass(slots=True)
-class FillPlan:
-    """The targets that match the checkpoint. `groups` is None when no optimizer is loaded."""
-
-    matched: ModelMatch
-    groups: list[GroupMatch] | None
-
-
 @dataclass(frozen=True, slots=True)
 class Filler:
     """Fills shards of tensors. `reader` is that of ranks that read: all of them, or with `broadcast` the first."""
@@ -40,10 +33,15 @@ class Filler:
     broadcast: bool
     strict: bool = True
 
+    @property
+    def sends(self) -> bool:
+        """Whether rank 0 reads for others."""
+        return self.broadcast and collectives.is_distributed()
+
     def fill(self, key: Path, shape: Shape, shards: Sequence[LocalShard]) -> None:
         """Fill the shards of one tensor that this rank has. With `broadcast` a collective."""
         tensor = self.contents.tensors.get(key)
-        if self.broadcast and collectives.is_distributed():
+        if self.sends:
             broadcast.send_tiles(shape, shards, tensor, self.reader)
         elif self.reader is not None and tensor is not None:
             for shard in shards:
@@ -54,7 +52,9 @@ class Filler:
         return nullcontext() if self.broadcast else collectives.together()
 
 
-def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, filler: Filler) -> FillPlan:
+def prepare(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, filler: Filler
+) -> tuple[ModelMatch, list[GroupMatch]]:
     """Match names, shapes and groups, and change nothing. Raises UsageError or CorruptError."""
     contents = filler.contents
     owners = {
@@ -65,63 +65,58 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, filler: F
     matched = match.match(model.state_dict(keep_vars=True), contents, owners)
     if filler.strict:
         match.check_complete(matched, contents, model)
-    groups = None
-    if optimizer is not None and contents.optimizer is not None:
-        names = match.names_of_parameters(model)
-        groups = match.match_groups(optimizer, names, contents.optimizer, contents.path)
-    return FillPlan(matched, groups)
+    return matched, match.match_groups(optimizer, model, contents) if optimizer is not None else []
 
 
-def fill(model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: FillPlan, filler: Filler) -> None:
+def fill(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    matched: ModelMatch,
+    groups: Sequence[GroupMatch],
+    filler: Filler,
+) -> None:
     """Fill a model whose parameters are tensors or DTensors (FSDP2, tensor parallelism, DDP, plain), and its
     optimizer."""
-    sent = filler.broadcast and collectives.is_distributed()
+    contents = filler.contents
     with torch.no_grad():
-        if sent:
-            _send_model(plan, filler)
-        else:
-            with collectives.together():
-                for target in plan.matched.targets:
-                    filler.fill(
-                        ("model", target.name),
-                        filler.contents.model[target.name],
-                        local_shards(target.value, target.name),
-                    )
-        _set_extra_state(model, filler.contents)
-        if optimizer is not None and plan.groups is not None:
-            state = _send_state(plan.groups, filler) if sent else _read_state(plan.groups, filler, optimizer)
-            as_saved = {
-                id(t.value) for t in plan.matched.targets if is_as_saved(t.value, filler.contents.model[t.name])
-            }
-            set_state(optimizer, plan.groups, state, as_saved, filler.contents.path)
+        _fill_model(matched, filler)
+        for name, module in model.named_modules():
+            key = f"{name}._extra_state".lstrip(".")
+            if key in contents.extra_state:
+                module.set_extra_state(contents.extra_state[key])
+        if optimizer is not None:
+            assert contents.optimizer is not None
+            saved = contents.optimizer.state
+            state = fill_state(
+                [
+                    (parameter, name, saved[name])
+                    for one in groups
+                    for parameter, name in zip(one.group["params"], one.names, strict=True)
+                    if saved.get(name)
+                ],
+                filler,
+                optimizer,
+            )
+            as_saved = {id(t.value) for t in matched.targets if is_as_saved(t.value, contents.model[t.name])}
+            _set_state(optimizer, groups, state, as_saved, contents.path)
 
 
-def _set_extra_state(model: nn.Module, contents: Contents) -> None:
-    for name, module in model.named_modules():
-        key = f"{name}._extra_state".lstrip(".")
-        if key in contents.extra_state:
-            module.set_extra_state(contents.extra_state[key])
-
-
-# The model ------------------------------------------------------------------------------------------------------------
-
-
-def _send_model(plan: FillPlan, filler: Filler) -> None:
-    by_module: dict[int, list[match.TensorTarget]] = {}
+def _fill_model(matched: ModelMatch, filler: Filler) -> None:
+    """Fill tensor by tensor; those that torch can send by itself, by module."""
+    by_module: dict[int, tuple[nn.Module, list[tuple[str, Tensor | None]]]] = {}
     # torch refuses a module that has, or that has below it, tensors on several devices.
-    on_one = len({target.value.device for target in plan.matched.targets if target.value.dim()}) == 1
-    for target in plan.matched.targets:
-        shape = filler.contents.model[target.name]
-        if on_one and target.module is not None and broadcast.travels(shape) and broadcast.is_simple(target.value):
-            by_module.setdefault(id(target.module), []).append(target)
-        else:
-            filler.fill(("model", target.name), shape, local_shards(target.value, target.name))
-    parts = []
-    for of_module in by_module.values():
-        assert of_module[0].module is not None
-        names = [(p.key.rpartition(".")[2], filler.contents.tensors.get(("model", p.name))) for p in of_module]
-        parts.append((of_module[0].module, names))
-    broadcast.send_model(parts, filler.reader)
+    on_one = len({target.value.device for target in matched.targets if target.value.dim()}) == 1
+    with filler.together():
+        for target in matched.targets:
+            key, shape = ("model", target.name), filler.contents.model[target.name]
+            by_torch = filler.sends and on_one and broadcast.travels(shape) and broadcast.is_simple(target.value)
+            if by_torch and target.module is not None:
+                _, names = by_module.setdefault(id(target.module), (target.module, []))
+                names.append((target.key.rpartition(".")[2], filler.contents.tensors.get(key)))
+            else:
+                filler.fill(key, shape, local_shards(target.value, target.name))
+    if filler.sends:
+        broadcast.send_model(list(by_module.values()), filler.reader)
 
 
 # The optimizer --------------------------------------------------------------------------------------------------------
@@ -130,65 +125,40 @@ State = dict[int, dict[Any, Any]]
 """By the `id` of the parameter, as `Optimizer.state` has it by the parameter."""
 
 
-def _read_state(matches: list[GroupMatch], filler: Filler, optimizer: torch.optim.Optimizer) -> State:
-    result: State = {}
-    with collectives.together():
-        for parameter, name, state in _with_state(matches, filler.contents):
-            values: dict[Any, Any] = {}
-            for below, saved in state.items():
-                value = saved
-                if isinstance(saved, Shape):
-                    value = room(parameter, saved, _now(optimizer, parameter, below))
-                    filler.fill(("optimizer", name, *below), saved, local_shards(value, f"{name}.{below[-1]}"))
-                put(values, below, value)
-            result[id(parameter)] = values
-    return result
-
-
-def _send_state(matches: list[GroupMatch], filler: Filler) -> State:
-    """Send each rank its shards of sharded state, small values together, and other tensors in tiles."""
+def fill_state(
+    saved: Iterable[tuple[Any, Any, Mapping[Path, Any]]], filler: Filler, optimizer: torch.optim.Optimizer | None = None
+) -> State:
+    """Return the state of parameters, each given with its name in the checkpoint and its state there. What is sent goes
+    to each rank as its shards if it is sharded, together if it is small, and else in tiles."""
     result: State = {}
     small: list[OutgoingTensor] = []
     shares: list[OutgoingTensor] = []
-    by_cpu = collectives.sending_device().type == "cpu"
-    for parameter, name, state in _with_state(matches, filler.contents):
-        values: dict[Any, Any] = {}
-        for below, saved in state.items():
-            value = saved
-            if isinstance(saved, Shape):
-                value = room(parameter, saved)
-                key = ("optimizer", name, *below)
-                outgoing = OutgoingTensor(
-                    saved, local_shards(value, f"{name}.{below[-1]}"), filler.contents.tensors.get(key)
-                )
-                if broadcast.is_sharded(value) and by_cpu:
-                    shares.append(outgoing)
-                elif not broadcast.is_sharded(value) and prod(saved.sizes) <= _SMALL:
-                    small.append(outgoing)
-                else:
-                    filler.fill(key, saved, outgoing.shards)
-            put(values, below, value)
-        result[id(parameter)] = values
-    broadcast.send_small(small, filler.reader)
-    broadcast.send_shares(shares, filler.reader)
+    by_cpu = filler.sends and collectives.sending_device().type == "cpu"
+    with filler.together():
+        for parameter, name, state in saved:
+            values = result[id(parameter)] = {}
+            for below, value in state.items():
+                if isinstance(value, Shape):
+                    key, shape = ("optimizer", name, *below), value
+                    value = room(parameter, shape, None if filler.sends else _now(optimizer, parameter, below))
+                    shards = local_shards(value, f"{name}.{below[-1]}")
+                    outgoing = OutgoingTensor(shape, shards, filler.contents.tensors.get(key))
+                    if by_cpu and broadcast.is_sharded(value):
+                        shares.append(outgoing)
+                    elif filler.sends and not broadcast.is_sharded(value) and prod(shape.sizes) <= _SMALL:
+                        small.append(outgoing)
+                    else:
+                        filler.fill(key, shape, shards)
+                put(values, below, value)
+    if filler.sends:
+        broadcast.send_small(small, filler.reader)
+        broadcast.send_shares(shares, filler.reader)
     return result
 
 
-def _with_state(matches: list[GroupMatch], contents: Contents) -> list[tuple[nn.Parameter, Any, dict[Path, Any]]]:
-    """The parameters that have state in the checkpoint, with their names there and the state."""
-    assert contents.optimizer is not None
-    state = contents.optimizer.state
-    return [
-        (parameter, name, state[name])
-        for one in matches
-        for parameter, name in zip(one.group["params"], one.names, strict=True)
-        if state.get(name)
-    ]
-
-
-def _now(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, below: Path) -> Any:
+def _now(optimizer: torch.optim.Optimizer | None, parameter: nn.Parameter, below: Path) -> Any:
     """The tensor that the optimizer has at this path, if it has stepped."""
-    value: Any = optimizer.state.get(parameter, {})
+    value: Any = optimizer.state.get(parameter, {}) if optimizer is not None else {}
     for key in below:
         value = value.get(key) if isinstance(value, dict) else None
     return value if isinstance(value, torch.Tensor) else None
@@ -198,19 +168,15 @@ def room(parameter: Any, saved: Shape, current: Any = None) -> Any:
     """Memory for one tensor of a parameter's state: placed like `current`, else like the parameter if it has its shape,
     else replicated, as `step` is."""
     dtype = getattr(torch, saved.dtype)
-    if (
-        current is not None
-        and tuple(current.shape) == saved.sizes
-        and isinstance(current, torch.distributed.tensor.DTensor)
-    ):
+    if isinstance(current, DTensor) and tuple(current.shape) == saved.sizes:
         return like(current, dtype)
     if tuple(parameter.size()) == saved.sizes and saved.sizes:
         return like(parameter, dtype)
     return empty(saved.sizes, dtype)
 
 
-def set_state(
-    optimizer: torch.optim.Optimizer, matches: list[GroupMatch], state: State, as_saved: set[int], path: str
+def _set_state(
+    optimizer: torch.optim.Optimizer, matches: Sequence[GroupMatch], state: State, as_saved: set[int], path: str
 ) -> None:
     """Load state and hyper-parameters through `Optimizer.load_state_dict`, which casts and moves them; the dtypes of
     state of parameters in `as_saved`, which have the checkpoint's dtype, are kept.
@@ -218,16 +184,15 @@ def set_state(
     Raises UsageError when the state is not of such an optimizer.
     """
     numbers: dict[int, int] = {}
-    for one in matches:
-        for parameter in one.group["params"]:
-            numbers.setdefault(id(parameter), len(numbers))
+    parameters = [parameter for one in matches for parameter in one.group["params"]]
+    for parameter in parameters:
+        numbers.setdefault(id(parameter), len(numbers))
     groups = [group_of(one, [numbers[id(p)] for p in one.group["params"]]) for one in matches]
     contents = {"state": {numbers[key]: value for key, value in state.items()}, "param_groups": groups}
     hand_over(optimizer, contents, path)
-    for one in matches:
-        for parameter in one.group["params"]:
-            if id(parameter) in as_saved:
-                keep_dtypes(optimizer, parameter, state.get(id(parameter), {}))
+    for parameter in parameters:
+        if id(parameter) in as_saved:
+            keep_dtypes(optimizer, parameter, state.get(id(parameter), {}))
 
 
 def hand_over(optimizer: torch.optim.Optimizer, contents: dict[str, Any], path: str) -> None:
@@ -268,9 +233,7 @@ def group_of(matches: GroupMatch, params: list[Any]) -> dict[str, Any]:
     has one, such as `betas`: a run that torch loaded by broadcast has lists."""
     result = {key: value for key, value in matches.group.items() if key != "params"}
     for key, value in matches.saved.values.items():
-        if key == "param_names" and key in result:
-            continue
-        if isinstance(result.get(key), tuple) and isinstance(value, list):
-            value = tuple(value)
-        result[key] = value
+        if key != "param_names" or key not in result:
+            is_tuple = isinstance(result.get(key), tuple) and isinstance(value, list)
+            result[key] = tuple(value) if is_tuple else value
     return {**result, "params": params}

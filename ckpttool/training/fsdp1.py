@@ -148,12 +148,10 @@ def _match_groups(optimizer: torch.optim.Optimizer, groups: list[list[str]], con
         # A second name of tied weights need not be listed.
         unknown = [name for name in clean if name not in saved and name not in contents.same]
         indices = {saved[name] for name in clean if name in saved}
-        if not names:
-            matches.append(GroupMatch(group, free.pop(0) if free else Group([], {}), []))
-        elif unknown or len(indices) != 1:
-            raise match.grouped_otherwise(number, unknown, len(indices), contents.path)
+        if names:
+            matches.append(GroupMatch(group, match.saved_group(number, unknown, indices, contents), names))
         else:
-            matches.append(GroupMatch(group, contents.optimizer.groups[indices.pop()], names))
+            matches.append(GroupMatch(group, free.pop(0) if free else Group([], {}), []))
     match.check_all_used(matches, contents.optimizer, contents.path)
     return matches
 

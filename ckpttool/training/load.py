@@ -157,15 +157,14 @@ def _fill(
         matched = fsdp1.fill(model, optimizer, filler)
     else:
         with collectives.together():
-            plan = fill.prepare(model, optimizer, filler)
+            matched, groups = fill.prepare(model, optimizer, filler)
         if filler.broadcast:
-            match.check_alike(plan.matched, plan.groups or ())
+            match.check_alike(matched, groups)
         # What is not in the checkpoint has no values of its own either.
         values = model.state_dict(keep_vars=True)
-        without = [name for name in plan.matched.missing if (value := values.get(name)) is not None and value.is_meta]
+        without = [name for name in matched.missing if (value := values.get(name)) is not None and value.is_meta]
         loaded.uninitialised = without + materialize(model, device, filler.strict)
-        fill.fill(model, optimizer, plan, filler)
-        matched = plan.matched
+        fill.fill(model, optimizer, matched, groups, filler)
     loaded.missing, loaded.unexpected = matched.missing, matched.unexpected
 
 

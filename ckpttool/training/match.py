@@ -8,7 +8,7 @@ Parameter groups match when they have the same parameters, in any order of the g
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -159,14 +159,6 @@ def _with_near(names: Sequence[str], others: Sequence[str]) -> str:
 # Optimizers -----------------------------------------------------------------------------------------------------------
 
 
-def names_of_parameters(model: nn.Module) -> dict[int, list[str]]:
-    """The names of each parameter without wrappers, by its `id`: several if it is tied."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(strip_wrappers(name))
-    return names
-
-
 @dataclass(slots=True)
 class GroupMatch:
     """A parameter group of the optimizer and that of the checkpoint: `names[i]` is the checkpoint's name of parameter
@@ -177,61 +169,53 @@ class GroupMatch:
     names: list[Any]
 
 
-def match_groups(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, Sequence[str]], saved: Optimizer, path: str
-) -> list[GroupMatch]:
+def match_groups(optimizer: torch.optim.Optimizer, model: nn.Module, contents: Contents) -> list[GroupMatch]:
     """Match each group of the optimizer with the checkpoint's group of the same parameters.
 
     Raises UsageError for different groups: torch would merge them silently (pytorch issue 143828).
     """
+    saved, path = contents.optimizer, contents.path
+    assert saved is not None
     if saved.by_number:
         return _in_order(optimizer, saved, path)
+    names: dict[int, list[str]] = {}  # several of a parameter that is tied
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(strip_wrappers(name))
     by_name = {strip_wrappers(name): (i, name) for i, group in enumerate(saved.groups) for name in group.params}
     groups: list[GroupMatch] = []
     free = [i for i, group in enumerate(saved.groups) if not group.params]
     for number, group in enumerate(optimizer.param_groups):
-        known: list[tuple[int, str] | None] = []
-        for parameter in group["params"]:
-            parameter_names = names.get(id(parameter))
-            if parameter_names is None:
-                raise UsageError(
-                    f"group {number} of the optimizer has a parameter of shape {list(parameter.shape)} that is none of "
-                    "the model's",
-                    hint="make the optimizer after the model is wrapped or sharded, of `model.parameters()`",
-                )
-            known.append(next((by_name[name] for name in parameter_names if name in by_name), None))
-        indices = {one[0] for one in known if one is not None}
-        if not known and free:
-            indices = {free.pop(0)}
-        groups.append(_match_group(number, group, known, indices, saved, names, path))
+        other = next((parameter for parameter in group["params"] if id(parameter) not in names), None)
+        if other is not None:
+            raise UsageError(
+                f"group {number} of the optimizer has a parameter of shape {list(other.shape)} that is none of the "
+                "model's",
+                hint="make the optimizer after the model is wrapped or sharded, of `model.parameters()`",
+            )
+        of_group = [names[id(parameter)] for parameter in group["params"]]
+        known = [next((by_name[name] for name in named if name in by_name), (None, None)) for named in of_group]
+        unknown = [named[0] for named, (i, _) in zip(of_group, known, strict=True) if i is None]
+        indices = {i for i, _ in known if i is not None} or set(free[:1] if not known else ())
+        del free[: not known]
+        groups.append(GroupMatch(group, saved_group(number, unknown, indices, contents), [name for _, name in known]))
     check_all_used(groups, saved, path)
     return groups
 
 
-def _match_group(
-    number: int,
-    group: dict[str, Any],
-    known: list[tuple[int, str] | None],
-    indices: set[int],
-    saved: Optimizer,
-    names: Mapping[int, Sequence[str]],
-    path: str,
-) -> GroupMatch:
-    unknown = [names[id(p)][0] for p, one in zip(group["params"], known, strict=True) if one is None]
-    if len(indices) != 1 or unknown:
-        raise grouped_otherwise(number, unknown, len(indices), path)
-    group_of = saved.groups[indices.pop()]
-    return GroupMatch(group, group_of, [one[1] if one is not None else None for one in known])
+def saved_group(number: int, unknown: Sequence[str], indices: Collection[int], contents: Contents) -> Group:
+    """The checkpoint's group for group `number` of the optimizer, whose parameters are in the groups `indices` there.
 
-
-def grouped_otherwise(number: int, unknown: Sequence[str], groups: int, path: str) -> UsageError:
-    """The error for a group whose parameters are in no group of the checkpoint, or in several."""
-    what = f"no group has {some(unknown)}" if unknown else f"they are in {groups} groups"
-    return UsageError(
-        f"`{path}`: the parameters of group {number} of the optimizer are grouped differently in the checkpoint: "
-        f"{what}",
-        hint="group the parameters as in the run that saved it; torch would mix the hyper-parameters up",
-    )
+    Raises UsageError unless it is one, and has all of them.
+    """
+    assert contents.optimizer is not None
+    if unknown or len(indices) != 1:
+        what = f"no group has {some(unknown)}" if unknown else f"they are in {len(indices)} groups"
+        raise UsageError(
+            f"`{contents.path}`: the parameters of group {number} of the optimizer are grouped differently in the "
+            f"checkpoint: {what}",
+            hint="group the parameters as in the run that saved it; torch would mix the hyper-parameters up",
+        )
+    return contents.optimizer.groups[next(iter(indices))]
 
 
 def check_all_used(matches: list[GroupMatch], saved: Optimizer, path: str) -> None:
@@ -244,9 +228,8 @@ def check_all_used(matches: list[GroupMatch], saved: Optimizer, path: str) -> No
         )
     for i, group in enumerate(saved.groups):
         names = {name for one in matches if one.saved is group for name in one.names}
-        lacking = [name for name in group.params if name not in names]
         # A second name of tied weights is listed by some.
-        lacking = [name for name in lacking if name in saved.state]
+        lacking = [name for name in group.params if name not in names and name in saved.state]
         if lacking:
             raise UsageError(
                 f"`{path}`: group {i} has parameters that the optimizer does not have: {some(lacking)}",
@@ -256,10 +239,8 @@ def check_all_used(matches: list[GroupMatch], saved: Optimizer, path: str) -> No
 
 def _in_order(optimizer: torch.optim.Optimizer, saved: Optimizer, path: str) -> list[GroupMatch]:
     """Match by parameter ids, as `Optimizer.load_state_dict` does; but shapes of the state must fit."""
-    group_sizes, saved_sizes = (
-        [len(group["params"]) for group in optimizer.param_groups],
-        [len(g.params) for g in saved.groups],
-    )
+    group_sizes = [len(group["params"]) for group in optimizer.param_groups]
+    saved_sizes = [len(group.params) for group in saved.groups]
     if group_sizes != saved_sizes:
         raise UsageError(
             f"`{path}`: its optimizer has groups of {saved_sizes} parameters, this one of {group_sizes}",

@@ -318,7 +318,7 @@ module.{function} = failing
 main()
 """
 WHERE = {
-    "loading": ("optimizer_state", "_fill_module"),
+    "loading": ("engine", "_fill_optimizer"),
     "saving": ("engine", "_save"),
     "making": ("meta_model", "build"),
 }
@@ -380,7 +380,7 @@ def test_a_rank_that_fails_need_not_end_for_others_to_hear_of_it(tmp_path: Path)
         "    while not os.path.exists(said):\n"
         "        time.sleep(0.05)\n"
         "errors._Report.failed, processes.wait_to_be_ended = noting, waiting\n"
-        + FAILING.format(module="optimizer_state", function="_fill_module")
+        + FAILING.format(module="engine", function="_fill_optimizer")
     )
     command = [*TORCHRUN, "--nproc-per-node", "2", script, "raises", "reshard", W4, tmp_path / "out", "--to-world", "2"]
     running = subprocess.Popen(

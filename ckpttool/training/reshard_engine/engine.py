@@ -1,6 +1,6 @@
 """Resharding through torch: every rank of a real mesh receives its shards by broadcast, and DCP saves them.
 
-    rank 0 reads, module by module  ->  set_model_state_dict, set_optimizer_state_dict  ->  DCP, each rank its file
+    rank 0 reads  ->  set_model_state_dict, module by module; each rank its shards of moments  ->  DCP, each rank a file
 
 Tensors of no model and no optimizer, and every object, are copied as bytes by rank 0, into a file of its own.
 """
@@ -34,7 +34,7 @@ from ckpttool.storage import stores
 from ckpttool.training import collectives, devices, fill, save
 from ckpttool.training.materialize import materialize
 from ckpttool.training.read import Reader
-from ckpttool.training.reshard_engine import meta_model, optimizer_state
+from ckpttool.training.reshard_engine import meta_model
 from ckpttool.training.reshard_engine.meta_model import MetaModel
 from ckpttool.transfer import checksums, plan
 from ckpttool.transfer.execute import Transferred, transfer
@@ -173,10 +173,17 @@ def _fill(meta: MetaModel, source: Source, device: torch.device, progress: Progr
         reader = _ReportingReader(source, progress, sum(t.nbytes for t in meta.contents.tensors.values()))
     filler = fill.Filler(reader, meta.contents, broadcast=True)
     with collectives.together():
-        plan_ = fill.prepare(meta.model, None, filler)
+        matched, _ = fill.prepare(meta.model, None, filler)
     materialize(meta.model, device, strict=False)
-    fill.fill(meta.model, None, plan_, filler)
-    optimizer_state.fill(meta, filler)
+    fill.fill(meta.model, None, matched, (), filler)
+    _fill_optimizer(meta, filler)
+
+
+def _fill_optimizer(meta: MetaModel, filler: fill.Filler) -> None:
+    parameters = {target.name: target.value for target in meta.tensors.values() if target.key is not None}
+    saved = meta.contents.optimizer.state if meta.contents.optimizer is not None else {}
+    state = fill.fill_state([(value, name, saved[name]) for name, value in parameters.items()], filler)
+    meta.optimizer = {name: state[id(value)] for name, value in parameters.items()}
 
 
 class _ReportingReader(Reader):

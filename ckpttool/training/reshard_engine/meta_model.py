@@ -2,7 +2,7 @@
 
     ("model", "layers.0.w")                 a parameter of the module `model.layers.0`, cut by `fully_shard`
     ("model", "rope"), ("model", "gate")    buffers: what is whole, and what has no dimensions, which FSDP2 refuses
-    ("optim", "state", 3, "exp_avg")        optimizer.state[the parameter]["exp_avg"]
+    ("optim", "state", 3, "exp_avg")        optimizer[the name of the parameter]["exp_avg"]
     ("optim", "state", 3, "row")            a tensor by itself, where it is not cut as its parameter is
 
 Nothing has to be known of the model's code: `load_state_dict` asks for names and shapes only.
@@ -20,13 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor
+from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.errors import CkptError
 from ckpttool.formats.dcp import combine
 from ckpttool.layout.mesh import Placements, Sharding, same_boxes
 from ckpttool.layout.optimizer import parse, respell
 from ckpttool.layout.rename import strip_wrappers
-from ckpttool.training.contents import Contents, Group, Optimizer, Shape
+from ckpttool.training.contents import Contents, Optimizer, Shape
 
 # What a module has of its own, and what torch and our loader take off names.
 _TAKEN = {*dir(nn.Module()), *dir(FSDPModule), "module"}
@@ -34,14 +34,6 @@ _TAKEN = {*dir(nn.Module()), *dir(FSDPModule), "module"}
 
 class _Node(nn.Module):  # type: ignore[misc] # torch is not looked into
     """A module with parameters, buffers and modules."""
-
-
-class MetaOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
-    """An optimizer with groups, hyper-parameters and state that never steps."""
-
-    def step(self, closure: Any = None) -> None:
-        """Never called."""
-        raise AssertionError
 
 
 @dataclass(slots=True)
@@ -61,23 +53,20 @@ class MetaTensor:
 
 @dataclass(slots=True)
 class MetaModel:
-    """`contents` maps tensors to read to the names of this model."""
+    """`contents` maps tensors to read to the names of this model; `optimizer` is the state of parameters by their name,
+    once it is filled."""
 
     model: nn.Module
     contents: Contents
-    optimizer: MetaOptimizer | None = None
+    optimizer: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     tensors: dict[Path, MetaTensor] = field(default_factory=dict)
 
     def state(self) -> dict[Path, torch.Tensor]:
         """The tensors by their path in the catalogue."""
-        result: dict[Path, torch.Tensor] = {}
-        for path, target in self.tensors.items():
-            value = target.value
-            if target.key is not None:
-                assert self.optimizer is not None
-                value = self.optimizer.state[value][target.key]
-            result[path] = value.detach()
-        return result
+        return {
+            path: (target.value if target.key is None else self.optimizer[target.name][target.key]).detach()
+            for path, target in self.tensors.items()
+        }
 
 
 def build(catalogue: Catalogue, sharding: Sharding, mesh: DeviceMesh, path: str) -> MetaModel:
@@ -114,7 +103,6 @@ class _Builder:
                     self._place(tensor, False)
         self._tie()
         self._shard()
-        self._make_optimizer(parameters)
         return self._meta
 
     def _is_included(self, tensor: Tensor) -> bool:
@@ -172,12 +160,8 @@ class _Builder:
         for path, first in self._keeper.items():
             target = self._meta.tensors.get(first)
             tensor = self._catalogue.tensor(path)
-            if (
-                path == first
-                or target is None
-                or target.leaf not in target.node._parameters
-                or tensor.part.kind != "model"
-            ):
+            is_second = path != first and tensor.part.kind == "model"
+            if not is_second or target is None or target.leaf not in target.node._parameters:
                 continue
             second = self._meta_tensor(path)
             second.node._parameters[second.leaf] = target.value
@@ -207,37 +191,17 @@ class _Builder:
         target = self._meta.tensors[parameter.path]
         if target.leaf not in target.node._parameters or not target.value.requires_grad:
             return False
-        alike = tensor.shape == parameter.shape and same_boxes(tensor, parameter)
+        has_shape = tensor.shape == parameter.shape
+        is_alike = same_boxes(tensor, parameter) if has_shape else not self._placements_of(tensor)
         contents = self._meta.contents
         contents.optimizer = contents.optimizer or Optimizer([], {})
         state = contents.optimizer.state.setdefault(target.name, {})
-        if not (alike or (tensor.shape != parameter.shape and not self._placements_of(tensor))) or (key,) in state:
+        if not is_alike or (key,) in state:
             return False
         state[key,] = Shape(tensor.dtype.name, tensor.shape)
         contents.tensors["optimizer", target.name, key] = tensor.origin or tensor
         self._meta.tensors[tensor.path] = MetaTensor(target.node, target.leaf, target.name, key)
         return True
-
-    def _make_optimizer(self, parameters: dict[str, Tensor]) -> None:
-        """Make the optimizer of the parameters with state, in the groups of the catalogue, with their
-        hyper-parameters."""
-        contents = self._meta.contents.optimizer
-        if contents is None:
-            return
-        contents.state = {name: first for name, first in contents.state.items() if first}
-        names = {name: self._meta.tensors[t.path].name for name, t in parameters.items()}
-        left = dict.fromkeys(contents.state)
-        for params, values in _groups(self._catalogue):
-            first = [names[name] for name in params if names.get(name) in left]
-            if first:
-                contents.groups.append(Group(first, values))
-                left = {name: None for name in left if name not in set(first)}
-        by_name = {target.name: target.value for target in self._meta.tensors.values() if target.key is None}
-        if contents.state:
-            groups = [{"params": [by_name[name] for name in group.params], **group.values} for group in contents.groups]
-            self._meta.optimizer = MetaOptimizer(groups, {})
-        else:
-            self._meta.contents.optimizer = None
 
 
 def _is_odd(key: str) -> bool:
@@ -268,17 +232,3 @@ def _owners(catalogue: Catalogue) -> dict[Path, tuple[str, str]]:
         for tensor in catalogue.tensors
         if tensor.part.kind == "optimizer" and tensor.origin is not None and tensor.origin.path in by_origin
     }
-
-
-def _groups(catalogue: Catalogue) -> list[tuple[list[str], dict[str, Any]]]:
-    """The parameters of each group, and its hyper-parameters that are plain values."""
-    result = []
-    for optimizer in _named(catalogue):
-        for group in optimizer.groups:
-            values = {
-                str(below[0]): entry.value
-                for below, entry in group.items
-                if len(below) == 1 and below[0] != "params" and isinstance(entry, Object)
-            }
-            result.append(([strip_wrappers(str(name)) for name in group.params], values))
-    return result
