@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.catalogue import flatten, parts, values
 from ckpttool.catalogue.boxes import Ints
@@ -20,6 +20,10 @@ from ckpttool.layout.move import move
 from ckpttool.layout.optimizer import parse, respell
 from ckpttool.serialization import pickler, unpickler
 from ckpttool.text import meant
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 Read = Callable[[Tensor], Any]
 
@@ -74,54 +78,75 @@ class Contents:
 
     def for_others(self) -> Contents:
         """The contents without the tensors, for ranks that do not read."""
-        contents = Contents(self.path, self.format, self.model, self.extra_state, self.same, self.optimizer)
-        contents.left = self.left
-        for name in ("own", "rest"):
-            catalogue = getattr(self, name)
-            sendable = Catalogue(name, containers=catalogue.containers)
-            for entry in catalogue.objects:
-                sendable.add(Object(entry.path, to_picklable(entry.value), part=entry.part))
-            setattr(contents, name, sendable)
-        return contents
+        return replace(self, own=_sendable(self.own), rest=_sendable(self.rest), tensors={})
 
 
-def describe(
-    catalogue: Catalogue,
-    path: str,
-    read: Read,
-    model: str | None,
-    optimizer: str | None,
-    prefix: str = "",
-    *,
-    targets: tuple[bool, bool],
-    own: Mapping[Path, bool] | None = None,
-) -> Contents:
+def _sendable(catalogue: Catalogue) -> Catalogue:
+    result = Catalogue(catalogue.format, containers=catalogue.containers)
+    for entry in catalogue.objects:
+        result.add(Object(entry.path, to_picklable(entry.value), part=entry.part))
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What to load, and how: `LoadOptions(model, optimizer, "ema", None)`; see `load`.
+
+    `prefix` is removed from the names of parameters. `own` are other objects of the script, by their path, and whether
+    they have sharded tensors.
+    """
+
+    model: nn.Module | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    model_key: str | None = None
+    optimizer_key: str | None = None
+    prefix: str = ""
+    own: Mapping[Path, bool] = field(default_factory=dict)
+    strategy: str = "auto"
+    strict: bool = True
+    device: torch.device | str | None = None
+    shapes: str | None = None
+
+
+def describe(catalogue: Catalogue, path: str, read: Read, options: LoadOptions) -> Contents:
     """Describe the parts of a catalogue that a script loads.
 
-    Args: `model` and `optimizer` are the root keys of the parts, if there are several; `targets` says which of the two
-    are loaded; `prefix` is removed from the names of parameters; `own` are the paths of the script's other objects, and
-    whether they have sharded tensors.
     Raises UsageError when a part does not exist, or is ambiguous.
     """
     contents = Contents(path, catalogue.format)
-    catalogue = _without_own(contents, select.start(catalogue), read, own or {})
+    catalogue = _without_own(contents, select.start(catalogue), read, options.own)
     chosen: list[Part] = []
-    if targets[0]:
-        chosen.append(chosen_part(catalogue, "model", model, path))
-        _add_model(contents, catalogue, chosen[0], prefix)
-    if targets[1]:
-        chosen.append(chosen_part(catalogue, "optimizer", optimizer, path))
-        _add_optimizer(contents, catalogue, chosen[-1], read, prefix)
+    if options.model is not None:
+        chosen.append(_chosen_part(catalogue, "model", options.model_key, path))
+        _add_model(contents, catalogue, chosen[0], options.prefix)
+    if options.optimizer is not None:
+        chosen.append(_chosen_part(catalogue, "optimizer", options.optimizer_key, path))
+        _add_optimizer(contents, catalogue, chosen[-1], read, options.prefix)
     present = [part for part in parts.parts(catalogue) if part.kind in ("model", "optimizer")]
     contents.left = [str(part) for part in present if part not in chosen]
     kept = select.select(catalogue, lambda entry: entry.part.kind not in ("model", "optimizer"))
     contents.rest.containers = kept.containers
-    for entry in kept.entries.values():
-        if isinstance(entry, Tensor) and entry.embedded:
-            continue
-        value = read(entry.origin or entry) if isinstance(entry, Tensor) else with_tensors(entry.value, kept, read)
-        contents.rest.add(Object(entry.path, value, part=entry.part))
+    for entry in _not_embedded(kept):
+        contents.rest.add(Object(entry.path, _value(entry, kept, read), part=entry.part))
     return contents
+
+
+def _not_embedded(catalogue: Catalogue) -> list[Tensor | Object]:
+    return [entry for entry in catalogue.entries.values() if not (isinstance(entry, Tensor) and entry.embedded)]
+
+
+def _value(entry: Tensor | Object, catalogue: Catalogue, read: Read) -> Any:
+    if isinstance(entry, Tensor):
+        return read(entry.origin or entry)
+    return with_tensors(entry.value, catalogue, read)
+
+
+def _shape_or_value(key: Path, entry: Tensor | Object, contents: Contents, catalogue: Catalogue, read: Read) -> Any:
+    """The value of an object, or the shape of a tensor, which is to be read as `key`."""
+    if isinstance(entry, Object):
+        return with_tensors(entry.value, catalogue, read)
+    contents.tensors[key] = entry.origin or entry
+    return Shape(entry.dtype.name, entry.shape)
 
 
 def _without_own(contents: Contents, catalogue: Catalogue, read: Read, own: Mapping[Path, bool]) -> Catalogue:
@@ -136,16 +161,13 @@ def _without_own(contents: Contents, catalogue: Catalogue, read: Read, own: Mapp
         return catalogue
     kept = select.select(catalogue, lambda entry: entry.path in own_paths)
     contents.own.containers = kept.containers
-    for entry in kept.entries.values():
-        if isinstance(entry, Object):
-            contents.own.add(Object(entry.path, with_tensors(entry.value, kept, read), part=entry.part))
-        elif not entry.embedded:
-            contents.own.add(Object(entry.path, Shape(entry.dtype.name, entry.shape), part=entry.part))
-            contents.tensors[("own", *entry.path)] = entry.origin or entry
+    for entry in _not_embedded(kept):
+        value = _shape_or_value(("own", *entry.path), entry, contents, kept, read)
+        contents.own.add(Object(entry.path, value, part=entry.part))
     return select.select(catalogue, lambda entry: entry.path not in own_paths)
 
 
-def chosen_part(catalogue: Catalogue, kind: str, name: str | None, path: str) -> Part:
+def _chosen_part(catalogue: Catalogue, kind: str, name: str | None, path: str) -> Part:
     """The part of a kind: the one under the key `name`, the only one, or of several models the one that is no EMA.
 
     Raises UsageError when it is ambiguous.
@@ -171,9 +193,7 @@ def chosen_part(catalogue: Catalogue, kind: str, name: str | None, path: str) ->
 def _add_model(contents: Contents, catalogue: Catalogue, part: Part, prefix: str) -> None:
     depth = len(part.root)
     first: dict[Path, str] = {}
-    for entry in catalogue.entries.values():
-        if entry.part != part or (isinstance(entry, Tensor) and entry.embedded):
-            continue
+    for entry in (entry for entry in _not_embedded(catalogue) if entry.part == part):
         name = dotted(entry.path[depth:]).removeprefix(prefix)
         if isinstance(entry, Object):
             contents.extra_state[name] = entry.value
@@ -192,41 +212,33 @@ def _add_optimizer(contents: Contents, catalogue: Catalogue, part: Part, read: R
     try:
         alone = respell.respell(alone, "fqn")
     except CkptError:
-        optimizers = [one for one in parse.optimizers(alone) if one.part == part]
-        if not optimizers or optimizers[0].spelling != "id":
+        by_number = next((one.spelling == "id" for one in parse.optimizers(alone) if one.part == part), False)
+        if not by_number:
             raise
-        by_number = True
     optimizers = [one for one in parse.optimizers(alone) if one.part == part]
     if len(optimizers) != 1:
         raise UsageError(
             f"`{contents.path}`: `{part}` has {len(optimizers) or 'no'} optimizers, and one is needed",
             hint="name one with `optimizer_key`",
         )
-    [one] = optimizers
     contents.optimizer = Optimizer([], {}, by_number)
 
     def bare(name: Any) -> Any:
         return name.removeprefix(prefix) if isinstance(name, str) else name
 
-    def value(entry: Tensor | Object) -> Any:
-        return read(entry.origin or entry) if isinstance(entry, Tensor) else with_tensors(entry.value, alone, read)
-
-    for group in one.groups:
+    for group in optimizers[0].groups:
         values: dict[str, Any] = {}
         for below, entry in group.items:
             if not (isinstance(entry, Tensor) and entry.embedded):
-                put(values, below, value(entry))
+                put(values, below, _value(entry, alone, read))
         contents.optimizer.groups.append(Group([bare(name) for name in group.params], values))
-    for called, items in one.state.items():
+    for called, items in optimizers[0].state.items():
         name = bare(called)
-        kept: dict[Path, Any] = {}
-        contents.optimizer.state[name] = kept
-        for below, entry in items:
-            if isinstance(entry, Object):
-                kept[below] = with_tensors(entry.value, alone, read)
-            elif not entry.embedded:
-                kept[below] = Shape(entry.dtype.name, entry.shape)
-                contents.tensors[("optimizer", name, *below)] = entry.origin or entry
+        contents.optimizer.state[name] = {
+            below: _shape_or_value(("optimizer", name, *below), entry, contents, alone, read)
+            for below, entry in items
+            if not (isinstance(entry, Tensor) and entry.embedded)
+        }
 
 
 def put(values: dict[Any, Any], path: Path, value: Any) -> None:

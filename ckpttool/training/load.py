@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,14 +20,14 @@ import torch
 from torch import nn
 
 from ckpttool.catalogue import parts
-from ckpttool.catalogue.entries import Catalogue, Path
+from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import ReadError, UsageError
 from ckpttool.producers.open import naming, open_source
 from ckpttool.storage.stores import local_path
 from ckpttool.text import meant, size, some
 from ckpttool.training import collectives, fill, fsdp1, match
-from ckpttool.training.contents import Contents, describe, nested_rest, without_own
+from ckpttool.training.contents import Contents, LoadOptions, describe, nested_rest, without_own
 from ckpttool.training.fill import Filler
 from ckpttool.training.materialize import materialize
 from ckpttool.training.read import Reader
@@ -88,53 +88,37 @@ def load(
     """
     if model is None and optimizer is not None:
         raise UsageError("an optimizer is loaded with its model, which knows the names of the parameters")
-    targets = LoadTargets(
-        model, optimizer, model_key, optimizer_key, f"{strip_prefix.rstrip('.')}." if strip_prefix else ""
+    prefix = f"{strip_prefix.rstrip('.')}." if strip_prefix else ""
+    options = LoadOptions(
+        model, optimizer, model_key, optimizer_key, prefix, {}, strategy, strict=strict, device=device, shapes=shapes
     )
-    return load_parts(os.fspath(path), targets, strategy=strategy, strict=strict, device=device, shapes=shapes)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadTargets:
-    """What to load: `LoadTargets(model, optimizer, "ema", None)`. `own` are other objects of the script, by their path,
-    and whether they have sharded tensors."""
-
-    model: nn.Module | None = None
-    optimizer: torch.optim.Optimizer | None = None
-    model_key: str | None = None
-    optimizer_key: str | None = None
-    prefix: str = ""
-    own: dict[Path, bool] = field(default_factory=dict)
+    return load_parts(os.fspath(path), options)
 
 
 def load_parts(
     path: str,
-    targets: LoadTargets,
-    *,
-    strategy: str,
-    strict: bool,
-    device: torch.device | str | None,
-    shapes: str | None,
+    options: LoadOptions,
     check: Callable[[dict[Any, Any], Contents], None] | None = None,
     fill_own: Callable[[Filler], None] | None = None,
 ) -> Loaded:
     """As `load`; `check` may refuse the rest before anything is changed, `fill_own` fills the other objects."""
+    strategy = options.strategy
     if strategy not in STRATEGIES:
         hint = meant(strategy, list(STRATEGIES), "one of `auto`, `parallel`, `broadcast`")
         raise UsageError(f"there is no strategy `{strategy}`", hint=hint)
     chosen, why = choose(path, strategy)
     log.info("loading `%s` by `%s`: %s", path, chosen, why)
     with ExitStack() as stack:
-        reader, contents = stack.enter_context(_opened(path, chosen, shapes, targets))
+        reader, contents = stack.enter_context(_opened(path, chosen, options))
         loaded = Loaded(path, contents.format, chosen, why, left=contents.left)
         with collectives.together():
             loaded.rest = nested_rest(contents, collectives.rank())
             loaded.without_own = without_own(contents, collectives.rank())
             if check is not None:
                 check(loaded.rest, contents)
-        filler = Filler(reader, contents, broadcast=chosen == "broadcast", strict=strict)
-        if targets.model is not None:
-            _fill(targets.model, targets.optimizer, filler, device, loaded)
+        filler = Filler(reader, contents, broadcast=chosen == "broadcast", strict=options.strict)
+        if options.model is not None:
+            _fill(options.model, options, filler, loaded)
         if fill_own is not None:
             fill_own(filler)
         loaded.bytes_read = reader.nbytes if reader is not None else 0
@@ -146,13 +130,8 @@ def load_parts(
     return loaded
 
 
-def _fill(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    filler: Filler,
-    device: torch.device | str | None,
-    loaded: Loaded,
-) -> None:
+def _fill(model: nn.Module, options: LoadOptions, filler: Filler, loaded: Loaded) -> None:
+    optimizer = options.optimizer
     if fsdp1.is_fsdp1(model):
         matched = fsdp1.fill(model, optimizer, filler)
     else:
@@ -163,15 +142,13 @@ def _fill(
         # What is not in the checkpoint has no values of its own either.
         values = model.state_dict(keep_vars=True)
         without = [name for name in matched.missing if (value := values.get(name)) is not None and value.is_meta]
-        loaded.uninitialised = without + materialize(model, device, filler.strict)
+        loaded.uninitialised = without + materialize(model, options.device, filler.strict)
         fill.fill(model, optimizer, matched, groups, filler)
     loaded.missing, loaded.unexpected = matched.missing, matched.unexpected
 
 
 @contextmanager
-def _opened(
-    path: str, strategy: str, shapes: str | None, targets: LoadTargets
-) -> Iterator[tuple[Reader | None, Contents]]:
+def _opened(path: str, strategy: str, options: LoadOptions) -> Iterator[tuple[Reader | None, Contents]]:
     """The reader, on ranks that read, and what the checkpoint says, on all."""
     reader: Reader | None = None
     contents: Contents | None = None
@@ -179,21 +156,11 @@ def _opened(
     with ExitStack() as stack:
         with collectives.together():
             if reads:
-                source = open_source(path, shapes)
-                reader = Reader(source)
-                stack.callback(reader.close)
+                reader = stack.enter_context(closing(Reader(open_source(path, options.shapes))))
+                catalogue = reader.source.catalogue
                 with naming(path):
-                    _check(source.catalogue, path, targets)
-                    contents = describe(
-                        source.catalogue,
-                        path,
-                        reader.whole,
-                        targets.model_key,
-                        targets.optimizer_key,
-                        targets.prefix,
-                        targets=(targets.model is not None, targets.optimizer is not None),
-                        own=targets.own,
-                    )
+                    _check(catalogue, path, options)
+                    contents = describe(catalogue, path, reader.whole, options)
         if strategy == "broadcast":
             sent = collectives.from_first(contents.for_others() if contents is not None else None)
             contents = contents or sent
@@ -201,14 +168,14 @@ def _opened(
         yield reader, contents
 
 
-def _check(catalogue: Catalogue, path: str, targets: LoadTargets) -> None:
+def _check(catalogue: Catalogue, path: str, options: LoadOptions) -> None:
     """Raises CorruptError unless what is loaded, and the rest, is complete. A model or an optimizer that is not loaded
     may be damaged; that is logged as a warning."""
-    unused = {kind for kind in ("model", "optimizer") if getattr(targets, kind) is None}
+    unused = {kind for kind in ("model", "optimizer") if getattr(options, kind) is None}
     entries = {
         path: entry
         for path, entry in catalogue.entries.items()
-        if entry.part.kind not in unused or any(path[: len(where)] == where for where in targets.own)
+        if entry.part.kind not in unused or any(path[: len(where)] == where for where in options.own)
     }
     absent = [fault for fault in catalogue.faults if parts.kind_of_key(fault.facts.get("absent")) in unused]
     validate(replace(catalogue, entries=entries, faults=[fault for fault in catalogue.faults if fault not in absent]))
@@ -238,11 +205,8 @@ def _filesystem(path: str) -> str:
         table = local_path("/proc/self/mounts").read().decode(errors="replace")
     except ReadError:
         return ""
-    real = local_path(path).real()
-    best = ("", "")
-    for _, place, kind, *_ in map(str.split, table.splitlines()):
-        place = place.replace("\\040", " ")
-        inside = real == place or real.startswith(place.rstrip("/") + "/")
-        if inside and len(place) >= len(best[0]):
-            best = (place, kind)
-    return best[1]
+    real = f"{local_path(path).real()}/"
+    mounts = (line.split()[1:3] for line in table.splitlines())
+    places = [(place.replace("\\040", " ").rstrip("/") + "/", kind) for place, kind in mounts]
+    around = [(len(place), i, kind) for i, (place, kind) in enumerate(places) if real.startswith(place)]
+    return max(around)[2] if around else ""

@@ -21,9 +21,9 @@ from ckpttool.catalogue.entries import Path, dotted
 from ckpttool.errors import UsageError
 from ckpttool.text import meant
 from ckpttool.training import collectives
-from ckpttool.training.contents import Contents, Shape, from_picklable
+from ckpttool.training.contents import Contents, LoadOptions, Shape, from_picklable
 from ckpttool.training.fill import Filler
-from ckpttool.training.load import Loaded, LoadTargets, load_parts
+from ckpttool.training.load import Loaded, load_parts
 from ckpttool.training.read import empty, like, local_shards
 
 State = MutableMapping[str, Any]
@@ -66,21 +66,11 @@ def load_into(
             hint = meant(missing[0], present, "`strict=False` leaves what is not there as it was")
             raise UsageError(f"`{path}` does not hold `{missing[0]}`", hint=hint, missing=missing)
 
-    loaded: Loaded | None = None
-    for targets in _targets(models, optimizers):
-        first = loaded is None
-        part = load_parts(
-            path,
-            replace(targets, own=own.sharded),
-            strategy=strategy,
-            strict=strict,
-            device=device,
-            shapes=shapes,
-            check=check if first else None,
-            fill_own=own.fill if first else None,
-        )
-        loaded = part if loaded is None else _joined(loaded, part)
-    assert loaded is not None
+    options = LoadOptions(own=own.sharded, strategy=strategy, strict=strict, device=device, shapes=shapes)
+    first, *others_of_kind = _targets(options, models, optimizers)
+    loaded = load_parts(path, first, check, own.fill)
+    for target in others_of_kind:
+        loaded = _joined(loaded, load_parts(path, target))
     with collectives.together():
         for where, value in others.items():
             saved = [] if where in own.found else _find(loaded.rest, where)
@@ -98,23 +88,26 @@ def _leaves(state: Any, where: Path) -> Iterator[tuple[Path, Any]]:
             yield (*where, key), value
 
 
-def _targets(models: dict[Path, nn.Module], optimizers: dict[Path, torch.optim.Optimizer]) -> Iterator[LoadTargets]:
+def _targets(
+    options: LoadOptions, models: dict[Path, nn.Module], optimizers: dict[Path, torch.optim.Optimizer]
+) -> Iterator[LoadOptions]:
     """Each model, with the optimizer that has its parameters. Keys name the parts only where there are several: a
     single model is loaded whatever its key."""
     if not models:
-        yield LoadTargets()
+        yield options
     left = dict(optimizers)
     for where, model in models.items():
         parameters = {id(parameter) for parameter in model.parameters()}
+        target = replace(options, model=model, model_key=dotted(where) if len(models) > 1 else None)
         matching = [
             w for w, o in left.items() if any(id(p) in parameters for group in o.param_groups for p in group["params"])
         ]
-        model_key = dotted(where) if len(models) > 1 else None
-        key = dotted(matching[0]) if len(optimizers) > 1 and matching else None
-        yield LoadTargets(model, left.pop(matching[0]) if matching else None, model_key, key)
-        for more in matching[1:]:
-            # Another optimizer of this model: the model is read again, which changes nothing.
-            yield LoadTargets(model, left.pop(more), model_key, dotted(more))
+        if not matching:
+            yield target
+        for key in matching:
+            # For another optimizer of this model, the model is read again, which changes nothing.
+            optimizer_key = dotted(key) if len(optimizers) > 1 else None
+            yield replace(target, optimizer=left.pop(key), optimizer_key=optimizer_key)
     if left:
         raise UsageError(
             f"the optimizer `{dotted(next(iter(left)))}` has parameters of none of the models",
