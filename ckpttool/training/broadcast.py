@@ -10,11 +10,11 @@ without what the others hold.
 from __future__ import annotations
 
 import warnings
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, TypeVar
 
@@ -48,15 +48,9 @@ def travels(shape: Shape) -> bool:
     return not shape.dtype.startswith(_AS_BYTES)
 
 
-def options() -> StateDictOptions:
-    """Options of a broadcast. Not strict: missing keys are checked before, and a call has one module's tensors only."""
-    return StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=True, strict=False)
-
-
 def send_model(parts: Sequence[tuple[nn.Module, Sequence[tuple[str, Tensor | None]]]], reader: Reader | None) -> None:
     """Fill parameters and buffers of modules, each with the names of those that it has itself. A collective: every rank
     calls it with the same names, rank 0 with what to read."""
-
     if reader is None:
         for module, _ in parts:
             collectives.first_reads(None)
@@ -64,31 +58,27 @@ def send_model(parts: Sequence[tuple[nn.Module, Sequence[tuple[str, Tensor | Non
         return
     buffers = (_Buffer(), _Buffer())
     reads = [
-        _Whole(reader, names, buffers[i % 2] if _copies(module) else None) for i, (module, names) in enumerate(parts)
+        partial(_read_whole, reader, names, buffers[i % 2] if _copies(module) else None)
+        for i, (module, names) in enumerate(parts)
     ]
     with closing(ahead(reads)) as ready:
         for (module, _), read in zip(parts, ready, strict=True):
             _set(module, collectives.first_reads(read) or {})
 
 
-@dataclass(frozen=True, slots=True)
-class _Whole:
-    """Reads whole tensors of a module, by their names."""
-
-    reader: Reader
-    names: Sequence[tuple[str, Tensor | None]]
-    buffer: _Buffer | None  # None: memory of their own
-
-    def __call__(self) -> dict[str, torch.Tensor]:
-        present = [(name, tensor) for name, tensor in self.names if tensor is not None]
-        if self.buffer is None:
-            return {name: self.reader.whole(tensor) for name, tensor in present}
-        self.buffer.clear(sum(self.buffer.needs(tensor.nbytes) for _, tensor in present))
-        result: dict[str, torch.Tensor] = {}
-        for name, tensor in present:
-            result[name] = self.buffer.take(tensor.shape, torch_dtype(tensor.dtype, tensor.name))
-            self.reader.read(tensor, boxes.whole(tensor.shape), result[name])
-        return result
+def _read_whole(
+    reader: Reader, names: Sequence[tuple[str, Tensor | None]], buffer: _Buffer | None
+) -> dict[str, torch.Tensor]:
+    """Whole tensors of a module by their names, in the buffer or in memory of their own."""
+    present = {name: tensor for name, tensor in names if tensor is not None}
+    if buffer is None:
+        return {name: reader.whole(tensor) for name, tensor in present.items()}
+    buffer.clear(sum(buffer.needs(tensor.nbytes) for tensor in present.values()))
+    result: dict[str, torch.Tensor] = {}
+    for name, tensor in present.items():
+        result[name] = buffer.take(tensor.shape, torch_dtype(tensor.dtype, tensor.name))
+        reader.read(tensor, boxes.whole(tensor.shape), result[name])
+    return result
 
 
 class _Buffer:
@@ -129,9 +119,11 @@ def _copies(module: nn.Module) -> bool:
 
 
 def _set(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    # Not strict: missing keys are checked before, and a call has one module's tensors only.
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=True, strict=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        set_model_state_dict(module, state, options=options())
+        set_model_state_dict(module, state, options=options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +133,10 @@ class OutgoingTensor:
     shape: Shape
     shards: Sequence[LocalShard]
     tensor: Tensor | None
+
+    @property
+    def itemsize(self) -> int:
+        return dtypes.dtype(self.shape.dtype).itemsize
 
 
 def send_small(sent: Sequence[OutgoingTensor], reader: Reader | None) -> None:
@@ -171,7 +167,7 @@ def send_shares(sent: Sequence[OutgoingTensor], reader: Reader | None) -> None:
     reads = []
     for number, batch in enumerate(batches):
         requests = [(sent[i], [(rank, box) for rank, of in others for box in of[i]]) for i in batch]
-        reads.append(_Shares(reader, requests, buffers[number % 2]))
+        reads.append(partial(_read_shares, reader, requests, buffers[number % 2]))
     with closing(ahead(reads)) as ready:
         for read in ready:
             outgoing = collectives.first_reads(read)
@@ -185,7 +181,7 @@ def _batches(sent: Sequence[OutgoingTensor]) -> list[list[int]]:
     batches: list[list[int]] = []
     remaining = 0
     for i, one in enumerate(sent):
-        nbytes = prod(one.shape.sizes) * dtypes.dtype(one.shape.dtype).itemsize
+        nbytes = prod(one.shape.sizes) * one.itemsize
         if nbytes > remaining:
             batches.append([])
             remaining = _BATCH
@@ -194,50 +190,39 @@ def _batches(sent: Sequence[OutgoingTensor]) -> list[list[int]]:
     return batches
 
 
-@dataclass(frozen=True, slots=True)
-class _Shares:
-    """Reads the shards of rank 0 in place, and those of other ranks as bytes, each with its rank."""
-
-    reader: Reader
-    requests: Sequence[tuple[OutgoingTensor, Sequence[tuple[int, Box]]]]
-    buffer: _Buffer
-
-    def __call__(self) -> list[tuple[int, torch.Tensor]]:
-        outgoing: list[tuple[int, torch.Tensor]] = []
-        self.buffer.clear(sum(self._needs(one, to) for one, to in self.requests))
-        for one, to in self.requests:
-            tensor = one.tensor
-            assert tensor is not None
-            for shard in one.shards:
-                self.reader.read(tensor, shard.box, shard.memory)
-            read: dict[Box, torch.Tensor] = {}
-            for rank, box in to:
-                if box not in read:
-                    read[box] = self.buffer.take(box[1], torch_dtype(tensor.dtype, tensor.name))
-                    self.reader.read(tensor, box, read[box])
-                outgoing.append((rank, _bytes(read[box])))
-        return outgoing
-
-    def _needs(self, one: OutgoingTensor, to: Sequence[tuple[int, Box]]) -> int:
-        itemsize = dtypes.dtype(one.shape.dtype).itemsize
-        return sum(self.buffer.needs(prod(box[1]) * itemsize) for box in {box for _, box in to})
+def _read_shares(
+    reader: Reader, requests: Sequence[tuple[OutgoingTensor, Sequence[tuple[int, Box]]]], buffer: _Buffer
+) -> list[tuple[int, torch.Tensor]]:
+    """Read the shards of rank 0 in place, and return those of other ranks as bytes, each with its rank."""
+    outgoing: list[tuple[int, torch.Tensor]] = []
+    shares = [(one, {box for _, box in to}) for one, to in requests]
+    buffer.clear(sum(buffer.needs(prod(box[1]) * one.itemsize) for one, of in shares for box in of))
+    for one, to in requests:
+        tensor = one.tensor
+        assert tensor is not None
+        for shard in one.shards:
+            reader.read(tensor, shard.box, shard.memory)
+        read: dict[Box, torch.Tensor] = {}
+        for rank, box in to:
+            if box not in read:
+                read[box] = buffer.take(box[1], torch_dtype(tensor.dtype, tensor.name))
+                reader.read(tensor, box, read[box])
+            outgoing.append((rank, _bytes(read[box])))
+    return outgoing
 
 
 def _receive(shards: Sequence[tuple[Shape, LocalShard]]) -> None:
-    buffers = [_receive_buffer(shape, shard) for shape, shard in shards]
+    buffers = []
+    for shape, (box, memory) in shards:
+        # A shard of another dtype, with gaps or on an accelerator is received elsewhere.
+        kind = getattr(torch, shape.dtype)
+        is_direct = memory.dtype == kind and memory.is_contiguous() and memory.device.type == "cpu"
+        buffers.append(memory if is_direct else empty(box[1], kind))
     for work in [dist.irecv(_bytes(buffer), src=0) for buffer in buffers]:
         work.wait()
     for (_, shard), buffer in zip(shards, buffers, strict=True):
         if buffer is not shard.memory:
             shard.memory.copy_(buffer)
-
-
-def _receive_buffer(shape: Shape, shard: LocalShard) -> torch.Tensor:
-    """The memory to receive a shard in: its own, or a buffer if that has another dtype or gaps."""
-    memory, kind = shard.memory, getattr(torch, shape.dtype)
-    if memory.dtype == kind and memory.is_contiguous() and memory.device.type == "cpu":
-        return memory
-    return empty(shard.box[1], kind)
 
 
 def _bytes(memory: torch.Tensor) -> torch.Tensor:
@@ -248,13 +233,13 @@ def ahead(reads: Iterable[Callable[[], T]]) -> Generator[Callable[[], T], None, 
     """Start each read while the result of the one before is in use: a thread reads ahead by one."""
     pool = ThreadPoolExecutor(1, "reading")
     try:
-        pending: deque[Future[T]] = deque()
+        before: Future[T] | None = None
         for read in reads:
-            pending.append(pool.submit(read))
-            if len(pending) > 1:
-                yield pending.popleft().result
-        while pending:
-            yield pending.popleft().result
+            before, pending = pool.submit(read), before
+            if pending is not None:
+                yield pending.result
+        if before is not None:
+            yield before.result
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -274,7 +259,7 @@ def send_tiles(shape: Shape, shards: Sequence[LocalShard], tensor: Tensor | None
             reader.read(tensor, tile, values)
 
         collectives.first_reads(read if reader is not None else None)
-        raw = values.reshape(-1).view(torch.uint8).to(device)
+        raw = _bytes(values).to(device)
         dist.broadcast(raw, src=0)
         values = raw.view(as_torch).reshape(tile[1])
         for shard in shards:

@@ -66,11 +66,8 @@ def together() -> Iterator[None]:
         yield
     except Exception as error:
         own_error = error
-    if not is_distributed():
-        if own_error is not None:
-            raise own_error
-        return
-    for number, error_of_rank in enumerate(all_gather(_sendable(own_error))):
+    errors = all_gather(_sendable(own_error) if is_distributed() else own_error)
+    for number, error_of_rank in enumerate(errors):
         if error_of_rank is not None:
             raise (own_error or error_of_rank) if number == rank() else error_of_rank
 

@@ -29,27 +29,17 @@ def exit_on_error() -> Iterator[None]:
     try:
         yield
     except CkptError as error:
-        if collectives.rank() == 0:
-            _say(error, "")
-        elif not _is_said():
-            _say(error, f"rank {collectives.rank()}: ")
-        _note_said()
+        rank = collectives.rank()
+        if rank == 0 or not _is_said():
+            who = f"rank {rank}: " if rank else ""
+            hint = f"hint: {safe(error.hint)}\n" if error.hint else ""
+            # In one piece: the ranks share a terminal.
+            sys.stderr.write(f"error: {who}{safe(error.message)}\n{hint}")
+            sys.stderr.flush()
+        if rank == 0 and collectives.is_distributed():
+            # The store, unlike a collective, is there however few ranks come.
+            _get_default_store().set(_KEY, b"")
         raise SystemExit(error.exit_code) from None
-
-
-def _say(error: CkptError, who: str) -> None:
-    hint = f"hint: {safe(error.hint)}\n" if error.hint else ""
-    # In one piece: the ranks share a terminal.
-    sys.stderr.write(f"error: {who}{safe(error.message)}\n{hint}")
-    sys.stderr.flush()
-
-
-# The store, unlike a collective, is there however few ranks come.
-
-
-def _note_said() -> None:
-    if collectives.is_distributed() and collectives.rank() == 0:
-        _get_default_store().set(_KEY, b"")
 
 
 def _is_said() -> bool:

@@ -104,13 +104,14 @@ def _check_shape(key: str, value: Any, saved: Shape, path: str) -> None:
 
 def check_complete(matched: ModelMatch, contents: Contents, model: nn.Module) -> None:
     """Raises UsageError with the missing and unexpected keys, and the names nearest to them."""
-    problems = []
-    for what, names, others in (
-        ("missing", matched.missing, matched.unexpected or list(contents.model)),
-        ("unexpected", matched.unexpected, matched.missing),
-    ):
-        if names:
-            problems.append(f"{what} key{'s' * (len(names) > 1)}: {_with_near(names, others)}")
+    problems = [
+        f"{what} key{'s' * (len(names) > 1)}: {_with_near(names, others)}"
+        for what, names, others in (
+            ("missing", matched.missing, matched.unexpected or list(contents.model)),
+            ("unexpected", matched.unexpected, matched.missing),
+        )
+        if names
+    ]
     if problems:
         kind = type(model).__name__
         prefix = _prefix(matched)
@@ -148,12 +149,8 @@ def _prefix(matched: ModelMatch) -> str | None:
 
 
 def _with_near(names: Sequence[str], others: Sequence[str]) -> str:
-    shown = []
-    for name in names[:3]:
-        near = near_names(name, others, 1)
-        shown.append(f"`{name}`" + (f" (is it `{near[0]}`?)" if near else ""))
-    rest = len(names) - len(shown)
-    return ", ".join(shown) + (f" and {rest} more" if rest else "")
+    shown = [f"`{name}`" + "".join(f" (is it `{near}`?)" for near in near_names(name, others, 1)) for name in names[:3]]
+    return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 # Optimizers -----------------------------------------------------------------------------------------------------------

@@ -19,16 +19,16 @@ def materialize(model: nn.Module, device: torch.device | str | None, strict: boo
     Non-persistent buffers are broadcast by a rank that has them; the names of those that no rank has are returned.
     Raises UsageError for them when `strict`: they would be uninitialised.
     """
-    on_meta = [key for key, _, _, value in _tensors(model) if value.is_meta]
-    by_rank = collectives.all_gather((on_meta, _non_persistent(model, meta=True)))
-    if not any(keys for keys, _ in by_rank):
+    non_persistent = {
+        key: value.is_meta for key, module, name, value in _tensors(model) if name in module._non_persistent_buffers_set
+    }
+    on_meta = any(value.is_meta for *_, value in _tensors(model))
+    by_rank = collectives.all_gather((on_meta, [name for name, is_meta in non_persistent.items() if is_meta]))
+    if not any(has for has, _ in by_rank):
         return []
     unsaved = sorted({name for _, names in by_rank for name in names})
-    initialised = (
-        collectives.all_gather([name for name in unsaved if name in _non_persistent(model, meta=False)])
-        if unsaved
-        else []
-    )
+    has = [name for name in unsaved if non_persistent.get(name) is False]
+    initialised = collectives.all_gather(has) if unsaved else []
     uninitialised = [name for name in unsaved if not any(name in names for names in initialised)]
     if uninitialised and strict:
         raise UsageError(
@@ -46,11 +46,7 @@ def materialize(model: nn.Module, device: torch.device | str | None, strict: boo
 
 def _send(buffer: torch.Tensor, holder: int) -> None:
     """Send a buffer from one rank to the others, on whatever device, as bytes: no backend sends every dtype."""
-    device = collectives.sending_device()
-    if collectives.rank() == holder:
-        raw = buffer.detach().reshape(-1).view(torch.uint8).to(device)
-    else:
-        raw = torch.empty(buffer.nbytes, dtype=torch.uint8, device=device)
+    raw = buffer.detach().reshape(-1).view(torch.uint8).to(collectives.sending_device())
     dist.broadcast(raw, src=holder)
     if collectives.rank() != holder:
         with torch.no_grad():
@@ -81,15 +77,6 @@ def _tensors(model: nn.Module) -> list[tuple[str, nn.Module, str, torch.Tensor]]
         for tensors in (module._parameters, module._buffers)
         for name, value in tensors.items()
         if value is not None
-    ]
-
-
-def _non_persistent(model: nn.Module, *, meta: bool) -> list[str]:
-    """The names of non-persistent buffers that are on the meta device, or not."""
-    return [
-        key
-        for key, module, name, value in _tensors(model)
-        if name in module._non_persistent_buffers_set and value.is_meta == meta
     ]
 
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -143,9 +145,7 @@ def _split_by_rank(state: dict[str, Any], extra: dict[str, Any], format: str) ->
     rank does so too: otherwise several ranks that resume from it would all draw the same numbers."""
     for name in [name for name in extra if parts.kind_of_key(name) in parts.PER_RANK]:
         own = {parts.rank_key(collectives.rank()): state[name]}
-        state[name] = own
-        if format == "torch":
-            state[name] = {key: value for one in collectives.all_gather(own) for key, value in one.items()}
+        state[name] = dict(ChainMap(*collectives.all_gather(own)[::-1])) if format == "torch" else own
 
 
 @contextmanager
@@ -173,7 +173,7 @@ def _keys(state: dict[str, Any], extra: Mapping[str, Any]) -> list[tuple[Any, ..
     """Paths with keys that are not strings, on every rank: `[("scheduler", "milestones", 5)]`. DCP makes strings of
     them, and a scheduler looks up its milestones by number."""
     own = [path for name in extra for path in _paths(state[name], (name,)) if set(map(type, path)) - {str}]
-    return list(dict.fromkeys(path for one in collectives.all_gather(own) for path in one))
+    return list(dict.fromkeys(chain.from_iterable(collectives.all_gather(own))))
 
 
 def _paths(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
@@ -204,9 +204,6 @@ def _write(state: dict[str, Any], partial: str, format: str, keys: list[tuple[An
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             torch_dcp.save(state, checkpoint_id=partial, planner=_Planner(keys))
-        return
-    if format == "torch":
-        if collectives.rank() == 0:
-            local_path(partial).put(lambda stream: torch.save(state, stream))
-        return
-    (local_path(partial) / f"rank{collectives.rank()}.pt").put(lambda stream: torch.save(state, stream))
+    elif format == "fsdp1" or collectives.rank() == 0:
+        path = local_path(partial) if format == "torch" else local_path(partial) / f"rank{collectives.rank()}.pt"
+        path.put(lambda stream: torch.save(state, stream))
