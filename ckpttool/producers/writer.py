@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -116,7 +117,7 @@ class OutputLayout:
             text = "`--max-shard-size` has no effect: no component is of safetensors"
             result.warnings.append(Warning("no-effect", text))
         result.entries = {path: entries[path] for path in catalogue.entries if path in entries}
-        return _CombinedSink(result, sinks, crcs)
+        return _CreatedSink(result, partial(_finish, sinks, crcs))
 
     def _split(self, catalogue: Catalogue) -> Iterator[tuple[OutputComponent, Catalogue]]:
         """Each component with its contents. There may be one per rank, so the state is walked once for all."""
@@ -179,24 +180,22 @@ def _write_constants(catalogue: Catalogue, constants: Mapping[Path, bytes], star
     return crcs
 
 
-class _CombinedSink:
-    """The sinks of all components, each with the number of its first file; `crcs` are those of constants."""
+@dataclass(frozen=True, slots=True)
+class _CreatedSink:
+    catalogue: Catalogue
+    finish: Callable[[Crcs], None]
 
-    def __init__(self, catalogue: Catalogue, sinks: list[tuple[Sink, int]], crcs: Mapping[tuple[int, int], int]):
-        self.catalogue = catalogue
-        self._sinks = sinks
-        self._crcs = crcs
 
-    def finish(self, crcs: Crcs) -> None:
-        """Finish the components in their order."""
-        starts = [start for _, start in self._sinks]
-        shares: list[dict[tuple[int, int], int]] = [{} for _ in starts]
-        for (file, offset), crc in chain(crcs.items(), self._crcs.items()):
-            # Of components that begin at the same file, all but the last have none.
-            number = bisect_right(starts, file) - 1
-            shares[number][file - starts[number], offset] = crc
-        for (sink, _), share in zip(self._sinks, shares, strict=True):
-            sink.finish(share)
+def _finish(sinks: Sequence[tuple[Sink, int]], constants: Crcs, crcs: Crcs) -> None:
+    """Finish components in their order, each with the number of its first file; `constants` are checksums too."""
+    starts = [start for _, start in sinks]
+    shares: list[dict[tuple[int, int], int]] = [{} for _ in starts]
+    for (file, offset), crc in chain(crcs.items(), constants.items()):
+        # Of components that begin at the same file, all but the last have none.
+        number = bisect_right(starts, file) - 1
+        shares[number][file - starts[number], offset] = crc
+    for (sink, _), share in zip(sinks, shares, strict=True):
+        sink.finish(share)
 
 
 def _create_component(
@@ -206,77 +205,39 @@ def _create_component(
     if "/" in component.name:
         files.make_directory(location.parent, exist_ok=True)
     if form is None:
-        return _create_json(location, contents, component.values)
+        values = {path: entry.value for path, entry in contents.entries.items() if isinstance(entry, Object)}
+        tree = flatten.unflatten(contents, lambda entry: values[entry.path]) if values else {}
+        text = json.dumps({**component.values, **tree}, indent=2).encode() + b"\n"
+        location.put(text)
+        contents.files = [File(location, location.name, len(text))]
+        return _CreatedSink(contents, lambda crcs: None)
     assert form.create is not None
-    if "{rank}" in component.name:
-        return _create_by_rank(form, location, contents, options)
-    if form.splits and options.max_shard_size is not None:
-        # Split files lie beside the other components, with their index.
-        scratch = location.parent / _SCRATCH
-        return _MovedUp(form.create(scratch, contents, replace(options, one_file=False)), scratch)
-    return form.create(location, contents, replace(options, one_file=form.is_file(location)))
-
-
-def _create_by_rank(form: Format, location: Location, contents: Catalogue, options: SinkOptions) -> Sink:
-    """Create one file per rank, and rename each as the framework does."""
-    assert form.create is not None
+    by_rank = "{rank}" in component.name
+    if not by_rank and not (form.splits and options.max_shard_size is not None):
+        return form.create(location, contents, replace(options, one_file=form.is_file(location)))
+    # Files of ranks get the names of the framework; split files lie beside the other components, with their index.
     scratch = location.parent / _SCRATCH
-    sink = form.create(scratch, contents, options)
+    sink = form.create(scratch, contents, options if by_rank else replace(options, one_file=False))
     for file in sink.catalogue.files:
-        final = location.parent / location.name.replace("{rank}", str(file.rank))
-        files.rename(file.location, final)
-        file.location = final
-    scratch.remove()
-    return sink
+        name = location.name.replace("{rank}", str(file.rank)) if by_rank else locate(file.location).name
+        files.rename(file.location, location.parent / name)
+        file.location = location.parent / name
+    if by_rank:
+        scratch.remove()
+        return sink
 
+    def finish(crcs: Crcs) -> None:
+        sink.finish(crcs)
+        for name in scratch.names():
+            files.rename(scratch / name, scratch.parent / name)
+        scratch.remove()
 
-class _MovedUp:
-    """A sink whose files lie in the folder above that of its own, where its index follows when it is complete."""
-
-    def __init__(self, sink: Sink, scratch: Location) -> None:
-        self.catalogue = sink.catalogue
-        self._sink, self._scratch = sink, scratch
-        for file in self.catalogue.files:
-            final = scratch.parent / locate(file.location).name
-            files.rename(file.location, final)
-            file.location = final
-
-    def finish(self, crcs: Crcs) -> None:
-        self._sink.finish(crcs)
-        for name in self._scratch.names():
-            files.rename(self._scratch / name, self._scratch.parent / name)
-        self._scratch.remove()
-
-
-# JSON -----------------------------------------------------------------------------------------------------------------
-
-
-class _JsonSink:
-    def __init__(self, catalogue: Catalogue) -> None:
-        self.catalogue = catalogue
-
-    def finish(self, crcs: Crcs) -> None:
-        """Do nothing: the file is complete."""
-
-
-def _create_json(location: Location, contents: Catalogue, values: Mapping[str, Any]) -> Sink:
-    tree = flatten.unflatten(contents, _value) if contents.entries else {}
-    text = json.dumps({**values, **tree}, indent=2).encode() + b"\n"
-    location.put(text)
-    contents.files = [File(location, location.name, len(text))]
-    return _JsonSink(contents)
-
-
-def _value(entry: Entry) -> Any:
-    assert isinstance(entry, Object)
-    return entry.value
+    return _CreatedSink(sink.catalogue, finish)
 
 
 def _is_json(entry: Entry) -> bool:
-    if not isinstance(entry, Object):
-        return False
     try:
         # JSON changes tuples, and keys that are numbers.
-        return bool(json.loads(json.dumps(entry.value)) == entry.value)
+        return isinstance(entry, Object) and bool(json.loads(json.dumps(entry.value)) == entry.value)
     except (TypeError, ValueError, RecursionError):
         return False
