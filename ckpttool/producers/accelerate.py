@@ -112,10 +112,11 @@ def _write_rest(builder: LayoutBuilder) -> OutputLayout:
         if match is not None and (part in loaders or (match[1] == "sampler" and _is_sampler(builder.catalogue, part))):
             stem = "sampler" if match[1] == "sampler" else "dl_state_dict"
             builder.add_part(part, f"{stem}{match[2]}.bin", "torch", part.root)
-    for name in dict.fromkeys(str(e.path[0]) for e in builder.remaining() if e.path and e.part.kind == "other"):
-        if re.fullmatch(r"custom_checkpoint_\d+", name):
-            component = builder.component(f"{name}.pkl", "torch", (name,))
-            for entry in [e for e in builder.remaining() if e.path[0] == name]:
+    others = [e for e in builder.remaining() if e.path and re.fullmatch(r"custom_checkpoint_\d+", str(e.path[0]))]
+    for name in dict.fromkeys(str(e.path[0]) for e in others if e.part.kind == "other"):
+        component = builder.component(f"{name}.pkl", "torch", (name,))
+        for entry in others:
+            if entry.path[0] == name:
                 builder.add(entry, component, entry.path)
     builder.add_generator_files("random_states_{rank}.pkl", _RNG, _OWN_RNG)
     return builder.finish("accelerate stores no such value")

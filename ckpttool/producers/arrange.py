@@ -155,10 +155,9 @@ class LayoutBuilder:
         """
         for entry in list(self.remaining()):
             kind, name = entry.part.kind, dotted(entry.part.root)
-            if kind in ("model", "optimizer", "scheduler"):
-                self.lose(entry, f"there is a place for another {kind} than `{name}`, and no second one")
-            else:
-                self.lose(entry, otherwise)
+            is_second = kind in ("model", "optimizer", "scheduler")
+            why = f"there is a place for another {kind} than `{name}`, and no second one" if is_second else otherwise
+            self.lose(entry, why)
         kept = select.select(self.catalogue, lambda entry: entry.path not in self._folded)
         moved = move(kept, {old: new for old, new in self._moved.items() if old in kept.entries})
         for path, part in self._parts.items():

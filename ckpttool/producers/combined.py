@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any, NoReturn
 
 from ckpttool.catalogue import flatten, parts
@@ -30,8 +31,7 @@ class CombinedSource:
     def __init__(self, catalogue: Catalogue) -> None:
         self.catalogue = catalogue
         self.replaced: list[Path] = []
-        self._sources: list[Source] = []
-        self._starts: list[int] = []
+        self._sources: list[tuple[int, Source]] = []  # each with the number of its first file
         self._closing = ExitStack()
 
     @classmethod
@@ -43,8 +43,7 @@ class CombinedSource:
         return combined
 
     def _append(self, source: Source, start: int) -> None:
-        self._sources.append(source)
-        self._starts.append(start)
+        self._sources.append((start, source))
         self._closing.callback(source.close)
 
     def mount(self, other: Source, root: Path = (), part: Part | None = None) -> None:
@@ -86,7 +85,9 @@ class CombinedSource:
 
         Raises UsageError when one of them has several, or `other` has none.
         """
-        part = _only_part(other.catalogue, kind, name)
+        of_kind = [p for p in parts.parts(other.catalogue) if p.kind == kind]
+        if len(of_kind) != 1:
+            raise UsageError(f"`{name}` has {len(of_kind) or 'no'} parts of kind {kind}, and one is needed")
         count = sum(1 for p in parts.parts(self.catalogue) if p.kind == kind)
         if count > 1:
             raise UsageError(f"the source has {count} parts of kind {kind}, so it is not clear which to replace")
@@ -99,24 +100,21 @@ class CombinedSource:
         self.catalogue.warnings = [*before.warnings]
         names = [entry.name for entry in before.entries.values() if entry.part.kind != kind]
         self.catalogue.faults = [
-            fault if rooted is before else _without_concerns(fault)
+            fault if rooted is before else _concerning(fault)
             for fault in before.faults
             if (concerns(fault, None) or any(concerns(fault, name) for name in names))
             and parts.kind_of_key(fault.facts.get("absent")) != kind
         ]
-        self.mount(other, root, part)
+        self.mount(other, root, of_kind[0])
         self.catalogue.warnings.append(Warning("chosen", f"{kind} taken from `{name}`"))
-        unmatched = _unmatched(self.catalogue)
-        if unmatched:
+        if unmatched := _unmatched(self.catalogue):
             text = f"the optimizer has state of {len(unmatched)} parameters that the model does not have: "
             self.catalogue.warnings.append(Warning("unmatched-optimizer", text + some(unmatched)))
 
     def _with_roots(self) -> Catalogue:
         """The catalogue with a model or optimizer at the root moved under a key, so that another part fits beside."""
         catalogue = self.catalogue
-        for part in parts.parts(catalogue):
-            if part.root or part.kind not in _ROOTS:
-                continue
+        for part in [part for part in parts.parts(catalogue) if not part.root and part.kind in _ROOTS]:
             root = _ROOTS[part.kind]
             alone = all(entry.part == part for entry in catalogue.entries.values())
             moved = {path: (*root, *path) for path, entry in catalogue.entries.items() if entry.part == part}
@@ -130,16 +128,15 @@ class CombinedSource:
 
     def items(self) -> Iterator[tuple[str, Run]]:
         """Yield the items of all sources."""
-        for source, start in zip(self._sources, self._starts, strict=True):
+        for start, source in self._sources:
             if isinstance(source, Itemised):
                 yield from ((name, run._replace(file=run.file + start)) for name, run in source.items())
 
     def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
-        i = bisect_right(self._starts, chunk.extent.file) - 1
-        start = self._starts[i]
+        start, source = self._sources[bisect_right(self._sources, chunk.extent.file, key=itemgetter(0)) - 1]
         if not start:
-            return self._sources[i].resolve(tensor, chunk)
-        return self._sources[i].resolve(tensor, chunk._replace(extent=chunk.extent.shifted(-start))).shifted(start)
+            return source.resolve(tensor, chunk)
+        return source.resolve(tensor, chunk._replace(extent=chunk.extent.shifted(-start))).shifted(start)
 
     def close(self) -> None:
         self._closing.close()
@@ -148,24 +145,16 @@ class CombinedSource:
 def _moved(fault: CkptError, root: Path, depth: int) -> CkptError:
     """The fault with the names that it concerns under `root`; without names, all that is under it."""
     if not root:
-        return _without_concerns(fault) if depth else fault
-    names = [dotted(root)]
-    if not depth and "concerns" in fault.facts:
-        names = [f"{dotted(root)}.{name}".rstrip(".") for name in fault.facts["concerns"]]
-    return type(fault)(fault.message, hint=fault.hint, **{**fault.facts, "concerns": names})
+        return _concerning(fault) if depth else fault
+    if depth or "concerns" not in fault.facts:
+        return _concerning(fault, [dotted(root)])
+    return _concerning(fault, [f"{dotted(root)}.{name}".rstrip(".") for name in fault.facts["concerns"]])
 
 
-def _without_concerns(fault: CkptError) -> CkptError:
-    """The fault as one of the whole checkpoint, for entries that have another name now."""
+def _concerning(fault: CkptError, names: list[str] | None = None) -> CkptError:
+    """The fault of entries that have other names now, by default as one of the whole checkpoint."""
     facts = {key: value for key, value in fault.facts.items() if key != "concerns"}
-    return type(fault)(fault.message, hint=fault.hint, **facts)
-
-
-def _only_part(catalogue: Catalogue, kind: str, name: str) -> Part:
-    of_kind = [p for p in parts.parts(catalogue) if p.kind == kind]
-    if len(of_kind) != 1:
-        raise UsageError(f"`{name}` has {len(of_kind) or 'no'} parts of kind {kind}, and one is needed")
-    return of_kind[0]
+    return type(fault)(fault.message, hint=fault.hint, **facts, **({} if names is None else {"concerns": names}))
 
 
 def _unmatched(catalogue: Catalogue) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from ckpttool.errors import CkptError, CorruptError
@@ -58,14 +59,12 @@ class Directory:
 
     def size(self, name: str) -> int:
         """Bytes of a file, 0 for one that does not exist; of all files below a folder."""
+        if name.endswith("/"):
+            return self.folder(name).nbytes()
         if name not in self._sizes:
-            if name.endswith("/"):
-                self._sizes[name] = self.folder(name).nbytes()
-            else:
-                try:
-                    self._sizes[name] = self.at(name).size()
-                except CkptError:
-                    self._sizes[name] = 0
+            self._sizes[name] = 0
+            with suppress(CkptError):
+                self._sizes[name] = self.at(name).size()
         return self._sizes[name]
 
     def nbytes(self, depth: int = 0) -> int:
@@ -75,10 +74,8 @@ class Directory:
             if not name.endswith("/"):
                 total += self.size(name)
             elif depth < _DEEPEST:
-                try:
+                with suppress(CkptError):
                     total += self.folder(name).nbytes(depth + 1)
-                except CkptError:
-                    continue
         return total
 
     def read(self, name: str, limit: int) -> bytes:
@@ -102,15 +99,13 @@ class Directory:
 
     def facts(self, name: str) -> dict[str, Any]:
         """The object in a small JSON file; empty when there is none, or it cannot be read."""
-        try:
+        with suppress(CkptError):
             value = self.json(name)
-        except CkptError:
-            return {}
-        return value if isinstance(value, dict) else {}
+            return value if isinstance(value, dict) else {}
+        return {}
 
     def text(self, name: str) -> str:
         """The first kilobyte of a file of text; empty when it cannot be read."""
-        try:
+        with suppress(CkptError):
             return self.read(name, 1024).decode("utf-8", "replace").strip()
-        except CkptError:
-            return ""
+        return ""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpttool import formats
 from ckpttool.catalogue import parts, typed_json
-from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, File, Part, Tensor, dotted
 from ckpttool.catalogue.protocols import OpenOptions, Source
 from ckpttool.catalogue.warning import Warning
@@ -187,13 +185,9 @@ def shapes_of_moments(catalogue: Catalogue) -> OpenOptions:
             if (tensor.numel, len(tensor.shape)) > (first.numel, len(first.shape)):
                 moments[name] = tensor
     keys = ((entry, parse_key(entry.path, 1)) for entry in catalogue.objects)
-    groups = [entry for entry, key in keys if key and key.section == "param_groups" and key.below == ("params",)]
-    order: list[str] = []
-    for group in groups:
-        names = group.value
-        order += [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
-    names = [name for name in dict.fromkeys([*order, *moments]) if name in moments]
-    shapes: Mapping[str, Ints] = {name: moments[name].shape for name in names}
+    groups = [e.value for e, key in keys if key and key.section == "param_groups" and key.below == ("params",)]
+    order = [name for group in groups if isinstance(group, list) for name in group if isinstance(name, str)]
+    shapes = {name: moments[name].shape for name in dict.fromkeys([*order, *moments]) if name in moments}
     return OpenOptions(shapes, ordered=len(groups) == 1 and set(order) == set(moments)) if shapes else OpenOptions()
 
 
