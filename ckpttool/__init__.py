@@ -32,48 +32,39 @@ if TYPE_CHECKING:
     from ckpttool.training.load_into import load_into
     from ckpttool.training.save import save
 
-# The module of each public name, imported when the name is first used: `ckpttool --help` imports what it needs.
+# The public names of each module, which is imported when one is first used: `ckpttool --help` imports what it needs.
 _MODULES = {
-    "Checkpoint": "operations.open",
-    "CkptError": "errors",
-    "Conversion": "operations.write",
-    "Diff": "operations.diff",
-    "Exported": "operations.export.plan",
-    "Finding": "operations.verify",
-    "LazyTensor": "operations.open",
-    "Loaded": "training.load",
-    "Repaired": "operations.repair",
-    "Report": "operations.verify",
-    "Resharding": "operations.reshard",
-    "Shown": "operations.show",
-    "convert": "operations.convert",
-    "diff": "operations.diff",
-    "exit_on_error": "training.exit_on_error",
-    "export": "operations.export",
-    "inspect": "operations.inspect",
-    "load": "training.load",
-    "load_into": "training.load_into",
-    "repair": "operations.repair",
-    "reshard": "operations.reshard",
-    "save": "training.save",
-    "show": "operations.show",
-    "verify": "operations.verify",
+    "errors": ["CkptError"],
+    "operations.convert": ["convert"],
+    "operations.diff": ["Diff", "diff"],
+    "operations.export": ["export"],
+    "operations.export.plan": ["Exported"],
+    "operations.inspect": ["inspect"],
+    "operations.open": ["Checkpoint", "LazyTensor"],
+    "operations.repair": ["Repaired", "repair"],
+    "operations.reshard": ["Resharding", "reshard"],
+    "operations.show": ["Shown", "show"],
+    "operations.verify": ["Finding", "Report", "verify"],
+    "operations.write": ["Conversion"],
+    "training.exit_on_error": ["exit_on_error"],
+    "training.load": ["Loaded", "load"],
+    "training.load_into": ["load_into"],
+    "training.save": ["save"],
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module `ckpttool` has no attribute `{name}`")
-    return getattr(import_module(f"ckpttool.{_MODULES[name]}"), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"ckpttool.{module}"), name)
+    raise AttributeError(f"module `ckpttool` has no attribute `{name}`")
 
 
 def __dir__() -> list[str]:
     return __all__
 
 
-def open(
-    path: str | PathLike[str], *, shapes: str | None = None
-) -> Checkpoint:  # the library is used as `ckpttool.open`
+def open(path: str | PathLike[str], *, shapes: str | None = None) -> Checkpoint:
     """Open the checkpoint at `path`, a file or directory of any format; see `Checkpoint`. `shapes` is `--shapes`.
 
     Raises `CkptError` with what is wrong and what to do.

@@ -20,13 +20,13 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from ckpttool.catalogue.entries import Path
+from ckpttool.catalogue.entries import dotted
 from ckpttool.errors import UsageError
 from ckpttool.layout.rename import strip_wrappers
 from ckpttool.text import some
 from ckpttool.training import collectives, match
-from ckpttool.training.contents import Contents, Group, Shape
-from ckpttool.training.fill import Filler, group_of, hand_over, is_as_saved, keep_dtypes, room
+from ckpttool.training.contents import Contents, Group
+from ckpttool.training.fill import Filler, fill_state, group_of, hand_over, is_as_saved, keep_dtypes
 from ckpttool.training.match import GroupMatch, ModelMatch
 from ckpttool.training.read import local_shards
 
@@ -36,16 +36,24 @@ def is_fsdp1(model: nn.Module) -> bool:
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Context manager without the FutureWarning of ShardedTensor at every touch."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
+@_quiet()
 def fill(model: nn.Module, optimizer: torch.optim.Optimizer | None, filler: Filler) -> ModelMatch:
     """Fill model and optimizer. A collective: FSDP1 copies the shards into its flat parameters."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of ShardedTensor, at every touch
-        return _fill(model, optimizer, filler)
-
-
-def _fill(model: nn.Module, optimizer: torch.optim.Optimizer | None, filler: Filler) -> ModelMatch:
     with collectives.together():
-        _check_real(model)
+        meta = [name for name, value in model.named_parameters() if value.is_meta]
+        if meta:
+            raise UsageError(
+                f"FSDP1 has parameters on the meta device: {some(meta)}",
+                hint="FSDP1 gives them memory when it wraps: pass it a `param_init_fn`",
+            )
     with sharded(model):
         values = model.state_dict()
         groups = _names_of_groups(model, optimizer) if optimizer is not None else []
@@ -69,21 +77,9 @@ def _fill(model: nn.Module, optimizer: torch.optim.Optimizer | None, filler: Fil
 @contextmanager
 def sharded(model: nn.Module) -> Iterator[None]:
     """Context manager in which state dicts are sharded, on the device of the shards."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        with FullyShardedDataParallel.state_dict_type(
-            model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()
-        ):
-            yield
-
-
-def _check_real(model: nn.Module) -> None:
-    meta = [name for name, value in model.named_parameters() if value.is_meta]
-    if meta:
-        raise UsageError(
-            f"FSDP1 has parameters on the meta device: {some(meta)}",
-            hint="FSDP1 gives them memory when it wraps: pass it a `param_init_fn`",
-        )
+    configs = ShardedStateDictConfig(), ShardedOptimStateDictConfig()
+    with _quiet(), FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, *configs):
+        yield
 
 
 def _add_tied(matched: ModelMatch, model: nn.Module, values: dict[str, Any]) -> None:
@@ -164,21 +160,21 @@ def _fill_optimizer(
     filler: Filler,
 ) -> None:
     assert filler.contents.optimizer is not None
-    by_name = {strip_wrappers(name): value for name, value in values.items()}
-    names = {strip_wrappers(name): name for name in filler.contents.optimizer.state}
-    state: dict[str, dict[Any, Any]] = {}
-    with filler.together():
-        for one in matches:
-            for name in one.names:
-                clean = strip_wrappers(name)
-                saved = filler.contents.optimizer.state.get(names.get(clean))
-                if saved:
-                    state[name] = _state_of(by_name[clean], names[clean], saved, filler)
-    groups = [group_of(one, one.names) for one in matches]
+    saved = {strip_wrappers(name): (name, state) for name, state in filler.contents.optimizer.state.items() if state}
+    for name, of in saved.values():
+        if nested := [dotted(below) for below in of if len(below) != 1]:
+            raise UsageError(f"state {some(nested)} of `{name}` is nested, which FSDP1 does not load")
+    parameters = {strip_wrappers(name): value for name, value in values.items() if strip_wrappers(name) in saved}
+    filled = fill_state([(value, *saved[name]) for name, value in parameters.items()], filler)
+    state = {
+        name: filled[id(parameters[clean])]
+        for one in matches
+        for name in one.names
+        if (clean := strip_wrappers(name)) in parameters
+    }
+    saved_state = {"state": state, "param_groups": [group_of(one, one.names) for one in matches]}
     with sharded(model):
-        flat = FullyShardedDataParallel.optim_state_dict_to_load(
-            model, optimizer, {"state": state, "param_groups": groups}
-        )
+        flat = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, saved_state)
     hand_over(optimizer, flat, filler.contents.path)
     # A flat parameter stands for several, of one dtype.
     shapes = {strip_wrappers(name): shape for name, shape in filler.contents.model.items()}
@@ -187,16 +183,3 @@ def _fill_optimizer(
         for number, parameter in zip(group["params"], one.group["params"], strict=True):
             if of_group and all(is_as_saved(parameter, shape) for shape in of_group):
                 keep_dtypes(optimizer, parameter, flat["state"].get(number, {}))
-
-
-def _state_of(parameter: Any, name: str, state: dict[Path, Any], filler: Filler) -> dict[Any, Any]:
-    result: dict[Any, Any] = {}
-    for below, saved in state.items():
-        if len(below) != 1:
-            raise UsageError(f"state `{'.'.join(map(str, below))}` of `{name}` is nested, which FSDP1 does not load")
-        value = saved
-        if isinstance(saved, Shape):
-            value = room(parameter, saved)
-            filler.fill(("optimizer", name, *below), saved, local_shards(value, name))
-        result[below[0]] = value
-    return result

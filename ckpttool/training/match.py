@@ -67,7 +67,15 @@ def match(
             without.append((key, value))
             continue
         used.add(name)
-        _check_shape(key, value, contents.model[name], contents.path)
+        shape, saved = list(value.size()), list(contents.model[name].sizes)
+        if shape != saved:
+            raise UsageError(
+                f"`{contents.path}`: tensor `{strip_wrappers(key)}`: {saved} in the checkpoint, {shape} in the model",
+                hint="the model was made with other sizes (vocabulary, width)",
+                tensor=key,
+                found=saved,
+                expected=shape,
+            )
         if id(value) not in filled or sharded:
             filled.add(id(value))
             matched.targets.append(TensorTarget(key, name, value, owners.get(key)))
@@ -89,19 +97,6 @@ def _by_clean_name(names: Iterable[str]) -> dict[str, str]:
     return originals
 
 
-def _check_shape(key: str, value: Any, saved: Shape, path: str) -> None:
-    shape = tuple(value.size())
-    if shape != saved.sizes:
-        raise UsageError(
-            f"`{path}`: tensor `{strip_wrappers(key)}`: {list(saved.sizes)} in the checkpoint, {list(shape)} in "
-            "the model",
-            hint="the model was made with other sizes (vocabulary, width)",
-            tensor=key,
-            found=list(saved.sizes),
-            expected=list(shape),
-        )
-
-
 def check_complete(matched: ModelMatch, contents: Contents, model: nn.Module) -> None:
     """Raises UsageError with the missing and unexpected keys, and the names nearest to them."""
     problems = [
@@ -113,11 +108,10 @@ def check_complete(matched: ModelMatch, contents: Contents, model: nn.Module) ->
         if names
     ]
     if problems:
-        kind = type(model).__name__
         prefix = _prefix(matched)
         hint = f"`strip_prefix={prefix!r}` takes that off the checkpoint's names; " if prefix else ""
         raise UsageError(
-            f"`{contents.path}` does not fit the {kind}: {'; '.join(problems)}",
+            f"`{contents.path}` does not fit the {type(model).__name__}: {'; '.join(problems)}",
             hint=f"{hint}`strict=False` loads what fits and returns the names of the rest",
             missing=matched.missing,
             unexpected=matched.unexpected,

@@ -80,17 +80,10 @@ def _free_memory() -> int:
     free: list[int] = []
     with suppress(OSError, ValueError, IndexError), open("/proc/meminfo", encoding="ascii") as lines:
         free += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
-    with suppress(OSError, ValueError):
-        limit, used = (_number(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
-        free.append(limit - used)
-    if not free:
-        free.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    return max(0, min(free))
-
-
-def _number(path: str) -> int:
-    with open(path, encoding="ascii") as lines:
-        return int(lines.read())
+    group = "/sys/fs/cgroup/memory."
+    with suppress(OSError, ValueError), open(f"{group}max") as limit, open(f"{group}current") as used:
+        free.append(int(limit.read()) - int(used.read()))
+    return max(0, min(free or [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]))
 
 
 def run(
@@ -115,14 +108,20 @@ def run(
         mesh = init_device_mesh(device.type, sharding.mesh.sizes, mesh_dim_names=sharding.mesh.names)
         with collectives.together():
             meta = meta_model.build(catalogue, sharding, mesh, path)
-        done = _copy_rest(source, catalogue, meta, partial, threads, memory)
+        moved, rest = Transferred(), None
+        with collectives.together():
+            sink = combine.create_rest(partial, catalogue, meta.tensors) if rank.number == 0 else None
+            if sink is not None:
+                jobs, rest = plan.plan(sink.catalogue), sink.catalogue
+                moved = transfer(jobs, source, rest, total=0, threads=threads, memory=memory)
+                sink.finish(moved.crcs)
         _fill(meta, source, device, progress)
         _save(catalogue, meta, partial)
-        _check_source(source, catalogue, meta, rank, done)
+        _check_source(source, catalogue, meta, rank, moved)
         with collectives.together():
             if rank.number == 0:
-                combine.join(partial, catalogue, done.rest)
-        return done.moved
+                combine.join(partial, catalogue, rest)
+        return moved
 
 
 @contextmanager
@@ -238,34 +237,8 @@ def _save(catalogue: Catalogue, meta: MetaModel, partial: str) -> None:
             raise save.failed(next(iter(error.failures.values()))[0], partial, partial) from None
 
 
-@dataclass(slots=True)
-class _Done:
-    moved: Transferred
-    rest: Catalogue | None = None
-
-
-def _copy_rest(
-    source: Source,
-    catalogue: Catalogue,
-    meta: MetaModel,
-    partial: str,
-    threads: int | None,
-    memory: int | None,
-) -> _Done:
-    done = _Done(Transferred())
-    with collectives.together():
-        sink = combine.create_rest(partial, catalogue, meta.tensors) if collectives.rank() == 0 else None
-        if sink is not None:
-            done.moved = transfer(
-                plan.plan(sink.catalogue), source, sink.catalogue, total=0, threads=threads, memory=memory
-            )
-            sink.finish(done.moved.crcs)
-            done.rest = sink.catalogue
-    return done
-
-
-def _check_source(source: Source, catalogue: Catalogue, meta: MetaModel, rank: Rank, done: _Done) -> None:
-    """Check the checksums of the source, a share by each rank: torch does not."""
+def _check_source(source: Source, catalogue: Catalogue, meta: MetaModel, rank: Rank, total: Transferred) -> None:
+    """Check the checksums of the source, a share by each rank: torch does not. Add them to `total`."""
     message = (0, 0)
     with collectives.together():
         read, checked, without = _records(source, catalogue, meta.tensors)
@@ -277,8 +250,8 @@ def _check_source(source: Source, catalogue: Catalogue, meta: MetaModel, rank: R
         first = rank.number == 0
         message = (moved.checked + first * checked, moved.unchecked + first * without)
     for checked, unchecked in collectives.all_gather(message):
-        done.moved.checked += checked
-        done.moved.unchecked += unchecked
+        total.checked += checked
+        total.unchecked += unchecked
 
 
 def _records(source: Source, catalogue: Catalogue, paths: Iterable[Path]) -> tuple[checksums.Pieces, int, int]:
@@ -291,13 +264,13 @@ def _records(source: Source, catalogue: Catalogue, paths: Iterable[Path]) -> tup
         for chunk in origin.chunks:
             extent = source.resolve(origin, chunk)
             nbytes = prod(chunk.sizes) * origin.dtype.itemsize
-            has_none = extent.record is None or extent.record.crc is None
-            if extent.checked or (has_none and extent.file in digested):
+            record = extent.record if extent.record is not None and extent.record.crc is not None else None
+            if extent.checked or (record is None and extent.file in digested):
                 checked += nbytes
-            elif extent.record is None or has_none:
+            elif record is None:
                 without += nbytes
             else:
-                read.add(extent.record, 0, nbytes, None)
+                read.add(record, 0, nbytes, None)
     return read, checked, without
 
 
