@@ -1,4 +1,4 @@
-"""The one entry of the read side: what lies at a path (`resolve`), and opening it (`open_source`).
+"""The one entry of the read side: what lies at a path is recognised and opened (`open_source`).
 
 Nothing in a checkpoint is executed. Names in its pickles that would run code elsewhere are reported.
 """
@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, closing, contextmanager, suppress
 
 from ckpttool import formats, producers
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Object, Path, dotted
-from ckpttool.catalogue.protocols import NO_HINTS, Format, OpenOptions, Source
+from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
 from ckpttool.formats.detect import detect
@@ -30,59 +29,37 @@ from ckpttool.text import some
 _LARGEST_SHAPES = 64 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Resolved:
-    """What lies at a path: a checkpoint of one `format`, or a `directory` that a `producer` left.
+def open_at(location: Location, options: OpenOptions = NO_HINTS, run: runs.Run | None = None) -> Source:
+    """Recognise what lies at a location, and open it; of a run, its newest complete checkpoint.
 
-    `path` is that of the checkpoint itself; `run` is the run that it was chosen from, or that lies beside it.
+    Args: `run` is the run that the location was chosen from. Raises ReadError or CorruptError.
     """
-
-    path: Location
-    format: Format | None = None
-    producer: Producer | None = None
-    directory: Directory | None = None
-    run: runs.Run | None = None
-
-
-def resolve(path: str) -> Resolved:
-    """Recognise what lies at `path`; of a run, its newest complete checkpoint. Raises ReadError."""
-    location = locate(path)
-    if not location.is_dir():
-        return Resolved(location, detect(location))
-    directory = Directory(location)
-    producer = producers.recognise(directory)
-    if producer is not None:
-        return Resolved(location, None, producer, directory, _beside(directory, producer))
-    row = None if runs.has_rank_files(directory) else next((r for r in formats.FORMATS if r.recognise(location)), None)
-    run = runs.find(directory) if row is None else None
-    if run is None or run.chosen is None:
+    directory = Directory(location) if location.is_dir() else None
+    producer = producers.recognise(directory) if directory is not None else None
+    if directory is not None and producer is not None:
+        source = reader.open_directory(producer, directory, options)
+        run = run or _beside(directory, producer)
+    else:
+        is_single = directory is not None and not runs.has_rank_files(directory)
+        row = next((row for row in formats.FORMATS if row.recognise(location)), None) if is_single else None
+        inner = runs.find(directory) if directory is not None and row is None else None
+        if inner is not None and inner.chosen is not None:
+            return open_at(inner.chosen.path, options, run or inner)
         # The error of `detect` knows what else the directory has.
-        return Resolved(location, row or detect(location))
-    return replace(resolve(run.chosen.path), run=run)
+        source = (row or detect(location)).open(location, options)
+    if run is not None:
+        _describe_run(source.catalogue, run)
+    return source
 
 
 def _beside(directory: Directory, producer: Producer) -> runs.Run | None:
     """The run around a final model that lies beside the checkpoints."""
     folders = producer.checkpoint_folders
-    if not folders or not directory.has(folders):
-        return None
-    try:
-        checkpoints = [c for c in runs.in_directory(directory) if re.fullmatch(folders, f"{c.name}/")]
-    except CkptError:
-        return None
-    return runs.Run(directory, checkpoints, None) if checkpoints else None
-
-
-def open_resolved(resolved: Resolved, options: OpenOptions = NO_HINTS) -> Source:
-    """Open what `resolve` recognised. Raises ReadError or CorruptError."""
-    if resolved.producer is not None and resolved.directory is not None:
-        source = reader.open_directory(resolved.producer, resolved.directory, options)
-    else:
-        assert resolved.format is not None
-        source = resolved.format.open(resolved.path, options)
-    if resolved.run is not None:
-        _describe_run(source.catalogue, resolved.run)
-    return source
+    if folders and directory.has(folders):
+        with suppress(CkptError):
+            checkpoints = [c for c in runs.in_directory(directory) if re.fullmatch(folders, f"{c.name}/")]
+            return runs.Run(directory, checkpoints, None) if checkpoints else None
+    return None
 
 
 def _describe_run(catalogue: Catalogue, run: runs.Run) -> None:
@@ -132,7 +109,7 @@ def open_source(path: str, shapes: str | None = None) -> Source:
         if location is not path:
             on_error.callback(location.store.close)
         with naming(location), unsafe_globals.noting_harm() as named:
-            source = open_resolved(resolve(location), options)
+            source = open_at(location, options)
         on_error.callback(source.close)
         catalogue = source.catalogue
         if options.shapes and options.ordered:

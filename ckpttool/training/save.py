@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import chain
@@ -69,32 +68,27 @@ def save(
     with _stage(path, format == "torch", overwrite) as partial, collectives.together():
         try:
             _write(state, partial, format, keys)
-        except CheckpointException as error:
-            raise failed(next(iter(error.failures.values()))[0], path, partial) from None
         except Exception as error:
             raise failed(error, path, partial) from None
 
 
 def failed(error: BaseException, path: str, partial: str) -> BaseException:
     """The exception for an error of DCP or torch.save, which was to write `path` at the staging path `partial`."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
     if isinstance(error, OSError):
         return from_os_error(error, path, "write")
     if isinstance(error, StorageError):
         return StorageError(error.message.replace(partial, path), hint=error.hint, file=path)
     if "pickle" in str(error):
-        return UsageError(
-            f"`{path}`: what is to be saved cannot be pickled: {error}",
-            hint="pass values, and objects that have a `state_dict`",
-        )
+        message = f"`{path}`: what is to be saved cannot be pickled: {error}"
+        return UsageError(message, hint="pass values, and objects that have a `state_dict`")
     if not isinstance(error, RuntimeError):
         return error
     # What torch makes of a full disk.
     free = free_space.free_bytes(local_path(partial).parent)
-    is_full = free < _LITTLE
-    return StorageError(
-        f"`{path}`: cannot save: {error} ({size(free)} are free)",
-        hint="free some space, or write somewhere else" if is_full else None,
-    )
+    hint = "free some space, or write somewhere else" if free < _LITTLE else None
+    return StorageError(f"`{path}`: cannot save: {error} ({size(free)} are free)", hint=hint)
 
 
 def _check(format: str, model: nn.Module, extra: dict[str, Any]) -> None:
@@ -119,16 +113,13 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None, format: st
                 if optimizer is not None:
                     state["optim"] = FullyShardedDataParallel.optim_state_dict(model, optimizer)
             return state
-        options = StateDictOptions(full_state_dict=format == "torch", cpu_offload=format == "torch" and _off_cpu(model))
+        # Tensors on the CPU must not be offloaded (a segmentation fault or wrong moments in torch 2.13).
+        is_off_cpu = any(parameter.device.type != "cpu" for parameter in model.parameters())
+        options = StateDictOptions(full_state_dict=format == "torch", cpu_offload=format == "torch" and is_off_cpu)
         state = {"model": get_model_state_dict(model, options=options)}
         if optimizer is not None:
             state["optim"] = get_optimizer_state_dict(model, optimizer, options=options)
         return state
-
-
-def _off_cpu(model: nn.Module) -> bool:
-    """Whether to offload: tensors on the CPU must not be (a segmentation fault or wrong moments in torch 2.13)."""
-    return any(parameter.device.type != "cpu" for parameter in model.parameters())
 
 
 def _value(value: Any, format: str) -> Any:
@@ -145,7 +136,8 @@ def _split_by_rank(state: dict[str, Any], extra: dict[str, Any], format: str) ->
     rank does so too: otherwise several ranks that resume from it would all draw the same numbers."""
     for name in [name for name in extra if parts.kind_of_key(name) in parts.PER_RANK]:
         own = {parts.rank_key(collectives.rank()): state[name]}
-        state[name] = dict(ChainMap(*collectives.all_gather(own)[::-1])) if format == "torch" else own
+        all_ranks = collectives.all_gather(own) if format == "torch" else [own]
+        state[name] = {key: value for of_rank in all_ranks for key, value in of_rank.items()}
 
 
 @contextmanager

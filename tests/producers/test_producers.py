@@ -29,9 +29,10 @@ from ckpttool import convert, inspect, producers
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.producers import PRODUCERS, recognise, runs
 from ckpttool.producers.directory import Directory
-from ckpttool.producers.open import open_resolved, resolve
+from ckpttool.producers.open import open_at
 from ckpttool.producers.reader import shapes_of_moments
 from ckpttool.producers.runs import step_in
+from ckpttool.storage.stores import locate
 
 SAMPLES = samples_of("run")
 TARGETS = ("torch", "dcp", "safetensors")
@@ -439,7 +440,7 @@ def test_an_ordinary_checkpoint_is_listed_once(tmp_path: Path, monkeypatch: pyte
     listed: list[str] = []
     made = Directory.__init__
     monkeypatch.setattr(Directory, "__init__", lambda self, path: [listed.append(path), made(self, path)][1])
-    with closing(open_resolved(resolve(str(folder)))):
+    with closing(open_at(locate(str(folder)))):
         assert listed == [str(folder)]
 
 

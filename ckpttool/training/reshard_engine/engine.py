@@ -234,7 +234,7 @@ def _save(catalogue: Catalogue, meta: MetaModel, partial: str) -> None:
             planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
             torch_dcp.save(state, storage_writer=_Writer(partial), planner=planner)
         except CheckpointException as error:
-            raise save.failed(next(iter(error.failures.values()))[0], partial, partial) from None
+            raise save.failed(error, partial, partial) from None
 
 
 def _check_source(source: Source, catalogue: Catalogue, meta: MetaModel, rank: Rank, total: Transferred) -> None:
