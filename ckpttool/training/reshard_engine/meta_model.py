@@ -1,4 +1,4 @@
-"""A model on the meta device and the state of its optimizer, made from a catalogue and sharded as a training script would shard them.
+"""A model on the meta device and the state of its optimizer, sharded as a training script would shard them.
 
     ("model", "layers.0.w")                 a parameter of the module `model.layers.0`, cut by `fully_shard`
     ("model", "rope"), ("model", "gate")    buffers: what is whole, and what has no dimensions, which FSDP2 refuses
