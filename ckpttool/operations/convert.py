@@ -23,7 +23,7 @@ from ckpttool.operations import arguments, write
 from ckpttool.operations.arguments import Selection
 from ckpttool.operations.write import Conversion, Planned, WriteOptions
 from ckpttool.producers import writable
-from ckpttool.producers.arrange import Destination, LayoutBuilder
+from ckpttool.producers.arrange import LayoutBuilder
 from ckpttool.producers.components import WritableLayout
 from ckpttool.producers.open import naming
 from ckpttool.storage import files
@@ -163,7 +163,7 @@ def _arranged(
     def read(tensor: Tensor) -> int | None:
         return _small_integer(source, tensor.origin or tensor)
 
-    builder = LayoutBuilder(planned, Destination(world, local_path(dst).name, read))
+    builder = LayoutBuilder(planned, world, local_path(dst).name, read)
     output = row.build(builder)
     folded |= builder.folded
     output.catalogue.warnings = [*planned.warnings, *(Warning("framework", note) for note in builder.notes)]

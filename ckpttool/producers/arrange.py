@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ckpttool import formats
@@ -20,6 +19,7 @@ from ckpttool.layout.move import move
 from ckpttool.producers.components import Constant
 from ckpttool.producers.runs import step_in
 from ckpttool.producers.writer import OutputComponent, OutputLayout
+from ckpttool.text import rank_ranges
 
 # What the state of a generator is called: by torch scripts, accelerate, the Trainer, verl.
 _GENERATORS = {
@@ -30,24 +30,17 @@ _GENERATORS = {
 _STEPS = r"(global_|current_|train_|total_)?(step|steps|iteration|iter|iter_num|num_steps)"
 
 
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """What a layout depends on beside the state: `Destination(2, "checkpoint-400", read_integer)`.
-
-    `name` is the base name of the destination, `read_integer` returns the value of a small tensor of integers.
-    """
-
-    world_size: int
-    name: str
-    read_integer: Callable[[Tensor], int | None]
-
-
 class LayoutBuilder:
     """A state on its way into a layout: each part is added to a component. `folded` are the paths in the source of
-    entries that the layout stores by other means."""
+    entries that the layout stores by other means.
 
-    def __init__(self, catalogue: Catalogue, destination: Destination) -> None:
-        self.catalogue, self.destination = catalogue, destination
+    Args: `name` is the base name of the destination, `read_integer` returns the value of a small tensor of integers.
+    """
+
+    def __init__(
+        self, catalogue: Catalogue, world_size: int, name: str, read_integer: Callable[[Tensor], int | None]
+    ) -> None:
+        self.catalogue, self.world_size, self.name, self._read_integer = catalogue, world_size, name, read_integer
         self.notes: list[str] = []
         self.folded: set[Path] = set()
         self._components: list[OutputComponent] = []
@@ -188,12 +181,12 @@ class LayoutBuilder:
     def step_or_name(self) -> int | None:
         """The step that the state has, else the one in the name of the destination."""
         step = self.step()
-        return step_in(self.destination.name) if step is None else step
+        return step_in(self.name) if step is None else step
 
     def integer(self, entry: Entry) -> int | None:
         """The value of an entry that is one integer; else None."""
         if isinstance(entry, Tensor):
-            return self.destination.read_integer(entry)
+            return self._read_integer(entry)
         return entry.value if type(entry.value) is int else None
 
     def fold_step(self, step: int | None) -> None:
@@ -219,9 +212,8 @@ class LayoutBuilder:
             rank = of_rank[1] if of_rank is not None else 0
             below = parts.without_rank(path)[1:] or path
             kind = _generator(below, entry)
-            if rank >= self.destination.world_size:
-                count = self.destination.world_size
-                self.lose(entry, f"it is of rank {rank}, and {count} ranks have no file for it")
+            if rank >= self.world_size:
+                self.lose(entry, f"it is of rank {rank}, and {self.world_size} ranks have no file for it")
             elif kind is not None or is_own(below):
                 with_state.add(rank)
                 component, root = place(rank)
@@ -237,7 +229,6 @@ class LayoutBuilder:
     def add_generator_files(self, name: str, names: Mapping[str, str], own: re.Pattern[str]) -> None:
         """Add the states of generators in a file per rank, `{rank}` in its name; without that, in one file."""
         components: dict[int, int] = {}
-        world_size = self.destination.world_size
 
         def place(rank: int) -> tuple[int, Path]:
             root = ("rng", f"rank{rank}") if "{rank}" in name else ("rng",)
@@ -246,10 +237,9 @@ class LayoutBuilder:
             return components[rank], root
 
         with_state = self.add_generators(names, lambda below: own.fullmatch(str(below[0])), place)
-        without = [str(rank) for rank in range(world_size) if rank not in with_state]
+        without = [rank for rank in range(self.world_size) if rank not in with_state]
         if with_state and without:
-            shown = ", ".join(without[:8]) + (", ..." if len(without) > 8 else "")
-            self.notes.append(f"no states of random number generators for {len(without)} ranks: {shown}")
+            self.notes.append(f"no states of random number generators for {rank_ranges(without)}")
 
 
 def _is_step(entry: Entry) -> bool:

@@ -78,16 +78,12 @@ class Directory:
                     total += self.folder(name).nbytes(depth + 1)
         return total
 
-    def read(self, name: str, limit: int) -> bytes:
-        """The first bytes of a file, at most `limit`. Raises ReadError."""
-        return self.at(name).head(limit)
-
     def json(self, name: str) -> Any:
         """The value of a small JSON file; None when it is not there. Raises ReadError, or CorruptError for no JSON."""
         if name not in self:
             return None
         if name not in self._json:
-            text = self.read(name, _LARGEST_JSON + 1)
+            text = self.at(name).head(_LARGEST_JSON + 1)
             if len(text) > _LARGEST_JSON:
                 raise CorruptError(f"`{self.at(name)}`: more than {_LARGEST_JSON} bytes of JSON", file=self.at(name))
             try:
@@ -107,5 +103,5 @@ class Directory:
     def text(self, name: str) -> str:
         """The first kilobyte of a file of text; empty when it cannot be read."""
         with suppress(CkptError):
-            return self.read(name, 1024).decode("utf-8", "replace").strip()
+            return self.at(name).head(1024).decode("utf-8", "replace").strip()
         return ""

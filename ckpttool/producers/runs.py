@@ -290,7 +290,7 @@ def _dcp_why_not(directory: Directory, most: int) -> str | None:
             return f"`{index}` is empty"
         if directory.size(index) <= most:
             try:
-                named = _named_in(directory.read(index, most))
+                named = _named_in(directory.at(index).head(most))
             except CkptError:
                 continue
             if absent := [name for name in named if name not in directory]:

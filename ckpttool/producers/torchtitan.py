@@ -63,7 +63,7 @@ def _train_state(builder: LayoutBuilder, *, training: bool) -> list[Constant]:
             "torchtitan reads the step from `train_state`, and the source does not contain it",
             hint="call the destination `step-N`",
         )
-    if builder.destination.name != f"step-{step}":
+    if builder.name != f"step-{step}":
         builder.notes.append(f"torchtitan finds a checkpoint by its name, which would be `step-{step}`")
     if any(path[:2] == ("train_state", "step") for path in builder.catalogue.entries):
         return []

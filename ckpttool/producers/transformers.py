@@ -107,7 +107,7 @@ def _write_rest(builder: LayoutBuilder) -> OutputLayout:
     for entry in [e for e in builder.remaining() if e.path == ("training_args",)]:
         builder.add(entry, builder.component("training_args.bin", "torch", entry.path), entry.path)
     _write_state(builder)
-    name = "rng_state.pth" if builder.destination.world_size == 1 else "rng_state_{rank}.pth"
+    name = "rng_state.pth" if builder.world_size == 1 else "rng_state_{rank}.pth"
     builder.add_generator_files(name, _RNG, _OWN_RNG)
     return builder.finish("the Trainer stores no such value")
 
@@ -134,7 +134,7 @@ def _write_state(builder: LayoutBuilder) -> None:
             "such as 500 for `logging_steps`, `eval_steps` and `save_steps`"
         )
     builder.fold_step(step)
-    if builder.destination.name != f"checkpoint-{step}":
+    if builder.name != f"checkpoint-{step}":
         builder.notes.append(f"the Trainer finds the newest checkpoint by its name, which would be `checkpoint-{step}`")
 
 

@@ -99,7 +99,7 @@ _RNG = {"python": "random", "numpy": "numpy", "torch": "cpu"}
 
 def _write(builder: LayoutBuilder) -> OutputLayout:
     """A model of FSDP2 in one file per rank; the step is the name of the directory."""
-    world_size, name = builder.destination.world_size, builder.destination.name
+    world_size, name = builder.world_size, builder.name
     if world_size == 1:
         raise UsageError(
             "verl's FSDP2 has DTensors on one rank too, and a world of one is written with plain tensors",

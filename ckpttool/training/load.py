@@ -108,8 +108,7 @@ def load_parts(
         raise UsageError(f"there is no strategy `{strategy}`", hint=hint)
     chosen, why = choose(path, strategy)
     log.info("loading `%s` by `%s`: %s", path, chosen, why)
-    with ExitStack() as stack:
-        reader, contents = stack.enter_context(_opened(path, chosen, options))
+    with _opened(path, chosen, options) as (reader, contents):
         loaded = Loaded(path, contents.format, chosen, why, left=contents.left)
         with collectives.together():
             loaded.rest = nested_rest(contents, collectives.rank())
@@ -152,10 +151,9 @@ def _opened(path: str, strategy: str, options: LoadOptions) -> Iterator[tuple[Re
     """The reader, on ranks that read, and what the checkpoint says, on all."""
     reader: Reader | None = None
     contents: Contents | None = None
-    reads = strategy == "parallel" or collectives.rank() == 0
     with ExitStack() as stack:
         with collectives.together():
-            if reads:
+            if strategy == "parallel" or collectives.rank() == 0:
                 reader = stack.enter_context(closing(Reader(open_source(path, options.shapes))))
                 catalogue = reader.source.catalogue
                 with naming(path):

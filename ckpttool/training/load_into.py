@@ -149,18 +149,16 @@ class _CustomObjects:
 
     def _room(self, path: Path, shape: Shape) -> Any:
         for where in self.found:
-            current = self._now[where].get(path[len(where) :]) if path[: len(where)] == where else None
-            if current is not None and _is_sharded(current) and tuple(current.size()) == shape.sizes:
+            current: Any = self._now[where].get(path[len(where) :]) if path[: len(where)] == where else None
+            if _is_sharded(current) and tuple(current.size()) == shape.sizes:
                 return like(current, current.dtype)
         return empty(shape.sizes, getattr(torch, shape.dtype))
 
 
 def _tensors(value: Any) -> dict[Path, Any]:
     """The tensors of an object's state dict."""
-    state = value.state_dict() if hasattr(value, "state_dict") else {}
-    return {
-        where: current for where, current in _leaves(state, ()) if isinstance(current, (torch.Tensor, ShardedTensor))
-    }
+    leaves = _leaves(value.state_dict() if hasattr(value, "state_dict") else {}, ())
+    return {where: current for where, current in leaves if isinstance(current, (torch.Tensor, ShardedTensor))}
 
 
 def _is_sharded(value: Any) -> bool:
@@ -168,14 +166,9 @@ def _is_sharded(value: Any) -> bool:
 
 
 def _joined(loaded: Loaded, more: Loaded) -> Loaded:
-    return replace(
-        loaded,
-        bytes_read=loaded.bytes_read + more.bytes_read,
-        missing=loaded.missing + more.missing,
-        unexpected=loaded.unexpected + more.unexpected,
-        uninitialised=loaded.uninitialised + more.uninitialised,
-        left=[part for part in loaded.left if part in more.left],
-    )
+    sums = ("bytes_read", "missing", "unexpected", "uninitialised")
+    both = {name: getattr(loaded, name) + getattr(more, name) for name in sums}
+    return replace(loaded, **both, left=[part for part in loaded.left if part in more.left])
 
 
 def _find(rest: dict[Any, Any], where: Path) -> list[Any]:

@@ -60,7 +60,7 @@ def local_shards(value: Any, name: str) -> list[LocalShard]:
         shards = _of_dtensor(value, name)
     else:
         shards = [LocalShard(boxes.whole(value.shape), value.detach())]
-    return [piece for piece in shards if 0 not in piece.box[1]]
+    return [shard for shard in shards if 0 not in shard.box[1]]
 
 
 def _of_dtensor(value: DTensor, name: str) -> list[LocalShard]:
@@ -138,8 +138,7 @@ class Reader:
             into = part(memory, shared, box)
             if direct:
                 self._fill(_bits(into, tensor.dtype), extent, chunk, shared, tensor.dtype)
-                continue
-            for tile in tiles(shared, TILE // tensor.dtype.itemsize):
+            for tile in tiles(shared, TILE // tensor.dtype.itemsize) if not direct else ():
                 values = empty(tile[1], kind)
                 self._fill(_bits(values, tensor.dtype), extent, chunk, tile, tensor.dtype)
                 part(into, tile, shared).copy_(values)
@@ -180,18 +179,17 @@ def empty(sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 def torch_dtype(kind: Dtype, name: str) -> torch.dtype:
     """The dtype of torch. Raises UsageError for quantized dtypes, and those that this torch does not have."""
-    shards = getattr(torch, kind.name, None)
-    if kind.kind == "quantized" or not isinstance(shards, torch.dtype):
+    dtype = getattr(torch, kind.name, None)
+    if kind.kind == "quantized" or not isinstance(dtype, torch.dtype):
         raise UsageError(f"tensor `{name}`: {kind} cannot be loaded into a model here")
-    return shards
+    return dtype
 
 
 def _bits(memory: torch.Tensor, kind: Dtype) -> Any:
     """CPU memory as an array of unsigned integers of the elements' size."""
     name = unsigned(kind)
     if memory.is_contiguous():
-        raw = memory.reshape(-1).view(torch.uint8).numpy()
-        return raw.view(name).reshape(memory.shape)
+        return memory.reshape(-1).view(torch.uint8).numpy().view(name).reshape(memory.shape)
     # Of a view with gaps, numpy takes integers only.
     same = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[kind.itemsize]
     return memory.view(same).numpy().view(name)
