@@ -148,7 +148,6 @@ def _choose(source: Catalogue, to_world: int | None) -> WritableLayout:
 
 ACCELERATE = Producer(
     "accelerate",
-    "what `Accelerator.save_state` of accelerate leaves",
     (r"random_states_\d+\.pkl|optimizer\.bin|pytorch_model_fsdp(_\d+)?(/|\.bin|_rank\d+\.bin)",),
     _PATTERNS,
     expected=("model", "optimizer", "rng"),

@@ -123,7 +123,7 @@ class WritableLayout:
 
 @dataclass(frozen=True, slots=True)
 class Producer:
-    """A framework: `Producer("accelerate", "what `Accelerator.save_state` leaves", (r"optimizer\\.bin",), patterns)`.
+    """A framework: `Producer("accelerate", (r"optimizer\\.bin",), patterns)`.
 
     A directory is of the framework when its own name matches `folder`, a name in it each of `marks`, and `applies`
     agrees, which looks at the listing and at small JSON files only. Its components are those of `patterns`, and with
@@ -135,7 +135,6 @@ class Producer:
     """
 
     name: str
-    title: str
     marks: tuple[str, ...]
     patterns: tuple[Pattern, ...]
     expected: tuple[str, ...] = ()

@@ -26,7 +26,6 @@ def _has_state(catalogue: Catalogue) -> bool:
 
 COMPOSER = Producer(
     "Composer",
-    "a sharded checkpoint of Composer",
     (DCP_FILE,),
     (DCP_FILES, Pattern(r".*\.symlink", kind="ignored"), Pattern(r"composer_metadata\.json", kind="asset")),
     folder="ep.*-ba.*",
@@ -35,7 +34,6 @@ COMPOSER = Producer(
 )
 LIGHTNING = Producer(
     "Lightning",
-    "a sharded checkpoint of Lightning or Fabric",
     (r"meta\.pt", DCP_FILE),
     (DCP_FILES, Pattern(r"meta\.pt")),
     whole=True,
@@ -50,7 +48,6 @@ def _is_one_step(directory: Directory) -> bool:
 
 DINOV2 = Producer(
     "DINOv2",
-    "files `<name>.rank_R.pth` of DINOv2",
     (_OF_DINO,),
     (Pattern(_OF_DINO, kind="rank files"), Pattern(r"last_checkpoint\.rank_\d+", kind="ignored")),
     applies=_is_one_step,
@@ -58,7 +55,6 @@ DINOV2 = Producer(
 )
 TORCH_CHECKPOINTING = Producer(
     "torch_checkpointing",
-    "a `step-N` of torch_checkpointing",
     (r"metadata\.pkl", r"\w+_\d+\.pt"),
     (
         Pattern(r"(checkpoint|other)_(?P<rank>\d+)\.pt", kind="rank files"),
@@ -91,7 +87,6 @@ def _warn(layout: Layout, text: str) -> None:
 OLMO = (
     Producer(
         "OLMo-core",
-        "a `stepN` of OLMo-core, or of OLMo in its new form",
         ("model_and_optim/",),
         (
             Pattern(r"model_and_optim/"),
@@ -102,7 +97,6 @@ OLMO = (
     ),
     Producer(
         "OLMo",
-        "a `stepN-unsharded` of OLMo",
         (r"config\.yaml", r"model\.(pt|safetensors)"),
         (
             Pattern(r"model\.(pt|safetensors)", "model"),
@@ -113,5 +107,5 @@ OLMO = (
         expected=("model", "optim"),
         adjust=_require_train,
     ),
-    Producer("OLMo, old", "a `stepN` of OLMo in its old form", (r"config\.yaml", r"rank\d+\.pt"), (_OF_OLMO, _CONFIG)),
+    Producer("OLMo, old", (r"config\.yaml", r"rank\d+\.pt"), (_OF_OLMO, _CONFIG)),
 )

@@ -78,7 +78,6 @@ def _train_state(builder: LayoutBuilder, *, training: bool) -> list[Constant]:
 
 TORCHTITAN = Producer(
     "torchtitan",
-    "a `step-N` of torchtitan",
     (rf"{DCP_FILE}|sharded/",),
     (DCP_FILES, Pattern(r".*\.safetensors(\.index\.json)?|sharded/", kind="ignored")),
     folder=r"(step-)?\d+",

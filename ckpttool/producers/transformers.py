@@ -150,7 +150,6 @@ def _choose(source: Catalogue, to_world: int | None) -> WritableLayout:
 
 TRAINER = Producer(
     "transformers Trainer",
-    "a `checkpoint-N` of the Trainer of transformers",
     (r"trainer_state\.json",),
     _TRAINER,
     expected=("model", "optimizer", "rng"),
@@ -161,7 +160,6 @@ TRAINER = Producer(
 )
 PRETRAINED = Producer(
     "transformers",
-    "a model directory of transformers",
     (r"(adapter_)?config\.json", r".*\.safetensors|pytorch_model(-\d+-of-\d+)?\.bin"),
     _PRETRAINED,
     applies=_is_pretrained,

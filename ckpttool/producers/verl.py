@@ -138,7 +138,6 @@ def _write(builder: LayoutBuilder) -> OutputLayout:
 
 VERL = Producer(
     "verl",
-    "a `global_step_N` of verl, or a model in it",
     (),
     _PATTERNS,
     applies=_is_verl,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -288,7 +289,7 @@ def with_tensors(value: Any, catalogue: Catalogue, read: Read) -> Any:
         entry = catalogue.entries.get(value.path)
         return read(entry.origin or entry) if isinstance(entry, Tensor) else value
     if isinstance(value, Stub):
-        return _counter(value) if values.stub_name(value) == "collections.Counter" else _numpy(value)
+        return _known_object(value)
     if isinstance(value, dict):
         result = type(value)()
         result.update((key, with_tensors(child, catalogue, read)) for key, child in value.items())
@@ -298,26 +299,21 @@ def with_tensors(value: Any, catalogue: Catalogue, read: Read) -> Any:
     return value
 
 
-def _counter(value: Stub) -> Any:
-    match value.args:
-        case (dict() as counts,) if all(type(count) is int for count in counts.values()):
-            return Counter(counts)
-    return value
-
-
-def _numpy(value: Stub) -> Any:
-    """The numpy array of numbers that a stub stands for; any other stub unchanged."""
+def _known_object(value: Stub) -> Any:
+    """The `Counter` or the numpy array of numbers that a stub stands for; any other stub unchanged."""
     import numpy as np
 
     name = values.stub_name(value) or ""
-    if name not in ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct") or not value.state:
-        return value
-    match value.state[0]:
-        case (int(), tuple() as shape, Stub(args=(str() as kind, *_)), bool() as columns, bytes() as data):
-            try:
+    is_array = name in ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
+    match value.args:
+        case (dict() as counts,) if name == "collections.Counter" and {int}.issuperset(map(type, counts.values())):
+            return Counter(counts)
+    match value.state:
+        case [(int(), tuple() as shape, Stub(args=(str() as kind, *_)), bool() as columns, bytes() as data)] if (
+            is_array
+        ):
+            with suppress(TypeError, ValueError):
                 return np.frombuffer(bytearray(data), np.dtype(kind)).reshape(shape, order="F" if columns else "C")
-            except (TypeError, ValueError):
-                return value
     return value
 
 
