@@ -313,7 +313,7 @@ def _known_object(value: Stub) -> Any:
             is_array
         ):
             with suppress(TypeError, ValueError):
-                return np.frombuffer(bytearray(data), np.dtype(kind)).reshape(shape, order="F" if columns else "C")
+                return np.frombuffer(bytearray(raw), np.dtype(kind)).reshape(shape, order="F" if columns else "C")
     return value
 
 
