@@ -309,9 +309,7 @@ def _known_object(value: Stub) -> Any:
         case (dict() as counts,) if name == "collections.Counter" and {int}.issuperset(map(type, counts.values())):
             return Counter(counts)
     match value.state:
-        case [(int(), tuple() as shape, Stub(args=(str() as kind, *_)), bool() as columns, bytes() as data)] if (
-            is_array
-        ):
+        case [(int(), tuple() as shape, Stub(args=(str() as kind, *_)), bool() as columns, bytes() as raw)] if is_array:
             with suppress(TypeError, ValueError):
                 return np.frombuffer(bytearray(raw), np.dtype(kind)).reshape(shape, order="F" if columns else "C")
     return value

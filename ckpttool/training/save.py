@@ -68,7 +68,7 @@ def save(
     with _stage(path, format == "torch", overwrite) as partial, collectives.together():
         try:
             _write(state, partial, format, keys)
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # which is no Exception
             raise failed(error, path, partial) from None
 
 
