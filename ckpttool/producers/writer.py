@@ -180,7 +180,7 @@ def _write_constants(catalogue: Catalogue, constants: Mapping[Path, bytes], star
     return crcs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _CreatedSink:
     catalogue: Catalogue
     finish: Callable[[Crcs], None]
