@@ -46,11 +46,8 @@ def _unknown_file(location: Location) -> CkptError:
     other = _other_file(head)
     if other is not None:
         return ReadError(f"`{location}`: {other.what}", hint=other.hint, file=location, found=other.what)
-    return ReadError(
-        f"`{location}`: not a checkpoint that we know",
-        hint="we know files of torch.save and safetensors by how they begin, and DCP directories by their `.metadata`",
-        file=location,
-    )
+    hint = "we know files of torch.save and safetensors by how they begin, and DCP directories by their `.metadata`"
+    return ReadError(f"`{location}`: not a checkpoint that we know", hint=hint, file=location)
 
 
 def _unknown_directory(location: Location) -> ReadError:
@@ -59,28 +56,19 @@ def _unknown_directory(location: Location) -> ReadError:
         return ReadError(f"`{location}`: an empty directory", hint=_INCOMPLETE, file=location)
     inside = [name for name in names[:1000] if any(row.recognise(location / name) for row in FORMATS)]
     if inside:
-        return ReadError(
-            f"`{location}`: is no checkpoint, but has {'one' if len(inside) == 1 else len(inside)} in it",
-            hint=f"name one: `{location / inside[-1]}`",
-            file=location,
-            found=inside,
-        )
+        text = f"`{location}`: is no checkpoint, but has {'one' if len(inside) == 1 else len(inside)} in it"
+        return ReadError(text, hint=f"name one: `{location / inside[-1]}`", file=location, found=inside)
     more = ", ..." if len(names) > _SHOWN else ""
-    return ReadError(
-        f"`{location}`: holds no checkpoint that we know ({', '.join(names[:_SHOWN])}{more})",
-        hint="a DCP directory has `.metadata`, a safetensors one `*.safetensors`; for one file, name the file itself",
-        file=location,
-    )
+    text = f"`{location}`: holds no checkpoint that we know ({', '.join(names[:_SHOWN])}{more})"
+    hint = "a DCP directory has `.metadata`, a safetensors one `*.safetensors`; for one file, name the file itself"
+    return ReadError(text, hint=hint, file=location)
 
 
 # Files that are not checkpoints ---------------------------------------------------------------------------------------
 
 
 class OtherFile(NamedTuple):
-    """A kind of file that is not a checkpoint, by its first bytes.
-
-    `OtherFile(b"\\x1f\\x8b", "compressed with gzip", "unpack it")`.
-    """
+    """A kind of file that is not a checkpoint, by its first bytes: `OtherFile(b"bzh", "bzip2", ...)`."""
 
     begins: bytes
     what: str

@@ -1,8 +1,7 @@
 """Writes the `.metadata` of a DCP directory, byte-compatible with torch 2.9 to 2.14 (grammar: `metadata`).
 
-`TensorProperties` has five elements, or torch up to 2.14 could not open it; torch 2.6 to 2.8 keep what they do not know
-(`version`) as attributes, as all of them do with `ckpttool`. A large index has millions of objects: what comes again
-and again is assembled from opcodes that are computed once.
+`TensorProperties` has five elements, or torch up to 2.14 could not open it; torch keeps what it does not know as
+attributes. In a large index of millions of objects, what comes again and again is opcodes that are computed once.
 """
 
 from __future__ import annotations
@@ -36,18 +35,18 @@ class _Opcodes:
         self._sizes: dict[Ints, bytes] = {}
 
     def text(self, value: str) -> bytes:
-        return self._reference(lambda: self._writer.text(value))
+        return self._reference(self._writer.text, value)
 
     def _named(self, module: str, name: str) -> bytes:
-        return self._reference(lambda: self._writer.named(module, name))
+        return self._reference(self._writer.named, module, name)
 
-    def _reference(self, write: Callable[[], None]) -> bytes:
+    def _reference(self, write: Callable[..., None], *values: str) -> bytes:
         """Return what `write` writes the second time. The first result is popped off the reader's stack."""
         out = self._writer.out
-        write()
+        write(*values)
         out += b"0"
         mark = len(out)
-        write()
+        write(*values)
         opcodes = bytes(out[mark:])
         del out[mark:]
         return opcodes

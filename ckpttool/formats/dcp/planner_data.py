@@ -45,12 +45,11 @@ def restore(
     lists = _lists(paths.values())
     paths = _sorted_paths(paths, lists)
     for root in _integer_id_roots(paths, value_of):
-        depth = len(root) + 1
 
-        def with_integer_id(path: Path, state: Path = (*root, "state"), depth: int = depth) -> Path:
-            if path[:depth] != state or len(path) <= depth:
+        def with_integer_id(path: Path, state: Path = (*root, "state")) -> Path:
+            if path[: len(state)] != state or len(path) == len(state):
                 return path
-            return (*state, int(str(path[depth])), *path[depth + 1 :])
+            return (*state, int(str(path[len(state)])), *path[len(state) + 1 :])
 
         paths = {name: with_integer_id(path) for name, path in paths.items()}
         lists = {with_integer_id(path) for path in lists}

@@ -53,7 +53,7 @@ class DcpSource:
         if tensor.dtype.kind == "quantized":
             text = f"tensor `{tensor.name}`: {tensor.dtype} in chunks, each quantized by itself, cannot be merged"
             raise ReadError(text, hint="leave it out with `--exclude`", tensor=tensor.name)
-        transforms = self._transforms.get((extent.file, extent.offset), ()) if self._transforms else ()
+        transforms = self._transforms.get((extent.file, extent.offset), ())
         item = Item(extent.file, extent.offset, extent.nbytes, transforms)
         return self._items.tensor(item, tensor.dtype, chunk.sizes, tensor.name)
 

@@ -162,7 +162,6 @@ def _is_end_record_of(read: Read, base: int, length: int) -> bool:
 
 def _relocated(entry: StoredTensor | Item, placed: dict[tuple[int, int], tuple[int, int]]) -> StoredTensor | Item:
     if isinstance(entry, Item):
-        offset, length = placed[entry.file, entry.offset]
-        return entry._replace(offset=offset, length=length)
+        return Item(entry.file, *placed[entry.file, entry.offset], entry.transforms)
     places = [placed.get((file, start), (0, 0)) for file, start in zip(entry.files, entry.starts, strict=True)]
     return replace(entry, starts=array("q", [at for at, _ in places]), lengths=array("q", [n for _, n in places]))

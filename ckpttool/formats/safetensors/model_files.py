@@ -1,8 +1,7 @@
 """Reads the safetensors files of a model into one catalogue.
 
-A tensor's path is its name, dots and all. A file of torch's `HuggingFaceStorageWriter(save_distributed=True)` holds
-pieces: `__metadata__.DCP_SHARDING_INFO` is `{name: {"saved_offsets": [..]}}` as JSON in a string, and the size of the
-whole tensor is not stored (torch 2.8 to 2.13 take the furthest end of a piece).
+A file of torch's `HuggingFaceStorageWriter(save_distributed=True)` holds pieces: `__metadata__.DCP_SHARDING_INFO` is
+`{name: {"saved_offsets": [..]}}` as JSON in a string (torch 2.8 to 2.13 take the furthest end for the whole size).
 """
 
 from __future__ import annotations
