@@ -79,7 +79,10 @@ def _print(
     summary = summarise(catalogue, depth=depth, limit=1000 if terminal.verbose else max(terminal.width or 0, _VALUE))
     shown = (checkpoint["path"] for checkpoint in catalogue.facts.get("run", ()) if checkpoint["taken"])
     _header(terminal, catalogue, next(shown, path), summary)
-    _components(terminal, catalogue)
+    if mounted := catalogue.facts.get("mounted"):
+        terminal.heading("components")
+        rows = [(m["root"] or "-", m["path"] or ".", m["format"], plural(m["files"], "file")) for m in mounted]
+        terminal.table(rows, wrap=(0, 1))
     if selected is not None:
         _tensors(terminal, [t for t in catalogue.tensors if selected(t.name)], catalogue)
     else:
@@ -121,16 +124,6 @@ def _run(terminal: Terminal, catalogue: Catalogue, path: str) -> None:
         rows.append([name, step, size(entry["bytes"]), entry["producer"] or entry["format"] or "", state])
     terminal.table(rows, ("checkpoint", "step", "bytes", "producer", ""), right=(1, 2), wrap=(0, 3, 4))
     terminal.write("\n")
-
-
-def _components(terminal: Terminal, catalogue: Catalogue) -> None:
-    """Print which part of a run directory is in which path."""
-    mounted = catalogue.facts.get("mounted", ())
-    if not mounted:
-        return
-    terminal.heading("components")
-    rows = [(m["root"] or "-", m["path"] or ".", m["format"], plural(m["files"], "file")) for m in mounted]
-    terminal.table(rows, wrap=(0, 1))
 
 
 def _header(terminal: Terminal, catalogue: Catalogue, path: str, summary: Summary) -> None:

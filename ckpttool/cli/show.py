@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.cli import options
@@ -47,12 +48,9 @@ def _print(terminal: Terminal, shown: Shown) -> None:
         ("shape", str(list(shown.shape))),
         ("bytes", size(shown.nbytes)),
     ]
-    for name in ("min", "max", "mean", "norm"):
-        if getattr(shown, name) is not None:
-            facts.append((name, _number(getattr(shown, name))))
-    for name, title in (("nans", "NaN"), ("infs", "inf")):
-        if getattr(shown, name):
-            facts.append((title, f"{getattr(shown, name):,}"))
+    figures = {"min": shown.min, "max": shown.max, "mean": shown.mean, "norm": shown.norm}
+    facts += [(name, _number(value)) for name, value in figures.items() if value is not None]
+    facts += [(title, f"{n:,}") for title, n in (("NaN", shown.nans), ("inf", shown.infs)) if n]
     terminal.facts(facts)
     terminal.heading("values", _how_many(shown))
     terminal.paragraph("  ".join(map(_number, shown.values)) or "none")
@@ -74,9 +72,7 @@ def _document(shown: Shown) -> dict[str, Any]:
 
 
 def _how_many(shown: Shown) -> str:
-    total = 1
-    for length in shown.shape:
-        total *= length
+    total = prod(shown.shape)
     return "" if len(shown.values) == total else f"the first {len(shown.values)} of {total:,}"
 
 

@@ -116,13 +116,13 @@ class Diff:
     within: str | None = None  #: tolerance, such as `rtol 1e-05`; null if bits are compared
     matched: int = 0  #: names on both sides
     bytes: int = 0  #: bytes of values that were compared, tied ones counted once
+    total: Total = field(default_factory=lambda: Total("total"))  #: figures of all parts
+    parts: list[Total] = field(default_factory=list)  #: figures of each part
     only_a: list[Only] = field(default_factory=list)  #: names in A only
     only_b: list[Only] = field(default_factory=list)  #: names in B only
+    kinds: list[str] = field(default_factory=list)  #: names of a tensor on one side and an object on the other
     tensors: list[TensorDifference] = field(default_factory=list)  #: tensors that differ
     objects: list[ObjectDifference] = field(default_factory=list)  #: objects that differ
-    kinds: list[str] = field(default_factory=list)  #: names of a tensor on one side and an object on the other
-    parts: list[Total] = field(default_factory=list)  #: figures of each part
-    total: Total = field(default_factory=lambda: Total("total"))  #: figures of all parts
     notes: list[str] = field(default_factory=list)  #: warnings, for people
     hint: str | None = None  #: how to make more names match, for people
     seconds: float = 0.0  #: duration

@@ -60,9 +60,7 @@ def _in(folder: Location, root: Location, listed: Collection[Location], world: i
 
 def _missing_indexes(names: list[str]) -> Iterator[Finding]:
     """Yield the indexes that are missing where each rank has written one."""
-    ranks = {int(m[1]) for name in names if (m := _OF_RANK.fullmatch(name))}
-    if ".metadata" in names:
-        return
+    ranks = set() if ".metadata" in names else {int(m[1]) for name in names if (m := _OF_RANK.fullmatch(name))}
     for rank in sorted(set(range(max(ranks, default=-1))) - ranks):
         name = f"__{rank}.metadata"
         text = f"`{name}` is missing: the index of rank {rank}, where every rank has one"

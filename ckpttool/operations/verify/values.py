@@ -37,12 +37,9 @@ class Counts:
 
     def add(self, other: Counts) -> None:
         """Add the counts of other elements of the same tensor."""
-        self.nans += other.nans
-        self.infs += other.infs
-        self.zeros += other.zeros
-        self.denormals += other.denormals
-        if other.first is not None and (self.first is None or other.first < self.first):
-            self.first = other.first
+        for kind in ("nans", "infs", "zeros", "denormals"):
+            setattr(self, kind, getattr(self, kind) + getattr(other, kind))
+        self.first = min(filter(None, (self.first, other.first)), default=None)
 
 
 def check(run: Verification) -> Iterator[Finding]:
