@@ -88,14 +88,15 @@ class Stage:
         self.held = 0
         self.resumes = self.keep = False
 
-    def restart(self) -> None:
-        """Forget the lines of an earlier run."""
+    def restart(self, lines: Iterable[Any]) -> None:
+        """Begin the log anew with these lines, behind that on this process."""
         self.log.cut(keep=False)
-        self.log.append([_owner()])
+        self.log.append([_owner(), *lines])
 
     def take_over(self, payloads: Mapping[str, Sequence[tuple[int, int]]]) -> set[str]:
         """Move the files that an earlier run filled in place of new ones of the same size, by whose paths `payloads`
-        has the ranges to keep, in order; all other bytes are copied from the new ones. Return the paths of those."""
+        has the ranges to keep, in order; all other bytes are copied from the new ones. The rest of that run is removed.
+        Return the paths of the files."""
         taken = set()
         for new, ranges in payloads.items():
             old = os.path.normpath(os.path.join(self.before, os.path.relpath(new, self.path)))
@@ -104,11 +105,8 @@ class Stage:
                     _copy_around(new, old, ranges)
                     os.rename(old, new)
                     taken.add(new)
-        return taken
-
-    def forget(self) -> None:
-        """Remove what is left of an earlier run."""
         files.remove(self.before)
+        return taken
 
     def remove(self) -> None:
         """Remove all of it, the journal last: as long as that exists, the next run finds the rest."""

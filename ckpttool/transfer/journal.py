@@ -111,16 +111,13 @@ def begin(stage: Stage, created: Catalogue, digest: str, notes: list[str], *, ev
     run replace the new ones if it followed the same plan. With `every`, all bytes are checksummed."""
     journal = Journal(stage.log, every=every)
     with os_errors(stage.path, "write"):
-        if stage.resumes and journal.read(digest):
-            taken = stage.take_over(_payloads(created, {file for file, _ in journal.done}))
-            numbers = {number for number, file in enumerate(created.files) if file.location in taken}
-            journal.done = {key: one for key, one in journal.done.items() if key[0] in numbers}
-        elif stage.resumes:
+        if stage.resumes and not journal.read(digest):
             notes.append("partial output is from another source or other options: starting over")
-        stage.forget()
+        taken = stage.take_over(_payloads(created, {file for file, _ in journal.done}) if journal.done else {})
+        numbers = {number for number, file in enumerate(created.files) if file.location in taken}
+        journal.done = {key: one for key, one in journal.done.items() if key[0] in numbers}
         if not journal.done:
-            stage.restart()
-            stage.log.append([{"plan": digest}])
+            stage.restart([{"plan": digest}])
     stage.keep = True
     return journal
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +26,6 @@ class RepoFile:
     size: int
     sha256: str | None
     blob: str | None
-
-    def matches(self, digests: Digests) -> bool:
-        """Return whether the file has these digests."""
-        if self.size != digests.size:
-            return False
-        return self.sha256 == digests.sha256 if self.sha256 is not None else self.blob == digests.blob
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +54,17 @@ def list_files(api: HfApi, repo: str, revision: str, folder: str = "") -> dict[s
     Raises the exceptions of the client, and CorruptError if a path leads out of the repository.
     """
     files: dict[str, RepoFile] = {}
-    for item in api.list_repo_tree(repo, folder or None, recursive=True, revision=revision):
+    items: Iterable[Any] = api.list_repo_tree(repo, folder or None, recursive=True, revision=revision)
+    for item in items:
         if not hasattr(item, "size"):
             continue
         if any(part in ("", ".", "..") for part in item.path.split("/")) or "\0" in item.path or "\\" in item.path:
             raise CorruptError(
                 f"`hf://{repo}`: the Hub lists a file `{item.path}`, which is not a path in a repository"
             )
-        files[item.path] = _repo_file(item)
+        size, sha256 = (item.lfs.size, item.lfs.sha256) if item.lfs else (item.size, None)
+        files[item.path] = RepoFile(item.path, size, sha256, item.blob_id)
     return files
-
-
-def _repo_file(item: Any) -> RepoFile:
-    lfs = item.lfs
-    return RepoFile(item.path, lfs.size if lfs else item.size, lfs.sha256 if lfs else None, item.blob_id)
 
 
 def difference(file: RepoFile | None, digests: Digests) -> str | None:
@@ -81,10 +73,8 @@ def difference(file: RepoFile | None, digests: Digests) -> str | None:
         return "the Hub does not have the file"
     if file.size != digests.size:
         return f"the Hub has {file.size} bytes, this machine {digests.size}"
-    if not file.matches(digests):
-        local = digests.sha256 if file.sha256 else digests.blob
-        return f"the digest is {file.sha256 or file.blob} on the Hub, {local} on this machine"
-    return None
+    there, here = (file.blob, digests.blob) if file.sha256 is None else (file.sha256, digests.sha256)
+    return None if there == here else f"the digest is {there} on the Hub, {here} on this machine"
 
 
 def check(path: str, file: RepoFile, address: str) -> None:

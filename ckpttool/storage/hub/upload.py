@@ -250,7 +250,7 @@ class _Upload:
             return
         path = os.path.join(folder, *file.name.split("/"))
         digests = self._digests[name] = self._write(file, path)
-        is_there = existing is not None and existing.matches(digests)
+        is_there = listing.difference(existing, digests) is None
         self._record(file, "unchanged" if is_there else change)
         if not is_there and not self.sent.dry_run:
             self._send(file, name, path, digests.sha256)
