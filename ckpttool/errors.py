@@ -6,6 +6,7 @@ goes into `hint`, which is printed on a line of its own.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
 DONE = 0
@@ -40,11 +41,7 @@ class CkptError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors travel between processes; the default would drop the keywords.
-        return (_remake, (type(self), self.message, self.hint, self.facts))
-
-
-def _remake(kind: type[CkptError], message: str, hint: str | None, facts: dict[str, Any]) -> CkptError:
-    return kind(message, hint=hint, **facts)
+        return partial(type(self), hint=self.hint, **self.facts), (self.message,)
 
 
 class UsageError(CkptError):

@@ -66,17 +66,13 @@ class Pool:
             self._open.move_to_end(path)
             entry[1] += 1
             if len(self._open) > _OPEN_FILES:
-                self._close_idle()
+                for idle in [p for p in list(self._open)[:-_OPEN_FILES] if not self._open[p][1]]:
+                    os.close(self._open.pop(idle)[0])
             return entry
 
     def put_back(self, entry: list[int]) -> None:
         with self._lock:
             entry[1] -= 1
-
-    def _close_idle(self) -> None:
-        for path in list(self._open)[: max(0, len(self._open) - _OPEN_FILES)]:
-            if not self._open[path][1]:
-                os.close(self._open.pop(path)[0])
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         """Return `nbytes` bytes at `offset`. Raises CorruptError if the file ends before."""

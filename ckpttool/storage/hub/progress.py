@@ -33,22 +33,14 @@ def download_arguments(report: Report) -> dict[str, Any]:
             self.n += int(n or 0)
             report(self.n)
 
-        def update_transfer(self, n: float | None = 1) -> None:
-            """Ignore the bytes on the network, which may be fewer than those of the file."""
-
-        def set_postfix_str(self, *_: Any, **__: Any) -> None:
+        def ignore(self, *_: Any, **__: Any) -> None:
             pass
 
-        set_transfer_postfix_str = set_description = refresh = set_postfix_str
-
-        def close(self) -> None:
-            pass
+        set_transfer_postfix_str = set_postfix_str = set_description = refresh = close = __exit__ = ignore
+        update_transfer = ignore  # the bytes on the network may be fewer than those of the file
 
         def __enter__(self) -> Bar:  # noqa: PYI034
             return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
 
     # The first 1.x releases lack the parameter.
     return {"tqdm_class": Bar} if "tqdm_class" in inspect.signature(hf_hub_download).parameters else {}

@@ -154,7 +154,7 @@ class _Upload:
         self.deletions: list[str] = []
         self._api: HfApi = client.api()
         self._create_pr = create_pr
-        self._message = message
+        self._message, self._title = message, message.partition("\n")[0]
         self._progress = progress
         # Bytes: of all files, of those that are done, of the current one at most (a retry starts again).
         self._total, self._done, self._current = size, 0, 0
@@ -351,7 +351,7 @@ class _Upload:
         for commit in self._api.list_repo_commits(repo, revision=self.address.branch)[:_RECENT]:
             if commit.commit_id == self._parent:
                 return None
-            if commit.title == self._message.partition("\n")[0] and not self._differences(commit.commit_id):
+            if commit.title == self._title and not self._differences(commit.commit_id):
                 return commit.commit_id, f"{self._api.endpoint}/{repo}/commit/{commit.commit_id}", None
         return None
 
@@ -362,7 +362,7 @@ class _Upload:
         )
         for pull_request in islice(pull_requests, _RECENT):
             revision = f"refs/pr/{pull_request.num}"
-            if pull_request.title == self._message.partition("\n")[0] and not self._differences(revision):
+            if pull_request.title == self._title and not self._differences(revision):
                 oid = str(self._info(revision).sha)
                 return oid, f"{self._api.endpoint}/{repo}/commit/{oid}", pull_request.url
         return None
