@@ -112,10 +112,10 @@ def _plan(source: Source, dst: str, target: Format, options: ConvertOptions) -> 
     validate(catalogue, respell.origins(planned) | folded)
     arguments.check_dtypes(options.dtype, planned)
     planned = cast(planned, caster(options.dtype))
-    world = options.to_world or catalogue.world_size
-    tensor_class = options.tensor_class
+    world, tensor_class = options.to_world or catalogue.world_size, options.tensor_class
     if row is not None:
-        planned, target, tensor_class = _arranged(row, planned, source, dst, world, folded, tensor_class)
+        planned, target = _arranged(row, planned, source, dst, options, folded)
+        tensor_class = tensor_class or row.tensor_class
     planned = _rechunked(planned, catalogue, target, options.to_world)
     sink = SinkOptions(options.max_shard_size, target.is_file(dst), world, tensor_class or "sharded_tensor")
     return Planned(planned, sink, frozenset(folded)), target
@@ -145,29 +145,23 @@ def _speller(
 
 
 def _arranged(
-    row: WritableLayout,
-    planned: Catalogue,
-    source: Source,
-    dst: str,
-    world: int,
-    folded: set[Path],
-    tensor_class: str | None,
-) -> tuple[Catalogue, Format, str | None]:
-    """Return the state as a framework stores it, and that framework's layout as a format."""
-    if tensor_class is not None and not tensor_class.startswith("dtensor"):
-        raise UsageError(
-            f"`--tensor-class {tensor_class}`: {row.name} loads only DTensors",
-            hint="name the device and the dimension of its mesh: `--tensor-class dtensor:cuda:fsdp`",
-        )
+    row: WritableLayout, planned: Catalogue, source: Source, dst: str, options: ConvertOptions, folded: set[Path]
+) -> tuple[Catalogue, Format]:
+    """Return the state as a framework stores it, and that framework's layout as a format. What is folded into other
+    entries is added to `folded`."""
+    if options.tensor_class is not None and not options.tensor_class.startswith("dtensor"):
+        hint = "name the device and the dimension of its mesh: `--tensor-class dtensor:cuda:fsdp`"
+        raise UsageError(f"`--tensor-class {options.tensor_class}`: {row.name} loads only DTensors", hint=hint)
 
     def read(tensor: Tensor) -> int | None:
         return _small_integer(source, tensor.origin or tensor)
 
+    world = options.to_world or source.catalogue.world_size
     builder = LayoutBuilder(planned, world, local_path(dst).name, read)
     output = row.build(builder)
     folded |= builder.folded
     output.catalogue.warnings = [*planned.warnings, *(Warning("framework", note) for note in builder.notes)]
-    return output.catalogue, writable.as_format(row, output), tensor_class or row.tensor_class
+    return output.catalogue, writable.as_format(row, output)
 
 
 def _small_integer(source: Source, tensor: Tensor) -> int | None:

@@ -116,12 +116,8 @@ class LazyTensor:
     def shape(self) -> Ints:
         if not self._index:
             return self._box[1]
-        left = [
-            len(range(*step.indices(size)))
-            for step, size in zip(self._index, self._box[1], strict=True)
-            if isinstance(step, slice)
-        ]
-        return tuple(left)
+        steps = zip(self._index, self._box[1], strict=True)
+        return tuple(len(range(*step.indices(size))) for step, size in steps if isinstance(step, slice))
 
     def __repr__(self) -> str:
         return f"<{self.name}: {self.dtype} {list(self.shape)}>"
@@ -141,22 +137,8 @@ class LazyTensor:
         keys += [slice(None)] * (len(shape) - len(keys))
         if len(keys) > len(shape):
             raise IndexError(f"{len(keys)} indexes for {len(shape)} dimensions")
-        offsets, sizes, rest = [], [], []
-        for key, size in zip(keys, shape, strict=True):
-            if isinstance(key, slice):
-                low, high, step = key.indices(size)
-                if step < 1:
-                    raise IndexError("a slice with a negative step")
-                rest.append(slice(None, None, step))
-            else:
-                low = int(key) + size if int(key) < 0 else int(key)
-                if not 0 <= low < size:
-                    raise IndexError(f"{key} is outside a dimension of {size}")
-                high = low + 1
-                rest.append(0)  # type: ignore[arg-type]
-            offsets.append(low)
-            sizes.append(max(0, high - low))
-        return LazyTensor(self._tensor, self._source, self._pool, (tuple(offsets), tuple(sizes)), tuple(rest))
+        offsets, sizes, rest = zip(*map(_bounds, keys, shape), strict=True) if shape else ((), (), ())
+        return LazyTensor(self._tensor, self._source, self._pool, (offsets, sizes), rest)
 
     def bits(self) -> np.ndarray[Any, np.dtype[Any]]:
         """Return the elements as unsigned integers of their size, or void for 16 bytes; for any dtype."""
@@ -188,3 +170,16 @@ class LazyTensor:
             return torch.empty(self.shape, dtype=kind)
         raw = np.ascontiguousarray(self.bits()).reshape(-1).view(np.uint8)
         return torch.frombuffer(raw, dtype=kind).reshape(self.shape)
+
+
+def _bounds(key: Any, size: int) -> tuple[int, int, Any]:
+    """Return first index and length of a slice or an index of a dimension, and what is left to do after reading."""
+    if isinstance(key, slice):
+        low, high, step = key.indices(size)
+        if step < 1:
+            raise IndexError("a slice with a negative step")
+        return low, max(0, high - low), slice(None, None, step)
+    low = int(key) + size if int(key) < 0 else int(key)
+    if not 0 <= low < size:
+        raise IndexError(f"{key} is outside a dimension of {size}")
+    return low, 1, 0

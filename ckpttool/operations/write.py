@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from operator import attrgetter
@@ -107,11 +107,11 @@ def open_sources(
 ) -> Iterator[OpenSource]:
     """Open the source, parts of which may come from other checkpoints. Raises ReadError or CorruptError."""
     before = _fingerprint(src, model_from, optim_from)
-    with ExitStack() as stack:
-        source = _open_all(stack, src, shapes, model_from, optim_from)
+    parts = {"model": model_from, "optimizer": optim_from}
+    given = {kind: path for kind, path in parts.items() if path is not None}
+    with _combined(src, shapes, given) if given else opened(src, shapes) as source:
         # Of several sources, an error names the file only.
-        path = src if model_from is None and optim_from is None else None
-        yield OpenSource(source, _watched(source.catalogue, before), path)
+        yield OpenSource(source, _watched(source.catalogue, before), None if given else src)
 
 
 @contextmanager
@@ -332,16 +332,12 @@ def check_place(manifest: str | None, dst: str, names: Iterable[str]) -> None:
             )
 
 
-def _open_all(stack: ExitStack, src: str, shapes: str | None, model_from: str | None, optim_from: str | None) -> Source:
-    if model_from is None and optim_from is None:
-        return stack.enter_context(opened(src, shapes))
-    source = open_source(src, shapes)
-    mounted = CombinedSource.over(source)
-    stack.callback(mounted.close)
-    for kind, path in (("model", model_from), ("optimizer", optim_from)):
-        if path is not None:
-            mounted.replace_part(kind, open_source(path), path)
-    return mounted
+@contextmanager
+def _combined(src: str, shapes: str | None, parts: Mapping[str, str]) -> Iterator[Source]:
+    with closing(CombinedSource.over(open_source(src, shapes))) as source:
+        for kind, path in parts.items():
+            source.replace_part(kind, open_source(path), path)
+        yield source
 
 
 _INDEXES = (".metadata", "__*.metadata", "*.index.json", "ckpttool.json")
@@ -351,10 +347,7 @@ def _fingerprint(*sources: str | None) -> files.Fingerprint:
     """Return the state of the sources' files before they are opened: reading a large index takes seconds, in which a
     file can be replaced."""
     paths: list[Location] = []
-    for source in filter(None, sources):
-        if stores.is_remote(source):
-            continue
-        location = local_path(source)
+    for location in (local_path(source) for source in sources if source and not stores.is_remote(source)):
         if location.is_dir():
             below = _children(location)
             paths += [*below, *(inner for path in below if path.is_dir() for inner in _children(path))]
@@ -402,13 +395,11 @@ def _check_losses(planned: Catalogue, target: Format, src: str, dst: str) -> Non
     if not lost:
         return
     names = ", ".join(f"`{loss.name}`" for loss in lost[:5]) + (", ..." if len(lost) > 5 else "")
-    whys = sorted({loss.why for loss in lost})
-    keep = "`--to dcp` or `--to torch` keeps them"
-    if target.is_file(dst) and target.splits:
-        keep = "a directory as DST keeps them"
+    whys = "; ".join(sorted({loss.why for loss in lost}))
+    is_one_file = target.is_file(dst) and target.splits
+    keep = "a directory as DST keeps them" if is_one_file else "`--to dcp` or `--to torch` keeps them"
     raise LossError(
-        f"`{src}` cannot be written as {target.target} at `{dst}`: {len(lost)} would be lost ({names}): "
-        f"{'; '.join(whys)}",
+        f"`{src}` cannot be written as {target.target} at `{dst}`: {len(lost)} would be lost ({names}): {whys}",
         hint=f"{keep}; `--only model` writes the model alone, `--drop` and `--exclude` leave something out",
         lost=[loss.name for loss in lost],
     )

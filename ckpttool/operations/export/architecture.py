@@ -70,9 +70,7 @@ def expected(config: Mapping[str, Any]) -> Expected | str:
     if "why_not" in answer:
         return str(answer["why_not"])
     shapes = {key: {n: tuple(shape) for n, shape in answer[key].items()} for key in ("memory", "files")}
-    names = ("tied", "prefix", "missing", "unexpected")
-    parts = [answer["architecture"], answer["transformers"], shapes["memory"], shapes["files"]]
-    return Expected(*parts, *(answer[name] for name in names))
+    return Expected(**{**answer, **shapes})
 
 
 def _asked(folder: str, out: Location) -> dict[str, Any]:
@@ -101,35 +99,34 @@ def compare(shapes: Mapping[str, Ints], model: Expected) -> Compared:
 
     A tied tensor may have any of its names. Names may be those in memory, which transformers loads too.
     """
-    tries = [_compared(shapes, model.files, model, "")]
-    if tries[0].differs:
-        kept = {name: shape for name, shape in model.memory.items() if name not in model.tied}
-        in_memory = _compared(shapes, kept, model, "")
-        in_memory.in_memory = True
-        tries.append(in_memory)
-        if model.prefix:
-            names = model.prefix + "."
-            tries.append(_compared({names + name: shape for name, shape in shapes.items()}, model.files, model, "+"))
-            off = {name.removeprefix(names): shape for name, shape in shapes.items()}
-            tries.append(_compared(off, model.files, model, "-"))
-            for one, sign in ((tries[-2], "+"), (tries[-1], "-")):
-                one.prefix = sign + names
-    return next((one for one in tries if not one.differs), tries[0])
+    as_they_are = _compared(shapes, model.files, model)
+    if not as_they_are.differs:
+        return as_they_are
+    kept = {name: shape for name, shape in model.memory.items() if name not in model.tied}
+    tries = [_compared(shapes, kept, model, in_memory=True)]
+    if model.prefix:
+        prefix = model.prefix + "."
+        on = {prefix + name: shape for name, shape in shapes.items()}
+        off = {name.removeprefix(prefix): shape for name, shape in shapes.items()}
+        tries += [_compared(on, model.files, model, f"+{prefix}"), _compared(off, model.files, model, f"-{prefix}")]
+    return next((one for one in tries if not one.differs), as_they_are)
 
 
-def _compared(shapes: Mapping[str, Ints], expected_: Mapping[str, Ints], model: Expected, prefix: str) -> Compared:
-    result = Compared(prefix=prefix)
+def _compared(
+    shapes: Mapping[str, Ints], names: Mapping[str, Ints], model: Expected, prefix: str = "", *, in_memory: bool = False
+) -> Compared:
+    result = Compared(prefix=prefix, in_memory=in_memory)
     missing, unexpected = (_any(patterns) for patterns in (model.missing, model.unexpected))
     twins: dict[str, set[str]] = {}
     for name, kept in model.tied.items():
         twins.setdefault(kept, {kept}).add(name)
-    for name, shape in expected_.items():
+    for name, shape in names.items():
         if name in shapes:
             if shapes[name] != shape:
                 result.misshapen.append((name, shapes[name], shape))
         elif not missing(name) and not any(twin in shapes for twin in twins.get(name, ())):
             result.missing.append(name)
-    result.unexpected = [n for n in shapes if n not in expected_ and n not in model.tied and not unexpected(n)]
+    result.unexpected = [n for n in shapes if n not in names and n not in model.tied and not unexpected(n)]
     result.misshapen += [
         (n, shapes[n], model.memory[n]) for n in model.tied if n in shapes and shapes[n] != model.memory[n]
     ]
@@ -143,10 +140,8 @@ def _any(patterns: Sequence[str]) -> Any:
 
 def refusal(compared: Compared, shapes: Mapping[str, Ints], model: Expected, where: str) -> CorruptError:
     """Return the error for tensors that are not those of the config. Pure."""
-    lines = []
-    for what, names in (("missing", compared.missing), ("unexpected", compared.unexpected)):
-        if names:
-            lines.append(f"{len(names)} {what}: {some(names)}")
+    kinds = (("missing", compared.missing), ("unexpected", compared.unexpected))
+    lines = [f"{len(names)} {what}: {some(names)}" for what, names in kinds if names]
     if compared.misshapen:
         name, actual_, expected_ = compared.misshapen[0]
         more = f" and {len(compared.misshapen) - 1} more" if len(compared.misshapen) > 1 else ""

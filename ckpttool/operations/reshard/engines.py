@@ -55,39 +55,33 @@ def choose(name: str | None, job: Write, mesh: Mesh | None) -> Engine:
     """
     if name == "bytes":
         return Engine("bytes", "asked for")
+    engine, hint = _on_mesh(name, job, mesh)
+    if name == "mesh" and engine.name != name:
+        raise UsageError(f"`--engine mesh`: {engine.why}", hint=hint)
+    return engine
+
+
+def _on_mesh(name: str | None, job: Write, mesh: Mesh | None) -> tuple[Engine, str]:
+    """Return the engine `mesh`; or `bytes` with the reason why it has to be, and a hint."""
     planned, coordinator = job.planned, job.coordinator
-    against, hint = _against_processes(planned.options.world, coordinator)
-    sharding: Sharding | None = None
-    if not against:
-        against, hint = _against_layout(planned.catalogue, job.target), "`--engine bytes` writes it"
-    if not against and name is None and job.options.max_memory is not None:
-        against = "`--max-memory` holds for bytes only"
-    if not against:
-        match = find_sharding(planned.catalogue, mesh, planned.options.world)
-        sharding = match if isinstance(match, Sharding) else None
-        against = "" if isinstance(match, Sharding) else match
-    kind, needed = "cpu", 0
-    if sharding is not None:
-        kind, needed, against = _fits(planned.catalogue, sharding, coordinator)
-        hint = "`--engine bytes` needs a few MiB"
-    if not against:
-        why = "asked for" if name else f"{_processes(coordinator)} for as many ranks, and the state fits their memory"
-        return Engine("mesh", why if kind == "cpu" else f"{why}, on {kind}", sharding, kind, needed)
-    if name == "mesh":
-        raise UsageError(f"`--engine mesh`: {against}", hint=hint)
-    return Engine("bytes", against)
-
-
-def _against_processes(world: int, coordinator: Coordinator) -> tuple[str, str]:
+    world = planned.options.world
     command = f"torchrun --nproc-per-node {world} -m ckpttool reshard ..."
     if not processes.is_launched():
-        return "not under torchrun", f"`{command}`, or `--engine bytes`, which needs none"
+        return Engine("bytes", "not under torchrun"), f"`{command}`, or `--engine bytes`, which needs none"
     if coordinator.size != world:
-        return (
-            f"{_processes(coordinator)} for {plural(world, 'rank')}",
-            f"`{command}`, or `--engine bytes`, which takes any number",
-        )
-    return "", ""
+        why = f"{_processes(coordinator)} for {plural(world, 'rank')}"
+        return Engine("bytes", why), f"`{command}`, or `--engine bytes`, which takes any number"
+    against = _against_layout(planned.catalogue, job.target)
+    if not against and name is None and job.options.max_memory is not None:
+        against = "`--max-memory` holds for bytes only"
+    sharding = against or find_sharding(planned.catalogue, mesh, world)
+    if isinstance(sharding, str):
+        return Engine("bytes", sharding), "`--engine bytes` writes it"
+    kind, needed, against = _fits(planned.catalogue, sharding, coordinator)
+    if against:
+        return Engine("bytes", against), "`--engine bytes` needs a few MiB"
+    why = "asked for" if name else f"{_processes(coordinator)} for as many ranks, and the state fits their memory"
+    return Engine("mesh", why if kind == "cpu" else f"{why}, on {kind}", sharding, kind, needed), ""
 
 
 def _processes(coordinator: Coordinator) -> str:
