@@ -2,12 +2,8 @@
 
 By the names that training code uses, and by structure where a name says nothing: a dict with `state` and
 `param_groups` is an optimizer whatever it is called. A part is found at any depth (`app.model`, `app.optim`); tensors
-at the root beside known keys are the model (torchtitan).
-
-A value that every rank has under one name (random number generators, data loaders) has the key of its rank behind the
-key of its part:
-
-    saved by rank 3 at   rng.torch        in the catalogue   rng.rank3.torch
+at the root beside known keys are the model (torchtitan). A value that every rank has under one name has the key of its
+rank behind the key of its part: what rank 3 saved at `rng.torch` is `rng.rank3.torch` in the catalogue.
 """
 
 from __future__ import annotations

@@ -170,6 +170,11 @@ class Known:
         raise CorruptError(f"a pickle changes `{self.module}.{self.name}`")
 
 
+def known_names(*rows: tuple[str, str, Callable[..., Any]]) -> dict[tuple[str, str], Known]:
+    """A table for the unpickler of names that are answered, from rows of module, name and answer."""
+    return {(module, name): Known(module, name, answer) for module, name, answer in rows}
+
+
 def attributes_of(state: Any) -> dict[str, Any]:
     """Attributes that an OrderedDict can be given. Raises TypeError for others: one called `items` would hide it."""
     if not isinstance(state, dict) or not all(isinstance(k, str) and not hasattr(OrderedDict, k) for k in state):

@@ -1,8 +1,5 @@
-"""Local shape and global offset of a DTensor shard, as `compute_local_shape_and_global_offset` has them.
-
-The offsets are those of `torch/distributed/tensor/_utils.py`, `_compute_local_shape_and_global_offset`, proved against
-the shape of what the rank really has.
-"""
+"""Local shape and global offset of a DTensor shard, as `_compute_local_shape_and_global_offset` of
+`torch/distributed/tensor/_utils.py` has them, proved against the shape of what the rank really has."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Scans the opcodes of a pickle before it runs: finds its end and enforces limits.
+"""Scans the opcodes of a pickle before it runs: finds its end and enforces limits; `pickle_limits` counts the others.
 
 CPython's machine makes room for the highest memo index that a pickle names: nine bytes, `80 02 4e 72 ff ff ff 7f 2e`,
-take 32 GiB. And an extension code can stand for a class that this process has loaded, past `find_class`. What else
-could take all the memory or time there is, `pickle_limits` counts.
+take 32 GiB. And an extension code can stand for a class that this process has loaded, past `find_class`.
 Source: `pickletools` and `Modules/_pickle.c` of Python 3.10 to 3.14.
 """
 

@@ -18,7 +18,7 @@ from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import BY_STORAGE, Dtype, dtype
 from ckpttool.catalogue.entries import check_shape
-from ckpttool.catalogue.values import Known, Stub, is_stub_type, stub_name, stub_type
+from ckpttool.catalogue.values import Known, Stub, is_stub_type, known_names, stub_name, stub_type
 from ckpttool.errors import CorruptError
 from ckpttool.serialization import pickler, unpickler
 from ckpttool.serialization.pickler import Writer, spelt_text
@@ -143,18 +143,15 @@ def _from_type_v2(function: Any, kind: Any, args: Any, state: Any) -> Any:
     return _WRAPPED(function, kind, args, state)
 
 
-KNOWN = {
-    (module, name): Known(module, name, answer)
-    for module, name, answer in (
-        ("torch._utils", "_rebuild_tensor", _tensor_v2),
-        ("torch._utils", "_rebuild_tensor_v2", _tensor_v2),
-        ("torch._utils", "_rebuild_tensor_v3", _tensor_v3),
-        ("torch._utils", "_rebuild_parameter", _parameter),
-        ("torch._utils", "_rebuild_parameter_with_state", _parameter),
-        ("torch._tensor", "_rebuild_from_type", _from_type_v2),
-        ("torch._tensor", "_rebuild_from_type_v2", _from_type_v2),
-    )
-}
+KNOWN = known_names(
+    ("torch._utils", "_rebuild_tensor", _tensor_v2),
+    ("torch._utils", "_rebuild_tensor_v2", _tensor_v2),
+    ("torch._utils", "_rebuild_tensor_v3", _tensor_v3),
+    ("torch._utils", "_rebuild_parameter", _parameter),
+    ("torch._utils", "_rebuild_parameter_with_state", _parameter),
+    ("torch._tensor", "_rebuild_from_type", _from_type_v2),
+    ("torch._tensor", "_rebuild_from_type_v2", _from_type_v2),
+)
 
 
 def persistent_load(pid: Any) -> Any:

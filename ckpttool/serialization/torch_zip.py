@@ -1,4 +1,4 @@
-"""A torch.save archive at (file, offset): its records as extents. `torchzipwriter` writes one.
+"""A torch.save archive at (file, offset): its records as extents. `torch_zip_writer` writes one.
 
     [local header, name, padding][payload][descriptor]   for each record:
         <root>/  data.pkl  .format_version  .storage_alignment  byteorder  data/0 ...  version  .data/serialization_id

@@ -1,10 +1,6 @@
-"""Plans a torch.save archive: all bytes but the payloads, and where those go.
+"""Plans a torch.save archive as torch 2.7 and later write it: all bytes but the payloads, and where those go.
 
-    pieces      what is known now: local headers, `data.pkl`, `version`, ...
-    storages    where each payload goes
-    patches     what depends on the payloads' CRCs: a descriptor behind each, the central directory
-
-As torch 2.7 and later write it; see `torch_zip` for the parts of an archive, and where they come from.
+See `torch_zip` for the parts of an archive, and where they come from.
 """
 
 from __future__ import annotations
@@ -48,8 +44,8 @@ class _Columns(NamedTuple):
 class Layout:
     """An archive of `size` bytes at `base`, payloads still empty.
 
-    `pieces` are the bytes that are known now, `(offset, data)`; `storages[key]` is where each payload goes. `patches`
-    gives what depends on the payloads.
+    `pieces` are the bytes that are known now, `(offset, data)`: local headers, `data.pkl`, `version`, ...
+    `storages[key]` is where each payload goes. `patches` gives what depends on their CRCs.
     """
 
     base: int

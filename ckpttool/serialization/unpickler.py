@@ -4,10 +4,8 @@ A pickle is a program for a stack machine. Ours runs on CPython's own machine, b
 for (`find_class`) is answered with a class made on the spot that remembers how it was called and does nothing. The
 few names that are answered with something real are listed in `REAL` and checked there.
 
-Grammar of what comes back: Python's plain values (None, bool, int, float, complex, str, bytes, bytearray, tuple, list,
-dict, OrderedDict, set, frozenset), `TorchSize`, subclasses of `Stub` (a name that was only mentioned: a class, an enum
-member's class, `torch.float32`), instances of them (a name that was called), and what the caller's `known` names
-return.
+What comes back: Python's plain values and containers, `TorchSize`, subclasses of `Stub` (a name that was only
+mentioned, `torch.float32`), instances of them (a name that was called), and what the caller's `known` names return.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from typing import Any
 
-from ckpttool.catalogue.values import Known, Stub, StubType, TorchSize, attributes_of, spend, stub_type
+from ckpttool.catalogue.values import Stub, StubType, TorchSize, attributes_of, known_names, spend, stub_type
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.serialization import pickle_opcodes
 from ckpttool.serialization.pickle_limits import charge_hashing, check_depths, copies_limited, count_tuples
@@ -112,20 +110,17 @@ def _ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
     return _Ordered(pairs)
 
 
-REAL: dict[tuple[str, str], Known] = {
-    (module, name): Known(module, name, answer)
-    for module, name, answer in (
-        ("collections", "OrderedDict", _ordered),
-        ("_codecs", "encode", _encode),
-        ("torch", "Size", _size),
-        ("builtins", "set", _set),
-        ("builtins", "frozenset", _frozenset),
-        ("builtins", "bytes", _bytes),
-        ("builtins", "bytearray", _bytearray),
-        ("builtins", "complex", _complex),
-        ("builtins", "getattr", _attribute),
-    )
-}
+REAL = known_names(
+    ("collections", "OrderedDict", _ordered),
+    ("_codecs", "encode", _encode),
+    ("torch", "Size", _size),
+    ("builtins", "set", _set),
+    ("builtins", "frozenset", _frozenset),
+    ("builtins", "bytes", _bytes),
+    ("builtins", "bytearray", _bytearray),
+    ("builtins", "complex", _complex),
+    ("builtins", "getattr", _attribute),
+)
 REAL |= {("__builtin__", known.name): known for (module, _), known in REAL.items() if module == "builtins"}
 
 _MANY = 100_000
