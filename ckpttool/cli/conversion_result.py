@@ -38,7 +38,7 @@ def run(
 
     with progress_on_stderr(not (quiet or as_json)) as progress:
         result = getattr(ckpttool, verb)(**arguments, progress=progress)
-    terminal, more = out(), facts(result) if facts else ()
+    terminal, more = out(verbose), facts(result) if facts else ()
     if as_json:
         terminal.write(json.dumps({"schema": f"ckpttool/{verb}/1", **asdict(result)}) + "\n")
     elif quiet:
@@ -46,13 +46,13 @@ def run(
             terminal.line(name)
     else:
         if result.dry_run:
-            _print_plan(terminal, result, more, verbose)
+            _print_plan(terminal, result, more)
         else:
             _print_done(terminal, result, more, arguments["check"])
         if result.dry_run or verbose:
             for title, rows in (_changes if verbose else _kinds_of_changes)(result).items():
                 terminal.heading(title)
-                terminal.table(rows, wrap=(0, 1), limit=None if verbose else _SHOWN)
+                terminal.table(rows, wrap=(0, 1), limit=_SHOWN)
         err().warnings(result.notes)
 
 
@@ -86,7 +86,7 @@ def _checks(result: Conversion, check: bool) -> list[str]:
     return checks or ["nothing to check"]
 
 
-def _print_plan(terminal: Terminal, result: Conversion, more: Facts, verbose: bool) -> None:
+def _print_plan(terminal: Terminal, result: Conversion, more: Facts) -> None:
     terminal.line("would write ", bold(result.destination))
     terminal.write("\n")
     short = "red" if result.disk > result.free else ""
@@ -94,7 +94,7 @@ def _print_plan(terminal: Terminal, result: Conversion, more: Facts, verbose: bo
     terminal.facts([*_facts(result, more), ("disk", disk), ("memory", f"about {size(result.memory)} at most")])
     terminal.heading("files", plural(len(result.files), "file"))
     rows = [(name, size(nbytes)) for name, nbytes in result.files]
-    terminal.table(rows, right=(1,), wrap=(0,), limit=None if verbose else _SHOWN)
+    terminal.table(rows, right=(1,), wrap=(0,), limit=_SHOWN)
 
 
 def _changes(result: Conversion) -> dict[str, Rows]:

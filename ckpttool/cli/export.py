@@ -81,10 +81,8 @@ def _facts(result: Exported) -> list[tuple[str, str]]:
 
 
 def _hub_rows(sent: Sent) -> list[tuple[str, str]]:
-    by_status = {
-        status: [file.name for file in sent.files if file.status == status]
-        for status in ("new", "changed", "unchanged")
-    }
+    statuses = ("new", "changed", "unchanged")
+    by_status = {status: [file.name for file in sent.files if file.status == status] for status in statuses}
     counts = ", ".join(f"{len(names)} {status}" for status, names in by_status.items() if names)
     rows = [("on the Hub", f"{counts}; {size(sent.bytes)} {'would be sent' if sent.dry_run else 'sent'}")]
     if sent.created and sent.dry_run:
