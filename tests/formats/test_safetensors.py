@@ -36,7 +36,6 @@ from ckpttool.catalogue.protocols import Sink, SinkOptions
 from ckpttool.errors import CkptError, CorruptError, LossError, ReadError
 from ckpttool.formats import torchsave
 from ckpttool.formats.safetensors import FORMAT, sharding
-from ckpttool.formats.safetensors import index as stindex
 from ckpttool.formats.safetensors.sharding import split
 from ckpttool.layout import rechunk as chunking
 from ckpttool.layout import select as layout
@@ -599,7 +598,7 @@ def test_split_as_huggingface_hub(sizes: list[int], most: int) -> None:
         table, get_storage_size=lambda n: n, filename_pattern="model{suffix}.safetensors", max_shard_size=most
     )
     groups = split(table.items(), most)
-    assert dict(zip(stindex.file_names("model", len(groups)), groups, strict=True)) == theirs.filename_to_tensors
+    assert dict(zip(sharding.file_names("model", len(groups)), groups, strict=True)) == theirs.filename_to_tensors
 
 
 def test_default_size_is_that_of_huggingface_hub() -> None:

@@ -1,7 +1,7 @@
 """safetensors: one file, a directory of them, or a whole training state without pickle.
 
     model.safetensors                                            one file; see `safetensors_header`
-    model-00001-of-00002.safetensors .. + model.safetensors.index.json   several; see `index`
+    model-00001-of-00002.safetensors .. + model.safetensors.index.json   several; see `sharding`
     [sharded/]shard-00001-model-00001-of-00001.safetensors ..    pieces of tensors, one file per rank (and index)
     model.safetensors optimizer.safetensors .. + ckpttool.json   ours; see `state_json`
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Part, Tensor
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CorruptError, ReadError
-from ckpttool.formats.safetensors import index, sharding
-from ckpttool.formats.safetensors.sharding import SUFFIX
+from ckpttool.formats.safetensors import sharding
+from ckpttool.formats.safetensors.sharding import INDEX, SUFFIX
 from ckpttool.serialization import safetensors_header, strict_json
 from ckpttool.serialization.safetensors_header import Entry, Header
 from ckpttool.storage.stores import Location
@@ -27,8 +27,7 @@ SHARDED = "sharded"
 MODEL = Part("model")
 SHARDING = "DCP_SHARDING_INFO"
 _DCP_KEYS = {SHARDING, "DCP_VERSION"}
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+_SINGLE, _INDEX = f"model{SUFFIX}", f"model{INDEX}"
 _RANK_FILE = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 _NO_SIZES = Warning(
@@ -67,7 +66,7 @@ class Reader:
         self.catalogue = Catalogue("safetensors", facts={"layout": layout})
         self.metadata: dict[str, str] = {}
         self._root = root
-        self._pieces: dict[str, list[Piece]] = {}
+        self.pieces: dict[str, list[Piece]] = {}
 
     def add(self, name: str, rank: int | None = None, *, given: bool = False) -> None:
         """Add the tensors of a file, which may be a link out of the directory if the user has `given` it.
@@ -79,7 +78,7 @@ class Reader:
         self.metadata |= {k: v for k, v in header.metadata.items() if k not in _DCP_KEYS}
         offsets = _saved_offsets(header, f"`{path}`")
         for tensor, entry in header.tensors.items():
-            pieces = self._pieces.setdefault(tensor, [])
+            pieces = self.pieces.setdefault(tensor, [])
             if pieces and not (offsets and rank is not None):
                 first = self.catalogue.files[pieces[0].file].name
                 text = f"`{self._root}`: tensor `{tensor}` is in `{first}` and in `{name}`"
@@ -87,17 +86,10 @@ class Reader:
                 raise CorruptError(text, hint=hint, tensor=tensor, found=[first, name])
             pieces.append(Piece(file, offsets.get(tensor) or (0,) * len(entry.shape), entry))
 
-    def file_of(self, tensor: str) -> str | None:
-        pieces = self._pieces.get(tensor)
-        return self.catalogue.files[pieces[0].file].name if pieces else None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._pieces)
-
     def finish(self, order: Iterable[str] = (), ties: dict[str, str] | None = None) -> Catalogue:
         """Return the catalogue with all tensors, `order` first; `ties` are names in an index of tied tensors."""
-        for name in dict.fromkeys([*order, *self._pieces]):
-            self.catalogue.add(self._tensor(name, self._pieces[name]))
+        for name in dict.fromkeys([*order, *self.pieces]):
+            self.catalogue.add(self._tensor(name, self.pieces[name]))
         remarks: dict[str, str] = {}
         for name, kept in (self.metadata | (ties or {})).items():
             first = self.catalogue.entries.get((kept,))
@@ -179,7 +171,7 @@ def open_directory(root: Location, names: Sequence[str]) -> Catalogue:
     model_files = [n for n in names if n.endswith(SUFFIX)]
     ranks = [n for n in model_files if _RANK_FILE.fullmatch(n)]
     whole = [n for n in model_files if n not in ranks]
-    indexes = [n for n in names if n.endswith(index.INDEX)]
+    indexes = [n for n in names if n.endswith(INDEX)]
     sharded = root / SHARDED
     if not whole and not indexes:
         return _open_ranks(root, ranks) if ranks else _open_ranks(sharded, rank_files(sharded))
@@ -227,26 +219,37 @@ def _check_numbers(root: Location, names: Sequence[str]) -> None:
     counts = Counter((m[1], int(m[3])) for n in names if (m := _NUMBERED.fullmatch(n)))
     for (stem, count), present in counts.items():
         if present < count:
-            missing = next(n for n in index.file_names(stem, count) if n not in names)
+            missing = next(n for n in sharding.file_names(stem, count) if n not in names)
             text = f"`{root / missing}`: is not there, but `{stem}-...` are {count} files"
             raise CorruptError(text, hint="copy the missing file too", file=missing)
+
+
+def parse_index(text: bytes, name: str) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return the weight map and the metadata of an index. Raises CorruptError, with `name` in its message."""
+    index = strict_json.parse(text, name)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        message = f"{name}: has no `weight_map` from tensors to files"
+        raise CorruptError(message, hint="the index was not written by huggingface_hub")
+    metadata = index.get("metadata")
+    return weight_map, metadata if isinstance(metadata, dict) else {}
 
 
 def open_indexed(root: Location, index_name: str) -> Catalogue:
     """Return the catalogue of the files of an index. Raises CorruptError if a tensor is not in its file."""
     where = f"`{root / index_name}`"
-    weight_map, metadata = index.parse(read_json(root / index_name), where)
+    weight_map, metadata = parse_index(read_json(root / index_name), where)
     reader = Reader(root, "indexed")
     for name in dict.fromkeys(weight_map.values()):
         reader.add(name)
     for tensor, file in weight_map.items():
-        actual = reader.file_of(tensor)
+        actual = reader.catalogue.files[reader.pieces[tensor][0].file].name if tensor in reader.pieces else None
         if actual != file:
             where_it_is = f"but it is in `{actual}`" if actual else "which does not have it"
             text = f"{where}: says that tensor `{tensor}` is in `{file}`, {where_it_is}"
             hint = "the index belongs to another save, or two ranks wrote the same file"
             raise CorruptError(text, hint=hint, tensor=tensor, found=actual, expected=file)
-    unlisted = [name for name in reader if name not in weight_map]
+    unlisted = [name for name in reader.pieces if name not in weight_map]
     catalogue = reader.finish(weight_map, {k: v for k, v in metadata.items() if isinstance(v, str)})
     if unlisted:
         text = f"{len(unlisted)} tensors are in the files but not in `{index_name}`: {some(unlisted)}"

@@ -6,11 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, Tensor
+from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, PlacedSource, Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError
-from ckpttool.formats.safetensors import index, state_json
+from ckpttool.formats.safetensors import state_json
 from ckpttool.formats.safetensors.model_files import (
     SHARDED,
     mount,
@@ -20,10 +20,9 @@ from ckpttool.formats.safetensors.model_files import (
     rank_files,
     read_json,
 )
-from ckpttool.formats.safetensors.sharding import SUFFIX
-from ckpttool.formats.safetensors.state_json import TensorReference
+from ckpttool.formats.safetensors.sharding import INDEX, SUFFIX
 from ckpttool.serialization import safetensors_header
-from ckpttool.serialization.safetensors_header import Header
+from ckpttool.serialization.safetensors_header import Entry, Header
 from ckpttool.storage.stores import Location, locate
 from ckpttool.text import some
 
@@ -37,7 +36,7 @@ def recognise(path: str) -> bool:
         names = location.names()
         return (
             _is_state(location, names)
-            or any(name.endswith((SUFFIX, index.INDEX)) for name in names)
+            or any(name.endswith((SUFFIX, INDEX)) for name in names)
             or (SHARDED in names and bool(rank_files(location / SHARDED)))
         )
     except (CorruptError, ReadError):
@@ -48,7 +47,7 @@ def _looks_like_file(path: Location) -> bool:
     head = path.head(9)
     # A file that ends before its header, or whose header is too long, is recognised by its name only.
     named = path.endswith(SUFFIX) and head[8:9] in (b"", b"{")
-    return safetensors_header.looks_like(head) or named or (path.endswith(index.INDEX) and head[:1] == b"{")
+    return safetensors_header.looks_like(head) or named or (path.endswith(INDEX) and head[:1] == b"{")
 
 
 def _is_state(root: Location, names: Sequence[str]) -> bool:
@@ -63,7 +62,7 @@ def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
     location = locate(path)
     if not location.is_dir():
         root, name = location.parent, location.name
-        return PlacedSource(open_indexed(root, name) if path.endswith(index.INDEX) else open_file(root, name))
+        return PlacedSource(open_indexed(root, name) if path.endswith(INDEX) else open_file(root, name))
     names = location.names()
     if _is_state(location, names):
         return PlacedSource(_open_state(location))
@@ -91,8 +90,7 @@ def _open_state(root: Location) -> Catalogue:
     used: set[tuple[str, str]] = set()
     where = f"`{root / state_json.NAME}`"
 
-    def make(reference: TensorReference) -> Tensor:
-        file, name, _ = reference.place
+    def find(file: str, name: str) -> tuple[int, Entry]:
         if file not in headers:
             headers[file] = mount(catalogue, root.inside(file), file)
         number, header = headers[file]
@@ -101,11 +99,9 @@ def _open_state(root: Location) -> Catalogue:
             text = f"{where}: says that tensor `{name}` is in `{file}`, which does not have it"
             raise CorruptError(text, hint="the files are not of the same save", tensor=name, file=file)
         used.add((file, name))
-        dtype, shape = state_json.true_type(reference, entry.dtype, entry.shape, f"`{root / file}`")
-        extent = Extent(number, entry.begin, entry.end - entry.begin)
-        return Tensor(reference.path, dtype, shape, Chunks.single(shape, extent), embedded=reference.embedded)
+        return number, entry
 
-    state_json.parse(read_json(root / state_json.NAME), catalogue, make, where)
+    state_json.parse(read_json(root / state_json.NAME), catalogue, find, where)
     unlisted = [n for file, (_, header) in headers.items() for n in header.tensors if (file, n) not in used]
     if unlisted:
         text = f"{len(unlisted)} tensors are in the files but not in `{state_json.NAME}`: {some(unlisted)}"

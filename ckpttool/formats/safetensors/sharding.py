@@ -2,25 +2,30 @@
 
 A model by the convention of Hugging Face, or a whole training state: each part in files of its own, so that the model's
 load without the rest. A tied tensor is written once; its other names become `metadata`, as `save_model` makes them.
+The index of several files, `model.safetensors.index.json`, is that of huggingface_hub 2.4 (`serialization/_base.py`):
+
+    {"metadata": {"total_size": 1000, ..}, "weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors", ..}}
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain, count
 from math import prod
 from typing import NamedTuple
 
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue, Part, Path, Tensor, dotted
 from ckpttool.errors import LossError
-from ckpttool.formats.safetensors import index
 from ckpttool.formats.safetensors.state_json import Place
 from ckpttool.serialization import safetensors_header
 from ckpttool.serialization.safetensors_header import Spec
 
 SUFFIX = ".safetensors"
+INDEX = ".safetensors.index.json"
 MAX_SHARD_SIZE = 5 * 10**9  # huggingface_hub's MAX_SHARD_SIZE; transformers 5 passes 50 GB
 
 FORMAT_PT = {"format": "pt"}
@@ -92,7 +97,7 @@ def _add_group(
     stored = [owners[path] for path in names if owners[path].path == path]
     total = sum(t.nbytes for t in stored)
     groups = split([(names[t.path], t.nbytes) for t in stored], total if max_size is None else max_size)
-    files = index.file_names(stem, len(groups))
+    files = file_names(stem, len(groups))
     weight_map = {name: file for file, group in zip(files, groups, strict=True) for name in group}
     # A remark with the name of a tensor would be read as a tie.
     remarks = {k: v for k, v in metadata.items() if v not in weight_map}
@@ -104,10 +109,16 @@ def _add_group(
     for file, group in zip(files, groups, strict=True):
         plan.files.append(FilePlan(file, [specs[name] for name in group], dict(header_metadata)))
     if len(files) > 1:
-        plan.indexes[stem + index.INDEX] = index.build(weight_map, total, remarks)
+        contents = {"metadata": {"total_size": total, **remarks}, "weight_map": weight_map}
+        plan.indexes[stem + INDEX] = json.dumps(contents, indent=2).encode()
     for tensor in stored:
         name = names[tensor.path]
         plan.places[tensor.path] = Place(weight_map[name], name, is_raw(tensor))
+
+
+def file_names(stem: str, count: int) -> list[str]:
+    """Return `["model.safetensors"]`, or `["model-00001-of-00002.safetensors", ...]`. Pure."""
+    return [stem + (f"-{n:05d}-of-{count:05d}" if count > 1 else "") + SUFFIX for n in range(1, count + 1)]
 
 
 def is_raw(tensor: Tensor) -> bool:
@@ -154,29 +165,20 @@ def _stems(parts: list[Part]) -> dict[Part, str]:
     stems: dict[Part, str] = {}
     # If both `ema` and `model` are models, `model` gets the plain name.
     for part in sorted(parts, key=lambda p: p.root[-1:] != (p.kind,)):
-        stem, n = part.kind, 1
-        if stem in stems.values():
-            stem = f"{part.kind}-" + re.sub(r"[^A-Za-z0-9_.]", "_", dotted(part.root))
-        while stem in stems.values():
-            n += 1
-            stem = f"{part.kind}-{n}"
-        stems[part] = stem
+        rooted = f"{part.kind}-" + re.sub(r"[^A-Za-z0-9_.]", "_", dotted(part.root))
+        candidates = chain((part.kind, rooted), (f"{part.kind}-{n}" for n in count(2)))
+        stems[part] = next(stem for stem in candidates if stem not in stems.values())
     return stems
 
 
 def _unique_names(tensors: list[Tensor]) -> dict[Path, str]:
     """Return unique names for the header; the state file has the paths."""
-    names: dict[Path, str] = {}
-    used = {safetensors_header.METADATA}
+    names: dict[str, Path | None] = {safetensors_header.METADATA: None}
     for tensor in tensors:
         name = tensor.fqn.encode("utf-8", "backslashreplace").decode()
-        unique, n = name, 1
-        while unique in used:
-            n += 1
-            unique = f"{name}#{n}"
-        used.add(unique)
-        names[tensor.path] = unique
-    return names
+        candidates = chain((name,), (f"{name}#{n}" for n in count(2)))
+        names[next(unique for unique in candidates if unique not in names)] = tensor.path
+    return {path: name for name, path in names.items() if path is not None}
 
 
 def split(sizes: Iterable[tuple[str, int]], max_size: int) -> list[list[str]]:

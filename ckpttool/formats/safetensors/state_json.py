@@ -20,12 +20,11 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpttool.catalogue import dtypes, flatten, typed_json
-from ckpttool.catalogue.boxes import Ints
-from ckpttool.catalogue.dtypes import Dtype
-from ckpttool.catalogue.entries import Catalogue, Container, Object, Path, Tensor, dotted
+from ckpttool.catalogue.entries import Catalogue, Chunks, Container, Extent, Object, Path, Tensor, dotted
 from ckpttool.catalogue.values import attributes_of
 from ckpttool.errors import CorruptError, ReadError
 from ckpttool.serialization import strict_json, torch_pickle, unpickler
+from ckpttool.serialization.safetensors_header import Entry
 
 _FUNCTIONS = {**unpickler.REAL, **torch_pickle.KNOWN}
 
@@ -42,18 +41,6 @@ class Place(NamedTuple):
     file: str
     name: str
     raw: bool = False
-
-
-class TensorReference(NamedTuple):
-    """A tensor in the state file: `TensorReference(("model", "w"), Place(...), False, None)`.
-
-    `truth` is the dtype and shape of a tensor that is stored as raw bytes.
-    """
-
-    path: Path
-    place: Place
-    embedded: bool
-    truth: tuple[Dtype, Ints] | None
 
 
 def looks_like(head: bytes) -> bool:
@@ -111,8 +98,8 @@ def _entry(entry: Tensor | Object, places: Mapping[Path, Place]) -> dict[str, An
 # Reading --------------------------------------------------------------------------------------------------------------
 
 
-def parse(text: bytes, catalogue: Catalogue, make_tensor: Callable[[TensorReference], Tensor], name: str) -> None:
-    """Add the entries of a state file to the catalogue; `make_tensor` opens the tensors.
+def parse(text: bytes, catalogue: Catalogue, find: Callable[[str, str], tuple[int, Entry]], name: str) -> None:
+    """Add the entries of a state file to the catalogue; `find(file, name)` returns a tensor's file and header entry.
 
     Raises CorruptError if the file is not valid, ReadError if it is of a later version.
     """
@@ -130,7 +117,7 @@ def parse(text: bytes, catalogue: Catalogue, make_tensor: Callable[[TensorRefere
             value = typed_json.decode(item["value"], name=f"{name}: `{dotted(path)}`", functions=_FUNCTIONS)
             catalogue.add(Object(path, value, nbytes=len(_line(item["value"]))))
         else:
-            catalogue.add(make_tensor(_read_reference(item, path, name)))
+            catalogue.add(_read_tensor(item, path, catalogue, find, name))
     _check_links(catalogue, name)
 
 
@@ -161,29 +148,27 @@ def _read_container(item: Mapping[str, Any], path: Path, name: str) -> Container
     raise CorruptError(f"{name}: `{dotted(path)}` is an unknown container: {kind!r} with {attributes!r}")
 
 
-def _read_reference(item: Mapping[str, Any], path: Path, name: str) -> TensorReference:
+def _read_tensor(
+    item: Mapping[str, Any], path: Path, catalogue: Catalogue, find: Callable[[str, str], tuple[int, Entry]], name: str
+) -> Tensor:
     file, stored, shape = item.get("file"), item.get("name"), item.get("shape")
     if not isinstance(file, str) or not isinstance(stored, str):
         raise CorruptError(f"{name}: `{dotted(path)}` is neither a value nor a tensor", tensor=dotted(path))
-    embedded = item.get("embedded") is True
-    if "dtype" not in item:
-        return TensorReference(path, Place(file, stored), embedded, None)
-    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+    is_raw = "dtype" in item
+    if is_raw and (not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape)):
         raise CorruptError(f"{name}: tensor `{dotted(path)}`: its shape is {shape!r}", tensor=dotted(path))
-    return TensorReference(path, Place(file, stored, True), embedded, (dtypes.dtype(str(item["dtype"])), tuple(shape)))
-
-
-def true_type(reference: TensorReference, stored: Dtype, shape: Ints, where: str) -> tuple[Dtype, Ints]:
-    """Return the dtype and shape of a tensor, given those of its safetensors header."""
-    if reference.truth is None:
-        return stored, shape
-    dtype, sizes = reference.truth
-    nbytes = prod(sizes) * dtype.itemsize
-    if stored.name != "uint8" or len(shape) != 1 or shape[0] != nbytes:
-        actual, expected = f"{stored} {list(shape)}", f"{nbytes} bytes of a {dtype} {list(sizes)}"
-        text = f"{where}: tensor `{reference.place.name}` is {actual}, not the {expected}"
-        raise CorruptError(text, tensor=dotted(reference.path))
-    return dtype, sizes
+    raw_dtype = dtypes.dtype(str(item["dtype"])) if is_raw else None
+    number, entry = find(file, stored)
+    dtype, sizes = entry.dtype, entry.shape
+    if raw_dtype is not None:
+        dtype, sizes = raw_dtype, tuple(shape or ())
+        nbytes = prod(sizes) * dtype.itemsize
+        if entry.dtype.name != "uint8" or entry.shape != (nbytes,):
+            actual, expected = f"{entry.dtype} {list(entry.shape)}", f"{nbytes} bytes of a {dtype} {list(sizes)}"
+            text = f"`{catalogue.files[number].location}`: tensor `{stored}` is {actual}, not the {expected}"
+            raise CorruptError(text, tensor=dotted(path))
+    chunks = Chunks.single(sizes, Extent(number, entry.begin, entry.end - entry.begin))
+    return Tensor(path, dtype, sizes, chunks, embedded=item.get("embedded") is True)
 
 
 def _check_links(catalogue: Catalogue, name: str) -> None:

@@ -7,11 +7,11 @@ from contextlib import closing
 from dataclasses import replace
 
 from ckpttool.catalogue import typed_json
-from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Path, Tensor
+from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, Path, Tensor
 from ckpttool.catalogue.protocols import Crcs, Loss, Sink, SinkOptions
 from ckpttool.errors import LossError
 from ckpttool.formats.safetensors import sharding, state_json
-from ckpttool.formats.safetensors.model_files import MODEL
+from ckpttool.formats.safetensors.model_files import MODEL, mount
 from ckpttool.formats.safetensors.sharding import MAX_SHARD_SIZE, SUFFIX, FilePlan
 from ckpttool.formats.safetensors.state_json import Place
 from ckpttool.serialization import safetensors_header
@@ -62,14 +62,12 @@ def _write_files(
     """Write each file with its header, and return where the tensors go, by (file, name), as the reader finds them."""
     extents: dict[tuple[str, str], Extent] = {}
     with closing(files.Pool(writing=True)) as pool:
-        for number, plan in enumerate(plans):
+        for plan in plans:
             head = safetensors_header.build_header(plan.tensors, plan.metadata)
-            size = len(head) + sum(s.nbytes for s in plan.tensors)
             location = locate(path) if one_file else locate(path) / plan.name
-            location.create(size)
+            location.create(len(head) + sum(s.nbytes for s in plan.tensors))
             pool.write(location, 0, head)
-            created.files.append(File(location, location.name, size))
-            header = safetensors_header.read_header(lambda at, n, h=head: h[at : at + n], 0, size, name=f"`{location}`")  # type: ignore[misc]
+            number, header = mount(created, location, location.name)
             for name, entry in header.tensors.items():
                 extents[plan.name, name] = Extent(number, entry.begin, entry.end - entry.begin)
     return extents
@@ -114,7 +112,7 @@ def losses(catalogue: Catalogue, path: str) -> list[Loss]:
 
 
 def _model_losses(tensors: list[Tensor]) -> list[Loss]:
-    reasons = [(t, safetensors_header.why_not(t.fqn, t.dtype, t.shape)) for t in tensors]
+    reasons = ((t, safetensors_header.why_not(t.fqn, t.dtype, t.shape)) for t in tensors)
     return [Loss(t.name, reason) for t, reason in reasons if reason is not None] + [
         Loss(other.name, f"keys {list(one.path)} and {list(other.path)} make the same name")
         for one, other in sharding.collisions(tensors)
