@@ -5,7 +5,6 @@ client      the client of the library, quiet and with time-outs
 errors      exceptions of the client as errors of `ckpttool.errors`
 listing     the files of a revision: names, sizes, digests
 store       a repository as a store whose files are fetched as they are read
-progress    progress of a file in transfer, in bytes
 upload      a repository as a destination: files are sent one at a time, and published in one commit
 """
 

@@ -10,26 +10,26 @@ Files in the cache are read from there. A revision is resolved to its commit onc
 from __future__ import annotations
 
 import errno
+import inspect
 import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from huggingface_hub import HfApi, HfFileSystem, constants, try_to_load_from_cache
+from huggingface_hub import HfApi, HfFileSystem, constants, hf_hub_download, try_to_load_from_cache
 
 from ckpttool.errors import ReadError, RemoteError
 from ckpttool.storage.errors import os_errors
 from ckpttool.storage.files import Pool
-from ckpttool.storage.hub import client, listing, progress
+from ckpttool.storage.hub import client, listing
 from ckpttool.storage.hub.address import Address, parse
 from ckpttool.storage.hub.errors import translate_errors
 from ckpttool.storage.hub.listing import RepoFile
-from ckpttool.storage.local import LocalStore
 from ckpttool.storage.stores import Entry, Location, Stat, Store
 
 BLOCK = 64 << 10  # the first block contains most headers
@@ -38,15 +38,14 @@ _MAX_REQUEST = 8 << 20
 
 def locate(text: str) -> Location:
     """Return the location of an address. Raises UsageError, RemoteError or ReadError."""
-    address = parse(text)
-    api = client.api()
+    address, api = parse(text), client.api()
     if constants.HF_HUB_OFFLINE:
-        return Location(str(address), _from_cache(address))
+        return Location(str(address), _from_cache(address, api))
     with translate_errors(str(address)):
         commit = api.model_info(address.repo, revision=address.revision, timeout=client.timeout()).sha
         # The whole repository: an index refers to other files.
         repo_files = listing.list_files(api, address.repo, str(commit))
-    location = Location(str(address), HubStore(api, address, str(commit), repo_files))
+    location = Location(str(address), HubStore(address, api, str(commit), repo_files))
     # A pattern of rank files is expanded later.
     if address.path and not location.exists() and not any(char in address.path for char in "*?["):
         raise RemoteError(
@@ -62,11 +61,9 @@ class HubStore(Store):
 
     has_digests = True
 
-    def __init__(self, api: HfApi, address: Address, commit: str, repo_files: dict[str, RepoFile]) -> None:
-        self.root = address.root
+    def __init__(self, address: Address, api: HfApi, commit: str, repo_files: dict[str, RepoFile]) -> None:
+        self.root, self._repo, self._branch = address.root, address.repo, address.branch
         self._api = api
-        self._repo = address.repo
-        self._branch = address.branch
         self._commit = commit
         self._repo_files = repo_files
         self._folders = _folders(repo_files)
@@ -84,9 +81,7 @@ class HubStore(Store):
         return Location(str(parse(address)), self)
 
     def stat(self, name: str) -> Stat:
-        if name in self._folders:
-            return Stat(0, "dir")
-        return Stat(self._file(name).size, "file")
+        return Stat(0, "dir") if name in self._folders else Stat(self._file(name).size, "file")
 
     def entries(self, name: str) -> list[Entry]:
         if name not in self._folders:
@@ -149,9 +144,16 @@ class HubStore(Store):
     def _fetch_whole(self, file: RepoFile) -> None:
         """Fetch a file into the cache and verify it. A corrupt file in the cache is fetched again."""
         address = f"{self.root}/{file.name}"
-        cached = self._complete.pop(file.name, None)
+        cached = self._complete.pop(file.name, None) or (self._cached(file) if constants.HF_HUB_OFFLINE else None)
         if cached is not None and listing.difference(file, listing.compute_digests(cached)) is None:
             path = cached
+        elif cached is not None and constants.HF_HUB_OFFLINE:
+            blob = os.path.realpath(cached)
+            raise RemoteError(
+                f"`{address}`: the file in the cache does not match its digest",
+                hint=f"remove it with `rm {blob}`, unset `HF_HUB_OFFLINE` and run the command again",
+                file=address,
+            )
         else:
             with translate_errors(address):
                 path = self._api.hf_hub_download(
@@ -160,7 +162,7 @@ class HubStore(Store):
                     revision=self._commit,
                     cache_dir=constants.HF_HUB_CACHE,
                     force_download=cached is not None,
-                    **progress.download_arguments(partial(self._received.__setitem__, file.name)),
+                    **download_arguments(partial(self._received.__setitem__, file.name)),
                 )
             try:
                 listing.check(path, file, self.root)
@@ -220,13 +222,11 @@ class HubStore(Store):
         return path
 
     def _read_range(self, file: RepoFile, start: int, end: int) -> bytes:
-        address = f"{self.root}/{file.name}"
+        address, path = f"{self.root}/{file.name}", f"{self._repo}@{self._commit}/{file.name}"
         with translate_errors(address), self._files_lock:
             if self._files is None:
                 self._files = HfFileSystem(endpoint=self._api.endpoint, skip_instance_cache=True)
-            data: bytes = self._files.cat_file(
-                f"{self._repo}@{self._commit}/{file.name}", start, end, cache_type="none", block_size=BLOCK
-            )
+            data: bytes = self._files.cat_file(path, start, end, cache_type="none", block_size=BLOCK)
         if len(data) != end - start:
             raise RemoteError(
                 f"`{address}`: the Hub sent {len(data)} bytes instead of {end - start}",
@@ -255,7 +255,7 @@ def _folders(names: Iterable[str]) -> dict[str, list[Entry]]:
     return {folder: sorted(entries.values()) for folder, entries in folders.items()}
 
 
-def _from_cache(address: Address) -> CachedStore:
+def _from_cache(address: Address, api: HfApi) -> HubStore:
     """Return the store of a revision in the cache. Raises ReadError if the cache does not have it."""
     folder = _cache_folder(address.repo)
     ref = folder / "refs" / address.branch
@@ -267,49 +267,37 @@ def _from_cache(address: Address) -> CachedStore:
             hint="unset `HF_HUB_OFFLINE`",
             file=str(address),
         )
-    return CachedStore(address.root, str(snapshot))
+    repo_files = {}
+    for path in snapshot.rglob("*"):
+        if path.is_file():
+            # A file in the cache has its digest for a name.
+            name, digest = path.relative_to(snapshot).as_posix(), path.resolve().name
+            repo_files[name] = RepoFile(name, path.stat().st_size, digest if len(digest) == 64 else None, digest)
+    return HubStore(address, api, commit, repo_files)
 
 
-class CachedStore(Store):
-    """Class for the store of a revision in the cache, for use offline."""
+def download_arguments(report: Callable[[int], None]) -> dict[str, Any]:
+    """Return arguments with which `hf_hub_download` calls `report` with the bytes received so far, from any thread."""
 
-    has_digests = True
+    class Bar:
+        """Class with the methods of a progress bar that the client calls. It draws nothing."""
 
-    def __init__(self, root: str, snapshot: str) -> None:
-        self.root = root
-        self._snapshot = snapshot
-        self._files = LocalStore()
-        self._verified: set[str] = set()
+        def __init__(self, *_: Any, total: int | None = None, initial: int = 0, **__: Any) -> None:
+            self.total, self.n = total, initial
+            report(self.n)
 
-    def locate(self, address: str) -> Location:
-        return Location(str(parse(address)), self)
+        def update(self, n: float | None = 1) -> None:
+            self.n += int(n or 0)
+            report(self.n)
 
-    def _path(self, name: str) -> str:
-        return os.path.join(self._snapshot, *name.split("/")) if name else self._snapshot
+        def ignore(self, *_: Any, **__: Any) -> None:
+            pass
 
-    def stat(self, name: str) -> Stat:
-        return self._files.stat(self._path(name))
+        set_transfer_postfix_str = set_postfix_str = set_description = refresh = close = __exit__ = ignore
+        update_transfer = ignore  # the bytes on the network may be fewer than those of the file
 
-    def entries(self, name: str) -> list[Entry]:
-        return self._files.entries(self._path(name))
+        def __enter__(self) -> Bar:  # noqa: PYI034
+            return self
 
-    def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
-        return self._files.read_into(self._path(name), offset, buffer)
-
-    def fetch(self, name: str) -> None:
-        """Compare a file with its digest, which is the name of the file in the cache."""
-        if name in self._verified:
-            return
-        blob = os.path.realpath(self._path(name))
-        digests = listing.compute_digests(blob)
-        if os.path.basename(blob) not in (digests.sha256, digests.blob):
-            raise RemoteError(
-                f"`{self.root}/{name}`: the file in the cache does not match its digest",
-                hint=f"remove it with `rm {blob}`, unset `HF_HUB_OFFLINE` and run the command again",
-                file=f"{self.root}/{name}",
-            )
-        self._verified.add(name)
-
-    def open(self, name: str) -> BinaryIO:
-        self.fetch(name)
-        return self._files.open(self._path(name))
+    # The first 1.x releases lack the parameter.
+    return {"tqdm_class": Bar} if "tqdm_class" in inspect.signature(hf_hub_download).parameters else {}

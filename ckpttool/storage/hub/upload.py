@@ -11,12 +11,13 @@ A repeated run writes each file again, with the same bytes, and the Hub does not
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.utils._runtime import is_xet_available
 
 from ckpttool.errors import RemoteError, UsageError
 from ckpttool.storage import files, free_space
@@ -31,7 +33,6 @@ from ckpttool.storage.errors import os_errors
 from ckpttool.storage.hub import client, errors, listing
 from ckpttool.storage.hub.address import Address, parse
 from ckpttool.storage.hub.listing import Digests, RepoFile
-from ckpttool.storage.hub.progress import report_upload
 from ckpttool.storage.stores import Location, Outgoing, Store
 from ckpttool.text import some
 
@@ -48,10 +49,8 @@ _Commit = tuple[str, str, str | None]  # hash, address, address of the pull requ
 
 @dataclass(slots=True)
 class SentFile:
-    """Class for a file of an upload: `SentFile("model.safetensors", 4998203144, "changed")`.
-
-    `status` is `new`, `changed` or `unchanged`.
-    """
+    """Class for a file of an upload: `SentFile("model.safetensors", 4998203144, "changed")`; `status` is `new`,
+    `changed` or `unchanged`."""
 
     name: str
     size: int
@@ -200,13 +199,17 @@ class _Upload:
                 self.sent.created = True
                 if dry_run:
                     return
-                self._create(private)
+                try:
+                    self._api.create_repo(self.address.repo, private=private)
+                except HfHubHTTPError as error:
+                    # The repository exists: another process created it in the meantime.
+                    if errors.status_of(error) != 409:
+                        raise
                 info = self._info(self.address.revision)
             self._parent = info.sha
             self._repo_files = listing.list_files(self._api, self.address.repo, str(self._parent))
             # The Hub answers this request only for users with write access; it does not store the file.
-            probe = CommitOperationAdd(path_in_repo=self._path("config.json"), path_or_fileobj=b"{}")
-            self._preupload(probe)
+            self._preupload(CommitOperationAdd(path_in_repo=self._path("config.json"), path_or_fileobj=b"{}"))
         if private and not self.sent.created and info.private is False:
             raise UsageError(
                 f"`{self.address}` is public, and `--private` applies only to a repository that is created",
@@ -220,14 +223,6 @@ class _Upload:
             if self.address.branch != "main":
                 raise  # a new repository has the branch main only
             return None
-
-    def _create(self, private: bool) -> None:
-        try:
-            self._api.create_repo(self.address.repo, private=private)
-        except HfHubHTTPError as error:
-            # The repository exists: another process created it in the meantime.
-            if errors.status_of(error) != 409:
-                raise
 
     def _preupload(self, operation: CommitOperationAdd) -> None:
         self._api.preupload_lfs_files(
@@ -249,7 +244,12 @@ class _Upload:
             self._record(file, change)
             return
         path = os.path.join(folder, *file.name.split("/"))
-        digests = self._digests[name] = self._write(file, path)
+        with os_errors(path, "write"):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            Path(path).unlink(missing_ok=True)
+            file.write(path)
+            digests = self._digests[name] = listing.compute_digests(path)
+        assert digests.size == file.size, f"{file.name}: {digests.size} bytes were written, not {file.size}"
         is_there = listing.difference(existing, digests) is None
         self._record(file, "unchanged" if is_there else change)
         if not is_there and not self.sent.dry_run:
@@ -257,15 +257,6 @@ class _Upload:
         self._file_done(file.size)
         if not keep_local:
             os.unlink(path)
-
-    def _write(self, file: Outgoing, path: str) -> Digests:
-        with os_errors(path, "write"):
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            Path(path).unlink(missing_ok=True)
-            file.write(path)
-            digests = listing.compute_digests(path)
-        assert digests.size == file.size, f"{file.name}: {digests.size} bytes were written, not {file.size}"
-        return digests
 
     def _record(self, file: Outgoing, status: str) -> None:
         self.sent.files.append(SentFile(file.name, file.size, status))
@@ -277,7 +268,7 @@ class _Upload:
             operation = CommitOperationAdd(path_in_repo=name, path_or_fileobj=path)
             if not getattr(operation.upload_info, "is_hashed", True):
                 operation.upload_info.sha256 = bytes.fromhex(sha256)
-            with report_upload(operation, path, self._report):
+            with _reported(operation, path, self._report):
                 self._preupload(operation)
             if operation._should_ignore:
                 raise UsageError(
@@ -319,7 +310,15 @@ class _Upload:
                 wait *= 2
         assert commit is not None
         self.sent.oid, self.sent.commit, self.sent.pull_request = commit
-        self._verify()
+        with self._translate_errors():
+            differences = self._differences(commit[0])
+        if differences:
+            raise RemoteError(
+                f"`{self.address}`: commit {commit[0]} differs from the files that were sent: {differences[0]}",
+                hint="run the command again; do not load this commit",
+                file=str(self.address),
+                found=differences,
+            )
 
     def _create_commit(self) -> _Commit:
         info = self._api.create_commit(
@@ -334,38 +333,36 @@ class _Upload:
 
     def _find_commit(self) -> _Commit | None:
         """Return the commit on the parent that has the message and the files of this upload, or None."""
-        repo = self.address.repo
         try:
             return self._find_pull_request() if self._create_pr else self._find_on_branch()
         except RevisionNotFoundError:
             return None
         except errors.CAUGHT as error:
             raise RemoteError(
-                f"`hf://{repo}`: the Hub did not confirm the commit, and does not answer now",
+                f"`hf://{self.address.repo}`: the Hub did not confirm the commit, and does not answer now",
                 hint="run the command again; if the commit exists, nothing is sent",
                 file=str(self.address),
             ) from error
 
     def _find_on_branch(self) -> _Commit | None:
-        repo = self.address.repo
-        for commit in self._api.list_repo_commits(repo, revision=self.address.branch)[:_RECENT]:
+        for commit in self._api.list_repo_commits(self.address.repo, revision=self.address.branch)[:_RECENT]:
             if commit.commit_id == self._parent:
                 return None
             if commit.title == self._title and not self._differences(commit.commit_id):
-                return commit.commit_id, f"{self._api.endpoint}/{repo}/commit/{commit.commit_id}", None
+                return commit.commit_id, self._url(commit.commit_id), None
         return None
 
     def _find_pull_request(self) -> _Commit | None:
-        repo = self.address.repo
-        pull_requests = self._api.get_repo_discussions(
-            repo, discussion_type="pull_request", discussion_status="open", repo_type="model"
-        )
-        for pull_request in islice(pull_requests, _RECENT):
+        options: dict[str, Any] = {"discussion_type": "pull_request", "discussion_status": "open"}
+        for pull_request in islice(self._api.get_repo_discussions(self.address.repo, **options), _RECENT):
             revision = f"refs/pr/{pull_request.num}"
             if pull_request.title == self._title and not self._differences(revision):
                 oid = str(self._info(revision).sha)
-                return oid, f"{self._api.endpoint}/{repo}/commit/{oid}", pull_request.url
+                return oid, self._url(oid), pull_request.url
         return None
+
+    def _url(self, oid: str) -> str:
+        return f"{self._api.endpoint}/{self.address.repo}/commit/{oid}"
 
     def _differences(self, revision: str) -> list[str]:
         """Return how the files of a revision on the Hub differ from those of this upload."""
@@ -377,13 +374,29 @@ class _Upload:
         ]
         return differences + [f"`{name}`: was not deleted" for name in self.deletions if name in repo_files]
 
-    def _verify(self) -> None:
-        with self._translate_errors():
-            differences = self._differences(str(self.sent.oid))
-        if differences:
-            raise RemoteError(
-                f"`{self.address}`: commit {self.sent.oid} differs from the files that were sent: {differences[0]}",
-                hint="run the command again; do not load this commit",
-                file=str(self.address),
-                found=differences,
-            )
+
+@contextmanager
+def _reported(operation: CommitOperationAdd, path: str, report: Callable[[int], None]) -> Iterator[None]:
+    """Call `report` with the bytes sent so far while the client sends the file of an operation in the block: it reads
+    from an open file, whose position is the progress. It would not send an open file by Xet, and reports nothing there.
+    """
+    if is_xet_available():
+        yield
+        return
+    with _ReportingReader(io.FileIO(path)) as stream:
+        stream.report = report
+        operation.path_or_fileobj = stream
+        try:
+            yield
+        finally:
+            if operation.path_or_fileobj is stream:
+                operation.path_or_fileobj = path
+
+
+class _ReportingReader(io.BufferedReader):
+    report: Callable[[int], None]
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = super().read(size)
+        self.report(self.tell())
+        return data

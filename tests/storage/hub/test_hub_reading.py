@@ -27,7 +27,7 @@ import ckpttool
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.cli.app import application
 from ckpttool.errors import CkptError, CorruptError, RemoteError, UsageError
-from ckpttool.storage.hub import address, progress
+from ckpttool.storage.hub import address, store
 
 SOME = [
     "dcp/fsdp2_w2", "dcp/single", "dcp/zstd_w2", "hf/sharded_w2", "rank/fsdp1_w2", "rank/fsdp2_w2", "torch/full",
@@ -233,7 +233,7 @@ def test_progress_over_xet() -> None:
     from huggingface_hub.utils._xet_progress_reporting import XetDownloadProgressReporter
 
     told: list[int] = []
-    bar = progress.download_arguments(told.append)["tqdm_class"]
+    bar = store.download_arguments(told.append)["tqdm_class"]
     with XetDownloadProgressReporter(reconstruction_desc="x", total=100, log_level=20, tqdm_class=bar) as reporter:
         for here, over in ((0, 30), (40, 35), (100, 80)):
             reporter.update_progress(
