@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -48,8 +49,8 @@ def load_recipe(path: str | os.PathLike[str]) -> Recipe:
     if not os.path.isfile(path):
         raise UsageError(f"`{path}`: no such recipe", hint=_START)
     module = _imported(path)
-    mesh = _function(module, path, "mesh") if hasattr(module, "mesh") else None
-    return Recipe(path, _function(module, path, "build"), _function(module, path, "step"), mesh)
+    names = [name for name in _PARAMETERS if name != "mesh" or hasattr(module, "mesh")]
+    return Recipe(path, **{name: _function(module, path, name) for name in names})
 
 
 def _invalid(path: str, what: str, hint: str | None = None, **facts: Any) -> UsageError:
@@ -94,23 +95,20 @@ def _function(module: ModuleType, path: str, name: str) -> Callable[..., Any]:
     try:
         inspect.signature(function).bind(*parameters)
     except (TypeError, ValueError) as error:
-        signature = f"{name}({', '.join(parameters)})"
-        raise _invalid(
-            path, f"`{name}` cannot be called as `{signature}`: {error}", f"write `def {signature}:`"
-        ) from None
+        call = f"{name}({', '.join(parameters)})"
+        raise _invalid(path, f"`{name}` cannot be called as `{call}`: {error}", f"write `def {call}:`") from None
     return function  # type: ignore[no-any-return]
 
 
-def mesh_dimensions(recipe: Recipe, world: int) -> dict[str, int]:
-    """Return the mesh of `world` ranks, outermost dimension first: `{"replicate": 2, "shard": 4}`. Raises UsageError if
-    the recipe's mesh has another number of ranks."""
+def recipe_mesh(recipe: Recipe, world: int) -> Mesh:
+    """Return the mesh of `world` ranks. Raises UsageError if the recipe's mesh has another number of ranks."""
+    path, call = recipe.path, f"`mesh({world})`"
     if recipe.mesh is None:
-        return {"shard": world}
+        return Mesh(("shard",), (world,))
     try:
         sizes = recipe.mesh(world)
     except Exception as error:
-        raise _failed(recipe.path, f"`mesh({world})` fails", error) from error
-    path, call = recipe.path, f"`mesh({world})`"
+        raise _failed(path, f"{call} fails", error) from error
     if not isinstance(sizes, Mapping) or not sizes:
         hint = 'return `{"shard": world}`, or `{"replicate": 2, "shard": world // 2}`'
         raise _invalid(path, f"{call} is {sizes!r:.80}, not a dict of dimensions", hint)
@@ -123,9 +121,9 @@ def mesh_dimensions(recipe: Recipe, world: int) -> dict[str, int]:
     mesh = Mesh(tuple(sizes), tuple(sizes.values()))
     if mesh.world != world:
         hint = "run it on as many ranks as its mesh allows"
-        facts = {"found": mesh.world, "expected": world}
-        raise _invalid(path, f"{call} is {mesh}, which has {mesh.world} ranks", hint, **facts)
-    return dict(sizes)
+        what = f"{call} is {mesh}, which has {mesh.world} ranks"
+        raise _invalid(path, what, hint, found=mesh.world, expected=world)
+    return mesh
 
 
 def build_state(recipe: Recipe, mesh: Any) -> dict[str, Any]:
@@ -141,17 +139,14 @@ def build_state(recipe: Recipe, mesh: Any) -> dict[str, Any]:
     if not isinstance(state, dict):
         hint = 'return `{"model": model, "optimizer": optimizer, "scheduler": scheduler}`'
         raise _invalid(path, f"`build(mesh)` returned {type(state).__name__}, not a dict", hint)
-    for name, kind, title in (
-        ("model", torch.nn.Module, "torch.nn.Module"),
-        ("optimizer", torch.optim.Optimizer, "torch.optim.Optimizer"),
-    ):
+    for name, kind in (("model", "nn.Module"), ("optimizer", "optim.Optimizer")):
         if name not in state:
             keys = [key for key in state if isinstance(key, str)]
             has = ", ".join(f"`{key}`" for key in keys) or "nothing"
             hint = meant(name, keys, f'return `{{"model": ..., "optimizer": ...}}`; it has {has}')
             raise _invalid(path, f"the dict that `build(mesh)` returned has no `{name}`", hint)
-        if not isinstance(state[name], kind):
-            raise _invalid(path, f"`{name}` is {type(state[name]).__name__}, not a {title}")
+        if not isinstance(state[name], attrgetter(kind)(torch)):
+            raise _invalid(path, f"`{name}` is {type(state[name]).__name__}, not a torch.{kind}")
     for name, value in state.items():
         stateful = callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
         if not isinstance(name, str) or not (stateful or isinstance(value, torch.Generator)):

@@ -89,10 +89,10 @@ def test_a_recipe_imports_what_lies_beside_it(tmp_path: Path, monkeypatch: pytes
 def test_the_mesh_of_a_recipe(tmp_path: Path, body: str, says: str | None) -> None:
     recipe = recipes.load_recipe(written(tmp_path, PLAIN + (f"def mesh(world):\n    {body}\n" if body else "")))
     if says is None:
-        assert recipes.mesh_dimensions(recipe, 4) == ({"replicate": 2, "shard": 2} if body else {"shard": 4})
+        assert recipes.recipe_mesh(recipe, 4).size == ({"replicate": 2, "shard": 2} if body else {"shard": 4})
         return
     with pytest.raises(UsageError) as caught:
-        recipes.mesh_dimensions(recipe, 4)
+        recipes.recipe_mesh(recipe, 4)
     assert says in caught.value.message
 
 
@@ -152,7 +152,7 @@ from ckpttool.operations.verify_resume import recipe as recipes
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 recipe = recipes.load_recipe(sys.argv[1])
-mesh = init_device_mesh("cpu", (1,), mesh_dim_names=tuple(recipes.mesh_dimensions(recipe, 1)))
+mesh = init_device_mesh("cpu", (1,), mesh_dim_names=recipes.recipe_mesh(recipe, 1).names)
 state = recipes.build_state(recipe, mesh)
 losses = [float(recipe.step(state, i)) for i in range(4)]
 assert state["scheduler"].last_epoch == 4 and losses[0] != losses[1], losses

@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckpttool.catalogue.typed_json import same
 from ckpttool.errors import UsageError
+from ckpttool.layout.mesh import parse_mesh
 from ckpttool.operations.verify_resume.trial import arguments, compare
 from ckpttool.operations.verify_resume.trial.compare import judge
 from ckpttool.operations.verify_resume.trial.job import Seen
@@ -248,24 +249,24 @@ def test_shapes_of_shards_are_torchs(shape: tuple[int, ...], placements: list[An
 
 
 @pytest.mark.parametrize(
-    ("via", "dims", "other", "says"),
+    ("via", "onto", "other", "says"),
     [
-        ("", {"shard": 2}, False, []),
-        ("", {"shard": 4}, True, ["reshard --to-world 4"]),
-        ("safetensors,dcp", {"shard": 4}, True, ["convert --to safetensors", "convert --to dcp --to-world 4"]),
-        ("dcp", {"shard": 2, "tp": 2}, True, ["convert --to dcp --to-world 4", "reshard --to-mesh shard=2,tp=2"]),
-        ("torch", {"shard": 4}, True, ["convert --to torch"]),
-        ("reshard:2,reshard:shard=2+tp=2", {"shard": 8}, 1, ["reshard --to-world 2", "reshard --to-mesh shard=2,tp=2"]),
+        ("", "shard=2", False, []),
+        ("", "shard=4", True, ["reshard --to-world 4"]),
+        ("safetensors,dcp", "shard=4", True, ["convert --to safetensors", "convert --to dcp --to-world 4"]),
+        ("dcp", "shard=2,tp=2", True, ["convert --to dcp --to-world 4", "reshard --to-mesh shard=2,tp=2"]),
+        ("torch", "shard=4", True, ["convert --to torch"]),
+        ("reshard:2,reshard:shard=2+tp=2", "shard=8", 1, ["reshard --to-world 2", "reshard --to-mesh shard=2,tp=2"]),
     ],
 )  # fmt: skip
-def test_routes(via: str, dims: dict[str, int], other: bool, says: list[str]) -> None:
-    assert [stage.says for stage in arguments.parse_route(via, dims, other_mesh=other)] == says
+def test_routes(via: str, onto: str, other: bool, says: list[str]) -> None:
+    assert [stage.says for stage in arguments.parse_route(via, parse_mesh(onto), other_mesh=other)] == says
 
 
 @pytest.mark.parametrize("via", ["zip", "dcp:4", "reshard", "reshard:shard=0"])
 def test_stages_that_are_none(via: str) -> None:
     with pytest.raises(UsageError):
-        arguments.parse_route(via, {"shard": 2}, other_mesh=False)
+        arguments.parse_route(via, parse_mesh("shard=2"), other_mesh=False)
 
 
 def test_the_report_is_json(tmp_path: Path) -> None:

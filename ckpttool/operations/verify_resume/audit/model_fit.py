@@ -16,7 +16,7 @@ from ckpttool.layout.optimizer import names_of_ids
 from ckpttool.layout.optimizer.parse import optimizers
 from ckpttool.layout.rename import strip_wrappers
 from ckpttool.operations.verify_resume.audit.checks import Checks, named, trained_model
-from ckpttool.operations.verify_resume.recipe import Recipe, build_state, load_recipe, mesh_dimensions
+from ckpttool.operations.verify_resume.recipe import Recipe, build_state, load_recipe, recipe_mesh
 from ckpttool.text import plural
 
 _Kind = tuple[list[int], str]  # shape and dtype
@@ -28,17 +28,15 @@ def check_model(path: str, catalogue: Catalogue, checks: Checks) -> None:
     with _one_process(recipe, catalogue.world_size) as mesh:
         state, device = _build(recipe, mesh)
         expected, trained = _named_shapes(state["model"])
-        groups = len(state["optimizer"].param_groups)
-        others = {name for name in state if name not in ("model", "optimizer")}
     actual = {name: (list(tensor.shape), tensor.dtype.name) for name, tensor in trained_model(catalogue).items()}
     if not actual:
         return
     _compare(expected, actual, device, checks)
-    _compare_optimizer(trained, groups, catalogue, checks)
+    _compare_optimizer(trained, len(state["optimizer"].param_groups), catalogue, checks)
     kinds = {entry.part.kind for entry in catalogue.entries.values()}
     keys = {str(key) for entry in catalogue.entries.values() for key in entry.path[:2]}
-    for name in sorted(others):
-        if name not in keys and kind_of_key(name) not in kinds:
+    for name in sorted(state.keys() - {"model", "optimizer"} - keys):
+        if kind_of_key(name) not in kinds:
             checks.differs("recipe", f"`{name}` of the recipe has no state in the checkpoint", [name])
 
 
@@ -63,8 +61,8 @@ def _dimensions(recipe: Recipe, world: int) -> tuple[str, ...]:
     # A file merged from many ranks does not tell how many; names do not depend on it.
     for ranks in (1, 2, 4, 8, 16) if world == 1 else ():
         with suppress(UsageError):
-            return tuple(mesh_dimensions(recipe, ranks))
-    return tuple(mesh_dimensions(recipe, world))
+            return recipe_mesh(recipe, ranks).names
+    return recipe_mesh(recipe, world).names
 
 
 def _build(recipe: Recipe, mesh: Any) -> tuple[dict[str, Any], str]:

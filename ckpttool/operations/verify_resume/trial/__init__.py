@@ -16,13 +16,13 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any
 
 from ckpttool.errors import BUG, OverwriteError, UsageError
+from ckpttool.layout.mesh import Mesh
 from ckpttool.operations.verify_resume.recipe import load_recipe
 from ckpttool.operations.verify_resume.trial import arguments, compare, launch, state
 from ckpttool.operations.verify_resume.trial.diagnose import diagnose
@@ -54,12 +54,12 @@ class _Trial:
     jobs: dict[str, Job] = field(default_factory=dict)
     states: dict[tuple[str, str], RecordedState] = field(default_factory=dict)
 
-    def run(self, name: str, says: str, dims: Mapping[str, int], **more: Any) -> Job:
+    def run(self, name: str, says: str, **more: Any) -> None:
         """Start the ranks of a run and wait for them. Raises Ended."""
         # What is not restored must not come out the same by chance: only A has this seed.
         seed = _SEED if name in ("A", "alone") else _SEED + 1_000
-        job = replace(self.base, folder=self.path(name), dims=dict(dims), seed=seed, **more)
-        self.tell(f"run {name}: {says} on {plural(job.world, 'rank')}")
+        job = replace(self.base, folder=self.path(name), seed=seed, **more)
+        self.tell(f"run {name}: {says} on {plural(job.mesh.world, 'rank')}")
         began = time.monotonic()
         self.launcher.start(job, name)
         seen = read_seen(job)
@@ -69,7 +69,6 @@ class _Trial:
             run.started = self.launcher.says
             self.report.runs.append(run)
             self.report.deterministic = self.report.deterministic or seen[0].switched_on
-        return job
 
     def path(self, *names: str) -> str:
         return os.path.join(self.base.folder, *names)
@@ -77,7 +76,7 @@ class _Trial:
     def state(self, run: str, moment: str) -> RecordedState:
         """Return the state that a run recorded at a moment."""
         if (run, moment) not in self.states:
-            self.states[run, moment] = state.read(self.path(run, moment), self.jobs[run].world)
+            self.states[run, moment] = state.read(self.path(run, moment), self.jobs[run].mesh.world)
         return self.states[run, moment]
 
     def steps(self, name: str) -> list[Step]:
@@ -120,24 +119,18 @@ def trial(
     if torchrun_world() is None:
         launch.prepare()
     loaded = load_recipe(recipe)
-    dims, onto = arguments.parse_meshes(loaded, world, mesh, to_world, to_mesh)
-    stages = arguments.parse_route(via, onto, other_mesh=dims != onto)
-    device = arguments.parse_device(device, max(prod(dims.values()), prod(onto.values())))
+    own, onto = arguments.parse_meshes(loaded, world, mesh, to_world, to_mesh)
+    stages = arguments.parse_route(via, onto, other_mesh=own.size != onto.size)
+    device = arguments.parse_device(device, max(own.world, onto.world))
     paths = [os.path.abspath(path) for path in checkpoints]
-    rule = "checkpoints" if checkpoints else "bitwise" if dims == onto else "control"
-    report = Report(
-        loaded.path,
-        rule,
-        _RULES[rule],
-        device=device,
-        steps_before=0 if checkpoints else steps,
-        steps_after=more,
-        folder=os.path.abspath(keep) if keep is not None else None,
-    )
+    rule = "checkpoints" if checkpoints else "bitwise" if own.size == onto.size else "control"
+    report = Report(loaded.path, rule, _RULES[rule], device=device, steps_after=more)
+    report.steps_before = 0 if checkpoints else steps
+    report.folder = os.path.abspath(keep) if keep is not None else None
     launcher = Launcher() if torchrun_world() is None else TorchrunLauncher(device)
     with ExitStack() as stack:
         folder = launcher.from_first(lambda: _folder(stack, keep))
-        base = Job(folder, loaded.path, dims, device, deterministic=deterministic, limit=limit, after=more)
+        base = Job(folder, loaded.path, own, device, deterministic=deterministic, limit=limit, after=more)
         running = _Trial(base, report, launcher, tell or (lambda line: None))
         if launcher.says != Launcher.says:
             report.notes.append(f"every run is on {launcher.says}, not in fresh ones")
@@ -168,7 +161,7 @@ def _folder(stack: ExitStack, keep: str | os.PathLike[str] | None) -> str:
 
 
 def _why_no_gradients(base: Job, wanted: bool) -> str:
-    if base.world == 1:
+    if base.mesh.world == 1:
         return "one rank reduces nothing"
     if torchrun_world() is not None:
         return "it takes a run on one rank, and torchrun started more"
@@ -179,41 +172,29 @@ def _why_no_gradients(base: Job, wanted: bool) -> str:
 
 
 def _over_a_save(
-    trial: _Trial, onto: Mapping[str, int], stages: Sequence[arguments.Stage], steps: int, why_no_gradients: str
+    trial: _Trial, onto: Mesh, stages: Sequence[arguments.Stage], steps: int, why_no_gradients: str
 ) -> None:
-    dims, more, report = trial.base.dims, trial.base.after, trial.report
-    saved, native = trial.path("saved"), trial.path("native")
-    other_mesh = report.rule == "control"
-    trial.run(
-        "A",
-        f"trains {plural(steps, 'step')}, saves, trains {more} more",
-        dims,
-        before=steps,
-        save=saved,
-        save_natively=native if other_mesh else None,
-        keep_gradients=not why_no_gradients,
-    )
+    report, saved, other_mesh = trial.report, trial.path("saved"), trial.report.rule == "control"
+    native = trial.path("native") if other_mesh else None
+    what = f"trains {plural(steps, 'step')}, saves, trains {trial.base.after} more"
+    trial.run("A", what, before=steps, save=saved, save_natively=native, keep_gradients=not why_no_gradients)
     report.route = trial.launcher.from_first(lambda: arguments.follow(stages, saved, trial.path("route"), trial.tell))
     source = report.route[-1].path if report.route else saved
-    trial.run("B", f"resumes from `{os.path.basename(source)}` and trains", onto, load=source)
+    trial.run("B", f"resumes from `{os.path.basename(source)}` and trains", mesh=onto, load=source)
     if other_mesh:
-        _run_control(trial, onto, native)
+        try:
+            trial.run("control", "resumes by torch alone", mesh=onto, load=native, natively=True)
+        except Ended as ended:
+            # Where torch itself cannot resume, B is not at fault, and its steps are not compared.
+            if not ended.raised:
+                raise
+            report.notes.append(f"torch itself cannot resume on that mesh: {ended.failure.says}")
     _check_gradients(trial, why_no_gradients)
     _check_training(trial)
     if trial.launcher.is_first:
         _compare(trial, "A", "B", "control" if other_mesh else "A")
         for run in report.runs:
             _check_shards(trial, run.name)
-
-
-def _run_control(trial: _Trial, onto: Mapping[str, int], native: str) -> None:
-    """Run the reference. Where torch itself cannot resume, B is not at fault, and its steps are not compared."""
-    try:
-        trial.run("control", "resumes by torch alone", onto, load=native, natively=True)
-    except Ended as ended:
-        if not ended.raised:
-            raise
-        trial.report.notes.append(f"torch itself cannot resume on that mesh: {ended.failure.says}")
 
 
 def _check_training(trial: _Trial) -> None:
@@ -234,7 +215,7 @@ def _check_training(trial: _Trial) -> None:
 def _over_checkpoints(trial: _Trial, paths: Sequence[str], first_step: int | None) -> None:
     names = [str(number) for number in range(1, len(paths) + 1)]
     for name, path in zip(names, paths, strict=True):
-        trial.run(name, f"resumes from `{path}` and trains", trial.base.dims, load=path, first=first_step)
+        trial.run(name, f"resumes from `{path}` and trains", load=path, first=first_step)
     for name in names if trial.launcher.is_first else ():
         if name != "1":
             _compare(trial, "1", name, "1")
@@ -278,9 +259,9 @@ def _check_shards(trial: _Trial, name: str) -> None:
 def _check_gradients(trial: _Trial, why_not: str) -> None:
     why_not = why_not or trial.seen["A"][0].gradients
     if not why_not:
-        ones = dict.fromkeys(trial.base.dims, 1)
+        one = replace(trial.base.mesh, sizes=(1,) * len(trial.base.mesh.sizes))
         try:
-            trial.run("alone", "the gradients of all batches", ones, gradients_of=trial.path("A"))
+            trial.run("alone", "the gradients of all batches", mesh=one, gradients_of=trial.path("A"))
         except Ended as ended:
             why_not = f"the run on one rank failed: {ended.failure.says}"
         else:

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 
 from ckpttool import formats
 from ckpttool.errors import UsageError
 from ckpttool.layout.mesh import Mesh, parse_mesh, world_mesh
 from ckpttool.operations.convert import convert
 from ckpttool.operations.reshard import reshard
-from ckpttool.operations.verify_resume.recipe import Recipe, mesh_dimensions
+from ckpttool.operations.verify_resume.recipe import Recipe, recipe_mesh
 from ckpttool.operations.verify_resume.trial.launch import torchrun_world
 from ckpttool.operations.verify_resume.trial.results import Leg
 from ckpttool.text import meant, plural
@@ -28,7 +27,7 @@ from ckpttool.text import meant, plural
 
 def parse_meshes(
     recipe: Recipe, world: int | None, mesh: str | None, to_world: int | None, to_mesh: str | None
-) -> tuple[dict[str, int], dict[str, int]]:
+) -> tuple[Mesh, Mesh]:
     """Return the meshes of A and of the runs that resume. Raises UsageError for what cannot be run."""
     started = torchrun_world()
     for flag, ranks, sizes in (("", world, mesh), ("to-", to_world, to_mesh)):
@@ -41,15 +40,12 @@ def parse_meshes(
                 f"`--{flag}{option}` asks for {asked} ranks, and torchrun started {started}",
                 hint="run it without torchrun: the trial starts as many processes as it needs",
             )
-    dims = _dims(recipe, mesh, world if world is not None else started or 2)
-    return dims, dims if to_world is None and to_mesh is None else _dims(recipe, to_mesh, to_world or 0)
+    own = _mesh(recipe, mesh, world if world is not None else started or 2)
+    return own, own if to_world is None and to_mesh is None else _mesh(recipe, to_mesh, to_world or 0)
 
 
-def _dims(recipe: Recipe, mesh: str | None, world: int) -> dict[str, int]:
-    if mesh is None:
-        return mesh_dimensions(recipe, world_mesh(world).world)
-    parsed = parse_mesh(mesh)
-    return dict(zip(parsed.names, parsed.sizes, strict=True))
+def _mesh(recipe: Recipe, mesh: str | None, world: int) -> Mesh:
+    return recipe_mesh(recipe, world_mesh(world).world) if mesh is None else parse_mesh(mesh)
 
 
 def parse_device(device: str | None, world: int) -> str:
@@ -86,18 +82,18 @@ class Stage:
     make: Callable[[str, str], object]
 
 
-def parse_route(via: str | Sequence[Step], dims: Mapping[str, int], *, other_mesh: bool) -> list[Stage]:
-    """Return the stages of a route onto the mesh `dims`. One without a reshard ends with a reshard onto another mesh,
-    if its last format has chunks. Raises UsageError for an unknown stage."""
+def parse_route(via: str | Sequence[Step], mesh: Mesh, *, other_mesh: bool) -> list[Stage]:
+    """Return the stages of a route onto a mesh. One without a reshard ends with a reshard onto another mesh, if its
+    last format has chunks. Raises UsageError for an unknown stage."""
     steps: list[Step] = [one for one in via.split(",") if one] if isinstance(via, str) else [*via]
-    stages = [_stage(step, dims) for step in steps]
+    stages = [_stage(step, mesh.world) for step in steps]
     is_dcp = not steps or steps[-1] == "dcp"
-    if other_mesh and is_dcp and not (steps and len(dims) == 1):  # then `--to-world` does it
-        stages.append(_resharding(Mesh(tuple(dims), tuple(dims.values()))))
+    if other_mesh and is_dcp and not (steps and len(mesh.names) == 1):  # then `--to-world` does it
+        stages.append(_resharding(mesh))
     return stages
 
 
-def _stage(step: Step, dims: Mapping[str, int]) -> Stage:
+def _stage(step: Step, world: int) -> Stage:
     if not isinstance(step, str):
         return Stage(getattr(step, "__name__", "a function"), "changed", step)
     word, colon, rest = step.strip().partition(":")
@@ -107,7 +103,7 @@ def _stage(step: Step, dims: Mapping[str, int]) -> Stage:
     if colon or word not in rows:
         stages = f"stages are {', '.join(f'`{name}`' for name in rows)} and `reshard:N`"
         raise UsageError(f"`--via {step}`: unknown stage", hint=meant(word, [*rows, "reshard:N"], stages))
-    onto = prod(dims.values()) if rows[word].chunked else None
+    onto = world if rows[word].chunked else None
     says = f"convert --to {word}" + (f" --to-world {onto}" if onto else "")
     return Stage(says, word, partial(convert, to=word, to_world=onto))
 

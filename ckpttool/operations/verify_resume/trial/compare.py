@@ -10,7 +10,6 @@ from typing import Any
 
 from ckpttool.catalogue.dtypes import dtype
 from ckpttool.catalogue.typed_json import same
-from ckpttool.layout.mesh import Mesh
 from ckpttool.operations.diff.elements import Comparison
 from ckpttool.operations.verify_resume.trial import state
 from ckpttool.operations.verify_resume.trial.diagnose import diagnose
@@ -31,7 +30,7 @@ _ZERO = 1e-12
 
 def collect_run(name: str, job: Job, seen: list[Seen], seconds: float) -> Run:
     """Return a run as the report has it, from what its ranks saw step by step."""
-    run = Run(name, str(Mesh(tuple(job.dims), tuple(job.dims.values()))), len(seen), job.load, seconds=seconds)
+    run = Run(name, str(job.mesh), len(seen), job.load, seconds=seconds)
     if job.load is not None:
         run.first_step = run.resumed_at = seen[0].first_step
     for ranks in zip(*(one.steps for one in seen), strict=True):

@@ -35,30 +35,33 @@ def diagnose(
     the two states, if it is known already.
     """
     difference = difference if difference is not None else compare(before, after)
-    diagnosis = _Diagnosis(before, after, fresh, difference)
-    findings = [
-        *diagnosis.names(),
-        *diagnosis.ties(),
-        *diagnosis.tensors(),
-        *changed_values(before, after, fresh, difference),
-    ]
+    tensors = _Tensors(before, after, fresh, difference)
+    findings = [*tensors.findings(), *changed_values(before, after, fresh, difference)]
     for finding in findings:
         finding.run = run
     return findings
 
 
-class _Diagnosis:
+class _Tensors:
+    """The tensors that differ. `left` are those whose values differ for a reason that is not known yet."""
+
     def __init__(
         self, before: RecordedState, after: RecordedState, fresh: RecordedState | None, difference: Diff
     ) -> None:
         self.before, self.after, self.fresh, self.difference = before, after, fresh, difference
-        self.values = {
-            one.name: one.values for one in difference.tensors if one.kinds == ["values"] and one.values is not None
-        }
-        # Tensors whose values differ for a reason that is not known yet.
+        differing = ((one, one.values) for one in difference.tensors if one.kinds == ["values"])
+        self.values = {one.name: values for one, values in differing if values is not None}
         self.left = dict(self.values)
 
-    def names(self) -> Iterator[Finding]:
+    def findings(self) -> Iterator[Finding]:
+        """Yield what each cause explains, and then what none does."""
+        yield from self._names()
+        yield from self._ties()
+        causes = (self._swapped, self._steps, self._not_restored, self._zeroed, self._rounded, self._flipped)
+        for cause in (*causes, self._wrong_shards, self._others):
+            yield from cause()
+
+    def _names(self) -> Iterator[Finding]:
         """Yield the tensors that are missing, new, or of another dtype or shape."""
         kind_of, difference = self.before.kind_of, self.difference
         for kind, only, state, says in (
@@ -75,7 +78,7 @@ class _Diagnosis:
                 says = f"`{one.name}` was {was} and is {now}"
                 yield Finding(kind, says, name=one.name, part=kind_of(one.name), expected=was, found=now)
 
-    def ties(self) -> Iterator[Finding]:
+    def _ties(self) -> Iterator[Finding]:
         """Yield the names that were one tensor and are several."""
         tied = [set(names) for names in self.after.ties]
         for names in self.before.ties:
@@ -89,17 +92,6 @@ class _Diagnosis:
             hint = "tie the weights in `build`, before the optimizer is made"
             yield Finding("untied", says, name=rest[0], part="model", hint=hint)
 
-    def tensors(self) -> Iterator[Finding]:
-        """Yield what happened to the values of each tensor."""
-        yield from self._swapped()
-        yield from self._steps()
-        yield from self._not_restored()
-        yield from self._zeroed()
-        yield from self._rounded()
-        yield from self._flipped()
-        yield from self._wrong_shards()
-        yield from self._others()
-
     def _swapped(self) -> Iterator[Finding]:
         """Yield tensors of the same shape that changed places, the moments of two parameters together."""
         by_digest: dict[tuple[str, Any, str], list[str]] = {}
@@ -110,24 +102,17 @@ class _Diagnosis:
         for name in [*self.left]:
             now = self.after.tensors[name]
             origins = [n for n in by_digest.get((now.dtype, now.shape, now.sha256()), ()) if n != name]
-            other = next((n for n in origins if self._holds(n, name)), None)
+            was = self.before.tensors[name].sha256()
+            other = next((n for n in origins if self.after.tensors[n].sha256() == was), None)
             if other is not None and name < other and name in self.left and other in self.left:
                 pairs.setdefault((_parameter(name), _parameter(other)), []).append(name)
                 del self.left[name], self.left[other]
-            elif other is None and origins and name in self.left and not self._is_uniform(name):
+            elif other is None and origins and name in self.left and (now.bits[: 1 << 16] != now.bits[:1]).any():
                 yield self._finding("taken from another", f"`{name}` has the values of `{origins[0]}`", [name])
         for (first, second), names in pairs.items():
             moments = [_leaf(name) for name in names if self.before.kind_of(name) == "optimizer"]
             of = f"the moments ({', '.join(moments)}) of " if moments else ""
             yield self._finding("swapped", f"{of}`{first}` and `{second}` are swapped", names)
-
-    def _holds(self, name: str, other: str) -> bool:
-        """Return whether a tensor has the values that the other one had."""
-        return self.after.tensors[name].sha256() == self.before.tensors[other].sha256()
-
-    def _is_uniform(self, name: str) -> bool:
-        bits = self.after.tensors[name].bits
-        return len(bits) < 2 or bool((bits[: 1 << 16] == bits[0]).all())
 
     def _steps(self) -> Iterator[Finding]:
         """Yield step counters of the optimizer, together where they are off by the same."""
@@ -223,28 +208,13 @@ class _Diagnosis:
 
 
 def _rounded_to(was: MappedTensor, now: MappedTensor) -> str | None:
-    if was.dtype == "float32":
-        for name, rounded in (("bfloat16", _as_bfloat16), ("float16", _as_float16)):
-            if all((rounded(a) == b).all() for a, b in zip(was.blocks(), now.blocks(), strict=True)):
-                return name
+    import torch
+
+    for name in ("bfloat16", "float16") if was.dtype == "float32" else ():
+        blocks = ((torch.tensor(a.view("f4")), b) for a, b in zip(was.blocks(), now.blocks(), strict=True))
+        if all((a.to(getattr(torch, name)).float().numpy().view(b.dtype) == b).all() for a, b in blocks):
+            return name
     return None
-
-
-def _as_bfloat16(bits: Array) -> Array:
-    """Round to the nearest, ties to even, and widen again."""
-    import numpy as np
-
-    odd = (bits >> np.uint32(16)) & np.uint32(1)
-    rounded: Array = (bits + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF0000)
-    return rounded
-
-
-def _as_float16(bits: Array) -> Array:
-    import numpy as np
-
-    with np.errstate(over="ignore"):
-        rounded: Array = bits.view(np.float32).astype(np.float16).astype(np.float32).view(np.uint32)
-    return rounded
 
 
 def _shifted_box(was: Array, now: Array, boxes: list[Any]) -> tuple[int, int] | None:

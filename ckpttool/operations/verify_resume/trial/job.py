@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from math import prod
 from typing import Any
+
+from ckpttool.layout.mesh import Mesh
 
 BUILT, RESUMED, END = "built", "resumed", "end"
 ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
@@ -26,7 +26,7 @@ ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONHASHSEED": "0", "OMP
 @dataclass(slots=True)
 class Job:
     """What a run does: take `before` steps or load `load` (by torch alone if `natively`), save to `save` and by torch
-    alone to `save_natively`, take `after` steps. `dims` is the mesh: `{"shard": 2, "tp": 2}`.
+    alone to `save_natively`, take `after` steps.
 
     With `gradients_of`, the folder of another run, nothing is trained: its gradients are computed again on one rank.
     `limit` is in seconds, for each phase.
@@ -34,7 +34,7 @@ class Job:
 
     folder: str
     recipe: str
-    dims: Mapping[str, int]
+    mesh: Mesh
     device: str = "cpu"
     seed: int = 0
     deterministic: bool = True
@@ -48,11 +48,6 @@ class Job:
     save_natively: str | None = None
     keep_gradients: bool = False
     gradients_of: str | None = None
-
-    @property
-    def world(self) -> int:
-        """The number of ranks."""
-        return prod(self.dims.values())
 
 
 @dataclass(slots=True)
@@ -82,7 +77,7 @@ class Seen:
 def read_seen(job: Job) -> list[Seen]:
     """Return what all ranks saw."""
     seen = []
-    for rank in range(job.world):
+    for rank in range(job.mesh.world):
         with open(os.path.join(job.folder, f"rank{rank}.json"), encoding="utf-8") as stream:
             seen.append(Seen(**json.load(stream)))
     return seen

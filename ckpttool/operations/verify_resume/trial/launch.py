@@ -60,7 +60,7 @@ class Launcher:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
-            nproc_per_node=job.world,
+            nproc_per_node=job.mesh.world,
             logs_specs=DefaultLogsSpecs(log_dir=os.path.join(job.folder, "logs"), redirects=Std.ALL),
             max_restarts=0,
             rdzv_backend="c10d",
@@ -104,7 +104,7 @@ class TorchrunLauncher(Launcher):
         from ckpttool.operations.verify_resume.worker.process import Watch
         from ckpttool.operations.verify_resume.worker.run import run
 
-        assert job.world == self._collectives.world_size()
+        assert job.mesh.world == self._collectives.world_size()
         self.from_first(lambda: os.makedirs(job.folder, exist_ok=True))
         with self._collectives.together():
             run(job, Watch(job, self._collectives.rank(), sys.__stderr__ or sys.stderr), leave=False)
@@ -184,9 +184,9 @@ def _put_into_environment(values: Mapping[str, str | None]) -> None:
 
 
 def _ended(job: Job, name: str, failed: Mapping[int, int]) -> Ended:
-    texts = [_text(job, rank, "error.json") for rank in range(job.world)]
+    texts = [_text(job, rank, "error.json") for rank in range(job.mesh.world)]
     raised = {rank: json.loads(text) for rank, text in enumerate(texts) if text}
-    ranks = [_stuck(job, rank, raised.get(rank)) for rank in range(job.world)]
+    ranks = [_stuck(job, rank, raised.get(rank)) for rank in range(job.mesh.world)]
     cause: CkptError | None = None
     if raised:
         # The others fail as well, when the one that they communicate with is gone.

@@ -44,7 +44,7 @@ def deterministic(job: Job) -> list[str]:
 def join(job: Job) -> DeviceMesh:
     """Create the process group, if there is none yet, and return the mesh over it."""
     join_group(job.device)
-    return init_device_mesh(job.device, tuple(job.dims.values()), mesh_dim_names=tuple(job.dims))
+    return init_device_mesh(job.device, job.mesh.sizes, mesh_dim_names=job.mesh.names)
 
 
 def join_group(device: str) -> None:
