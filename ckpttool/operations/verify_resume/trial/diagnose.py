@@ -20,6 +20,7 @@ from ckpttool.text import plural, some
 from ckpttool.transfer.numbers import Array
 
 _MOST = 20
+_BLOCK = 1 << 20  # elements that are rounded at once
 
 
 def diagnose(
@@ -97,13 +98,13 @@ class _Tensors:
         by_digest: dict[tuple[str, Any, str], list[str]] = {}
         for name in self.left:
             tensor = self.before.tensors[name]
-            by_digest.setdefault((tensor.dtype, tensor.shape, tensor.sha256()), []).append(name)
+            by_digest.setdefault((tensor.dtype, tensor.shape, tensor.sha256), []).append(name)
         pairs: dict[tuple[str, str], list[str]] = {}
         for name in [*self.left]:
             now = self.after.tensors[name]
-            origins = [n for n in by_digest.get((now.dtype, now.shape, now.sha256()), ()) if n != name]
-            was = self.before.tensors[name].sha256()
-            other = next((n for n in origins if self.after.tensors[n].sha256() == was), None)
+            origins = [n for n in by_digest.get((now.dtype, now.shape, now.sha256), ()) if n != name]
+            was = self.before.tensors[name].sha256
+            other = next((n for n in origins if self.after.tensors[n].sha256 == was), None)
             if other is not None and name < other and name in self.left and other in self.left:
                 pairs.setdefault((_parameter(name), _parameter(other)), []).append(name)
                 del self.left[name], self.left[other]
@@ -130,7 +131,7 @@ class _Tensors:
         fresh = self.fresh.tensors if self.fresh is not None else {}
         as_built: dict[str, list[str]] = {}
         for name in self.left:
-            if name in fresh and fresh[name].sha256() == self.after.tensors[name].sha256():
+            if name in fresh and fresh[name].sha256 == self.after.tensors[name].sha256:
                 kind = "buffer" if name in self.before.buffers else self.before.kind_of(name)
                 as_built.setdefault(kind, []).append(name)
         for kind, names in as_built.items():
@@ -140,7 +141,7 @@ class _Tensors:
 
     def _zeroed(self) -> Iterator[Finding]:
         for name in [*self.left]:
-            if not any(block.any() for block in self.after.tensors[name].blocks()):
+            if not self.after.tensors[name].bits.any():
                 kind = STATE_KINDS.get(_leaf(name)) if self.before.kind_of(name) == "optimizer" else None
                 title = f"the {kind.title} of `{_parameter(name)}`" if kind and kind.title else f"`{name}`"
                 yield self._finding("zeroed", f"{title} is all zeros", [name])
@@ -210,10 +211,11 @@ class _Tensors:
 def _rounded_to(was: MappedTensor, now: MappedTensor) -> str | None:
     import torch
 
-    for name in ("bfloat16", "float16") if was.dtype == "float32" else ():
-        blocks = ((torch.tensor(a.view("f4")), b) for a, b in zip(was.blocks(), now.blocks(), strict=True))
-        if all((a.to(getattr(torch, name)).float().numpy().view(b.dtype) == b).all() for a, b in blocks):
-            return name
+    blocks = [slice(low, low + _BLOCK) for low in range(0, len(was.bits), _BLOCK)]
+    for kind in (torch.bfloat16, torch.float16) if was.dtype == "float32" else ():
+        rounded = (torch.tensor(was.bits[block].view("f4")).to(kind).float().numpy() for block in blocks)
+        if all((a.view("u4") == now.bits[block]).all() for a, block in zip(rounded, blocks, strict=True)):
+            return str(kind).removeprefix("torch.")
     return None
 
 

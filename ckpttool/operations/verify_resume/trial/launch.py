@@ -92,10 +92,10 @@ class TorchrunLauncher(Launcher):
     says = "the processes that torchrun started"
 
     def __init__(self, device: str) -> None:
-        from ckpttool.operations.verify_resume.worker import setup
+        from ckpttool.operations.verify_resume.worker.setup import join_group
         from ckpttool.training import collectives
 
-        setup.join_group(device)
+        join_group(device)
         self._collectives = collectives
         self.is_first = collectives.rank() == 0
 
@@ -164,20 +164,14 @@ def _undisturbed() -> Iterator[None]:
 @contextmanager
 def environment(values: Mapping[str, str | None]) -> Iterator[None]:
     """Context manager in which environment variables have these values; with None they do not exist."""
-    kept = {name: os.environ.get(name) for name in values}
-    _put_into_environment(values)
+    kept = {name: os.environ.pop(name) for name in values if name in os.environ}
+    os.environ.update({name: value for name, value in values.items() if value is not None})
     try:
         yield
     finally:
-        _put_into_environment(kept)
-
-
-def _put_into_environment(values: Mapping[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
+        for name in values:
             os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+        os.environ.update(kept)
 
 
 # Failures -------------------------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from ckpttool.catalogue import dtypes
@@ -23,11 +23,10 @@ from ckpttool.catalogue.parts import PER_RANK, find_rank
 from ckpttool.operations.diff import Diff, compare_sources
 from ckpttool.transfer.numbers import Array
 
-_BLOCK = 1 << 20
 TENSORS, INDEX = "tensors.bin", "state.json"
 
 
-@dataclass(slots=True)
+@dataclass
 class MappedTensor:
     """A whole tensor in a file: `MappedTensor("float32", (29, 7), bits, 704)`.
 
@@ -38,21 +37,11 @@ class MappedTensor:
     shape: Ints
     bits: Array
     offset: int
-    _digest: str = ""
 
-    def blocks(self) -> Iterator[Array]:
-        """Yield the elements, which are read from the file, in blocks of a bounded size."""
-        for low in range(0, len(self.bits), _BLOCK):
-            yield self.bits[low : low + _BLOCK]
-
+    @cached_property
     def sha256(self) -> str:
-        """Return the SHA-256 of the elements, which are read when it is first asked for."""
-        if not self._digest:
-            digest = hashlib.sha256()
-            for block in self.blocks():
-                digest.update(block.tobytes())
-            self._digest = digest.hexdigest()
-        return self._digest
+        """The SHA-256 of the elements, which are read when it is first asked for."""
+        return hashlib.sha256(self.bits.data).hexdigest()
 
 
 @dataclass(slots=True)

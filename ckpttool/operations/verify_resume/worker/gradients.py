@@ -158,8 +158,5 @@ def _compute(model: nn.Module) -> str:
 def _tensor(tensor: MappedTensor) -> torch.Tensor:
     import numpy as np
 
-    dtype = getattr(torch, tensor.dtype)
-    data = np.array(tensor.bits).view(np.uint8)
-    if not data.size:
-        return torch.empty(tensor.shape, dtype=dtype)
-    return torch.frombuffer(data, dtype=dtype).reshape(tensor.shape)
+    data = torch.from_numpy(np.array(tensor.bits).view(np.uint8))
+    return data.view(getattr(torch, tensor.dtype)).reshape(tensor.shape)

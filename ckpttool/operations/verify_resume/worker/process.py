@@ -16,16 +16,7 @@ from ckpttool.errors import CkptError
 from ckpttool.operations.verify_resume.trial.job import Job
 
 # Variables that the launcher sets for each rank, in place of those of an outer one.
-_OF_RANK = (
-    "RANK",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "MASTER_",
-    "WORLD_SIZE",
-    "TORCHELASTIC_",
-)
+_OWN = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_", "WORLD_SIZE", "TORCHELASTIC_")
 
 
 class Watch:
@@ -52,7 +43,7 @@ class Watch:
 def begin(job: Job, environment: Mapping[str, str]) -> None:
     """Do a job. What it raises is recorded, and the process ends with 1. `environment` is that of the calling process:
     this one may be forked from an older one."""
-    own = {name: value for name, value in os.environ.items() if name not in environment or name.startswith(_OF_RANK)}
+    own = {name: value for name, value in os.environ.items() if name not in environment or name.startswith(_OWN)}
     os.environ.update({**environment, **own})
     rank = int(os.environ["RANK"])
     with open(os.path.join(job.folder, f"rank{rank}.stack"), "w", encoding="utf-8") as stack:
