@@ -32,31 +32,21 @@ if TYPE_CHECKING:
     from ckpttool.training.load_into import load_into
     from ckpttool.training.save import save
 
-# The public names of each module, which is imported when one is first used: `ckpttool --help` imports what it needs.
-_MODULES = {
-    "errors": ["CkptError"],
-    "operations.convert": ["convert"],
-    "operations.diff": ["Diff", "diff"],
-    "operations.export": ["export"],
-    "operations.export.plan": ["Exported"],
-    "operations.inspect": ["inspect"],
-    "operations.open": ["Checkpoint", "LazyTensor"],
-    "operations.repair": ["Repaired", "repair"],
-    "operations.reshard": ["Resharding", "reshard"],
-    "operations.show": ["Shown", "show"],
-    "operations.verify": ["Finding", "Report", "verify"],
-    "operations.write": ["Conversion"],
-    "training.exit_on_error": ["exit_on_error"],
-    "training.load": ["Loaded", "load"],
-    "training.load_into": ["load_into"],
-    "training.save": ["save"],
-}
+# Each public name behind its module, which is imported when one is first used: `--help` imports what it needs.
+_NAMES = """
+    errors.CkptError operations.convert.convert operations.diff.Diff operations.diff.diff operations.export.export
+    operations.export.plan.Exported operations.inspect.inspect operations.open.Checkpoint operations.open.LazyTensor
+    operations.repair.Repaired operations.repair.repair operations.reshard.Resharding operations.reshard.reshard
+    operations.show.Shown operations.show.show operations.verify.Finding operations.verify.Report
+    operations.verify.verify operations.write.Conversion training.exit_on_error.exit_on_error training.load.Loaded
+    training.load.load training.load_into.load_into training.save.save
+"""
+_MODULES = {name: module for module, _, name in (public.rpartition(".") for public in _NAMES.split())}
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in _MODULES.items():
-        if name in names:
-            return getattr(import_module(f"ckpttool.{module}"), name)
+    if name in _MODULES:
+        return getattr(import_module(f"ckpttool.{_MODULES[name]}"), name)
     raise AttributeError(f"module `ckpttool` has no attribute `{name}`")
 
 

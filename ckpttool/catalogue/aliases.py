@@ -21,18 +21,9 @@ def find_aliases(tensors: Iterable[Tensor]) -> dict[Path, Path]:
         if not tensor.numel:
             continue
         c = tensor.chunks
-        key = (
-            tensor.dtype.name,
-            tensor.shape,
-            tuple(c.offsets),
-            tuple(c.sizes),
-            c.file.tobytes(),
-            c.offset.tobytes(),
-            c.nbytes.tobytes(),
-            tuple(c.strides.items()),
-            tuple(c.codecs.items()),
-        )
-        kept = first.setdefault(key, tensor.path)
+        boxes_and_codecs = map(tuple, (c.offsets, c.sizes, c.strides.items(), c.codecs.items()))
+        places = (column.tobytes() for column in (c.file, c.offset, c.nbytes))
+        kept = first.setdefault((tensor.dtype.name, tensor.shape, *boxes_and_codecs, *places), tensor.path)
         if kept != tensor.path:
             aliases[tensor.path] = kept
     return aliases
@@ -49,13 +40,11 @@ def one_moment_for_two(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> li
     shared = [tensor.name for tensor in state if tensor.part.kind == "optimizer" and tensor.numel > 1]
     if not shared:
         return []
-    return [
-        Warning(
-            "suspect-values",
-            f"the optimizer's state is wrong: {len(shared)} moments are the same bytes as another one of their "
-            f"parameter ({some(shared)}); FSDP1 saves that of a full state dict on CPUs",
-        )
-    ]
+    text = (
+        f"the optimizer's state is wrong: {len(shared)} moments are the same bytes as another one of their "
+        f"parameter ({some(shared)}); FSDP1 saves that of a full state dict on CPUs"
+    )
+    return [Warning("suspect-values", text)]
 
 
 def _owner(path: Path) -> Path:

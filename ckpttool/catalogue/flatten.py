@@ -22,7 +22,7 @@ MAX_ENTRIES = 20_000_000
 
 MAX_REPEATED = 200_000
 
-Kinds = type | tuple[type, ...]
+Kinds = type | tuple["Kinds", ...]
 MakeTensor = Callable[[Any, Path, bool], Tensor]
 
 
@@ -41,7 +41,7 @@ def flatten(
 class _Flattening:
     def __init__(self, catalogue: Catalogue, leaf: Kinds, make: MakeTensor, bare: Kinds) -> None:
         self._catalogue, self._leaf, self._bare, self._make = catalogue, leaf, bare, make
-        self._linked = (*_kinds(leaf), *_kinds(bare))
+        self._linked = (leaf, bare)
         self._walked: set[int] = set()
         self._repeated = 0
 
@@ -95,10 +95,6 @@ class _Flattening:
             return Link(free, storage=isinstance(tensor, self._bare))
 
         return replaced(value, self._linked, embed, root)
-
-
-def _kinds(kinds: Kinds) -> tuple[type, ...]:
-    return kinds if isinstance(kinds, tuple) else (kinds,)
 
 
 def _attributes(value: Any) -> dict[str, Any]:

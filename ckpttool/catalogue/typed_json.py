@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from math import isfinite, isnan
 from typing import Any
 
-from ckpttool.catalogue.values import Known, Link, Stub, TorchSize, attributes_of, is_stub_type, stub_name, stub_type
+from ckpttool.catalogue.values import Known, Link, Stub, StubType, TorchSize, attributes_of, stub_name, stub_type
 from ckpttool.errors import CorruptError, LossError
 
 MAX_DEPTH = 100
@@ -88,7 +88,7 @@ class _Encoder:
                 return {"$bytes": _base64(value)}
             case bytearray():
                 return {"$bytearray": _base64(value)}
-        if is_stub_type(value):
+        if isinstance(value, StubType):
             return {"$name": [value.module, value.name]}
         if isinstance(value, Known):
             return {"$function": [value.module, value.name]}

@@ -17,9 +17,9 @@ def validate(catalogue: Catalogue, paths: Collection[Path] | None = None) -> Non
     """Prove what everything after relies on: each tensor's chunks tile it exactly, and each extent lies inside its
     file and is as large as its box. Raises the first of its faults, or CorruptError with the file and the tensor.
     With `paths`, of these entries alone: what is wrong with others, which nobody asked for, stops nobody."""
-    absent = [fault for fault in catalogue.faults if "absent" in fault.facts and paths is None]
-    if absent:
-        raise absent[0]
+    for fault in catalogue.faults:
+        if "absent" in fault.facts and paths is None:
+            raise fault
     checked = catalogue.entries if paths is None else paths
     stop_at_fault(catalogue, (entry.name for entry in catalogue.entries.values() if entry.path in checked))
     sizes = [f.size for f in catalogue.files]
@@ -33,15 +33,11 @@ def faults_of(tensor: Tensor, files: Sequence[File], sizes: list[int] | None = N
     """What is wrong with one tensor, as far as the index and the sizes of the files tell: its chunks do not tile it, a
     file is missing, a chunk lies outside of its file or is not as large as its box. Pure."""
     chunks = tensor.chunks
-    if len(chunks) != 1 or chunks.sizes[0] != tensor.shape or any(chunks.offsets[0]):
-        fault = boxes.tiling_fault(tensor.shape, chunks.offsets, chunks.sizes)
-        if fault is not None:
-            yield CorruptError(
-                f"tensor `{tensor.name}` {list(tensor.shape)} is not covered exactly: {fault}",
-                hint="a rank's file is missing, or the index belongs to another save",
-                tensor=tensor.name,
-                shape=list(tensor.shape),
-            )
+    is_whole = len(chunks) == 1 and chunks.sizes[0] == tensor.shape and not any(chunks.offsets[0])
+    if not is_whole and (fault := boxes.tiling_fault(tensor.shape, chunks.offsets, chunks.sizes)):
+        message = f"tensor `{tensor.name}` {list(tensor.shape)} is not covered exactly: {fault}"
+        hint = "a rank's file is missing, or the index belongs to another save"
+        yield CorruptError(message, hint=hint, tensor=tensor.name, shape=list(tensor.shape))
     if chunks.item and _inside(chunks, sizes or [f.size for f in files]):
         return
     yield from filter(None, (_chunk_fault(tensor, i, files) for i in range(len(chunks))))
@@ -52,47 +48,31 @@ def _chunk_fault(tensor: Tensor, i: int, files: Sequence[File]) -> CorruptError 
     file, offset, nbytes = files[chunks.file[i]], chunks.offset[i], chunks.nbytes[i]
     if file.missing and nbytes:
         missing = [f.name for f in files if f.missing]
-        return CorruptError(
-            f"`{file.name}` is missing, and with it a part of tensor `{tensor.name}`"
-            if len(missing) == 1
-            else f"{len(missing)} files are missing ({some(missing)}), and with them a part of tensor `{tensor.name}`",
-            hint="copy what is missing from where the checkpoint was saved",
-            file=file.name,
-            tensor=tensor.name,
-        )
+        several = f"{len(missing)} files are missing ({some(missing)}), and with them"
+        lost = several if len(missing) > 1 else f"`{file.name}` is missing, and with it"
+        hint = "copy what is missing from where the checkpoint was saved"
+        message = f"{lost} a part of tensor `{tensor.name}`"
+        return CorruptError(message, hint=hint, file=file.name, tensor=tensor.name)
     if offset < 0 or nbytes < 0 or offset + nbytes > file.size:
         return outside(f"tensor `{tensor.name}`", file, offset, nbytes, tensor.name)
-    if chunks.item:
-        return None
     strides = chunks.strides.get(i)
     elements = prod(chunks.sizes[i]) if strides is None else boxes.span(chunks.sizes[i], strides)
     needed = elements * tensor.dtype.itemsize
-    if nbytes == needed:
+    if chunks.item or nbytes == needed:
         return None
-    return CorruptError(
-        f"`{file.name}`: tensor `{tensor.name}`: {nbytes} bytes at {offset}..{offset + nbytes}, "
-        f"but {tensor.dtype} {list(chunks.sizes[i])} needs {needed}",
-        file=file.name,
-        tensor=tensor.name,
-        found=nbytes,
-        expected=needed,
-        offset=offset,
-        nbytes=nbytes,
-    )
+    where = f"`{file.name}`: tensor `{tensor.name}`: {nbytes} bytes at {offset}..{offset + nbytes}"
+    message = f"{where}, but {tensor.dtype} {list(chunks.sizes[i])} needs {needed}"
+    facts = {"file": file.name, "tensor": tensor.name, "found": nbytes, "expected": needed}
+    return CorruptError(message, hint=None, **facts, offset=offset, nbytes=nbytes)
 
 
 def outside(what: str, file: File, offset: int, nbytes: int, tensor: str | None = None) -> CorruptError:
     """Return the error for bytes that would lie outside their file. Pure."""
-    return CorruptError(
-        f"`{file.name}`: {what}: bytes {offset}..{offset + nbytes} are outside the file, which has {file.size}",
-        hint="the file is truncated, or not the one that the index was written for",
-        file=file.name,
-        found=file.size,
-        expected=offset + nbytes,
-        offset=offset,
-        nbytes=nbytes,
-        **({"tensor": tensor} if tensor is not None else {}),
-    )
+    end = offset + nbytes
+    message = f"`{file.name}`: {what}: bytes {offset}..{end} are outside the file, which has {file.size}"
+    hint = "the file is truncated, or not the one that the index was written for"
+    facts = {"file": file.name, "found": file.size, "expected": end, "offset": offset, "nbytes": nbytes}
+    return CorruptError(message, hint=hint, **facts, **({"tensor": tensor} if tensor is not None else {}))
 
 
 def _inside(chunks: Chunks, sizes: list[int]) -> bool:

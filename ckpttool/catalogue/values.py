@@ -140,11 +140,6 @@ def stub_type(module: str, name: str) -> type[Stub]:
     return kind
 
 
-def is_stub_type(value: Any) -> bool:
-    """Return whether this is a name that a pickle mentions without calling it."""
-    return isinstance(value, StubType)
-
-
 def stub_name(value: Any) -> str | None:
     """`torch.float32` for the stub class that stands for it or an instance of that; None for anything else."""
     kind = type(value) if isinstance(value, Stub) else value

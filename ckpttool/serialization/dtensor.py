@@ -10,7 +10,7 @@
 
 Sources: `torch/distributed/tensor/` (`_tensor/` to 2.4), `torch/distributed/device_mesh.py` and
 `torch/distributed/_shard/` of torch 2.0 to 2.15. Classes are told by the last part of their names, which moved between
-modules. A `DTensor` says which boxes it has by mesh, coordinate and placements only, see `dtensor_offsets`.
+modules. A `DTensor` says which boxes it has by mesh, coordinate and placements only.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ from ckpttool.catalogue.entries import Path, dotted
 from ckpttool.catalogue.flatten import replaced
 from ckpttool.catalogue.values import Stub, stub_name, walk
 from ckpttool.errors import CkptError, CorruptError, ReadError
-from ckpttool.serialization import dtensor_offsets
-from ckpttool.serialization.dtensor_offsets import MeshPosition, Placement, Runs
 from ckpttool.serialization.torch_pickle import TensorRef
+
+Runs = list[tuple[int, int]]
+"""What is left of a dimension: `[(0, 4), (8, 3)]` is 0..4 and 8..11."""
+Position = list[tuple[int, int]]
+"""Where a rank is on a mesh, the size and the index of each dimension: `[(2, 0), (4, 3)]`."""
 
 _CLASSES = ("DTensor", "ShardedTensor")
 _MOST_RANKS, _MOST_PARTS = 1 << 20, 1 << 12  # of a job, of a dimension: what is made of them must not take for ever
@@ -199,6 +202,18 @@ def _all_ranks(world: int) -> Ints:
     return tuple(range(world))
 
 
+class Placement(NamedTuple):
+    """`Placement(0, 2)` is `_StridedShard(dim=0, split_factor=2)`; a dim of -1, `Replicate()`."""
+
+    dim: int
+    factor: int = 1
+
+    def __str__(self) -> str:
+        if self.dim < 0:
+            return "Replicate"
+        return f"Shard({self.dim})" if self.factor == 1 else f"_StridedShard({self.dim}, {self.factor})"
+
+
 class _Mesh(NamedTuple):
     shape: Ints
     names: tuple[str, ...]
@@ -226,11 +241,11 @@ def _dtensor(call: _Call, known: _Known) -> Shard:
     local = _local(attributes.get("_local_tensor"), "local tensor")
     boxes: tuple[LocalBox, ...] = ()
     if mesh.coordinate is not None:
-        order = None if any(p.factor > 1 for p in placements) else _shard_order(spec.get("shard_order"))
-        key = (id(stub), local.shape, call.shape, *placements, *(order or {}).items())
+        order = {} if any(p.factor > 1 for p in placements) else _shard_order(spec.get("shard_order"))
+        key = (id(stub), local.shape, call.shape, *placements, *order.items())
         if key not in known.runs:
-            position = MeshPosition(mesh.shape, mesh.coordinate)
-            known.runs[key] = dtensor_offsets.of_local(local.shape, call.shape, position, placements, order)
+            position = [*zip(mesh.shape, mesh.coordinate, strict=True)]
+            known.runs[key] = _runs(local.shape, call.shape, position, placements, order)
         boxes = tuple(_boxes(local, known.runs[key]))
     world = max(mesh.ranks) + 1 if mesh.ranks else None
     names = tuple(map(str, placements))
@@ -317,7 +332,7 @@ def _placement(stub: Any) -> Placement:
     raise ReadError(f"placement `{stub_name(stub) or stub!r:.80}` is not one that we know", found=name)
 
 
-def _shard_order(value: Any) -> dict[int, Ints] | None:
+def _shard_order(value: Any) -> dict[int, Ints]:
     """Which mesh dimensions cut a dimension of the tensor, in the order in which they do; `((0, (1, 0)),)`."""
     order: dict[int, Ints] = {}
     for entry in value if isinstance(value, (tuple, list)) else ():
@@ -340,3 +355,77 @@ def _boxes(local: TensorRef, runs: list[Runs]) -> Iterator[LocalBox]:
         skipped = sum(s[i] * step for s, i, step in zip(starts, choice, local.strides, strict=True))
         ref = local if sizes == local.shape else changed(local, offset=local.offset + skipped, shape=sizes)
         yield LocalBox(offsets, sizes, ref)
+
+
+# Local shape and offset, as `_compute_local_shape_and_global_offset` of `torch/distributed/tensor/_utils.py` has them,
+# proved against the shape of what the rank really has.
+
+
+def _runs(local: Ints, shape: Ints, mesh: Position, placements: list[Placement], order: dict[int, Ints]) -> list[Runs]:
+    """What of each dimension a local tensor of shape `local` has. Raises CorruptError when placements do not fit it."""
+    tried = []
+    for cut in (_runs_by_order, _runs_by_factor):
+        runs = [cut(size, dim, mesh, placements, order) for dim, size in enumerate(shape)]
+        sizes = tuple(sum(length for _, length in r) for r in runs)
+        if sizes == local or (0 in sizes and 0 in local):
+            return runs
+        tried.append(list(sizes))
+    raise CorruptError(
+        f"the local tensor is {list(local)}, but {', '.join(map(str, placements))} of {list(shape)} at "
+        f"{[i for _, i in mesh]} of a mesh {[size for size, _ in mesh]} leaves {tried[0]}",
+        hint="it was made by hand (`DTensor.from_local` of an uneven tensor), or the file was changed",
+        found=list(local),
+        expected=tried[0],
+    )
+
+
+def _runs_by_order(size: int, dim: int, mesh: Position, placements: list[Placement], order: dict[int, Ints]) -> Runs:
+    """Cut in the order in which it was really cut: FSDP2 over tensor parallelism goes from right to left, which
+    `_StridedShard` spells. What cannot be put in an order is left to `_runs_by_factor`."""
+    cuts: list[int] = []
+    for i in reversed(range(len(placements))):
+        if placements[i].dim != dim:
+            continue
+        at, factor = 0, 1
+        while factor < placements[i].factor and at < len(cuts):
+            factor *= mesh[cuts[at]][0]
+            at += 1
+        if factor != placements[i].factor:
+            return _runs_by_factor(size, dim, mesh, placements, order)
+        cuts.insert(at, i)
+    if sorted(mesh_dims := order.get(dim, ())) == sorted(cuts):
+        cuts = list(mesh_dims)
+    runs = [(0, size)]
+    for i in cuts:
+        runs = _chunk(runs, *mesh[i])
+    return runs
+
+
+def _runs_by_factor(size: int, dim: int, mesh: Position, placements: list[Placement], order: dict[int, Ints]) -> Runs:
+    """Cut from left to right, a `_StridedShard` of each of its parts, as `distribute_tensor` does."""
+    runs = [(0, size)]
+    for i, placement in enumerate(placements):
+        if placement.dim == dim:
+            parts = [_chunk(runs, placement.factor, j) for j in range(placement.factor)]
+            runs = [run for part in parts for run in _chunk(part, *mesh[i])]
+    joined: Runs = []
+    for start, length in runs:
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = joined[-1][0], joined[-1][1] + length
+        else:
+            joined.append((start, length))
+    return joined
+
+
+def _chunk(runs: Runs, parts: int, index: int) -> Runs:
+    """The `index`th of `parts` as `torch.chunk` makes them: `ceil(n / parts)` each, the last less or nothing."""
+    total = sum(length for _, length in runs)
+    step = -(-total // parts)
+    low, high = min(index * step, total), min((index + 1) * step, total)
+    chunks, at = [], 0
+    for start, length in runs:
+        first, last = max(low - at, 0), min(high - at, length)
+        if first < last:
+            chunks.append((start + first, last - first))
+        at += length
+    return chunks

@@ -120,12 +120,10 @@ class Exported:
         except CorruptError as error:
             raise error.prefixed(f"{where}: record `{record}`", tensor=name) from None
 
-    def extent(self, ref: TensorRef | StorageRef) -> Extent:
+    def extent(self, ref: TensorRef) -> Extent:
         """Where the elements of a tensor lie."""
-        storage = ref if isinstance(ref, StorageRef) else ref.storage
-        archive, key = self._inner.get(storage.key, (self._archive, storage.key))
-        own = replace(storage, key=key)
-        return archive.extent(own if isinstance(ref, StorageRef) else replace(ref, storage=own))
+        archive, key = self._inner.get(ref.storage.key, (self._archive, ref.storage.key))
+        return archive.extent(replace(ref, storage=replace(ref.storage, key=key)))
 
 
 def _ints(meta: dict[str, Any], key: str, name: str) -> Ints:

@@ -46,26 +46,23 @@ class Stream:
     tree: Any
     storages: dict[str, tuple[int, int]] = field(default_factory=dict)
 
-    def extent(self, ref: TensorRef | StorageRef) -> Extent:
-        """Where the elements of a tensor (or of a bare storage) lie. Raises CorruptError when the storage is short."""
-        storage = ref if isinstance(ref, StorageRef) else ref.storage
-        if isinstance(ref, TensorRef) and 0 in ref.shape:
+    def extent(self, ref: TensorRef) -> Extent:
+        """Where the elements of a tensor lie. Raises CorruptError when the storage is short."""
+        storage = ref.storage
+        if 0 in ref.shape:
             return Extent(0, 0, 0)
         if storage.key not in self.storages:
             raise CorruptError(f"{self.name}: has no storage `{storage.key}`", hint="the file is incomplete")
         offset, have = self.storages[storage.key]
         start, numel = storage.view or (0, storage.numel)
-        offset, nbytes = offset + start * storage.itemsize, numel * storage.itemsize
-        need = start * storage.itemsize + nbytes
+        need = (start + numel) * storage.itemsize
         if start < 0 or numel < 0 or need > have:
             message = f"{self.name}: storage `{storage.key}` has {have} bytes, but {need} are needed"
             raise CorruptError(
                 message, hint="the file is truncated or was changed after it was written", found=have, expected=need
             )
-        if isinstance(ref, StorageRef):
-            return Extent(0, offset, nbytes)
-        begin, size, strides = ref.span()
-        return Extent(0, offset + begin, size, strides, ref.codec)
+        begin, nbytes, strides = ref.span()
+        return Extent(0, offset + start * storage.itemsize + begin, nbytes, strides, ref.codec)
 
 
 def is_stream(head: bytes) -> bool:

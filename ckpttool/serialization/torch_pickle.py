@@ -16,9 +16,9 @@ from typing import Any
 
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Ints
-from ckpttool.catalogue.dtypes import BY_STORAGE, Dtype, dtype
+from ckpttool.catalogue.dtypes import BY_STORAGE, DTYPES, Dtype, dtype
 from ckpttool.catalogue.entries import check_shape
-from ckpttool.catalogue.values import Known, Stub, is_stub_type, known_names, stub_name, stub_type
+from ckpttool.catalogue.values import Known, Stub, StubType, known_names, stub_name, stub_type
 from ckpttool.errors import CorruptError
 from ckpttool.serialization import pickler, unpickler
 from ckpttool.serialization.pickler import Writer, spelt_text
@@ -42,6 +42,11 @@ class StorageRef:
     @property
     def nbytes(self) -> int:
         return self.numel * self.itemsize
+
+    def whole(self) -> TensorRef:
+        """The storage as a tensor, of bytes if it is untyped."""
+        numel = self.view[1] if self.view else self.numel
+        return TensorRef(self, self.dtype or DTYPES["uint8"], 0, (numel,), (1,))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,7 +163,7 @@ def persistent_load(pid: Any) -> Any:
     """A storage for a persistent id. Legacy files also hold `("module", class, file, source)` for modules."""
     if not isinstance(pid, tuple) or not pid:
         raise CorruptError("a persistent id is not a tuple")
-    if pid[0] == "module" and len(pid) >= 2 and is_stub_type(pid[1]):
+    if pid[0] == "module" and len(pid) >= 2 and isinstance(pid[1], StubType):
         return pid[1]
     if pid[0] != "storage" or len(pid) < 5:
         raise CorruptError(f"a persistent id of an unknown kind: {pid[0]!r}")

@@ -11,7 +11,6 @@ from operator import attrgetter
 from typing import Any
 
 from ckpttool.catalogue.boxes import Ints
-from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, Object, Path, Tensor, dotted
 from ckpttool.catalogue.flatten import flatten
 from ckpttool.catalogue.values import Link, stub_name, walk
@@ -22,7 +21,7 @@ from ckpttool.serialization.torch_module import Dropped, is_module, replace_modu
 from ckpttool.serialization.torch_pickle import NewTensor, StorageRef, TensorRef
 from ckpttool.text import some
 
-Place = Callable[[TensorRef | StorageRef], Extent]
+Place = Callable[[TensorRef], Extent]
 _META_TENSOR = "torch._utils._rebuild_meta_tensor_no_storage"
 
 
@@ -38,7 +37,7 @@ def fill(
     wrapped: dict[str, list[str]] = {}
     tagged: list[str] = []
 
-    def placed(ref: TensorRef | StorageRef, path: Path) -> Extent:
+    def placed(ref: TensorRef, path: Path) -> Extent:
         try:
             return place(ref)
         except CorruptError as error:
@@ -52,14 +51,13 @@ def fill(
             chunks = Chunks.of(Chunk(p.offsets, p.sizes, placed(p.ref, path)) for p in ref.boxes)
             return Tensor(path, ref.dtype, ref.shape, chunks, embedded=embedded)
         if isinstance(ref, StorageRef):
-            kind, shape = (ref.dtype or DTYPES["uint8"]), (ref.view[1] if ref.view else ref.numel,)
-        else:
-            kind, shape = ref.dtype, ref.shape
-            if ref.wrapper:
-                wrapped.setdefault(ref.wrapper, []).append(dotted(path))
-            if ref.attributes:
-                tagged.append(f"{dotted(path)} ({', '.join(ref.attributes)})")
-        return Tensor(path, kind, shape, Chunks.single(shape, placed(ref, path)), embedded=embedded)
+            ref = ref.whole()
+        if ref.wrapper:
+            wrapped.setdefault(ref.wrapper, []).append(dotted(path))
+        if ref.attributes:
+            tagged.append(f"{dotted(path)} ({', '.join(ref.attributes)})")
+        chunks = Chunks.single(ref.shape, placed(ref, path))
+        return Tensor(path, ref.dtype, ref.shape, chunks, embedded=embedded)
 
     flatten(tree, catalogue, (TensorRef, Shard), make, root, bare=StorageRef)
     catalogue.warnings += dropped.warnings()

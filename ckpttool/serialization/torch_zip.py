@@ -22,7 +22,7 @@ from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Extent, Record
 from ckpttool.errors import CorruptError
 from ckpttool.serialization import pickle_opcodes, torch_pickle
-from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
+from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.storage.crc import crc32
 
 Read = Callable[[int, int], bytes]
@@ -92,14 +92,14 @@ class Archive:
             raise CorruptError(message, hint=hint, found=f"{actual:08x}", expected=f"{at.crc:08x}")
         return data
 
-    def extent(self, ref: TensorRef | StorageRef, folder: str = "data") -> Extent:
-        """Where the elements of a tensor (or of a bare storage) lie. Raises CorruptError when the storage is short.
+    def extent(self, ref: TensorRef, folder: str = "data") -> Extent:
+        """Where the elements of a tensor lie. Raises CorruptError when the storage is short.
 
         The storages of a TorchScript file's constants are in a `folder` of their own.
         """
-        storage = ref if isinstance(ref, StorageRef) else ref.storage
-        if isinstance(ref, TensorRef) and 0 in ref.shape:
+        if 0 in ref.shape:
             return Extent(self.file, self.base, 0)
+        storage = ref.storage
         record = self.payload(f"{folder}/{storage.key}")
         if record.nbytes < storage.nbytes:
             raise CorruptError(
@@ -109,9 +109,7 @@ class Archive:
                 found=record.nbytes,
                 expected=storage.nbytes,
             )
-        swap = ("swap",) if self.swapped and ref.dtype and ref.dtype.word > 1 else ()
-        if isinstance(ref, StorageRef):
-            return Extent(self.file, record.offset, ref.nbytes, None, swap, record)
+        swap = ("swap",) if self.swapped and ref.dtype.word > 1 else ()
         begin, nbytes, strides = ref.span()
         return Extent(self.file, record.offset + begin, nbytes, strides, (*swap, *ref.codec), record)
 

@@ -317,7 +317,7 @@ def _known_object(value: Stub) -> Any:
 
 def to_picklable(value: Any) -> Any:
     """The value in a form that another process can unpickle: classes of stubs exist in this one only."""
-    if any(isinstance(one, Stub) or values.is_stub_type(one) for one in values.walk(value)):
+    if any(isinstance(one, (Stub, values.StubType)) for one in values.walk(value)):
         return PickledValue(pickler.dump(value))
     return value
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from ckpttool.catalogue import typed_json
 from ckpttool.catalogue.typed_json import MAX_DEPTH, encode
-from ckpttool.catalogue.values import Link, Stub, TorchSize, is_stub_type, stub_type
+from ckpttool.catalogue.values import Link, Stub, StubType, TorchSize, stub_type
 from ckpttool.errors import CorruptError, LossError
 from ckpttool.serialization import pickler as picklewriter
 from ckpttool.serialization import torch_pickle as torchpickle
@@ -38,8 +38,8 @@ def same(a: Any, b: Any) -> bool:
     """Equal to the last bit and class. Written without the module's own rules."""
     if isinstance(a, OrderedDict) and isinstance(b, OrderedDict):
         return same(list(a.items()), list(b.items())) and same(vars(a), vars(b))
-    if is_stub_type(a) or is_stub_type(b):
-        return is_stub_type(a) and is_stub_type(b) and (a.module, a.name) == (b.module, b.name)
+    if isinstance(a, StubType) or isinstance(b, StubType):
+        return isinstance(a, StubType) and isinstance(b, StubType) and (a.module, a.name) == (b.module, b.name)
     if isinstance(a, Stub) and isinstance(b, Stub):
         return same(type(a), type(b)) and all(same(getattr(a, k), getattr(b, k)) for k in Stub.__slots__)
     if type(a) is not type(b):

@@ -17,7 +17,7 @@ from ckpttool.formats.dcp.index import Index, read_index
 from ckpttool.formats.dcp.items import Items
 from ckpttool.formats.dcp.metadata import Item, StoredTensor, items_of
 from ckpttool.serialization import dtensor, safetensors_header, torch_tree, unpickler
-from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
+from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.serialization.torch_zip import Archive
 
 _EAGER = 5_000  # bytes items that are decoded at open; 35 us each
@@ -280,5 +280,5 @@ def _raise(error: CkptError) -> NoReturn:
     raise error
 
 
-def _no_storage(ref: TensorRef | StorageRef) -> NoReturn:
+def _no_storage(ref: TensorRef) -> NoReturn:
     raise CorruptError("a tensor in an archive without storages")

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
-from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Object, Path, Record, Tensor, dotted
+from ckpttool.catalogue.entries import Catalogue, Chunks, File, Object, Path, Record, Tensor, dotted
 from ckpttool.catalogue.protocols import Crcs, Loss, Sink, SinkOptions
 from ckpttool.errors import LossError
 from ckpttool.formats.dcp import index, items, metadata_writer, planner_data
@@ -209,7 +209,6 @@ def _embedded(planned: Catalogue, keys: torch_tree.StorageKeys, storages: dict[s
     for path, key in keys.tensors.items():
         tensor, record = planned.tensor(path), storages[key]
         keeper = keepers.setdefault(key, path)
-        extent = Extent(0, record.offset, record.nbytes, record=record if record.nbytes else None)
-        chunks = Chunks.single(tensor.shape, extent)
+        chunks = Chunks.single(tensor.shape, torch_zip_writer.extent_of(record))
         tensors[path] = replace(tensor, chunks=chunks, alias=None if keeper == path else keeper)
     return tensors

@@ -14,7 +14,7 @@ from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError
 from ckpttool.serialization import dtensor, torch_legacy, torch_module, torch_zip
 from ckpttool.serialization.dtensor import Shard
-from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
+from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.storage import files
 from ckpttool.storage.stores import Location
 
@@ -29,7 +29,7 @@ class RankFile:
     path: Location
     size: int
     tree: Any
-    extent: Callable[[TensorRef | StorageRef], Extent]
+    extent: Callable[[TensorRef], Extent]
     torch: str
     shards: list[Shard] = field(default_factory=list)
     warnings: list[Warning] = field(default_factory=list)
@@ -50,7 +50,7 @@ class RankFile:
         """The ranks of the job as far as the content knows them."""
         return tuple(sorted(set().union(*{shard.ranks for shard in self.shards})))
 
-    def place(self, ref: TensorRef | StorageRef) -> Extent:
+    def place(self, ref: TensorRef) -> Extent:
         """The extent of a tensor, in the catalogue's files."""
         return self.extent(ref).shifted(self.number)
 

@@ -126,10 +126,11 @@ def _read_script(catalogue: Catalogue, archive: Archive) -> None:
     loaded = torch_pickle.load(archive.content("constants.pkl"), f"{archive.name}: constants.pkl")
     constants = torch_module.script_tensors(loaded, dropped)
     # Their storages are numbered apart, and lie in a folder of their own.
-    apart = {id(ref) for ref in constants.values()}
+    apart = {id(ref.storage if isinstance(ref, torch_pickle.TensorRef) else ref) for ref in constants.values()}
     if constants:
         tree.setdefault("constants", constants)
-    torch_tree.fill(catalogue, tree, lambda ref: archive.extent(ref, "constants" if id(ref) in apart else "data"))
+    places = ("data", "constants")
+    torch_tree.fill(catalogue, tree, lambda ref: archive.extent(ref, places[id(ref.storage) in apart]))
     text = "a TorchScript program: its code is left out, only its tensors are shown"
     catalogue.warnings.append(Warning("left-out", text))
     catalogue.warnings += dropped.attribute_warnings()

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from ckpttool.catalogue.entries import Object, Path, Tensor
-from ckpttool.catalogue.values import Link, Stub, TorchSize, is_stub_type, stub_name
+from ckpttool.catalogue.values import Link, Stub, StubType, TorchSize, stub_name
 from ckpttool.errors import CkptError
 from ckpttool.text import cut, safe
 
@@ -70,7 +70,7 @@ def _tokens(value: Any, tensors: Tensors, limit: int, depth: int) -> Iterator[st
             yield ": "
             yield from tokens(child)
         yield "}"
-    elif is_stub_type(value):
+    elif isinstance(value, StubType):
         yield safe(stub_name(value) or "")
     elif isinstance(value, Stub):
         yield from _stub(value, tokens)
@@ -143,7 +143,7 @@ def _wrapper(value: Stub) -> str | None:
     if stub_name(value) != "torch._tensor._rebuild_from_type_v2":
         return None
     match value.args:
-        case (_, kind, (_, dtype, tuple() as shape, *_), *_) if is_stub_type(kind):
+        case (_, kind, (_, dtype, tuple() as shape, *_), *_) if isinstance(kind, StubType):
             name = (stub_name(dtype) or "?").removeprefix("torch.")
             return safe(f"<{stub_name(kind)} {name} {describe(list(shape))}>")
     return None
@@ -187,7 +187,7 @@ def peek(entry: Object) -> tuple[Any, str | None]:
 
 def type_name(value: Any) -> str:
     """`int`, `tuple`, `argparse.Namespace`: what a value is. Pure."""
-    if is_stub_type(value):
+    if isinstance(value, StubType):
         return "class"
     if isinstance(value, Link):
         return "tensor"
