@@ -166,17 +166,17 @@ def stop_at_absent(catalogue: Catalogue, only: Sequence[str]) -> None:
             raise fault
 
 
-def matcher(names: Iterable[str], catalogue: Catalogue) -> Callable[[Part], bool]:
+def matcher(names: Iterable[str], catalogue: Catalogue, other: Catalogue | None = None) -> Callable[[Part], bool]:
     """Return a predicate for the parts named on the command line: by kind (`model`) or by root key (`ema`).
 
-    Raises UsageError for a name that is not a part of the catalogue.
+    Raises UsageError for a name that is not a part of the catalogue, nor of the other, if there is one.
     """
-    present = parts(catalogue)
+    present, elsewhere = parts(catalogue), parts(other) if other else []
     chosen: set[Part] = set()
     for name in names:
         # A root key is the more exact name: `--only model` with `model` and `ema` there means `model`.
         matches = [p for p in present if dotted(p.root) == name] or [p for p in present if p.kind == name]
-        if not matches:
+        if not matches and not any(name in (dotted(p.root), p.kind) for p in elsewhere):
             labels = [p.kind if not p.root else dotted(p.root) for p in present]
             known = list(dict.fromkeys([*labels, *(p.kind for p in present)]))
             hint = f"the parts are {', '.join(f'`{n}`' for n in labels)}"

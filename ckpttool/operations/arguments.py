@@ -11,9 +11,10 @@ from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Part
 from ckpttool.catalogue.patterns import any_of, renamer, rule, several
 from ckpttool.errors import ReadError, UsageError
-from ckpttool.layout.rename import rename_entries
+from ckpttool.layout import select
+from ckpttool.layout.rename import rename_entries, strip_wrappers
 from ckpttool.storage.stores import local_path
-from ckpttool.text import parse_size
+from ckpttool.text import meant, parse_size
 
 # What Python, the catalogue and the buffers of the standard library need on top of the transfer's own.
 BASE_MEMORY = 48 << 20
@@ -31,10 +32,11 @@ class Selection:
     strip_wrappers: bool = False
     strip_prefix: str | None = None
 
-    def wanted_parts(self, source: Catalogue) -> Callable[[Part], bool]:
-        """Return whether `--only` and `--drop` leave a part of the source in. Raises UsageError for an unknown one."""
-        is_selected = parts.matcher(self.only, source) if self.only else lambda part: True
-        is_dropped = parts.matcher(self.drop, source)
+    def wanted_parts(self, source: Catalogue, other: Catalogue | None = None) -> Callable[[Part], bool]:
+        """Return whether `--only` and `--drop` leave a part of the source in. Raises UsageError for one that neither
+        has."""
+        is_selected = parts.matcher(self.only, source, other) if self.only else lambda part: True
+        is_dropped = parts.matcher(self.drop, source, other)
         return lambda part: is_selected(part) and not is_dropped(part)
 
 
@@ -83,20 +85,42 @@ def check_apart(dst: str, *sources: str | None) -> None:
 
 
 def check_some(
-    flag: str, text: str, does: Callable[[str], bool], planned: Catalogue, fails: str = "matches nothing"
+    flag: str, text: str, does: Callable[[str], bool], *planned: Catalogue, fails: str = "matches nothing"
 ) -> None:
     """Raises UsageError for a pattern or a rule that is about no name: a misspelled one would select the wrong
     entries."""
-    names = [entry.name for entry in planned.entries.values()]
+    names = [entry.name for catalogue in planned for entry in catalogue.entries.values()]
     if not any(map(does, names)):
-        example = f"names here are like `{names[len(names) // 2]}`"
-        raise UsageError(f"`{flag} {text}` {fails}", hint=f"{example}; `ckpttool inspect SRC --tensors '*'` lists them")
+        example = f"names here are like `{names[len(names) // 2]}`" if names else "nothing is left"
+        hint = meant(text, names, f"{example}; `ckpttool inspect --tensors '*'` lists them")
+        raise UsageError(f"`{flag} {text}` {fails}", hint=hint)
 
 
-def check_matches(flag: str, patterns: Sequence[str], planned: Catalogue) -> None:
+def check_matches(flag: str, patterns: Sequence[str], *planned: Catalogue) -> None:
     """Raises UsageError for a pattern that matches no name."""
     for pattern in patterns:
-        check_some(flag, pattern, any_of([pattern]), planned)
+        check_some(flag, pattern, any_of([pattern]), *planned)
+
+
+def matching(selection: Selection, *planned: Catalogue) -> list[Catalogue]:
+    """Return the entries that `--tensors` and `--exclude` leave of each. Raises UsageError as `check_matches` does."""
+    check_matches("--tensors", selection.tensors, *planned)
+    check_matches("--exclude", selection.exclude, *planned)
+    if not selection.tensors and not selection.exclude:
+        return [*planned]
+    return [select.select(one, select.matching(selection.tensors, selection.exclude)) for one in planned]
+
+
+def stripper(selection: Selection, *planned: Catalogue) -> Callable[[str], str]:
+    """Return what `--strip-wrappers` and `--strip-prefix` make of the name of a parameter. Raises UsageError for a
+    prefix that none has."""
+    strip: Callable[[str], str] = strip_wrappers if selection.strip_wrappers else str
+    if not selection.strip_prefix:
+        return strip
+    prefix = selection.strip_prefix.rstrip(".") + "."
+    if not any(strip(tensor.fqn).startswith(prefix) for one in planned for tensor in one.tensors):
+        raise UsageError(f"`--strip-prefix {selection.strip_prefix}`: no tensor of a model has this prefix")
+    return lambda name: strip(name).removeprefix(prefix)
 
 
 def check_dtypes(dtype: Sequence[str], planned: Catalogue) -> None:
@@ -109,7 +133,7 @@ def renamed(planned: Catalogue, rename: Sequence[str]) -> Catalogue:
     none, or for names that collide."""
     for text in rename:
         step = renamer([text])
-        check_some("--rename", text, lambda name, step=step: step(name) != name, planned, "changes no name")  # type: ignore[misc]
+        check_some("--rename", text, lambda name, step=step: step(name) != name, planned, fails="changes no name")  # type: ignore[misc]
     return rename_entries(planned, renamer(rename)) if rename else planned
 
 

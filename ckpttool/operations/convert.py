@@ -18,7 +18,7 @@ from ckpttool.errors import UsageError
 from ckpttool.layout import rechunk, select
 from ckpttool.layout.cast import cast, caster
 from ckpttool.layout.optimizer import respell
-from ckpttool.layout.rename import rename_entries, strip_wrappers, without_root
+from ckpttool.layout.rename import rename_entries, without_root
 from ckpttool.operations import arguments, write
 from ckpttool.operations.arguments import Selection
 from ckpttool.operations.write import Conversion, Planned, WriteOptions
@@ -232,18 +232,10 @@ def _stop_at_faulty_part(source: Catalogue, planned: Catalogue) -> None:
 
 def _select_and_rename(planned: Catalogue, selection: Selection) -> Catalogue:
     write.check_not_empty(planned)
-    arguments.check_matches("--tensors", selection.tensors, planned)
-    arguments.check_matches("--exclude", selection.exclude, planned)
-    if selection.tensors or selection.exclude:
-        planned = select.select(planned, select.matching(selection.tensors, selection.exclude))
-        write.check_not_empty(planned)
-    if selection.strip_wrappers:
-        planned = rename_entries(planned, strip_wrappers, within_parts=True)
-    if selection.strip_prefix:
-        prefix = selection.strip_prefix.rstrip(".") + "."
-        if not any(t.fqn.startswith(prefix) for t in planned.tensors):
-            raise UsageError(f"`--strip-prefix {selection.strip_prefix}`: no tensor of the model has this prefix")
-        planned = rename_entries(planned, lambda name: name.removeprefix(prefix), within_parts=True)
+    (planned,) = arguments.matching(selection, planned)
+    write.check_not_empty(planned)
+    if selection.strip_wrappers or selection.strip_prefix:
+        planned = rename_entries(planned, arguments.stripper(selection, planned), within_parts=True)
     return arguments.renamed(planned, selection.rename)
 
 

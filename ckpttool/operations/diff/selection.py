@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from ckpttool.catalogue import parts
-from ckpttool.catalogue.entries import Catalogue, Part, Path, dotted
-from ckpttool.catalogue.patterns import any_of, renamer
+from ckpttool.catalogue.entries import Catalogue, Path, dotted
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import CkptError, UsageError
 from ckpttool.layout import select as layout
 from ckpttool.layout.optimizer import parse, respell
 from ckpttool.layout.rename import rename_entries, strip_wrappers, without_root
+from ckpttool.operations import arguments
 from ckpttool.operations.arguments import Selection
 from ckpttool.producers import open
-from ckpttool.text import meant
 
 Catalogues = tuple[Catalogue, Catalogue]
 
@@ -35,43 +35,22 @@ def select(sources: tuple[Source, Source], paths: tuple[str, str], options: Sele
         notes += [text for text in unsafe if text not in notes]
     selected = _same_optimizer_keys(_selected_parts(originals, options), originals, paths, notes)
     if options.only:
-        selected = _each(selected, _without_root)
-    selected = _matching(_renamed(selected, paths, options), options)
-    for path, original, catalogue in zip(paths, originals, selected, strict=True):
+        selected = _without_root(selected[0]), _without_root(selected[1])
+    a, b = arguments.matching(options, *_renamed(selected, paths, options))
+    if not a.entries and not b.entries:
+        raise UsageError("nothing is left to compare", hint="`ckpttool inspect` lists what is in a checkpoint")
+    for path, original, catalogue in zip(paths, originals, (a, b), strict=True):
         with open.naming(path):
             validate(original, respell.origins(catalogue))
-    return selected
-
-
-def _each(catalogues: Catalogues, step: Callable[[Catalogue], Catalogue]) -> Catalogues:
-    return step(catalogues[0]), step(catalogues[1])
+    return a, b
 
 
 def _selected_parts(catalogues: Catalogues, options: Selection) -> Catalogues:
-    kept, dropped = _parts_called(options.only, catalogues), _parts_called(options.drop, catalogues)
-
-    def select_parts(i: int) -> Catalogue:
-        catalogue = layout.start(catalogues[i])
-        if not options.only and not options.drop:
-            return catalogue
-        return layout.select(catalogue, lambda e: (not options.only or e.part in kept[i]) and e.part not in dropped[i])
-
-    return select_parts(0), select_parts(1)
-
-
-def _parts_called(names: Sequence[str], catalogues: Catalogues) -> tuple[set[Part], set[Part]]:
-    """Return the parts of each catalogue with these names. Raises UsageError for a name that is on neither side."""
-    result: tuple[set[Part], set[Part]] = (set(), set())
-    for name in names:
-        errors: list[UsageError] = []
-        for catalogue, matching in zip(catalogues, result, strict=True):
-            try:
-                matching |= set(filter(parts.matcher([name], catalogue), parts.parts(catalogue)))
-            except UsageError as error:
-                errors.append(error)
-        if len(errors) == 2:
-            raise errors[0]
-    return result
+    a, b = map(layout.start, catalogues)
+    if not options.only and not options.drop:
+        return a, b
+    is_wanted, is_wanted_too = options.wanted_parts(*catalogues), options.wanted_parts(*catalogues[::-1])
+    return layout.select(a, lambda e: is_wanted(e.part)), layout.select(b, lambda e: is_wanted_too(e.part))
 
 
 def _without_root(catalogue: Catalogue) -> Catalogue:
@@ -97,51 +76,22 @@ def _same_optimizer_keys(
 
 
 def _renamed(catalogues: Catalogues, paths: tuple[str, str], options: Selection) -> Catalogues:
-    if options.strip_wrappers:
-        catalogues = _each_named(catalogues, paths, strip_wrappers)
-    if options.strip_prefix:
-        prefix = options.strip_prefix.rstrip(".") + "."
-        if not any(tensor.fqn.startswith(prefix) for one in catalogues for tensor in one.tensors):
-            raise UsageError(f"`--strip-prefix {options.strip_prefix}`: no tensor of either has this prefix")
-        catalogues = _each_named(catalogues, paths, lambda name: name.removeprefix(prefix))
-    a, b = catalogues
-    for text in options.rename:
-        new_name = renamer([text])
-        if all(new_name(entry.name) == entry.name for entry in a.entries.values()):
-            raise UsageError(f"`--rename {text}` changes no name of `{paths[0]}`", hint=_example(a))
-    return _named(a, paths[0], renamer(options.rename)) if options.rename else a, b
+    if options.strip_wrappers or options.strip_prefix:
+        new_name = arguments.stripper(options, *catalogues)
+        with _naming(paths[0]):
+            a = rename_entries(catalogues[0], new_name, within_parts=True)
+        with _naming(paths[1]):
+            catalogues = a, rename_entries(catalogues[1], new_name, within_parts=True)
+    with _naming(paths[0]):
+        return arguments.renamed(catalogues[0], options.rename), catalogues[1]
 
 
-def _each_named(catalogues: Catalogues, paths: tuple[str, str], new_name: Callable[[str], str]) -> Catalogues:
-    a, b = (_named(one, path, new_name, within_parts=True) for one, path in zip(catalogues, paths, strict=True))
-    return a, b
-
-
-def _named(catalogue: Catalogue, path: str, new_name: Callable[[str], str], *, within_parts: bool = False) -> Catalogue:
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
     try:
-        return rename_entries(catalogue, new_name, within_parts=within_parts)
+        yield
     except UsageError as error:
         raise error.prefixed(f"`{path}`") from None
-
-
-def _matching(catalogues: Catalogues, options: Selection) -> Catalogues:
-    names = [entry.name for catalogue in catalogues for entry in catalogue.entries.values()]
-    for flag, patterns in (("--tensors", options.tensors), ("--exclude", options.exclude)):
-        for pattern in patterns:
-            if not any(map(any_of([pattern]), names)):
-                hint = meant(pattern, names, _example(catalogues[0]))
-                raise UsageError(f"`{flag} {pattern}` matches nothing", hint=hint)
-    if options.tensors or options.exclude:
-        matches = layout.matching(options.tensors, options.exclude)
-        catalogues = _each(catalogues, lambda catalogue: layout.select(catalogue, matches))
-    if not catalogues[0].entries and not catalogues[1].entries:
-        raise UsageError("nothing is left to compare", hint="`ckpttool inspect` lists what is in a checkpoint")
-    return catalogues
-
-
-def _example(catalogue: Catalogue) -> str:
-    names = [entry.name for entry in catalogue.entries.values()]
-    return f"names are like `{names[len(names) // 2]}`" if names else "nothing of it is left"
 
 
 def advice(catalogues: Catalogues) -> str | None:
