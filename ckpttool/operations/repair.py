@@ -24,6 +24,7 @@ from ckpttool.errors import CorruptError, OverwriteError, ReadError, UsageError
 from ckpttool.formats.dcp import rebuild_index
 from ckpttool.operations.arguments import check_apart
 from ckpttool.operations.verify import Report, verify
+from ckpttool.operations.verify.strays import absent_ranks
 from ckpttool.storage import files, free_space, staging
 from ckpttool.storage.stores import Entry, Location, Stat, Store, Write, content, local_path
 from ckpttool.text import some
@@ -102,10 +103,8 @@ def _repair(
     report = _drop(folder, report, result, threads)
     files.check_unchanged(before)
     if not result.done:
-        raise UsageError(
-            f"`{result.source}`: there is nothing to repair" + ("" if report.whole else " without guessing"),
-            hint=f"`ckpttool verify {result.source}` says what is wrong, if anything",
-        )
+        text = f"`{result.source}`: there is nothing to repair" + ("" if report.whole else " without guessing")
+        raise UsageError(text, hint=f"`ckpttool verify {result.source}` says what is wrong, if anything")
     _check_whole(report, result)
     names = folder.below()
     result.files, result.bytes = len(names), sum((folder / name).size() for name in names)
@@ -123,11 +122,8 @@ def _gathered(sources: Sequence[str], result: Repaired) -> tuple[dict[str, Locat
             if name not in originals:
                 originals[name] = location
             elif not _same(originals[name], location):
-                raise CorruptError(
-                    f"`{name}` is in `{originals[name].parent}` and in `{root}`, and they are not the same",
-                    hint="they are of different saves: name the directories of one",
-                    file=name,
-                )
+                text = f"`{name}` is in `{originals[name].parent}` and in `{root}`, and they are not the same"
+                raise CorruptError(text, hint="they are of different saves: name the directories of one", file=name)
     if not originals:
         raise ReadError(f"`{sources[0]}`: an empty directory", file=sources[0])
     if len(sources) > 1:
@@ -230,7 +226,10 @@ def _merge_indexes(root: Location, result: Repaired) -> None:
             continue
         ranked = sorted(name for name in names if _OF_RANK.fullmatch(name))
         if ranked:
-            _check_all_ranks(ranked, where)
+            if absent := absent_ranks(names):
+                name = f"__{absent[0]}.metadata"
+                text = f"{where}`{name}` is missing, the index of rank {absent[0]}"
+                raise CorruptError(text, hint="pass the directory of its node with `--merge`", file=name)
             rebuild_index.write(folder, rebuild_index.merged(folder))
             for name in ranked:
                 (folder / name).remove()
@@ -241,24 +240,11 @@ def _merge_indexes(root: Location, result: Repaired) -> None:
             result.done.append(f"{where}`.metadata` made after that of `{like}`: every item has its dtype and shape")
             is_like_used = True
         else:
-            raise ReadError(
-                f"{where or f'`{result.source}`: '}a DCP checkpoint without `.metadata`",
-                hint="copy it from where the checkpoint was saved; or pass `--like` with another step of the same run",
-                file=result.source,
-            )
+            text = f"{where or f'`{result.source}`: '}a DCP checkpoint without `.metadata`"
+            hint = "copy it from where the checkpoint was saved; or pass `--like` with another step of the same run"
+            raise ReadError(text, hint=hint, file=result.source)
     if result.like is not None and not is_like_used:
         raise UsageError(f"`--like {result.like}`: no index is lost", hint="leave it out")
-
-
-def _check_all_ranks(names: Sequence[str], where: str) -> None:
-    ranks = {int(re.sub(r"\D", "", name)) for name in names}
-    absent = sorted(set(range(max(ranks) + 1)) - ranks)
-    if absent:
-        raise CorruptError(
-            f"{where}`__{absent[0]}.metadata` is missing, the index of rank {absent[0]}",
-            hint="pass the directory of its node with `--merge`",
-            file=f"__{absent[0]}.metadata",
-        )
 
 
 def _drop(folder: Location, report: Report, result: Repaired, threads: int | None) -> Report:
@@ -278,11 +264,8 @@ def _check_whole(report: Report, result: Repaired) -> None:
     if not report.whole:
         first, count = report.findings[0], report.counts["damage"]
         more = f", and {count - 1} more" if count > 1 else ""
-        raise CorruptError(
-            f"`{result.source}`: cannot be repaired: {first.message}{more}",
-            hint=f"`ckpttool verify {result.source}` lists everything; take another copy, or an older step",
-            file=first.file,
-            tensor=first.tensor,
-        )
+        hint = f"`ckpttool verify {result.source}` lists everything; take another copy, or an older step"
+        text = f"`{result.source}`: cannot be repaired: {first.message}{more}"
+        raise CorruptError(text, hint=hint, file=first.file, tensor=first.tensor)
     result.records, result.checked, result.unchecked = report.records, report.checked, report.unchecked
     result.notes += [f.message for f in report.findings if f.gravity == "suspect"]

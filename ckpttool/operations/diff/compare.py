@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from math import prod
 
 from ckpttool.catalogue import parts, typed_json
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Entry, File, Object, Part, Path, Tensor
-from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CkptError
 from ckpttool.layout.move import relinked
 from ckpttool.layout.select import interchangeable
 from ckpttool.operations.diff import objects, promote, tensors
 from ckpttool.operations.diff.elements import Comparison
 from ckpttool.operations.diff.results import Diff, ObjectDifference, Only, Side, TensorDifference, Total
-from ckpttool.operations.diff.tensors import BY_BITS, Options
+from ckpttool.operations.diff.tensors import BY_BITS, Options, Sources
 from ckpttool.text import rank_ranges
 
 
 def compare_sources(
-    sources: tuple[Source, Source],
-    catalogues: tuple[Catalogue, Catalogue],
-    result: Diff | None = None,
-    options: Options = BY_BITS,
+    sources: Sources, catalogues: tuple[Catalogue, Catalogue], result: Diff | None = None, options: Options = BY_BITS
 ) -> Diff:
     """Compare two open sources, entry by entry, and return `result` with every difference.
 
@@ -32,27 +29,28 @@ def compare_sources(
     than their `origin`, the tensor of the source.
     """
     result = result or Diff(Side(""), Side(""))
-    _Comparing(result, sources, catalogues, options).run()
+    _Comparing(result, sources, *catalogues, options).run()
     return result
 
 
+@dataclass(slots=True)
 class _Comparing:
-    def __init__(
-        self, result: Diff, sources: tuple[Source, Source], catalogues: tuple[Catalogue, Catalogue], options: Options
-    ) -> None:
-        self._result, self._sources, self._options = result, sources, options
-        self._a, self._b = catalogues
-        self._a_to_b: dict[Path, Path] = {}  # of the entries that match
-        self._b_to_a: dict[Path, Path] = {}
-        self._links: tuple[dict[Path, Path], dict[Path, Path]] = ({}, {})
+    result: Diff
+    sources: Sources
+    a: Catalogue
+    b: Catalogue
+    options: Options
+    a_to_b: dict[Path, Path] = field(default_factory=dict)  # of the entries that match
+    b_to_a: dict[Path, Path] = field(default_factory=dict)
+    links: tuple[dict[Path, Path], dict[Path, Path]] = ({}, {})
 
     def run(self) -> None:
-        result = self._result
+        result = self.result
         matches = self._matches()
         result.matched = len(matches)
-        self._links = self._linked()
-        result.only_a = [_only(entry) for path, entry in self._a.entries.items() if path not in self._a_to_b]
-        result.only_b = [_only(entry) for path, entry in self._b.entries.items() if path not in self._b_to_a]
+        self.links = self._linked()
+        result.only_a = [_only(entry) for path, entry in self.a.entries.items() if path not in self.a_to_b]
+        result.only_b = [_only(entry) for path, entry in self.b.entries.items() if path not in self.b_to_a]
         pairs: list[tuple[Tensor, Tensor]] = []
         for a, b in matches:
             if isinstance(a, Tensor) and isinstance(b, Tensor):
@@ -67,41 +65,41 @@ class _Comparing:
         """Return the entries of one path; then those of one name, whose keys are integers in one and strings in the
         other, or one key with dots."""
         by_name: dict[str, list[Entry]] = {}
-        for path, entry in self._b.entries.items() if not self._options.exact else ():
-            if path not in self._a.entries:
+        for path, entry in self.b.entries.items():
+            if path not in self.a.entries and not self.options.exact:
                 by_name.setdefault(entry.name, []).append(entry)
         matches: list[tuple[Entry, Entry]] = []
-        for path, entry in self._a.entries.items():
-            match = self._b.entries.get(path)
+        for path, entry in self.a.entries.items():
+            match = self.b.entries.get(path)
             if match is None and len(named := by_name.get(entry.name, [])) == 1:
                 match = named.pop()
             if match is not None:
-                self._a_to_b[path], self._b_to_a[match.path] = match.path, path
+                self.a_to_b[path], self.b_to_a[match.path] = match.path, path
                 matches.append((entry, match))
         return matches
 
     def _compare_objects(self, a: Object, b: Object) -> None:
         try:
-            values = relinked(a.value, self._links[0]), relinked(b.value, self._links[1])
+            values = relinked(a.value, self.links[0]), relinked(b.value, self.links[1])
         except CkptError as error:
-            if self._options.failures is None:
+            if self.options.failures is None:
                 raise
-            self._options.failures[a.name] = error
+            self.options.failures[a.name] = error
             return
-        if self._options.exact:
+        if self.options.exact:
             found = [] if typed_json.same(*values) else [("", a.value, b.value)]
         else:
-            found = list(objects.differences(*values, self._options.tolerance))
-        self._result.objects += [ObjectDifference(a.name, str(a.part), *difference) for difference in found]
+            found = list(objects.differences(*values, self.options.tolerance))
+        self.result.objects += [ObjectDifference(a.name, str(a.part), *difference) for difference in found]
 
     def _linked(self) -> tuple[dict[Path, Path], dict[Path, Path]]:
         """Return, for references to tensors, one path for those that match, are tied or have no elements."""
-        from_a, from_b = interchangeable(self._a), interchangeable(self._b)
-        matches = {a.path: self._a_to_b[a.path] for a in self._a.tensors if a.path in self._a_to_b}
+        from_a, from_b = interchangeable(self.a), interchangeable(self.b)
+        matches = {a.path: self.a_to_b[a.path] for a in self.a.tensors if a.path in self.a_to_b}
         return from_a | {a: from_b.get(b, b) for a, b in matches.items()}, from_b
 
     def _compare_tensors(self, matches: list[tuple[Tensor, Tensor]]) -> None:
-        options, result = self._options, self._result
+        options, result = self.options, self.result
         pairs: list[tensors.Pair] = []
         numbers: dict[tuple[int, int], int] = {}  # of the pairs; tied tensors are read once
         for a, b in matches:
@@ -112,7 +110,7 @@ class _Comparing:
             if numbers.setdefault(self._key(a, b), len(pairs)) == len(pairs):
                 pairs.append(tensors.Pair(one, other, common))
         result.bytes = sum(pair.a.nbytes for pair in pairs)
-        compared, failures = tensors.compare(pairs, self._sources, (result.a.path, result.b.path), options)
+        compared, failures = tensors.compare(pairs, self.sources, (result.a.path, result.b.path), options)
         totals: dict[Part, Total] = {}
         for a, b in matches:
             number = numbers.get(self._key(a, b))
@@ -126,13 +124,13 @@ class _Comparing:
                     total.count(a.numel, values, "values" in difference.kinds)
             if difference.kinds:
                 result.tensors.append(difference)
-        result.parts = [totals[part] for part in parts.parts(self._a) if part in totals]
+        result.parts = [totals[part] for part in parts.parts(self.a) if part in totals]
 
     def _key(self, a: Tensor, b: Tensor) -> tuple[int, int]:
-        return id(self._a.first(a)), id(self._b.first(b))
+        return id(self.a.first(a)), id(self.b.first(b))
 
     def _difference(self, a: Tensor, b: Tensor, is_compared: bool, values: Comparison | None) -> TensorDifference:
-        options = self._options
+        options = self.options
         result = TensorDifference(a.name, str(a.part), [], (a.dtype.name, b.dtype.name), (a.shape, b.shape))
         if a.dtype != b.dtype and not options.ignore_dtype:
             result.kinds.append("dtype")
@@ -149,32 +147,27 @@ class _Comparing:
             if result.values.differing if options.tolerance is None else result.values.beyond:
                 result.kinds.append("values")
         result.ties = self._ties(a, b)
-        if result.ties is not None:
-            result.kinds.append("tie")
+        result.kinds += ["tie"] if result.ties is not None else []
         if options.sharded:
-            result.sharding = self._sharding(a, b)
-            if result.sharding is not None:
+            one, other = (_shards(t.origin or t, s.catalogue.files) for t, s in zip((a, b), self.sources, strict=True))
+            if one != other:
+                result.sharding = _describe(one), _describe(other)
                 result.kinds.append("sharding")
         return result
 
     def _ties(self, a: Tensor, b: Tensor) -> tuple[str | None, str | None] | None:
         """Return with which tensor each shares its bytes, where that is one on one side and two on the other."""
-        first_a, first_b = self._a.first(a), self._b.first(b)
-        of_a, of_b = self._a_to_b.get(first_a.path), self._b_to_a.get(first_b.path)
-        only_a = first_a is not a and of_a is not None and self._b.first(self._b.tensor(of_a)) is not first_b
-        only_b = first_b is not b and of_b is not None and self._a.first(self._a.tensor(of_b)) is not first_a
+        first_a, first_b = self.a.first(a), self.b.first(b)
+        of_a, of_b = self.a_to_b.get(first_a.path), self.b_to_a.get(first_b.path)
+        only_a = first_a is not a and of_a is not None and self.b.first(self.b.tensor(of_a)) is not first_b
+        only_b = first_b is not b and of_b is not None and self.a.first(self.a.tensor(of_b)) is not first_a
         if not only_a and not only_b:
             return None
         return first_a.name if only_a else None, first_b.name if only_b else None
 
-    def _sharding(self, a: Tensor, b: Tensor) -> tuple[str, str] | None:
-        one, other = (_shards(t.origin or t, s.catalogue.files) for t, s in zip((a, b), self._sources, strict=True))
-        return None if one == other else (_describe(one), _describe(other))
-
 
 def _only(entry: Entry) -> Only:
-    layout = (entry.dtype.name, entry.shape) if isinstance(entry, Tensor) else ()
-    return Only(entry.name, str(entry.part), *layout)
+    return Only(entry.name, str(entry.part), *((entry.dtype.name, entry.shape) if isinstance(entry, Tensor) else ()))
 
 
 _Shard = tuple[Ints, Ints, int | None]

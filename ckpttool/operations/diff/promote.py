@@ -50,10 +50,11 @@ def _float_size(kind: Dtype) -> int | None:
     return 8 if kind.word == 8 else 4
 
 
-def promoted(bits: Array, old: Dtype, new: Dtype) -> Array:
+def promoted(data: bytearray, old: Dtype, new: Dtype) -> Array:
     """Return flat elements of `old`, given as bytes, as elements of `new`, which is `common` of it and another."""
     import numpy as np
 
+    bits = np.frombuffer(data, np.uint8)
     if old == new:
         return bits
     if old.kind == "bool":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
@@ -19,15 +20,17 @@ from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CkptError
-from ckpttool.operations.diff import promote
 from ckpttool.operations.diff.elements import Comparison, Tolerance
+from ckpttool.operations.diff.promote import promoted
 from ckpttool.producers import open
 from ckpttool.storage.files import Pool
 from ckpttool.transfer import read
 from ckpttool.transfer.execute import DEFAULT_THREADS
-from ckpttool.transfer.numbers import Array, has_numbers
+from ckpttool.transfer.numbers import has_numbers
 from ckpttool.transfer.plan import meeting, tiles
 from ckpttool.transfer.threads import Progress, Work, on_threads
+
+Sources = tuple[Source, Source]
 
 TILE = 1 << 20  # bytes; two of them, and what is calculated of them, stay in the processor's cache
 TASK = 64 << 20  # a tensor larger than this is shared by the threads
@@ -40,10 +43,9 @@ class Pair(NamedTuple):
     b: Tensor
     common: Dtype
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes of the largest element."""
-        return max(self.a.dtype.itemsize, self.b.dtype.itemsize, self.common.itemsize)
+    def elements(self, nbytes: int) -> int:
+        """Return how many elements of the largest dtype are in a tile of so many bytes."""
+        return max(1, nbytes // max(self.a.dtype.itemsize, self.b.dtype.itemsize, self.common.itemsize))
 
 
 class Options(NamedTuple):
@@ -75,7 +77,7 @@ class _Task(NamedTuple):
 
 
 def compare(
-    pairs: Sequence[Pair], sources: tuple[Source, Source], paths: tuple[str, str], options: Options
+    pairs: Sequence[Pair], sources: Sources, paths: tuple[str, str], options: Options
 ) -> tuple[dict[int, Comparison], dict[int, CkptError]]:
     """Return how the tensors of each pair differ, by the number of the pair, without those whose bytes are equal; and
     the errors of those that cannot be read, if the options have a place for them.
@@ -94,59 +96,55 @@ def compare(
     return walk.results, walk.failures
 
 
+@dataclass(slots=True)
 class _Walk:
-    def __init__(
-        self,
-        pairs: Sequence[Pair],
-        sources: tuple[Source, Source],
-        paths: tuple[str, str],
-        pools: tuple[Pool, Pool],
-        options: Options,
-        work: Work,
-    ) -> None:
-        self.results: dict[int, Comparison] = {}
-        self.failures: dict[int, CkptError] = {}
-        self._pairs, self._sources, self._paths, self._pools = pairs, sources, paths, pools
-        self._options, self._work = options, work
-        self._unequal: set[tuple[int, Box]] = set()  # the tiles of each pair that were compared element by element
-        self._lock = threading.Lock()
+    pairs: Sequence[Pair]
+    sources: Sources
+    paths: tuple[str, str]
+    pools: tuple[Pool, Pool]
+    options: Options
+    work: Work
+    results: dict[int, Comparison] = field(default_factory=dict)
+    failures: dict[int, CkptError] = field(default_factory=dict)
+    unequal: set[tuple[int, Box]] = field(default_factory=set)  # tiles that were compared element by element
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def tasks(self, numbers: Iterable[int]) -> Iterator[_Task]:
         """Yield the tasks of these pairs: the same ones each time."""
         for n in numbers:
-            pair = self._pairs[n]
+            pair = self.pairs[n]
             for i, j, shared in meeting(pair.a.chunks, pair.b.chunks):
-                for box in tiles(shared, max(1, TASK // pair.itemsize)):
+                for box in tiles(shared, pair.elements(TASK)):
                     yield _Task(n, (i, j), box)
 
     def _tiles(self, task: _Task) -> Iterator[Box]:
-        return tiles(task.box, max(1, TILE // self._pairs[task.pair].itemsize))
+        return tiles(task.box, self.pairs[task.pair].elements(TILE))
 
     def _reader(self, task: _Task, side: int) -> _Reader:
-        pair = self._pairs[task.pair]
-        with open.naming(self._paths[side]):
-            return _Reader(self._sources[side], self._pools[side], (pair.a, pair.b)[side], task.chunks[side])
+        with open.naming(self.paths[side]):
+            pair = self.pairs[task.pair]
+            return _Reader(self.sources[side], self.pools[side], (pair.a, pair.b)[side], task.chunks[side])
 
     def compare(self, task: _Task) -> None:
         """Compare the tiles of a task."""
-        pair = self._pairs[task.pair]
+        pair = self.pairs[task.pair]
         same_dtype = pair.a.dtype == pair.b.dtype
         try:
             reader_a, reader_b = self._reader(task, 0), self._reader(task, 1)
             for tile in self._tiles(task):
                 a, b = reader_a.read(tile), reader_b.read(tile)
-                self._work.note(len(a))
+                self.work.note(len(a))
                 if not same_dtype or a != b:
                     self._compare_elements(task.pair, a, b, tile)
         except CkptError as error:
-            if self._options.failures is None:
+            if self.options.failures is None:
                 raise
             self.failures[task.pair] = error
 
     def _compare_elements(self, n: int, a: bytearray, b: bytearray, tile: Box) -> None:
-        pair = self._pairs[n]
-        comparison = Comparison(pair.common, cosine=not self._options.exact, tolerance=self._options.tolerance)
-        comparison.feed(_promoted(a, pair.a.dtype, pair.common), _promoted(b, pair.b.dtype, pair.common))
+        pair = self.pairs[n]
+        comparison = Comparison(pair.common, cosine=not self.options.exact, tolerance=self.options.tolerance)
+        comparison.feed(promoted(a, pair.a.dtype, pair.common), promoted(b, pair.b.dtype, pair.common))
         result = comparison.result()
         index = result.index(tile[1])
         if index is not None:
@@ -154,26 +152,24 @@ class _Walk:
             steps = boxes.row_major(pair.a.shape)
             result.first = sum((o + i) * step for o, i, step in zip(tile[0], index, steps, strict=True))
         self._add(n, comparison)
-        with self._lock:
-            self._unequal.add((n, tile))
+        with self.lock:
+            self.unequal.add((n, tile))
 
     def add_equal(self, task: _Task) -> None:
         """Add the sums of the tiles that are equal, of a tensor that differs."""
-        pair, reader = self._pairs[task.pair], self._reader(task, 0)
+        pair, reader = self.pairs[task.pair], self._reader(task, 0)
         for tile in self._tiles(task):
-            if (task.pair, tile) not in self._unequal:
-                comparison = Comparison(pair.common, tolerance=self._options.tolerance)
-                elements = _promoted(reader.read(tile), pair.a.dtype, pair.common)
+            if (task.pair, tile) not in self.unequal:
+                comparison = Comparison(pair.common, tolerance=self.options.tolerance)
+                elements = promoted(reader.read(tile), pair.a.dtype, pair.common)
                 comparison.feed(elements, elements)
                 self._add(task.pair, comparison)
-                self._work.note(0)
+                self.work.note(0)
 
     def _add(self, n: int, comparison: Comparison) -> None:
-        with self._lock:
-            if n in self.results:
+        with self.lock:
+            if self.results.setdefault(n, comparison) is not comparison:
                 self.results[n].merge(comparison)
-            else:
-                self.results[n] = comparison
 
 
 class _Reader:
@@ -201,9 +197,3 @@ class _Reader:
             into = np.frombuffer(self._buffer, read.unsigned(self._dtype)).reshape(box[1])
             read.fill(into, self._pool, self._files, extent, chunk, box, self._dtype)
         return self._buffer
-
-
-def _promoted(data: bytearray, old: Dtype, new: Dtype) -> Array:
-    import numpy as np
-
-    return promote.promoted(np.frombuffer(data, np.uint8), old, new)

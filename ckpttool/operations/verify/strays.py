@@ -35,7 +35,10 @@ def around(run: Verification) -> Iterator[Finding]:
 def _in(folder: Location, root: Location, listed: Collection[Location], world: int) -> Iterator[Finding]:
     """Yield the strays in one directory. Nothing is `listed` of a checkpoint that cannot be opened."""
     names = _names(folder)
-    yield from _missing_indexes(names)
+    for rank in absent_ranks(names) if ".metadata" not in names else ():
+        text = f"`__{rank}.metadata` is missing: the index of rank {rank}, where every rank has one"
+        hint = "copy it from where the checkpoint was saved"
+        yield Finding(DAMAGE, "missing", text, f"__{rank}.metadata", hint=hint)
     suffixes = {location.suffix for location in listed if location.parent == folder} & {".distcp", ".safetensors"}
     for name in names:
         location = folder / name
@@ -53,18 +56,14 @@ def _in(folder: Location, root: Location, listed: Collection[Location], world: i
             elif location.suffix in suffixes:
                 text = f"{size} bytes that nothing here mentions, left by another save"
         if text:
-            shown = location.relative_to(root)
-            hint = "`ckpttool repair` writes a copy without it"
+            shown, hint = location.relative_to(root), "`ckpttool repair` writes a copy without it"
             yield Finding(SUSPECT, kind, f"`{shown}`: {text}", shown, hint=hint)
 
 
-def _missing_indexes(names: list[str]) -> Iterator[Finding]:
-    """Yield the indexes that are missing where each rank has written one."""
-    ranks = set() if ".metadata" in names else {int(m[1]) for name in names if (m := _OF_RANK.fullmatch(name))}
-    for rank in sorted(set(range(max(ranks, default=-1))) - ranks):
-        name = f"__{rank}.metadata"
-        text = f"`{name}` is missing: the index of rank {rank}, where every rank has one"
-        yield Finding(DAMAGE, "missing", text, name, hint="copy it from where the checkpoint was saved")
+def absent_ranks(names: list[str]) -> list[int]:
+    """Return the ranks whose index is missing in a directory where each rank has written one."""
+    ranks = {int(match[1]) for name in names if (match := _OF_RANK.fullmatch(name))}
+    return sorted({*range(max(ranks, default=0))} - ranks)
 
 
 def _names(folder: Location) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from ckpttool.transfer.read import read_box
 from ckpttool.transfer.threads import Work, on_threads
 
 _TILE = 1 << 20  # stays in the processor's cache
+_FLOATING = {*FLOATS, EXPONENT_ONLY, "complex128", "complex64", "complex32"}
 _PARTS_OF_COMPLEX = {"complex128": "float64", "complex64": "float32", "complex32": "float16"}
 
 
@@ -48,7 +49,7 @@ def check(run: Verification) -> Iterator[Finding]:
     counted = {
         tensor.name: (tensor, Counts())
         for tensor in run.catalogue.tensors
-        if _is_floating(tensor.dtype) and tensor.numel and tensor.path not in aliases and tensor.name not in damaged
+        if tensor.dtype.name in _FLOATING and tensor.numel and tensor.path not in aliases and tensor.name not in damaged
     }
     lock, pool = threading.Lock(), Pool()
     work = Work(sum(tensor.nbytes for tensor, _ in counted.values()), run.progress)
@@ -76,28 +77,33 @@ def check(run: Verification) -> Iterator[Finding]:
     run.report.values += sum(tensor.numel for tensor, _ in counted.values())
     yield from failures
     for tensor, result in counted.values():
-        yield from _findings(tensor, result)
-
-
-def _is_floating(dtype: Dtype) -> bool:
-    return dtype.name in FLOATS or dtype.name in _PARTS_OF_COMPLEX or dtype.name == EXPONENT_ONLY
+        of = f"of {tensor.numel:,} elements are"
+        at = f", the first at {list(result.first)}" if result.first else ""
+        for gravity, kind, is_found, text in (
+            (NAN, "nan", result.nans, f"{result.nans:,} {of} NaN{at}"),
+            (SUSPECT, "inf", result.infs, f"{result.infs:,} {of} infinite"),
+            (NOTE, "zeros", result.zeros == tensor.numel > 1, f"all {tensor.numel:,} elements are zero"),
+            (NOTE, "denormal", result.denormals, f"{result.denormals:,} {of} denormal"),
+        ):
+            if is_found:
+                yield Finding(gravity, kind, f"tensor `{tensor.name}`: {text}", tensor=tensor.name)
 
 
 def counts(bits: Array, dtype: Dtype, box: Box) -> Counts:
     """Return the counts of one tile, given as unsigned integers in the sizes of its box."""
     import numpy as np
 
-    layout = FLOATS.get(_PARTS_OF_COMPLEX.get(dtype.name, dtype.name))
-    flat = bits.reshape(-1)
-    result = Counts()
+    def by_element(parts: Array, join: Callable[..., Array]) -> Array:
+        return join(parts.reshape(-1, 2), axis=1) if dtype.kind == "complex" else parts
+
+    layout, flat, result = FLOATS.get(_PARTS_OF_COMPLEX.get(dtype.name, dtype.name)), bits.reshape(-1), Counts()
     is_nan: Any = None
-    if layout is None or layout.nan == "zero":
-        is_nan = flat == (0xFF if layout is None else 0x80)
-        result.nans = int(is_nan.sum())
-        if layout is not None:
-            magnitudes = flat & 0x7F
-            result.zeros = int((flat == 0).sum())
-            result.denormals = int(((magnitudes < 1 << layout.mantissa) & (magnitudes > 0)).sum())
+    if layout is None:
+        is_nan = flat == 0xFF
+    elif layout.nan == "zero":
+        is_nan, magnitudes = flat == 0x80, flat & 0x7F
+        result.zeros = int((flat == 0).sum())
+        result.denormals = int(((magnitudes < 1 << layout.mantissa) & (magnitudes > 0)).sum())
     else:
         word = dtype.word
         words = flat.view(f"u{word}") & np.array((1 << (8 * word - 1)) - 1, f"u{word}")  # without the sign
@@ -105,37 +111,14 @@ def counts(bits: Array, dtype: Dtype, box: Box) -> Counts:
         largest = infinity if layout.nan == "ieee" else infinity | (1 << layout.mantissa) - 2
         # One look at the largest tells that there is nothing to count, as in nearly every tile.
         if int(words.max()) >= infinity:
-            result.nans = int((words > largest).sum())
-            result.infs = int((words == infinity).sum()) if layout.nan == "ieee" else 0
+            is_nan = by_element(words > largest, np.any)
+            result.infs = int(by_element(words == infinity, np.any).sum()) if layout.nan == "ieee" else 0
         if int(words.min()) < 1 << layout.mantissa:
-            result.zeros = int((words == 0).sum())
-            result.denormals = int((words < 1 << layout.mantissa).sum()) - result.zeros
-        if result.nans:
-            is_nan = words > largest
-        if dtype.kind == "complex":
-            result.zeros = int((words.reshape(-1, 2) == 0).all(axis=1).sum())
-            if result.infs:
-                result.infs = int((words.reshape(-1, 2) == infinity).any(axis=1).sum())
-            if is_nan is not None:
-                is_nan = is_nan.reshape(-1, 2).any(axis=1)
-                result.nans = int(is_nan.sum())
+            is_zero = words == 0
+            result.zeros = int(by_element(is_zero, np.all).sum())
+            result.denormals = int((words < 1 << layout.mantissa).sum()) - int(is_zero.sum())
+    result.nans = 0 if is_nan is None else int(is_nan.sum())
     if result.nans:
         at = np.unravel_index(int(np.argmax(is_nan)), bits.shape)
         result.first = tuple(int(i) + o for i, o in zip(at, box[0], strict=True))
     return result
-
-
-def _findings(tensor: Tensor, result: Counts) -> Iterator[Finding]:
-    def finding(gravity: str, kind: str, text: str) -> Finding:
-        return Finding(gravity, kind, f"tensor `{tensor.name}`: {text}", tensor=tensor.name)
-
-    of = f"of {tensor.numel:,} elements are"
-    if result.nans:
-        at = f", the first at {list(result.first)}" if result.first else ""
-        yield finding(NAN, "nan", f"{result.nans:,} {of} NaN{at}")
-    if result.infs:
-        yield finding(SUSPECT, "inf", f"{result.infs:,} {of} infinite")
-    if result.zeros == tensor.numel > 1:
-        yield finding(NOTE, "zeros", f"all {tensor.numel:,} elements are zero")
-    if result.denormals:
-        yield finding(NOTE, "denormal", f"{result.denormals:,} {of} denormal")
