@@ -9,8 +9,8 @@ import re
 import shutil
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,18 +76,14 @@ class Pool:
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         """Return `nbytes` bytes at `offset`. Raises CorruptError if the file ends before."""
-        if _remote(path) is not None:
-            buffer = bytearray(nbytes)
-            self.read_into(path, offset, memoryview(buffer))
-            return bytes(buffer)
-        with self.use(path) as fd:
-            data = os.pread(fd, nbytes, offset)
-            while len(data) < nbytes:
-                more = os.pread(fd, nbytes - len(data), offset + len(data))
-                if not more:
-                    raise ends_early(path, offset + len(data), offset + nbytes)
-                data += more
-            return data
+        if _remote(path) is None:
+            with self.use(path) as fd:
+                data = os.pread(fd, nbytes, offset)
+            if len(data) == nbytes:
+                return data
+        buffer = bytearray(nbytes)
+        self.read_into(path, offset, memoryview(buffer))
+        return bytes(buffer)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`. Raises CorruptError when the file ends before."""
@@ -184,13 +180,11 @@ def temporary_folder() -> str:
     return tempfile.gettempdir()
 
 
-@contextmanager
-def scratch_directory(prefix: str) -> Iterator[str]:
-    """Yield a temporary directory, which is removed at the end of the block."""
+def scratch_directory(prefix: str) -> AbstractContextManager[str]:
+    """Return a context manager of a temporary directory, which is removed at the end of the block."""
     import tempfile
 
-    with tempfile.TemporaryDirectory(prefix=prefix) as path:
-        yield path
+    return tempfile.TemporaryDirectory(prefix=prefix)
 
 
 class ScratchFile:
@@ -231,6 +225,13 @@ class ScratchFile:
 def pages(nbytes: int) -> memoryview:
     """Return page-aligned memory of `nbytes + PAGE` bytes, for `aligned`."""
     return memoryview(mmap.mmap(-1, nbytes + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+class ThreadBuffer(threading.local):
+    """Page-aligned memory, `view`, that each thread has of its own."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.view = pages(nbytes)
 
 
 def aligned(buffer: memoryview, offset: int, nbytes: int) -> memoryview:
@@ -380,8 +381,7 @@ def start_writing(fd: int) -> None:
 
     An `fsync` would also end the transaction of the file system, which delays the next write.
     """
-    function = _sync_file_range()
-    if function is None:
+    if (function := _sync_file_range()) is None:
         os.fsync(fd)
     else:
         function(fd, 0, 0, _WRITE)

@@ -83,25 +83,22 @@ class Pieces:
     """CRCs of parts of records, collected until a record is whole. Thread-safe."""
 
     def __init__(self) -> None:
-        self._pieces: defaultdict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
-        self._records: dict[tuple[int, int], Record] = {}
-        self._used: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self._pieces: defaultdict[Record, list[tuple[int, int, int]]] = defaultdict(list)
+        self._used: defaultdict[Record, int] = defaultdict(int)
         self._lock = threading.Lock()
 
     def add(self, record: Record, offset: int, nbytes: int, crc: int | None) -> None:
         """`nbytes` at `offset` (absolute) of the record have this CRC, or were used in a way that gave none."""
-        key = (record.file, record.offset)
         with self._lock:
-            self._records[key] = record
-            self._used[key] += nbytes
+            self._used[record] += nbytes
             if crc is not None:
-                self._pieces[key].append((offset, nbytes, crc))
+                self._pieces[record].append((offset, nbytes, crc))
 
     def records(self) -> list[Record]:
-        return list(self._records.values())
+        return list(self._used)
 
     def used(self, record: Record) -> int:
-        return self._used[(record.file, record.offset)]
+        return self._used.get(record, 0)
 
     def gaps(self, record: Record) -> list[tuple[int, int]]:
         """What is not covered yet, as `(offset, nbytes)`."""
@@ -120,10 +117,9 @@ class Pieces:
     def packed(self) -> bytes:
         """All of it as a row of 64-bit integers, to be told to another process."""
         row = array("q")
-        for key, record in self._records.items():
-            pieces = self._pieces.get(key, ())
-            crc = -1 if record.crc is None else record.crc
-            row.extend((*key, record.nbytes, crc, self._used[key], len(pieces), *chain.from_iterable(pieces)))
+        for record, used in self._used.items():
+            pieces, crc = self._pieces.get(record, ()), -1 if record.crc is None else record.crc
+            row.extend((*record[:3], crc, used, len(pieces), *chain.from_iterable(pieces)))
         return row.tobytes()
 
     def unpack(self, row: Sequence[int]) -> None:
@@ -131,18 +127,17 @@ class Pieces:
         at = 0
         while at < len(row):
             file, offset, nbytes, crc, used, count = row[at : at + 6]
-            key, at = (file, offset), at + 6
-            self._records[key] = Record(file, offset, nbytes, None if crc < 0 else crc)
-            self._used[key] += used
+            record, at = Record(file, offset, nbytes, None if crc < 0 else crc), at + 6
+            self._used[record] += used
             end = at + 3 * count
-            self._pieces[key] += zip(row[at:end:3], row[at + 1 : end : 3], row[at + 2 : end : 3], strict=True)
+            self._pieces[record] += zip(row[at:end:3], row[at + 1 : end : 3], row[at + 2 : end : 3], strict=True)
             at = end
 
     def _runs(self, record: Record) -> Iterator[tuple[int, int, int | None]]:
         """The record front to back: pieces, and gaps between them. A piece that overlaps an earlier one is left out,
         so that what it adds counts as a gap."""
         at, end = record.offset, record.offset + record.nbytes
-        for offset, nbytes, crc in sorted(self._pieces.get((record.file, record.offset), ())):
+        for offset, nbytes, crc in sorted(self._pieces.get(record, ())):
             if offset < at:
                 continue
             if offset > at:

@@ -27,9 +27,9 @@ from ckpttool.errors import CorruptError
 from ckpttool.storage import stores
 from ckpttool.storage.crc import crc32, crc_of
 from ckpttool.storage.errors import os_errors
-from ckpttool.storage.files import Pool, aligned, pages, start_writing
+from ckpttool.storage.files import Pool, ThreadBuffer, aligned, start_writing
 from ckpttool.transfer import checksums, read
-from ckpttool.transfer.journal import Done, Entry, Journal, Read
+from ckpttool.transfer.journal import Done, Entry, Journal
 from ckpttool.transfer.plan import Job, tiles
 from ckpttool.transfer.threads import Progress, Stopped, Work, on_threads
 
@@ -131,12 +131,16 @@ def _tasks(jobs: Iterable[Job]) -> Iterator[_Task]:
             start += nbytes
 
 
+def digested(source: Source) -> set[int]:
+    """Return the numbers of the files whose store has a digest of them."""
+    return {i for i, file in enumerate(source.catalogue.files) if stores.has_digest(file.location)}
+
+
 class _Tally:
     """Counts what all tasks of a transfer have read and written, and collects the CRCs. Thread-safe."""
 
     def __init__(self, source: Source, earlier: checksums.Pieces | None) -> None:
-        files = source.catalogue.files
-        self.digested = {i for i, file in enumerate(files) if stores.has_digest(file.location)}
+        self.digested = digested(source)
         self.read = checksums.Pieces() if earlier is None else earlier
         self._total = Transferred(read=self.read)
         self._written = checksums.Pieces()
@@ -158,16 +162,6 @@ class _Tally:
             total.resumed += resumed
             if entry.overflowed:
                 total.overflowed[name] = total.overflowed.get(name, 0) + entry.overflowed
-
-    def note_read(self, entry: Entry, extent: Extent, start: int, nbytes: int, crc: int | None) -> None:
-        """Note in `entry` that `nbytes` at `start` of the file of `extent` were read."""
-        record = extent.record
-        if extent.checked or (extent.file in self.digested and (record is None or record.crc is None)):
-            entry.checked += nbytes
-        elif record is None or record.crc is None:
-            entry.unrecorded += nbytes
-        else:
-            entry.read.append((record, start, nbytes, crc))
 
     def is_worth_checking(self, record: Record) -> bool:
         """Return whether to read the rest of a record for its checksum: not if most of it is not used (one tensor of a
@@ -253,7 +247,7 @@ class _Copier:
     journal: Journal | None
     tally: _Tally
     flusher: _Flusher
-    buffers: threading.local = field(default_factory=threading.local)
+    buffer: ThreadBuffer = field(default_factory=partial(ThreadBuffer, BUFFER))
 
     def do(self, task: _Task) -> None:
         """Copy what a task says, or compare it."""
@@ -265,11 +259,11 @@ class _Copier:
         ]
         number = job.chunk.extent.file
         done = self.journal.done.get((number, task.start)) if self.journal is not None else None
-        if done is not None and (entry := self._resumed(task, done, parts)) is not None:
+        entry = Entry(number, task.start, task.nbytes)
+        if done is not None and self._is_there(task, entry, done, parts):
             self.tally.add(entry, job, task.nbytes)
             self.work.note(task.nbytes)
             return
-        entry = Entry(number, task.start, task.nbytes)
         if job.tensor.dtype == job.source.dtype and all(_is_run(task, *part) for part in parts):
             for part in parts:
                 self._stream(task, entry, *part)
@@ -279,17 +273,17 @@ class _Copier:
         if self.journal is not None:
             self.journal.note(entry)
 
-    def _resumed(self, task: _Task, done: Done, parts: Sequence[_Part]) -> Entry | None:
-        """Return what an earlier run noted of this task, if what it wrote is still there."""
-        number = task.job.chunk.extent.file
+    def _is_there(self, task: _Task, entry: Entry, done: Done, parts: Sequence[_Part]) -> bool:
+        """Return whether what an earlier run wrote for this task is still there, and note in `entry` what it noted."""
         records = {(e.record.file, e.record.offset): e.record for e, _, _ in parts if e.record is not None}
-        if done.nbytes != task.nbytes or any(one[:2] not in records for one in done.read):
-            return None
-        if self._crc_of(self.out, self.destination.files[number].location, task.start, task.nbytes) != done.crc:
-            return None
-        read: list[Read] = [(records[file, offset], at, nbytes, crc) for file, offset, at, nbytes, crc in done.read]
-        counts = done.checked, done.unrecorded, done.overflowed
-        return Entry(number, task.start, task.nbytes, [(task.start, task.nbytes, done.crc)], read, *counts)
+        nbytes, crc, entry.checked, entry.unrecorded, entry.overflowed, read = done
+        if nbytes != task.nbytes or any((file, offset) not in records for file, offset, *_ in read):
+            return False
+        if self._crc_of(self.out, self.destination.files[entry.file].location, task.start, nbytes) != crc:
+            return False
+        entry.wrote.append((task.start, nbytes, crc))
+        entry.read += [(records[file, offset], *part) for file, offset, *part in read]
+        return True
 
     # Runs of bytes ---------------------------------------------------------------------------------------------------
 
@@ -297,31 +291,20 @@ class _Copier:
         itemsize = task.job.tensor.dtype.itemsize
         run = _run_length(task, chunk, box)
         starts = zip(boxes.runs(box, (chunk.offsets, chunk.sizes), run), boxes.runs(box, task.box, run), strict=True)
+        nbytes = run * itemsize
+        source, buffer = self.source.catalogue.files[extent.file].location, self.buffer.view
+        counted = task.job.chunk.extent.record is not None or (self.journal is not None and self.journal.every)
+        counted = counted or (extent.record is not None and extent.record.crc is not None)
         for start, to in starts:
-            start, to = extent.offset + start * itemsize, task.start + to * itemsize
-            self._copy(task, entry, extent, start, to, run * itemsize)
-
-    def _copy(self, task: _Task, entry: Entry, extent: Extent, start: int, to: int, nbytes: int) -> None:
-        stored = task.job.chunk.extent.record
-        source, buffer = self.source.catalogue.files[extent.file].location, self._buffer()
-        counted = stored is not None or (extent.record is not None and extent.record.crc is not None)
-        counted = counted or (self.journal is not None and self.journal.every)
-        crc = 0
-        for at in range(0, nbytes, BUFFER):
-            part = aligned(buffer, to, min(BUFFER, nbytes - at))
-            self.pool.read_into(source, start + at, part)
-            if counted:
-                crc = crc32(part, crc)
-            self._put(task, to + at, part)
-        self.tally.note_read(entry, extent, start, nbytes, crc)
-        entry.wrote.append((to, nbytes, crc if counted else None))
-
-    def _buffer(self) -> memoryview:
-        """Return the buffer of this thread."""
-        buffer: memoryview | None = getattr(self.buffers, "buffer", None)
-        if buffer is None:
-            buffer = self.buffers.buffer = pages(BUFFER)
-        return buffer
+            start, to, crc = extent.offset + start * itemsize, task.start + to * itemsize, 0
+            for at in range(0, nbytes, BUFFER):
+                part = aligned(buffer, to, min(BUFFER, nbytes - at))
+                self.pool.read_into(source, start + at, part)
+                if counted:
+                    crc = crc32(part, crc)
+                self._put(task, to + at, part)
+            entry.note_read(extent, start, nbytes, crc, self.tally.digested)
+            entry.wrote.append((to, nbytes, crc if counted else None))
 
     def _put(self, task: _Task, to: int, data: memoryview) -> None:
         if self.work.stopped.is_set():
@@ -355,7 +338,7 @@ class _Copier:
                 shared = boxes.overlap(box, tile)
                 if shared is not None:
                     read.fill(read.part(bits, shared, tile), self.pool, files, extent, chunk, shared, old)
-                    self.tally.note_read(entry, extent, 0, prod(shared[1]) * old.itemsize, None)
+                    entry.note_read(extent, 0, prod(shared[1]) * old.itemsize, None, self.tally.digested)
             data, overflowed = cast_array(bits, old, new)
             entry.overflowed += overflowed
             self._put(task, start, data)
@@ -376,7 +359,7 @@ class _Copier:
 
     def _crc_of(self, pool: Pool, location: str, offset: int, nbytes: int) -> int:
         # Nothing is done by that, but Ctrl-C stops it.
-        return crc_of(partial(pool.read_into, location), offset, nbytes, self._buffer(), lambda _: self.work.note(0))
+        return crc_of(partial(pool.read_into, location), offset, nbytes, self.buffer.view, lambda _: self.work.note(0))
 
 
 def _run_length(task: _Task, chunk: Chunk, box: Box) -> int:

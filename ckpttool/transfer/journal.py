@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
-from ckpttool.catalogue.entries import Catalogue, Record
+from ckpttool.catalogue.entries import Catalogue, Extent, Record
 from ckpttool.storage import files
 from ckpttool.storage.errors import os_errors
 from ckpttool.storage.staging import Log, Stage
@@ -29,6 +30,7 @@ _LEAST = 64 << 10  # copying less again is faster than checking it
 _BUFFER = 1 << 20
 
 Read = tuple[Record, int, int, int | None]
+Done = list[Any]  # a line from `nbytes` on
 
 
 @dataclass(slots=True)
@@ -45,6 +47,16 @@ class Entry:
     unrecorded: int = 0
     overflowed: int = 0
 
+    def note_read(self, extent: Extent, start: int, nbytes: int, crc: int | None, digested: Container[int]) -> None:
+        """Add `nbytes` at `start` of the file of `extent`, which are checked if the file is one of `digested`."""
+        record = extent.record
+        if extent.checked or (extent.file in digested and (record is None or record.crc is None)):
+            self.checked += nbytes
+        elif record is None or record.crc is None:
+            self.unrecorded += nbytes
+        else:
+            self.read.append((record, start, nbytes, crc))
+
     def line(self) -> list[Any] | None:
         """Return the entry as JSON; None when not all of its bytes have a CRC."""
         crc, at = 0, self.start
@@ -56,17 +68,6 @@ class Entry:
             return None
         read = [[r.file, r.offset, start, nbytes, part] for r, start, nbytes, part in _merged(self.read)]
         return [self.file, self.start, self.nbytes, crc, self.checked, self.unrecorded, self.overflowed, read]
-
-
-class Done(NamedTuple):
-    """An `Entry` parsed from a line. `read` has `(file, offset)` for a record."""
-
-    nbytes: int
-    crc: int
-    checked: int
-    unrecorded: int
-    overflowed: int
-    read: tuple[tuple[int, int, int, int, int | None], ...]
 
 
 class Journal:
@@ -84,12 +85,11 @@ class Journal:
 
     def read(self, digest: str) -> bool:
         """Return whether an earlier run followed the same plan; `done` is then what it copied."""
-        _, plan, *lines = (*self._log, None, None)
-        if plan != {"plan": digest}:
+        lines = [*self._log, None, None]
+        if lines[1] != {"plan": digest}:
             return False
-        for line in lines:
-            if isinstance(line, list) and (one := _done(line)) is not None:
-                self.done[line[0], line[1]] = one
+        for line in filter(_is_valid, lines):
+            self.done[line[0], line[1]] = line[2:]
         self._log.cut(keep=True)
         return True
 
@@ -173,13 +173,13 @@ def _merged(read: list[Read]) -> list[Read]:
     return merged
 
 
-def _done(line: list[Any]) -> Done | None:
-    """Parse a line; None for one that is malformed. Pure."""
+def _is_valid(line: Any) -> bool:
+    """Return whether a line is one of `Entry.line`. Pure."""
     try:
-        file, start, nbytes, crc, checked, unrecorded, overflowed, read = line
-        parts = tuple((int(f), int(o), int(s), int(n), None if c is None else int(c)) for f, o, s, n, c in read)
-        numbers = (file, start, nbytes, crc, checked, unrecorded, overflowed)
-        is_valid = all(type(number) is int and number >= 0 for number in numbers)
-        return Done(nbytes, crc, checked, unrecorded, overflowed, parts) if is_valid else None
-    except (TypeError, ValueError):
-        return None
+        *numbers, read = line
+        crcs = [part[4] for part in read if part[4] is not None]
+        numbers += [*chain.from_iterable(part[:4] for part in read), *crcs]
+        is_whole = len(line) == 8 and all(len(part) == 5 for part in read)
+        return is_whole and all(type(number) is int and number >= 0 for number in numbers)
+    except (TypeError, ValueError, LookupError):
+        return False

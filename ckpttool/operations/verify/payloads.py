@@ -22,8 +22,9 @@ from ckpttool.operations.verify.findings import SUSPECT, Finding, Report, Verifi
 from ckpttool.serialization.torch_zip import open_archive
 from ckpttool.storage import stores
 from ckpttool.storage.crc import crc32
-from ckpttool.storage.files import Pool
+from ckpttool.storage.files import Pool, ThreadBuffer
 from ckpttool.transfer.checksums import Pieces, mismatch, tensors_in
+from ckpttool.transfer.execute import digested
 from ckpttool.transfer.threads import Work, on_threads
 
 BUFFER = 1 << 20  # stays in the processor's cache between read and checksum
@@ -64,12 +65,12 @@ class _Reading:
         self.pool = Pool(whole=True)
         self.work = Work()
         self._source, self._catalogue, self._report = source, source.catalogue, report
-        self._digested = {i for i, f in enumerate(self._catalogue.files) if stores.has_digest(f.location)}
+        self._digested = digested(source)
         self._pieces = Pieces()
         self._seen: set[tuple[int, int]] = set()
         self._read_files: set[int] = set()
         self._lock = threading.Lock()
-        self._local = threading.local()
+        self._buffer = ThreadBuffer(BUFFER + _DESCRIPTOR_SIZE)
 
     def finish(self) -> None:
         """Compare the checksums of records that were read in pieces."""
@@ -186,7 +187,7 @@ class _Reading:
                 self._read(piece)
 
     def _read(self, piece: _Piece) -> None:
-        record, buffer, crc = piece.record, self._buffer(), 0
+        record, buffer, crc = piece.record, self._buffer.view, 0
         file = self._catalogue.files[record.file]
         end = piece.offset + piece.nbytes
         is_last = end == record.offset + record.nbytes
@@ -214,12 +215,6 @@ class _Reading:
             self._compare(record, crc, piece.what)
         if behind:
             self._check_descriptor(record, bytes(buffer[nbytes : nbytes + behind]))
-
-    def _buffer(self) -> memoryview:
-        buffer: memoryview | None = getattr(self._local, "buffer", None)
-        if buffer is None:
-            buffer = self._local.buffer = memoryview(bytearray(BUFFER + _DESCRIPTOR_SIZE))
-        return buffer
 
     def _compare(self, record: Record, crc: int, what: str) -> None:
         with self._lock:

@@ -30,14 +30,14 @@ from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.formats.dcp import combine, planner_data
 from ckpttool.layout.mesh import Sharding
-from ckpttool.storage import stores
 from ckpttool.training import collectives, devices, fill, save
 from ckpttool.training.materialize import materialize
 from ckpttool.training.read import Reader
 from ckpttool.training.reshard_engine import meta_model
 from ckpttool.training.reshard_engine.meta_model import MetaModel
 from ckpttool.transfer import checksums, plan
-from ckpttool.transfer.execute import Transferred, transfer
+from ckpttool.transfer.execute import Transferred, digested, transfer
+from ckpttool.transfer.journal import Entry
 from ckpttool.transfer.threads import Progress
 
 # Seconds in which a collective has to end: rank 0 reads a module in the longest of them.
@@ -241,37 +241,31 @@ def _check_source(source: Source, catalogue: Catalogue, meta: MetaModel, rank: R
     """Check the checksums of the source, a share by each rank: torch does not. Add them to `total`."""
     message = (0, 0)
     with collectives.together():
-        read, checked, without = _records(source, catalogue, meta.tensors)
+        read, counted = _records(source, catalogue, meta.tensors)
         share = checksums.Pieces()
         for i, record in enumerate(read.records()):
             if i % rank.world == rank.number:
                 share.add(record, 0, read.used(record), None)
         moved = transfer((), source, catalogue, total=0, earlier=share)
         first = rank.number == 0
-        message = (moved.checked + first * checked, moved.unchecked + first * without)
+        message = (moved.checked + first * counted.checked, moved.unchecked + first * counted.unrecorded)
     for checked, unchecked in collectives.all_gather(message):
         total.checked += checked
         total.unchecked += unchecked
 
 
-def _records(source: Source, catalogue: Catalogue, paths: Iterable[Path]) -> tuple[checksums.Pieces, int, int]:
-    """The records that tensors come from; the bytes that were checked when decoded, and those without a checksum."""
-    read, checked, without = checksums.Pieces(), 0, 0
-    digested = {i for i, file in enumerate(source.catalogue.files) if stores.has_digest(file.location)}
+def _records(source: Source, catalogue: Catalogue, paths: Iterable[Path]) -> tuple[checksums.Pieces, Entry]:
+    """The records that tensors come from, and an entry of all bytes that count as checked or have no checksum."""
+    read, counted, checked_whole = checksums.Pieces(), Entry(0, 0, 0), digested(source)
     for path in paths:
         tensor = catalogue.tensor(path)
         origin = tensor.origin or tensor
         for chunk in origin.chunks:
-            extent = source.resolve(origin, chunk)
             nbytes = prod(chunk.sizes) * origin.dtype.itemsize
-            record = extent.record if extent.record is not None and extent.record.crc is not None else None
-            if extent.checked or (record is None and extent.file in digested):
-                checked += nbytes
-            elif record is None:
-                without += nbytes
-            else:
-                read.add(record, 0, nbytes, None)
-    return read, checked, without
+            counted.note_read(source.resolve(origin, chunk), 0, nbytes, None, checked_whole)
+    for part in counted.read:
+        read.add(*part)
+    return read, counted
 
 
 def as_error(lost: LostRank) -> CkptError:
