@@ -10,11 +10,12 @@ without what the others hold.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, chain, pairwise
 from math import prod
 from typing import Any, TypeVar
 
@@ -51,14 +52,9 @@ def travels(shape: Shape) -> bool:
 def send_model(parts: Sequence[tuple[nn.Module, Sequence[tuple[str, Tensor | None]]]], reader: Reader | None) -> None:
     """Fill parameters and buffers of modules, each with the names of those that it has itself. A collective: every rank
     calls it with the same names, rank 0 with what to read."""
-    if reader is None:
-        for module, _ in parts:
-            collectives.first_reads(None)
-            _set(module, {})
-        return
     buffers = (_Buffer(), _Buffer())
     reads = [
-        partial(_read_whole, reader, names, buffers[i % 2] if _copies(module) else None)
+        partial(_read_whole, reader, names, buffers[i % 2] if _copies(module) else None) if reader is not None else None
         for i, (module, names) in enumerate(parts)
     ]
     with closing(ahead(reads)) as ready:
@@ -73,12 +69,7 @@ def _read_whole(
     present = {name: tensor for name, tensor in names if tensor is not None}
     if buffer is None:
         return {name: reader.whole(tensor) for name, tensor in present.items()}
-    buffer.clear(sum(buffer.needs(tensor.nbytes) for tensor in present.values()))
-    result: dict[str, torch.Tensor] = {}
-    for name, tensor in present.items():
-        result[name] = buffer.take(tensor.shape, torch_dtype(tensor.dtype, tensor.name))
-        reader.read(tensor, boxes.whole(tensor.shape), result[name])
-    return result
+    return dict(zip(present, buffer.read(reader, [(t, boxes.whole(t.shape)) for t in present.values()]), strict=True))
 
 
 class _Buffer:
@@ -87,27 +78,22 @@ class _Buffer:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._taken = 0
 
-    def needs(self, nbytes: int) -> int:
-        """Bytes that a tensor takes of the buffer, aligned as torch allocates them."""
-        return -(-nbytes // _ALIGNMENT) * _ALIGNMENT if nbytes >= _SMALL else 0
-
-    def clear(self, nbytes: int) -> None:
-        """Release all tensors, and make room for `nbytes`."""
-        self._taken = 0
-        if len(self._memory) < nbytes:
+    def read(self, reader: Reader, wanted: Sequence[tuple[Tensor, Box]]) -> list[torch.Tensor]:
+        """Read boxes of tensors, in place of those before. A small one has memory of its own: torch sends one without
+        dimensions by pickle, with all of the memory that it is a view of."""
+        nbytes = [prod(box[1]) * tensor.dtype.itemsize for tensor, box in wanted]
+        starts = [0, *accumulate(-(-n // _ALIGNMENT) * _ALIGNMENT if n >= _SMALL else 0 for n in nbytes)]
+        if len(self._memory) < starts[-1]:
             self._memory = torch.empty(0, dtype=torch.uint8)  # let go of the old before
-            self._memory = torch.empty(nbytes, dtype=torch.uint8)
-
-    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor. A small one has memory of its own: torch sends one without dimensions by pickle,
-        with all of the memory that it is a view of."""
-        nbytes = prod(shape) * dtype.itemsize
-        if not self.needs(nbytes):
-            return empty(shape, dtype)
-        start, self._taken = self._taken, self._taken + self.needs(nbytes)
-        return self._memory[start : start + nbytes].view(dtype).view(tuple(shape))
+            self._memory = torch.empty(starts[-1], dtype=torch.uint8)
+        values: list[torch.Tensor] = []
+        for (tensor, box), n, start in zip(wanted, nbytes, starts, strict=False):
+            kind = torch_dtype(tensor.dtype, tensor.name)
+            in_buffer = self._memory[start : start + n]
+            values.append(in_buffer.view(kind).view(box[1]) if n >= _SMALL else empty(box[1], kind))
+            reader.read(tensor, box, values[-1])
+        return values
 
 
 def _copies(module: nn.Module) -> bool:
@@ -134,10 +120,6 @@ class OutgoingTensor:
     shards: Sequence[LocalShard]
     tensor: Tensor | None
 
-    @property
-    def itemsize(self) -> int:
-        return dtypes.dtype(self.shape.dtype).itemsize
-
 
 def send_small(sent: Sequence[OutgoingTensor], reader: Reader | None) -> None:
     """Send small tensors that every rank has whole (`step`), all in one message. A collective."""
@@ -155,24 +137,21 @@ def send_small(sent: Sequence[OutgoingTensor], reader: Reader | None) -> None:
 def send_shares(sent: Sequence[OutgoingTensor], reader: Reader | None) -> None:
     """Send each rank its shards of each tensor, and nothing else, several tensors at a time. Rank 0 reads its own
     shards in place, and the next batch while one is being sent. A collective; the tensors are on the CPU."""
-    all_boxes = collectives.to_first([[shard.box for shard in one.shards] for one in sent])
-    batches = _batches(sent)
-    if reader is None or all_boxes is None:
-        for batch in batches:
-            collectives.first_reads(None)
-            _receive([(sent[i].shape, shard) for i in batch for shard in sent[i].shards])
-        return
+    all_boxes = collectives.to_first([[shard.box for shard in one.shards] for one in sent]) or []
     buffers = (_Buffer(), _Buffer())
-    others = list(enumerate(all_boxes))[1:]
-    reads = []
+    batches = _batches(sent)
+    reads: list[Callable[[], list[tuple[int, torch.Tensor]]] | None] = [None] * len(batches)
     for number, batch in enumerate(batches):
-        requests = [(sent[i], [(rank, box) for rank, of in others for box in of[i]]) for i in batch]
-        reads.append(partial(_read_shares, reader, requests, buffers[number % 2]))
+        if reader is not None:
+            others = [*enumerate(all_boxes)][1:]
+            requests = [(sent[i], [(rank, box) for rank, of in others for box in of[i]]) for i in batch]
+            reads[number] = partial(_read_shares, reader, requests, buffers[number % 2])
     with closing(ahead(reads)) as ready:
-        for read in ready:
+        for batch, read in zip(batches, ready, strict=True):
             outgoing = collectives.first_reads(read)
-            assert outgoing is not None
-            for work in [dist.isend(memory, dst=rank) for rank, memory in outgoing]:
+            if outgoing is None:
+                _receive([(sent[i].shape, shard) for i in batch for shard in sent[i].shards])
+            for work in [dist.isend(memory, dst=rank) for rank, memory in outgoing or ()]:
                 work.wait()
 
 
@@ -181,7 +160,7 @@ def _batches(sent: Sequence[OutgoingTensor]) -> list[list[int]]:
     batches: list[list[int]] = []
     remaining = 0
     for i, one in enumerate(sent):
-        nbytes = prod(one.shape.sizes) * one.itemsize
+        nbytes = prod(one.shape.sizes) * dtypes.dtype(one.shape.dtype).itemsize
         if nbytes > remaining:
             batches.append([])
             remaining = _BATCH
@@ -194,21 +173,15 @@ def _read_shares(
     reader: Reader, requests: Sequence[tuple[OutgoingTensor, Sequence[tuple[int, Box]]]], buffer: _Buffer
 ) -> list[tuple[int, torch.Tensor]]:
     """Read the shards of rank 0 in place, and return those of other ranks as bytes, each with its rank."""
-    outgoing: list[tuple[int, torch.Tensor]] = []
-    shares = [(one, {box for _, box in to}) for one, to in requests]
-    buffer.clear(sum(buffer.needs(prod(box[1]) * one.itemsize) for one, of in shares for box in of))
-    for one, to in requests:
-        tensor = one.tensor
-        assert tensor is not None
+    wanted: dict[tuple[int, Box], Tensor] = {}  # once for all ranks
+    for i, (one, to) in enumerate(requests):
+        assert one.tensor is not None
         for shard in one.shards:
-            reader.read(tensor, shard.box, shard.memory)
-        read: dict[Box, torch.Tensor] = {}
-        for rank, box in to:
-            if box not in read:
-                read[box] = buffer.take(box[1], torch_dtype(tensor.dtype, tensor.name))
-                reader.read(tensor, box, read[box])
-            outgoing.append((rank, _bytes(read[box])))
-    return outgoing
+            reader.read(one.tensor, shard.box, shard.memory)
+        wanted.update(((i, box), one.tensor) for _, box in to)
+    values = buffer.read(reader, [(tensor, box) for (_, box), tensor in wanted.items()])
+    read = dict(zip(wanted, values, strict=True))
+    return [(rank, _bytes(read[i, box])) for i, (_, to) in enumerate(requests) for rank, box in to]
 
 
 def _receive(shards: Sequence[tuple[Shape, LocalShard]]) -> None:
@@ -229,17 +202,14 @@ def _bytes(memory: torch.Tensor) -> torch.Tensor:
     return memory.reshape(-1).view(torch.uint8)
 
 
-def ahead(reads: Iterable[Callable[[], T]]) -> Generator[Callable[[], T], None, None]:
-    """Start each read while the result of the one before is in use: a thread reads ahead by one."""
+def ahead(reads: Sequence[Callable[[], T] | None]) -> Generator[Callable[[], T] | None, None, None]:
+    """Start each read while the result of the one before is in use: a thread reads ahead by one. Ranks that do not read
+    have None for each."""
     pool = ThreadPoolExecutor(1, "reading")
     try:
-        before: Future[T] | None = None
-        for read in reads:
-            before, pending = pool.submit(read), before
-            if pending is not None:
-                yield pending.result
-        if before is not None:
-            yield before.result
+        started = (pool.submit(read) if read is not None else None for read in reads)
+        for read, _ in pairwise(chain(started, [None])):  # the next one is started by now
+            yield read.result if read is not None else None
     finally:
         pool.shutdown(cancel_futures=True)
 

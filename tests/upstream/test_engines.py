@@ -320,7 +320,7 @@ main()
 WHERE = {
     "loading": ("engine", "_fill_optimizer"),
     "saving": ("engine", "_save"),
-    "making": ("meta_model", "build"),
+    "making": ("engine", "MetaModel"),
 }
 
 

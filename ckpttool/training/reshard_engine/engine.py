@@ -33,7 +33,6 @@ from ckpttool.layout.mesh import Sharding
 from ckpttool.training import collectives, devices, fill, save
 from ckpttool.training.materialize import materialize
 from ckpttool.training.read import Reader
-from ckpttool.training.reshard_engine import meta_model
 from ckpttool.training.reshard_engine.meta_model import MetaModel
 from ckpttool.transfer import checksums, plan
 from ckpttool.transfer.execute import Transferred, digested, transfer
@@ -107,7 +106,7 @@ def run(
         collectives.check_sees(partial, "all ranks must write to one shared file system")
         mesh = init_device_mesh(device.type, sharding.mesh.sizes, mesh_dim_names=sharding.mesh.names)
         with collectives.together():
-            meta = meta_model.build(catalogue, sharding, mesh, path)
+            meta = MetaModel(catalogue, sharding, mesh, path)
         moved, rest = Transferred(), None
         with collectives.together():
             sink = combine.create_rest(partial, catalogue, meta.tensors) if rank.number == 0 else None

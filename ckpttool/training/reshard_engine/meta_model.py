@@ -11,7 +11,7 @@ Nothing has to be known of the model's code: `load_state_dict` asks for names an
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,44 +51,26 @@ class MetaTensor:
         return included[self.leaf]
 
 
-@dataclass(slots=True)
 class MetaModel:
-    """`contents` maps tensors to read to the names of this model; `optimizer` is the state of parameters by their name,
-    once it is filled."""
+    """The meta model of all models and optimizers, and of other sharded tensors.
 
-    model: nn.Module
-    contents: Contents
-    optimizer: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
-    tensors: dict[Path, MetaTensor] = field(default_factory=dict)
+    `contents` maps tensors to read to the names of this model; `optimizer` is the state of parameters by their name,
+    once it is filled. Args: `mesh` is the device mesh for `sharding.mesh`; `path` is for messages.
+    """
 
-    def state(self) -> dict[Path, torch.Tensor]:
-        """The tensors by their path in the catalogue."""
-        return {
-            path: (target.value if target.key is None else self.optimizer[target.name][target.key]).detach()
-            for path, target in self.tensors.items()
-        }
-
-
-def build(catalogue: Catalogue, sharding: Sharding, mesh: DeviceMesh, path: str) -> MetaModel:
-    """The meta model of all models and optimizers, and of other sharded tensors. `mesh` is the device mesh for
-    `sharding.mesh`; `path` is for messages."""
-    return _Builder(catalogue, sharding, mesh, path).build_model()
-
-
-class _Builder:
     def __init__(self, catalogue: Catalogue, sharding: Sharding, mesh: DeviceMesh, path: str) -> None:
+        self.model: nn.Module = _Node()
+        self.contents = Contents(path, catalogue.format)
+        self.optimizer: dict[str, dict[str, torch.Tensor]] = {}
+        self.tensors: dict[Path, MetaTensor] = {}
         self._catalogue, self._sharding, self._mesh = catalogue, sharding, mesh
         self._keeper = combine.keepers(catalogue)
-        self._root: nn.Module = _Node()
         self._segments: dict[tuple[int, bool, str], str] = {}
         self._ignored: set[nn.Parameter] = set()
         self._dims: dict[nn.Parameter, int] = {}
-        self._meta = MetaModel(self._root, Contents(path, catalogue.format))
-
-    def build_model(self) -> MetaModel:
-        included = [t for t in self._catalogue.tensors if self._is_included(t)]
-        owners = _owners(self._catalogue)
-        trained = {owners[path][0] for path in owners if path in self._catalogue.entries}
+        included = [t for t in catalogue.tensors if self._is_included(t)]
+        owners = _owners(catalogue)
+        trained = {owners[path][0] for path in owners if path in catalogue.entries}
         parameters: dict[str, Tensor] = {}
         for tensor in included:
             if tensor.part.kind == "model":
@@ -102,8 +84,15 @@ class _Builder:
                 if parameter is None or not self._follows(tensor, parameter, key):
                     self._place(tensor, False)
         self._tie()
-        self._shard()
-        return self._meta
+        if self._dims:
+            self._shard()
+
+    def state(self) -> dict[Path, torch.Tensor]:
+        """The tensors by their path in the catalogue."""
+        return {
+            path: (target.value if target.key is None else self.optimizer[target.name][target.key]).detach()
+            for path, target in self.tensors.items()
+        }
 
     def _is_included(self, tensor: Tensor) -> bool:
         if tensor.embedded or self._keeper[tensor.path] != tensor.path:
@@ -122,7 +111,7 @@ class _Builder:
         value: Any = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype.name), device="meta")
         if "tp" in placements:
             value = distribute_tensor(value, self._mesh["tp"], [Shard(placements["tp"])], src_data_rank=None)
-        target = self._meta_tensor(tensor.path)
+        target = self._target(tensor.path)
         is_trainable = value.is_floating_point() or value.is_complex()
         if "shard" in placements or (trained and is_trainable and tensor.shape):
             value = nn.Parameter(value, requires_grad=is_trainable)
@@ -133,13 +122,13 @@ class _Builder:
                 self._ignored.add(value)
         else:
             target.node._buffers[target.leaf] = value
-        self._meta.tensors[tensor.path] = target
-        self._meta.contents.model[target.name] = Shape(tensor.dtype.name, tensor.shape)
-        self._meta.contents.tensors["model", target.name] = tensor.origin or tensor
+        self.tensors[tensor.path] = target
+        self.contents.model[target.name] = Shape(tensor.dtype.name, tensor.shape)
+        self.contents.tensors["model", target.name] = tensor.origin or tensor
 
-    def _meta_tensor(self, path: Path) -> MetaTensor:
+    def _target(self, path: Path) -> MetaTensor:
         *above, last = [segment for key in path for segment in str(key).split(".")]
-        node, names = self._root, list[str]()
+        node, names = self.model, list[str]()
         for segment in above:
             names.append(self._segment(node, segment, leaf=False))
             node = node._modules.setdefault(names[-1], _Node())
@@ -158,29 +147,24 @@ class _Builder:
     def _tie(self) -> None:
         """Tie second names of parameters, as in the model that was saved."""
         for path, first in self._keeper.items():
-            target = self._meta.tensors.get(first)
+            target = self.tensors.get(first)
             tensor = self._catalogue.tensor(path)
             is_second = path != first and tensor.part.kind == "model"
             if not is_second or target is None or target.leaf not in target.node._parameters:
                 continue
-            second = self._meta_tensor(path)
+            second = self._target(path)
             second.node._parameters[second.leaf] = target.value
-            self._meta.contents.model[second.name] = Shape(tensor.dtype.name, tensor.shape)
-            self._meta.contents.same[second.name] = target.name
+            self.contents.model[second.name] = Shape(tensor.dtype.name, tensor.shape)
+            self.contents.same[second.name] = target.name
 
     def _shard(self) -> None:
-        if not self._dims:
-            return
-        names = self._mesh.mesh_dim_names or ()
-        dims = dict(self._dims)
-        over = self._mesh["replicate", "shard"] if "replicate" in names else self._mesh["shard"]
+        dims = self._dims
+        is_hybrid = "replicate" in (self._mesh.mesh_dim_names or ())
+        over = self._mesh["replicate", "shard"] if is_hybrid else self._mesh["shard"]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             fully_shard(
-                self._root,
-                mesh=over,
-                ignored_params=self._ignored,
-                shard_placement_fn=lambda parameter: Shard(dims[parameter]),
+                self.model, mesh=over, ignored_params=self._ignored, shard_placement_fn=lambda value: Shard(dims[value])
             )
 
     # The optimizer ---------------------------------------------------------------------------------------------------
@@ -188,19 +172,18 @@ class _Builder:
     def _follows(self, tensor: Tensor, parameter: Tensor, key: str) -> bool:
         """Whether the tensor is state of a parameter that torch can place: sharded as the parameter is, or whole and of
         another shape."""
-        target = self._meta.tensors[parameter.path]
+        target = self.tensors[parameter.path]
         if target.leaf not in target.node._parameters or not target.value.requires_grad:
             return False
         has_shape = tensor.shape == parameter.shape
         is_alike = same_boxes(tensor, parameter) if has_shape else not self._placements_of(tensor)
-        contents = self._meta.contents
-        contents.optimizer = contents.optimizer or Optimizer([], {})
-        state = contents.optimizer.state.setdefault(target.name, {})
+        optimizer = self.contents.optimizer = self.contents.optimizer or Optimizer([], {})
+        state = optimizer.state.setdefault(target.name, {})
         if not is_alike or (key,) in state:
             return False
         state[key,] = Shape(tensor.dtype.name, tensor.shape)
-        contents.tensors["optimizer", target.name, key] = tensor.origin or tensor
-        self._meta.tensors[tensor.path] = MetaTensor(target.node, target.leaf, target.name, key)
+        self.contents.tensors["optimizer", target.name, key] = tensor.origin or tensor
+        self.tensors[tensor.path] = MetaTensor(target.node, target.leaf, target.name, key)
         return True
 
 
