@@ -82,18 +82,15 @@ class Layout:
 
     def merge(self, other: Layout, folder: str) -> None:
         """Add the layout of a folder of the directory."""
-        self.components += [
-            replace(
-                c,
-                name=f"{folder}/{c.name}",
-                files=tuple(f"{folder}/{name}" for name in c.files),
-                shapes_from=f"{folder}/{c.shapes_from}" if c.shapes_from else "",
-                glob=f"{folder}/{c.glob}" if c.glob else "",
-            )
-            for c in other.components
-        ]
-        self.assets += [f"{folder}/{name}" for name in other.assets]
-        self.unknown += [f"{folder}/{name}" for name in other.unknown]
+
+        def below(name: str) -> str:
+            return f"{folder}/{name}" if name else ""
+
+        for c in other.components:
+            moved = replace(c, name=f"{folder}/{c.name}", files=tuple(map(below, c.files)))
+            self.components.append(replace(moved, shapes_from=below(c.shapes_from), glob=below(c.glob)))
+        self.assets += map(below, other.assets)
+        self.unknown += map(below, other.unknown)
         self.warnings += other.warnings
         self.missing += [f"`{folder}/`: {text}" for text in other.missing]
 
@@ -210,8 +207,7 @@ def match_components(
     layout = Layout()
     remaining = dict.fromkeys(directory.names)
     for pattern in patterns:
-        compiled = re.compile(pattern.pattern)
-        matches = [m for name in remaining if (m := compiled.fullmatch(name)) is not None]
+        matches = [m for m in directory.matching(pattern.pattern) if m.string in remaining]
         for match in matches:
             del remaining[match.string]
         if pattern.kind == "asset":
@@ -245,13 +241,9 @@ def _drop_duplicates(layout: Layout, root: Path) -> None:
     layout.components = kept
 
 
-def _groups(match: re.Match[str]) -> dict[str, str]:
-    return {key: value for key, value in match.groupdict().items() if value}
-
-
 def _number(match: re.Match[str]) -> tuple[int, int]:
-    groups = _groups(match)
-    return int(groups.get("i", "0").strip("_")), int(groups.get("rank", "0"))
+    groups = match.groupdict()
+    return int((groups.get("i") or "0").strip("_")), int(groups.get("rank") or "0")
 
 
 def _component(pattern: Pattern, match: re.Match[str], above: Path) -> Component:
@@ -260,16 +252,10 @@ def _component(pattern: Pattern, match: re.Match[str], above: Path) -> Component
     if pattern.root:
         first, *rest = pattern.root.format_map(match.groupdict()).split("/")
         root = (*above, f"{first}_{index}" if index else first, *rest)
-    per_rank = pattern.kind == "per rank"
-    return Component(
-        match.string,
-        (*root, parts.rank_key(rank)) if per_rank else root,
-        pattern.key,
-        (match.string,),
-        rank if per_rank else None,
-        pattern.shapes_from.replace("{i}", str(index)),
-        pattern.kind,
-    )
+    shapes_from = pattern.shapes_from.replace("{i}", str(index))
+    component = Component(match.string, root, pattern.key, (match.string,), None, shapes_from, pattern.kind)
+    is_per_rank = pattern.kind == "per rank"
+    return replace(component, root=(*root, parts.rank_key(rank)), rank=rank) if is_per_rank else component
 
 
 def _add_rank_files(layout: Layout, pattern: Pattern, all_matches: list[re.Match[str]], above: Path) -> None:
@@ -281,7 +267,7 @@ def _add_rank_files(layout: Layout, pattern: Pattern, all_matches: list[re.Match
     for name, matches in sets.items():
         matches.sort(key=_number)
         files = tuple(m.string for m in matches)
-        world_size = _groups(matches[0]).get("world")
+        world_size = matches[0].groupdict().get("world")
         _check_ranks(layout, files, [int(m["rank"]) for m in matches], int(world_size) if world_size else None)
         layout.components.append(replace(_component(pattern, matches[0], above), name=name, files=files))
 
@@ -289,7 +275,6 @@ def _add_rank_files(layout: Layout, pattern: Pattern, all_matches: list[re.Match
 def _check_ranks(layout: Layout, files: Sequence[str], present: list[int], world_size: int | None) -> None:
     """Add the ranks to `missing` that have no file. Ranks count from 0."""
     count = world_size if world_size is not None else max(present) + 1
-    if world_size is None or count <= 1 << 20:
-        absent = sorted(set(range(count)) - set(present))
-        if absent:
-            layout.missing.append(f"the file of {rank_ranges(absent)} of {count} is missing beside {some(files, 1)}")
+    absent = sorted(set(range(count)) - set(present)) if world_size is None or count <= 1 << 20 else []
+    if absent:
+        layout.missing.append(f"the file of {rank_ranges(absent)} of {count} is missing beside {some(files, 1)}")

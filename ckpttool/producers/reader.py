@@ -51,19 +51,15 @@ def open_directory(producer: Producer, directory: Directory, options: OpenOption
 
 def _too_few_ranks(layout: Layout, catalogue: Catalogue) -> list[tuple[str, dict[str, list[str]]]]:
     """Sets of one file per rank that end before the last rank of the checkpoint, and the parts that they are."""
-    components = layout.components
+    components, world_size = layout.components, catalogue.world_size
     last_file = {c.root[:-1]: c.name for c in components if c.kind == "per rank"}.values()
     sets = [c for c in components if c.kind == "rank files" and "*" in c.name and not c.glob]
-    counts = {c.name: 1 + max(rank for rank, _ in _by_rank(c)) for c in sets}
-    counts |= {c.name: 1 + (c.rank or 0) for c in components if c.name in last_file}
-    world_size = catalogue.world_size
-    roots = {c.name: c.root[:1] for c in components if c.root}
+    counts = [(c, 1 + max(rank for rank, _ in _by_rank(c))) for c in sets]
+    counts += [(c, 1 + (c.rank or 0)) for c in components if c.name in last_file]
+    text = "`{}` is of {}, but {} have written: the rest is missing"
     return [
-        (
-            f"`{name}` is of {plural(count, 'rank')}, but {world_size} have written: the rest is missing",
-            {"concerns": [dotted(roots[name])]} if name in roots else {},
-        )
-        for name, count in counts.items()
+        (text.format(c.name, plural(count, "rank"), world_size), {"concerns": [dotted(c.root[:1])]} if c.root else {})
+        for c, count in counts
         if count < world_size
     ]
 
@@ -91,10 +87,9 @@ class _Opening:
                 raise faults[0] if faults else ReadError(f"`{path}`: holds nothing", file=path)
             combined.catalogue.faults += faults
             # Warnings have the name of their component, and appear once where all ranks have the same.
-            for warning, names in self.warnings.items():
-                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-                named = warning.prefixed(f"`{names[0]}`{more}") if names[0] else warning
-                combined.catalogue.warnings.append(named)
+            for warning, (name, *others) in self.warnings.items():
+                named = f"`{name}` and {len(others)} more" if others else f"`{name}`"
+                combined.catalogue.warnings.append(warning.prefixed(named) if name else warning)
             on_error.pop_all()
         return combined
 
@@ -129,25 +124,20 @@ class _Opening:
 
     def _add_by_rank(self, combined: CombinedSource, component: Component) -> CkptError | None:
         """Add files of ranks that no format joins: once if they are equal, else one per rank."""
-        if not _is_rank_local(component) and len(set(map(self._digest, component.files))) == 1:
+        if not _is_rank_local(component) and len({self._digest(name) for name in component.files}) == 1:
             single = replace(component, name=component.files[0], files=component.files[:1], kind="single")
             return self.add(combined, single)
-        for rank, name in _by_rank(component):
-            root = (*component.root, parts.rank_key(rank))
-            of_rank = replace(component, name=name, files=(name,), root=root, rank=rank, kind="per rank")
-            if fault := self.add(combined, of_rank):
-                return fault
-        return None
-
-    def _digest(self, name: str) -> str:
-        with closing(self.open(Component(name))) as source:
-            return _digest(source.catalogue)
+        of_rank = (
+            replace(component, name=n, files=(n,), root=(*component.root, parts.rank_key(r)), rank=r, kind="per rank")
+            for r, n in _by_rank(component)
+        )
+        return next(filter(None, (self.add(combined, one) for one in of_rank)), None)
 
     def _is_one_format(self, component: Component) -> bool:
         """Whether a format joins the files of all ranks. It does not join values that each rank has of its own."""
-        pattern = self._pattern(component)
-        is_joined = not _is_rank_local(component) and any(row.recognise(pattern) for row in formats.FORMATS)
-        return bool(component.glob) or is_joined
+        if component.glob or _is_rank_local(component):
+            return bool(component.glob)
+        return any(row.recognise(self._pattern(component)) for row in formats.FORMATS)
 
     def open(self, component: Component, opened: Catalogue | None = None) -> Source:
         options, other = self.options, component.shapes_from
@@ -169,6 +159,20 @@ class _Opening:
 
     def _pattern(self, component: Component) -> Location:
         return self.directory.path.escaped() / component.pattern
+
+    def _digest(self, name: str) -> str:
+        """The contents of a small file, tensors by their checksums."""
+        values: list[object] = []
+        with closing(self.open(Component(name))) as source:
+            for entry in source.catalogue.entries.values():
+                if isinstance(entry, Tensor):
+                    records = [chunk.extent.record for chunk in entry.chunks]
+                    # A tensor without a checksum is equal to no other.
+                    crcs = [r.crc if r is not None and r.crc else id(entry) for r in records]
+                    values.append((entry.name, entry.dtype.name, entry.shape, crcs))
+                else:
+                    values.append((entry.name, typed_json.key(entry.value, name=entry.name)))
+            return repr(values)
 
 
 def shapes_of_moments(catalogue: Catalogue) -> OpenOptions:
@@ -200,20 +204,6 @@ def _by_rank(component: Component) -> list[tuple[int, str]]:
     return [(int(name[len(begin) : len(name) - len(end)]), name) for name in component.files]
 
 
-def _digest(catalogue: Catalogue) -> str:
-    """The contents of a small file, tensors by their checksums."""
-    values: list[object] = []
-    for entry in catalogue.entries.values():
-        if isinstance(entry, Tensor):
-            records = [chunk.extent.record for chunk in entry.chunks]
-            # A tensor without a checksum is equal to no other.
-            crcs = [r.crc if r is not None and r.crc else id(entry) for r in records]
-            values.append((entry.name, entry.dtype.name, entry.shape, crcs))
-        else:
-            values.append((entry.name, typed_json.key(entry.value, name=entry.name)))
-    return repr(values)
-
-
 def _list(combined: Catalogue, component: Component, catalogue: Catalogue) -> None:
     """Add a component to the facts, the files of all ranks as one."""
     mounted: list[dict[str, Any]] = combined.facts.setdefault("mounted", [])
@@ -225,15 +215,8 @@ def _list(combined: Catalogue, component: Component, catalogue: Catalogue) -> No
             return
         before, _, after = path.rpartition(str(component.rank))
         path = f"{before}*{after}"
-    mounted.append(
-        {
-            "path": path,
-            "root": dotted(root),
-            "format": catalogue.format,
-            "layout": catalogue.facts.get("layout"),
-            "files": len(catalogue.own_files),
-        }
-    )
+    of_format = {"format": catalogue.format, "layout": catalogue.facts.get("layout")}
+    mounted.append({"path": path, "root": dotted(root), **of_format, "files": len(catalogue.own_files)})
 
 
 def _part_below(catalogue: Catalogue, key: str) -> Part | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from ckpttool import formats
@@ -122,19 +123,22 @@ def _below(directory: Directory, depth: int = 1) -> Iterator[Directory]:
 def _newest(path: str, checkpoints: list[RunCheckpoint]) -> RunCheckpoint:
     """The complete checkpoint of the highest step. Newer ones whose indexes show that they are not complete are marked
     in `checkpoints`."""
-    for i in reversed(range(len(checkpoints))):
-        if checkpoints[i].complete:
-            checkpoints[i] = _with_indexes(checkpoints[i])
-        complete = [f.name for f in checkpoints if f.complete]
-        if checkpoints[i].complete and checkpoints[i].step is None and len(complete) > 1:
+    for i, checkpoint in reversed([*enumerate(checkpoints)]):
+        if checkpoint.complete and checkpoint.path.is_dir():
+            # By all that its indexes name.
+            directory = Directory(checkpoint.path)
+            why_not = _why_not(directory, checkpoint.name, recognise(directory), checkpoint.format, _INDEX_MOST)
+            checkpoint = checkpoints[i] = replace(checkpoint, why_not=why_not)
+        complete = [c.name for c in checkpoints if c.complete]
+        if checkpoint.complete and checkpoint.step is None and len(complete) > 1:
             raise ReadError(
                 f"`{path}`: has {len(complete)} checkpoints, {some(complete)}, and nothing says which is the newest",
-                hint=f"name one: `{checkpoints[i].path}`",
+                hint=f"name one: `{checkpoint.path}`",
                 file=path,
                 found=complete,
             )
-        if checkpoints[i].complete:
-            return checkpoints[i]
+        if checkpoint.complete:
+            return checkpoint
     n = len(checkpoints)
     reasons = "; ".join(f"`{f.name}`: {f.why_not}" for f in checkpoints[-5:])
     reasons += f"; and {n - 5} before them" if n > 5 else ""
@@ -145,15 +149,6 @@ def _newest(path: str, checkpoints: list[RunCheckpoint]) -> RunCheckpoint:
         file=path,
         found=[f.name for f in checkpoints],
     )
-
-
-def _with_indexes(checkpoint: RunCheckpoint) -> RunCheckpoint:
-    """The checkpoint with why it is not complete, by all that its indexes name."""
-    if not checkpoint.path.is_dir():
-        return checkpoint
-    directory = Directory(checkpoint.path)
-    why_not = _why_not(directory, checkpoint.name, recognise(directory), checkpoint.format, _INDEX_MOST)
-    return replace(checkpoint, why_not=why_not)
 
 
 def pointer(directory: Directory) -> tuple[str, int] | None:
@@ -183,14 +178,12 @@ def _folders(directory: Directory) -> Iterator[RunCheckpoint]:
             continue
         row, step = recognise(inner), step_in(name)
         kind = _format(inner, row)
-        if step is None and row is None and kind is None:
-            continue
-        if step is None:
-            value = inner.facts("trainer_state.json").get("global_step")
-            step = value if isinstance(value, int) else None
-        why_not = _why_not(inner, name, row, kind, _INDEX_READ)
-        producer = row.name if row is not None and row.confirm is None else None
-        yield RunCheckpoint(name, directory.at(name), step, inner.nbytes(), producer, kind, why_not)
+        if step is not None or row is not None or kind is not None:
+            saved = inner.facts("trainer_state.json").get("global_step") if step is None else None
+            step = saved if isinstance(saved, int) else step
+            why_not = _why_not(inner, name, row, kind, _INDEX_READ)
+            producer = row.name if row is not None and row.confirm is None else None
+            yield RunCheckpoint(name, directory.at(name), step, inner.nbytes(), producer, kind, why_not)
 
 
 def _is_pointer(directory: Directory, name: str) -> bool:
@@ -226,15 +219,9 @@ def _rank_files(directory: Directory) -> Iterator[RunCheckpoint]:
             absent = sorted(set(range(max(names) + 1)) - set(names))
             why_not = f"the file of rank {absent[0]} is missing" if absent else _empty(directory, list(names.values()))
             number = re.search(r"(\d+)\D*$", before)
-            yield RunCheckpoint(
-                name=f"{before}*{after}",
-                path=directory.path.escaped() / f"{escape(before)}*{escape(after)}",
-                step=int(number[1]) if number else None,
-                nbytes=sum(map(directory.size, names.values())),
-                producer=row.name,
-                format="torch",
-                why_not=why_not,
-            )
+            step, nbytes = int(number[1]) if number else None, sum(map(directory.size, names.values()))
+            path = directory.path.escaped() / f"{escape(before)}*{escape(after)}"
+            yield RunCheckpoint(f"{before}*{after}", path, step, nbytes, row.name, "torch", why_not)
 
 
 def _format(directory: Directory, row: Producer | None) -> str | None:
@@ -288,15 +275,13 @@ def _dcp_why_not(directory: Directory, most: int) -> str | None:
     for index in indexes:
         if not directory.size(index):
             return f"`{index}` is empty"
-        if directory.size(index) <= most:
-            try:
-                named = _named_in(directory.at(index).head(most))
-            except CkptError:
-                continue
-            if absent := [name for name in named if name not in directory]:
-                return f"{some(absent)} {'is' if len(absent) == 1 else 'are'} missing"
-            if why_not := _empty(directory, named):
-                return why_not
+        named: list[str] = []
+        with suppress(CkptError):
+            named = _named_in(directory.at(index).head(most)) if directory.size(index) <= most else []
+        if absent := [name for name in named if name not in directory]:
+            return f"{some(absent)} {'is' if len(absent) == 1 else 'are'} missing"
+        if why_not := _empty(directory, named):
+            return why_not
     return None
 
 

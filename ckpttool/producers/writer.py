@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -90,15 +91,14 @@ class OutputLayout:
         entries: dict[Path, Entry] = {}
         crcs: dict[tuple[int, int], int] = {}
         for component, contents in self._split(catalogue):
-            location = root / component.name if component.name else root
-            sink = _create_component(component, location, contents, options)
+            name = component.name
+            sink = _create_component(component, root / name if name else root, contents, options)
             written, start = sink.catalogue, len(result.files)
             sinks.append((sink, start))
             for file in written.files:
                 file.name = locate(file.location).relative_to(root)
             result.files += written.files
-            name = component.name.replace("{rank}", "*")
-            result.warnings += [w.prefixed(f"`{name}`") if name else w for w in written.warnings]
+            result.warnings += [w.prefixed(f"`{name.replace('{rank}', '*')}`") if name else w for w in written.warnings]
             constants = {component.inner(c.path): c.data for c in component.constants}
             crcs |= _write_constants(written, constants, start)
             for inner, entry in written.entries.items():
@@ -109,10 +109,9 @@ class OutputLayout:
                 elif inner not in constants:
                     entries[outer] = _moved(component, entry, start)
             result.replicas += [_moved(component, t, start) for t in written.replicas if t.path not in constants]
-            depth = len(component.key)
-            result.containers |= {
-                component.outer(p): c for p, c in written.containers.items() if p[:depth] == component.key
-            }
+            key = component.key
+            within = {p: c for p, c in written.containers.items() if p[: len(key)] == key}
+            result.containers |= {component.outer(path): container for path, container in within.items()}
         if options.max_shard_size is not None and not any(c.format and c.format.splits for c in self.components):
             text = "`--max-shard-size` has no effect: no component is of safetensors"
             result.warnings.append(Warning("no-effect", text))
@@ -137,11 +136,9 @@ def _contents(component: OutputComponent, catalogue: Catalogue, entries: list[En
     """The entries of a component, under their paths in it."""
     # The container at the root of the whole state belongs to none of several components.
     within = {entry.path[:depth] for entry in entries for depth in range(0 if alone else 1, len(entry.path) + 1)}
-    containers = {
-        path: container
-        for path, container in catalogue.containers.items()
-        if path[: len(component.root)] == component.root and path in within
-    }
+    depth = len(component.root)
+    all_containers = catalogue.containers.items()
+    containers = {path: c for path, c in all_containers if path[:depth] == component.root and path in within}
     # A tensor that is tied to one of another component gets bytes of its own.
     selected = select.select(rebuilt(catalogue, entries, containers), lambda entry: True)
     # An entry of a list keeps its index when it goes with all of its list, as it does here.
@@ -165,18 +162,12 @@ def _moved(component: OutputComponent, tensor: Tensor, start: int) -> Tensor:
 def _write_constants(catalogue: Catalogue, constants: Mapping[Path, bytes], start: int) -> dict[tuple[int, int], int]:
     """Write the values that are known already, and return their checksums by file and offset in the whole."""
     crcs: dict[tuple[int, int], int] = {}
-    tensors = [t for t in (*catalogue.tensors, *catalogue.replicas) if t.path in constants]
-    if not tensors:
-        return crcs
-    pool = files.Pool(writing=True)
-    try:
-        for tensor in tensors:
-            data = constants[tensor.path]
-            for chunk in tensor.chunks:
-                pool.write(catalogue.files[chunk.extent.file].location, chunk.extent.offset, data)
-                crcs[chunk.extent.file + start, chunk.extent.offset] = crc32(data)
-    finally:
-        pool.close()
+    with closing(files.Pool(writing=True)) as pool:
+        for tensor in chain(catalogue.tensors, catalogue.replicas) if constants else ():
+            for chunk in tensor.chunks if tensor.path in constants else ():
+                extent, data = chunk.extent, constants[tensor.path]
+                pool.write(catalogue.files[extent.file].location, extent.offset, data)
+                crcs[extent.file + start, extent.offset] = crc32(data)
     return crcs
 
 
@@ -205,7 +196,7 @@ def _create_component(
     if "/" in component.name:
         files.make_directory(location.parent, exist_ok=True)
     if form is None:
-        values = {path: entry.value for path, entry in contents.entries.items() if isinstance(entry, Object)}
+        values = {entry.path: entry.value for entry in contents.objects}
         tree = flatten.unflatten(contents, lambda entry: values[entry.path]) if values else {}
         text = json.dumps({**component.values, **tree}, indent=2).encode() + b"\n"
         location.put(text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -136,20 +137,14 @@ def _match_groups(optimizer: torch.optim.Optimizer, groups: list[list[str]], con
             f"`{contents.path}`: its optimizer calls parameters by numbers, and no model there says which they are",
             hint="FSDP1 loads an optimizer by names: `ckpttool convert --optim-keys fqn --model-from ...` writes them",
         )
-    saved = {strip_wrappers(name): i for i, group in enumerate(contents.optimizer.groups) for name in group.params}
-    free = [group for group in contents.optimizer.groups if not group.params]
-    matches: list[GroupMatch] = []
-    for number, (group, names) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-        clean = [strip_wrappers(name) for name in names]
-        # A second name of tied weights need not be listed.
-        unknown = [name for name in clean if name not in saved and name not in contents.same]
-        indices = {saved[name] for name in clean if name in saved}
-        if names:
-            matches.append(GroupMatch(group, match.saved_group(number, unknown, indices, contents), names))
-        else:
-            matches.append(GroupMatch(group, free.pop(0) if free else Group([], {}), []))
-    match.check_all_used(matches, contents.optimizer, contents.path)
-    return matches
+    listed = {strip_wrappers(name) for group in contents.optimizer.groups for name in group.params}
+    clean = [list(map(strip_wrappers, names)) for names in groups]
+    # A second name of tied weights need not be listed, and an empty group need not be there.
+    named = [[[name] for name in names if name in listed or name not in contents.same] for names in clean]
+    empty = [Group([], {}) for names in groups if not names]
+    saved = replace(contents.optimizer, groups=[*contents.optimizer.groups, *empty])
+    matches = match.match_names(optimizer.param_groups, named, saved, contents.path)
+    return [replace(one, names=names) for one, names in zip(matches, groups, strict=True)]
 
 
 def _fill_optimizer(

@@ -8,7 +8,7 @@ Parameter groups match when they have the same parameters, in any order of the g
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -165,16 +165,13 @@ def match_groups(optimizer: torch.optim.Optimizer, model: nn.Module, contents: C
 
     Raises UsageError for different groups: torch would merge them silently (pytorch issue 143828).
     """
-    saved, path = contents.optimizer, contents.path
+    saved = contents.optimizer
     assert saved is not None
     if saved.by_number:
-        return _in_order(optimizer, saved, path)
+        return _in_order(optimizer, saved, contents.path)
     names: dict[int, list[str]] = {}  # several of a parameter that is tied
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(strip_wrappers(name))
-    by_name = {strip_wrappers(name): (i, name) for i, group in enumerate(saved.groups) for name in group.params}
-    groups: list[GroupMatch] = []
-    free = [i for i, group in enumerate(saved.groups) if not group.params]
     for number, group in enumerate(optimizer.param_groups):
         other = next((parameter for parameter in group["params"] if id(parameter) not in names), None)
         if other is not None:
@@ -183,49 +180,47 @@ def match_groups(optimizer: torch.optim.Optimizer, model: nn.Module, contents: C
                 "model's",
                 hint="make the optimizer after the model is wrapped or sharded, of `model.parameters()`",
             )
-        of_group = [names[id(parameter)] for parameter in group["params"]]
+    named = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    return match_names(optimizer.param_groups, named, saved, contents.path)
+
+
+def match_names(
+    groups: Sequence[dict[str, Any]], names: Sequence[Sequence[Sequence[str]]], saved: Optimizer, path: str
+) -> list[GroupMatch]:
+    """As `match_groups`, with the names of each parameter of each group."""
+    by_name = {strip_wrappers(name): (i, name) for i, group in enumerate(saved.groups) for name in group.params}
+    free = [i for i, group in enumerate(saved.groups) if not group.params]
+    matches: list[GroupMatch] = []
+    hint = "group the parameters as in the run that saved it; torch would mix the hyper-parameters up"
+    for number, (group, of_group) in enumerate(zip(groups, names, strict=True)):
         known = [next((by_name[name] for name in named if name in by_name), (None, None)) for named in of_group]
         unknown = [named[0] for named, (i, _) in zip(of_group, known, strict=True) if i is None]
         indices = {i for i, _ in known if i is not None} or set(free[:1] if not known else ())
         del free[: not known]
-        groups.append(GroupMatch(group, saved_group(number, unknown, indices, contents), [name for _, name in known]))
-    check_all_used(groups, saved, path)
-    return groups
-
-
-def saved_group(number: int, unknown: Sequence[str], indices: Collection[int], contents: Contents) -> Group:
-    """The checkpoint's group for group `number` of the optimizer, whose parameters are in the groups `indices` there.
-
-    Raises UsageError unless it is one, and has all of them.
-    """
-    assert contents.optimizer is not None
-    if unknown or len(indices) != 1:
-        what = f"no group has {some(unknown)}" if unknown else f"they are in {len(indices)} groups"
-        raise UsageError(
-            f"`{contents.path}`: the parameters of group {number} of the optimizer are grouped differently in the "
-            f"checkpoint: {what}",
-            hint="group the parameters as in the run that saved it; torch would mix the hyper-parameters up",
-        )
-    return contents.optimizer.groups[next(iter(indices))]
-
-
-def check_all_used(matches: list[GroupMatch], saved: Optimizer, path: str) -> None:
-    """Raises UsageError if a group of the checkpoint matches twice, or has parameters that no group has."""
+        if unknown or len(indices) != 1:
+            what = f"no group has {some(unknown)}" if unknown else f"they are in {len(indices)} groups"
+            raise UsageError(
+                f"`{path}`: the parameters of group {number} of the optimizer are grouped differently in the "
+                f"checkpoint: {what}",
+                hint=hint,
+            )
+        matches.append(GroupMatch(group, saved.groups[indices.pop()], [name for _, name in known]))
     twice = [i for i, one in enumerate(matches) if any(one.saved is other.saved for other in matches[:i])]
     if twice:
         raise UsageError(
             f"`{path}`: has one group of parameters where the optimizer has several (group {twice[0]} and one before)",
-            hint="group the parameters as in the run that saved it; torch would mix the hyper-parameters up",
+            hint=hint,
         )
-    for i, group in enumerate(saved.groups):
-        names = {name for one in matches if one.saved is group for name in one.names}
+    for i, of_saved in enumerate(saved.groups):
+        matched = {name for one in matches if one.saved is of_saved for name in one.names}
         # A second name of tied weights is listed by some.
-        lacking = [name for name in group.params if name not in names and name in saved.state]
+        lacking = [name for name in of_saved.params if name not in matched and name in saved.state]
         if lacking:
             raise UsageError(
                 f"`{path}`: group {i} has parameters that the optimizer does not have: {some(lacking)}",
                 hint="group the parameters as in the run that saved it",
             )
+    return matches
 
 
 def _in_order(optimizer: torch.optim.Optimizer, saved: Optimizer, path: str) -> list[GroupMatch]:
