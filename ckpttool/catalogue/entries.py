@@ -274,6 +274,7 @@ class Object(_Named):
     """
 
     __slots__ = ("_read", "_value", "nbytes", "origin", "part", "path")
+    embedded = False
 
     def __init__(
         self,

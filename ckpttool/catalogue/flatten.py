@@ -194,7 +194,7 @@ def unflatten(catalogue: Catalogue, value_of: Callable[[Tensor | Object], Any]) 
         return value_of(catalogue.entries[()])
     containers: dict[Path, Any] = {(): _new(catalogue, ())}
     for path, entry in catalogue.entries.items():
-        if isinstance(entry, Tensor) and entry.embedded:
+        if entry.embedded:
             continue
         for depth in range(1, len(path)):
             if path[:depth] not in containers:

@@ -53,7 +53,7 @@ def move(catalogue: Catalogue, moved: dict[Path, Path]) -> Catalogue:
 def _check_leaves(moved: Catalogue, taken: dict[Path, Path]) -> None:
     for path, entry in moved.entries.items():
         leaf = next((p for p in above(path) if p in moved.entries), None)
-        if leaf is not None and not (isinstance(entry, Tensor) and entry.embedded):
+        if leaf is not None and not entry.embedded:
             raise UsageError(
                 f"`{dotted(taken[leaf])}` would be called `{dotted(leaf)}`, but `{dotted(taken[path])}` needs a dict "
                 "of that name",
@@ -120,7 +120,7 @@ def close_gaps(catalogue: Catalogue) -> Catalogue:
     places: dict[Path, dict[Hashable, int]] = {p: {} for p, c in catalogue.containers.items() if c.kind == "list"}
     moved: dict[Path, Path] = {}
     for path, entry in catalogue.entries.items() if places else ():
-        if not (isinstance(entry, Tensor) and entry.embedded):
+        if not entry.embedded:
             around = zip(path, map(places.get, above(path)), strict=True)
             moved[path] = tuple(key if of is None else of.setdefault(key, len(of)) for key, of in around)
     return move(catalogue, moved) if any(new != path for path, new in moved.items()) else catalogue

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from ckpttool.catalogue.entries import Catalogue, Object, Part, Path, Tensor, dotted
+from ckpttool.catalogue.entries import Catalogue, Object, Part, Path, dotted
 from ckpttool.layout.move import close_gaps, move, moved_root, rebuilt
 from ckpttool.layout.optimizer.parse import parse_key
 from ckpttool.layout.select import models
@@ -24,7 +24,7 @@ def rename_entries(catalogue: Catalogue, new_name: Callable[[str], str], *, with
     """
     moved: dict[Path, Path] = {}
     for path, entry in catalogue.entries.items():
-        if (isinstance(entry, Tensor) and entry.embedded) or (within_parts and entry.part.kind != "model"):
+        if entry.embedded or (within_parts and entry.part.kind != "model"):
             continue
         depth = len(entry.part.root) if within_parts else 0
         moved[path] = (*path[:depth], *_repath(path[depth:], new_name(dotted(path[depth:]))))
@@ -72,7 +72,7 @@ def _follow_in_optimizer(catalogue: Catalogue, parameters: dict[str, str], moved
         return catalogue
     entries = dict(catalogue.entries)
     for path, entry in catalogue.entries.items():
-        if entry.part.kind != "optimizer" or (isinstance(entry, Tensor) and entry.embedded):
+        if entry.part.kind != "optimizer" or entry.embedded:
             continue
         new = moved.get(path, path)
         key = parse_key(new, max(len(entry.part.root) + len(new) - len(path), 0))

@@ -48,7 +48,7 @@ def models(catalogue: Catalogue) -> list[tuple[Path, list[Entry]]]:
     """Return the root of each model with its entries: the one called `model` first, averaged weights (EMA) last."""
     by_root: dict[Path, list[Entry]] = defaultdict(list)
     for entry in catalogue.entries.values():
-        if entry.part.kind == "model" and not (isinstance(entry, Tensor) and entry.embedded):
+        if entry.part.kind == "model" and not entry.embedded:
             by_root[entry.part.root].append(entry)
     return [(root, by_root[root]) for root in sorted(by_root, key=model_rank)]
 

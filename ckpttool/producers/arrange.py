@@ -164,7 +164,7 @@ class LayoutBuilder:
         lost = [
             Loss(entry.name, why)
             for path, why in self._lost.items()
-            if not (isinstance(entry := self.catalogue.entries[path], Tensor) and entry.embedded)
+            if not (entry := self.catalogue.entries[path]).embedded
         ]
         return OutputLayout(moved, self._components, component_of, lost)
 
@@ -205,7 +205,7 @@ class LayoutBuilder:
         """
         with_state: set[int] = set()
         for entry in list(self.remaining()):
-            if entry.part.kind != "rng" or (isinstance(entry, Tensor) and entry.embedded):
+            if entry.part.kind != "rng" or entry.embedded:
                 continue
             path = entry.path[max(0, len(entry.part.root) - 1) :]
             of_rank = parts.find_rank(path)

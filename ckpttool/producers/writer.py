@@ -123,7 +123,7 @@ class OutputLayout:
         entries: list[list[Entry]] = [[] for _ in self.components]
         for path, entry in catalogue.entries.items():
             number = self.component_of.get(path)
-            if number is None and isinstance(entry, Tensor) and entry.embedded:
+            if number is None and entry.embedded:
                 # It goes with the object that it is in.
                 number = next((self.component_of[p] for p in above(path) if p in self.component_of), None)
             if number is not None:

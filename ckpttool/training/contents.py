@@ -127,19 +127,13 @@ def describe(catalogue: Catalogue, path: str, read: Read, options: LoadOptions) 
     contents.left = [str(part) for part in present if part not in chosen]
     kept = select.select(catalogue, lambda entry: entry.part.kind not in ("model", "optimizer"))
     contents.rest.containers = kept.containers
-    for entry in _not_embedded(kept):
+    for entry in (e for e in kept.entries.values() if not e.embedded):
         contents.rest.add(Object(entry.path, _value(entry, kept, read), part=entry.part))
     return contents
 
 
-def _not_embedded(catalogue: Catalogue) -> list[Tensor | Object]:
-    return [entry for entry in catalogue.entries.values() if not (isinstance(entry, Tensor) and entry.embedded)]
-
-
 def _value(entry: Tensor | Object, catalogue: Catalogue, read: Read) -> Any:
-    if isinstance(entry, Tensor):
-        return read(entry.origin or entry)
-    return with_tensors(entry.value, catalogue, read)
+    return read(entry.origin or entry) if isinstance(entry, Tensor) else with_tensors(entry.value, catalogue, read)
 
 
 def _shape_or_value(key: Path, entry: Tensor | Object, contents: Contents, catalogue: Catalogue, read: Read) -> Any:
@@ -162,7 +156,7 @@ def _without_own(contents: Contents, catalogue: Catalogue, read: Read, own: Mapp
         return catalogue
     kept = select.select(catalogue, lambda entry: entry.path in own_paths)
     contents.own.containers = kept.containers
-    for entry in _not_embedded(kept):
+    for entry in (e for e in kept.entries.values() if not e.embedded):
         value = _shape_or_value(("own", *entry.path), entry, contents, kept, read)
         contents.own.add(Object(entry.path, value, part=entry.part))
     return select.select(catalogue, lambda entry: entry.path not in own_paths)
@@ -173,28 +167,26 @@ def _chosen_part(catalogue: Catalogue, kind: str, name: str | None, path: str) -
 
     Raises UsageError when it is ambiguous.
     """
-    present = [part for part in parts.parts(catalogue) if part.kind == kind]
+    present = {dotted(part.root): part for part in parts.parts(catalogue) if part.kind == kind}
+    if name is not None and name not in present:
+        there = f"there is {', '.join(f'`{n}`' for n in present)}" if present else "there is none"
+        raise UsageError(f"`{path}`: has no {kind} under `{name}`", hint=meant(name, [*present], there))
     if name is not None:
-        named = [part for part in present if dotted(part.root) == name]
-        if not named:
-            roots = [dotted(part.root) for part in present]
-            hint = meant(name, roots, f"there is {', '.join(f'`{n}`' for n in roots)}" if roots else "there is none")
-            raise UsageError(f"`{path}`: has no {kind} under `{name}`", hint=hint)
-        return named[0]
+        return present[name]
     if kind == "model" and len(present) > 1:
-        best = min(select.model_rank(part.root) for part in present)
-        present = [part for part in present if select.model_rank(part.root) == best]
+        best = min(select.model_rank(part.root) for part in present.values())
+        present = {root: part for root, part in present.items() if select.model_rank(part.root) == best}
     if len(present) != 1:
-        names = ", ".join(f"`{dotted(part.root)}`" for part in present)
+        names = ", ".join(f"`{root}`" for root in present)
         hint = f"say which with `{kind}_key`: {names}" if present else "`ckpttool inspect` shows what is in it"
         raise UsageError(f"`{path}`: has {len(present) or 'no'} {kind}s, and one is needed", hint=hint)
-    return present[0]
+    return next(iter(present.values()))
 
 
 def _add_model(contents: Contents, catalogue: Catalogue, part: Part, prefix: str) -> None:
     depth = len(part.root)
     first: dict[Path, str] = {}
-    for entry in (entry for entry in _not_embedded(catalogue) if entry.part == part):
+    for entry in (e for e in catalogue.entries.values() if e.part == part and not e.embedded):
         name = dotted(entry.path[depth:]).removeprefix(prefix)
         if isinstance(entry, Object):
             contents.extra_state[name] = entry.value
@@ -230,15 +222,14 @@ def _add_optimizer(contents: Contents, catalogue: Catalogue, part: Part, read: R
     for group in optimizers[0].groups:
         values: dict[str, Any] = {}
         for below, entry in group.items:
-            if not (isinstance(entry, Tensor) and entry.embedded):
+            if not entry.embedded:
                 put(values, below, _value(entry, alone, read))
         contents.optimizer.groups.append(Group([bare(name) for name in group.params], values))
-    for called, items in optimizers[0].state.items():
-        name = bare(called)
+    for name, items in ((bare(called), items) for called, items in optimizers[0].state.items()):
         contents.optimizer.state[name] = {
             below: _shape_or_value(("optimizer", name, *below), entry, contents, alone, read)
             for below, entry in items
-            if not (isinstance(entry, Tensor) and entry.embedded)
+            if not entry.embedded
         }
 
 
@@ -255,12 +246,7 @@ def put(values: dict[Any, Any], path: Path, value: Any) -> None:
 
 def nested_rest(contents: Contents, rank: int) -> dict[Any, Any]:
     """The rest, nested as it was saved, with the rank-local values of this rank only."""
-
-    def is_mine(entry: Tensor | Object) -> bool:
-        of = _rank_of(entry)
-        return of is None or of == rank
-
-    kept = select.select(contents.rest, is_mine)
+    kept = select.select(contents.rest, lambda entry: _rank_of(entry) in (None, rank))
     moved = {path: parts.without_rank(path) for path, entry in kept.entries.items() if _rank_of(entry) is not None}
     kept = move(kept, moved)
     result = flatten.unflatten(kept, lambda entry: from_picklable(entry.value) if isinstance(entry, Object) else None)

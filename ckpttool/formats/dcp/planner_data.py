@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from ckpttool.catalogue.entries import Catalogue, Container, Path, Tensor, dotted
+from ckpttool.catalogue.entries import Catalogue, Container, Path, dotted
 from ckpttool.errors import CorruptError
 from ckpttool.formats.dcp.metadata import KeyPath
 from ckpttool.serialization import pickler, unpickler
@@ -175,7 +175,7 @@ def name_entries(catalogue: Catalogue) -> EntryNames:
         )
 
     for path, entry in catalogue.entries.items():
-        if isinstance(entry, Tensor) and entry.embedded:
+        if entry.embedded:
             continue
         exact_path = exact_path_of(path)
         planned = tuple(

@@ -196,7 +196,7 @@ def _placed(optimizer: Optimizer, items: Sequence[Item], place: Callable[[Path],
     moved: dict[Path, Path] = {}
     for below, entry in items:
         owner = below
-        if isinstance(entry, Tensor) and entry.embedded:
+        if entry.embedded:
             owner = next((path for path in above(below) if path in embedding), below)
         moved[entry.path] = (*place(owner), *below[len(owner) :])
     change = partial(relinked, moved=moved) if embedding else None
@@ -271,7 +271,7 @@ def _lost_when_flat(optimizer: Optimizer) -> list[str]:
     if len({*alike}) < len(alike):
         losses.append("groups with the same hyper-parameters become one when they are put together from flat keys")
     nested_items = (item for items in optimizer.state.values() for item in items if len(item.below) > 1)
-    deep = {str(item.below[0]) for item in nested_items if not (isinstance(item.entry, Tensor) and item.entry.embedded)}
+    deep = {str(item.below[0]) for item in nested_items if not item.entry.embedded}
     if deep:
         losses.append(f"the keys of dicts inside the state become parts of a name, and strings: {some(sorted(deep))}")
     return losses
