@@ -95,12 +95,12 @@ def _add_tied(matched: ModelMatch, model: nn.Module, values: dict[str, Any]) -> 
 
 
 def _ties(model: nn.Module) -> Iterator[tuple[str, str]]:
-    for prefix, module in model.named_modules():
-        if isinstance(module, FullyShardedDataParallel):
-            for info in getattr(getattr(module, "_flat_param", None), "_shared_param_infos", ()):
-                names = (info.module_name, info.param_name), (info.prim_module_name, info.prim_param_name)
-                one, other = (".".join(filter(None, (prefix, *name))) for name in names)
-                yield strip_wrappers(one), strip_wrappers(other)
+    wrapped = ((name, m) for name, m in model.named_modules() if isinstance(m, FullyShardedDataParallel))
+    for prefix, module in wrapped:
+        for info in getattr(getattr(module, "_flat_param", None), "_shared_param_infos", ()):
+            names = (info.module_name, info.param_name), (info.prim_module_name, info.prim_param_name)
+            one, other = (".".join(filter(None, (prefix, *name))) for name in names)
+            yield strip_wrappers(one), strip_wrappers(other)
 
 
 def _fill_model(matched: ModelMatch, filler: Filler) -> None:
@@ -109,12 +109,11 @@ def _fill_model(matched: ModelMatch, filler: Filler) -> None:
     with filler.together():
         for target in matched.targets:
             name = filler.contents.same.get(target.name, target.name)
-            if name in first:
+            if first.setdefault(name, target.value) is target.value:
+                filler.fill(("model", name), filler.contents.model[name], local_shards(target.value, name))
+            else:
                 # A second name of tied weights: its shards are other memory here.
                 tied.append((target.value, first[name]))
-                continue
-            first[name] = target.value
-            filler.fill(("model", name), filler.contents.model[name], local_shards(target.value, name))
         for value, other in tied:
             for shard, first_shard in zip(local_shards(value, ""), local_shards(other, ""), strict=True):
                 shard.memory.copy_(first_shard.memory)
@@ -161,12 +160,8 @@ def _fill_optimizer(
             raise UsageError(f"state {some(nested)} of `{name}` is nested, which FSDP1 does not load")
     parameters = {strip_wrappers(name): value for name, value in values.items() if strip_wrappers(name) in saved}
     filled = fill_state([(value, *saved[name]) for name, value in parameters.items()], filler)
-    state = {
-        name: filled[id(parameters[clean])]
-        for one in matches
-        for name in one.names
-        if (clean := strip_wrappers(name)) in parameters
-    }
+    names = [name for one in matches for name in one.names if strip_wrappers(name) in parameters]
+    state = {name: filled[id(parameters[strip_wrappers(name)])] for name in names}
     saved_state = {"state": state, "param_groups": [group_of(one, one.names) for one in matches]}
     with sharded(model):
         flat = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, saved_state)

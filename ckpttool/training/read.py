@@ -52,10 +52,8 @@ def local_shards(value: Any, name: str) -> list[LocalShard]:
     """The shards of a tensor that this rank has; none if its shard is empty. Raises UsageError for a partial
     placement."""
     if isinstance(value, ShardedTensor):
-        shards = [
-            LocalShard((tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)), s.tensor.detach())
-            for s in value.local_shards()
-        ]
+        local = [(s.metadata, s.tensor.detach()) for s in value.local_shards()]
+        shards = [LocalShard((tuple(m.shard_offsets), tuple(m.shard_sizes)), memory) for m, memory in local]
     elif isinstance(value, DTensor):
         shards = _of_dtensor(value, name)
     else:
@@ -135,13 +133,12 @@ class Reader:
             if shared is None:
                 continue
             extent = self.source.resolve(tensor, chunk)
-            into = part(memory, shared, box)
-            if direct:
-                self._fill(_bits(into, tensor.dtype), extent, chunk, shared, tensor.dtype)
-            for tile in tiles(shared, TILE // tensor.dtype.itemsize) if not direct else ():
-                values = empty(tile[1], kind)
+            for tile in [shared] if direct else tiles(shared, TILE // tensor.dtype.itemsize):
+                into = part(memory, tile, box)
+                values = into if direct else empty(tile[1], kind)
                 self._fill(_bits(values, tensor.dtype), extent, chunk, tile, tensor.dtype)
-                part(into, tile, shared).copy_(values)
+                if not direct:
+                    into.copy_(values)
 
     def whole(self, tensor: Tensor) -> torch.Tensor:
         """A tensor with memory of its own, in the checkpoint's dtype."""
@@ -156,14 +153,11 @@ class Reader:
             fill(target, self._pool, self.source.catalogue.files, extent, chunk, box, kind)
             return
         location = self.source.catalogue.files[extent.file].location
-        flat = memoryview(target.reshape(-1).view(np.uint8))
-        nbytes = run * kind.itemsize
-        within = (chunk.offsets, chunk.sizes)
+        flat, nbytes = memoryview(target.reshape(-1).view(np.uint8)), run * kind.itemsize
         with self._pool.kept_open(location):  # over many short reads
-            for i, start in enumerate(boxes.runs(box, within, run)):
-                self._pool.read_into(
-                    location, extent.offset + start * kind.itemsize, flat[i * nbytes : (i + 1) * nbytes]
-                )
+            for i, start in enumerate(boxes.runs(box, (chunk.offsets, chunk.sizes), run)):
+                offset = extent.offset + start * kind.itemsize
+                self._pool.read_into(location, offset, flat[i * nbytes : (i + 1) * nbytes])
 
     def close(self) -> None:
         """Let go of the files."""

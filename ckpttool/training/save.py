@@ -143,6 +143,7 @@ def _split_by_rank(state: dict[str, Any], extra: dict[str, Any], format: str) ->
 @contextmanager
 def _stage(path: str, is_file: bool, overwrite: bool) -> Iterator[str]:
     """Context manager of the staging path that all ranks write to. Rank 0 renames it to `path` at the end."""
+    hint = 'all ranks must write to one shared file system; `format="torch"` is written by rank 0 alone'
     with ExitStack() as stack:
         partial = ""
         with collectives.together():
@@ -153,9 +154,7 @@ def _stage(path: str, is_file: bool, overwrite: bool) -> Iterator[str]:
                     files.make_directory(partial, exist_ok=True)
         partial = str(collectives.from_first(partial))
         if not is_file:
-            collectives.check_sees(
-                partial, 'all ranks must write to one shared file system; `format="torch"` is written by rank 0 alone'
-            )
+            collectives.check_sees(partial, hint)
         yield partial
         with collectives.together():
             stack.close()
@@ -172,9 +171,8 @@ def _paths(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
     """The paths of the values that torch does not flatten, below dicts only."""
     if not isinstance(tree, Mapping):
         yield path
-        return
-    for key, value in tree.items():
-        yield from _paths(value, (*path, key))
+    else:
+        yield from chain.from_iterable(_paths(value, (*path, key)) for key, value in tree.items())
 
 
 class _Planner(DefaultSavePlanner):  # type: ignore[misc]
