@@ -6,11 +6,10 @@ Nothing appears at the destination unless all of it does.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from operator import attrgetter
 from typing import Any
 
 from ckpttool import formats, producers
@@ -414,7 +413,7 @@ def _summarise(result: Conversion, source: Source, plan: Planned, target: Format
     kept = plan.folded | respell.origins(planned)
     result.renamed = [(dotted(o.origin), o.name) for o in planned.objects if o.origin != o.path]
     result.objects = sum(1 for _ in planned.objects)
-    count_tensors(result, planned, attrgetter("name"))
+    count_tensors(result, planned)
     # What was replaced by a part from elsewhere is left out too.
     stored = dict.fromkeys(source.replaced) if isinstance(source, CombinedSource) else {}
     stored |= dict.fromkeys(
@@ -436,13 +435,14 @@ def _summarise(result: Conversion, source: Source, plan: Planned, target: Format
     result.free = free_space.free_bytes(dst)
 
 
-def count_tensors(result: Conversion, planned: Catalogue, source_name: Callable[[Tensor], str]) -> None:
-    """Add the tensors to the result; `source_name` returns what their origins are called in the source."""
+def count_tensors(result: Conversion, planned: Catalogue) -> None:
+    """Add the tensors to the result."""
     for tensor in planned.tensors:
         origin = tensor.origin or tensor
         result.tensors += 1
-        if (name := source_name(origin)) != tensor.name:
-            result.renamed.append((name, tensor.name))
+        stored = origin.origin or origin  # the origin itself may be a view
+        if stored.name != tensor.name:
+            result.renamed.append((stored.name, tensor.name))
         if origin.dtype != tensor.dtype:
             result.cast.append((tensor.name, origin.dtype.name, tensor.dtype.name))
         if tensor.alias is not None:

@@ -10,17 +10,18 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from ckpttool import formats
 from ckpttool.catalogue.patterns import several
 from ckpttool.errors import UsageError
 from ckpttool.formats.safetensors.sharding import MAX_SHARD_SIZE
 from ckpttool.operations import arguments, write
-from ckpttool.operations.export import to_store
 from ckpttool.operations.export.plan import Export, Exported, ExportOptions, planned
-from ckpttool.operations.export.to_store import Remote
 from ckpttool.operations.write import WriteOptions
-from ckpttool.storage import free_space
+from ckpttool.storage import free_space, stores
+from ckpttool.storage.files import temporary_folder
 from ckpttool.storage.stores import Location, local_path
 from ckpttool.transfer import readback
 from ckpttool.transfer.threads import Progress
@@ -76,11 +77,12 @@ def export(
             hint=f"`ckpttool convert {src} {dst} --only model` writes the weights alone",
         )
     result = Exported(src, "", dst, "safetensors", dry_run=dry_run)
-    remote = Remote(private, create_pr, commit_message, arguments.path(stage))
-    if to_store.check(dst, remote, how):
-        writing, sending = to_store.combined(progress) if progress is not None else (None, None)
+    remote = {"private": private, "create_pr": create_pr, "message": commit_message, "stage": arguments.path(stage)}
+    _check_options(dst, remote, how)
+    if stores.is_remote(dst):
+        writing, sending = _combined(progress) if progress is not None else (None, None)
         with planned(result, options, replace(how, progress=writing)) as plan:
-            to_store.send(plan, remote, sending)
+            _send(plan, remote, sending)
         result.seconds = time.monotonic() - began
     else:
         with write.destination(result, _SAFETENSORS, how, src, beside), planned(result, options, how) as plan:
@@ -105,3 +107,47 @@ def _write(plan: Export, how: WriteOptions) -> None:
         )
 
     local_path(dst).publish(plan.files, overwrite=how.overwrite, notes=result.notes, check=check if how.check else None)
+
+
+# To a store: each file is written, sent and removed before the next one; one commit publishes all ---------------------
+
+
+def _check_options(dst: str, remote: dict[str, Any], how: WriteOptions) -> None:
+    """Raises UsageError for options of stores only, or of directories only."""
+    if not stores.is_remote(dst):
+        for flag, value in zip(
+            ("--private", "--create-pr", "--commit-message", "--stage"), remote.values(), strict=True
+        ):
+            if value not in (False, None):
+                hint = "write to `hf://org/name`"
+                raise UsageError(f"`{flag}` is for the Hub, and `{dst}` is a directory", hint=hint)
+    elif how.overwrite:
+        raise UsageError("`--overwrite`: a commit keeps the earlier version", hint="leave it out")
+    elif how.check:
+        raise UsageError("`--check`: files on the Hub are compared by their digests in any case", hint="leave it out")
+    elif how.manifest is not None:
+        hint = "export to a directory with `--manifest`, and send that with `hf upload`"
+        raise UsageError("`--manifest` is of local files, and those of the Hub are removed as they are sent", hint=hint)
+
+
+def _combined(progress: Progress) -> tuple[Progress, Progress]:
+    """Return callbacks for the bytes that are written locally and for those that are sent: `progress` gets the sum."""
+    counts = {"written": (0, 0), "sent": (0, 0)}
+
+    def report(kind: str, done: int, total: int) -> None:
+        counts[kind] = done, total
+        (written, to_write), (sent, to_send) = counts.values()
+        progress(written + sent, to_write + (to_send or to_write))
+
+    return partial(report, "written"), partial(report, "sent")
+
+
+def _send(plan: Export, remote: dict[str, Any], sending: Progress | None) -> None:
+    """Write and send the files of a plan, or note what would be sent. Raises RemoteError and what the files raise."""
+    result = plan.result
+    result.free = free_space.free_bytes(remote["stage"] or temporary_folder())
+    result.sent = stores.destination(result.destination).publish(
+        plan.files, **remote, dry_run=result.dry_run, progress=sending, unless_there=plan.unless_there
+    )
+    if remote["stage"] is None:
+        result.disk = max((file.size for file in plan.files), default=0)

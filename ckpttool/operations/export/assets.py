@@ -37,8 +37,7 @@ _LARGEST_CONFIG = 16 << 20
 _BLOCK = 1 << 20
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
-_SPACE = re.compile(r"\s*")
-_WORD = re.compile(r'"(?:[^"\\]|\\.)*"|null')
+_VALUE = re.compile(r'\s*:\s*("(?:[^"\\]|\\.)*"|null)')
 
 
 @dataclass(slots=True)
@@ -232,19 +231,12 @@ def with_dtype(text: str, dtype: str) -> tuple[str, list[tuple[str, str]]]:
                 break
             at = match.end()
             key = json.loads(match[0])
-            colon = _skipped(text, at)
-            if depth == 1 and key in _DTYPE_KEYS and text[colon : colon + 1] == ":":
-                value = _WORD.match(text, _skipped(text, colon + 1))
-                old = json.loads(value[0]) if value else None
-                if value is not None and old != dtype and old != f"torch.{dtype}":
-                    pieces += [text[done : value.start()], json.dumps(dtype)]
+            if depth == 1 and key in _DTYPE_KEYS and (value := _VALUE.match(text, at)):
+                old = json.loads(value[1])
+                if old not in (dtype, f"torch.{dtype}"):
+                    pieces += [text[done : value.start(1)], json.dumps(dtype)]
                     done = at = value.end()
                     changed.append((key, str(old)))
             continue
         at += 1
     return "".join([*pieces, text[done:]]), changed
-
-
-def _skipped(text: str, at: int) -> int:
-    match = _SPACE.match(text, at)
-    return match.end() if match else at

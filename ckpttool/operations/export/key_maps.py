@@ -6,13 +6,9 @@ Each is a file of data in `keymaps/`; a user's own has the same form.
       {"from": "layers.{n}.moe.experts.w1", "to": "model.layers.{n}.mlp.experts.{e}.gate_proj.weight"},
       {"from": "rope.freqs", "to": null}]}
 
-`{n}` stands for the same number on both sides, `*` in `needs` and `never` for anything. `{e}` on the right only: the
-tensor is split along its first dimension, and `e` counts. Several names on the right: the rest is split along its first
-dimension into as many equal parts. `null`: dropped. `rows` says how the rows of each head are permuted: in Meta's files
-and torchtitan's the rotary embedding rotates neighbours, in transformers the two halves of a head.
-
-Seen: the adapters of torchtitan (`models/llama3`, `models/qwen3`, August 2025 to October 2026), the converters of
-transformers for Llama and Mistral, and `conversion_mapping` of transformers 5.23.
+`docs/how-to/export.md` explains the rules; `*` in `needs` and `never` stands for anything. In the files of Meta and
+torchtitan the rotary embedding rotates neighbours, in transformers the two halves of a head. Seen: the adapters of
+torchtitan (`models/llama3`, `models/qwen3`, August 2025 to October 2026) and `conversion_mapping` of transformers 5.
 """
 
 from __future__ import annotations

@@ -3,28 +3,31 @@ of the plan is."""
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckpttool.catalogue.dtypes import DTYPES
-from ckpttool.catalogue.entries import Catalogue, Tensor
+from ckpttool.catalogue.entries import Catalogue
 from ckpttool.errors import UsageError
 from ckpttool.formats.safetensors.sharding import MAX_SHARD_SIZE
 from ckpttool.layout.cast import cast, caster
 from ckpttool.operations import arguments, write
 from ckpttool.operations.arguments import Selection
-from ckpttool.operations.export import architecture, assets, key_maps, model_card, select_model, ties, weights
+from ckpttool.operations.export import architecture, assets, key_maps, select_model, ties, weights
 from ckpttool.operations.export.architecture import Expected
 from ckpttool.operations.export.assets import Assets
 from ckpttool.operations.export.views import Viewed
 from ckpttool.operations.write import Conversion, WriteOptions
 from ckpttool.producers.open import naming
-from ckpttool.storage.stores import Location, Outgoing, locate
+from ckpttool.storage.stores import Outgoing, is_remote, locate
+from ckpttool.text import count, plural, size
 from ckpttool.transfer.execute import Transferred
+from ckpttool.version import __version__
 
 # Tiles of a cast are held several times over; smaller ones are as fast, and leave room for torch itself.
 _WHILE_CASTING = 24 << 20
@@ -81,7 +84,10 @@ def planned(result: Exported, options: ExportOptions, how: WriteOptions) -> Iter
     Raises the errors of `ckpttool.errors`.
     """
     src, memory = result.source, how.max_memory
-    with write.open_sources(src, options.shapes) as opened, _located(options.assets) as folder:
+    with write.open_sources(src, options.shapes) as opened, ExitStack() as stack:
+        folder = locate(options.assets) if options.assets is not None else None
+        if folder is not None:
+            stack.callback(folder.store.close)
         source = opened.catalogue
         result.source_format = source.format
         with naming(src):
@@ -102,16 +108,6 @@ def planned(result: Exported, options: ExportOptions, how: WriteOptions) -> Iter
         yield Export(files, result, viewed, catalogue, moving.moved, () if named else (assets.CARD,))
 
 
-@contextmanager
-def _located(folder: str | None) -> Iterator[Location | None]:
-    """Yield the folder of assets, for as long as they are copied."""
-    if folder is None:
-        yield None
-        return
-    with closing((location := locate(folder)).store):
-        yield location
-
-
 def _plan(source: Catalogue, viewed: Viewed, beside: Assets, options: ExportOptions, result: Exported) -> Catalogue:
     """Return the tensors to write, each with its origin in the source."""
     planned, result.dropped = select_model.model_of(source, options.selection.only)
@@ -119,11 +115,14 @@ def _plan(source: Catalogue, viewed: Viewed, beside: Assets, options: ExportOpti
     planned, result.adapter = select_model.without_base(planned, result.dropped)
     if not result.adapter:
         planned = _mapped(planned, viewed, beside, options, result)
-    model = _expected(beside, result)
-    planned = _tied(planned, model, beside, viewed, result)
+    model, same = _expected(beside, result), ties.same_bytes(viewed)
+    if model is not None:
+        planned = ties.by_model(planned, model.tied, same, result.notes)
+    elif not result.adapter:
+        planned = ties.by_names(planned, beside.ties_words, same, result.notes)
     arguments.check_dtypes(options.dtype, planned)
     planned = cast(planned, caster(options.dtype))
-    if isinstance(model, Expected):
+    if model is not None:
         _compare(planned, model, beside, options, result)
     return planned
 
@@ -146,7 +145,8 @@ def _mapped(planned: Catalogue, viewed: Viewed, beside: Assets, options: ExportO
     return mapped
 
 
-def _expected(beside: Assets, result: Exported) -> Expected | str:
+def _expected(beside: Assets, result: Exported) -> Expected | None:
+    """Return the model of the config; without one, `not_compared` of the result says why."""
     if result.adapter:
         if assets.ADAPTER not in beside.paths:
             result.notes.append(f"PEFT needs an `{assets.ADAPTER}` too, and there is none: pass `--assets`")
@@ -160,14 +160,7 @@ def _expected(beside: Assets, result: Exported) -> Expected | str:
         if not isinstance(model, str):
             return model
         result.not_compared = model
-    return result.not_compared
-
-
-def _tied(planned: Catalogue, model: Expected | str, beside: Assets, viewed: Viewed, result: Exported) -> Catalogue:
-    same = ties.same_bytes(viewed)
-    if isinstance(model, Expected):
-        return ties.by_model(planned, model.tied, same, result.notes)
-    return planned if result.adapter else ties.by_names(planned, beside.ties_words, same, result.notes)
+    return None
 
 
 def _compare(planned: Catalogue, model: Expected, beside: Assets, options: ExportOptions, result: Exported) -> None:
@@ -200,10 +193,7 @@ def _other_files(
     result.notes += [*beside.notes, *notes]
     result.assets = [file.name for file in files]
     if options.card and assets.CARD not in result.assets:
-        card = model_card.text(
-            result, source, result.parameters, result.key_map, beside.architecture, is_adapter=result.adapter
-        )
-        files.append(assets.of_bytes(assets.CARD, card.encode()))
+        files.append(assets.of_bytes(assets.CARD, _card(result, source, beside.architecture).encode()))
         result.card = True
     return files
 
@@ -218,14 +208,61 @@ def _main_dtype(planned: Catalogue) -> str | None:
 
 
 def _summarise(result: Exported, planned: Catalogue, source: Catalogue) -> None:
-    write.count_tensors(result, planned, _unviewed)
-    count: Counter[str] = Counter()
+    write.count_tensors(result, planned)
+    numbers: Counter[str] = Counter()
     for tensor in planned.tensors:
         if tensor.alias is None:
-            count[tensor.dtype.name] += tensor.numel
-    result.parameters = dict(count.most_common())
+            numbers[tensor.dtype.name] += tensor.numel
+    result.parameters = dict(numbers.most_common())
     result.notes[:0] = [*write.taken_of_run(source), *map(str, source.warnings + planned.warnings)]
 
 
-def _unviewed(tensor: Tensor) -> str:
-    return (tensor.origin or tensor).name
+# The model card -------------------------------------------------------------------------------------------------------
+
+
+def _digest(catalogue: Catalogue) -> str:
+    """Return a digest of the source: names and sizes of its files, and the checksums in its index."""
+    sha = hashlib.sha256()
+    for file in sorted(catalogue.own_files, key=lambda file: file.name):
+        sha.update(f"{file.name}\0{file.size}\n".encode("utf-8", "backslashreplace"))
+    names = [file.name for file in catalogue.files]
+    for tensor in catalogue.tensors:
+        for record in tensor.chunks.records.values():
+            if record.crc is not None:
+                line = f"{names[record.file]}\0{record.offset}\0{record.nbytes}\0{record.crc:08x}\n"
+                sha.update(line.encode("utf-8", "backslashreplace"))
+    return sha.hexdigest()
+
+
+def _card(result: Exported, catalogue: Catalogue, architecture: str | None) -> str:
+    """Return a model card for an export of the source `catalogue`, as Markdown with the header that the Hub reads.
+
+    No date and no path: the same source gives the same bytes. Pure.
+    """
+    total = count(sum(result.parameters.values()))
+    dtypes = ", ".join(f"{name} ({count(n)})" for name, n in result.parameters.items())
+    counted = Counter((old, new) for _, old, new in result.cast).items()
+    casts = ", ".join(f"{plural(n, 'tensor')} from {old} to {new}" for (old, new), n in counted)
+    library = "peft" if result.adapter else "transformers" if architecture else "safetensors"
+    what = "a LoRA adapter" if result.adapter else f"a `{architecture}`" if architecture else "a model"
+    producer = catalogue.facts.get("producer")
+    run = catalogue.facts.get("run", ())
+    source = result.source if is_remote(result.source) else locate(result.source).name
+    taken = next((f"{source}/{entry['name']}" for entry in run if entry["taken"]), source)
+    rows = [
+        ("Made from", f"`{taken}`, {result.source_format}" + (f" as {producer} leaves it" if producer else "")),
+        ("Made by", f"ckpttool {__version__}, `ckpttool export`"),
+        ("Parameters", f"{total} in {plural(result.tensors, 'tensor')}, {size(result.bytes)}"),
+        ("Dtypes", dtypes or "none"),
+        *([("Cast", casts)] if casts else []),
+        *([("Names", f"by key map `{result.key_map}`")] if result.key_map else []),
+        ("Digest of the source", f"`sha256:{_digest(catalogue)}` over names, sizes and stored checksums of its files"),
+    ]
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows)
+    title = result.destination.rstrip("/").rpartition("/")[2] or "Model"
+    return (
+        f"---\nlibrary_name: {library}\n---\n\n# {title}\n\nThe weights of {what}, taken out of a training checkpoint"
+        f"{', and cast' if casts else ' bit for bit'}.\n\n| | |\n|---|---|\n{table}\n\n"
+        "This page was made by a program. What the model is for, what it was trained on and under which license it "
+        "stands is for its author to add.\n"
+    )
