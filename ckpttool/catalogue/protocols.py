@@ -136,8 +136,9 @@ class Format:
     have no `create`.
 
     `suffixes` are those of a DST in this format, `data_suffixes` those of other files that hold its tensors; `splits`
-    says that files are split by `max_shard_size`, `even` that chunks are always those of FSDP. `to` is what `--to`
-    calls the format if that is not its name.
+    says that files are split by `max_shard_size`, `even` that chunks are always those of FSDP, `any_state` that one of
+    every kind is kept, and `sorts_names` that tensors are not in the order of the state. `marks` is a sentence about
+    what the format is known by, for hints. `to` is what `--to` calls the format if that is not its name.
     """
 
     name: str
@@ -153,6 +154,9 @@ class Format:
     data_suffixes: tuple[str, ...] = ()
     to: str | None = None
     even: bool = False
+    any_state: bool = False
+    sorts_names: bool = False
+    marks: str = ""
 
     @property
     def target(self) -> str:

@@ -46,8 +46,7 @@ def _unknown_file(location: Location) -> CkptError:
     other = _other_file(head)
     if other is not None:
         return ReadError(f"`{location}`: {other.what}", hint=other.hint, file=location, found=other.what)
-    hint = "we know files of torch.save and safetensors by how they begin, and DCP directories by their `.metadata`"
-    return ReadError(f"`{location}`: not a checkpoint that we know", hint=hint, file=location)
+    return ReadError(f"`{location}`: not a checkpoint that we know", hint=_marks(), file=location)
 
 
 def _unknown_directory(location: Location) -> ReadError:
@@ -60,8 +59,11 @@ def _unknown_directory(location: Location) -> ReadError:
         return ReadError(text, hint=f"name one: `{location / inside[-1]}`", file=location, found=inside)
     more = ", ..." if len(names) > _SHOWN else ""
     text = f"`{location}`: holds no checkpoint that we know ({', '.join(names[:_SHOWN])}{more})"
-    hint = "a DCP directory has `.metadata`, a safetensors one `*.safetensors`; for one file, name the file itself"
-    return ReadError(text, hint=hint, file=location)
+    return ReadError(text, hint=f"{_marks()}; for one file, name the file itself", file=location)
+
+
+def _marks() -> str:
+    return "; ".join(row.marks for row in FORMATS if row.marks)
 
 
 # Files that are not checkpoints ---------------------------------------------------------------------------------------

@@ -395,11 +395,11 @@ def _check_losses(planned: Catalogue, target: Format, src: str, dst: str) -> Non
         return
     names = ", ".join(f"`{loss.name}`" for loss in lost[:5]) + (", ..." if len(lost) > 5 else "")
     whys = "; ".join(sorted({loss.why for loss in lost}))
-    is_one_file = target.is_file(dst) and target.splits
-    keep = "a directory as DST keeps them" if is_one_file else "`--to dcp` or `--to torch` keeps them"
+    others = formats.options(row for row in formats.FORMATS if row.any_state)
+    keep = "a directory as DST" if target.is_file(dst) and target.splits else others
     raise LossError(
         f"`{src}` cannot be written as {target.target} at `{dst}`: {len(lost)} would be lost ({names}): {whys}",
-        hint=f"{keep}; `--only model` writes the model alone, `--drop` and `--exclude` leave something out",
+        hint=f"{keep} keeps them; `--only model` writes the model alone, `--drop` and `--exclude` leave something out",
         lost=[loss.name for loss in lost],
     )
 

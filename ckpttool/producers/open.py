@@ -157,7 +157,8 @@ def shapes_from(path: str) -> OpenOptions:
             raise UsageError(f"`--shapes {path}`: has {len(models) or 'no'} models, and one is needed")
         depth = len(models[0].root)
         shapes = {dotted(t.path[depth:]): t.shape for t in source.catalogue.tensors if t.part == models[0]}
-        return OpenOptions(shapes, ordered=source.catalogue.format != "safetensors" and is_model_order(list(shapes)))
+        is_sorted = any(row.sorts_names and row.name == source.catalogue.format for row in formats.FORMATS)
+        return OpenOptions(shapes, ordered=not is_sorted and is_model_order(list(shapes)))
 
 
 def _shapes_in(path: str) -> dict[str, tuple[int, ...]]:

@@ -24,5 +24,7 @@ FORMAT = Format(
     create=deferred(f"{__name__}.writer", "create"),
     losses=deferred(f"{__name__}.writer", "losses"),
     chunked=True,
+    any_state=True,
+    marks="a DCP directory has `.metadata`",
     data_suffixes=(".distcp",),
 )

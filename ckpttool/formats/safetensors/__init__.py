@@ -15,12 +15,6 @@ from __future__ import annotations
 
 from ckpttool.catalogue.protocols import Format, deferred
 
-
-def is_file(path: str) -> bool:
-    """Return whether `path` is the name of a single file."""
-    return path.endswith(".safetensors")
-
-
 FORMAT = Format(
     name="safetensors",
     title="safetensors file or directory",
@@ -28,7 +22,9 @@ FORMAT = Format(
     open=deferred(f"{__name__}.reader", "open"),
     create=deferred(f"{__name__}.writer", "create"),
     losses=deferred(f"{__name__}.writer", "losses"),
-    is_file=is_file,
+    is_file=lambda path: path.endswith(".safetensors"),
     splits=True,
+    sorts_names=True,
+    marks="a safetensors file begins with its header, and a directory has `*.safetensors`",
     suffixes=(".safetensors",),
 )

@@ -22,5 +22,7 @@ FORMAT = Format(
     create=deferred(f"{__name__}.writer", "create"),
     losses=deferred(f"{__name__}.writer", "losses"),
     is_file=lambda path: True,
+    any_state=True,
+    marks="a torch.save file begins as a zip archive or with a pickle",
     suffixes=(".pt", ".pth", ".bin", ".ckpt"),
 )
