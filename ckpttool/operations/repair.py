@@ -230,13 +230,13 @@ def _merge_indexes(root: Location, result: Repaired) -> None:
                 name = f"__{absent[0]}.metadata"
                 text = f"{where}`{name}` is missing, the index of rank {absent[0]}"
                 raise CorruptError(text, hint="pass the directory of its node with `--merge`", file=name)
-            rebuild_index.write(folder, rebuild_index.merged(folder))
+            rebuild_index.merge(folder)
             for name in ranked:
                 (folder / name).remove()
             result.done.append(f"{where}one `.metadata` out of {len(ranked)}, an index for each rank")
         elif result.like is not None:
             like = local_path(result.like) / below if below else local_path(result.like)
-            rebuild_index.write(folder, rebuild_index.rebuilt(folder, like))
+            rebuild_index.rebuild(folder, like)
             result.done.append(f"{where}`.metadata` made after that of `{like}`: every item has its dtype and shape")
             is_like_used = True
         else:

@@ -111,11 +111,11 @@ def write(layout: Layout, location: Location) -> None:
     large."""
     location.create(layout.size)
     with closing(files.Pool(writing=True)) as pool:
-        pool.write_all(location, _joined(layout.pieces))
+        pool.write_all(location, joined(layout.pieces))
     layout.pieces = []
 
 
-def _joined(pieces: list[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
+def joined(pieces: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
     """Merge pieces, in the order of the file, that lie close to each other; the gap between them is still empty."""
     start, run = 0, bytearray()
     for offset, data in pieces:

@@ -9,7 +9,6 @@ Only the combined index has integer keys, lists, empty dicts, and one item for t
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -68,11 +67,12 @@ def join(folder: str, planned: Catalogue, rest: Catalogue | None) -> None:
         own, own_names = _read(locate(folder) / REST), planner_data.name_entries(rest).names
         _move_in(folder, own)
     keys, keeper = planner_data.name_entries(planned), keepers(planned)
+    numbers = range(len(saved.files), len(saved.files) + len(own.files))
     entries: dict[str, StoredTensor | Item] = {}
     for path, name in keys.names.items():
         kept = keeper.get(path, path)
         if kept in own_names:
-            entries[name] = _shifted(own.entries[own_names[kept]], len(saved.files))
+            entries[name] = metadata.in_files(own.entries[own_names[kept]], numbers)
             continue
         entry = saved.entries.get(keys.names[kept])
         tensor = planned.entries[path]
@@ -95,12 +95,6 @@ def _move_in(folder: str, own: Metadata) -> None:
         files.rename(location / REST / name, location / new)
         own.files[i] = new
     files.remove(location / REST)
-
-
-def _shifted(entry: StoredTensor | Item, by: int) -> StoredTensor | Item:
-    if isinstance(entry, Item):
-        return entry._replace(file=entry.file + by)
-    return replace(entry, files=array(entry.files.typecode, [file + by for file in entry.files]))
 
 
 def _is_as_planned(entry: StoredTensor, tensor: Tensor) -> bool:

@@ -9,7 +9,6 @@ Each rank's own index has global sizes, the chunks of that rank, and its copy of
 from __future__ import annotations
 
 import re
-from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,17 +56,6 @@ class Index:
     warnings: list[Warning] = field(default_factory=list)
 
 
-def index_files(path: str) -> tuple[Location, list[str]]:
-    """Return the directory and the names of its index files, for the path of either; no names if it has none."""
-    location = locate(path)
-    if not location.is_dir():
-        return location.parent, [] if path.endswith(SUFFIX) else [location.name]
-    names = location.names()
-    if NAME in names:
-        return location, [NAME]
-    return location, sorted(filter(_OF_RANK.fullmatch, names), key=_rank)
-
-
 def _rank(name: str) -> int:
     """Return the rank whose index a file is: 0 for that of all."""
     match = _OF_RANK.fullmatch(name)
@@ -87,13 +75,23 @@ def looks_like(path: str) -> bool:
 
 def read_index(path: str) -> Index:
     """Return the index, merged from all ranks. Raises ReadError if there is none."""
-    folder, names = index_files(path)
+    folder = locate(path)
+    if folder.is_dir():
+        present = folder.names()
+        names = [NAME] if NAME in present else sorted(filter(_OF_RANK.fullmatch, present), key=_rank)
+    else:
+        folder, names = folder.parent, [] if path.endswith(SUFFIX) else [folder.name]
     if not names:
         raise _no_index_error(path, folder)
     sizes = folder.sizes()
     merger = _IndexMerger(folder, sizes)
     for name in names:
-        merger.add(_read_one(folder / name, name), _rank(name))
+        location = folder / name
+        if not location.size():
+            hint = "the save did not finish; use an older step"
+            raise CorruptError(f"`{location}`: is empty", hint=hint, file=location)
+        with location.open() as stream:
+            merger.add(metadata.read(stream, name), _rank(name))
     index = merger.index
     index.name = names[0]
     if len(names) > 1 or _OF_RANK.fullmatch(names[0]):
@@ -104,13 +102,6 @@ def read_index(path: str) -> Index:
             index.warnings.append(Warning("missing-index", text))
     index.warnings += _other_file_warnings(sizes, {f.name for f in index.files}, set(names))
     return index
-
-
-def _read_one(location: Location, name: str) -> Metadata:
-    if not location.size():
-        raise CorruptError(f"`{location}`: is empty", hint="the save did not finish; use an older step", file=location)
-    with location.open() as stream:
-        return metadata.read(stream, name)
 
 
 def _no_index_error(path: str, folder: str) -> ReadError:
@@ -128,31 +119,32 @@ class _IndexMerger:
         self._numbers: dict[str, int] = {}
         self.index = Index(folder, NAME, [], {}, None, None)
 
-    def add(self, metadata: Metadata, rank: int) -> None:
-        numbers = [self._file(name) for name in metadata.files]
+    def add(self, part: Metadata, rank: int) -> None:
+        numbers = [self._file(name) for name in part.files]
+        is_unchanged = numbers == list(range(len(numbers)))
         index = self.index
-        for name, entry in metadata.entries.items():
-            renumbered = _renumbered(entry, numbers)
+        for name, entry in part.entries.items():
+            renumbered = entry if is_unchanged else metadata.in_files(entry, numbers)
             existing = index.entries.get(name)
             if existing is None:
                 index.entries[name] = renumbered
             elif isinstance(existing, Item) and isinstance(renumbered, Item):
                 index.copies.append(Copy(name, rank, existing, renumbered))
             elif isinstance(existing, Item) or isinstance(renumbered, Item):
-                raise CorruptError(f"`{metadata.name}`: `{name}` is bytes on one rank and a tensor on another")
+                raise CorruptError(f"`{part.name}`: `{name}` is bytes on one rank and a tensor on another")
             else:
-                self._join(name, existing, renumbered, metadata.name, rank)
-        if metadata.paths is not None:
-            index.paths = {**(index.paths or {}), **metadata.paths}
-        index.extra = index.extra or metadata.extra
-        index.facts = {**metadata.facts, **index.facts}
-        for function in metadata.harmful:
-            text = f"`{metadata.name}` names `{function}`, which runs code when torch loads it, not in ckpttool"
-            index.warnings.append(Warning("unsafe-global", text, file=metadata.name, names=(function,)))
-        if metadata.strays:
-            strays = some(sorted(set(metadata.strays)))
-            text = f"`{metadata.name}` places {len(metadata.strays)} items that belong to no tensor, or to one twice: "
-            index.warnings.append(Warning("unlisted-tensor", text + strays, file=metadata.name))
+                self._join(name, existing, renumbered, part.name, rank)
+        if part.paths is not None:
+            index.paths = {**(index.paths or {}), **part.paths}
+        index.extra = index.extra or part.extra
+        index.facts = {**part.facts, **index.facts}
+        for function in part.harmful:
+            text = f"`{part.name}` names `{function}`, which runs code when torch loads it, not in ckpttool"
+            index.warnings.append(Warning("unsafe-global", text, file=part.name, names=(function,)))
+        if part.strays:
+            strays = some(sorted(set(part.strays)))
+            text = f"`{part.name}` places {len(part.strays)} items that belong to no tensor, or to one twice: "
+            index.warnings.append(Warning("unlisted-tensor", text + strays, file=part.name))
 
     def _file(self, name: str) -> int:
         number = self._numbers.get(name)
@@ -192,28 +184,21 @@ class _IndexMerger:
             tensor.lengths.append(other.lengths[i])
 
 
-def _renumbered(entry: StoredTensor | Item, numbers: list[int]) -> StoredTensor | Item:
-    if isinstance(entry, Item):
-        return entry._replace(file=numbers[entry.file])
-    if numbers != list(range(len(numbers))):
-        entry.files = array("l", [numbers[n] for n in entry.files])
-    return entry
-
-
 def _other_file_warnings(sizes: Mapping[str, int], mentioned: set[str], indexes: set[str]) -> list[Warning]:
     others = sorted(set(sizes) - mentioned - indexes)
     stale = [name for name in others if name.endswith(SUFFIX)]
-    drafts = [name for name in others if name.endswith((".metadata.tmp", ".metadata.bck"))]
-    indices = [name for name in others if name.endswith(NAME)]
-    others = [name for name in others if name not in {*stale, *drafts, *indices}]
+    stale_indexes = [
+        name for ends in ((".metadata.tmp", ".metadata.bck"), NAME) for name in others if name.endswith(ends)
+    ]
+    others = [name for name in others if name not in {*stale, *stale_indexes}]
     empty = sorted(name for name, size in sizes.items() if not size and name.endswith(SUFFIX))
     warnings = []
     if stale:
         total = sum(sizes[name] for name in stale)
         text = f"{len(stale)} data files of {total} bytes are not mentioned by the index, left over from another save: "
         warnings.append(Warning("stale-file", text + some(stale)))
-    if drafts or indices:
-        warnings.append(Warning("stale-index", f"stale index files are ignored: {some(drafts + indices)}"))
+    if stale_indexes:
+        warnings.append(Warning("stale-index", f"stale index files are ignored: {some(stale_indexes)}"))
     if others:
         text = f"{len(others)} files are not mentioned by the index: {some(others)}"
         warnings.append(Warning("unlisted-file", text, names=tuple(others)))

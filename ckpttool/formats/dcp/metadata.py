@@ -23,7 +23,7 @@ import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -79,6 +79,13 @@ class StoredTensor:
 def items_of(entry: StoredTensor | Item) -> Iterator[Item]:
     """Return the items of an entry: one of each chunk, or that of bytes."""
     return iter((entry,)) if isinstance(entry, Item) else map(entry.item, range(len(entry.files)))
+
+
+def in_files(entry: StoredTensor | Item, numbers: Sequence[int]) -> StoredTensor | Item:
+    """Return an entry with other file numbers: `numbers[i]` for `i`."""
+    if isinstance(entry, Item):
+        return entry._replace(file=numbers[entry.file])
+    return replace(entry, files=array("l", [numbers[i] for i in entry.files]))
 
 
 @dataclass(slots=True, eq=False)

@@ -42,33 +42,27 @@ class _ExpectedItem(NamedTuple):
     chunk: int
 
 
-def merged(folder: str) -> Metadata:
-    """Merge the indexes that the ranks wrote each for itself. Raises CorruptError when they do not agree."""
+def merge(folder: str) -> None:
+    """Write `.metadata`, merged from the indexes of the ranks. Raises CorruptError when they do not agree."""
     with closing(reader.open(folder)) as source:
-        return _metadata(source.index, source.index.entries)
+        _write(folder, source.index, source.index.entries)
 
 
-def rebuilt(folder: str, like: str) -> Metadata:
-    """Build an index for the data files in `folder`, after that of the checkpoint at `like`. Raises ReadError when that
-    has none, CorruptError when the items of a file differ from it."""
+def rebuild(folder: str, like: str) -> None:
+    """Write `.metadata` for the data files in `folder`, after that of the checkpoint at `like`. Raises ReadError when
+    that has none, CorruptError when the items of a file differ from it."""
     with closing(reader.open(like)) as source:
         other = source.index
         placed: dict[tuple[int, int], tuple[int, int]] = {}
         with closing(Pool()) as pool:
             for number, expected in _expected_items(other).items():
                 _locate_items(folder, other.files[number], number, expected, pool, placed)
-        entries = {name: _relocated(entry, placed) for name, entry in other.entries.items()}
-        return _metadata(other, entries)
+        _write(folder, other, {name: _relocated(entry, placed) for name, entry in other.entries.items()})
 
 
-def write(folder: str, metadata: Metadata) -> None:
-    """Write `.metadata`."""
-    (locate(folder) / NAME).put(lambda stream: metadata_writer.write(metadata, stream.write))
-
-
-def _metadata(index: Index, entries: dict[str, StoredTensor | Item]) -> Metadata:
+def _write(folder: str, index: Index, entries: dict[str, StoredTensor | Item]) -> None:
     names = [file.name for file in index.files if not file.scratch]
-    return Metadata(NAME, names, entries, index.paths, index.extra)
+    metadata_writer.publish(folder, Metadata(NAME, names, entries, index.paths, index.extra))
 
 
 def _expected_items(index: Index) -> dict[int, list[_ExpectedItem]]:

@@ -93,15 +93,12 @@ class Replicas:
         first = index.entries[name]
         path = (index.paths or {}).get(name, (name,))
         rank = index.files[copies[0].first.file].rank or 0
-        entries: dict[str, StoredTensor | Item] = {f"{name}.rank_{rank}": first}
-        paths = {f"{name}.rank_{rank}": (*path, f"rank_{rank}")}
+        entries = {f"rank_{rank}": first}
         for copy in copies:
-            key = f"{name}.rank_{copy.rank}"
-            paths[key] = (*path, f"rank_{copy.rank}")
-            entries[key] = copy.again if isinstance(first, Item) else _again(first, copy.again)
-        index.entries = _with_in_place(index.entries, name, entries)
+            entries[f"rank_{copy.rank}"] = copy.again if isinstance(first, Item) else _again(first, copy.again)
+        index.entries = _with_in_place(index.entries, name, {f"{name}.{key}": entries[key] for key in entries})
         if index.paths is not None:
-            index.paths = _with_in_place(index.paths, name, paths)
+            index.paths = _with_in_place(index.paths, name, {f"{name}.{key}": (*path, key) for key in entries})
 
 
 def _with_in_place(table: dict[str, Any], name: str, replacement: dict[str, Any]) -> dict[str, Any]:

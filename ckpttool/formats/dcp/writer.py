@@ -90,32 +90,26 @@ class _DcpSink:
 
     def _write_objects(self) -> dict[Path, Tensor | Object]:
         entries: dict[Path, Tensor | Object] = {}
-        pending, start = bytearray(), 0
         with closing(files.Pool(writing=True)) as pool:
-            for entry in self._planned.objects:
-                location = self.catalogue.files[0].location
-                keys = torch_tree.StorageKeys(self._planned, owner=f"the object `{entry.name}`")
-                base = self._ends[0]
-                layout = torch_zip_writer.lay_out(entry.value, keys.new_tensor, base=base, file=0, root=items.ROOT)
-                self._ends[0] += layout.size
-                self._entries[self._keys.names[entry.path]] = Item(0, base, layout.size)
-                entries[entry.path] = entry
-                entries |= _embedded(self._planned, keys, layout.storages)
-                if layout.storages:
-                    self._late_layouts.append(layout)
-                    for offset, data in layout.pieces:
-                        pool.write(location, offset, data)
-                    continue
-                if base != start + len(pending) or len(pending) > 1 << 20:
-                    pool.write(location, start, bytes(pending))
-                    pending, start = bytearray(), base
-                archive = bytearray(layout.size)
-                for offset, data in [*layout.pieces, *layout.patches(lambda record: 0)]:
-                    archive[offset - base : offset - base + len(data)] = data
-                pending += archive
-            if entries:
-                pool.write(location, start, bytes(pending))
+            if any(self._planned.objects):
+                pool.write_all(self.catalogue.files[0].location, torch_zip_writer.joined(self._archives(entries)))
         return entries
+
+    def _archives(self, entries: dict[Path, Tensor | Object]) -> Iterator[tuple[int, bytes]]:
+        """Yield what is known of the items of objects, in the order of the file; `entries` get what is in them."""
+        for entry in self._planned.objects:
+            keys = torch_tree.StorageKeys(self._planned, owner=f"the object `{entry.name}`")
+            base = self._ends[0]
+            layout = torch_zip_writer.lay_out(entry.value, keys.new_tensor, base=base, file=0, root=items.ROOT)
+            self._ends[0] += layout.size
+            self._entries[self._keys.names[entry.path]] = Item(0, base, layout.size)
+            entries[entry.path] = entry
+            entries |= _embedded(self._planned, keys, layout.storages)
+            if layout.storages:
+                self._late_layouts.append(layout)
+                yield from layout.pieces
+            else:
+                yield from sorted([*layout.pieces, *layout.patches(lambda record: 0)])
 
     # Tensors ---------------------------------------------------------------------------------------------------------
 
@@ -176,7 +170,7 @@ class _DcpSink:
     def _frames(self, crcs: Crcs) -> Iterator[tuple[int, int, bytes]]:
         """Yield heads and tails of the items: the tail of one and the head of the next are one write."""
         pending: dict[int, tuple[int, bytes]] = {}
-        for tensor in _stored(self.catalogue):
+        for tensor in (t for t in self.catalogue.tensors if t.alias is None and not t.embedded):
             chunks = tensor.chunks
             for sizes, number, payload in zip(chunks.sizes, chunks.file, chunks.offset, strict=True):
                 frame = template(tensor.dtype, sizes)
@@ -189,11 +183,6 @@ class _DcpSink:
                 pending[number] = (payload + frame.nbytes, frame.tail_with(crc))
         for number, (start, data) in pending.items():
             yield number, start, data
-
-
-def _stored(catalogue: Catalogue) -> Iterator[Tensor]:
-    """Yield the tensors that have items of their own."""
-    return (t for t in catalogue.tensors if t.alias is None and not t.embedded)
 
 
 def _frames_of(dtype: Dtype, chunks: Chunks) -> dict[Ints, tuple[int, int, int]]:
