@@ -62,7 +62,8 @@ def rebuild(folder: str, like: str) -> None:
 
 def _write(folder: str, index: Index, entries: dict[str, StoredTensor | Item]) -> None:
     names = [file.name for file in index.files if not file.scratch]
-    metadata_writer.publish(folder, Metadata(NAME, names, entries, index.paths, index.extra))
+    metadata = Metadata(NAME, names, entries, index.paths, index.extra)
+    (locate(folder) / NAME).put(lambda stream: metadata_writer.write(metadata, stream.write))
 
 
 def _expected_items(index: Index) -> dict[int, list[_ExpectedItem]]:
