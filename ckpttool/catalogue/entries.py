@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -176,9 +177,8 @@ class Chunks(Sequence[Chunk]):
 
     def shifted(self, by: int) -> Chunks:
         """The same chunks when `by` other files come before theirs. Pure."""
-        files = array("l", [file + by for file in self.file])
-        result = Chunks.from_columns(self.offsets, self.sizes, files, self.offset, self.nbytes, item=self.item)
-        result.strides, result.codecs = self.strides, self.codecs
+        result = copy(self)
+        result.file = array("l", [file + by for file in self.file])
         result.records = {i: record.shifted(by) for i, record in self.records.items()}
         return result
 

@@ -59,10 +59,7 @@ def assign(catalogue: Catalogue) -> None:
     for path, entry in catalogue.entries.items():
         node = root
         for key in path:
-            child = node.children.get(key)
-            if child is None:
-                child = node.children[key] = _Node()
-            node = child
+            node = node.children.get(key) or node.children.setdefault(key, _Node())
         node.entry = entry
     for node, part in _parts_below(root, (), 0):
         for entry in _entries(node):

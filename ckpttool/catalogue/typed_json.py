@@ -42,14 +42,10 @@ def key(value: Any, *, name: str = "value") -> str:
 def same(one: Any, other: Any) -> bool:
     """Return whether two values are the same, bit for bit and type for type: NaN equals itself, 1 is not 1.0. Values
     without JSON are the same if their `repr` is."""
-    return _key_or_repr(one) == _key_or_repr(other)
-
-
-def _key_or_repr(value: Any) -> str:
     try:
-        return key(value)
+        return key(one) == key(other)
     except LossError:
-        return repr(value)
+        return repr(one) == repr(other)
 
 
 class _Encoder:

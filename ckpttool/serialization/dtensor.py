@@ -90,22 +90,19 @@ def replace(tree: Any, shards: list[Shard] | None = None) -> Any:
         call = _wrapper(stub)
         if call is None:
             return stub
-        shard = _parse(call, known, dotted(path))
+        name = dotted(path)
+        try:
+            shard = _dtensor(call, known) if call.kind == "DTensor" else _sharded_tensor(call)
+        except CkptError as error:
+            raise error.prefixed(f"tensor `{name}`", tensor=name) from None
+        except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+            # Anything may stand anywhere in a pickle that was made up; each would need a question of its own.
+            raise CorruptError(f"tensor `{name}`: not a {call.kind} as torch writes it: {error}", tensor=name) from None
         if shards is not None:
             shards.append(shard)
         return shard
 
     return replaced(tree, Stub, shard_of)
-
-
-def _parse(call: _Call, known: _Known, name: str) -> Shard:
-    try:
-        return _dtensor(call, known) if call.kind == "DTensor" else _sharded_tensor(call)
-    except CkptError as error:
-        raise error.prefixed(f"tensor `{name}`", tensor=name) from None
-    except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
-        # Anything may stand anywhere in a pickle that was made up; each of these would need a question of its own.
-        raise CorruptError(f"tensor `{name}`: not a {call.kind} as torch writes it: {error}", tensor=name) from None
 
 
 class _Call(NamedTuple):
@@ -178,11 +175,9 @@ def _sharded_tensor(call: _Call) -> Shard:
         offsets, sizes = _ints(box.get("shard_offsets"), "offset"), _ints(box.get("shard_sizes"), "shard's size")
         ref = _local(state.get("tensor"), "shard")
         if ref.shape != sizes or len(offsets) != len(shape) or len(sizes) != len(shape):
-            raise CorruptError(
-                f"a shard {list(ref.shape)} where its metadata says {list(sizes)} at {list(offsets)} of {list(shape)}",
-                found=list(ref.shape),
-                expected=list(sizes),
-            )
+            have, want = list(ref.shape), list(sizes)
+            message = f"a shard {have} where its metadata says {want} at {list(offsets)} of {list(shape)}"
+            raise CorruptError(message, found=have, expected=want)
         boxes.append(LocalBox(offsets, sizes, ref))
     dtype = boxes[0].ref.dtype if boxes else call.dtype
     if dtype is None:

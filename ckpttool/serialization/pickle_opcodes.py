@@ -60,13 +60,13 @@ def _run(top: int) -> re.Pattern[bytes]:
 _row: Callable[[bytes, int], re.Match[bytes]] = re.compile(b"\\x94*").match  # type: ignore[assignment]
 
 
-def end_of(data: bytes, *, limit: int | None = None) -> int | None:
+def end_of(data: bytes) -> int | None:
     """Where the pickle at the beginning of `data` ends; None when `data` ends first.
 
-    Raises CorruptError for what no pickle of its size needs: a memo index or a length past `limit` (the length of
-    `data`), an extension code, an opcode that there is not.
+    Raises CorruptError for what no pickle of its size needs: a memo index or a length past that of `data`, an
+    extension code, an opcode that there is not.
     """
-    end, is_whole = _walk(data, len(data) if limit is None else limit)
+    end, is_whole = _walk(data, len(data))
     return end if is_whole else None
 
 

@@ -29,10 +29,8 @@ MAX_HEADER = 100_000_000  # upstream's MAX_HEADER_SIZE: a longer one cannot be o
 METADATA = "__metadata__"
 
 # The enum of `tensor.rs`, which is sorted by alignment; files hold their tensors in descending order of it.
-_ORDER = """
-    BOOL F4 F6_E2M3 F6_E3M2 U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ I16 U16 F16 BF16 I32 U32 F32 C64 F64
-    I64 U64
-"""
+_ORDER = """BOOL F4 F6_E2M3 F6_E3M2 U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ I16 U16 F16 BF16 I32 U32 F32
+    C64 F64 I64 U64"""
 _RANK = {name: -n for n, name in enumerate(_ORDER.split())}
 _LENGTH = struct.Struct("<Q")
 _TRUNCATED = "the file is truncated or still being written"
@@ -90,11 +88,10 @@ def read_header(read: Read, base: int, length: int, *, name: str, exact: bool = 
         message = f"{name}: the header begins with {text[:1]!r}, not with `{{`"
         raise CorruptError(message, hint="this may not be a safetensors file")
     table: dict[str, Any] = strict_json.parse(text, f"{name}: the header")
-    metadata = table.pop(METADATA, None)
-    metadata = {} if metadata is None else metadata
+    metadata = {} if table.get(METADATA) is None else table[METADATA]
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CorruptError(f"{name}: `{METADATA}` in the header is not an object of strings")
-    tensors = {tensor: _entry(tensor, info, payload, name) for tensor, info in table.items()}
+    tensors = {tensor: _entry(tensor, info, payload, name) for tensor, info in table.items() if tensor != METADATA}
     # Writers need not list tensors in the order of their bytes.
     tensors = dict(sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)))
     end = _check_tiling(tensors, payload, name)
@@ -105,9 +102,8 @@ def read_header(read: Read, base: int, length: int, *, name: str, exact: bool = 
         raise CorruptError(message, hint=_TRUNCATED, tensor=last, found=limit, expected=end)
     if exact and end < limit:
         message = f"{name}: the file has {limit} bytes, but the tensors in its header end at {end}"
-        raise CorruptError(
-            message, hint="something was appended to the file, or its header was changed", found=limit, expected=end
-        )
+        hint = "something was appended to the file, or its header was changed"
+        raise CorruptError(message, hint=hint, found=limit, expected=end)
     return Header(tensors, metadata, payload, end)
 
 

@@ -28,14 +28,6 @@ MAX_JSON = 1 << 30  # bytes
 _WINDOW = 1 << 16
 
 
-def check_values(text: bytes, what: str) -> None:
-    """Raises CorruptError when JSON could hold far more values than one of its size does that somebody wrote."""
-    most = MAX_VALUES + len(text) // BYTES_PER_VALUE
-    if len(text) > MAX_VALUES and (count := sum(map(text.count, (b",", b"[", b"{")))) > most:
-        message = f"{what} has up to {count} values, more than the {most} that JSON of {len(text)} bytes may have"
-        raise CorruptError(message, found=count, expected=most)
-
-
 def check_beginning(window: bytes, what: str) -> None:
     """Raises CorruptError when JSON cannot begin like this: a file may be a hole of any length."""
     if b"\0" in window:
@@ -45,7 +37,10 @@ def check_beginning(window: bytes, what: str) -> None:
 def parse(text: bytes, what: str) -> Any:
     """The value that `text` spells. Raises CorruptError; `what` is the subject of its message."""
     check_beginning(text[:_WINDOW], what)
-    check_values(text, what)
+    most = MAX_VALUES + len(text) // BYTES_PER_VALUE
+    if len(text) > MAX_VALUES and (count := sum(map(text.count, (b",", b"[", b"{")))) > most:
+        message = f"{what} has up to {count} values, more than the {most} that JSON of {len(text)} bytes may have"
+        raise CorruptError(message, found=count, expected=most)
     try:
         return json.loads(text.decode("utf-8"), object_pairs_hook=_once, parse_constant=_no_constant)
     except UnicodeDecodeError as error:

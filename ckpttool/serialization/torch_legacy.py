@@ -58,9 +58,8 @@ class Stream:
         need = (start + numel) * storage.itemsize
         if start < 0 or numel < 0 or need > have:
             message = f"{self.name}: storage `{storage.key}` has {have} bytes, but {need} are needed"
-            raise CorruptError(
-                message, hint="the file is truncated or was changed after it was written", found=have, expected=need
-            )
+            hint = "the file is truncated or was changed after it was written"
+            raise CorruptError(message, hint=hint, found=have, expected=need)
         begin, nbytes, strides = ref.span()
         return Extent(0, offset + start * storage.itemsize + begin, nbytes, strides, ref.codec)
 

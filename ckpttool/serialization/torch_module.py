@@ -66,8 +66,9 @@ def replace_modules(value: Any, dropped: Dropped) -> Any:
 
 
 def _replace(value: Any, dropped: Dropped, done: dict[int, Any], depth: int) -> Any:
-    if isinstance(value, Stub):
-        return state_dict(value, dropped) if is_module(value) else value
+    if isinstance(value, Stub) and is_module(value):
+        dropped.modules.append(stub_name(value) or "")
+        return _state_dict(value, dropped)
     if not isinstance(value, (dict, list)) or depth > _MAX_DEPTH:
         return value
     if id(value) not in done:
@@ -81,19 +82,12 @@ def _replace(value: Any, dropped: Dropped, done: dict[int, Any], depth: int) -> 
     return done[id(value)]
 
 
-def state_dict(module: Stub, dropped: Dropped) -> OrderedDict[str, Any]:
-    """The state dict of a module, in the order of `nn.Module.state_dict`."""
-    result: OrderedDict[str, Any] = OrderedDict()
-    dropped.modules.append(stub_name(module) or "")
-    _collect(module, "", result, dropped, 0)
-    return result
-
-
 # Every module has these; nobody misses them.
 _USUAL = {"training", "_is_full_backward_hook", "_non_persistent_buffers_set", "call_super_init", "dump_patches", *_OWN}
 
 
-def _collect(module: Any, prefix: str, result: OrderedDict[str, Any], dropped: Dropped, depth: int) -> None:
+def _state_dict(module: Any, dropped: Dropped, prefix: str = "", depth: int = 0) -> OrderedDict[str, Any]:
+    """The state dict of a module, in the order of `nn.Module.state_dict`."""
     if depth > _MAX_DEPTH:
         raise CorruptError(f"the module `{prefix[:80]}` is nested more than {_MAX_DEPTH} deep")
     state = _state(module)
@@ -101,30 +95,23 @@ def _collect(module: Any, prefix: str, result: OrderedDict[str, Any], dropped: D
     passing = passing if isinstance(passing, (set, frozenset, list)) else ()
     dropped.buffers += [f"{prefix}{k}" for k, v in state["_buffers"].items() if v is not None and k in passing]
     buffers = {k: v for k, v in state["_buffers"].items() if k not in passing}
-    for name, value in (*state["_parameters"].items(), *buffers.items()):
-        if value is not None:
-            result[f"{prefix}{name}"] = value
+    own = (*state["_parameters"].items(), *buffers.items())
+    result = OrderedDict((f"{prefix}{name}", value) for name, value in own if value is not None)
     dropped.attributes |= {str(k) for k, v in state.items() if k not in _USUAL and v is not None and v != {}}
     for name, child in state["_modules"].items():
         if is_module(child):
-            _collect(child, f"{prefix}{name}.", result, dropped, depth + 1)
+            result |= _state_dict(child, dropped, f"{prefix}{name}.", depth + 1)
         elif child is not None:
             result[f"{prefix}{name}"] = child
-
-
-def script_tensors(root: Any, dropped: Dropped) -> OrderedDict[str, Any]:
-    """Every tensor of a TorchScript object, under the dotted path of its attribute."""
-    result: OrderedDict[str, Any] = OrderedDict()
-    _collect_script(root, "", result, dropped, 0)
     return result
 
 
-def _collect_script(value: Any, prefix: str, result: OrderedDict[str, Any], dropped: Dropped, depth: int) -> None:
+def script_tensors(value: Any, dropped: Dropped, prefix: str = "", depth: int = 0) -> OrderedDict[str, Any]:
+    """Every tensor of a TorchScript object, under the dotted path of its attribute."""
     if depth > _MAX_DEPTH:
         raise CorruptError(f"the script's object `{prefix[:80]}` is nested more than {_MAX_DEPTH} deep")
     if isinstance(value, (TensorRef, StorageRef)):
-        result[prefix] = value
-        return
+        return OrderedDict({prefix: value})
     items: Any = ()
     if isinstance(value, Stub) and (stub_name(value) or "").startswith("torch.jit._pickle.") and value.args:
         # `restore_type_tag([...], "List[Tensor]")` and its like: a container with its type.
@@ -138,5 +125,7 @@ def _collect_script(value: Any, prefix: str, result: OrderedDict[str, Any], drop
         items = enumerate(value)
     elif value is not None and (name := prefix.rpartition(".")[2]) not in _USUAL:
         dropped.attributes.add(name)
+    result: OrderedDict[str, Any] = OrderedDict()
     for key, child in items:
-        _collect_script(child, f"{prefix}.{key}" if prefix else str(key), result, dropped, depth + 1)
+        result |= script_tensors(child, dropped, f"{prefix}.{key}" if prefix else str(key), depth + 1)
+    return result

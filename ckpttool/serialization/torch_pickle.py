@@ -7,7 +7,6 @@ A storage is a persistent id `("storage", torch.FloatStorage, key, location, num
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -188,9 +187,9 @@ def storage_dtype(kind: Any) -> Dtype | None:
     return BY_STORAGE.get(name)
 
 
-def load(stream: io.BufferedIOBase | io.BytesIO | bytes, what: str) -> Any:
+def load(data: bytes, what: str) -> Any:
     """The tree of a torch pickle: plain values and stubs, with a `TensorRef` for each tensor."""
-    return unpickler.load(stream, what=what, known=KNOWN, persistent=persistent_load)
+    return unpickler.load(data, what=what, known=KNOWN, persistent=persistent_load)
 
 
 @dataclass(frozen=True, slots=True)

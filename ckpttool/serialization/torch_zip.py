@@ -101,14 +101,11 @@ class Archive:
             return Extent(self.file, self.base, 0)
         storage = ref.storage
         record = self.payload(f"{folder}/{storage.key}")
-        if record.nbytes < storage.nbytes:
-            raise CorruptError(
-                f"{self.name}: record `data/{storage.key}` has {record.nbytes} bytes, but its storage needs "
-                f"{storage.nbytes}",
-                hint="the file is truncated or was changed after it was written",
-                found=record.nbytes,
-                expected=storage.nbytes,
-            )
+        have, need = record.nbytes, storage.nbytes
+        if have < need:
+            message = f"{self.name}: record `data/{storage.key}` has {have} bytes, but its storage needs {need}"
+            hint = "the file is truncated or was changed after it was written"
+            raise CorruptError(message, hint=hint, found=have, expected=need)
         swap = ("swap",) if self.swapped and ref.dtype.word > 1 else ()
         begin, nbytes, strides = ref.span()
         return Extent(self.file, record.offset + begin, nbytes, strides, (*swap, *ref.codec), record)
@@ -168,9 +165,8 @@ def _read_directory(
     for _ in range(count):
         if at + CENTRAL.size > len(directory):
             raise _not_an_archive(name, "its directory is cut")
-        (signature, _, _, flags, method, _, _, crc, packed, nbytes, name_len, extra_len, comment_len, *_, offset) = (
-            CENTRAL.unpack_from(directory, at)
-        )
+        row = CENTRAL.unpack_from(directory, at)
+        signature, _, _, flags, method, _, _, crc, packed, nbytes, name_len, extra_len, comment_len, *_, offset = row
         if signature != b"PK\1\2":
             raise _not_an_archive(name, "its directory is damaged")
         at += CENTRAL.size
@@ -298,9 +294,8 @@ def resolve_item(read: Read, base: int, length: int, *, name: str, file: int, dt
     if not isinstance(ref, TensorRef):
         raise CorruptError(f"{name}: holds a value where the metadata says a tensor")
     if ref.shape != sizes or ref.dtype != dtype:
-        message = f"{name}: holds {ref.dtype} {list(ref.shape)}, but the metadata says {dtype} {list(sizes)}"
+        found, expected = f"{ref.dtype} {list(ref.shape)}", f"{dtype} {list(sizes)}"
+        message = f"{name}: holds {found}, but the metadata says {expected}"
         hint = "the data file and `.metadata` are not of the same save"
-        raise CorruptError(
-            message, hint=hint, found=f"{ref.dtype} {list(ref.shape)}", expected=f"{dtype} {list(sizes)}"
-        )
+        raise CorruptError(message, hint=hint, found=found, expected=expected)
     return archive.extent(ref)

@@ -65,9 +65,8 @@ class Layout:
         crcs: list[int] = []
         patches: list[tuple[int, bytes]] = []
         for i, (header, at, nbytes) in enumerate(zip(columns.headers, columns.payloads, columns.nbytes, strict=True)):
-            crc = known.get(i)
-            if crc is None:
-                crc = crc_of(Record(self.file, base + at, nbytes)) if nbytes else 0
+            unknown = nbytes and i not in known
+            crc = crc_of(Record(self.file, base + at, nbytes)) if unknown else known.get(i, 0)
             crcs.append(crc)
             if nbytes:
                 patches.append((base + at + nbytes, _descriptor(crc, nbytes, header)))
@@ -79,12 +78,9 @@ class Layout:
         columns = self._columns
         names = columns.names.split(b"\n")
         for name, crc, nbytes, header in zip(names, crcs, columns.nbytes, columns.headers, strict=True):
-            extra = _zip64(nbytes, header)
-            size, at = min(nbytes, 0xFFFFFFFF), min(header, 0xFFFFFFFF)
-            out += CENTRAL.pack(
-                b"PK\1\2", 0, 0, _flags(nbytes), 0, 0, 0, crc, size, size, len(name), len(extra), 0, 0, 0, 0, at
-            )
-            out += name + extra
+            extra, size, at = _zip64(nbytes, header), min(nbytes, 0xFFFFFFFF), min(header, 0xFFFFFFFF)
+            row = crc, size, size, len(name), len(extra)
+            out += CENTRAL.pack(b"PK\1\2", 0, 0, _flags(nbytes), 0, 0, 0, *row, 0, 0, 0, 0, at) + name + extra
         start, n, size = columns.end, len(names), len(out)
         out += END64.pack(b"PK\6\6", END64.size - 12, 0x031E, 0x2D, 0, 0, n, n, size, start)
         out += LOCATOR64.pack(b"PK\6\7", 0, start + size, 1)
@@ -166,12 +162,8 @@ def lay_out(
         return tensor
 
     data = torch_pickle.dump(tree, noting, wrapper_of)
-    before = {
-        "data.pkl": data,
-        ".format_version": b"1",
-        ".storage_alignment": str(ALIGNMENT).encode(),
-        "byteorder": b"little",
-    }
+    alignment = str(ALIGNMENT).encode()
+    before = {"data.pkl": data, ".format_version": b"1", ".storage_alignment": alignment, "byteorder": b"little"}
     after = {"version": b"3\n", ".data/serialization_id": _serialization_id(data)}
     names = (*before, *(f"data/{key}" for key in sizes), *after)
     columns = _arranged(root, names, (*map(len, before.values()), *sizes.values(), *map(len, after.values())))

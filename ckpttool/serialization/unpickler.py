@@ -29,16 +29,12 @@ from ckpttool.serialization.unsafe_globals import note
 # What REDUCE calls. Each raises TypeError, which `Known` explains, for a call that pickle itself never makes.
 
 
-def _latin1(text: str, encoding: str) -> bytes:
+def _latin1(text: Any = "", encoding: Any = "latin1") -> bytes:
     # How protocol 2 spells bytes. Any other codec could be made to do work (or to import).
     if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
         raise TypeError
     spend(len(text))
     return text.encode("latin1")
-
-
-def _encode(text: Any = "", encoding: Any = "latin1") -> bytes:
-    return _latin1(text, encoding)
 
 
 def _bytes() -> bytes:
@@ -112,7 +108,7 @@ def _ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
 
 REAL = known_names(
     ("collections", "OrderedDict", _ordered),
-    ("_codecs", "encode", _encode),
+    ("_codecs", "encode", _latin1),
     ("torch", "Size", _size),
     ("builtins", "set", _set),
     ("builtins", "frozenset", _frozenset),
@@ -170,26 +166,16 @@ class _Unpickler(pickle.Unpickler):
         return self._persistent(pid)
 
 
-def load(
-    stream: io.BufferedIOBase | io.BytesIO | bytes,
-    *,
-    what: str,
-    known: Names | None = None,
-    persistent: Callable[[Any], Any] | None = None,
-) -> Any:
-    """Read one pickle from `stream` without running anything in it; what follows it is left in the stream.
+def load(data: bytes, *, what: str, known: Names | None = None, persistent: Callable[[Any], Any] | None = None) -> Any:
+    """Read the pickle that `data` begins with, without running anything in it.
 
     `what` names it for errors. `known` answers some names with something better than a stub; `persistent` answers
     persistent ids. Raises CorruptError for anything that is not a whole pickle.
     """
-    start = 0 if isinstance(stream, bytes) else stream.tell()
-    data = stream if isinstance(stream, bytes) else stream.read()
     try:
         end = pickle_opcodes.check(data)
         if end is None:
             raise CorruptError(f"{what}: not a whole pickle: it ends too early")
-        if not isinstance(stream, bytes):
-            stream.seek(start + end)
         with no_garbage_collection(), copies_limited(len(data)):
             return _loaded(count_tuples(data, end), _Unpickler(data, known or {}, persistent))
     except CkptError as error:
