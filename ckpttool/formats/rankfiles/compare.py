@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -93,8 +94,7 @@ def same_value(a: Object, b: Object) -> bool:
         return False
 
 
-Counters = dict[str, dict[Path, dict[int, Entry]]]
-"""Counters that differ from those of the catalogue: kind -> path -> rank -> entry."""
+Counters = dict[str, dict[Path, dict[int, Entry]]]  # that differ from the catalogue's: kind -> path -> rank -> entry
 
 
 def is_counter(kind: str, path: Path, entry: Entry) -> bool:
@@ -123,12 +123,10 @@ def two_saves(
     if not proofs:
         return None
     path, *further = proofs
-    of_ranks = proofs[path]
-    ranks_by_value: dict[str, list[int]] = {}
+    ranks_by_value: dict[str, list[int]] = defaultdict(list)
     for rank in names:
-        if rank in of_ranks or rank not in absent.get(path, ()):
-            value = _value(of_ranks.get(rank, catalogue.entries[path]), comparer)
-            ranks_by_value.setdefault(value, []).append(rank)
+        if rank in proofs[path] or rank not in absent.get(path, ()):
+            ranks_by_value[_value(proofs[path].get(rank, catalogue.entries[path]), comparer)].append(rank)
     shown = [
         f"{value} on {rank_ranges(ranks)} ({some([names[rank].strip('`') for rank in ranks])})"
         for value, ranks in ranks_by_value.items()
@@ -138,9 +136,9 @@ def two_saves(
     return CorruptError(
         f"the files are of {many} saves: `{dotted(path)}` differs between ranks: {' and '.join(shown[:4])}{more}",
         hint="take all files from one save: what is made of several is a model that never was",
-        ranks=sorted(of_ranks),
-        found=ranks_by_value,
-        entries=[dotted(p) for p in [*proofs][:100]],
+        ranks=sorted(proofs[path]),
+        found=dict(ranks_by_value),
+        entries=[*map(dotted, [*proofs][:100])],
     )
 
 
@@ -148,13 +146,12 @@ def check_parts(patterns: Mapping[str, str], loaded: Mapping[Path, RankFile]) ->
     """Raise ReadError if the files of one part are whole training states and those of another have weights, too: these
     are two runs in a directory. `patterns` are the names of the files of each part."""
     whole, weights = [], []
-    for root, file in loaded.items():
-        part = str(root[0]) if root else ""
+    for (part, *_), file in loaded.items():
         kinds = _kinds_in(file.tree)
         if {"model", "optimizer"} <= kinds:
-            whole.append(patterns[part])
+            whole.append(patterns[str(part)])
         elif kinds & {"model", "optimizer"} and parts.kind_of_key(part) not in _MINOR:
-            weights.append(patterns[part])
+            weights.append(patterns[str(part)])
     sets = [*whole, *weights]
     if whole and len(sets) > 1:
         choices = " or ".join([f"`'{pattern}'`" for pattern in sets[:4]])

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -108,7 +108,7 @@ def recognise(path: str) -> bool:
     location = locate(path)
     is_pattern = location.is_pattern()
     if is_pattern or location.is_dir():
-        names = _matches(location) if is_pattern else _files_in(location)
+        names = _candidates(location)
         return bool(_rank_files(names, is_named=is_pattern) or _with_shards(names, any_of=is_pattern))
     if not location.is_file() or not reading.is_torch(location):
         return False
@@ -124,7 +124,7 @@ def find(path: str) -> RankSet:
     is_pattern = location.is_pattern()
     if not is_pattern and not location.is_dir():
         return _around(location)
-    names = _matches(location) if is_pattern else _files_in(location)
+    names = _candidates(location)
     members = _rank_files(names, is_named=is_pattern) or _by_contents(_with_shards(names, any_of=is_pattern))
     if not members:
         raise ReadError(f"`{path}`: has no rank files", hint="name the files: `'run/*rank*.pt'`", file=path)
@@ -134,7 +134,13 @@ def find(path: str) -> RankSet:
     worlds = sorted({world for _, world, _ in groups if world is not None})
     plain = {re.sub(r"\d+", "", stem) for stem, _, _ in groups}
     if len(worlds) > 1 or len(plain) < len(groups):
-        raise _several(location, groups, worlds)
+        patterns = [_pattern_of(group[0]) for group in groups.values()]
+        what, name = f"{len(groups)} sets of rank files", patterns[-1]
+        if len(worlds) > 1:
+            what = f"rank files of saves by {' and by '.join(map(str, worlds))} ranks"
+            name = f"*world_size_{worlds[-1]}_rank_*"
+        hint = f"name one: `'{(location.parent if is_pattern else location) / name}'`"
+        raise ReadError(f"`{location}`: has {what}: {some(patterns, 6)}", hint=hint, file=location, found=patterns)
     keys = _keys([stem for stem, _, _ in groups])
     sets = {keys[stem]: _by_rank(group) for (stem, _, _), group in groups.items()}
     used = {m.path for m in members}
@@ -154,19 +160,6 @@ def _by_rank(members: list[Member]) -> dict[int, Location]:
                 files=[paths[m.rank], m.path],
             )
     return paths
-
-
-def _several(
-    path: Location, groups: Mapping[tuple[str, int | None, str], list[Member]], worlds: list[int]
-) -> ReadError:
-    patterns = [_pattern_of(members[0]) for members in groups.values()]
-    folder = path if path.is_dir() else path.parent
-    what, name = f"{len(groups)} sets of rank files", patterns[-1]
-    if len(worlds) > 1:
-        what = f"rank files of saves by {' and by '.join(map(str, worlds))} ranks"
-        name = f"*world_size_{worlds[-1]}_rank_*"
-    message = f"`{path}`: has {what}: {some(patterns, 6)}"
-    return ReadError(message, hint=f"name one: `'{folder / name}'`", file=path, found=patterns)
 
 
 def _pattern_of(rank_file: Member) -> str:
@@ -201,17 +194,10 @@ def _like(this: Member) -> list[Member]:
 def _beside(path: Location) -> list[Location]:
     """Return the files whose paths differ from this one only in numbers: in its directory, or in the directories beside
     it."""
-    folder, name = path.parent, path.name
-    if any(c.isdigit() for c in name):
-        paths = [folder / other for other in _listed(folder) if _same_but_numbers(other, name)]
-    else:
-        above = folder.parent
-        paths = [above / other / name for other in _listed(above) if _same_but_numbers(other, folder.name)]
+    numbered = path if any(c.isdigit() for c in path.name) else path.parent
+    alike = [n for n in _listed(numbered.parent) if re.sub(r"\d+", "#", n) == re.sub(r"\d+", "#", numbered.name)]
+    paths = [numbered.parent / n if numbered is path else numbered.parent / n / path.name for n in alike]
     return [other for other in paths if other.is_file()]
-
-
-def _same_but_numbers(a: str, b: str) -> bool:
-    return re.sub(r"\d+", "#", a) == re.sub(r"\d+", "#", b)
 
 
 def _with_shards(paths: list[Location], *, any_of: bool = False) -> list[Location]:
@@ -228,12 +214,12 @@ def _by_contents(paths: list[Location]) -> list[Member]:
     members: dict[tuple[str, int], Member] = {}
     with closing(files.Pool()) as pool:
         for path in paths:
-            match = _NAMED.fullmatch(path.name)
-            stem, ending = (match["stem"], match["ending"]) if match is not None else (path.name, "")
-            stem = _COUNT.sub("", stem).strip("._-")
             rank = reading.load(pool, path).rank
             if rank is None:
                 continue
+            match = _NAMED.fullmatch(path.name)
+            stem, ending = match.group("stem", "ending") if match is not None else (path.name, "")
+            stem = _COUNT.sub("", stem).strip("._-")
             other = members.setdefault((stem, rank), Member(path, stem, rank, None, ending)).path
             if other != path:
                 raise CorruptError(
@@ -264,21 +250,22 @@ def _files_in(folder: Location) -> list[Location]:
     return paths
 
 
-def _matches(pattern: Location) -> list[Location]:
-    return [path for path in pattern.matches()[:_MOST] if path.is_file()]
+def _candidates(location: Location) -> list[Location]:
+    """Return the files of a directory or a pattern."""
+    if not location.is_pattern():
+        return _files_in(location)
+    return [path for path in location.matches()[:_MOST] if path.is_file()]
 
 
 def _rank_files(paths: Iterable[Location], *, is_named: bool = False) -> list[Member]:
     """Return the rank files among paths. A name with a rank is sufficient; a number is a rank if the contents show it,
     or if the user named the files with a pattern (`is_named`)."""
-    members = [m for path in paths if (m := member(path)) is not None]
-    named = [m for m in members if not m.numbered]
+    stems: dict[str, list[Member]] = defaultdict(list)
+    named: list[Member] = []
+    for m in filter(None, map(member, paths)):
+        (stems[m.stem] if m.numbered else named).append(m)
     if any(reading.is_torch(m.path) for m in named):
         return named
-    stems: dict[str, list[Member]] = defaultdict(list)
-    for m in members:
-        if m.numbered:
-            stems[m.stem].append(m)
     return [m for members in stems.values() if _are_ranks(members, is_named) for m in members]
 
 

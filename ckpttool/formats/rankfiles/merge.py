@@ -31,6 +31,7 @@ from ckpttool.serialization.dtensor import Shard
 from ckpttool.storage import files
 from ckpttool.text import rank_ranges, some
 
+ONE_SAVE = "the files are not of one save: copy all of them again from the same step"
 _MOST_FAULTS = 100
 _MOST_BUFFERS = 2  # names: `running_mean` and `running_var`
 _STATE = ("model", "optimizer")
@@ -250,7 +251,7 @@ class RankMerger:
         a, b = holder.file_of(path).name, state.file_of(path).name
         self._shapes[path] = CorruptError(
             f"ranks {holder.rank} and {state.rank} disagree on `{dotted(path)}`: {expected} in `{a}`, {found} in `{b}`",
-            hint="the files are not of one save: copy all of them again from the same step",
+            hint=ONE_SAVE,
             tensor=dotted(path),
             ranks=[holder.rank, state.rank],
             files=[a, b],
@@ -359,15 +360,16 @@ class RankMerger:
             absent = (self._absent[path] for path in self._absent if path[: len(unit)] == unit)
             have = self._files_of(sorted(set(self._seen).difference(*absent)))
             what = f"`{dotted(unit)}`" if unit else "the state"
-            text = f"{what} is empty on {rank_ranges(ranks)}, and taken from {have}"
-            catalogue.warnings.append(Warning("per-rank", text))
+            self._warn(f"{what} is empty on {rank_ranges(ranks)}, and taken from {have}")
         kept = [path for path in catalogue.entries if self._absent.get(path, set()) - self._hollow_at(path)]
         if kept:
-            text = f"{len(kept)} entries are in the files of some ranks only, and kept: {_names(kept)}"
-            catalogue.warnings.append(Warning("per-rank", text))
+            self._warn(f"{len(kept)} entries are in the files of some ranks only, and kept: {_names(kept)}")
         if self._unread:
             text = f"{len(self._unread)} tensors that several ranks have were not compared, which would take reading"
             catalogue.warnings.append(Warning("not-compared", f"{text} them: {_names(self._unread)}"))
+
+    def _warn(self, text: str) -> None:
+        self._catalogue.warnings.append(Warning("per-rank", text))
 
     def _spread(self) -> None:
         """Replace each unit, where its first entry stands, by those of all ranks."""
@@ -390,14 +392,12 @@ class RankMerger:
             catalogue.containers |= own.containers
         objects = [unit for unit in self._own if self._kind(unit) not in _PER_RANK]
         if objects:
-            text = f"{len(objects)} values differ between the ranks and are kept for each: {_names(objects)}"
-            catalogue.warnings.append(Warning("per-rank", text))
+            self._warn(f"{len(objects)} values differ between the ranks and are kept for each: {_names(objects)}")
 
     def _of_each(self, unit: Path) -> Catalogue:
         """Return the entries of all ranks at a unit, each under the key of its rank."""
         result, own = Catalogue("rankfiles"), self._own[unit]
-        holder = next((h for path, h in self._holders.items() if path[: len(unit)] == unit), self._first)
-        assert holder is not None
+        holder = self._holder(next((path for path in self._holders if path[: len(unit)] == unit), unit))
         for rank in self._seen:
             if rank not in own and rank not in self._absent.get(unit, ()):
                 own[rank] = holder.under(unit, at=(*unit, parts.rank_key(rank)))

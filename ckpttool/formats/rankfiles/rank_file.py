@@ -95,11 +95,8 @@ def _storages(path: Location) -> dict[str, tuple[int, int | None]]:
     """The size and the CRC of each storage in an archive."""
     with closing(files.Pool()) as pool:
         archive = torch_zip.open_archive(partial(pool.read, path), 0, path.size(), name=path)
-    return {
-        name: (record.nbytes, record.crc)
-        for name, record in archive.records.items()
-        if name.startswith("data/") and record.nbytes
-    }
+    storages = ((name, record) for name, record in archive.records.items() if name.startswith("data/"))
+    return {name: (record.nbytes, record.crc) for name, record in storages if record.nbytes}
 
 
 def mentions_shards(path: Location) -> bool:

@@ -14,14 +14,12 @@ from ckpttool.formats.rankfiles import discover, rank_file
 from ckpttool.formats.rankfiles.compare import check_parts
 from ckpttool.formats.rankfiles.discover import RankSet
 from ckpttool.formats.rankfiles.flat.restore import Rebuilding, is_needed
-from ckpttool.formats.rankfiles.merge import RankMerger, RankState
+from ckpttool.formats.rankfiles.merge import ONE_SAVE, RankMerger, RankState
 from ckpttool.formats.rankfiles.rank_file import RankFile
 from ckpttool.serialization import unpickler
 from ckpttool.serialization.dtensor import Shard
 from ckpttool.storage import files
 from ckpttool.text import rank_ranges, some
-
-_SAME_SAVE = "the files are not of one save: copy all of them again from the same step"
 
 
 def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
@@ -105,7 +103,7 @@ class _Opening:
         ranks = {rank for file in loaded.values() for shard in file.shards if (rank := shard.rank) is not None}
         names = some([file.name for file in loaded.values()])
         if len(ranks) > 1:
-            self._fault(f"{names} hold tensors of {rank_ranges(ranks)}", _SAME_SAVE)
+            self._fault(f"{names} hold tensors of {rank_ranges(ranks)}", ONE_SAVE)
             return None
         rank = next(iter(ranks), named)
         for file in loaded.values():
@@ -119,7 +117,7 @@ class _Opening:
                 return None
             self._renamed.append(f"{names} (rank {rank})")
         if rank in self._by:
-            self._fault(f"{self._by[rank]} and {names} are both of rank {rank}", _SAME_SAVE, ranks=[rank])
+            self._fault(f"{self._by[rank]} and {names} are both of rank {rank}", ONE_SAVE, ranks=[rank])
             return None
         self._by[rank] = names
         return RankState(rank, loaded)

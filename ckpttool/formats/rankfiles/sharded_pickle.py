@@ -77,8 +77,7 @@ def _dtype(dtype: Dtype) -> type[Stub]:
 
 def _wrapped(kind: type[Stub], tensor: Tensor) -> tuple[Any, ...]:
     """Return what torch rebuilds the tensor around its shards from."""
-    strides = boxes.row_major(tensor.shape)
-    return (kind, _dtype(tensor.dtype), tensor.shape, strides, 0, _STRIDED, _CPU, False)
+    return (kind, _dtype(tensor.dtype), tensor.shape, boxes.row_major(tensor.shape), 0, _STRIDED, _CPU, False)
 
 
 class _ShardedTensors:
@@ -99,25 +98,23 @@ class _ShardedTensors:
         if key not in self._shared:
             self._shared[key] = self._of_all(tensor)
         metadata, spec, properties, wrapper = self._shared[key]
-        box = local_box(tensor, self._rank)
         mine = []
-        if box is not None:
-            shard = {"tensor": tensor, "metadata": self._shard(box, self._rank)}
+        if (box := local_box(tensor, self._rank)) is not None:
+            shard = {"tensor": tensor, "metadata": self._shard(*box, self._rank)}
             mine.append(_built(_LOCAL_SHARD, (None, shard)))
         metadata = metadata | {"tensor_properties": _built(_PROPERTIES, properties)}
         state = (mine, _built(_METADATA, metadata), self._group, spec, False)
         stub: Stub = _REBUILD(_WRAPPER, _SHARDED_TENSOR, wrapper, state)
         return stub
 
-    def _shard(self, box: boxes.Box, rank: int) -> Stub:
-        state = {"shard_offsets": [*box[0]], "shard_sizes": [*box[1]], "placement": self._places[rank]}
+    def _shard(self, offsets: Ints, sizes: Ints, rank: int) -> Stub:
+        state = {"shard_offsets": [*offsets], "shard_sizes": [*sizes], "placement": self._places[rank]}
         return _built(_SHARD_METADATA, (None, state))
 
     def _of_all(self, tensor: Tensor) -> tuple[dict[str, Any], Stub, tuple[Any, ...], tuple[Any, ...]]:
         """Return the metadata of the shards of all ranks, and torch's name for such a sharding."""
         chunks = tensor.chunks
-        boxes_of = zip(chunks.offsets, chunks.sizes, chunks.file, strict=True)
-        shards = [self._shard((offsets, sizes), rank) for offsets, sizes, rank in boxes_of]
+        shards = [*map(self._shard, chunks.offsets, chunks.sizes, chunks.file)]
         if len(chunks) > 1:
             spec = _built(_CHUNK_SPEC, {"dim": 0, "placements": [self._places[rank] for rank in chunks.file]})
         else:

@@ -14,14 +14,14 @@ Upstream: `torch/distributed/fsdp/_state_dict_utils.py` and `_optim_utils.py` of
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from ckpttool.catalogue import flatten, parts
 from ckpttool.catalogue.boxes import Ints
-from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, File, Path, Record, Tensor, above, dotted
+from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, File, Path, Tensor, above, dotted
 from ckpttool.catalogue.protocols import Loss, Sink, SinkOptions
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import LossError
@@ -40,16 +40,32 @@ def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
     files.make_directory(path)
     created = Catalogue("rankfiles", facts={"layout": "rank files"}, containers=dict(planned.containers))
     created.warnings += _left_without(planned, options.world)
-    placing = _Placing(planned, options.world)
+    cut = {tensor.path: Chunks() for tensor in planned.tensors if _is_cut(tensor, options.world)}
+    whole: dict[Path, list[Tensor]] = defaultdict(list)
     layouts: list[torch_zip_writer.Layout] = []
     for rank in range(options.world):
         name = f"rank{rank}.pt"
         created.files.append(File(locate(path) / name, name, 0, rank))
         keys = torch_tree.StorageKeys(planned, partial(_local_shape, rank=rank, world=options.world))
         layouts.append(_write(created.files[-1], rank, planned, keys, options))
-        placing.take(rank, keys, layouts[-1].storages)
-        layouts[-1].storages = {}
-    placing.finish(created)
+        storages, layouts[-1].storages = layouts[-1].storages, {}
+        for tensor in planned.tensors:
+            if (key := keys.key(tensor)) is None:
+                continue
+            extent = torch_zip_writer.extent_of(storages[key])
+            if tensor.path not in cut:
+                whole[tensor.path].append(replace(tensor, chunks=Chunks.single(tensor.shape, extent)))
+            elif (box := sharded_pickle.local_box(tensor, rank)) is not None:
+                cut[tensor.path].add(*box, extent)
+    for path_of, entry in planned.entries.items():
+        if not isinstance(entry, Tensor):
+            created.add(entry)
+        elif chunks := cut.get(path_of):
+            created.add(replace(entry, chunks=chunks))
+        elif copies := whole.get(path_of):
+            # Of a replicated tensor, the first is the tensor and the others are replicas.
+            created.add(copies[0])
+            created.replicas += copies[1:] if entry.alias is None else ()
     return torch_zip_writer.ArchiveSink(created, layouts)
 
 
@@ -84,47 +100,11 @@ def _local_shape(tensor: Tensor, rank: int, world: int) -> Ints:
     return box[1] if box is not None else (0, *tensor.shape[1:])
 
 
-class _Placing:
-    """Collects where each tensor lies, rank by rank. Of a replicated one, the first is the tensor and the others are
-    replicas."""
-
-    def __init__(self, planned: Catalogue, world: int) -> None:
-        self._planned = planned
-        self._cut = {tensor.path: Chunks() for tensor in planned.tensors if _is_cut(tensor, world)}
-        self._whole: dict[Path, list[Tensor]] = {}
-
-    def take(self, rank: int, keys: torch_tree.StorageKeys, storages: Mapping[str, Record]) -> None:
-        """Add the tensors of one rank's file."""
-        for tensor in self._planned.tensors:
-            key = keys.key(tensor)
-            if key is None:
-                continue
-            extent = torch_zip_writer.extent_of(storages[key])
-            if tensor.path not in self._cut:
-                whole = replace(tensor, chunks=Chunks.single(tensor.shape, extent))
-                self._whole.setdefault(tensor.path, []).append(whole)
-            elif (box := sharded_pickle.local_box(tensor, rank)) is not None:
-                self._cut[tensor.path].add(*box, extent)
-
-    def finish(self, created: Catalogue) -> None:
-        """Add everything to the catalogue."""
-        for path, entry in self._planned.entries.items():
-            if not isinstance(entry, Tensor):
-                created.add(entry)
-            elif cut := self._cut.get(path):
-                created.add(replace(entry, chunks=cut))
-            elif whole := self._whole.get(path):
-                created.add(whole[0])
-                created.replicas += whole[1:] if entry.alias is None else ()
-
-
 def _owner(entry: Entry) -> tuple[int, int] | None:
     """Return the depth and the number of the rank's key in the path of a value of one rank: `rng.rank3.torch`. A module
     or a parameter may be called `rank3` too."""
-    key = parts.find_rank(entry.path)
-    if key is None or entry.part.kind in ("model", "optimizer") or entry.path[key[0]] != parts.rank_key(key[1]):
-        return None
-    return key
+    key = parts.find_rank(entry.path) if entry.part.kind not in ("model", "optimizer") else None
+    return key if key is not None and entry.path[key[0]] == parts.rank_key(key[1]) else None
 
 
 def _seen_by(planned: Catalogue, rank: int) -> Catalogue:
@@ -136,10 +116,9 @@ def _seen_by(planned: Catalogue, rank: int) -> Catalogue:
             continue
         own_path = path if owner is None else parts.without_rank(path)
         if own_path in seen.entries:
-            raise LossError(
-                f"`{dotted(path)}` cannot be stored as `{dotted(own_path)}` in the file of rank {rank}: it is taken",
-                hint="rename one of them with `--rename`, or exclude it with `--exclude`",
-            )
+            message = f"`{dotted(path)}` cannot be stored as `{dotted(own_path)}` in the file of rank {rank}"
+            hint = "rename one of them with `--rename`, or exclude it with `--exclude`"
+            raise LossError(f"{message}: it is taken", hint=hint)
         seen.entries[own_path] = entry
         for around in above(path):
             if around in planned.containers:

@@ -25,7 +25,17 @@ from ckpttool.catalogue.flatten import replaced
 from ckpttool.errors import CorruptError, UsageError
 from ckpttool.formats.rankfiles.flat import pieces as flat_pieces
 from ckpttool.formats.rankfiles.flat import units
-from ckpttool.formats.rankfiles.flat.pieces import Counted, Parameter, Piece, Place, Rebuilt, Trees, Unit, is_line
+from ckpttool.formats.rankfiles.flat.pieces import (
+    Counted,
+    Parameter,
+    Piece,
+    Place,
+    Rebuilt,
+    Trees,
+    Unit,
+    is_line,
+    of_two_saves,
+)
 from ckpttool.layout.optimizer.names_of_ids import is_statistic, ways
 from ckpttool.serialization.dtensor import Shard
 from ckpttool.serialization.torch_pickle import TensorRef
@@ -45,6 +55,10 @@ class _Slot(NamedTuple):
     key: Any
     by_rank: dict[int, dict[str, Any]]
     held: Ints | None
+
+    def says(self, key: str) -> str:
+        """What messages call one value of the state."""
+        return f"optimizer state `{key}` of {self.key}"
 
 
 def is_raw(trees: Trees, *, beside_flat: bool = False) -> bool:
@@ -139,12 +153,9 @@ def _check_same_groups(groups: list[dict[str, Any]], trees: Trees, ranks: Sequen
         other = _groups(trees[rank])
         odd = [key for a, b in zip(groups, other, strict=False) for key in a.keys() | b.keys() if not _same(a, b, key)]
         if odd or len(groups) != len(other):
-            raise CorruptError(
-                f"the optimizer's `param_groups` are others on rank {rank} than on rank {ranks[0]}: "
-                f"{some(sorted(map(str, odd))) if odd else f'{len(other)} groups, not {len(groups)}'}",
-                hint="the files are of different saves",
-                ranks=[ranks[0], rank],
-            )
+            what = some(sorted(map(str, odd))) if odd else f"{len(other)} groups, not {len(groups)}"
+            message = f"the optimizer's `param_groups` are others on rank {rank} than on rank {ranks[0]}: {what}"
+            raise of_two_saves(message, ranks=[ranks[0], rank])
 
 
 def _same(a: Mapping[str, Any], b: Mapping[str, Any], key: str) -> bool:
@@ -286,12 +297,9 @@ def _state(slot: _Slot, owner: Counted, place: Place, ranks: Sequence[int]) -> d
     for key in dict.fromkeys(key for state in slot.by_rank.values() for key in state):
         values = {rank: state[key] for rank, state in slot.by_rank.items() if key in state}
         if len(values) < len(slot.by_rank):
-            raise CorruptError(
-                f"optimizer state `{key}` of {slot.key} is there on rank {min(values)}, but not on rank "
-                f"{min(slot.by_rank.keys() - values.keys())}",
-                hint="the files are of different saves",
-                key=key,
-            )
+            lacking = min(slot.by_rank.keys() - values.keys())
+            message = f"{slot.says(key)} is there on rank {min(values)}, but not on rank {lacking}"
+            raise of_two_saves(message, key=key)
         whole = isinstance(owner, Parameter) and not owner.certain
         if whole or not any(map(_is_piece, values.values())):
             rebuilt: Mapping[str, Any] = dict.fromkeys(states, _shared(key, slot, values, place))
@@ -310,24 +318,14 @@ def _pieces(
     first = next(iter(values))
     for rank, value in values.items():
         if not is_line(value) or value.dtype != values[first].dtype:
-            raise CorruptError(
-                f"optimizer state `{key}` of {slot.key} is of another kind on rank {rank} than on rank {first}, or no "
-                "flat piece",
-                hint="the files are of different saves",
-                key=key,
-                rank=rank,
-            )
+            message = f"{slot.says(key)} is of another kind on rank {rank} than on rank {first}, or no flat piece"
+            raise of_two_saves(message, key=key, rank=rank)
     need = sum(prod(p.shape) for p in owner.parameters)
     numel = sum(value.shape[0] for value in values.values())
     if numel < need or (isinstance(owner, Parameter) and numel > need):
-        raise CorruptError(
-            f"optimizer state `{key}` of {slot.key} has {numel} elements on all ranks, but {some(_names([owner]))} "
-            f"{'need' if isinstance(owner, Unit) else 'needs'} {need}",
-            hint="a rank's file is missing, or of another save",
-            key=key,
-            found=numel,
-            expected=need,
-        )
+        needs = f"{some(_names([owner]))} {'need' if isinstance(owner, Unit) else 'needs'} {need}"
+        message = f"{slot.says(key)} has {numel} elements on all ranks, but {needs}"
+        raise CorruptError(message, hint=flat_pieces.MISSING, key=key, found=numel, expected=need)
     pieces = flat_pieces.lined_up(values.items())
     if isinstance(owner, Unit):
         # Ranks before one with state may have none.
@@ -342,13 +340,8 @@ def _shared(key: str, slot: _Slot, values: Mapping[int, Any], place: Place) -> A
     value = values[first]
     for rank in others:
         if not _alike(value, values[rank]):
-            raise CorruptError(
-                f"optimizer state `{key}` of {slot.key} is {values[rank]!r:.40} on rank {rank}, but {value!r:.40} on "
-                f"rank {first}",
-                hint="the files are of different saves",
-                key=key,
-                ranks=[first, rank],
-            )
+            message = f"{slot.says(key)} is {values[rank]!r:.40} on rank {rank}, but {value!r:.40} on rank {first}"
+            raise of_two_saves(message, key=key, ranks=[first, rank])
     rebuilt = _value(value, place, first)
     if isinstance(rebuilt, Rebuilt):
         return rebuilt._replace(copies=tuple((rank, place(rank, values[rank])) for rank in others))

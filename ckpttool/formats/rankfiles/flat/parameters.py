@@ -27,7 +27,17 @@ from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.protocols import OpenOptions
 from ckpttool.errors import CorruptError, UsageError
 from ckpttool.formats.rankfiles.flat import pieces as flat_pieces
-from ckpttool.formats.rankfiles.flat.pieces import Counted, Parameter, Piece, Place, Rebuilt, Trees, Unit, is_line
+from ckpttool.formats.rankfiles.flat.pieces import (
+    Counted,
+    Parameter,
+    Piece,
+    Place,
+    Rebuilt,
+    Trees,
+    Unit,
+    is_line,
+    of_two_saves,
+)
 from ckpttool.serialization.dtensor import Shard
 from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.text import some
@@ -78,11 +88,7 @@ def model(trees: Trees, place: Place, options: OpenOptions, files: Sequence[str]
     rank = next((rank for rank, tree in enumerate(trees) if tree.keys() != trees[0].keys()), None)
     if rank is not None:
         odd = sorted(map(str, trees[rank].keys() ^ trees[0].keys()))
-        raise CorruptError(
-            f"rank 0 and rank {rank} do not have the same entries: {some(odd)}",
-            hint="the files are of different saves",
-            ranks=[0, rank],
-        )
+        raise of_two_saves(f"rank 0 and rank {rank} do not have the same entries: {some(odd)}", ranks=[0, rank])
     flats = {flat.unit: flat for flat in _flat_parameters(trees)}
     pieces = _pieces_by_name(trees, flats.values(), options.shapes)
     if pieces:
@@ -111,32 +117,20 @@ def _flat_parameters(trees: Trees) -> Iterator[_Flat]:
                 raise _differing(name, rank, _described(shard), _described(first))
             for local in shard.boxes:
                 if not is_line(local.ref) or len(local.offsets) != 1 or len(first.shape) != 1:
-                    raise CorruptError(
-                        f"`{name}`: rank {rank}: a flat parameter has one dimension, this has {_described(shard)}",
-                        tensor=name,
-                        rank=rank,
-                    )
+                    message = f"a flat parameter has one dimension, this has {_described(shard)}"
+                    raise CorruptError(f"`{name}`: rank {rank}: {message}", tensor=name, rank=rank)
                 start = local.offsets[0]
                 pieces.append(Piece(start, start + local.ref.shape[0], rank, local.ref))
         numel = first.shape[0]
         fault = boxes.tiling_fault((numel,), [(p.start,) for p in pieces], [(p.stop - p.start,) for p in pieces])
         if fault is not None:
-            raise CorruptError(
-                f"flat parameter `{name}` of {numel} elements is not covered exactly: {fault}",
-                hint="a rank's file is missing, or of another save",
-                tensor=name,
-                expected=numel,
-            )
+            message = f"flat parameter `{name}` of {numel} elements is not covered exactly: {fault}"
+            raise CorruptError(message, hint=flat_pieces.MISSING, tensor=name, expected=numel)
         yield _Flat(unit, first.dtype, numel, tuple(pieces))
 
 
 def _differing(name: str, rank: int, found: object, expected: object) -> CorruptError:
-    return CorruptError(
-        f"`{name}`: rank {rank} has {found}, but rank 0 {expected}",
-        hint="the files are of different saves",
-        tensor=name,
-        ranks=[0, rank],
-    )
+    return of_two_saves(f"`{name}`: rank {rank} has {found}, but rank 0 {expected}", tensor=name, ranks=[0, rank])
 
 
 def _described(value: Any) -> str:
@@ -190,11 +184,9 @@ def _from_pieces(
     known = {first[name]: shape for name, shape in known.items()} | known
     missing = [name for name in pieces if first[name] not in known]
     if missing:
-        raise CorruptError(
-            f"there is no shape for {len(missing)} parameters of the files: {some(missing)}",
-            hint="`--shapes` has to name a checkpoint of the same model, with the same names",
-            missing=missing,
-        )
+        message = f"there is no shape for {len(missing)} parameters of the files: {some(missing)}"
+        hint = "`--shapes` has to name a checkpoint of the same model, with the same names"
+        raise CorruptError(message, hint=hint, missing=missing)
     tensors: dict[str, Rebuilt] = {}
     counted: list[Counted] = []
     numels: dict[str | None, list[int]] = {unit: [] for unit in (*flats, None)}
@@ -213,14 +205,10 @@ def _from_pieces(
         total = sum(numels[unit])
         # How far each parameter is padded depends on the dtype of the computation, which is not in the files.
         if not total <= flat.numel < total + 15 * len(numels[unit]) + len(trees):
-            raise CorruptError(
-                f"{flat.module}: the pieces under the names of its parameters have {total} elements, the flat "
-                f"parameter {flat.numel}",
-                hint="the files are of different saves",
-                tensor=unit,
-                found=flat.numel,
-                expected=total,
+            what = (
+                f"the pieces under the names of its parameters have {total} elements, the flat parameter {flat.numel}"
             )
+            raise of_two_saves(f"{flat.module}: {what}", tensor=unit, found=flat.numel, expected=total)
     whole = tuple(name for name in trees[0] if name not in pieces and _unit_of(name) not in flats)
     return Model(tensors, whole, tuple(counted))
 
@@ -232,14 +220,10 @@ def _line(parameter: Parameter, refs: Sequence[TensorRef]) -> tuple[Piece, ...]:
     if odd is not None:
         raise _differing(name, odd, refs[odd].dtype, refs[0].dtype)
     numel = sum(ref.shape[0] for ref in refs)
-    if numel != prod(shape):
-        raise CorruptError(
-            f"`{name}`: the pieces of all ranks have {numel} elements, but {list(shape)} needs {prod(shape)}",
-            hint="the shapes are those of another model, or a rank's file is missing",
-            tensor=name,
-            found=numel,
-            expected=prod(shape),
-        )
+    if numel != (need := prod(shape)):
+        message = f"`{name}`: the pieces of all ranks have {numel} elements, but {list(shape)} needs {need}"
+        hint = "the shapes are those of another model, or a rank's file is missing"
+        raise CorruptError(message, hint=hint, tensor=name, found=numel, expected=need)
     return flat_pieces.lined_up(enumerate(refs))
 
 
@@ -303,13 +287,9 @@ def _ties(flat: _Flat, shapes: Mapping[str, Ints]) -> dict[str, str]:
     Nothing says which names are shared; but they are of the same shape, and their elements are not there twice."""
     total = sum(map(prod, shapes.values()))
     if not shapes:
-        raise CorruptError(
-            f"the shapes name no parameter of {flat.module}, whose flat parameter has {flat.numel} elements",
-            hint="the shapes are those of another model",
-            unit=flat.unit,
-            found=flat.numel,
-            expected=0,
-        )
+        message = f"the shapes name no parameter of {flat.module}, whose flat parameter has {flat.numel} elements"
+        hint = "the shapes are those of another model"
+        raise CorruptError(message, hint=hint, unit=flat.unit, found=flat.numel, expected=0)
     if total == flat.numel:
         return {name: name for name in shapes}
     first: dict[Ints, str] = {}

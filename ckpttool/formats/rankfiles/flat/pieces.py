@@ -17,9 +17,11 @@ from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Chunks, Extent
+from ckpttool.errors import CorruptError
 from ckpttool.serialization.torch_pickle import TensorRef
 
 FLAT_PARAM = "_flat_param"
+MISSING = "a rank's file is missing, or of another save"
 
 Trees = Sequence[Mapping[str, Any]]
 """What each rank's file has at the place of the model or the optimizer, by rank."""
@@ -104,6 +106,11 @@ def lined_up(refs: Iterable[tuple[int, TensorRef]]) -> tuple[Piece, ...]:
         if ref.shape[0]:
             pieces.append(Piece(end, end + ref.shape[0], rank, ref))
     return tuple(pieces)
+
+
+def of_two_saves(message: str, **facts: Any) -> CorruptError:
+    """The error for ranks whose files contradict each other. Pure."""
+    return CorruptError(message, hint="the files are of different saves", **facts)
 
 
 def is_line(value: Any) -> bool:

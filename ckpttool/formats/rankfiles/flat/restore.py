@@ -22,7 +22,7 @@ from ckpttool.formats.rankfiles.compare import CopyComparer
 from ckpttool.formats.rankfiles.flat import optimizer as flat_optimizer
 from ckpttool.formats.rankfiles.flat import parameters
 from ckpttool.formats.rankfiles.flat.pieces import Counted, Parameter, Place, Rebuilt
-from ckpttool.formats.rankfiles.merge import RankState
+from ckpttool.formats.rankfiles.merge import ONE_SAVE, RankState
 from ckpttool.serialization.dtensor import Shard
 from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.text import rank_ranges
@@ -43,10 +43,12 @@ class Rebuilding:
         self.optimizers = [
             path
             for path, node in self._dicts.items()
-            if _is_optimizer(node)
-            and flat_optimizer.is_raw([node], beside_flat=bool(self.models))
-            and (self.models or not self._all_lines())
+            if _is_optimizer(node) and flat_optimizer.is_raw([node], beside_flat=bool(self.models))
         ]
+        tensors = [tensor for _, tensors in self._beside() for tensor in tensors]
+        # Where even the model has nothing of two dimensions, an optimizer without is no wonder.
+        if not self.models and tensors and all(len(tensor.shape) < 2 for tensor in tensors):
+            self.optimizers = []
 
     def _beside(self) -> Iterator[tuple[Path, list[TensorRef | Shard]]]:
         """The dicts that are no part of an optimizer, with their tensors."""
@@ -54,11 +56,6 @@ class Rebuilding:
         for path, node in self._dicts.items():
             if not any(path[: len(root)] == root for root in roots):
                 yield path, [value for value in node.values() if isinstance(value, (TensorRef, Shard))]
-
-    def _all_lines(self) -> bool:
-        """Whether even the model has nothing of two dimensions: then an optimizer without is no wonder."""
-        tensors = [tensor for _, tensors in self._beside() for tensor in tensors]
-        return bool(tensors) and all(len(tensor.shape) < 2 for tensor in tensors)
 
     def run(self) -> None:
         """Put markers into the trees; an optimizer that cannot be rebuilt is left as it is, and among `faults`. Raises
@@ -74,17 +71,15 @@ class Rebuilding:
                 _replace(tree, {name: restored[name] for name in tree if name in restored} | markers)
         for path in self.optimizers:
             trees = [state.node(path) for state in self._states]
+            known: Sequence[Counted] | None = None
             try:
                 known = counted or self._named(path)
-            except CkptError as error:
-                self._blame(path, error)
-                continue
-            try:
                 rebuilt = flat_optimizer.optimizer(trees, self._placer(path), known, self._replica())
                 marked = replaced(rebuilt, Rebuilt, lambda tensor, _: self._mark(tensor))
             except CkptError as error:
+                sharded = any(file.shards for state in self._states for file in state.files.values())
                 # Plain on every rank: Adafactor's state is of one dimension too, and no piece of anything.
-                if self.models or any(file.shards for state in self._states for file in state.files.values()):
+                if known is None or self.models or sharded:
                     self._blame(path, error)
                 continue
             for tree in trees:
@@ -93,10 +88,9 @@ class Rebuilding:
     def _blame(self, optimizer: Path, error: CkptError) -> None:
         """Say that an error is that of one optimizer, and how to go on without."""
         if optimizer:
-            name, hint = dotted(optimizer), error.hint or "save it again"
-            error = type(error)(
-                error.message, hint=f"{hint}; or leave it out: `--drop {name}`", **{**error.facts, "concerns": [name]}
-            )
+            name = dotted(optimizer)
+            error.hint = f"{error.hint or 'save it again'}; or leave it out: `--drop {name}`"
+            error.facts["concerns"] = [name]
         self.faults[optimizer] = error
 
     def _named(self, optimizer: Path) -> Sequence[Parameter]:
@@ -149,15 +143,10 @@ class Rebuilding:
         extent, itemsize = rebuilt.chunks[0].extent, rebuilt.dtype.itemsize
         other = [r for r, e in rebuilt.copies if comparer.same(itemsize, rebuilt.shape, extent, e) is False]
         if other:
-            ranks, files = [self._states[r].rank for r in other], self._files(path)
-            yield CorruptError(
-                f"tensor `{dotted(path)}` differs between ranks that should have the same: {rank_ranges(ranks)} "
-                f"({', '.join(f'`{files[r]}`' for r in other)})",
-                hint="the files are not of one save: copy all of them again from the same step",
-                tensor=dotted(path),
-                ranks=ranks,
-                concerns=[dotted(path)],
-            )
+            ranks, files, name = [self._states[r].rank for r in other], self._files(path), dotted(path)
+            where = f"{rank_ranges(ranks)} ({', '.join(f'`{files[r]}`' for r in other)})"
+            message = f"tensor `{name}` differs between ranks that should have the same: {where}"
+            yield CorruptError(message, hint=ONE_SAVE, tensor=name, ranks=ranks, concerns=[name])
 
 
 def is_needed(state: RankState) -> bool:
