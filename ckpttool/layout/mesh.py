@@ -56,22 +56,20 @@ def world_mesh(ranks: int) -> Mesh:
 
 def parse_mesh(text: str) -> Mesh:
     """Return the mesh that `shard=4,tp=2` describes. Raises UsageError for unknown or repeated dimensions."""
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, size = part.strip().partition("=")
+    flag, sizes = f"`--to-mesh {text}`", dict[str, int]()
+    for part in map(str.strip, text.split(",")):
+        name, _, size = part.partition("=")
         if name not in _NAMES:
             hint = meant(name, list(_NAMES), "the dimensions are `replicate`, `shard` and `tp`, outermost first")
-            raise UsageError(f"`--to-mesh {text}`: there is no mesh dimension `{name}`", hint=hint)
+            raise UsageError(f"{flag}: there is no mesh dimension `{name}`", hint=hint)
         if not _is_number(size) or not 1 <= int(size) <= _MOST:
-            raise UsageError(
-                f"`--to-mesh {text}`: `{part.strip()}` is not a dimension and its size", hint="write `shard=4,tp=2`"
-            )
+            raise UsageError(f"{flag}: `{part}` is not a dimension and its size", hint="write `shard=4,tp=2`")
         if _NAMES[name] in sizes:
-            raise UsageError(f"`--to-mesh {text}`: the dimension `{_NAMES[name]}` is there twice")
+            raise UsageError(f"{flag}: the dimension `{_NAMES[name]}` is there twice")
         sizes[_NAMES[name]] = int(size)
     mesh = Mesh(tuple(sizes), tuple(sizes.values()))
     if mesh.world > _MOST:
-        raise UsageError(f"`--to-mesh {text}`: a world of {mesh.world} ranks; at most {_MOST}")
+        raise UsageError(f"{flag}: a world of {mesh.world} ranks; at most {_MOST}")
     return mesh
 
 
@@ -88,10 +86,8 @@ def parse_placements(text: str, mesh: Mesh) -> dict[str, int]:
         if name not in mesh.names:
             raise UsageError(f"{message}: the mesh has no dimension `{name}`", hint=f"it is `--to-mesh {mesh}`")
         if name == "replicate" or not _is_number(dim) or name in placements:
-            raise UsageError(
-                f"{message}: `{part.strip()}` is not a mesh dimension and a dimension of the tensor",
-                hint="write `tp:0`, or `tp:1,shard:0`",
-            )
+            what = f"`{part.strip()}` is not a mesh dimension and a dimension of the tensor"
+            raise UsageError(f"{message}: {what}", hint="write `tp:0`, or `tp:1,shard:0`")
         placements[name] = int(dim)
     return placements
 
@@ -134,10 +130,8 @@ def find_sharding(planned: Catalogue, mesh: Mesh | None, world: int) -> Sharding
     if mesh is not None:
         if [name for name in ORDER if name in mesh.names] != list(mesh.names):
             return f"FSDP2 takes the dimensions of a mesh in the order {', '.join(ORDER)}, and this is `{mesh}`"
-        sharding = _on(planned, mesh)
-        if isinstance(sharding, Tensor):
-            return f"FSDP2 does not shard tensor `{sharding.name}` as planned"
-        return sharding
+        found = _on(planned, mesh)
+        return f"FSDP2 does not shard tensor `{found.name}` as planned" if isinstance(found, Tensor) else found
     shardings = (sharding for mesh in _factors(world) if isinstance(sharding := _on(planned, mesh), Sharding))
     return next(shardings, f"no mesh of {world} ranks has the chunks of that layout")
 
@@ -164,19 +158,13 @@ def _on(planned: Catalogue, mesh: Mesh) -> Sharding | Tensor:
             continue
         key = (tensor.shape, tuple(chunks.offsets), tuple(chunks.sizes))
         if key not in known:
-            fits = (p for p in _candidates(tensor.shape, mesh) if _cuts(mesh, p, tensor))
-            known[key] = next(fits, None)
-        placed = known[key]
-        if placed is None:
+            expected = set(zip(chunks.offsets, chunks.sizes, strict=True))
+            candidates = ((p, mesh_boxes(tensor.shape, mesh, p)) for p in _candidates(tensor.shape, mesh))
+            known[key] = next((p for p, cut in candidates if {box for box, _ in cut} == expected), None)
+        if (placed := known[key]) is None:
             return tensor
         placements[tensor.path] = placed
     return Sharding(mesh, placements)
-
-
-def _cuts(mesh: Mesh, placed: Placements, tensor: Tensor) -> bool:
-    """Return whether the placements give the boxes of a tensor."""
-    expected = set(zip(tensor.chunks.offsets, tensor.chunks.sizes, strict=True))
-    return {box for box, _ in mesh_boxes(tensor.shape, mesh, placed)} == expected
 
 
 def _candidates(shape: Ints, mesh: Mesh) -> Iterator[Placements]:
@@ -209,10 +197,6 @@ def bytes_per_rank(planned: Catalogue, sharding: Sharding) -> tuple[int, int]:
 
 def same_boxes(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors have the same boxes, wherever their chunks are stored. Pure."""
-    return _boxes(one) == _boxes(other)
-
-
-def _boxes(tensor: Tensor) -> set[Box]:
-    chunk_boxes = set(zip(tensor.chunks.offsets, tensor.chunks.sizes, strict=True))
     # A rank without elements may have a chunk without.
-    return {box for box in chunk_boxes if 0 not in box[1]} if tensor.numel else set()
+    a, b = (zip(tensor.chunks.offsets, tensor.chunks.sizes, strict=True) for tensor in (one, other))
+    return {box for box in a if 0 not in box[1]} == {box for box in b if 0 not in box[1]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from ckpttool.catalogue.dtypes import Dtype
@@ -23,7 +23,7 @@ def move(catalogue: Catalogue, moved: dict[Path, Path]) -> Catalogue:
     result = rebuilt(catalogue, (), {})
     taken: dict[Path, Path] = {}
     names: dict[str, Path] = {}
-    roots: dict[Path, Path] = {}
+    root_of = cache(partial(moved_root, moved=moved))
     linking = set(owners.values())
     for path, entry in catalogue.entries.items():
         new = moved.get(path, path)
@@ -35,10 +35,7 @@ def move(catalogue: Catalogue, moved: dict[Path, Path]) -> Catalogue:
                 hint="leave one of them out with `--exclude`, or give it another name with `--rename`",
             )
         taken[new] = names[dotted(new)] = path
-        root = entry.part.root
-        if root not in roots:
-            roots[root] = moved_root(root, moved)
-        part = Part(entry.part.kind, roots[root])
+        part = Part(entry.part.kind, root_of(entry.part.root))
         if isinstance(entry, Tensor):
             alias = moved.get(entry.alias, entry.alias) if entry.alias is not None else None
             result.entries[new] = again(entry, path=new, part=part, alias=alias)

@@ -16,7 +16,7 @@ from collections import defaultdict
 from functools import partial
 
 from ckpttool.catalogue import parts
-from ckpttool.catalogue.entries import Catalogue, Entry, Path, Tensor, dotted
+from ckpttool.catalogue.entries import Catalogue, Path, Tensor, dotted
 from ckpttool.errors import LossError, UsageError
 from ckpttool.layout import select
 from ckpttool.layout.mesh import Mesh
@@ -30,9 +30,8 @@ def check_policy(kind: str, policy: str) -> None:
     """Raises UsageError for an unknown policy."""
     if policy not in CHOICES[kind]:
         choices = ", ".join(f"`{choice}`" for choice in CHOICES[kind])
-        raise UsageError(
-            f"`--{kind} {policy}`: there is no such policy", hint=meant(policy, CHOICES[kind], f"one of {choices}")
-        )
+        hint = meant(policy, CHOICES[kind], f"one of {choices}")
+        raise UsageError(f"`--{kind} {policy}`: there is no such policy", hint=hint)
 
 
 def apply_policy(
@@ -61,8 +60,7 @@ def apply_policy(
             catalogue = _from_first(catalogue, root, holders, world)
             messages.append(_message_first(root, sorted(holders), world))
         else:
-            _check_kept(kind, root, holders, world, files)
-            messages.append(_message_kept(kind, root, sorted(holders), world))
+            messages.append(_kept(kind, root, dict(sorted(holders.items())), world, files))
     # Without any, none of the values belongs to a rank.
     return catalogue, messages or [f"{kind}: kept, {plural(len(values), 'value')} that belong to no rank"]
 
@@ -76,10 +74,8 @@ def _count(holders: dict[int, Path], mesh: Mesh) -> int:
 def _from_first(catalogue: Catalogue, root: Path, holders: dict[int, Path], world: int) -> Catalogue:
     first = holders.get(0)
     if first is None:
-        raise UsageError(
-            f"`--rng rank0`: `{dotted(root)}` has no value of rank 0, only of {rank_ranges(holders)}",
-            hint="`--rng keep` or `--rng drop`",
-        )
+        message = f"`--rng rank0`: `{dotted(root)}` has no value of rank 0, only of {rank_ranges(holders)}"
+        raise UsageError(message, hint="`--rng keep` or `--rng drop`")
     depth = len(first)
     others = {path for rank, path in holders.items() if rank}
     result = select.select(catalogue, lambda e: e.path[:depth] not in others)
@@ -88,20 +84,19 @@ def _from_first(catalogue: Catalogue, root: Path, holders: dict[int, Path], worl
     for rank in range(1, world):
         place = (*root, re.sub(r"\d+$", str(rank), str(first[-1])))
         moved = {path: place + path[depth:] for path in result.entries if path[:depth] == first}
-        entries += [_copied(result.entries[path], new, moved) for path, new in moved.items()]
+        relink = partial(relinked, moved=moved)
+        for path, new in moved.items():
+            entry = result.entries[path]
+            # A tensor gets bytes of its own: in files of one rank, the first is not there to be tied to.
+            own = again(entry, path=new, alias=None) if isinstance(entry, Tensor) else entry.at(new, change=relink)
+            entries.append(own)
         containers |= {place + p[depth:]: c for p, c in result.containers.items() if p[:depth] == first}
     return rebuilt(result, entries, containers)
 
 
-def _copied(entry: Entry, new: Path, moved: dict[Path, Path]) -> Entry:
-    if isinstance(entry, Tensor):
-        # Bytes of its own: in files of one rank, the first is not there to be tied to.
-        return again(entry, path=new, alias=None)
-    return entry.at(new, change=partial(relinked, moved=moved))
-
-
-def _check_kept(kind: str, root: Path, holders: dict[int, Path], world: int, files: bool) -> None:
-    gone = [rank for rank in sorted(holders) if rank >= world]
+def _kept(kind: str, root: Path, holders: dict[int, Path], world: int, files: bool) -> str:
+    """Return what becomes of values that are kept. Raises LossError for those without a file."""
+    gone = [rank for rank in holders if rank >= world]
     if files and gone:
         drops = " or ".join(f"`--{kind} {choice}`" for choice in CHOICES[kind][1:])
         raise LossError(
@@ -109,12 +104,8 @@ def _check_kept(kind: str, root: Path, holders: dict[int, Path], world: int, fil
             hint=f"{drops} leaves them out, `--to dcp` keeps them",
             lost=[dotted(holders[rank]) for rank in gone],
         )
-
-
-def _message_kept(kind: str, root: Path, holders: list[int], world: int) -> str:
     message = f"{dotted(root)}: kept under {rank_ranges(holders)} (`--{kind} keep`)"
-    without = [rank for rank in range(world) if rank not in set(holders)]
-    gone = [rank for rank in holders if rank >= world]
+    without = [rank for rank in range(world) if rank not in holders]
     if without:
         message += f"; {rank_ranges(without)} of the new world {'has' if len(without) == 1 else 'have'} none"
     if gone:

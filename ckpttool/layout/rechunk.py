@@ -57,6 +57,7 @@ def like(catalogue: Catalogue, reference: Catalogue, name: str) -> Catalogue:
     """
     files = [file.rank for file in reference.files]
     by_name = {t.name: t for t in reference.tensors if not t.embedded}
+    other_model = "it must be a checkpoint of the same model"
 
     def place(tensor: Tensor) -> Chunks:
         match = by_name.get(tensor.name)
@@ -64,18 +65,14 @@ def like(catalogue: Catalogue, reference: Catalogue, name: str) -> Catalogue:
             # What belongs to a rank is of this world, not of a layout.
             return _whole_on(tensor)
         if match is None:
-            hint = meant(tensor.name, list(by_name), "it must be a checkpoint of the same model")
+            hint = meant(tensor.name, list(by_name), other_model)
             if tensor.part.kind == "optimizer" and any(t.part.kind == "optimizer" for t in reference.tensors):
                 hint = "where the two spell the optimizer otherwise, `ckpttool convert --optim-keys fqn` first"
             raise UsageError(f"`--like {name}`: has no tensor `{tensor.name}`", hint=hint, tensor=tensor.name)
         if match.shape != tensor.shape:
-            raise UsageError(
-                f"`--like {name}`: tensor `{tensor.name}` is {list(match.shape)} there, but {list(tensor.shape)} here",
-                hint="it must be a checkpoint of the same model",
-                tensor=tensor.name,
-                found=list(match.shape),
-                expected=list(tensor.shape),
-            )
+            there, here = list(match.shape), list(tensor.shape)
+            message = f"`--like {name}`: tensor `{tensor.name}` is {there} there, but {here} here"
+            raise UsageError(message, hint=other_model, tensor=tensor.name, found=there, expected=here)
         return _boxes_of(match, files)
 
     return _placed(catalogue, place)
@@ -187,13 +184,11 @@ class _Cutting:
         self._mesh = mesh
         self._guessed = _sharded(self._tensors, untrained)
         self._default: Placements = {"shard": 0} if "shard" in mesh.names else {}
+        placed = [(p, text, {**self._default, **parse_placements(text, mesh)}) for p, text in rules.placements]
         self._rules: list[tuple[str, Callable[[str], bool], Placements | None]] = [
-            *(
-                (f"--placements {pattern}={text}", any_of([pattern]), {**self._default, **parse_placements(text, mesh)})
-                for pattern, text in rules.placements
-            ),
-            *((f"--shard {pattern}", any_of([pattern]), self._default) for pattern in rules.shard),
-            *((f"--replicate {pattern}", any_of([pattern]), None) for pattern in rules.replicate),
+            *((f"--placements {p}={text}", any_of([p]), cuts) for p, text, cuts in placed),
+            *((f"--shard {p}", any_of([p]), self._default) for p in rules.shard),
+            *((f"--replicate {p}", any_of([p]), None) for p in rules.replicate),
         ]
         self._used: set[str] = set()
         self.warnings: list[Warning] = []
@@ -227,16 +222,8 @@ class _Cutting:
         trained = any(t.part.kind == "optimizer" and t.shape for t in self._tensors)
         if not trained or not self._default or any(map(_is_cut, models)):
             return
-        left = [
-            tensor
-            for tensor in models
-            if tensor.path not in settled
-            and tensor.alias is None
-            and tensor.numel
-            and len(tensor.shape) > 1
-            and tensor.dtype.kind == "float"
-            and str(tensor.path[-1]).rpartition(".")[2] == "weight"
-        ]
+        whole = [t for t in models if t.path not in settled and t.alias is None and t.numel and t.dtype.kind == "float"]
+        left = [t for t in whole if len(t.shape) > 1 and str(t.path[-1]).rpartition(".")[2] == "weight"]
         if left:
             text = (
                 f"{plural(len(left), 'weight')} ({size(sum(tensor.nbytes for tensor in left))}) that the optimizer has "
@@ -254,11 +241,8 @@ class _Cutting:
         first, placed = matching[0]
         for text, other in matching[1:]:
             if (other is None) != (placed is None):
-                raise UsageError(
-                    f"tensor `{tensor.name}`: `{first}` and `{text}` contradict each other",
-                    hint="write patterns that do not both match it",
-                    tensor=tensor.name,
-                )
+                message = f"tensor `{tensor.name}`: `{first}` and `{text}` contradict each other"
+                raise UsageError(message, hint="write patterns that do not both match it", tensor=tensor.name)
         if placed is not None:
             _check_fits(tensor, self._mesh, placed)
         return True, placed if tensor.numel else None
@@ -312,13 +296,9 @@ def _check_fits(tensor: Tensor, mesh: Mesh, placed: Placements) -> None:
     shape = list(tensor.shape)
     for name, dim in placed.items():
         if dim >= len(shape):
-            raise UsageError(
-                f"tensor `{tensor.name}` is {shape} and has no dimension {dim} to be cut by `{name}:{dim}`",
-                hint=f"a rule for it alone, before this one, counts instead: `--placements '{tensor.name}=...'`",
-                tensor=tensor.name,
-                found=shape,
-                expected=dim + 1,
-            )
+            message = f"tensor `{tensor.name}` is {shape} and has no dimension {dim} to be cut by `{name}:{dim}`"
+            hint = f"a rule for it alone, before this one, counts instead: `--placements '{tensor.name}=...'`"
+            raise UsageError(message, hint=hint, tensor=tensor.name, found=shape, expected=dim + 1)
     dim = placed.get("shard", 0)
     # Of a dimension that both cut, FSDP2 sees what tensor parallelism has left.
     by = prod(size for name, size in mesh.size.items() if placed.get(name) == dim)

@@ -12,8 +12,9 @@ torch 2.3 to 2.15.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import add
 from typing import Any
 
 from ckpttool.catalogue.entries import Catalogue, Container, Entry, Object, Part, Path, Tensor, above
@@ -50,9 +51,9 @@ def respell(catalogue: Catalogue, style: str, source: Catalogue | None = None) -
         if style == "flat":
             respelled[optimizer.root] = _write_flat(optimizer)
         else:
-            names_again = {name: name for name in (*optimizer.state, *optimizer.params)}
-            keys: Mapping[str, Any] = names_again if style == "fqn" else _numbers(optimizer)
-            respelled[optimizer.root] = _write_nested(optimizer, keys)
+            names = {name: name for name in (*optimizer.state, *optimizer.params)}
+            numbers = {name: number for number, name in enumerate(optimizer.params)}
+            respelled[optimizer.root] = _write_nested(optimizer, names if style == "fqn" else numbers)
     respelt = _replaced(catalogue, changed, respelled)
     if style == "id":
         remarks += _unclear_again(respelt, changed)
@@ -71,9 +72,8 @@ def respell_root(catalogue: Catalogue, name: str) -> Catalogue:
         )
     root = roots.pop()
     new = (*root[:-1], name)
-    moved = {
-        path: (*new, *path[len(root) :]) for path, e in catalogue.entries.items() if e.part == Part("optimizer", root)
-    }
+    paths = [path for path, entry in catalogue.entries.items() if entry.part == Part("optimizer", root)]
+    moved = {path: (*new, *path[len(root) :]) for path in paths}
     result = move(catalogue, moved)
     for path in moved.values():
         result.entries[path].part = Part("optimizer", new)
@@ -85,18 +85,8 @@ def respell_root(catalogue: Catalogue, name: str) -> Catalogue:
 
 def origins(catalogue: Catalogue) -> set[Path]:
     """Where in the source its entries come from. Pure."""
-    return {
-        entry.origin if isinstance(entry, Object) else (entry.origin or entry).path
-        for entry in catalogue.entries.values()
-    }
-
-
-def _numbers(optimizer: Optimizer) -> dict[str, int]:
-    """As torch numbers: group by group, a parameter that comes again keeps its number."""
-    numbers: dict[str, int] = {}
-    for number, name in enumerate(optimizer.params):
-        numbers.setdefault(name, number)
-    return numbers
+    entries = catalogue.entries.values()
+    return {entry.origin if isinstance(entry, Object) else (entry.origin or entry).path for entry in entries}
 
 
 def _name(optimizer: Optimizer, names_of_ids: Mapping[int, str]) -> None:
@@ -138,7 +128,7 @@ def _write_nested(optimizer: Optimizer, keys: Mapping[Any, Any]) -> Written:
     root, entries = optimizer.root, list[Entry]()
     state = {new: optimizer.state.get(key, []) for key, new in keys.items()} | optimizer.loose
     for key, items in state.items():
-        entries += _placed(optimizer, items, _under(*root, "state", key))
+        entries += _placed(optimizer, items, partial(add, (*root, "state", key)))
     if not entries:
         entries.append(Object((*root, "state"), {}, part=optimizer.part))
     for i, group in enumerate(optimizer.groups):
@@ -146,7 +136,7 @@ def _write_nested(optimizer: Optimizer, keys: Mapping[Any, Any]) -> Written:
         listed = Object((*below, "params"), [keys[key] for key in group.params], part=optimizer.part)
         if group.listed is not None:
             listed.origin = group.listed.origin
-        values = _placed(optimizer, group.items, _under(*below))
+        values = _placed(optimizer, group.items, partial(add, below))
         entries += [*values[: group.place], listed, *values[group.place :]]
     if not optimizer.groups:
         entries.append(Object((*root, "param_groups"), [], part=optimizer.part))
@@ -182,10 +172,6 @@ def _split(key: str, names: Mapping[str, str]) -> tuple[str | None, list[str]]:
         head, _, last = head.rpartition(".")
         rest.insert(0, last)
     return names.get(head), rest
-
-
-def _under(*base: Hashable) -> Callable[[Path], Path]:
-    return lambda rest: (*base, *rest)
 
 
 def _placed(optimizer: Optimizer, items: Sequence[Item], place: Callable[[Path], Path]) -> list[Entry]:
@@ -248,17 +234,12 @@ def _write_flat(optimizer: Optimizer) -> Written:
 
 def _remarks(optimizer: Optimizer, style: str) -> list[str]:
     """What the new keys do not say, or the old ones did not."""
-    if style == "flat":
-        return _lost_when_flat(optimizer)
-    if optimizer.spelling == "flat":
-        return [
+    if style != "flat":
+        text = (
             "flat keys do not say which parameters were in one group: those with the same hyper-parameters are, which "
             f"makes {plural(len(optimizer.groups), 'group')}"
-        ]
-    return []
-
-
-def _lost_when_flat(optimizer: Optimizer) -> list[str]:
+        )
+        return [text] if optimizer.spelling == "flat" else []
     losses = []
     empty = sum(not group.params for group in optimizer.groups)
     if empty:
@@ -279,7 +260,7 @@ def _lost_when_flat(optimizer: Optimizer) -> list[str]:
 
 def _unclear_again(respelt: Catalogue, changed: list[Optimizer]) -> list[str]:
     """Whether the ids could be given their names again, with what will be in the file."""
-    before = {optimizer.root: {n: name for name, n in _numbers(optimizer).items()} for optimizer in changed}
+    before = {optimizer.root: dict(enumerate(optimizer.params)) for optimizer in changed}
     again = [optimizer for optimizer in optimizers(respelt) if optimizer.root in before]
     try:
         names = name_ids(again, respelt)
