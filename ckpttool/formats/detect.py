@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from ckpttool.catalogue.protocols import Format
 from ckpttool.errors import CkptError, ReadError
 from ckpttool.formats import FORMATS
 from ckpttool.storage.stores import Location, locate
 
 _SHOWN = 4
+_HEAD = 64  # bytes of a file that say what it is
 _INCOMPLETE = "the save or the copy did not end; take another copy, or an older step"
 
 
@@ -40,12 +39,13 @@ def _check_readable(location: Location) -> None:
 
 
 def _unknown_file(location: Location) -> CkptError:
-    head = location.head(64)
+    head = location.head(_HEAD)
     if not head:
         return ReadError(f"`{location}`: is empty", hint=_INCOMPLETE, file=location)
-    other = _other_file(head)
-    if other is not None:
-        return ReadError(f"`{location}`: {other.what}", hint=other.hint, file=location, found=other.what)
+    low = head.lstrip(b" \t\r\n\xef\xbb\xbf").lower() if head.strip(b"\0") else bytes(_HEAD)
+    for begins, what, hint in _OTHER_FILES:
+        if low.startswith(begins):
+            return ReadError(f"`{location}`: {what}", hint=hint, file=location, found=what)
     return ReadError(f"`{location}`: not a checkpoint that we know", hint=_marks(), file=location)
 
 
@@ -69,45 +69,29 @@ def _marks() -> str:
 # Files that are not checkpoints ---------------------------------------------------------------------------------------
 
 
-class OtherFile(NamedTuple):
-    """A kind of file that is not a checkpoint, by its first bytes: `OtherFile(b"bzh", "bzip2", ...)`."""
-
-    begins: bytes
-    what: str
-    hint: str
-
-
 _UNPACK = "unpack it, then name what comes out"
 _PAGE = "the download was refused or went astray: look at it in a text editor"
 _OTHER = "neither we nor torch can read it"
 
+# The first bytes, in lower case and without white space; what such a file is, and a hint.
 _OTHER_FILES = (
-    OtherFile(
-        b"version https://git-lfs", "a pointer of git LFS, not the file itself", "fetch the file: `git lfs pull`"
-    ),
-    OtherFile(b"<!doctype html", "a web page", _PAGE),
-    OtherFile(b"<html", "a web page", _PAGE),
-    OtherFile(b"<?xml", "an XML document", _PAGE),
-    OtherFile(b"{", "a JSON document", "name the checkpoint beside it, or the directory that it is in"),
-    OtherFile(b"\x1f\x8b", "compressed with gzip", _UNPACK),
-    OtherFile(b"\x28\xb5\x2f\xfd", "compressed with zstd", _UNPACK),
-    OtherFile(b"\xfd7zxz\0", "compressed with xz", _UNPACK),
-    OtherFile(b"bzh", "compressed with bzip2", _UNPACK),
-    OtherFile(b"7z\xbc\xaf", "a 7z archive", _UNPACK),
-    OtherFile(b"pk\3\4", "a zip archive, but not one of torch.save", _UNPACK),
-    OtherFile(b"gguf", "a GGUF model of llama.cpp", _OTHER),
-    OtherFile(b"\x89hdf\r\n", "an HDF5 file, as Keras writes", _OTHER),
-    OtherFile(b"\x93numpy", "a NumPy array", "load it with `numpy.load`"),
-    OtherFile(b"\x89png", "a picture", _OTHER),
-    OtherFile(b"%pdf", "a PDF", _OTHER),
-    OtherFile(b"\x7felf", "a program", _OTHER),
-    OtherFile(b"\x80", "a bare pickle, which torch.save does not write", "ask who wrote it how it is to be loaded"),
+    (bytes(_HEAD), "nothing but zeros at its beginning", "the copy did not end; take another one"),
+    (b"version https://git-lfs", "a pointer of git LFS, not the file itself", "fetch the file: `git lfs pull`"),
+    (b"<!doctype html", "a web page", _PAGE),
+    (b"<html", "a web page", _PAGE),
+    (b"<?xml", "an XML document", _PAGE),
+    (b"{", "a JSON document", "name the checkpoint beside it, or the directory that it is in"),
+    (b"\x1f\x8b", "compressed with gzip", _UNPACK),
+    (b"\x28\xb5\x2f\xfd", "compressed with zstd", _UNPACK),
+    (b"\xfd7zxz\0", "compressed with xz", _UNPACK),
+    (b"bzh", "compressed with bzip2", _UNPACK),
+    (b"7z\xbc\xaf", "a 7z archive", _UNPACK),
+    (b"pk\3\4", "a zip archive, but not one of torch.save", _UNPACK),
+    (b"gguf", "a GGUF model of llama.cpp", _OTHER),
+    (b"\x89hdf\r\n", "an HDF5 file, as Keras writes", _OTHER),
+    (b"\x93numpy", "a NumPy array", "load it with `numpy.load`"),
+    (b"\x89png", "a picture", _OTHER),
+    (b"%pdf", "a PDF", _OTHER),
+    (b"\x7felf", "a program", _OTHER),
+    (b"\x80", "a bare pickle, which torch.save does not write", "ask who wrote it how it is to be loaded"),
 )
-
-
-def _other_file(head: bytes) -> OtherFile | None:
-    """Return the kind of file that begins like this; 32 bytes are enough. None for an unknown one."""
-    low = head.lstrip(b" \t\r\n\xef\xbb\xbf").lower()
-    if head and not head.strip(b"\0"):
-        return OtherFile(b"\0", "nothing but zeros at its beginning", "the copy did not end; take another one")
-    return next((other for other in _OTHER_FILES if low.startswith(other.begins)), None)

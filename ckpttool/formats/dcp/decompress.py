@@ -49,8 +49,7 @@ def _zstd(stream: IO[bytes], name: str) -> IO[bytes]:
     with suppress(ImportError):
         import zstandard
 
-        decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
-        return decompressor.stream_reader(stream, read_across_frames=True)
+        return zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).stream_reader(stream, read_across_frames=True)
     with suppress(ImportError):
         from compression import zstd
 
@@ -85,10 +84,8 @@ class _Segment:
         self.size = self._entry.size = size
 
     def lease(self) -> Lease:
-        lease = self._lease()
-        if lease is None:
-            lease = Lease()
-            self._lease = weakref.ref(lease)
+        lease = self._lease() or Lease()
+        self._lease = weakref.ref(lease)
         return lease
 
     @property
@@ -199,8 +196,7 @@ class Scratch:
         self, item: Item, segment: _Segment, limit: int, name: str, check: Callable[[Item], None] | None
     ) -> Item:
         read_into = partial(self._pool.read_some, self._files[item.file].location)
-        source = files.stream(read_into, item.offset, item.length)
-        stream = _decompressed_stream(source, item.transforms, name)
+        stream = _decompressed_stream(files.stream(read_into, item.offset, item.length), item.transforms, name)
         start = segment.size
         try:
             while data := stream.read(_BLOCK):

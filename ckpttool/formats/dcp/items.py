@@ -210,8 +210,7 @@ class Items:
 
     def _window(self, item: Item, lease: decompress.Lease | None = None) -> Read:
         """Return a read function with both ends of an archive cached. The function keeps the lease."""
-        location, base, length = self._files[item.file].location, item.offset, item.length
-        pool = self._pool
+        location, base, length, pool = self._files[item.file].location, item.offset, item.length, self._pool
         if length <= 4 * _WINDOW:
             parts = [(base, pool.read(location, base, length))]
         else:
@@ -251,8 +250,7 @@ class _ItemPattern(NamedTuple):
         record = self.opened.record
         assert record is not None
         shift = item.offset - self.base
-        crc = int.from_bytes(first, "little") or None
-        moved = Record(item.file, record.offset + shift, record.nbytes, crc)
+        moved = Record(item.file, record.offset + shift, record.nbytes, int.from_bytes(first, "little") or None)
         return self.opened._replace(file=item.file, offset=self.opened.offset + shift, record=moved)
 
 
@@ -334,20 +332,16 @@ def template(dtype: Dtype, sizes: Ints) -> Template:
     tensor = NewTensor("0", dtype, sizes)
     layout = torch_zip_writer.lay_out(tensor, lambda value: tensor if value is tensor else None, root=ROOT)
     record = layout.storages["0"]
-    start, end = record.offset, record.offset + record.nbytes
-    zeros, ones = (_render(layout, crc, start, end) for crc in (0, 0xFFFFFFFF))
+    start = record.offset
+
+    def without_payload(crc: int) -> bytes:
+        archive = bytearray(layout.size - record.nbytes)
+        for offset, data in [*layout.pieces, *layout.patches(lambda record: crc)]:
+            at = offset if offset < start else offset - record.nbytes
+            archive[at : at + len(data)] = data
+        return bytes(archive)
+
+    zeros, ones = without_payload(0), without_payload(0xFFFFFFFF)
     # A CRC of zeros against one of ones: no byte of either is the same.
-    different = bytes(map(ne, zeros[1], ones[1]))
-    marks = tuple(match.start() for match in re.finditer(rb"\x01{4}", different))
-    return Template(zeros[0], record.nbytes, zeros[1], marks)
-
-
-def _render(layout: torch_zip_writer.Layout, crc: int, start: int, end: int) -> tuple[bytes, bytes]:
-    """Return the bytes before and after the payload of an archive with one storage."""
-    head, tail = bytearray(start), bytearray(layout.size - end)
-    for offset, data in [*layout.pieces, *layout.patches(lambda record: crc)]:
-        if offset < start:
-            head[offset : offset + len(data)] = data
-        else:
-            tail[offset - end : offset - end + len(data)] = data
-    return bytes(head), bytes(tail)
+    marks = tuple(match.start() for match in re.finditer(rb"\x01{4}", bytes(map(ne, zeros[start:], ones[start:]))))
+    return Template(zeros[:start], record.nbytes, zeros[start:], marks)

@@ -89,17 +89,9 @@ class Metadata(_Large):
     """The whole index."""
 
 
-CLASSES: dict[str, type] = {
-    "Metadata": Metadata,
-    "MCoreMetadata": Metadata,
-    "TensorStorageMetadata": TensorStorageMetadata,
-    "BytesStorageMetadata": BytesStorageMetadata,
-    "ChunkStorageMetadata": ChunkStorageMetadata,
-    "TensorProperties": TensorProperties,
-    "MetadataIndex": MetadataIndex,
-    "_StorageInfo": StorageInfo,
-    "StorageMeta": StorageMeta,
-}
+_NAMED = Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, TensorProperties, MetadataIndex
+CLASSES: dict[str, type] = {c.__name__: c for c in (*_NAMED, StorageMeta)}
+CLASSES |= {"MCoreMetadata": Metadata, "_StorageInfo": StorageInfo}
 
 
 def size(sizes: Any) -> Any:

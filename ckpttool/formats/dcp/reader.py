@@ -53,8 +53,7 @@ class DcpSource:
         if tensor.dtype.kind == "quantized":
             text = f"tensor `{tensor.name}`: {tensor.dtype} in chunks, each quantized by itself, cannot be merged"
             raise ReadError(text, hint="leave it out with `--exclude`", tensor=tensor.name)
-        transforms = self._transforms.get((extent.file, extent.offset), ())
-        item = Item(extent.file, extent.offset, extent.nbytes, transforms)
+        item = Item(extent.file, extent.offset, extent.nbytes, self._transforms.get((extent.file, extent.offset), ()))
         return self._items.tensor(item, tensor.dtype, chunk.sizes, tensor.name)
 
     def close(self) -> None:
@@ -87,7 +86,10 @@ class _CatalogueBuilder:
 
     def source(self) -> DcpSource:
         index, catalogue = self._index, self._catalogue
-        self._collect_transforms()
+        for entry in index.entries.values():
+            for item in [entry] if isinstance(entry, Item) else map(entry.item, entry.transforms):
+                if item.transforms:
+                    self._transforms[item.file, item.offset] = item.transforms
         if self._transforms:
             self._items.reserve_scratch()
         self._is_safetensors = self._is_in_safetensors()
@@ -113,12 +115,6 @@ class _CatalogueBuilder:
         return DcpSource(catalogue, self._items, self._transforms, index)
 
     # Tensors ---------------------------------------------------------------------------------------------------------
-
-    def _collect_transforms(self) -> None:
-        for entry in self._index.entries.values():
-            for item in [entry] if isinstance(entry, Item) else map(entry.item, entry.transforms):
-                if item.transforms:
-                    self._transforms[item.file, item.offset] = item.transforms
 
     def _is_in_safetensors(self) -> bool:
         """Return whether tensors are stored as safetensors. One item decides: the writer stores all alike."""

@@ -36,8 +36,8 @@ class Replicas:
             results = [self._is_same(copy) for copy in copies]
             if False in results:
                 entry = self._index.entries[name]
-                whole = isinstance(entry, Item) or entry.sizes == [entry.shape]
-                (per_rank if whole else differing).append(name)
+                is_whole = isinstance(entry, Item) or entry.sizes == [entry.shape]
+                (per_rank if is_whole else differing).append(name)
             elif None in results:
                 unknown.append(name)
             else:

@@ -116,8 +116,7 @@ class _DcpSink:
     def _place_tensor(self, tensor: Tensor) -> Tensor:
         keeper = self._keepers.setdefault(self._planned.first(tensor).path, tensor.path)
         if keeper != tensor.path:
-            shared = self.catalogue.tensor(keeper)
-            return replace(tensor, chunks=shared.chunks, alias=keeper)
+            return replace(tensor, chunks=self.catalogue.tensor(keeper).chunks, alias=keeper)
         planned, ends, numbers = tensor.chunks, self._ends, self._numbers
         frames = _frames_of(tensor.dtype, planned)
         indices: Sequence[int] = range(len(planned))
@@ -150,8 +149,7 @@ class _DcpSink:
         frames = _frames_of(tensor.dtype, chunks)
         starts = array("q", [at - frames[sizes][0] for at, sizes in zip(chunks.offset, chunks.sizes, strict=True)])
         lengths = array("q", [frames[sizes][2] for sizes in chunks.sizes])
-        columns = chunks.offsets, chunks.sizes, chunks.file, starts, lengths
-        return StoredTensor(tensor.dtype, tensor.shape, *columns)
+        return StoredTensor(tensor.dtype, tensor.shape, chunks.offsets, chunks.sizes, chunks.file, starts, lengths)
 
     # Bytes around payloads -------------------------------------------------------------------------------------------
 

@@ -203,7 +203,12 @@ def _open_whole(root: Location, whole: Sequence[str], indexes: Sequence[str]) ->
 
 
 def _open_listed(root: Location, names: Sequence[str]) -> Catalogue:
-    _check_numbers(root, names)
+    counts = Counter((m[1], int(m[3])) for n in names if (m := _NUMBERED.fullmatch(n)))
+    for (stem, count), present in counts.items():
+        if present < count:
+            missing = next(n for n in sharding.file_names(stem, count) if n not in names)
+            text = f"`{root / missing}`: is not there, but `{stem}-...` are {count} files"
+            raise CorruptError(text, hint="copy the missing file too", file=missing)
     reader = Reader(root, "one file" if len(names) == 1 else "several files without an index")
     for name in names:
         reader.add(name)
@@ -212,16 +217,6 @@ def _open_listed(root: Location, names: Sequence[str]) -> Catalogue:
         text = f"there is no index: {len(names)} files are taken as one checkpoint"
         catalogue.warnings.append(Warning("no-index", text))
     return catalogue
-
-
-def _check_numbers(root: Location, names: Sequence[str]) -> None:
-    """Raise CorruptError if one of n numbered files is missing."""
-    counts = Counter((m[1], int(m[3])) for n in names if (m := _NUMBERED.fullmatch(n)))
-    for (stem, count), present in counts.items():
-        if present < count:
-            missing = next(n for n in sharding.file_names(stem, count) if n not in names)
-            text = f"`{root / missing}`: is not there, but `{stem}-...` are {count} files"
-            raise CorruptError(text, hint="copy the missing file too", file=missing)
 
 
 def parse_index(text: bytes, name: str) -> tuple[dict[str, str], dict[str, Any]]:

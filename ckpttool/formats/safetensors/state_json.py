@@ -53,8 +53,7 @@ def looks_like(head: bytes) -> bool:
 
 def build(catalogue: Catalogue, places: Mapping[Path, Place], writer: str) -> bytes:
     """Return the state file of a catalogue. Raises LossError for a value that JSON cannot represent. Pure."""
-    head = {"schema": SCHEMA, "writer": writer}
-    lines = ["{", *(f"{_line(k)}: {_line(v)}," for k, v in head.items())]
+    lines = ["{", f'"schema": {_line(SCHEMA)},', f'"writer": {_line(writer)},']
     lines += _array("containers", (_container(p, c) for p, c in catalogue.containers.items()), ",")
     lines += _array("entries", (_entry(e, places) for e in catalogue.entries.values()), "")
     return "\n".join([*lines, "}", ""]).encode()
@@ -140,11 +139,9 @@ def _read_path(item: Mapping[str, Any], name: str) -> Path:
 def _read_container(item: Mapping[str, Any], path: Path, name: str) -> Container:
     kind = item.get("kind")
     attributes = typed_json.decode(item.get("attributes", {}), name=name, functions=_FUNCTIONS)
-    try:
+    with suppress(TypeError):
         if kind in ("list", "dict", "OrderedDict"):
             return Container(kind, attributes_of(attributes) or None)
-    except TypeError:
-        pass
     raise CorruptError(f"{name}: `{dotted(path)}` is an unknown container: {kind!r} with {attributes!r}")
 
 

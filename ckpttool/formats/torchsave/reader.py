@@ -153,8 +153,7 @@ def _archive_warnings(catalogue: Catalogue, archive: Archive, nested: Collection
         text = f"{unchecked} of {len(storages)} storages have no checksum: what they hold cannot be checked"
         warnings.append(Warning("no-checksum", text))
     if archive.swapped:
-        text = "written on a big-endian machine; values are swapped when they are read"
-        warnings.append(Warning("byte-order", text))
+        warnings.append(Warning("byte-order", "written on a big-endian machine; values are swapped when they are read"))
     return warnings
 
 
