@@ -281,9 +281,8 @@ def inside(root: str, name: str) -> str:
     check_name(root, name)
     path = Path(root, name)
     real, top = os.path.realpath(path), os.path.realpath(root)
-    allowed = [top]
-    if hub := _SNAPSHOT.match(top):
-        allowed.append(f"{hub[1]}/blobs")
+    hub = _SNAPSHOT.match(top)
+    allowed = [top, f"{hub[1]}/blobs"] if hub else [top]
     if real != top and not any(real.startswith(folder.rstrip("/") + "/") for folder in allowed):
         raise CorruptError(f"`{path}`: a link that leaves the checkpoint", file=str(path), found=real)
     return str(path)
@@ -295,11 +294,10 @@ Fingerprint = dict[str, tuple[int, int, int]]
 def fingerprint(paths: Iterable[str]) -> Fingerprint:
     """Return size, modification time and inode of each file, which differ in a later version."""
     result: Fingerprint = {}
-    for path in paths:
-        # A remote file belongs to a fixed commit.
-        if _remote(path) is None:
-            with suppress(OSError):
-                result[path] = _version(path)
+    # A remote file belongs to a fixed commit.
+    for path in (path for path in paths if _remote(path) is None):
+        with suppress(OSError):
+            result[path] = _version(path)
     return result
 
 
@@ -393,20 +391,18 @@ def sync_tree(path: str) -> None:
         for name in names:
             sync(os.path.join(folder, name))
         sync(folder)
-    if not Path(path).is_dir():
+    if not os.path.isdir(path):
         sync(path)
 
 
 def remove(path: str) -> None:
     """Remove a file or a directory tree, if it exists."""
-    if Path(path).is_dir() and not Path(path).is_symlink():
+    if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path, ignore_errors=True)
     else:
         with suppress(OSError):
-            Path(path).unlink()
+            os.unlink(path)
 
-
-# Directories ----------------------------------------------------------------------------------------------------------
 
 # Files of an interrupted save: the temporary and backup index of DCP, staging directories, partial downloads.
 REMAINS = re.compile(r".*\.metadata\.(tmp|bck)|\..*\.(partial|old)-\d+|.*\.(tmp|incomplete|part)")

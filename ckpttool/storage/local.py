@@ -29,11 +29,8 @@ class LocalStore(Store):
             return sorted(Entry(entry.name, _is_dir(entry)) for entry in entries)
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
-        descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            data = os.pread(descriptor, len(buffer), offset)
-        finally:
-            os.close(descriptor)
+        with open(name, "rb", buffering=0) as stream:
+            data = os.pread(stream.fileno(), len(buffer), offset)
         buffer[: len(data)] = data
         return len(data)
 
@@ -69,11 +66,8 @@ class LocalStore(Store):
     def create(self, name: str, size: int) -> None:
         with os_errors(name, "write"):
             os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
-            descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            try:
-                os.ftruncate(descriptor, size)
-            finally:
-                os.close(descriptor)
+            with open(name, "xb", buffering=0) as stream:
+                os.ftruncate(stream.fileno(), size)
 
     def put(self, name: str, write: Write) -> None:
         with os_errors(name, "write"), open(name, "xb") as stream:

@@ -236,8 +236,19 @@ def _swap_in(partial: str, dst: str, old: str, overwrite: bool) -> None:
     place = Path(dst)
     if place.is_dir() and not place.is_symlink() and not any(place.iterdir()):
         place.rmdir()
+    if not overwrite and os.path.isfile(partial):
+        # A rename would replace what another process has created meanwhile.
+        try:
+            os.link(partial, dst)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            os.rename(partial, dst)
+        else:
+            os.unlink(partial)
+        return
     if not overwrite:
-        _name(partial, dst)
+        os.rename(partial, dst)
         return
     if os.path.isfile(partial) and os.path.lexists(dst) and (place.is_symlink() or place.is_file()):
         # Renaming a file replaces the other atomically.
@@ -252,22 +263,6 @@ def _swap_in(partial: str, dst: str, old: str, overwrite: bool) -> None:
         if os.path.lexists(old) and not os.path.lexists(dst):
             os.rename(old, dst)
         raise
-
-
-def _name(partial: str, dst: str) -> None:
-    """Rename a destination. Raises OSError when another process has created that name."""
-    if os.path.isfile(partial):
-        # A rename would replace it.
-        try:
-            os.link(partial, dst)
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            os.rename(partial, dst)
-        else:
-            os.unlink(partial)
-    else:
-        os.rename(partial, dst)
 
 
 # Ownership ------------------------------------------------------------------------------------------------------------
@@ -376,10 +371,8 @@ def _is_running(owner: dict[str, Any], this: dict[str, Any]) -> bool:
         return False
     try:
         os.kill(int(owner.get("pid", 0)) or os.getpid(), 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, ValueError, TypeError):
-        return True
+    except (OSError, ValueError, TypeError) as error:
+        return not isinstance(error, ProcessLookupError)
     return True
 
 
@@ -408,7 +401,5 @@ def _set_aside(left: Stage) -> None:
 
 def _on_disk(path: str) -> int:
     """Return the bytes on disk of a file, or of all files below a directory."""
-    if not os.path.isdir(path):
-        return os.stat(path).st_blocks * 512 if os.path.lexists(path) else 0
     below = (os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)
-    return sum(os.lstat(file).st_blocks * 512 for file in below)
+    return sum(os.lstat(file).st_blocks * 512 for file in (path, *below) if os.path.isfile(file))

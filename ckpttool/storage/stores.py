@@ -350,10 +350,7 @@ class Location(str):
 
     def head(self, nbytes: int) -> bytes:
         """Return the first bytes of a file, fewer if it is shorter."""
-        data, done = bytearray(min(nbytes, self.size())), 0
-        while done < len(data) and (n := self.read_into(done, memoryview(data)[done:])):
-            done += n
-        return bytes(data[:done])
+        return self.read(0, min(nbytes, self.size()))
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
         """Fill a buffer from an offset; see `Store.read_into`."""

@@ -27,6 +27,10 @@ class Piece(NamedTuple):
     box: Box
 
 
+_Parts = tuple[tuple[int, Box], ...]
+_Order = list[tuple[int, Tensor, int]]  # offset, tensor, number of the chunk
+
+
 class Job(NamedTuple):
     """One destination chunk, the tensor that it belongs to, and the pieces that fill it exactly."""
 
@@ -79,56 +83,39 @@ def meeting(one: Chunks, other: Chunks) -> Iterator[tuple[int, int, Box]]:
             yield i, j, shared
 
 
-_Parts = tuple[tuple[int, Box], ...]
-
-
-class _Fit:
-    """Finds the chunks of one tiling that fill each chunk of another, and with which elements. Tensors of one shape
-    that are sharded alike on both sides share it: a model has few shapes, and the search is most of the work."""
-
-    def __init__(self, stored: Chunks) -> None:
-        self._finder = _Finder(stored)
-        self._single = len(stored) == 1
-        self._known: dict[int, _Parts] = {}
-
-    def of(self, chunk: Chunk, i: int) -> _Parts | None:
-        """Return the numbers of the chunks that fill `chunk`, the `i`-th of the other tiling, with the box of each;
-        None when they do not fill it exactly."""
-        parts = self._known.get(i)
-        if parts is None:
-            box = (chunk.offsets, chunk.sizes)
-            # The one chunk of a validated tensor is all of it.
-            parts = ((0, box),) if self._single else tuple(self._finder.touching(box))
-            if not self._single and sum([prod(shared[1]) for _, shared in parts]) != prod(chunk.sizes):
-                return None
-            self._known[i] = parts
-        return parts
-
-
 class _Fits:
-    """Caches the fit of each tensor."""
+    """Finds the chunks of the source that fill each chunk to write, and with which elements. Tensors of one shape that
+    are sharded alike on both sides share it: a model has few shapes, and the search is most of the work."""
 
     def __init__(self) -> None:
         self._tilings: dict[tuple[tuple[Ints, ...], tuple[Ints, ...]], int] = {}
-        self._fits: dict[tuple[int, int], _Fit] = {}
-        self._of: dict[int, _Fit] = {}
+        self._fits: dict[tuple[int, int], tuple[_Finder, dict[int, _Parts]]] = {}
+        self._of: dict[int, tuple[_Finder, dict[int, _Parts]]] = {}
 
-    def of(self, tensor: Tensor, source: Tensor) -> _Fit:
+    def of(self, tensor: Tensor, source: Tensor, chunk: Chunk, i: int) -> _Parts | None:
+        """Return the numbers of the chunks of `source` that fill `chunk`, the `i`-th of `tensor`, with the box of each;
+        None when they do not fill it exactly."""
         fit = self._of.get(id(tensor))
         if fit is None:
             key = (self._number(source.chunks), self._number(tensor.chunks))
-            fit = self._fits.get(key)
-            if fit is None:
-                fit = self._fits[key] = _Fit(source.chunks)
-            self._of[id(tensor)] = fit
-        return fit
+            if key not in self._fits:
+                self._fits[key] = (_Finder(source.chunks), {})
+            fit = self._of[id(tensor)] = self._fits[key]
+        finder, known = fit
+        parts = known.get(i)
+        if parts is None:
+            box = (chunk.offsets, chunk.sizes)
+            # The one chunk of a validated tensor is all of it.
+            is_single = len(source.chunks) == 1
+            parts = ((0, box),) if is_single else tuple(finder.touching(box))
+            if not is_single and sum([prod(shared[1]) for _, shared in parts]) != prod(chunk.sizes):
+                return None
+            known[i] = parts
+        return parts
 
     def _number(self, chunks: Chunks) -> int:
         """Return the same number for tilings of the same boxes in the same order."""
         return self._tilings.setdefault((tuple(chunks.offsets), tuple(chunks.sizes)), len(self._tilings))
-
-
-_Order = list[tuple[int, Tensor, int]]  # offset, tensor, number of the chunk
 
 
 def plan(destination: Catalogue, share: tuple[int, int] = (0, 1)) -> Iterator[Job]:
@@ -141,7 +128,7 @@ def plan(destination: Catalogue, share: tuple[int, int] = (0, 1)) -> Iterator[Jo
     for _, tensor, i in islice(chain.from_iterable(files), *_share(files, *share)):
         source, chunk = tensor.origin, tensor.chunks.at(i)
         assert source is not None
-        parts = fits.of(tensor, source).of(chunk, i)
+        parts = fits.of(tensor, source, chunk, i)
         if parts is None:
             raise CorruptError(
                 f"tensor `{tensor.name}`: {list(chunk.sizes)} at {list(chunk.offsets)} is not covered exactly"

@@ -98,7 +98,9 @@ class _SharedWork(Coordinator):
         self, partial: str, created: Catalogue, source: Source, *, progress: Progress | None, **options: Any
     ) -> Transferred:
         if self.is_first:
-            self._announce(partial, created)
+            # Where the destination lies, which has its full size now.
+            message = {"partial": local_path(partial).absolute(), "digest": _digest(created)}
+            self._send("begin", json.dumps(message).encode())
         else:
             self._join(partial, created)
 
@@ -170,13 +172,6 @@ class _SharedWork(Coordinator):
         finally:
             self._heartbeat.stop()
 
-    # The layout that all fill ----------------------------------------------------------------------------------------
-
-    def _announce(self, partial: str, created: Catalogue) -> None:
-        """Send where the destination lies, which has its full size now."""
-        message = {"partial": local_path(partial).absolute(), "digest": _digest(created)}
-        self._send("begin", json.dumps(message).encode())
-
     def _join(self, partial: str, created: Catalogue) -> None:
         """Let `created`, made at `partial`, refer to the files of rank 0. Raises StorageError when this process does
         not see them, or they are of another layout."""
@@ -205,7 +200,11 @@ class _SharedWork(Coordinator):
 
     def _failure(self) -> Exception:
         """Return the error of the process that failed first."""
-        return _as_error(json.loads(self._receive(f"failed/{int(self._store.get('failed'))}")))
+        message = json.loads(self._receive(f"failed/{int(self._store.get('failed'))}"))
+        if not message["kind"]:
+            return RuntimeError(message["message"])
+        kind: type[CkptError] = getattr(errors, message["kind"])
+        return kind(message["message"], hint=message["hint"], **message["facts"])
 
     def _earlier_failure(self, error: BaseException) -> CkptError | None:
         """Return why rank 0 is being ended, where another process has reported an error: torchrun ends all as soon as
@@ -308,10 +307,13 @@ def _rendezvous() -> tuple[int, int, Any]:
     """Return rank, number of processes, and the store of this job."""
     from datetime import timedelta
 
-    with _signals_wait():
+    # Raised while torch is imported, a signal may end the import of numpy inside torch, which then goes on without it.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+    try:
         from torch.distributed import PrefixStore
         from torch.distributed.rendezvous import rendezvous
-
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     try:
         store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=_MEET)))
     # Whatever it is: a wrong address, a port in use, an old torch.
@@ -323,17 +325,6 @@ def _rendezvous() -> tuple[int, int, Any]:
     store.set_timeout(timedelta(seconds=_DEAD))
     # Messages of an earlier job of the same processes are still there.
     return rank, size, PrefixStore(f"job{next(_JOBS)}", store)
-
-
-@contextmanager
-def _signals_wait() -> Iterator[None]:
-    """Delay signals until the block has ended: raised while torch is imported, one may end the import of numpy inside
-    torch, which then goes on without numpy."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Heartbeat(threading.Thread):
@@ -409,10 +400,3 @@ def _as_json(error: BaseException) -> dict[str, Any]:
     if isinstance(error, CkptError):
         return {"kind": type(error).__name__, "message": error.message, "hint": error.hint, "facts": error.facts}
     return {"kind": "", "message": f"{type(error).__name__}: {error}"}
-
-
-def _as_error(message: dict[str, Any]) -> Exception:
-    if not message["kind"]:
-        return RuntimeError(message["message"])
-    error: CkptError = getattr(errors, message["kind"])(message["message"], hint=message["hint"], **message["facts"])
-    return error

@@ -9,7 +9,7 @@ import os
 import re
 import threading
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from logging import ERROR, LogRecord
 from typing import Any
 
@@ -23,7 +23,6 @@ from ckpttool.version import __version__
 
 TIMEOUT = 60.0  # seconds without a byte in either direction
 _VARIABLE = "CKPTTOOL_HUB_TIMEOUT"
-_prepared = False
 
 
 def timeout() -> float:
@@ -50,10 +49,8 @@ def _hide_signatures(record: LogRecord) -> bool:
     return True
 
 
+@cache
 def _prepare() -> None:
-    global _prepared
-    if _prepared:
-        return
     if not hasattr(huggingface_hub, "set_client_factory"):
         raise UsageError(
             f"`hf://` needs huggingface_hub 1.0 or later, and {huggingface_hub.__version__} is installed",
@@ -68,7 +65,6 @@ def _prepare() -> None:
     for name in (_http.__name__, file_download.__name__):
         logging.get_logger(name).addFilter(_hide_signatures)
     huggingface_hub.set_client_factory(partial(_with_timeout, _http._GLOBAL_CLIENT_FACTORY))
-    _prepared = True
 
 
 def _with_timeout(create: Callable[[], Any]) -> Any:

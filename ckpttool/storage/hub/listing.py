@@ -19,7 +19,7 @@ _BLOCK = 4 << 20
 class RepoFile:
     """Class for a file of a repository: `RepoFile("model.safetensors", 4998203144, "2cf2…", None)`.
 
-    The Hub identifies a large file by the SHA-256 of its bytes, a small one by its git blob hash.
+    The Hub names a large file by the SHA-256 of its bytes, a small one by its git blob hash. Local files have both.
     """
 
     name: str
@@ -28,16 +28,7 @@ class RepoFile:
     blob: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Digests:
-    """Class for the size and the digests of a local file, in both forms that the Hub uses."""
-
-    size: int
-    sha256: str
-    blob: str
-
-
-def compute_digests(path: str) -> Digests:
+def compute_digests(path: str) -> RepoFile:
     """Return the size and the digests of a local file, read once. Raises OSError."""
     size = os.path.getsize(path)
     sha256, blob = hashlib.sha256(), hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
@@ -45,7 +36,7 @@ def compute_digests(path: str) -> Digests:
         while data := stream.read(_BLOCK):
             sha256.update(data)
             blob.update(data)
-    return Digests(size, sha256.hexdigest(), blob.hexdigest())
+    return RepoFile(path, size, sha256.hexdigest(), blob.hexdigest())
 
 
 def list_files(api: HfApi, repo: str, revision: str, folder: str = "") -> dict[str, RepoFile]:
@@ -67,7 +58,7 @@ def list_files(api: HfApi, repo: str, revision: str, folder: str = "") -> dict[s
     return files
 
 
-def difference(file: RepoFile | None, digests: Digests) -> str | None:
+def difference(file: RepoFile | None, digests: RepoFile) -> str | None:
     """Return how a file on the Hub differs from a local file, or None if both are the same."""
     if file is None:
         return "the Hub does not have the file"

@@ -32,7 +32,7 @@ from ckpttool.storage import files, free_space
 from ckpttool.storage.errors import os_errors
 from ckpttool.storage.hub import client, errors, listing
 from ckpttool.storage.hub.address import Address, parse
-from ckpttool.storage.hub.listing import Digests, RepoFile
+from ckpttool.storage.hub.listing import RepoFile
 from ckpttool.storage.stores import Location, Outgoing, Store
 from ckpttool.text import some
 
@@ -159,7 +159,7 @@ class _Upload:
         self._total, self._done, self._current = size, 0, 0
         self._parent: str | None = None
         self._repo_files: dict[str, RepoFile] = {}
-        self._digests: dict[str, Digests] = {}
+        self._digests: dict[str, RepoFile] = {}
 
     def _translate_errors(self, name: str = "") -> Any:
         return errors.translate_errors(f"{self.address}/{name}" if name else str(self.address), "write")
@@ -253,7 +253,7 @@ class _Upload:
         is_there = listing.difference(existing, digests) is None
         self._record(file, "unchanged" if is_there else change)
         if not is_there and not self.sent.dry_run:
-            self._send(file, name, path, digests.sha256)
+            self._send(file, name, path, str(digests.sha256))
         self._file_done(file.size)
         if not keep_local:
             os.unlink(path)
