@@ -12,7 +12,7 @@ import click
 from ckpttool.cli import options
 from ckpttool.cli.options import Argument, Option
 from ckpttool.cli.progress import progress_on_stderr
-from ckpttool.cli.terminal import Styled, Terminal, TextLike, answer, bold, dim, err
+from ckpttool.cli.terminal import Rows, Styled, Terminal, TextLike, answer, bold, dim, err
 from ckpttool.text import duration, plural, size
 
 if TYPE_CHECKING:
@@ -20,13 +20,12 @@ if TYPE_CHECKING:
     from ckpttool.operations.diff import Total
     from ckpttool.operations.diff.elements import Difference
 
-Rows = list[list[TextLike]]
-
 _SHOWN = 20
 _VALUE = 40  # characters of an object's value, unless -v
 _WHOLE = 400  # the same with -v
 _WIDE = 140  # columns of a terminal that shows all figures
 _OMITTED = ("max ulp", "cosine", "elements", "A", "B")  # on narrower ones; `--json` has them
+_ONLY = "Include only this part (model, optimizer, ...; or its key), and strip its key from names. Repeatable."
 _FIGURES = ("max abs", "max rel", "max ulp", "cosine")
 
 
@@ -38,10 +37,7 @@ _FIGURES = ("max abs", "max rel", "max ulp", "cosine")
     ),
     sections={
         "Selection": (
-            options.reworded(
-                options.ONLY,
-                "Include only this part (model, optimizer, ...; or its key), and strip its key from names. Repeatable.",
-            ),
+            options.reworded(options.ONLY, _ONLY),
             options.DROP,
             options.TENSORS,
             options.EXCLUDE,
@@ -147,16 +143,13 @@ def _facts(result: Diff) -> Iterator[tuple[str, str]]:
 
 def _print_parts(terminal: Terminal, result: Diff) -> None:
     terminal.write("\n")
-    beyond = ["beyond"] if result.within is not None else []
-    counts = ["tensors", "equal", "elements", "differing", *beyond]
-    rows: list[list[TextLike]] = [
-        [
-            dim("total") if total is result.total else bold(total.part),
-            *(f"{getattr(total, name) or 0:,}" for name in counts),
-            *_figures(total),
-        ]
+    counts = ["tensors", "equal", "elements", "differing", *(["beyond"] if result.within is not None else [])]
+    rows: Rows = [
+        [bold(total.part), *(f"{getattr(total, name) or 0:,}" for name in counts), *_figures(total)]
         for total in (*result.parts, *([result.total] if len(result.parts) > 1 else []))
     ]
+    if len(result.parts) > 1:
+        rows[-1][0] = dim("total")
     terminal.table(*_fitting(terminal, rows, ["part", *counts, *_FIGURES]), right=range(1, 10), wrap=(0,))
 
 
@@ -177,7 +170,7 @@ def _figures(figures: Difference | Total) -> list[str]:
 
 
 def _print_layouts(terminal: Terminal, result: Diff) -> None:
-    rows: list[list[TextLike]] = []
+    rows: Rows = []
     for tensor in result.tensors:
         if "dtype" in tensor.kinds:
             rows.append([tensor.name, "dtype", *tensor.dtypes])

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from ckpttool.cli import options
 from ckpttool.cli.options import Option
-from ckpttool.cli.terminal import Styled, Terminal, TextLike, bold, box, dim, out
+from ckpttool.cli.terminal import Rows, Styled, Terminal, TextLike, bold, box, dim, out
 from ckpttool.text import count, meant, plural, size
 
 if TYPE_CHECKING:
-    from ckpttool.catalogue.entries import Catalogue, Chunks, Part, Tensor
+    from ckpttool.catalogue.entries import Catalogue, Part, Tensor
     from ckpttool.operations.inspect.hyperparameters import Table
     from ckpttool.operations.inspect.module_tree import Line
     from ckpttool.operations.inspect.summary import PartLine, Summary
@@ -106,15 +106,14 @@ def _print(
 
 def _run(terminal: Terminal, catalogue: Catalogue, path: str) -> None:
     """Print the checkpoints of a run, and mark the one that is shown below."""
-    run = catalogue.facts.get("run", ())
-    if not run:
+    if not (run := catalogue.facts.get("run")):
         return
     terminal.line(bold(path), f"  {plural(len(run), 'checkpoint')}")
     terminal.write("\n")
     shown = run if terminal.verbose else run[-_RUN:]
     if len(shown) < len(run):
         terminal.line(dim(f"  {len(run) - len(shown):,} before them, shown by -v"))
-    rows: list[list[TextLike]] = []
+    rows: Rows = []
     for entry in shown:
         state: TextLike = "shown below" if entry["taken"] else ""
         if not entry["complete"]:
@@ -127,6 +126,8 @@ def _run(terminal: Terminal, catalogue: Catalogue, path: str) -> None:
 
 
 def _header(terminal: Terminal, catalogue: Catalogue, path: str, summary: Summary) -> None:
+    from ckpttool.operations.inspect.format_value import describe
+
     terminal.line(bold(path))
     terminal.write("\n")
     facts = {key: value for key, value in catalogue.facts.items() if key not in _APART}
@@ -139,21 +140,14 @@ def _header(terminal: Terminal, catalogue: Catalogue, path: str, summary: Summar
     rows.append(("on disk", f"{size(catalogue.nbytes())} in {plural(len(catalogue.own_files), 'file')}"))
     if catalogue.facts.get("assets"):
         rows.append(("assets", ", ".join(catalogue.facts["assets"])))
-    rows += [(str(key).replace("_", " "), _fact(value)) for key, value in facts.items() if value not in (None, "", ())]
+    others = ((str(key).replace("_", " "), value) for key, value in facts.items() if value not in (None, "", ()))
+    rows += [(title, value if isinstance(value, str) else describe(value)) for title, value in others]
     terminal.facts(rows)
-
-
-def _fact(value: Any) -> str:
-    from ckpttool.operations.inspect.format_value import describe
-
-    return value if isinstance(value, str) else describe(value)
 
 
 def _parts(terminal: Terminal, parts: list[PartLine]) -> None:
     terminal.write("\n")
-    rows: list[list[TextLike]] = []
-    for part in parts:
-        rows.append([bold(str(part.part)), *_numbers([part]), _dtypes(list(part.dtypes))])
+    rows: Rows = [[bold(str(part.part)), *_numbers([part]), _dtypes(list(part.dtypes))] for part in parts]
     if len(parts) > 1:
         rows.append([dim("total"), *_numbers(parts)])
     headers = ("part", "tensors", "elements", "bytes", "objects", "dtypes")
@@ -176,11 +170,11 @@ def _tree(terminal: Terminal, part: Part, lines: list[Line]) -> None:
     terminal.heading(str(part))
     rows = []
     for line in lines:
-        times = f"  x{line.folded}" if line.folded > 1 and line.shape is None else ""
-        if line.shape is None:
-            shape = plural(line.tensors, "tensor")
-        else:
+        times, shape = "", plural(line.tensors, "tensor")
+        if line.shape is not None:
             shape = f"{f'{line.times} x ' if line.times > 1 else ''}{list(line.shape)}"
+        elif line.folded > 1:
+            times = f"  x{line.folded}"
         numbers = ("tied", "") if line.tied else (count(line.parameters), size(line.nbytes))
         rows.append(("  " * line.depth + line.name + times, shape, _dtypes(line.dtypes), *numbers))
     terminal.table(rows, ("", "shape", "dtype", "elements", "bytes"), right=(1, 3, 4), wrap=(0, 2))
@@ -190,7 +184,7 @@ def _tensors(terminal: Terminal, tensors: list[Tensor], catalogue: Catalogue) ->
     terminal.heading("tensors", f"{len(tensors):,} of {sum(1 for _ in catalogue.tensors):,}")
     rows: list[tuple[TextLike, ...]] = []
     for tensor in tensors:
-        shards = _shards(tensor.chunks, tensor, catalogue)
+        shards = _shards(tensor, catalogue)
         only = shards[0] if len(shards) == 1 else ""
         rows.append((bold(tensor.name), tensor.dtype.name, str(list(tensor.shape)), size(tensor.nbytes), only))
         if len(shards) > 1:
@@ -198,19 +192,19 @@ def _tensors(terminal: Terminal, tensors: list[Tensor], catalogue: Catalogue) ->
     terminal.table(rows, ("", "dtype", "shape", "bytes", ""), right=(3,), wrap=(0, 4))
 
 
-def _shards(chunks: Chunks, tensor: Tensor, catalogue: Catalogue) -> list[str]:
+def _shards(tensor: Tensor, catalogue: Catalogue) -> list[str]:
+    chunks = tensor.chunks
+    boxes = [box(*place, tensor.shape) for place in zip(chunks.offsets, chunks.sizes, strict=True)]
     files = [catalogue.files[i] for i in chunks.file]
-    return [
-        f"{f'rank {file.rank}: ' if file.rank is not None else ''}{box(offsets, sizes, tensor.shape)}  {file.name}"
-        for offsets, sizes, file in zip(chunks.offsets, chunks.sizes, files, strict=True)
-    ]
+    ranks = ["" if file.rank is None else f"rank {file.rank}: " for file in files]
+    return [f"{rank}{where}  {file.name}" for rank, where, file in zip(ranks, boxes, files, strict=True)]
 
 
 def hyperparameters(terminal: Terminal, table: Table) -> None:
     """Print the hyper-parameters of one optimizer, with a column for each distinct set of values."""
     terminal.heading("hyper-parameters", ".".join(map(str, table.root)))
     columns = table.columns if terminal.verbose else table.columns[:_COLUMNS]
-    rows: list[list[TextLike]] = []
+    rows: Rows = []
     if any(c.params is not None for c in columns):
         rows.append([dim("parameters"), *("" if c.params is None else f"{c.params:,}" for c in columns)])
     rows += [[name, *(c.values.get(name, "") for c in columns)] for name in table.names]

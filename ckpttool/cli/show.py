@@ -42,17 +42,13 @@ def show(path: str, tensor: str, shapes: str | None, as_json: bool, quiet: bool)
 def _print(terminal: Terminal, shown: Shown) -> None:
     terminal.line(bold(shown.name))
     terminal.write("\n")
-    facts: list[tuple[str, str]] = [
-        ("part", shown.part),
-        ("dtype", shown.dtype),
-        ("shape", str(list(shown.shape))),
-        ("bytes", size(shown.nbytes)),
-    ]
+    facts = {"part": shown.part, "dtype": shown.dtype, "shape": str(list(shown.shape)), "bytes": size(shown.nbytes)}
     figures = {"min": shown.min, "max": shown.max, "mean": shown.mean, "norm": shown.norm}
-    facts += [(name, _number(value)) for name, value in figures.items() if value is not None]
-    facts += [(title, f"{n:,}") for title, n in (("NaN", shown.nans), ("inf", shown.infs)) if n]
-    terminal.facts(facts)
-    terminal.heading("values", _how_many(shown))
+    facts |= {name: _number(value) for name, value in figures.items() if value is not None}
+    facts |= {title: f"{n:,}" for title, n in (("NaN", shown.nans), ("inf", shown.infs)) if n}
+    terminal.facts(facts.items())
+    total, first = prod(shown.shape), len(shown.values)
+    terminal.heading("values", "" if first == total else f"the first {first} of {total:,}")
     terminal.paragraph("  ".join(map(_number, shown.values)) or "none")
     terminal.heading("chunks")
     rows = [
@@ -69,11 +65,6 @@ def _document(shown: Shown) -> dict[str, Any]:
     names = ("rank", "file", "offsets", "sizes")
     chunks = [dict(zip(names, chunk, strict=True)) for chunk in document.pop("chunks")]
     return {"schema": "ckpttool/show/1", **document, "chunks": chunks}
-
-
-def _how_many(shown: Shown) -> str:
-    total = prod(shown.shape)
-    return "" if len(shown.values) == total else f"the first {len(shown.values)} of {total:,}"
 
 
 def _number(value: Any) -> str:

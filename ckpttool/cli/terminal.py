@@ -53,6 +53,7 @@ class Styled(NamedTuple):
 
 
 TextLike = str | Styled
+Rows = list[list[TextLike]]
 
 
 def bold(text: str) -> Styled:
@@ -82,9 +83,7 @@ class Terminal:
     """
 
     def __init__(self, stream: TextIO, verbose: bool = False) -> None:
-        self.stream = stream
-        self.verbose = verbose
-        self.colour = wants_colour(stream)
+        self.stream, self.verbose, self.colour = stream, verbose, wants_colour(stream)
         self.is_terminal = stream.isatty()
         self.width = shutil.get_terminal_size().columns if self.is_terminal else None
 
@@ -190,22 +189,16 @@ class Terminal:
         for note in notes:
             self.paragraph(note, mark=Styled("warning: ", "yellow"), indent=9)
 
-    def _plain_table(self, rows: list[list[TextLike]], headers: Sequence[str], right: set[int]) -> str:
+    def _plain_table(self, rows: Rows, headers: Sequence[str], right: set[int]) -> str:
         from tabulate import tabulate
 
-        titles: list[list[TextLike]] = [[dim(title) for title in headers]] if headers else []
+        titles: Rows = [[dim(title) for title in headers]] if headers else []
         cells = [[_keep_indent(self.render(cell)) for cell in row] for row in [*titles, *rows]]
         align = ["right" if i in right else "left" for i in range(len(rows[0]))]
         return tabulate(cells, tablefmt="plain", colalign=align, disable_numparse=True).replace(_SPACE, " ")
 
     def _fitted_table(
-        self,
-        rows: list[list[TextLike]],
-        headers: Sequence[str],
-        right: set[int],
-        wrap: set[int],
-        clip: set[int],
-        width: int,
+        self, rows: Rows, headers: Sequence[str], right: set[int], wrap: set[int], clip: set[int], width: int
     ) -> str:
         from rich.table import Table
         from rich.text import Text
@@ -237,11 +230,8 @@ def _as_styled(text: TextLike) -> Styled:
 
 def box(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> str:
     """Return the region of a tensor as an index: `[0:4, :]` for rows 0 to 3 of a matrix."""
-    slices = [
-        ":" if low == 0 and size == full else f"{low}:{low + size}"
-        for low, size, full in zip(offsets, sizes, shape, strict=True)
-    ]
-    return f"[{', '.join(slices)}]"
+    ranges = zip(offsets, sizes, shape, strict=True)
+    return f"[{', '.join(':' if (low, n) == (0, full) else f'{low}:{low + n}' for low, n, full in ranges)}]"
 
 
 def out(verbose: bool = False) -> Terminal:

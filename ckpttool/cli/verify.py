@@ -18,13 +18,12 @@ if TYPE_CHECKING:
 
 _SHOWN = 20
 _TITLES = {
-    "damage": "damaged",
-    "difference": "other than in the other checkpoint",
-    "nan": "not a number",
-    "suspect": "suspect",
-    "note": "notes",
+    "damage": ("damaged", "red"),
+    "difference": ("other than in the other checkpoint", "red"),
+    "nan": ("not a number", "red"),
+    "suspect": ("suspect", "yellow"),
+    "note": ("notes", "dim"),
 }
-_MARKS = {"damage": "red", "difference": "red", "nan": "red", "suspect": "yellow"}
 
 
 @options.command(
@@ -68,23 +67,20 @@ def verify(as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
 def _print(terminal: Terminal, report: Report) -> None:
     terminal.line(bold(report.path), " is ", _verdict(report))
     terminal.facts(_facts(report))
-    for gravity, title in _TITLES.items():
+    for gravity, (title, style) in _TITLES.items():
         findings = [finding for finding in report.findings if finding.gravity == gravity]
         if findings:
             terminal.heading(title, str(len(findings)) if len(findings) > 1 else "")
-            _print_findings(terminal, findings, Styled("! ", _MARKS.get(gravity, "dim")))
+            _print_findings(terminal, findings, Styled("! ", style))
 
 
 def _verdict(report: Report) -> Styled:
     counts = report.counts
     if not report.whole:
         return Styled(f"damaged: {plural(counts['damage'], 'finding')}", "red")
-    verdict = "whole"
-    if counts["difference"]:
-        verdict += f", but differs: {plural(counts['difference'], 'finding')}"
-    if counts["nan"]:
-        verdict += f", but has NaN in {plural(counts['nan'], 'tensor')}"
-    return Styled(verdict, "red" if report.exit_code else "bold")
+    differs = f", but differs: {plural(counts['difference'], 'finding')}" if counts["difference"] else ""
+    nans = f", but has NaN in {plural(counts['nan'], 'tensor')}" if counts["nan"] else ""
+    return Styled(f"whole{differs}{nans}", "red" if report.exit_code else "bold")
 
 
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
@@ -92,26 +88,19 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         yield "format", report.format + (f", {report.layout}" if report.layout else "")
         yield "contents", f"{plural(report.tensors, 'tensor')}, {plural(report.objects, 'object')}"
     yield "files", f"{plural(report.files, 'file')}, {size(report.bytes)}"
-    yield "checked", "; ".join(_checked(report))
-    if report.manifest is not None:
-        yield "manifest", f"{report.manifest}, {size(report.hashed)} hashed"
-    if report.wrote is not None:
-        yield "wrote", report.wrote
-    if report.against is not None:
-        yield "against", report.against
+    yield "checked", _checked(report)
+    manifest = report.manifest and f"{report.manifest}, {size(report.hashed)} hashed"
+    facts = (("manifest", manifest), ("wrote", report.wrote), ("against", report.against))
+    yield from ((title, text) for title, text in facts if text is not None)
     rate = f", {size(report.read / report.seconds)}/s" if report.seconds >= 1 else ""
     yield "time", f"{duration(report.seconds)}{rate}"
 
 
-def _checked(report: Report) -> Iterator[str]:
-    if report.records:
-        yield f"{plural(report.records, 'checksum')} over {size(report.checked)}"
-    if report.unchecked:
-        yield f"{size(report.unchecked)} without checksums"
-    if report.values:
-        yield f"{report.values:,} values"
-    if not (report.records or report.unchecked or report.values):
-        yield "nothing"
+def _checked(report: Report) -> str:
+    checked = [f"{plural(report.records, 'checksum')} over {size(report.checked)}"] if report.records else []
+    checked += [f"{size(report.unchecked)} without checksums"] if report.unchecked else []
+    checked += [f"{report.values:,} values"] if report.values else []
+    return "; ".join(checked) or "nothing"
 
 
 def _print_findings(terminal: Terminal, findings: list[Finding], mark: Styled) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -61,9 +60,7 @@ class Manifest:
     tensors: list[Hashed] = field(default_factory=list)
 
 
-def make(
-    root: Location, names: Sequence[str], source: Source, threads: int, progress: Progress | None = None
-) -> Manifest:
+def make(root: Location, names: Sequence[str], source: Source, threads: int, progress: Progress | None) -> Manifest:
     """Return the manifest of these files below `root`, and of the tensors in them, those of the valid `source`.
 
     Raises ReadError, CorruptError or StorageError for a file that cannot be read.
@@ -79,7 +76,7 @@ def write_for(dst: str, path: str, threads: int | None = None) -> None:
     `make` and `write`; the checkpoint stays."""
     with opened(dst) as source:
         root, names = files_of(local_path(dst), source.catalogue)
-        write(path, make(root, names, source, threads or DEFAULT_THREADS))
+        write(path, make(root, names, source, threads or DEFAULT_THREADS, None))
 
 
 def check_wanted(path: str | None, dst: str, *, is_file: bool, dry_run: bool) -> None:
@@ -107,13 +104,13 @@ def of_files(root: Location, names: Iterable[str], threads: int, work: Work) -> 
     hashes: dict[str, str] = dict.fromkeys(names, "")
 
     def hash_one(name: str) -> None:
-        digest, location = sha256(), root / name
-        for block in location.blocks(_BUFFER):
+        digest = sha256()
+        for block in (root / name).blocks(_BUFFER):
             digest.update(block)
             work.note(len(block))
         hashes[name] = digest.hexdigest()
 
-    on_threads(iter(list(hashes)), hash_one, threads, work)
+    on_threads(iter([*hashes]), hash_one, threads, work)
     return hashes
 
 
@@ -121,17 +118,15 @@ def of_tensors(source: Source, tensors: Sequence[Tensor], threads: int, work: Wo
     """Return the SHA-256 of the values of each tensor. Tied tensors are read once."""
     aliases = find_aliases(tensors)
     hashes: dict[Path, str] = {}
-    lock, pool = threading.Lock(), files.Pool()
 
     def hash_one(tensor: Tensor) -> None:
         digest = sha256()
         for _, bits in read_tiles(tensor, source, pool, _BUFFER):
             digest.update(bits.reshape(-1).view("u1").data)
             work.note(bits.nbytes)
-        with lock:
-            hashes[tensor.path] = digest.hexdigest()
+        hashes[tensor.path] = digest.hexdigest()
 
-    with closing(pool):
+    with closing(files.Pool()) as pool:
         on_threads((t for t in tensors if t.path not in aliases), hash_one, threads, work)
     return hashes | {path: hashes[kept] for path, kept in aliases.items()}
 
@@ -147,14 +142,8 @@ def check_free(path: str) -> None:
 def write(path: str, manifest: Manifest) -> None:
     """Write a manifest to a new file, atomically. Raises OverwriteError or StorageError."""
     check_free(path)
-    document = {
-        "algorithm": _ALGORITHM,
-        "files": manifest.files,
-        "schema": SCHEMA,
-        "by": f"ckpttool {__version__}",
-        "sizes": manifest.sizes,
-    }
-    head = json.dumps(document, indent=1)[:-2]
+    ours = {"schema": SCHEMA, "by": f"ckpttool {__version__}", "sizes": manifest.sizes}
+    head = json.dumps({"algorithm": _ALGORITHM, "files": manifest.files, **ours}, indent=1)[:-2]
     rows = (json.dumps(tensor._asdict()) for tensor in manifest.tensors)
     text = head + ',\n "tensors": [\n  ' + ",\n  ".join(rows) + "\n ]\n}\n"
     with local_path(path).stage(overwrite=False, is_file=True) as stage:

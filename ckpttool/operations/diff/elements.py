@@ -147,10 +147,9 @@ class Comparison:
             a, b = numbers(one, dtype), numbers(two, dtype)
             apart = np.where(a > b, one - two, two - one)
             result.absolute = max(result.absolute or 0, int(apart.max()))
-            if tolerance is not None:
-                allowed = tolerance.absolute + tolerance.relative * np.abs(b.astype(np.float64))
-                close = apart.astype(np.float64) <= allowed
-            return close
+            if tolerance is None:
+                return None
+            return apart.astype(np.float64) <= tolerance.absolute + tolerance.relative * np.abs(b.astype(np.float64))
         a, b = _wide(one, dtype), _wide(two, dtype)
         known = ~(np.isnan(a) | np.isnan(b))
         result.nans += int((np.isnan(a) ^ np.isnan(b)).sum())
@@ -160,8 +159,7 @@ class Comparison:
             return close
         a, b = a[known], b[known]
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            apart = np.abs(a - b)
-            size = np.maximum(np.abs(a), np.abs(b))
+            apart, size = np.abs(a - b), np.maximum(np.abs(a), np.abs(b))
             relative = np.where(np.isinf(apart), np.inf, np.where(size > 0, apart / size, 0.0))
         result.absolute = max(result.absolute or 0.0, float(apart.max()))
         result.relative = max(result.relative or 0.0, float(relative.max()))
@@ -199,9 +197,7 @@ def _bits(array: Array, dtype: Dtype) -> Array:
     import numpy as np
 
     array = np.ascontiguousarray(array)
-    if dtype.itemsize == 16:
-        return array.view(np.uint64).reshape(-1, 2)
-    return array.view(np.dtype(f"u{dtype.itemsize}"))
+    return array.view(np.uint64).reshape(-1, 2) if dtype.itemsize == 16 else array.view(f"u{dtype.itemsize}")
 
 
 def _integer(bits: Any) -> int:

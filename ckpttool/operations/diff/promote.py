@@ -6,8 +6,7 @@ from ckpttool.catalogue.dtypes import DTYPES, Dtype
 from ckpttool.transfer.numbers import Array, has_numbers, numbers
 
 _EXACT = ("int", "bool")
-_SMALL_INTEGERS = 24  # bits that a float32 has for an integer
-_INTEGERS = 53  # and a float64
+_SMALL_INTEGER, _INTEGER = 2, 4  # bytes of the largest integers that a float32 (of 24 bits) and a float64 (of 53) have
 
 
 def common(one: Dtype, other: Dtype) -> Dtype | None:
@@ -26,27 +25,21 @@ def common(one: Dtype, other: Dtype) -> Dtype | None:
         integers = (DTYPES[f"{sign}int{bits}"] for bits in (8, 16, 32, 64) for sign in ("u", ""))
         return next((kind for kind in integers if _range(kind)[0] <= low and high <= _range(kind)[1]), None)
     sizes = _float_size(one), _float_size(other)
-    if None in sizes:
-        return None
-    if "complex" in (one.kind, other.kind):
-        return DTYPES["complex128" if 8 in sizes else "complex64"]
-    return DTYPES["float64" if 8 in sizes else "float32"]
+    is_complex = "complex" in (one.kind, other.kind)
+    names = ("complex128", "complex64") if is_complex else ("float64", "float32")
+    return None if None in sizes else DTYPES[names[0] if 8 in sizes else names[1]]
 
 
 def _range(kind: Dtype) -> tuple[int, int]:
     """Return the smallest and the largest integer. A bool counts as a number of one bit."""
-    bits = _bits(kind)
+    bits = 1 if kind.kind == "bool" else 8 * kind.itemsize
     return (0, (1 << bits) - 1) if kind.name[0] in "ub" else (-(1 << bits - 1), (1 << bits - 1) - 1)
-
-
-def _bits(kind: Dtype) -> int:
-    return 1 if kind.kind == "bool" else 8 * kind.itemsize
 
 
 def _float_size(kind: Dtype) -> int | None:
     """Return the bytes of the smallest float with all of its values, or of one half of a complex; None for none."""
     if kind.kind in _EXACT:
-        return 4 if _bits(kind) <= _SMALL_INTEGERS else 8 if _bits(kind) <= _INTEGERS else None
+        return 4 if kind.itemsize <= _SMALL_INTEGER else 8 if kind.itemsize <= _INTEGER else None
     return 8 if kind.word == 8 else 4
 
 
@@ -61,7 +54,7 @@ def promoted(data: bytearray, old: Dtype, new: Dtype) -> Array:
         # Any byte but 0 is true, and only 1 is written by torch.
         truths: Array = (bits != 0).astype(new.name)
         return truths
-    unsigned = bits.view(np.dtype(f"u{old.itemsize}")) if old.itemsize <= 8 else bits
+    unsigned = bits.view(f"u{old.itemsize}") if old.itemsize <= 8 else bits
     with np.errstate(invalid="ignore"):  # a NaN that signals
         values: Array = numbers(unsigned, old).astype(new.name)
     return values

@@ -6,6 +6,7 @@ the work is bounded by what is shown, not by what is there.
 
 from __future__ import annotations
 
+import io
 import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -38,13 +39,12 @@ def describe(value: Any, tensors: Tensors | None = None, limit: int = LIMIT) -> 
 
     `tensors` tells what a `Link` stands for.
     """
-    shown, length = [], 0
+    shown = io.StringIO()
     for token in _tokens(value, tensors or {}, limit, 0):
-        shown.append(token)
-        length += len(token)
-        if length > limit:
+        shown.write(token)
+        if shown.tell() > limit:
             break
-    return cut("".join(shown), limit)
+    return cut(shown.getvalue(), limit)
 
 
 def _tokens(value: Any, tensors: Tensors, limit: int, depth: int) -> Iterator[str]:
@@ -54,7 +54,8 @@ def _tokens(value: Any, tensors: Tensors, limit: int, depth: int) -> Iterator[st
     if depth > _DEPTH:
         yield "..."
     elif isinstance(value, Link):
-        yield _link(value, tensors)
+        tensor, what = tensors.get(value.path), "storage" if value.storage else "tensor"
+        yield f"<{what} {tensor.dtype} {list(tensor.shape)}>" if isinstance(tensor, Tensor) else "<tensor>"
     elif isinstance(value, str):
         # repr escapes what cannot be printed.
         yield repr(value if len(value) <= limit else value[: limit + 1])
@@ -92,13 +93,6 @@ def _sequence(value: Any, tokens: Callable[[Any], Iterator[str]]) -> Iterator[st
         yield ", " if i else ""
         yield from tokens(child)
     yield closing
-
-
-def _link(link: Link, tensors: Tensors) -> str:
-    tensor = tensors.get(link.path)
-    if not isinstance(tensor, Tensor):
-        return "<tensor>"
-    return f"<{'storage' if link.storage else 'tensor'} {tensor.dtype} {list(tensor.shape)}>"
 
 
 def _brackets(value: Any) -> tuple[str, str]:
@@ -204,11 +198,9 @@ def jsonable(value: Any, tensors: Tensors | None = None) -> Any:
     def plain(value: Any, depth: int) -> Any:
         nonlocal left
         left -= 1
-        if value is None or isinstance(value, (bool, str)):
-            return value
         if isinstance(value, float):
             return value if math.isfinite(value) else str(value)
-        if isinstance(value, int) and value.bit_length() <= 1024:
+        if value is None or isinstance(value, str) or (isinstance(value, int) and value.bit_length() <= 1024):
             return value
         if isinstance(value, (list, tuple, dict)) and not isinstance(value, Link):
             if depth > _JSON_DEPTH or left < 0:

@@ -53,8 +53,7 @@ def tables(entries: Iterable[Entry], tensors: Tensors) -> list[Table]:
     """One table for each `param_groups` in `entries`."""
     by_root: dict[Path, tuple[Table, dict[str, Column]]] = {}
     for entry in entries:
-        place = _place(entry)
-        if place is None:
+        if (place := _place(entry)) is None:
             continue
         root, name, key, flat = place
         table, groups = by_root.setdefault(root, (Table(root, []), {}))

@@ -97,9 +97,8 @@ def _walk(node: _Node, level: int, times: int, depth: int) -> Iterator[Line]:
             more, child = inner[0]
             name, folded = f"{name}.{_label(more)}", folded * len(more)
         count = times * folded
-        leaf = child.tensor if not child.children else None
-        shape, parameters, nbytes = leaf.shape if leaf else None, child.parameters * count, child.nbytes * count
-        tensors = child.tensors * count
+        tensors, parameters, nbytes = (n * count for n in (child.tensors, child.parameters, child.nbytes))
+        shape = child.tensor.shape if child.tensor and not child.children else None
         yield Line(level, name, folded, count, tensors, child.dtypes, shape, parameters, nbytes, child.tied)
         if level + 1 < depth:
             yield from _walk(child, level + 1, count, depth)

@@ -63,14 +63,11 @@ def summarise(catalogue: Catalogue, *, depth: int = DEPTH, limit: int = LIMIT) -
     tables = hyperparameters.tables(optimizers, catalogue.entries)
     shown = {path for table in tables for path in table.paths}
     rest = (e for part in ordered for e in by_part[part] if isinstance(e, Object) and e.path not in shown)
+    models = {part: [e for e in by_part[part] if isinstance(e, Tensor)] for part in ordered if part.kind == "model"}
     return Summary(
         step=step(catalogue),
         parts=[_part(part, by_part[part], aliases) for part in ordered],
-        trees=[
-            (part, module_tree.lines((e for e in by_part[part] if isinstance(e, Tensor)), part.root, aliases, depth))
-            for part in ordered
-            if part.kind == "model"
-        ],
+        trees=[(part, module_tree.lines(tensors, part.root, aliases, depth)) for part, tensors in models.items()],
         hyperparameters=tables,
         objects=_folded(ObjectLine(e.name, value_text(e, catalogue, limit)) for e in rest),
         ties=[(dotted(path), dotted(kept)) for path, kept in aliases.items()],
@@ -122,22 +119,20 @@ def _folded(lines: Iterable[ObjectLine]) -> list[ObjectLine]:
     """Fold neighbours with equal values whose names differ in one number to one line: `state.0-7.step`."""
     runs: list[tuple[list[ObjectLine], int | None]] = []  # with the number that differs
     for line in lines:
-        if runs:
-            run, place = runs[-1]
-            differing = _differing(run[0].name, line.name) if run[0].text == line.text else None
-            if differing is not None and place in (None, differing):
-                run.append(line)
-                runs[-1] = run, differing
-                continue
-        runs.append(([line], None))
+        run, place = runs[-1] if runs else ([], None)
+        differing = _differing(run[0].name, line.name) if run and run[0].text == line.text else None
+        if differing is not None and place in (None, differing):
+            run.append(line)
+            runs[-1] = run, differing
+        else:
+            runs.append(([line], None))
     return [run[0] if place is None else _run(run, place) for run, place in runs]
 
 
 def _differing(a: str, b: str) -> int | None:
     """Return which number of two names differs, when nothing else does."""
-    if _NUMBER.sub("#", a) != _NUMBER.sub("#", b):
-        return None
-    differing = [i for i, (x, y) in enumerate(zip(_NUMBER.findall(a), _NUMBER.findall(b), strict=True)) if x != y]
+    pairs = zip(_NUMBER.findall(a), _NUMBER.findall(b), strict=False)
+    differing = [i for i, (x, y) in enumerate(pairs) if x != y] if _NUMBER.sub("#", a) == _NUMBER.sub("#", b) else []
     return differing[0] if len(differing) == 1 else None
 
 

@@ -21,8 +21,8 @@ def findings(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> list[Warning
     known = {*aliases, *(tensor.path for tensors in twice for tensor in tensors)}
     texts = [f"{_names([t.name for t in ts])} hold the same bytes, stored {_places(ts)} times" for ts in twice]
     same_bytes = [Warning("stored-twice", text) for text in texts]
-    moments = one_moment_for_two(catalogue, aliases)
-    return [*moments, *_uneven_ranks(catalogue), *same_bytes, *_probably_tied(catalogue, known)]
+    uneven, tied = _uneven_ranks(catalogue), _probably_tied(catalogue, known)
+    return [*one_moment_for_two(catalogue, aliases), *uneven, *same_bytes, *tied]
 
 
 def _uneven_ranks(catalogue: Catalogue) -> Iterator[Warning]:
@@ -63,7 +63,9 @@ def _places(tensors: list[Tensor]) -> int:
 def _probably_tied(catalogue: Catalogue, known_ties: Collection[Path]) -> Iterator[Warning]:
     """Yield a warning for a matrix without optimizer state, of the shape of exactly one with it: probably a tied weight
     that was stored twice, as DCP does."""
-    known = _with_state(catalogue)
+    state = (tensor for tensor in catalogue.tensors if tensor.part.kind == "optimizer")
+    keys = (parse_key(tensor.path, len(tensor.part.root)) for tensor in state)
+    known = {key.parameter for key in keys if key is not None and key.section == "state" and key.parameter is not None}
     if not known:
         return
     strangers: dict[tuple[object, ...], list[Tensor]] = defaultdict(list)
@@ -77,13 +79,6 @@ def _probably_tied(catalogue: Catalogue, known_ties: Collection[Path]) -> Iterat
             why = "same dtype and shape, and the optimizer knows only one of them"
             text = f"`{tensors[0].name}` is probably `{partners[key][0].name}` stored a second time: {why}"
             yield Warning("stored-twice", text)
-
-
-def _with_state(catalogue: Catalogue) -> set[str]:
-    """Names of the parameters that have optimizer state under their name."""
-    state = (tensor for tensor in catalogue.tensors if tensor.part.kind == "optimizer")
-    keys = (parse_key(tensor.path, len(tensor.part.root)) for tensor in state)
-    return {key.parameter for key in keys if key is not None and key.section == "state" and key.parameter is not None}
 
 
 def _names(names: list[str]) -> str:
