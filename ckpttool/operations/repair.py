@@ -202,9 +202,8 @@ def _copy(
     originals: dict[str, Location], partial: str, result: Repaired, threads: int | None, progress: Progress | None
 ) -> None:
     sizes = {name: location.size() for name, location in originals.items()}
-    needed, free = sum(sizes.values()), free_space.free_bytes(result.destination)
-    free_space.check(result.destination, needed, free)
-    work = Work(needed, progress)
+    work = Work(sum(sizes.values()), progress)
+    free_space.check(result.destination, work.total, free_space.free_bytes(result.destination))
 
     def copy_one(name: str) -> None:
         files.copy(originals[name], local_path(partial) / name)

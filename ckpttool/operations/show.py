@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from ckpttool.catalogue.boxes import Ints
-from ckpttool.catalogue.entries import Tensor
+from ckpttool.catalogue.entries import Extent, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import UsageError
@@ -74,22 +74,20 @@ def look(tensor: Tensor, source: Source) -> Shown:
         shown.chunks.append((file.rank, file.name, chunk.offsets, chunk.sizes))
     if tensor.numel and (has_numbers(tensor.dtype) or tensor.dtype.kind == "bool"):
         with closing(Pool()) as pool:
-            _check(tensor, source, pool)
+            for chunk in tensor.chunks:
+                _check(source.resolve(tensor, chunk), tensor.name, source, pool)
             _add_statistics(shown, tensor, source, pool)
     return shown
 
 
-def _check(tensor: Tensor, source: Source, pool: Pool) -> None:
-    for chunk in tensor.chunks:
-        extent = source.resolve(tensor, chunk)
-        record = extent.record
-        # What a storage holds of other tensors is not read for this one.
-        if record is None or record.crc is None or record.nbytes != extent.nbytes:
-            continue
+def _check(extent: Extent, name: str, source: Source, pool: Pool) -> None:
+    record = extent.record
+    # What a storage holds of other tensors is not read for this one.
+    if record is not None and record.crc is not None and record.nbytes == extent.nbytes:
         location = source.catalogue.files[record.file].location
         crc = crc_of(partial(pool.read_into, location), record.offset, record.nbytes)
         if crc != record.crc:
-            raise checksums.mismatch(record, crc, location, [tensor.name])
+            raise checksums.mismatch(record, crc, location, [name])
 
 
 def _add_statistics(shown: Shown, tensor: Tensor, source: Source, pool: Pool) -> None:

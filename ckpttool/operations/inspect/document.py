@@ -68,8 +68,6 @@ def _tensor(tensor: Tensor, catalogue: Catalogue) -> dict[str, Any]:
 
 
 def _object(entry: Object, catalogue: Catalogue) -> dict[str, Any]:
-    reason = {"name": entry.name, "path": path_json(entry.path), "part": entry.part.kind}
     value, instead = peek(entry)
-    if instead is not None:
-        return {**reason, "type": "unread", "value": instead}
-    return {**reason, "type": type_name(value), "value": jsonable(value, catalogue.entries)}
+    kind, shown = ("unread", instead) if instead else (type_name(value), jsonable(value, catalogue.entries))
+    return {"name": entry.name, "path": path_json(entry.path), "part": entry.part.kind, "type": kind, "value": shown}

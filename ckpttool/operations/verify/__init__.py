@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import CorruptError, ReadError
+from ckpttool.operations import arguments
 from ckpttool.operations import manifest as manifests
 from ckpttool.operations.verify import (
     against_checkpoint,
@@ -52,10 +53,12 @@ def verify(
     """
     began = time.monotonic()
     path = os.fspath(path)
-    report = Report(path, against=None if against is None else os.fspath(against))
+    report = Report(path, against=arguments.path(against), manifest=arguments.path(manifest))
     if write_manifest is not None:
         manifests.check_free(os.fspath(write_manifest))
-    expected = _manifest(path, manifest, report)
+    if manifest is None and not stores.is_remote(path) and (own := stores.locate(path) / manifests.NAME).is_file():
+        report.manifest = own
+    expected = None if report.manifest is None else manifests.read(report.manifest)
     with ExitStack() as stack:
         other = None
         if report.against is not None:
@@ -79,15 +82,6 @@ def verify(
     report.settle()
     report.seconds = time.monotonic() - began
     return report
-
-
-def _manifest(path: str, manifest: str | os.PathLike[str] | None, report: Report) -> manifests.Manifest | None:
-    if manifest is None:
-        if stores.is_remote(path) or not (location := stores.locate(path) / manifests.NAME).is_file():
-            return None
-        manifest = location
-    report.manifest = os.fspath(manifest)
-    return manifests.read(report.manifest)
 
 
 def _open(path: str, shapes: str | None, report: Report, threads: int, progress: Progress | None) -> Verification:

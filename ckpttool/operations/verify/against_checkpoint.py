@@ -55,9 +55,8 @@ def _entries(result: Diff, catalogues: tuple[Catalogue, Catalogue], entries: dic
 def _tensor(difference: TensorDifference, tensor: Tensor) -> Iterator[Finding]:
     kinds, name = difference.kinds, difference.name
     if "dtype" in kinds or "shape" in kinds:
-        here, there = (
-            f"{dtype} {list(shape)}" for dtype, shape in zip(difference.dtypes, difference.shapes, strict=True)
-        )
+        layouts = zip(difference.dtypes, difference.shapes, strict=True)
+        here, there = (f"{dtype} {list(shape)}" for dtype, shape in layouts)
         yield _finding("layout", name, f"is {here}, but {there} in the other")
     if difference.ties is not None and not tensor.embedded:
         here_to, there_to = difference.ties

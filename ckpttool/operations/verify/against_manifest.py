@@ -55,18 +55,15 @@ def _files(
     for name in names:
         if name not in listed.values():
             yield Finding(SUSPECT, "unlisted", f"`{name}`: is not in the manifest", name)
-    total = 0
+    sizes = {name: root.inside(name).size() for name in listed.values()}
     for known_as, name in listed.items():
-        location = root.inside(name)
-        size = location.size()
-        total += size
-        expected = manifest.sizes.get(known_as, size)
-        if size != expected:
-            differing.add(location.absolute())
-            text = f"has {size} bytes, but {expected} in the manifest"
+        expected = manifest.sizes.get(known_as, sizes[name])
+        if sizes[name] != expected:
+            differing.add((root / name).absolute())
+            text = f"has {sizes[name]} bytes, but {expected} in the manifest"
             yield damage("size", name, text, "the file was cut, or is of another save")
-    work = Work(total, run.progress)
-    same_size = [name for name in listed.values() if (root / name).absolute() not in differing]
+    work = Work(sum(sizes.values()), run.progress)
+    same_size = [name for name in sizes if (root / name).absolute() not in differing]
     hashes = manifests.of_files(root, same_size, run.threads, work)
     run.report.hashed += work.done
     for known_as, name in listed.items():

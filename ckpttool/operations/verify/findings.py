@@ -42,13 +42,7 @@ class Finding:
 
     @classmethod
     def of(
-        cls,
-        error: CkptError,
-        kind: str,
-        gravity: str = DAMAGE,
-        *,
-        where: Where | None = None,
-        tensor: str | None = None,
+        cls, error: CkptError, kind: str, gravity: str = DAMAGE, where: Where | None = None, tensor: str | None = None
     ) -> Finding:
         """Return an error as a finding; `where` and `tensor` if the caller knows better than the error.
 

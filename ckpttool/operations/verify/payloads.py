@@ -49,12 +49,11 @@ class _Piece(NamedTuple):
 
 def check(run: Verification) -> Iterator[Finding]:
     """Read the payloads of a source whose faults are known, and fill the counts of the report."""
-    reading = _Reading(run.source, run.report)
-    total = sum(file.size for file in run.catalogue.own_files)
-    places = [file.location for file in run.catalogue.own_files if not file.missing]
-    work = reading.work = Work(total, stores.with_fetching(run.progress, places))
+    reading, own = _Reading(run.source, run.report), run.catalogue.own_files
+    fetching = stores.with_fetching(run.progress, [file.location for file in own if not file.missing])
+    reading.work = Work(sum(file.size for file in own), fetching)
     with closing(reading.pool):
-        on_threads(reading.tasks(), reading.do, run.threads, work)
+        on_threads(reading.tasks(), reading.do, run.threads, reading.work)
     reading.finish()
     yield from reading.findings
 
@@ -95,10 +94,9 @@ class _Reading:
         if record is None or not record.nbytes:
             return
         with self._lock:
-            known = len(self._seen)
-            self._seen.add((record.file, record.offset))
-            if len(self._seen) == known:
+            if (record.file, record.offset) in self._seen:
                 return
+            self._seen.add((record.file, record.offset))
         for at in range(0, record.nbytes, _PIECE):
             yield _Piece(record, record.offset + at, min(_PIECE, record.nbytes - at), what)
 
@@ -119,10 +117,8 @@ class _Reading:
             elements = prod(sizes) if extent.strides is None else boxes.span(sizes, extent.strides)
             needed = elements * tensor.dtype.itemsize
             if extent.nbytes != needed and 0 not in sizes:
-                what = f"{tensor.dtype} {list(sizes)}"
-                raise CorruptError(
-                    f"`{file.name}`: tensor `{tensor.name}`: {extent.nbytes} bytes, but {what} needs {needed}"
-                )
+                what = f"{extent.nbytes} bytes, but {tensor.dtype} {list(sizes)} needs {needed}"
+                raise CorruptError(f"`{file.name}`: tensor `{tensor.name}`: {what}")
         except CkptError as error:
             where = Where(self._catalogue.files[chunks.file[i]].name, chunks.offset[i], chunks.nbytes[i])
             self.findings.append(Finding.of(error, "header", where=where, tensor=tensor.name))
@@ -138,9 +134,8 @@ class _Reading:
                 error = CorruptError(f"`{file.name}` is missing, and with it `{name}`")
                 self.findings.append(Finding.of(error, "range", where=where))
             elif run.offset < 0 or run.nbytes < 0 or run.offset + run.nbytes > file.size:
-                self.findings.append(
-                    Finding.of(outside(f"`{name}`", file, run.offset, run.nbytes), "range", where=where)
-                )
+                error = outside(f"`{name}`", file, run.offset, run.nbytes)
+                self.findings.append(Finding.of(error, "range", where=where))
             elif not run.packed:  # a packed one is checked when it is decoded
                 with self._found("unreadable", where):
                     what = f"`{file.name}`: `{name}`"
@@ -190,8 +185,7 @@ class _Reading:
         record, buffer, crc = piece.record, self._buffer.view, 0
         file = self._catalogue.files[record.file]
         end = piece.offset + piece.nbytes
-        is_last = end == record.offset + record.nbytes
-        behind = _DESCRIPTOR_SIZE if is_last and end + _DESCRIPTOR_SIZE <= file.size else 0
+        behind = _DESCRIPTOR_SIZE if record.offset + record.nbytes == end <= file.size - _DESCRIPTOR_SIZE else 0
         try:
             for at in range(0, piece.nbytes, BUFFER):
                 nbytes = min(BUFFER, piece.nbytes - at)
@@ -229,10 +223,8 @@ class _Reading:
         if data[:4] in _NEXT or (data[:4] == _DESCRIPTOR and int.from_bytes(data[4:], "little") == record.crc):
             return
         end, file = record.offset + record.nbytes, self._catalogue.files[record.file].name
-        text = (
-            f"`{file}`: bytes {end}..{end + _DESCRIPTOR_SIZE}, behind a payload, do not repeat its CRC: they changed "
-            "after they were written, or the directory of the archive did"
-        )
+        text = f"`{file}`: bytes {end}..{end + _DESCRIPTOR_SIZE}, behind a payload, do not repeat its CRC"
+        text += ": they changed after they were written, or the directory of the archive did"
         self.findings.append(Finding(SUSPECT, "descriptor", text, file, None, end, _DESCRIPTOR_SIZE))
 
     def _count(self, nbytes: int, *, checked: bool) -> None:
@@ -245,13 +237,11 @@ class _Reading:
 def _batches(catalogue: Catalogue) -> Iterator[_Batch]:
     """Yield the chunks that can be read as they lie in their files, as many together as a thread takes at a time."""
     files, tensors = catalogue.files, list(catalogue.tensors)
+    chunks = ((number, tensor.chunks) for number, tensor in enumerate(tensors) if tensor.numel)
     places = sorted(
         (file, offset, number, i, nbytes)
-        for number, tensor in enumerate(tensors)
-        if tensor.numel
-        for i, (file, offset, nbytes) in enumerate(
-            zip(tensor.chunks.file, tensor.chunks.offset, tensor.chunks.nbytes, strict=True)
-        )
+        for number, of in chunks
+        for i, (file, offset, nbytes) in enumerate(zip(of.file, of.offset, of.nbytes, strict=True))
         if not files[file].missing and offset >= 0 <= nbytes and offset + nbytes <= files[file].size
     )
     batch: _Batch = []
@@ -262,5 +252,4 @@ def _batches(catalogue: Catalogue) -> Iterator[_Batch]:
             batch, total = [], 0
         batch.append((tensors[number], i))
         total, last = total + nbytes, file
-    if batch:
-        yield batch
+    yield from [batch] if batch else ()
