@@ -1,6 +1,6 @@
 """`diff`: how two checkpoints differ, whatever their formats and however many ranks wrote them.
 
-A `selection` of both is matched by name in `compare`; `tensors` and `objects` compare two entries.
+A `selection` of both is matched by name in `compare`, which compares objects; `tensors` compares tensors by value.
 """
 
 from __future__ import annotations

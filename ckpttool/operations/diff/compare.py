@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import struct
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import prod
+from itertools import zip_longest
+from typing import Any
 
 from ckpttool.catalogue import parts, typed_json
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Entry, File, Object, Part, Path, Tensor
+from ckpttool.catalogue.values import TorchSize
 from ckpttool.errors import CkptError
 from ckpttool.layout.move import relinked
 from ckpttool.layout.select import interchangeable
-from ckpttool.operations.diff import objects, promote, tensors
-from ckpttool.operations.diff.elements import Comparison
-from ckpttool.operations.diff.results import Diff, ObjectDifference, Only, Side, TensorDifference, Total
+from ckpttool.operations.diff import elements, tensors
+from ckpttool.operations.diff.elements import Comparison, Tolerance
+from ckpttool.operations.diff.results import ABSENT, Diff, ObjectDifference, Only, Side, TensorDifference, Total
 from ckpttool.operations.diff.tensors import BY_BITS, Options, Sources
 from ckpttool.text import rank_ranges
+
+_DEEPEST = 100  # values in values that are compared one by one
 
 
 def compare_sources(
@@ -89,7 +96,7 @@ class _Comparing:
         if self.options.exact:
             found = [] if typed_json.same(*values) else [("", a.value, b.value)]
         else:
-            found = list(objects.differences(*values, self.options.tolerance))
+            found = list(differences(*values, self.options.tolerance))
         self.result.objects += [ObjectDifference(a.name, str(a.part), *difference) for difference in found]
 
     def _linked(self) -> tuple[dict[Path, Path], dict[Path, Path]]:
@@ -104,7 +111,7 @@ class _Comparing:
         numbers: dict[tuple[int, int], int] = {}  # of the pairs; tied tensors are read once
         for a, b in matches:
             one, other = a.origin or a, b.origin or b
-            common = promote.common(one.dtype, other.dtype) if one.dtype == other.dtype or not options.exact else None
+            common = elements.common(one.dtype, other.dtype) if one.dtype == other.dtype or not options.exact else None
             if one.shape != other.shape or common is None or a.name in options.skip:
                 continue
             if numbers.setdefault(self._key(a, b), len(pairs)) == len(pairs):
@@ -194,5 +201,43 @@ def _describe(shards: list[_Shard]) -> str:
     elif len(split) == 1 and counts[split[0]] == len(shards):
         text = f"{len(shards)} along dimension {split[0]}"
     else:
-        text = " x ".join(map(str, counts)) if prod(counts) == len(shards) else f"{len(shards)} pieces"
+        text = " x ".join(map(str, counts)) if math.prod(counts) == len(shards) else f"{len(shards)} pieces"
     return f"{text}, {rank_ranges(ranks)}" if ranks else text
+
+
+def differences(
+    one: Any, other: Any, tolerance: Tolerance | None = None, at: str = "", depth: int = 0
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield where two values differ, and both values there: `("[1]", 0.95, 0.99)`; a missing one is `ABSENT`. Pure.
+
+    Dicts are equal in any order, ordered ones only in the same. A list is not a tuple and 1 is neither 1.0 nor
+    True; a NaN is equal to itself, and a reference to a tensor to one with the same path. With a tolerance, close
+    numbers are equal, 1 and 1.0 too. `at` and `depth` are where in the whole the two values are.
+    """
+    children: list[tuple[str, Any, Any]] | None = None
+    if type(one) is type(other) and depth <= _DEEPEST:
+        if isinstance(one, dict):
+            keys = dict.fromkeys([*one, *other])
+            children = [(f"[{key!r}]", one.get(key, ABSENT), other.get(key, ABSENT)) for key in keys]
+            if isinstance(one, OrderedDict) and one.keys() == other.keys() and list(one) != list(other):
+                yield at, list(one), list(other)
+        elif type(one) in (list, tuple, TorchSize):
+            children = [(f"[{i}]", a, b) for i, (a, b) in enumerate(zip_longest(one, other, fillvalue=ABSENT))]
+    if children is not None:
+        for where, a, b in children:
+            yield from differences(a, b, tolerance, at + where, depth + 1)
+    elif not _same(one, other, tolerance):
+        yield at, one, other
+
+
+def _same(one: Any, other: Any, tolerance: Tolerance | None) -> bool:
+    if tolerance is not None and type(one) in (int, float) and type(other) in (int, float):
+        if one == other or (math.isnan(one) and math.isnan(other)):
+            return True
+        apart = abs(one - other)
+        return math.isfinite(apart) and apart <= tolerance.absolute + tolerance.relative * abs(other)
+    if type(one) is type(other) and isinstance(one, float):
+        return struct.pack("<d", one) == struct.pack("<d", other)
+    if type(one) is type(other) and isinstance(one, (str, bytes, bytearray, int)):
+        return bool(one == other)
+    return one is not ABSENT and other is not ABSENT and typed_json.same(one, other)

@@ -20,8 +20,7 @@ from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CkptError
-from ckpttool.operations.diff.elements import Comparison, Tolerance
-from ckpttool.operations.diff.promote import promoted
+from ckpttool.operations.diff.elements import Comparison, Tolerance, promoted
 from ckpttool.producers import open
 from ckpttool.storage.files import Pool
 from ckpttool.transfer import read

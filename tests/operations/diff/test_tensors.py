@@ -14,9 +14,8 @@ from support.checkpoints import Made, bits, grid, random
 
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Tensor
-from ckpttool.operations.diff import promote as widening
 from ckpttool.operations.diff import tensors as walking
-from ckpttool.operations.diff.elements import Comparison, Difference, Tolerance
+from ckpttool.operations.diff.elements import Comparison, Difference, Tolerance, common
 
 DTYPES_HERE = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool,
@@ -26,7 +25,7 @@ DTYPES_HERE = [
 
 def compared(one: tuple[Made, Tensor], other: tuple[Made, Tensor], tolerance: Tolerance | None = None) -> Difference:
     """What the walk says of two tensors; one whose bytes are equal has no differences."""
-    kind = widening.common(one[1].dtype, other[1].dtype)
+    kind = common(one[1].dtype, other[1].dtype)
     assert kind is not None
     pair = walking.Pair(one[1], other[1], kind)
     found, _ = walking.compare([pair], (one[0], other[0]), ("a", "b"), walking.Options(tolerance, threads=2))
@@ -141,7 +140,7 @@ PAIRS = [
 @pytest.mark.parametrize(("one", "other", "kind"), PAIRS)
 def test_another_dtype(one: str, other: str, kind: str, tmp_path: Path) -> None:
     """Every value of either is itself in the dtype in which they are compared; torch widens as we do."""
-    assert widening.common(DTYPES[one], DTYPES[other]) == widening.common(DTYPES[other], DTYPES[one]) == DTYPES[kind]
+    assert common(DTYPES[one], DTYPES[other]) == common(DTYPES[other], DTYPES[one]) == DTYPES[kind]
     theirs = getattr(torch, kind)
     for name in (one, other):
         values = random((4096,), getattr(torch, name), seed=1)
@@ -175,4 +174,4 @@ def test_a_cast_is_measured(tmp_path: Path) -> None:
     ("one", "other"), [("int64", "float32"), ("uint64", "int8"), ("bits8", "uint8"), ("quint8", "uint8")]
 )
 def test_some_dtypes_do_not_meet(one: str, other: str) -> None:
-    assert widening.common(DTYPES[one], DTYPES[other]) is None
+    assert common(DTYPES[one], DTYPES[other]) is None
