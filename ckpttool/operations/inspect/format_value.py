@@ -6,7 +6,6 @@ the work is bounded by what is shown, not by what is there.
 
 from __future__ import annotations
 
-import io
 import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -39,12 +38,12 @@ def describe(value: Any, tensors: Tensors | None = None, limit: int = LIMIT) -> 
 
     `tensors` tells what a `Link` stands for.
     """
-    shown = io.StringIO()
+    shown = ""
     for token in _tokens(value, tensors or {}, limit, 0):
-        shown.write(token)
-        if shown.tell() > limit:
+        shown += token
+        if len(shown) > limit:
             break
-    return cut(shown.getvalue(), limit)
+    return cut(shown, limit)
 
 
 def _tokens(value: Any, tensors: Tensors, limit: int, depth: int) -> Iterator[str]:
