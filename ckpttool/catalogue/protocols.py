@@ -146,7 +146,7 @@ class Format:
     recognise: Callable[[str], bool]
     open: Callable[..., Source]
     create: Callable[[str, Catalogue, SinkOptions], Sink] | None = None
-    losses: Callable[[Catalogue, str], list[Loss]] | None = None
+    losses: Callable[[Catalogue, str], list[Loss]] = lambda planned, path: []
     is_file: Callable[[str], bool] = lambda path: False
     chunked: bool = False
     splits: bool = False  # by `max_shard_size`

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from ckpttool.cli.errors import exit_code_of, stopped_early
+from ckpttool.cli.errors import Report, exit_code_of
 from ckpttool.cli.options import Option
 from ckpttool.cli.signals import catch_signals
 from ckpttool.cli.terminal import out
@@ -155,7 +155,7 @@ def main() -> None:
         application().main()
     except KeyboardInterrupt as stop:
         # No command has begun yet.
-        sys.exit(stopped_early(stop))
+        sys.exit(Report([]).stopped(stop))
     except SystemExit as stop:
         if stop.code in (INTERRUPTED, TERMINATED):
             # A thread may be in the middle of importing torch, whose own threads abort an ordinary exit.

@@ -50,9 +50,9 @@ def run(
         else:
             _print_done(terminal, result, more, arguments["check"])
         if result.dry_run or verbose:
-            for title, rows in (_changes if verbose else _kinds_of_changes)(result).items():
+            for title, (each, kinds) in _changes(result).items():
                 terminal.heading(title)
-                terminal.table(rows, wrap=(0, 1), limit=_SHOWN)
+                terminal.table(each if verbose else kinds, wrap=(0, 1), limit=_SHOWN)
         err().warnings(result.notes)
 
 
@@ -97,34 +97,26 @@ def _print_plan(terminal: Terminal, result: Conversion, more: Facts) -> None:
     terminal.table(rows, right=(1,), wrap=(0,), limit=_SHOWN)
 
 
-def _changes(result: Conversion) -> dict[str, Rows]:
-    """Return each change of names, dtypes and contents, by its title."""
-    changes: dict[str, Rows] = {
-        "renamed": [(old, f"-> {new}") for old, new in result.renamed],
-        "cast": [(name, f"{old} -> {new}") for name, old, new in result.cast],
-        "tied": [(name, f"is {kept}") for name, kept in result.ties],
-        "skipped": [(name,) for name in result.dropped],
+def _changes(result: Conversion) -> dict[str, tuple[Rows, Rows]]:
+    """Return the changes of names, dtypes and contents by their titles: a row for each; and one for equal ones, with
+    their number."""
+    ties: Rows = [(name, f"is {kept}") for name, kept in result.ties]
+    renamed: Rows = [(old, f"-> {new}") for old, new in result.renamed]
+    cast: Rows = [(name, f"{old} -> {new}") for name, old, new in result.cast]
+    changes: dict[str, tuple[Rows, Rows]] = {
+        "renamed": (renamed, _counted(_rule(old, new) for old, new in result.renamed)),
+        "cast": (cast, _counted(row[1:] for row in cast)),
+        "tied": (ties, ties),
+        "skipped": ([(name,) for name in result.dropped], _counted((n.partition(".")[0],) for n in result.dropped)),
     }
-    return {title: rows for title, rows in changes.items() if rows}
-
-
-def _kinds_of_changes(result: Conversion) -> dict[str, Rows]:
-    """Return the same with one row for equal changes, and their number."""
-    changes: dict[str, Rows] = {
-        "renamed": _counted(_rule(old, new) for old, new in result.renamed),
-        "cast": _counted((f"{old} -> {new}",) for _, old, new in result.cast),
-        "tied": [(name, f"is {kept}") for name, kept in result.ties],
-        "skipped": _counted((name.partition(".")[0],) for name in result.dropped),
-    }
-    return {title: rows for title, rows in changes.items() if rows}
+    return {title: rows for title, rows in changes.items() if rows[0]}
 
 
 def _change_counts(result: Conversion) -> list[tuple[str, str]]:
     """Return rows such as `("skipped", "75 entries (optimizer 74, step 1)")`."""
     rows = []
-    changes = _changes(result)
-    for title, kinds in _kinds_of_changes(result).items():
-        n = len(changes[title])
+    for title, (each, kinds) in _changes(result).items():
+        n = len(each)
         if title == "skipped":
             number = f"{n:,} {'entry' if n == 1 else 'entries'}"
             examples = [" ".join(kind) for kind in kinds[:_PARTS]]

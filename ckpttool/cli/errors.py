@@ -26,20 +26,15 @@ from ckpttool.text import near_names
 SCHEMA = "ckpttool/error/1"
 
 
-def stopped_early(stop: KeyboardInterrupt) -> int:
-    """Report a signal that arrived before the command line was parsed. Return the exit code."""
-    return _Report([]).stopped(stop)
-
-
 def exit_code_of(command: click.Command, words: list[str]) -> int:
     """Run `command` with the `words` of the command line, report what goes wrong and return the exit code."""
     _make_writable()
-    code = _run(command, words, _Report(words))
+    code = _run(command, words, Report(words))
     _settle_stdout()
     return code
 
 
-def _run(command: click.Command, words: list[str], report: _Report) -> int:
+def _run(command: click.Command, words: list[str], report: Report) -> int:
     try:
         code = _invoke(command, words)
         out().flush()
@@ -91,7 +86,7 @@ def _settle_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-class _Report:
+class Report:
     """Prints an error: on stderr for people, on stdout for `--json`."""
 
     def __init__(self, words: list[str]) -> None:
@@ -104,6 +99,7 @@ class _Report:
         return self._print("error: ", error.kind, error.message, error.hint, error.exit_code, error.facts)
 
     def stopped(self, stop: KeyboardInterrupt) -> int:
+        """Report a signal. Return the exit code."""
         kind, exit_code = ("terminated", TERMINATED) if isinstance(stop, Terminated) else ("interrupted", INTERRUPTED)
         kept = getattr(stop, "kept", False)
         hint = "run the same command again to continue from what has been copied" if kept else None

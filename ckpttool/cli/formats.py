@@ -15,17 +15,9 @@ def formats(as_json: bool, quiet: bool) -> None:
 
     terminal = out()
     if as_json:
-        rows = [
-            {
-                "name": f.name,
-                "title": f.title,
-                "reads": True,
-                "writes": f.create is not None,
-                "to": f.target,
-                "suffixes": f.suffixes,
-            }
-            for f in FORMATS
-        ]
+        keys = ("name", "title", "reads", "writes", "to", "suffixes")
+        values = ((f.name, f.title, True, f.create is not None, f.target, f.suffixes) for f in FORMATS)
+        rows = [dict(zip(keys, row, strict=True)) for row in values]
         terminal.write(json.dumps({"schema": "ckpttool/formats/1", "formats": rows}) + "\n")
     elif quiet:
         for row in FORMATS:

@@ -6,7 +6,6 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ckpttool.cli.terminal import ReaderGone, Terminal, err
@@ -60,14 +59,8 @@ class Progress:
             from rich.table import Column
 
             text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True))
-            console = self._terminal.console
-            self._bar = Progress(
-                BarColumn(_BAR, complete_style="green", finished_style="green"),
-                text,
-                console=console,
-                auto_refresh=False,
-                transient=True,
-            )
+            bar = BarColumn(_BAR, complete_style="green", finished_style="green")
+            self._bar = Progress(bar, text, console=self._terminal.console, auto_refresh=False, transient=True)
             self._bar.add_task("")
             self._bar.start()
         self._bar.update(self._bar.task_ids[0], completed=done, total=max(total, 1), description=message)
@@ -76,9 +69,7 @@ class Progress:
     def __enter__(self) -> Progress:  # noqa: PYI034
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             with contextlib.suppress(ReaderGone):
                 self._bar.stop()
@@ -87,10 +78,7 @@ class Progress:
 @contextlib.contextmanager
 def progress_on_stderr(shown: bool) -> Iterator[Progress | None]:
     """Return a Progress on stderr for the length of a `with` block, or None if it is not `shown`."""
-    if not shown:
-        yield None
-        return
-    with Progress(err()) as progress:
+    with Progress(err()) if shown else contextlib.nullcontext() as progress:
         yield progress
 
 
@@ -104,9 +92,6 @@ def _message(done: int, total: int, moved: int, seconds: float) -> str:
     if done >= total:
         texts.append("finishing")
     elif rate:
-        texts.append(f"{_rounded((total - done) / rate)} left")
+        left = max(round((total - done) / rate), 1)
+        texts.append(f"{duration(left) if left >= 10 else f'{left} s'} left")
     return "  ".join(texts)
-
-
-def _rounded(seconds: float) -> str:
-    return duration(max(round(seconds), 10)) if seconds >= 10 else f"{max(round(seconds), 1)} s"

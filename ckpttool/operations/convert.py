@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ckpttool import formats
 from ckpttool.catalogue import boxes, parts
@@ -153,11 +154,8 @@ def _arranged(
         hint = "name the device and the dimension of its mesh: `--tensor-class dtensor:cuda:fsdp`"
         raise UsageError(f"`--tensor-class {options.tensor_class}`: {row.name} loads only DTensors", hint=hint)
 
-    def read(tensor: Tensor) -> int | None:
-        return _small_integer(source, tensor.origin or tensor)
-
     world = options.to_world or source.catalogue.world_size
-    builder = LayoutBuilder(planned, world, local_path(dst).name, read)
+    builder = LayoutBuilder(planned, world, local_path(dst).name, partial(_small_integer, source))
     output = row.build(builder)
     folded |= builder.folded
     output.catalogue.warnings = [*planned.warnings, *(Warning("framework", note) for note in builder.notes)]
@@ -166,6 +164,7 @@ def _arranged(
 
 def _small_integer(source: Source, tensor: Tensor) -> int | None:
     """Return the value of a counter, which some frameworks save as a tensor."""
+    tensor = tensor.origin or tensor
     if tensor.shape not in ((), (1,)) or tensor.dtype.kind != "int" or not tensor.chunks:
         return None
     with closing(files.Pool()) as pool:

@@ -22,7 +22,7 @@ from ckpttool.operations import arguments
 from ckpttool.operations.manifest import check_wanted, write_for
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.directory import Directory
-from ckpttool.producers.open import harmful, harmful_attributes, naming, open_source, opened
+from ckpttool.producers.open import harmful, harmful_attributes, naming, open_source
 from ckpttool.storage import files, free_space, staging, stores
 from ckpttool.storage.staging import Stage
 from ckpttool.storage.stores import Location, local_path
@@ -108,7 +108,10 @@ def open_sources(
     before = _fingerprint(src, model_from, optim_from)
     parts = {"model": model_from, "optimizer": optim_from}
     given = {kind: path for kind, path in parts.items() if path is not None}
-    with _combined(src, shapes, given) if given else opened(src, shapes) as source:
+    with closing(CombinedSource.over(open_source(src, shapes)) if given else open_source(src, shapes)) as source:
+        if isinstance(source, CombinedSource):
+            for kind, path in given.items():
+                source.replace_part(kind, open_source(path), path)
         # Of several sources, an error names the file only.
         yield OpenSource(source, _watched(source.catalogue, before), None if given else src)
 
@@ -331,14 +334,6 @@ def check_place(manifest: str | None, dst: str, names: Iterable[str]) -> None:
             )
 
 
-@contextmanager
-def _combined(src: str, shapes: str | None, parts: Mapping[str, str]) -> Iterator[Source]:
-    with closing(CombinedSource.over(open_source(src, shapes))) as source:
-        for kind, path in parts.items():
-            source.replace_part(kind, open_source(path), path)
-        yield source
-
-
 _INDEXES = (".metadata", "__*.metadata", "*.index.json", "ckpttool.json")
 
 
@@ -390,7 +385,7 @@ def _check_harmless(planned: Catalogue, src: str) -> None:
 
 
 def _check_losses(planned: Catalogue, target: Format, src: str, dst: str) -> None:
-    lost = target.losses(planned, dst) if target.losses is not None else []
+    lost = target.losses(planned, dst)
     if not lost:
         return
     names = ", ".join(f"`{loss.name}`" for loss in lost[:5]) + (", ..." if len(lost) > 5 else "")

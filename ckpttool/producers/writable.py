@@ -63,7 +63,7 @@ def as_format(layout: WritableLayout, output: OutputLayout | None = None) -> For
         recognise=lambda path: False,
         open=open_written,
         create=output.create if output is not None else None,
-        losses=output.losses if output is not None else None,
+        losses=output.losses if output is not None else lambda planned, path: [],
         # Of whole tensors, `--to-world` says how many processes have a file of their own.
         chunked=layout.chunked or output is None,
         even=layout.even,

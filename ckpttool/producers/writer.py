@@ -74,7 +74,7 @@ class OutputLayout:
         for component, contents in self._split(catalogue):
             if component.format is None:
                 losses += [Loss(e.name, "JSON cannot store it") for e in contents.entries.values() if not _is_json(e)]
-            elif component.format.losses is not None:
+            else:
                 names = {entry.name: component.outer(path) for path, entry in contents.entries.items()}
                 losses += [
                     Loss(".".join(map(str, names.get(loss.name, (loss.name,)))), loss.why)

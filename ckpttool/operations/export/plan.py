@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ckpttool.catalogue.dtypes import DTYPES
@@ -115,7 +116,7 @@ def _plan(source: Catalogue, viewed: Viewed, beside: Assets, options: ExportOpti
     planned, result.adapter = select_model.without_base(planned, result.dropped)
     if not result.adapter:
         planned = _mapped(planned, viewed, beside, options, result)
-    model, same = _expected(beside, result), ties.same_bytes(viewed)
+    model, same = _expected(beside, result), partial(ties.same_bytes, viewed)
     if model is not None:
         planned = ties.by_model(planned, model.tied, same, result.notes)
     elif not result.adapter:

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Part, dotted
-from ckpttool.catalogue.patterns import any_of
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import UsageError
 from ckpttool.layout import select
 from ckpttool.layout.move import again, move, rebuilt
 from ckpttool.layout.rename import rename_entries, strip_wrappers, without_root
-from ckpttool.operations import arguments
+from ckpttool.operations import arguments, write
 from ckpttool.operations.arguments import Selection
 from ckpttool.text import some
 
@@ -36,7 +35,16 @@ def model_of(source: Catalogue, only: Sequence[str]) -> tuple[Catalogue, list[st
         if root is not None and (not models or parts.kind_of_key(root.partition(".")[0]) == "model"):
             raise fault
     if len(models) != 1:
-        raise _not_one(models, source)
+        names = [dotted(part.root) or part.kind for part in models]
+        if not models:
+            listed = some([str(part) for part in parts.parts(source)], 5)
+            hint = f"the parts are {listed}; `--only PART` takes one of them"
+            raise UsageError("no model in this checkpoint", hint=hint)
+        raise UsageError(
+            f"there are {len(models)} models, and one can be exported: {some(names, 5)}",
+            hint=f"pass `--only {names[0]}`, or `--only {names[1]}`",
+            found=names,
+        )
     part = models[0]
     own = {tensor.path for tensor in source.tensors if tensor.part == part and not tensor.embedded}
     model = select.select(select.start(source), lambda entry: entry.path in own)
@@ -46,20 +54,6 @@ def model_of(source: Catalogue, only: Sequence[str]) -> tuple[Catalogue, list[st
     left = [str(other) for other in parts.parts(source) if other != part]
     left += [entry.name for entry in source.entries.values() if entry.part == part and entry.path not in model.entries]
     return _flat(without_root(model, part)), left
-
-
-def _not_one(models: Sequence[Part], source: Catalogue) -> UsageError:
-    if not models:
-        listed = some([str(part) for part in parts.parts(source)], 5)
-        return UsageError(
-            "no model in this checkpoint", hint=f"the parts are {listed}; `--only PART` takes one of them"
-        )
-    names = [dotted(part.root) or part.kind for part in models]
-    return UsageError(
-        f"there are {len(models)} models, and one can be exported: {some(names, 5)}",
-        hint=f"pass `--only {names[0]}`, or `--only {names[1]}`",
-        found=names,
-    )
 
 
 def _flat(catalogue: Catalogue) -> Catalogue:
@@ -76,18 +70,11 @@ def renamed(planned: Catalogue, selection: Selection, left: list[str]) -> Catalo
     Raises UsageError for a rule that does nothing, or names that collide.
     """
     model = rename_entries(planned, strip_wrappers)
-    if selection.exclude:
-        arguments.check_matches("--exclude", selection.exclude, model)
-        is_excluded = any_of(selection.exclude)
-        left += [tensor.name for tensor in model.tensors if is_excluded(tensor.name)]
-        model = select.select(model, lambda entry: not is_excluded(entry.name))
-        if not model.entries:
-            raise UsageError("nothing is left to write", hint="remove an `--exclude`")
-    if selection.strip_prefix is not None:
-        prefix = selection.strip_prefix.rstrip(".") + "."
-        arguments.check_some("--strip-prefix", selection.strip_prefix, lambda name: name.startswith(prefix), model)
-        model = rename_entries(model, lambda name: name.removeprefix(prefix))
-    return _flat(arguments.renamed(model, selection.rename))
+    (kept,) = arguments.matching(selection, model)
+    left += [tensor.name for tensor in model.tensors if tensor.path not in kept.entries]
+    write.check_not_empty(kept)
+    kept = rename_entries(kept, arguments.stripper(selection, kept))
+    return _flat(arguments.renamed(kept, selection.rename))
 
 
 # LoRA -----------------------------------------------------------------------------------------------------------------
@@ -110,16 +97,13 @@ def without_base(planned: Catalogue, left: list[str]) -> tuple[Catalogue, bool]:
             found=adapters,
         )
     adapter = adapters[0] if adapters else None
-    own = {name for name in names if _ADAPTER.search(name) or _is_saved_too(name, adapter)}
+    saved_too = {name: match[1] for name in names if (match := _SAVED_TOO.search(name))}
+    own = {name for name in names if _ADAPTER.search(name)}
+    own |= {name for name, of in saved_too.items() if adapter in (None, of)}
     if len(own) < len(names):
         left.append(f"{len(names) - len(own)} tensors of the base model")
     model = select.select(planned, lambda entry: entry.name in own)
     return _flat(rename_entries(model, lambda name: _as_peft(name, adapter))), True
-
-
-def _is_saved_too(name: str, adapter: str | None) -> bool:
-    match = _SAVED_TOO.search(name)
-    return match is not None and adapter in (None, match[1])
 
 
 def _as_peft(name: str, adapter: str | None) -> str:

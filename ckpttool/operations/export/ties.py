@@ -92,7 +92,8 @@ def _merged(groups: Sequence[list[Tensor]], same: SameBytes) -> list[list[Tensor
     """Merge groups whose tensors have the same bytes."""
     merged: list[list[Tensor]] = []
     for group in groups:
-        twin = next((other for other in merged if _alike(other[0], group[0]) and same(other[0], group[0])), None)
+        first = group[0]
+        twin = next((other for other in merged if len(first.shape) == 2 and same(other[0], first)), None)
         if twin is None:
             merged.append(list(group))
         else:
@@ -100,32 +101,25 @@ def _merged(groups: Sequence[list[Tensor]], same: SameBytes) -> list[list[Tensor
     return merged
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return len(one.shape) == 2 and (one.shape, one.dtype) == (other.shape, other.dtype)
-
-
 def _with(planned: Catalogue, alias: Mapping[Path, Path]) -> Catalogue:
     return rebuilt(planned, [again(t, alias=alias.get(t.path)) for t in planned.tensors], {})
 
 
-def same_bytes(source: Source) -> SameBytes:
-    """Return a function that compares dtype, shape and bytes of two tensors, up to the first difference."""
-
-    def same(one: Tensor, other: Tensor) -> bool:
-        if (one.shape, one.dtype) != (other.shape, other.dtype):
+def same_bytes(source: Source, one: Tensor, other: Tensor) -> bool:
+    """Return whether dtype, shape and bytes of two tensors are the same. Reads up to the first difference."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    pair = one.origin or one, other.origin or other
+    with closing(Pool()) as pool:
+        # numpy takes longer to import than comparing the beginnings of most pairs.
+        start, other_start = (_beginning(source, pool, tensor) for tensor in pair)
+        if not start.startswith(other_start) and not other_start.startswith(start):
             return False
-        pair = one.origin or one, other.origin or other
-        with closing(Pool()) as pool:
-            # numpy takes longer to import than comparing the beginnings of most pairs.
-            if not _begin_alike(*(_beginning(source, pool, tensor) for tensor in pair)):
+        for box in tiles(boxes.whole(one.shape), _TILE):
+            bits, other_bits = (read_box(box, tensor, source, pool).tobytes() for tensor in pair)
+            if bits != other_bits:
                 return False
-            for box in tiles(boxes.whole(one.shape), _TILE):
-                bits, other_bits = (read_box(box, tensor, source, pool).tobytes() for tensor in pair)
-                if bits != other_bits:
-                    return False
-        return True
-
-    return same
+    return True
 
 
 def _beginning(source: Source, pool: Pool, tensor: Tensor) -> bytes:
@@ -138,8 +132,3 @@ def _beginning(source: Source, pool: Pool, tensor: Tensor) -> bytes:
         return b""
     row = (chunk.sizes[-1] if chunk.sizes else 1) * tensor.dtype.itemsize
     return pool.read(source.catalogue.files[extent.file].location, extent.offset, min(row, extent.nbytes, _FIRST))
-
-
-def _begin_alike(one: bytes, other: bytes) -> bool:
-    n = min(len(one), len(other))
-    return one[:n] == other[:n]

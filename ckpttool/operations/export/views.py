@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Box, Ints
@@ -59,14 +60,13 @@ def halves(shape: Ints, head: int) -> list[Slice]:
     ]
 
 
-class _View:
+class _View(NamedTuple):
     """For each chunk of a view, the chunk of the tensor and the slice that it comes from."""
 
-    def __init__(self, tensor: Tensor, slices: list[Slice]) -> None:
-        self.tensor = tensor
-        self.slices = slices
-        self.chunk: array[int] = array("l")
-        self.slice: array[int] = array("l")
+    tensor: Tensor
+    slices: list[Slice]
+    chunk: array[int]
+    slice: array[int]
 
 
 class Viewed:
@@ -84,7 +84,7 @@ class Viewed:
 
     def view(self, tensor: Tensor, path: Path, shape: Ints, slices: Iterable[Slice]) -> Tensor:
         """Return a tensor of this shape, each box of which is a slice of `tensor`, which is one of the source."""
-        view_ = _View(tensor, list(slices))
+        view_ = _View(tensor, list(slices), array("l"), array("l"))
         offsets: list[Ints] = []
         sizes: list[Ints] = []
         files: array[int] = array("l")

@@ -42,7 +42,13 @@ class Moving:
 def outgoing(planned: Catalogue, most: int, moving: Moving, *, adapter: bool) -> list[Outgoing]:
     """Return the files of a model, of at most `most` bytes of weights each, and their index. An adapter is one file.
     Raises LossError for what safetensors cannot store."""
-    _check_losses(planned)
+    lost = _SAFE.losses(planned, "")
+    if lost:
+        raise LossError(
+            f"{len(lost)} tensors cannot be written as safetensors ({some([one.name for one in lost])}): {lost[0].why}",
+            hint=f"exclude them with `--exclude {lost[0].name!r}`, or keep them with `ckpttool convert --to torch`",
+            lost=[loss.name for loss in lost],
+        )
     planned = rechunk.whole(planned)
     # `__metadata__` of the source describes the source.
     planned.facts = {key: value for key, value in planned.facts.items() if key != "metadata"}
@@ -57,16 +63,6 @@ def outgoing(planned: Catalogue, most: int, moving: Moving, *, adapter: bool) ->
         name = ADAPTER_FILE if adapter else file.name
         files_.append(Outgoing(name, size, _writer(name, rebuilt(planned, tensors, {}), payload, total, moving)))
     return files_ + [of_bytes(name, data) for name, data in placed.indexes.items()]
-
-
-def _check_losses(planned: Catalogue) -> None:
-    lost = _SAFE.losses(planned, "") if _SAFE.losses is not None else []
-    if lost:
-        raise LossError(
-            f"{len(lost)} tensors cannot be written as safetensors ({some([one.name for one in lost])}): {lost[0].why}",
-            hint=f"exclude them with `--exclude {lost[0].name!r}`, or keep them with `ckpttool convert --to torch`",
-            lost=[loss.name for loss in lost],
-        )
 
 
 def _writer(name: str, catalogue: Catalogue, payload: int, total: int, moving: Moving) -> Callable[[str], None]:

@@ -157,9 +157,8 @@ def _target(to: str) -> Format:
 
 def _same_format(source: Catalogue) -> Format:
     """Return the format of the source if it has chunks, else DCP."""
-    rows = {row.name: row for row in formats.FORMATS}
-    row = rows.get(source.format)
-    return row if row is not None and row.chunked else rows["dcp"]
+    same = (row for row in formats.FORMATS if row.name == source.format and row.chunked)
+    return next(same, formats.named("dcp"))
 
 
 # The layout -----------------------------------------------------------------------------------------------------------
