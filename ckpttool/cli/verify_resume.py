@@ -38,7 +38,6 @@ _NAMES = 20  # names below a check, under -v
             Option(
                 "--values/--no-values",
                 "Check weights and moments for NaN, infinities and negative moments. Default: up to 1 GiB.",
-                default=None,
             ),
         ),
         "Selection": (options.SHAPES,),
@@ -89,8 +88,11 @@ def _print_audit(terminal: Terminal, result: Audit, verbose: bool) -> None:
     facts = (("format", result.format), ("world size", world_size), ("step", step))
     terminal.facts((title, text) for title, text in facts if text is not None)
     terminal.write("\n")
-    headers = ("part", "", "tensors", "objects", "bytes")
-    terminal.table([_part_row(part) for part in result.parts], headers, right=(2, 3, 4))
+    rows: list[tuple[TextLike, ...]] = []
+    for part in result.parts:
+        numbers = (f"{part.tensors:,}", f"{part.objects:,}", size(part.bytes) if part.tensors else "")
+        rows.append((bold(part.kind), *(("present", *numbers) if part.present else (Styled("missing", "yellow"),))))
+    terminal.table(rows, ("part", "", "tensors", "objects", "bytes"), right=(2, 3, 4))
     for table in _tables(result):
         hyperparameters(terminal, table)
     terminal.heading("checks")
@@ -104,13 +106,6 @@ def _print_audit(terminal: Terminal, result: Audit, verbose: bool) -> None:
     terminal.table(shown, wrap=(2,))
     terminal.write("\n")
     terminal.line(Styled(result.says, _RESUMABLE[result.verdict]))
-
-
-def _part_row(part: Any) -> tuple[TextLike, ...]:
-    if not part.present:
-        return (bold(part.kind), Styled("missing", "yellow"), "", "", "")
-    numbers = (f"{part.tensors:,}", f"{part.objects:,}", size(part.bytes) if part.tensors else "")
-    return (bold(part.kind), "present", *numbers)
 
 
 # trial ----------------------------------------------------------------------------------------------------------------
@@ -219,10 +214,10 @@ def _print_trial(terminal: Terminal, result: Report, verbose: bool) -> None:
         terminal.table(rows, wrap=(4,))
     if result.checks:
         terminal.heading("sharding")
-        terminal.table(
-            [(check.what, check.run, Styled(*_MARKS[check.passed]), check.says) for check in result.checks], wrap=(3,)
-        )
-    _print_losses(terminal, result, verbose)
+        checks = [(one.what, one.run, Styled(*_MARKS[one.passed]), one.says) for one in result.checks]
+        terminal.table(checks, wrap=(3,))
+    if verbose and result.runs:
+        _print_losses(terminal, result)
     if result.findings:
         terminal.heading("found", plural(len(result.findings), "difference"))
         shown = result.findings if verbose else result.findings[:_SHOWN]
@@ -257,9 +252,7 @@ def _about(result: Report) -> Iterator[tuple[str, str]]:
     yield "time", duration(result.seconds)
 
 
-def _print_losses(terminal: Terminal, result: Report, verbose: bool) -> None:
-    if not verbose or not result.runs:
-        return
+def _print_losses(terminal: Terminal, result: Report) -> None:
     terminal.heading("losses")
     rows = []
     for number in sorted({step.number for run in result.runs for step in run.steps}):
@@ -271,13 +264,14 @@ def _print_losses(terminal: Terminal, result: Report, verbose: bool) -> None:
 # init -----------------------------------------------------------------------------------------------------------------
 
 
+_FILE = Argument(
+    "path", metavar="FILE", default="recipe.py", help="The file to write. An existing one is not replaced."
+)
+
+
 @options.command(
     "init",
-    arguments=(
-        Argument(
-            "path", metavar="FILE", default="recipe.py", help="The file to write. An existing one is not replaced."
-        ),
-    ),
+    arguments=(_FILE,),
     sections={"Output": (options.QUIET,)},
 )
 def init(path: str, quiet: bool) -> None:

@@ -16,7 +16,6 @@ from ckpttool.operations.verify_resume.trial.results import (
     Failure,
     Finding,
     Leg,
-    Memory,
     Report,
     Run,
     Step,
@@ -24,6 +23,7 @@ from ckpttool.operations.verify_resume.trial.results import (
 )
 
 EVIL = 'w"><script>alert(1)</script>\x1b[31m\u202e'
+MEMORY = {"rank": 0, "parameters": 4_000, "parameters_expected": 4_000, "optimizer": 8_000, "optimizer_expected": 8_000}
 VOID = {"meta", "line", "circle", "polyline"}
 
 
@@ -72,9 +72,7 @@ def report(**more: Any) -> dict[str, Any]:
         steps_after=3, deterministic=["one thread"], notes=["`rng` of rank 3 is new"], seconds=12.5,
     )  # fmt: skip
     made.runs = [
-        Run(
-            "A", "shard=2", 2, steps=steps(0, 7), steps_per_second=20.5, memory=[Memory(0, 4_000, 4_000, 8_000, 8_000)]
-        ),
+        Run("A", "shard=2", 2, steps=steps(0, 7), steps_per_second=20.5, memory=[MEMORY]),
         Run("B", "shard=4", 4, steps=steps(4, 7), resumed_at=4, steps_per_second=19.0),
         Run("control", "shard=4", 4, steps=steps(4, 7), resumed_at=4),
     ]

@@ -17,11 +17,8 @@ State = Literal["ok", "note", "differs", "fails"]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """`Check("rng", "differs", "rank 3 has none, of 4", ["rank 3"])`.
-
-    `ok`: as expected; `note`: not checked, or of no consequence; `differs`: training resumes, but not exactly; `fails`:
-    training does not resume, or not correctly. `names` are all tensors and parameters that the line is about.
-    """
+    """`Check("rng", "differs", "rank 3 has none, of 4", ["rank 3"])`. A `note` is of what was not checked, or of no
+    consequence; what `fails` does not resume, or not correctly."""
 
     what: str  #: subject
     state: State  #: `ok`, `note`, `differs` (resume is not exact) or `fails` (no resume)

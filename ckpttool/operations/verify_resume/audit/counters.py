@@ -36,8 +36,7 @@ def check_counters(
 
 
 def _values_of(catalogue: Catalogue, kind: str) -> list[tuple[Path, dict[Path, Any]]]:
-    """Return the roots of the parts of a kind, each with the values of its objects by their path below the root; a
-    state that is one dict is taken apart."""
+    """Return each root of a kind, and its values by their path below it; a state that is one dict is taken apart."""
     by_root: dict[Path, dict[Path, Any]] = defaultdict(dict)
     for entry in catalogue.entries.values():
         if entry.part.kind == kind:
@@ -57,9 +56,8 @@ def _is_number(value: Any) -> bool:
 def _counters(catalogue: Catalogue, read: ReadNumber, pattern: re.Pattern[str]) -> Iterator[tuple[str, float]]:
     """Yield counters of the progress by name: `trainer_state.global_step`, 4."""
     for entry in catalogue.entries.values():
-        if entry.part.kind != "progress" or len(entry.path) > len(entry.part.root) + 1:
-            continue
-        if not entry.path or not pattern.fullmatch(str(entry.path[-1])):
+        is_top = entry.part.kind == "progress" and entry.path and len(entry.path) <= len(entry.part.root) + 1
+        if not is_top or not pattern.fullmatch(str(entry.path[-1])):
             continue
         if isinstance(entry, Tensor) and entry.numel == 1:
             with suppress(CkptError):
@@ -76,15 +74,13 @@ def _progress(counters: dict[str, float], steps: set[float], checks: Checks) -> 
         checks.note("progress", f"no step counter; the optimizer is at {_listed(steps)}")
     elif max(counters.values()) - min(counters.values()) > 1:
         checks.differs("progress", f"counters do not agree: {values}", list(counters))
-    elif len(steps) == 1:
-        (step,) = steps
-        # A counter from 0 is one behind after the step.
-        if all(value in (step, step - 1) for value in counters.values()):
-            checks.ok("progress", f"{values}, same as the optimizer")
-        else:
-            checks.differs("progress", f"{values}, but the optimizer is at {step:g}", list(counters))
-    else:
+    elif len(steps) != 1:
         checks.ok("progress", values)
+    elif all(value in (*steps, max(steps) - 1) for value in counters.values()):
+        # A counter from 0 is one behind after the step.
+        checks.ok("progress", f"{values}, same as the optimizer")
+    else:
+        checks.differs("progress", f"{values}, but the optimizer is at {_listed(steps)}", list(counters))
 
 
 def _listed(values: set[float]) -> str:
@@ -104,21 +100,18 @@ def _schedulers(catalogue: Catalogue, optimizers: Sequence[NamedOptimizer], cloc
             checks.differs("scheduler", f"none, but `{had[0]}` had one: its groups have an `initial_lr`", had)
         else:
             checks.note("scheduler", "none, and no sign that there was one")
-    each = ((part, *one) for part, values in found for one in sorted(_each(values).items(), key=_by_names))
+    each = ((part, *one) for part, values in found for one in _each(values).items())
     for n, (part, root, own) in enumerate(each):
         named = optimizers[n] if n < len(optimizers) else optimizers[0] if len(optimizers) == 1 else None
         name = dotted((*part, *root)) or "the scheduler"
         _one_scheduler(name, own, named.optimizer if named else None, clocks, checks, catalogue.world_size)
 
 
-def _by_names(scheduler: tuple[Path, Any]) -> list[str]:
-    return [str(key) for key in scheduler[0]]
-
-
 def _each(values: dict[Path, Any]) -> dict[Path, dict[Path, Any]]:
     """Return the schedulers in a part, several in a list; not those inside another one (`SequentialLR`)."""
-    roots = sorted({path[:-1] for path in values if path and path[-1] == "last_epoch"}, key=len)
-    outer = [root for i, root in enumerate(roots) if not any(root[: len(r)] == r for r in roots[:i])] or [()]
+    roots = {path[:-1] for path in values if path and path[-1] == "last_epoch"}
+    outer = [root for root in roots if not any(root[:i] in roots for i in range(len(root)))] or [()]
+    outer.sort(key=lambda root: [*map(str, root)])
     return {root: {p[len(root) :]: v for p, v in values.items() if p[: len(root)] == root} for root in outer}
 
 

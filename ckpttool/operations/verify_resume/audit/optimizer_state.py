@@ -203,12 +203,9 @@ def _cover(known: NamedOptimizer, model: Model, aliases: Mapping[Path, Path], ch
     if unknown:
         checks.fails("param groups", f"{named(unknown)}{where} not in the model", unknown)
         return
-    left = [
-        name
-        for name, tensor in model.items()
-        if name not in in_groups and tensor.path not in aliases and tensor.dtype.kind in ("float", "complex")
-    ]
-    left = [name for name in left if not names_of_ids.is_statistic(name, names)]
+    others = [name for name, tensor in model.items() if name not in in_groups and tensor.path not in aliases]
+    kinds = ("float", "complex")
+    left = [n for n in others if model[n].dtype.kind in kinds and not names_of_ids.is_statistic(n, names)]
     if left:
         of = f"{plural(len(left), 'model tensor')} in no group{where}: {some(left)}"
         checks.note("param groups", f"{of}; expected for buffers, frozen parameters and tied weights", left)

@@ -24,8 +24,6 @@ _WORDS = (
 _CPU, _CUDA = 5056, 16
 _DRAWS_SAME = "all ranks draw the same numbers unless the script reseeds each rank"
 
-ByRank = dict[int | None, set[str]]
-
 
 def check_rank_values(catalogue: Catalogue, checks: Checks) -> None:
     """Check generators and data loaders of every rank."""
@@ -54,7 +52,7 @@ def _rank_of(entry: Entry, catalogue: Catalogue) -> int | None:
 
 
 def _generators(catalogue: Catalogue, checks: Checks) -> None:
-    by_rank: ByRank = defaultdict(set)
+    by_rank: dict[int | None, set[str]] = defaultdict(set)
     for entry in catalogue.entries.values():
         kinds = _kinds(entry) if entry.part.kind == "rng" else set()
         if kinds:

@@ -51,7 +51,6 @@ class _Trial:
     launcher: Launcher
     tell: Callable[[str], None]
     seen: dict[str, list[Seen]] = field(default_factory=dict)
-    jobs: dict[str, Job] = field(default_factory=dict)
     states: dict[tuple[str, str], RecordedState] = field(default_factory=dict)
 
     def run(self, name: str, says: str, **more: Any) -> None:
@@ -62,8 +61,7 @@ class _Trial:
         self.tell(f"run {name}: {says} on {plural(job.mesh.world, 'rank')}")
         began = time.monotonic()
         self.launcher.start(job, name)
-        seen = read_seen(job)
-        self.seen[name], self.jobs[name] = seen, job
+        seen = self.seen[name] = read_seen(job)
         if not job.gradients_of:
             run = compare.collect_run(name, job, seen, time.monotonic() - began)
             run.started = self.launcher.says
@@ -76,7 +74,7 @@ class _Trial:
     def state(self, run: str, moment: str) -> RecordedState:
         """Return the state that a run recorded at a moment."""
         if (run, moment) not in self.states:
-            self.states[run, moment] = state.read(self.path(run, moment), self.jobs[run].mesh.world)
+            self.states[run, moment] = state.read(self.path(run, moment), len(self.seen[run]))
         return self.states[run, moment]
 
     def steps(self, name: str) -> list[Step]:
@@ -228,7 +226,7 @@ def _compare(trial: _Trial, first: str, run: str, reference: str) -> None:
     equal = compare.compare_states(report, before, after, trial.state(run, BUILT), run, first)
     first_steps = trial.seen[first][0].first_step, trial.seen[run][0].first_step
     equal &= compare.compare_progress(report, *first_steps, run, first)
-    if reference not in trial.jobs:
+    if reference not in trial.seen:
         return  # a note says why
     judged = reference != "control" or _is_restored(trial)
     steps = trial.steps(run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import defaultdict
 from operator import attrgetter
 from typing import Any
 
@@ -14,7 +15,7 @@ from ckpttool.operations.diff.elements import Comparison
 from ckpttool.operations.verify_resume.trial import state
 from ckpttool.operations.verify_resume.trial.diagnose import diagnose
 from ckpttool.operations.verify_resume.trial.job import Job, Seen
-from ckpttool.operations.verify_resume.trial.results import Check, Compared, Drift, Finding, Memory, Report, Run, Step
+from ckpttool.operations.verify_resume.trial.results import Check, Compared, Drift, Finding, Report, Run, Step
 from ckpttool.operations.verify_resume.trial.state import MappedTensor, RecordedState
 from ckpttool.text import plural, size, some
 from ckpttool.transfer.numbers import numbers
@@ -40,7 +41,7 @@ def collect_run(name: str, job: Job, seen: list[Seen], seconds: float) -> Run:
         run.steps.append(Step(number, losses, norm, digest, batches, max(seconds_of), digests))
     after = sorted(step.seconds for step in run.steps[-job.after :]) if job.after else []
     run.steps_per_second = 1 / after[len(after) // 2] if after and after[len(after) // 2] else None
-    run.memory = [Memory(one.rank, **one.memory) for one in seen if one.memory]
+    run.memory = [{"rank": one.rank, **one.memory} for one in seen if one.memory]
     return run
 
 
@@ -53,17 +54,15 @@ def compare_states(
     """Compare two states bit for bit: a row for each part, and findings. Returns whether they are equal."""
     difference = state.compare(before, after)
     unequal = state.difference_names(difference)
-    names: dict[str, list[str]] = {kind: [] for kind in _ORDER}
+    names: dict[str, list[str]] = defaultdict(list)
     every = dict.fromkeys([*before.tensors, *after.tensors, *before.objects, *after.objects])
     shared = [name for name in every if (before.rank_of(name) or 0) < min(before.world, after.world)]
     for name in shared:
-        names.setdefault(before.kind_of(name), []).append(name)
-    others = sorted(names.keys() - {*_ORDER})
-    for kind in (*_ORDER, *others):
-        if names[kind]:
-            differing = len(unequal.intersection(names[kind]))
-            says = "bitwise, on whole tensors" if kind in ("model", "optimizer") else ""
-            report.compared.append(Compared(kind, run, against, len(names[kind]), differing, says, equal=not differing))
+        names[before.kind_of(name)].append(name)
+    for kind in sorted(names, key=lambda kind: (_ORDER.index(kind) if kind in _ORDER else len(_ORDER), kind)):
+        differing = len(unequal.intersection(names[kind]))
+        says = "bitwise, on whole tensors" if kind in ("model", "optimizer") else ""
+        report.compared.append(Compared(kind, run, against, len(names[kind]), differing, says, equal=not differing))
     if local := len(every) - len(shared):
         of = f"{plural(local, 'rank-local value')} of {against} or {run} alone (world sizes differ)"
         report.notes.append(f"run {run}: {of}, not compared")
@@ -276,10 +275,8 @@ def check_gradients(report: Report, run: str, sharded: str, alone: str) -> None:
     if passed:
         says = f"at most {errors[worst]:.2g} of the norm apart, in {index['compute']}"
     elif factor is not None and max(factors) - min(factors) <= tolerance * abs(factor):
-        passed, says = (
-            None,
-            f"all are {factor:.3g} times those of one rank: `step` scales them otherwise than by a mean",
-        )
+        passed = None
+        says = f"all are {factor:.3g} times those of one rank: `step` scales them otherwise than by a mean"
     else:
         says = f"`{worst.removeprefix('gradient.')}` is {errors[worst]:.2g} of its norm from that of one rank"
     _add(report, Check("gradients reduced", run, len(names), passed, says))

@@ -6,18 +6,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 SCHEMA = "ckpttool/trial/1"
-
 Verdict = Literal["same", "differs", "failed"]
 
 
 @dataclass(slots=True)
 class Finding:
-    """One difference: `Finding("flipped bit", "bit 22 of `model.w`[0, 3] is flipped", "B",
-    name="model.w", part="model", index=[0, 3], found=0.25, expected=0.5, ulp=4194304, differing=1, of=64)`.
-
-    `expected` is the value in the run that `run` is compared with, `found` that in `run`. `differing` of `of` elements
-    differ, by `absolute` and `relative` at most. Fields that do not apply are None.
-    """
+    """One difference: `Finding("flipped bit", "bit 22 of `model.w`[0, 3] is flipped", "B", name="model.w",
+    index=[0, 3], found=0.25, expected=0.5, ulp=4194304, differing=1, of=64)`. Fields that do not apply are None."""
 
     kind: str  #: kind of difference
     says: str  #: for people
@@ -39,11 +34,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Step:
-    """One step of a run: `Step(3, [2.71, 2.69], 0.53, "9f2c...", ["aa01...", "77b3..."], 0.04)`.
-
-    `losses`, `batches` (digests of the inputs of the model) and `digests` (of the local parameters) have one entry per
-    rank; `digest` is that of all `digests`. `seconds` is that of the slowest rank.
-    """
+    """One step of a run: `Step(3, [2.71, 2.69], 0.53, "9f2c...", ["aa01...", "77b3..."], 0.04)`."""
 
     number: int  #: number of the step
     losses: list[float]  #: loss of each rank
@@ -59,17 +50,6 @@ class Step:
 
 
 @dataclass(slots=True)
-class Memory:
-    """Bytes of parameters and optimizer state on a rank, and those that its placements give."""
-
-    rank: int
-    parameters: int
-    parameters_expected: int
-    optimizer: int
-    optimizer_expected: int
-
-
-@dataclass(slots=True)
 class Run:
     """One run of a trial."""
 
@@ -82,7 +62,7 @@ class Run:
     resumed_at: int | None = None  #: step it resumed at
     steps: list[Step] = field(default_factory=list)  #: its steps
     steps_per_second: float | None = None  #: speed
-    memory: list[Memory] = field(default_factory=list)  #: bytes on each rank, actual and expected
+    memory: list[dict[str, int]] = field(default_factory=list)  #: bytes on each rank, actual and expected
     seconds: float = 0.0  #: duration
 
 

@@ -78,8 +78,7 @@ def write(built: Built, inputs: tuple[Any, Any], writer: Any) -> None:
     built.model.eval()
     built.optimizer.zero_grad()
     args, kwargs = inputs
-    out = _output(built.model(*args, **kwargs))
-    _projected(out).backward()
+    _scalar(built.model(*args, **kwargs)).backward()
     flat = FullyShardedDataParallel.summon_full_params(built.model, with_grads=True, writeback=False)
     with setup.quiet(), flat if fsdp1.is_fsdp1(built.model) else nullcontext():
         for name, parameter in built.model.named_parameters():
@@ -125,21 +124,18 @@ def _joined(batches: list[list[Any]], writer: Any) -> tuple[str, list[Any]]:
     return "", inputs
 
 
-def _output(out: Any) -> torch.Tensor:
+def _scalar(out: Any) -> torch.Tensor:
+    """Return the mean over the batch of a sum of the output with fixed weights; a single number as it is."""
     if isinstance(out, Mapping):
         out = [out["logits"]] if "logits" in out else [*out.values()]
     found = (one for one in _pytree.tree_leaves(out) if isinstance(one, torch.Tensor))
     first: torch.Tensor = next(one for one in found if one.is_floating_point())
-    return first.full_tensor() if isinstance(first, DTensor) else first
-
-
-def _projected(out: torch.Tensor) -> torch.Tensor:
-    """Return the mean over the batch of a sum with fixed weights; a single number as it is."""
-    if not out.ndim:
-        return out
-    flat = out.float().reshape(out.shape[0], -1)
-    weights = torch.arange(flat.shape[1], device=out.device, dtype=torch.float32).cos()
-    return (flat * weights).sum() / out.shape[0]
+    values = first.full_tensor() if isinstance(first, DTensor) else first
+    if not values.ndim:
+        return values
+    flat = values.float().reshape(values.shape[0], -1)
+    weights = torch.arange(flat.shape[1], device=flat.device, dtype=torch.float32).cos()
+    return (flat * weights).sum() / len(flat)
 
 
 def _compute(model: nn.Module) -> str:

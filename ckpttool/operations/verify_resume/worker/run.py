@@ -43,15 +43,10 @@ def run(job: Job, watch: Watch, *, leave: bool = True) -> None:
 
 def _train(job: Job, watch: Watch, built: Built, seen: Seen) -> None:
     observer = Observer(built)
-    number = 0
-    if job.load is None:
-        for number in range(job.before):
-            watch.enter(f"step {number}")
-            seen.steps.append(observer.step(number))
-        number = job.before
-    else:
-        number = _resume(job, watch, built, seen)
-    seen.first_step = number
+    for before in range(job.before if job.load is None else 0):
+        watch.enter(f"step {before}")
+        seen.steps.append(observer.step(before))
+    number = seen.first_step = job.before if job.load is None else _resume(job, job.load, watch, built, seen)
     watch.enter("recording the state")
     # Recorded before it is saved: changes by the save itself then show in the next steps.
     seen.shared = record(built, os.path.join(job.folder, RESUMED))
@@ -72,16 +67,15 @@ def _train(job: Job, watch: Watch, built: Built, seen: Seen) -> None:
         seen.gradients = gradients.keep(job, built, observer.inputs)
 
 
-def _resume(job: Job, watch: Watch, built: Built, seen: Seen) -> int:
-    assert job.load is not None
+def _resume(job: Job, path: str, watch: Watch, built: Built, seen: Seen) -> int:
     watch.enter("recording what was built")
     record(built, os.path.join(job.folder, BUILT), optimizer=False)
     watch.enter("loading")
     if job.natively:
-        return save_load.load_natively(built, job.load)
-    saved_at, notes = save_load.load(built, job.load)
+        return save_load.load_natively(built, path)
+    saved_at, notes = save_load.load(built, path)
     seen.notes += notes
     number = saved_at if saved_at is not None else job.first
     if number is None:
-        raise ReadError(f"`{job.load}` contains no step", hint="pass `--first-step`", file=job.load)
+        raise ReadError(f"`{path}` contains no step", hint="pass `--first-step`", file=path)
     return number
