@@ -5,8 +5,8 @@
     no index                             rebuilt after that of another step of the run (`--like`)
     files that the index does not name   left out, as is what an interrupted save left
 
-The copy is verified before it gets its name. A checkpoint that is damaged otherwise is refused, and the source is never
-changed. A dry run repairs a planned directory, whose files are read where they are.
+The copy is verified before it gets its name; one that is still damaged is refused, and the source is never changed.
+A dry run repairs a planned directory, whose files are read where they are.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from operator import eq
 from ckpttool.errors import CorruptError, OverwriteError, ReadError, UsageError
 from ckpttool.formats.dcp import rebuild_index
 from ckpttool.operations.arguments import check_apart
-from ckpttool.operations.verify import Report, verify
+from ckpttool.operations.verify import verify
 from ckpttool.operations.verify.strays import absent_ranks
 from ckpttool.storage import files, free_space, staging
 from ckpttool.storage.stores import Entry, Location, Stat, Store, Write, content, local_path
@@ -100,12 +100,25 @@ def _repair(
     """Repair a directory that has all files. Raises UsageError if it was whole, CorruptError if it is still damaged."""
     _merge_indexes(folder, result)
     report = verify(folder, threads=threads, progress=progress)
-    report = _drop(folder, report, result, threads)
+    strays = [f.file for f in report.findings if f.kind in ("stale", "remains") and f.file is not None]
+    if strays:
+        for name in strays:
+            folder.inside(name).remove()
+        result.dropped += strays
+        result.done.append(f"left out what nothing mentions: {some(strays)}")
+        report = verify(folder, threads=threads)
     files.check_unchanged(before)
     if not result.done:
         text = f"`{result.source}`: there is nothing to repair" + ("" if report.whole else " without guessing")
         raise UsageError(text, hint=f"`ckpttool verify {result.source}` says what is wrong, if anything")
-    _check_whole(report, result)
+    if not report.whole:
+        first, count = report.findings[0], report.counts["damage"]
+        more = f", and {count - 1} more" if count > 1 else ""
+        hint = f"`ckpttool verify {result.source}` lists everything; take another copy, or an older step"
+        text = f"`{result.source}`: cannot be repaired: {first.message}{more}"
+        raise CorruptError(text, hint=hint, file=first.file, tensor=first.tensor)
+    result.records, result.checked, result.unchecked = report.records, report.checked, report.unchecked
+    result.notes += [f.message for f in report.findings if f.gravity == "suspect"]
     names = folder.below()
     result.files, result.bytes = len(names), sum((folder / name).size() for name in names)
 
@@ -244,27 +257,3 @@ def _merge_indexes(root: Location, result: Repaired) -> None:
             raise ReadError(text, hint=hint, file=result.source)
     if result.like is not None and not is_like_used:
         raise UsageError(f"`--like {result.like}`: no index is lost", hint="leave it out")
-
-
-def _drop(folder: Location, report: Report, result: Repaired, threads: int | None) -> Report:
-    """Remove files that do not belong to the checkpoint, and return the report of the rest."""
-    strays = [f.file for f in report.findings if f.kind in ("stale", "remains") and f.file is not None]
-    if strays:
-        for name in strays:
-            folder.inside(name).remove()
-        result.dropped += strays
-        result.done.append(f"left out what nothing mentions: {some(strays)}")
-        report = verify(folder, threads=threads)
-    return report
-
-
-def _check_whole(report: Report, result: Repaired) -> None:
-    report.settle()
-    if not report.whole:
-        first, count = report.findings[0], report.counts["damage"]
-        more = f", and {count - 1} more" if count > 1 else ""
-        hint = f"`ckpttool verify {result.source}` lists everything; take another copy, or an older step"
-        text = f"`{result.source}`: cannot be repaired: {first.message}{more}"
-        raise CorruptError(text, hint=hint, file=first.file, tensor=first.tensor)
-    result.records, result.checked, result.unchecked = report.records, report.checked, report.unchecked
-    result.notes += [f.message for f in report.findings if f.gravity == "suspect"]

@@ -19,6 +19,7 @@ from ckpttool.transfer.numbers import Array, has_numbers, numbers
 if TYPE_CHECKING:
     from ckpttool.operations.diff.results import Total
 
+Sums = tuple[float, float, float]  # `a·b`, `a·a` and `b·b`, from which a cosine is computed
 _EXACT = ("int", "bool")
 _SMALL_INTEGER, _INTEGER = 2, 4  # bytes of the largest integers that a float32 (of 24 bits) and a float64 (of 53) have
 
@@ -75,7 +76,7 @@ class Comparison:
         self._result = Difference(dtype.name, beyond=None if tolerance is None else 0)
         self._tolerance = tolerance
         self._wants_cosine = cosine
-        self._dot = self._a = self._b = 0.0
+        self.sums: Sums = (0.0, 0.0, 0.0)
 
     def feed(self, a: Array, b: Array, at: int = 0) -> None:
         """Compare two flat runs of elements that begin at element `at`."""
@@ -102,17 +103,12 @@ class Comparison:
     def merge(self, other: Comparison) -> None:
         """Add the result for other elements of the same two arrays."""
         result, more = self._result, other._result
-        self._dot, self._a, self._b = (x + y for x, y in zip(self.sums, other.sums, strict=True))
+        self.sums = added(self.sums, other.sums)
         result.numel += more.numel
         result.nans += more.nans
         add_figures(result, more)
         if more.first is not None and (result.first is None or more.first < result.first):
             result.first, result.values, result.bits = more.first, more.values, more.bits
-
-    @property
-    def sums(self) -> tuple[float, float, float]:
-        """Return `a·b`, `a·a` and `b·b`, from which a cosine is computed."""
-        return self._dot, self._a, self._b
 
     def result(self) -> Difference:
         """Return how the two differ, as far as they were fed."""
@@ -132,9 +128,7 @@ class Comparison:
         if not finite.all():
             a, b = a[finite], b[finite]
         with np.errstate(over="ignore"):
-            self._a += float(np.dot(a, a))
-            self._b += float(np.dot(b, b))
-            self._dot += float(np.dot(a, b))
+            self.sums = added(self.sums, (float(np.dot(a, b)), float(np.dot(a, a)), float(np.dot(b, b))))
 
     def _measure(self, one: Array, two: Array) -> Array | None:
         """Add the figures of elements, given as bits that differ; with a tolerance, return which are within it. Those
@@ -186,6 +180,11 @@ def add_figures(total: Difference | Total, more: Difference) -> None:
     for name in ("absolute", "relative", "ulp"):
         known = (value for value in (getattr(total, name), getattr(more, name)) if value is not None)
         setattr(total, name, max(known, default=None))
+
+
+def added(one: Sums, other: Sums) -> Sums:
+    """Return the sums over the elements of both. Pure."""
+    return one[0] + other[0], one[1] + other[1], one[2] + other[2]
 
 
 def cosine(dot: float, a: float, b: float) -> float | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.errors import DIFFERS, DONE
-from ckpttool.operations.diff.elements import Comparison, Difference, add_figures, cosine
+from ckpttool.operations.diff.elements import Comparison, Difference, Sums, add_figures, added, cosine
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ class Total:
     relative: float | None = None  #: largest relative difference
     ulp: int | None = None  #: largest difference in ULPs
     cosine: float | None = None  #: cosine similarity over the tensors that differ
-    sums: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    sums: Sums = (0.0, 0.0, 0.0)
 
     def count(self, numel: int, comparison: Comparison | None, differs: bool) -> None:
         """Add a tensor; `comparison` is None if its bytes are the same."""
@@ -103,7 +103,7 @@ class Total:
         more = comparison.result()
         add_figures(self, more)
         if more.differing:
-            self.sums = tuple(x + y for x, y in zip(self.sums, comparison.sums, strict=True))  # type: ignore[assignment]
+            self.sums = added(self.sums, comparison.sums)
             self.cosine = cosine(*self.sums)
 
 

@@ -153,6 +153,4 @@ def _shortened(finding: Finding, path: str) -> Finding:
     message, file = finding.message, finding.file
     for start in folders:
         message = message.replace(f"`{start}/", "`")
-    if file is not None and folders:
-        file = file.removeprefix(f"{folders[0]}/")
-    return replace(finding, message=message, file=file)
+    return replace(finding, message=message, file=file and file.removeprefix(f"{folders[0]}/" if folders else ""))
