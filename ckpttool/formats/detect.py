@@ -16,26 +16,20 @@ def detect(path: str) -> Format:
     """Return the format of the checkpoint at `path`, by its content. Raises ReadError."""
     location = locate(path)
     is_pattern = location.is_pattern()
-    if not is_pattern:
-        _check_readable(location)
+    kind = None if is_pattern else location.kind()
+    # `recognise` only answers no to what cannot be opened; opening a pipe would wait, and reading a device never end.
+    if kind == "dir":
+        location.entries()
+    elif kind == "file":
+        location.check_readable()
+    elif not is_pattern:
+        raise ReadError(f"`{location}`: a pipe or a device, neither a file nor a directory", file=location)
     for row in FORMATS:
         if row.recognise(location):
             return row
     if is_pattern:
         raise ReadError(f"`{path}`: matches no files of ranks", hint="name a file or a directory", file=path)
     raise _unknown_directory(location) if location.is_dir() else _unknown_file(location)
-
-
-def _check_readable(location: Location) -> None:
-    """Raises ReadError for what cannot be opened: `recognise` only answers no."""
-    kind = location.kind()
-    if kind == "dir":
-        location.entries()
-    elif kind == "file":
-        location.check_readable()
-    else:
-        # Opening a pipe would wait, reading a device never end.
-        raise ReadError(f"`{location}`: a pipe or a device, neither a file nor a directory", file=location)
 
 
 def _unknown_file(location: Location) -> CkptError:

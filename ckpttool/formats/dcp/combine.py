@@ -34,18 +34,12 @@ def create_rest(folder: str, planned: Catalogue, saved: Iterable[Path]) -> Sink 
 
     `saved` are the paths that torch saves.
     """
-    rest = _rest(planned, set(saved))
-    if not rest.entries:
-        return None
-    return writer.create(locate(folder) / REST, rest, SinkOptions())
-
-
-def _rest(planned: Catalogue, saved: set[Path]) -> Catalogue:
     keeper = keepers(planned)
     first: dict[Path, Path] = {}
     entries: dict[Path, Entry] = {}
+    outside = set(saved)
     for path, entry in planned.entries.items():
-        if path in saved or keeper.get(path, path) != path:
+        if path in outside or keeper.get(path, path) != path:
             continue
         if isinstance(entry, Tensor):
             # The tensor that it was tied to may be saved by torch.
@@ -53,7 +47,8 @@ def _rest(planned: Catalogue, saved: set[Path]) -> Catalogue:
             chunks = Chunks.placed([(((0,) * len(entry.shape), entry.shape), 0)])
             entry = replace(entry, chunks=chunks, alias=None if leader == path else leader)
         entries[path] = entry
-    return replace(planned, entries=entries, files=[])
+    rest = replace(planned, entries=entries, files=[])
+    return writer.create(locate(folder) / REST, rest, SinkOptions()) if entries else None
 
 
 def join(folder: str, planned: Catalogue, rest: Catalogue | None) -> None:

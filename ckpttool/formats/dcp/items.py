@@ -97,14 +97,10 @@ class Items:
         actual = self.crc(record.file, record.offset, record.offset + record.nbytes)
         if actual != record.crc:
             found, expected = f"{actual:08x}", f"{record.crc:08x}"
-            raise CorruptError(
-                f"{self._label(item, name)}: decompresses to bytes with CRC {found}, but the stored CRC is {expected}",
-                hint="these bytes changed after they were written; take another copy of the checkpoint",
-                file=self._files[item.file].name,
-                tensor=name,
-                found=found,
-                expected=expected,
-            )
+            crcs = f"decompresses to bytes with CRC {found}, but the stored CRC is {expected}"
+            hint = "these bytes changed after they were written; take another copy of the checkpoint"
+            facts = {"file": self._files[item.file].name, "tensor": name, "found": found, "expected": expected}
+            raise CorruptError(f"{self._label(item, name)}: {crcs}", hint=hint, **facts)
 
     def reserve_scratch(self) -> None:
         """Reserve file numbers for decoded items, after the data files of the catalogue are added."""

@@ -124,25 +124,21 @@ def read(stream: Any, name: str) -> Metadata:
     """
     data = stream.read(_BEGINNING)
     if len(data) == _BEGINNING:
-        data = _read_large(stream, data, name)
+        position = stream.tell()
+        size = stream.seek(0, 2)  # the end
+        stream.seek(position)
+        try:
+            # The file may be a sparse one.
+            pickle_opcodes.check_beginning(data, size)
+        except CorruptError as error:
+            raise error.prefixed(f"`{name}`", file=name) from None
+        data += stream.read()
     with unpickler.no_garbage_collection():
         runs = metadata_fast.find(data, {**classes.CLASSES, "Size": classes.size}) if len(data) >= _LARGE else None
         if runs is not None:
             with suppress(CkptError):
                 return _read(runs.data, name, runs)
         return _read(data, name)
-
-
-def _read_large(stream: Any, beginning: bytes, name: str) -> bytes:
-    """Return all bytes of a large index, after a check of its beginning: the file may be a sparse one."""
-    position = stream.tell()
-    size = stream.seek(0, 2)  # the end
-    stream.seek(position)
-    try:
-        pickle_opcodes.check_beginning(beginning, size)
-    except CorruptError as error:
-        raise error.prefixed(f"`{name}`", file=name) from None
-    return beginning + bytes(stream.read())
 
 
 def _read(data: bytes, name: str, runs: Runs | None = None) -> Metadata:

@@ -158,10 +158,13 @@ class Runs:
         rows = re.compile(_pattern(words, iter(gets), take=True), re.S).findall
         names = [word[1:-1] for word in words if isinstance(word, str) and word.startswith("[")]
         expected = tuple(self._expected.get(name, name) for name in names)
-        kinds = [word for word in words if isinstance(word, str) and word in _COLUMNS]
+        tables = [self._tables.get(word) for word in words if isinstance(word, str) and word in _COLUMNS]
         for found in runs.finditer(data, begin, end):
             taken = zip(*rows(data, *found.span()), strict=True)
-            columns = [self._decoded(kind, column) for kind, column in zip(kinds, taken, strict=True)]
+            columns = [
+                list(map(table.__getitem__, column) if table is not None else column)
+                for table, column in zip(tables, taken, strict=True)
+            ]
             paths = dict.fromkeys(columns[3]) if words is _PLACED else ()
             given = b"".join((*first.groups(), *paths))
             self._pieces += (
@@ -175,9 +178,6 @@ class Runs:
 
     def _resolved(self, number: int, *found: Any) -> Run:
         return self.all[number].resolve(found)
-
-    def _decoded(self, kind: str, column: tuple[bytes, ...]) -> list[Any]:
-        return list(column) if kind == "path" else list(map(self._tables[kind].__getitem__, column))
 
 
 def find(data: bytes, expected: Mapping[str, Any]) -> Runs | None:

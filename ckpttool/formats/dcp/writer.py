@@ -62,7 +62,10 @@ class _DcpSink:
         self._keepers: dict[Path, Path] = {}
         self._create_files()
         # Bytes items come first, but entries stay in the order of the state.
-        written = self._write_objects()
+        written: dict[Path, Tensor | Object] = {}
+        with closing(files.Pool(writing=True)) as pool:
+            if any(planned.objects):
+                pool.write_all(self.catalogue.files[0].location, torch_zip_writer.joined(self._archives(written)))
         for entry_path, entry in planned.entries.items():
             if entry_path in written:
                 self.catalogue.add(written[entry_path])
@@ -87,13 +90,6 @@ class _DcpSink:
             self._ends.append(0)
 
     # Objects ---------------------------------------------------------------------------------------------------------
-
-    def _write_objects(self) -> dict[Path, Tensor | Object]:
-        entries: dict[Path, Tensor | Object] = {}
-        with closing(files.Pool(writing=True)) as pool:
-            if any(self._planned.objects):
-                pool.write_all(self.catalogue.files[0].location, torch_zip_writer.joined(self._archives(entries)))
-        return entries
 
     def _archives(self, entries: dict[Path, Tensor | Object]) -> Iterator[tuple[int, bytes]]:
         """Yield what is known of the items of objects, in the order of the file; `entries` get what is in them."""

@@ -32,7 +32,10 @@ def recognise(path: str) -> bool:
     location = locate(path)
     try:
         if not location.is_dir():
-            return _looks_like_file(location)
+            head = location.head(9)
+            # A file that ends before its header, or whose header is too long, is recognised by its name only.
+            named = path.endswith(SUFFIX) and head[8:9] in (b"", b"{")
+            return safetensors_header.looks_like(head) or named or (path.endswith(INDEX) and head[:1] == b"{")
         names = location.names()
         return (
             _is_state(location, names)
@@ -41,13 +44,6 @@ def recognise(path: str) -> bool:
         )
     except (CorruptError, ReadError):
         return False
-
-
-def _looks_like_file(path: Location) -> bool:
-    head = path.head(9)
-    # A file that ends before its header, or whose header is too long, is recognised by its name only.
-    named = path.endswith(SUFFIX) and head[8:9] in (b"", b"{")
-    return safetensors_header.looks_like(head) or named or (path.endswith(INDEX) and head[:1] == b"{")
 
 
 def _is_state(root: Location, names: Sequence[str]) -> bool:

@@ -105,9 +105,11 @@ def _add_group(
     remarks = {k: v for k, v in (remarks | ties).items() if k not in RESERVED}
     # huggingface_hub keeps the metadata of several files in their index.
     header_metadata = FORMAT_PT | remarks if len(files) == 1 else FORMAT_PT
-    specs = {names[t.path]: _spec(names[t.path], t) for t in stored}
+    kinds = {
+        names[t.path]: (_RAW, (prod(t.shape) * t.dtype.itemsize,)) if is_raw(t) else (t.dtype, t.shape) for t in stored
+    }
     for file, group in zip(files, groups, strict=True):
-        plan.files.append(FilePlan(file, [specs[name] for name in group], dict(header_metadata)))
+        plan.files.append(FilePlan(file, [Spec(name, *kinds[name]) for name in group], dict(header_metadata)))
     if len(files) > 1:
         contents = {"metadata": {"total_size": total, **remarks}, "weight_map": weight_map}
         plan.indexes[stem + INDEX] = json.dumps(contents, indent=2).encode()
@@ -125,12 +127,6 @@ def is_raw(tensor: Tensor) -> bool:
     """Return whether safetensors does not have this dtype, so that the tensor is stored as bytes."""
     kind = tensor.dtype.safetensors
     return kind is None or (kind == "F4" and not tensor.shape)
-
-
-def _spec(name: str, tensor: Tensor) -> Spec:
-    if is_raw(tensor):
-        return Spec(name, _RAW, (prod(tensor.shape) * tensor.dtype.itemsize,))
-    return Spec(name, tensor.dtype, tensor.shape)
 
 
 # A whole state --------------------------------------------------------------------------------------------------------

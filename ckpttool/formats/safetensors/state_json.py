@@ -64,10 +64,8 @@ def _line(value: Any) -> str:
 
 
 def _array(key: str, items: Iterator[dict[str, Any]], end: str) -> list[str]:
-    lines = [f"  {_line(item)}," for item in items]
-    if lines:
-        lines[-1] = lines[-1].removesuffix(",")
-    return [f"{_line(key)}: [", *lines, f"]{end}"]
+    lines = ",\n".join(f"  {_line(item)}" for item in items)
+    return [f"{_line(key)}: [", *([lines] if lines else ()), f"]{end}"]
 
 
 def _path(path: Path) -> list[Any]:
@@ -117,7 +115,11 @@ def parse(text: bytes, catalogue: Catalogue, find: Callable[[str, str], tuple[in
             catalogue.add(Object(path, value, nbytes=len(_line(item["value"]))))
         else:
             catalogue.add(_read_tensor(item, path, catalogue, find, name))
-    _check_links(catalogue, name)
+    for entry in catalogue.objects:
+        for link in flatten.links(entry.value):
+            if not isinstance(catalogue.entries.get(link.path), Tensor):
+                missing = f"{name}: `{entry.name}` needs the tensor `{dotted(link.path)}`, which is not there"
+                raise CorruptError(missing, tensor=dotted(link.path))
 
 
 def _items(state: Mapping[str, Any], key: str, name: str) -> list[dict[str, Any]]:
@@ -166,11 +168,3 @@ def _read_tensor(
             raise CorruptError(text, tensor=dotted(path))
     chunks = Chunks.single(sizes, Extent(number, entry.begin, entry.end - entry.begin))
     return Tensor(path, dtype, sizes, chunks, embedded=item.get("embedded") is True)
-
-
-def _check_links(catalogue: Catalogue, name: str) -> None:
-    for entry in catalogue.objects:
-        for link in flatten.links(entry.value):
-            if not isinstance(catalogue.entries.get(link.path), Tensor):
-                text = f"{name}: `{entry.name}` needs the tensor `{dotted(link.path)}`, which is not there"
-                raise CorruptError(text, tensor=dotted(link.path))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections import defaultdict
 from collections.abc import Collection
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 
 from ckpttool.catalogue.entries import Catalogue, File
@@ -36,21 +36,16 @@ def recognise(path: str) -> bool:
         return False
     try:
         head = location.head(512)
-        if head.startswith(_PK):
-            return _is_torch_zip(location, head)
-        return torch_legacy.is_stream(head) or torch_legacy.is_tar(head, location)
-    except (CorruptError, ReadError):
-        return False
-
-
-def _is_torch_zip(path: Location, head: bytes) -> bool:
-    try:
-        with closing(files.Pool()) as pool:
-            records = torch_zip.open_archive(partial(pool.read, path), 0, path.size(), name=f"`{path}`").records
-    except CorruptError:
+        if not head.startswith(_PK):
+            return torch_legacy.is_stream(head) or torch_legacy.is_tar(head, location)
+        with suppress(CorruptError), closing(files.Pool()) as pool:
+            name = f"`{location}`"
+            records = torch_zip.open_archive(partial(pool.read, location), 0, location.size(), name=name).records
+            return "data.pkl" in records or "archive_format" in records
         # A truncated file has no directory, but its first record tells.
         return b"/data.pkl" in head or b"/data/0" in head
-    return "data.pkl" in records or "archive_format" in records
+    except (CorruptError, ReadError):
+        return False
 
 
 def open(path: str, options: OpenOptions = NO_HINTS) -> Source:
