@@ -10,11 +10,9 @@ from ckpttool.text import some
 
 
 def find_aliases(tensors: Iterable[Tensor]) -> dict[Path, Path]:
-    """Return the path of the first tensor with the same extents, for each later one. Pure.
-
-    Tensors without elements have no bytes to share. An alias has the same dtype, shape and boxes too: a transposed
-    view of the same storage is another tensor, and so are the same bytes in another order.
-    """
+    """Return the path of the first tensor with the same extents, for each later one. Pure. Tensors without elements
+    have no bytes to share. An alias has the same dtype, shape and boxes too: a transposed view of the same storage is
+    another tensor, and so are the same bytes in another order."""
     first: dict[tuple[object, ...], Path] = {}
     aliases: dict[Path, Path] = {}
     for tensor in tensors:
@@ -30,11 +28,9 @@ def find_aliases(tensors: Iterable[Tensor]) -> dict[Path, Path]:
 
 
 def one_moment_for_two(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> list[Warning]:
-    """A word about optimizer state of which two kinds (`exp_avg`, `exp_avg_sq`) are the same bytes. Pure.
-
-    No optimizer has that. `full_optim_state_dict` of FSDP1, and `FSDP.optim_state_dict` with `offload_to_cpu`, write it
-    on CPUs: what was gathered last, for all.
-    """
+    """A word about optimizer state of which two kinds (`exp_avg`, `exp_avg_sq`) are the same bytes. Pure. No optimizer
+    has that. `full_optim_state_dict` of FSDP1, and `FSDP.optim_state_dict` with `offload_to_cpu`, write it on CPUs:
+    what was gathered last, for all."""
     names = {_owner(path) for path, kept in aliases.items() if _owner(path) == _owner(kept) and path[-1] != kept[-1]}
     state = (catalogue.tensor(path) for path in aliases if _owner(path) in names)
     shared = [tensor.name for tensor in state if tensor.part.kind == "optimizer" and tensor.numel > 1]

@@ -108,10 +108,8 @@ def run_length(box_sizes: Sequence[int], within: Sequence[int]) -> int:
 
 
 def runs(box: Box, within: Box, run: int) -> Iterator[int]:
-    """Yield where each run of `run` elements of `box` starts in `within`, stored row-major, in elements. Pure.
-
-    `run` is `run_length(box[1], within[1])` or a divisor of it that is a product of trailing sizes.
-    """
+    """Yield where each run of `run` elements of `box` starts in `within`, stored row-major, in elements. Pure. `run` is
+    `run_length(box[1], within[1])` or a divisor of it that is a product of trailing sizes."""
     strides = row_major(within[1])
     sizes = box[1]
     # Trailing dimensions that lie inside a run are not walked.
@@ -134,11 +132,9 @@ def _walk(start: int, sizes: Ints, strides: Ints) -> Iterator[int]:
 
 
 def tiling_fault(shape: Sequence[int], offsets: Sequence[Ints], sizes: Sequence[Ints]) -> str | None:
-    """Return why these boxes do not cover a tensor of `shape` exactly once; None if they do. Pure.
-
-    Boxes without elements cover nothing and are fine anywhere inside. The walk is linear for boxes that are slabs
-    along one dimension (what FSDP writes) and near linear for grids.
-    """
+    """Return why these boxes do not cover a tensor of `shape` exactly once; None if they do. Pure. Boxes without
+    elements cover nothing and are fine anywhere inside. The walk is linear for boxes that are slabs along one dimension
+    (what FSDP writes) and near linear for grids."""
     if _are_slabs(shape, offsets, sizes):
         return None
     total = prod(shape)
@@ -186,11 +182,9 @@ def _are_slabs(shape: Sequence[int], offsets: Sequence[Ints], sizes: Sequence[In
 
 
 def _first_overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
-    """The first two boxes found that share an element; sweeps along the dimension with the most distinct starts.
-
-    Where the boxes of a grid have the same range along that dimension, the others tell them apart: a sweep alone
-    would compare nearly all of a grid of many dimensions with each other.
-    """
+    """The first two boxes found that share an element; sweeps along the dimension with the most distinct starts. Where
+    the boxes of a grid have the same range along that dimension, the others tell them apart: a sweep alone would
+    compare nearly all of a grid of many dimensions with each other."""
     if len(boxes) < 2 or not boxes[0][0]:
         return (boxes[0], boxes[1]) if len(boxes) > 1 else None
     dims = range(len(boxes[0][0]))

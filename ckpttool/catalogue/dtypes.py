@@ -13,11 +13,9 @@ from ckpttool.errors import CorruptError
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """An element type, e.g. `Dtype("bfloat16", 2, "float", "BF16", "BFloat16Storage")`.
-
-    `itemsize` is bytes per element of the tensor as torch counts elements. `word` is the size of the unit that is
-    swapped between little and big endian (half an element for complex types).
-    """
+    """An element type, e.g. `Dtype("bfloat16", 2, "float", "BF16", "BFloat16Storage")`. `itemsize` is bytes per element
+    of the tensor as torch counts elements. `word` is the size of the unit that is swapped between little and big endian
+    (half an element for complex types)."""
 
     name: str
     itemsize: int
@@ -62,11 +60,8 @@ _TABLE = (
     Dtype("qint32", 4, "quantized", None, "QInt32Storage"),
     Dtype("quint4x2", 1, "quantized", None, "QUInt4x2Storage"),
     Dtype("quint2x4", 1, "quantized", None, "QUInt2x4Storage"),
-    Dtype("bits8", 1, "bits"),
     Dtype("bits16", 2, "bits"),
-    Dtype("bits1x8", 1, "bits"),
-    Dtype("bits2x4", 1, "bits"),
-    Dtype("bits4x2", 1, "bits"),
+    *(Dtype(f"bits{bits}", 1, "bits") for bits in ("8", "1x8", "2x4", "4x2")),
     *(Dtype(f"{sign}int{bits}", 1, "int") for sign in ("", "u") for bits in range(1, 8)),
 )
 

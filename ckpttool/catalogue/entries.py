@@ -47,10 +47,8 @@ def above(path: Path) -> list[Path]:
 
 
 class Record(NamedTuple):
-    """A run of bytes with a checksum, e.g. a storage in a torch.save archive: `Record(0, 704, 4096, 0x1c291ca3)`.
-
-    `crc` is CRC-32, or None when the writer left none (or it is not known yet: a sink that is still empty).
-    """
+    """A run of bytes with a checksum, e.g. a storage in a torch.save archive: `Record(0, 704, 4096, 0x1c291ca3)`. `crc`
+    is CRC-32, or None when the writer left none (or it is not known yet: a sink that is still empty)."""
 
     file: int
     offset: int
@@ -104,11 +102,8 @@ _tuple: Any = tuple.__new__
 
 
 class Chunks(Sequence[Chunk]):
-    """The chunks of one tensor, held as columns: a checkpoint of 256 ranks has 768,000 of them.
-
-    In a catalogue that is planned but not created yet, `file` is the rank that is to hold the chunk and `offset`
-    and `nbytes` mean nothing.
-    """
+    """The chunks of one tensor, held as columns: a checkpoint of 256 ranks has 768,000 of them. In a catalogue that is
+    planned but not created yet, `file` is the rank that is to hold the chunk and `offset` and `nbytes` mean nothing."""
 
     __slots__ = ("codecs", "file", "item", "nbytes", "offset", "offsets", "records", "sizes", "strides")
 
@@ -269,9 +264,7 @@ _UNREAD = object()
 
 class Object(_Named):
     """A value that is not a tensor: a number, a string, a list, an inert stub. Read when it is first asked for.
-
-    `Object(("optim", "param_groups", 0, "lr"), 0.001)`. `origin` is, after a layout, its path in the source.
-    """
+    `Object(("optim", "param_groups", 0, "lr"), 0.001)`. `origin` is, after a layout, its path in the source."""
 
     __slots__ = ("_read", "_value", "nbytes", "origin", "part", "path")
     embedded = False
@@ -313,10 +306,8 @@ Entry = Tensor | Object
 
 
 class Container(NamedTuple):
-    """A list or an ordered dict on the way to a leaf; a path not listed is a plain dict.
-
-    `kind` is `list`, `dict` or `OrderedDict`; `attrs` are Python attributes set on it (`_metadata` of a state dict).
-    """
+    """A list or an ordered dict on the way to a leaf; a path not listed is a plain dict. `kind` is `list`, `dict` or
+    `OrderedDict`; `attrs` are Python attributes set on it (`_metadata` of a state dict)."""
 
     kind: str
     attrs: Any = None
@@ -324,11 +315,9 @@ class Container(NamedTuple):
 
 @dataclass(slots=True)
 class File:
-    """A file of the checkpoint: `File("/data/run/__0_0.distcp", "__0_0.distcp", 4096, rank=0)`.
-
-    One that an index names but that is not there is `missing`, of size 0. A `scratch` file is room for what has to be
-    decoded first: no part of the checkpoint, and perhaps not there yet.
-    """
+    """A file of the checkpoint: `File("/data/run/__0_0.distcp", "__0_0.distcp", 4096, rank=0)`. One that an index names
+    but that is not there is `missing`, of size 0. A `scratch` file is room for what has to be decoded first: no part of
+    the checkpoint, and perhaps not there yet."""
 
     location: str
     name: str

@@ -19,7 +19,6 @@ from ckpttool.errors import CorruptError, LossError
 MAX_DEPTH = 256
 MAX_LEVELS = 2000  # of a value that holds no tensor: `pickle` itself gives up at half of that
 MAX_ENTRIES = 20_000_000
-
 MAX_REPEATED = 200_000
 
 Kinds = type | tuple["Kinds", ...]
@@ -185,11 +184,9 @@ def links(value: Any) -> Iterator[Link]:
 
 
 def unflatten(catalogue: Catalogue, value_of: Callable[[Tensor | Object], Any]) -> Any:
-    """The nested state: `value_of(entry)` at each path, in dicts, OrderedDicts and lists as they were.
-
-    Embedded tensors are left out: they are reached through the `Link` in their object.
-    Raises LossError when one path runs through another's value.
-    """
+    """The nested state: `value_of(entry)` at each path, in dicts, OrderedDicts and lists as they were. Embedded tensors
+    are left out: they are reached through the `Link` in their object. Raises LossError when one path runs through
+    another's value."""
     if () in catalogue.entries:
         return value_of(catalogue.entries[()])
     containers: dict[Path, Any] = {(): _new(catalogue, ())}
@@ -207,11 +204,9 @@ def unflatten(catalogue: Catalogue, value_of: Callable[[Tensor | Object], Any]) 
 
 
 def _new(catalogue: Catalogue, path: Path) -> Any:
-    container = catalogue.containers.get(path)
-    if container is None or container.kind == "dict":
-        return {}
-    if container.kind == "list":
-        return []
+    container = catalogue.containers.get(path, Container("dict"))
+    if container.kind != "OrderedDict":
+        return [] if container.kind == "list" else {}
     ordered: OrderedDict[Any, Any] = OrderedDict()
     vars(ordered).update(container.attrs or {})
     return ordered

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckpttool.catalogue.entries import KINDS, OTHER, Catalogue, Object, Part, Path, Tensor, dotted
@@ -45,12 +46,10 @@ def kind_of_key(key: object) -> str | None:
     return next((kind for kind, pattern in _PATTERNS if pattern.fullmatch(key)), None)
 
 
+@dataclass(slots=True)
 class _Node:
-    __slots__ = ("children", "entry")
-
-    def __init__(self) -> None:
-        self.children: dict[Any, _Node] = {}
-        self.entry: Tensor | Object | None = None
+    children: dict[Any, _Node] = field(default_factory=dict)
+    entry: Tensor | Object | None = None
 
 
 def assign(catalogue: Catalogue) -> None:
@@ -164,10 +163,8 @@ def stop_at_absent(catalogue: Catalogue, only: Sequence[str]) -> None:
 
 
 def matcher(names: Iterable[str], catalogue: Catalogue, other: Catalogue | None = None) -> Callable[[Part], bool]:
-    """Return a predicate for the parts named on the command line: by kind (`model`) or by root key (`ema`).
-
-    Raises UsageError for a name that is not a part of the catalogue, nor of the other, if there is one.
-    """
+    """Return a predicate for the parts named on the command line: by kind (`model`) or by root key (`ema`). Raises
+    UsageError for a name that is not a part of the catalogue, nor of the other, if there is one."""
     present, elsewhere = parts(catalogue), parts(other) if other else []
     chosen: set[Part] = set()
     for name in names:

@@ -40,12 +40,9 @@ def rule(text: str, flag: str) -> tuple[str, str]:
 
 
 def renamer(rules: Sequence[str]) -> Callable[[str], str]:
-    """Return a function that renames by the first matching `OLD=NEW` rule.
-
-    In a glob, each `*` of NEW stands for what the same `*` of OLD matched; after `re:`, NEW is a replacement in
-    Python's syntax (`\\1`). A rule without `*` renames that one name, or everything below it:
-    `model.blk=model.layers` also renames `model.blk.0.weight`.
-    """
+    """Return a function that renames by the first matching `OLD=NEW` rule. In a glob, each `*` of NEW stands for what
+    the same `*` of OLD matched; after `re:`, NEW is a replacement in Python's syntax (`\\1`). A rule without `*`
+    renames that one name, or everything below it: `model.blk=model.layers` also renames `model.blk.0.weight`."""
     compiled = [_rename_rule(*rule(text, "--rename")) for text in rules]
 
     def rename(name: str) -> str:

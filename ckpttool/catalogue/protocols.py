@@ -22,9 +22,7 @@ class Source(Protocol):
 
     def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
         """Where the elements of `chunk` lie; the chunk's own extent unless that is an unopened item. Thread-safe.
-
-        Raises CorruptError when what is there does not fit the tensor.
-        """
+        Raises CorruptError when what is there does not fit the tensor."""
 
     def close(self) -> None:
         """Let go of files and scratch space."""
@@ -34,14 +32,10 @@ class PlacedSource:
     """A source whose chunks say where they lie, as those of torch.save files and of safetensors do."""
 
     def __init__(self, catalogue: Catalogue, close: Callable[[], None] = lambda: None) -> None:
-        self.catalogue = catalogue
-        self._close = close
+        self.catalogue, self.close = catalogue, close
 
     def resolve(self, tensor: Tensor, chunk: Chunk) -> Extent:
         return chunk.extent
-
-    def close(self) -> None:
-        self._close()
 
 
 class Run(NamedTuple):
@@ -85,11 +79,9 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class OpenOptions:
-    """What a checkpoint does not say about itself: `OpenOptions({"embed.weight": (29, 7)})`.
-
-    `shapes` are those of the model's parameters, for files of flat parameters; `ordered` says whether they come in the
-    order in which the model registers them (a safetensors file is sorted).
-    """
+    """What a checkpoint does not say about itself: `OpenOptions({"embed.weight": (29, 7)})`. `shapes` are those of the
+    model's parameters, for files of flat parameters; `ordered` says whether they come in the order in which the model
+    registers them (a safetensors file is sorted)."""
 
     shapes: Mapping[str, Ints] | None = None
     ordered: bool = True

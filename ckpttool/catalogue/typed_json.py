@@ -26,10 +26,8 @@ _NAN = struct.pack(">d", float("nan"))
 
 
 def encode(value: Any, *, name: str = "value") -> Any:
-    """`value` as what `json.dumps` takes. `name` is what messages call it.
-
-    Raises LossError for a value that holds itself, is nested too deeply, or has no spelling here.
-    """
+    """`value` as what `json.dumps` takes. `name` is what messages call it. Raises LossError for a value that holds
+    itself, is nested too deeply, or has no spelling here."""
     return _Encoder(name).encode(value, 0)
 
 
@@ -136,8 +134,7 @@ class _Encoder:
 
 
 def _kind(value: Any) -> str:
-    name = stub_name(value) or type(value).__name__
-    return f"`{name}`"
+    return f"`{stub_name(value) or type(value).__name__}`"
 
 
 def _is_text(value: str) -> bool:
@@ -161,9 +158,7 @@ Functions = Mapping[tuple[str, str], Known]
 
 def decode(encoded: Any, *, name: str = "value", functions: Functions | None = None) -> Any:
     """The value that `encode` made this JSON of; `functions` are those that `$function` may name, by module and name.
-
-    Raises CorruptError for JSON that `encode` does not make.
-    """
+    Raises CorruptError for JSON that `encode` does not make."""
     try:
         return _Decoder(name, functions or {}).decode(encoded)
     except RecursionError:
@@ -172,7 +167,7 @@ def decode(encoded: Any, *, name: str = "value", functions: Functions | None = N
 
 class _Decoder:
     def __init__(self, name: str, functions: Functions) -> None:
-        self._name, self._functions = name, functions
+        self._name, self.functions = name, functions
         self._types: dict[tuple[str, str], type[Stub]] = {}
 
     def decode(self, encoded: Any) -> Any:
@@ -192,7 +187,7 @@ class _Decoder:
             if not fields.keys() <= _FIELDS.get(tags[0], set()):
                 raise TypeError
             return read(self, encoded[tags[0]], fields)
-        except (TypeError, ValueError, OverflowError):
+        except (TypeError, ValueError, KeyError, OverflowError, struct.error):
             raise CorruptError(f"{self._name}: a malformed `{tags[0]}`") from None
 
     def all(self, encoded: Any) -> list[Any]:
@@ -202,12 +197,6 @@ class _Decoder:
 
     def pairs(self, encoded: Any) -> list[tuple[Any, Any]]:
         return [(self.decode(k), self.decode(v)) for k, v in encoded]
-
-    def function(self, encoded: Any) -> Known:
-        try:
-            return self._functions[_two_names(encoded)]
-        except KeyError:
-            raise TypeError from None
 
     def type(self, encoded: Any) -> type[Stub]:
         module, name = _two_names(encoded)
@@ -246,17 +235,10 @@ def _two_names(encoded: Any) -> tuple[str, str]:
 def _read_float(text: Any) -> float:
     if not isinstance(text, str):
         raise TypeError
-    if not text.startswith("nan:"):
-        return float(text)
-    try:
-        return float(struct.unpack(">d", bytes.fromhex(text[4:]))[0])
-    except struct.error:
-        raise ValueError from None
+    return float(struct.unpack(">d", bytes.fromhex(text[4:]))[0] if text.startswith("nan:") else text)
 
 
 def _bytes(text: Any) -> bytes:
-    if not isinstance(text, str):
-        raise TypeError
     return b64decode(text, validate=True)
 
 
@@ -276,7 +258,7 @@ _READERS: dict[str, Callable[[_Decoder, Any, dict[str, Any]], Any]] = {
     "$name": lambda d, made, _: d.type(made),
     "$call": lambda d, made, fields: d.object("call", made, fields),
     "$new": lambda d, made, fields: d.object("new", made, fields),
-    "$function": lambda d, made, _: d.function(made),
+    "$function": lambda d, made, _: d.functions[_two_names(made)],
     "$tensor": lambda d, made, _: Link(tuple(d.all(made))),
     "$storage": lambda d, made, _: Link(tuple(d.all(made)), storage=True),
 }

@@ -58,11 +58,6 @@ class StubType(type):
         stub.how = "call"
         return stub
 
-    @property
-    def full_name(cls) -> str:
-        """`module.name` of what the stub stands for."""
-        return f"{cls.module}.{cls.name}"
-
 
 # What most stubs have of everything; of a ShardedTensor's hundreds, lists of their own took most of the memory.
 _NOTHING: list[Any] = []  # never added to
@@ -143,7 +138,7 @@ def stub_type(module: str, name: str) -> type[Stub]:
 def stub_name(value: Any) -> str | None:
     """`torch.float32` for the stub class that stands for it or an instance of that; None for anything else."""
     kind = type(value) if isinstance(value, Stub) else value
-    return kind.full_name if isinstance(kind, StubType) else None
+    return f"{kind.module}.{kind.name}" if isinstance(kind, StubType) else None
 
 
 class Known:

@@ -52,10 +52,8 @@ class LocalBox(NamedTuple):
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
     """What one rank has of a tensor: `Shard("DTensor", float32, (29, 7), (LocalBox(...),), 1, 2, (2,), ("Shard(0)",))`.
-
     `ranks` are those that the tensor's mesh (the mesh that this one was cut out of, where it says) or process group
-    counts; `within` those of the tensor's own mesh.
-    """
+    counts; `within` those of the tensor's own mesh."""
 
     kind: str
     dtype: Dtype
@@ -227,7 +225,9 @@ class _Known(NamedTuple):
 
 def _dtensor(call: _Call, known: _Known) -> Shard:
     attributes = _attributes([call.state])
-    spec = _spec(attributes.get("_spec"))
+    stub = attributes.get("_spec")
+    # What it was given later, or the arguments of the call that makes it: ours, see `formats/rankfiles/spelling`.
+    spec = dict(zip(("mesh", "placements"), _args(stub), strict=False)) | _state(stub)
     stub = spec.get("mesh")
     mesh = known.meshes.get(id(stub)) or known.meshes.setdefault(id(stub), _mesh(_mesh_state(stub)))
     placements = [_placement(p) for p in spec.get("placements") or ()]
@@ -246,11 +246,6 @@ def _dtensor(call: _Call, known: _Known) -> Shard:
     names = tuple(map(str, placements))
     mesh_facts = mesh.rank, world, mesh.shape, names, mesh.names, mesh.ranks, mesh.within
     return Shard("DTensor", local.dtype, call.shape, boxes, *mesh_facts)
-
-
-def _spec(value: Any) -> dict[str, Any]:
-    """The attributes of a spec, or the arguments of the call that makes one: ours, see `formats/rankfiles/spelling`."""
-    return dict(zip(("mesh", "placements"), _args(value), strict=False)) | _state(value)
 
 
 def _mesh_state(value: Any) -> dict[str, Any]:

@@ -40,19 +40,15 @@ _GETS = (b"h", b"j", b"g")
 
 def is_heavy(data: bytes) -> bool:
     """Whether a pickle could make more than it may: counted in all its bytes, strings too."""
-    return len(data) > MAX_OBJECTS and _objects(data) > _most_objects(len(data))
+    return len(data) > MAX_OBJECTS and _objects(data) > MAX_OBJECTS + len(data) // BYTES_PER_OBJECT
 
 
 def check_objects(code: bytes, size: int) -> None:
     """Raises CorruptError when the opcodes of a pickle of `size` bytes make more than those of a writer would."""
-    count, most = _objects(code), _most_objects(size)
+    count, most = _objects(code), MAX_OBJECTS + size // BYTES_PER_OBJECT
     if count > most:
         message = f"it makes up to {count} lists, dicts and other containers in {size} bytes"
         raise CorruptError(message, found=count, expected=most)
-
-
-def _most_objects(size: int) -> int:
-    return MAX_OBJECTS + size // BYTES_PER_OBJECT
 
 
 def _objects(data: bytes) -> int:
@@ -95,11 +91,9 @@ _memoize = re.compile(rb"(" + _tokens(b"\x94") + rb")*(\x94+)", re.S).findall
 
 
 def shares_tuples(pieces: list[bytearray], rows: list[int]) -> bool:
-    """Whether a pickle mentions tuples often enough to look closer.
-
-    `pieces` are its opcodes, each piece beginning and ending with a whole one; `N` stands for those with text. Behind
-    each piece, `rows` says how many MEMOIZE of no tuple are left out.
-    """
+    """Whether a pickle mentions tuples often enough to look closer. `pieces` are its opcodes, each piece beginning and
+    ending with a whole one; `N` stands for those with text. Behind each piece, `rows` says how many MEMOIZE of no tuple
+    are left out."""
     mentions: Counter[bytes] = Counter()
     for piece in pieces:
         # The search is to end at the end; else it would begin anew between opcodes.
@@ -234,9 +228,7 @@ def _index(code: int, argument: bytes) -> int:
 
 def check_keys(data: bytes, end: int, skip: Skip) -> None:
     """Raises CorruptError when hashing the keys that a pickle makes would cost far more than the pickle is long.
-
-    `skip(data, at)` is where the opcode after the one at `at` is.
-    """
+    `skip(data, at)` is where the opcode after the one at `at` is."""
     machine = _Costs(MAX_HASHED + end)
     at = 0
     try:

@@ -39,8 +39,6 @@ _ARGUMENT = {ord(op.code): 0 if op.arg is None else op.arg.n for op in pickletoo
 _CODES = frozenset(_ARGUMENT)
 _FIXED = frozenset(code for code, n in _ARGUMENT.items() if n >= 0)
 _PUTS = (b"p", b"q", b"r", b"\x94")
-
-
 _SHORT_TEXT = b"\x8c(?:" + b"|".join(re.escape(bytes((n,))) + b".{%d}" % n for n in range(256)) + b")"
 
 
@@ -61,11 +59,9 @@ _row: Callable[[bytes, int], re.Match[bytes]] = re.compile(b"\\x94*").match  # t
 
 
 def end_of(data: bytes) -> int | None:
-    """Where the pickle at the beginning of `data` ends; None when `data` ends first.
-
-    Raises CorruptError for what no pickle of its size needs: a memo index or a length past that of `data`, an
-    extension code, an opcode that there is not.
-    """
+    """Where the pickle at the beginning of `data` ends; None when `data` ends first. Raises CorruptError for what no
+    pickle of its size needs: a memo index or a length past that of `data`, an extension code, an opcode that there is
+    not."""
     end, is_whole = _walk(data, len(data))
     return end if is_whole else None
 
@@ -116,10 +112,8 @@ def check_beginning(window: bytes, size: int) -> None:
 
 
 class _Code:
-    """The opcodes of a pickle without their text: pieces of whole ones, `N` in the place of each that has text.
-
-    `rows` has for each piece how many MEMOIZE behind it were left out; they number what has text.
-    """
+    """The opcodes of a pickle without their text: pieces of whole ones, `N` in the place of each that has text. `rows`
+    has for each piece how many MEMOIZE behind it were left out; they number what has text."""
 
     def __init__(self) -> None:
         self.pieces: list[bytearray] = []

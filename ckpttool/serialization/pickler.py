@@ -22,11 +22,9 @@ def spelt_text(value: str) -> bytes:
 
 
 class Writer:
-    """Writes a tree as a pickle of protocol 2, as `torch.save` does, or 4.
-
-    `leaf` is asked first for every value that is not a number, a string or None: it may write the value with the
-    writer's own methods (a tensor, as a call with a persistent id), `remember` it, and return True.
-    """
+    """Writes a tree as a pickle of protocol 2, as `torch.save` does, or 4. `leaf` is asked first for every value that
+    is not a number, a string or None: it may write the value with the writer's own methods (a tensor, as a call with a
+    persistent id), `remember` it, and return True."""
 
     def __init__(self, protocol: int = 2, leaf: Leaf | None = None) -> None:
         self.out = bytearray((0x80, protocol))
@@ -107,7 +105,7 @@ class Writer:
         self.out += (b")", b"\x85", b"\x86", b"\x87")[len(values)] if is_short else b"t"
 
     def write(self, value: Any) -> None:
-        """Any value of the grammar at the top of this module. Raises LossError for another one."""
+        """Any plain value, container or stub. Raises LossError for another value."""
         kind = type(value)
         if value is None:
             self.out += b"N"

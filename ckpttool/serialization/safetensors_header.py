@@ -46,10 +46,8 @@ class Entry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """A header that was read and found true: `Header({"w": Entry(...)}, {"format": "pt"}, 4096, 7424)`.
-
-    `tensors` are in the order of their bytes; `payload` and `end` are where those begin and end, absolute.
-    """
+    """A header that was read and found true: `Header({"w": Entry(...)}, {"format": "pt"}, 4096, 7424)`. `tensors` are
+    in the order of their bytes; `payload` and `end` are where those begin and end, absolute."""
 
     tensors: dict[str, Entry]
     metadata: dict[str, str]
@@ -78,11 +76,9 @@ def looks_like(head: bytes) -> bool:
 
 
 def read_header(read: Read, base: int, length: int, *, name: str, exact: bool = True) -> Header:
-    """The header of the safetensors file in the `length` bytes at `base`.
-
-    `name` goes before each message as it is. With `exact` the payload ends where the bytes do, as in a file of its
-    own; without, other data may follow. Raises CorruptError when the header lies about anything.
-    """
+    """The header of the safetensors file in the `length` bytes at `base`. `name` goes before each message as it is.
+    With `exact` the payload ends where the bytes do, as in a file of its own; without, other data may follow. Raises
+    CorruptError when the header lies about anything."""
     text, payload = _read_text(read, base, length, name)
     if text[:1] != b"{":
         message = f"{name}: the header begins with {text[:1]!r}, not with `{{`"
@@ -149,7 +145,13 @@ def _parse_entry(info: Any, payload: int) -> Entry:
     if not _is_ints(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CorruptError(f"its data_offsets {offsets!r:.80} are not a begin and an end", found=offsets)
     check_shape(shape)
-    sizes = _to_torch(dtype, tuple(shape))
+    sizes = tuple(shape)
+    if dtype.safetensors == "F4":
+        # torch counts the bytes of a float4_e2m1fn_x2 tensor, two values each, where safetensors counts values along
+        # the last dimension (`bindings/python/src/lib.rs` doubles and halves it).
+        if not shape or shape[-1] % 2:
+            raise CorruptError(f"an odd number of 4-bit values in the last dimension of {shape}")
+        sizes = (*sizes[:-1], shape[-1] // 2)
     begin, end = payload + offsets[0], payload + offsets[1]
     nbytes = prod(sizes) * dtype.itemsize
     if end - begin != nbytes:
@@ -168,18 +170,6 @@ def _check_tiling(tensors: Mapping[str, Entry], payload: int, name: str) -> int:
             raise CorruptError(message, hint=hint, tensor=tensor, found=entry.begin, expected=at)
         at, before = entry.end, f"`{tensor}`"
     return at
-
-
-# torch counts the bytes of a float4_e2m1fn_x2 tensor, two values each, where safetensors counts values along the last
-# dimension (`bindings/python/src/lib.rs` doubles and halves it).
-
-
-def _to_torch(dtype: Dtype, shape: Ints) -> Ints:
-    if dtype.safetensors != "F4":
-        return shape
-    if not shape or shape[-1] % 2:
-        raise CorruptError(f"an odd number of 4-bit values in the last dimension of {list(shape)}")
-    return (*shape[:-1], shape[-1] // 2)
 
 
 # Writing --------------------------------------------------------------------------------------------------------------
@@ -201,11 +191,9 @@ def why_not(name: str, dtype: Dtype, shape: Ints) -> str | None:
 
 
 def build_header(tensors: Iterable[Spec], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Length and header of a file of these tensors, byte for byte as safetensors 0.8 writes them.
-
-    Tensors are sorted as upstream sorts them: that is the order of the payload. Upstream shuffles the keys of
-    `metadata`; here they keep theirs. Raises LossError for what a header cannot say.
-    """
+    """Length and header of a file of these tensors, byte for byte as safetensors 0.8 writes them. Tensors are sorted as
+    upstream sorts them: that is the order of the payload. Upstream shuffles the keys of `metadata`; here they keep
+    theirs. Raises LossError for what a header cannot say."""
     table: dict[str, Any] = {} if metadata is None else {METADATA: dict(metadata)}
     at = 0
     for spec in sorted(tensors, key=lambda t: (_RANK.get(t.dtype.safetensors or "", 0), t.name)):

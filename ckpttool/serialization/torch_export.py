@@ -38,10 +38,8 @@ def is_export(archive: Archive) -> bool:
 
 
 class Exported:
-    """The tree of an exported program, `{name: tensor, ..., "constants": {...}}`, and where its tensors lie.
-
-    With several models in the archive each has a dict of its own. `left_out` names what is no tensor.
-    """
+    """The tree of an exported program, `{name: tensor, ..., "constants": {...}}`, and where its tensors lie. With
+    several models in the archive each has a dict of its own. `left_out` names what is no tensor."""
 
     def __init__(self, archive: Archive) -> None:
         self._archive = archive

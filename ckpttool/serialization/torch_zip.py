@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,15 +56,15 @@ class Archive:
     read: Read
     end: int  # of the payloads, absolute: where the directory begins
     swapped: bool = False
-    _payloads: dict[str, Record] = field(default_factory=dict)
+    located: dict[str, Record] = field(default_factory=dict)  # the payloads that somebody has asked for
 
     def payload(self, record: str) -> Record:
         """Where the bytes of a record lie, once its local header has been read."""
-        if record not in self._payloads:
+        if record not in self.located:
             if record not in self.records:
                 raise CorruptError(f"{self.name}: has no record `{record}`", hint="the file is incomplete")
-            self._payloads[record] = _locate(self, record, self.records[record])
-        return self._payloads[record]
+            self.located[record] = _locate(self, record, self.records[record])
+        return self.located[record]
 
     @property
     def torch_versions(self) -> str:
@@ -77,11 +77,6 @@ class Archive:
     def has_crcs(self) -> bool:
         return any(record.crc for record in self.records.values())
 
-    @property
-    def located(self) -> Collection[str]:
-        """The records that somebody has asked for."""
-        return self._payloads.keys()
-
     def content(self, record: str) -> bytes:
         """The bytes of a small record. Raises CorruptError when they are not those that the writer made the CRC of."""
         at = self.payload(record)
@@ -93,10 +88,8 @@ class Archive:
         return data
 
     def extent(self, ref: TensorRef, folder: str = "data") -> Extent:
-        """Where the elements of a tensor lie. Raises CorruptError when the storage is short.
-
-        The storages of a TorchScript file's constants are in a `folder` of their own.
-        """
+        """Where the elements of a tensor lie. Raises CorruptError when the storage is short. The storages of a
+        TorchScript file's constants are in a `folder` of their own."""
         if 0 in ref.shape:
             return Extent(self.file, self.base, 0)
         storage = ref.storage

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ckpttool.catalogue.entries import Catalogue, Extent, Object, Record
@@ -171,10 +172,8 @@ def lay_out(
     known: dict[int, int] = {}
     pieces: list[tuple[int, bytes]] = []
     contents = [*before.values(), *[None] * len(sizes), *after.values()]
-    begin = 0
-    for i, (content, end) in enumerate(zip(contents, columns.ends, strict=True)):
+    for i, (content, (begin, end)) in enumerate(zip(contents, pairwise((0, *columns.ends)), strict=True)):
         pieces.append((base + columns.headers[i], columns.locals[begin:end]))
-        begin = end
         if content is not None:
             known[i] = _crc(content)
             pieces.append((base + columns.payloads[i], content))

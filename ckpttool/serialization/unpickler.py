@@ -157,7 +157,7 @@ class _Unpickler(pickle.Unpickler):
             return REAL[key]
         if key not in self._stubs:
             self._stubs[key] = stub_type(module, name)
-            note(module, name)
+            note(f"{module}.{name}")
         return self._stubs[key]
 
     def persistent_load(self, pid: Any, /) -> Any:
@@ -167,11 +167,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 def load(data: bytes, *, what: str, known: Names | None = None, persistent: Callable[[Any], Any] | None = None) -> Any:
-    """Read the pickle that `data` begins with, without running anything in it.
-
-    `what` names it for errors. `known` answers some names with something better than a stub; `persistent` answers
-    persistent ids. Raises CorruptError for anything that is not a whole pickle.
-    """
+    """Read the pickle that `data` begins with, without running anything in it. `what` names it for errors. `known`
+    answers some names with something better than a stub; `persistent` answers persistent ids. Raises CorruptError for
+    anything that is not a whole pickle."""
     try:
         end = pickle_opcodes.check(data)
         if end is None:
@@ -201,28 +199,26 @@ def _loaded(count: int, unpickler: _Unpickler) -> Any:
     """What the machine makes of a pickle of at most `count` tuples: if they are many, on a stack that all fit on."""
     if count < _FEW_TUPLES:
         return unpickler.load()
-    results: list[Any] = []
-    errors: list[BaseException] = []
+    from concurrent.futures import Future
+
+    outcome: Future[Any] = Future()
     context = copy_context()
 
     def load() -> None:
         try:
-            results.append(context.run(unpickler.load))
-            check_depths(results[0])
+            value = context.run(unpickler.load)
+            check_depths(value)
+            outcome.set_result(value)
         # Whatever it is, the thread that waits raises it.
         except BaseException as error:
-            errors.append(error)
+            outcome.set_exception(error)
 
     with _stack_size:
         before = threading.stack_size((16 << 20) + (count * _LEVEL >> 12 << 12))
         try:
-            thread = threading.Thread(target=load, name="unpickler", daemon=True)
-            thread.start()
+            threading.Thread(target=load, name="unpickler", daemon=True).start()
         except RuntimeError:
             raise MemoryError from None
         finally:
             threading.stack_size(before)
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    return outcome.result()

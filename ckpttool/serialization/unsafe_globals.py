@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from ckpttool.catalogue.values import Stub, StubType, walk
+from ckpttool.catalogue.values import stub_name, walk
 
 # Names that run commands or code when called. They are never called here, but neither do we pass them on.
 _HARMFUL_MODULES = frozenset({
@@ -17,42 +17,37 @@ _HARMFUL_MODULES = frozenset({
     "concurrent", "threading", "_thread", "builtins", "__builtin__",
 })  # fmt: skip
 _HARMLESS = frozenset({
-    *((m, n) for m in ("builtins", "__builtin__") for n in (
+    *(f"{module}.{name}" for module in ("builtins", "__builtin__") for name in (
         "int", "long", "float", "bool", "str", "unicode", "bytes", "list", "dict", "tuple", "set", "frozenset",
         "bytearray", "complex", "object", "slice", "range", "xrange", "type", "NoneType", "Ellipsis", "NotImplemented",
         "print", "len", "abs", "sum",
         "min", "max", "sorted", "reversed", "enumerate", "zip", "map", "filter", "getattr",
         "Exception", "ValueError", "KeyError", "RuntimeError", "TypeError",
     )),
-    ("types", "SimpleNamespace"), ("types", "MappingProxyType"), ("operator", "itemgetter"),
-    ("operator", "attrgetter"), ("tempfile", "SpooledTemporaryFile"),
+    "types.SimpleNamespace", "types.MappingProxyType", "operator.itemgetter", "operator.attrgetter",
+    "tempfile.SpooledTemporaryFile",
 })  # fmt: skip
 
 
-def is_harmful(module: str, name: str) -> bool:
+def _is_harmful(name: str) -> bool:
     """Whether loading a pickle that names this elsewhere could run a command. A courtesy, not a scanner: any name
     of an unknown class can do that too."""
-    return module.partition(".")[0] in _HARMFUL_MODULES and (module, name) not in _HARMLESS
+    return name.partition(".")[0] in _HARMFUL_MODULES and name not in _HARMLESS
 
 
 def harmful_names(value: Any) -> set[str]:
-    """The names in this tree that `is_harmful` knows."""
-    names: set[str] = set()
-    for node in walk(value):
-        kind = node if isinstance(node, StubType) else type(node) if isinstance(node, Stub) else None
-        if kind is not None and is_harmful(kind.module, kind.name):
-            names.add(kind.full_name)
-    return names
+    """The harmful names in this tree."""
+    return {name for name in map(stub_name, walk(value)) if name and _is_harmful(name)}
 
 
 _noted: ContextVar[set[str] | None] = ContextVar("noted", default=None)
 
 
-def note(module: str, name: str) -> None:
+def note(name: str) -> None:
     """Called for each name that a pickle asks for."""
     noted = _noted.get()
-    if noted is not None and is_harmful(module, name):
-        noted.add(f"{module}.{name}")
+    if noted is not None and _is_harmful(name):
+        noted.add(name)
 
 
 @contextmanager
