@@ -178,10 +178,8 @@ def tiles(box: Box, most: int) -> Iterator[Box]:
     row = prod(sizes[dim + 1 :])
     step = max(1, most // row) if row else sizes[dim]
     for low in range(0, sizes[dim], step):
-        part = (
-            (*offsets[:dim], offsets[dim] + low, *offsets[dim + 1 :]),
-            (*sizes[:dim], min(step, sizes[dim] - low), *sizes[dim + 1 :]),
-        )
+        starts = (*offsets[:dim], offsets[dim] + low, *offsets[dim + 1 :])
+        part = (starts, (*sizes[:dim], min(step, sizes[dim] - low), *sizes[dim + 1 :]))
         if step == 1 and row > most:
             yield from tiles(part, most)
         else:

@@ -162,7 +162,11 @@ class _SharedWork(Coordinator):
         except BaseException as error:
             earlier = self._earlier_failure(error)
             with suppress(Exception):
-                self._report(error)
+                if self.is_first:
+                    self._decide(b"failed")
+                elif not isinstance(error, _Over):
+                    self._send(f"failed/{self.rank}", json.dumps(_as_json(error), default=str).encode())
+                    self._store.set("failed", str(self.rank))
             if earlier is not None:
                 raise earlier from None
             raise
@@ -214,13 +218,6 @@ class _SharedWork(Coordinator):
                 earlier = self._failure()
                 return earlier if isinstance(earlier, CkptError) and earlier.message != _INTERRUPTED else None
         return None
-
-    def _report(self, error: BaseException) -> None:
-        if self.is_first:
-            self._decide(b"failed")
-        elif not isinstance(error, _Over):
-            self._send(f"failed/{self.rank}", json.dumps(_as_json(error), default=str).encode())
-            self._store.set("failed", str(self.rank))
 
     def _decide(self, verdict: bytes) -> None:
         """Send how it ended. Where rank 0 keeps the store itself, it must outlive those who have yet to read that."""

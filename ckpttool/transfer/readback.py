@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from ckpttool.catalogue import typed_json
 from ckpttool.catalogue.aliases import find_aliases
@@ -17,17 +18,9 @@ from ckpttool.transfer import plan
 from ckpttool.transfer.execute import Transferred, transfer
 
 
-def check_written(
-    target: Format,
-    partial: str,
-    planned: Catalogue,
-    source: Source,
-    *,
-    total: int,
-    threads: int | None,
-    memory: int | None,
-) -> Transferred:
-    """Compare what was written to `partial` with the source, bit for bit. Raises CorruptError."""
+def check_written(target: Format, partial: str, planned: Catalogue, source: Source, **options: Any) -> Transferred:
+    """Compare what was written to `partial` with the source, bit for bit; `options` are those of `transfer`. Raises
+    CorruptError."""
     written = target.open(partial)
     try:
         validate(written.catalogue)
@@ -44,18 +37,13 @@ def check_written(
             actual = written.catalogue.entries.get(entry.path)
             if not isinstance(actual, Object) or _spelt(actual, ties) != _spelt(entry, same):
                 raise CorruptError(f"object `{entry.name}` was not written as it was read", found=entry.name)
-        _check_containers(planned, written.catalogue)
-        return transfer(plan.plan(again), source, again, total=total, threads=threads, memory=memory, compare=True)
+        for path, container in planned.containers.items():
+            became = written.catalogue.containers.get(path)  # None where the format does not store that
+            if became is not None and became.kind != container.kind:
+                raise CorruptError(f"the {container.kind} `{dotted(path)}` was written as a {became.kind}")
+        return transfer(plan.plan(again), source, again, compare=True, **options)
     finally:
         written.close()
-
-
-def _check_containers(planned: Catalogue, written: Catalogue) -> None:
-    """Raises CorruptError for a list or an ordered dict that became another container, where the format stores that."""
-    for path, container in planned.containers.items():
-        actual = written.containers.get(path)
-        if actual is not None and actual.kind != container.kind:
-            raise CorruptError(f"the {container.kind} `{dotted(path)}` was written as a {actual.kind}")
 
 
 def _spelt(entry: Object, ties: Mapping[Path, Path]) -> str:

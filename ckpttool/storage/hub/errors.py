@@ -46,8 +46,6 @@ def translate_errors(address: str, doing: str = "read", **facts: Any) -> Iterato
     with client.quiet:
         try:
             yield
-        except CkptError:
-            raise
         except CAUGHT as error:
             raise translate(error, address, doing, **facts) from None
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from huggingface_hub import HfApi
 
-from ckpttool.errors import CorruptError, RemoteError
+from ckpttool.errors import CorruptError
 
 _BLOCK = 4 << 20
 
@@ -66,17 +66,3 @@ def difference(file: RepoFile | None, digests: RepoFile) -> str | None:
         return f"the Hub has {file.size} bytes, this machine {digests.size}"
     there, here = (file.blob, digests.blob) if file.sha256 is None else (file.sha256, digests.sha256)
     return None if there == here else f"the digest is {there} on the Hub, {here} on this machine"
-
-
-def check(path: str, file: RepoFile, address: str) -> None:
-    """Raises RemoteError if a downloaded file is not the one that the Hub lists.
-
-    The client itself accepts any response body of the right length.
-    """
-    mismatch = difference(file, compute_digests(path))
-    if mismatch is not None:
-        raise RemoteError(
-            f"`{address}/{file.name}`: the downloaded file is not the one on the Hub: {mismatch}",
-            hint="run the command again; the copy was removed from the cache",
-            file=f"{address}/{file.name}",
-        )

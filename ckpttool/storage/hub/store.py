@@ -164,13 +164,16 @@ class HubStore(Store):
                     force_download=cached is not None,
                     **download_arguments(partial(self._received.__setitem__, file.name)),
                 )
-            try:
-                listing.check(path, file, self.root)
-            except RemoteError:
-                # The library does not verify files that are in its cache.
+            # The library accepts any response body of the right length, and any file in its cache.
+            mismatch = listing.difference(file, listing.compute_digests(path))
+            if mismatch is not None:
                 for copy in {os.path.realpath(path), path}:
                     Path(copy).unlink(missing_ok=True)
-                raise
+                raise RemoteError(
+                    f"`{address}`: the downloaded file is not the one on the Hub: {mismatch}",
+                    hint="run the command again; the copy was removed from the cache",
+                    file=address,
+                )
         # The callback is not called if another process fetched the file.
         self._received[file.name] = file.size
         self._write_ref()
@@ -192,7 +195,15 @@ class HubStore(Store):
 
     def _fetch_blocks(self, file: RepoFile, start: int, end: int) -> str:
         """Fetch the missing blocks of a range, adjacent ones together, and return the path of the sparse file."""
-        path = self._sparse_file(file)
+        with self._files_lock:
+            if self._scratch is None:
+                self._scratch = os.path.realpath(tempfile.mkdtemp(prefix="ckpttool-hub-"))
+        path = os.path.join(self._scratch, *file.name.split("/"))
+        if file.name not in self._blocks:
+            with os_errors(path, "write"):
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                with open(path, "wb") as stream:
+                    stream.truncate(file.size)
         present = self._blocks.setdefault(file.name, set())
         missing = [block for block in range(start // BLOCK, -(-end // BLOCK)) if block not in present]
         while missing:
@@ -206,19 +217,6 @@ class HubStore(Store):
                 stream.write(data)
             present.update(missing[:count])
             del missing[:count]
-        return path
-
-    def _sparse_file(self, file: RepoFile) -> str:
-        """Return the path of the sparse file for the ranges of a file; create it if needed."""
-        with self._files_lock:
-            if self._scratch is None:
-                self._scratch = os.path.realpath(tempfile.mkdtemp(prefix="ckpttool-hub-"))
-        path = os.path.join(self._scratch, *file.name.split("/"))
-        if file.name not in self._blocks:
-            with os_errors(path, "write"):
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                with open(path, "wb") as stream:
-                    stream.truncate(file.size)
         return path
 
     def _read_range(self, file: RepoFile, start: int, end: int) -> bytes:
