@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
 
 from ckpttool import formats, producers
 from ckpttool.catalogue.entries import Catalogue, Container, Object, Path, Tensor, dotted
@@ -84,10 +83,6 @@ class OpenSource:
     source: Source
     before: files.Fingerprint
     path: str | None
-
-    @property
-    def catalogue(self) -> Catalogue:
-        return self.source.catalogue
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +185,6 @@ class Write:
             overwrite=options.overwrite, is_file=is_file, resume=options.resume, notes=result.notes
         ) as stage:
             sink = self._create(stage.path)
-            result.notes += map(str, sink.catalogue.warnings)
             result.notes += _lost_attributes(self.planned.catalogue, sink.catalogue)
             self._note_files(sink, stage.path)
             free_space.check(self.dst, result.disk, result.free + stage.held)
@@ -209,6 +203,7 @@ class Write:
         sink = self.target.create(partial, self.planned.catalogue, self.planned.options)
         self.result.bytes += sum(tensor.nbytes for tensor in sink.catalogue.replicas)
         self._note_untied(sink)
+        self.result.notes += map(str, sink.catalogue.warnings)
         return sink
 
     def _note_untied(self, sink: Sink) -> None:
@@ -225,7 +220,7 @@ class Write:
     def _journal(self, stage: Stage, sink: Sink) -> journal.Journal:
         before = self.opened.before
         indexes = [path for path in before if _is_index(path)]
-        digest = journal.digest(self.opened.catalogue, sink.catalogue, self.target.name, before, indexes)
+        digest = journal.digest(self.opened.source.catalogue, sink.catalogue, self.target.name, before, indexes)
         return journal.begin(stage, sink.catalogue, digest, self.result.notes, every=self.options.resume)
 
     def _fill(self, sink: Sink, partial: str, log: journal.Journal | None = None) -> Transferred:
@@ -247,7 +242,6 @@ class Write:
         result, options = self.result, self.options
         with self._scratch() as partial:
             sink = self._create(partial)
-            result.notes += map(str, sink.catalogue.warnings)
             self._note_files(sink, partial)
         if result.disk > result.free:
             result.notes.insert(0, free_space.message(result.disk, result.free))
@@ -268,24 +262,22 @@ class Write:
 
 def with_downloads(progress: Progress | None, opened: OpenSource, planned: Catalogue) -> Progress | None:
     """Return `progress`, which also counts what has to be downloaded of the files that `planned` is copied from."""
-    locations = {file.location for file in opened.catalogue.files}
-    if progress is None or not any(map(stores.has_digest, locations)):
+    files_ = opened.source.catalogue.files
+    if progress is None or not any(stores.has_digest(file.location) for file in files_):
         return progress
     used: set[int] = set()
     for tensor in planned.tensors:
         while tensor.origin is not None:
             tensor = tensor.origin
         used.update(tensor.chunks.file)
-    return stores.with_fetching(progress, (opened.catalogue.files[number].location for number in used))
+    return stores.with_fetching(progress, (files_[number].location for number in used))
 
 
 def note_overflow(result: Conversion, overflowed: Mapping[str, int]) -> None:
     """Note values that became infinite in a cast: their number by the name of the tensor."""
     if overflowed:
-        result.notes.append(
-            f"{sum(overflowed.values())} values of {len(overflowed)} tensors overflowed to inf or NaN in their new "
-            f"dtype: {some(sorted(overflowed))}"
-        )
+        values = f"{sum(overflowed.values())} values of {len(overflowed)} tensors"
+        result.notes.append(f"{values} overflowed to inf or NaN in their new dtype: {some(sorted(overflowed))}")
 
 
 # Before anything is written -------------------------------------------------------------------------------------------
@@ -310,11 +302,8 @@ def _check_is_checkpoint(dst: str) -> None:
         if producers.recognise(Directory(dst)) is None:
             detect(dst)
     except CkptError:
-        raise OverwriteError(
-            f"`{dst}` is a directory that holds no checkpoint, and `--overwrite` would remove all that is in it",
-            hint="name another destination, or remove it yourself",
-            file=dst,
-        ) from None
+        text = f"`{dst}` is a directory that holds no checkpoint, and `--overwrite` would remove all that is in it"
+        raise OverwriteError(text, hint="name another destination, or remove it yourself", file=dst) from None
 
 
 def check_not_empty(planned: Catalogue) -> None:
@@ -460,14 +449,10 @@ def _lost_attributes(planned: Catalogue, written: Catalogue) -> list[str]:
         for path, container in planned.containers.items()
         for name, value in (container.attrs or {}).items()
         if name not in ((written.containers.get(path) or Container("dict")).attrs or {})
-        and not (name == "_metadata" and _is_default(value))
+        # By default, every module is of version 1.
+        and not (name == "_metadata" and isinstance(value, dict) and all(v == {"version": 1} for v in value.values()))
     }
     return [f"Python attributes of dicts are left out: {some(sorted(lost))}"] if lost else []
-
-
-def _is_default(metadata: Any) -> bool:
-    """Return whether every module of a state dict's `_metadata` is of version 1, which is the default."""
-    return isinstance(metadata, dict) and all(module == {"version": 1} for module in metadata.values())
 
 
 def expected_memory(planned: Catalogue, cast: object, threads: int | None, memory: int | None) -> int:

@@ -38,8 +38,8 @@ def plan_only(root: Path, onto: int) -> None:
     collect_rarely()  # as the command does
     began, used = time.perf_counter(), time.process_time()
     with write.open_sources(str(root)) as have, tempfile.TemporaryDirectory(dir=root.parent) as scratch:
-        validate(have.catalogue)
-        laid = chunking.over_mesh(layout.start(have.catalogue), world_mesh(onto))
+        validate(have.source.catalogue)
+        laid = chunking.over_mesh(layout.start(have.source.catalogue), world_mesh(onto))
         create = FORMATS[0].create
         assert create is not None
         sink = create(str(Path(scratch, "out")), laid, SinkOptions(world=onto))
@@ -47,7 +47,7 @@ def plan_only(root: Path, onto: int) -> None:
         for job in plan.plan(sink.catalogue):
             jobs += 1
             pieces += len(job.pieces)
-        chunks = sum(len(t.chunks) for t in have.catalogue.tensors)
+        chunks = sum(len(t.chunks) for t in have.source.catalogue.tensors)
         seconds, used = time.perf_counter() - began, time.process_time() - used
     print(chunks, jobs, pieces, seconds, used, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 

@@ -14,7 +14,7 @@ from typing import Any
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.errors import CorruptError, ReadError
 from ckpttool.storage import files
-from ckpttool.storage.stores import Location, local_path
+from ckpttool.storage.stores import local_path
 from ckpttool.text import some
 
 _PATIENCE = 600.0  # seconds; torch and transformers take five of a quiet machine
@@ -57,6 +57,8 @@ class Compared:
 
 def expected(config: Mapping[str, Any]) -> Expected | str:
     """Return the tensors that transformers expects for a config, or why that is unknown."""
+    import subprocess
+
     if "auto_map" in config:
         return "the config names code of its own, which is not run"
     if not config.get("architectures"):
@@ -66,32 +68,19 @@ def expected(config: Mapping[str, Any]) -> Expected | str:
     with files.scratch_directory("ckpttool-model-") as scratch:
         # A directory with the config alone, without a tokenizer or code.
         (local_path(scratch) / "config.json").put(json.dumps(config).encode())
-        answer = _asked(scratch, local_path(scratch) / "model.json")
+        out = local_path(scratch) / "model.json"
+        command = [sys.executable, "-m", "ckpttool.operations.export.architecture_process", scratch, out]
+        streams: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        try:
+            # Only interpreter and module are arguments; the config is a file.
+            subprocess.run(command, check=False, timeout=_PATIENCE, env={**os.environ, **_OFFLINE}, **streams)  # noqa: S603
+            answer = json.loads(out.read())
+        except (OSError, ValueError, subprocess.SubprocessError, ReadError) as error:
+            return f"transformers did not answer ({type(error).__name__})"
     if "why_not" in answer:
         return str(answer["why_not"])
     shapes = {key: {n: tuple(shape) for n, shape in answer[key].items()} for key in ("memory", "files")}
     return Expected(**{**answer, **shapes})
-
-
-def _asked(folder: str, out: Location) -> dict[str, Any]:
-    import subprocess
-
-    command = [sys.executable, "-m", "ckpttool.operations.export.architecture_process", folder, out]
-    try:
-        # Only interpreter and module are arguments; the config is a file.
-        subprocess.run(  # noqa: S603
-            command,
-            check=False,
-            timeout=_PATIENCE,
-            env={**os.environ, **_OFFLINE},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        process = json.loads(out.read())
-    except (OSError, ValueError, subprocess.SubprocessError, ReadError) as error:
-        return {"why_not": f"transformers did not answer ({type(error).__name__})"}
-    return process if isinstance(process, dict) else {}
 
 
 def compare(shapes: Mapping[str, Ints], model: Expected) -> Compared:

@@ -31,7 +31,7 @@ _UNWANTED = re.compile(
 _KNOWN = re.compile(ASSET_NAMES)
 # What makes a directory a model of its own, to which its card belongs.
 _WEIGHTS = re.compile(r".*\.(safetensors|gguf|pth)|pytorch_model.*\.bin|adapter_model\.bin")
-_FOLDERS = ("additional_chat_templates",)
+_TEMPLATES = "additional_chat_templates"
 _NOT_WITH_ADAPTER = (CONFIG, "generation_config.json")
 _LARGEST_CONFIG = 16 << 20
 _BLOCK = 1 << 20
@@ -88,7 +88,9 @@ def collect(folder: Location | None, source: str, catalogue: Catalogue) -> Asset
         if not folder.is_dir():
             raise UsageError(f"`--assets {folder}`: not a directory", hint="name the directory that has `config.json`")
         assets = _in(folder, strict=True)
-        if CARD in assets.paths and _is_another_model(folder, source):
+        origin = source if stores.is_remote(source) else locate(source).real()
+        is_own = f"{origin}/".startswith(f"{folder.real()}/") or not any(map(_WEIGHTS.fullmatch, folder.names()))
+        if CARD in assets.paths and not is_own:
             del assets.paths[CARD]
             assets.notes.append(
                 f"`{CARD}` of `{folder}` is not copied: it is about the model there; a card of your own is taken from "
@@ -104,13 +106,6 @@ def collect(folder: Location | None, source: str, catalogue: Catalogue) -> Asset
     taken = f"{plural(len(assets.paths), 'file')} {'is' if len(assets.paths) == 1 else 'are'} taken from `{beside}`"
     assets.notes.insert(0, f"{taken}: {some(sorted(assets.paths), 5)}")
     return assets
-
-
-def _is_another_model(folder: Location, source: str) -> bool:
-    """Return whether a folder has weights, and is not that of the source."""
-    origin = source if stores.is_remote(source) else locate(source).real()
-    is_below = f"{origin}/".startswith(f"{folder.real()}/")
-    return not is_below and any(map(_WEIGHTS.fullmatch, folder.names()))
 
 
 def _beside(source: str, catalogue: Catalogue) -> Location | None:
@@ -132,9 +127,8 @@ def _beside(source: str, catalogue: Catalogue) -> Location | None:
 def _in(folder: Location, *, strict: bool) -> Assets:
     assets = Assets(folder)
     names = folder.names()
-    for sub in _FOLDERS:
-        if (folder / sub).is_dir():
-            names += [f"{sub}/{name}" for name in (folder / sub).names()]
+    if (folder / _TEMPLATES).is_dir():
+        names += [f"{_TEMPLATES}/{name}" for name in (folder / _TEMPLATES).names()]
     for name in names:
         last = name.rpartition("/")[2]
         # In a directory that the user names, a text is an asset; in that of a run it may be anything.

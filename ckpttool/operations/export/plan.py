@@ -89,7 +89,7 @@ def planned(result: Exported, options: ExportOptions, how: WriteOptions) -> Iter
         folder = locate(options.assets) if options.assets is not None else None
         if folder is not None:
             stack.callback(folder.store.close)
-        source = opened.catalogue
+        source = opened.source.catalogue
         result.source_format = source.format
         with naming(src):
             viewed = Viewed(opened.source)

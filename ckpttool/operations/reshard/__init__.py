@@ -95,7 +95,8 @@ def reshard(
         rules = Rules(_placements(placements), tuple(several(shard)), tuple(several(replicate)))
         mesh = _mesh(to_world, to_mesh, other, rules)
         options = ReshardOptions(mesh, other, rules, rng, dataloader, arguments.selection(only, drop))
-        engines.check(engine)
+        if engine is not None and engine not in engines.ENGINES:
+            raise UsageError(f"there is no engine `{engine}`", hint=meant(engine, engines.ENGINES, "`bytes` or `mesh`"))
         check_policy("rng", rng)
         check_policy("dataloader", dataloader)
         row = _target(to) if to is not None else None
@@ -106,7 +107,7 @@ def reshard(
             write.destination(result, target, how, src, other, is_first=is_first),
             write.open_sources(src, shapes) as opened,
         ):
-            target = row or _same_format(opened.catalogue)
+            target = row or _same_format(opened.source.catalogue)
             planned = _plan(opened, options, target, result)
             job = write.Write(opened, planned, target, result, how, coordinator)
             chosen = engines.choose(engine, job, mesh)
@@ -165,7 +166,7 @@ def _same_format(source: Catalogue) -> Format:
 
 
 def _plan(opened: OpenSource, options: ReshardOptions, target: Format, result: Resharding) -> Planned:
-    source, selection = opened.catalogue, options.selection
+    source, selection = opened.source.catalogue, options.selection
     is_wanted = selection.wanted_parts(source)
     with naming(opened.path):
         if selection.only or selection.drop:
@@ -192,8 +193,9 @@ def _plan(opened: OpenSource, options: ReshardOptions, target: Format, result: R
             planned, notes = apply_policy(planned, kind, policy, mesh, files=target.even)
             result.policies += notes
         if options.mesh is not None:
-            planned = rechunk.over_mesh(planned, mesh, options.rules, everywhere=target.even)
-            planned = _without_root(_select(planned, is_wanted), selection.only)
+            chunked = rechunk.over_mesh(planned, mesh, options.rules, everywhere=target.even)
+            planned = _without_root(_select(chunked, is_wanted), selection.only)
+            planned.files = chunked.files
         else:
             planned = _select(planned, is_wanted)
             bare, names = _without_root(planned, selection.only), {tensor.name for tensor in other.tensors}
@@ -207,20 +209,13 @@ def _plan(opened: OpenSource, options: ReshardOptions, target: Format, result: R
 def _select(planned: Catalogue, is_wanted: Callable[[Part], bool]) -> Catalogue:
     if all(map(is_wanted, parts.parts(planned))):
         return planned
-    return _with_files(select.select(planned, lambda entry: is_wanted(entry.part)), planned)
+    return select.select(planned, lambda entry: is_wanted(entry.part))
 
 
 def _without_root(planned: Catalogue, only: Sequence[str]) -> Catalogue:
     """Return the catalogue with the part's root removed from the names, if there is one part alone."""
     left = parts.parts(planned)
-    if not only or len(left) != 1:
-        return planned
-    return _with_files(without_root(planned, left[0]), planned)
-
-
-def _with_files(result: Catalogue, planned: Catalogue) -> Catalogue:
-    result.files, result.warnings = planned.files, planned.warnings
-    return result
+    return without_root(planned, left[0]) if only and len(left) == 1 else planned
 
 
 def _opened_like(stack: ExitStack, path: str, target: Format) -> Catalogue:
@@ -229,7 +224,7 @@ def _opened_like(stack: ExitStack, path: str, target: Format) -> Catalogue:
             f"`--like` cannot be used with `--to {target.target}`, whose chunks are always those of FSDP1",
             hint="use it with `--to dcp`",
         )
-    other = stack.enter_context(write.open_sources(path)).catalogue
+    other = stack.enter_context(write.open_sources(path)).source.catalogue
     with naming(path):
         validate(other)
     return other

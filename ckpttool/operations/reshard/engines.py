@@ -18,7 +18,7 @@ from ckpttool.layout.mesh import Mesh, Sharding, bytes_per_rank, find_sharding
 from ckpttool.operations.write import Write
 from ckpttool.storage import files, free_space
 from ckpttool.storage.stores import local_path, locate
-from ckpttool.text import meant, plural, size
+from ckpttool.text import plural, size
 from ckpttool.transfer import processes
 from ckpttool.transfer.execute import Transferred
 from ckpttool.transfer.processes import Coordinator
@@ -42,12 +42,6 @@ class Engine:
     memory: int = 0
 
 
-def check(name: str | None) -> None:
-    """Raises UsageError for an unknown engine."""
-    if name is not None and name not in ENGINES:
-        raise UsageError(f"there is no engine `{name}`", hint=meant(name, ENGINES, "`bytes` or `mesh`"))
-
-
 def choose(name: str | None, job: Write, mesh: Mesh | None) -> Engine:
     """Return the engine, the same in all processes. `mesh` is None where the layout is copied from another checkpoint.
 
@@ -65,11 +59,12 @@ def _on_mesh(name: str | None, job: Write, mesh: Mesh | None) -> tuple[Engine, s
     """Return the engine `mesh`; or `bytes` with the reason why it has to be, and a hint."""
     planned, coordinator = job.planned, job.coordinator
     world = planned.options.world
+    processes_ = f"{coordinator.size:,} process{'es' * (coordinator.size != 1)}"
     command = f"torchrun --nproc-per-node {world} -m ckpttool reshard ..."
     if not processes.is_launched():
         return Engine("bytes", "not under torchrun"), f"`{command}`, or `--engine bytes`, which needs none"
     if coordinator.size != world:
-        why = f"{_processes(coordinator)} for {plural(world, 'rank')}"
+        why = f"{processes_} for {plural(world, 'rank')}"
         return Engine("bytes", why), f"`{command}`, or `--engine bytes`, which takes any number"
     against = _against_layout(planned.catalogue, job.target)
     if not against and name is None and job.options.max_memory is not None:
@@ -80,12 +75,8 @@ def _on_mesh(name: str | None, job: Write, mesh: Mesh | None) -> tuple[Engine, s
     kind, needed, against = _fits(planned.catalogue, sharding, coordinator)
     if against:
         return Engine("bytes", against), "`--engine bytes` needs a few MiB"
-    why = "asked for" if name else f"{_processes(coordinator)} for as many ranks, and the state fits their memory"
+    why = "asked for" if name else f"{processes_} for as many ranks, and the state fits their memory"
     return Engine("mesh", why if kind == "cpu" else f"{why}, on {kind}", sharding, kind, needed), ""
-
-
-def _processes(coordinator: Coordinator) -> str:
-    return f"{coordinator.size:,} process{'es' * (coordinator.size != 1)}"
 
 
 def _against_layout(planned: Catalogue, target: Format) -> str:
