@@ -121,9 +121,8 @@ def optimizers(catalogue: Catalogue) -> list[Optimizer]:
         if key is not None:
             by_root[key.root].append(entry)
             if flat.setdefault(key.root, key.flat) != key.flat:
-                raise CorruptError(
-                    f"`{dotted(key.root)}` has both nested and flattened keys, such as `{entry.name}`", found=entry.name
-                )
+                message = f"`{dotted(key.root)}` has both nested and flattened keys, such as `{entry.name}`"
+                raise CorruptError(message, found=entry.name)
     result = {root: (_flat if flat[root] else _nested)(root, entries) for root, entries in by_root.items()}
     for path, container in catalogue.containers.items():
         for root in above(path):
@@ -150,22 +149,26 @@ def _nested(root: Path, entries: list[Entry]) -> Optimizer:
         else:
             groups[tail[0]].items.append(Item(tuple(tail[1:]), entry))
     optimizer.groups = list(groups.values())
-    for i, group in enumerate(optimizer.groups):
-        if group.listed is None:
-            raise CorruptError(f"group {i} of `{optimizer.name}` lists no `params`", found=optimizer.name)
+    unlisted = next((i for i, group in enumerate(optimizer.groups) if group.listed is None), None)
+    if unlisted is not None:
+        raise CorruptError(f"group {unlisted} of `{optimizer.name}` lists no `params`", found=optimizer.name)
     kinds = {type(key) for key in optimizer.params}
     if kinds == {int}:
-        optimizer.spelling = "id"
         # DCP makes strings of integer keys.
-        optimizer.state = {_as_id(key): items for key, items in optimizer.state.items()}
+        optimizer.spelling, optimizer.state = "id", {_as_id(key): items for key, items in optimizer.state.items()}
     elif kinds - {str}:
         raise CorruptError(f"the `params` of `{optimizer.name}` are neither names nor numbers", found=optimizer.name)
-    elif not kinds and any(type(key) is int for key in optimizer.state):
-        optimizer.spelling = "id"
     twice = next((key for key, count in Counter(optimizer.params).items() if count > 1), None)
     if twice is not None:
         raise CorruptError(f"the groups of `{optimizer.name}` list `{twice}` twice", found=twice)
-    _separate_loose(optimizer)
+    known = set(optimizer.params)
+    # State that belongs to no parameter torch copies as it is. An id is always a parameter's.
+    optimizer.loose = {key: items for key, items in optimizer.state.items() if key not in known}
+    strays = [str(key) for key in optimizer.loose if type(key) is int]
+    if strays:
+        message = f"`{optimizer.name}` has state of the ids {some(strays)}, which no group lists"
+        raise CorruptError(message, hint="`param_groups` and `state` are of two different saves", found=strays)
+    optimizer.state = {key: items for key, items in optimizer.state.items() if key in known}
     return optimizer
 
 
@@ -193,20 +196,6 @@ def _as_id(key: Any) -> Any:
     return key
 
 
-def _separate_loose(optimizer: Optimizer) -> None:
-    """Move state that belongs to no parameter to `loose`; torch copies it as it is. An id is always a parameter's."""
-    known = set(optimizer.params)
-    optimizer.loose = {key: items for key, items in optimizer.state.items() if key not in known}
-    strays = [str(key) for key in optimizer.loose if type(key) is int]
-    if strays:
-        raise CorruptError(
-            f"`{optimizer.name}` has state of the ids {some(strays)}, which no group lists",
-            hint="`param_groups` and `state` are of two different saves",
-            found=strays,
-        )
-    optimizer.state = {key: items for key, items in optimizer.state.items() if key in known}
-
-
 def _flat(root: Path, entries: list[Entry]) -> Optimizer:
     optimizer = Optimizer(root, entries[0].part, "flat", entries={entry.path for entry in entries})
     depth = len(root)
@@ -221,11 +210,9 @@ def _flat(root: Path, entries: list[Entry]) -> Optimizer:
     for name, entry in states:
         owner = _owner(name, values)
         if owner is None:
-            raise CorruptError(
-                f"`{entry.name}`: `{optimizer.name}` has no hyper-parameters of the parameter that it is about",
-                hint="its `param_groups.` keys are missing; `--drop optimizer` leaves the optimizer out",
-                found=entry.name,
-            )
+            message = f"`{entry.name}`: `{optimizer.name}` has no hyper-parameters of the parameter that it is about"
+            hint = "its `param_groups.` keys are missing; `--drop optimizer` leaves the optimizer out"
+            raise CorruptError(message, hint=hint, found=entry.name)
         rest = name[len(owner) + 1 :].split(".")
         optimizer.state.setdefault(owner, []).append(Item((*rest, *entry.path[depth + 1 :]), entry))
     optimizer.groups = _regrouped(optimizer.name, values)

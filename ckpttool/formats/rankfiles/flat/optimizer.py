@@ -80,7 +80,7 @@ def optimizer(
     dict of another kind. `ranks` are those that make up one replica, all of them unless told. Raises CorruptError when
     state and model do not fit, UsageError when they fit in several ways.
     """
-    ranks = range(len(trees)) if ranks is None else ranks
+    ranks = ranks or range(len(trees))
     groups = _groups(trees[ranks[0]])
     slots = [[_slot(key, trees, ranks) for key in group["params"]] for group in groups]
     owners = _owners(groups, slots, counted, len(ranks))
@@ -89,13 +89,11 @@ def optimizer(
         if slot.by_rank:
             states |= _state(slot, owner, place, ranks)
     _check_same_groups(groups, trees, ranks)
-    rest = {key: _value(value, place, ranks[0]) for key, value in trees[ranks[0]].items()}
+    rest: dict[str, Any] = _value(trees[ranks[0]], place, ranks[0])
     left = iter(owners)
-    named_groups = []
-    for group in groups:
-        names = _names(islice(left, len(group["params"])))
-        named_groups.append({key: _value(value, place, ranks[0]) for key, value in group.items()} | {"params": names})
-    return rest | {"state": states, "param_groups": named_groups}
+    for group in rest["param_groups"]:
+        group["params"] = _names(islice(left, len(group["params"])))
+    return rest | {"state": states}
 
 
 def named(trees: Trees, place: Place) -> list[Parameter]:
@@ -103,7 +101,6 @@ def named(trees: Trees, place: Place) -> list[Parameter]:
 
     FSDP1 copies what it shards, so that a shared parameter is there twice; only the checksums are the same."""
     sharded = any(isinstance(value, Shard) for value in trees[0].values())
-    names = set(trees[0])
     seen: set[tuple[object, ...]] = set()
     parameters: list[Parameter] = []
     for name, value in trees[0].items():
@@ -112,7 +109,7 @@ def named(trees: Trees, place: Place) -> list[Parameter]:
         refs = [(rank, ref) for rank, tree in enumerate(trees) for ref in _refs(tree.get(name))]
         places = [(rank, ref.shape, place(rank, ref)) for rank, ref in refs]
         bytes_of = (value.shape, *((r, shape, *_content(extent)) for r, shape, extent in places if prod(shape)))
-        certain = isinstance(value, Shard) or not (sharded or is_statistic(name, names))
+        certain = isinstance(value, Shard) or not (sharded or is_statistic(name, trees[0].keys()))
         parameters.append(Parameter(name, value.shape, None, certain, bytes_of in seen))
         seen.add(bytes_of)
     return parameters
@@ -141,25 +138,20 @@ def _names(owners: Iterable[Counted]) -> list[str]:
 
 def _groups(tree: Mapping[str, Any]) -> list[dict[str, Any]]:
     groups = tree.get("param_groups")
-    if not isinstance(groups, list) or not all(
-        isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups
-    ):
-        raise CorruptError("an optimizer's state without `param_groups` that list their `params`")
-    return groups
+    if isinstance(groups, list) and all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups):
+        return groups
+    raise CorruptError("an optimizer's state without `param_groups` that list their `params`")
 
 
 def _check_same_groups(groups: list[dict[str, Any]], trees: Trees, ranks: Sequence[int]) -> None:
     for rank in ranks[1:]:
         other = _groups(trees[rank])
-        odd = [key for a, b in zip(groups, other, strict=False) for key in a.keys() | b.keys() if not _same(a, b, key)]
+        pairs = [*zip(groups, other, strict=False)]
+        odd = [k for a, b in pairs for k in a.keys() | b.keys() if k not in a or k not in b or not _alike(a[k], b[k])]
         if odd or len(groups) != len(other):
             what = some(sorted(map(str, odd))) if odd else f"{len(other)} groups, not {len(groups)}"
             message = f"the optimizer's `param_groups` are others on rank {rank} than on rank {ranks[0]}: {what}"
             raise of_two_saves(message, ranks=[ranks[0], rank])
-
-
-def _same(a: Mapping[str, Any], b: Mapping[str, Any], key: str) -> bool:
-    return key in a and key in b and _alike(a[key], b[key])
 
 
 def _alike(a: Any, b: Any, depth: int = 0) -> bool:
@@ -181,13 +173,11 @@ def _slot(key: Any, trees: Trees, ranks: Sequence[int]) -> _Slot:
         shapes = {name: value.shape for name, value in state.items() if _is_piece(value)}
         if len(set(shapes.values())) > 1:
             sizes = ", ".join(f"`{name}` {list(shape)}" for name, shape in shapes.items())
-            raise CorruptError(
-                f"optimizer state {key} of rank {rank} is not of one size: {sizes}",
-                hint="only state with a value for each element of a parameter can be rebuilt",
-                rank=rank,
-            )
-        for shape in shapes.values():
-            lengths[rank] = prod(shape)
+            message = f"optimizer state {key} of rank {rank} is not of one size: {sizes}"
+            hint = "only state with a value for each element of a parameter can be rebuilt"
+            raise CorruptError(message, hint=hint, rank=rank)
+        if shapes:
+            lengths[rank] = prod(next(iter(shapes.values())))
     return _Slot(key, by_rank, tuple(lengths.get(rank, 0) for rank in ranks) if lengths else None)
 
 
@@ -263,14 +253,13 @@ def _matched(slots: Sequence[Sequence[_Slot]], counted: Sequence[Counted]) -> li
     for some_of in ([c for c in counted if c.certain], counted):
         if total > len(some_of):
             continue
+        wanted = [[slot.held for slot in group] for group in slots]
         known = [c.held for c in some_of if c.held is not None]
         if len(known) < len(some_of):
-            fits = ways(
-                [[slot.held and (sum(slot.held),) for slot in group] for group in slots],
-                [(sum(prod(p.shape) for p in c.parameters),) for c in some_of],
-            )
-        else:
-            fits = ways([[slot.held for slot in group] for group in slots], known)
+            # How many elements each rank has is not known, only how many there are.
+            wanted = [[held and (sum(held),) for held in group] for group in wanted]
+            known = [(sum(prod(p.shape) for p in c.parameters),) for c in some_of]
+        fits = ways(wanted, known)
         if fits is None:
             raise _ambiguous(total, _names(some_of))
         if fits:
@@ -282,9 +271,9 @@ def _matched(slots: Sequence[Sequence[_Slot]], counted: Sequence[Counted]) -> li
 def _derived(slots: Sequence[Sequence[_Slot]], parameters: Sequence[Parameter], world: int) -> list[list[Counted]]:
     """Up to two ways to make units of the model's modules that are as large as the state of the ids."""
     groups = [group for group in slots if group]
-    if len(groups) != 1 or any(slot.held is not None and len(set(slot.held)) > 1 for slot in groups[0]):
+    if len(groups) != 1 or any(len(set(slot.held or ())) > 1 for slot in groups[0]):
         return []
-    steps = [slot.held[0] if slot.held is not None else None for slot in groups[0]]
+    steps = [slot.held[0] if slot.held else None for slot in groups[0]]
     return [[*answer] for answer in units.derive(parameters, steps, world)]
 
 
