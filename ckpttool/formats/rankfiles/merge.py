@@ -247,19 +247,12 @@ class RankMerger:
     def _disagree(self, path: Path, expected: str, found: str, state: RankState) -> None:
         if path in self._shapes:
             return
-        holder = self._holder(path)
-        a, b = holder.file_of(path).name, state.file_of(path).name
-        self._shapes[path] = CorruptError(
-            f"ranks {holder.rank} and {state.rank} disagree on `{dotted(path)}`: {expected} in `{a}`, {found} in `{b}`",
-            hint=ONE_SAVE,
-            tensor=dotted(path),
-            ranks=[holder.rank, state.rank],
-            files=[a, b],
-            found=found,
-            expected=expected,
-            concerns=[dotted(path)],
-            alike="are not the same kind of tensor on every rank",
-        )
+        holder, name = self._holder(path), dotted(path)
+        ranks, a, b = [holder.rank, state.rank], holder.file_of(path).name, state.file_of(path).name
+        message = f"ranks {ranks[0]} and {ranks[1]} disagree on `{name}`: {expected} in `{a}`, {found} in `{b}`"
+        facts = {"tensor": name, "ranks": ranks, "files": [a, b], "found": found, "expected": expected}
+        facts |= {"concerns": [name], "alike": "are not the same kind of tensor on every rank"}
+        self._shapes[path] = CorruptError(message, hint=ONE_SAVE, **facts)
 
     def _holder(self, path: Path) -> RankState:
         """Return the rank whose entry the catalogue has."""
@@ -273,18 +266,11 @@ class RankMerger:
         differing = [path for path in self._differing if not _is_below(path, blamed)]
         hint = self._advice(differing, alone=not errors)
         for path in differing:
-            holder, copies = self._holder(path), sorted(set(self._differing[path]))
-            errors.append(
-                CorruptError(
-                    f"tensor `{dotted(path)}` differs between ranks that should have the same: {rank_ranges(copies)} "
-                    f"({self._files_of(copies)}) from rank {holder.rank} ({self._names[holder.rank]})",
-                    hint=hint,
-                    tensor=dotted(path),
-                    ranks=[holder.rank, *copies],
-                    concerns=[dotted(path)],
-                    alike="differ between ranks that should have the same",
-                )
-            )
+            holder, copies = self._holder(path).rank, sorted(set(self._differing[path]))
+            where = f"{rank_ranges(copies)} ({self._files_of(copies)}) from rank {holder} ({self._names[holder]})"
+            ranks, name, what = [holder, *copies], dotted(path), "between ranks that should have the same"
+            facts = {"tensor": name, "ranks": ranks, "concerns": [name], "alike": f"differ {what}"}
+            errors.append(CorruptError(f"tensor `{name}` differs {what}: {where}", hint=hint, **facts))
         stages = len(self._meshes()) > 1
         mixed = two_saves(self._counters, self._catalogue, self.comparer, self._names, self._absent, stages)
         faults = [*errors[:_MOST_FAULTS], *_rest(errors[_MOST_FAULTS:]), *blamed.values(), *self._foreign()]

@@ -155,41 +155,25 @@ class _Opening:
         if extra and not faults:
             files = some([self._by[rank].strip("`") for rank in extra])
             what = f"{files} {'is' if len(extra) == 1 else 'are'} of {rank_ranges(extra)}"
-            faults.append(
-                CorruptError(
-                    f"{what}, but the checkpoint is of {rank_ranges(expected)}",
-                    hint="a file of an older save by more ranks was left behind: move it away",
-                    ranks=extra,
-                    expected=sorted(expected),
-                )
-            )
+            message = f"{what}, but the checkpoint is of {rank_ranges(expected)}"
+            hint = "a file of an older save by more ranks was left behind: move it away"
+            faults.append(CorruptError(message, hint=hint, ranks=extra, expected=sorted(expected)))
         return faults
 
     def _no_file(self, missing: list[int], world: int, part: str = "") -> CkptError:
         have = some([file.name for file in self._catalogue.files])
         if self._set.alone and len(self._catalogue.files) == 1:
-            return CorruptError(
-                f"{have} is the part of rank {next(iter(self._by), 0)} of a checkpoint of {world} ranks: "
-                f"the rest is in no file beside it",
-                hint=_ONE_FILE,
-                missing=missing,
-            )
-        return CorruptError(
-            f"no file of {f'`{part}` of ' if part else ''}{rank_ranges(missing)} of {world}: found only {have}",
-            hint="copy the missing files from where the checkpoint was saved: every rank has a part of every tensor",
-            missing=missing,
-            expected=world,
-        )
+            message = f"{have} is the part of rank {next(iter(self._by), 0)} of a checkpoint of {world} ranks"
+            return CorruptError(f"{message}: the rest is in no file beside it", hint=_ONE_FILE, missing=missing)
+        message = f"no file of {f'`{part}` of ' if part else ''}{rank_ranges(missing)} of {world}: found only {have}"
+        hint = "copy the missing files from where the checkpoint was saved: every rank has a part of every tensor"
+        return CorruptError(message, hint=hint, missing=missing, expected=world)
 
     def _describe(self) -> None:
         catalogue = self._catalogue
-        kinds = dict.fromkeys(map(_kind, self._merger.shards.values()))
-        plain = "plain, one rank" if len(self._by) < 2 else "plain, the same on each rank"
-        catalogue.facts |= {
-            "layout": "; ".join([*kinds][:3]) or plain,
-            "writer": "torch.save",
-            "torch": ", ".join(self._torch),
-        }
+        kinds = [*dict.fromkeys(map(_kind, self._merger.shards.values()))]
+        layout = "; ".join(kinds[:3]) or f"plain, {'one rank' if len(self._by) < 2 else 'the same on each rank'}"
+        catalogue.facts |= {"layout": layout, "writer": "torch.save", "torch": ", ".join(self._torch)}
         if self._renamed:
             text = f"names and contents have different ranks, the contents are used: {some(self._renamed)}"
             catalogue.warnings.append(Warning("renamed-rank", text))

@@ -168,37 +168,30 @@ def _places(
     if fits is None:
         raise UsageError(f"`{optimizer}`: its groups fit the parameters of the model in too many ways", hint=_MANUAL)
     if not fits:
-        raise CorruptError(
-            f"`{optimizer}`: the shapes of its state do not follow the order of the model's parameters",
-            hint=_OTHER_MODEL,
-        )
+        message = f"`{optimizer}`: the shapes of its state do not follow the order of the model's parameters"
+        raise CorruptError(message, hint=_OTHER_MODEL)
     vague = [(left[g][1].params[k], places) for g, row in enumerate(fits) for k, places in enumerate(row) if places[1:]]
     if vague:
         candidates = [names[place] for place in vague[0][1]]
-        raise UsageError(
-            f"`{optimizer}`: {len(vague)} of its ids fit more than one parameter, such as {vague[0][0]}: "
-            f"{some(candidates)}",
-            hint=_MANUAL if "parameter order" in source.facts else _BUFFERS,
-            found=candidates,
-        )
+        example = f"{vague[0][0]}: {some(candidates)}"
+        message = f"`{optimizer}`: {len(vague)} of its ids fit more than one parameter, such as {example}"
+        hint = _MANUAL if "parameter order" in source.facts else _BUFFERS
+        raise UsageError(message, hint=hint, found=candidates)
     return [[places[0] for places in row] for row in fits]
 
 
 def _check_counts(shapes: list[list[Ints | None]], model_shapes: list[Ints], optimizer: str) -> None:
     requested, available = sum(map(len, shapes)), Counter(model_shapes)
     if requested > len(model_shapes):
-        raise CorruptError(
-            f"`{optimizer}` has {requested} parameters, but the model has {len(model_shapes)}", hint=_OTHER_MODEL
-        )
+        message = f"`{optimizer}` has {requested} parameters, but the model has {len(model_shapes)}"
+        raise CorruptError(message, hint=_OTHER_MODEL)
     for shape, count in Counter(shape for row in shapes for shape in row if shape is not None).items():
         if count > available[shape]:
-            raise CorruptError(
-                f"`{optimizer}` has state for {plural(count, 'parameter')} of shape {list(shape)}, "
-                f"but the model has {available[shape] or 'none'}",
-                hint=_OTHER_MODEL,
-                found=count,
-                expected=available[shape],
+            what = (
+                f"{plural(count, 'parameter')} of shape {list(shape)}, but the model has {available[shape] or 'none'}"
             )
+            message = f"`{optimizer}` has state for {what}"
+            raise CorruptError(message, hint=_OTHER_MODEL, found=count, expected=available[shape])
 
 
 State = tuple[int, ...]

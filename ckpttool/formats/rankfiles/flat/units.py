@@ -71,11 +71,9 @@ def _units(
     def visit(module: _Module) -> list[Parameter]:
         """The parameters that are left to the unit around."""
         if next(visits) > _MOST_VISITS:
-            raise UsageError(
-                f"the optimizer has {len(steps)} flat parameters, and there are too many ways to choose modules of "
-                f"those sizes",
-                hint="save the optimizer with `FSDP.optim_state_dict`, which names the parameters",
-            )
+            message = f"the optimizer has {len(steps)} flat parameters, and there are too many ways to choose modules"
+            hint = "save the optimizer with `FSDP.optim_state_dict`, which names the parameters"
+            raise UsageError(f"{message} of those sizes", hint=hint)
         if module.kind not in wrapped:
             raise _Unasked(module.kind)
         i, is_unit = len(units), wrapped[module.kind]
