@@ -153,12 +153,10 @@ def _by_rank(members: list[Member]) -> dict[int, Location]:
     """Return the file of each rank. Raises ReadError for two of one: a pattern can match several checkpoints."""
     paths: dict[int, Location] = {}
     for m in sorted(members, key=attrgetter("rank")):
-        if paths.setdefault(m.rank, m.path) is not m.path:
-            raise ReadError(
-                f"`{paths[m.rank]}` and `{m.path}` are both of rank {m.rank}",
-                hint="name the files of one checkpoint, by its directory or with a narrower pattern",
-                files=[paths[m.rank], m.path],
-            )
+        if (other := paths.setdefault(m.rank, m.path)) is not m.path:
+            hint = "name the files of one checkpoint, by its directory or with a narrower pattern"
+            message = f"`{other}` and `{m.path}` are both of rank {m.rank}"
+            raise ReadError(message, hint=hint, files=[other, m.path])
     return paths
 
 
@@ -222,11 +220,8 @@ def _by_contents(paths: list[Location]) -> list[Member]:
             stem = _COUNT.sub("", stem).strip("._-")
             other = members.setdefault((stem, rank), Member(path, stem, rank, None, ending)).path
             if other != path:
-                raise CorruptError(
-                    f"`{other}` and `{path}` are both of rank {rank}",
-                    hint="these are files of two saves: name the files of one with a pattern",
-                    files=[other, path],
-                )
+                hint = "these are files of two saves: name the files of one with a pattern"
+                raise CorruptError(f"`{other}` and `{path}` are both of rank {rank}", hint=hint, files=[other, path])
     if len({rank for _, rank in members}) == len({stem for stem, _ in members}) == len(members):
         # Each file has a name of its own, which is not a part.
         return [m._replace(stem="") for m in members.values()]
@@ -283,7 +278,6 @@ def _keys(stems: list[str]) -> dict[str, str]:
     """Return the key in the checkpoint for each part: `pytorch_model_fsdp_0` is `model`. Pure."""
     if len(stems) == 1:
         return {stems[0]: ""}
-    short = {
-        s: "model" if _MODEL.fullmatch(s) else re.sub(r"^(optimizer|model)_0$", r"\1", s) or "state" for s in stems
-    }
+    keys = ("model" if _MODEL.fullmatch(s) else re.sub(r"^(optimizer|model)_0$", r"\1", s) or "state" for s in stems)
+    short = dict(zip(stems, keys, strict=True))
     return short if len(set(short.values())) == len(stems) else {s: s or "state" for s in stems}

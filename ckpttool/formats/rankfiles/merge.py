@@ -170,17 +170,18 @@ class RankMerger:
             self._own.setdefault(unit, {})[state.rank] = values
 
     def _introduce(self, path: Path, entry: Entry, state: RankState) -> None:
+        merged = self._catalogue
         for around in above(path):
-            if around in self._catalogue.entries and _is_empty(self._catalogue.entries[around]):
-                del self._catalogue.entries[around]
+            if around in merged.entries and _is_empty(merged.entries[around]):
+                del merged.entries[around]
                 self._hollow.setdefault(around, []).extend(self._seen)
         self._take(path, entry, state)
         self._absent[path] = set(self._seen)
         self._holders[path] = state
-        if path not in self._catalogue.containers:
+        if path not in merged.containers:
             for around in above(path)[1:]:
                 if around in state.read.containers:
-                    self._catalogue.containers.setdefault(around, state.read.containers[around])
+                    merged.containers.setdefault(around, state.read.containers[around])
 
     def _same(self, path: Path, merged: Entry, entry: Entry, state: RankState) -> bool:
         """Return whether an entry of a rank is equal to the merged one or another shard of it. Otherwise it is kept for
@@ -282,15 +283,13 @@ class RankMerger:
     def _advice(self, differing: list[Path], *, alone: bool) -> str:
         """Return the hint for tensors that differ. Excluding them is right for unsynchronised buffers, as of batch
         normalisation: few tensors of the model, whole on every rank, while all others agree. `alone`: shapes agree."""
-        flags = _left_out(differing)
+        flags, otherwise = _left_out(differing), "the files are not of one save: take all files from one save"
         others = {self._kind(t.path) for t in self._catalogue.tensors if t.path not in self._differing}
         buffers = all(self._kind(path) == "model" and path not in self.shards for path in differing)
         if alone and buffers and 0 < len(flags) <= _MOST_BUFFERS and "model" in others and not self._counters:
-            return (
-                "if these are buffers that the ranks do not synchronise, save them from one rank, or leave them out: "
-                f"{' '.join(flags)}; otherwise the files are not of one save: take all files from one save"
-            )
-        return "the files are not of one save: take all files from one save"
+            hint = "if these are buffers that the ranks do not synchronise, save them from one rank, or leave them out"
+            return f"{hint}: {' '.join(flags)}; otherwise {otherwise}"
+        return otherwise
 
     def _hollow_at(self, path: Path) -> set[int]:
         """Return the ranks on which a container above `path` is empty."""
@@ -317,6 +316,7 @@ class RankMerger:
                 names.setdefault(rank, []).append(dotted(path))
         meshes = self._meshes()
         full = {rank for within in meshes if len(within) == len(self._seen) for rank in within}
+        has, lacks = "has %s, which other ranks do not have", "has no %s, which other ranks have"
         return [
             CorruptError(
                 f"{self._names[rank]}: rank {rank} {text % some(names)}",
@@ -324,10 +324,7 @@ class RankMerger:
                 ranks=[rank],
                 found=names[:_MOST_FAULTS],
             )
-            for odd_ones, text in (
-                (alone, "has %s, which other ranks do not have"),
-                (lacking, "has no %s, which other ranks have"),
-            )
+            for odd_ones, text in ((alone, has), (lacking, lacks))
             for rank, names in sorted(odd_ones.items())
             if len(meshes) < 2 or rank in full
         ]
@@ -363,15 +360,11 @@ class RankMerger:
             return
         catalogue = self._catalogue
         of_ranks = {unit: self._of_each(unit) for unit in self._own}
+        left = {unit: own.entries for unit, own in of_ranks.items()}
         entries: dict[Path, Entry] = {}
-        done: set[Path] = set()
         for path, entry in catalogue.entries.items():
             unit = next((at for at in (*above(path), path) if at in of_ranks), None)
-            if unit is None:
-                entries[path] = entry
-            elif unit not in done:
-                done.add(unit)
-                entries |= of_ranks[unit].entries
+            entries |= {path: entry} if unit is None else left.pop(unit, {})
         catalogue.entries = entries
         catalogue.containers = {p: c for p, c in catalogue.containers.items() if not {*above(p), p} & of_ranks.keys()}
         for own in of_ranks.values():

@@ -104,15 +104,10 @@ def _replaced(catalogue: Catalogue, changed: list[Optimizer], respelled: dict[Pa
     """With the new entries of each optimizer where its first one stood."""
     at = {path: optimizer.root for optimizer in changed for path in optimizer.entries}
     gone = {(*optimizer.root, *path) for optimizer in changed for path in optimizer.containers}
+    left = {root: written for root, (written, _) in respelled.items()}
     entries: list[Entry] = []
-    done: set[Path] = set()
     for path, entry in catalogue.entries.items():
-        root = at.get(path)
-        if root is None:
-            entries.append(entry)
-        elif root not in done:
-            done.add(root)
-            entries += respelled[root][0]
+        entries += left.pop(at[path], ()) if path in at else (entry,)
     containers = {path: container for path, container in catalogue.containers.items() if path not in gone}
     for _, below in respelled.values():
         containers |= below
@@ -129,8 +124,7 @@ def _write_nested(optimizer: Optimizer, keys: Mapping[Any, Any]) -> Written:
     state = {new: optimizer.state.get(key, []) for key, new in keys.items()} | optimizer.loose
     for key, items in state.items():
         entries += _placed(optimizer, items, partial(add, (*root, "state", key)))
-    if not entries:
-        entries.append(Object((*root, "state"), {}, part=optimizer.part))
+    entries = entries or [Object((*root, "state"), {}, part=optimizer.part)]
     for i, group in enumerate(optimizer.groups):
         below = (*root, "param_groups", i)
         listed = Object((*below, "params"), [keys[key] for key in group.params], part=optimizer.part)
@@ -181,9 +175,7 @@ def _placed(optimizer: Optimizer, items: Sequence[Item], place: Callable[[Path],
         embedding = {item.below for item in items if isinstance(item.entry, Object)}
     moved: dict[Path, Path] = {}
     for below, entry in items:
-        owner = below
-        if entry.embedded:
-            owner = next((path for path in above(below) if path in embedding), below)
+        owner = next((path for path in above(below) if entry.embedded and path in embedding), below)
         moved[entry.path] = (*place(owner), *below[len(owner) :])
     change = partial(relinked, moved=moved) if embedding else None
     return [
@@ -197,11 +189,9 @@ def _placed(optimizer: Optimizer, items: Sequence[Item], place: Callable[[Path],
 def _write_flat(optimizer: Optimizer) -> Written:
     """Raises LossError for state that belongs to no parameter, which has no place here."""
     if optimizer.loose:
-        raise LossError(
-            f"`{optimizer.name}` keeps state that belongs to no parameter, which has no place in flat keys: "
-            f"{some([str(key) for key in optimizer.loose])}",
-            hint="`--optim-keys fqn` keeps it",
-        )
+        what = f"which has no place in flat keys: {some([*map(str, optimizer.loose)])}"
+        message = f"`{optimizer.name}` keeps state that belongs to no parameter, {what}"
+        raise LossError(message, hint="`--optim-keys fqn` keeps it")
     root = optimizer.root
     lists = {path for path, container in optimizer.containers.items() if container.kind == "list"}
 
