@@ -42,20 +42,14 @@ def move(catalogue: Catalogue, moved: dict[Path, Path]) -> Catalogue:
         else:
             change = partial(relinked, moved=moved) if path in linking else None
             result.entries[new] = entry.at(new, part=part, change=change)
-    _check_leaves(result, taken)
+    for new, entry in result.entries.items():
+        leaf = next((p for p in above(new) if p in taken), None)
+        if leaf is not None and not entry.embedded:
+            needs = f"but `{dotted(taken[new])}` needs a dict of that name"
+            hint = "give it another name with `--rename`, or leave one of them out with `--exclude`"
+            raise UsageError(f"`{dotted(taken[leaf])}` would be called `{dotted(leaf)}`, {needs}", hint=hint)
     result.containers = {moved_root(path, moved): container for path, container in catalogue.containers.items()}
     return result
-
-
-def _check_leaves(moved: Catalogue, taken: dict[Path, Path]) -> None:
-    for path, entry in moved.entries.items():
-        leaf = next((p for p in above(path) if p in moved.entries), None)
-        if leaf is not None and not entry.embedded:
-            raise UsageError(
-                f"`{dotted(taken[leaf])}` would be called `{dotted(leaf)}`, but `{dotted(taken[path])}` needs a dict "
-                "of that name",
-                hint="give it another name with `--rename`, or leave one of them out with `--exclude`",
-            )
 
 
 def relinked(value: Any, moved: Mapping[Path, Path]) -> Any:

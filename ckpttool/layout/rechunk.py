@@ -225,11 +225,10 @@ class _Cutting:
         whole = [t for t in models if t.path not in settled and t.alias is None and t.numel and t.dtype.kind == "float"]
         left = [t for t in whole if len(t.shape) > 1 and str(t.path[-1]).rpartition(".")[2] == "weight"]
         if left:
-            text = (
-                f"{plural(len(left), 'weight')} ({size(sum(tensor.nbytes for tensor in left))}) that the optimizer has "
-                f"no state of {'is' if len(left) == 1 else 'are'} left whole: {some([t.name for t in left])}; "
-                "`reshard --shard PATTERN` cuts those that are frozen parameters"
-            )
+            weights = f"{plural(len(left), 'weight')} ({size(sum(tensor.nbytes for tensor in left))})"
+            are_left = f"{'is' if len(left) == 1 else 'are'} left whole: {some([t.name for t in left])}"
+            how = "`reshard --shard PATTERN` cuts those that are frozen parameters"
+            text = f"{weights} that the optimizer has no state of {are_left}; {how}"
             self.warnings.append(Warning("placement", text))
 
     def _placements(self, tensor: Tensor, names: Sequence[str]) -> tuple[bool, Placements | None]:
@@ -303,9 +302,9 @@ def _check_fits(tensor: Tensor, mesh: Mesh, placed: Placements) -> None:
     # Of a dimension that both cut, FSDP2 sees what tensor parallelism has left.
     by = prod(size for name, size in mesh.size.items() if placed.get(name) == dim)
     if dim > 0 and shape[dim] % by:
+        message = f"tensor `{tensor.name}` is {shape}, and dimension {dim} does not divide by {by}"
         raise UsageError(
-            f"tensor `{tensor.name}` is {shape}, and dimension {dim} does not divide by {by}: FSDP2 cuts no dimension "
-            "but the first unevenly",
+            f"{message}: FSDP2 cuts no dimension but the first unevenly",
             hint="place it along another dimension, or choose another mesh",
             tensor=tensor.name,
             found=shape[dim],
@@ -331,9 +330,9 @@ def _sharded(every: Sequence[Tensor], untrained: bool) -> set[Path]:
     states = [t for t in tensors if t.part.kind == "optimizer"]
     named: dict[Hashable, set[boxes.Ints]] = defaultdict(set)
     for state in states:
-        depth = len(state.part.root)
-        key = parse_key(state.path, depth)
-        for name in state.path[depth:] if key is None else (key.owner,):
+        below = state.path[len(state.part.root) :]
+        key = parse_key(below)
+        for name in below if key is None else (key.owner,):
             named[name].add(state.shape)
     by_name = any(t.fqn in named for t in models)
     shapes = {t.shape for t in states}

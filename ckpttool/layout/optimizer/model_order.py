@@ -40,11 +40,9 @@ def numbered(catalogue: Catalogue, source: Catalogue) -> Catalogue:
     for optimizer in optimizers(named):
         missing = next((name for name in optimizer.params if name not in places), None)
         if missing is not None and is_listed:
-            raise UsageError(
-                f"`--shapes` does not list `{missing}`, which `{optimizer.name}` has",
-                found=missing,
-                hint="it has to list all parameters, by the names that the source has for them",
-            )
+            hint = "it has to list all parameters, by the names that the source has for them"
+            message = f"`--shapes` does not list `{missing}`, which `{optimizer.name}` has"
+            raise UsageError(message, hint=hint, found=missing)
         if missing is not None:
             _check_own_order(optimizer, source)
         elif any(sorted(group.params, key=places.__getitem__) != group.params for group in optimizer.groups):

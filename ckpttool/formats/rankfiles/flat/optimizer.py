@@ -205,29 +205,22 @@ def _owners(
             # Whether the ids are of parameters or of units, and of which, is to be found out.
             answers += _derived(slots, [c for c in some_of if isinstance(c, Parameter) and c.certain], world)
     if not answers:
-        raise CorruptError(
-            f"the optimizer's state, of {count} parameters or units, does not follow the order and the sizes of the "
-            f"{len(counted)} of the model",
-            hint="the files are of different saves, or FSDP wrapped the model in a way that they do not tell: "
-            f"{_UNTOLD}",
-            found=count,
-            expected=len(counted),
-        )
+        order = f"the order and the sizes of the {len(counted)} of the model"
+        message = f"the optimizer's state, of {count} parameters or units, does not follow {order}"
+        why = "the files are of different saves, or FSDP wrapped the model in a way that they do not tell"
+        raise CorruptError(message, hint=f"{why}: {_UNTOLD}", found=count, expected=len(counted))
     first, *others = ([owner.parameters for owner in answer] for answer in answers)
     if any(other != first for other in others):
-        every = [_names(answer) for answer in answers]
-        vague = (a for one in every[1:] for a, b in zip(one, every[0], strict=False) if a != b)
+        names, *further = map(_names, answers)
+        vague = (a for one in further for a, b in zip(one, names, strict=False) if a != b)
         raise _ambiguous(count, list(dict.fromkeys(vague)))
     return answers[0]
 
 
 def _ambiguous(count: int, names: Sequence[str]) -> UsageError:
-    return UsageError(
-        f"which parameters the {count} ids of the optimizer stand for is not said, and the sizes fit in more ways than "
-        f"one: {some(names)}",
-        hint=_UNTOLD,
-        found=list(names),
-    )
+    what = f"which parameters the {count} ids of the optimizer stand for is not said"
+    message = f"{what}, and the sizes fit in more ways than one: {some(names)}"
+    return UsageError(message, hint=_UNTOLD, found=list(names))
 
 
 def _by_name(groups: Sequence[Mapping[str, Any]], counted: Sequence[Counted]) -> list[Counted] | None:

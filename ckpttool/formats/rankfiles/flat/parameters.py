@@ -115,12 +115,11 @@ def _flat_parameters(trees: Trees) -> Iterator[_Flat]:
             shard = tree[name]
             if not isinstance(shard, Shard) or (shard.dtype, shard.shape) != (first.dtype, first.shape):
                 raise _differing(name, rank, _described(shard), _described(first))
-            for local in shard.boxes:
-                if not is_line(local.ref) or len(local.offsets) != 1 or len(first.shape) != 1:
+            for offsets, ref in ((local.offsets, local.ref) for local in shard.boxes):
+                if not is_line(ref) or len(offsets) != 1 or len(first.shape) != 1:
                     message = f"a flat parameter has one dimension, this has {_described(shard)}"
                     raise CorruptError(f"`{name}`: rank {rank}: {message}", tensor=name, rank=rank)
-                start = local.offsets[0]
-                pieces.append(Piece(start, start + local.ref.shape[0], rank, local.ref))
+                pieces.append(Piece(offsets[0], offsets[0] + ref.shape[0], rank, ref))
         numel = first.shape[0]
         fault = boxes.tiling_fault((numel,), [(p.start,) for p in pieces], [(p.stop - p.start,) for p in pieces])
         if fault is not None:
@@ -134,9 +133,8 @@ def _differing(name: str, rank: int, found: object, expected: object) -> Corrupt
 
 
 def _described(value: Any) -> str:
-    if isinstance(value, (Shard, TensorRef)):
-        return f"{value.dtype} {list(value.shape)}"
-    return f"a {type(value).__name__}"
+    is_tensor = isinstance(value, (Shard, TensorRef))
+    return f"{value.dtype} {list(value.shape)}" if is_tensor else f"a {type(value).__name__}"
 
 
 def _pieces_by_name(trees: Trees, flats: Iterable[_Flat], shapes: Mapping[str, Ints]) -> dict[str, list[TensorRef]]:
@@ -269,13 +267,10 @@ def _cut(
     first = _ties(flat, shapes)
     own = tuple(Parameter(name, shape) for name, shape in shapes.items() if first[name] == name)
     if len(own) > 1 and not ordered:
-        raise UsageError(
-            f"the flat parameter of {flat.module} holds {len(own)} parameters one after the other, and the shapes that "
-            "were given are in alphabetical or some other order, not in that of the model",
-            hint="pass `--shapes` a checkpoint that torch or DCP saved, or JSON of names and shapes in the order of "
-            "`model.state_dict()`",
-            unit=flat.unit,
-        )
+        given = "the shapes that were given are in alphabetical or some other order, not in that of the model"
+        message = f"the flat parameter of {flat.module} holds {len(own)} parameters one after the other, and {given}"
+        how = "a checkpoint that torch or DCP saved, or JSON of names and shapes in the order of `model.state_dict()`"
+        raise UsageError(message, hint=f"pass `--shapes` {how}", unit=flat.unit)
     tensors = dict(flat_pieces.rebuild(flat.dtype, own, flat.pieces, place))
     step = max((piece.stop - piece.start for piece in flat.pieces), default=0)
     return Unit(flat.unit, own, (step,) * world), {name: tensors[first[name]] for name in shapes}
@@ -296,14 +291,10 @@ def _ties(flat: _Flat, shapes: Mapping[str, Ints]) -> dict[str, str]:
     again = [name for name, shape in shapes.items() if first.setdefault(shape, name) != name]
     shared = _only_choice({name: prod(shapes[name]) for name in again}, total - flat.numel)
     if shared is None:
-        raise CorruptError(
-            f"the flat parameter of {flat.module} has {flat.numel} elements, but its {len(shapes)} parameters need "
-            f"{total}: {some(list(shapes))}",
-            hint="the shapes are those of another model; or leave all but one of the names of a shared parameter out",
-            unit=flat.unit,
-            found=flat.numel,
-            expected=total,
-        )
+        need = f"its {len(shapes)} parameters need {total}: {some(list(shapes))}"
+        message = f"the flat parameter of {flat.module} has {flat.numel} elements, but {need}"
+        hint = "the shapes are those of another model; or leave all but one of the names of a shared parameter out"
+        raise CorruptError(message, hint=hint, unit=flat.unit, found=flat.numel, expected=total)
     # Names of one shape are all shared or all not, or there would have been another choice.
     return {name: first[shape] if name in shared else name for name, shape in shapes.items()}
 

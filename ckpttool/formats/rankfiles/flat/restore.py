@@ -62,7 +62,7 @@ class Rebuilding:
         CorruptError or UsageError when what a model needs is not there."""
         counted: Sequence[Counted] = ()
         for path in self.models:
-            trees = [state.node(path) for state in self._states]
+            trees = self._nodes(path)
             model = parameters.model(trees, self._placer(path), self._options, self._files(path))
             counted = counted or model.counted
             markers = {name: self._mark(rebuilt) for name, rebuilt in model.tensors.items()}
@@ -70,7 +70,7 @@ class Rebuilding:
                 restored = {name: tree[name] for name in model.whole} | markers
                 _replace(tree, {name: restored[name] for name in tree if name in restored} | markers)
         for path in self.optimizers:
-            trees = [state.node(path) for state in self._states]
+            trees = self._nodes(path)
             known: Sequence[Counted] | None = None
             try:
                 known = counted or self._named(path)
@@ -97,16 +97,14 @@ class Rebuilding:
         """The parameters of the model that an optimizer is of."""
         for path, tensors in self._beside():
             if any(tensor.dtype.kind == "float" for tensor in tensors):
-                return flat_optimizer.named([state.node(path) for state in self._states], self._placer(path))
+                return flat_optimizer.named(self._nodes(path), self._placer(path))
         if self._options.shapes is not None and self._options.ordered:
             return [Parameter(name, shape) for name, shape in self._options.shapes.items()]
         files = self._files(optimizer)
-        raise CorruptError(
-            f"`{files[0]}`: the optimizer has flat pieces under integer ids, and no model is beside it to name them",
-            hint="name the directory, or a pattern that matches the model's files too, or pass `--shapes FROM`: a "
-            "checkpoint of the model",
-            files=files,
-        )
+        what = "the optimizer has flat pieces under integer ids, and no model is beside it to name them"
+        how = "name the directory, or a pattern that matches the model's files too"
+        hint = f"{how}, or pass `--shapes FROM`: a checkpoint of the model"
+        raise CorruptError(f"`{files[0]}`: {what}", hint=hint, files=files)
 
     def _replica(self) -> list[int] | None:
         """The ranks, by their place here, that have everything once, where the model's mesh has several replicas."""
@@ -117,6 +115,9 @@ class Rebuilding:
                 copied = [i for i, placement in enumerate(value.placements) if placement == "Replicate"]
                 return [where[rank] for rank, at in every if not any(at[i] for i in copied)]
         return None
+
+    def _nodes(self, path: Path) -> list[dict[Any, Any]]:
+        return [state.node(path) for state in self._states]
 
     def _placer(self, path: Path) -> Place:
         files = [state.file_of(path) for state in self._states]
