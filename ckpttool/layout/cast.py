@@ -31,10 +31,8 @@ def caster(rules: Sequence[str]) -> Callable[[Tensor], Dtype | None]:
         short = name.removeprefix("torch.")
         kind = DTYPES.get(ALIASES.get(short, short))
         if kind is None or kind.kind != "float" or kind.name.startswith("float4"):
-            raise UsageError(
-                f"`--dtype {text}`: `{name}` is not a floating-point dtype",
-                hint=meant(short, _FLOATS, f"one of {', '.join(_FLOATS)}"),
-            )
+            hint = meant(short, _FLOATS, f"one of {', '.join(_FLOATS)}")
+            raise UsageError(f"`--dtype {text}`: `{name}` is not a floating-point dtype", hint=hint)
         compiled.append((compile_pattern(pattern) if pattern else None, kind))
 
     def cast_to(tensor: Tensor) -> Dtype | None:

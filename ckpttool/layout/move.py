@@ -30,10 +30,9 @@ def move(catalogue: Catalogue, moved: dict[Path, Path]) -> Catalogue:
         clash = taken.get(new, names.get(dotted(new)))
         # Two names that only look the same may stay: `("a.b",)` and `("a", "b")`.
         if clash is not None and (new in taken or new != path or moved.get(clash, clash) != clash):
-            raise UsageError(
-                f"`{dotted(clash)}` and `{dotted(path)}` would both be called `{dotted(new)}`",
-                hint="leave one of them out with `--exclude`, or give it another name with `--rename`",
-            )
+            message = f"`{dotted(clash)}` and `{dotted(path)}` would both be called `{dotted(new)}`"
+            hint = "leave one of them out with `--exclude`, or give it another name with `--rename`"
+            raise UsageError(message, hint=hint)
         taken[new] = names[dotted(new)] = path
         part = Part(entry.part.kind, root_of(entry.part.root))
         if isinstance(entry, Tensor):

@@ -278,11 +278,9 @@ class _Cutting:
                 yield state, choices[0] if choices else self._default
         if unsure:
             shapes = ", ".join(str(list(shape)) for shape in sorted(unsure)[:3])
-            text = (
-                f"the optimizer names its parameters by number, and several placements fit {shapes}: its state is cut "
-                "as the first of them; `ckpttool convert --optim-keys fqn` first tells them apart"
-            )
-            self.warnings.append(Warning("placement", text))
+            why = f"the optimizer names its parameters by number, and several placements fit {shapes}"
+            how = "its state is cut as the first of them; `ckpttool convert --optim-keys fqn` first tells them apart"
+            self.warnings.append(Warning("placement", f"{why}: {how}"))
 
 
 def _is_cut(tensor: Tensor) -> bool:

@@ -154,13 +154,10 @@ def check_parts(patterns: Mapping[str, str], loaded: Mapping[Path, RankFile]) ->
             weights.append(patterns[str(part)])
     sets = [*whole, *weights]
     if whole and len(sets) > 1:
+        names = some([pattern.rpartition("/")[2] for pattern in sets], 6)
+        why = "files of the first hold model and optimizer, so they are no part of one"
         choices = " or ".join([f"`'{pattern}'`" for pattern in sets[:4]])
-        raise ReadError(
-            f"{some([pattern.rpartition('/')[2] for pattern in sets], 6)} are checkpoints of their own: files of the "
-            "first hold model and optimizer, so they are no part of one",
-            hint=f"name one: {choices}",
-            found=sets,
-        )
+        raise ReadError(f"{names} are checkpoints of their own: {why}", hint=f"name one: {choices}", found=sets)
 
 
 def _kinds_in(tree: Any) -> set[str]:

@@ -69,9 +69,7 @@ class RankState:
     def owner(self, path: Path) -> Path:
         """Return the path of the object that contains an embedded tensor; for other entries, their own path."""
         entry = self.read.entries[path]
-        if not isinstance(entry, Tensor) or not entry.embedded:
-            return path
-        return next(p for p in reversed(above(path)) if p in self.read.entries)
+        return next(p for p in reversed(above(path)) if p in self.read.entries) if entry.embedded else path
 
 
 class RankMerger:

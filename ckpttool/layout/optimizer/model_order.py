@@ -77,11 +77,9 @@ def _check_own_order(optimizer: Optimizer, source: Catalogue) -> None:
     by_name = max(map(len, lists)) > 2 and all(names == sorted(names) for names in lists)
     if flat or by_name or not all(map(follows_modules, lists)):
         why = "sorted by name" if by_name else "as FSDP1 has them" if flat else "not in the order of a model"
-        raise UsageError(
-            f"the parameters of `{optimizer.name}` are to be numbered in the order of the model, which is not "
-            f"known: its groups list them {why}, and the model is no help",
-            hint=order_hint(source),
-        )
+        order = "in the order of the model, which is not known: its groups list them"
+        message = f"the parameters of `{optimizer.name}` are to be numbered {order} {why}, and the model is no help"
+        raise UsageError(message, hint=order_hint(source))
 
 
 def _ordered(entry: Entry, places: dict[str, int]) -> Entry:

@@ -108,20 +108,15 @@ def is_statistic(name: str, names: Collection[str]) -> bool:
 
 
 def _model(source: Catalogue) -> list[Tensor]:
-    models = select.models(source)
+    models, numbers = select.models(source), "the optimizer calls its parameters by numbers"
     if not models:
-        raise UsageError(
-            "the optimizer calls its parameters by numbers, and there is no model here to say which they are",
-            hint="name one with `--model-from`: the model that was trained with this optimizer",
-        )
+        hint = "name one with `--model-from`: the model that was trained with this optimizer"
+        raise UsageError(f"{numbers}, and there is no model here to say which they are", hint=hint)
     rank = select.model_rank(models[0][0])
-    rivals = [root for root, _ in models if select.model_rank(root) == rank]
+    rivals = [dotted(root) for root, _ in models if select.model_rank(root) == rank]
     if len(rivals) > 1:
-        raise UsageError(
-            f"the optimizer calls its parameters by numbers, and there are several models: "
-            f"{some([dotted(root) for root in rivals])}",
-            hint="take one of them and its optimizer alone: `--only`, then `--optim-from`",
-        )
+        hint = "take one of them and its optimizer alone: `--only`, then `--optim-from`"
+        raise UsageError(f"{numbers}, and there are several models: {some(rivals)}", hint=hint)
     return [entry for entry in models[0][1] if isinstance(entry, Tensor)]
 
 
@@ -134,11 +129,9 @@ def _check_ordered(source: Catalogue, optimizer: Optimizer, model: dict[str, Int
     direct = any(map(_is_safetensors(source), tensors))
     # Nothing says of another format where it came from: when no two are of one shape, the shapes tell.
     if direct or (len(tensors) > 2 and len(set(model.values())) < len(model)):
-        raise UsageError(
-            f"`{optimizer.name}` calls its parameters by numbers, in the order of a model that is here only "
-            + ("as safetensors, which sorts it by name" if direct else "sorted by name, as safetensors leaves it"),
-            hint=order_hint(source),
-        )
+        how = "as safetensors, which sorts it by name" if direct else "sorted by name, as safetensors leaves it"
+        message = f"`{optimizer.name}` calls its parameters by numbers, in the order of a model that is here only {how}"
+        raise UsageError(message, hint=order_hint(source))
 
 
 # Shapes ---------------------------------------------------------------------------------------------------------------

@@ -236,11 +236,9 @@ def _regrouped(root: str, values: dict[str, list[Item]]) -> list[Group]:
         tensors = _bytes_of(items)
         differing = [below for below, path in _bytes_of(group.items).items() if tensors.get(below) != path]
         if differing:
-            raise UsageError(
-                f"`{root}` keeps the hyper-parameter `{dotted(differing[0])}` as a tensor for each parameter, so it "
-                f"is not known whether `{group.params[0]}` and `{name}` were in one group",
-                hint="keep it flat: `--optim-keys flat`",
-            )
+            what = f"keeps the hyper-parameter `{dotted(differing[0])}` as a tensor for each parameter"
+            unknown = f"it is not known whether `{group.params[0]}` and `{name}` were in one group"
+            raise UsageError(f"`{root}` {what}, so {unknown}", hint="keep it flat: `--optim-keys flat`")
     return list(groups.values())
 
 

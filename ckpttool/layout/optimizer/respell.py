@@ -66,10 +66,8 @@ def respell_root(catalogue: Catalogue, name: str) -> Catalogue:
     Pure."""
     roots = {e.part.root for e in catalogue.entries.values() if e.part.kind == "optimizer"}
     if len(roots) != 1:
-        raise UsageError(
-            f"`--optim-root {name}`: there are {len(roots) or 'no'} optimizers here, and one is needed",
-            hint="`--rename OLD=NEW` renames anything",
-        )
+        message = f"`--optim-root {name}`: there are {len(roots) or 'no'} optimizers here, and one is needed"
+        raise UsageError(message, hint="`--rename OLD=NEW` renames anything")
     root = roots.pop()
     new = (*root[:-1], name)
     paths = [path for path, entry in catalogue.entries.items() if entry.part == Part("optimizer", root)]
