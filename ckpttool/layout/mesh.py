@@ -152,10 +152,8 @@ def _on(planned: Catalogue, mesh: Mesh) -> Sharding | Tensor:
     """Return the placements of all tensors on the mesh; or the first tensor that no placements fit."""
     known: dict[object, Placements | None] = {}
     placements: dict[Path, Placements] = {}
-    for tensor in planned.tensors:
+    for tensor in (t for t in planned.tensors if not t.embedded and len(t.chunks) > 1):
         chunks = tensor.chunks
-        if tensor.embedded or len(chunks) < 2:
-            continue
         key = (tensor.shape, tuple(chunks.offsets), tuple(chunks.sizes))
         if key not in known:
             expected = set(zip(chunks.offsets, chunks.sizes, strict=True))
@@ -182,9 +180,7 @@ def _candidates(shape: Ints, mesh: Mesh) -> Iterator[Placements]:
 def bytes_per_rank(planned: Catalogue, sharding: Sharding) -> tuple[int, int]:
     """Return the bytes on the fullest rank, and the bytes of the largest tensor. Tied tensors count once. Pure."""
     most = largest = 0
-    for tensor in planned.tensors:
-        if tensor.alias is not None or tensor.embedded:
-            continue
+    for tensor in (t for t in planned.tensors if t.alias is None and not t.embedded):
         local = list(tensor.shape)
         placed = sharding.placements.get(tensor.path, {})
         for name in ("tp", "shard"):

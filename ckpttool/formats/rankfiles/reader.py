@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, File, Path
@@ -57,20 +57,19 @@ class _Opening:
         catalogue = self._catalogue
         names = sorted({rank for part in self._set.parts.values() for rank in part})
         states: Iterator[RankState] = filter(None, map(self._load, names))
-        first = next(states, None)
+        started = [*islice(states, 1)]
         rebuilding: Rebuilding | None = None
         flat: CkptError | None = None
-        if first is not None and is_needed(first):
-            every = [first, *states]
-            rebuilding = Rebuilding(every, self._options)
+        if any(map(is_needed, started)):
+            started += states
+            rebuilding = Rebuilding(started, self._options)
             try:
                 if not self._cut and not self._missing():
                     rebuilding.run()
             except CkptError as error:
                 flat = error
-            states = iter(every[1:])
         # One after the other: a tuple of them would hold all trees at once.
-        for state in chain([first], states) if first is not None else ():
+        for state in chain(started, states):
             self._merger.add(state)
         if self._cut and not self._by:
             raise next(iter(self._cut.values()))

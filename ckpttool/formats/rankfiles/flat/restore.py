@@ -91,7 +91,7 @@ class Rebuilding:
             name = dotted(optimizer)
             error.hint = f"{error.hint or 'save it again'}; or leave it out: `--drop {name}`"
             error.facts["concerns"] = [name]
-        self.faults[optimizer] = error
+        self.faults[optimizer] = error.with_traceback(None)  # whose frames hold the trees of all ranks
 
     def _named(self, optimizer: Path) -> Sequence[Parameter]:
         """The parameters of the model that an optimizer is of."""
