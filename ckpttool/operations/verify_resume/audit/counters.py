@@ -50,9 +50,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-# Counters -------------------------------------------------------------------------------------------------------------
-
-
 def _counters(catalogue: Catalogue, read: ReadNumber, pattern: re.Pattern[str]) -> Iterator[tuple[str, float]]:
     """Yield counters of the progress by name: `trainer_state.global_step`, 4."""
     for entry in catalogue.entries.values():
@@ -85,9 +82,6 @@ def _progress(counters: dict[str, float], steps: set[float], checks: Checks) -> 
 
 def _listed(values: set[float]) -> str:
     return " and ".join(f"{value:g}" for value in sorted(values))
-
-
-# Schedulers -----------------------------------------------------------------------------------------------------------
 
 
 def _schedulers(catalogue: Catalogue, optimizers: Sequence[NamedOptimizer], clocks: set[float], checks: Checks) -> None:
@@ -142,9 +136,6 @@ def _rates(values: Sequence[float]) -> str:
     distinct = dict.fromkeys(values)
     shown = ", ".join(f"{value:g}" for value in list(distinct)[:4])
     return shown + (", ..." if len(distinct) > 4 else "")
-
-
-# Scalers --------------------------------------------------------------------------------------------------------------
 
 
 def _scalers(catalogue: Catalogue, checks: Checks) -> None:

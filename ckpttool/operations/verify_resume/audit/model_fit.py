@@ -130,8 +130,7 @@ def _compare_optimizer(trained: set[str], groups: int, catalogue: Catalogue, che
     except CkptError:
         return  # reported by the check of the optimizer
     keys = {strip_wrappers(str(names.get(key, key))) for key in optimizer.params}
-    lost = sorted(trained - keys)
-    if lost:
+    if lost := sorted(trained - keys):
         checks.fails("recipe", f"{named(lost)} of the recipe's model in no group of the optimizer", lost)
     if optimizer.spelling != "flat" and groups != len(optimizer.groups):
         says = f"the recipe's optimizer has {plural(groups, 'group')}, and the checkpoint {len(optimizer.groups)}"

@@ -119,8 +119,7 @@ def _state_of_group(group: Group, known: NamedOptimizer, checks: Checks, where: 
         says = f"{named(without)}{where} without state: it restarts there, unless they never had a gradient"
         checks.differs("optimizer state", says, without)
     for kind in sorted(kinds):
-        lacking = [known.names[key] for key in group.params if have[key] and kind not in have[key]]
-        if lacking:
+        if lacking := [known.names[key] for key in group.params if have[key] and kind not in have[key]]:
             checks.fails("optimizer state", f"{named(lacking)}{where} without `{kind}`, which others have", lacking)
     needed = sorted(_NEED_BETAS & kinds)
     if needed and not has_betas:
@@ -199,8 +198,7 @@ def _cover(known: NamedOptimizer, model: Model, aliases: Mapping[Path, Path], ch
     """Check that each parameter of the groups is in the model; note tensors of the model that are in no group."""
     names = set(model)
     in_groups = {known.names[key] for key in known.optimizer.params if key in known.names}
-    unknown = sorted(in_groups - names)
-    if unknown:
+    if unknown := sorted(in_groups - names):
         checks.fails("param groups", f"{named(unknown)}{where} not in the model", unknown)
         return
     others = [name for name, tensor in model.items() if name not in in_groups and tensor.path not in aliases]

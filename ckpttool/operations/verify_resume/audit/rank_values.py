@@ -48,9 +48,6 @@ def _rank_of(entry: Entry, catalogue: Catalogue) -> int | None:
     return key if isinstance(key, int) and container is not None and container.kind == "list" else None
 
 
-# Generators -----------------------------------------------------------------------------------------------------------
-
-
 def _generators(catalogue: Catalogue, checks: Checks) -> None:
     by_rank: dict[int | None, set[str]] = defaultdict(set)
     for entry in catalogue.entries.values():
@@ -72,8 +69,7 @@ def _generators(catalogue: Catalogue, checks: Checks) -> None:
         for kind in known:
             if lacking := [rank for rank, kinds in by_rank.items() if rank is not None and kind not in kinds]:
                 checks.differs("rng", f"{rank_ranges(lacking)} without the RNG state of {kind}", _names(lacking))
-    lost = [kind for kind in KINDS[:3] if kind not in every]
-    if lost and "unknown" not in every:
+    if (lost := [kind for kind in KINDS[:3] if kind not in every]) and "unknown" not in every:
         checks.differs("rng", f"no RNG state of {', '.join(lost)}: matters only if the training uses it")
     if checks.faults == before:
         cuda = "" if "cuda" in every else "; no cuda, as without GPUs"
@@ -112,9 +108,6 @@ def _kind_of(name: str, value: Any) -> str | None:
     return "unknown" if isinstance(value, (bytes, Stub)) else None
 
 
-# Data loaders ---------------------------------------------------------------------------------------------------------
-
-
 def _loaders(catalogue: Catalogue, checks: Checks) -> None:
     by_root: dict[Path, list[Entry]] = defaultdict(list)
     for entry in catalogue.entries.values():
@@ -131,8 +124,7 @@ def _loaders(catalogue: Catalogue, checks: Checks) -> None:
         # `dp_rank_R` counts data-parallel ranks, of which there may be fewer.
         dp = any(str(key).startswith("dp_rank") for entry in entries for key in entry.path)
         world = max(own) + 1 if dp and own else _world(catalogue)
-        absent = [rank for rank in range(world) if rank not in ranks] if own and None not in ranks else []
-        if absent:
+        if absent := [rank for rank in range(world) if rank not in ranks] if own and None not in ranks else []:
             says = f"`{dotted(root)}`: {rank_ranges(absent)} of {world} without state"
             checks.differs("dataloader", says, _names(absent))
         else:

@@ -74,8 +74,7 @@ def compare_states(
 def compare_ends(
     report: Report, before: RecordedState, after: RecordedState, run: str, against: str, *, same: bool
 ) -> None:
-    """Compare the states after the last step: a row, and findings, only the first few if the steps were not the
-    `same`."""
+    """Compare the states after the last step: a row, and findings, of steps that were not the `same` only a few."""
     findings = diagnose(before, after, None, run)
     for finding in findings if same else findings[:_MOST_OF_END]:
         finding.says = f"at the end, {finding.says}"
@@ -180,9 +179,8 @@ def check_replicas(report: Report, recorded: RecordedState, run: str) -> None:
     if not shared:
         return
     wrong = [name for (name, _), values in shared.items() if len({*values}) > 1]
-    own = [name for name in wrong if name in recorded.buffers]
     judged = [name for name in wrong if name not in recorded.buffers]
-    if own:
+    if own := [name for name in wrong if name in recorded.buffers]:
         report.notes.append(f"run {run}: buffers that differ between ranks: {some(own)}")
     _add(report, Check("replicas agree", run, len(shared), not judged, f"differ in {some(judged)}" if judged else ""))
 
@@ -195,8 +193,8 @@ def check_sharding(report: Report, run: str, seen: list[Seen]) -> None:
     _add(report, Check("local shapes", run, max(one.parameters for one in seen), not wrong, says))
     _check_memory(report, run, seen)
     _check_losses(report, run, seen)
-    keys = [key for key in seen[0].shared if len({one.shared.get(key) for one in seen}) > 1]
     if seen[0].shared:
+        keys = [key for key in seen[0].shared if len({one.shared.get(key) for one in seen}) > 1]
         says = f"the ranks have different values of {some(keys)}, of which one is saved" if keys else ""
         _add(report, Check("values of the run", run, len(seen[0].shared), not keys, says))
     for note in dict.fromkeys(note for one in seen for note in one.notes):

@@ -150,8 +150,7 @@ class _Tensors:
         """Yield what was cast to a smaller dtype and back."""
         rounded: dict[tuple[str, str], list[str]] = {}
         for name in self.left:
-            dtype = _rounded_to(self.before.tensors[name], self.after.tensors[name])
-            if dtype is not None:
+            if dtype := _rounded_to(self.before.tensors[name], self.after.tensors[name]):
                 rounded.setdefault((self.before.kind_of(name), dtype), []).append(name)
         for (kind, dtype), names in rounded.items():
             if max(self.left[name].numel for name in names) == 1:
@@ -176,8 +175,7 @@ class _Tensors:
             was, now = self.before.tensors[name], self.after.tensors[name]
             if len({box for box in boxes if box}) < 2 or was.dtype == "complex128":
                 continue
-            pair = _shifted_box(was.bits.reshape(was.shape), now.bits.reshape(now.shape), boxes)
-            if pair is not None:
+            if pair := _shifted_box(was.bits.reshape(was.shape), now.bits.reshape(now.shape), boxes):
                 says = f"the shard of rank {pair[0]} of `{name}` is that of rank {pair[1]}"
                 yield self._finding("wrong shard", says, [name], rank=pair[0])
 

@@ -67,9 +67,6 @@ def _purpose(run: Mapping[str, Any]) -> str:
     return _RUNS.get(run["name"]) or run.get("source") or ""
 
 
-# Curves ---------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Curve:
     """A run in a chart: `Curve("A", "broad", [(0, 5.5), (1, 5.4)], "trained without interruption")`. `style` is a class

@@ -174,9 +174,6 @@ def environment(values: Mapping[str, str | None]) -> Iterator[None]:
         os.environ.update(kept)
 
 
-# Failures -------------------------------------------------------------------------------------------------------------
-
-
 def _ended(job: Job, name: str, failed: Mapping[int, int]) -> Ended:
     texts = [_text(job, rank, "error.json") for rank in range(job.mesh.world)]
     raised = {rank: json.loads(text) for rank, text in enumerate(texts) if text}

@@ -46,8 +46,7 @@ def keep(job: Job, built: Built, inputs: tuple[Any, Any] | None) -> str:
     joined: list[Any] = []
     if gathered is not None:
         # Ranks of one replica share a batch.
-        by_replica = dict(gathered)
-        why, joined = _joined([by_replica[replica] for replica in sorted(by_replica)], writer)
+        why, joined = _joined([batch for _, batch in sorted(dict(gathered).items())], writer)
     if why := str(collectives.from_first(why)):
         writer.close({})
         return why

@@ -57,8 +57,7 @@ def load(built: Built, path: str) -> tuple[int | None, list[str]]:
         ckpttool_load.load(path, model, model_key=built.saved_as(key))
     states = {key: _part(loaded.rest, built.saved_as(key), kind) for key, kind in built.kinds.items()}
     notes = _restore(built, states)
-    missing = setup.restore(_part(loaded.rest, "rng", "rng"), built.generators)
-    if missing:
+    if missing := setup.restore(_part(loaded.rest, "rng", "rng"), built.generators):
         notes.append(f"no saved RNG state for rank {dist.get_rank()} ({', '.join(missing)})")
     return _step(loaded.rest), notes
 
@@ -68,8 +67,8 @@ def _restore(built: Built, states: Mapping[str, Any]) -> list[str]:
     are identical: it is then a state of the run, and not of a rank. Every rank calls it."""
     notes = []
     for key, value in built.others.items():
-        saved = [state for state in collectives.all_gather(states[key]) if state is not None]
         own = states[key]
+        saved = [state for state in collectives.all_gather(own) if state is not None]
         if own is None and len({repr(plain(state)) for state in saved}) == 1:
             own = saved[0]
             notes.append(f"`{key}` state is identical on all saved ranks; new rank {dist.get_rank()} uses it")
