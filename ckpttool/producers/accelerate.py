@@ -6,11 +6,7 @@
     optimizer.bin scheduler.bin sampler.bin dl_state_dict.bin scaler.pt custom_checkpoint_0.pkl random_states_3.pkl
 
 The second model or optimizer has `_1` in its name. Beside LOCAL files the optimizer is saved through DCP, which has the
-shapes of the parameters. Written layouts:
-
-    accelerate:sharded   FSDP with SHARDED_STATE_DICT   pytorch_model_fsdp_0/ optimizer_0/
-    accelerate:full      FSDP with FULL_STATE_DICT      pytorch_model_fsdp.bin optimizer.bin
-    accelerate:ddp       one process, or DDP            model.safetensors optimizer.bin
+shapes of the parameters.
 
 Upstream: accelerate 1.15 `checkpointing.py` (`load_accelerator_state`) and `utils/fsdp_utils.py` (`load_fsdp_model`).
 """
@@ -128,9 +124,9 @@ def _is_sampler(catalogue: Catalogue, part: Part) -> bool:
     return isinstance(entry, Object) and (stub_name(entry.value) or "").startswith("accelerate.")
 
 
-_SHARDED = WritableLayout("accelerate:sharded", "fqn", _write_sharded, chunked=True)
-_FULL = WritableLayout("accelerate:full", "fqn", _write_full)
-_DDP = WritableLayout("accelerate:ddp", "id", _write_ddp)
+_SHARDED = WritableLayout("accelerate:sharded", "fqn", _write_sharded, chunked=True)  # FSDP with SHARDED_STATE_DICT
+_FULL = WritableLayout("accelerate:full", "fqn", _write_full)  # FSDP with FULL_STATE_DICT
+_DDP = WritableLayout("accelerate:ddp", "id", _write_ddp)  # one process, or DDP
 
 
 def was_saved_as(source: Catalogue, pattern: str) -> bool:

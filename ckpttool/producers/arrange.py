@@ -142,10 +142,8 @@ class LayoutBuilder:
         self._lost.setdefault(entry.path, why)
 
     def finish(self, otherwise: str) -> OutputLayout:
-        """Return the layout; `otherwise` is why the remaining entries have no place in it.
-
-        Raises LossError when two values go to the same path.
-        """
+        """Return the layout; `otherwise` is why the remaining entries have no place in it. Raises LossError when two
+        values go to the same path."""
         for entry in list(self.remaining()):
             kind, name = entry.part.kind, dotted(entry.part.root)
             is_second = kind in ("model", "optimizer", "scheduler")

@@ -47,10 +47,8 @@ class CombinedSource:
         self._closing.callback(source.close)
 
     def mount(self, other: Source, root: Path = (), part: Part | None = None) -> None:
-        """Add the entries of another source, or one part of it without its root key, under `root`.
-
-        Raises CorruptError when a path is taken already.
-        """
+        """Add the entries of another source, or one part of it without its root key, under `root`. Raises CorruptError
+        when a path is taken already."""
         shift = len(self.catalogue.files)
         self._append(other, shift)
         depth = len(part.root) if part is not None else 0
@@ -81,10 +79,8 @@ class CombinedSource:
         flatten.flatten(dict(values), self.catalogue, (), _no_tensor, root)
 
     def replace_part(self, kind: str, other: Source, name: str) -> None:
-        """Replace the part `kind` by that of `other`, which is called `name` in messages.
-
-        Raises UsageError when one of them has several, or `other` has none.
-        """
+        """Replace the part `kind` by that of `other`, which is called `name` in messages. Raises UsageError when one of
+        them has several, or `other` has none."""
         of_kind = [p for p in parts.parts(other.catalogue) if p.kind == kind]
         if len(of_kind) != 1:
             raise UsageError(f"`{name}` has {len(of_kind) or 'no'} parts of kind {kind}, and one is needed")

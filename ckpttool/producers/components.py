@@ -200,10 +200,8 @@ def require_indexed_files(directory: Directory, layout: Layout) -> None:
 def match_components(
     directory: Directory, patterns: Iterable[Pattern], expected: Sequence[str] = (), root: Path = ()
 ) -> Layout:
-    """Match each name with the first pattern that fits, in the order of the patterns; other names are `unknown`.
-
-    Args: `expected` are roots that a complete save of the framework always has; a warning names those that lack.
-    """
+    """Match each name with the first pattern that fits; other names are `unknown`. `expected` are roots that a complete
+    save of the framework always has; a warning names those that lack."""
     layout = Layout()
     remaining = dict.fromkeys(directory.names)
     for pattern in patterns:

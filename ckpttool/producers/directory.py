@@ -17,8 +17,7 @@ _DEEPEST = 4
 
 
 class Directory:
-    """`Directory("/run/checkpoint-200")`: `names` are `["optimizer_0/", "random_states_0.pkl", ...]`, sorted, folders
-    with a slash."""
+    """`names` are `["optimizer_0/", "random_states_0.pkl", ...]`, sorted, folders with a slash."""
 
     def __init__(self, path: str) -> None:
         self.path = locate(path)

@@ -30,10 +30,8 @@ _LARGEST_SHAPES = 64 << 20
 
 
 def open_at(location: Location, options: OpenOptions = NO_HINTS, run: runs.Run | None = None) -> Source:
-    """Recognise what lies at a location, and open it; of a run, its newest complete checkpoint.
-
-    Args: `run` is the run that the location was chosen from. Raises ReadError or CorruptError.
-    """
+    """Recognise what lies at a location, and open it; of a run, its newest complete checkpoint. `run` is the run that
+    the location was chosen from. Raises ReadError or CorruptError."""
     directory = Directory(location) if location.is_dir() else None
     producer = producers.recognise(directory) if directory is not None else None
     if directory is not None and producer is not None:

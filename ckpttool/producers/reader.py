@@ -23,10 +23,8 @@ from ckpttool.text import plural, some
 
 
 def open_directory(producer: Producer, directory: Directory, options: OpenOptions) -> Source:
-    """Open a directory of a framework. A component that cannot be opened is a fault, unless it is the only one.
-
-    Raises ReadError or CorruptError.
-    """
+    """Open a directory of a framework. A component that cannot be opened is a fault, unless it is the only one. Raises
+    ReadError or CorruptError."""
     layout = producer.layout(directory)
     source = _Opening(directory, layout.components, options).source()
     catalogue = source.catalogue
@@ -176,10 +174,8 @@ class _Opening:
 
 
 def shapes_of_moments(catalogue: Catalogue) -> OpenOptions:
-    """The shapes of parameters, which are those of their moments: `state.<name>.exp_avg`, unlike `state.<name>.step`.
-
-    The order of the model is that of the names in `param_groups` if there is one group. Pure.
-    """
+    """The shapes of parameters, those of their moments (`state.<name>.exp_avg`), in the order of the names in
+    `param_groups` if there is one group. Pure."""
     moments: dict[str, Tensor] = {}
     for tensor in catalogue.tensors:
         key = parse_key(tensor.path, 1)

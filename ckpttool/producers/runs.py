@@ -90,10 +90,8 @@ def checkpoints(path: str) -> list[RunCheckpoint]:
 
 
 def find(directory: Directory) -> Run | None:
-    """The run in a directory, with its newest complete checkpoint chosen; None when there is none.
-
-    Raises ReadError when no checkpoint is complete, or nothing says which is the newest.
-    """
+    """The run in a directory, with its newest complete checkpoint chosen; None when there is none. Raises ReadError
+    when no checkpoint is complete, or nothing says which is the newest."""
     inner, checkpoints = _search(directory)
     return Run(inner, checkpoints, _newest(directory.path, checkpoints)) if checkpoints else None
 

@@ -4,11 +4,6 @@
                      trainer_state.json training_args.bin rng_state.pth rng_state_3.pth
     model directory  config.json beside model*.safetensors or pytorch_model*.bin
 
-Written layouts:
-
-    trainer           one process, or DDP              model.safetensors optimizer.pt
-    trainer:sharded   FSDP with SHARDED_STATE_DICT     pytorch_model_fsdp_0/ optimizer_0/
-
 Upstream: transformers 5.23 `trainer.py` (`_load_from_checkpoint`, `_load_optimizer_and_scheduler`, `_load_rng_state`).
 """
 
@@ -138,8 +133,8 @@ def _write_state(builder: LayoutBuilder) -> None:
         builder.notes.append(f"the Trainer finds the newest checkpoint by its name, which would be `checkpoint-{step}`")
 
 
-_WHOLE = WritableLayout("trainer", "id", _write_trainer, splits=True, ordered=True)
-_SHARDED = WritableLayout("trainer:sharded", "fqn", _write_sharded, chunked=True)
+_WHOLE = WritableLayout("trainer", "id", _write_trainer, splits=True, ordered=True)  # one process, or DDP
+_SHARDED = WritableLayout("trainer:sharded", "fqn", _write_sharded, chunked=True)  # FSDP with SHARDED_STATE_DICT
 
 
 def _choose(source: Catalogue, to_world: int | None) -> WritableLayout:

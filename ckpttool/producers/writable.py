@@ -20,9 +20,7 @@ LAYOUTS = tuple(sorted((layout for row in PRODUCERS for layout in row.writes), k
 
 def named(name: str) -> WritableLayout:
     """The layout called `name`; of a framework with several, the first, whose flags are the most that one of them has.
-
-    Raises UsageError.
-    """
+    Raises UsageError."""
     for layout in LAYOUTS:
         if name in (layout.name, layout.framework):
             return layout

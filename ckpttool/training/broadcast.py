@@ -203,8 +203,7 @@ def _bytes(memory: torch.Tensor) -> torch.Tensor:
 
 
 def ahead(reads: Sequence[Callable[[], T] | None]) -> Generator[Callable[[], T] | None, None, None]:
-    """Start each read while the result of the one before is in use: a thread reads ahead by one. Ranks that do not read
-    have None for each."""
+    """Start each read while the result of the one before is in use. Ranks that do not read have None for each."""
     pool = ThreadPoolExecutor(1, "reading")
     try:
         started = (pool.submit(read) if read is not None else None for read in reads)

@@ -110,10 +110,8 @@ class LoadOptions:
 
 
 def describe(catalogue: Catalogue, path: str, read: Read, options: LoadOptions) -> Contents:
-    """Describe the parts of a catalogue that a script loads.
-
-    Raises UsageError when a part does not exist, or is ambiguous.
-    """
+    """Describe the parts of a catalogue that a script loads. Raises UsageError when a part does not exist, or is
+    ambiguous."""
     contents = Contents(path, catalogue.format)
     catalogue = _without_own(contents, select.start(catalogue), read, options.own)
     chosen: list[Part] = []
@@ -163,10 +161,8 @@ def _without_own(contents: Contents, catalogue: Catalogue, read: Read, own: Mapp
 
 
 def _chosen_part(catalogue: Catalogue, kind: str, name: str | None, path: str) -> Part:
-    """The part of a kind: the one under the key `name`, the only one, or of several models the one that is no EMA.
-
-    Raises UsageError when it is ambiguous.
-    """
+    """The part under the key `name`, the only one of its kind, or of several models the one that is no EMA. Raises
+    UsageError when it is ambiguous."""
     present = {dotted(part.root): part for part in parts.parts(catalogue) if part.kind == kind}
     if name is not None and name not in present:
         there = f"there is {', '.join(f'`{n}`' for n in present)}" if present else "there is none"

@@ -75,8 +75,7 @@ def fill(
     groups: Sequence[GroupMatch],
     filler: Filler,
 ) -> None:
-    """Fill a model whose parameters are tensors or DTensors (FSDP2, tensor parallelism, DDP, plain), and its
-    optimizer."""
+    """Fill a model of tensors or DTensors (FSDP2, tensor parallelism, DDP, plain), and its optimizer."""
     contents = filler.contents
     with torch.no_grad():
         _fill_model(matched, filler)
@@ -178,11 +177,8 @@ def room(parameter: Any, saved: Shape, current: Any = None) -> Any:
 def _set_state(
     optimizer: torch.optim.Optimizer, matches: Sequence[GroupMatch], state: State, as_saved: set[int], path: str
 ) -> None:
-    """Load state and hyper-parameters through `Optimizer.load_state_dict`, which casts and moves them; the dtypes of
-    state of parameters in `as_saved`, which have the checkpoint's dtype, are kept.
-
-    Raises UsageError when the state is not of such an optimizer.
-    """
+    """Load state and hyper-parameters through `Optimizer.load_state_dict`, which casts and moves them, but keep the
+    dtypes of state of parameters in `as_saved`, which have the checkpoint's. Raises UsageError for other state."""
     numbers: dict[int, int] = {}
     parameters = [parameter for one in matches for parameter in one.group["params"]]
     for parameter in parameters:

@@ -26,10 +26,8 @@ from ckpttool.training.contents import Contents, Group, Optimizer, Shape
 
 @dataclass(slots=True)
 class TensorTarget:
-    """A tensor of a model to fill: `TensorTarget("module.w", "w", Parameter(...), module)`.
-
-    `name` is that of the checkpoint. `value` is a tensor, a DTensor or a ShardedTensor.
-    """
+    """A tensor of a model to fill: `TensorTarget("module.w", "w", Parameter(...), module)`; `name` is the
+    checkpoint's."""
 
     key: str
     name: str
@@ -161,10 +159,8 @@ class GroupMatch:
 
 
 def match_groups(optimizer: torch.optim.Optimizer, model: nn.Module, contents: Contents) -> list[GroupMatch]:
-    """Match each group of the optimizer with the checkpoint's group of the same parameters.
-
-    Raises UsageError for different groups: torch would merge them silently (pytorch issue 143828).
-    """
+    """Match each group of the optimizer with the checkpoint's group of the same parameters. Raises UsageError for
+    different groups: torch would merge them silently (pytorch issue 143828)."""
     saved = contents.optimizer
     assert saved is not None
     if saved.by_number:

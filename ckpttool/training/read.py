@@ -49,8 +49,7 @@ class LocalShard(NamedTuple):
 
 
 def local_shards(value: Any, name: str) -> list[LocalShard]:
-    """The shards of a tensor that this rank has; none if its shard is empty. Raises UsageError for a partial
-    placement."""
+    """The shards of a tensor that this rank has, without empty ones. Raises UsageError for a partial placement."""
     if isinstance(value, ShardedTensor):
         local = [(s.metadata, s.tensor.detach()) for s in value.local_shards()]
         shards = [LocalShard((tuple(m.shard_offsets), tuple(m.shard_sizes)), memory) for m, memory in local]

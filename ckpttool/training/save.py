@@ -103,8 +103,7 @@ def _check(format: str, model: nn.Module, extra: dict[str, Any]) -> None:
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None, format: str) -> dict[str, Any]:
-    """The state dicts of model and optimizer; under FSDP1 by its own functions, as `get_state_dict` cannot load them
-    again."""
+    """The state dicts of model and optimizer; FSDP1 has its own functions, as `get_state_dict` cannot load them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if is_fsdp1(model) and format != "torch":

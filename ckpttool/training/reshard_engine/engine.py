@@ -98,9 +98,7 @@ def run(
     progress: Progress | None,
 ) -> Transferred:
     """Write `catalogue` at `partial`, a directory that every rank sees. Every rank calls it; rank 0 has the figures.
-
-    Raises CkptError, the same on every rank, or Lost.
-    """
+    Raises CkptError, the same on every rank, or LostRank."""
     device = devices.take(rank.kind)
     with _group(rank):
         collectives.check_sees(partial, "all ranks must write to one shared file system")
@@ -154,8 +152,7 @@ def _group(rank: Rank) -> Iterator[None]:
 
 
 def _is_of_the_group(error: BaseException) -> bool:
-    """Whether an error is of a broken connection: torch has no class of its own for errors of gloo and of some backends
-    (nccl, xccl, hccl)."""
+    """Whether an error is of a broken connection: torch has no class for errors of gloo, nccl, xccl or hccl."""
     if isinstance(error, (dist.DistError, ConnectionError)):
         return True
     message = str(error).lower()
@@ -216,8 +213,7 @@ class _Planner(DefaultSavePlanner):  # type: ignore[misc] # torch is not looked 
 
 
 class _Writer(torch_dcp.FileSystemWriter):  # type: ignore[misc]
-    """Writes into the directory that rank 0 created; torch's would create it again after a failed rank 0 has removed
-    it."""
+    """Writes into the directory that rank 0 created; torch's would create it again after rank 0 has removed it."""
 
     def prepare_local_plan(self, plan: Any) -> Any:
         """Nothing to prepare."""

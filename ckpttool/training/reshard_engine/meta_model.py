@@ -105,8 +105,7 @@ class MetaModel:
     # Modules ---------------------------------------------------------------------------------------------------------
 
     def _place(self, tensor: Tensor, trained: bool) -> None:
-        """Add a tensor as a parameter if FSDP shards it, or if it has optimizer state, dimensions and a dtype with
-        gradients; else as a buffer."""
+        """Add a tensor as a parameter if FSDP shards it, or if it can be and has been trained; else as a buffer."""
         placements = self._placements_of(tensor)
         value: Any = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype.name), device="meta")
         if "tp" in placements:
