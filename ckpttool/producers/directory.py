@@ -95,8 +95,8 @@ class Directory:
     def facts(self, name: str) -> dict[str, Any]:
         """The object in a small JSON file; empty when there is none, or it cannot be read."""
         with suppress(CkptError):
-            value = self.json(name)
-            return value if isinstance(value, dict) else {}
+            if isinstance(value := self.json(name), dict):
+                return value
         return {}
 
     def text(self, name: str) -> str:

@@ -32,12 +32,7 @@ COMPOSER = Producer(
     whole=True,
     confirm=_has_state,
 )
-LIGHTNING = Producer(
-    "Lightning",
-    (r"meta\.pt", DCP_FILE),
-    (DCP_FILES, Pattern(r"meta\.pt")),
-    whole=True,
-)
+LIGHTNING = Producer("Lightning", (r"meta\.pt", DCP_FILE), (DCP_FILES, Pattern(r"meta\.pt")), whole=True)
 
 _OF_DINO = r"(?P<name>.+)\.rank_(?P<rank>\d+)\.pth"
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, MutableMapping
 from dataclasses import replace
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import torch
@@ -99,9 +101,8 @@ def _targets(
     for where, model in models.items():
         parameters = {id(parameter) for parameter in model.parameters()}
         target = replace(options, model=model, model_key=dotted(where) if len(models) > 1 else None)
-        matching = [
-            w for w, o in left.items() if any(id(p) in parameters for group in o.param_groups for p in group["params"])
-        ]
+        groups = {key: [id(p) for group in o.param_groups for p in group["params"]] for key, o in left.items()}
+        matching = [key for key, of_optimizer in groups.items() if not parameters.isdisjoint(of_optimizer)]
         if not matching:
             yield target
         for key in matching:
@@ -142,10 +143,7 @@ class _CustomObjects:
         loaded = flatten.unflatten(own, lambda entry: values[entry.path])
         with collectives.together():
             for where in sorted(self.found):
-                value = loaded
-                for key in where:
-                    value = value[key]
-                self._objects[where].load_state_dict(value)
+                self._objects[where].load_state_dict(reduce(getitem, where, loaded))
 
     def _room(self, path: Path, shape: Shape) -> Any:
         for where in self.found:
@@ -187,14 +185,12 @@ def _find(rest: dict[Any, Any], where: Path) -> list[Any]:
     return [node]
 
 
-def _restore(state: State, where: Path, value: Any, saved: Any) -> None:
+def _restore(state: Any, where: Path, value: Any, saved: Any) -> None:
     if hasattr(value, "load_state_dict"):
         value.load_state_dict(saved)
         return
-    *above, last = where
-    for key in above:
-        state = state[str(key)] if str(key) in state else state[key]  # type: ignore[index]
     if isinstance(value, torch.Tensor) and isinstance(saved, torch.Tensor) and value.shape == saved.shape:
         value.copy_(saved)
     else:
-        state[last] = saved  # type: ignore[index]
+        above: Any = reduce(getitem, where[:-1], state)
+        above[where[-1]] = saved

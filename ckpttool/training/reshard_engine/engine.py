@@ -109,8 +109,8 @@ def run(
         with collectives.together():
             sink = combine.create_rest(partial, catalogue, meta.tensors) if rank.number == 0 else None
             if sink is not None:
-                jobs, rest = plan.plan(sink.catalogue), sink.catalogue
-                moved = transfer(jobs, source, rest, total=0, threads=threads, memory=memory)
+                rest = sink.catalogue
+                moved = transfer(plan.plan(rest), source, rest, total=0, threads=threads, memory=memory)
                 sink.finish(moved.crcs)
         _fill(meta, source, device, progress)
         _save(catalogue, meta, partial)
@@ -125,17 +125,12 @@ def run(
 def _group(rank: Rank) -> Iterator[None]:
     """Context manager of the process group. A rank that fails leaves it at once."""
     leave = dist.destroy_process_group if rank.kind == "cpu" else devices.abort
+    group = {"store": rank.store, "rank": rank.number, "world_size": rank.world}
     try:
         with devices.close_on_failure():
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                dist.init_process_group(
-                    devices.backends(rank.kind),
-                    store=rank.store,
-                    rank=rank.number,
-                    world_size=rank.world,
-                    timeout=timedelta(seconds=_PATIENCE),
-                )
+                dist.init_process_group(devices.backends(rank.kind), timeout=timedelta(seconds=_PATIENCE), **group)
             yield
         leave = dist.destroy_process_group
     except torch.OutOfMemoryError as error:
@@ -153,10 +148,8 @@ def _group(rank: Rank) -> Iterator[None]:
 
 def _is_of_the_group(error: BaseException) -> bool:
     """Whether an error is of a broken connection: torch has no class for errors of gloo, nccl, xccl or hccl."""
-    if isinstance(error, (dist.DistError, ConnectionError)):
-        return True
-    message = str(error).lower()
-    return any(word in message for word in ("gloo", "ccl", "connection", "timed out", "socket", "tcpstore"))
+    words = ("gloo", "ccl", "connection", "timed out", "socket", "tcpstore")
+    return isinstance(error, (dist.DistError, ConnectionError)) or any(word in str(error).lower() for word in words)
 
 
 # Filling --------------------------------------------------------------------------------------------------------------
@@ -204,11 +197,8 @@ class _Planner(DefaultSavePlanner):  # type: ignore[misc] # torch is not looked 
     def create_local_plan(self) -> Any:
         """As torch's."""
         meta = super().create_local_plan()
-        meta.items[:] = [
-            item
-            for item in meta.items
-            if item.tensor_data is None or item.tensor_data.chunk.sizes.numel() or not item.tensor_data.size.numel()
-        ]
+        tensors = ((item, item.tensor_data) for item in meta.items)
+        meta.items[:] = [i for i, data in tensors if not data or data.chunk.sizes.numel() or not data.size.numel()]
         return meta
 
 
@@ -238,9 +228,8 @@ def _check_source(source: Source, catalogue: Catalogue, meta: MetaModel, rank: R
     with collectives.together():
         read, counted = _records(source, catalogue, meta.tensors)
         share = checksums.Pieces()
-        for i, record in enumerate(read.records()):
-            if i % rank.world == rank.number:
-                share.add(record, 0, read.used(record), None)
+        for record in read.records()[rank.number :: rank.world]:
+            share.add(record, 0, read.used(record), None)
         moved = transfer((), source, catalogue, total=0, earlier=share)
         first = rank.number == 0
         message = (moved.checked + first * counted.checked, moved.unchecked + first * counted.unrecorded)
