@@ -9,7 +9,6 @@ without what the others hold.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -42,11 +41,6 @@ _SMALL = 1 << 16
 _ALIGNMENT = 64
 
 T = TypeVar("T")
-
-
-def travels(shape: Shape) -> bool:
-    """Whether torch can send a tensor of this dtype by gloo and by nccl."""
-    return not shape.dtype.startswith(_AS_BYTES)
 
 
 def send_model(parts: Sequence[tuple[nn.Module, Sequence[tuple[str, Tensor | None]]]], reader: Reader | None) -> None:
@@ -107,8 +101,7 @@ def _copies(module: nn.Module) -> bool:
 def _set(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
     # Not strict: missing keys are checked before, and a call has one module's tensors only.
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=True, strict=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with collectives.quiet():
         set_model_state_dict(module, state, options=options)
 
 
@@ -242,6 +235,8 @@ def is_sharded(value: Any) -> bool:
     return isinstance(value, DTensor) and not all(placement.is_replicate() for placement in value.placements)
 
 
-def is_simple(value: Any) -> bool:
-    """Whether torch's functions take a tensor: a DTensor, or a plain one."""
-    return type(value) in (torch.Tensor, nn.Parameter, nn.Buffer) or isinstance(value, DTensor)
+def travels(value: Any, dtype: str) -> bool:
+    """Whether torch's functions take a tensor, a DTensor or a plain one, and gloo and nccl the dtype that it has in the
+    checkpoint."""
+    is_simple = type(value) in (torch.Tensor, nn.Parameter, nn.Buffer) or isinstance(value, DTensor)
+    return is_simple and not dtype.startswith(_AS_BYTES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -56,6 +57,14 @@ def to_first(value: Any) -> list[Any] | None:
     values: list[Any] | None = [None] * world_size() if rank() == 0 else None
     dist.gather_object(value, values, dst=0)
     return values
+
+
+@contextmanager
+def quiet(kind: type[Warning] = Warning) -> Iterator[None]:
+    """Context manager and decorator without warnings, of which torch's state dicts give many."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", kind)
+        yield
 
 
 @contextmanager

@@ -108,7 +108,7 @@ def _fill_model(matched: ModelMatch, filler: Filler) -> None:
     with filler.together():
         for target in matched.targets:
             key, shape = ("model", target.name), filler.contents.model[target.name]
-            by_torch = filler.sends and on_one and broadcast.travels(shape) and broadcast.is_simple(target.value)
+            by_torch = filler.sends and on_one and broadcast.travels(target.value, shape.dtype)
             if by_torch and target.module is not None:
                 _, names = by_module.setdefault(id(target.module), (target.module, []))
                 names.append((target.key.rpartition(".")[2], filler.contents.tensors.get(key)))

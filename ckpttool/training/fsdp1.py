@@ -6,7 +6,6 @@ FSDP.optim_state_dict_to_load       takes moments that are sharded like their pa
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,15 +36,7 @@ def is_fsdp1(model: nn.Module) -> bool:
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Context manager without the FutureWarning of ShardedTensor at every touch."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        yield
-
-
-@_quiet()
+@collectives.quiet(FutureWarning)  # of ShardedTensor at every touch
 def fill(model: nn.Module, optimizer: torch.optim.Optimizer | None, filler: Filler) -> ModelMatch:
     """Fill model and optimizer. A collective: FSDP1 copies the shards into its flat parameters."""
     with collectives.together():
@@ -79,7 +70,8 @@ def fill(model: nn.Module, optimizer: torch.optim.Optimizer | None, filler: Fill
 def sharded(model: nn.Module) -> Iterator[None]:
     """Context manager in which state dicts are sharded, on the device of the shards."""
     configs = ShardedStateDictConfig(), ShardedOptimStateDictConfig()
-    with _quiet(), FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, *configs):
+    as_shards = FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, *configs)
+    with collectives.quiet(FutureWarning), as_shards:
         yield
 
 

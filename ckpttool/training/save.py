@@ -10,7 +10,6 @@ Random states and data loaders are rank-local, and saved for each rank.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import chain
@@ -102,23 +101,22 @@ def _check(format: str, model: nn.Module, extra: dict[str, Any]) -> None:
         raise UsageError(f"`{reserved.pop()}` is what the model or its optimizer is saved as")
 
 
+@collectives.quiet()
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None, format: str) -> dict[str, Any]:
     """The state dicts of model and optimizer; FSDP1 has its own functions, as `get_state_dict` cannot load them."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if is_fsdp1(model) and format != "torch":
-            with sharded(model):
-                state: dict[str, Any] = {"model": model.state_dict()}
-                if optimizer is not None:
-                    state["optim"] = FullyShardedDataParallel.optim_state_dict(model, optimizer)
-            return state
-        # Tensors on the CPU must not be offloaded (a segmentation fault or wrong moments in torch 2.13).
-        is_off_cpu = any(parameter.device.type != "cpu" for parameter in model.parameters())
-        options = StateDictOptions(full_state_dict=format == "torch", cpu_offload=format == "torch" and is_off_cpu)
-        state = {"model": get_model_state_dict(model, options=options)}
-        if optimizer is not None:
-            state["optim"] = get_optimizer_state_dict(model, optimizer, options=options)
+    if is_fsdp1(model) and format != "torch":
+        with sharded(model):
+            state: dict[str, Any] = {"model": model.state_dict()}
+            if optimizer is not None:
+                state["optim"] = FullyShardedDataParallel.optim_state_dict(model, optimizer)
         return state
+    # Tensors on the CPU must not be offloaded (a segmentation fault or wrong moments in torch 2.13).
+    is_off_cpu = any(parameter.device.type != "cpu" for parameter in model.parameters())
+    options = StateDictOptions(full_state_dict=format == "torch", cpu_offload=format == "torch" and is_off_cpu)
+    state = {"model": get_model_state_dict(model, options=options)}
+    if optimizer is not None:
+        state["optim"] = get_optimizer_state_dict(model, optimizer, options=options)
+    return state
 
 
 def _value(value: Any, format: str) -> Any:
@@ -190,8 +188,7 @@ class _Planner(DefaultSavePlanner):  # type: ignore[misc]
 
 def _write(state: dict[str, Any], partial: str, format: str, keys: list[tuple[Any, ...]]) -> None:
     if format == "dcp":
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with collectives.quiet():
             torch_dcp.save(state, checkpoint_id=partial, planner=_Planner(keys))
     elif format == "fsdp1" or collectives.rank() == 0:
         path = local_path(partial) if format == "torch" else local_path(partial) / f"rank{collectives.rank()}.pt"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import socket
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -128,8 +127,7 @@ def _group(rank: Rank) -> Iterator[None]:
     group = {"store": rank.store, "rank": rank.number, "world_size": rank.world}
     try:
         with devices.close_on_failure():
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with collectives.quiet():
                 dist.init_process_group(devices.backends(rank.kind), timeout=timedelta(seconds=_PATIENCE), **group)
             yield
         leave = dist.destroy_process_group
@@ -213,13 +211,12 @@ class _Writer(torch_dcp.FileSystemWriter):  # type: ignore[misc]
 def _save(catalogue: Catalogue, meta: MetaModel, partial: str) -> None:
     names = planner_data.name_entries(catalogue).names
     state = {names[path]: value for path, value in meta.state().items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        with collectives.quiet():
             torch_dcp.save(state, storage_writer=_Writer(partial), planner=planner)
-        except CheckpointException as error:
-            raise save.failed(error, partial, partial) from None
+    except CheckpointException as error:
+        raise save.failed(error, partial, partial) from None
 
 
 def _check_source(source: Source, catalogue: Catalogue, meta: MetaModel, rank: Rank, total: Transferred) -> None:

@@ -10,7 +10,6 @@ Nothing has to be known of the model's code: `load_state_dict` asks for names an
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +25,7 @@ from ckpttool.formats.dcp import combine
 from ckpttool.layout.mesh import Placements, Sharding, same_boxes
 from ckpttool.layout.optimizer import parse, respell
 from ckpttool.layout.rename import strip_wrappers
+from ckpttool.training import collectives
 from ckpttool.training.contents import Contents, Optimizer, Shape
 
 # What a module has of its own, and what torch and our loader take off names.
@@ -160,8 +160,7 @@ class MetaModel:
         dims = self._dims
         is_hybrid = "replicate" in (self._mesh.mesh_dim_names or ())
         over = self._mesh["replicate", "shard"] if is_hybrid else self._mesh["shard"]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with collectives.quiet():
             fully_shard(
                 self.model, mesh=over, ignored_params=self._ignored, shard_placement_fn=lambda value: Shard(dims[value])
             )

@@ -30,8 +30,9 @@ from ckpttool.catalogue import parts
 from ckpttool.layout.rename import strip_wrappers
 from ckpttool.operations.verify_resume.trial.state import INDEX, TENSORS
 from ckpttool.operations.verify_resume.worker.build import Built
-from ckpttool.operations.verify_resume.worker.setup import captured, elements, quiet, sha256
+from ckpttool.operations.verify_resume.worker.setup import captured, elements, sha256
 from ckpttool.training import collectives, fsdp1
+from ckpttool.training.collectives import quiet
 
 _SMALL = 64
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)

@@ -9,9 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -85,14 +83,6 @@ def replica(mesh: DeviceMesh) -> int:
 
 
 # Tensors --------------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Context manager and decorator without warnings, of which torch's state dicts give many."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def local(value: torch.Tensor) -> torch.Tensor:
