@@ -82,9 +82,8 @@ def _write_full(builder: LayoutBuilder) -> OutputLayout:
 
 
 def _write_ddp(builder: LayoutBuilder) -> OutputLayout:
-    catalogue = builder.catalogue
-    ties_known = any(t.alias for t in catalogue.tensors if t.part.kind == "model")
-    if catalogue.format in ("dcp", "rankfiles") and not ties_known:
+    ties_known = any(t.alias for t in builder.catalogue.tensors if t.part.kind == "model")
+    if builder.catalogue.format in ("dcp", "rankfiles") and not ties_known:
         # These formats do not store ties. `load_model` of safetensors refuses a tied tensor that is there under both
         # names, `load_state_dict` takes it.
         _add_whole(builder, "model", "pytorch_model")
@@ -111,9 +110,8 @@ def _write_rest(builder: LayoutBuilder) -> OutputLayout:
     others = [e for e in builder.remaining() if e.path and re.fullmatch(r"custom_checkpoint_\d+", str(e.path[0]))]
     for name in dict.fromkeys(str(e.path[0]) for e in others if e.part.kind == "other"):
         component = builder.component(f"{name}.pkl", "torch", (name,))
-        for entry in others:
-            if entry.path[0] == name:
-                builder.add(entry, component, entry.path)
+        for entry in (e for e in others if e.path[0] == name):
+            builder.add(entry, component, entry.path)
     builder.add_generator_files("random_states_{rank}.pkl", _RNG, _OWN_RNG)
     return builder.finish("accelerate stores no such value")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from ckpttool import formats
@@ -84,9 +85,8 @@ class LayoutBuilder:
 
     def remaining(self) -> Iterator[Entry]:
         """The entries that are neither in a component, nor folded, nor lost."""
-        for path, entry in self.catalogue.entries.items():
-            if path not in self._component_of and path not in self._lost and path not in self._folded:
-                yield entry
+        placed = (self._component_of, self._lost, self._folded)
+        return (entry for path, entry in self.catalogue.entries.items() if not any(path in paths for paths in placed))
 
     # Where it goes ----------------------------------------------------------------------------------------------------
 
@@ -146,9 +146,8 @@ class LayoutBuilder:
         values go to the same path."""
         for entry in list(self.remaining()):
             kind, name = entry.part.kind, dotted(entry.part.root)
-            is_second = kind in ("model", "optimizer", "scheduler")
-            why = f"there is a place for another {kind} than `{name}`, and no second one" if is_second else otherwise
-            self.lose(entry, why)
+            second = f"there is a place for another {kind} than `{name}`, and no second one"
+            self.lose(entry, second if kind in ("model", "optimizer", "scheduler") else otherwise)
         kept = select.select(self.catalogue, lambda entry: entry.path not in self._folded)
         moved = move(kept, {old: new for old, new in self._moved.items() if old in kept.entries})
         for path, part in self._parts.items():
@@ -159,21 +158,16 @@ class LayoutBuilder:
             if value.path in moved.entries:
                 raise LossError(f"`{value.name}` is there already, with another value")
             moved.entries[value.path] = value
-        lost = [
-            Loss(entry.name, why)
-            for path, why in self._lost.items()
-            if not (entry := self.catalogue.entries[path]).embedded
-        ]
-        return OutputLayout(moved, self._components, component_of, lost)
+        lost = ((self.catalogue.entries[path], why) for path, why in self._lost.items())
+        losses = [Loss(entry.name, why) for entry, why in lost if not entry.embedded]
+        return OutputLayout(moved, self._components, component_of, losses)
 
     # Values that several layouts have ---------------------------------------------------------------------------------
 
     def step(self) -> int | None:
         """The step that the state has."""
-        for entry in self.catalogue.entries.values():
-            if _is_step(entry) and (value := self.integer(entry)) is not None:
-                return value
-        step = self.catalogue.facts.get("step")
+        steps = (self.integer(entry) for entry in self.catalogue.entries.values() if _is_step(entry))
+        step = next((step for step in steps if step is not None), self.catalogue.facts.get("step"))
         return step if isinstance(step, int) else None
 
     def step_or_name(self) -> int | None:
@@ -226,13 +220,11 @@ class LayoutBuilder:
 
     def add_generator_files(self, name: str, names: Mapping[str, str], own: re.Pattern[str]) -> None:
         """Add the states of generators in a file per rank, `{rank}` in its name; without that, in one file."""
-        components: dict[int, int] = {}
 
+        @cache
         def place(rank: int) -> tuple[int, Path]:
             root = ("rng", f"rank{rank}") if "{rank}" in name else ("rng",)
-            if rank not in components:
-                components[rank] = self.component(name.replace("{rank}", str(rank)), "torch", root)
-            return components[rank], root
+            return self.component(name.replace("{rank}", str(rank)), "torch", root), root
 
         with_state = self.add_generators(names, lambda below: own.fullmatch(str(below[0])), place)
         without = [rank for rank in range(self.world_size) if rank not in with_state]

@@ -62,9 +62,8 @@ class CombinedSource:
             if part is not None:
                 entry.part = Part(part.kind, root)
             self.catalogue.add(entry)
-        for path, container in added.containers.items():
-            if len(path) >= depth:
-                self.catalogue.containers[(*root, *path[depth:])] = container
+        of_part = {path: container for path, container in added.containers.items() if len(path) >= depth}
+        self.catalogue.containers |= {(*root, *path[depth:]): container for path, container in of_part.items()}
         self.catalogue.files += other.catalogue.files
         self.catalogue.warnings += other.catalogue.warnings
         names = [entry.name for entry in added.entries.values()]

@@ -41,10 +41,8 @@ def _write(builder: LayoutBuilder) -> OutputLayout:
     for kind, root in (("model", ()), ("optimizer", ("optimizer",)), ("scheduler", ("lr_scheduler",))):
         builder.add_part_to(component, builder.first(kind), root)
     for entry in list(builder.remaining()):
-        is_loader = entry.part.root == ("dataloader",)
-        if entry.path[:1] == ("train_state",) or (
-            is_loader and re.fullmatch(r"dp_rank_\d+|world_size", str(entry.path[-1]))
-        ):
+        is_loader = entry.part.root == ("dataloader",) and re.fullmatch(r"dp_rank_\d+|world_size", str(entry.path[-1]))
+        if entry.path[:1] == ("train_state",) or is_loader:
             builder.add(entry, component, entry.path)
     if optimizer is not None and not builder.parts("dataloader"):
         builder.notes.append(

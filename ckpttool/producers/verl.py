@@ -71,15 +71,10 @@ def _join_optimizer(directory: Directory, layout: Layout) -> None:
     sets = [c for c in layout.components if c.kind == "rank files" and c.root[-1:] in (("model",), ("optimizer",))]
     if len(sets) == 2 and sets[0].name.removeprefix("model") == sets[1].name.removeprefix("optim"):
         model, optim = sets
-        end = model.name.removeprefix("model")
-        joint = replace(
-            model,
-            name=f"{{model,optim}}{end}",
-            root=model.root[:-1],
-            files=(*model.files, *optim.files),
-            glob=f"[mo][op][dt]*{end}",
-        )
-        layout.components = [joint, *(c for c in layout.components if c not in sets)]
+        end, files = model.name.removeprefix("model"), (*model.files, *optim.files)
+        joint = replace(model, name=f"{{model,optim}}{end}", files=files, glob=f"[mo][op][dt]*{end}")
+        others = (c for c in layout.components if c not in sets)
+        layout.components = [replace(joint, root=model.root[:-1]), *others]
 
 
 def _check_world_size(directory: Directory, layout: Layout) -> None:
@@ -112,9 +107,8 @@ def _write(builder: LayoutBuilder) -> OutputLayout:
         builder.add_part(builder.first(kind), f"{folder}{stem}{of_rank}", "rankfiles", (stem,))
     extra = builder.component(f"{folder}extra_state{of_rank}", "rankfiles")
     scheduler = builder.first("scheduler")
-    if scheduler is not None:
-        builder.add_part_to(extra, scheduler, ("lr_scheduler",))
-    else:
+    builder.add_part_to(extra, scheduler, ("lr_scheduler",))
+    if scheduler is None:
         # verl reads this key; its value may be None.
         builder.add_value(extra, Object(("lr_scheduler",), None, part=Part("scheduler", ("lr_scheduler",))))
     builder.add_generators(_RNG, lambda below: below == ("cuda",), lambda rank: (extra, ("rng", f"rank{rank}")))
@@ -136,13 +130,5 @@ def _write(builder: LayoutBuilder) -> OutputLayout:
     return builder.finish("verl stores no such value")
 
 
-VERL = Producer(
-    "verl",
-    (),
-    _PATTERNS,
-    applies=_is_verl,
-    adjust=_add_roles,
-    writes=(
-        WritableLayout("verl", "id", _write, chunked=True, even=True, ordered=True, tensor_class="dtensor:cuda:fsdp"),
-    ),
-)
+_FSDP2 = WritableLayout("verl", "id", _write, chunked=True, even=True, ordered=True, tensor_class="dtensor:cuda:fsdp")
+VERL = Producer("verl", (), _PATTERNS, applies=_is_verl, adjust=_add_roles, writes=(_FSDP2,))

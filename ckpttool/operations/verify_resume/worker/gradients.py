@@ -28,7 +28,6 @@ from ckpttool.operations.verify_resume.worker.build import Built
 from ckpttool.operations.verify_resume.worker.observe import flat_handles
 from ckpttool.operations.verify_resume.worker.record import Writer, gathered
 from ckpttool.training import collectives, fsdp1
-from ckpttool.training.collectives import quiet
 
 FOLDER = "gradients"
 
@@ -56,7 +55,7 @@ def keep(job: Job, built: Built, inputs: tuple[Any, Any] | None) -> str:
     return ""
 
 
-@quiet()
+@collectives.quiet()
 def again(job: Job, built: Built) -> None:
     """Compute on one rank the gradients of the run in `job.gradients_of`."""
     other, folder = job.gradients_of or "", os.path.join(job.folder, FOLDER)
@@ -80,7 +79,7 @@ def write(built: Built, inputs: tuple[Any, Any], writer: Any) -> None:
     args, kwargs = inputs
     _scalar(built.model(*args, **kwargs)).backward()
     flat = FullyShardedDataParallel.summon_full_params(built.model, with_grads=True, writeback=False)
-    with quiet(), flat if fsdp1.is_fsdp1(built.model) else nullcontext():
+    with collectives.quiet(), flat if fsdp1.is_fsdp1(built.model) else nullcontext():
         for name, parameter in built.model.named_parameters():
             writer.add(f"gradient.{strip_wrappers(name)}", gathered(parameter.grad))
     built.optimizer.zero_grad()

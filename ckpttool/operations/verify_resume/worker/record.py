@@ -32,14 +32,13 @@ from ckpttool.operations.verify_resume.trial.state import INDEX, TENSORS
 from ckpttool.operations.verify_resume.worker.build import Built
 from ckpttool.operations.verify_resume.worker.setup import captured, elements, sha256
 from ckpttool.training import collectives, fsdp1
-from ckpttool.training.collectives import quiet
 
 _SMALL = 64
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
-@quiet()
+@collectives.quiet()
 def record(built: Built, folder: str, *, optimizer: bool = True) -> dict[str, str]:
     """Record everything. Every rank calls it. Returns this rank's digest of each value of which one rank's is saved.
     `optimizer=False` leaves out an optimizer that took no step: reading its state would create one."""

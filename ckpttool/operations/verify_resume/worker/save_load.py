@@ -32,7 +32,6 @@ from ckpttool.operations.verify_resume.worker.record import plain
 from ckpttool.training import collectives, fsdp1
 from ckpttool.training import load as ckpttool_load
 from ckpttool.training import save as ckpttool_save
-from ckpttool.training.collectives import quiet
 
 _COUNTERS = ("step", "global_step", "current_step", "train_step", "iteration", "iter", "iter_num")
 
@@ -100,7 +99,7 @@ def _step(rest: Mapping[Any, Any]) -> int | None:
 # By torch alone -------------------------------------------------------------------------------------------------------
 
 
-@quiet()
+@collectives.quiet()
 def save_natively(built: Built, path: str, step: int) -> None:
     """Save with torch's DCP alone."""
     others = {key: value.state_dict() for key, value in built.others.items()}
@@ -108,7 +107,7 @@ def save_natively(built: Built, path: str, step: int) -> None:
     torch_dcp.save({**_states(built), parts.rank_key(dist.get_rank()): own}, checkpoint_id=path)
 
 
-@quiet()
+@collectives.quiet()
 def load_natively(built: Built, path: str) -> int:
     """Load what `save_natively` saved, with torch's DCP alone. A new rank keeps its own RNG state. Returns the step."""
     metadata = torch_dcp.FileSystemReader(path).read_metadata()
