@@ -86,16 +86,9 @@ def fill(
         if optimizer is not None:
             assert contents.optimizer is not None
             saved = contents.optimizer.state
-            state = fill_state(
-                [
-                    (parameter, name, saved[name])
-                    for one in groups
-                    for parameter, name in zip(one.group["params"], one.names, strict=True)
-                    if saved.get(name)
-                ],
-                filler,
-                optimizer,
-            )
+            named = (pair for one in groups for pair in zip(one.group["params"], one.names, strict=True))
+            to_fill = [(parameter, name, saved[name]) for parameter, name in named if saved.get(name)]
+            state = fill_state(to_fill, filler, optimizer)
             as_saved = {id(t.value) for t in matched.targets if is_as_saved(t.value, contents.model[t.name])}
             _set_state(optimizer, groups, state, as_saved, contents.path)
 

@@ -170,11 +170,8 @@ def _check(catalogue: Catalogue, path: str, options: LoadOptions) -> None:
     """Raises CorruptError unless what is loaded, and the rest, is complete. A model or an optimizer that is not loaded
     may be damaged; that is logged as a warning."""
     unused = {kind for kind in ("model", "optimizer") if getattr(options, kind) is None}
-    entries = {
-        path: entry
-        for path, entry in catalogue.entries.items()
-        if entry.part.kind not in unused or any(path[: len(where)] == where for where in options.own)
-    }
+    own = {path for path in catalogue.entries for where in options.own if path[: len(where)] == where}
+    entries = {path: e for path, e in catalogue.entries.items() if e.part.kind not in unused or path in own}
     absent = [fault for fault in catalogue.faults if parts.kind_of_key(fault.facts.get("absent")) in unused]
     validate(replace(catalogue, entries=entries, faults=[fault for fault in catalogue.faults if fault not in absent]))
     for fault in absent:

@@ -79,10 +79,8 @@ def match(
             matched.targets.append(TensorTarget(key, name, value, owners.get(key)))
     # A second name of tied weights need not be there: safetensors files leave it out.
     matched.missing = [strip_wrappers(key) for key, value in without if id(value) not in filled]
-    clean = {strip_wrappers(key) for key in values}
-    matched.unexpected = [
-        name for name in [*contents.model, *contents.extra_state] if name not in used and name not in clean
-    ]
+    known = used | {strip_wrappers(key) for key in values}
+    matched.unexpected = [name for name in [*contents.model, *contents.extra_state] if name not in known]
     return matched
 
 
@@ -97,14 +95,9 @@ def _by_clean_name(names: Iterable[str]) -> dict[str, str]:
 
 def check_complete(matched: ModelMatch, contents: Contents, model: nn.Module) -> None:
     """Raises UsageError with the missing and unexpected keys, and the names nearest to them."""
-    problems = [
-        f"{what} key{'s' * (len(names) > 1)}: {_with_near(names, others)}"
-        for what, names, others in (
-            ("missing", matched.missing, matched.unexpected or list(contents.model)),
-            ("unexpected", matched.unexpected, matched.missing),
-        )
-        if names
-    ]
+    missing = ("missing", matched.missing, matched.unexpected or list(contents.model))
+    both = (missing, ("unexpected", matched.unexpected, matched.missing))
+    problems = [f"{what} key{'s' * (len(names) > 1)}: {_with_near(names, near)}" for what, names, near in both if names]
     if problems:
         prefix = _prefix(matched)
         hint = f"`strip_prefix={prefix!r}` takes that off the checkpoint's names; " if prefix else ""
@@ -171,11 +164,9 @@ def match_groups(optimizer: torch.optim.Optimizer, model: nn.Module, contents: C
     for number, group in enumerate(optimizer.param_groups):
         other = next((parameter for parameter in group["params"] if id(parameter) not in names), None)
         if other is not None:
-            raise UsageError(
-                f"group {number} of the optimizer has a parameter of shape {list(other.shape)} that is none of the "
-                "model's",
-                hint="make the optimizer after the model is wrapped or sharded, of `model.parameters()`",
-            )
+            text = f"group {number} of the optimizer has a parameter of shape {list(other.shape)}"
+            hint = "make the optimizer after the model is wrapped or sharded, of `model.parameters()`"
+            raise UsageError(f"{text} that is none of the model's", hint=hint)
     named = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     return match_names(optimizer.param_groups, named, saved, contents.path)
 
@@ -195,18 +186,15 @@ def match_names(
         del free[: not known]
         if unknown or len(indices) != 1:
             what = f"no group has {some(unknown)}" if unknown else f"they are in {len(indices)} groups"
-            raise UsageError(
-                f"`{path}`: the parameters of group {number} of the optimizer are grouped differently in the "
-                f"checkpoint: {what}",
-                hint=hint,
+            text = (
+                f"the parameters of group {number} of the optimizer are grouped differently in the checkpoint: {what}"
             )
+            raise UsageError(f"`{path}`: {text}", hint=hint)
         matches.append(GroupMatch(group, saved.groups[indices.pop()], [name for _, name in known]))
     twice = [i for i, one in enumerate(matches) if any(one.saved is other.saved for other in matches[:i])]
     if twice:
-        raise UsageError(
-            f"`{path}`: has one group of parameters where the optimizer has several (group {twice[0]} and one before)",
-            hint=hint,
-        )
+        text = f"has one group of parameters where the optimizer has several (group {twice[0]} and one before)"
+        raise UsageError(f"`{path}`: {text}", hint=hint)
     for i, of_saved in enumerate(saved.groups):
         matched = {name for one in matches if one.saved is of_saved for name in one.names}
         # A second name of tied weights is listed by some.
@@ -231,13 +219,11 @@ def _in_order(optimizer: torch.optim.Optimizer, saved: Optimizer, path: str) -> 
             expected=group_sizes,
         )
     matches = [GroupMatch(a, b, list(b.params)) for a, b in zip(optimizer.param_groups, saved.groups, strict=True)]
-    for one in matches:
-        for parameter, number in zip(one.group["params"], one.names, strict=True):
-            for below, shape in saved.state.get(number, {}).items():
-                is_like = isinstance(shape, Shape) and below[-1] in CERTAINLY_LIKE_PARAMETER
-                if is_like and shape.sizes != tuple(parameter.shape):
-                    raise CorruptError(
-                        f"`{path}`: state of parameter {number} of the optimizer is {list(shape.sizes)}, the parameter "
-                        f"{list(parameter.shape)}"
-                    )
+    numbered = (pair for one in matches for pair in zip(one.group["params"], one.names, strict=True))
+    for parameter, number in numbered:
+        for below, shape in saved.state.get(number, {}).items():
+            is_like = isinstance(shape, Shape) and below[-1] in CERTAINLY_LIKE_PARAMETER
+            if is_like and shape.sizes != tuple(parameter.shape):
+                text = f"state of parameter {number} of the optimizer is {list(shape.sizes)}, the parameter"
+                raise CorruptError(f"`{path}`: {text} {list(parameter.shape)}")
     return matches

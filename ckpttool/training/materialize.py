@@ -60,12 +60,11 @@ def _allocate(model: nn.Module, device: torch.device | str | None) -> None:
         if value.is_meta and id(value) not in done:
             done[id(value)] = value
             memory = torch.empty_like(value.detach(), device=device)
-            if isinstance(value, nn.Parameter):
-                torch.utils.swap_tensors(value, nn.Parameter(memory, value.requires_grad))
-            elif isinstance(value, DTensor):
+            is_parameter = isinstance(value, nn.Parameter)
+            if isinstance(value, DTensor) and not is_parameter:
                 module._buffers[name] = memory
             else:
-                torch.utils.swap_tensors(value, memory)
+                torch.utils.swap_tensors(value, nn.Parameter(memory, value.requires_grad) if is_parameter else memory)
     # FSDP2 keeps tensors of its own over the memory of a parameter: it takes them anew here.
     model._apply(lambda tensor: tensor)
 
