@@ -14,7 +14,7 @@ from ckpttool import formats
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Entry, Object, Part, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Loss
-from ckpttool.errors import LossError
+from ckpttool.errors import LossError, UsageError
 from ckpttool.layout import select
 from ckpttool.layout.move import move
 from ckpttool.producers.components import Constant
@@ -170,10 +170,14 @@ class LayoutBuilder:
         step = next((step for step in steps if step is not None), self.catalogue.facts.get("step"))
         return step if isinstance(step, int) else None
 
-    def step_or_name(self) -> int | None:
-        """The step that the state has, else the one in the name of the destination."""
+    def step_or_name(self, reads: str, called: str) -> int:
+        """The step that the state has, else the one in the name of the destination. Raises UsageError when there is
+        none; the message says where the framework `reads` it, and what to have the destination `called`."""
         step = self.step()
-        return step_in(self.name) if step is None else step
+        step = step_in(self.name) if step is None else step
+        if step is None:
+            raise UsageError(f"{reads}, and the source does not contain it", hint=f"call the destination `{called}`")
+        return step
 
     def integer(self, entry: Entry) -> int | None:
         """The value of an entry that is one integer; else None."""

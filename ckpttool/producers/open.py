@@ -81,17 +81,16 @@ def _describe_run(catalogue: Catalogue, run: runs.Run) -> None:
         for c in run.checkpoints
     ]
     if chosen is None:
-        names = [c.name for c in reversed(run.checkpoints)]
-        text = f"the final model is opened; the directory also has {some(names)}"
+        text = f"the final model is opened; the directory also has {some([c.name for c in reversed(run.checkpoints)])}"
         catalogue.warnings.insert(0, Warning("chosen", text))
         return
     if run.newer:
         reasons = "; ".join(f"`{c.name}`: {c.why_not}" for c in run.newer[-3:])
         text = f"`{chosen.name}` is opened; newer checkpoints are incomplete: {reasons}"
         catalogue.warnings.insert(0, Warning("chosen", text))
-    pointer = runs.pointer(run.directory)
-    if pointer is not None and pointer[1] != chosen.step:
-        text = f"`{pointer[0]}` names step {pointer[1]}, but step {chosen.step} is opened"
+    name, step = runs.pointer(run.directory) or ("", chosen.step)
+    if step != chosen.step:
+        text = f"`{name}` names step {step}, but step {chosen.step} is opened"
         catalogue.warnings.append(Warning("chosen", text))
 
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue
-from ckpttool.errors import UsageError
 from ckpttool.producers.components import DCP_FILE, DCP_FILES, Constant, Pattern, Producer, WritableLayout
 
 if TYPE_CHECKING:
@@ -53,14 +52,9 @@ def _write(builder: LayoutBuilder) -> OutputLayout:
 
 def _train_state(builder: LayoutBuilder, *, training: bool) -> list[Constant]:
     """Return the step and the tokens seen, as tensors, unless the source has its own."""
-    step = builder.step_or_name()
     if not training:
         return []
-    if step is None:
-        raise UsageError(
-            "torchtitan reads the step from `train_state`, and the source does not contain it",
-            hint="call the destination `step-N`",
-        )
+    step = builder.step_or_name("torchtitan reads the step from `train_state`", "step-N")
     if builder.name != f"step-{step}":
         builder.notes.append(f"torchtitan finds a checkpoint by its name, which would be `step-{step}`")
     if any(path[:2] == ("train_state", "step") for path in builder.catalogue.entries):

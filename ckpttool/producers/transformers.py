@@ -13,7 +13,6 @@ import re
 from typing import TYPE_CHECKING
 
 from ckpttool.catalogue.entries import Catalogue
-from ckpttool.errors import UsageError
 from ckpttool.producers import accelerate
 from ckpttool.producers.components import (
     REPOSITORY,
@@ -117,12 +116,7 @@ def _write_state(builder: LayoutBuilder) -> None:
         for entry in entries:
             builder.add(entry, component, entry.path)
     else:
-        step = builder.step_or_name()
-        if step is None:
-            raise UsageError(
-                "the Trainer reads the step from `trainer_state.json`, and the source does not contain it",
-                hint="call the destination `checkpoint-N`",
-            )
+        step = builder.step_or_name("the Trainer reads the step from `trainer_state.json`", "checkpoint-N")
         builder.component("trainer_state.json", None, ("trainer_state",), values={"global_step": step, **_REQUIRED})
         builder.notes.append(
             f"`trainer_state.json` is made with step {step} and no history; other values are the Trainer's defaults, "
