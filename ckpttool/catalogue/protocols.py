@@ -69,6 +69,14 @@ class Sink(Protocol):
         """Write what could only be known after the payloads: checksums, and the format's commit mark."""
 
 
+@dataclass(slots=True)
+class CreatedSink:
+    """A sink of files that are created, and a function that finishes them."""
+
+    catalogue: Catalogue
+    finish: Callable[[Crcs], None]
+
+
 @dataclass(frozen=True, slots=True)
 class Loss:
     """One thing that a format cannot hold: `Loss("lr_scheduler.last_epoch", "not a tensor")`."""

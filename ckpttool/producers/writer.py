@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,7 +22,7 @@ from typing import Any
 
 from ckpttool.catalogue import flatten
 from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, File, Object, Path, Tensor, above
-from ckpttool.catalogue.protocols import Crcs, Format, Loss, Sink, SinkOptions
+from ckpttool.catalogue.protocols import Crcs, CreatedSink, Format, Loss, Sink, SinkOptions
 from ckpttool.catalogue.warning import Warning
 from ckpttool.layout import rechunk, select
 from ckpttool.layout.move import move, rebuilt
@@ -116,7 +116,7 @@ class OutputLayout:
             text = "`--max-shard-size` has no effect: no component is of safetensors"
             result.warnings.append(Warning("no-effect", text))
         result.entries = {path: entries[path] for path in catalogue.entries if path in entries}
-        return _CreatedSink(result, partial(_finish, sinks, crcs))
+        return CreatedSink(result, partial(_finish, sinks, crcs))
 
     def _split(self, catalogue: Catalogue) -> Iterator[tuple[OutputComponent, Catalogue]]:
         """Each component with its contents. There may be one per rank, so the state is walked once for all."""
@@ -171,12 +171,6 @@ def _write_constants(catalogue: Catalogue, constants: Mapping[Path, bytes], star
     return crcs
 
 
-@dataclass(slots=True)
-class _CreatedSink:
-    catalogue: Catalogue
-    finish: Callable[[Crcs], None]
-
-
 def _finish(sinks: Sequence[tuple[Sink, int]], constants: Crcs, crcs: Crcs) -> None:
     """Finish components in their order, each with the number of its first file; `constants` are checksums too."""
     starts = [start for _, start in sinks]
@@ -201,7 +195,7 @@ def _create_component(
         text = json.dumps({**component.values, **tree}, indent=2).encode() + b"\n"
         location.put(text)
         contents.files = [File(location, location.name, len(text))]
-        return _CreatedSink(contents, lambda crcs: None)
+        return CreatedSink(contents, lambda crcs: None)
     assert form.create is not None
     by_rank = "{rank}" in component.name
     if not by_rank and not (form.splits and options.max_shard_size is not None):
@@ -223,7 +217,7 @@ def _create_component(
             files.rename(scratch / name, scratch.parent / name)
         scratch.remove()
 
-    return _CreatedSink(sink.catalogue, finish)
+    return CreatedSink(sink.catalogue, finish)
 
 
 def _is_json(entry: Entry) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ckpttool.catalogue import typed_json
 from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, Path, Tensor
-from ckpttool.catalogue.protocols import Crcs, Loss, Sink, SinkOptions
+from ckpttool.catalogue.protocols import Crcs, CreatedSink, Loss, Sink, SinkOptions
 from ckpttool.errors import LossError
 from ckpttool.formats.safetensors import sharding, state_json
 from ckpttool.formats.safetensors.model_files import MODEL, mount
@@ -18,17 +18,6 @@ from ckpttool.serialization import safetensors_header
 from ckpttool.storage import files
 from ckpttool.storage.stores import locate
 from ckpttool.version import __version__
-
-
-class _SafeSink:
-    def __init__(self, catalogue: Catalogue, late_files: dict[str, bytes]) -> None:
-        self.catalogue = catalogue
-        self._late_files = late_files
-
-    def finish(self, crcs: Crcs) -> None:
-        """Write the indexes, and last of all the state file: without it the directory is not a checkpoint."""
-        for path, data in self._late_files.items():
-            locate(path).put(data)
 
 
 def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
@@ -53,7 +42,13 @@ def create(path: str, planned: Catalogue, options: SinkOptions) -> Sink:
         files.make_directory(path)
     extents = _write_files(created, path, plan.files, one_file)
     _fill(created, planned, plan.places, extents, model)
-    return _SafeSink(created, {locate(path) / name: data for name, data in late_files.items()})
+
+    def finish(crcs: Crcs) -> None:
+        # The state file last of all: without it the directory is not a checkpoint.
+        for name, data in late_files.items():
+            (locate(path) / name).put(data)
+
+    return CreatedSink(created, finish)
 
 
 def _write_files(
